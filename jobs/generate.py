@@ -20,7 +20,7 @@ from jobs.config.cli import as_job, expand_prompt, infer_dataset_kind, print_lin
 from jobs.config.logs import log_start
 from jobs.config.settings import Composed, GenerateConfig, load
 from jobs.datasets.config import DatasetKind
-from jobs.datasets.files import require_there
+from jobs.datasets.files import require_existing_path
 from jobs.run.door import run_command
 from runtime.checkpoint_source.localize import find_local_path
 from runtime.config.texts import is_url
@@ -48,7 +48,7 @@ def main(composed: Composed) -> int:
     find_local_path(config.model)
     path = config.dataset.path
     if path is not None and not is_url(path) and config.dataset.kind is not DatasetKind["hub"]:
-        require_there(path)
+        require_existing_path(path)
     return run_command(config, _load_task, partial(_print_results, config), at=began_at, clock=began)
 
 

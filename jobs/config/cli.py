@@ -150,14 +150,14 @@ def expand_prompt(words: list[str]) -> list[str]:
 
 def infer_dataset_kind(words: list[str]) -> list[str]:
     """Adds `dataset=KIND` from the file extension of `dataset.path`, unless the words choose a kind."""
-    from ..datasets.files import ending_kind  # needs pyarrow, which not every job has
+    from ..datasets.files import kind_from_suffix  # needs pyarrow, which not every job has
 
     if any(re.match(r"[+~]*dataset(=|@|\.kind=)", word) for word in words):
         return words
     values = [word.partition("=")[2] for word in words if word.partition("=")[0] == "dataset.path"]
     is_sweep = bool({"--multirun", "-m"} & {*words})
     paths = [path for value in values for path in (value.split(",") if is_sweep else [value])]
-    kinds = {ending_kind(path.strip("'\"")) for path in paths}
+    kinds = {kind_from_suffix(path.strip("'\"")) for path in paths}
     return [*words, *(f"dataset={kind}" for kind in kinds if len(kinds) == 1 and kind is not None)]
 
 

@@ -4,7 +4,7 @@ belongs what all kinds of input share; a new kind is a module in `kinds/` (docs/
 
 from .config import DatasetConfig, DatasetKind, read_rows
 from .fields import BadRowPolicy, DuplicatePolicy, ReasoningMode, ShardConfig, Turns
-from .rows import Row, input_digest, prompt_bytes, shard_rows
+from .rows import Row, input_digest, row_digest_bytes, shard_rows
 
 __all__ = [
     "BadRowPolicy",
@@ -16,7 +16,7 @@ __all__ = [
     "ShardConfig",
     "Turns",
     "input_digest",
-    "prompt_bytes",
     "read_rows",
+    "row_digest_bytes",
     "shard_rows",
 ]

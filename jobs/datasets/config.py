@@ -15,16 +15,16 @@ from runtime.errors import DatasetError, require
 
 from . import kinds
 from .fields import MAX_ROWS, DatasetFields
-from .files import ending_kind, other_kind
+from .files import kind_from_suffix, other_kind_hint
 from .row_rules import CountTokens, InputKind
-from .rows import Row, number_rows, refuse_bad_rows, repeat_rows, resolve_duplicates, warn_of_empty_fields
+from .rows import Row, number_rows, reject_bad_rows, repeat_rows, resolve_duplicates, warn_about_empty_fields
 
 KINDS: Mapping[str, InputKind] = {
     name: kind
     for module in iter_modules(kinds.__path__)
     for name, kind in import_module(f"{kinds.__name__}.{module.name}").KINDS.items()
 }
-_NOT_FOR_ALL = frozenset[str]().union(*(kind.keys for kind in KINDS.values()))
+_KIND_SPECIFIC_KEYS = frozenset[str]().union(*(kind.keys for kind in KINDS.values()))
 
 
 class DatasetKind(Enum):
@@ -42,18 +42,18 @@ class DatasetConfig(DatasetFields):
     def __post_init__(self) -> None:
         kind, name = KINDS[self.kind.name], f"dataset.kind={self.kind.value}"
         for field in fields(self):
-            unused = field.name in _NOT_FOR_ALL - kind.keys
+            unused = field.name in _KIND_SPECIFIC_KEYS - kind.keys
             is_set = getattr(self, field.name) != field.default
             others = ", ".join(each for each, other in KINDS.items() if field.name in other.keys)
             why = f"dataset.{field.name} has no meaning for {name}: it has for dataset={others}"
-            if unused and is_set and field.name == "path" and (other := ending_kind(self.path or "")):
+            if unused and is_set and field.name == "path" and (other := kind_from_suffix(self.path or "")):
                 why += f"; did you mean dataset={other}?"
             require(not (unused and is_set), why)
         require("path" not in kind.keys or bool(self.path), f"{name} needs {kind.needs}")
         why = f"dataset.chat_template has no meaning for {name}: its rows say themselves whether they are chats"
         require(not (kind.has_chats and self.chat_template), why)
         is_chat = kind.has_chats or self.chat_template
-        for key in self.for_chats:
+        for key in self.chat_only_keys:
             require(is_chat, f"dataset.{key} needs dataset.chat_template=true")
         is_default = (self.num_examples, self.trial) == (DatasetFields.num_examples, DatasetFields.trial)
         require(
@@ -69,19 +69,21 @@ class DatasetConfig(DatasetFields):
         super().__post_init__()
 
     @property
-    def place(self) -> str:
+    def source_name(self) -> str:
         """What is read, in words."""
         return self.path or f"dataset={self.kind.value}"
 
 
-def looks_otherwise(config: DatasetConfig) -> str:
+def input_kind_hint(config: DatasetConfig) -> str:
     """What to say of an input none of whose rows can be used, where its first file looks like another kind's."""
     kind = config.kind.name
     if not config.path or is_url(config.path) or kind == "hub":
         return ""
     path = Path(config.path).expanduser()
-    found = path if path.is_file() else next((each for each in sorted(path.glob("[!._]*")) if each.is_file()), None)
-    return "" if found is None else other_kind(found, kind if kind in ("csv", "parquet") else "jsonl")
+    first_file = (
+        path if path.is_file() else next((each for each in sorted(path.glob("[!._]*")) if each.is_file()), None)
+    )
+    return "" if first_file is None else other_kind_hint(first_file, kind if kind in ("csv", "parquet") else "jsonl")
 
 
 def read_rows(config: DatasetConfig, *, count_tokens: CountTokens | None = None, encodes: bool = False) -> list[Row]:
@@ -99,7 +101,7 @@ def read_rows(config: DatasetConfig, *, count_tokens: CountTokens | None = None,
         len(rows) * config.repeat <= MAX_ROWS,
         f"dataset.repeat={config.repeat:,} times {len(rows):,} rows is above the {MAX_ROWS:,} that a run can have",
     )
-    rows = KINDS[config.kind.name].for_job(rows, encodes)
-    refuse_bad_rows(rows, config.on_bad_row)
-    warn_of_empty_fields(rows, config)
+    rows = KINDS[config.kind.name].reject_other_job(rows, encodes)
+    reject_bad_rows(rows, config.on_bad_row)
+    warn_about_empty_fields(rows, config)
     return number_rows(resolve_duplicates(repeat_rows(rows, config.repeat), config.dedupe))

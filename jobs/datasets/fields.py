@@ -111,7 +111,7 @@ class DatasetFields:
     on_bad_row: BadRowPolicy = BadRowPolicy.error_row
 
     @property
-    def for_chats(self) -> list[str]:
+    def chat_only_keys(self) -> list[str]:
         """The keys that are set and mean nothing where no chat template is applied."""
         keys = ("messages_field", "turns_field", "system_prompt", "tools_field", "chat_template_kwargs")
         return [key for key in keys if getattr(self, key)] + (["turns=all"] if self.turns is Turns.all else [])

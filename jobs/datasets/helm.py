@@ -56,7 +56,9 @@ def choose_examples(items: Sequence[ItemT], count: int, trial: int) -> list[Item
     return examples
 
 
-DEFAULTS: Mapping[str, Json] = {  # of HELM's `Request`, which leaves out what is null; names of models are no part
+REQUEST_DEFAULTS: Mapping[
+    str, Json
+] = {  # of HELM's `Request`, which leaves out what is null; names of models are no part
     "embedding": False,
     "prompt": "",
     "temperature": 1.0,
@@ -74,7 +76,7 @@ DEFAULTS: Mapping[str, Json] = {  # of HELM's `Request`, which leaves out what i
     "image_generation_parameters": None,
     "response_format": None,
 }
-WITHOUT_EFFECT: Mapping[str, str] = {  # unless it is the default, and why
+UNSUPPORTED_FIELDS: Mapping[str, str] = {  # unless it is the default, and why
     "embedding": "asks for an embedding, and this run generates",
     "echo_prompt": "asks for the scores of its prompt, and this run generates: weightstream score scores texts",
     "presence_penalty": "cannot be honoured",
@@ -87,32 +89,32 @@ WITHOUT_EFFECT: Mapping[str, str] = {  # unless it is the default, and why
 
 def request_digest(request: Mapping[str, Json]) -> str:
     """What two requests have in common that ask the same, whatever model is named: 32 characters."""
-    asked = {key: request.get(key, default) for key, default in DEFAULTS.items()}
-    whole = {key: int(value) for key, value in asked.items() if isinstance(value, float) and value.is_integer()}
-    text = json.dumps({**asked, **whole}, sort_keys=True)
+    values = {key: request.get(key, default) for key, default in REQUEST_DEFAULTS.items()}
+    integers = {key: int(value) for key, value in values.items() if isinstance(value, float) and value.is_integer()}
+    text = json.dumps({**values, **integers}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def read_request(request: Fields, *, may_be_chat: bool) -> tuple[Content, SamplingOverrides]:
     """What a request asks, and how. Raises BadRecord naming the field."""
-    given = {key: DEFAULTS[key] if request.get(key) is None else request[key] for key in DEFAULTS}
-    for key, why in WITHOUT_EFFECT.items():
-        if given[key] != DEFAULTS[key]:
-            raise BadRecord(f"request.{key}={shorten(str(given[key]))} {why}")
-    stops = given["stop_sequences"]
+    fields = {key: REQUEST_DEFAULTS[key] if request.get(key) is None else request[key] for key in REQUEST_DEFAULTS}
+    for key, why in UNSUPPORTED_FIELDS.items():
+        if fields[key] != REQUEST_DEFAULTS[key]:
+            raise BadRecord(f"request.{key}={shorten(str(fields[key]))} {why}")
+    stops = fields["stop_sequences"]
     if not isinstance(stops, list):
         raise BadRecord("request.stop_sequences is not a list of texts")
     overrides = SamplingOverrides(
-        max_new_tokens=int(_number(given, "max_tokens", 1)),
-        temperature=_number(given, "temperature", 0),
-        top_p=_number(given, "top_p", 0),
-        n=int(_number(given, "num_completions", 1, MAX_SAMPLES)),
+        max_new_tokens=int(_read_number(fields, "max_tokens", 1)),
+        temperature=_read_number(fields, "temperature", 0),
+        top_p=_read_number(fields, "top_p", 0),
+        n=int(_read_number(fields, "num_completions", 1, MAX_SAMPLES)),
         stop=[check_text(stop, "a stop string of request.stop_sequences") for stop in stops],
         logprobs=1,
     )
-    messages = given["messages"]
+    messages = fields["messages"]
     if messages is None:
-        return Content(prompt=check_text(given["prompt"], "request.prompt")), overrides
+        return Content(prompt=check_text(fields["prompt"], "request.prompt")), overrides
     if not may_be_chat:
         raise BadRecord("request.messages is a chat: it needs dataset.chat_template=true")
     if not isinstance(messages, list) or not messages:
@@ -120,8 +122,8 @@ def read_request(request: Fields, *, may_be_chat: bool) -> tuple[Content, Sampli
     return Content(messages=check_messages(messages, "request.messages")), overrides
 
 
-def _number(given: Fields, key: str, least: float, most: float = sys.float_info.max) -> float:
-    value = given[key]
+def _read_number(fields: Fields, key: str, least: float, most: float = sys.float_info.max) -> float:
+    value = fields[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         wanted = f"of {least} or more" if most == sys.float_info.max else f"from {least} to {most:,}"
         raise BadRecord(f"request.{key}={shorten(str(value))} is not a number {wanted}")

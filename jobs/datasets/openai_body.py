@@ -14,17 +14,17 @@ from runtime.config.settings import SamplingOverrides
 
 from .fields import TEMPLATE_KEYWORDS
 from .records import BadRecord, Content, Fields, Json, check_messages, check_objects, check_text, shorten
-from .rows import Inputs
+from .rows import EncodeInputs
 
 MAX_TOP_LOGPROBS = 20  # as OpenAI's own
 MAX_SEED = 2**63 - 1
 
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
 
-ABOUT_THE_CALLER = frozenset(  # say nothing of the answer
+CALLER_FIELDS = frozenset(  # say nothing of the answer
     {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
 )
-WITHOUT_EFFECT: Mapping[str, tuple[Json, ...]] = {  # the values that ask for what is done anyway
+NO_EFFECT_VALUES: Mapping[str, tuple[Json, ...]] = {  # the values that ask for what is done anyway
     "stream": (False,),
     "store": (False,),
     "echo": (False,),
@@ -44,59 +44,66 @@ WITHOUT_EFFECT: Mapping[str, tuple[Json, ...]] = {  # the values that ask for wh
     "use_beam_search": (False,),
     "priority": (0,),
 }
-GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-STRUCTURED = frozenset({"response_format", "structured_outputs", *GUIDED})  # OpenAI's, and those of vLLM
-OF_VLLM = frozenset({"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"})
-SAMPLED = frozenset({"max_tokens", "temperature", "top_p", "stop", "n", "seed", "logprobs", *STRUCTURED, *OF_VLLM})
-ADVICE = {  # what does the same for all lines of a run
+GUIDED_FIELDS = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+STRUCTURE_FIELDS = frozenset({"response_format", "structured_outputs", *GUIDED_FIELDS})  # OpenAI's, and those of vLLM
+VLLM_FIELDS = frozenset({"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"})
+SAMPLING_FIELDS = frozenset(
+    {"max_tokens", "temperature", "top_p", "stop", "n", "seed", "logprobs", *STRUCTURE_FIELDS, *VLLM_FIELDS}
+)
+ALTERNATIVES = {  # what does the same for all lines of a run
     "reasoning_effort": "body.chat_template_kwargs, where the model's template knows it",
 }
 
-Asked: TypeAlias = tuple[Content, SamplingOverrides]
+ParsedRequest: TypeAlias = tuple[Content, SamplingOverrides]
 
 
-def read_chat(body: Fields) -> Asked:
+def read_chat(body: Fields) -> ParsedRequest:
     """A chat with its tools, and what it asks otherwise than the run. Raises BadRecord naming the field."""
     known = {"messages", "tools", "chat_template_kwargs", "max_completion_tokens", "top_logprobs"}
-    given = given_fields(body, SAMPLED | known)
-    messages = given.get("messages")
+    fields = supported_fields(body, SAMPLING_FIELDS | known)
+    messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRecord("body.messages is not a list of messages")
     chat = check_messages(messages, "body.messages")
     for message in chat:
         if message["role"] == "developer":
             message["role"] = "system"  # as templates call it
-    kwargs = given.get("chat_template_kwargs", {})
+    kwargs = fields.get("chat_template_kwargs", {})
     if not isinstance(kwargs, dict):
         raise BadRecord("body.chat_template_kwargs is not an object")
-    taken = sorted(TEMPLATE_KEYWORDS & kwargs.keys())
-    if taken:
-        raise BadRecord(f"body.chat_template_kwargs.{taken[0]} is set by the run itself")
-    tools = check_objects(given["tools"], "body.tools") if "tools" in given else []
-    if tools and given.get("tool_choice") != "none":
+    reserved = sorted(TEMPLATE_KEYWORDS & kwargs.keys())
+    if reserved:
+        raise BadRecord(f"body.chat_template_kwargs.{reserved[0]} is set by the run itself")
+    tools = check_objects(fields["tools"], "body.tools") if "tools" in fields else []
+    if tools and fields.get("tool_choice") != "none":
         kwargs = {**kwargs, "tools": [*tools]}
-    wanted, most = given.get("logprobs", False), _whole(given, "top_logprobs", most=MAX_TOP_LOGPROBS)
-    if not isinstance(wanted, bool):
+    has_logprobs, num_top = (
+        fields.get("logprobs", False),
+        _read_integer(fields, "top_logprobs", maximum=MAX_TOP_LOGPROBS),
+    )
+    if not isinstance(has_logprobs, bool):
         raise BadRecord("body.logprobs is not true or false")
-    if most is not None and not wanted:
+    if num_top is not None and not has_logprobs:
         raise BadRecord("body.top_logprobs needs body.logprobs=true")
-    return Content(messages=chat, template_kwargs=kwargs), _overrides(given, max(1, most or 0) if wanted else None)
+    return Content(messages=chat, template_kwargs=kwargs), _read_overrides(
+        fields, max(1, num_top or 0) if has_logprobs else None
+    )
 
 
-def read_completion(body: Fields) -> Asked:
+def read_completion(body: Fields) -> ParsedRequest:
     """A prompt, and what it asks otherwise than the run. Raises BadRecord naming the field."""
-    given = given_fields(body, SAMPLED | {"prompt"})
-    logprobs = _whole(given, "logprobs", most=MAX_TOP_LOGPROBS)
-    kept = None if logprobs is None else max(1, logprobs)
-    return _prompt(given.get("prompt")), _overrides(given, kept)
+    fields = supported_fields(body, SAMPLING_FIELDS | {"prompt"})
+    logprobs = _read_integer(fields, "logprobs", maximum=MAX_TOP_LOGPROBS)
+    num_logprobs = None if logprobs is None else max(1, logprobs)
+    return _read_prompt(fields.get("prompt")), _read_overrides(fields, num_logprobs)
 
 
-def _prompt(value: Json) -> Content:
+def _read_prompt(value: Json) -> Content:
     """One text or one list of token ids, alone or in a list."""
     one = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list) else value
     if not isinstance(one, list):
         return Content(prompt=check_text(one, "body.prompt"))
-    ids = read_tokens(one)
+    ids = parse_token_ids(one)
     if ids is None:
         is_several = len(one) > 1 and all(isinstance(each, str | list) for each in one)
         why = "one prompt is read, so give each a line of its own" if is_several else "neither texts nor token ids"
@@ -104,59 +111,64 @@ def _prompt(value: Json) -> Content:
     return Content(prompt_ids=ids)
 
 
-def read_tokens(value: list[Json]) -> tuple[int, ...] | None:
+def parse_token_ids(value: list[Json]) -> tuple[int, ...] | None:
     """Token ids; None where a list is empty, or has something else."""
     ids = tuple(token for token in value if isinstance(token, int) and not isinstance(token, bool))
     return ids if ids and len(ids) == len(value) else None
 
 
-ENDPOINTS: Mapping[str, Callable[[Fields], Asked]] = {CHAT_URL: read_chat, COMPLETION_URL: read_completion}
+ENDPOINTS: Mapping[str, Callable[[Fields], ParsedRequest]] = {CHAT_URL: read_chat, COMPLETION_URL: read_completion}
 
 
-def given_fields(
-    body: Fields, known: AbstractSet[str], without_effect: Mapping[str, tuple[Json, ...]] = WITHOUT_EFFECT
+def supported_fields(
+    body: Fields, known: AbstractSet[str], without_effect: Mapping[str, tuple[Json, ...]] = NO_EFFECT_VALUES
 ) -> Fields:
     """The fields that are not null. Raises BadRecord for one that asks for what is not done: it is not among `known`,
     nor has it a value that has no effect."""
-    given: Fields = {key: value for key, value in body.items() if value is not None}
-    for key, value in given.items():
-        if key == "model" or key in known | ABOUT_THE_CALLER:
+    fields: Fields = {key: value for key, value in body.items() if value is not None}
+    for key, value in fields.items():
+        if key == "model" or key in known | CALLER_FIELDS:
             continue
         if key not in without_effect:
-            hint = f": {ADVICE[key]} does" if key in ADVICE else ""
+            hint = f": {ALTERNATIVES[key]} does" if key in ALTERNATIVES else ""
             raise BadRecord(f"body.{shorten(key)[1:-1]} cannot be honoured for a single line{hint}")
         # 0 is not false
         if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in without_effect[key]):
             raise BadRecord(f"body.{key}={shorten(str(value))} cannot be honoured: leave it out")
-    check_text(given.get("model"), "body.model")
-    return given
+    check_text(fields.get("model"), "body.model")
+    return fields
 
 
-def _overrides(given: Fields, logprobs: int | None) -> SamplingOverrides:
-    most, newer = _whole(given, "max_tokens"), _whole(given, "max_completion_tokens")
-    if most is not None and newer is not None and most != newer:
-        raise BadRecord(f"body.max_tokens={most} and body.max_completion_tokens={newer} are two limits")
-    stop = given.get("stop")
+def _read_overrides(fields: Fields, logprobs: int | None) -> SamplingOverrides:
+    max_tokens, max_completion_tokens = (
+        _read_integer(fields, "max_tokens"),
+        _read_integer(fields, "max_completion_tokens"),
+    )
+    if max_tokens is not None and max_completion_tokens is not None and max_tokens != max_completion_tokens:
+        raise BadRecord(
+            f"body.max_tokens={max_tokens} and body.max_completion_tokens={max_completion_tokens} are two limits"
+        )
+    stop = fields.get("stop")
     stops = stop if isinstance(stop, list) else [stop]
     return SamplingOverrides(
-        max_new_tokens=most if newer is None else newer,
-        temperature=_number(given, "temperature", least=0, most=2),
-        top_p=_number(given, "top_p", least=0, most=1),
+        max_new_tokens=max_tokens if max_completion_tokens is None else max_completion_tokens,
+        temperature=_read_number(fields, "temperature", minimum=0, maximum=2),
+        top_p=_read_number(fields, "top_p", minimum=0, maximum=1),
         stop=None if stop is None else [check_text(text, "a stop string of body.stop") for text in stops],
         # -1 says what 0 does, in vLLM's words: all tokens
-        top_k=None if (top_k := _whole(given, "top_k", least=-1)) is None else max(0, top_k),
-        min_p=_number(given, "min_p", least=0, most=1),
-        repetition_penalty=_number(given, "repetition_penalty", least=0, most=sys.float_info.max),
-        min_new_tokens=_whole(given, "min_tokens"),
-        ignore_eos=_truth(given, "ignore_eos"),
-        seed=_whole(given, "seed", most=MAX_SEED),
-        n=_whole(given, "n", least=1, most=MAX_SAMPLES),
+        top_k=None if (top_k := _read_integer(fields, "top_k", minimum=-1)) is None else max(0, top_k),
+        min_p=_read_number(fields, "min_p", minimum=0, maximum=1),
+        repetition_penalty=_read_number(fields, "repetition_penalty", minimum=0, maximum=sys.float_info.max),
+        min_new_tokens=_read_integer(fields, "min_tokens"),
+        ignore_eos=_read_bool(fields, "ignore_eos"),
+        seed=_read_integer(fields, "seed", maximum=MAX_SEED),
+        n=_read_integer(fields, "n", minimum=1, maximum=MAX_SAMPLES),
         logprobs=logprobs,
-        **_structure(given),
+        **_read_structured_output(fields),
     )
 
 
-class _Structure(TypedDict, total=False):
+class _StructuredOutput(TypedDict, total=False):
     """What the completion must be, in the words of `SamplingOverrides`."""
 
     json_schema: str
@@ -165,15 +177,15 @@ class _Structure(TypedDict, total=False):
     grammar: str
 
 
-def _structure(given: Fields) -> _Structure:
+def _read_structured_output(fields: Fields) -> _StructuredOutput:
     """One at most, whoever's words say it. Whether a schema is one is seen with the run's other requests."""
     structures: list[tuple[str, Json, str]] = [
-        (GUIDED[key], given[key], f"body.{key}") for key in GUIDED if key in given
+        (GUIDED_FIELDS[key], fields[key], f"body.{key}") for key in GUIDED_FIELDS if key in fields
     ]
-    if "structured_outputs" in given:
-        structures += _vllm_structures(given["structured_outputs"])
-    if "response_format" in given:
-        structures += _response_format(given["response_format"])
+    if "structured_outputs" in fields:
+        structures += _vllm_structures(fields["structured_outputs"])
+    if "response_format" in fields:
+        structures += _parse_response_format(fields["response_format"])
     if len(structures) > 1:
         raise BadRecord(f"{' and '.join(where for _, _, where in structures)} are two structures")
     return _read_structure(*structures[0]) if structures else {}
@@ -183,13 +195,13 @@ def _vllm_structures(value: Json) -> list[tuple[str, Json, str]]:
     where = "body.structured_outputs"
     if not isinstance(value, dict):
         raise BadRecord(f"{where} is not an object")
-    found = {key: item for key, item in value.items() if item is not None and item is not False}
-    for key in found.keys() - {*GUIDED.values(), "json_object"}:
+    values = {key: item for key, item in value.items() if item is not None and item is not False}
+    for key in values.keys() - {*GUIDED_FIELDS.values(), "json_object"}:
         raise BadRecord(f"{where}.{shorten(key)[1:-1]} cannot be honoured: leave it out")
-    return [(key, item, f"{where}.{key}") for key, item in found.items()]
+    return [(key, item, f"{where}.{key}") for key, item in values.items()]
 
 
-def _response_format(value: Json) -> list[tuple[str, Json, str]]:
+def _parse_response_format(value: Json) -> list[tuple[str, Json, str]]:
     where = "body.response_format"
     if not isinstance(value, dict):
         raise BadRecord(f"{where} is not an object")
@@ -205,7 +217,7 @@ def _response_format(value: Json) -> list[tuple[str, Json, str]]:
     return [("json", described.get("schema"), f"{where}.json_schema.schema")]
 
 
-def _read_structure(kind: str, value: Json, where: str) -> _Structure:
+def _read_structure(kind: str, value: Json, where: str) -> _StructuredOutput:
     if kind == "json_object":
         return {"json_schema": json.dumps({"type": "object"})}
     if kind == "json":
@@ -220,122 +232,122 @@ def _read_structure(kind: str, value: Json, where: str) -> _Structure:
     return {"regex": text} if kind == "regex" else {"grammar": text}
 
 
-def _truth(given: Fields, key: str) -> bool | None:
-    value = given.get(key)
+def _read_bool(fields: Fields, key: str) -> bool | None:
+    value = fields.get(key)
     if value is not None and not isinstance(value, bool):
         raise BadRecord(f"body.{key} is not true or false")
     return value
 
 
-def _whole(given: Fields, key: str, *, least: int = 0, most: int | None = None) -> int | None:
-    value = given.get(key)
+def _read_integer(fields: Fields, key: str, *, minimum: int = 0, maximum: int | None = None) -> int | None:
+    value = fields.get(key)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
         raise BadRecord(f"body.{key} is {shorten(str(value))}, not a whole number")
-    if value < least or (most is not None and value > most):
+    if value < minimum or (maximum is not None and value > maximum):
         raise BadRecord(
-            f"body.{key} must be {f'{least} to {most}' if most is not None else f'{least} or more'}, "
+            f"body.{key} must be {f'{minimum} to {maximum}' if maximum is not None else f'{minimum} or more'}, "
             f"got {shorten(str(value))[1:-1]}"
         )
     return value
 
 
-def _number(given: Fields, key: str, *, least: float, most: float) -> float | None:
-    value = given.get(key)
+def _read_number(fields: Fields, key: str, *, minimum: float, maximum: float) -> float | None:
+    value = fields.get(key)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadRecord(f"body.{key} is {shorten(str(value))}, not a number")
-    if not least <= value <= most:
-        raise BadRecord(f"body.{key} must be {least} to {most}, got {shorten(str(value))[1:-1]}")
+    if not minimum <= value <= maximum:
+        raise BadRecord(f"body.{key} must be {minimum} to {maximum}, got {shorten(str(value))[1:-1]}")
     return float(value)
 
 
 EMBEDDINGS_URL, SCORE_URLS = "/v1/embeddings", ("/v1/score", "/score")
 FORMATS = ("float", "base64")
-WITHOUT_EFFECT_ENCODING: Mapping[str, tuple[Json, ...]] = {
+ENCODE_NO_EFFECT_VALUES: Mapping[str, tuple[Json, ...]] = {
     "normalize": (True,),
     "use_activation": (True,),
     "add_special_tokens": (True,),
     "truncate_prompt_tokens": (-1,),
     "priority": (0,),
 }
-OF_INPUTS = frozenset({"input", "text_1", "text_2"})
+INPUT_FIELDS = frozenset({"input", "text_1", "text_2"})
 
 
-def read_embeddings(body: Fields) -> Inputs:
+def read_embeddings(body: Fields) -> EncodeInputs:
     """The texts, or token ids, of a request for embeddings. Raises BadRecord naming the field."""
     if body.get("dimensions") is not None:
         raise BadRecord("body.dimensions cannot be honoured: a vector has as many numbers as the model's hidden states")
-    given = given_fields(body, {"input", "encoding_format"}, WITHOUT_EFFECT_ENCODING)
-    if given.get("encoding_format", "float") not in FORMATS:
+    fields = supported_fields(body, {"input", "encoding_format"}, ENCODE_NO_EFFECT_VALUES)
+    if fields.get("encoding_format", "float") not in FORMATS:
         raise BadRecord(f"body.encoding_format must be {' or '.join(FORMATS)}")
-    asked = given.get("input")
-    if isinstance(asked, list) and asked and not _are_tokens(asked):
-        texts = [_text_or_tokens(each, f"input {number} of body.input") for number, each in enumerate(asked)]
+    value = fields.get("input")
+    if isinstance(value, list) and value and not _is_token_list(value):
+        texts = [_read_text_or_tokens(each, f"input {number} of body.input") for number, each in enumerate(value)]
     else:
-        texts = [_text_or_tokens(asked, "body.input")]
-    return Inputs(texts=tuple(texts))
+        texts = [_read_text_or_tokens(value, "body.input")]
+    return EncodeInputs(texts=tuple(texts))
 
 
-def read_score(body: Fields) -> Inputs:
+def read_score(body: Fields) -> EncodeInputs:
     """The pairs of texts of a request for scores. Raises BadRecord naming the field."""
-    given = given_fields(body, {"text_1", "text_2"}, WITHOUT_EFFECT_ENCODING)
-    firsts, others = _texts(given, "text_1"), _texts(given, "text_2")
-    if len(firsts) not in (1, len(others)):
+    fields = supported_fields(body, {"text_1", "text_2"}, ENCODE_NO_EFFECT_VALUES)
+    firsts, seconds = _read_texts(fields, "text_1"), _read_texts(fields, "text_2")
+    if len(firsts) not in (1, len(seconds)):
         raise BadRecord(
-            f"body.text_1 has {len(firsts):,} texts and body.text_2 {len(others):,}: pairs are made of one text with "
+            f"body.text_1 has {len(firsts):,} texts and body.text_2 {len(seconds):,}: pairs are made of one text with "
             "each, or of as many on both sides"
         )
-    return Inputs(texts=firsts, others=others)
+    return EncodeInputs(texts=firsts, second_texts=seconds)
 
 
-ENCODED: Mapping[str, Callable[[Fields], Inputs]] = {
+ENCODE_ENDPOINTS: Mapping[str, Callable[[Fields], EncodeInputs]] = {
     EMBEDDINGS_URL: read_embeddings,
     **dict.fromkeys(SCORE_URLS, read_score),
 }
 
 
-def endpoint_of(url: Json) -> str | None:
+def parse_endpoint(url: Json) -> str | None:
     """The endpoint that a line's url names, also in Azure's form, without `/v1`, and with a slash behind it; None where
     there is no such endpoint."""
     path = url.rstrip("/") if isinstance(url, str) else ""
-    return next((each for each in (path, f"/v1{path}") if each in {*ENDPOINTS, *ENCODED}), None)
+    return next((each for each in (path, f"/v1{path}") if each in {*ENDPOINTS, *ENCODE_ENDPOINTS}), None)
 
 
-def kept_body(body: Fields) -> Fields:
+def summarize_body(body: Fields) -> Fields:
     """The body as each row of the output has it: a list of several inputs as its length and a digest, since every one
     of them has a row."""
-    kept = dict(body)
-    for key in OF_INPUTS & body.keys():
+    summary = dict(body)
+    for key in INPUT_FIELDS & body.keys():
         value = body[key]
-        if isinstance(value, list) and len(value) > 1 and not _are_tokens(value):
-            kept[key] = {"count": len(value), "sha256": sha256(json.dumps(value).encode()).hexdigest()}
-    return kept
+        if isinstance(value, list) and len(value) > 1 and not _is_token_list(value):
+            summary[key] = {"count": len(value), "sha256": sha256(json.dumps(value).encode()).hexdigest()}
+    return summary
 
 
-def num_texts(kept: Json) -> int:
+def count_inputs(summary: Json) -> int:
     """How many inputs a field has that `kept_body` has kept."""
-    count = kept.get("count") if isinstance(kept, dict) else None
+    count = summary.get("count") if isinstance(summary, dict) else None
     return count if isinstance(count, int) else 1
 
 
-def _are_tokens(value: list[Json]) -> bool:
+def _is_token_list(value: list[Json]) -> bool:
     return isinstance(value[0], int) and not isinstance(value[0], bool)
 
 
-def _text_or_tokens(value: Json, what: str) -> str | tuple[int, ...]:
+def _read_text_or_tokens(value: Json, what: str) -> str | tuple[int, ...]:
     if not isinstance(value, list):
         return check_text(value, what)
-    ids = read_tokens(value)
+    ids = parse_token_ids(value)
     if ids is None:
         raise BadRecord(f"{what} is neither a text nor a list of token ids")
     return ids
 
 
-def _texts(given: Fields, key: str) -> tuple[str, ...]:
-    value = given.get(key)
+def _read_texts(fields: Fields, key: str) -> tuple[str, ...]:
+    value = fields.get(key)
     if not isinstance(value, list):
         return (check_text(value, f"body.{key}"),)
     if not value:

@@ -35,7 +35,7 @@ SHAREGPT_ROLES = {  # by what ShareGPT's files and their like have at `from`
     "system": "system",
 }
 
-AS_THE_RUN = SamplingOverrides()
+NO_OVERRIDES = SamplingOverrides()
 
 
 class BadRecord(ValueError):
@@ -50,7 +50,7 @@ class Record:
     """
 
     name: str
-    place: str
+    location: str
     fields: Fields | None = None
     error: str | None = None
 
@@ -77,9 +77,9 @@ class Content:
 ReadContent: TypeAlias = Callable[[Fields], Content]
 
 
-def too_long(name: str, place: str, num_bytes: int, max_row_bytes: int) -> Record:
-    error = f"{place}: the row has {num_bytes:,} bytes, dataset.max_row_bytes={max_row_bytes:,} are the most"
-    return Record(name=name, place=place, error=error)
+def too_long_record(name: str, location: str, num_bytes: int, max_row_bytes: int) -> Record:
+    error = f"{location}: the row has {num_bytes:,} bytes, dataset.max_row_bytes={max_row_bytes:,} are the most"
+    return Record(name=name, location=location, error=error)
 
 
 def num_text_bytes(value: object) -> int:
@@ -100,8 +100,8 @@ def value_at(fields: Fields, name: str) -> Json:
     for step in name.split("."):
         if isinstance(value, dict) and step in value:
             value = value[step]
-        elif isinstance(value, list) and _index(step) < len(value):
-            value = value[_index(step)]
+        elif isinstance(value, list) and _list_index(step) < len(value):
+            value = value[_list_index(step)]
         else:
             raise KeyError(name)
     return value
@@ -114,7 +114,7 @@ def has_field(fields: Fields, name: str) -> bool:
     return False
 
 
-def _index(step: str) -> int:
+def _list_index(step: str) -> int:
     is_number = step.isascii() and step.isdigit() and len(step) <= MAX_INDEX_DIGITS
     return int(step) if is_number else 10**MAX_INDEX_DIGITS
 
@@ -124,10 +124,10 @@ def read_field(fields: Fields, name: str, key: str) -> Json:
     try:
         return value_at(fields, name)
     except KeyError:
-        raise BadRecord(f"there is no field {shorten(name)} (dataset.{key}); {listed_fields(fields)}") from None
+        raise BadRecord(f"there is no field {shorten(name)} (dataset.{key}); {format_field_names(fields)}") from None
 
 
-def listed_fields(fields: Fields) -> str:
+def format_field_names(fields: Fields) -> str:
     """The names of some fields, for a message."""
     return f"its fields: {', '.join(shorten(name, 30) for name in list(fields)[:NUM_FIELDS_LISTED]) or 'none'}"
 
@@ -185,28 +185,28 @@ def check_messages(value: list[Json], where: str) -> list[Message]:
     be absent. Further keys go to the template as they are; a null one counts as absent, since tables have every key in
     every message.
     """
-    return [_message(message, f"message {number} of {where}") for number, message in enumerate(value)]
+    return [_check_message(message, f"message {number} of {where}") for number, message in enumerate(value)]
 
 
-def _message(message: Json, what: str) -> Message:
+def _check_message(message: Json, what: str) -> Message:
     if not isinstance(message, dict) or "role" not in message:
         raise BadRecord(f"{what} is not an object with a role and a content")
     calls = message.get("tool_calls")
     if "content" not in message and not calls:
         raise BadRecord(f"{what} is not an object with a role and a content")
-    made: Message = {}
+    checked: Message = {}
     for key, value in message.items():
         if key == "content":
-            made[key] = "" if value is None and calls else _content_text(value, f"{shorten(key)} of {what}")
+            checked[key] = "" if value is None and calls else _join_content_parts(value, f"{shorten(key)} of {what}")
         elif key == "role":
-            made[key] = check_text(value, f"{shorten(key)} of {what}", True)
+            checked[key] = check_text(value, f"{shorten(key)} of {what}", True)
         elif value is not None:
-            made[key] = _tool_calls(value, f"{key} of {what}") if key == "tool_calls" else value
-            _check_texts(made[key], f"{shorten(key)} of {what}")
-    return made
+            checked[key] = _parse_tool_calls(value, f"{key} of {what}") if key == "tool_calls" else value
+            _check_texts(checked[key], f"{shorten(key)} of {what}")
+    return checked
 
 
-def _content_text(value: Json, what: str) -> str:
+def _join_content_parts(value: Json, what: str) -> str:
     if not isinstance(value, list):
         return check_text(value, what, True)
     texts: list[str] = []
@@ -220,33 +220,33 @@ def _content_text(value: Json, what: str) -> str:
     return "\n".join(texts)
 
 
-def _tool_calls(value: Json, what: str) -> list[Json]:
+def _parse_tool_calls(value: Json, what: str) -> list[Json]:
     """Calls with their arguments as objects, which templates want, where OpenAI's form has them as JSON; without any,
     {}. JSON of something else than an object goes to the template as it is, as servers have it."""
-    made: list[Json] = []
+    calls: list[Json] = []
     for call in check_objects(value, what):
         function = call.get("function")
         if isinstance(function, dict):
-            found = function.get("arguments")
+            arguments = function.get("arguments")
             try:
-                found = parse_json(found) if isinstance(found, str) and found.strip() else found
+                arguments = parse_json(arguments) if isinstance(arguments, str) and arguments.strip() else arguments
             except ValueError as error:
                 raise BadRecord(f"the arguments of {what} are no JSON: {error}") from None
-            is_none = found is None or (isinstance(found, str) and not found.strip())
-            call = {**call, "function": {**function, "arguments": {} if is_none else found}}
-        made.append(call)
-    return made
+            is_empty = arguments is None or (isinstance(arguments, str) and not arguments.strip())
+            call = {**call, "function": {**function, "arguments": {} if is_empty else arguments}}
+        calls.append(call)
+    return calls
 
 
 def check_objects(value: Json, what: str) -> list[dict[str, Json]]:
     """A list of objects, none of whose texts a tokenizer would choke on. Raises BadRecord."""
     if not isinstance(value, list):
         raise BadRecord(f"{what} is {TYPE_NAMES[type(value)]}, not a list of objects")
-    found = [item for item in value if isinstance(item, dict)]
-    if len(found) < len(value):
+    objects = [item for item in value if isinstance(item, dict)]
+    if len(objects) < len(value):
         raise BadRecord(f"{what} holds something else than objects")
     _check_texts(value, what)
-    return found
+    return objects
 
 
 def _check_texts(value: Json, what: str) -> None:
@@ -278,26 +278,26 @@ def read_turns(fields: Fields, name: str) -> Content:
     turns = read_field(fields, name, "turns_field")
     if not isinstance(turns, list) or not turns:
         raise BadRecord(f"the field {shorten(name)} (dataset.turns_field) is not a list of texts")
-    return messages_of_turn(turns, f"the field {shorten(name)}, turn")
+    return make_turns_content(turns, f"the field {shorten(name)}, turn")
 
 
-def messages_of_turn(turns: list[Json], what: str) -> Content:
+def make_turns_content(turns: list[Json], what: str) -> Content:
     """The first of these texts, and what is asked behind the answers. Raises BadRecord."""
     first, *later = [check_text(turn, f"{what} {number}") for number, turn in enumerate(turns, start=1)]
     return Content(prompt=first, later_turns=tuple(later))
 
 
-def as_chat(content: Content, config: DatasetFields) -> Content:
+def to_chat_content(content: Content, config: DatasetFields) -> Content:
     """The content as a chat: the system prompt first, unless the chat has its own, and what the run gives a template
     beside what the record gives."""
     messages: list[Message] = content.messages or [{"role": "user", "content": content.prompt}]
     if config.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
-    given: Mapping[str, Any] = config.chat_template_kwargs or {}
-    return replace(content, messages=messages, template_kwargs={**given, **content.template_kwargs})
+    run_kwargs: Mapping[str, Any] = config.chat_template_kwargs or {}
+    return replace(content, messages=messages, template_kwargs={**run_kwargs, **content.template_kwargs})
 
 
-def named_fields(config: DatasetFields) -> list[tuple[str, str]]:
+def configured_fields(config: DatasetFields) -> list[tuple[str, str]]:
     """The fields that the config names, each behind its key: text, id and what a row asks otherwise than the run."""
     keys = ["id_field", "messages_field", "turns_field", "tools_field", *OVERRIDE_FIELDS]
     if config.messages_field is None and config.turns_field is None and config.template is None:
@@ -308,14 +308,14 @@ def named_fields(config: DatasetFields) -> list[tuple[str, str]]:
     return found
 
 
-def check_columns(names: list[str], config: DatasetFields, place: str) -> None:
+def check_columns(names: list[str], config: DatasetFields, location: str) -> None:
     """Refuse a table that lacks a column the config names, or has a name twice. Raises DatasetError."""
     if len(set(names)) != len(names):
-        raise DatasetError(f"{place} has two columns of the same name: {', '.join(map(shorten, names))}")
-    for key, name in named_fields(config):
+        raise DatasetError(f"{location} has two columns of the same name: {', '.join(map(shorten, names))}")
+    for key, name in configured_fields(config):
         if not (name in names or name.partition(".")[0] in names):
             listed = ", ".join(map(shorten, names))
-            raise DatasetError(f"{place} has no column {shorten(name)} (dataset.{key}); its columns: {listed}")
+            raise DatasetError(f"{location} has no column {shorten(name)} (dataset.{key}); its columns: {listed}")
 
 
 def read_overrides(fields: Fields, config: DatasetFields) -> SamplingOverrides:
@@ -325,25 +325,25 @@ def read_overrides(fields: Fields, config: DatasetFields) -> SamplingOverrides:
     Numbers may be text, as all of a CSV file is; a whole number may be stored as 12.0, as pandas does beside a null.
     Raises BadRecord naming the column and its key.
     """
-    given: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     for key, read in zip(OVERRIDE_FIELDS, OVERRIDE_READERS, strict=True):
         name: str = getattr(config, key) or ""
         value = None
         with suppress(KeyError):
             value = value_at(fields, name) if name else None
         if value is not None and value != "":
-            given[key.removesuffix("_field")] = read(value, f"the field {shorten(name)} (dataset.{key})")
-    return SamplingOverrides(**given) if given else AS_THE_RUN
+            overrides[key.removesuffix("_field")] = read(value, f"the field {shorten(name)} (dataset.{key})")
+    return SamplingOverrides(**overrides) if overrides else NO_OVERRIDES
 
 
-def _whole_number(value: Json, what: str) -> int:
-    number = _number(value, what)
+def _read_integer(value: Json, what: str) -> int:
+    number = _read_number(value, what)
     if number != int(number):
         raise BadRecord(f"{what} is {number}, not a whole number")
     return int(number)
 
 
-def _number(value: Json, what: str) -> float:
+def _read_number(value: Json, what: str) -> float:
     """A number that is finite, and 0 or above."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise BadRecord(f"{what} is {TYPE_NAMES[type(value)]}, not a number")
@@ -356,26 +356,26 @@ def _number(value: Json, what: str) -> float:
     return number
 
 
-def _texts(value: Json, what: str) -> list[str]:
+def _read_stops(value: Json, what: str) -> list[str]:
     """One stop string or a list of them."""
     items = value if isinstance(value, list) else [value]
     return [check_text(item, f"a stop string of {what}") for item in items]
 
 
-def _schema(value: Json, what: str) -> str:
+def _read_schema(value: Json, what: str) -> str:
     """An object's JSON, or a text that is it."""
     if not isinstance(value, dict):
         return check_text(value, what)
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _choices(value: Json, what: str) -> list[str]:
+def _read_choices(value: Json, what: str) -> list[str]:
     if not isinstance(value, list):
         raise BadRecord(f"{what} is {TYPE_NAMES[type(value)]}, not a list of texts")
     return [check_text(item, f"a choice of {what}") for item in value]
 
 
 OVERRIDE_READERS: tuple[Callable[[Json, str], object], ...] = (
-    *(_whole_number, _number, _texts, _schema, check_text),
-    _choices,
+    *(_read_integer, _read_number, _read_stops, _read_schema, check_text),
+    _read_choices,
 )  # of `OVERRIDE_FIELDS`

@@ -15,28 +15,28 @@ from runtime.units import format_count
 
 from .fields import OVERRIDE_FIELDS, DatasetFields
 from .records import (
-    AS_THE_RUN,
+    NO_OVERRIDES,
     BadRecord,
     Content,
     Fields,
     ReadContent,
     Record,
-    as_chat,
+    configured_fields,
+    format_field_names,
     has_field,
-    listed_fields,
-    named_fields,
     read_id,
     read_overrides,
+    to_chat_content,
 )
 from .rows import Row
 from .strict_json import shorten
-from .templates import content_reader
+from .templates import make_content_reader
 
-SPAN_ROWS = 8192  # of a stretch, at most
+MAX_RANGE_ROWS = 8192  # of a stretch, at most
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
+class SeekPoint:
     """Where a row begins: the number of its file among the input's, and how many rows, lines and bytes of that file lie
     before it."""
 
@@ -50,11 +50,11 @@ class Mark:
 class RowRange:
     """Rows that follow one another from `mark` on, in one file: the fields of each, None where they cannot be read."""
 
-    mark: Mark
+    start: SeekPoint
     rows: list[Fields | None]
 
 
-Numbered: TypeAlias = tuple[int, Path]
+NumberedFile: TypeAlias = tuple[int, Path]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,27 +66,27 @@ class RowSource:
 
     files: Callable[[DatasetFields], list[Path]]
     count: Callable[[DatasetFields, Path, int], int]
-    look: Callable[[DatasetFields, Numbered], Iterator[RowRange]]
-    records: Callable[[DatasetFields, Path, Mark], Iterator[Record]]
+    scan: Callable[[DatasetFields, NumberedFile], Iterator[RowRange]]
+    read_records: Callable[[DatasetFields, Path, SeekPoint], Iterator[Record]]
 
     def has_more_than(self, config: DatasetFields, num_rows: int) -> bool:
         """Whether the input has more rows than this."""
-        left = num_rows + 1
+        remaining = num_rows + 1
         for path in self.files(config):
-            left -= self.count(config, path, left)
-            if left <= 0:
+            remaining -= self.count(config, path, remaining)
+            if remaining <= 0:
                 return True
         return False
 
     def row_ranges(self, config: DatasetFields) -> Iterator[RowRange]:
         """All rows of the input, in order."""
         for numbered in enumerate(self.files(config)):
-            yield from self.look(config, numbered)
+            yield from self.scan(config, numbered)
 
-    def records_from(self, config: DatasetFields, mark: Mark) -> Iterator[Record]:
+    def records_from(self, config: DatasetFields, start: SeekPoint) -> Iterator[Record]:
         """The records from `mark` to the end of the input."""
-        for number, path in islice(enumerate(self.files(config)), mark.file, None):
-            yield from self.records(config, path, mark if number == mark.file else Mark(file=number, row=0))
+        for number, path in islice(enumerate(self.files(config)), start.file, None):
+            yield from self.read_records(config, path, start if number == start.file else SeekPoint(file=number, row=0))
 
 
 ReadRecords: TypeAlias = Callable[[DatasetFields], Iterator[Record]]
@@ -96,7 +96,7 @@ TABLE_KEYS = frozenset(
     {"path", "prompt_field", "id_field", *OVERRIDE_FIELDS}
     | {"template", "few_shot_path", "few_shot_template", "num_examples", "trial"}
 )
-OTHER_FORMS = {"openai_batch": {"custom_id", "body"}, "mtbench": {"question_id", "turns"}}  # kinds by their fields
+KIND_BY_FIELDS = {"openai_batch": {"custom_id", "body"}, "mtbench": {"question_id", "turns"}}  # kinds by their fields
 CHAT_KEYS = frozenset({"messages_field", "turns_field", "tools_field"})  # of tables whose values may be lists
 
 
@@ -110,64 +110,64 @@ class InputKind:
     keys: frozenset[str] = frozenset()
     needs: str = "dataset.path=<file or directory>"  # what is said where `path` is known and missing
     has_chats: bool = False
-    for_job: Callable[[Sequence[Row], bool], list[Row]] = lambda rows, _: [*rows]
-    windowed: "Windowed | None" = None
+    reject_other_job: Callable[[Sequence[Row], bool], list[Row]] = lambda rows, _: [*rows]
+    windowed: "WindowedReader | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Windowed:
+class WindowedReader:
     """What a kind needs to be read in windows: its source, and the rows of some of its records, each with the number
     that it has in the input."""
 
     source: RowSource
     rows: Callable[[Iterable[tuple[int, Record]], DatasetFields], Iterator[Row]]
 
-    def every(self, config: DatasetFields) -> Iterator[Row]:
+    def all_rows(self, config: DatasetFields) -> Iterator[Row]:
         """All rows of the input, as a run reads them; those that repeat an id among them."""
-        return self.rows(enumerate(self.source.records_from(config, Mark(file=0, row=0))), config)
+        return self.rows(enumerate(self.source.records_from(config, SeekPoint(file=0, row=0))), config)
 
     def records(
-        self, config: DatasetFields, marks: Sequence[tuple[int, Mark]], first: int
+        self, config: DatasetFields, seek_points: Sequence[tuple[int, SeekPoint]], first: int
     ) -> Iterator[tuple[int, Record]]:
         """The records of the input with their numbers, from a mark at or before the row `first` on. `marks`: of some
         rows their numbers, and where they begin."""
-        number, mark = marks[bisect_right([number for number, _ in marks], first) - 1]
-        yield from enumerate(self.source.records_from(config, mark), start=number)
+        number, start = seek_points[bisect_right([number for number, _ in seek_points], first) - 1]
+        yield from enumerate(self.source.records_from(config, start), start=number)
 
 
-class NamedFields:
+class ConfiguredFieldCheck:
     """The fields that a data set's settings name, looked for in its records. One that any record has is settled; one
     that none has is a mistyped setting."""
 
     def __init__(self, config: DatasetFields):
-        self._left, self._num_records = named_fields(config), 0
+        self._left, self._num_records = configured_fields(config), 0
         self._first: tuple[str, Fields] | None = None
 
-    def note(self, record: Record) -> Record:
-        self.note_fields(record.fields, record.place)
+    def observe_record(self, record: Record) -> Record:
+        self.observe_fields(record.fields, record.location)
         return record
 
-    def note_fields(self, fields: Fields | None, place: str) -> None:
+    def observe_fields(self, fields: Fields | None, location: str) -> None:
         """The fields of one record; None where it cannot be read."""
         self._num_records += 1
         if fields is None or not self._left:
             return
-        self._first = self._first or (place, fields)
+        self._first = self._first or (location, fields)
         self._left = [(key, name) for key, name in self._left if not has_field(fields, name)]
 
     def require_all(self) -> None:
         """Raises DatasetError for a field that no record has, where any of them could be read."""
         if self._left and self._first is not None:
             (key, name), (place, fields), count = self._left[0], self._first, format_count(self._num_records, "row")
-            kind = next((kind for kind, names in OTHER_FORMS.items() if names <= fields.keys()), None)
+            kind = next((kind for kind, names in KIND_BY_FIELDS.items() if names <= fields.keys()), None)
             hint = f"; they look like those of dataset={kind}" if kind is not None else ""
             raise DatasetError(
                 f"no row has the field {shorten(name)} ({count}); the first: {place}: there is no field "
-                f"{shorten(name)} (dataset.{key}); {listed_fields(fields)}{hint}"
+                f"{shorten(name)} (dataset.{key}); {format_field_names(fields)}{hint}"
             )
 
 
-def prompts(
+def prompt_kind(
     read: ReadRecords,
     keys: frozenset[str] = frozenset(),
     needs: str = InputKind.needs,
@@ -177,41 +177,41 @@ def prompts(
     itself, in the fields that the config names. `keys`: what it knows beside `TABLE_KEYS`. With `source` its rows can
     be read in windows."""
 
-    def some(records: Iterable[tuple[int, Record]], config: DatasetFields) -> Iterator[Row]:
-        return make_rows(records, config, content_reader(config, read), config.id_field)
+    def make_prompt_rows(records: Iterable[tuple[int, Record]], config: DatasetFields) -> Iterator[Row]:
+        return make_rows(records, config, make_content_reader(config, read), config.id_field)
 
     def rows(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-        named, records = NamedFields(config), islice(read(config), config.limit)
-        yield from some(enumerate(map(named.note, records)), config)
+        named, records = ConfiguredFieldCheck(config), islice(read(config), config.limit)
+        yield from make_prompt_rows(enumerate(map(named.observe_record, records)), config)
         named.require_all()
 
     if source is None:
         return InputKind(rows=rows, keys=TABLE_KEYS | keys, needs=needs)
     keys = TABLE_KEYS | keys | {"window_rows"}
-    return InputKind(rows=rows, keys=keys, needs=needs, windowed=Windowed(source=source, rows=some))
+    return InputKind(rows=rows, keys=keys, needs=needs, windowed=WindowedReader(source=source, rows=make_prompt_rows))
 
 
 def make_rows(
-    records: Iterable[tuple[int, Record]], config: DatasetFields, content_of: ReadContent, id_field: str | None
+    records: Iterable[tuple[int, Record]], config: DatasetFields, read_content: ReadContent, id_field: str | None
 ) -> Iterator[Row]:
     """A row for each record with its number; `content_of` reads what it asks, and raises BadRecord. Whatever is wrong
     with a record, its row has the best id there is."""
     for index, record in records:
         row_id = str(index) if id_field is None else bad_row_id(index)
-        fields, passed, error = record.fields, Fields(), ""
+        fields, columns, error = record.fields, Fields(), ""
         if fields is None:
-            error = record.error or f"{record.place}: not readable"
+            error = record.error or f"{record.location}: not readable"
         else:
-            passed = passed_through(fields, config, id_field)
+            columns = output_columns(fields, config, id_field)
             try:
                 row_id = row_id if id_field is None else read_id(fields, id_field)
-                content, overrides = content_of(fields), read_overrides(fields, config)
-                yield make_row(index, row_id, content, passed, config, overrides, record.source)
+                content, overrides = read_content(fields), read_overrides(fields, config)
+                yield make_row(index, row_id, content, columns, config, overrides, record.source)
                 continue
             except BadRecord as found:
-                error = f"{record.place}: {found}"
+                error = f"{record.location}: {found}"
         yield Row(
-            index=index, id=row_id, prompt="", messages=None, columns=passed, error=error, source_file=record.source
+            index=index, id=row_id, prompt="", messages=None, columns=columns, error=error, source_file=record.source
         )
 
 
@@ -221,11 +221,11 @@ def make_row(
     content: Content,
     columns: Fields,
     config: DatasetFields,
-    overrides: SamplingOverrides = AS_THE_RUN,
+    overrides: SamplingOverrides = NO_OVERRIDES,
     source_file: str | None = None,
 ) -> Row:
     """The row that asks `content`, as a chat where the config says so."""
-    chat = as_chat(content, config) if config.chat_template else content
+    chat = to_chat_content(content, config) if config.chat_template else content
     if content.reference is not None and config.keep_columns:
         columns = {**columns, "reference": content.reference}
     return Row(
@@ -247,6 +247,6 @@ def bad_row_id(index: int) -> str:
     return f"bad-row-{index}"
 
 
-def passed_through(fields: Fields, config: DatasetFields, id_field: str | None) -> Fields:
+def output_columns(fields: Fields, config: DatasetFields, id_field: str | None) -> Fields:
     """The columns that a record's row brings along."""
     return {key: value for key, value in fields.items() if key != id_field} if config.keep_columns else {}

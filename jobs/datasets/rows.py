@@ -20,18 +20,18 @@ NUM_DUPLICATES_LISTED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class EncodeInputs:
     """What a row has encoded: each of `texts`, some of them token ids, or, where there are `others`, how well the two
     texts of each pair go together."""
 
     texts: tuple[str | tuple[int, ...], ...]
-    others: tuple[str, ...] = ()
+    second_texts: tuple[str, ...] = ()
 
     @property
     def pairs(self) -> list[tuple[str | tuple[int, ...], str]]:
         """One text is in a pair with each of the others."""
-        firsts = self.texts * len(self.others) if len(self.texts) == 1 else self.texts
-        return list(zip(firsts, self.others, strict=True))
+        firsts = self.texts * len(self.second_texts) if len(self.texts) == 1 else self.texts
+        return list(zip(firsts, self.second_texts, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,29 +58,29 @@ class Row:
     template_kwargs: Mapping[str, Json] = field(default_factory=dict)
     prompt_ids: tuple[int, ...] | None = None
     later_turns: tuple[str, ...] = ()
-    inputs: Inputs | None = None
+    inputs: EncodeInputs | None = None
 
 
-def refuse_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
+def reject_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
     """Raises DatasetError for `fail` when there is a bad row; for `error_row` logs how many there are."""
     errors = [row.error for row in rows if row.error is not None]
     if errors and policy is BadRowPolicy.fail:
-        raise bad_rows(len(errors), len(rows), errors[0])
+        raise bad_rows_error(len(errors), len(rows), errors[0])
     if errors:
-        logger.warning("%s", _bad_rows_text(len(errors), len(rows), errors[0]))
+        logger.warning("%s", _format_bad_rows(len(errors), len(rows), errors[0]))
 
 
-def bad_rows(num_bad: int, num_rows: int, first: str) -> DatasetError:
+def bad_rows_error(num_bad: int, num_rows: int, first: str) -> DatasetError:
     """What `on_bad_row=fail` comes to."""
-    report = _bad_rows_text(num_bad, num_rows, first)
+    report = _format_bad_rows(num_bad, num_rows, first)
     return DatasetError(f"{report}. dataset.on_bad_row=error_row turns them into error rows of the output")
 
 
-def _bad_rows_text(num_bad: int, num_rows: int, first: str) -> str:
+def _format_bad_rows(num_bad: int, num_rows: int, first: str) -> str:
     return f"{num_bad} of {format_count(num_rows, 'row')} cannot be used; the first: {first}"
 
 
-def warn_of_empty_fields(rows: Sequence[Row], config: DatasetFields) -> None:
+def warn_about_empty_fields(rows: Sequence[Row], config: DatasetFields) -> None:
     """A field that rows have and that is null in all of them."""
     for key in OVERRIDE_FIELDS:
         name = getattr(config, key)
@@ -104,11 +104,13 @@ def resolve_duplicates(rows: Sequence[Row], policy: DuplicatePolicy) -> list[Row
         return list(rows)
     num_dropped = len(rows) - len(first_of)
     repeated = [(row_id, count) for row_id, count in counts.items() if count > 1]
-    refuse_repeated(policy, num_dropped, len(repeated), repeated[:NUM_DUPLICATES_LISTED])
+    reject_duplicates(policy, num_dropped, len(repeated), repeated[:NUM_DUPLICATES_LISTED])
     return list(first_of.values())
 
 
-def refuse_repeated(policy: DuplicatePolicy, num_dropped: int, num_ids: int, listed: Sequence[tuple[str, int]]) -> None:
+def reject_duplicates(
+    policy: DuplicatePolicy, num_dropped: int, num_ids: int, listed: Sequence[tuple[str, int]]
+) -> None:
     """Raises DatasetError for `refuse`; for `first` logs how many rows are dropped. `num_ids` ids are those of more
     than one row; `listed`: the first of them, and how many rows each has."""
     if policy is DuplicatePolicy.first:
@@ -140,17 +142,17 @@ def input_digest(rows: Sequence[Row]) -> str:
     """
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(prompt_bytes(row))
+        digest.update(row_digest_bytes(row))
     return digest.hexdigest()
 
 
-def prompt_bytes(row: Row) -> bytes:
+def row_digest_bytes(row: Row) -> bytes:
     """What `input_digest` is over, of one row."""
     content = [row.id, row.prompt, row.messages, row.error is not None]
     content += [row.overrides.given] if row.overrides.given else []
     content += [{"template_kwargs": row.template_kwargs}] if row.template_kwargs else []
     content += [row.prompt_ids] if row.prompt_ids is not None else []
-    content += [{"texts": row.inputs.texts, "others": row.inputs.others}] if row.inputs is not None else []
+    content += [{"texts": row.inputs.texts, "others": row.inputs.second_texts}] if row.inputs is not None else []
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n"
 
 
@@ -160,7 +162,7 @@ EXACT_FLOAT_RANGE = range(-(2**53), 2**53 + 1)  # integers that a float64 holds 
 ColumnKinds: TypeAlias = dict[str, set[str]]  # by column, in the order in which they were met first
 
 
-def add_kinds(kinds: ColumnKinds, rows: Iterable[Mapping[str, object]]) -> None:
+def add_column_kinds(kinds: ColumnKinds, rows: Iterable[Mapping[str, object]]) -> None:
     """Notes down what kinds of values the columns of these rows have. Null has none."""
     for row in rows:
         for name, value in row.items():
@@ -170,10 +172,10 @@ def add_kinds(kinds: ColumnKinds, rows: Iterable[Mapping[str, object]]) -> None:
             if type(value) is str:  # nearly always
                 known.add("string")
             elif value is not None:
-                known.add(_kind(value))
+                known.add(_value_kind(value))
 
 
-def _kind(value: object) -> str:
+def _value_kind(value: object) -> str:
     if isinstance(value, bool):
         return "bool"
     if isinstance(value, int):

@@ -28,7 +28,7 @@ from .records import (
     shorten,
 )
 
-BETWEEN_BLOCKS = "\n\n"  # examples, and the prompt behind them
+BLOCK_SEPARATOR = "\n\n"  # examples, and the prompt behind them
 
 ReadRecords: TypeAlias = Callable[[DatasetFields], Iterable[Record]]
 
@@ -47,24 +47,24 @@ class Template:
 
     def fill(self, fields: Fields) -> str:
         """The text for one record: texts as they are, anything else as JSON. Raises BadRecord."""
-        made: list[str] = []
+        pieces: list[str] = []
         for literal, name in self.parts:
-            made.append(literal)
+            pieces.append(literal)
             if name is not None:
                 value, what = read_field(fields, name, self.key), f"the field {shorten(name)} (dataset.{self.key})"
                 if value is None:
                     raise BadRecord(f"{what} is null")
                 text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-                made.append(check_text(text, what, may_be_empty=True))
-        return "".join(made)
+                pieces.append(check_text(text, what, may_be_empty=True))
+        return "".join(pieces)
 
 
 def read_template(text: str, key: str) -> Template:
     r"""`{field}` is the field, dotted where it lies inside another, `{{` and `}}` are braces, `\n` is a line's end and
     `\\n` those two characters. Raises ConfigError naming `key`."""
-    spelt = re.sub(r"\\(\\n|n)", lambda found: "\n" if found[1] == "n" else r"\n", text)
+    unescaped = re.sub(r"\\(\\n|n)", lambda found: "\n" if found[1] == "n" else r"\n", text)
     try:
-        parsed: list[tuple[str, str | None, str | None, str | None]] = list(Formatter().parse(spelt))
+        parsed: list[tuple[str, str | None, str | None, str | None]] = list(Formatter().parse(unescaped))
     except ValueError as error:
         raise ConfigError(
             f"dataset.{key}: {error}; a brace that is no field's is written twice: {{{{ and }}}}"
@@ -72,13 +72,13 @@ def read_template(text: str, key: str) -> Template:
     for _, name, form, conversion in parsed:
         if name == "" or form or conversion:
             raise ConfigError(f"dataset.{key}: between braces stands a field's name alone, got {shorten(name or '')}")
-    found = Template(key=key, parts=tuple((literal, name) for literal, name, _, _ in parsed))
-    if not found.names:
+    template = Template(key=key, parts=tuple((literal, name) for literal, name, _, _ in parsed))
+    if not template.names:
         raise ConfigError(f"dataset.{key}={shorten(text)} names no field: every row would be the same")
-    return found
+    return template
 
 
-def content_reader(config: DatasetFields, read: ReadRecords) -> ReadContent:
+def make_content_reader(config: DatasetFields, read: ReadRecords) -> ReadContent:
     """How a record's content is read: messages, a field, or a template filled in, with examples in front. `read` gives
     the records of a file, for the examples' too. Raises ConfigError and DatasetError."""
     if config.messages_field is not None:
@@ -90,17 +90,17 @@ def content_reader(config: DatasetFields, read: ReadRecords) -> ReadContent:
         turns = config.turns_field
         return lambda fields: replace(read_turns(fields, turns), template_kwargs=read_tools(fields, config.tools_field))
     template = read_template(config.template, "template") if config.template is not None else None
-    front = _examples(config, read)
+    prefix = _few_shot_prefix(config, read)
 
     def content_of(fields: Fields) -> Content:
         prompt = template.fill(fields) if template is not None else read_prompt(fields, config.prompt_field)
         checked = check_text(prompt, "the prompt")
-        return Content(prompt=front + checked, template_kwargs=read_tools(fields, config.tools_field))
+        return Content(prompt=prefix + checked, template_kwargs=read_tools(fields, config.tools_field))
 
     return content_of
 
 
-def _examples(config: DatasetFields, read: ReadRecords) -> str:
+def _few_shot_prefix(config: DatasetFields, read: ReadRecords) -> str:
     """The text in front of every prompt, the same for all: examples drawn by `trial` alone, in the file's order, each
     with a blank line behind it."""
     if config.few_shot_path is None or config.few_shot_template is None:
@@ -109,24 +109,24 @@ def _examples(config: DatasetFields, read: ReadRecords) -> str:
     path = Path(config.few_shot_path).expanduser()
     if not is_url(config.few_shot_path) and not path.exists():
         raise DatasetError(f"{where} does not exist (looked for {path.absolute()})")
-    records = list(read(as_examples(config)))
+    records = list(read(few_shot_config(config)))
     if len(records) < count:
         raise DatasetError(f"{where} has {len(records):,} rows, dataset.num_examples={count} asks for more")
     template = read_template(config.few_shot_template, "few_shot_template")
-    places = sorted(random.Random(config.trial).sample(range(len(records)), count))
-    front = ""
-    for record in (records[place] for place in places):
+    indices = sorted(random.Random(config.trial).sample(range(len(records)), count))
+    prefix = ""
+    for record in (records[place] for place in indices):
         if record.fields is None:
             raise DatasetError(f"{where}: {record.error}")
         try:
-            front += template.fill(record.fields) + BETWEEN_BLOCKS
+            prefix += template.fill(record.fields) + BLOCK_SEPARATOR
         except BadRecord as error:
-            raise DatasetError(f"{where}: {record.place}: {error}") from error
-    return front
+            raise DatasetError(f"{where}: {record.location}: {error}") from error
+    return prefix
 
 
-def as_examples(config: DatasetFields) -> DatasetFields:
+def few_shot_config(config: DatasetFields) -> DatasetFields:
     """Where the examples are, in the same form as the rows; of fields they have those of their own template alone."""
-    kept = ("json_field", "csv_delimiter", "max_row_bytes", "hub_config", "hub_split", "hub_revision")
-    same = {key: getattr(config, key) for key in kept}
+    shared_keys = ("json_field", "csv_delimiter", "max_row_bytes", "hub_config", "hub_split", "hub_revision")
+    same = {key: getattr(config, key) for key in shared_keys}
     return DatasetFields(path=config.few_shot_path, template=config.few_shot_template, **same)

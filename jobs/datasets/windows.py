@@ -23,15 +23,23 @@ from runtime.errors import DatasetError, Interrupted
 from .config import KINDS, DatasetConfig
 from .fields import BadRowPolicy, DatasetFields, ShardConfig
 from .records import BadRecord, Fields, Record, read_id
-from .row_rules import Mark, NamedFields, RowRange, Windowed, bad_row_id, passed_through
-from .rows import NUM_DUPLICATES_LISTED, ColumnKinds, Row, add_kinds, bad_rows, refuse_bad_rows, refuse_repeated
+from .row_rules import ConfiguredFieldCheck, RowRange, SeekPoint, WindowedReader, bad_row_id, output_columns
+from .rows import (
+    NUM_DUPLICATES_LISTED,
+    ColumnKinds,
+    Row,
+    add_column_kinds,
+    bad_rows_error,
+    reject_bad_rows,
+    reject_duplicates,
+)
 
 log = logging.getLogger(__name__)
 NUM_FILES = 64  # each is sorted in memory by itself, 24 bytes for each of its rows
 ENTRY = np.dtype([("high", np.int64), ("low", np.int64), ("row", np.int64)])
 
 
-class SeenIds(Closing):
+class DuplicateFinder(Closing):
     """Ids of any number of rows, kept on disk as digests. A context manager; its files have no name, so that even a
     kill leaves none. Ids are told apart by 128 bits of Python's own keyed hash, which two different ones share as good
     as never. Raises OSError where the disk is full."""
@@ -58,7 +66,7 @@ class SeenIds(Closing):
         for file, begin, end in zip(self._files, begins[:-1], begins[1:], strict=True):
             file.write(entries[order[begin:end]].tobytes())
 
-    def repeated(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def find_duplicates(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The number of each row whose id an earlier row has, in order, and beside it that of the first row with its
         id."""
         rows, firsts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
@@ -71,9 +79,9 @@ class SeenIds(Closing):
             first_of = entries["row"][np.flatnonzero(begins)][np.cumsum(begins) - 1]
             rows.append(entries["row"][~begins])
             firsts.append(first_of[~begins])
-        found, first = np.concatenate(rows), np.concatenate(firsts)
-        order = np.argsort(found)
-        return found[order], first[order]
+        duplicates, first = np.concatenate(rows), np.concatenate(firsts)
+        order = np.argsort(duplicates)
+        return duplicates[order], first[order]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +93,7 @@ class Survey:
     num_rows: int
     num_read: int
     kinds: Mapping[str, frozenset[str]]
-    marks: Sequence[tuple[int, Mark]]
+    seek_points: Sequence[tuple[int, SeekPoint]]
     dropped: NDArray[np.int64]
 
     def to_plain(self) -> dict[str, Any]:
@@ -94,7 +102,7 @@ class Survey:
             "num_rows": self.num_rows,
             "num_read": self.num_read,
             "kinds": [[name, sorted(kinds)] for name, kinds in self.kinds.items()],
-            "marks": [[row, *asdict(mark).values()] for row, mark in self.marks],
+            "marks": [[row, *asdict(mark).values()] for row, mark in self.seek_points],
             "dropped": self.dropped.tolist(),
         }
 
@@ -105,59 +113,65 @@ class Survey:
             num_rows=int(values["num_rows"]),
             num_read=int(values["num_read"]),
             kinds={str(name): frozenset(kinds) for name, kinds in values["kinds"]},
-            marks=[
-                (row, Mark(file=file, row=before, line=line, offset_bytes=offset))
+            seek_points=[
+                (row, SeekPoint(file=file, row=before, line=line, offset_bytes=offset))
                 for row, file, before, line, offset in values["marks"]
             ],
             dropped=np.array(values["dropped"], np.int64),
         )
 
 
-def make_survey(config: DatasetFields, windowed: Windowed, folder: Path, should_stop: Callable[[], bool]) -> Survey:
+def make_survey(
+    config: DatasetFields, windowed: WindowedReader, folder: Path, should_stop: Callable[[], bool]
+) -> Survey:
     """The survey of an input. `folder` is where ids lie meanwhile. Raises DatasetError for what `read_rows` raises it
     for, and Interrupted."""
-    began, kinds, marks, num_rows = time.monotonic(), ColumnKinds(), list[tuple[int, Mark]](), 0
+    began, kinds, seek_points, num_rows = time.monotonic(), ColumnKinds(), list[tuple[int, SeekPoint]](), 0
     log.info("looking through the rows, which are more than dataset.window_rows, for columns and ids")
     if config.on_bad_row is BadRowPolicy.fail:
-        _refuse_any_bad(config, windowed, should_stop)
-    named = NamedFields(config)
-    with SeenIds(folder) as ids:
-        for span in _limited(windowed.source.row_ranges(config), config.limit):
-            _heed(should_stop)
-            marks.append((num_rows, span.mark))
+        _reject_any_bad_row(config, windowed, should_stop)
+    field_check = ConfiguredFieldCheck(config)
+    with DuplicateFinder(folder) as ids:
+        for span in _limit_ranges(windowed.source.row_ranges(config), config.limit):
+            _raise_if_stopped(should_stop)
+            seek_points.append((num_rows, span.start))
             for row in span.rows:
-                named.note_fields(row, str(config.path))
-            add_kinds(kinds, (passed_through(row, config, config.id_field) for row in span.rows if row is not None))
+                field_check.observe_fields(row, str(config.path))
+            add_column_kinds(
+                kinds, (output_columns(row, config, config.id_field) for row in span.rows if row is not None)
+            )
             if config.id_field is not None:
-                ids.add([_id_of(row, num_rows + i, config.id_field) for i, row in enumerate(span.rows)], num_rows)
+                ids.add(
+                    [_id_or_fallback(row, num_rows + i, config.id_field) for i, row in enumerate(span.rows)], num_rows
+                )
             num_rows += len(span.rows)
-        named.require_all()
-        dropped, first_rows = ids.repeated()
-    found = Survey(
+        field_check.require_all()
+        dropped, first_rows = ids.find_duplicates()
+    survey = Survey(
         num_rows=num_rows - len(dropped),
         num_read=num_rows,
         kinds={name: frozenset(each) for name, each in kinds.items()},
-        marks=marks,
+        seek_points=seek_points,
         dropped=dropped,
     )
     if len(dropped):
         counts = Counter(first_rows.tolist())
-        places = sorted(counts)[:NUM_DUPLICATES_LISTED]
-        listed = [(_read_id(config, windowed, marks, place), 1 + counts[place]) for place in places]
-        refuse_repeated(config.dedupe, len(found.dropped), len(counts), listed)
-    log.info("found %s rows in %.1f s", f"{found.num_rows:,}", time.monotonic() - began)
-    return found
+        indices = sorted(counts)[:NUM_DUPLICATES_LISTED]
+        listed = [(_reread_id(config, windowed, seek_points, place), 1 + counts[place]) for place in indices]
+        reject_duplicates(config.dedupe, len(survey.dropped), len(counts), listed)
+    log.info("found %s rows in %.1f s", f"{survey.num_rows:,}", time.monotonic() - began)
+    return survey
 
 
-def _heed(should_stop: Callable[[], bool]) -> None:
+def _raise_if_stopped(should_stop: Callable[[], bool]) -> None:
     if should_stop():
         raise Interrupted("stopped while the rows were looked through; the same command begins that again")
 
 
-def _limited(spans: Iterator[RowRange], limit: int | None) -> Iterator[RowRange]:
+def _limit_ranges(spans: Iterator[RowRange], limit: int | None) -> Iterator[RowRange]:
     for span in spans:
         if limit is not None:
-            span = RowRange(mark=span.mark, rows=span.rows[:limit])
+            span = RowRange(start=span.start, rows=span.rows[:limit])
             limit -= len(span.rows)
         if span.rows:
             yield span
@@ -165,37 +179,39 @@ def _limited(spans: Iterator[RowRange], limit: int | None) -> Iterator[RowRange]
             return
 
 
-def _id_of(row: Fields | None, number: int, id_field: str) -> str:
+def _id_or_fallback(row: Fields | None, number: int, id_field: str) -> str:
     try:
         return bad_row_id(number) if row is None else read_id(row, id_field)
     except BadRecord:
         return bad_row_id(number)
 
 
-def _refuse_any_bad(config: DatasetFields, windowed: Windowed, should_stop: Callable[[], bool]) -> None:
+def _reject_any_bad_row(config: DatasetFields, windowed: WindowedReader, should_stop: Callable[[], bool]) -> None:
     """Reads every row as a run reads it."""
     num_bad, num_rows, first = 0, 0, ""
-    for row in windowed.every(config):
+    for row in windowed.all_rows(config):
         if num_rows == config.limit:
             break
         if num_rows % 1024 == 0:
-            _heed(should_stop)
+            _raise_if_stopped(should_stop)
         num_rows += 1
         if row.error is not None:
             num_bad, first = num_bad + 1, first or row.error
     if num_bad:
-        raise bad_rows(num_bad, num_rows, first)
+        raise bad_rows_error(num_bad, num_rows, first)
 
 
-def _read_id(config: DatasetFields, windowed: Windowed, marks: Sequence[tuple[int, Mark]], place: int) -> str:
+def _reread_id(
+    config: DatasetFields, windowed: WindowedReader, seek_points: Sequence[tuple[int, SeekPoint]], index: int
+) -> str:
     """The id of one row, read once more."""
-    for number, record in windowed.records(config, marks, place):
-        if number == place:
+    for number, record in windowed.records(config, seek_points, index):
+        if number == index:
             return next(windowed.rows([(number, record)], config)).id
-    raise DatasetError(f"dataset.path={config.path} was changed while it was read: row {place} is gone")
+    raise DatasetError(f"dataset.path={config.path} was changed while it was read: row {index} is gone")
 
 
-def windowed_kind(config: DatasetConfig) -> Windowed | None:
+def windowed_input(config: DatasetConfig) -> WindowedReader | None:
     """How the rows of this data set are read in windows; None where its kind holds them all."""
     return KINDS[config.kind.name].windowed
 
@@ -203,7 +219,7 @@ def windowed_kind(config: DatasetConfig) -> Windowed | None:
 def has_more_than(config: DatasetConfig, num_rows: int) -> bool:
     """Whether the data set has more rows than this, of a kind that is read in windows. No row is parsed for it. Raises
     DatasetError."""
-    windowed = windowed_kind(config)
+    windowed = windowed_input(config)
     assert windowed is not None, "its rows can be counted"
     is_cut = config.limit is not None and config.limit <= num_rows
     return not is_cut and windowed.source.has_more_than(config, num_rows)
@@ -216,56 +232,56 @@ class RowWindows:
     config: DatasetConfig
     survey: Survey
     shard: ShardConfig
-    num_rows_each: int
+    rows_per_window: int
 
     def __len__(self) -> int:
-        return -(-self.survey.num_rows // self._span)
+        return -(-self.survey.num_rows // self._window_span)
 
     @property
-    def _span(self) -> int:
+    def _window_span(self) -> int:
         """How many rows of the whole input a window lies over."""
-        return self.num_rows_each * self.shard.count
+        return self.rows_per_window * self.shard.count
 
     @property
-    def _windowed(self) -> Windowed:
-        windowed = windowed_kind(self.config)
+    def _windowed(self) -> WindowedReader:
+        windowed = windowed_input(self.config)
         assert windowed is not None, "it has a survey"
         return windowed
 
-    def every(self) -> Iterator[Row]:
+    def all_rows(self) -> Iterator[Row]:
         """All rows of the input, one by one, of all shards; those that repeat an id among them."""
-        return islice(self._windowed.every(self.config), self.survey.num_read)
+        return islice(self._windowed.all_rows(self.config), self.survey.num_read)
 
     def read(self, number: int) -> list[Row]:
         """The rows of a window. Raises DatasetError."""
-        first = number * self._span
-        end = min(first + self._span, self.survey.num_rows)
-        places = range(first + (self.shard.index - first) % self.shard.count, end, self.shard.count)
-        rows = list(self._windowed.rows(self._records(places), self.config))
-        if len(rows) < len(places):
-            num_gone = len(places) - len(rows)
-            raise DatasetError(f"{self.config.place} was changed while it was read: {num_gone:,} rows are gone")
+        first = number * self._window_span
+        end = min(first + self._window_span, self.survey.num_rows)
+        indices = range(first + (self.shard.index - first) % self.shard.count, end, self.shard.count)
+        rows = list(self._windowed.rows(self._records(indices), self.config))
+        if len(rows) < len(indices):
+            num_gone = len(indices) - len(rows)
+            raise DatasetError(f"{self.config.source_name} was changed while it was read: {num_gone:,} rows are gone")
         if len(self.survey.dropped):
-            rows = [replace(row, index=place) for row, place in zip(rows, places, strict=True)]
-        refuse_bad_rows(rows, BadRowPolicy.error_row)
+            rows = [replace(row, index=place) for row, place in zip(rows, indices, strict=True)]
+        reject_bad_rows(rows, BadRowPolicy.error_row)
         return rows
 
-    def _records(self, places: range) -> Iterator[tuple[int, Record]]:
+    def _records(self, indices: range) -> Iterator[tuple[int, Record]]:
         """The records of the rows at these places, each with the number that it has in the input."""
-        if not places:
+        if not indices:
             return
-        wanted = map(self._number, places)
-        number = next(wanted)
-        for found, record in self._windowed.records(self.config, self.survey.marks, number):
-            if found == number:
-                yield found, record
-                if (following := next(wanted, None)) is None:
+        input_indices = map(self._input_index, indices)
+        number = next(input_indices)
+        for index, record in self._windowed.records(self.config, self.survey.seek_points, number):
+            if index == number:
+                yield index, record
+                if (following := next(input_indices, None)) is None:
                     return
                 number = following
 
-    def _number(self, place: int) -> int:
+    def _input_index(self, index: int) -> int:
         """The number in the input of the row that is at this place once others are dropped."""
-        number = place
-        while (found := place + int(np.searchsorted(self.survey.dropped, number, side="right"))) != number:
-            number = found
+        number = index
+        while (shifted := index + int(np.searchsorted(self.survey.dropped, number, side="right"))) != number:
+            number = shifted
         return number

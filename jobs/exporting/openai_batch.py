@@ -22,7 +22,7 @@ from runtime.config.settings import ModelConfig
 from runtime.errors import ConfigError
 from runtime.sequences.detokenizer import Detokenizer
 
-from ..datasets.openai_body import CHAT_URL, EMBEDDINGS_URL, SCORE_URLS, endpoint_of, num_texts
+from ..datasets.openai_body import CHAT_URL, EMBEDDINGS_URL, SCORE_URLS, count_inputs, parse_endpoint
 from ..record.run_reader import RunReader
 from .columns import JsonObject, ResultLines, RowValues
 from .config import ErrorRows
@@ -146,7 +146,7 @@ class BatchResults(ResultLines):
         return failed is not None, line
 
     def _body(self, first: RowValues, samples: Sequence[RowValues], digest: str) -> JsonObject:
-        url, asked = endpoint_of(first["url"]), first["body"]
+        url, asked = parse_endpoint(first["url"]), first["body"]
         is_chat = url == CHAT_URL
         if url == EMBEDDINGS_URL:
             return embeddings_body(asked, samples, self.model)
@@ -221,7 +221,7 @@ def score_body(asked: RowValues, rows: Sequence[RowValues], model: str, digest: 
         scores = [row["probabilities"][0] for row in rows]
     else:  # vectors of length 1; one of the first texts is in a pair with each of the second ones
         vectors = np.array([row["embedding"] for row in rows], np.float64)
-        num_first = num_texts(asked["text_1"])
+        num_first = count_inputs(asked["text_1"])
         scores = (vectors[:num_first] * vectors[num_first:]).sum(-1).tolist()
     return {
         "id": f"score-{digest}",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from ..datasets import Row, input_digest, prompt_bytes
+from ..datasets import Row, input_digest, row_digest_bytes
 from ..files.publishing import (
     PARQUET_PROBLEMS,
     JsonValue,
@@ -55,7 +55,7 @@ def digest_input(rows: Sequence[Row], columns: pa.Schema) -> InputDigests:
         f"input column {names[column.name]}": f"{column.type} {column_hashers[column.name].hexdigest()[:32]}"
         for column in columns
     }
-    prompt_digests = [_to_uint64(hashlib.sha256(prompt_bytes(row)).digest()) for row in rows]
+    prompt_digests = [_to_uint64(hashlib.sha256(row_digest_bytes(row)).digest()) for row in rows]
     return InputDigests(
         prompts_digest=input_digest(rows),
         facts=facts | {"input columns": list(names.values())},

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from runtime.library.columns import BEAM_FIELD, LOGPROB_FIELDS, REASONING_FIELD, RESULT_FIELDS, clean_text
 
-from ..datasets.rows import ColumnKinds, add_kinds
+from ..datasets.rows import ColumnKinds, add_column_kinds
 from .passes import Status
 from .plan_file import PlannedRequest
 
@@ -141,7 +141,7 @@ def infer_column_schema(rows: Iterable[Mapping[str, object]], fixed: pa.Schema =
     the prefix `row_`. Field metadata holds the input's column name and the encoding.
     """
     kinds = ColumnKinds()
-    add_kinds(kinds, rows)
+    add_column_kinds(kinds, rows)
     return column_schema(kinds, fixed)
 
 

@@ -17,8 +17,8 @@ from runtime.store.file_digests import digest_files
 from ..config.settings import RunSettings, ScoreConfig
 from ..datasets import Row, shard_rows
 from ..datasets.fields import WINDOW_ROWS, ShardConfig
-from ..datasets.templates import as_examples
-from ..datasets.windows import RowWindows, Survey, has_more_than, make_survey, windowed_kind
+from ..datasets.templates import few_shot_config
+from ..datasets.windows import RowWindows, Survey, has_more_than, make_survey, windowed_input
 from ..files.publishing import JsonValue, json_digest, read_json, write_json
 from ..record.input_digests import InputDigests, digest_input, digest_input_files, write_row_digests
 from ..record.output_rows import column_schema, infer_column_schema
@@ -124,7 +124,7 @@ class WindowedRows:
         return column_schema(self.rows.survey.kinds, fixed)
 
     def all_rows(self) -> Iterator[Row]:
-        return self.rows.every()
+        return self.rows.all_rows()
 
     def preview_rows(self) -> Sequence[Row]:
         """The first window, kept until it is read again; empty for a resumed run."""
@@ -160,14 +160,14 @@ def open_windowed_rows(
 ) -> WindowedRows | None:
     """The input of a run in windows; None if all rows are to be held in memory. `remote_manifest`: run.json of the
     run's copy. Raises DatasetError, Interrupted."""
-    dataset, windowed = config.dataset, windowed_kind(config.dataset)
+    dataset, windowed = config.dataset, windowed_input(config.dataset)
     window_rows = _resolve_window_rows(config, directory, remote_manifest) if windowed is not None else None
     if windowed is None or window_rows is None:
         return None
     num_rows_each = max(1, window_rows // config.sampling.n)
     if not has_more_than(dataset, num_rows_each * config.shard.count):
         return None
-    examples = windowed.source.files(as_examples(dataset)) if dataset.few_shot_path is not None else []
+    examples = windowed.source.files(few_shot_config(dataset)) if dataset.few_shot_path is not None else []
     paths = [*windowed.source.files(dataset), *examples]
     stamps, files = (
         {path: _file_stamp(path) for path in paths},
@@ -187,7 +187,7 @@ def open_windowed_rows(
         except OSError as error:  # of where ids lie meanwhile: what cannot be read of the input is a DatasetError
             raise run_directory_error(run, error) from error
     return WindowedRows(
-        rows=RowWindows(config=dataset, survey=survey, shard=config.shard, num_rows_each=num_rows_each),
+        rows=RowWindows(config=dataset, survey=survey, shard=config.shard, rows_per_window=num_rows_each),
         files=files,
         settings=settings,
         stamps=stamps,

@@ -16,8 +16,8 @@ from runtime.units import format_count
 from ..config.error_log import log_errors
 from ..config.settings import EncodeConfig, RunSettings, ScoreConfig
 from ..datasets import Row
-from ..datasets.config import looks_otherwise
-from ..datasets.files import COPIES
+from ..datasets.config import input_kind_hint
+from ..datasets.files import CACHE_DIR
 from ..files.publishing import PRIVATE_FOLDER_MODE, JsonValue, private_umask
 from ..record.input_digests import describe_first_change
 from ..record.parts import PartInfo, PartStore
@@ -79,7 +79,7 @@ def open_model(
     """Reads the data set and opens the model, on `device` or the configured one, unless `runtime` is given; writes
     nothing. `remote_manifest`: run.json of the run's copy. Rows that need no tokenizer are read first, before a
     possible download of the model."""
-    COPIES.set(config.offload.cache_dir)
+    CACHE_DIR.set(config.offload.cache_dir)
     is_dataset, rows = task.rows is dataset_rows, None
     if is_dataset:
         rows = open_windowed_rows(config, task.directory, should_stop, remote_manifest)
@@ -121,8 +121,8 @@ def require_usable_row(task: Task, config: RunSettings, rows: Iterable[Row]) -> 
             return
         num_rows, first = num_rows + 1, first or problem
     raise DatasetError(
-        f"none of {format_count(num_rows, 'row')} of {config.dataset.place} can be used; the first: {first}"
-        f"{looks_otherwise(config.dataset)}"
+        f"none of {format_count(num_rows, 'row')} of {config.dataset.source_name} can be used; the first: {first}"
+        f"{input_kind_hint(config.dataset)}"
     )
 
 

@@ -21,7 +21,7 @@ from runtime.errors import ConfigError, DamagedRunError, WeightstreamError
 from runtime.units import KIB
 
 from ..config.cli import quote
-from ..datasets.openai_body import ENCODED
+from ..datasets.openai_body import ENCODE_ENDPOINTS
 from ..exporting.export import write_batch_files
 from ..files.publishing import read_json
 from ..record.run_dir import RunDirectory
@@ -265,7 +265,7 @@ class Keeper(threading.Thread):
 
 def _job(batch: Record) -> str:
     """The job that answers requests to the batch's endpoint; its runs lie in a folder of this name."""
-    return "encode" if batch["endpoint"] in ENCODED else "generate"
+    return "encode" if batch["endpoint"] in ENCODE_ENDPOINTS else "generate"
 
 
 def _ask_to_stop(job: "subprocess.Popen[bytes] | None", run: RunDirectory) -> bool:

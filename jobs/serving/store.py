@@ -18,7 +18,7 @@ from typing import BinaryIO
 from runtime.errors import DamagedRunError
 from runtime.units import KIB
 
-from ..datasets.openai_body import ENCODED, ENDPOINTS
+from ..datasets.openai_body import ENCODE_ENDPOINTS, ENDPOINTS
 from ..files.publishing import (
     PRIVATE_FOLDER_MODE,
     JsonValue,
@@ -35,7 +35,7 @@ FILE_ID = re.compile(r"file-[0-9a-f]{24}(-output|-errors)?")
 BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 FINAL = frozenset({"completed", "failed", "cancelled"})
 STATUSES = FINAL | {"validating", "in_progress", "cancelling"}
-URLS = (*ENDPOINTS, *ENCODED)
+URLS = (*ENDPOINTS, *ENCODE_ENDPOINTS)
 UPLOADED, MADE = "batch", "batch_output"  # what a file is for, in the API's words
 FILE_FIELDS = {"bytes": int, "created_at": int, "filename": str, "purpose": str, "path": str}
 BATCH_FIELDS = {

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from jobs.config.settings import EncodeConfig, EncodeSettings, GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind, read_rows
-from jobs.datasets.rows import Inputs
+from jobs.datasets.rows import EncodeInputs
 from jobs.exporting.export import write_batch_files
 from jobs.record.run_dir import RunDirectory
 from jobs.run.tasks.encode import encode
@@ -58,16 +58,16 @@ def results(config: EncodeConfig) -> tuple[list[dict], list[dict]]:
 @pytest.mark.parametrize(
     ("url", "body", "inputs"),
     [
-        (EMBEDDINGS, {"input": "Hi"}, Inputs(texts=("Hi",))),
-        (EMBEDDINGS, {"input": ["Hi", "Ho"], "encoding_format": "base64"}, Inputs(texts=("Hi", "Ho"))),
-        (EMBEDDINGS, {"input": [1, 2], "user": "me", "dimensions": None}, Inputs(texts=((1, 2),))),
-        (EMBEDDINGS, {"input": [[1, 2], [3]], "normalize": True}, Inputs(texts=((1, 2), (3,)))),
-        (SCORE, {"text_1": "a", "text_2": "b"}, Inputs(texts=("a",), others=("b",))),
-        ("/score", {"text_1": ["a"], "text_2": ["b", "c"]}, Inputs(texts=("a",), others=("b", "c"))),
-        (SCORE, {"text_1": ["a", "b"], "text_2": ["c", "d"]}, Inputs(texts=("a", "b"), others=("c", "d"))),
+        (EMBEDDINGS, {"input": "Hi"}, EncodeInputs(texts=("Hi",))),
+        (EMBEDDINGS, {"input": ["Hi", "Ho"], "encoding_format": "base64"}, EncodeInputs(texts=("Hi", "Ho"))),
+        (EMBEDDINGS, {"input": [1, 2], "user": "me", "dimensions": None}, EncodeInputs(texts=((1, 2),))),
+        (EMBEDDINGS, {"input": [[1, 2], [3]], "normalize": True}, EncodeInputs(texts=((1, 2), (3,)))),
+        (SCORE, {"text_1": "a", "text_2": "b"}, EncodeInputs(texts=("a",), second_texts=("b",))),
+        ("/score", {"text_1": ["a"], "text_2": ["b", "c"]}, EncodeInputs(texts=("a",), second_texts=("b", "c"))),
+        (SCORE, {"text_1": ["a", "b"], "text_2": ["c", "d"]}, EncodeInputs(texts=("a", "b"), second_texts=("c", "d"))),
     ],
 )  # fmt: skip
-def test_what_a_body_has_encoded(url: str, body: dict[str, object], inputs: Inputs, tmp_path: Path) -> None:
+def test_what_a_body_has_encoded(url: str, body: dict[str, object], inputs: EncodeInputs, tmp_path: Path) -> None:
     (row,) = read_rows(dataset(tmp_path, asked("a", url, **body)), encodes=True)
     assert (row.error, row.inputs) == (None, inputs)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jobs.datasets import Row, prompt_bytes
+from jobs.datasets import Row, row_digest_bytes
 from jobs.run import requests
 from jobs.run.requests import completion_requests, make_batch
 from runtime import Runtime, RuntimeConfig
@@ -44,4 +44,4 @@ def test_a_prompt_that_comes_as_tokens_is_asked_as_it_is_and_is_another_row_than
     )
     assert [each.prompt_ids for each in asked.requests] == [runtime.tokenize(["one"])[0], ids]
     assert [each.error for each in asked.rejected] == ["the prompt has no tokens"]
-    assert len({prompt_bytes(each) for each in (row(1, ""), given, replace(given, prompt_ids=ids[1:]))}) == 3
+    assert len({row_digest_bytes(each) for each in (row(1, ""), given, replace(given, prompt_ids=ids[1:]))}) == 3

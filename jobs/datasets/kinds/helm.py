@@ -16,21 +16,21 @@ from ..row_rules import CountTokens, InputKind, make_row
 from ..rows import Row
 from .jsonl import read_jsonl
 
-STATE = "scenario_state.json"
-NEEDS = f"dataset.path=benchmark_output/runs/SUITE (what helm-run --dry-run wrote), or one {STATE}"
+STATE_FILE = "scenario_state.json"
+NEEDS = f"dataset.path=benchmark_output/runs/SUITE (what helm-run --dry-run wrote), or one {STATE_FILE}"
 
 
 def read_requests(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
     """A row for each request, by its digest; what is asked more than once is one row. Raises DatasetError where no
     file is."""
     path = Path(config.path or "")
-    files = sorted(path.glob(f"**/{STATE}")) if path.is_dir() else [path]
+    files = sorted(path.glob(f"**/{STATE_FILE}")) if path.is_dir() else [path]
     if not files:
-        raise DatasetError(f"dataset.path={config.path} has no {STATE} in it: {NEEDS}")
+        raise DatasetError(f"dataset.path={config.path} has no {STATE_FILE} in it: {NEEDS}")
     known = set[str]()
     for file in files:
         for record in read_jsonl(str(file), "request_states", max_row_bytes=config.max_row_bytes):
-            row = _row(record, len(known), file.parent.name, config)
+            row = _make_row(record, len(known), file.parent.name, config)
             if row.id not in known:
                 known.add(row.id)
                 yield replace(row, source_file=record.source)
@@ -39,35 +39,35 @@ def read_requests(config: DatasetFields, count_tokens: CountTokens | None) -> It
 KINDS = {"helm": InputKind(rows=read_requests, keys=frozenset({"path"}), needs=NEEDS)}
 
 
-def _row(record: Record, index: int, run: str, config: DatasetFields) -> Row:
+def _make_row(record: Record, index: int, run: str, config: DatasetFields) -> Row:
     fields = record.fields or {}
     request = fields.get("request")
     if not isinstance(request, dict):
-        error = record.error or f"{record.place}: there is no request: not a state of HELM's"
+        error = record.error or f"{record.location}: there is no request: not a state of HELM's"
         return Row(index=index, id=record.name, prompt="", messages=None, columns={}, error=error)
     columns: Fields = {}
     if config.keep_columns:  # where a request comes from, and the first of its right answers
-        references = [each for each in _list(_at(fields, "instance.references")) if isinstance(each, dict)]
-        right = [_at(each, "output.text") for each in references if "correct" in _list(each.get("tags"))]
+        references = [each for each in _as_list(_get(fields, "instance.references")) if isinstance(each, dict)]
+        right = [_get(each, "output.text") for each in references if "correct" in _as_list(each.get("tags"))]
         columns = {
             "helm_run": run,
-            "instance_id": _at(fields, "instance.id"),
-            "split": _at(fields, "instance.split"),
+            "instance_id": _get(fields, "instance.id"),
+            "split": _get(fields, "instance.split"),
             "reference": right[0] if right else None,
         }
     id = request_digest(request)
     try:
         content, overrides = read_request(request, may_be_chat=config.chat_template)
     except BadRecord as error:
-        return Row(index=index, id=id, prompt="", messages=None, columns=columns, error=f"{record.place}: {error}")
+        return Row(index=index, id=id, prompt="", messages=None, columns=columns, error=f"{record.location}: {error}")
     return make_row(index, id, content, columns, config, overrides)
 
 
-def _list(value: Json) -> list[Json]:
+def _as_list(value: Json) -> list[Json]:
     return value if isinstance(value, list) else []
 
 
-def _at(fields: Fields, place: str) -> Json:
+def _get(fields: Fields, place: str) -> Json:
     with suppress(KeyError):
         return value_at(fields, place)
     return None

@@ -26,21 +26,23 @@ def read_summarization(config: DatasetFields, count_tokens: CountTokens | None) 
     if config.window_tokens is not None and count_tokens is None:
         raise ConfigError("dataset.window_tokens needs a tokenizer to count with; pass count_tokens, or set it to null")
     counter = count_tokens or len
-    most = config.max_row_bytes
-    records = list(read_jsonl(config.path or "", config.json_field, max_row_bytes=most))
+    max_bytes = config.max_row_bytes
+    records = list(read_jsonl(config.path or "", config.json_field, max_row_bytes=max_bytes))
     if config.examples_path is None:
         chosen = select_examples(records, config)
-        asked = ((number, record) for number, record in enumerate(records) if number not in chosen)
+        prompt_records = ((number, record) for number, record in enumerate(records) if number not in chosen)
     else:
-        others = list(read_jsonl(config.examples_path, config.json_field, key="examples_path", max_row_bytes=most))
-        chosen = select_examples(others, config)
-        asked = enumerate(records)
+        example_records = list(
+            read_jsonl(config.examples_path, config.json_field, key="examples_path", max_row_bytes=max_bytes)
+        )
+        chosen = select_examples(example_records, config)
+        prompt_records = enumerate(records)
     examples = list(chosen.values())
 
     def content_of(fields: Fields) -> Content:
         return build_content(read_item(fields, config), examples, config, counter)
 
-    yield from make_rows(asked, config, content_of, config.id_field)
+    yield from make_rows(prompt_records, config, content_of, config.id_field)
 
 
 KINDS = {
@@ -56,8 +58,8 @@ KINDS = {
 
 def read_item(fields: Fields, config: DatasetFields) -> Item:
     """Article (whitespace collapsed, first 512 words) and summary of a record. Raises BadRecord."""
-    article = _clean(read_field(fields, config.article_field, "article_field"), "the article", joined=True)
-    summary = _clean(read_field(fields, config.summary_field, "summary_field"), "the summary", joined=False)
+    article = _normalize_text(read_field(fields, config.article_field, "article_field"), "the article", joined=True)
+    summary = _normalize_text(read_field(fields, config.summary_field, "summary_field"), "the summary", joined=False)
     return Item(input=" ".join(article.split()[:MAX_ARTICLE_WORDS]), answer=summary)
 
 
@@ -88,8 +90,8 @@ def build_content(item: Item, examples: Sequence[Item], config: DatasetFields, c
     def fits(prompt: str) -> bool:
         return config.window_tokens is None or count_tokens(prompt) + config.reserve_tokens <= config.window_tokens
 
-    for num_kept in range(len(examples), -1, -1):
-        prompt = _build_prompt(item.input, examples[:num_kept])
+    for num_examples in range(len(examples), -1, -1):
+        prompt = _build_prompt(item.input, examples[:num_examples])
         if fits(prompt):
             return Content(prompt=prompt, reference=item.answer)
     words = item.input.split()
@@ -119,7 +121,7 @@ def _block(article: str) -> str:
     return f"###\nArticle: {article}\n\n{REQUEST}"
 
 
-def _clean(value: Json, what: str, joined: bool) -> str:
+def _normalize_text(value: Json, what: str, joined: bool) -> str:
     if isinstance(value, list) and value:
         texts = [check_text(text, f"a part of {what}") for text in (value if joined else value[:1])]
         value = " ".join(texts)

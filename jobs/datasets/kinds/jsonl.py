@@ -19,28 +19,28 @@ from runtime.units import MIB
 from ..fields import DatasetFields
 from ..files import (
     HEAD_BYTES,
-    bounded_lines,
+    detect_compression,
     list_files,
     open_bytes,
-    packed_too,
-    packing_of,
-    reading,
+    read_bounded_lines,
     skip_bytes,
-    unpacked_name,
+    strip_compression_suffix,
+    translate_read_errors,
+    with_compressed_suffixes,
 )
-from ..records import Fields, Record, too_long
-from ..row_rules import CHAT_KEYS, SPAN_ROWS, Mark, Numbered, RowRange, RowSource, prompts
+from ..records import Fields, Record, too_long_record
+from ..row_rules import CHAT_KEYS, MAX_RANGE_ROWS, NumberedFile, RowRange, RowSource, SeekPoint, prompt_kind
 from ..strict_json import DECODER, Json, parse_json, shorten
 
-ROWS_OF_A_DOCUMENT = 64  # of the longest kind, that are held at once
-SPAN_BYTES = 32 * MIB
-LEAST_ROW_BYTES = 3  # `{}` and the end of its line
-_SUFFIXES = packed_too(".jsonl", ".ndjson", ".json")
+MAX_DOCUMENT_ROWS = 64  # of the longest kind, that are held at once
+MAX_RANGE_BYTES = 32 * MIB
+MIN_ROW_BYTES = 3  # `{}` and the end of its line
+_SUFFIXES = with_compressed_suffixes(".jsonl", ".ndjson", ".json")
 _ANY_JSON = json.JSONDecoder()  # where a value ends, whatever rows may hold
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[][{}]')  # strings too, whose brackets do not count
 
 
-class _Form(Enum):
+class _Layout(Enum):
     """Where the rows of a file lie: one in each `line`; in `objects` of several lines, one behind another; in a
     `document`, which is or holds a list of them."""
 
@@ -62,45 +62,45 @@ def read_jsonl(
     Raises DatasetError for what concerns a whole file.
     """
     for file in list_files(path, _SUFFIXES, key):
-        yield from _records(file, json_field, max_row_bytes, Mark(file=0, row=0))
+        yield from _read_file(file, json_field, max_row_bytes, SeekPoint(file=0, row=0))
 
 
-def _records(file: Path, json_field: str | None, max_row_bytes: int, mark: Mark) -> Iterator[Record]:
+def _read_file(file: Path, json_field: str | None, max_row_bytes: int, start: SeekPoint) -> Iterator[Record]:
     """The records of one file from `mark` on."""
-    with reading(file):
-        form = _form_of(file, json_field, max_row_bytes)
-        if form is _Form.document:
-            yield from islice(_read_document(file, json_field, max_row_bytes), mark.row, None)
+    with translate_read_errors(file):
+        layout = _detect_layout(file, json_field, max_row_bytes)
+        if layout is _Layout.document:
+            yield from islice(_read_document(file, json_field, max_row_bytes), start.row, None)
             return
-        for number, offset_bytes, text, num_bytes in _rows(file, form, max_row_bytes, mark):
+        for number, offset_bytes, text, num_bytes in _row_texts(file, layout, max_row_bytes, start):
             name = f"{file.name}:{number}"
-            place = f"{file.name}, line {number}, byte {offset_bytes}"
+            location = f"{file.name}, line {number}, byte {offset_bytes}"
             if text is None:
-                yield too_long(name, place, num_bytes, max_row_bytes)
+                yield too_long_record(name, location, num_bytes, max_row_bytes)
             else:
-                yield _parse_record(text, name, place)
+                yield _parse_record(text, name, location)
 
 
-def _form_of(file: Path, json_field: str | None, max_row_bytes: int) -> _Form:
+def _detect_layout(file: Path, json_field: str | None, max_row_bytes: int) -> _Layout:
     """Told by the file's beginning. A bad first line is no other form: what is not certain goes by the name."""
-    is_named = unpacked_name(file.name).endswith(".json")
-    otherwise = _Form.document if is_named else _Form.lines
+    is_named = strip_compression_suffix(file.name).endswith(".json")
+    default = _Layout.document if is_named else _Layout.lines
     if json_field is not None:
-        return _Form.document
+        return _Layout.document
     with open_bytes(file) as stream:
         head = b""
-        for most_bytes in (HEAD_BYTES, max_row_bytes):
-            head += stream.read(max(0, most_bytes - len(head)))
+        for max_bytes in (HEAD_BYTES, max_row_bytes):
+            head += stream.read(max(0, max_bytes - len(head)))
             text, is_whole = head.decode("utf-8", "replace").removeprefix("\ufeff").strip(" \t\r\n"), not stream.peek(1)
             if text.startswith("[") and is_named:
-                return _Form.document
-            begun = _form_of_beginning(text, is_whole=is_whole, is_named=is_named)
-            if begun is not None or is_whole:
-                return begun or otherwise
-    return otherwise
+                return _Layout.document
+            detected = _layout_of_head(text, is_whole=is_whole, is_named=is_named)
+            if detected is not None or is_whole:
+                return detected or default
+    return default
 
 
-def _form_of_beginning(text: str, *, is_whole: bool, is_named: bool) -> _Form | None:
+def _layout_of_head(text: str, *, is_whole: bool, is_named: bool) -> _Layout | None:
     """The form of a file that begins with this text; None where it ends too early, or tells nothing."""
     is_list = text.startswith("[")
     try:
@@ -114,15 +114,15 @@ def _form_of_beginning(text: str, *, is_whole: bool, is_named: bool) -> _Form | 
         except (ValueError, RecursionError):
             return None
         is_item = isinstance(value, dict) and items[end:].lstrip().startswith((",", "]"))
-        return _Form.document if is_item else None
-    more = text[end:].lstrip()
+        return _Layout.document if is_item else None
+    rest = text[end:].lstrip()
     if is_list:
-        return _Form.lines if more else _Form.document
-    if not isinstance(value, dict) or (is_named and is_whole and not more):
+        return _Layout.lines if rest else _Layout.document
+    if not isinstance(value, dict) or (is_named and is_whole and not rest):
         return None
     if "\n" in text[:end]:
-        return _Form.objects
-    return _Form.lines if not text[end:].partition("\n")[0].strip() else None
+        return _Layout.objects
+    return _Layout.lines if not text[end:].partition("\n")[0].strip() else None
 
 
 def read_jsonl_path(config: DatasetFields) -> Iterator[Record]:
@@ -130,41 +130,43 @@ def read_jsonl_path(config: DatasetFields) -> Iterator[Record]:
     return read_jsonl(config.path or "", config.json_field, max_row_bytes=config.max_row_bytes)
 
 
-def _count(config: DatasetFields, file: Path, most: int) -> int:
+def _count_rows(config: DatasetFields, file: Path, max_rows: int) -> int:
     """How many rows the file has, up to `most`. Lines are told apart and not parsed; a document is, unless it is too
     short for so many."""
-    with reading(file):
-        form = _form_of(file, config.json_field, config.max_row_bytes)
-        if form is not _Form.document:
-            return sum(1 for _ in islice(_rows(file, form, config.max_row_bytes, Mark(file=0, row=0)), most))
+    with translate_read_errors(file):
+        layout = _detect_layout(file, config.json_field, config.max_row_bytes)
+        if layout is not _Layout.document:
+            return sum(
+                1 for _ in islice(_row_texts(file, layout, config.max_row_bytes, SeekPoint(file=0, row=0)), max_rows)
+            )
         num_bytes = file.stat().st_size
-        if not packing_of(file) and num_bytes < LEAST_ROW_BYTES * most:
-            return num_bytes // LEAST_ROW_BYTES
-        return sum(1 for _ in islice(_read_document(file, config.json_field, config.max_row_bytes), most))
+        if not detect_compression(file) and num_bytes < MIN_ROW_BYTES * max_rows:
+            return num_bytes // MIN_ROW_BYTES
+        return sum(1 for _ in islice(_read_document(file, config.json_field, config.max_row_bytes), max_rows))
 
 
-def _look(config: DatasetFields, numbered: Numbered) -> Iterator[RowRange]:
+def _scan(config: DatasetFields, numbered: NumberedFile) -> Iterator[RowRange]:
     number, file = numbered
-    with reading(file):
-        form = _form_of(file, config.json_field, config.max_row_bytes)
-        mark, begin_bytes, rows = Mark(file=number, row=0), 0, list[Fields | None]()
-        if form is _Form.document:
+    with translate_read_errors(file):
+        layout = _detect_layout(file, config.json_field, config.max_row_bytes)
+        start, begin_bytes, rows = SeekPoint(file=number, row=0), 0, list[Fields | None]()
+        if layout is _Layout.document:
             records = _read_document(file, config.json_field, config.max_row_bytes)
-            while rows := [record.fields for record in islice(records, SPAN_ROWS)]:
-                yield RowRange(mark=mark, rows=rows)
-                mark = Mark(file=number, row=mark.row + len(rows))
+            while rows := [record.fields for record in islice(records, MAX_RANGE_ROWS)]:
+                yield RowRange(start=start, rows=rows)
+                start = SeekPoint(file=number, row=start.row + len(rows))
             return
-        for row, (line, offset_bytes, text, _) in enumerate(_rows(file, form, config.max_row_bytes, mark)):
-            if len(rows) == SPAN_ROWS or offset_bytes - begin_bytes > SPAN_BYTES:
-                yield RowRange(mark=mark, rows=rows)
-                mark = Mark(file=number, row=row, line=line - 1, offset_bytes=offset_bytes)
+        for row, (line, offset_bytes, text, _) in enumerate(_row_texts(file, layout, config.max_row_bytes, start)):
+            if len(rows) == MAX_RANGE_ROWS or offset_bytes - begin_bytes > MAX_RANGE_BYTES:
+                yield RowRange(start=start, rows=rows)
+                start = SeekPoint(file=number, row=row, line=line - 1, offset_bytes=offset_bytes)
                 rows, begin_bytes = [], offset_bytes
-            rows.append(_fields(text))
+            rows.append(_parse_fields(text))
         if rows:
-            yield RowRange(mark=mark, rows=rows)
+            yield RowRange(start=start, rows=rows)
 
 
-def _fields(text: bytes | None) -> Fields | None:
+def _parse_fields(text: bytes | None) -> Fields | None:
     """What a row's line holds, looked at in a hurry: nesting and lone surrogates are judged when it is read."""
     if text is None:
         return None
@@ -177,24 +179,24 @@ def _fields(text: bytes | None) -> Fields | None:
 
 SOURCE = RowSource(
     files=lambda config: list_files(config.path or "", _SUFFIXES),
-    count=_count,
-    look=_look,
-    records=lambda config, file, mark: _records(file, config.json_field, config.max_row_bytes, mark),
+    count=_count_rows,
+    scan=_scan,
+    read_records=lambda config, file, mark: _read_file(file, config.json_field, config.max_row_bytes, mark),
 )
-KINDS = {"jsonl": prompts(read_jsonl_path, CHAT_KEYS | {"json_field"}, source=SOURCE)}
+KINDS = {"jsonl": prompt_kind(read_jsonl_path, CHAT_KEYS | {"json_field"}, source=SOURCE)}
 
 
-def _rows(file: Path, form: _Form, max_row_bytes: int, mark: Mark) -> Iterator[_RowText]:
+def _row_texts(file: Path, layout: _Layout, max_row_bytes: int, start: SeekPoint) -> Iterator[_RowText]:
     """The texts that are rows, from `mark` on."""
     with open_bytes(file) as stream:
-        skip_bytes(stream, mark.offset_bytes)
-        lines = _lines(stream, mark.line, mark.offset_bytes, max_row_bytes)
-        yield from lines if form is _Form.lines else _objects(lines, max_row_bytes)
+        skip_bytes(stream, start.offset_bytes)
+        lines = _split_lines(stream, start.line, start.offset_bytes, max_row_bytes)
+        yield from lines if layout is _Layout.lines else _join_objects(lines, max_row_bytes)
 
 
-def _lines(stream: BufferedReader, number: int, offset_bytes: int, max_row_bytes: int) -> Iterator[_RowText]:
+def _split_lines(stream: BufferedReader, number: int, offset_bytes: int, max_row_bytes: int) -> Iterator[_RowText]:
     """The lines that are not blank, behind line `number`."""
-    for line, num_bytes in bounded_lines(stream, max_row_bytes):
+    for line, num_bytes in read_bounded_lines(stream, max_row_bytes):
         number += 1
         text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if num_bytes > len(line) or len(line.rstrip(b"\r\n")) > max_row_bytes:
@@ -204,40 +206,42 @@ def _lines(stream: BufferedReader, number: int, offset_bytes: int, max_row_bytes
         offset_bytes += num_bytes
 
 
-def _objects(lines: Iterator[_RowText], max_row_bytes: int) -> Iterator[_RowText]:
+def _join_objects(lines: Iterator[_RowText], max_row_bytes: int) -> Iterator[_RowText]:
     """Lines joined to objects: one ends with the line in which its last bracket closes. Where that does not come, each
     line that begins with a bracket is another object's first, as printers indent all others."""
-    held, num_bytes, depth = list[_RowText](), 0, 0
+    pending, num_bytes, depth = list[_RowText](), 0, 0
     for line in lines:
-        held.append(line)
-        num_bytes, depth = num_bytes + line[3], depth + _depth(line)
+        pending.append(line)
+        num_bytes, depth = num_bytes + line[3], depth + _nesting_change(line)
         if depth > 0 and num_bytes <= max_row_bytes:
             continue
         if depth > 0:
-            *ended, held = _divided(held)
-            yield from (_joined(each, max_row_bytes) for each in ended)
-            depth = sum(map(_depth, held)) if ended else depth
-            held = [_joined(held, max_row_bytes)] if sum(each[3] for each in held) > max_row_bytes else held
-            num_bytes = sum(each[3] for each in held)
+            *complete, pending = _split_at_brackets(pending)
+            yield from (_join_lines(each, max_row_bytes) for each in complete)
+            depth = sum(map(_nesting_change, pending)) if complete else depth
+            pending = (
+                [_join_lines(pending, max_row_bytes)] if sum(each[3] for each in pending) > max_row_bytes else pending
+            )
+            num_bytes = sum(each[3] for each in pending)
         if depth <= 0:
-            yield _joined(held, max_row_bytes)
-            held, num_bytes, depth = [], 0, 0
-    yield from (_joined(each, max_row_bytes) for each in _divided(held) if each)
+            yield _join_lines(pending, max_row_bytes)
+            pending, num_bytes, depth = [], 0, 0
+    yield from (_join_lines(each, max_row_bytes) for each in _split_at_brackets(pending) if each)
 
 
-def _depth(line: _RowText) -> int:
+def _nesting_change(line: _RowText) -> int:
     """Levels of nesting that a line adds, below 0 where it ends some."""
     brackets = (found[0] for found in _BRACKETS.finditer(line[2] or b""))
     return sum(1 if each in (b"{", b"[") else -1 if each in (b"}", b"]") else 0 for each in brackets)
 
 
-def _divided(lines: list[_RowText]) -> list[list[_RowText]]:
+def _split_at_brackets(lines: list[_RowText]) -> list[list[_RowText]]:
     """The lines in front of each that begins with a bracket, and those from it on."""
     begins = [place for place, line in enumerate(lines) if place and (line[2] or b"").startswith((b"{", b"["))]
     return [lines[begin:end] for begin, end in pairwise([0, *begins, len(lines)])]
 
 
-def _joined(lines: list[_RowText], max_row_bytes: int) -> _RowText:
+def _join_lines(lines: list[_RowText], max_row_bytes: int) -> _RowText:
     """One row of several lines, without its text where it is too long."""
     texts, num_bytes = [line[2] for line in lines], sum(line[3] for line in lines)
     known = [text for text in texts if text is not None]
@@ -246,12 +250,12 @@ def _joined(lines: list[_RowText], max_row_bytes: int) -> _RowText:
 
 
 def _read_document(file: Path, json_field: str | None, max_row_bytes: int) -> Iterator[Record]:
-    most_bytes = ROWS_OF_A_DOCUMENT * max_row_bytes
+    max_bytes = MAX_DOCUMENT_ROWS * max_row_bytes
     with open_bytes(file) as stream:
-        content = stream.read(most_bytes + 1)
-    if len(content) > most_bytes:
+        content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:
         raise DatasetError(
-            f"{file} is one JSON document of more than {most_bytes:,} bytes, {ROWS_OF_A_DOCUMENT} times "
+            f"{file} is one JSON document of more than {max_bytes:,} bytes, {MAX_DOCUMENT_ROWS} times "
             "dataset.max_row_bytes: raise that, or write JSON lines, which are read one by one"
         )
     try:
@@ -269,24 +273,26 @@ def _read_document(file: Path, json_field: str | None, max_row_bytes: int) -> It
         yield _check_record(item, f"{file.name}:{number}", f"{file.name}, item {number}", max_row_bytes)
 
 
-def _parse_record(line: bytes, name: str, place: str) -> Record:
+def _parse_record(line: bytes, name: str, location: str) -> Record:
     try:
         value = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         reason = f"not UTF-8: byte 0x{line[error.start]:02x} at byte {error.start} of the line"
-        return Record(name=name, place=place, error=f"{place}: {reason}")
+        return Record(name=name, location=location, error=f"{location}: {reason}")
     except ValueError as error:
-        return Record(name=name, place=place, error=f"{place}: {error}")
-    return _check_record(value, name, place)
+        return Record(name=name, location=location, error=f"{location}: {error}")
+    return _check_record(value, name, location)
 
 
-def _check_record(value: Json, name: str, place: str, max_row_bytes: int | None = None) -> Record:
+def _check_record(value: Json, name: str, location: str, max_row_bytes: int | None = None) -> Record:
     if not isinstance(value, dict):
-        return Record(name=name, place=place, error=f"{place}: not a JSON object")
+        return Record(name=name, location=location, error=f"{location}: not a JSON object")
     try:
         num_bytes = len(json.dumps(value, ensure_ascii=False).encode("utf-8"))
     except UnicodeEncodeError:
-        return Record(name=name, place=place, error=f"{place}: holds a lone surrogate, which UTF-8 cannot encode")
+        return Record(
+            name=name, location=location, error=f"{location}: holds a lone surrogate, which UTF-8 cannot encode"
+        )
     if max_row_bytes is not None and num_bytes > max_row_bytes:
-        return too_long(name, place, num_bytes, max_row_bytes)
-    return Record(name=name, place=place, fields=value)
+        return too_long_record(name, location, num_bytes, max_row_bytes)
+    return Record(name=name, location=location, fields=value)

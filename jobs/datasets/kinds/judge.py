@@ -14,21 +14,21 @@ import pyarrow.parquet as pq
 from runtime.errors import DatasetError
 
 from ..fields import DatasetFields
-from ..files import list_files, require_there
+from ..files import list_files, require_existing_path
 from ..records import BadRecord, Content, Fields, Message, Record, check_text, shorten
 from ..row_rules import CountTokens, InputKind, make_row
 from ..rows import Row
 from .jsonl import read_jsonl
 
 log = logging.getLogger(__name__)
-WITH_REFERENCES = frozenset({"math", "reasoning", "coding", "arena-hard-200"})  # categories, as FastChat has them
+REFERENCE_CATEGORIES = frozenset({"math", "reasoning", "coding", "arena-hard-200"})  # categories, as FastChat has them
 MAX_TURNS = 2  # what the judge's prompts have places for
 KEYS = frozenset({"path", "answers_path", "baseline_path", "references_path", "judge_prompts_path"})
 NEEDS = "dataset.path=question.jsonl and dataset.answers_path=<a run, or FastChat's answers>"
-OWN_PROMPTS = Path(__file__).parents[2] / "data" / "judge_prompts.jsonl"
+BUNDLED_PROMPTS = Path(__file__).parents[2] / "data" / "judge_prompts.jsonl"
 ERROR = "$ERROR$"  # in place of an answer, in FastChat's files
 # Of a question with a reference beside it or not, and of the second turn or not: ours, FastChat's.
-NAMES = {
+PROMPT_NAMES = {
     ("single", False, 1): ("single", "single-v1"),
     ("single", True, 1): ("single-reference", "single-math-v1"),
     ("single", False, 2): ("single-turns", "single-v1-multi-turn"),
@@ -39,8 +39,8 @@ NAMES = {
     ("pairwise", True, 2): ("pair-reference-turns", "pair-math-v1-multi-turn"),
 }
 
-Turns: TypeAlias = Sequence[str | None]  # the answer to each turn; None where there is none
-ByQuestion: TypeAlias = Mapping[str, Turns]
+TurnAnswers: TypeAlias = Sequence[str | None]  # the answer to each turn; None where there is none
+AnswersByQuestion: TypeAlias = Mapping[str, TurnAnswers]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,42 +51,42 @@ class JudgePrompt:
 
     def fill(self, values: Mapping[str, str]) -> str:
         """Raises DatasetError naming a place in the template that nothing belongs into."""
-        made = ""
+        filled = ""
         for text, name, _, _ in Formatter().parse(self.template):
             if name is not None and name not in values:
                 known = ", ".join(values)
                 raise DatasetError(f"the judge's prompt {self.name} has a place {{{name}}}: there are {known}")
-            made += text + (values[name] if name is not None else "")
-        return made
+            filled += text + (values[name] if name is not None else "")
+        return filled
 
 
 def read_judge_prompts(path: str | None) -> dict[str, JudgePrompt]:
     """Those of a file by name, or ours. Raises DatasetError."""
-    found: dict[str, JudgePrompt] = {}
-    for record in read_jsonl(path or str(OWN_PROMPTS), key="judge_prompts_path"):
-        fields = _fields(record)
+    prompts: dict[str, JudgePrompt] = {}
+    for record in read_jsonl(path or str(BUNDLED_PROMPTS), key="judge_prompts_path"):
+        fields = _require_fields(record)
         try:
             name, system, template = (
                 check_text(fields.get(key), shorten(key), may_be_empty=True)
                 for key in ("name", "system_prompt", "prompt_template")
             )
         except BadRecord as error:
-            raise DatasetError(f"{record.place}: {error}") from None
-        found[name] = JudgePrompt(name=name, system=system, template=template)
-    return found
+            raise DatasetError(f"{record.location}: {error}") from None
+        prompts[name] = JudgePrompt(name=name, system=system, template=template)
+    return prompts
 
 
-def read_answers(path: str, key: str) -> dict[str, ByQuestion]:
+def read_answers(path: str, key: str) -> dict[str, AnswersByQuestion]:
     """The answers of each model, by question: those of a run, whose directory is the model's name, or of files of
     FastChat's, each called as its model. The parts' own checksums are verified. Raises DatasetError, also for a run
     that is not finished."""
-    root = require_there(path, key)
-    places = [root, *(root / f"turn-{turn}" for turn in range(1, 3))]  # a run, or the runs of its turns
-    runs = [place for place in places if (place / "run.json").is_file()] if root.is_dir() else []
+    root = require_existing_path(path, key)
+    directories = [root, *(root / f"turn-{turn}" for turn in range(1, 3))]  # a run, or the runs of its turns
+    runs = [place for place in directories if (place / "run.json").is_file()] if root.is_dir() else []
     if not runs:
         files = list_files(path, (".jsonl",), key)
         return {file.name.removesuffix(".jsonl"): read_answer_file(str(file), key) for file in files}
-    found: dict[str, list[str | None]] = {}
+    answers: dict[str, list[str | None]] = {}
     for run in runs:
         if not (run / "_SUCCESS.json").is_file():
             raise DatasetError(f"dataset.{key}={path}: {run} is not finished; the run's own command goes on with it")
@@ -94,35 +94,37 @@ def read_answers(path: str, key: str) -> dict[str, ByQuestion]:
         table = pq.read_table(run / "generations", columns=columns, page_checksum_verification=True)
         for row in table.to_pylist():
             if row["sample_index"] == 0:
-                found.setdefault(row["id"], []).append(row["completion"] if row["status"] == "ok" else None)
-    return {root.resolve().name: found}
+                answers.setdefault(row["id"], []).append(row["completion"] if row["status"] == "ok" else None)
+    return {root.resolve().name: answers}
 
 
-def read_answer_file(path: str, key: str) -> ByQuestion:
+def read_answer_file(path: str, key: str) -> AnswersByQuestion:
     """The first choice of each question, in FastChat's form. Raises DatasetError."""
-    found: dict[str, Turns] = {}
+    answers: dict[str, TurnAnswers] = {}
     for record in read_jsonl(path, key=key):
-        fields = _fields(record)
+        fields = _require_fields(record)
         choices = fields.get("choices")
         first = choices[0] if isinstance(choices, list) and choices else None
         turns = first.get("turns") if isinstance(first, dict) else None
         if not isinstance(turns, list):
-            raise DatasetError(f"{record.place}: no choices with turns, which FastChat's answers have (dataset.{key})")
-        found[str(fields.get("question_id"))] = [None if turn == ERROR else str(turn) for turn in turns]
-    return found
+            raise DatasetError(
+                f"{record.location}: no choices with turns, which FastChat's answers have (dataset.{key})"
+            )
+        answers[str(fields.get("question_id"))] = [None if turn == ERROR else str(turn) for turn in turns]
+    return answers
 
 
-def _fields(record: Record) -> Fields:
+def _require_fields(record: Record) -> Fields:
     if record.fields is None:
         raise DatasetError(str(record.error))
     return record.fields
 
 
-def read_judged(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
+def read_judge_rows(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
     """Rows by model, question, turn and game. Raises DatasetError for files in other forms."""
     if config.answers_path is None:
         raise DatasetError(f"dataset=mtbench_judge needs {NEEDS}")
-    asked = _asked(config)
+    questions = _read_questions(config)
     prompts = read_judge_prompts(config.judge_prompts_path)
     baseline = None
     if config.baseline_path is not None:
@@ -134,18 +136,20 @@ def read_judged(config: DatasetFields, count_tokens: CountTokens | None) -> Iter
         baseline = next(iter(models.items()))
     index = 0
     for model, answers in read_answers(config.answers_path, "answers_path").items():
-        known = [question for question in asked if question.id in answers]
-        if not known:
+        answered = [question for question in questions if question.id in answers]
+        if not answered:
             raise DatasetError(f"dataset.answers_path={config.answers_path}: {model} answers none of the questions")
-        if len(known) < len(asked):
-            log.warning("%s answers %d of %d questions; the others are not judged", model, len(known), len(asked))
-        for question in known:
-            for row in _rows(question, model, answers[question.id], baseline, prompts, config):
+        if len(answered) < len(questions):
+            log.warning(
+                "%s answers %d of %d questions; the others are not judged", model, len(answered), len(questions)
+            )
+        for question in answered:
+            for row in _make_rows(question, model, answers[question.id], baseline, prompts, config):
                 yield replace(row, index=index)
                 index += 1
 
 
-KINDS = {"mtbench_judge": InputKind(rows=read_judged, keys=KEYS, needs=NEEDS)}
+KINDS = {"mtbench_judge": InputKind(rows=read_judge_rows, keys=KEYS, needs=NEEDS)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,36 +164,40 @@ class _Question:
         return self.record.fields or {}
 
 
-def _asked(config: DatasetFields) -> list[_Question]:
+def _read_questions(config: DatasetFields) -> list[_Question]:
     """Raises DatasetError for a question in another form: nothing could be judged by it."""
-    given: ByQuestion = {}
+    references_by_id: AnswersByQuestion = {}
     if config.references_path is not None:
-        given = read_answer_file(config.references_path, "references_path")
-    found: list[_Question] = []
+        references_by_id = read_answer_file(config.references_path, "references_path")
+    questions: list[_Question] = []
     for record in read_jsonl(config.path or "", max_row_bytes=config.max_row_bytes):
-        fields = _fields(record)
+        fields = _require_fields(record)
         turns, id, reference = fields.get("turns"), fields.get("question_id"), fields.get("reference")
         if not isinstance(turns, list) or not turns or id is None:
-            raise DatasetError(f"{record.place}: no question_id and turns: not a question in MT-Bench's form")
+            raise DatasetError(f"{record.location}: no question_id and turns: not a question in MT-Bench's form")
         own = reference if isinstance(reference, list) else [reference]  # one for each turn
-        known = [text or "" for text in given.get(str(id), [])] or [text for text in own if isinstance(text, str)]
-        references = known if fields.get("category") in WITH_REFERENCES else ()
-        found.append(_Question(record=record, id=str(id), turns=[str(turn) for turn in turns], references=references))
-    without = sum(each.fields.get("category") in WITH_REFERENCES and not each.references for each in found)
+        known = [text or "" for text in references_by_id.get(str(id), [])] or [
+            text for text in own if isinstance(text, str)
+        ]
+        references = known if fields.get("category") in REFERENCE_CATEGORIES else ()
+        questions.append(
+            _Question(record=record, id=str(id), turns=[str(turn) for turn in turns], references=references)
+        )
+    without = sum(each.fields.get("category") in REFERENCE_CATEGORIES and not each.references for each in questions)
     if without:
         log.warning(
             "%d questions of %s have no reference answer, and are judged without: dataset.references_path names a file",
             without,
-            ", ".join(sorted(WITH_REFERENCES)),
+            ", ".join(sorted(REFERENCE_CATEGORIES)),
         )
-    return found
+    return questions
 
 
-def _rows(
+def _make_rows(
     question: _Question,
     model: str,
     answers: Sequence[str | None],
-    baseline: tuple[str, ByQuestion] | None,
+    baseline: tuple[str, AnswersByQuestion] | None,
     prompts: Mapping[str, JudgePrompt],
     config: DatasetFields,
 ) -> Iterator[Row]:
@@ -203,32 +211,34 @@ def _rows(
         }
         if baseline is None:
             shown = {"answer": answers}
-            yield _row(question, f"{model}/{question.id}/{turn}", shown, prompts, {**columns, "game": None}, config)
+            yield _make_row(
+                question, f"{model}/{question.id}/{turn}", shown, prompts, {**columns, "game": None}, config
+            )
             continue
         other = baseline[1].get(question.id, ())
         for game, (first, second) in enumerate(((answers, other), (other, answers)), start=1):
             shown, id = {"answer_a": first, "answer_b": second}, f"{model}/{question.id}/{turn}/{game}"
-            yield _row(question, id, shown, prompts, {**columns, "game": game}, config)
+            yield _make_row(question, id, shown, prompts, {**columns, "game": game}, config)
 
 
-def _row(
+def _make_row(
     question: _Question,
     id: str,
-    shown: Mapping[str, Sequence[str | None]],
+    answers_by_name: Mapping[str, Sequence[str | None]],
     prompts: Mapping[str, JudgePrompt],
     columns: Fields,
     config: DatasetFields,
 ) -> Row:
     turn = 1 if columns["turn"] == 1 else MAX_TURNS
-    kind = "single" if len(shown) == 1 else "pairwise"
+    kind = "single" if len(answers_by_name) == 1 else "pairwise"
     path = config.judge_prompts_path
-    name = NAMES[kind, bool(question.references), turn][path is not None]
+    name = PROMPT_NAMES[kind, bool(question.references), turn][path is not None]
     if name not in prompts:
         raise DatasetError(f"dataset.judge_prompts_path={path} has no prompt {name}; it has {', '.join(prompts)}")
     prompt = prompts[name]
     columns = {**columns, "prompt_name": prompt.name, "user_prompt": None}
     try:
-        values = _values(question, shown, turn)
+        values = _template_values(question, answers_by_name, turn)
         text = check_text(prompt.fill(values), "the judge's prompt")
     except BadRecord as error:
         return Row(
@@ -237,24 +247,26 @@ def _row(
             prompt="",
             messages=None,
             columns=columns if config.keep_columns else {},
-            error=f"{question.record.place}: {error}",
+            error=f"{question.record.location}: {error}",
         )
     content = Content(prompt=f"{prompt.system}\n\n{text}" if prompt.system else text)
     if config.chat_template:
-        told: list[Message] = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        content = Content(messages=[*told, {"role": "user", "content": text}])
-    kept = {**columns, "user_prompt": text} if config.keep_columns else {}
-    return make_row(0, id, content, kept, config)
+        system: list[Message] = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        content = Content(messages=[*system, {"role": "user", "content": text}])
+    output_columns = {**columns, "user_prompt": text} if config.keep_columns else {}
+    return make_row(0, id, content, output_columns, config)
 
 
-def _values(question: _Question, shown: Mapping[str, Sequence[str | None]], turn: int) -> dict[str, str]:
+def _template_values(
+    question: _Question, answers_by_name: Mapping[str, Sequence[str | None]], turn: int
+) -> dict[str, str]:
     """What the places of a prompt are filled with. Raises BadRecord where an answer is missing."""
     values = {f"ref_answer_{number}": text for number, text in enumerate(question.references, start=1)}
     if question.references:
         values.setdefault("ref_answer_2", "")
     values |= {"question": question.turns[0]} if turn == 1 else {}
     values |= {f"question_{number}": text for number, text in enumerate(question.turns, start=1) if turn > 1}
-    for name, answers in shown.items():
+    for name, answers in answers_by_name.items():
         for number in range(1, turn + 1):
             answer = answers[number - 1] if number <= len(answers) else None
             if answer is None:

@@ -9,8 +9,8 @@ from itertools import islice
 from runtime.errors import DatasetError
 
 from ..fields import DatasetFields
-from ..openai_body import ENCODED, ENDPOINTS, endpoint_of, kept_body
-from ..records import BadRecord, Fields, Record, as_chat, check_text, shorten
+from ..openai_body import ENCODE_ENDPOINTS, ENDPOINTS, parse_endpoint, summarize_body
+from ..records import BadRecord, Fields, Record, check_text, shorten, to_chat_content
 from ..row_rules import CountTokens, InputKind
 from ..rows import Row
 from .jsonl import read_jsonl
@@ -22,41 +22,41 @@ def read_batch(config: DatasetFields, count_tokens: CountTokens | None) -> Itera
     """A row for each line, by its custom_id; its own fields are its columns."""
     lines = read_jsonl(config.path or "", max_row_bytes=config.max_row_bytes)
     records = list(islice(lines, config.limit))
-    places: dict[str, int] = {}  # the first line of each custom_id that can be one
+    first_lines: dict[str, int] = {}  # the first line of each custom_id that can be one
     for index, record in enumerate(records):
         value = (record.fields or {}).get("custom_id")
         if isinstance(value, str):
-            places.setdefault(value, index)
+            first_lines.setdefault(value, index)
     for index, record in enumerate(records):
-        yield replace(_row(record, index, places, config), source_file=record.source)
+        yield replace(_make_row(record, index, first_lines, config), source_file=record.source)
 
 
-def _row(record: Record, index: int, places: Mapping[str, int], config: DatasetFields) -> Row:
+def _make_row(record: Record, index: int, first_lines: Mapping[str, int], config: DatasetFields) -> Row:
     fields = record.fields
     columns = {key: (fields or {}).get(key) for key in FIELDS} if config.keep_columns else {}  # results need each
     row = Row(index=index, id="", prompt="", messages=None, columns=columns, error=None)
     if fields is None:
-        return replace(row, id=_free_id(index, places), error=record.error or f"{record.place}: not readable")
+        return replace(row, id=_unused_id(index, first_lines), error=record.error or f"{record.location}: not readable")
     try:
         custom_id = check_text(fields.get("custom_id"), "custom_id")
     except BadRecord as error:
-        return replace(row, id=_free_id(index, places), error=f"{record.place}: {error}")
-    if places[custom_id] != index:
-        error = f"{record.place}: custom_id {shorten(custom_id)} is that of request {places[custom_id]} too"
-        return replace(row, id=_free_id(index, places), error=error)
+        return replace(row, id=_unused_id(index, first_lines), error=f"{record.location}: {error}")
+    if first_lines[custom_id] != index:
+        error = f"{record.location}: custom_id {shorten(custom_id)} is that of request {first_lines[custom_id]} too"
+        return replace(row, id=_unused_id(index, first_lines), error=error)
     try:
-        return _asking(replace(row, id=custom_id), *_url_and_body(fields), config)
+        return _with_request(replace(row, id=custom_id), *_parse_url_and_body(fields), config)
     except BadRecord as error:
-        return replace(row, id=custom_id, error=f"{record.place}: {error}")
+        return replace(row, id=custom_id, error=f"{record.location}: {error}")
 
 
-def _asking(row: Row, url: str, body: Fields, config: DatasetFields) -> Row:
+def _with_request(row: Row, url: str, body: Fields, config: DatasetFields) -> Row:
     """The row with what its line asks. Raises BadRecord."""
-    if url in ENCODED:
-        columns = {**row.columns, "body": kept_body(body)} if config.keep_columns else row.columns
-        return replace(row, inputs=ENCODED[url](body), columns=columns)
+    if url in ENCODE_ENDPOINTS:
+        columns = {**row.columns, "body": summarize_body(body)} if config.keep_columns else row.columns
+        return replace(row, inputs=ENCODE_ENDPOINTS[url](body), columns=columns)
     content, overrides = ENDPOINTS[url](body)
-    chat = as_chat(content, config) if content.messages is not None else content
+    chat = to_chat_content(content, config) if content.messages is not None else content
     return replace(
         row,
         prompt=chat.prompt,
@@ -67,40 +67,40 @@ def _asking(row: Row, url: str, body: Fields, config: DatasetFields) -> Row:
     )
 
 
-def _free_id(index: int, places: Mapping[str, int]) -> str:
+def _unused_id(index: int, first_lines: Mapping[str, int]) -> str:
     """An id that no line has."""
-    found = f"bad-row-{index}"
-    while found in places:
-        found += "'"
-    return found
+    id = f"bad-row-{index}"
+    while id in first_lines:
+        id += "'"
+    return id
 
 
-def _url_and_body(fields: Fields) -> tuple[str, Fields]:
+def _parse_url_and_body(fields: Fields) -> tuple[str, Fields]:
     unknown = sorted(fields.keys() - {*FIELDS})
     if unknown:
         raise BadRecord(f"unknown field {shorten(unknown[0])}: a line has custom_id, method, url and body")
     method = fields.get("method")
     if method is not None and not (isinstance(method, str) and method.upper() == "POST"):
         raise BadRecord(f"method must be 'POST', got {shorten(str(method))}")
-    url, body = endpoint_of(fields.get("url")), fields.get("body")
+    url, body = parse_endpoint(fields.get("url")), fields.get("body")
     if url is None:
-        known = ", ".join([*ENDPOINTS, *ENCODED])
+        known = ", ".join([*ENDPOINTS, *ENCODE_ENDPOINTS])
         raise BadRecord(f"url must be one of {known}, got {shorten(str(fields.get('url')))}")
     if not isinstance(body, dict):
         raise BadRecord("body is not an object")
     return url, body
 
 
-def for_job(rows: Sequence[Row], encodes: bool) -> list[Row]:
+def reject_other_job(rows: Sequence[Row], encodes: bool) -> list[Row]:
     """The rows, with an error in place of those that the other job answers. Raises DatasetError where no other is
     left."""
-    mine, others = (ENCODED, ENDPOINTS) if encodes else (ENDPOINTS, ENCODED)
-    urls, job = " and ".join(others), "generate" if encodes else "encode"
-    good = [row for row in rows if row.error is None]
-    foreign = {row.index for row in good if (row.inputs is None) == encodes}
-    if foreign and len(foreign) == len(good):
+    answered, foreign_endpoints = (ENCODE_ENDPOINTS, ENDPOINTS) if encodes else (ENDPOINTS, ENCODE_ENDPOINTS)
+    urls, job = " and ".join(foreign_endpoints), "generate" if encodes else "encode"
+    valid = [row for row in rows if row.error is None]
+    foreign = {row.index for row in valid if (row.inputs is None) == encodes}
+    if foreign and len(foreign) == len(valid):
         raise DatasetError(f"all requests of this file are to {urls}, which weightstream {job} answers")
-    error = f"{urls} are answered by weightstream {job}, in a run of its own: this one answers {' and '.join(mine)}"
+    error = f"{urls} are answered by weightstream {job}, in a run of its own: this one answers {' and '.join(answered)}"
     return [
         replace(row, prompt="", messages=None, inputs=None, error=error) if row.index in foreign else row
         for row in rows
@@ -113,6 +113,6 @@ KINDS = {
         keys=frozenset({"path"}),
         needs="dataset.path=requests.jsonl (a file for OpenAI's Batch API)",
         has_chats=True,
-        for_job=for_job,
+        reject_other_job=reject_other_job,
     )
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 from runtime.errors import DatasetError
 
 from ..fields import DatasetFields, Turns
-from ..records import BadRecord, Content, Fields, check_text, messages_of_turn, read_prompt
+from ..records import BadRecord, Content, Fields, check_text, make_turns_content, read_prompt
 from ..row_rules import CountTokens, InputKind, ReadRecords, make_row, make_rows
 from ..rows import Row
 from .jsonl import read_jsonl, read_jsonl_path
@@ -17,7 +17,7 @@ SAMPLE_PATH, TASKS_PATH = DATA / "sample.jsonl", DATA / "tasks.jsonl"
 MT_BENCH_ID = "question_id"
 
 
-def _questions(read: ReadRecords, config: DatasetFields) -> Iterator[Row]:
+def _read_questions(read: ReadRecords, config: DatasetFields) -> Iterator[Row]:
     """The first turn of each, as raw text as MoE-Lightning runs it, by its `question_id`; with `turns=all` the others
     behind it."""
 
@@ -25,17 +25,17 @@ def _questions(read: ReadRecords, config: DatasetFields) -> Iterator[Row]:
         turns = fields.get("turns")
         if not isinstance(turns, list) or not turns:
             raise BadRecord("the field 'turns' is not a list of texts: not a question in MT-Bench's schema")
-        return messages_of_turn(turns if config.turns is Turns.all else turns[:1], "turn")
+        return make_turns_content(turns if config.turns is Turns.all else turns[:1], "turn")
 
     return make_rows(enumerate(read(config)), config, content_of, MT_BENCH_ID)
 
 
-def _tasks(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
+def _read_tasks(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
     records = enumerate(read_jsonl(str(TASKS_PATH)))
     return make_rows(records, config, lambda fields: Content(prompt=read_prompt(fields, "prompt")), "id")
 
 
-def _prompt(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
+def _read_prompt_setting(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
     """The one row that `prompt` is."""
     try:
         prompt = check_text(config.prompt, "dataset.prompt")
@@ -45,11 +45,11 @@ def _prompt(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator
 
 
 KINDS = {
-    "prompt": InputKind(rows=_prompt, keys=frozenset({"prompt"})),
-    "sample": InputKind(rows=lambda config, _: _questions(lambda _: read_jsonl(str(SAMPLE_PATH)), config)),
-    "tasks": InputKind(rows=_tasks),
+    "prompt": InputKind(rows=_read_prompt_setting, keys=frozenset({"prompt"})),
+    "sample": InputKind(rows=lambda config, _: _read_questions(lambda _: read_jsonl(str(SAMPLE_PATH)), config)),
+    "tasks": InputKind(rows=_read_tasks),
     "mtbench": InputKind(
-        rows=lambda config, _: _questions(read_jsonl_path, config),
+        rows=lambda config, _: _read_questions(read_jsonl_path, config),
         keys=frozenset({"path", "turns"}),
         needs="dataset.path=question.jsonl (MT-Bench's questions; they are not bundled)",
     ),

@@ -24,9 +24,17 @@ from runtime.errors import DatasetError
 from runtime.units import MIB
 
 from ..fields import DatasetFields
-from ..files import CHUNK_BYTES, list_files, open_bytes, other_kind, packed_too, reading, unpacked_name
-from ..records import Fields, Json, Record, check_columns, named_fields, num_text_bytes, too_long
-from ..row_rules import CHAT_KEYS, SPAN_ROWS, Mark, Numbered, RowRange, RowSource, prompts
+from ..files import (
+    CHUNK_BYTES,
+    list_files,
+    open_bytes,
+    other_kind_hint,
+    strip_compression_suffix,
+    translate_read_errors,
+    with_compressed_suffixes,
+)
+from ..records import Fields, Json, Record, check_columns, configured_fields, num_text_bytes, too_long_record
+from ..row_rules import CHAT_KEYS, MAX_RANGE_ROWS, NumberedFile, RowRange, RowSource, SeekPoint, prompt_kind
 
 NUM_ROWS_PER_BATCH, BATCH_BYTES = 1024, 64 * MIB
 _MAX_CSV_BLOCK_BYTES = 2**31 - 1
@@ -36,47 +44,47 @@ _FIRST_CSV_ROW = 2  # what pyarrow calls the first row below the header
 def read_parquet(config: DatasetFields) -> Iterator[Record]:
     """Rows of a Parquet file, or of a directory's files by name. Page checksums are verified where there are any."""
     for path in _parquet_files(config):
-        yield from _parquet_records(config, path, Mark(file=0, row=0))
+        yield from _parquet_records(config, path, SeekPoint(file=0, row=0))
 
 
 def _parquet_files(config: DatasetFields) -> list[Path]:
     return list_files(config.path or "", (".parquet",))
 
 
-def _parquet_records(config: DatasetFields, path: Path, mark: Mark) -> Iterator[Record]:
+def _parquet_records(config: DatasetFields, path: Path, start: SeekPoint) -> Iterator[Record]:
     """Groups of rows before the mark are not read."""
-    with _arrow_reading(path, "parquet"), pq.ParquetFile(path, page_checksum_verification=True) as file:
-        rows = _parquet_rows(config, file, path, mark.row, NUM_ROWS_PER_BATCH)
-        yield from _records(rows, path.name, config.max_row_bytes, mark.row)
+    with _translate_arrow_errors(path, "parquet"), pq.ParquetFile(path, page_checksum_verification=True) as file:
+        rows = _parquet_rows(config, file, path, start.row, NUM_ROWS_PER_BATCH)
+        yield from _make_records(rows, path.name, config.max_row_bytes, start.row)
 
 
 def _parquet_rows(
-    config: DatasetFields, file: pq.ParquetFile, path: Path, first: int, most_at_once: int
+    config: DatasetFields, file: pq.ParquetFile, path: Path, first: int, max_batch_rows: int
 ) -> Iterator[dict[str, object]]:
     names = file.schema_arrow.names
     check_columns(names, config, str(path))
-    columns = None if config.keep_columns else _needed_columns(config, names)
-    groups, before = list(range(file.num_row_groups)), 0
-    while groups and before + file.metadata.row_group(groups[0]).num_rows <= first:
-        before += file.metadata.row_group(groups.pop(0)).num_rows
-    at_once = _rows_at_once(file, most_at_once)
-    batches = file.iter_batches(at_once, row_groups=groups, columns=columns, use_threads=False)
-    return islice(_rows_of(batches), first - before, None)
+    columns = None if config.keep_columns else _configured_columns(config, names)
+    groups, skipped = list(range(file.num_row_groups)), 0
+    while groups and skipped + file.metadata.row_group(groups[0]).num_rows <= first:
+        skipped += file.metadata.row_group(groups.pop(0)).num_rows
+    batch_rows = _rows_per_batch(file, max_batch_rows)
+    batches = file.iter_batches(batch_rows, row_groups=groups, columns=columns, use_threads=False)
+    return islice(_iter_rows(batches), first - skipped, None)
 
 
 def _count_parquet(config: DatasetFields, path: Path, most: int) -> int:
-    with _arrow_reading(path, "parquet"):
+    with _translate_arrow_errors(path, "parquet"):
         return pq.read_metadata(path).num_rows
 
 
-def _look_at_parquet(config: DatasetFields, numbered: Numbered) -> Iterator[RowRange]:
+def _scan_parquet(config: DatasetFields, numbered: NumberedFile) -> Iterator[RowRange]:
     number, path = numbered
-    with _arrow_reading(path, "parquet"), pq.ParquetFile(path, page_checksum_verification=True) as file:
-        rows = _parquet_rows(config, file, path, 0, SPAN_ROWS)
-        first, at_once = 0, _rows_at_once(file, SPAN_ROWS)
+    with _translate_arrow_errors(path, "parquet"), pq.ParquetFile(path, page_checksum_verification=True) as file:
+        rows = _parquet_rows(config, file, path, 0, MAX_RANGE_ROWS)
+        first, at_once = 0, _rows_per_batch(file, MAX_RANGE_ROWS)
         while found := list(islice(rows, at_once)):
-            seen = [_as_fields(row) if num_text_bytes(row) <= config.max_row_bytes else None for row in found]
-            yield RowRange(mark=Mark(file=number, row=first), rows=seen)
+            fields = [_to_fields(row) if num_text_bytes(row) <= config.max_row_bytes else None for row in found]
+            yield RowRange(start=SeekPoint(file=number, row=first), rows=fields)
             first += len(found)
 
 
@@ -85,8 +93,8 @@ def read_csv(config: DatasetFields) -> Iterator[Record]:
 
     A row with too few or too many fields, or one that is not UTF-8, is a bad record; the others are still read.
     """
-    for path in list_files(config.path or "", packed_too(".csv", ".tsv")):
-        with _arrow_reading(path, "csv"):
+    for path in list_files(config.path or "", with_compressed_suffixes(".csv", ".tsv")):
+        with _translate_arrow_errors(path, "csv"):
             yield from _read_csv_file(path, config)
 
 
@@ -95,7 +103,7 @@ def read_hub(config: DatasetFields) -> Iterator[Record]:
     import datasets  # slow to import, and needed by this kind only
     from datasets.exceptions import DatasetsError
 
-    place = f"dataset.path={config.path}"
+    location = f"dataset.path={config.path}"
     try:
         loaded = datasets.load_dataset(
             config.path or "", name=config.hub_config, split=config.hub_split, revision=config.hub_revision
@@ -103,25 +111,27 @@ def read_hub(config: DatasetFields) -> Iterator[Record]:
     except (OSError, ValueError, KeyError, DatasetsError) as error:
         reason = str(error).strip().split("\n")[0]
         raise DatasetError(
-            f"cannot load {place} (dataset.hub_config={config.hub_config}, dataset.hub_split={config.hub_split}, "
+            f"cannot load {location} (dataset.hub_config={config.hub_config}, dataset.hub_split={config.hub_split}, "
             f"dataset.hub_revision={config.hub_revision}): {type(error).__name__}: {reason}"
         ) from error
     assert isinstance(loaded, datasets.Dataset)
-    check_columns(loaded.column_names, config, place)
-    wanted = loaded if config.keep_columns else loaded.select_columns(_needed_columns(config, loaded.column_names))
+    check_columns(loaded.column_names, config, location)
+    selected = (
+        loaded if config.keep_columns else loaded.select_columns(_configured_columns(config, loaded.column_names))
+    )
     # The arrow format keeps images and audio as stored instead of decoding them.
-    batches = wanted.with_format("arrow").iter(batch_size=NUM_ROWS_PER_BATCH)
-    yield from _records(_rows_of(batches), Path(config.path or "").name, config.max_row_bytes)
+    batches = selected.with_format("arrow").iter(batch_size=NUM_ROWS_PER_BATCH)
+    yield from _make_records(_iter_rows(batches), Path(config.path or "").name, config.max_row_bytes)
 
 
 KINDS = {
-    "parquet": prompts(
+    "parquet": prompt_kind(
         read_parquet,
         CHAT_KEYS,
-        source=RowSource(files=_parquet_files, count=_count_parquet, look=_look_at_parquet, records=_parquet_records),
+        source=RowSource(files=_parquet_files, count=_count_parquet, scan=_scan_parquet, read_records=_parquet_records),
     ),
-    "csv": prompts(read_csv, frozenset({"csv_delimiter"})),
-    "hub": prompts(
+    "csv": prompt_kind(read_csv, frozenset({"csv_delimiter"})),
+    "hub": prompt_kind(
         read_hub,
         CHAT_KEYS | {"hub_config", "hub_split", "hub_revision"},
         needs="dataset.path=<hub id or local directory>",
@@ -129,7 +139,7 @@ KINDS = {
 }
 
 
-def as_json(value: object) -> Json:
+def to_json_value(value: object) -> Json:
     """A value of an Arrow table as JSON: NaN becomes null, bytes base64, dates ISO 8601, decimals text."""
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -138,42 +148,44 @@ def as_json(value: object) -> Json:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode("ascii")
     if isinstance(value, Mapping):
-        return {str(key): as_json(item) for key, item in value.items()}
+        return {str(key): to_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [as_json(item) for item in value]
+        return [to_json_value(item) for item in value]
     return value.isoformat() if isinstance(value, date | time) else str(value)
 
 
-def _needed_columns(config: DatasetFields, names: Collection[str]) -> list[str]:
+def _configured_columns(config: DatasetFields, names: Collection[str]) -> list[str]:
     """The columns that hold the fields which the config names."""
-    named = (name for _, name in named_fields(config))
+    named = (name for _, name in configured_fields(config))
     return list(dict.fromkeys(name if name in names else name.partition(".")[0] for name in named))
 
 
-def _rows_at_once(file: pq.ParquetFile, most: int) -> int:
+def _rows_per_batch(file: pq.ParquetFile, max_rows: int) -> int:
     """Few where the file says that its rows are long."""
     metadata = file.metadata
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     num_bytes = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
-    return max(1, min(most, BATCH_BYTES // max(1, num_bytes)))
+    return max(1, min(max_rows, BATCH_BYTES // max(1, num_bytes)))
 
 
-def _rows_of(batches: Iterable[pa.Table]) -> Iterator[dict[str, object]]:
+def _iter_rows(batches: Iterable[pa.Table]) -> Iterator[dict[str, object]]:
     for batch in batches:
         yield from batch.to_pylist()
 
 
-def _records(rows: Iterator[dict[str, object]], source: str, max_row_bytes: int, first: int = 0) -> Iterator[Record]:
+def _make_records(
+    rows: Iterator[dict[str, object]], source: str, max_row_bytes: int, first: int = 0
+) -> Iterator[Record]:
     for number, row in enumerate(rows, start=first):
         name, place, num_bytes = f"{source}:{number}", f"{source}, row {number}", num_text_bytes(row)
         if num_bytes > max_row_bytes:
-            yield too_long(name, place, num_bytes, max_row_bytes)
+            yield too_long_record(name, place, num_bytes, max_row_bytes)
             continue
-        yield Record(name=name, place=place, fields=_as_fields(row))
+        yield Record(name=name, location=place, fields=_to_fields(row))
 
 
-def _as_fields(row: Mapping[str, object]) -> Fields:
-    return {key: as_json(value) for key, value in row.items()}
+def _to_fields(row: Mapping[str, object]) -> Fields:
+    return {key: to_json_value(value) for key, value in row.items()}
 
 
 def _read_csv_file(path: Path, config: DatasetFields) -> Iterator[Record]:
@@ -185,7 +197,7 @@ def _read_csv_file(path: Path, config: DatasetFields) -> Iterator[Record]:
 
     content = _csv_content(path)
     delimiter = config.csv_delimiter
-    is_tsv = delimiter == DatasetFields.csv_delimiter and unpacked_name(path.name).endswith(".tsv")
+    is_tsv = delimiter == DatasetFields.csv_delimiter and strip_compression_suffix(path.name).endswith(".tsv")
     if is_tsv and b"\t" in content.lstrip().partition(b"\n")[0]:  # nobody asks for one, and the header has tabs
         delimiter = "\t"
     parse = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=skip_bad)
@@ -201,7 +213,7 @@ def _read_csv_file(path: Path, config: DatasetFields) -> Iterator[Record]:
     try:
         check_columns(names, config, str(path))
     except DatasetError as error:
-        raise DatasetError(f"{error}{other_kind(path, 'csv')}") from error
+        raise DatasetError(f"{error}{other_kind_hint(path, 'csv')}") from error
     # One block and one thread: a quoted value may be of any size, and bad rows are numbered only when read in order.
     whole = pa_csv.ReadOptions(use_threads=False, block_size=min(len(content) + 1, _MAX_CSV_BLOCK_BYTES))
     columns = names if is_text else [name.encode("utf-8").decode("latin-1") for name in names]
@@ -213,7 +225,7 @@ def _read_csv_file(path: Path, config: DatasetFields) -> Iterator[Record]:
         reason = bad.get(number + _FIRST_CSV_ROW)
         row = {} if reason else next(cells)
         if num_text_bytes(row) > config.max_row_bytes:
-            yield too_long(name, place, num_text_bytes(row), config.max_row_bytes)
+            yield too_long_record(name, place, num_text_bytes(row), config.max_row_bytes)
             continue
         try:
             decoded = (cell.decode("utf-8") for cell in row.values())
@@ -221,7 +233,7 @@ def _read_csv_file(path: Path, config: DatasetFields) -> Iterator[Record]:
             fields: Fields | None = None if reason else dict(zip(names, texts, strict=True))
         except UnicodeDecodeError as error:
             fields, reason = None, f"not UTF-8: byte 0x{error.object[error.start]:02x}"
-        yield Record(name=name, place=place, fields=fields, error=f"{place}: {reason}" if reason else None)
+        yield Record(name=name, location=place, fields=fields, error=f"{place}: {reason}" if reason else None)
 
 
 def _csv_content(path: Path) -> bytes:
@@ -236,13 +248,13 @@ def _csv_content(path: Path) -> bytes:
 
 
 @contextmanager
-def _arrow_reading(path: Path, kind: str) -> Iterator[None]:
+def _translate_arrow_errors(path: Path, kind: str) -> Iterator[None]:
     try:
-        with reading(path):
+        with translate_read_errors(path):
             yield
     except (UnicodeDecodeError, csv.Error) as error:
-        raise DatasetError(f"cannot read {path}: {error}{other_kind(path, kind)}") from error
+        raise DatasetError(f"cannot read {path}: {error}{other_kind_hint(path, kind)}") from error
     except DatasetError as error:
         if not isinstance(error.__cause__, pa.ArrowInvalid):
             raise
-        raise DatasetError(f"{error}{other_kind(path, kind)}") from error
+        raise DatasetError(f"{error}{other_kind_hint(path, kind)}") from error

@@ -18,7 +18,7 @@ from runtime.requests.prompts import Rejected, tokenize_each
 from runtime.sequences.sequence import Completion, Request
 
 from ...config.settings import EncodeConfig, run_directory
-from ...datasets.rows import Inputs, Row
+from ...datasets.rows import EncodeInputs, Row
 from ...record.output_rows import SOURCE_FIELDS
 from ...record.passes import Start
 from ..requests import Prompt, tokenize_prompts
@@ -47,11 +47,11 @@ def _encoding_request(
     return Rejected(id=id, error=ids) if isinstance(ids, str) else make_encoding(model, id, ids, wanted)
 
 
-def _line_problem(model: LoadedModel, wanted: EncodingSpec, inputs: Inputs) -> str | None:
+def _line_problem(model: LoadedModel, wanted: EncodingSpec, inputs: EncodeInputs) -> str | None:
     """The reason this model cannot answer such a line; None if it can."""
     if wanted.readout is Readout.embedding:
         return None
-    if not inputs.others:
+    if not inputs.second_texts:
         return "encode.output=classes reads no embeddings: encode.output=embedding does"
     config = model.staged.model.config
     if config.num_labels != 1:
@@ -63,11 +63,11 @@ def _line_problem(model: LoadedModel, wanted: EncodingSpec, inputs: Inputs) -> s
     return None if is_sigmoid else f"the checkpoint's scores are by {activation}, and here they are by {SIGMOID}"
 
 
-def _token_ids(model: LoadedModel, wanted: EncodingSpec, inputs: Inputs) -> Iterable[Sequence[int] | str]:
+def _token_ids(model: LoadedModel, wanted: EncodingSpec, inputs: EncodeInputs) -> Iterable[Sequence[int] | str]:
     """The token ids of each text or pair, or an error message."""
     if wanted.readout is Readout.classes:
         return [_pair_ids(model, str(first), second) for first, second in inputs.pairs]
-    every = [*inputs.texts, *inputs.others]
+    every = [*inputs.texts, *inputs.second_texts]
     texts = [text for text in every if isinstance(text, str)]
     found = iter(tokenize_each(model, texts, is_rendered=False, most_tokens=model.shape.context_tokens))
     return [next(found) if isinstance(text, str) else text for text in every]

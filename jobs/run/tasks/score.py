@@ -18,7 +18,7 @@ from runtime.sequences.sequence import Request
 
 from ...config.settings import ScoreConfig, ScoreSettings, run_directory
 from ...datasets import Row
-from ...datasets.records import has_field, listed_fields, value_at
+from ...datasets.records import format_field_names, has_field, value_at
 from ...files.publishing import JsonValue
 from ...record.output_rows import score_schema
 from ...record.part_files import visible_files
@@ -83,7 +83,7 @@ def _read_targets(settings: ScoreSettings, row: Row) -> list[str] | str:
         return texts
     if value is not None:
         return f"neither a text nor a list of texts is in the field {name!r} (score.target_field)"
-    listed = "" if has_field(row.columns, name) else f"; {listed_fields(row.columns)}"
+    listed = "" if has_field(row.columns, name) else f"; {format_field_names(row.columns)}"
     return f"there is no field {name!r} (score.target_field){listed}"
 
 

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 def dataset_rows(config: RunSettings, runtime: Runtime | None) -> list[Row]:
     """The rows of the data set; `runtime`, if it has a tokenizer, counts tokens."""
-    log.info("reading %s", config.dataset.place)
+    log.info("reading %s", config.dataset.source_name)
     encodes = isinstance(config, EncodeConfig)
     if runtime is None or runtime.model.tokenizer is None:
         return read_rows(config.dataset, encodes=encodes)
