@@ -75,7 +75,7 @@ def measure(asked: Asked) -> Scores:
 
 def _weightstream(asked: Asked, folder: Path) -> Scores:
     """It goes the way of `jobs.evaluate`, with parts on disk."""
-    from jobs.evaluating.harness import Answerer, HarnessModel
+    from jobs.evaluating.harness import HarnessModel, RunAnswerer
 
     sharing = SharePrefixes.off if Entrant(asked.entrant) is Entrant.unshared else SharePrefixes.auto
     config = GenerateConfig(
@@ -86,7 +86,7 @@ def _weightstream(asked: Asked, folder: Path) -> Scores:
         output_root=str(folder),
     )
     return _timed(
-        asked, lambda: HarnessModel(Answerer(config, folder / "run", lambda: False, Start())), resident_bytes()
+        asked, lambda: HarnessModel(RunAnswerer(config, folder / "run", lambda: False, Start())), resident_bytes()
     )
 
 

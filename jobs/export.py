@@ -15,13 +15,13 @@ def main(composed: Composed) -> None:
     setup_plain_logging(LogLevel.warning)
 
     from jobs.config.signals import StopFlag
-    from jobs.exporting.export import export, require_free
-    from jobs.exporting.shards import wait_for_end
+    from jobs.exporting.export import export, resolve_output
+    from jobs.exporting.shards import wait_until_finished
 
-    require_free(config)  # before what may take long
+    resolve_output(config)  # before what may take long
     if config.wait:
         with StopFlag() as stop:
-            wait_for_end(config.runs, stop, print_line)
+            wait_until_finished(config.runs, stop, print_line)
     for line in export(config).lines:
         print_line(line)
 

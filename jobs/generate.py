@@ -62,9 +62,9 @@ def _print_results(config: GenerateConfig, outcome: "Outcome") -> None:
     """Prints samples of the generations and how to read them."""
     folder = outcome.directory / "generations"
     if config.dataset.kind is DatasetKind["tasks"] and config.dataset.keep_columns:
-        from jobs.grading.grading import format_generations
+        from jobs.grading.grading import format_task_answers
 
-        print_line(f"\n{format_generations(folder)}")
+        print_line(f"\n{format_task_answers(folder)}")
     print_line(HOW_TO_READ.format(folder=folder))
     if config.dataset.prompt is not None:
         print_line("\n" + format_completions(folder))

@@ -14,10 +14,10 @@ def main(composed: Composed) -> None:
     config = load(MetricsConfig, composed)
     setup_plain_logging(LogLevel.warning)
 
-    from jobs.grading.grading import describe, grade
-    from jobs.grading.judging import describe_judged, judged
+    from jobs.grading.grading import format_grading, grade
+    from jobs.grading.judging import format_judging, grade_judgments
 
-    lines = describe_judged(judged(config)) if Metric.judge in config.metrics else describe(grade(config))
+    lines = format_judging(grade_judgments(config)) if Metric.judge in config.metrics else format_grading(grade(config))
     for line in lines:
         print_line(line)
 

@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from jobs.config.cli import as_job, describe_hydra_error, quote, run_job, suggest_key
 from jobs.config.settings import Composed, EncodeConfig, GenerateConfig, load
 from jobs.config.typed import flatten, known_keys
-from jobs.serving.config import ServeConfig, absolute_paths, settings_of
+from jobs.serving.config import ServeConfig, absolute_path_settings, job_settings
 from runtime.errors import ConfigError
 
 C = TypeVar("C", GenerateConfig, EncodeConfig)
@@ -28,10 +28,10 @@ def main(composed: Composed) -> None:
         stream=sys.stderr,
         force=True,
     )
-    composed_job = _compose_job("generate", GenerateConfig, settings_of("generate", config.settings))
-    if settings_of("encode", config.settings) != settings_of("generate", config.settings):
-        _compose_job("encode", EncodeConfig, settings_of("encode", config.settings))
-    config = replace(config, settings=[*config.settings, *absolute_paths(flatten(composed_job))])
+    composed_job = _compose_job("generate", GenerateConfig, job_settings("generate", config.settings))
+    if job_settings("encode", config.settings) != job_settings("generate", config.settings):
+        _compose_job("encode", EncodeConfig, job_settings("encode", config.settings))
+    config = replace(config, settings=[*config.settings, *absolute_path_settings(flatten(composed_job))])
     try:
         from jobs.serving.server import serve
     except ImportError as error:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from jobs.grading.intervals import Estimate, estimate, estimate_of_groups
+from jobs.grading.intervals import Estimate, estimate, estimate_groups
 from runtime import Runtime
 from runtime.library.scoring import Scored
 from scripts.train_tiny.corpus import asked_examples
@@ -75,7 +75,7 @@ def perplexity(scored: Sequence[Scored]) -> float:
 def nats_beyond(found: Sequence[Scored], exact: Sequence[Scored]) -> Estimate:
     """By how much the logarithm of the perplexity is more than that of `exact`, from what each target comes to."""
     pairs = zip(found, exact, strict=True)
-    return estimate_of_groups(
+    return estimate_groups(
         [
             [right - wrong for wrong, right in zip(mine.token_logprobs, theirs.token_logprobs, strict=True)]
             for mine, theirs in pairs

@@ -1,5 +1,5 @@
-"""The prompts of a run: files, the hub, the bundled sample or a benchmark's own rules become rows with ids. Here
-belongs what all kinds of input share; a new kind is a module in `kinds/` (docs/project/add-a-dataset.md).
+"""Reads the prompts of a run: files, Hugging Face datasets, bundled samples and benchmark inputs become rows with ids.
+Code shared by all kinds of input lives here; each kind is a module in `kinds/` (docs/project/add-a-dataset.md).
 """
 
 from .config import DatasetConfig, DatasetKind, read_rows

@@ -1,5 +1,5 @@
-"""Which prompts a run answers: `KINDS` has what the modules in `kinds/` say of each kind, and `read_rows` reads.
-`conf/dataset/*.yaml` mirrors `DatasetConfig` key for key.
+"""Dataset settings and the entry point `read_rows`. `KINDS` collects the input kinds that the modules in `kinds/`
+define; `conf/dataset/*.yaml` mirrors `DatasetConfig` key for key.
 """
 
 from collections.abc import Mapping
@@ -28,14 +28,14 @@ _KIND_SPECIFIC_KEYS = frozenset[str]().union(*(kind.keys for kind in KINDS.value
 
 
 class DatasetKind(Enum):
-    """Its members are the names in `KINDS`."""
+    """Enum of the names in `KINDS`."""
 
     vars().update({name: name for name in KINDS})
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetConfig(DatasetFields):
-    """One data set. A key set for a kind that has no use for it is refused, so that no setting is silently ignored."""
+    """Settings of one dataset. Refuses a key that the chosen kind does not use, so none is silently ignored."""
 
     kind: DatasetKind = DatasetKind["tasks"]
 
@@ -70,12 +70,12 @@ class DatasetConfig(DatasetFields):
 
     @property
     def source_name(self) -> str:
-        """What is read, in words."""
+        """The path, or the kind for inputs without one; for messages."""
         return self.path or f"dataset={self.kind.value}"
 
 
 def input_kind_hint(config: DatasetConfig) -> str:
-    """What to say of an input none of whose rows can be used, where its first file looks like another kind's."""
+    """Hint for an input without usable rows: names another kind if its first file looks like one. Empty if not."""
     kind = config.kind.name
     if not config.path or is_url(config.path) or kind == "hub":
         return ""
@@ -87,12 +87,13 @@ def input_kind_hint(config: DatasetConfig) -> str:
 
 
 def read_rows(config: DatasetConfig, *, count_tokens: CountTokens | None = None, encodes: bool = False) -> list[Row]:
-    """All rows of a data set: limited, repeated, with distinct ids, in an order that only the input decides.
+    """Reads all rows of a dataset: limited, repeated, with unique ids, in an order that depends on the input only.
 
-    `encodes`: for a job that generates nothing, which only rows that say what they ask go by.
-    `count_tokens` counts a prompt's tokens as the model will see it; needed for `dataset.window_tokens` only.
-    Raises ConfigError when it is missing, DatasetError when the data set as a whole cannot be used: not there, not
-    readable, empty, a column missing, ids that repeat (`dedupe=refuse`), a bad row (`on_bad_row=fail`).
+    `encodes`: True for jobs that encode instead of generate. `count_tokens` counts a rendered prompt's tokens; only
+    `dataset.window_tokens` needs it.
+
+    Raises ConfigError if `count_tokens` is needed and missing. Raises DatasetError if the dataset cannot be used: not
+    found, unreadable, empty, a missing column, duplicate ids (`dedupe=refuse`), a bad row (`on_bad_row=fail`).
     """
     rows = list(islice(KINDS[config.kind.name].rows(config, count_tokens), config.limit))
     if not rows:

@@ -1,4 +1,4 @@
-"""What readers and row rules go by: all settings of a data set but its kind, and shards of its rows."""
+"""Dataset settings that readers and row rules use: everything except the kind, and the shard of a process."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,30 +7,30 @@ from runtime.config.settings import require
 from runtime.config.texts import require_plain_url
 from runtime.units import GIB, MIB
 
-MAX_ROWS = 50_000_000  # that are held at once, each in a few KiB
-WINDOW_ROWS = 200_000  # that are held at once of an input with more: below 1 GiB where rows are short
-MAX_INPUT_ROWS = 10**12  # of an input that is read in windows
+MAX_ROWS = 50_000_000  # in memory at once, a few KiB each
+WINDOW_ROWS = 200_000  # in memory at once for larger inputs: below 1 GiB for short rows
+MAX_INPUT_ROWS = 10**12  # for inputs read in windows
 
-OVERRIDE_FIELDS = (  # of what a row may ask for itself
+OVERRIDE_FIELDS = (  # per-row sampling overrides
     *("max_new_tokens_field", "temperature_field", "stop_field", "json_schema_field", "regex_field"),
     "choice_field",
 )
 
-TEMPLATE_KEYWORDS = frozenset(  # of the chat renderer, which no setting and no row may pass
+TEMPLATE_KEYWORDS = frozenset(  # reserved by `apply_chat_template`: no setting or row may pass them
     {"conversation", "conversations", "messages", "chat_template", "tokenize", "tools"}
     | {"add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"}
 )
 
 
 class DuplicatePolicy(Enum):
-    """What two rows with one id mean: `refuse` the input, or keep the `first` of them."""
+    """Handling of rows with the same id: `refuse` the input, or keep the `first` of them."""
 
     refuse = "refuse"
     first = "first"
 
 
 class BadRowPolicy(Enum):
-    """What an unreadable row means: an `error_row` in the output, or `fail` before anything is generated."""
+    """Handling of an unreadable row: an `error_row` in the output, or `fail` before anything is generated."""
 
     error_row = "error_row"
     fail = "fail"
@@ -43,14 +43,14 @@ class ReasoningMode(Enum):
 
 
 class EvaluationSplit(Enum):
-    """Which items of HELM's synthetic reasoning are asked: HELM itself draws from both."""
+    """Split of HELM's synthetic reasoning to run; HELM itself samples from both."""
 
     test = "test"
     valid = "valid"
 
 
 class Turns(Enum):
-    """Which of a question's messages are asked: the `first`, or `all`, each behind the answers to those before it."""
+    """Turns of a multi-turn question to run: the `first`, or `all`, each with earlier turns and answers as context."""
 
     first = "first"
     all = "all"
@@ -58,67 +58,69 @@ class Turns(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetFields:
-    """Where a data set is, what its records are called, and what is done with its rows; kinds read some of these."""
+    """Location of a dataset, names of its fields, and processing of its rows; each kind uses some of these."""
 
     path: str | None = None  # a file or a directory of files; for hub: a hub id or a local directory
-    prompt: str | None = None  # the only one, of dataset=prompt
+    prompt: str | None = None  # for dataset=prompt: the single prompt
 
     prompt_field: str = "prompt"
     messages_field: str | None = None  # instead of prompt_field: a list of {role, content}
-    turns_field: str | None = None  # instead of prompt_field: a list of texts, what the user says turn by turn
-    turns: Turns = Turns.first  # of dataset=mtbench
-    template: str | None = None  # instead of prompt_field: a text with fields in it, `Question: {question}\nAnswer:`
-    few_shot_path: str | None = None  # examples in front of each prompt: `num_examples` of them, chosen by `trial`
-    few_shot_template: str | None = None  # what an example looks like, its answer included
-    tools_field: str | None = None  # a list of tools, for the chat template
+    turns_field: str | None = None  # instead of prompt_field: a list of user messages, one per turn
+    turns: Turns = Turns.first  # for dataset=mtbench
+    template: str | None = None  # instead of prompt_field: a format string, `Question: {question}\nAnswer:`
+    few_shot_path: str | None = None  # few-shot examples: `num_examples` of them, drawn with seed `trial`
+    few_shot_template: str | None = None  # format string of an example, answer included
+    tools_field: str | None = None  # a list of tools for the chat template
     id_field: str | None = None  # null: the row's number in the input, counted from 0
-    max_new_tokens_field: str | None = None  # a row's own sampling.max_new_tokens; where it is null: the run's
-    temperature_field: str | None = None  # a row's own sampling.temperature
-    stop_field: str | None = None  # a row's own sampling.stop: a text, or a list of texts
-    json_schema_field: str | None = None  # a row's own sampling.json_schema: an object, or its JSON
-    regex_field: str | None = None  # a row's own sampling.regex
-    choice_field: str | None = None  # a row's own sampling.choice: a list of texts
-    json_field: str | None = None  # where the list of rows lies in a .json document, dotted: `data.examples`
+    max_new_tokens_field: str | None = None  # per-row sampling.max_new_tokens; null in a row: the run's
+    temperature_field: str | None = None  # per-row sampling.temperature
+    stop_field: str | None = None  # per-row sampling.stop: a string or a list of strings
+    json_schema_field: str | None = None  # per-row sampling.json_schema: an object, or its JSON
+    regex_field: str | None = None  # per-row sampling.regex
+    choice_field: str | None = None  # per-row sampling.choice: a list of strings
+    json_field: str | None = None  # dotted path of the list of rows in a .json document: `data.examples`
     csv_delimiter: str = ","
     hub_config: str | None = None
     hub_split: str = "train"
     hub_revision: str | None = None
 
-    answers_path: str | None = None  # what is judged: a run, a file of FastChat's, or a directory of them
-    baseline_path: str | None = None  # answers of one other model: each is judged beside its own, in both orders
-    references_path: str | None = None  # right answers in FastChat's form; null: those of the questions
-    judge_prompts_path: str | None = None  # what the judge is told, in FastChat's form; null: in our words
+    answers_path: str | None = None  # answers to judge: a run, a FastChat file, or a directory of them
+    baseline_path: str | None = None  # answers of one baseline model for pairwise judging, in both orders
+    references_path: str | None = None  # reference answers in FastChat's format; null: from the questions
+    judge_prompts_path: str | None = None  # judge prompts in FastChat's format; null: the bundled ones
 
     mode: ReasoningMode = ReasoningMode.pattern_match
     split: EvaluationSplit = EvaluationSplit.test
-    trial: int = 0  # which in-context examples: HELM's train trial index
+    trial: int = 0  # seed of the in-context examples: HELM's train trial index
     num_examples: int = 5  # in-context examples per prompt
-    examples_path: str | None = None  # where they come from; null: from `path`, and then not asked themselves
+    examples_path: str | None = None  # source of the examples; null: `path`, minus the rows used
     article_field: str = "article"
     summary_field: str = "summary"
-    window_tokens: int | None = None  # prompt + reserve_tokens must fit; null: nothing is cut
-    reserve_tokens: int = 64  # kept free for the completion: sampling.max_new_tokens
+    window_tokens: int | None = None  # limit for prompt + reserve_tokens; null: no truncation
+    reserve_tokens: int = 64  # reserved for the completion: sampling.max_new_tokens
 
-    chat_template: bool = False  # render through the model's own template
-    chat_template_kwargs: dict[str, bool | int | float | str] | None = None  # more for the template: enable_thinking
+    chat_template: bool = False  # render prompts with the model's chat template
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = (
+        None  # extra template arguments, e.g. enable_thinking
+    )
     system_prompt: str | None = None
-    keep_columns: bool = True  # pass the row's other fields through to the output
-    max_row_bytes: int = 8 * MIB  # of one row as it is stored: a longer one is an error row and is not kept in memory
-    window_rows: int | None = None  # rows of the output that are held at a time; null: WINDOW_ROWS, or as begun
+    keep_columns: bool = True  # copy the row's other fields to the output
+    max_row_bytes: int = 8 * MIB  # per row as stored: a longer row becomes an error row and is not kept in memory
+    window_rows: int | None = None  # output rows in memory at a time; null: WINDOW_ROWS, or as begun
     limit: int | None = None  # rows read, before repeat
-    repeat: int = 1  # times each row is asked; replicas of `a` are `a#1`, `a#2` ...
+    repeat: int = 1  # copies of each row; replicas of `a` are `a#1`, `a#2` ...
     dedupe: DuplicatePolicy = DuplicatePolicy.refuse
     on_bad_row: BadRowPolicy = BadRowPolicy.error_row
 
     @property
     def chat_only_keys(self) -> list[str]:
-        """The keys that are set and mean nothing where no chat template is applied."""
+        """Keys that are set and require a chat template."""
         keys = ("messages_field", "turns_field", "system_prompt", "tools_field", "chat_template_kwargs")
         return [key for key in keys if getattr(self, key)] + (["turns=all"] if self.turns is Turns.all else [])
 
     @property
     def has_turns(self) -> bool:
-        """Whether a row may be a chat of several turns, which are runs one after another."""
+        """True if a row may be a multi-turn chat; each later turn is a run of its own."""
         return self.turns_field is not None or self.turns is Turns.all
 
     def __post_init__(self) -> None:
@@ -131,7 +133,7 @@ class DatasetFields:
         forms = ("template", "few_shot_path", "few_shot_template", "tools_field", "turns_field")
         for key in (*optional, *forms, *OVERRIDE_FIELDS):
             require(getattr(self, key) != "", f"dataset.{key} is empty; use null to leave it unset")
-        # what a prompt is made of is said in one way, with all that it needs
+        # exactly one source of the prompt, with all keys that it needs
         chats = [key for key in ("messages_field", "turns_field") if getattr(self, key) is not None]
         require(len(chats) < 2, "dataset.messages_field and dataset.turns_field both have chats: set one of them")
         for key in ("template", "few_shot_path"):
@@ -177,7 +179,7 @@ class DatasetFields:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardConfig:
-    """Which part of the rows this process takes: every `count`-th, starting at `index`."""
+    """Rows that this process handles: every `count`-th, starting at `index`."""
 
     index: int = 0
     count: int = 1

@@ -1,4 +1,4 @@
-"""Input files: which ones a path means, how they are opened, and what their errors are called."""
+"""Input files: resolving paths, opening and decompressing, and error messages."""
 
 import bz2
 import codecs
@@ -31,7 +31,7 @@ COMPRESSION_MAGIC = {
 }  # magic bytes
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 PARQUET, TAR, TAR_OFFSET = b"PAR1", b"ustar", 257
-UNSUPPORTED_MAGIC = {  # what holds rows and is no text, by magic bytes
+UNSUPPORTED_MAGIC = {  # formats with rows that are not text, by magic bytes
     PARQUET: "Parquet: dataset=parquet",
     b"ARROW1": "an Arrow file: write it as Parquet, and take dataset=parquet",
     b"PK\x03\x04": "a zip archive or a spreadsheet: unpack it, or save it as CSV",
@@ -49,7 +49,8 @@ CACHE_DIR: ContextVar[str | None] = ContextVar("COPIES", default=None)  # `offlo
 
 
 def require_existing_path(path: str, key: str = "path") -> Path:
-    """The path of a data set; DatasetError where it leads nowhere, or is a URL where a path must be."""
+    """Returns the path of a dataset. Raises DatasetError if it does not exist, or is a URL where only a path is
+    allowed."""
     if is_url(path):
         raise DatasetError(f"dataset.{key}={path} is a URL: copy what is there, and name the copy")
     root = Path(path).expanduser()
@@ -61,10 +62,10 @@ def require_existing_path(path: str, key: str = "path") -> Path:
 
 
 def list_files(path: str, suffixes: tuple[str, ...], key: str = "path") -> list[Path]:
-    """The file `path`, or the files with one of `suffixes` in the directory `path`, by name; of a URL, copies of them.
+    """Lists the file `path`, or the files in the directory `path` that end in one of `suffixes`, sorted by name. A URL
+    is downloaded to the cache first.
 
-    Files whose names begin with `.` or `_` are skipped, as Parquet readers do. Raises DatasetError, and what
-    `local_copy` raises.
+    Skips names that begin with `.` or `_`, as Parquet readers do. Raises DatasetError, and the errors of `local_copy`.
     """
     root = _download_copy(path, suffixes, key) if is_url(path) else require_existing_path(path, key)
     if root.is_file():
@@ -78,15 +79,15 @@ def list_files(path: str, suffixes: tuple[str, ...], key: str = "path") -> list[
     return files
 
 
-@cache  # a run reads what was there when it first looked
+@cache  # one download per process: repeated reads must see the same bytes
 def _download_copy(url: str, suffixes: tuple[str, ...], key: str) -> Path:
     patterns = [f"[!_.]*{suffix}" for suffix in suffixes]
     return local_copy(ObjectStore(url, f"dataset.{key}"), cache_root(CACHE_DIR.get()), patterns, DatasetError)
 
 
 def open_bytes(path: Path) -> io.BufferedReader:
-    """Opened for reading: packed files are unpacked on the way, whatever their names, and UTF-16 with a byte order mark
-    is read as UTF-8. Raises DatasetError for what is no text at all, OSError."""
+    """Opens a file for reading. Decompresses by magic bytes, whatever the name; converts UTF-16 with a byte order mark
+    to UTF-8. Raises DatasetError if the file is not text, and OSError."""
     compression = detect_compression(path)
     stream: io.BufferedReader
     if compression == "zstd":
@@ -111,7 +112,8 @@ def open_bytes(path: Path) -> io.BufferedReader:
 
 
 def detect_compression(path: Path) -> str | None:
-    """What the file is packed by, if it is. Raises OSError, also where only its name says so."""
+    """Returns the compression of a file by its magic bytes, or None. Raises OSError if the suffix claims one it does
+    not have."""
     with path.open("rb") as file:
         head = file.read(max(map(len, COMPRESSION_MAGIC)))
     compression = next((name for magic, name in COMPRESSION_MAGIC.items() if head.startswith(magic)), None)
@@ -127,7 +129,7 @@ def _decompress_zstd(path: Path) -> Iterator[bytes]:
 
 
 def _transcode_utf16(stream: io.BufferedReader) -> Iterator[bytes]:
-    """UTF-16 as UTF-8. What it cannot encode becomes bytes that UTF-8 has not, and costs its row."""
+    """Yields UTF-16 as UTF-8. Lone surrogates become invalid UTF-8, so only their row is rejected later."""
     decoder = codecs.getincrementaldecoder("utf-16")("surrogatepass")
     with stream:
         while chunk := stream.read(CHUNK_BYTES):
@@ -137,7 +139,7 @@ def _transcode_utf16(stream: io.BufferedReader) -> Iterator[bytes]:
 
 
 class _ChunkStream(io.RawIOBase):
-    """A stream of what an iterator gives."""
+    """Raw stream over an iterator of byte chunks."""
 
     def __init__(self, chunks: Iterator[bytes]):
         self._chunks, self._left = chunks, memoryview(b"")
@@ -162,7 +164,7 @@ class _ChunkStream(io.RawIOBase):
 
 
 def skip_bytes(stream: io.BufferedReader, num_bytes: int) -> None:
-    """Goes on so many bytes from the beginning: of what is packed, by unpacking them."""
+    """Seeks `num_bytes` from the start; compressed streams are read and discarded instead."""
     if isinstance(stream.raw, io.FileIO):
         stream.seek(num_bytes)
         return
@@ -171,7 +173,7 @@ def skip_bytes(stream: io.BufferedReader, num_bytes: int) -> None:
 
 
 def other_kind_hint(path: Path, kind: str) -> str:
-    """What to say of a file that cannot be read as this kind, and looks like another one; empty where it does not."""
+    """Message suffix that names the kind a file looks like, if it is not `kind`; else empty."""
     other = ""
     with suppress(DatasetError), translate_read_errors(path):
         with path.open("rb") as file:
@@ -187,30 +189,30 @@ def other_kind_hint(path: Path, kind: str) -> str:
 
 
 def _has_equal_columns(text: str, delimiter: str) -> bool:
-    """Whether the first lines have as many columns each."""
+    """True if the first two lines have the same number of delimiters, at least one."""
     counts = {line.count(delimiter) for line in text.splitlines()[:2] if line}
     return len(counts) == 1 and 0 not in counts
 
 
 def kind_from_suffix(name: str) -> str | None:
-    """The kind of data set that a file's name ends like; None where it tells of none."""
+    """Dataset kind for a file name's suffix, or None."""
     stem = strip_compression_suffix(name)
     return next((kind for ending, kind in KIND_BY_SUFFIX.items() if stem.endswith(ending)), None)
 
 
 def strip_compression_suffix(name: str) -> str:
-    """The name without what a compressor added to it."""
+    """Removes a compression suffix such as `.gz`."""
     return next((name.removesuffix(ending) for ending in COMPRESSED_SUFFIXES if name.endswith(ending)), name)
 
 
 def with_compressed_suffixes(*endings: str) -> tuple[str, ...]:
-    """These endings of names, also with what compressors add."""
+    """The given suffixes, plain and with each compression suffix appended."""
     return tuple(ending + more for ending in endings for more in ("", *COMPRESSED_SUFFIXES))
 
 
 def read_bounded_lines(stream: io.BufferedReader, max_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Each line, ended by byte 10 or the file, and how many bytes it has. Of one longer than `most_bytes`, its end not
-    counted, the rest is passed over and never held."""
+    """Yields each line and its length in bytes; lines end at byte 10 or the end of the file. A line longer than
+    `max_bytes`, line end excluded, is truncated; the rest is skipped without being held in memory."""
     while line := stream.readline(max_bytes + len(b"\r\n")):
         num_bytes, end = len(line), line[-1:]
         while num_bytes > max_bytes and end != b"\n" and (more := stream.readline(CHUNK_BYTES)):
@@ -220,7 +222,7 @@ def read_bounded_lines(stream: io.BufferedReader, max_bytes: int) -> Iterator[tu
 
 @contextmanager
 def translate_read_errors(path: Path) -> Iterator[None]:
-    """Errors of the file system and of what unpacks leave as DatasetError with the file's name."""
+    """Context manager: raises file system and decompression errors as DatasetError with the file's name."""
     try:
         yield
     except (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:

@@ -1,5 +1,6 @@
-"""What HELM's scenarios share: items with one answer, and the choice of in-context examples. A request as its dry run
-writes it: what it asks, and the digest by which its answer is found again."""
+"""Helpers for HELM inputs: in-context example selection, and parsing and hashing of the requests that its dry run
+writes.
+"""
 
 import hashlib
 import json
@@ -21,7 +22,7 @@ HELM_KEYS = frozenset({"trial", "num_examples"})
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A question and its answer, as one scenario's split holds them."""
+    """A question with its answer."""
 
     input: str
     answer: str
@@ -31,10 +32,11 @@ ItemT = TypeVar("ItemT", bound=Item)
 
 
 def choose_examples(items: Sequence[ItemT], count: int, trial: int) -> list[ItemT]:
-    """HELM's in-context examples: `count` of `items`, or all when there are fewer; the same for all prompts of a trial.
+    """Selects HELM's in-context examples: `count` of `items`, or all if there are fewer; the same for all prompts of a
+    trial.
 
-    Answers take turns, the most frequent first, ties in random order; on its turn an answer gives up one random item.
-    The draws are those of Python's `random` seeded with `trial`.
+    Classes (answers) take turns, the most frequent first, ties in random order; each turn takes one random item of its
+    class. Draws match Python's `random` seeded with `trial`.
     """
     rng = random.Random(trial)
     items_of: dict[str, list[ItemT]] = defaultdict(list)
@@ -56,14 +58,12 @@ def choose_examples(items: Sequence[ItemT], count: int, trial: int) -> list[Item
     return examples
 
 
-REQUEST_DEFAULTS: Mapping[
-    str, Json
-] = {  # of HELM's `Request`, which leaves out what is null; names of models are no part
+REQUEST_DEFAULTS: Mapping[str, Json] = {  # of HELM's `Request`, without model names
     "embedding": False,
     "prompt": "",
     "temperature": 1.0,
     "num_completions": 1,
-    "top_k_per_token": 1,  # how many likeliest tokens are shown; HELM's own client of transformers draws from all too
+    "top_k_per_token": 1,  # number of top logprobs to report; no top-k sampling
     "max_tokens": 100,
     "stop_sequences": [],
     "echo_prompt": False,
@@ -76,7 +76,7 @@ REQUEST_DEFAULTS: Mapping[
     "image_generation_parameters": None,
     "response_format": None,
 }
-UNSUPPORTED_FIELDS: Mapping[str, str] = {  # unless it is the default, and why
+UNSUPPORTED_FIELDS: Mapping[str, str] = {  # error message for a non-default value
     "embedding": "asks for an embedding, and this run generates",
     "echo_prompt": "asks for the scores of its prompt, and this run generates: weightstream score scores texts",
     "presence_penalty": "cannot be honoured",
@@ -88,7 +88,7 @@ UNSUPPORTED_FIELDS: Mapping[str, str] = {  # unless it is the default, and why
 
 
 def request_digest(request: Mapping[str, Json]) -> str:
-    """What two requests have in common that ask the same, whatever model is named: 32 characters."""
+    """Hash (32 characters) of everything a request asks, except the model; equal requests have equal digests."""
     values = {key: request.get(key, default) for key, default in REQUEST_DEFAULTS.items()}
     integers = {key: int(value) for key, value in values.items() if isinstance(value, float) and value.is_integer()}
     text = json.dumps({**values, **integers}, sort_keys=True)
@@ -96,7 +96,7 @@ def request_digest(request: Mapping[str, Json]) -> str:
 
 
 def read_request(request: Fields, *, may_be_chat: bool) -> tuple[Content, SamplingOverrides]:
-    """What a request asks, and how. Raises BadRecord naming the field."""
+    """Parses a HELM request: content and sampling overrides. Raises BadRecord naming the field."""
     fields = {key: REQUEST_DEFAULTS[key] if request.get(key) is None else request[key] for key in REQUEST_DEFAULTS}
     for key, why in UNSUPPORTED_FIELDS.items():
         if fields[key] != REQUEST_DEFAULTS[key]:

@@ -1,5 +1,5 @@
-"""The body of a request in OpenAI's form: what it asks, field by field; in vLLM's, texts to be embedded and pairs to be
-scored. A field that cannot be honoured is an error of its request, so that none is passed over in silence.
+"""Parses request bodies in OpenAI's format, with vLLM's extensions for sampling, embeddings and scores. An unsupported
+field is an error of its request, so none is silently ignored.
 """
 
 import json
@@ -21,10 +21,10 @@ MAX_SEED = 2**63 - 1
 
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
 
-CALLER_FIELDS = frozenset(  # say nothing of the answer
+CALLER_FIELDS = frozenset(  # no effect on the answer
     {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
 )
-NO_EFFECT_VALUES: Mapping[str, tuple[Json, ...]] = {  # the values that ask for what is done anyway
+NO_EFFECT_VALUES: Mapping[str, tuple[Json, ...]] = {  # values that equal the default behavior
     "stream": (False,),
     "store": (False,),
     "echo": (False,),
@@ -45,12 +45,12 @@ NO_EFFECT_VALUES: Mapping[str, tuple[Json, ...]] = {  # the values that ask for 
     "priority": (0,),
 }
 GUIDED_FIELDS = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-STRUCTURE_FIELDS = frozenset({"response_format", "structured_outputs", *GUIDED_FIELDS})  # OpenAI's, and those of vLLM
+STRUCTURE_FIELDS = frozenset({"response_format", "structured_outputs", *GUIDED_FIELDS})  # OpenAI's and vLLM's
 VLLM_FIELDS = frozenset({"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"})
 SAMPLING_FIELDS = frozenset(
     {"max_tokens", "temperature", "top_p", "stop", "n", "seed", "logprobs", *STRUCTURE_FIELDS, *VLLM_FIELDS}
 )
-ALTERNATIVES = {  # what does the same for all lines of a run
+ALTERNATIVES = {  # supported ways to get the same effect
     "reasoning_effort": "body.chat_template_kwargs, where the model's template knows it",
 }
 
@@ -58,7 +58,7 @@ ParsedRequest: TypeAlias = tuple[Content, SamplingOverrides]
 
 
 def read_chat(body: Fields) -> ParsedRequest:
-    """A chat with its tools, and what it asks otherwise than the run. Raises BadRecord naming the field."""
+    """Parses a chat completion body: messages, tools and sampling overrides. Raises BadRecord naming the field."""
     known = {"messages", "tools", "chat_template_kwargs", "max_completion_tokens", "top_logprobs"}
     fields = supported_fields(body, SAMPLING_FIELDS | known)
     messages = fields.get("messages")
@@ -67,7 +67,7 @@ def read_chat(body: Fields) -> ParsedRequest:
     chat = check_messages(messages, "body.messages")
     for message in chat:
         if message["role"] == "developer":
-            message["role"] = "system"  # as templates call it
+            message["role"] = "system"  # the name that chat templates know
     kwargs = fields.get("chat_template_kwargs", {})
     if not isinstance(kwargs, dict):
         raise BadRecord("body.chat_template_kwargs is not an object")
@@ -91,7 +91,7 @@ def read_chat(body: Fields) -> ParsedRequest:
 
 
 def read_completion(body: Fields) -> ParsedRequest:
-    """A prompt, and what it asks otherwise than the run. Raises BadRecord naming the field."""
+    """Parses a completion body: prompt and sampling overrides. Raises BadRecord naming the field."""
     fields = supported_fields(body, SAMPLING_FIELDS | {"prompt"})
     logprobs = _read_integer(fields, "logprobs", maximum=MAX_TOP_LOGPROBS)
     num_logprobs = None if logprobs is None else max(1, logprobs)
@@ -99,7 +99,7 @@ def read_completion(body: Fields) -> ParsedRequest:
 
 
 def _read_prompt(value: Json) -> Content:
-    """One text or one list of token ids, alone or in a list."""
+    """Reads one string or one list of token ids, alone or as the only item of a list."""
     one = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list) else value
     if not isinstance(one, list):
         return Content(prompt=check_text(one, "body.prompt"))
@@ -112,7 +112,7 @@ def _read_prompt(value: Json) -> Content:
 
 
 def parse_token_ids(value: list[Json]) -> tuple[int, ...] | None:
-    """Token ids; None where a list is empty, or has something else."""
+    """Returns token ids; None if the list is empty or has other items."""
     ids = tuple(token for token in value if isinstance(token, int) and not isinstance(token, bool))
     return ids if ids and len(ids) == len(value) else None
 
@@ -123,8 +123,8 @@ ENDPOINTS: Mapping[str, Callable[[Fields], ParsedRequest]] = {CHAT_URL: read_cha
 def supported_fields(
     body: Fields, known: AbstractSet[str], without_effect: Mapping[str, tuple[Json, ...]] = NO_EFFECT_VALUES
 ) -> Fields:
-    """The fields that are not null. Raises BadRecord for one that asks for what is not done: it is not among `known`,
-    nor has it a value that has no effect."""
+    """The fields that are not null. Raises BadRecord for a field that is not in `known`, unless its value has no
+    effect."""
     fields: Fields = {key: value for key, value in body.items() if value is not None}
     for key, value in fields.items():
         if key == "model" or key in known | CALLER_FIELDS:
@@ -132,7 +132,7 @@ def supported_fields(
         if key not in without_effect:
             hint = f": {ALTERNATIVES[key]} does" if key in ALTERNATIVES else ""
             raise BadRecord(f"body.{shorten(key)[1:-1]} cannot be honoured for a single line{hint}")
-        # 0 is not false
+        # compare types too: 0 == False in Python
         if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in without_effect[key]):
             raise BadRecord(f"body.{key}={shorten(str(value))} cannot be honoured: leave it out")
     check_text(fields.get("model"), "body.model")
@@ -155,7 +155,7 @@ def _read_overrides(fields: Fields, logprobs: int | None) -> SamplingOverrides:
         temperature=_read_number(fields, "temperature", minimum=0, maximum=2),
         top_p=_read_number(fields, "top_p", minimum=0, maximum=1),
         stop=None if stop is None else [check_text(text, "a stop string of body.stop") for text in stops],
-        # -1 says what 0 does, in vLLM's words: all tokens
+        # -1 is vLLM's value for all tokens, 0 ours
         top_k=None if (top_k := _read_integer(fields, "top_k", minimum=-1)) is None else max(0, top_k),
         min_p=_read_number(fields, "min_p", minimum=0, maximum=1),
         repetition_penalty=_read_number(fields, "repetition_penalty", minimum=0, maximum=sys.float_info.max),
@@ -169,7 +169,7 @@ def _read_overrides(fields: Fields, logprobs: int | None) -> SamplingOverrides:
 
 
 class _StructuredOutput(TypedDict, total=False):
-    """What the completion must be, in the words of `SamplingOverrides`."""
+    """Structured output constraint, with the field names of `SamplingOverrides`."""
 
     json_schema: str
     regex: str
@@ -178,7 +178,8 @@ class _StructuredOutput(TypedDict, total=False):
 
 
 def _read_structured_output(fields: Fields) -> _StructuredOutput:
-    """One at most, whoever's words say it. Whether a schema is one is seen with the run's other requests."""
+    """Reads the constraint from OpenAI's or vLLM's fields; at most one may be set. Schemas are compiled later, with the
+    run's other requests."""
     structures: list[tuple[str, Json, str]] = [
         (GUIDED_FIELDS[key], fields[key], f"body.{key}") for key in GUIDED_FIELDS if key in fields
     ]
@@ -277,7 +278,7 @@ INPUT_FIELDS = frozenset({"input", "text_1", "text_2"})
 
 
 def read_embeddings(body: Fields) -> EncodeInputs:
-    """The texts, or token ids, of a request for embeddings. Raises BadRecord naming the field."""
+    """Parses an embeddings body: strings or token ids. Raises BadRecord naming the field."""
     if body.get("dimensions") is not None:
         raise BadRecord("body.dimensions cannot be honoured: a vector has as many numbers as the model's hidden states")
     fields = supported_fields(body, {"input", "encoding_format"}, ENCODE_NO_EFFECT_VALUES)
@@ -292,7 +293,7 @@ def read_embeddings(body: Fields) -> EncodeInputs:
 
 
 def read_score(body: Fields) -> EncodeInputs:
-    """The pairs of texts of a request for scores. Raises BadRecord naming the field."""
+    """Parses a score body: pairs of strings. Raises BadRecord naming the field."""
     fields = supported_fields(body, {"text_1", "text_2"}, ENCODE_NO_EFFECT_VALUES)
     firsts, seconds = _read_texts(fields, "text_1"), _read_texts(fields, "text_2")
     if len(firsts) not in (1, len(seconds)):
@@ -310,15 +311,15 @@ ENCODE_ENDPOINTS: Mapping[str, Callable[[Fields], EncodeInputs]] = {
 
 
 def parse_endpoint(url: Json) -> str | None:
-    """The endpoint that a line's url names, also in Azure's form, without `/v1`, and with a slash behind it; None where
-    there is no such endpoint."""
+    """Maps a line's url to an endpoint; also Azure's form without `/v1`, and with a trailing slash. Returns None if
+    unknown."""
     path = url.rstrip("/") if isinstance(url, str) else ""
     return next((each for each in (path, f"/v1{path}") if each in {*ENDPOINTS, *ENCODE_ENDPOINTS}), None)
 
 
 def summarize_body(body: Fields) -> Fields:
-    """The body as each row of the output has it: a list of several inputs as its length and a digest, since every one
-    of them has a row."""
+    """Body to store in each output row. A list of several inputs is replaced by its length and digest, since each input
+    has a row."""
     summary = dict(body)
     for key in INPUT_FIELDS & body.keys():
         value = body[key]
@@ -328,7 +329,7 @@ def summarize_body(body: Fields) -> Fields:
 
 
 def count_inputs(summary: Json) -> int:
-    """How many inputs a field has that `kept_body` has kept."""
+    """Number of inputs of a field of `summarize_body`."""
     count = summary.get("count") if isinstance(summary, dict) else None
     return count if isinstance(count, int) else 1
 

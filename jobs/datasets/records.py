@@ -1,4 +1,4 @@
-"""One record of an input: its id, text, columns and own settings are read here, or the reason why it has none."""
+"""One record of an input: validates its id, prompt, columns and sampling overrides, or reports why it is unusable."""
 
 import json
 import math
@@ -39,14 +39,14 @@ NO_OVERRIDES = SamplingOverrides()
 
 
 class BadRecord(ValueError):
-    """Why this one record cannot be used; becomes the error of its row and never leaves this package."""
+    """Reason why one record cannot be used; becomes the error of its row and never leaves this package."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """One item of an input: its fields, or the error that kept them from being read.
 
-    `name` is `file:line`, `place` the start of every error about the record.
+    `name` is `file:line`; `location` is the prefix of every error about the record.
     """
 
     name: str
@@ -56,15 +56,15 @@ class Record:
 
     @property
     def source(self) -> str:
-        """The name of its file, or of a data set of the hub."""
+        """File name, or Hub dataset."""
         return self.name.rpartition(":")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What a record asks: a prompt, as a text or as tokens (`prompt_ids`), or messages with an empty prompt;
-    `reference` is an answer that came with it, `template_kwargs` what the chat template gets beside the messages,
-    `later_turns` what is asked behind the answer."""
+    """Request of a record: a prompt as text or token ids (`prompt_ids`), or messages with an empty prompt. `reference`:
+    answer that came with it; `template_kwargs`: extra arguments of the chat template; `later_turns`: user messages of
+    the following turns."""
 
     prompt: str = ""
     prompt_ids: tuple[int, ...] | None = None
@@ -83,7 +83,7 @@ def too_long_record(name: str, location: str, num_bytes: int, max_row_bytes: int
 
 
 def num_text_bytes(value: object) -> int:
-    """The bytes of all texts in a row of a table, at least: characters are counted as one byte."""
+    """Lower bound for the bytes of all strings in a row, counting one byte per character."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Mapping):
@@ -92,8 +92,8 @@ def num_text_bytes(value: object) -> int:
 
 
 def value_at(fields: Fields, name: str) -> Json:
-    """The value of the field `name`, or what lies inside others at a dotted one: `body.messages`, `choices.0`. Raises
-    KeyError."""
+    """Looks up the field `name`; a dotted name also reaches into objects and lists: `body.messages`, `choices.0`.
+    Raises KeyError."""
     if name in fields:
         return fields[name]
     value: Json = fields
@@ -120,7 +120,7 @@ def _list_index(step: str) -> int:
 
 
 def read_field(fields: Fields, name: str, key: str) -> Json:
-    """The value at `name`; BadRecord lists the fields there are and names the config key that chose this one."""
+    """Returns the value at `name`. Raises BadRecord that lists the fields and names the config key."""
     try:
         return value_at(fields, name)
     except KeyError:
@@ -128,12 +128,13 @@ def read_field(fields: Fields, name: str, key: str) -> Json:
 
 
 def format_field_names(fields: Fields) -> str:
-    """The names of some fields, for a message."""
+    """Formats the first field names for a message."""
     return f"its fields: {', '.join(shorten(name, 30) for name in list(fields)[:NUM_FIELDS_LISTED]) or 'none'}"
 
 
 def check_text(value: Json, what: str, may_be_empty: bool = False) -> str:
-    """`value` if a tokenizer can take it: text, not empty, no NUL, no lone surrogate. Raises BadRecord."""
+    """Returns `value` if it is a valid prompt text: a string, not empty, without NUL or lone surrogates. Raises
+    BadRecord."""
     if not isinstance(value, str):
         raise BadRecord(f"{what} is {TYPE_NAMES[type(value)]}, not text")
     if not value and not may_be_empty:
@@ -155,7 +156,7 @@ def read_id(fields: Fields, name: str) -> str:
 
 
 def read_messages(fields: Fields, name: str) -> list[Message]:
-    """The chat at the field `name`, a list or the JSON of one, whose messages may be ShareGPT's. Raises BadRecord."""
+    """Reads the chat in the field `name`: a list of messages or its JSON, or ShareGPT's format. Raises BadRecord."""
     value, what = read_field(fields, name, "messages_field"), f"the field {shorten(name)} (dataset.messages_field)"
     if isinstance(value, str):
         try:
@@ -169,7 +170,7 @@ def read_messages(fields: Fields, name: str) -> list[Message]:
 
 
 def _from_sharegpt(message: Json, what: str) -> Json:
-    """A message of ShareGPT's form, {from, value}, with a role and a content; any other as it is."""
+    """Converts a ShareGPT message {from, value} to {role, content}; returns any other unchanged."""
     if not isinstance(message, dict) or "role" in message or not {"from", "value"} <= message.keys():
         return message
     role, more = message["from"], {key: value for key, value in message.items() if key not in ("from", "value")}
@@ -179,11 +180,10 @@ def _from_sharegpt(message: Json, what: str) -> Json:
 
 
 def check_messages(value: list[Json], where: str) -> list[Message]:
-    """A chat as templates take it: messages with a role and a content each.
+    """Validates a chat: each message has a role and a content.
 
-    A content is a text, or parts of type text, which become one text with line ends between; beside `tool_calls` it may
-    be absent. Further keys go to the template as they are; a null one counts as absent, since tables have every key in
-    every message.
+    A content is a string, or parts of type text, which are joined by newlines; with `tool_calls` it may be missing.
+    Other keys go to the template unchanged; null ones are dropped, since tables have every key in every message.
     """
     return [_check_message(message, f"message {number} of {where}") for number, message in enumerate(value)]
 
@@ -221,8 +221,8 @@ def _join_content_parts(value: Json, what: str) -> str:
 
 
 def _parse_tool_calls(value: Json, what: str) -> list[Json]:
-    """Calls with their arguments as objects, which templates want, where OpenAI's form has them as JSON; without any,
-    {}. JSON of something else than an object goes to the template as it is, as servers have it."""
+    """Decodes the JSON arguments of tool calls to objects, as templates expect; missing arguments become {}. JSON of
+    another type is passed on decoded, as inference servers do."""
     calls: list[Json] = []
     for call in check_objects(value, what):
         function = call.get("function")
@@ -239,7 +239,7 @@ def _parse_tool_calls(value: Json, what: str) -> list[Json]:
 
 
 def check_objects(value: Json, what: str) -> list[dict[str, Json]]:
-    """A list of objects, none of whose texts a tokenizer would choke on. Raises BadRecord."""
+    """Validates a list of objects and all strings in them. Raises BadRecord."""
     if not isinstance(value, list):
         raise BadRecord(f"{what} is {TYPE_NAMES[type(value)]}, not a list of objects")
     objects = [item for item in value if isinstance(item, dict)]
@@ -250,7 +250,7 @@ def check_objects(value: Json, what: str) -> list[dict[str, Json]]:
 
 
 def _check_texts(value: Json, what: str) -> None:
-    """Raises BadRecord where a tokenizer would choke on a text in this value, however deep."""
+    """Raises BadRecord if any nested string cannot be tokenized."""
     if isinstance(value, str):
         check_text(value, what, True)
     elif isinstance(value, dict | list):
@@ -259,7 +259,7 @@ def _check_texts(value: Json, what: str) -> None:
 
 
 def read_tools(fields: Fields, name: str | None) -> dict[str, Json]:
-    """`tools` for the chat template, of the field `name`; nothing where it is absent or null. Raises BadRecord."""
+    """Reads `tools` for the chat template from the field `name`; {} if it is missing or null. Raises BadRecord."""
     value = None
     if name is not None:
         with suppress(KeyError):
@@ -274,7 +274,7 @@ def read_prompt(fields: Fields, name: str) -> str:
 
 
 def read_turns(fields: Fields, name: str) -> Content:
-    """What the user says turn by turn, at the field `name`. Raises BadRecord."""
+    """Reads the user messages in the field `name`, one per turn. Raises BadRecord."""
     turns = read_field(fields, name, "turns_field")
     if not isinstance(turns, list) or not turns:
         raise BadRecord(f"the field {shorten(name)} (dataset.turns_field) is not a list of texts")
@@ -282,14 +282,15 @@ def read_turns(fields: Fields, name: str) -> Content:
 
 
 def make_turns_content(turns: list[Json], what: str) -> Content:
-    """The first of these texts, and what is asked behind the answers. Raises BadRecord."""
+    """Builds the content of a multi-turn chat: the first text is the prompt, the others are later turns. Raises
+    BadRecord."""
     first, *later = [check_text(turn, f"{what} {number}") for number, turn in enumerate(turns, start=1)]
     return Content(prompt=first, later_turns=tuple(later))
 
 
 def to_chat_content(content: Content, config: DatasetFields) -> Content:
-    """The content as a chat: the system prompt first, unless the chat has its own, and what the run gives a template
-    beside what the record gives."""
+    """Converts content to a chat. Prepends the system prompt unless the chat has its own; the record's template
+    arguments override the run's."""
     messages: list[Message] = content.messages or [{"role": "user", "content": content.prompt}]
     if config.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
@@ -298,7 +299,7 @@ def to_chat_content(content: Content, config: DatasetFields) -> Content:
 
 
 def configured_fields(config: DatasetFields) -> list[tuple[str, str]]:
-    """The fields that the config names, each behind its key: text, id and what a row asks otherwise than the run."""
+    """The (config key, field name) pairs of the fields that the config refers to."""
     keys = ["id_field", "messages_field", "turns_field", "tools_field", *OVERRIDE_FIELDS]
     if config.messages_field is None and config.turns_field is None and config.template is None:
         keys.append("prompt_field")
@@ -309,7 +310,7 @@ def configured_fields(config: DatasetFields) -> list[tuple[str, str]]:
 
 
 def check_columns(names: list[str], config: DatasetFields, location: str) -> None:
-    """Refuse a table that lacks a column the config names, or has a name twice. Raises DatasetError."""
+    """Raises DatasetError if a table lacks a configured column or has duplicate column names."""
     if len(set(names)) != len(names):
         raise DatasetError(f"{location} has two columns of the same name: {', '.join(map(shorten, names))}")
     for key, name in configured_fields(config):
@@ -319,11 +320,11 @@ def check_columns(names: list[str], config: DatasetFields, location: str) -> Non
 
 
 def read_overrides(fields: Fields, config: DatasetFields) -> SamplingOverrides:
-    """What a record asks otherwise than the run, in the columns that `dataset.*_field` names, read strictly.
+    """Reads a record's sampling overrides from the columns named by `dataset.*_field`.
 
-    A column that is absent, null or empty text (which is what a CSV file has for nothing) leaves the run's own setting.
-    Numbers may be text, as all of a CSV file is; a whole number may be stored as 12.0, as pandas does beside a null.
-    Raises BadRecord naming the column and its key.
+    A missing, null or empty value keeps the run's setting; CSV files have empty text for null. Numbers may be text, as
+    in CSV files; integers may be stored as 12.0, as pandas does in columns with nulls. Raises BadRecord naming the
+    column and its key.
     """
     overrides: dict[str, Any] = {}
     for key, read in zip(OVERRIDE_FIELDS, OVERRIDE_READERS, strict=True):
@@ -344,7 +345,7 @@ def _read_integer(value: Json, what: str) -> int:
 
 
 def _read_number(value: Json, what: str) -> float:
-    """A number that is finite, and 0 or above."""
+    """Parses a finite number of 0 or more."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise BadRecord(f"{what} is {TYPE_NAMES[type(value)]}, not a number")
     try:
@@ -357,13 +358,13 @@ def _read_number(value: Json, what: str) -> float:
 
 
 def _read_stops(value: Json, what: str) -> list[str]:
-    """One stop string or a list of them."""
+    """Reads one stop string or a list of them."""
     items = value if isinstance(value, list) else [value]
     return [check_text(item, f"a stop string of {what}") for item in items]
 
 
 def _read_schema(value: Json, what: str) -> str:
-    """An object's JSON, or a text that is it."""
+    """Returns the JSON of an object; text is taken as JSON already."""
     if not isinstance(value, dict):
         return check_text(value, what)
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,5 +1,5 @@
-"""How records become rows, which every kind of data set goes by: numbered from 0 in the input's order, and what is
-wrong with one record becomes the error of its row.
+"""Conversion of records to rows, shared by all dataset kinds. Rows are numbered from 0 in input order; an error in a
+record becomes the error of its row.
 """
 
 from bisect import bisect_right
@@ -32,12 +32,12 @@ from .rows import Row
 from .strict_json import shorten
 from .templates import make_content_reader
 
-MAX_RANGE_ROWS = 8192  # of a stretch, at most
+MAX_RANGE_ROWS = 8192  # per RowRange
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeekPoint:
-    """Where a row begins: the number of its file among the input's, and how many rows, lines and bytes of that file lie
+    """Position of a row in the input: the index of its file, and the number of rows, lines and bytes of that file
     before it."""
 
     file: int
@@ -48,7 +48,7 @@ class SeekPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class RowRange:
-    """Rows that follow one another from `mark` on, in one file: the fields of each, None where they cannot be read."""
+    """Consecutive rows of one file from `start` on: the fields of each, None if it cannot be read."""
 
     start: SeekPoint
     rows: list[Fields | None]
@@ -59,10 +59,11 @@ NumberedFile: TypeAlias = tuple[int, Path]
 
 @dataclass(frozen=True, kw_only=True)
 class RowSource:
-    """How one kind of input that need not be held is read: its rows are looked at one after another, and read again
-    from any of them on (`windows.py`). `count` parses nothing and stops behind the number that is asked for. `look` is
-    for a file and `records` for one from a mark on; both give the rows that the kind's own reader gives. All raise
-    DatasetError."""
+    """Reads an input in windows, without holding all of it in memory (`windows.py`).
+
+    `count` counts up to the given number of rows without parsing them. `scan` yields all rows of a file, `read_records`
+    the records from a seek point on; both return the same rows as the kind's own reader. All raise DatasetError.
+    """
 
     files: Callable[[DatasetFields], list[Path]]
     count: Callable[[DatasetFields, Path, int], int]
@@ -70,7 +71,7 @@ class RowSource:
     read_records: Callable[[DatasetFields, Path, SeekPoint], Iterator[Record]]
 
     def has_more_than(self, config: DatasetFields, num_rows: int) -> bool:
-        """Whether the input has more rows than this."""
+        """True if the input has more than `num_rows` rows."""
         remaining = num_rows + 1
         for path in self.files(config):
             remaining -= self.count(config, path, remaining)
@@ -84,7 +85,7 @@ class RowSource:
             yield from self.scan(config, numbered)
 
     def records_from(self, config: DatasetFields, start: SeekPoint) -> Iterator[Record]:
-        """The records from `mark` to the end of the input."""
+        """The records from `start` to the end of the input."""
         for number, path in islice(enumerate(self.files(config)), start.file, None):
             yield from self.read_records(config, path, start if number == start.file else SeekPoint(file=number, row=0))
 
@@ -97,18 +98,18 @@ TABLE_KEYS = frozenset(
     | {"template", "few_shot_path", "few_shot_template", "num_examples", "trial"}
 )
 KIND_BY_FIELDS = {"openai_batch": {"custom_id", "body"}, "mtbench": {"question_id", "turns"}}  # kinds by their fields
-CHAT_KEYS = frozenset({"messages_field", "turns_field", "tools_field"})  # of tables whose values may be lists
+CHAT_KEYS = frozenset({"messages_field", "turns_field", "tools_field"})  # for tables with list values
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputKind:
-    """How one kind of data set becomes rows. `keys` are those that it knows of the keys which not every kind knows;
-    `has_chats`: its rows say themselves whether they are chats, whatever `chat_template` says. `for_job`: the rows with
-    an error in place of each that is for another job, where the second argument says whether this one encodes."""
+    """One kind of dataset. `keys`: config keys it supports, beyond those that all kinds share. `has_chats`: its rows
+    decide whether they are chats, whatever `chat_template` is. `reject_other_job`: replaces rows that another job
+    answers by error rows; its second argument is True for jobs that encode."""
 
     rows: Callable[[DatasetFields, CountTokens | None], Iterator[Row]]
     keys: frozenset[str] = frozenset()
-    needs: str = "dataset.path=<file or directory>"  # what is said where `path` is known and missing
+    needs: str = "dataset.path=<file or directory>"  # shown if `path` is required and missing
     has_chats: bool = False
     reject_other_job: Callable[[Sequence[Row], bool], list[Row]] = lambda rows, _: [*rows]
     windowed: "WindowedReader | None" = None
@@ -116,28 +117,26 @@ class InputKind:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowedReader:
-    """What a kind needs to be read in windows: its source, and the rows of some of its records, each with the number
-    that it has in the input."""
+    """Reads a kind in windows: its source, and the conversion of numbered records to rows."""
 
     source: RowSource
     rows: Callable[[Iterable[tuple[int, Record]], DatasetFields], Iterator[Row]]
 
     def all_rows(self, config: DatasetFields) -> Iterator[Row]:
-        """All rows of the input, as a run reads them; those that repeat an id among them."""
+        """All rows of the input, including those with a duplicate id."""
         return self.rows(enumerate(self.source.records_from(config, SeekPoint(file=0, row=0))), config)
 
     def records(
         self, config: DatasetFields, seek_points: Sequence[tuple[int, SeekPoint]], first: int
     ) -> Iterator[tuple[int, Record]]:
-        """The records of the input with their numbers, from a mark at or before the row `first` on. `marks`: of some
-        rows their numbers, and where they begin."""
+        """The numbered records from the last seek point at or before row `first` on. `seek_points`: (row number,
+        position) pairs, sorted by row."""
         number, start = seek_points[bisect_right([number for number, _ in seek_points], first) - 1]
         yield from enumerate(self.source.records_from(config, start), start=number)
 
 
 class ConfiguredFieldCheck:
-    """The fields that a data set's settings name, looked for in its records. One that any record has is settled; one
-    that none has is a mistyped setting."""
+    """Checks that each configured field occurs in some record; one that never occurs is a mistyped setting."""
 
     def __init__(self, config: DatasetFields):
         self._left, self._num_records = configured_fields(config), 0
@@ -148,7 +147,7 @@ class ConfiguredFieldCheck:
         return record
 
     def observe_fields(self, fields: Fields | None, location: str) -> None:
-        """The fields of one record; None where it cannot be read."""
+        """Records the fields of one record; None if it cannot be read."""
         self._num_records += 1
         if fields is None or not self._left:
             return
@@ -156,7 +155,7 @@ class ConfiguredFieldCheck:
         self._left = [(key, name) for key, name in self._left if not has_field(fields, name)]
 
     def require_all(self) -> None:
-        """Raises DatasetError for a field that no record has, where any of them could be read."""
+        """Raises DatasetError for a field that no record has, if at least one record could be read."""
         if self._left and self._first is not None:
             (key, name), (place, fields), count = self._left[0], self._first, format_count(self._num_records, "row")
             kind = next((kind for kind, names in KIND_BY_FIELDS.items() if names <= fields.keys()), None)
@@ -173,9 +172,8 @@ def prompt_kind(
     needs: str = InputKind.needs,
     source: RowSource | None = None,
 ) -> InputKind:
-    """A kind with a row for each record that `read` yields: the prompt or the messages, and what the row asks for
-    itself, in the fields that the config names. `keys`: what it knows beside `TABLE_KEYS`. With `source` its rows can
-    be read in windows."""
+    """Builds a kind with one row per record of `read`: prompt or messages, and sampling overrides from the configured
+    fields. `keys`: supported config keys in addition to `TABLE_KEYS`. With `source`, rows can be read in windows."""
 
     def make_prompt_rows(records: Iterable[tuple[int, Record]], config: DatasetFields) -> Iterator[Row]:
         return make_rows(records, config, make_content_reader(config, read), config.id_field)
@@ -194,8 +192,8 @@ def prompt_kind(
 def make_rows(
     records: Iterable[tuple[int, Record]], config: DatasetFields, read_content: ReadContent, id_field: str | None
 ) -> Iterator[Row]:
-    """A row for each record with its number; `content_of` reads what it asks, and raises BadRecord. Whatever is wrong
-    with a record, its row has the best id there is."""
+    """Yields a row for each numbered record. `read_content` reads its request and may raise BadRecord. A row with an
+    error keeps its own id if that can be read."""
     for index, record in records:
         row_id = str(index) if id_field is None else bad_row_id(index)
         fields, columns, error = record.fields, Fields(), ""
@@ -224,7 +222,7 @@ def make_row(
     overrides: SamplingOverrides = NO_OVERRIDES,
     source_file: str | None = None,
 ) -> Row:
-    """The row that asks `content`, as a chat where the config says so."""
+    """Builds the row for `content`, as a chat if the config says so."""
     chat = to_chat_content(content, config) if config.chat_template else content
     if content.reference is not None and config.keep_columns:
         columns = {**columns, "reference": content.reference}
@@ -243,10 +241,10 @@ def make_row(
 
 
 def bad_row_id(index: int) -> str:
-    """The id of a row whose own cannot be read."""
+    """Fallback id of a row without a readable id."""
     return f"bad-row-{index}"
 
 
 def output_columns(fields: Fields, config: DatasetFields, id_field: str | None) -> Fields:
-    """The columns that a record's row brings along."""
+    """The fields of a record that are copied to the output."""
     return {key: value for key, value in fields.items() if key != id_field} if config.keep_columns else {}

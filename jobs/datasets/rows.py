@@ -1,4 +1,4 @@
-"""The row, and what is done to a list of them: repeat, duplicates, shards, digest."""
+"""The row type, and operations on lists of rows: repeat, deduplicate, shard, digest."""
 
 import hashlib
 import json
@@ -21,15 +21,14 @@ NUM_DUPLICATES_LISTED = 10
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeInputs:
-    """What a row has encoded: each of `texts`, some of them token ids, or, where there are `others`, how well the two
-    texts of each pair go together."""
+    """Inputs of a row to encode: `texts` (strings or token ids) to embed, or, with `second_texts`, pairs to score."""
 
     texts: tuple[str | tuple[int, ...], ...]
     second_texts: tuple[str, ...] = ()
 
     @property
     def pairs(self) -> list[tuple[str | tuple[int, ...], str]]:
-        """One text is in a pair with each of the others."""
+        """Pairs to score; a single first text is paired with every second text."""
         firsts = self.texts * len(self.second_texts) if len(self.texts) == 1 else self.texts
         return list(zip(firsts, self.second_texts, strict=True))
 
@@ -38,13 +37,12 @@ class EncodeInputs:
 class Row:
     """One prompt with its id. Replicas share their `columns` and `messages`: treat both as read-only.
 
-    `index` is the position in the whole input after limit, repeat and dedupe, the same in every shard.
-    `messages` is not None exactly when the model's chat template is to be applied; the system prompt is already in.
-    `error` says why nothing can be generated, and where in the input the row lies; `prompt` is then "".
-    `template_kwargs` are what the template gets beside them.
-    `source_file`: the name of the file that it was read from, or of a data set of the hub; None where no input is read.
-    `prompt_ids`: the prompt as tokens, in place of a text. `later_turns`: what the user says behind the answer, and
-    behind those that follow; runs of their own ask it. `inputs`: what is encoded in place of a prompt.
+    `index`: position in the whole input after limit, repeat and dedupe, the same in every shard. `messages`: set if and
+    only if the chat template applies; includes the system prompt. `error`: reason and location if the row cannot be
+    used; `prompt` is then "". `template_kwargs`: extra arguments of the chat template. `source_file`: file name or Hub
+    dataset that it was read from; None if no input is read. `prompt_ids`: the prompt as token ids, instead of text.
+    `later_turns`: user messages of the turns after the first, which later runs answer. `inputs`: texts to encode,
+    instead of a prompt.
     """
 
     index: int
@@ -62,7 +60,7 @@ class Row:
 
 
 def reject_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
-    """Raises DatasetError for `fail` when there is a bad row; for `error_row` logs how many there are."""
+    """Raises DatasetError if `policy` is `fail` and a row is bad. With `error_row` logs the number of bad rows."""
     errors = [row.error for row in rows if row.error is not None]
     if errors and policy is BadRowPolicy.fail:
         raise bad_rows_error(len(errors), len(rows), errors[0])
@@ -71,7 +69,7 @@ def reject_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
 
 
 def bad_rows_error(num_bad: int, num_rows: int, first: str) -> DatasetError:
-    """What `on_bad_row=fail` comes to."""
+    """Builds the error for `on_bad_row=fail`."""
     report = _format_bad_rows(num_bad, num_rows, first)
     return DatasetError(f"{report}. dataset.on_bad_row=error_row turns them into error rows of the output")
 
@@ -81,7 +79,7 @@ def _format_bad_rows(num_bad: int, num_rows: int, first: str) -> str:
 
 
 def warn_about_empty_fields(rows: Sequence[Row], config: DatasetFields) -> None:
-    """A field that rows have and that is null in all of them."""
+    """Warns of each configured override field that is null in all rows."""
     for key in OVERRIDE_FIELDS:
         name = getattr(config, key)
         if name is not None and all(getattr(row.overrides, key.removesuffix("_field")) is None for row in rows):
@@ -89,12 +87,13 @@ def warn_about_empty_fields(rows: Sequence[Row], config: DatasetFields) -> None:
 
 
 def repeat_rows(rows: Sequence[Row], times: int) -> list[Row]:
-    """The whole list `times` times over; replica r of id `a` is `a#r`, replica 0 keeps `a`."""
+    """Repeats the whole list `times` times. Replica r of id `a` is `a#r`; replica 0 keeps `a`."""
     return [*rows, *(replace(row, id=f"{row.id}#{replica}") for replica in range(1, times) for row in rows)]
 
 
 def resolve_duplicates(rows: Sequence[Row], policy: DuplicatePolicy) -> list[Row]:
-    """Rows with distinct ids. Raises DatasetError for `refuse`; for `first` drops the later ones and logs how many."""
+    """Returns rows with unique ids. Raises DatasetError for `refuse`; for `first` drops later duplicates and logs their
+    number."""
     first_of: dict[str, Row] = {}
     counts: dict[str, int] = {}
     for row in rows:
@@ -111,8 +110,8 @@ def resolve_duplicates(rows: Sequence[Row], policy: DuplicatePolicy) -> list[Row
 def reject_duplicates(
     policy: DuplicatePolicy, num_dropped: int, num_ids: int, listed: Sequence[tuple[str, int]]
 ) -> None:
-    """Raises DatasetError for `refuse`; for `first` logs how many rows are dropped. `num_ids` ids are those of more
-    than one row; `listed`: the first of them, and how many rows each has."""
+    """Raises DatasetError for `refuse`; for `first` logs the number of dropped rows. `num_ids`: ids with several rows;
+    `listed`: the first of them with their row counts."""
     if policy is DuplicatePolicy.first:
         dropped = format_count(num_dropped, "row")
         logger.warning("%s dropped: an earlier row has the same id (dataset.dedupe=first)", dropped)
@@ -130,15 +129,15 @@ def number_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def shard_rows(rows: Sequence[Row], shard: ShardConfig) -> list[Row]:
-    """Every `count`-th row of the whole input: shards are disjoint, cover it, and differ by at most one row in size."""
+    """Every `count`-th row of the whole input. Shards are disjoint, cover it, and differ by at most one row in size."""
     return [row for row in rows if row.index % shard.count == shard.index]
 
 
 def input_digest(rows: Sequence[Row]) -> str:
-    """SHA-256 over what can change a row's output: its id, prompt, messages or inputs, whether it is an error row, and
-    what it asks otherwise than the run.
+    """SHA-256 over everything that can change a row's output: id, prompt, messages or inputs, error flag, and
+    overrides.
 
-    The wording of an error is left out: it quotes the JSON parser, which differs between Python versions.
+    Excludes the text of an error: it quotes the JSON parser, which differs between Python versions.
     """
     digest = hashlib.sha256()
     for row in rows:
@@ -147,7 +146,7 @@ def input_digest(rows: Sequence[Row]) -> str:
 
 
 def row_digest_bytes(row: Row) -> bytes:
-    """What `input_digest` is over, of one row."""
+    """The bytes of one row that `input_digest` hashes."""
     content = [row.id, row.prompt, row.messages, row.error is not None]
     content += [row.overrides.given] if row.overrides.given else []
     content += [{"template_kwargs": row.template_kwargs}] if row.template_kwargs else []
@@ -159,11 +158,11 @@ def row_digest_bytes(row: Row) -> bytes:
 INT64_RANGE = range(-(2**63), 2**63)
 EXACT_FLOAT_RANGE = range(-(2**53), 2**53 + 1)  # integers that a float64 holds exactly
 
-ColumnKinds: TypeAlias = dict[str, set[str]]  # by column, in the order in which they were met first
+ColumnKinds: TypeAlias = dict[str, set[str]]  # by column, in order of first appearance
 
 
 def add_column_kinds(kinds: ColumnKinds, rows: Iterable[Mapping[str, object]]) -> None:
-    """Notes down what kinds of values the columns of these rows have. Null has none."""
+    """Adds the value kinds of these rows' columns to `kinds`, in place. Null values are ignored."""
     for row in rows:
         for name, value in row.items():
             known = kinds.get(name)

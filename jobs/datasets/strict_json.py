@@ -1,5 +1,5 @@
-"""JSON of rows: stricter than Python's (no NaN, no infinities, no duplicate keys, bounded nesting), so that what is
-read can be written again and does not depend on who parses it.
+"""Strict JSON parser for rows: no NaN, infinities or duplicate keys, and bounded nesting. Values parsed here can be
+written again and do not depend on the parser.
 """
 
 import json
@@ -15,7 +15,7 @@ _TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
 
 
 def parse_json(text: str) -> Json:
-    """The value of a JSON text. Raises ValueError saying what is wrong with it."""
+    """Parses JSON text. Raises ValueError with the reason."""
     try:
         value = DECODER.decode(text)
     except json.JSONDecodeError as error:
@@ -28,7 +28,7 @@ def parse_json(text: str) -> Json:
 
 
 def shorten(text: str, limit: int = MAX_SHOWN) -> str:
-    """`text` quoted for a message: control characters escaped, at most `limit` characters of it."""
+    """Quotes text for a message: escapes control characters, truncates to `limit` characters."""
     return ascii(text if len(text) <= limit else f"{text[:limit]}...")
 
 
@@ -54,4 +54,4 @@ def _finite_float(text: str) -> float:
 
 DECODER = json.JSONDecoder(
     object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float
-)  # `json.loads` would make one for each text
+)  # shared: `json.loads` with hooks would build one per call

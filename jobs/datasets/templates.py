@@ -1,4 +1,4 @@
-"""Prompts made of a record's fields: `Question: {question}` filled in, and examples of the same form in front."""
+"""Prompt templates: fills `Question: {question}` with a record's fields, and prepends few-shot examples."""
 
 import json
 import random
@@ -28,15 +28,14 @@ from .records import (
     shorten,
 )
 
-BLOCK_SEPARATOR = "\n\n"  # examples, and the prompt behind them
+BLOCK_SEPARATOR = "\n\n"  # between examples, and before the prompt
 
 ReadRecords: TypeAlias = Callable[[DatasetFields], Iterable[Record]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """A text with places for fields. `key` is the setting that it comes from; `parts` are literal text, each with the
-    field behind it, or None where none is."""
+    """Parsed format string. `key`: the setting it comes from; `parts`: (literal text, field name or None) pairs."""
 
     key: str
     parts: tuple[tuple[str, str | None], ...]
@@ -46,7 +45,7 @@ class Template:
         return [name for _, name in self.parts if name is not None]
 
     def fill(self, fields: Fields) -> str:
-        """The text for one record: texts as they are, anything else as JSON. Raises BadRecord."""
+        """Formats one record: strings unchanged, other values as JSON. Raises BadRecord."""
         pieces: list[str] = []
         for literal, name in self.parts:
             pieces.append(literal)
@@ -60,8 +59,8 @@ class Template:
 
 
 def read_template(text: str, key: str) -> Template:
-    r"""`{field}` is the field, dotted where it lies inside another, `{{` and `}}` are braces, `\n` is a line's end and
-    `\\n` those two characters. Raises ConfigError naming `key`."""
+    r"""Parses a format string: `{field}` is a field, dotted for nested ones; `{{` and `}}` are braces; `\n` is a
+    newline and `\\n` a literal backslash and n. Raises ConfigError naming `key`."""
     unescaped = re.sub(r"\\(\\n|n)", lambda found: "\n" if found[1] == "n" else r"\n", text)
     try:
         parsed: list[tuple[str, str | None, str | None, str | None]] = list(Formatter().parse(unescaped))
@@ -79,8 +78,8 @@ def read_template(text: str, key: str) -> Template:
 
 
 def make_content_reader(config: DatasetFields, read: ReadRecords) -> ReadContent:
-    """How a record's content is read: messages, a field, or a template filled in, with examples in front. `read` gives
-    the records of a file, for the examples' too. Raises ConfigError and DatasetError."""
+    """Returns the function that reads a record's content: messages, turns, a prompt field, or a filled template with
+    few-shot examples. `read` reads the examples file. Raises ConfigError and DatasetError."""
     if config.messages_field is not None:
         name = config.messages_field
         return lambda fields: Content(
@@ -101,8 +100,8 @@ def make_content_reader(config: DatasetFields, read: ReadRecords) -> ReadContent
 
 
 def _few_shot_prefix(config: DatasetFields, read: ReadRecords) -> str:
-    """The text in front of every prompt, the same for all: examples drawn by `trial` alone, in the file's order, each
-    with a blank line behind it."""
+    """Few-shot examples to prepend to every prompt: sampled with seed `trial`, in file order, each followed by a blank
+    line."""
     if config.few_shot_path is None or config.few_shot_template is None:
         return ""
     where, count = f"dataset.few_shot_path={config.few_shot_path}", config.num_examples
@@ -126,7 +125,8 @@ def _few_shot_prefix(config: DatasetFields, read: ReadRecords) -> str:
 
 
 def few_shot_config(config: DatasetFields) -> DatasetFields:
-    """Where the examples are, in the same form as the rows; of fields they have those of their own template alone."""
+    """Config to read the examples file: same format as the rows, but with the fields of the examples' own template
+    only."""
     shared_keys = ("json_field", "csv_delimiter", "max_row_bytes", "hub_config", "hub_split", "hub_revision")
     same = {key: getattr(config, key) for key in shared_keys}
     return DatasetFields(path=config.few_shot_path, template=config.few_shot_template, **same)

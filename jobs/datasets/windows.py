@@ -1,6 +1,5 @@
-"""Rows in windows: so many at a time, each read when its turn comes and as `read_rows` would have read it. One walk in
-front of the run, the survey, keeps no row: it finds how many there are, which columns they bring along, ids that
-repeat, and places to read on from.
+"""Reads large inputs in windows of rows, with the same result as `read_rows`. A survey scans the input once before the
+run and keeps no rows: it counts them, collects column kinds, finds duplicate ids, and stores seek points.
 """
 
 import logging
@@ -35,27 +34,29 @@ from .rows import (
 )
 
 log = logging.getLogger(__name__)
-NUM_FILES = 64  # each is sorted in memory by itself, 24 bytes for each of its rows
+NUM_FILES = 64  # each is sorted in memory on its own, 24 bytes per row
 ENTRY = np.dtype([("high", np.int64), ("low", np.int64), ("row", np.int64)])
 
 
 class DuplicateFinder(Closing):
-    """Ids of any number of rows, kept on disk as digests. A context manager; its files have no name, so that even a
-    kill leaves none. Ids are told apart by 128 bits of Python's own keyed hash, which two different ones share as good
-    as never. Raises OSError where the disk is full."""
+    """Finds duplicate ids among any number of rows, with 24 bytes per row on disk. A context manager; its files are
+    unlinked, so even a kill leaves none.
+
+    Ids are compared by 128 bits of Python's keyed hash; collisions are negligible. Raises OSError if the disk is full.
+    """
 
     def __init__(self, folder: Path):
-        """`folder`: on whose disk the files are."""
+        """`folder`: directory for the temporary files."""
         self._stack = ExitStack()
         files = (tempfile.TemporaryFile(dir=folder) for _ in range(NUM_FILES))  # noqa: SIM115 - the stack closes them
         self._files: list[BinaryIO] = [self._stack.enter_context(file) for file in files]
 
     def close(self) -> None:
-        with suppress(OSError):  # a full disk takes what is still in buffers as little as what was written before
+        with suppress(OSError):  # flushing buffers fails again on a full disk
             self._stack.close()
 
     def add(self, ids: Sequence[str], first: int) -> None:
-        """The ids of rows that follow one another from number `first` on."""
+        """Adds the ids of consecutive rows, numbered from `first`."""
         entries = np.empty(len(ids), ENTRY)
         entries["high"] = [hash(id) for id in ids]
         entries["low"] = [hash("\0" + id) for id in ids]
@@ -67,8 +68,7 @@ class DuplicateFinder(Closing):
             file.write(entries[order[begin:end]].tobytes())
 
     def find_duplicates(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The number of each row whose id an earlier row has, in order, and beside it that of the first row with its
-        id."""
+        """Returns the sorted numbers of rows with a duplicate id, and the number of the first row with each such id."""
         rows, firsts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for file in self._files:
             file.seek(0)
@@ -86,9 +86,8 @@ class DuplicateFinder(Closing):
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """`num_rows`: how many the run asks; `num_read`: with those that are dropped, whose numbers are `dropped`.
-    `kinds`: what kinds of values the columns have, which rows bring along. `marks`: of some rows their numbers, and
-    where they begin."""
+    """Result of scanning an input. `num_rows`: rows of the run; `num_read`: including dropped duplicates, whose numbers
+    are `dropped`. `kinds`: value kinds of each column. `seek_points`: (row number, position) pairs."""
 
     num_rows: int
     num_read: int
@@ -97,7 +96,7 @@ class Survey:
     dropped: NDArray[np.int64]
 
     def to_plain(self) -> dict[str, Any]:
-        """What `from_plain` reads, of values that JSON has."""
+        """JSON-compatible values for `from_plain`."""
         return {
             "num_rows": self.num_rows,
             "num_read": self.num_read,
@@ -108,7 +107,7 @@ class Survey:
 
     @staticmethod
     def from_plain(values: Mapping[str, Any]) -> "Survey":
-        """Raises KeyError, TypeError or ValueError where it is none."""
+        """Raises KeyError, TypeError or ValueError if `values` is not a survey."""
         return Survey(
             num_rows=int(values["num_rows"]),
             num_read=int(values["num_read"]),
@@ -124,8 +123,8 @@ class Survey:
 def make_survey(
     config: DatasetFields, windowed: WindowedReader, folder: Path, should_stop: Callable[[], bool]
 ) -> Survey:
-    """The survey of an input. `folder` is where ids lie meanwhile. Raises DatasetError for what `read_rows` raises it
-    for, and Interrupted."""
+    """Scans an input. `folder`: directory for temporary files. Raises DatasetError as `read_rows` does, and
+    Interrupted."""
     began, kinds, seek_points, num_rows = time.monotonic(), ColumnKinds(), list[tuple[int, SeekPoint]](), 0
     log.info("looking through the rows, which are more than dataset.window_rows, for columns and ids")
     if config.on_bad_row is BadRowPolicy.fail:
@@ -187,7 +186,7 @@ def _id_or_fallback(row: Fields | None, number: int, id_field: str) -> str:
 
 
 def _reject_any_bad_row(config: DatasetFields, windowed: WindowedReader, should_stop: Callable[[], bool]) -> None:
-    """Reads every row as a run reads it."""
+    """Reads every row as the run would. Raises DatasetError if one is bad."""
     num_bad, num_rows, first = 0, 0, ""
     for row in windowed.all_rows(config):
         if num_rows == config.limit:
@@ -204,7 +203,7 @@ def _reject_any_bad_row(config: DatasetFields, windowed: WindowedReader, should_
 def _reread_id(
     config: DatasetFields, windowed: WindowedReader, seek_points: Sequence[tuple[int, SeekPoint]], index: int
 ) -> str:
-    """The id of one row, read once more."""
+    """Reads the id of one row again."""
     for number, record in windowed.records(config, seek_points, index):
         if number == index:
             return next(windowed.rows([(number, record)], config)).id
@@ -212,12 +211,12 @@ def _reread_id(
 
 
 def windowed_input(config: DatasetConfig) -> WindowedReader | None:
-    """How the rows of this data set are read in windows; None where its kind holds them all."""
+    """Returns the reader of this dataset's kind, or None if the kind holds all rows in memory."""
     return KINDS[config.kind.name].windowed
 
 
 def has_more_than(config: DatasetConfig, num_rows: int) -> bool:
-    """Whether the data set has more rows than this, of a kind that is read in windows. No row is parsed for it. Raises
+    """True if the dataset has more than `num_rows` rows; its kind must be readable in windows. Parses no rows. Raises
     DatasetError."""
     windowed = windowed_input(config)
     assert windowed is not None, "its rows can be counted"
@@ -227,7 +226,7 @@ def has_more_than(config: DatasetConfig, num_rows: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RowWindows:
-    """The windows of one shard, each of `num_rows_each` of its rows, but for the last."""
+    """Windows of one shard, each of `rows_per_window` rows of the shard except the last."""
 
     config: DatasetConfig
     survey: Survey
@@ -239,7 +238,7 @@ class RowWindows:
 
     @property
     def _window_span(self) -> int:
-        """How many rows of the whole input a window lies over."""
+        """Rows of the whole input that one window spans."""
         return self.rows_per_window * self.shard.count
 
     @property
@@ -249,11 +248,11 @@ class RowWindows:
         return windowed
 
     def all_rows(self) -> Iterator[Row]:
-        """All rows of the input, one by one, of all shards; those that repeat an id among them."""
+        """All rows of the input, of all shards, including those with a duplicate id."""
         return islice(self._windowed.all_rows(self.config), self.survey.num_read)
 
     def read(self, number: int) -> list[Row]:
-        """The rows of a window. Raises DatasetError."""
+        """Reads the rows of window `number`. Raises DatasetError."""
         first = number * self._window_span
         end = min(first + self._window_span, self.survey.num_rows)
         indices = range(first + (self.shard.index - first) % self.shard.count, end, self.shard.count)
@@ -267,7 +266,7 @@ class RowWindows:
         return rows
 
     def _records(self, indices: range) -> Iterator[tuple[int, Record]]:
-        """The records of the rows at these places, each with the number that it has in the input."""
+        """The records at these row indices, each with its number in the input."""
         if not indices:
             return
         input_indices = map(self._input_index, indices)
@@ -280,7 +279,7 @@ class RowWindows:
                 number = following
 
     def _input_index(self, index: int) -> int:
-        """The number in the input of the row that is at this place once others are dropped."""
+        """Number in the input of row `index`, which does not count dropped rows."""
         number = index
         while (shifted := index + int(np.searchsorted(self.survey.dropped, number, side="right"))) != number:
             number = shifted

@@ -44,18 +44,18 @@ from ..run.tasks.generate import generation_task
 from ..run.tasks.task import Task
 from .config import EvaluateConfig
 
-KNOWN = frozenset({"do_sample", "temperature", "max_gen_toks", "until"})
-SAMPLED = {"top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repetition_penalty"}
+GENERATION_KWARGS = frozenset({"do_sample", "temperature", "max_gen_toks", "until"})
+SAMPLING_KWARGS = {"top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repetition_penalty"}
 _ROW = Row(index=0, id="", prompt="", messages=None, columns={}, error=None)
-Tokens: TypeAlias = tuple[int, ...]
+TokenIds: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
+class GenerationRequest:
     """What is generated behind a context. `sampling`: settings of the run that the request is in; greedy with
     `temperature` 0."""
 
-    context_ids: Tokens
+    context_ids: TokenIds
     max_new_tokens: int
     stop: tuple[str, ...]
     temperature: float = 0.0
@@ -69,17 +69,17 @@ class Generation:
         return replace(_ROW, index=index, id=str(index), prompt_ids=self.context_ids, overrides=overrides)
 
 
-def settings_of_runs(config: GenerateConfig) -> GenerateConfig:
+def to_generate_config(config: GenerateConfig) -> GenerateConfig:
     """What the runs of an evaluation are told of its settings."""
     return GenerateConfig(**{each.name: getattr(config, each.name) for each in fields(GenerateConfig)})
 
 
-class Answerer:
+class RunAnswerer:
     """Answers the requests of one evaluation, whose runs lie in `directory`; those that an earlier start has answered
     are read. Raises the errors of runtime.errors."""
 
     def __init__(self, config: GenerateConfig, directory: Path, should_stop: Callable[[], bool], start: Start):
-        self._config, self.directory = settings_of_runs(config), directory
+        self._config, self.directory = to_generate_config(config), directory
         self._should_stop, self._start = should_stop, start
         self.model: LoadedModel = Runtime(config.runtime, should_stop=should_stop).model
 
@@ -87,7 +87,7 @@ class Answerer:
     def name(self) -> str:
         return self._config.model.path or self._config.model.name
 
-    def generated(self, kind: str, requests: Sequence[Generation]) -> list[tuple[int, ...]]:
+    def generate(self, kind: str, requests: Sequence[GenerationRequest]) -> list[tuple[int, ...]]:
         """The token ids of each completion, in the order of `requests`, which have their `sampling` in common. What is
         asked greedily more than once is generated once."""
         sampling = replace(self._config.sampling, **dict(requests[0].sampling))
@@ -97,22 +97,25 @@ class Answerer:
         distinct = dict(zip(keys, requests, strict=True))
         rows = [each.row(index) for index, each in enumerate(distinct.values())]
         task = replace(
-            generation_task(config), directory=self.directory / kind, rows=lambda *_: rows, requests=_own_stops
+            generation_task(config),
+            directory=self.directory / kind,
+            rows=lambda *_: rows,
+            requests=_requests_with_completion_stops,
         )
-        answers = dict(zip(distinct, self._answers(task, config, ["token_ids"]), strict=True))
+        answers = dict(zip(distinct, self._run_task(task, config, ["token_ids"]), strict=True))
         return [tuple(answers[key]["token_ids"]) for key in keys]
 
-    def scored(self, kind: str, targets: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
+    def score(self, kind: str, targets: Sequence[tuple[TokenIds, TokenIds]]) -> list[tuple[float, bool]]:
         """The log-probability of each target behind its context, in the order of `targets`, and whether each of its
         tokens is the likeliest; neither context nor target is empty. Those that end behind the same tokens, such as
         all choices of one token, are one forward."""
-        asked: list[Request] = []
+        requests: list[Request] = []
         for context_ids, target_ids in targets:
             made = make_scoring(self.model, "", context_ids, target_ids)
             if isinstance(made, Rejected):
                 raise EvaluationError(f"a target of {len(target_ids):,} tokens cannot be scored: {made.error}")
-            asked.append(made)
-        joined, rows = join_requests(asked), list[Row]()
+            requests.append(made)
+        joined, rows = join_requests(requests), list[Row]()
         for index, request in enumerate(each.request for each in joined):
             assert request.scoring is not None, "its tokens are scored"
             parts = (request.scoring.last_ids, request.scoring.decoder_ids or ())
@@ -128,20 +131,20 @@ class Answerer:
             rows=lambda *_: rows,
         )
         columns = ["token_logprobs", "top_token_ids"]
-        answers = self._answers(task, replace(self._config, sampling=sampling), columns)
-        found: dict[int, tuple[float, bool]] = {}
+        answers = self._run_task(task, replace(self._config, sampling=sampling), columns)
+        scores: dict[int, tuple[float, bool]] = {}
         for each, answer in zip(joined, answers, strict=True):
             for member in each.members:
-                scoring, request = each.request.scoring, asked[member]
+                scoring, request = each.request.scoring, requests[member]
                 assert scoring is not None, "it was joined of scored ones"
                 assert request.scoring is not None, "its tokens are scored"
                 places = scoring.positions_of(request.scoring)
                 likeliest = [answer["top_token_ids"][place][0] for place in places]
                 logprob = math.fsum(answer["token_logprobs"][place] for place in places)
-                found[member] = (logprob, likeliest == list(request.target_ids))
-        return [found[member] for member in range(len(targets))]
+                scores[member] = (logprob, likeliest == list(request.target_ids))
+        return [scores[member] for member in range(len(targets))]
 
-    def _answers(self, task: Task, config: GenerateConfig, columns: Sequence[str]) -> list[dict[str, Any]]:
+    def _run_task(self, task: Task, config: GenerateConfig, columns: Sequence[str]) -> list[dict[str, Any]]:
         """What the rows of a task come to, in their order."""
         outcome = run_task(task, config, self._should_stop, self._start)
         read = pq.read_table(RunDirectory(path=outcome.directory).generations, columns=["row_index", "error", *columns])
@@ -153,7 +156,9 @@ class Answerer:
         return answers
 
 
-def _own_stops(runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]) -> Iterator[list[Request | Rejected]]:
+def _requests_with_completion_stops(
+    runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]
+) -> Iterator[list[Request | Rejected]]:
     """Requests whose stop strings count in the completion alone, as in the harness' own models."""
     for made in completion_requests(runtime, asked):
         yield [replace(each, stops_begin_in_prompt=False) if isinstance(each, Request) else each for each in made]
@@ -162,7 +167,7 @@ def _own_stops(runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]) -> Iterato
 class HarnessModel(TemplateLM):
     """Asks `answerer`, which knows answers that an earlier start has got. Raises the errors of runtime.errors."""
 
-    def __init__(self, answerer: Answerer):
+    def __init__(self, answerer: RunAnswerer):
         super().__init__()
         self._answerer = answerer
         model = answerer.model
@@ -175,13 +180,13 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return self._token("eos_token")
+        return self._special_token_id("eos_token")
 
     @property
     def prefix_token_id(self) -> int:
-        return self._token("bos_token" if self.tokenizer.bos_token_id is not None else "eos_token")
+        return self._special_token_id("bos_token" if self.tokenizer.bos_token_id is not None else "eos_token")
 
-    def _token(self, name: str) -> int:
+    def _special_token_id(self, name: str) -> int:
         token = getattr(self.tokenizer, f"{name}_id")
         if not isinstance(token, int):
             raise ConfigError(f"the tokenizer of {self.tokenizer_name} has no {name}, which a harness needs")
@@ -214,14 +219,14 @@ class HarnessModel(TemplateLM):
         """The log-probability of each target behind its context, and whether greedy decoding would give it. What is too
         long for the model loses its beginning."""
         targets = [self._target(context, target) for _, context, target in requests]
-        scores = self._answerer.scored("loglikelihood", targets)
+        scores = self._answerer.score("loglikelihood", targets)
         for (pair, _, _), score in zip(requests, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood", pair, score)
         return scores
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-probability of each whole text, window by window as the harness cuts them; each token once."""
-        targets: list[list[tuple[Tokens, Tokens]]] = []
+        targets: list[list[tuple[TokenIds, TokenIds]]] = []
         for instance in requests:
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(instance.args[0]),
@@ -231,7 +236,7 @@ class HarnessModel(TemplateLM):
             )
             targets.append([self._target(*make_disjoint_window(window)) for window in windows])
         flat = [target for windows in targets for target in windows]
-        scores = iter(self._answerer.scored("loglikelihood_rolling", flat))
+        scores = iter(self._answerer.score("loglikelihood_rolling", flat))
         return [sum(next(scores)[0] for _ in windows) for windows in targets]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -242,7 +247,7 @@ class HarnessModel(TemplateLM):
         order = sorted(range(len(asked)), key=lambda index: asked[index].sampling)
         for number, (_, members) in enumerate(groupby(order, key=lambda index: asked[index].sampling)):
             indices = list(members)
-            found = self._answerer.generated(f"generate_until-{number}", [asked[index] for index in indices])
+            found = self._answerer.generate(f"generate_until-{number}", [asked[index] for index in indices])
             for index, ids in zip(indices, found, strict=True):
                 # Decoded alone as in the harness' `hf` model, whose numbers these are: a SentencePiece decoder strips a
                 # first space here, which `completion` has.
@@ -250,13 +255,13 @@ class HarnessModel(TemplateLM):
                 texts[index] = postprocess_generated_text(text, list(asked[index].stop), None)
         return [texts[index] for index in range(len(asked))]
 
-    def _target(self, context: Sequence[int], target: Sequence[int]) -> tuple[Tokens, Tokens]:
+    def _target(self, context: Sequence[int], target: Sequence[int]) -> tuple[TokenIds, TokenIds]:
         if self.backend == "seq2seq":  # the target is the decoder's, whose context is its own
             return tuple(context[-self.max_length :]), tuple(target)
         ids = [*context, *target][-(self.max_length + 1) :]
         return tuple(ids[: len(ids) - len(target)]), tuple(target)
 
-    def _generation(self, context: str, gen_kwargs: dict[str, object]) -> Generation:
+    def _generation(self, context: str, gen_kwargs: dict[str, object]) -> GenerationRequest:
         settings = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
         most = int(str(settings["max_gen_toks"]))
@@ -265,12 +270,14 @@ class HarnessModel(TemplateLM):
                 f"a task wants {most:,} new tokens of a model whose context has {self.max_length:,}: "
                 f"harness.gen_kwargs={{max_gen_toks: ...}} says fewer"
             )
-        unknown = sorted(settings.keys() - KNOWN - SAMPLED.keys())
+        unknown = sorted(settings.keys() - GENERATION_KWARGS - SAMPLING_KWARGS.keys())
         if unknown:
             raise ConfigError(f"a task generates with {', '.join(unknown)}, which evaluations do not know yet")
         temperature = float(str(settings.get("temperature") or 0.0)) if settings["do_sample"] else 0.0
-        given = [(name, settings[key]) for key, name in SAMPLED.items() if key in settings] if temperature else []
-        return Generation(
+        given = (
+            [(name, settings[key]) for key, name in SAMPLING_KWARGS.items() if key in settings] if temperature else []
+        )
+        return GenerationRequest(
             context_ids=tuple(self.tok_encode(context)[most - self.max_length :]),
             max_new_tokens=most,
             stop=tuple(handle_stop_sequences(settings["until"], eos=eos)),  # pyright: ignore[reportArgumentType]
@@ -280,7 +287,7 @@ class HarnessModel(TemplateLM):
 
 
 log = logging.getLogger(__name__)
-NOT_IN_NAMES = frozenset({"bootstrap_iters", "confirm_run_unsafe_code", "include_path"})  # what is asked is the same
+UNNAMED_KEYS = frozenset({"bootstrap_iters", "confirm_run_unsafe_code", "include_path"})  # what is asked is the same
 UNSTABLE = frozenset({"date", "git_hash", "start_time", "end_time", "total_evaluation_time_seconds"})
 
 
@@ -300,9 +307,9 @@ class Evaluation:
 
 def evaluation_directory(config: EvaluateConfig) -> Path:
     """The directory `run`, or one named after the tasks and all that can change what is asked or answered."""
-    harness = {f"harness.{key}": value for key, value in vars(config.harness).items() if key not in NOT_IN_NAMES}
+    harness = {f"harness.{key}": value for key, value in vars(config.harness).items() if key not in UNNAMED_KEYS}
     model = Path(config.model.path or "hf").name if config.model.name == "hf" else config.model.name
-    digest = json_digest({**semantic(settings_of_runs(config)), **harness, "tasks": list(config.tasks)})
+    digest = json_digest({**semantic(to_generate_config(config)), **harness, "tasks": list(config.tasks)})
     return (
         Path(config.output_root) / "evaluate" / (config.run or f"{model}-{'-'.join(config.tasks)[:80]}-{digest[:10]}")
     )
@@ -312,8 +319,8 @@ def evaluate(config: EvaluateConfig, should_stop: Callable[[], bool], start: Sta
     """Answers the tasks and writes what the harness computes. Raises the errors of runtime.errors; what the harness
     itself raises, of a task that cannot be loaded, say, comes as EvaluationError."""
     directory, harness = evaluation_directory(config), config.harness
-    manager = _manager(config.tasks, [*harness.include_path])
-    model = HarnessModel(Answerer(config, directory, should_stop, start))
+    manager = _make_task_manager(config.tasks, [*harness.include_path])
+    model = HarnessModel(RunAnswerer(config, directory, should_stop, start))
     directory.mkdir(parents=True, exist_ok=True)
     tracker = EvaluationTracker(output_path=str(directory / "harness"))
     try:
@@ -344,19 +351,19 @@ def evaluate(config: EvaluateConfig, should_stop: Callable[[], bool], start: Sta
             f"lm-evaluation-harness {lm_eval.__version__}: {type(error).__name__}: {error}"
         ) from error
     assert results is not None, "this is the only process"
-    found: dict[str, Any] = dict(results)
-    samples = found.pop("samples", {})
-    stable = {key: value for key, value in found.items() if key not in UNSTABLE}  # however often it is repeated
+    all_results: dict[str, Any] = dict(results)
+    samples = all_results.pop("samples", {})
+    stable = {key: value for key, value in all_results.items() if key not in UNSTABLE}  # however often it is repeated
     text = json.dumps(stable, indent=2, sort_keys=True, default=handle_non_serializable, ensure_ascii=False)
     publish(directory / "results.json", lambda file: write_all(file, text.encode()), exclusive=False)
-    tracker.save_results_aggregated(results=found, samples=samples)
+    tracker.save_results_aggregated(results=all_results, samples=samples)
     for task, rows in samples.items():
         tracker.save_results_samples(task_name=task, samples=rows)
-    tables = [make_table(found)] + ([make_table(found, "groups")] if found.get("groups") else [])
+    tables = [make_table(all_results)] + ([make_table(all_results, "groups")] if all_results.get("groups") else [])
     return Evaluation(directory=directory, results=stable, tables=tuple(tables))
 
 
-def _manager(tasks: list[str], include_path: list[str | Path]) -> TaskManager:
+def _make_task_manager(tasks: list[str], include_path: list[str | Path]) -> TaskManager:
     """The manager that knows the tasks. Where the user's own directories have them all, the harness' thousands of
     others are not looked through, which takes seconds. Raises ConfigError naming the nearest task."""
     own = TaskManager(include_path=include_path, include_defaults=False) if include_path else None

@@ -30,17 +30,17 @@ class RunClient(Client):
 
     def __init__(self, run: str, **kwargs: object):
         self._run = run
-        self._rows = dict(_rows_by_id(run))
+        self._rows = dict(_read_rows_by_id(run))
 
     def make_request(self, request: Request) -> RequestResult:
         """The completions of a request, of any model's name. One that the run does not have, or has an error for,
         ends HELM's run with that error."""
         rows = self._rows.get(request_digest(asdict(request)))
         if rows is None:
-            return _failure(f"{self._run} has no such request: was it made of this suite's dry run?")
+            return _error_result(f"{self._run} has no such request: was it made of this suite's dry run?")
         broken = [row["error"] for row in rows if row["error"] is not None]
         if broken:
-            return _failure(f"{self._run}: {broken[0]}")
+            return _error_result(f"{self._run}: {broken[0]}")
         completions: list[GeneratedOutput] = []
         for row in rows:
             logprobs = row["logprobs"]
@@ -56,11 +56,11 @@ class RunClient(Client):
         return RequestResult(success=True, embedding=[], completions=completions, cached=True, request_time=0.0)
 
 
-def _failure(error: str) -> RequestResult:
+def _error_result(error: str) -> RequestResult:
     return RequestResult(success=False, embedding=[], completions=[], cached=False, error=error, error_flags=FATAL)
 
 
-def _rows_by_id(run: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def _read_rows_by_id(run: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """The rows of each request by sample. Raises ValueError where there is no run, or one that is not finished."""
     path = Path(run)
     directories = sorted(path.parent.glob(path.name))

@@ -23,7 +23,7 @@ from runtime.errors import ConfigError, EvaluationError
 VARIABLE = "WEIGHTSTREAM"
 
 
-def settings(words: str) -> dict[str, object]:
+def parse_settings(words: str) -> dict[str, object]:
     """Keywords of `key=value` words, each value in YAML. Raises ConfigError for a word that is none."""
     found: dict[str, object] = {}
     for word in shlex.split(words):
@@ -34,7 +34,7 @@ def settings(words: str) -> dict[str, object]:
     return found
 
 
-class _NothingKept:
+class _NoCache:
     """What lighteval asks of a model's cache of answers."""
 
     def _init_registry(self, registry: object) -> None:
@@ -46,9 +46,9 @@ class WeightstreamModel(LightevalModel):
     and by the chat template where there is one, unless `chat_template=false` is among the words."""
 
     def __init__(self, config: ModelConfig):
-        words = settings(os.environ.get(VARIABLE, ""))
+        words = parse_settings(os.environ.get(VARIABLE, ""))
         template = words.pop("chat_template", None)
-        self.config, self._cache = config, _NothingKept()
+        self.config, self._cache = config, _NoCache()
         self._runtime = Runtime(**words)  # pyright: ignore[reportArgumentType]
         model = self._runtime.model
         if model.tokenizer is None:
@@ -82,13 +82,13 @@ class WeightstreamModel(LightevalModel):
             prompts.append(list(ids)[most - self.max_length :])  # which leaves room for what is generated
             if doc.num_samples > 1 and not self._runtime.config.sampling.temperature:
                 why = f"{doc.num_samples} samples are asked for, and greedy ones are all the same: set temperature"
-                _refuse(doc, why)
+                _raise_error(doc, why)
             asked = Prompt(token_ids=prompts[-1], max_new_tokens=most, stop=list(self._stop(doc)))
             repeated += [asked] * doc.num_samples
         owners = [index for index, doc in enumerate(docs) for _ in range(doc.num_samples)]
         found: dict[int, list[tuple[int, ...]]] = {index: [] for index in range(len(docs))}
         for owner, result in zip(owners, self._runtime.generate(repeated), strict=True):
-            found[owner].append(result.token_ids if result.is_ok else _refuse(docs[owner], result.error))
+            found[owner].append(result.token_ids if result.is_ok else _raise_error(docs[owner], result.error))
         return [
             ModelResponse(
                 input_tokens=ids,
@@ -112,7 +112,7 @@ class WeightstreamModel(LightevalModel):
             own = list(group)
             for _, score in own:
                 if not score.is_ok:
-                    _refuse(docs[index], score.error)
+                    _raise_error(docs[index], score.error)
             responses.append(
                 ModelResponse(
                     input_tokens=own[0][0][1],
@@ -129,7 +129,7 @@ class WeightstreamModel(LightevalModel):
         scores = self._runtime.score_documents([doc.query for doc in docs])
         for doc, score in zip(docs, scores, strict=True):
             if not score.is_ok:
-                _refuse(doc, score.error)
+                _raise_error(doc, score.error)
         return [
             ModelResponse(input=doc.query, logprobs=[score.logprob]) for doc, score in zip(docs, scores, strict=True)
         ]
@@ -149,5 +149,5 @@ class WeightstreamModel(LightevalModel):
         return text
 
 
-def _refuse(doc: Doc, why: str | None) -> tuple[int, ...]:
+def _raise_error(doc: Doc, why: str | None) -> tuple[int, ...]:
     raise EvaluationError(f"{doc.task_name}, {doc.id}: {why}")

@@ -17,18 +17,18 @@ from runtime.errors import ConfigError, DatasetError
 from ..record.output_rows import SOURCE_FIELDS
 from .config import ErrorRows, ExportFormat
 
-OF_THE_RUN = ("block", "micro_batch")
+INTERNAL_COLUMNS = ("block", "micro_batch")
 MAX_FIELDS = 1000  # of an object, in all rows together: one with more is a table of its own, and stays JSON
-ROWS_AT_ONCE = 4096
+BATCH_ROWS = 4096
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
-NO_ONE_TYPE = (pa.ArrowException, OverflowError)  # of values that no type of Arrow's fits
+TYPE_ERRORS = (pa.ArrowException, OverflowError)  # of values that no type of Arrow's fits
 
 RowValues: TypeAlias = Mapping[str, Any]  # one of an Arrow table
 JsonObject: TypeAlias = dict[str, Any]
 Write: TypeAlias = Callable[[Iterable[pa.Table], pa.Schema, BinaryIO], None]
 
 
-def exported_schema(schemas: Iterable[pa.Schema]) -> pa.Schema:
+def merge_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
     """The columns of all shards: where a row comes from first. Raises ConfigError where shards do not agree."""
     fields: dict[str, pa.Field] = {column.name: column for column in SOURCE_FIELDS}
     for schema in schemas:
@@ -36,64 +36,68 @@ def exported_schema(schemas: Iterable[pa.Schema]) -> pa.Schema:
             known = fields.setdefault(column.name, column)
             if known.type != column.type:
                 raise ConfigError(f"{column.name} is {known.type} in one shard and {column.type} in another")
-    return pa.schema([column for name, column in fields.items() if name not in OF_THE_RUN])
+    return pa.schema([column for name, column in fields.items() if name not in INTERNAL_COLUMNS])
 
 
-def with_columns(table: pa.Table, places: np.ndarray, schema: pa.Schema) -> pa.Table:
+def align_columns(table: pa.Table, places: np.ndarray, schema: pa.Schema) -> pa.Table:
     """A part's rows by `schema`; a column that the part lacks is null."""
-    given = {name: table[name] for name in table.column_names} | {"row_index": pa.array(places, pa.int64())}
-    columns = [given.get(column.name, pa.nulls(table.num_rows, column.type)) for column in schema]
+    columns_by_name = {name: table[name] for name in table.column_names} | {"row_index": pa.array(places, pa.int64())}
+    columns = [columns_by_name.get(column.name, pa.nulls(table.num_rows, column.type)) for column in schema]
     return pa.Table.from_arrays(columns, schema=pa.schema([column.with_nullable(True) for column in schema]))
 
 
-def is_json(column: pa.Field) -> bool:
+def is_json_column(column: pa.Field) -> bool:
     return (column.metadata or {}).get(b"encoding") == b"json"
 
 
-def from_json(text: str | None) -> object:
+def decode_json(text: str | None) -> object:
     return None if text is None else json.loads(text)
 
 
-def rows_of(tables: Iterable[pa.Table]) -> Iterator[RowValues]:
+def iter_rows(tables: Iterable[pa.Table]) -> Iterator[RowValues]:
     """Rows with their columns of JSON read."""
     for table in tables:
-        json_columns = [column.name for column in table.schema if is_json(column)]
-        for batch in table.to_batches(ROWS_AT_ONCE):
+        json_columns = [column.name for column in table.schema if is_json_column(column)]
+        for batch in table.to_batches(BATCH_ROWS):
             for row in batch.to_pylist():
-                yield row | {name: from_json(row[name]) for name in json_columns}
+                yield row | {name: decode_json(row[name]) for name in json_columns}
 
 
 @dataclass(kw_only=True)
-class JsonTypes:
+class JsonTypeInference:
     """The types that columns of JSON turn out to have, table by table; text where values have none in common."""
 
     schema: pa.Schema
-    _found: dict[str, pa.DataType | None] = field(default_factory=dict)
+    _types: dict[str, pa.DataType | None] = field(default_factory=dict)
 
-    def see(self, table: pa.Table) -> None:
-        for column in filter(is_json, self.schema):
-            known = self._found.get(column.name, pa.null())
+    def update(self, table: pa.Table) -> None:
+        for column in filter(is_json_column, self.schema):
+            known = self._types.get(column.name, pa.null())
             if known is None:
                 continue
             try:
-                now = pa.array([from_json(text) for text in table[column.name].to_pylist()]).type
+                now = pa.array([decode_json(text) for text in table[column.name].to_pylist()]).type
                 schemas = [pa.schema([("", each)]) for each in (known, now)]
-                self._found[column.name] = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
-            except NO_ONE_TYPE:
-                self._found[column.name] = None
+                self._types[column.name] = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+            except TYPE_ERRORS:
+                self._types[column.name] = None
 
-    def result(self) -> pa.Schema:
+    def inferred_schema(self) -> pa.Schema:
         """The schema with these types, without what parts note down of a column."""
-        return pa.schema([pa.field(column.name, self._type(column)) for column in self.schema])
+        return pa.schema([pa.field(column.name, self._storage_type(column)) for column in self.schema])
 
-    def as_text(self) -> list[str]:
+    def text_columns(self) -> list[str]:
         """Columns whose values have no type in common."""
-        return [column.name for column in self.schema if is_json(column) and self._type(column) == pa.string()]
+        return [
+            column.name
+            for column in self.schema
+            if is_json_column(column) and self._storage_type(column) == pa.string()
+        ]
 
-    def _type(self, column: pa.Field) -> pa.DataType:
+    def _storage_type(self, column: pa.Field) -> pa.DataType:
         """Text where Parquet cannot store what was found: it has no objects without fields, and a column for each field
         of the others."""
-        found = self._found.get(column.name) if is_json(column) else column.type
+        found = self._types.get(column.name) if is_json_column(column) else column.type
         num_leaves, inner = 0, [pa.null() if found is None else found]
         while inner:
             one = inner.pop()
@@ -105,28 +109,28 @@ class JsonTypes:
         return pa.string() if found is None else found
 
 
-def typed(table: pa.Table, schema: pa.Schema) -> pa.Table:
+def cast_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """The table by `schema`, JSON read where that has another type than text. Raises DatasetError."""
     columns: list[pa.ChunkedArray | pa.Array] = []
-    for name, wanted in zip(schema.names, schema.types, strict=True):
+    for name, target in zip(schema.names, schema.types, strict=True):
         values = table[name]
-        if is_json(table.field(name)):
-            read = readable if wanted == pa.string() else from_json
+        if is_json_column(table.field(name)):
+            read = display_text if target == pa.string() else decode_json
             try:
-                values = pa.array([read(text) for text in values.to_pylist()], wanted)
-            except NO_ONE_TYPE as error:
-                raise DatasetError(f"column {name} does not fit {wanted} ({error}): out=FILE.jsonl takes it") from error
+                values = pa.array([read(text) for text in values.to_pylist()], target)
+            except TYPE_ERRORS as error:
+                raise DatasetError(f"column {name} does not fit {target} ({error}): out=FILE.jsonl takes it") from error
         columns.append(values)
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def readable(text: str | None) -> str | None:
+def display_text(text: str | None) -> str | None:
     """A text as itself, anything else as its JSON."""
-    value = from_json(text)
+    value = decode_json(text)
     return value if isinstance(value, str) else text
 
 
-def chosen(schema: pa.Schema, columns: Sequence[str] | None, *, has_input: bool) -> list[str]:
+def select_columns(schema: pa.Schema, columns: Sequence[str] | None, *, has_input: bool) -> list[str]:
     """The names of the columns to write, in their order. Raises ConfigError for one that is not there. `has_input`: the
     run kept the columns of its input."""
     unknown = [name for name in columns or () if name not in schema.names]
@@ -138,35 +142,35 @@ def chosen(schema: pa.Schema, columns: Sequence[str] | None, *, has_input: bool)
 
 def write_jsonl(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO) -> None:
     """An object a line, in UTF-8; every value of the input as it was there, infinities and NaN as null."""
-    for row in rows_of(tables):
-        file.write(_line(row).encode() + b"\n")
+    for row in iter_rows(tables):
+        file.write(_dump_json(row).encode() + b"\n")
 
 
 def write_csv(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO, *, is_safe: bool = False) -> None:
     """Text in quotes, null as nothing at all; lists and objects as JSON. `is_safe`: no spreadsheet runs a cell, as
     those that begin like a formula have a single quote in front."""
 
-    def defused(texts: list[str | None]) -> list[str | None]:
+    def escape_formulas(texts: list[str | None]) -> list[str | None]:
         """Texts with the quote in front, as OWASP advises."""
         if not is_safe:
             return texts
         return [f"'{each}" if (each or "").startswith(FORMULA_STARTS) else each for each in texts]
 
     types = [pa.string() if column.type.num_fields else column.type for column in schema]
-    flat = pa.schema(zip(defused(schema.names), types, strict=True))
+    flat = pa.schema(zip(escape_formulas(schema.names), types, strict=True))
     with pa_csv.CSVWriter(file, flat) as writer:
         for table in tables:
             columns: list[pa.ChunkedArray | pa.Array] = []
             for name in schema.names:
                 column, values = table.field(name), table[name]
-                if is_json(column):
-                    values = pa.array(defused([readable(text) for text in values.to_pylist()]), pa.string())
+                if is_json_column(column):
+                    values = pa.array(escape_formulas([display_text(text) for text in values.to_pylist()]), pa.string())
                 elif column.type.num_fields:
                     lists = values.to_pylist()
-                    texts = [None if value is None else _line(value) for value in lists]
-                    values = pa.array(defused(texts), pa.string())
+                    texts = [None if value is None else _dump_json(value) for value in lists]
+                    values = pa.array(escape_formulas(texts), pa.string())
                 elif is_safe and pa.types.is_string(column.type):
-                    values = pa.array(defused(values.to_pylist()), pa.string())
+                    values = pa.array(escape_formulas(values.to_pylist()), pa.string())
                 columns.append(values)
             writer.write_table(pa.Table.from_arrays(columns, schema=flat))
 
@@ -175,27 +179,27 @@ def write_parquet(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO)
     """Lists and objects as such; a group of rows for each table."""
     with pq.ParquetWriter(file, schema, write_page_checksum=True) as writer:
         for table in tables:
-            writer.write_table(typed(table, schema))
+            writer.write_table(cast_columns(table, schema))
 
 
 @dataclass(kw_only=True)
-class ResultLines(ABC):
+class ResultWriter(ABC):
     """Writes JSON lines in the form of others, of results that are `wanted`, and counts them; errors, also those that
     are not wanted."""
 
-    wanted: ErrorRows
+    error_rows: ErrorRows
     num_lines: int = 0
     num_errors: int = 0
 
     def write(self, tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO) -> None:
-        for is_error, line in self.results(rows_of(tables)):
+        for is_error, line in self.format_results(iter_rows(tables)):
             self.num_errors += is_error
-            if self.wanted is ErrorRows.keep or (self.wanted is ErrorRows.only) == is_error:
+            if self.error_rows is ErrorRows.keep or (self.error_rows is ErrorRows.only) == is_error:
                 self.num_lines += 1
                 file.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
     @abstractmethod
-    def results(self, rows: Iterator[RowValues]) -> Iterator[tuple[bool, JsonObject]]:
+    def format_results(self, rows: Iterator[RowValues]) -> Iterator[tuple[bool, JsonObject]]:
         """Yields whether a result is an error, and its line."""
 
 
@@ -206,16 +210,16 @@ WRITERS: Mapping[ExportFormat, Write] = {
 }
 
 
-def _line(row: Mapping[str, object]) -> str:
+def _dump_json(row: Mapping[str, object]) -> str:
     try:
         return json.dumps(row, ensure_ascii=False, allow_nan=False)
     except ValueError:  # a log-probability of what cannot come is minus infinity
-        return json.dumps(_finite(row), ensure_ascii=False)
+        return json.dumps(_replace_non_finite(row), ensure_ascii=False)
 
 
-def _finite(value: object) -> object:
+def _replace_non_finite(value: object) -> object:
     if isinstance(value, float):
         return value if abs(value) < float("inf") else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list) else value
+        return {key: _replace_non_finite(item) for key, item in value.items()}
+    return [_replace_non_finite(item) for item in value] if isinstance(value, list) else value

@@ -25,7 +25,7 @@ class ErrorRows(Enum):
 
 
 SUFFIXES = ("jsonl", "csv", "parquet")
-FORMS_OF_OTHERS = (ExportFormat.openai_batch, ExportFormat.fastchat)
+FOREIGN_FORMATS = (ExportFormat.openai_batch, ExportFormat.fastchat)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +55,11 @@ class ExportConfig:
             f"out={self.out} ends in none of {known}: rename it, or choose format={'|'.join(ExportFormat.__members__)}",
         )
         require(not (self.wait and self.partial), "wait=true waits for the whole run: partial=true does not go with it")
-        is_csv = self.written_as is ExportFormat.csv
-        require(is_csv or not self.csv_safe, f"csv_safe=true has no meaning for format={self.written_as.value}")
+        is_csv = self.effective_format is ExportFormat.csv
+        require(is_csv or not self.csv_safe, f"csv_safe=true has no meaning for format={self.effective_format.value}")
         columns = self.columns
         require(columns is None or bool(columns), "columns is empty: name some, or null for all")
-        for form in FORMS_OF_OTHERS:
+        for form in FOREIGN_FORMATS:
             is_ours = columns is None or self.format is not form
             require(is_ours, f"columns has no meaning for format={form.value}: its form is not ours to choose")
         require(len(set(columns or [])) == len(columns or []), f"columns={columns} names a column twice")
@@ -69,5 +69,5 @@ class ExportConfig:
         return [self.run] if isinstance(self.run, str) else self.run or []
 
     @property
-    def written_as(self) -> ExportFormat:
+    def effective_format(self) -> ExportFormat:
         return self.format or ExportFormat[Path(self.out or "").suffix[1:]]

@@ -22,29 +22,29 @@ from ..files.named import is_replaceable, named_file_error, publish_named
 from ..files.publishing import PARQUET_PROBLEMS, make_directory, sweep_temps
 from ..record.run_dir import RunDirectory
 from ..record.run_reader import RunReader, find_runs
-from .columns import WRITERS, JsonTypes, chosen, exported_schema, with_columns, write_csv
+from .columns import WRITERS, JsonTypeInference, align_columns, merge_schemas, select_columns, write_csv
 from .config import ErrorRows, ExportConfig, ExportFormat
-from .fastchat import fastchat_results
-from .openai_batch import batch_results
-from .shards import missing, read_parts, require_one_run
+from .fastchat import make_fastchat_writer
+from .openai_batch import make_batch_writer
+from .shards import check_complete, read_parts, require_one_run
 
 log = logging.getLogger(__name__)
-BYTES_AT_ONCE = 64 * MIB  # of rows as parts hold them, that are sorted together; in memory a few times as much
-ORDER = ("row_index", "sample_index")
-ORDER_OF_TURNS = ("row_index", "turn")  # of chats of several turns
-MAX_FILES = 500  # that are open at once
+SORT_BYTES = 64 * MIB  # of rows as parts hold them, that are sorted together; in memory a few times as much
+SORT_COLUMNS = ("row_index", "sample_index")
+TURN_SORT_COLUMNS = ("row_index", "turn")  # of chats of several turns
+MAX_SORT_FILES = 500  # that are open at once
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exported:
+class ExportResult:
     out: Path
     num_rows: int
     num_errors: int  # of these rows
     num_dropped: int
     num_shards: int
     missing: Sequence[str]  # sentences
-    as_text: Sequence[str]  # columns of values that have no type in common
-    made: Path | None  # the directory of `out`, where it was not there
+    text_columns: Sequence[str]  # columns of values that have no type in common
+    created_directory: Path | None  # the directory of `out`, where it was not there
 
     @property
     def lines(self) -> list[str]:
@@ -53,76 +53,76 @@ class Exported:
         dropped = f"; {self.num_dropped:,} with an error left out" if self.num_dropped else ""
         shards = f" of {self.num_shards} shards" if self.num_shards > 1 else ""
         size = format_bytes(self.out.stat().st_size)
-        lines = [f"{self.made} was not there: made"] if self.made is not None else []
+        lines = [f"{self.created_directory} was not there: made"] if self.created_directory is not None else []
         lines += [f"{self.out}: {format_count(self.num_rows, 'row')}{shards}{errors}{dropped}, {size}"]
         lines += [f"not there: {sentence}" for sentence in self.missing]
-        return lines + [f"column {name}: its values have no one type, so it is text" for name in self.as_text]
+        return lines + [f"column {name}: its values have no one type, so it is text" for name in self.text_columns]
 
 
-def export(config: ExportConfig) -> Exported:
+def export(config: ExportConfig) -> ExportResult:
     """Writes the file that `config` asks for. Raises ConfigError for what is missing and not to be left out,
     DamagedRunError, OutputError with an older file left as it was."""
     shards = require_one_run(find_runs(config.runs, "run"))
-    out = require_free(config)
-    _require_file(out, shards)
-    absent = missing(config.runs, shards, partial=config.partial, does="exports")
+    out = resolve_output(config)
+    _reject_run_files(out, shards)
+    absent = check_complete(config.runs, shards, partial=config.partial, verb="exports")
     firsts = [run.parts[min(run.parts)] for run in shards if run.parts]
     if not firsts:
         raise ConfigError(f"{shards[0].location}: no row is done yet")
     try:
-        schema = exported_schema([pq.read_schema(path) for path in firsts])
+        schema = merge_schemas([pq.read_schema(path) for path in firsts])
     except PARQUET_PROBLEMS as error:
         raise ConfigError(f"{firsts[0]} cannot be read ({error}): the run's own command makes it again") from error
-    kept = shards[0].semantic.get("dataset.keep_columns") is not False
-    names = chosen(schema, config.columns, has_input=kept)
-    types = JsonTypes(schema=pa.schema([schema.field(name) for name in names]))
-    is_parquet, results = config.written_as is ExportFormat.parquet, None
-    if config.written_as is ExportFormat.openai_batch:
-        results = batch_results(shards, schema, config.errors)
-    elif config.written_as is ExportFormat.fastchat:
-        results = fastchat_results(shards, schema, config.errors, out)
-    order = ORDER_OF_TURNS if shards[0].num_turns > 1 else ORDER
-    made = None if out.absolute().parent.is_dir() else out.parent
+    keeps_input = shards[0].semantic.get("dataset.keep_columns") is not False
+    names = select_columns(schema, config.columns, has_input=keeps_input)
+    types = JsonTypeInference(schema=pa.schema([schema.field(name) for name in names]))
+    is_parquet, results = config.effective_format is ExportFormat.parquet, None
+    if config.effective_format is ExportFormat.openai_batch:
+        results = make_batch_writer(shards, schema, config.errors)
+    elif config.effective_format is ExportFormat.fastchat:
+        results = make_fastchat_writer(shards, schema, config.errors, out)
+    order = TURN_SORT_COLUMNS if shards[0].num_turns > 1 else SORT_COLUMNS
+    created_directory = None if out.absolute().parent.is_dir() else out.parent
     make_directory(out.absolute().parent)
     num_bytes, num_rows, num_errors = 0, 0, 0
     try:
         # One more than the last place in the input, or a guess at it: it only decides how rows are dealt out.
         indices = (plan["row_index"].to_numpy() for run in shards for plan in run.plans())
-        num_places = max((int(each.max()) + 1 for each in indices if len(each)), default=1)
+        num_input_rows = max((int(each.max()) + 1 for each in indices if len(each)), default=1)
         for path in (path for run in shards for path in run.parts.values()):
             with suppress(*PARQUET_PROBLEMS):  # said when it is read
                 footer = pq.read_metadata(path)
                 num_bytes += sum(footer.row_group(i).total_byte_size for i in range(footer.num_row_groups))
-        with Sorter(out.absolute().parent, num_places, -(-num_bytes // BYTES_AT_ONCE), order) as sorter:
+        with RowSorter(out.absolute().parent, num_input_rows, -(-num_bytes // SORT_BYTES), order) as sorter:
             for part, places in (found for run in shards for found in read_parts(run, partial=config.partial)):
-                table = with_columns(part, places, schema)
+                table = align_columns(part, places, schema)
                 is_ok = np.array([status == "ok" for status in table["status"].to_pylist()])
                 num_errors += int((~is_ok).sum())
                 if config.errors is not ErrorRows.keep and results is None:
                     table = table.filter(pa.array(is_ok if config.errors is ErrorRows.drop else ~is_ok))
                 num_rows += table.num_rows
                 if is_parquet:
-                    types.see(table)
+                    types.update(table)
                 sorter.add(table)
-            tables = (table.select(names) for table in sorter.sorted())
-            write = WRITERS[config.written_as] if results is None else results.write
+            tables = (table.select(names) for table in sorter.sorted_tables())
+            write = WRITERS[config.effective_format] if results is None else results.write
             write = partial(write_csv, is_safe=True) if config.csv_safe else write
-            as_written = types.result() if is_parquet else types.schema
+            written_schema = types.inferred_schema() if is_parquet else types.schema
             sweep_temps(out.parent, out.name)  # what exports that were killed left half written
-            publish_named(out, lambda file: write(tables, as_written, file))
+            publish_named(out, lambda file: write(tables, written_schema, file))
     except OSError as error:
         raise named_file_error(out, error) from error
     if results is not None:
         num_rows, num_errors = results.num_lines, results.num_errors
-    return Exported(
+    return ExportResult(
         out=out,
         num_rows=num_rows,
         num_errors=0 if config.errors is ErrorRows.drop else num_errors,
         num_dropped=num_errors if config.errors is ErrorRows.drop else 0,
         num_shards=len({run.shard[0] for run in shards}),
         missing=absent,
-        as_text=types.as_text() if is_parquet else [],
-        made=made,
+        text_columns=types.text_columns() if is_parquet else [],
+        created_directory=created_directory,
     )
 
 
@@ -133,14 +133,14 @@ def write_batch_files(directory: Path, *, partial: bool = False) -> list[str]:
     lines: list[str] = []
     for out, errors in ((run.batch_output, ErrorRows.drop), (run.batch_errors, ErrorRows.only)):
         form = ExportFormat.openai_batch
-        asked = ExportConfig(
+        config = ExportConfig(
             run=str(directory), out=str(out), format=form, errors=errors, partial=partial, overwrite=True
         )
-        lines += export(asked).lines
+        lines += export(config).lines
     return lines
 
 
-def require_free(config: ExportConfig) -> Path:
+def resolve_output(config: ExportConfig) -> Path:
     """The file to write. Raises ConfigError where one is there that no export wrote, unless it may be overwritten."""
     out = Path(config.out or "").expanduser()
     if out.is_dir():
@@ -153,15 +153,17 @@ def require_free(config: ExportConfig) -> Path:
     return out
 
 
-def _require_file(out: Path, shards: Sequence[RunReader]) -> None:
+def _reject_run_files(out: Path, shards: Sequence[RunReader]) -> None:
     """What lies in a run's own folders is taken for a part of it, and what it was asked is never replaced."""
-    own = {folder.resolve() for run in shards for folder in (run.directory.generations, run.directory.throughput)}
-    if out.absolute().parent.resolve() in own:
+    run_folders = {
+        folder.resolve() for run in shards for folder in (run.directory.generations, run.directory.throughput)
+    }
+    if out.absolute().parent.resolve() in run_folders:
         raise ConfigError(f"out={out} lies among the parts of the run, where readers would take it for one")
     if not out.exists():
         return
     for run in shards:
-        if (key := _input_at(out, run)) is not None:
+        if (key := _matching_input(out, run)) is not None:
             raise ConfigError(
                 f"out={out} is an input of {run.location} ({key}), which is never replaced: choose another"
             )
@@ -170,34 +172,36 @@ def _require_file(out: Path, shards: Sequence[RunReader]) -> None:
             raise ConfigError(f"out={out} is a file of the run itself, which is never replaced: choose another")
 
 
-def _input_at(out: Path, run: RunReader) -> str | None:
+def _matching_input(out: Path, run: RunReader) -> str | None:
     """`key=value` of the setting by which the run reads the file `out`, or others of its directory; None where none
     does. A path that is no longer there from here, as it was relative to another directory, is known by its end."""
     for key, value in {**run.semantic, **run.operational}.items():
         if not key.endswith(("path", "tokenizer")) or not isinstance(value, str) or is_url(value):
             continue
-        named, there = Path(value), out.resolve()
+        path, resolved = Path(value), out.resolve()
         with suppress(RuntimeError):  # nobody's home
-            named = named.expanduser()
-        is_it = named.exists() and out.samefile(named)
-        is_inside = named.is_dir() and there.is_relative_to(named.resolve()) and not is_replaceable(out)
-        is_alike = not named.is_absolute() and named.name != "" and there.parts[-len(named.parts) :] == named.parts
-        if is_it or is_inside or is_alike:
+            path = path.expanduser()
+        is_same_file = path.exists() and out.samefile(path)
+        is_inside = path.is_dir() and resolved.is_relative_to(path.resolve()) and not is_replaceable(out)
+        has_same_suffix = (
+            not path.is_absolute() and path.name != "" and resolved.parts[-len(path.parts) :] == path.parts
+        )
+        if is_same_file or is_inside or has_same_suffix:
             return f"{key}={value}"
     return None
 
 
-class Sorter(Closing):
+class RowSorter(Closing):
     """Rows in the order of the input, in memory that does not grow with their number: parts hold rows by length, so
     rows are dealt out to files of neighbouring places first, and then each file is sorted by itself.
 
     A context manager; its files are on the disk of the output and have no name, so that even a kill leaves none."""
 
-    def __init__(self, folder: Path, num_places: int, num_files: int, order: Sequence[str] = ORDER):
+    def __init__(self, folder: Path, num_places: int, num_files: int, order: Sequence[str] = SORT_COLUMNS):
         """`num_places`: how many rows the input has. With one file the rows stay in memory. `order`: the columns that
         say where a row belongs; the first is its place in the input."""
         self._order = order
-        self._num_places, self._num_files = max(1, num_places), max(1, min(num_files, MAX_FILES))
+        self._num_places, self._num_files = max(1, num_places), max(1, min(num_files, MAX_SORT_FILES))
         self._stack = ExitStack()
         self._tables: list[pa.Table] = []
         self._files: dict[int, BinaryIO] = {}
@@ -216,26 +220,26 @@ class Sorter(Closing):
                 self._files[number], self._writers[number] = file, pa.ipc.new_file(file, table.schema)
             self._writers[number].write_table(table.filter(pa.array(files == number)))
 
-    def sorted(self) -> Iterator[pa.Table]:
+    def sorted_tables(self) -> Iterator[pa.Table]:
         """All rows, in a few tables that follow one another. Raises DamagedRunError for a row that came twice."""
         if self._num_files == 1:
-            yield from (_in_order(self._tables, self._order),) if self._tables else ()
+            yield from (_sort_tables(self._tables, self._order),) if self._tables else ()
             return
         for writer in self._writers.values():
             writer.close()
         for number in sorted(self._writers):
             with self._files.pop(number) as file:
-                yield _in_order([pa.ipc.open_file(pa.PythonFile(file, mode="r")).read_all()], self._order)
+                yield _sort_tables([pa.ipc.open_file(pa.PythonFile(file, mode="r")).read_all()], self._order)
 
     def close(self) -> None:
         self._stack.close()
 
 
-def _in_order(tables: Iterable[pa.Table], order: Sequence[str]) -> pa.Table:
+def _sort_tables(tables: Iterable[pa.Table], order: Sequence[str]) -> pa.Table:
     table = pa.concat_tables(tables).sort_by([(name, "ascending") for name in order])
-    same = [np.diff(table[name].to_numpy()) == 0 for name in order]
-    twice = np.flatnonzero(np.logical_and(*same))
-    if len(twice):
-        row = {name: table[name][int(twice[0])].as_py() for name in ("row_index", "id")}
+    is_repeated = [np.diff(table[name].to_numpy()) == 0 for name in order]
+    duplicates = np.flatnonzero(np.logical_and(*is_repeated))
+    if len(duplicates):
+        row = {name: table[name][int(duplicates[0])].as_py() for name in ("row_index", "id")}
         raise DamagedRunError(f"row {row['row_index']}, id {row['id']!r}, is in two parts")
     return table

@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 from runtime.errors import ConfigError
 
 from ..record.run_reader import RunReader
-from .columns import JsonObject, ResultLines, RowValues
+from .columns import JsonObject, ResultWriter, RowValues
 from .config import ErrorRows
 
-JUDGED = "mtbench_judge"  # the data set whose runs are judgments
+JUDGE_KIND = "mtbench_judge"  # the data set whose runs are judgments
 JUDGE_COLUMNS = ("question_id", "model", "baseline", "prompt_name", "user_prompt", "turn", "game")
 ERROR = "$ERROR$"  # what FastChat writes where nothing was answered
 NO_RATING = -1
@@ -29,7 +29,7 @@ RATING, LOOSE_RATING = re.compile(r"\[\[(\d+\.?\d*)\]\]"), re.compile(r"\[(\d+\.
 ID_DIGITS = 22
 
 
-def rating_of(judgment: str) -> int | float | None:
+def parse_rating(judgment: str) -> int | float | None:
     """The number in the first `[[7]]`, else in the first `[7]`; None where there is none."""
     found = RATING.search(judgment) or LOOSE_RATING.search(judgment)
     if found is None:
@@ -37,15 +37,15 @@ def rating_of(judgment: str) -> int | float | None:
     return float(found[1]) if "." in found[1] else int(found[1])
 
 
-def winner_of(judgment: str) -> str:
+def parse_winner(judgment: str) -> str:
     """`A`, `B` or `tie`, as the first of `[[A]]`, `[[B]]` and `[[C]]` that is there says; else `error`."""
     verdicts = {"[[A]]": "A", "[[B]]": "B", "[[C]]": "tie"}
     return next((winner for mark, winner in verdicts.items() if mark in judgment), "error")
 
 
-def winner_of_game(game: int, judgment: str) -> str:
+def parse_game_winner(game: int, judgment: str) -> str:
     """`model_1`, `model_2`, `tie` or `error`: the baseline is `model_2`, and comes first in game 2."""
-    winner = winner_of(judgment)
+    winner = parse_winner(judgment)
     models = ("model_1", "model_2") if game == 1 else ("model_2", "model_1")
     return dict(zip("AB", models, strict=True)).get(winner, winner)
 
@@ -56,29 +56,29 @@ def judge_name(run: RunReader) -> str:
     return PurePath(path).name if isinstance(path, str) else str(name)
 
 
-def require_judged(schema: pa.Schema, run: RunReader) -> None:
+def require_judge_columns(schema: pa.Schema, run: RunReader) -> None:
     """Raises ConfigError where the run's rows do not say what they judge."""
     missing = [name for name in JUDGE_COLUMNS if name not in schema.names]
     if missing:
         raise ConfigError(
-            f"{run.path} has no column {missing[0]}: ratings are read from runs of dataset={JUDGED} with "
+            f"{run.path} has no column {missing[0]}: ratings are read from runs of dataset={JUDGE_KIND} with "
             "dataset.keep_columns=true"
         )
 
 
-def is_judged(run: RunReader) -> bool:
-    return run.semantic.get("dataset.kind") == JUDGED
+def is_judge_run(run: RunReader) -> bool:
+    return run.semantic.get("dataset.kind") == JUDGE_KIND
 
 
 @dataclass(kw_only=True)
-class Answers(ResultLines):
+class AnswerWriter(ResultWriter):
     """A line for each question, with the answers to all of its turns; those of replicas are further choices.
     All of them are held in memory."""
 
     model_id: str
     time: float
 
-    def results(self, rows: Iterator[RowValues]) -> Iterator[tuple[bool, JsonObject]]:
+    def format_results(self, rows: Iterator[RowValues]) -> Iterator[tuple[bool, JsonObject]]:
         by_question: dict[str, dict[int, dict[int, str]]] = {}  # and by choice and turn
         failed: set[str] = set()
         for row in rows:
@@ -108,21 +108,21 @@ class Answers(ResultLines):
 
 
 @dataclass(kw_only=True)
-class Judgments(ResultLines):
+class JudgmentWriter(ResultWriter):
     """A line for each judgment, or for the two games of each pair."""
 
     judge: str
     time: float
 
-    def results(self, rows: Iterator[RowValues]) -> Iterator[tuple[bool, JsonObject]]:
+    def format_results(self, rows: Iterator[RowValues]) -> Iterator[tuple[bool, JsonObject]]:
         for _, group in groupby(rows, key=lambda row: [row[key] for key in ("model", "question_id", "turn")]):
             games = list(group)
             line = self._single(games[0]) if games[0]["baseline"] is None else self._pair(games)
             yield any(row["status"] != "ok" for row in games), line
 
     def _single(self, row: RowValues) -> JsonObject:
-        judgment = judgment_of(row)
-        rating = rating_of(judgment)
+        judgment = judgment_text(row)
+        rating = parse_rating(judgment)
         return {
             "question_id": row["question_id"],
             "model": row["model"],
@@ -137,27 +137,27 @@ class Judgments(ResultLines):
     def _pair(self, games: Sequence[RowValues]) -> JsonObject:
         first, answers = games[0], {row["game"]: row for row in games}
         line = {"question_id": first["question_id"], "model_1": first["model"], "model_2": first["baseline"]}
-        line |= {f"g{game}_winner": winner_of_game(game, judgment_of(row)) for game, row in answers.items()}
+        line |= {f"g{game}_winner": parse_game_winner(game, judgment_text(row)) for game, row in answers.items()}
         line["judge"] = [self.judge, first["prompt_name"]]
         for game, row in answers.items():
-            line |= {f"g{game}_user_prompt": row["user_prompt"], f"g{game}_judgment": judgment_of(row)}
+            line |= {f"g{game}_user_prompt": row["user_prompt"], f"g{game}_judgment": judgment_text(row)}
         return {**line, "turn": first["turn"], "tstamp": self.time}
 
 
-def judgment_of(row: RowValues) -> str:
+def judgment_text(row: RowValues) -> str:
     return row["completion"] if row["status"] == "ok" else ERROR
 
 
-def fastchat_results(
-    shards: Sequence[RunReader], schema: pa.Schema, wanted: ErrorRows, out: Path
-) -> Answers | Judgments:
+def make_fastchat_writer(
+    shards: Sequence[RunReader], schema: pa.Schema, error_rows: ErrorRows, out: Path
+) -> AnswerWriter | JudgmentWriter:
     """What writes these shards; a model of answers is called as the file, which is how FastChat finds it. Raises
     ConfigError."""
     times: list[float] = []  # when processes were started whose passes the parts have, in Unix seconds
     for path in (path for run in shards for path in sorted(run.directory.throughput.glob("part-*.parquet"))):
         times += pq.read_table(path, columns=["started_at"])["started_at"].to_pylist()
     time = min(times, default=0.0)
-    if not is_judged(shards[0]):
-        return Answers(model_id=out.name.removesuffix(".jsonl"), time=time, wanted=wanted)
-    require_judged(schema, shards[0])
-    return Judgments(judge=judge_name(shards[0]), time=time, wanted=wanted)
+    if not is_judge_run(shards[0]):
+        return AnswerWriter(model_id=out.name.removesuffix(".jsonl"), time=time, error_rows=error_rows)
+    require_judge_columns(schema, shards[0])
+    return JudgmentWriter(judge=judge_name(shards[0]), time=time, error_rows=error_rows)

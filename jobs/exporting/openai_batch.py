@@ -24,18 +24,18 @@ from runtime.sequences.detokenizer import Detokenizer
 
 from ..datasets.openai_body import CHAT_URL, EMBEDDINGS_URL, SCORE_URLS, count_inputs, parse_endpoint
 from ..record.run_reader import RunReader
-from .columns import JsonObject, ResultLines, RowValues
+from .columns import JsonObject, ResultWriter, RowValues
 from .config import ErrorRows
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 ID_DIGITS = 24
 REQUEST_COLUMNS = ("custom_id", "url", "body")
 MODEL_KEYS = ("model.name", "model.path", "model.revision", "model.tokenizer", "offload.cache_dir")
-LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks
+MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Token:
+class TokenLogprob:
     """`data`: the bytes that it adds to the text before it."""
 
     id: int
@@ -56,7 +56,7 @@ class Token:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokens:
+class LogprobFormatter:
     """Makes log-probabilities of rows; the tokenizer of `model` is loaded with the first."""
 
     model: ModelConfig
@@ -74,17 +74,17 @@ class Tokens:
         return {
             "tokens": [chosen.text for chosen, _ in tokens],
             "token_logprobs": [chosen.logprob for chosen, _ in tokens],
-            "top_logprobs": [_by_text(chosen, likeliest[:num_top]) for chosen, likeliest in tokens],
+            "top_logprobs": [_logprobs_by_text(chosen, likeliest[:num_top]) for chosen, likeliest in tokens],
             "text_offset": self._detokenizer.offsets(row["token_ids"], begins_text=self._begins_text(row)),
         }
 
-    def _tokens(self, row: Mapping[str, Any]) -> Iterator[tuple[Token, Sequence[Token]]]:
+    def _tokens(self, row: Mapping[str, Any]) -> Iterator[tuple[TokenLogprob, Sequence[TokenLogprob]]]:
         """Each generated token, and the likeliest ones in its place, likeliest first."""
         begins_text = self._begins_text(row)
 
-        def token(id: int, logprob: float) -> Token:
+        def token(id: int, logprob: float) -> TokenLogprob:
             data = self._detokenizer.token_bytes(id, begins_text=begins_text)
-            return Token(id=id, data=data, logprob=max(logprob, LEAST_LOGPROB))
+            return TokenLogprob(id=id, data=data, logprob=max(logprob, MIN_LOGPROB))
 
         columns = (row["token_ids"], row["logprobs"], row["top_token_ids"], row["top_logprobs"])
         for id, own, top_ids, top in zip(*columns, strict=True):
@@ -107,7 +107,7 @@ class Tokens:
         return Detokenizer(tokenizer)
 
 
-def _by_text(chosen: Token, likeliest: Sequence[Token]) -> dict[str, float]:
+def _logprobs_by_text(chosen: TokenLogprob, likeliest: Sequence[TokenLogprob]) -> dict[str, float]:
     """The log-probability of each by its text. Of several with one text the chosen one has it, else the likeliest, and
     the others are `token_id:` and their id, as vLLM writes it."""
     owner_of = {chosen.text: chosen.id}
@@ -117,14 +117,14 @@ def _by_text(chosen: Token, likeliest: Sequence[Token]) -> dict[str, float]:
 
 
 @dataclass(kw_only=True)
-class BatchResults(ResultLines):
+class BatchResultWriter(ResultWriter):
     """Lines of a batch's requests."""
 
     model: str
-    tokens: Tokens
-    rejected: AbstractSet[int]  # places in the input of rows that nothing was asked of the model for
+    logprob_formatter: LogprobFormatter
+    rejected_rows: AbstractSet[int]  # places in the input of rows that nothing was asked of the model for
 
-    def results(self, rows: Iterator[RowValues]) -> Iterator[tuple[bool, JsonObject]]:
+    def format_results(self, rows: Iterator[RowValues]) -> Iterator[tuple[bool, JsonObject]]:
         for place, samples in groupby(rows, key=lambda row: row["row_index"]):
             yield self._line(place, list(samples))
 
@@ -137,22 +137,22 @@ class BatchResults(ResultLines):
         if failed is None:
             status, error, body = 200, None, self._body(first, samples, digest)
         else:
-            is_refused, message = place in self.rejected, failed["error"]
-            status, code = (400, "invalid_request") if is_refused else (500, "server_error")
-            error, kind = {"code": code, "message": message}, "invalid_request_error" if is_refused else code
+            is_rejected, message = place in self.rejected_rows, failed["error"]
+            status, code = (400, "invalid_request") if is_rejected else (500, "server_error")
+            error, kind = {"code": code, "message": message}, "invalid_request_error" if is_rejected else code
             body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
         response = {"status_code": status, "request_id": f"req_{digest}", "body": body}
         line = {"id": f"batch_req_{digest}", "custom_id": custom_id, "response": response, "error": error}
         return failed is not None, line
 
     def _body(self, first: RowValues, samples: Sequence[RowValues], digest: str) -> JsonObject:
-        url, asked = parse_endpoint(first["url"]), first["body"]
+        url, request_body = parse_endpoint(first["url"]), first["body"]
         is_chat = url == CHAT_URL
         if url == EMBEDDINGS_URL:
-            return embeddings_body(asked, samples, self.model)
+            return embeddings_body(request_body, samples, self.model)
         if url in SCORE_URLS:
-            return score_body(asked, samples, self.model, digest)
-        choices = [self._choice(row, asked, is_chat=is_chat) for row in samples]
+            return score_body(request_body, samples, self.model, digest)
+        choices = [self._choice(row, request_body, is_chat=is_chat) for row in samples]
         num_prompt, num_new = first["num_prompt_tokens"], sum(row["num_completion_tokens"] for row in samples)
         usage = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
         return {
@@ -164,20 +164,20 @@ class BatchResults(ResultLines):
             "usage": usage,
         }
 
-    def _choice(self, row: RowValues, asked: RowValues, *, is_chat: bool) -> JsonObject:
+    def _choice(self, row: RowValues, request_body: RowValues, *, is_chat: bool) -> JsonObject:
         choice = {"index": row["sample_index"], "finish_reason": FINISH_REASONS[row["finish_reason"]]}
-        wanted = asked.get("logprobs")
+        wanted = request_body.get("logprobs")
         if not is_chat:
-            logprobs = self.tokens.completion_logprobs(row, wanted) if wanted is not None else None
+            logprobs = self.logprob_formatter.completion_logprobs(row, wanted) if wanted is not None else None
             return {**choice, "text": row["completion"], "logprobs": logprobs}
         message = {"role": "assistant", "content": row["completion"], "refusal": None}
         if row.get("reasoning") is not None:
             message["reasoning_content"] = row["reasoning"]
-        logprobs = self.tokens.chat_logprobs(row, asked.get("top_logprobs") or 0) if wanted else None
+        logprobs = self.logprob_formatter.chat_logprobs(row, request_body.get("top_logprobs") or 0) if wanted else None
         return {**choice, "message": message, "logprobs": logprobs}
 
 
-def batch_results(shards: Sequence[RunReader], schema: pa.Schema, wanted: ErrorRows) -> BatchResults:
+def make_batch_writer(shards: Sequence[RunReader], schema: pa.Schema, error_rows: ErrorRows) -> BatchResultWriter:
     """What writes the results of these shards. Raises ConfigError where their rows were no requests."""
     missing = [name for name in REQUEST_COLUMNS if name not in schema.names]
     if missing:
@@ -198,30 +198,30 @@ def batch_results(shards: Sequence[RunReader], schema: pa.Schema, wanted: ErrorR
     for plan in (plan for shard in shards for plan in shard.plans()):
         rows = zip(plan["row_index"].to_pylist(), plan["status"].to_pylist(), strict=True)
         rejected |= {place for place, status in rows if status == "rejected"}
-    return BatchResults(
+    return BatchResultWriter(
         model=model.path or model.name,
-        tokens=Tokens(model=model, cache_dir=texts["offload.cache_dir"]),
-        rejected=rejected,
-        wanted=wanted,
+        logprob_formatter=LogprobFormatter(model=model, cache_dir=texts["offload.cache_dir"]),
+        rejected_rows=rejected,
+        error_rows=error_rows,
     )
 
 
-def embeddings_body(asked: RowValues, rows: Sequence[RowValues], model: str) -> JsonObject:
+def embeddings_body(request_body: RowValues, rows: Sequence[RowValues], model: str) -> JsonObject:
     """The vectors of a request's texts, in their order; little-endian float32 where the client unpacks them."""
     vectors = [row["embedding"] for row in rows]
-    if asked.get("encoding_format") == "base64":
+    if request_body.get("encoding_format") == "base64":
         vectors = [b64encode(np.array(vector, "<f4").tobytes()).decode() for vector in vectors]
     data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]
-    return {"object": "list", "data": data, "model": model, "usage": _usage(rows)}
+    return {"object": "list", "data": data, "model": model, "usage": _count_usage(rows)}
 
 
-def score_body(asked: RowValues, rows: Sequence[RowValues], model: str, digest: str) -> JsonObject:
+def score_body(request_body: RowValues, rows: Sequence[RowValues], model: str, digest: str) -> JsonObject:
     """How well the texts of each pair go together: by a ranker, or by the cosine of their vectors."""
     if "probabilities" in rows[0]:
         scores = [row["probabilities"][0] for row in rows]
     else:  # vectors of length 1; one of the first texts is in a pair with each of the second ones
         vectors = np.array([row["embedding"] for row in rows], np.float64)
-        num_first = count_inputs(asked["text_1"])
+        num_first = count_inputs(request_body["text_1"])
         scores = (vectors[:num_first] * vectors[num_first:]).sum(-1).tolist()
     return {
         "id": f"score-{digest}",
@@ -229,10 +229,10 @@ def score_body(asked: RowValues, rows: Sequence[RowValues], model: str, digest: 
         "created": 0,
         "model": model,
         "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
-        "usage": {**_usage(rows), "completion_tokens": 0},
+        "usage": {**_count_usage(rows), "completion_tokens": 0},
     }
 
 
-def _usage(rows: Sequence[RowValues]) -> JsonObject:
+def _count_usage(rows: Sequence[RowValues]) -> JsonObject:
     num_tokens = sum(row["num_prompt_tokens"] for row in rows)
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

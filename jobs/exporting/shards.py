@@ -34,21 +34,21 @@ def require_one_run(runs: Sequence[RunReader]) -> list[RunReader]:
         counts = first.shard[1], other.shard[1]
         if counts[0] != counts[1]:
             raise ConfigError(f"{first.location} is one of {counts[0]} shards and {other.location} one of {counts[1]}")
-    by_place = {(run.turn, run.shard[0]): run for run in runs}
-    if len(by_place) < len(runs):
-        twice = next(run for run in runs if by_place[run.turn, run.shard[0]] is not run)
-        other = by_place[twice.turn, twice.shard[0]]
+    by_turn_and_shard = {(run.turn, run.shard[0]): run for run in runs}
+    if len(by_turn_and_shard) < len(runs):
+        duplicate = next(run for run in runs if by_turn_and_shard[run.turn, run.shard[0]] is not run)
+        other = by_turn_and_shard[duplicate.turn, duplicate.shard[0]]
         raise ConfigError(
-            f"{twice.location} and {other.location} are both shard {twice.shard[0]} of {twice.shard[1]}: name one of "
-            "them"
+            f"{duplicate.location} and {other.location} are both shard {duplicate.shard[0]} of {duplicate.shard[1]}: "
+            "name one of them"
         )
-    return [by_place[place] for place in sorted(by_place)]
+    return [by_turn_and_shard[place] for place in sorted(by_turn_and_shard)]
 
 
-def missing(names: Sequence[str], shards: Sequence[RunReader], *, partial: bool, does: str) -> list[str]:
+def check_complete(names: Sequence[str], shards: Sequence[RunReader], *, partial: bool, verb: str) -> list[str]:
     """What is not there yet of the run that `names` mean, by names, footers and plans: sentences, each about a shard.
     Raises ConfigError where something is missing that is not to be left out; `partial` `does` something without it."""
-    absent = absent_shards(shards)
+    absent = describe_absent_shards(shards)
     for run in shards:
         rows = missing_rows(run)
         if run.condition is not Condition.done or len(rows):
@@ -56,12 +56,12 @@ def missing(names: Sequence[str], shards: Sequence[RunReader], *, partial: bool,
     if absent and not partial:
         raise ConfigError(
             f"run={','.join(names)} is not complete: {'; '.join(absent)}. The run's own command goes on with it; "
-            f"partial=true {does} what is there"
+            f"partial=true {verb} what is there"
         )
     return absent
 
 
-def absent_shards(runs: Sequence[RunReader]) -> list[str]:
+def describe_absent_shards(runs: Sequence[RunReader]) -> list[str]:
     """A sentence about the shards of each turn that are not there; of a whole turn in one."""
     sentences, count = list[str](), runs[0].shard[1]
     for turn in range(1, runs[0].num_turns + 1):
@@ -91,10 +91,10 @@ def read_parts(run: RunReader, *, partial: bool) -> Iterator[tuple[pa.Table, np.
         yield table, places
 
 
-def wait_for_end(
+def wait_until_finished(
     names: Sequence[str],
     should_stop: Callable[[], bool],
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     *,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
@@ -105,7 +105,7 @@ def wait_for_end(
     logged, logged_at = "", -inf
     num_blocks: dict[str, int] = {}  # a plan is read once, as it does not change
 
-    def unfinished(run: RunReader) -> str | None:
+    def describe_unfinished(run: RunReader) -> str | None:
         is_running, name = is_locked(run.directory.lock), str(run.path)
         if run.directory.success.exists() and not is_running:
             return None
@@ -121,13 +121,15 @@ def wait_for_end(
 
     while True:
         shards = require_one_run(find_runs(names, "run"))
-        texts = absent_shards(shards) + [text for run in shards if (text := unfinished(run)) is not None]
+        texts = describe_absent_shards(shards) + [
+            text for run in shards if (text := describe_unfinished(run)) is not None
+        ]
         if not texts:
             return
         text = f"waiting: {'; '.join(texts)}"
         if should_stop():
             raise Interrupted(f"stopped while {text}")
         if text != logged and clock() - logged_at >= SECONDS_PER_LINE:
-            tell(text)
+            report(text)
             logged, logged_at = text, clock()
         sleep(POLL_SECONDS)

@@ -17,25 +17,25 @@ import pyarrow.parquet as pq
 from runtime.errors import ConfigError
 from runtime.units import format_count
 
-from ..exporting.columns import from_json, is_json
-from ..exporting.shards import missing, read_parts, require_one_run
+from ..exporting.columns import decode_json, is_json_column
+from ..exporting.shards import check_complete, read_parts, require_one_run
 from ..files.named import publish_named, require_replaceable
 from ..record.run_reader import RunReader, find_runs
 from .config import Metric, MetricsConfig
 from .intervals import Estimate, estimate
 
-OUT = "metrics.parquet"  # in the run's directory, unless the config says otherwise
+DEFAULT_OUT = "metrics.parquet"  # in the run's directory, unless the config says otherwise
 COLUMNS = ("id", "sample_index", "status", "completion")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-MARKED = re.compile(r"####\s*\$?\s*(-?[\d,.]*\d)")
+MARKED_NUMBER = re.compile(r"####\s*\$?\s*(-?[\d,.]*\d)")
 ANSWER_IS = re.compile(r"the answer is:?\s*([^\n]*)", re.IGNORECASE)
 ROUGES = ("rouge1", "rouge2", "rougeL")
 
-Score: TypeAlias = Callable[[str, str], Mapping[str, float]]  # a completion and a reference: scores by column
+Scorer: TypeAlias = Callable[[str, str], Mapping[str, float]]  # a completion and a reference: scores by column
 
 
 @dataclass(kw_only=True)
-class Graded:
+class GradingResult:
     """Scores by row. `num_samples`: completions that were compared; errors and rows without a reference count apart."""
 
     out: Path | None = None
@@ -53,12 +53,12 @@ class Graded:
         }
 
 
-def grade(config: MetricsConfig) -> Graded:
+def grade(config: MetricsConfig) -> GradingResult:
     """Grades the run and writes the scores. Raises ConfigError for what is missing, DamagedRunError, and OutputError
     with an older file left as it was."""
-    score = scorers(config.metrics)
-    shards = complete_run(config)
-    graded = graded_tables(tables_of(shards, partial=config.partial), config.reference_field, score)
+    score = make_scorers(config.metrics)
+    shards = require_complete_run(config)
+    graded = grade_tables(read_tables(shards, partial=config.partial), config.reference_field, score)
     if not graded.num_samples:
         raise ConfigError(
             f"run={','.join(config.runs)}: no row has both a completion and a reference: "
@@ -66,42 +66,42 @@ def grade(config: MetricsConfig) -> Graded:
             f"{format_count(graded.num_without_reference, 'row')} without a value of "
             f"reference_field={config.reference_field}"
         )
-    graded.out = written(config, shards, graded.rows)
+    graded.out = write_scores(config, shards, graded.rows)
     return graded
 
 
-def complete_run(config: MetricsConfig) -> list[RunReader]:
+def require_complete_run(config: MetricsConfig) -> list[RunReader]:
     """The shards of the run. Raises ConfigError where something is missing that is not to be left out, or the file to
     write is somebody's own."""
     if config.out is not None:
         require_replaceable([Path(config.out).expanduser()], f"out={config.out}")
     shards = require_one_run(find_runs(config.runs, "run"))
-    missing(config.runs, shards, partial=config.partial, does="grades")
+    check_complete(config.runs, shards, partial=config.partial, verb="grades")
     return shards
 
 
-def written(config: MetricsConfig, shards: Sequence[RunReader], rows: list[dict[str, object]]) -> Path:
+def write_scores(config: MetricsConfig, shards: Sequence[RunReader], rows: list[dict[str, object]]) -> Path:
     """The file that the scores were written to. Raises OutputError."""
     folder = shards[0].path.parent if shards[0].num_turns > 1 else shards[0].path
-    out = Path(config.out).expanduser() if config.out else folder / OUT
+    out = Path(config.out).expanduser() if config.out else folder / DEFAULT_OUT
     table = pa.Table.from_pylist(rows)
     publish_named(out, lambda file: pq.write_table(table, file))
     return out
 
 
-def graded_tables(tables: Iterable[pa.Table], reference_field: str, score: Sequence[Score]) -> Graded:
+def grade_tables(tables: Iterable[pa.Table], reference_field: str, scorers: Sequence[Scorer]) -> GradingResult:
     """The rows of these parts, graded. Raises ConfigError where they lack the column of references."""
-    graded = Graded()
+    graded = GradingResult()
     for table in tables:
-        column = column_named(table.schema, reference_field)
+        column = find_column(table.schema, reference_field)
         if column is None:
             raise ConfigError(
                 f"reference_field={reference_field}: no such column among "
-                f"{', '.join(named(field) for field in table.schema)}"
+                f"{', '.join(original_name(field) for field in table.schema)}"
             )
         references = table[column.name].to_pylist()
-        if is_json(column):
-            references = [from_json(each) if isinstance(each, str) else each for each in references]
+        if is_json_column(column):
+            references = [decode_json(each) if isinstance(each, str) else each for each in references]
         for row, reference in zip(table.select(COLUMNS).to_pylist(), references, strict=True):
             wanted = reference if isinstance(reference, list) else [reference]
             texts = [str(each) for each in wanted if each is not None]
@@ -112,30 +112,30 @@ def graded_tables(tables: Iterable[pa.Table], reference_field: str, score: Seque
                 graded.num_without_reference += 1
             else:
                 graded.num_samples += 1
-                for of_metric in score:
-                    found = [of_metric(str(row["completion"]), text) for text in texts]
-                    values |= {name: max(each[name] for each in found) for name in found[0]}
-            about = {"id": row["id"], "sample_index": row["sample_index"], "status": row["status"]}
-            graded.rows.append({**about, **values})
+                for scorer in scorers:
+                    scores = [scorer(str(row["completion"]), text) for text in texts]
+                    values |= {name: max(each[name] for each in scores) for name in scores[0]}
+            identity = {"id": row["id"], "sample_index": row["sample_index"], "status": row["status"]}
+            graded.rows.append({**identity, **values})
             for name, value in values.items():
                 graded.scores[name][str(row["id"])].append(value)
     return graded
 
 
-def column_named(schema: pa.Schema, name: str) -> pa.Field | None:
+def find_column(schema: pa.Schema, name: str) -> pa.Field | None:
     """The input's column of that name; parts may have had to call it otherwise."""
-    return next((column for column in schema if named(column) == name), None)
+    return next((column for column in schema if original_name(column) == name), None)
 
 
-def named(column: pa.Field) -> str:
+def original_name(column: pa.Field) -> str:
     return (column.metadata or {}).get(b"column", column.name.encode()).decode("utf-8", "surrogatepass")
 
 
-def tables_of(shards: Sequence[RunReader], *, partial: bool) -> Iterator[pa.Table]:
+def read_tables(shards: Sequence[RunReader], *, partial: bool) -> Iterator[pa.Table]:
     return (table for run in shards for table, _ in read_parts(run, partial=partial))
 
 
-def describe(graded: Graded) -> list[str]:
+def format_grading(graded: GradingResult) -> list[str]:
     """What a person reads: a line for each metric, and what was not compared."""
     lines = [f"{name:<14} {format_estimate(found)}" for name, found in graded.estimates().items()]
     counts = f"{format_count(graded.num_samples, 'completion')} compared"
@@ -154,30 +154,30 @@ def format_estimate(found: Estimate) -> str:
     return f"{found.mean:.1%} (95% interval {found.low:.1%} to {found.high:.1%}, {rows})"
 
 
-def format_generations(generations: Path) -> str:
+def format_task_answers(generations: Path) -> str:
     """The answers of a run of dataset=tasks, one of each task, and the share of right answers."""
     table = pq.read_table(generations)
-    graded = graded_tables([table], "reference", scorers([Metric.exact_match]))
+    graded = grade_tables([table], "reference", make_scorers([Metric.exact_match]))
     first_of_task = {row["task"]: row for row in reversed(table.sort_by("row_index").to_pylist())}
     lines = [f"{row['prompt']}{row['completion']}".replace("\n", " ") for row in reversed(first_of_task.values())]
     found = graded.estimates().get("exact_match")
     return "\n".join([*lines, "", f"right answers: {format_estimate(found)}" if found else "nothing to compare"])
 
 
-def exact_match(completion: str, reference: str) -> bool:
+def is_exact_match(completion: str, reference: str) -> bool:
     """Equal but for white space around them, as HELM's quasi-exact tasks and BBH have it."""
     return completion.strip() == reference.strip()
 
 
-def gsm8k(completion: str, reference: str) -> bool:
+def is_gsm8k_match(completion: str, reference: str) -> bool:
     """Numbers are compared as numbers, so 18 is 18.00 and 1,000 is 1000 (Cobbe et al., arXiv 2110.14168)."""
-    answer, wanted = gsm8k_answer(completion), gsm8k_answer(reference)
+    answer, wanted = parse_gsm8k_answer(completion), parse_gsm8k_answer(reference)
     return answer is not None and answer == wanted
 
 
-def gsm8k_answer(text: str) -> Decimal | None:
+def parse_gsm8k_answer(text: str) -> Decimal | None:
     """The number behind the first `####`, else the last number; None where there is none."""
-    marked = MARKED.search(text)
+    marked = MARKED_NUMBER.search(text)
     found = [marked.group(1)] if marked else NUMBER.findall(text)
     try:
         return Decimal(found[-1].replace(",", "")) if found else None
@@ -185,28 +185,28 @@ def gsm8k_answer(text: str) -> Decimal | None:
         return None
 
 
-def bbh(completion: str, reference: str) -> bool:
+def is_bbh_match(completion: str, reference: str) -> bool:
     """Answers without white space around them and a full stop behind them (Suzgun et al., arXiv 2210.09261)."""
-    return bbh_answer(completion) == bbh_answer(reference)
+    return parse_bbh_answer(completion) == parse_bbh_answer(reference)
 
 
-def bbh_answer(text: str) -> str:
+def parse_bbh_answer(text: str) -> str:
     """What follows the first `the answer is` up to the end of the line, else the whole text."""
     found = ANSWER_IS.search(text)
     return (found.group(1) if found else text).strip().removesuffix(".").strip()
 
 
-def scorers(metrics: Sequence[Metric]) -> list[Score]:
+def make_scorers(metrics: Sequence[Metric]) -> list[Scorer]:
     """One for each metric. Raises ConfigError where an extra is missing."""
-    return [_rouge() if metric is Metric.rouge else _yes_or_no(metric) for metric in metrics]
+    return [_rouge_scorer() if metric is Metric.rouge else _binary_scorer(metric) for metric in metrics]
 
 
-def _yes_or_no(metric: Metric) -> Score:
-    is_right = {Metric.exact_match: exact_match, Metric.gsm8k: gsm8k, Metric.bbh: bbh}[metric]
+def _binary_scorer(metric: Metric) -> Scorer:
+    is_right = {Metric.exact_match: is_exact_match, Metric.gsm8k: is_gsm8k_match, Metric.bbh: is_bbh_match}[metric]
     return lambda completion, reference: {metric.value: float(is_right(completion, reference))}
 
 
-def _rouge() -> Score:
+def _rouge_scorer() -> Scorer:
     """F measures with stemming, as HELM computes them."""
     if find_spec("rouge_score") is None:
         raise ConfigError("metric=rouge needs the extra: pip install 'weightstream[eval]'")

@@ -21,19 +21,19 @@ class Estimate:
     high: float | None = None
 
 
-def estimate(of_rows: Sequence[float]) -> Estimate:
+def estimate(row_values: Sequence[float]) -> Estimate:
     """Wilson's interval where each row is right or wrong, else the percentiles of a bootstrap over rows with a fixed
     seed (Wilson 1927; Efron 1979)."""
-    values = np.asarray(of_rows, dtype=np.float64)
+    values = np.asarray(row_values, dtype=np.float64)
     if not len(values):
         return Estimate(num_rows=0)
     mean = float(values.mean())
     is_binary = bool(np.isin(values, (0.0, 1.0)).all())
-    low, high = wilson(mean, len(values)) if is_binary else bootstrap(values)
+    low, high = wilson_interval(mean, len(values)) if is_binary else bootstrap_interval(values)
     return Estimate(num_rows=len(values), mean=mean, low=low, high=high)
 
 
-def estimate_of_groups(groups: Sequence[Sequence[float]]) -> Estimate:
+def estimate_groups(groups: Sequence[Sequence[float]]) -> Estimate:
     """The mean of all values, with the percentiles of a bootstrap over groups, none of which is empty: the values of
     one group are no evidence of their own. `num_rows` counts values."""
     if not groups:
@@ -46,7 +46,7 @@ def estimate_of_groups(groups: Sequence[Sequence[float]]) -> Estimate:
     return Estimate(num_rows=num_values, mean=float(sums.sum() / num_values), low=float(low), high=float(high))
 
 
-def wilson(share: float, count: int) -> tuple[float, float]:
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
     """The interval of a share of `count` independent rows."""
     scale = 1 + Z * Z / count
     middle = (share + Z * Z / (2 * count)) / scale
@@ -54,7 +54,7 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def bootstrap(values: np.ndarray) -> tuple[float, float]:
+def bootstrap_interval(values: np.ndarray) -> tuple[float, float]:
     """The 2.5th and 97.5th percentile of the means of samples of the same size, drawn with replacement."""
     generator = np.random.default_rng(SEED)
     means = [values[generator.integers(0, len(values), len(values))].mean() for _ in range(NUM_RESAMPLES)]

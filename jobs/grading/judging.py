@@ -10,18 +10,18 @@ import pyarrow as pa
 from runtime.errors import ConfigError
 from runtime.units import format_count
 
-from ..exporting.columns import RowValues, rows_of
-from ..exporting.fastchat import judgment_of, rating_of, require_judged, winner_of_game
+from ..exporting.columns import RowValues, iter_rows
+from ..exporting.fastchat import judgment_text, parse_game_winner, parse_rating, require_judge_columns
 from .config import MetricsConfig
-from .grading import complete_run, tables_of, written
-from .intervals import Estimate, estimate_of_groups
+from .grading import read_tables, require_complete_run, write_scores
+from .intervals import Estimate, estimate_groups
 
 POINTS = {"model_1": 1.0, "tie": 0.5, "model_2": 0.0}  # of a pair; the first is the one that is judged
 ALL_TURNS = 0
 
 
 @dataclass(kw_only=True)
-class Judged:
+class JudgingResult:
     """`values`: ratings, or points of pairs, by model and turn, and of those by question. `num_unparsed`: judgments
     without a rating or a winner; errors count apart."""
 
@@ -38,23 +38,23 @@ class Judged:
     def estimates(self, model: str) -> dict[int, Estimate]:
         """The mean of each turn, and under 0 that of all values of several turns, drawn by question."""
         by_turn = dict(sorted(self.values[model].items()))
-        found = {turn: estimate_of_groups([[value] for value in values.values()]) for turn, values in by_turn.items()}
+        found = {turn: estimate_groups([[value] for value in values.values()]) for turn, values in by_turn.items()}
         if len(by_turn) > 1:
             questions: dict[str, list[float]] = defaultdict(list)
             for values in by_turn.values():
                 for question, value in values.items():
                     questions[question].append(value)
-            found[ALL_TURNS] = estimate_of_groups(list(questions.values()))
+            found[ALL_TURNS] = estimate_groups(list(questions.values()))
         return found
 
 
-def judged(config: MetricsConfig) -> Judged:
+def grade_judgments(config: MetricsConfig) -> JudgingResult:
     """Reads the judgments of the run and writes what they come to. Raises as `grade` does."""
-    shards = complete_run(config)
-    tables = list(tables_of(shards, partial=config.partial))
+    shards = require_complete_run(config)
+    tables = list(read_tables(shards, partial=config.partial))
     for table in tables[:1]:
-        require_judged(table.schema, shards[0])
-    found = judged_tables(tables)
+        require_judge_columns(table.schema, shards[0])
+    found = read_judgments(tables)
     if not found.values:
         raise ConfigError(
             f"run={','.join(config.runs)}: no judgment has a rating: "
@@ -62,46 +62,48 @@ def judged(config: MetricsConfig) -> Judged:
             f"{format_count(found.num_unparsed, 'judgment')} without the number or the letter that was asked for; "
             "sampling.max_new_tokens may have been too few"
         )
-    found.out = written(config, shards, found.rows)
+    found.out = write_scores(config, shards, found.rows)
     return found
 
 
-def judged_tables(tables: Iterable[pa.Table]) -> Judged:
+def read_judgments(tables: Iterable[pa.Table]) -> JudgingResult:
     """The judgments of these parts. The two games of a pair are in any of them."""
-    found, pairs = Judged(), defaultdict[tuple[str, str, int], dict[int, RowValues]](dict)
-    for row in rows_of(tables):
+    found, pairs = JudgingResult(), defaultdict[tuple[str, str, int], dict[int, RowValues]](dict)
+    for row in iter_rows(tables):
         if row["baseline"] is not None:
             found.baseline = row["baseline"]
             pairs[row["model"], str(row["question_id"]), row["turn"]][row["game"]] = row
             continue
-        rating = rating_of(row["completion"]) if row["status"] == "ok" else None
+        rating = parse_rating(row["completion"]) if row["status"] == "ok" else None
         found.num_errors += row["status"] != "ok"
         found.num_unparsed += row["status"] == "ok" and rating is None
-        found.rows.append(_about(row) | {"status": row["status"], "rating": None if rating is None else float(rating)})
+        found.rows.append(
+            _identity_columns(row) | {"status": row["status"], "rating": None if rating is None else float(rating)}
+        )
         if rating is not None:
             found.values[row["model"]][row["turn"]][str(row["question_id"])] = float(rating)
     for (model, question, turn), by_game in pairs.items():
         games = [by_game[game] for game in sorted(by_game)]
         is_ok = len(games) == 2 and all(row["status"] == "ok" for row in games)
-        winners = [winner_of_game(row["game"], judgment_of(row)) for row in games]
+        winners = [parse_game_winner(row["game"], judgment_text(row)) for row in games]
         is_read = is_ok and "error" not in winners
         found.num_errors += not is_ok
         found.num_unparsed += is_ok and not is_read
         # The winner is who won in both orders; where they differ it is a tie (Zheng et al., arXiv 2306.05685).
         winner = (winners[0] if len(set(winners)) == 1 else "tie") if is_read else None
-        found.rows.append(_about(games[0]) | {"status": "ok" if is_ok else "error", "winner": winner})
+        found.rows.append(_identity_columns(games[0]) | {"status": "ok" if is_ok else "error", "winner": winner})
         if winner is not None:
             found.values[model][turn][question] = POINTS[winner]
             found.outcomes[model][winner] += 1
     return found
 
 
-def _about(row: RowValues) -> dict[str, object]:
+def _identity_columns(row: RowValues) -> dict[str, object]:
     question = {"question_id": str(row["question_id"]), "category": row.get("category")}
     return {"model": row["model"], "baseline": row["baseline"], "turn": row["turn"], **question}
 
 
-def describe_judged(found: Judged) -> list[str]:
+def format_judging(found: JudgingResult) -> list[str]:
     """What a person reads: a line for each model and turn, the best model first."""
     estimates = {model: found.estimates(model) for model in found.values}
     overall = {model: of.get(ALL_TURNS) or next(iter(of.values())) for model, of in estimates.items()}

@@ -29,7 +29,7 @@ from runtime.units import MIB
 from ..datasets.records import BadRecord, check_text, shorten
 from .config import ServeConfig
 from .keeper import Keeper
-from .store import FINAL, STATUSES, UPLOADED, URLS, BatchStore, InUseError, NoRoomError, Record
+from .store import FINAL, STATUSES, UPLOAD_PURPOSE, URLS, BatchStore, FileInUseError, JsonRecord, UploadLimitError
 
 log = logging.getLogger(__name__)
 FORM_BYTES = MIB // 4  # beside a file's own bytes, and of a request without one
@@ -38,10 +38,10 @@ DRAIN_SECONDS, DRAIN_PAUSE_SECONDS = 30.0, 2.0  # in which the rest of a refused
 MAX_METADATA_KEYS, MAX_KEY_CHARACTERS, MAX_VALUE_CHARACTERS = 16, 64, 512  # as OpenAI has them
 MAX_FILENAME_CHARACTERS = 255
 MAX_BATCHES_LISTED, MAX_FILES_LISTED = 100, 10_000
-BATCHES_LISTED = 20  # where nobody says how many
+DEFAULT_BATCHES_LISTED = 20  # where nobody says how many
 HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-SINGLE = ("/v1/responses", "/v1/moderations", "/v1/images/generations", *URLS)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+UNSUPPORTED_PATHS = ("/v1/responses", "/v1/moderations", "/v1/images/generations", *URLS)
 
 
 def make_app(
@@ -65,21 +65,21 @@ def make_app(
             Route("/v1/models/{id:path}", routes.model),
             Route("/health", routes.health),
             Route("/metrics", routes.metrics),
-            *(Route(path, routes.single, methods=["GET", "POST"]) for path in SINGLE),
+            *(Route(path, routes.reject_single_request, methods=["GET", "POST"]) for path in UNSUPPORTED_PATHS),
         ],
         middleware=[Middleware(_Guard, config=config, key=key)],
         exception_handlers={
-            HTTPException: _refusal,
-            ClientDisconnect: _gone,
-            TimeoutError: _too_slow,
-            OSError: _no_means,
-            OutputError: _no_means,
-            Exception: _mistake,
+            HTTPException: _handle_http_error,
+            ClientDisconnect: _handle_disconnect,
+            TimeoutError: _handle_timeout,
+            OSError: _handle_os_error,
+            OutputError: _handle_os_error,
+            Exception: _handle_exception,
         },
     )
 
 
-def _error(
+def _error_response(
     status: int,
     message: str,
     kind: str = "invalid_request_error",
@@ -90,7 +90,7 @@ def _error(
     return JSONResponse({"error": error}, status, headers=headers)
 
 
-async def _refusal(request: Request, error: Exception) -> Response:
+async def _handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "it is registered for these"
     message, headers = str(error.detail), error.headers or {}
     if "endpoint" not in request.scope:
@@ -98,35 +98,35 @@ async def _refusal(request: Request, error: Exception) -> Response:
             f"{method} {route.path}"
             for route in request.app.routes
             for method in sorted(route.methods - {"HEAD"})
-            if route.path not in SINGLE
+            if route.path not in UNSUPPORTED_PATHS
         ]
         message = f"there is no {shorten(request.scope['path'])}, there are {', '.join(listed)}"
     elif error.status_code == 405:
         message = f"{request.method} is not for {request.scope['path']}: {headers.get('Allow')}"
-    return _error(error.status_code, message, headers=headers)
+    return _error_response(error.status_code, message, headers=headers)
 
 
-async def _gone(request: Request, error: Exception) -> Response:
+async def _handle_disconnect(request: Request, error: Exception) -> Response:
     log.debug("%s %s: the client left", request.method, shorten(request.scope["path"]))
     return Response(status_code=400)  # which nobody reads
 
 
-async def _too_slow(request: Request, error: Exception) -> Response:
-    return _error(408, f"nothing of the request came within {RECEIVE_SECONDS:.0f} s")
+async def _handle_timeout(request: Request, error: Exception) -> Response:
+    return _error_response(408, f"nothing of the request came within {RECEIVE_SECONDS:.0f} s")
 
 
-async def _no_means(request: Request, error: Exception) -> Response:
+async def _handle_os_error(request: Request, error: Exception) -> Response:
     """The answer where the machine is at fault and a later request may succeed: a full disk, no descriptors."""
     cause = error.__cause__ if isinstance(error, OutputError) else error
-    is_full = isinstance(cause, OSError) and cause.errno in NO_ROOM
+    is_full = isinstance(cause, OSError) and cause.errno in DISK_FULL_ERRNOS
     log.error("%s %s: %s", request.method, shorten(request.scope["path"]), error)
     why = "the server's disk has no room" if is_full else "the server lacks the means for now; its log says which"
-    return _error(507 if is_full else 503, f"{why}; nothing was stored", "server_error")
+    return _error_response(507 if is_full else 503, f"{why}; nothing was stored", "server_error")
 
 
-async def _mistake(request: Request, error: Exception) -> Response:
+async def _handle_exception(request: Request, error: Exception) -> Response:
     log.error("%s %s: %s: %s", request.method, shorten(request.scope["path"]), type(error).__name__, error)
-    return _error(500, "the server made a mistake; its log says which", "server_error")
+    return _error_response(500, "the server made a mistake; its log says which", "server_error")
 
 
 class _Guard:
@@ -143,40 +143,40 @@ class _Guard:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
-        body = _Body(receive, is_asked_for=request.headers.get("expect", "").lower() == "100-continue")
+        body = _RequestBody(receive, is_asked_for=request.headers.get("expect", "").lower() == "100-continue")
 
         async def answer(message: Message) -> None:
-            if message["type"] == "http.response.start" and not await body.drained():
+            if message["type"] == "http.response.start" and not await body.drain():
                 message["headers"] = [*message.get("headers", []), (b"connection", b"close")]
             await send(message)
 
-        await (self._refusal(request) or self._app)(scope, body.receive, answer)
+        await (self._reject(request) or self._app)(scope, body.receive, answer)
 
-    def _refusal(self, request: Request) -> Response | None:
+    def _reject(self, request: Request) -> Response | None:
         headers, config = request.headers, self._config
         host = HOST.fullmatch(headers.get("host", ""))
         is_named = host is not None and (not config.is_loopback or host[1].lower() in self._names)
         if "origin" in headers or headers.get("sec-fetch-site", "none") != "none" or not is_named:
-            return _error(403, "requests of web pages are not answered")
+            return _error_response(403, "requests of web pages are not answered")
         given = headers.get("authorization", "").encode()
         is_open = self._authorization is None or request.scope["path"] == "/health"
         if not is_open and not secrets.compare_digest(given, self._authorization or b""):
             message = "the api_key is not this server's: it is in the file that the server names when it starts"
             bearer = {"WWW-Authenticate": "Bearer"}
-            return _error(401, message, "authentication_error", "invalid_api_key", bearer)
+            return _error_response(401, message, "authentication_error", "invalid_api_key", bearer)
         if request.method == "POST":
             is_file = request.scope["path"] == "/v1/files"
             most = (config.max_file_bytes if is_file else 0) + FORM_BYTES
             length = headers.get("content-length", "")
             if not (length.isascii() and length.isdigit()):
-                return _error(411, "a request needs a Content-Length")
+                return _error_response(411, "a request needs a Content-Length")
             if int(length[:20]) > most:
                 limit = f"max_file_mib={config.max_file_mib}" if is_file else f"{FORM_BYTES:,} bytes"
-                return _error(413, f"the request has {int(length[:20]):,} bytes, {limit} is the most")
+                return _error_response(413, f"the request has {int(length[:20]):,} bytes, {limit} is the most")
         return None
 
 
-class _Body:
+class _RequestBody:
     """What a request still sends. `is_asked_for`: the client waits for a word before it sends anything."""
 
     def __init__(self, receive: Receive, *, is_asked_for: bool):
@@ -192,7 +192,7 @@ class _Body:
         self._is_done = not message.get("more_body", False)
         return message
 
-    async def drained(self) -> bool:
+    async def drain(self) -> bool:
         """Whether all has come, once the rest of it was waited for: who still sends when the connection is closed sees
         no answer but a reset."""
         with anyio.move_on_after(DRAIN_SECONDS), suppress(TimeoutError):
@@ -210,17 +210,19 @@ class _Routes:
     async def add_file(self, request: Request) -> Response:
         config = self._config
         try:
-            with self._store.room(int(request.headers["content-length"]), config.max_files, config.max_uploads_bytes):
+            with self._store.reserve_space(
+                int(request.headers["content-length"]), config.max_files, config.max_uploads_bytes
+            ):
                 async with request.form(max_files=1, max_fields=10) as form:
                     upload = form.get("file")
-                    if form.get("purpose") != UPLOADED:
+                    if form.get("purpose") != UPLOAD_PURPOSE:
                         raise HTTPException(400, "purpose must be 'batch'")
                     if upload is None or isinstance(upload, str):
                         raise HTTPException(400, "there is no file")
                     name = (upload.filename or "requests.jsonl")[:MAX_FILENAME_CHARACTERS]
-                    name = _text(name, "the file's name", MAX_FILENAME_CHARACTERS)
-                    return _shown(await run_in_threadpool(self._store.add_upload, upload.file, name))
-        except NoRoomError as error:
+                    name = _check_text(name, "the file's name", MAX_FILENAME_CHARACTERS)
+                    return _record_response(await run_in_threadpool(self._store.add_upload, upload.file, name))
+        except UploadLimitError as error:
             raise HTTPException(413, str(error)) from None
         except UnicodeError:
             raise HTTPException(400, "the form is not in the charset that its Content-Type names") from None
@@ -228,22 +230,22 @@ class _Routes:
     def files(self, request: Request) -> Response:
         records, purpose = self._store.files(), request.query_params.get("purpose")
         found = [record for record in records if purpose in (None, record["purpose"])]
-        return _page(request, found, MAX_FILES_LISTED, MAX_FILES_LISTED)
+        return _list_page(request, found, MAX_FILES_LISTED, MAX_FILES_LISTED)
 
     def file(self, request: Request) -> Response:
-        return _shown(_found(self._store.file(request.path_params["id"]), "file"))
+        return _record_response(_require_found(self._store.file(request.path_params["id"]), "file"))
 
     def delete_file(self, request: Request) -> Response:
         id = request.path_params["id"]
         try:
             if not self._store.delete_file(id):
                 raise HTTPException(404, "there is no such file")
-        except InUseError as error:
+        except FileInUseError as error:
             raise HTTPException(409, str(error)) from None
         return JSONResponse({"id": id, "object": "file", "deleted": True})
 
     def content(self, request: Request) -> Response:
-        path = Path(str(_found(self._store.file(request.path_params["id"]), "file")["path"]))
+        path = Path(str(_require_found(self._store.file(request.path_params["id"]), "file")["path"]))
         if not path.is_file():
             raise HTTPException(404, "the content of this file is gone")
         return FileResponse(path, media_type="application/jsonl")
@@ -255,9 +257,9 @@ class _Routes:
             raise HTTPException(400, "the body is not JSON") from None
         if not isinstance(asked, dict):
             raise HTTPException(400, "the body is not an object")
-        return await run_in_threadpool(self._begin_batch, asked)
+        return await run_in_threadpool(self._create_batch, asked)
 
-    def _begin_batch(self, asked: Mapping[str, object]) -> Response:
+    def _create_batch(self, asked: Mapping[str, object]) -> Response:
         """Checks all of a batch before anything of it is stored."""
         known = {"input_file_id", "endpoint", "completion_window", "metadata"}
         unknown = sorted(key for key in asked.keys() - known if asked[key] is not None)
@@ -266,37 +268,37 @@ class _Routes:
         endpoint, window = asked.get("endpoint"), asked.get("completion_window")
         if not isinstance(endpoint, str) or endpoint not in URLS:
             raise HTTPException(400, f"endpoint must be one of {', '.join(URLS)}")
-        window = "24h" if window is None else _text(window, "completion_window", MAX_KEY_CHARACTERS)
-        metadata = _metadata(asked.get("metadata"))
-        file_id = _text(asked.get("input_file_id"), "input_file_id", MAX_FILENAME_CHARACTERS)
-        source = _found(self._store.file(file_id), "file")
-        if source["purpose"] != UPLOADED:
+        window = "24h" if window is None else _check_text(window, "completion_window", MAX_KEY_CHARACTERS)
+        metadata = _check_metadata(asked.get("metadata"))
+        file_id = _check_text(asked.get("input_file_id"), "input_file_id", MAX_FILENAME_CHARACTERS)
+        source = _require_found(self._store.file(file_id), "file")
+        if source["purpose"] != UPLOAD_PURPOSE:
             raise HTTPException(400, "input_file_id names a file that was not uploaded for a batch")
-        if len(self._store.unfinished()) >= self._config.max_batches:
+        if len(self._store.unfinished_batches()) >= self._config.max_batches:
             raise HTTPException(429, f"max_batches={self._config.max_batches:,} batches wait or run already")
         try:
             with Path(str(source["path"])).open("rb") as file:
                 total = sum(1 for line in file if line.strip())
         except FileNotFoundError:
             raise HTTPException(404, "the content of this file is gone") from None
-        record = _found(self._store.add_batch(str(source["id"]), endpoint, window, metadata, total), "file")
+        record = _require_found(self._store.add_batch(str(source["id"]), endpoint, window, metadata, total), "file")
         self._keeper.wake()
-        return _shown(record)
+        return _record_response(record)
 
     def batches(self, request: Request) -> Response:
-        return _page(request, self._store.batches(), BATCHES_LISTED, MAX_BATCHES_LISTED)
+        return _list_page(request, self._store.batches(), DEFAULT_BATCHES_LISTED, MAX_BATCHES_LISTED)
 
     def batch(self, request: Request) -> Response:
-        return _shown(_found(self._store.batch(request.path_params["id"]), "batch"))
+        return _record_response(_require_found(self._store.batch(request.path_params["id"]), "batch"))
 
     def cancel(self, request: Request) -> Response:
-        record = _found(self._store.batch(request.path_params["id"]), "batch")
+        record = _require_found(self._store.batch(request.path_params["id"]), "batch")
         if record["status"] != "cancelling":
-            record = self._store.enter(str(record["id"]), "cancelling")
+            record = self._store.set_status(str(record["id"]), "cancelling")
         if record["status"] != "cancelling":
             raise HTTPException(409, f"the batch is {record['status']} already")
         self._keeper.wake()
-        return _shown(record)
+        return _record_response(record)
 
     def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_model(name) for name in self._models]})
@@ -313,21 +315,21 @@ class _Routes:
 
     def metrics(self, request: Request) -> Response:
         return PlainTextResponse(
-            "".join(_metrics(self._store, is_alive=self._keeper.is_alive())),
+            "".join(_format_metrics(self._store, is_alive=self._keeper.is_alive())),
             media_type="text/plain; version=0.0.4",
         )
 
-    def single(self, request: Request) -> Response:
+    def reject_single_request(self, request: Request) -> Response:
         raise HTTPException(404, "batches only: upload a file to POST /v1/files, then POST /v1/batches")
 
 
-def _found(record: Record | None, what: str) -> Record:
+def _require_found(record: JsonRecord | None, what: str) -> JsonRecord:
     if record is None:
         raise HTTPException(404, f"there is no such {what}")
     return record
 
 
-def _text(value: object, what: str, most: int, *, may_be_empty: bool = False) -> str:
+def _check_text(value: object, what: str, most: int, *, may_be_empty: bool = False) -> str:
     """`value` if it is text that can be stored and sent back. Raises HTTPException."""
     if not isinstance(value, str):
         raise HTTPException(400, f"{what} is no text")
@@ -339,29 +341,29 @@ def _text(value: object, what: str, most: int, *, may_be_empty: bool = False) ->
         raise HTTPException(400, str(error)) from None
 
 
-def _metadata(value: object) -> Mapping[str, str] | None:
+def _check_metadata(value: object) -> Mapping[str, str] | None:
     if value is None:
         return None
     if not isinstance(value, dict) or len(value) > MAX_METADATA_KEYS:
         raise HTTPException(400, f"metadata must be an object of up to {MAX_METADATA_KEYS} texts")
     return {
-        _text(key, "a key of metadata", MAX_KEY_CHARACTERS): _text(
+        _check_text(key, "a key of metadata", MAX_KEY_CHARACTERS): _check_text(
             text, f"metadata {shorten(key)}", MAX_VALUE_CHARACTERS, may_be_empty=True
         )
         for key, text in value.items()
     }
 
 
-def _shown(record: Record) -> Response:
-    return JSONResponse(_public(record))
+def _record_response(record: JsonRecord) -> Response:
+    return JSONResponse(_public_fields(record))
 
 
-def _public(record: Record) -> Record:
+def _public_fields(record: JsonRecord) -> JsonRecord:
     """A record without what is the server's own."""
     return {key: value for key, value in record.items() if key not in ("path", "tokens")}
 
 
-def _page(request: Request, records: Sequence[Record], usual: int, most: int) -> Response:
+def _list_page(request: Request, records: Sequence[JsonRecord], usual: int, most: int) -> Response:
     """Those of `records` (the oldest first) that a client asks for by `limit`, `after` and `order`."""
     asked = request.query_params
     limit, order, after = asked.get("limit", str(usual)), asked.get("order", "desc"), asked.get("after")
@@ -375,7 +377,7 @@ def _page(request: Request, records: Sequence[Record], usual: int, most: int) ->
         start = 1 + next((at for at, record in enumerate(ordered) if record["id"] == after), -1)
         if not start:
             raise HTTPException(400, "after names none of these")
-    shown = [_public(record) for record in ordered[start : start + int(limit)]]
+    shown = [_public_fields(record) for record in ordered[start : start + int(limit)]]
     ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
     return JSONResponse({"object": "list", "data": shown, "has_more": start + len(shown) < len(ordered), **ends})
 
@@ -384,7 +386,7 @@ def _model(name: str) -> Mapping[str, object]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "weightstream"}
 
 
-def _metrics(store: BatchStore, *, is_alive: bool) -> Iterator[str]:
+def _format_metrics(store: BatchStore, *, is_alive: bool) -> Iterator[str]:
     """Sums over all records, in the text format of Prometheus."""
     batches, files = store.batches(), store.files()
     rows: Counter[str] = Counter()

@@ -15,17 +15,17 @@ from ..config.cli import quote
 from ..config.settings import LogLevel
 
 MAX_PORT, MAX_FILE_MIB, MAX_GIB, MAX_COUNT = 65_535, 100_000, 1_000_000, 1_000_000
-OF_THE_SERVER = ("run", "output", "output_root", "shard", "dataset", "prompt", "trace")
+SERVER_KEYS = ("run", "output", "output_root", "shard", "dataset", "prompt", "trace")
 PATHS = ("model.path", "model.tokenizer", "sampling.json_schema")  # of jobs; what is not there may be a hub id
 
 
-def settings_of(job: str, settings: Sequence[str]) -> list[str]:
+def job_settings(job: str, settings: Sequence[str]) -> list[str]:
     """Those of `settings` that a job of this name has."""
     is_own = job == "encode"
     return [each for each in settings if is_own or not each.lstrip("+~").startswith("encode.")]
 
 
-def absolute_paths(values: Mapping[str, object]) -> list[str]:
+def absolute_path_settings(values: Mapping[str, object]) -> list[str]:
     """Settings that say again, for a job in another current folder, which files `values` name from this one."""
     found = []
     for key in (*PATHS, "offload.cache_dir"):
@@ -74,7 +74,7 @@ class ServeConfig:
         )
         for setting in self.settings:
             key, sign, value = setting.lstrip("+~").partition("=")
-            is_own = key.partition(".")[0] in OF_THE_SERVER and key not in ("dataset.limit", "dataset.max_row_bytes")
+            is_own = key.partition(".")[0] in SERVER_KEYS and key not in ("dataset.limit", "dataset.max_row_bytes")
             require(bool(sign), f"settings holds {setting!r}: each is key=value of weightstream generate")
             require(not is_own, f"settings holds {setting!r}, which the server sets for each batch")
             require(

@@ -38,11 +38,11 @@ def serve(config: ServeConfig, output_root: Path, models: Sequence[str] = ()) ->
     """Answers until it is interrupted. The job of a batch goes on then, and the next server takes it up. `models`: what
     answers, by name. Raises ConfigError, OutputError."""
     make_directory(output_root)
-    with private_umask(), _alone(output_root, config) as folder:
+    with private_umask(), _lock_server_folder(output_root, config) as folder:
         key = _api_key(config, folder) if config.require_api_key else None  # whoever finds it listening finds the key
-        with _listening(config) as listener:
+        with _open_listener(config) as listener:
             for handler in logging.getLogger().handlers:
-                handler.addFilter(_Repeats())
+                handler.addFilter(_RepeatFilter())
             logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of each form that is refused
             store = BatchStore(folder)
             keeper = Keeper(store, config.settings, output_root)
@@ -77,7 +77,7 @@ def serve(config: ServeConfig, output_root: Path, models: Sequence[str] = ()) ->
 
 
 @contextmanager
-def _alone(output_root: Path, config: ServeConfig) -> Iterator[Path]:
+def _lock_server_folder(output_root: Path, config: ServeConfig) -> Iterator[Path]:
     """The folder of this server's records, which no other server may have."""
     folder = make_directory(output_root / "serve")
     try:
@@ -95,7 +95,7 @@ def _alone(output_root: Path, config: ServeConfig) -> Iterator[Path]:
 
 
 @contextmanager
-def _listening(config: ServeConfig) -> Iterator[socket.socket]:
+def _open_listener(config: ServeConfig) -> Iterator[socket.socket]:
     try:
         family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address, family=family)
@@ -146,7 +146,7 @@ class _Connection(H11Protocol):
         self.loop.call_later(IDLE_SECONDS, self._close_if_idle)
         if len(self.connections) > _max_connections():
             log.warning("more than %d connections: the one that is silent the longest is closed", _max_connections())
-            sending = [each for each in self.connections if isinstance(each, _Connection) and not each.is_answered_next]
+            sending = [each for each in self.connections if isinstance(each, _Connection) and not each.is_responding]
             silent = min(sending, key=lambda each: each.heard_at, default=self)
             self.connections.discard(silent)
             silent.transport.abort()
@@ -156,25 +156,25 @@ class _Connection(H11Protocol):
         super().data_received(data)
 
     @property
-    def is_asked(self) -> bool:
+    def has_request(self) -> bool:
         """Whether a request is in work, all of which may not have come yet."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
-    def is_answered_next(self) -> bool:
+    def is_responding(self) -> bool:
         """Whether it is the server that has the word."""
-        return self.is_asked and not self.cycle.more_body
+        return self.has_request and not self.cycle.more_body
 
     def _close_if_idle(self) -> None:
         if self.transport.is_closing():
             return
-        if not self.is_asked and self.heard_at + IDLE_SECONDS <= self.loop.time():
+        if not self.has_request and self.heard_at + IDLE_SECONDS <= self.loop.time():
             self.transport.abort()
         else:
             self.loop.call_later(IDLE_SECONDS, self._close_if_idle)
 
 
-class _Repeats(logging.Filter):
+class _RepeatFilter(logging.Filter):
     """Lets a warning through once in REPEAT_SECONDS, then with how often it was repeated: without descriptors, asyncio
     says so thousands of times a minute."""
 

@@ -36,7 +36,7 @@ BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 FINAL = frozenset({"completed", "failed", "cancelled"})
 STATUSES = FINAL | {"validating", "in_progress", "cancelling"}
 URLS = (*ENDPOINTS, *ENCODE_ENDPOINTS)
-UPLOADED, MADE = "batch", "batch_output"  # what a file is for, in the API's words
+UPLOAD_PURPOSE, RESULT_PURPOSE = "batch", "batch_output"  # what a file is for, in the API's words
 FILE_FIELDS = {"bytes": int, "created_at": int, "filename": str, "purpose": str, "path": str}
 BATCH_FIELDS = {
     "created_at": int,
@@ -48,14 +48,14 @@ BATCH_FIELDS = {
 }
 MAX_RECORD_BYTES = 256 * KIB
 
-Record = dict[str, JsonValue]
+JsonRecord = dict[str, JsonValue]
 
 
-class NoRoomError(Exception):
+class UploadLimitError(Exception):
     """An upload would exceed a limit of all of them together."""
 
 
-class InUseError(Exception):
+class FileInUseError(Exception):
     """A file is the input of a batch that has not ended."""
 
 
@@ -75,27 +75,27 @@ class BatchStore:
             if FILE_ID.fullmatch(content.stem) and not os.path.lexists(content.with_suffix(".json")):
                 content.unlink()
         self._lock = threading.Lock()
-        self._file_records = _load(self._files, FILE_ID, FILE_FIELDS)
-        self._batch_records = _load(self._batches, BATCH_ID, BATCH_FIELDS)
+        self._file_records = _load_records(self._files, FILE_ID, FILE_FIELDS)
+        self._batch_records = _load_records(self._batches, BATCH_ID, BATCH_FIELDS)
         self._num_receiving = self._receiving_bytes = 0
 
-    def content(self, id: str) -> Path:
+    def content_path(self, id: str) -> Path:
         """Where the bytes of an uploaded file lie."""
         return self._files / f"{id}.jsonl"
 
-    def log(self, batch_id: str) -> Path:
+    def log_path(self, batch_id: str) -> Path:
         """What the job of a batch says; locked by the job for as long as it runs."""
         return self._batches / f"{batch_id}.log"
 
     @contextmanager
-    def room(self, num_bytes: int, max_files: int, max_bytes: int) -> Iterator[None]:
+    def reserve_space(self, num_bytes: int, max_files: int, max_bytes: int) -> Iterator[None]:
         """Counts an upload of `num_bytes` among those that are kept while it is received. Raises NoRoomError."""
         with self._lock:
-            kept = [_int(file["bytes"]) for file in self._file_records.values() if file["purpose"] == UPLOADED]
-            if len(kept) + self._num_receiving >= max_files:
-                raise NoRoomError(f"max_files={max_files:,} uploaded files are kept already: DELETE some")
-            if (used := sum(kept) + self._receiving_bytes) + num_bytes > max_bytes:
-                raise NoRoomError(
+            sizes = [_int(file["bytes"]) for file in self._file_records.values() if file["purpose"] == UPLOAD_PURPOSE]
+            if len(sizes) + self._num_receiving >= max_files:
+                raise UploadLimitError(f"max_files={max_files:,} uploaded files are kept already: DELETE some")
+            if (used := sum(sizes) + self._receiving_bytes) + num_bytes > max_bytes:
+                raise UploadLimitError(
                     f"uploaded files have {used:,} bytes already, {num_bytes:,} more would be above "
                     f"max_uploads_gib ({max_bytes:,} bytes): DELETE some"
                 )
@@ -108,19 +108,19 @@ class BatchStore:
                 self._num_receiving -= 1
                 self._receiving_bytes -= num_bytes
 
-    def add_upload(self, source: BinaryIO, filename: str) -> Record:
+    def add_upload(self, source: BinaryIO, filename: str) -> JsonRecord:
         """The record of a new file of these bytes. Raises OutputError, and nothing is left then."""
         id = new_id("file-")
-        path = self.content(id)
+        path = self.content_path(id)
         try:
             publish(path, lambda file: shutil.copyfileobj(source, file), exclusive=True)
-            return self.add_file(id, path, filename, UPLOADED)
+            return self.add_file(id, path, filename, UPLOAD_PURPOSE)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
 
-    def add_file(self, id: str, path: Path, filename: str, purpose: str) -> Record:
-        record: Record = {
+    def add_file(self, id: str, path: Path, filename: str, purpose: str) -> JsonRecord:
+        record: JsonRecord = {
             "id": id,
             "object": "file",
             "bytes": path.stat().st_size,
@@ -135,10 +135,10 @@ class BatchStore:
             self._file_records[id] = record
         return record
 
-    def file(self, id: str) -> Record | None:
+    def file(self, id: str) -> JsonRecord | None:
         return self._file_records.get(id)
 
-    def files(self) -> list[Record]:
+    def files(self) -> list[JsonRecord]:
         """All of them, the oldest first."""
         return _by_age(self._file_records)
 
@@ -149,7 +149,7 @@ class BatchStore:
                 return False
             for batch in self._batch_records.values():
                 if batch["input_file_id"] == id and batch["status"] not in FINAL:
-                    raise InUseError(f"{batch['id']} is {batch['status']} and reads this file: cancel it first")
+                    raise FileInUseError(f"{batch['id']} is {batch['status']} and reads this file: cancel it first")
             (self._files / f"{id}.json").unlink(missing_ok=True)
             fsync_directory(self._files)
             del self._file_records[id]
@@ -158,9 +158,9 @@ class BatchStore:
 
     def add_batch(
         self, input_file_id: str, endpoint: str, window: str, metadata: Mapping[str, str] | None, total: int
-    ) -> Record | None:
+    ) -> JsonRecord | None:
         """The record of a new batch; None where its file has just been deleted. Raises OutputError."""
-        record: Record = {
+        record: JsonRecord = {
             "id": new_id("batch_"),
             "object": "batch",
             "endpoint": endpoint,
@@ -178,39 +178,39 @@ class BatchStore:
             self._batch_records[str(record["id"])] = record
         return record
 
-    def batch(self, id: str) -> Record | None:
+    def batch(self, id: str) -> JsonRecord | None:
         return self._batch_records.get(id)
 
-    def batches(self) -> list[Record]:
+    def batches(self) -> list[JsonRecord]:
         """All of them, the oldest first."""
         return _by_age(self._batch_records)
 
-    def unfinished(self) -> list[Record]:
+    def unfinished_batches(self) -> list[JsonRecord]:
         """Batches that have not ended, the oldest first."""
         left = {id: batch for id, batch in list(self._batch_records.items()) if batch["status"] not in FINAL}
         return _by_age(left)
 
-    def change(self, id: str, changed: Callable[[Record], Mapping[str, JsonValue]]) -> Record:
+    def update_batch(self, id: str, changes: Callable[[JsonRecord], Mapping[str, JsonValue]]) -> JsonRecord:
         """The batch with what `changed` says of it as it is now, written; one that has ended stays as it is. Raises
         OutputError."""
         with self._lock:
             record = self._batch_records[id]
-            if record["status"] not in FINAL and (found := changed(record)):
+            if record["status"] not in FINAL and (found := changes(record)):
                 record = {**record, **found}
                 write_json(self._batches / f"{id}.json", record, exclusive=False)
                 self._batch_records[id] = record
             return record
 
-    def enter(self, id: str, status: str, **more: JsonValue) -> Record:
+    def set_status(self, id: str, status: str, **more: JsonValue) -> JsonRecord:
         """The batch in another state, and since when."""
-        return self.change(id, lambda record: {"status": status, f"{status}_at": int(time.time()), **more})
+        return self.update_batch(id, lambda record: {"status": status, f"{status}_at": int(time.time()), **more})
 
 
 def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(12)
 
 
-def _by_age(records: Mapping[str, Record]) -> list[Record]:
+def _by_age(records: Mapping[str, JsonRecord]) -> list[JsonRecord]:
     return sorted(records.values(), key=lambda record: (_int(record["created_at"]), str(record["id"])))
 
 
@@ -218,20 +218,20 @@ def _int(value: JsonValue) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _load(folder: Path, ids: re.Pattern[str], fields: Mapping[str, type]) -> dict[str, Record]:
+def _load_records(folder: Path, ids: re.Pattern[str], fields: Mapping[str, type]) -> dict[str, JsonRecord]:
     """The records in `folder`. One that cannot be used costs itself, and a warning."""
-    found: dict[str, Record] = {}
+    found: dict[str, JsonRecord] = {}
     for path in folder.glob("*.json"):
         if not ids.fullmatch(path.stem):
             continue
         try:
-            found[path.stem] = _read(path, fields)
+            found[path.stem] = _read_record(path, fields)
         except (DamagedRunError, OSError, ValueError) as error:
             log.warning("%s is left out, with what it records: %s", path, error)
     return found
 
 
-def _read(path: Path, fields: Mapping[str, type]) -> Record:
+def _read_record(path: Path, fields: Mapping[str, type]) -> JsonRecord:
     """Raises ValueError where it is no record of these fields, or one that cannot be sent as JSON."""
     if not path.is_file() or path.stat().st_size > MAX_RECORD_BYTES:
         raise ValueError(f"it is no regular file of up to {MAX_RECORD_BYTES // KIB} KiB")

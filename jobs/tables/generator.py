@@ -34,12 +34,12 @@ from ..record.run_dir import RunDirectory
 from ..run.run import run_task
 from ..run.tasks.generate import generation_task
 
-MANY_ROWS = 8_192  # that a block is looked for in
-FAR_FEWER, WORTH_SAYING = 2.0, 1.5  # a block's rows by those that there are; its rows a second by theirs
+LARGE_TABLE_ROWS = 8_192  # that a block is looked for in
+MIN_ROWS_RATIO, MIN_SPEEDUP = 2.0, 1.5  # a block's rows by those that there are; its rows a second by theirs
 
 
 @dataclass(frozen=True, kw_only=True)
-class FewRows:
+class BlockUnderfill:
     """Rows that are generated together, how many like them one block takes, and predicted rows a second of both."""
 
     num_rows: int
@@ -48,7 +48,7 @@ class FewRows:
     block_rate: float
 
     def __str__(self) -> str:
-        at_least = "at least " if self.block_rows >= MANY_ROWS else ""
+        at_least = "at least " if self.block_rows >= LARGE_TABLE_ROWS else ""
         return (
             f"{self.num_rows:,} rows are generated together, and one block takes {at_least}{self.block_rows:,} of this "
             f"size: {self.block_rate:,.1f} rows/s are predicted with that many, {self.rate:,.1f} with these; hand over "
@@ -56,89 +56,92 @@ class FewRows:
         )
 
 
-def few_rows(planner: Planner, sizes: Sequence[SequenceSize]) -> FewRows | None:
+def find_underfill(planner: Planner, sizes: Sequence[SequenceSize]) -> BlockUnderfill | None:
     """What `sizes` lack of a block; None where they fill one, or more of them would not be clearly faster. Rates are
     measured where none are kept. Raises BudgetError."""
     if not sizes:
         return None
     shape, config, budgets = planner.model.shape, planner.config, planner.budgets
     rates = planner.measure(plan_run(shape, config, budgets, sizes), sizes)
-    many = [sizes[place % len(sizes)] for place in range(MANY_ROWS)]
-    here, full = (plan_run(shape, config, budgets, each, rates=rates) for each in (sizes, many))
-    assert here.prediction is not None, "rates are given"
+    large_table = [sizes[place % len(sizes)] for place in range(LARGE_TABLE_ROWS)]
+    actual, full = (plan_run(shape, config, budgets, each, rates=rates) for each in (sizes, large_table))
+    assert actual.prediction is not None, "rates are given"
     assert full.prediction is not None, "rates are given"
-    found = FewRows(
+    underfill = BlockUnderfill(
         num_rows=len(sizes),
         block_rows=full.block_size,
-        rate=len(sizes) / here.prediction.seconds,
-        block_rate=len(many) / full.prediction.seconds,
+        rate=len(sizes) / actual.prediction.seconds,
+        block_rate=len(large_table) / full.prediction.seconds,
     )
-    is_far = found.block_rows >= FAR_FEWER * found.num_rows and found.block_rate >= WORTH_SAYING * found.rate
-    return found if is_far else None
+    is_far = (
+        underfill.block_rows >= MIN_ROWS_RATIO * underfill.num_rows
+        and underfill.block_rate >= MIN_SPEEDUP * underfill.rate
+    )
+    return underfill if is_far else None
 
 
 log = logging.getLogger(__name__)
 WINDOW = 16_384  # rows
 
 
-_one_at_a_time = RLock()  # an engine may call from several threads, and a model is asked by one
+_runtime_lock = RLock()  # an engine may call from several threads, and a model is asked by one
 
 
 @dataclass(kw_only=True)
-class Opened:
+class OpenRuntime:
     """An open runtime, the settings and the process that it is of, and whether it was looked how full its blocks
     are."""
 
     config: RuntimeConfig
     process: int
     runtime: Runtime
-    has_looked: bool = False
+    is_fill_checked: bool = False
 
-    def warn_of_few(self, prompts: Sequence[Prompt]) -> None:
+    def warn_if_underfilled(self, prompts: Sequence[Prompt]) -> None:
         """Warns, once, where these rows are far fewer than a block takes, and that costs speed."""
-        if self.has_looked or not prompts:
+        if self.is_fill_checked or not prompts:
             return
-        self.has_looked = True
-        if len(prompts) >= MANY_ROWS:
+        self.is_fill_checked = True
+        if len(prompts) >= LARGE_TABLE_ROWS:
             return
-        asked = make_requests(self.runtime.model, self.runtime.config.sampling, list(enumerate(prompts)))
-        found = few_rows(self.runtime.planner, [each.size for each in asked if isinstance(each, Request)])
+        requests = make_requests(self.runtime.model, self.runtime.config.sampling, list(enumerate(prompts)))
+        found = find_underfill(self.runtime.planner, [each.size for each in requests if isinstance(each, Request)])
         if found is not None:
             log.warning("%s", found)
 
 
-_latest: Opened | None = None
+_open_runtime: OpenRuntime | None = None
 
 
 @contextmanager
-def opened(config: RuntimeConfig) -> Iterator[Opened]:
+def lock_runtime(config: RuntimeConfig) -> Iterator[OpenRuntime]:
     """The open runtime of these settings; for as long as the block lasts it is nobody else's. One of other settings is
     closed first, and one that a parent process has left behind is not touched. Raises what `Runtime` raises."""
-    global _latest
-    with _one_at_a_time:
-        if _latest is None or (_latest.process, _latest.config) != (os.getpid(), config):
+    global _open_runtime
+    with _runtime_lock:
+        if _open_runtime is None or (_open_runtime.process, _open_runtime.config) != (os.getpid(), config):
             close()
-            _latest = Opened(config=config, process=os.getpid(), runtime=Runtime(config).open())
-        yield _latest
+            _open_runtime = OpenRuntime(config=config, process=os.getpid(), runtime=Runtime(config).open())
+        yield _open_runtime
 
 
 def close() -> None:
     """Frees the weights that this process holds for tables; the next table reads them again."""
-    global _latest
-    with _one_at_a_time:
-        if _latest is not None and _latest.process == os.getpid():
-            _latest.runtime.close()
-        _latest = None
+    global _open_runtime
+    with _runtime_lock:
+        if _open_runtime is not None and _open_runtime.process == os.getpid():
+            _open_runtime.runtime.close()
+        _open_runtime = None
 
 
-def kept_results(
-    asked: Sequence[PromptOrRejected], config: RuntimeConfig, runtime: Runtime, output_root: str
+def generate_in_run(
+    prompts: Sequence[PromptOrRejected], config: RuntimeConfig, runtime: Runtime, output_root: str
 ) -> pa.Table:
     """The results of a table's rows, in their order, from a run below `output_root`: what of it is committed is read,
     the rest is generated. Several processes that are given the same table share the run's blocks out, but for
     continuous admission, which has none. Raises the errors of runtime.errors."""
-    require_unique_ids([(place, each) for place, each in enumerate(asked) if isinstance(each, Prompt)], {})
-    rows = [_row_of(place, each) for place, each in enumerate(asked)]
+    require_unique_ids([(place, each) for place, each in enumerate(prompts) if isinstance(each, Prompt)], {})
+    rows = [_make_row(place, each) for place, each in enumerate(prompts)]
     groups = {group.name: getattr(config, group.name) for group in fields(RuntimeConfig)}
     is_wave = config.policy.admission is Admission.wave
     settings = replace(
@@ -152,17 +155,17 @@ def kept_results(
     return parts.sort_by("row_index").select(names)
 
 
-def _row_of(place: int, asked: PromptOrRejected) -> Row:
+def _make_row(place: int, prompt: PromptOrRejected) -> Row:
     """What a row of a table asks, as a row of a data set."""
-    row = Row(index=place, id=asked.id or str(place), prompt="", messages=None, columns={}, error=None)
-    if not isinstance(asked, Prompt):
-        return replace(row, error=asked.error)
+    row = Row(index=place, id=prompt.id or str(place), prompt="", messages=None, columns={}, error=None)
+    if not isinstance(prompt, Prompt):
+        return replace(row, error=prompt.error)
     return replace(
         row,
-        prompt=asked.text or "",
-        messages=None if asked.messages is None else [dict(message) for message in asked.messages],
-        prompt_ids=None if asked.token_ids is None else tuple(asked.token_ids),
-        overrides=asked.overrides,
+        prompt=prompt.text or "",
+        messages=None if prompt.messages is None else [dict(message) for message in prompt.messages],
+        prompt_ids=None if prompt.token_ids is None else tuple(prompt.token_ids),
+        overrides=prompt.overrides,
     )
 
 
@@ -226,21 +229,23 @@ class TableGenerator:
     @property
     def struct_type(self) -> pa.StructType:
         """The type of `structs`."""
-        return pa.struct([each.with_name(name) for each, name in zip(self._results, self._added, strict=True)])
+        return pa.struct(
+            [each.with_name(name) for each, name in zip(self._result_fields, self._result_names, strict=True)]
+        )
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """`table` with its results; the face for Ray Data's `map_batches`, with `batch_format="pyarrow"`."""
         schema = self.schema(table.schema)
         asked = self._columns.read_prompts(table)
-        with opened(self._config) as found:
-            found.warn_of_few([each for each in asked if isinstance(each, Prompt)])
+        with lock_runtime(self._config) as found:
+            found.warn_if_underfilled([each for each in asked if isinstance(each, Prompt)])
             if self._output_root is None:
                 columns = self._columns
                 answered = found.runtime.generate_table(
                     table, prompt=columns.prompt, id=columns.id, overrides=columns.overrides, prefix=columns.prefix
                 )
                 return answered.select(schema.names)
-            results = kept_results(asked, self._config, found.runtime, self._output_root)
+            results = generate_in_run(asked, self._config, found.runtime, self._output_root)
         return self._columns.append_results(table, results, self._config.sampling)
 
     def batches(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -256,7 +261,7 @@ class TableGenerator:
 
     def structs(self, table: pa.Table) -> pa.StructArray:
         """The results alone, a struct for each row; the face for engines that take one column back, as Daft does."""
-        found = self(table).select(self._added).combine_chunks()
+        found = self(table).select(self._result_names).combine_chunks()
         arrays = [column.combine_chunks() for column in found.columns]
         return pa.StructArray.from_arrays(arrays, fields=list(self.struct_type))
 
@@ -274,12 +279,12 @@ class TableGenerator:
                 yield document
 
     @property
-    def _results(self) -> list[pa.Field]:
+    def _result_fields(self) -> list[pa.Field]:
         return list(result_schema(self._config.sampling))
 
     @property
-    def _added(self) -> list[str]:
-        return [f"{self._columns.prefix}{each.name}" for each in self._results]
+    def _result_names(self) -> list[str]:
+        return [f"{self._columns.prefix}{each.name}" for each in self._result_fields]
 
     def close(self) -> None:
         """Frees the weights that this process holds for tables; the next one reads them again."""

@@ -17,7 +17,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from jobs.evaluating.config import EvaluateConfig, HarnessConfig
-from jobs.evaluating.harness import Answerer, Evaluation, Generation, evaluate, evaluation_directory
+from jobs.evaluating.harness import Evaluation, GenerationRequest, RunAnswerer, evaluate, evaluation_directory
 from jobs.record.output_rows import GenerationRow
 from jobs.record.passes import Start
 from jobs.run.block_loop import OpenParts
@@ -158,17 +158,17 @@ def _committed(evaluation: Path) -> int:
 
 def test_a_stop_string_that_begins_in_the_context_ends_no_answer(home: Path) -> None:
     """As in the harness' own models, and otherwise than in transformers' `generate`."""
-    answerer = Answerer(config(home, ["until"]), home / "begun", lambda: False, Start())
+    answerer = RunAnswerer(config(home, ["until"]), home / "begun", lambda: False, Start())
     tokenizer = answerer.model.tokenizer
     assert tokenizer is not None
     context = tuple(tokenizer("It is the EN")["input_ids"])
-    (free,) = answerer.generated("free", [Generation(context_ids=context, max_new_tokens=6, stop=())])
+    (free,) = answerer.generate("free", [GenerationRequest(context_ids=context, max_new_tokens=6, stop=())])
     spellings = Detokenizer(tokenizer)
     stop = b"the EN" + spellings.spelling(free[0]).text
-    asked = Generation(context_ids=context, max_new_tokens=6, stop=(stop.decode(),))
+    asked = GenerationRequest(context_ids=context, max_new_tokens=6, stop=(stop.decode(),))
     request = Request(id="0", prompt_ids=context, max_new_tokens=6, stop=asked.stop)
     assert StopStrings(spellings).find(request, free[:1]) == 0
-    assert answerer.generated("stopped", [asked]) == [free]
+    assert answerer.generate("stopped", [asked]) == [free]
 
 
 def test_a_task_that_does_not_exist_is_refused_with_the_nearest(home: Path) -> None:

@@ -21,7 +21,7 @@ from jobs.config.settings import load
 from jobs.exporting import export as exporting
 from jobs.exporting.columns import write_csv
 from jobs.exporting.config import ErrorRows, ExportConfig, ExportFormat
-from jobs.exporting.export import Exported, export
+from jobs.exporting.export import ExportResult, export
 from jobs.files.locks import RunLock
 from runtime.errors import ConfigError, DamagedRunError, OutputError
 from runtime.units import MIB
@@ -31,7 +31,7 @@ from tests.odd_files import limited_file_size
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def exported(case: ShardedRun, name: str, **settings: object) -> Exported:
+def exported(case: ShardedRun, name: str, **settings: object) -> ExportResult:
     values = {"run": str(case.folder / "x-*"), "out": str(case.folder / name)} | settings
     return export(ExportConfig(**values))  # pyright: ignore[reportArgumentType]
 
@@ -91,7 +91,7 @@ def test_parquet_has_lists_and_objects_as_such_and_text_where_there_is_no_one_ty
     assert [row["tags"] for row in rows[::2]] == [row["tags"] for row in COLUMNS]
     assert [row["meta"] for row in rows[::2]] == [row["meta"] for row in COLUMNS]
     assert [row["mixed"] for row in rows[:8:2]] == ["5", "5", None, "[1]"]
-    assert done.as_text == ["mixed", "empty"]
+    assert done.text_columns == ["mixed", "empty"]
 
 
 def test_csv_has_a_line_of_names_and_lists_as_json(whole: ShardedRun) -> None:
@@ -131,7 +131,7 @@ def test_rows_that_do_not_fit_into_memory_give_the_same_file(
     whole: ShardedRun, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_once = exported(whole, name, out=str(tmp_path / f"at-once-{name}")).out
-    monkeypatch.setattr(exporting, "BYTES_AT_ONCE", 2000)
+    monkeypatch.setattr(exporting, "SORT_BYTES", 2000)
     dealt = exported(whole, name, out=str(tmp_path / f"dealt-{name}")).out
     if name.endswith("parquet"):
         assert pq.ParquetFile(dealt).num_row_groups > 3
@@ -154,7 +154,7 @@ def killed(tables, *_):
     assert not [name for name in os.listdir({str(tmp_path)!r}) if os.path.isdir(name)]
     os.kill(os.getpid(), signal.SIGKILL)
 
-export.BYTES_AT_ONCE, export.WRITERS[export.ExportFormat.jsonl] = 2000, killed
+export.SORT_BYTES, export.WRITERS[export.ExportFormat.jsonl] = 2000, killed
 export.export(ExportConfig(run={str(whole.folder / "x-*")!r}, out={str(tmp_path / "all.jsonl")!r}))
 """
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -346,7 +346,7 @@ def test_a_full_disk_is_an_error_of_the_output(
     whole: ShardedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_at_once: int
 ) -> None:
     """Also where it is met by the files that rows are sorted in."""
-    monkeypatch.setattr(exporting, "BYTES_AT_ONCE", bytes_at_once)
+    monkeypatch.setattr(exporting, "SORT_BYTES", bytes_at_once)
     with limited_file_size(1000), pytest.raises(OutputError, match=r"all\.jsonl cannot be written: File too large"):
         exported(whole, "all.jsonl", out=str(tmp_path / "all.jsonl"))
     assert list(tmp_path.iterdir()) == []

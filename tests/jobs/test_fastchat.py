@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from jobs.exporting.config import ErrorRows
-from jobs.exporting.fastchat import Answers, Judgments, rating_of, winner_of_game
+from jobs.exporting.fastchat import AnswerWriter, JudgmentWriter, parse_game_winner, parse_rating
 from tests.jobs.judgments import RATED, table
 
 
@@ -17,27 +17,27 @@ from tests.jobs.judgments import RATED, table
     [("so [[7]] it is", 7), ("[[7.5]] then [[9]]", 7.5), ("Rating: [8]", 8), ("[3] but [[4]]", 4), ("eight", None)],
 )
 def test_a_rating_is_the_first_number_in_two_brackets_or_else_in_one(judgment: str, rating: float | None) -> None:
-    assert rating_of(judgment) == rating
+    assert parse_rating(judgment) == rating
 
 
 def test_the_winner_is_told_apart_from_where_it_stood() -> None:
-    assert [winner_of_game(1, text) for text in ("[[A]]", "[[B]]", "[[C]]", "A")] == [
+    assert [parse_game_winner(1, text) for text in ("[[A]]", "[[B]]", "[[C]]", "A")] == [
         "model_1",
         "model_2",
         "tie",
         "error",
     ]
-    assert [winner_of_game(2, text) for text in ("[[A]]", "[[B]]", "[[C]]")] == ["model_2", "model_1", "tie"]
+    assert [parse_game_winner(2, text) for text in ("[[A]]", "[[B]]", "[[C]]")] == ["model_2", "model_1", "tie"]
 
 
-def lines_of(writer: Answers | Judgments, found: pa.Table) -> list[dict[str, Any]]:
+def lines_of(writer: AnswerWriter | JudgmentWriter, found: pa.Table) -> list[dict[str, Any]]:
     file = io.BytesIO()
     writer.write([found], found.schema, file)
     return [json.loads(line) for line in file.getvalue().splitlines()]
 
 
 def test_judgments_have_the_keys_that_fastchat_tabulates() -> None:
-    lines = lines_of(Judgments(judge="j", time=5.0, wanted=ErrorRows.keep), RATED)
+    lines = lines_of(JudgmentWriter(judge="j", time=5.0, error_rows=ErrorRows.keep), RATED)
     assert lines[0] == {
         "question_id": 1,
         "model": "good",
@@ -50,7 +50,7 @@ def test_judgments_have_the_keys_that_fastchat_tabulates() -> None:
     }
     assert [line["score"] for line in lines] == [9, 7, 5.5, -1, 2, -1]
     pair = table(("mine", 1, 1, "[[A]]", 1), ("mine", 1, 1, "[[C]]", 2), baseline="theirs")
-    (line,) = lines_of(Judgments(judge="j", time=5.0, wanted=ErrorRows.keep), pair)
+    (line,) = lines_of(JudgmentWriter(judge="j", time=5.0, error_rows=ErrorRows.keep), pair)
     assert line == {
         "question_id": 1,
         "model_1": "mine",
@@ -73,7 +73,7 @@ def test_answers_have_a_choice_for_each_replica_and_all_turns_in_order() -> None
         {"id": id, "sample_index": 0, "status": "ok" if text else "error", "completion": text or "", "turn": turn}
         for id, turn, text in said
     ]
-    writer = Answers(model_id="m", time=5.0, wanted=ErrorRows.keep)
+    writer = AnswerWriter(model_id="m", time=5.0, error_rows=ErrorRows.keep)
     lines = lines_of(writer, pa.Table.from_pylist(rows))
     assert [(line["question_id"], line["choices"]) for line in lines] == [
         (81, [{"index": 0, "turns": ["a", "b"]}, {"index": 1, "turns": ["c", "$ERROR$"]}]),

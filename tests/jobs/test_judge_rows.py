@@ -11,7 +11,7 @@ from jobs.datasets import DatasetConfig, DatasetKind, Row, read_rows
 from jobs.exporting.config import ExportConfig, ExportFormat
 from jobs.exporting.export import export
 from jobs.grading.config import Metric, MetricsConfig
-from jobs.grading.judging import judged
+from jobs.grading.judging import grade_judgments
 from jobs.run.tasks.generate import generate
 from runtime.config.settings import SamplingConfig
 from runtime.errors import ConfigError, DatasetError
@@ -141,7 +141,7 @@ def test_answers_of_a_run_are_judged_from_its_directory_as_from_fastchats_file(
     assert rows[0] == rows[1]
     assert [id for id, _ in rows[0]] == ["mine/81/1", "mine/101/1", "mine/102/1"]
     with pytest.raises(ConfigError, match="ratings are read from runs of dataset=mtbench_judge"):
-        judged(MetricsConfig(run=run, metric=Metric.judge))
+        grade_judgments(MetricsConfig(run=run, metric=Metric.judge))
     Path(run, "_SUCCESS.json").unlink()
     with pytest.raises(DatasetError, match="is not finished"):
         rows_of(files, answers_path=run)

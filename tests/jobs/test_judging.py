@@ -3,17 +3,17 @@
 import pyarrow as pa
 import pytest
 
-from jobs.grading.intervals import bootstrap, estimate_of_groups
-from jobs.grading.judging import describe_judged, judged_tables
+from jobs.grading.intervals import bootstrap_interval, estimate_groups
+from jobs.grading.judging import format_judging, read_judgments
 from tests.jobs.judgments import RATED, table
 
 
 def test_ratings_are_averaged_by_model_and_turn_and_what_has_none_is_counted() -> None:
-    found = judged_tables([RATED])
+    found = read_judgments([RATED])
     means = {model: {turn: each.mean for turn, each in found.estimates(model).items()} for model in found.values}
     assert means == {"good": {1: 8.0, 2: 5.5, 0: (9 + 7 + 5.5) / 3}, "bad": {1: 2.0}}
     assert (found.num_errors, found.num_unparsed) == (1, 1)
-    lines = describe_judged(found)
+    lines = format_judging(found)
     assert [line.split()[:3] for line in lines[:4]] == [
         ["good", "turn", "1"],
         ["good", "turn", "2"],
@@ -35,16 +35,16 @@ def test_a_pair_is_won_by_who_wins_in_both_orders() -> None:
         ("mine", 4, 1, "neither", 2),
         baseline="theirs",
     )
-    found = judged_tables([games.slice(4), games.slice(0, 4)])  # parts in any order
+    found = read_judgments([games.slice(4), games.slice(0, 4)])  # parts in any order
     assert found.outcomes["mine"] == {"model_1": 1, "tie": 1, "model_2": 1}
     assert found.estimates("mine")[1].mean == 0.5
     assert found.num_unparsed == 1
-    assert "beside theirs: 1 won, 1 tied, 1 lost" in describe_judged(found)[1]
+    assert "beside theirs: 1 won, 1 tied, 1 lost" in format_judging(found)[1]
 
 
 def test_an_interval_of_groups_of_one_is_that_of_their_values() -> None:
     values = [3.0, 5.0, 5.5, 9.0, 2.0]
-    alone = estimate_of_groups([[value] for value in values])
-    assert (alone.low, alone.high) == pytest.approx(bootstrap(pa.array(values).to_numpy()))
-    twice = estimate_of_groups([[value, value] for value in values])
+    alone = estimate_groups([[value] for value in values])
+    assert (alone.low, alone.high) == pytest.approx(bootstrap_interval(pa.array(values).to_numpy()))
+    twice = estimate_groups([[value, value] for value in values])
     assert (twice.low, twice.high, twice.num_rows) == (alone.low, alone.high, 10)  # no more is known by repeating it

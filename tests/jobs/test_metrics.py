@@ -12,8 +12,17 @@ import pytest
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.grading.config import Metric, MetricsConfig
-from jobs.grading.grading import bbh, describe, exact_match, grade, graded_tables, gsm8k, gsm8k_answer, scorers
-from jobs.grading.intervals import estimate, wilson
+from jobs.grading.grading import (
+    format_grading,
+    grade,
+    grade_tables,
+    is_bbh_match,
+    is_exact_match,
+    is_gsm8k_match,
+    make_scorers,
+    parse_gsm8k_answer,
+)
+from jobs.grading.intervals import estimate, wilson_interval
 from jobs.run.tasks.generate import generate
 from runtime.config.settings import SamplingConfig
 from runtime.errors import ConfigError
@@ -31,19 +40,19 @@ SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
     ],
 )
 def test_a_gsm8k_answer_is_the_marked_or_the_last_number(text: str, answer: str | None) -> None:
-    assert gsm8k_answer(text) == (None if answer is None else Decimal(answer))
+    assert parse_gsm8k_answer(text) == (None if answer is None else Decimal(answer))
 
 
 def test_answers_are_equal_as_their_benchmarks_say() -> None:
-    assert gsm8k("so 18.00", "#### 18")
-    assert not gsm8k("no number", "no number")
-    assert bbh("Let us think.\nSo the answer is (B).\nQ:", "(B)")
-    assert not bbh("So the answer is (A).", "(B)")
-    assert exact_match(" a b\n", "a b")
-    assert not exact_match("A b", "a b")
+    assert is_gsm8k_match("so 18.00", "#### 18")
+    assert not is_gsm8k_match("no number", "no number")
+    assert is_bbh_match("Let us think.\nSo the answer is (B).\nQ:", "(B)")
+    assert not is_bbh_match("So the answer is (A).", "(B)")
+    assert is_exact_match(" a b\n", "a b")
+    assert not is_exact_match("A b", "a b")
 
 
-@pytest.mark.parametrize(("name", "field", "is_equal"), [("gsm8k/test.jsonl", "answer", gsm8k)])
+@pytest.mark.parametrize(("name", "field", "is_equal"), [("gsm8k/test.jsonl", "answer", is_gsm8k_match)])
 def test_published_references_are_right_and_the_next_ones_are_mostly_wrong(name, field, is_equal) -> None:
     path = SHARED / name
     if not path.exists():
@@ -58,20 +67,20 @@ def test_bbhs_own_targets_are_found_behind_its_phrase() -> None:
     if not path.exists():
         pytest.skip(f"needs {path}")
     targets = [example["target"] for example in json.loads(path.read_text(encoding="utf-8"))["examples"]]
-    assert all(bbh(f"Think. So the answer is {target}.\n\nQ: more", target) for target in targets)
+    assert all(is_bbh_match(f"Think. So the answer is {target}.\n\nQ: more", target) for target in targets)
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.2, 10), (0.75, 36), (0.5, 1319)])
 def test_wilsons_interval_ends_where_the_share_would_be_just_as_far_as_allowed(share: float, count: int) -> None:
-    for end in wilson(share, count):
+    for end in wilson_interval(share, count):
         assert abs(share - end) == pytest.approx(1.959964 * (end * (1 - end) / count) ** 0.5)
 
 
 def test_wilsons_interval_of_all_or_none_stays_within_what_a_share_can_be() -> None:
-    assert wilson(1.0, 5)[1] == pytest.approx(1.0)
-    assert wilson(0.0, 5)[0] == pytest.approx(0.0)
-    assert wilson(0.0, 5)[0] >= 0.0
-    assert wilson(0.0, 5)[1] > 0.3
+    assert wilson_interval(1.0, 5)[1] == pytest.approx(1.0)
+    assert wilson_interval(0.0, 5)[0] == pytest.approx(0.0)
+    assert wilson_interval(0.0, 5)[0] >= 0.0
+    assert wilson_interval(0.0, 5)[1] > 0.3
 
 
 def test_an_interval_of_shares_is_drawn_by_rows_and_the_same_each_time() -> None:
@@ -101,26 +110,26 @@ def test_samples_of_a_row_count_as_one_and_what_cannot_be_compared_is_counted() 
     table = part(
         ["a", "b", "a", "a", "a", "a"], ["a", "a", "a", "a", None, "a"], ["ok", "ok", "ok", "ok", "ok", "error"]
     )
-    graded = graded_tables([table], "reference", scorers([Metric.exact_match]))
+    graded = grade_tables([table], "reference", make_scorers([Metric.exact_match]))
     assert (graded.num_samples, graded.num_errors, graded.num_without_reference) == (4, 1, 1)
     found = graded.estimates()["exact_match"]
     assert (found.num_rows, found.mean) == (2, 0.75)
-    assert "4 completions compared, 1 with an error left out, 1 without a reference left out" in describe(graded)
+    assert "4 completions compared, 1 with an error left out, 1 without a reference left out" in format_grading(graded)
 
 
 def test_the_best_of_several_references_counts() -> None:
     table = part(["b", "c"], [["a", "b"], ["a", "b"]])
-    assert graded_tables([table], "reference", scorers([Metric.exact_match])).estimates()["exact_match"].mean == 0.5
+    assert grade_tables([table], "reference", make_scorers([Metric.exact_match])).estimates()["exact_match"].mean == 0.5
 
 
 def test_a_column_that_is_not_there_is_named_with_those_that_are() -> None:
     with pytest.raises(ConfigError, match=r"reference_field=answer: no such column among .*reference"):
-        graded_tables([part(["a"], ["a"])], "answer", scorers([Metric.exact_match]))
+        grade_tables([part(["a"], ["a"])], "answer", make_scorers([Metric.exact_match]))
 
 
 def test_rouge_is_that_of_the_library() -> None:
     pytest.importorskip("rouge_score", reason="needs the extra eval")
-    [score] = scorers([Metric.rouge])
+    [score] = make_scorers([Metric.rouge])
     found = score("the cat sat", "the cat lay")
     assert found["rouge1"] == pytest.approx(2 / 3)
     assert found["rouge2"] == pytest.approx(1 / 2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jobs.exporting.openai_batch import LEAST_LOGPROB, Tokens
+from jobs.exporting.openai_batch import MIN_LOGPROB, LogprobFormatter
 from runtime.config.settings import ModelConfig
 from runtime.sequences.detokenizer import Detokenizer
 from runtime.sequences.sequence import Request
@@ -16,9 +16,9 @@ from tests.runtime.test_detokenizer import random_pairs
 from tests.tokenizer_kinds import EVEN, tokenizer_of
 
 
-def tokens_of(kind: str) -> Tokens:
+def tokens_of(kind: str) -> LogprobFormatter:
     """With a tokenizer that is there already."""
-    tokens = Tokens(model=ModelConfig(name="test", path="."), cache_dir=None)
+    tokens = LogprobFormatter(model=ModelConfig(name="test", path="."), cache_dir=None)
     vars(tokens)["_detokenizer"] = Detokenizer(tokenizer_of(kind))
     return tokens
 
@@ -108,7 +108,7 @@ def test_parts_of_a_character_have_their_bytes_and_stand_where_it_begins(kind: s
     assert told["tokens"] == ["bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "a", "</s>"]
     assert told["text_offset"] == [0, 0, 0, 1, 2]
     assert told["top_logprobs"][0] == {"bytes:\\xe2": -1.0, "bytes:\\x82": -2.0, "bytes:\\xac": -3.0}
-    assert told["token_logprobs"][4] == LEAST_LOGPROB
+    assert told["token_logprobs"][4] == MIN_LOGPROB
     chat = tokens_of(kind).chat_logprobs(row, 0)["content"]
     assert [each["bytes"] for each in chat[:4]] == [[0xE2], [0x82], [0xAC], [0x61]]
 

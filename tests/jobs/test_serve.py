@@ -24,9 +24,9 @@ import pytest
 from jobs.record.run_dir import RunDirectory
 from jobs.record.run_reader import is_locked
 from jobs.serve import collect_settings
-from jobs.serving.config import ServeConfig, absolute_paths, settings_of
+from jobs.serving.config import ServeConfig, absolute_path_settings, job_settings
 from jobs.serving.keeper import Keeper
-from jobs.serving.store import BatchStore, InUseError, NoRoomError
+from jobs.serving.store import BatchStore, FileInUseError, UploadLimitError
 from runtime.errors import ConfigError, OutputError
 
 openai = pytest.importorskip("openai", reason="needs the extra: pip install -e '.[client]'")
@@ -338,11 +338,11 @@ def test_nothing_is_left_of_an_upload_that_found_no_room(tmp_path: Path, monkeyp
 def test_files_have_room_together_and_count_while_they_come(tmp_path: Path) -> None:
     store = BatchStore(tmp_path)
     store.add_upload(io.BytesIO(b"12345"), "a")
-    with store.room(5, 2, 10):
+    with store.reserve_space(5, 2, 10):
         for files, num_bytes, key in ((2, 99, "max_files=2"), (9, 10, "max_uploads_gib")):
-            with pytest.raises(NoRoomError, match=key), store.room(1, files, num_bytes):
+            with pytest.raises(UploadLimitError, match=key), store.reserve_space(1, files, num_bytes):
                 pass
-    with store.room(5, 2, 10):
+    with store.reserve_space(5, 2, 10):
         pass
 
 
@@ -464,7 +464,7 @@ def test_what_passes_never_fails_a_batch_nor_ends_the_keeper(
 def test_a_job_that_is_killed_or_interrupted_is_started_again_as_long_as_it_gets_further(
     tmp_path: Path, job: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.serving.keeper.MAX_ENDS", 3)
+    monkeypatch.setattr("jobs.serving.keeper.MAX_FAILURES", 3)
     starts = job("""
         number = starts.read_text().count("\\n")
         (run / "generations").mkdir(exist_ok=True)
@@ -537,15 +537,15 @@ def test_a_batch_that_waits_is_cancelled_at_once_and_never_begins(tmp_path: Path
         wait_for(starts.read_text)
         running = starts.read_text().strip()
         (waiting,) = {*ids} - {running}
-        store.enter(waiting, "cancelling")
+        store.set_status(waiting, "cancelling")
         keeper.wake()
         wait_for(lambda: status(store, waiting) == "cancelled")
         assert status(store, running) == "in_progress"
-        with pytest.raises(InUseError):
+        with pytest.raises(FileInUseError):
             store.delete_file(str((store.batch(running) or {})["input_file_id"]))
         (tmp_path / "generate" / running / "go").touch()
         wait_for(lambda: status(store, running) == "completed")
-        store.enter(running, "cancelling")
+        store.set_status(running, "cancelling")
         assert status(store, running) == "completed", "an end is an end"
     assert starts.read_text().split() == [running]
 
@@ -555,11 +555,11 @@ def test_a_cancel_that_comes_just_before_the_job_keeps_it_from_starting(
 ) -> None:
     starts = job("succeed()")
     store, (id,) = stored(tmp_path)
-    change = store.change
+    change = store.update_batch
 
     def cancelled_first(*args: object) -> object:
         monkeypatch.setattr(store, "change", change)
-        store.enter(id, "cancelling")
+        store.set_status(id, "cancelling")
         return change(*args)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(store, "change", cancelled_first)
@@ -581,7 +581,7 @@ def test_a_job_loads_no_code_of_the_folder_that_the_server_was_started_in(
     keeper.start()
     wait_for(lambda: status(store, id) == "failed")
     keeper.stop()
-    assert "evil" not in store.log(id).read_text()
+    assert "evil" not in store.log_path(id).read_text()
     assert "model=no_such_model does not exist" in json.dumps(store.batch(id))
 
 
@@ -591,21 +591,24 @@ def test_paths_of_settings_mean_what_they_meant_where_the_server_was_started(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a model").mkdir()
     values = {"model.path": "a model", "model.tokenizer": "org/hub", "offload.cache_dir": "c", "model.name": "a model"}
-    assert absolute_paths(values) == [f'model.path="{tmp_path}/a model"', f'offload.cache_dir="{tmp_path}/c"']
-    assert absolute_paths({"model.path": "/a", "sampling.json_schema": "{" * 9999, "model.tokenizer": "s3://b/c"}) == []
+    assert absolute_path_settings(values) == [f'model.path="{tmp_path}/a model"', f'offload.cache_dir="{tmp_path}/c"']
+    assert (
+        absolute_path_settings({"model.path": "/a", "sampling.json_schema": "{" * 9999, "model.tokenizer": "s3://b/c"})
+        == []
+    )
 
 
 def test_two_servers_never_share_a_directory_nor_a_port(tmp_path: Path) -> None:
-    from jobs.serving.server import _alone, _listening
+    from jobs.serving.server import _lock_server_folder, _open_listener
 
     config = ServeConfig(port=free_port(), output_root=str(tmp_path))
     with (
-        _alone(tmp_path, config),
+        _lock_server_folder(tmp_path, config),
         pytest.raises(ConfigError, match=f"output_root={tmp_path}"),
-        _alone(tmp_path, config),
+        _lock_server_folder(tmp_path, config),
     ):
         pass
-    with _listening(config), pytest.raises(ConfigError, match=f"port={config.port}"), _listening(config):
+    with _open_listener(config), pytest.raises(ConfigError, match=f"port={config.port}"), _open_listener(config):
         pass
 
 
@@ -634,11 +637,11 @@ def test_a_key_is_made_once_for_its_owner_alone_and_one_that_others_read_is_refu
 
 
 def test_a_warning_that_repeats_comes_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jobs.serving.server import _Repeats
+    from jobs.serving.server import _RepeatFilter
 
     now = [0.0]
     monkeypatch.setattr("jobs.serving.server.time", SimpleNamespace(monotonic=lambda: now[0]))
-    repeats, said = _Repeats(), []
+    repeats, said = _RepeatFilter(), []
     for second in range(0, 150):
         now[0] = float(second)
         record = logging.LogRecord("asyncio", logging.ERROR, "", 0, "no descriptors", (), None)
@@ -655,7 +658,7 @@ def test_only_this_machine_is_loopback_and_settings_of_jobs_are_told_from_its_ow
     words = ["port=1", "model=hf", 'model.path="a b"', "--cfg", "job"]
     assert collect_settings(words) == ["port=1", "--cfg", "job", r'settings=["model=hf","model.path=\"a b\""]']
     both = ["model=hf", "encode.pooling=mean"]
-    assert (settings_of("generate", both), settings_of("encode", both)) == (["model=hf"], both)
+    assert (job_settings("generate", both), job_settings("encode", both)) == (["model=hf"], both)
     with pytest.raises(ConfigError, match="which the server sets for each batch"):
         ServeConfig(settings=["run=mine"])
 

@@ -15,7 +15,7 @@ import pytest
 from jobs.files import publishing
 from jobs.tables import TableGenerator
 from jobs.tables import generator as tables
-from jobs.tables.generator import FewRows, few_rows
+from jobs.tables.generator import BlockUnderfill, find_underfill
 from runtime import PolicyConfig, Runtime
 from runtime.errors import ConfigError, RunMismatchError
 from runtime.sequences.sequence import Request
@@ -163,8 +163,8 @@ def test_a_process_holds_one_model_open_for_all_its_generators(monkeypatch: pyte
 def test_a_table_far_from_filling_a_block_is_warned_of_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = FewRows(num_rows=NUM_ROWS, block_rows=512, rate=1.5, block_rate=40.0)
-    monkeypatch.setattr(tables, "few_rows", lambda planner, sizes: found if len(sizes) == NUM_ROWS - 1 else None)
+    found = BlockUnderfill(num_rows=NUM_ROWS, block_rows=512, rate=1.5, block_rate=40.0)
+    monkeypatch.setattr(tables, "find_underfill", lambda planner, sizes: found if len(sizes) == NUM_ROWS - 1 else None)
     generator = TableGenerator(model="tiny", max_new_tokens=2)
     with caplog.at_level(logging.WARNING):
         generator(TABLE)
@@ -179,7 +179,7 @@ def test_a_table_far_from_filling_a_block_is_warned_of_once(
 def test_few_rows_from_disk_are_far_from_a_block_and_many_are_not() -> None:
     runtime = Runtime(model="tiny", max_new_tokens=8, offload="nvme")
     asked = [runtime.request(str(n), f"Reverse: {n}") for n in range(8)]
-    few = few_rows(runtime.planner, [each.size for each in asked if isinstance(each, Request)])
+    few = find_underfill(runtime.planner, [each.size for each in asked if isinstance(each, Request)])
     assert few is not None
     assert few.block_rows > 8 * 2
     assert few.block_rate > few.rate

@@ -7,7 +7,7 @@ import pytest
 
 from jobs.exporting.config import ExportConfig
 from jobs.exporting.export import export
-from jobs.exporting.shards import wait_for_end
+from jobs.exporting.shards import wait_until_finished
 from jobs.files.locks import Leases, RunLock
 from jobs.record.run_reader import find_runs
 from jobs.record.unfinished import describe_unfinished, lease_name
@@ -51,7 +51,7 @@ def test_waiting_says_what_is_missing_and_ends_with_the_run(case: ShardedRun) ->
     lock, said, times = RunLock(case.directory(0).lock), list[str](), iter(range(0, 1000, 10))
 
     steps = iter((lambda: gone.rename(case.directory(1).path), lambda: case.finish(0), lock.release))
-    wait_for_end(
+    wait_until_finished(
         [str(case.folder / "x-*")], lambda: False, said.append, sleep=lambda _: next(steps)(), clock=lambda: next(times)
     )
     name = case.directory(0).path
@@ -65,6 +65,6 @@ def test_waiting_says_what_is_missing_and_ends_with_the_run(case: ShardedRun) ->
 
 def test_who_waits_can_be_stopped_and_partial_has_no_meaning_then(case: ShardedRun) -> None:
     with pytest.raises(Interrupted, match="lacks 1 of 4 blocks, nobody is at work"):
-        wait_for_end([str(case.folder / "x-*")], lambda: True, print)
+        wait_until_finished([str(case.folder / "x-*")], lambda: True, print)
     with pytest.raises(ConfigError, match="partial"):
         ExportConfig(run="x", out="x.csv", wait=True, partial=True)
