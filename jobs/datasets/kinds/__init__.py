@@ -1,3 +1,3 @@
-"""The kinds of data sets: each module here has `KINDS`, what its kinds are called and how they become rows, and is
-found by lying here. Here belongs what knows an input's format; what all kinds share lies beside this folder.
+"""Dataset kinds. Each module here defines `KINDS` (kind names and readers) and is discovered automatically. Code that
+knows one input format lives here; shared code is in the parent package.
 """

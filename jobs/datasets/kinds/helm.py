@@ -1,5 +1,5 @@
-"""All requests of HELM's dry runs: `helm-run --dry-run` writes them into `scenario_state.json`, and a client that looks
-answers up (jobs/evaluating/helm_client.py) gives them to HELM.
+"""Requests of a HELM dry run: reads `scenario_state.json`, which `helm-run --dry-run` writes. Answers return to HELM
+through a client (jobs/evaluating/helm_client.py).
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,7 @@ NEEDS = f"dataset.path=benchmark_output/runs/SUITE (what helm-run --dry-run wrot
 
 
 def read_requests(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-    """A row for each request, by its digest; what is asked more than once is one row. Raises DatasetError where no
-    file is."""
+    """Yields a row per distinct request; its id is the request's digest. Raises DatasetError if no file is found."""
     path = Path(config.path or "")
     files = sorted(path.glob(f"**/{STATE_FILE}")) if path.is_dir() else [path]
     if not files:

@@ -1,7 +1,7 @@
-"""HELM's summarization prompts, built from the user's own articles: XSUM and CNN/DailyMail are not free to bundle.
+"""HELM's summarization prompts, built from the user's own articles: XSUM and CNN/DailyMail cannot be bundled.
 
-Articles and summaries may be texts or lists of sentences (SciTLDR's `source` and `target`): an article's sentences are
-joined by spaces, of several summaries the first is the reference.
+Articles and summaries may be strings or lists of sentences (SciTLDR's `source` and `target`). An article's sentences
+are joined by spaces; the first of several summaries is the reference.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,8 @@ REQUEST = "Summarize the above article in 1 sentence.\n"
 
 
 def read_summarization(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-    """The rows are prompts with examples in front, cut to the window. Raises ConfigError without a counter."""
+    """Yields prompts with in-context examples, truncated to the window. Raises ConfigError if `count_tokens` is needed
+    and missing."""
     if config.window_tokens is not None and count_tokens is None:
         raise ConfigError("dataset.window_tokens needs a tokenizer to count with; pass count_tokens, or set it to null")
     counter = count_tokens or len
@@ -66,7 +67,7 @@ def read_item(fields: Fields, config: DatasetFields) -> Item:
 def select_examples(records: Sequence[Record], config: DatasetFields) -> dict[int, Item]:
     """The in-context examples by their position in `records`, in prompt order.
 
-    Candidates are records with an article of 50 to 150 words; records that cannot be read are no candidates.
+    Candidates are readable records with an article of 50 to 150 words.
     """
     candidates: list[_Example] = []
     for position, record in enumerate(records):
@@ -81,10 +82,10 @@ def select_examples(records: Sequence[Record], config: DatasetFields) -> dict[in
 
 
 def build_content(item: Item, examples: Sequence[Item], config: DatasetFields, count_tokens: CountTokens) -> Content:
-    """The prompt, fitted into the window: examples go from the last on, then words from the end of the article.
+    """Fits a prompt into the window: drops examples from the end, then words from the end of the article.
 
-    HELM cuts a prompt without examples from its right end, request included; here the request stays, which differs only
-    for an article that alone overflows the window. Raises BadRecord when the request without a word does not fit.
+    HELM truncates a prompt without examples from the right, request included; here the request stays. This differs only
+    if an article alone exceeds the window. Raises BadRecord if not even one word fits.
     """
 
     def fits(prompt: str) -> bool:

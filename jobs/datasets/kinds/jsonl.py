@@ -1,6 +1,6 @@
-"""JSON lines read record by record: a bad line costs that line and nothing else.
+"""Reads JSON lines, one record at a time: an invalid line affects only its own record.
 
-Lines end at byte 10 and nowhere else.
+Lines end at byte 10 only.
 """
 
 import codecs
@@ -32,17 +32,17 @@ from ..records import Fields, Record, too_long_record
 from ..row_rules import CHAT_KEYS, MAX_RANGE_ROWS, NumberedFile, RowRange, RowSource, SeekPoint, prompt_kind
 from ..strict_json import DECODER, Json, parse_json, shorten
 
-MAX_DOCUMENT_ROWS = 64  # of the longest kind, that are held at once
+MAX_DOCUMENT_ROWS = 64  # rows of maximum length in memory at once
 MAX_RANGE_BYTES = 32 * MIB
-MIN_ROW_BYTES = 3  # `{}` and the end of its line
+MIN_ROW_BYTES = 3  # `{}` and a newline
 _SUFFIXES = with_compressed_suffixes(".jsonl", ".ndjson", ".json")
-_ANY_JSON = json.JSONDecoder()  # where a value ends, whatever rows may hold
-_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[][{}]')  # strings too, whose brackets do not count
+_ANY_JSON = json.JSONDecoder()  # finds the end of a value; rows are validated later
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[][{}]')  # matches strings too, to skip brackets inside them
 
 
 class _Layout(Enum):
-    """Where the rows of a file lie: one in each `line`; in `objects` of several lines, one behind another; in a
-    `document`, which is or holds a list of them."""
+    """Layout of a file: one row per line (`lines`), multi-line objects in sequence (`objects`), or one `document` that
+    is or contains a list of rows."""
 
     lines = "lines"
     objects = "objects"
@@ -55,18 +55,18 @@ _RowText: TypeAlias = tuple[int, int, bytes | None, int]  # line, offset, text (
 def read_jsonl(
     path: str, json_field: str | None = None, key: str = "path", *, max_row_bytes: int = DatasetFields.max_row_bytes
 ) -> Iterator[Record]:
-    """The records of a file or of a directory's files, in order.
+    """Reads the records of a file, or of a directory's files in order.
 
-    A file's content says whether it is JSON lines, objects of several lines, or one document: a list of objects, or
-    with `json_field` one that holds it there, dotted. What is packed is unpacked, and offsets count unpacked bytes.
-    Raises DatasetError for what concerns a whole file.
+    The layout is detected from the content: JSON lines, multi-line objects, or one document (a list of objects; with
+    `json_field`, the list at that dotted path). Compressed files are decompressed; offsets count decompressed bytes.
+    Raises DatasetError for errors that affect a whole file.
     """
     for file in list_files(path, _SUFFIXES, key):
         yield from _read_file(file, json_field, max_row_bytes, SeekPoint(file=0, row=0))
 
 
 def _read_file(file: Path, json_field: str | None, max_row_bytes: int, start: SeekPoint) -> Iterator[Record]:
-    """The records of one file from `mark` on."""
+    """The records of one file from `start` on."""
     with translate_read_errors(file):
         layout = _detect_layout(file, json_field, max_row_bytes)
         if layout is _Layout.document:
@@ -82,7 +82,8 @@ def _read_file(file: Path, json_field: str | None, max_row_bytes: int, start: Se
 
 
 def _detect_layout(file: Path, json_field: str | None, max_row_bytes: int) -> _Layout:
-    """Told by the file's beginning. A bad first line is no other form: what is not certain goes by the name."""
+    """Detects the layout from the head of a file. If that is not conclusive, as with an invalid first line, the name
+    decides."""
     is_named = strip_compression_suffix(file.name).endswith(".json")
     default = _Layout.document if is_named else _Layout.lines
     if json_field is not None:
@@ -101,11 +102,11 @@ def _detect_layout(file: Path, json_field: str | None, max_row_bytes: int) -> _L
 
 
 def _layout_of_head(text: str, *, is_whole: bool, is_named: bool) -> _Layout | None:
-    """The form of a file that begins with this text; None where it ends too early, or tells nothing."""
+    """The layout of a file that begins with `text`; None if that is too short or ambiguous."""
     is_list = text.startswith("[")
     try:
         value, end = _ANY_JSON.raw_decode(text)
-    except (ValueError, RecursionError):  # a list that is not whole: an object, and behind it another item or the end
+    except (ValueError, RecursionError):  # incomplete list: look for an object and then another item or the end
         if not is_list:
             return None
         items = text[1:].lstrip()
@@ -126,13 +127,13 @@ def _layout_of_head(text: str, *, is_whole: bool, is_named: bool) -> _Layout | N
 
 
 def read_jsonl_path(config: DatasetFields) -> Iterator[Record]:
-    """The records at `dataset.path`, as `read_jsonl` reads them."""
+    """Reads the records at `dataset.path`."""
     return read_jsonl(config.path or "", config.json_field, max_row_bytes=config.max_row_bytes)
 
 
 def _count_rows(config: DatasetFields, file: Path, max_rows: int) -> int:
-    """How many rows the file has, up to `most`. Lines are told apart and not parsed; a document is, unless it is too
-    short for so many."""
+    """Counts rows, up to `max_rows`. Lines are counted without parsing. A document is parsed, unless it is too short
+    for `max_rows`."""
     with translate_read_errors(file):
         layout = _detect_layout(file, config.json_field, config.max_row_bytes)
         if layout is not _Layout.document:
@@ -167,7 +168,7 @@ def _scan(config: DatasetFields, numbered: NumberedFile) -> Iterator[RowRange]:
 
 
 def _parse_fields(text: bytes | None) -> Fields | None:
-    """What a row's line holds, looked at in a hurry: nesting and lone surrogates are judged when it is read."""
+    """Fields of a row for the survey; nesting depth and surrogates are checked only when the row is read."""
     if text is None:
         return None
     try:
@@ -187,7 +188,7 @@ KINDS = {"jsonl": prompt_kind(read_jsonl_path, CHAT_KEYS | {"json_field"}, sourc
 
 
 def _row_texts(file: Path, layout: _Layout, max_row_bytes: int, start: SeekPoint) -> Iterator[_RowText]:
-    """The texts that are rows, from `mark` on."""
+    """The texts of the rows, from `start` on."""
     with open_bytes(file) as stream:
         skip_bytes(stream, start.offset_bytes)
         lines = _split_lines(stream, start.line, start.offset_bytes, max_row_bytes)
@@ -195,7 +196,7 @@ def _row_texts(file: Path, layout: _Layout, max_row_bytes: int, start: SeekPoint
 
 
 def _split_lines(stream: BufferedReader, number: int, offset_bytes: int, max_row_bytes: int) -> Iterator[_RowText]:
-    """The lines that are not blank, behind line `number`."""
+    """The lines that are not blank, after line `number`."""
     for line, num_bytes in read_bounded_lines(stream, max_row_bytes):
         number += 1
         text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
@@ -207,8 +208,8 @@ def _split_lines(stream: BufferedReader, number: int, offset_bytes: int, max_row
 
 
 def _join_objects(lines: Iterator[_RowText], max_row_bytes: int) -> Iterator[_RowText]:
-    """Lines joined to objects: one ends with the line in which its last bracket closes. Where that does not come, each
-    line that begins with a bracket is another object's first, as printers indent all others."""
+    """Joins lines to objects; an object ends with the line that closes its last bracket. If that never comes, each line
+    that begins with a bracket starts a new object, since printers indent all others."""
     pending, num_bytes, depth = list[_RowText](), 0, 0
     for line in lines:
         pending.append(line)
@@ -230,19 +231,19 @@ def _join_objects(lines: Iterator[_RowText], max_row_bytes: int) -> Iterator[_Ro
 
 
 def _nesting_change(line: _RowText) -> int:
-    """Levels of nesting that a line adds, below 0 where it ends some."""
+    """Net number of brackets that a line opens; negative if it closes more."""
     brackets = (found[0] for found in _BRACKETS.finditer(line[2] or b""))
     return sum(1 if each in (b"{", b"[") else -1 if each in (b"}", b"]") else 0 for each in brackets)
 
 
 def _split_at_brackets(lines: list[_RowText]) -> list[list[_RowText]]:
-    """The lines in front of each that begins with a bracket, and those from it on."""
+    """Splits lines before each line that begins with a bracket."""
     begins = [place for place, line in enumerate(lines) if place and (line[2] or b"").startswith((b"{", b"["))]
     return [lines[begin:end] for begin, end in pairwise([0, *begins, len(lines)])]
 
 
 def _join_lines(lines: list[_RowText], max_row_bytes: int) -> _RowText:
-    """One row of several lines, without its text where it is too long."""
+    """Joins lines to one row; its text is None if it is too long."""
     texts, num_bytes = [line[2] for line in lines], sum(line[3] for line in lines)
     known = [text for text in texts if text is not None]
     is_short = num_bytes <= max_row_bytes and len(known) == len(texts)

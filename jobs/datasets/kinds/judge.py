@@ -1,5 +1,5 @@
-"""Answers to MT-Bench's questions as prompts for a judge: a row for each answer and turn, or for both orders of a pair
-(Zheng et al., arXiv 2306.05685).
+"""Prompts for a judge of MT-Bench answers (Zheng et al., arXiv 2306.05685): a row for each answer and turn, or for both
+orders of a pair.
 """
 
 import logging
@@ -21,13 +21,15 @@ from ..rows import Row
 from .jsonl import read_jsonl
 
 log = logging.getLogger(__name__)
-REFERENCE_CATEGORIES = frozenset({"math", "reasoning", "coding", "arena-hard-200"})  # categories, as FastChat has them
-MAX_TURNS = 2  # what the judge's prompts have places for
+REFERENCE_CATEGORIES = frozenset(
+    {"math", "reasoning", "coding", "arena-hard-200"}
+)  # FastChat's categories with reference answers
+MAX_TURNS = 2  # number of turns in the judge prompts
 KEYS = frozenset({"path", "answers_path", "baseline_path", "references_path", "judge_prompts_path"})
 NEEDS = "dataset.path=question.jsonl and dataset.answers_path=<a run, or FastChat's answers>"
 BUNDLED_PROMPTS = Path(__file__).parents[2] / "data" / "judge_prompts.jsonl"
-ERROR = "$ERROR$"  # in place of an answer, in FastChat's files
-# Of a question with a reference beside it or not, and of the second turn or not: ours, FastChat's.
+ERROR = "$ERROR$"  # FastChat's marker for a failed answer
+# (kind, has a reference, turn) -> (bundled prompt, FastChat's prompt)
 PROMPT_NAMES = {
     ("single", False, 1): ("single", "single-v1"),
     ("single", True, 1): ("single-reference", "single-math-v1"),
@@ -39,7 +41,7 @@ PROMPT_NAMES = {
     ("pairwise", True, 2): ("pair-reference-turns", "pair-math-v1-multi-turn"),
 }
 
-TurnAnswers: TypeAlias = Sequence[str | None]  # the answer to each turn; None where there is none
+TurnAnswers: TypeAlias = Sequence[str | None]  # answer per turn; None if missing
 AnswersByQuestion: TypeAlias = Mapping[str, TurnAnswers]
 
 
@@ -50,18 +52,20 @@ class JudgePrompt:
     template: str
 
     def fill(self, values: Mapping[str, str]) -> str:
-        """Raises DatasetError naming a place in the template that nothing belongs into."""
+        """Formats the template. Raises DatasetError if it has an unknown field."""
         filled = ""
         for text, name, _, _ in Formatter().parse(self.template):
             if name is not None and name not in values:
                 known = ", ".join(values)
-                raise DatasetError(f"the judge's prompt {self.name} has a place {{{name}}}: there are {known}")
+                raise DatasetError(
+                    f"the judge's prompt {self.name} has an unknown field {{{name}}}; known fields: {known}"
+                )
             filled += text + (values[name] if name is not None else "")
         return filled
 
 
 def read_judge_prompts(path: str | None) -> dict[str, JudgePrompt]:
-    """Those of a file by name, or ours. Raises DatasetError."""
+    """Reads judge prompts by name from a file, or the bundled ones. Raises DatasetError."""
     prompts: dict[str, JudgePrompt] = {}
     for record in read_jsonl(path or str(BUNDLED_PROMPTS), key="judge_prompts_path"):
         fields = _require_fields(record)
@@ -77,9 +81,9 @@ def read_judge_prompts(path: str | None) -> dict[str, JudgePrompt]:
 
 
 def read_answers(path: str, key: str) -> dict[str, AnswersByQuestion]:
-    """The answers of each model, by question: those of a run, whose directory is the model's name, or of files of
-    FastChat's, each called as its model. The parts' own checksums are verified. Raises DatasetError, also for a run
-    that is not finished."""
+    """Reads each model's answers by question: from a run, whose directory names the model, or from FastChat files, each
+    named after its model. Verifies the checksums of a run's parts. Raises DatasetError, also if the run is not
+    finished."""
     root = require_existing_path(path, key)
     directories = [root, *(root / f"turn-{turn}" for turn in range(1, 3))]  # a run, or the runs of its turns
     runs = [place for place in directories if (place / "run.json").is_file()] if root.is_dir() else []
@@ -99,7 +103,7 @@ def read_answers(path: str, key: str) -> dict[str, AnswersByQuestion]:
 
 
 def read_answer_file(path: str, key: str) -> AnswersByQuestion:
-    """The first choice of each question, in FastChat's form. Raises DatasetError."""
+    """The first choice of each question in a FastChat answer file. Raises DatasetError."""
     answers: dict[str, TurnAnswers] = {}
     for record in read_jsonl(path, key=key):
         fields = _require_fields(record)
@@ -121,7 +125,7 @@ def _require_fields(record: Record) -> Fields:
 
 
 def read_judge_rows(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-    """Rows by model, question, turn and game. Raises DatasetError for files in other forms."""
+    """Yields rows by model, question, turn and game. Raises DatasetError if a file has another format."""
     if config.answers_path is None:
         raise DatasetError(f"dataset=mtbench_judge needs {NEEDS}")
     questions = _read_questions(config)
@@ -165,7 +169,7 @@ class _Question:
 
 
 def _read_questions(config: DatasetFields) -> list[_Question]:
-    """Raises DatasetError for a question in another form: nothing could be judged by it."""
+    """Raises DatasetError if a question has another format: without it, nothing could be judged."""
     references_by_id: AnswersByQuestion = {}
     if config.references_path is not None:
         references_by_id = read_answer_file(config.references_path, "references_path")
@@ -260,7 +264,7 @@ def _make_row(
 def _template_values(
     question: _Question, answers_by_name: Mapping[str, Sequence[str | None]], turn: int
 ) -> dict[str, str]:
-    """What the places of a prompt are filled with. Raises BadRecord where an answer is missing."""
+    """Values of the template's fields. Raises BadRecord if an answer is missing."""
     values = {f"ref_answer_{number}": text for number, text in enumerate(question.references, start=1)}
     if question.references:
         values.setdefault("ref_answer_2", "")

@@ -1,5 +1,5 @@
-"""OpenAI's batch files: a request a line, `{custom_id, method, url, body}`. A line that cannot be answered is an error
-row, whatever is wrong with it, and the others are answered.
+"""OpenAI batch input files: one request per line, `{custom_id, method, url, body}`. An invalid line becomes an error
+row; the other lines are answered.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +19,10 @@ FIELDS = ("custom_id", "method", "url", "body")
 
 
 def read_batch(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-    """A row for each line, by its custom_id; its own fields are its columns."""
+    """Yields a row for each line, with its custom_id as id and its fields as columns."""
     lines = read_jsonl(config.path or "", max_row_bytes=config.max_row_bytes)
     records = list(islice(lines, config.limit))
-    first_lines: dict[str, int] = {}  # the first line of each custom_id that can be one
+    first_lines: dict[str, int] = {}  # first line of each valid custom_id
     for index, record in enumerate(records):
         value = (record.fields or {}).get("custom_id")
         if isinstance(value, str):
@@ -33,7 +33,9 @@ def read_batch(config: DatasetFields, count_tokens: CountTokens | None) -> Itera
 
 def _make_row(record: Record, index: int, first_lines: Mapping[str, int], config: DatasetFields) -> Row:
     fields = record.fields
-    columns = {key: (fields or {}).get(key) for key in FIELDS} if config.keep_columns else {}  # results need each
+    columns = (
+        {key: (fields or {}).get(key) for key in FIELDS} if config.keep_columns else {}
+    )  # the export of results needs all of them
     row = Row(index=index, id="", prompt="", messages=None, columns=columns, error=None)
     if fields is None:
         return replace(row, id=_unused_id(index, first_lines), error=record.error or f"{record.location}: not readable")
@@ -51,7 +53,7 @@ def _make_row(record: Record, index: int, first_lines: Mapping[str, int], config
 
 
 def _with_request(row: Row, url: str, body: Fields, config: DatasetFields) -> Row:
-    """The row with what its line asks. Raises BadRecord."""
+    """The row with its line's request. Raises BadRecord."""
     if url in ENCODE_ENDPOINTS:
         columns = {**row.columns, "body": summarize_body(body)} if config.keep_columns else row.columns
         return replace(row, inputs=ENCODE_ENDPOINTS[url](body), columns=columns)
@@ -68,7 +70,7 @@ def _with_request(row: Row, url: str, body: Fields, config: DatasetFields) -> Ro
 
 
 def _unused_id(index: int, first_lines: Mapping[str, int]) -> str:
-    """An id that no line has."""
+    """An id that no line uses."""
     id = f"bad-row-{index}"
     while id in first_lines:
         id += "'"
@@ -92,8 +94,7 @@ def _parse_url_and_body(fields: Fields) -> tuple[str, Fields]:
 
 
 def reject_other_job(rows: Sequence[Row], encodes: bool) -> list[Row]:
-    """The rows, with an error in place of those that the other job answers. Raises DatasetError where no other is
-    left."""
+    """Replaces requests that the other job answers by error rows. Raises DatasetError if no valid request is left."""
     answered, foreign_endpoints = (ENCODE_ENDPOINTS, ENDPOINTS) if encodes else (ENDPOINTS, ENCODE_ENDPOINTS)
     urls, job = " and ".join(foreign_endpoints), "generate" if encodes else "encode"
     valid = [row for row in rows if row.error is None]

@@ -1,5 +1,6 @@
-"""MT-Bench's questions, the bundled ones in the same schema, the bundled model's own tasks, and one question that the
-command line asks."""
+"""MT-Bench questions, the bundled questions in the same schema, the bundled model's tasks, and a prompt from the
+command line.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,8 @@ MT_BENCH_ID = "question_id"
 
 
 def _read_questions(read: ReadRecords, config: DatasetFields) -> Iterator[Row]:
-    """The first turn of each, as raw text as MoE-Lightning runs it, by its `question_id`; with `turns=all` the others
-    behind it."""
+    """Yields the first turn of each question as raw text, as MoE-Lightning runs it; its id is `question_id`. With
+    `turns=all` the other turns follow."""
 
     def content_of(fields: Fields) -> Content:
         turns = fields.get("turns")
@@ -36,7 +37,7 @@ def _read_tasks(config: DatasetFields, count_tokens: CountTokens | None) -> Iter
 
 
 def _read_prompt_setting(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-    """The one row that `prompt` is."""
+    """Yields `dataset.prompt` as the only row."""
     try:
         prompt = check_text(config.prompt, "dataset.prompt")
     except BadRecord as error:

@@ -1,9 +1,9 @@
-"""Parquet, CSV and the hub as records.
+"""Reads Parquet, CSV and Hugging Face Hub datasets.
 
-Files are read with pyarrow and not through `datasets`: its cache of local files is keyed by path and modification time,
-so a file replaced with its old time kept (`rsync -a`, `cp -p`, `tar`) would give the old rows, and a resumed run must
-see what is on the disk. The hub goes through `datasets` the ordinary way: there the cache is keyed by revision (for a
-local directory given to kind `hub` it is the modification time again).
+Files are read with pyarrow, not through `datasets`: its cache of local files is keyed by path and modification time. A
+file replaced with its old time kept (`rsync -a`, `cp -p`, `tar`) would give stale rows, and a resumed run must see what
+is on disk. The Hub goes through `datasets`, whose cache is keyed by revision there (for a local directory of kind
+`hub`, by modification time).
 """
 
 import base64
@@ -38,11 +38,11 @@ from ..row_rules import CHAT_KEYS, MAX_RANGE_ROWS, NumberedFile, RowRange, RowSo
 
 NUM_ROWS_PER_BATCH, BATCH_BYTES = 1024, 64 * MIB
 _MAX_CSV_BLOCK_BYTES = 2**31 - 1
-_FIRST_CSV_ROW = 2  # what pyarrow calls the first row below the header
+_FIRST_CSV_ROW = 2  # pyarrow's number of the first row below the header
 
 
 def read_parquet(config: DatasetFields) -> Iterator[Record]:
-    """Rows of a Parquet file, or of a directory's files by name. Page checksums are verified where there are any."""
+    """Rows of a Parquet file, or of a directory's files by name. Verifies page checksums if present."""
     for path in _parquet_files(config):
         yield from _parquet_records(config, path, SeekPoint(file=0, row=0))
 
@@ -52,7 +52,7 @@ def _parquet_files(config: DatasetFields) -> list[Path]:
 
 
 def _parquet_records(config: DatasetFields, path: Path, start: SeekPoint) -> Iterator[Record]:
-    """Groups of rows before the mark are not read."""
+    """Records from `start` on; skips whole row groups before it."""
     with _translate_arrow_errors(path, "parquet"), pq.ParquetFile(path, page_checksum_verification=True) as file:
         rows = _parquet_rows(config, file, path, start.row, NUM_ROWS_PER_BATCH)
         yield from _make_records(rows, path.name, config.max_row_bytes, start.row)
@@ -91,7 +91,7 @@ def _scan_parquet(config: DatasetFields, numbered: NumberedFile) -> Iterator[Row
 def read_csv(config: DatasetFields) -> Iterator[Record]:
     """Rows of a CSV file with a header line, or of a directory's files by name. Every value is text: `007` stays `007`.
 
-    A row with too few or too many fields, or one that is not UTF-8, is a bad record; the others are still read.
+    A row with too few or too many fields, or with invalid UTF-8, is a bad record; the others are still read.
     """
     for path in list_files(config.path or "", with_compressed_suffixes(".csv", ".tsv")):
         with _translate_arrow_errors(path, "csv"):
@@ -99,7 +99,7 @@ def read_csv(config: DatasetFields) -> Iterator[Record]:
 
 
 def read_hub(config: DatasetFields) -> Iterator[Record]:
-    """Rows of `datasets.load_dataset` for a hub id or a local directory. Raises DatasetError with what it said."""
+    """Rows of `datasets.load_dataset` for a Hub id or a local directory. Raises DatasetError with its message."""
     import datasets  # slow to import, and needed by this kind only
     from datasets.exceptions import DatasetsError
 
@@ -140,7 +140,7 @@ KINDS = {
 
 
 def to_json_value(value: object) -> Json:
-    """A value of an Arrow table as JSON: NaN becomes null, bytes base64, dates ISO 8601, decimals text."""
+    """Converts an Arrow value to JSON: NaN to null, bytes to base64, dates to ISO 8601, decimals to text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -155,13 +155,13 @@ def to_json_value(value: object) -> Json:
 
 
 def _configured_columns(config: DatasetFields, names: Collection[str]) -> list[str]:
-    """The columns that hold the fields which the config names."""
+    """The columns that contain configured fields."""
     named = (name for _, name in configured_fields(config))
     return list(dict.fromkeys(name if name in names else name.partition(".")[0] for name in named))
 
 
 def _rows_per_batch(file: pq.ParquetFile, max_rows: int) -> int:
-    """Few where the file says that its rows are long."""
+    """Rows per batch, reduced for long rows so that a batch stays below `BATCH_BYTES`."""
     metadata = file.metadata
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     num_bytes = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
@@ -198,7 +198,9 @@ def _read_csv_file(path: Path, config: DatasetFields) -> Iterator[Record]:
     content = _csv_content(path)
     delimiter = config.csv_delimiter
     is_tsv = delimiter == DatasetFields.csv_delimiter and strip_compression_suffix(path.name).endswith(".tsv")
-    if is_tsv and b"\t" in content.lstrip().partition(b"\n")[0]:  # nobody asks for one, and the header has tabs
+    if (
+        is_tsv and b"\t" in content.lstrip().partition(b"\n")[0]
+    ):  # the delimiter is the default, and the header has tabs
         delimiter = "\t"
     parse = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=skip_bad)
     lines = (line.decode("utf-8") for line in io.BytesIO(content.removeprefix(codecs.BOM_UTF8)))
@@ -208,7 +210,7 @@ def _read_csv_file(path: Path, config: DatasetFields) -> Iterator[Record]:
         codecs.decode(content, "utf-8")
     except UnicodeDecodeError:
         is_text = False
-        # pyarrow decodes a row to say that it is bad: bytes as characters of Latin-1 are always text
+        # pyarrow decodes a row to report it as bad: read as Latin-1, any bytes are valid text
         content = content.removeprefix(codecs.BOM_UTF8).decode("latin-1").encode("utf-8")
     try:
         check_columns(names, config, str(path))
