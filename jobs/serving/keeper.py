@@ -241,7 +241,7 @@ class Keeper(threading.Thread):
         trouble, num_parts = self._retry_state(id), sum(1 for _ in run.generations.glob("part-*"))
         if num_parts > trouble.num_parts:
             trouble = _RetryState(num_parts=num_parts)
-        trouble = self._retry_states[id] = replace(trouble, num_ends=trouble.num_failures + 1)
+        trouble = self._retry_states[id] = replace(trouble, num_failures=trouble.num_failures + 1)
         if trouble.num_failures < MAX_FAILURES:
             self._postpone(batch, reason)
         else:

@@ -114,7 +114,7 @@ def test_what_cannot_be_judged_is_named(files: dict[str, Any], tmp_path: Path) -
     with pytest.raises(DatasetError, match="no choices with turns"):
         rows_of(files, answers_path=write_lines(tmp_path / "bad.jsonl", [{"question_id": 81}]))
     odd = [{"name": "single-v1", "system_prompt": "", "prompt_template": "{solution}"}]
-    with pytest.raises(DatasetError, match=r"single-v1 has a place \{solution\}"):
+    with pytest.raises(DatasetError, match=r"single-v1 has an unknown field \{solution\}"):
         rows_of(files, judge_prompts_path=write_lines(tmp_path / "odd.jsonl", odd))
     few = [{"name": "single-v1", "system_prompt": "", "prompt_template": "{question}"}]
     with pytest.raises(DatasetError, match="has no prompt single-v1-multi-turn"):

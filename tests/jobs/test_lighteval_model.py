@@ -115,9 +115,9 @@ def test_samples_are_drawn_or_refused(adapter: ModuleType, monkeypatch: pytest.M
 def test_settings_are_words_of_the_environment(adapter: ModuleType) -> None:
     path = "model='/some dir' offload=nvme host_memory_gib=1.5 chat_template=false"
     expected = {"model": "/some dir", "offload": "nvme", "host_memory_gib": 1.5, "chat_template": False}
-    assert adapter.settings(path) == expected
+    assert adapter.parse_settings(path) == expected
     with pytest.raises(ConfigError, match="WEIGHTSTREAM holds 'tiny'"):
-        adapter.settings("tiny")
+        adapter.parse_settings("tiny")
 
 
 def test_the_file_can_be_loaded_by_its_path() -> None:
