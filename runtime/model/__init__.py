@@ -1,3 +1,2 @@
-"""A transformers model as stages that weights stream through: loaded without weights, cut, and asked for its traits.
-Here belongs what touches the module tree.
-"""
+"""A transformers model as stages that weights are streamed through: loading without weights, splitting, and reading its
+properties. Code that touches the module tree belongs here."""

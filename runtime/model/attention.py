@@ -1,8 +1,7 @@
-"""Attention over a packed lane: the tokens of sequences of different lengths side by side, no padding, no mask.
+"""Attention over a packed lane: tokens of sequences of different lengths, concatenated, without padding or mask.
 
-Registered under its own name, which makes transformers build no mask at all. It knows what classes ask for beside
-scaled dot products: sliding windows, chunks, soft-capped scores (Gemma-2) and sinks (gpt-oss). Letters as in
-cache/paged.py.
+Registered under its own name, so transformers builds no mask. Supports sliding windows, chunks, soft-capped scores
+(Gemma-2) and sinks (gpt-oss). Dimension letters as in cache/paged.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,7 +50,7 @@ def ragged_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """query (1, H*G, T, D) -> (1, T, H*G, D). Keys and values, the new ones included, are in the lane's cache."""
+    """query (1, H*G, T, D) -> (1, T, H*G, D). K and V, including the new ones, are in the lane's cache."""
     if reason := guards.unsupported_argument(kwargs) or guards.custom_mask(attention_mask):
         raise _unsupported_error(module, reason)
     cache = current_lane_run().cache
@@ -68,7 +67,7 @@ def ragged_attention(
     if reason := guards.changed_kv(are_cached=cache.expands or cache.is_last_update(layer, key, value)):
         raise _unsupported_error(module, reason)
 
-    num_threads = torch.get_num_threads()  # asked here: a worker has but one
+    num_threads = torch.get_num_threads()  # read here: a worker thread would report 1
     visit, view = cache.begin_host_attention(layer, query, key, value, rule.sinks), cache.view
     kv = None if cache.expands else cache.layer(layer, key, value)
     seen = _PassView(kv, view.decoding, view.prompts, cache.is_on_accelerator)
@@ -79,7 +78,7 @@ def ragged_attention(
 
 
 class _LayerRule(NamedTuple):
-    """What a layer asks of attention, its sinks apart, which come with its weights."""
+    """The attention parameters of a layer, without sinks, which come with its weights."""
 
     layer: int
     reach: Reach
@@ -92,7 +91,7 @@ _LAYER_RULES = WeakKeyDictionary[torch.nn.Module, tuple[tuple[object, ...], _Lay
 def _find_layer_rule(
     module: torch.nn.Module, scale: float, sliding_window: int | None, softcap: float | None, is_causal: object
 ) -> _LayerRule:
-    """Looked into once for each layer, as all of its passes ask the same."""
+    """The rule of a layer, cached, since all of its passes use the same arguments."""
     words = scale, sliding_window, softcap, is_causal
     known = _LAYER_RULES.get(module)
     if known is None or known[0] != words:
@@ -105,13 +104,13 @@ def _find_layer_rule(
 
 
 def _unsupported_error(module: torch.nn.Module, reason: str) -> ConfigError:
-    """The second line: most classes have been looked at when the model was loaded."""
+    """The error for a class that the probe at load time did not catch."""
     return ConfigError(f"{type(module).__name__} cannot run in packed lanes: {reason}; use model.lanes=padded")
 
 
 class _PassView(NamedTuple):
-    """What a layer sees of the pass when it attends: the lane may have gone on, or back, before a worker gets to it.
-    Without `kv`, key and value are all that is cached."""
+    """A snapshot of the pass for one layer's attention: the lane may have moved on before a worker computes it. If `kv`
+    is None, key and value hold all cached positions."""
 
     kv: LayerKV | QuantizedKV | None
     decoding: DecodeRows | None
@@ -131,7 +130,8 @@ def _attend(
     num_threads: int,
     visit: HostAttention | None,
 ) -> torch.Tensor:
-    """(T, H*G, D) of the pass. What rows that decode get from a visit is in it when the visit has been received."""
+    """The attention output (T, H*G, D) of the pass. With a host visit, output of decoding rows is in the visit
+    instead."""
     query, _, value = qkv
     if visit is not None and not seen.segments:
         return visit.attend(reach, scale=rule.scale, softcap=rule.softcap, num_threads=num_threads)
@@ -158,7 +158,7 @@ def _decode(
     rule: Rule,
     num_threads: int,
 ) -> torch.Tensor:
-    """(B, H*G, D) of the rows that decode."""
+    """(B, H*G, D) for the decoding rows."""
     kv, (_, key, value) = seen.kv, qkv
     if kv is None:
         return _decode_expanded(q_BHD, key, value, rows, reach, rule)
@@ -181,8 +181,7 @@ def _decode(
 def _decode_expanded(
     q_BHD: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: DecodeRows, reach: Reach, rule: Rule
 ) -> torch.Tensor:
-    """One new token per row, over what the layer made of its latents. Queries are folded to (B, H, G, D) so that KV
-    heads are never repeated."""
+    """Decodes one token per row over expanded latents. Folds queries to (B, H, G, D), so KV heads are not repeated."""
     shape = (len(rows.rows), rows.longest)
     k, v = (t[0, :, : shape[0] * shape[1]].unflatten(1, shape).transpose(0, 1) for t in (key, value))
     hidden = rows.hidden(reach)
@@ -197,7 +196,7 @@ def _decode_expanded(
 def _prefill(
     seen: _PassView, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], reach: Reach, rule: Rule
 ) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor]]:
-    """Tokens of the pass and what attention gives for them, (T, H, Dv), until all segments are through."""
+    """Yields tokens of the pass and their attention output (T, H, Dv), segment by segment."""
     query, key, value = qkv
     if isinstance(seen.kv, QuantizedKV):
         for segment in seen.segments:
@@ -246,7 +245,7 @@ def _prefill(
 def _prefill_by_head(
     q_HTD: torch.Tensor, k_HSD: torch.Tensor, v_HSD: torch.Tensor, hidden: torch.Tensor | None, rule: Rule
 ) -> torch.Tensor:
-    """Scores that no fused kernel makes: one KV head after the other, so that only its own lie in memory."""
+    """Attention without a fused kernel, one KV head at a time to bound the memory of scores."""
     num_heads, num_tokens, _ = q_HTD.shape
     if hidden is None and num_tokens > 1:
         hidden = torch.ones(num_tokens, k_HSD.shape[1], dtype=torch.bool, device=q_HTD.device).triu(1)
@@ -265,7 +264,7 @@ def register() -> None:
 
 
 def attention_method(model: PreTrainedModel, shape: ModelShape, device: ComputeDevice) -> AttentionMethod:
-    """Says how a loaded model's ordinary layers attend."""
+    """The attention implementation for the ordinary layers of a loaded model."""
     if not (device.is_accelerator and shape.is_packed):
         return AttentionMethod.host
     softcap = getattr(decoder_config(model.config), "attn_logit_softcapping", None)

@@ -1,5 +1,5 @@
-"""What a class lets the runtime do, read off the model itself: the kind of its lanes, experts and cache, and why; and
-once it is staged, the sizes that it is planned by."""
+"""Properties of a model class: packed or padded lanes, experts, cache, and the reasons; and the sizes of a staged model
+for planning."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -56,9 +56,9 @@ class CacheKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
-    """Bytes of one position in each layer, and over all layers of one sequence however long. `is_latent`: layers cache
-    compressed keys and values (MLA) and expand all of them themselves whenever they attend. A decoder with an encoder
-    also keeps `cross_bytes_per_token` of each encoder position."""
+    """KV cache bytes: per position and layer, and per sequence regardless of length. `is_latent`: layers cache
+    compressed KV (MLA) and expand all of it whenever they attend. A decoder after an encoder also keeps
+    `cross_bytes_per_token` per encoder position."""
 
     layer_bytes_per_token: tuple[int, ...]
     bytes_per_sequence: int
@@ -74,8 +74,8 @@ class CacheShape:
 
 
 def choose_lanes(model: PreTrainedModel, wanted: Lanes) -> tuple[bool, str]:
-    """Whether lanes are packed, and why not. Raises ConfigError when packed ones are wanted and impossible, and for a
-    class that is no decoder."""
+    """True for packed lanes, and the reason against them or "". Raises ConfigError if packed lanes are required but
+    impossible, and for a class that is not a decoder."""
     types = set(layer_types(model))
     if "linear_attention" in types or "conv" in types or any(kind.startswith("hybrid") for kind in types):
         reason = "recurrent state"
@@ -118,13 +118,13 @@ def expert_kind(model: PreTrainedModel) -> ExpertKind:
 
 
 def bounded_layers(model: PreTrainedModel) -> frozenset[int]:
-    """Layers of which transformers' own cache keeps a window, or a state, and not every position."""
+    """Layers for which transformers' cache keeps only a window or a state."""
     layers = DynamicCache(config=decoder_config(model.config)).layers
     return frozenset(index for index, layer in enumerate(layers) if type(layer) is not DynamicLayer)
 
 
 def delta_rule(model: PreTrainedModel) -> DeltaRule | None:
-    """Sizes of a model with gated delta nets, as all such classes name their heads; None for others."""
+    """Sizes of a model with gated delta nets; None for others."""
     config = decoder_config(model.config)
     if "linear_attention" not in layer_types(model) or not hasattr(config, "linear_num_value_heads"):
         return None
@@ -137,10 +137,10 @@ def delta_rule(model: PreTrainedModel) -> DeltaRule | None:
 
 
 def measure_cache(model: PreTrainedModel) -> CacheShape:
-    """Runs the model on the meta device, which computes shapes alone, and looks at what its cache then holds.
+    """Measures the cache by a forward pass on the meta device.
 
-    Parameters must be on the meta device. Where the class's code needs values, and behind an encoder, sizes are those
-    of the attention heads.
+    Parameters must be on the meta device. If the class's code needs values, or there is an encoder, sizes are estimated
+    from the attention heads.
     """
     if model.config.is_encoder_decoder:
         own = _estimated_cache(config_behind_encoder(model), model.dtype)
@@ -173,8 +173,8 @@ def measure_cache(model: PreTrainedModel) -> CacheShape:
 
 
 def encoder_cache_shape(model: PreTrainedModel) -> CacheShape:
-    """That of an encoder, of which nothing is kept. Raises ConfigError where its layers are not as many modules as its
-    config says: ALBERT's are one, which is run again and again."""
+    """The empty cache of an encoder. Raises ConfigError if layers share weights, as in ALBERT: they cannot be streamed
+    one by one."""
     [found] = layer_lists(model)
     num_layers = decoder_config(model.config).num_hidden_layers
     if len(found.layers) != num_layers:
@@ -195,8 +195,7 @@ def _estimated_cache(config: PreTrainedConfig, dtype: torch.dtype) -> CacheShape
 
 @torch.inference_mode()
 def fill_cache(model: PreTrainedModel, num_tokens: int) -> Cache:
-    """What a pass of so many tokens leaves in transformers' own cache, in shapes alone. The model is a copy
-    `copy_on_meta`."""
+    """Transformers' own cache after a pass of `num_tokens`, shapes only. The model is a `copy_on_meta`."""
     cache = DynamicCache(config=model.config)
     for layer in cache.layers:
         if hasattr(layer, "sliding_window"):  # what a token costs, however few of them a window keeps
@@ -207,8 +206,8 @@ def fill_cache(model: PreTrainedModel, num_tokens: int) -> Cache:
 
 
 def _layer_tensors(layer: object) -> Iterator[torch.Tensor]:
-    """Yields what a cache's layer holds: keys and values (B, H, S, D), and recurrent states; sliding layers also keep a
-    scalar."""
+    """Yields the tensors of a cache layer: K and V (B, H, S, D), and recurrent states. Skips scalars of sliding
+    layers."""
     for value in vars(layer).values():
         for tensor in value.values() if isinstance(value, dict) else [value]:
             if isinstance(tensor, torch.Tensor) and tensor.ndim > 1:
@@ -218,7 +217,7 @@ def _layer_tensors(layer: object) -> Iterator[torch.Tensor]:
 def make_shape(
     name: str, staged: StagedModel, parameters: Mapping[str, Parameter], cache: CacheShape, *, is_packed: bool
 ) -> ModelShape:
-    """`parameters` by full name, wherever their bytes lie; `cache` as measured before the model was staged."""
+    """`parameters` by full name; `cache` as measured before staging."""
     model = staged.model
     config = decoder_config(model.config)
     by_stage: list[list[Parameter]] = [[] for _ in staged.kinds]
@@ -297,7 +296,7 @@ def make_shape(
 
 
 def has_fused_gate(layer: nn.Module) -> bool:
-    """Tells whether a layer's one feed-forward is ours and takes a few rows at a time."""
+    """True if a layer's only feed-forward is ours and runs a few rows at a time."""
     ours = [module for module in layer.modules() if isinstance(module, FusedGatedMLP)]
     is_alone = len(ours) == 1 and not any(is_experts(module) for module in layer.modules())
     return is_alone and ours[0].ops.mlp_rows is not None

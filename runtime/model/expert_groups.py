@@ -1,14 +1,13 @@
-"""All experts of a layer at once, in an accelerator's memory, where each one by itself would keep the host busy with a
-dozen launches, or in the host's, where its threads would wait for each other at each product.
+"""All experts of a layer in a few launches. One by one they would need a dozen launches each on an accelerator, or a
+thread barrier per product on a CPU.
 
-Few visits go through one grouped product for each stack, where torch or Triton has a kernel for it, and nothing is
-asked of the device; where the experts are stored codes, all visits do. Elsewhere few tokens are multiplied by all
-experts, as bringing those from the device's memory takes the time anyway, and each token takes what its own experts
-made. Otherwise the host is told once how many tokens visit which expert; each then costs a product for each stack, and
-a sum.
+Few visits run as one grouped product per stack, if torch or Triton has a kernel, without synchronizing with the device;
+experts stored as codes always do. Otherwise few tokens are multiplied by all experts, since reading the experts
+dominates, and each token picks its own. Else the host reads the visit counts once, and each expert costs one product
+per stack and one sum.
 
-Shapes: T tokens of D numbers, each visiting K experts of E; V = T x K visits, sorted by expert. Products take a stack's
-inputs to N outputs.
+Shapes: T tokens of D numbers, each routed to K of E experts; V = T x K visits, sorted by expert; products have N
+outputs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,15 +24,14 @@ from ..plan.placement.experts import GROUPED_VISITS, multiplies_all_experts
 from ..plan.placement.memory import GROUPED_BYTES, visit_elements
 from .experts import Experts, Visits, apply_activation, has_norm, matrix_names, stacked_bias
 
-VECTOR_BYTES = 16  # at which torch's kernel wants every row and every expert to begin
-Spans = Sequence[tuple[int, slice]]  # experts, and which of a run's visits are theirs
-MOST_GROUPS = 1023  # that it takes
-GROUPING_PROCESSORS = (9, 10)  # major compute capabilities; elsewhere torch asks the device and loops
+VECTOR_BYTES = 16  # alignment of rows and experts for torch's grouped kernel
+Spans = Sequence[tuple[int, slice]]  # experts, each with its rows among a run's visits
+MOST_GROUPS = 1023  # limit of torch's grouped kernel
+GROUPING_PROCESSORS = (9, 10)  # major compute capabilities; on others torch synchronizes and loops
 
 
 class _Stacks(NamedTuple):
-    """Each stack in parts whose outputs lie side by side: all of them plain numbers (E, inputs, N), or all of them
-    `Codes` of E matrices of N rows."""
+    """The stacks in parts along their outputs: all plain tensors (E, inputs, N), or all `Codes` of E matrices."""
 
     up: Sequence[Any]
     down: Sequence[Any]
@@ -46,8 +44,8 @@ Products = Callable[[torch.Tensor, Any], torch.Tensor]  # x (V, inputs), a part 
 def run_on_device(
     module: torch.nn.Module, hidden_TD: torch.Tensor, top_k_index_TK: torch.Tensor, top_k_weights_TK: torch.Tensor
 ) -> torch.Tensor | None:
-    """The sum over each token's experts (T, D), or None where the module's stacks are not plain numbers of its dtype at
-    equal distances. Each token's sum is added in the order of experts, as one by one."""
+    """The weighted sum over each token's experts (T, D); None if the stacks have an unsupported layout. Sums are added
+    in the order of experts, as one by one."""
     stacks = _stacks(module, hidden_TD.dtype)
     if stacks is None:
         return None
@@ -72,9 +70,8 @@ def run_on_device(
 
 
 def run_on_host(module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor | None:
-    """The same on a CPU, or None where experts do not lie as nn.Linear has its weights, are few or have many visits.
-    Products, and what stands between them, are those of each expert by itself; each token's sum is added in the order
-    of experts, in float32, and rounded once."""
+    """The same on a CPU; None if experts do not lie as in nn.Linear, are few, or have many visits. Products match those
+    of single experts. Each token's sum is added in the order of experts, in float32, and rounded once."""
     up, down = (getattr(module, name) for name in matrix_names(module))
     is_worth_it = can_multiply_in_groups(len(visits.tokens_V), len(visits.hit))
     are_alike = all(isinstance(weight, StoredWeight) and weight.has_uniform_experts for weight in (up, down))
@@ -93,8 +90,8 @@ def run_on_host(module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits
 
 
 def supports_grouped_mm(stacks: Sequence[torch.Tensor]) -> bool:
-    """Whether torch multiplies with these (E, inputs, N) in one launch without a word to the host: bfloat16, from
-    Hopper on. On a CPU it has the same operator, as a loop."""
+    """True if torch multiplies these (E, inputs, N) in one launch without synchronizing: bfloat16 since Hopper. On a
+    CPU the operator exists, as a loop."""
     first = stacks[0]
     if first.device.type == "cuda":
         major, _ = torch.cuda.get_device_capability(first.device)
@@ -126,7 +123,7 @@ def _stacks(module: torch.nn.Module, dtype: torch.dtype) -> _Stacks | None:
 
 
 def _are_codes(weight: torch.Tensor, dtype: torch.dtype, is_transposed: bool) -> bool:
-    """Whether a stack lies as codes that kernels of the device multiply, with a row for each output."""
+    """True if a stack is stored as codes that device kernels multiply, with one row per output."""
     if not isinstance(weight, StoredWeight) or weight.compute_dtype != dtype or not weight.needs_dequantizing:
         return False
     return weight.is_transposed == is_transposed and weight.has_kernels
@@ -146,7 +143,7 @@ def _run_grouped(
     weights_TK: torch.Tensor,
     grouped: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """`grouped`: takes rows of x sorted by expert, a part, and as `offs` where each expert's rows end."""
+    """Runs `grouped(x, part, offs)`, with rows of x sorted by expert and `offs` the end of each expert's rows."""
     num_tokens, num_choices = index_TK.shape
     ascending_TK, ranks_TK = index_TK.sort(dim=1)
     experts_V, order_V = ascending_TK.view(-1).sort(stable=True)
@@ -168,7 +165,7 @@ def _run_grouped(
 def _run_all_experts(
     module: torch.nn.Module, stacks: _Stacks, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
 ) -> torch.Tensor:
-    """All tokens through every expert; of experts that a token does not visit nothing is taken, whatever it is."""
+    """Runs all tokens through every expert. Selects outputs by index, so NaN of other experts has no effect."""
     (num_tokens, _), num_experts = index_TK.shape, len(stacks.up[0])
     ascending_TK, ranks_TK = index_TK.sort(dim=1)
     every_E = torch.arange(num_experts, device=index_TK.device)
@@ -184,7 +181,7 @@ def _run_all_experts(
 
 
 def _sum_choices(each_TKD: torch.Tensor) -> torch.Tensor:
-    """Choice by choice."""
+    """Sums one choice at a time, for a fixed order of rounding."""
     out_TD = each_TKD[:, 0].clone()
     for choice in range(1, each_TKD.shape[1]):
         out_TD += each_TKD[:, choice]
@@ -192,7 +189,7 @@ def _sum_choices(each_TKD: torch.Tensor) -> torch.Tensor:
 
 
 def _run_one_by_one(module: torch.nn.Module, stacks: _Stacks, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
-    """Products by expert; all else over as many experts as have no more visits than one could have."""
+    """Runs products expert by expert, everything else over runs of experts."""
 
     def products(x: torch.Tensor, stack: torch.Tensor, spans: Spans) -> torch.Tensor:
         out = x.new_empty(len(x), stack.shape[2])
@@ -215,8 +212,7 @@ def _compute_runs(
     most: int,
     products: Callable[[torch.Tensor, Any, Spans], torch.Tensor],
 ) -> Iterator[tuple[Spans, torch.Tensor, torch.Tensor]]:
-    """Runs of experts with `most` visits together, or of one expert: which of its visits are whose, their tokens and
-    weighted outputs (V, D)."""
+    """Yields runs of experts with up to `most` visits, or one expert: its spans, tokens and weighted outputs (V, D)."""
     for run in _split_runs(visits, most):
         begin, end = visits.expert_rows(run[0]).start, visits.expert_rows(run[-1]).stop
         rows = [visits.expert_rows(expert) for expert in run]
@@ -232,7 +228,7 @@ def _compute_runs(
 
 
 def _split_runs(visits: Visits, most: int) -> Sequence[Sequence[int]]:
-    """Experts that are hit, together as long as they have so many visits; one may have more."""
+    """Consecutive hit experts with up to `most` visits in total; a single expert may have more."""
     runs, count = list[list[int]](), 0
     for expert in visits.hit:
         rows = visits.expert_rows(expert)
@@ -247,7 +243,7 @@ def _split_runs(visits: Visits, most: int) -> Sequence[Sequence[int]]:
 def _compute_outputs(
     module: torch.nn.Module, stacks: _Stacks, x_VD: torch.Tensor, experts_V: torch.Tensor, products: Products
 ) -> torch.Tensor:
-    """What each visit's expert makes of its token."""
+    """The output of each visit's expert for its token."""
     experts, (up, down) = cast("Experts", module), matrix_names(module)
 
     def projected(x: torch.Tensor, parts: Sequence[torch.Tensor], name: str) -> torch.Tensor:

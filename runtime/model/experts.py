@@ -1,10 +1,9 @@
-"""Mixture-of-experts feed-forward over stored experts: tokens sorted by expert, each expert's matrices used once, as
-they lie.
+"""Mixture-of-experts feed-forward over stored weights: tokens sorted by expert, each expert's matrices used once.
 
-Registered under its own name with transformers' experts interface: it asks the engine, which answers for one lane or
-for several at once (engine/experts.py). The module still owns gating, activation and layout.
+Registered with transformers' experts interface. It sends an event to the engine, which answers for one lane or several
+(engine/experts.py). The module still owns gating, activation and layout.
 
-Shapes: T tokens of D numbers, each visiting K experts; V = T x K visits.
+Shapes: T tokens of D numbers, each routed to K experts; V = T x K visits.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +25,7 @@ Matrices = Mapping[str, torch.Tensor]  # of one expert, by the name of their sta
 
 
 class Experts(Protocol):
-    """What transformers' decorator promises of an experts module, beside its stacked parameters."""
+    """The attributes that transformers' decorator adds to an experts module, besides its stacked parameters."""
 
     num_experts: int
     has_gate: bool
@@ -39,8 +38,7 @@ class Experts(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Visits:
-    """Which tokens visit which expert, sorted by expert and in the order of the tokens. `ends[e]` is where those of
-    expert e end."""
+    """Pairs of token and expert, sorted by expert, then token. `ends[e]` is the end of expert e's rows."""
 
     tokens_V: torch.Tensor
     experts_V: torch.Tensor
@@ -49,7 +47,7 @@ class Visits:
 
     @staticmethod
     def from_top_k(top_k_index_TK: torch.Tensor, top_k_weights_TK: torch.Tensor, num_experts: int) -> "Visits":
-        """Sorts visits. In front of a device the host waits for it once, to know the ends."""
+        """Sorts the router's choices by expert. Synchronizes once with a device, to read `ends`."""
         experts_V, order = torch.sort(top_k_index_TK.reshape(-1), stable=True)
         every_E = torch.arange(num_experts, device=experts_V.device, dtype=experts_V.dtype)
         return Visits(
@@ -61,11 +59,11 @@ class Visits:
 
     @property
     def hit(self) -> list[int]:
-        """The experts that at least one token visits, ascending."""
+        """Experts with at least one token, ascending."""
         return [expert for expert, end in enumerate(self.ends) if end > self._begin(expert)]
 
     def select_tokens(self, tokens: range) -> "Visits":
-        """Those of a run of tokens alone."""
+        """The visits of a range of tokens."""
         is_theirs = (self.tokens_V >= tokens.start) & (self.tokens_V < tokens.stop)
         experts_V = self.experts_V[is_theirs]
         every_E = torch.arange(len(self.ends), device=experts_V.device, dtype=experts_V.dtype)
@@ -84,7 +82,7 @@ class Visits:
 
 
 class ExpertShare(ABC):
-    """What one of several ranks has of an experts module: its `own` experts, or where None, a part of each."""
+    """One rank's share of an experts module: its `own` experts, or a part of each if None."""
 
     def __init__(self, own: range | None = None):
         self.own = own
@@ -93,14 +91,14 @@ class ExpertShare(ABC):
     def mix_experts(
         self, module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
     ) -> torch.Tensor:
-        """What `mixed` gives of what all ranks have, (T, D). `hit` yields what this rank has, ascending."""
+        """The output of `mix_experts` over all ranks' shares, (T, D). `hit` yields this rank's experts, ascending."""
 
 
 SHARE = "expert_share"  # the attribute of an experts module that ranks divide
 
 
 def find_expert_share(module: torch.nn.Module) -> ExpertShare | None:
-    """This rank's share; None where it has all of them."""
+    """This rank's share; None if it has all experts."""
     return getattr(module, SHARE, None)
 
 
@@ -114,8 +112,8 @@ def experts_forward(
 def mix_experts(
     module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
 ) -> torch.Tensor:
-    """The sum over each token's experts (T, D), added in the order in which `hit` yields them. Each expert's matrices
-    are used before the next one's are taken."""
+    """The weighted sum over each token's experts (T, D), added in the order of `hit`. Matrices of one expert are used
+    before the next is fetched."""
     outputs = ((expert, expert_output(module, matrices, expert, hidden_TD, visits)) for expert, matrices in hit)
     return accumulate_outputs(hidden_TD, visits, outputs)
 
@@ -123,14 +121,14 @@ def mix_experts(
 def expert_output(
     module: torch.nn.Module, matrices: Matrices, expert: int, hidden_TD: torch.Tensor, visits: Visits
 ) -> torch.Tensor:
-    """What an expert makes of the tokens that visit it, (V, D) of its visits alone."""
+    """An expert's output (V, D) for its own visits."""
     return run_expert(module, matrices, expert, hidden_TD[visits.tokens_V[visits.expert_rows(expert)]])
 
 
 def accumulate_outputs(
     hidden_TD: torch.Tensor, visits: Visits, outputs: Iterable[tuple[int, torch.Tensor]]
 ) -> torch.Tensor:
-    """The weighted sum over each token's experts (T, D), added in the order in which `outputs` come."""
+    """The weighted sum over each token's experts (T, D), added in the order of `outputs`."""
     out_TD = torch.zeros_like(hidden_TD)
     for expert, result in outputs:
         mine = visits.expert_rows(expert)
@@ -139,13 +137,13 @@ def accumulate_outputs(
 
 
 def bound_matrices(module: torch.nn.Module, expert: int, overrides: Matrices | None = None) -> Matrices:
-    """Those bound to the module, but for the ones in `instead`."""
+    """An expert's matrices as bound to the module, except those in `overrides`."""
     overrides = overrides or {}
     return {n: overrides[n] if n in overrides else getattr(module, n)[expert] for n in matrix_names(module)}
 
 
 def stack_names(model: PreTrainedModel) -> list[str]:
-    """Full names of the stacks of matrices of all experts that run through our function."""
+    """Full names of all expert stacks that run through our function."""
     found = [(path, module) for path, module in model.named_modules() if is_experts(module)]
     return [f"{path}.{name}" for path, module in found for name in matrix_names(module)]
 
@@ -155,7 +153,7 @@ def is_experts(module: torch.nn.Module) -> bool:
 
 
 def has_norm(experts: Experts) -> bool:
-    """Whether outputs are normalised expert by expert. transformers up to 5.17 knows no such experts."""
+    """True if outputs are normalized per expert. transformers has such experts since 5.18."""
     return getattr(experts, "has_post_expert_norm", False)
 
 
@@ -164,7 +162,7 @@ def matrix_names(module: torch.nn.Module) -> tuple[str, str]:
 
 
 def run_expert(module: torch.nn.Module, matrices: Matrices, expert: int, x: torch.Tensor) -> torch.Tensor:
-    """What an expert makes of its tokens x (V, D)."""
+    """An expert's output for its tokens x (V, D)."""
     experts, (up, down) = cast("Experts", module), matrices
     inner = _project(experts, matrices, up, expert, x)
     inner = apply_activation(experts, inner)
@@ -173,8 +171,8 @@ def run_expert(module: torch.nn.Module, matrices: Matrices, expert: int, x: torc
 
 
 def run_bare_expert(module: torch.nn.Module, matrices: Matrices, x: torch.Tensor) -> torch.Tensor:
-    """The same of an expert that `is_bare`, wherever its matrices are: nothing else that is bound to the module is
-    looked at, and the steps between products are transformers' own."""
+    """The same for an expert that `is_bare`. Reads no other parameter bound to the module, so the matrices may be
+    anywhere; the steps between products are transformers' own."""
     experts, (up, down) = cast("Experts", module), matrices
     inner = _product(experts, x, matrices[up])
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
@@ -182,13 +180,13 @@ def run_bare_expert(module: torch.nn.Module, matrices: Matrices, x: torch.Tensor
 
 
 def is_bare(module: torch.nn.Module) -> bool:
-    """Whether experts have matrices and nothing beside."""
+    """True if experts have matrices only: no biases, no norm."""
     experts = cast("Experts", module)
     return not experts.has_bias and not has_norm(experts)
 
 
 def apply_activation(experts: Experts, inner: torch.Tensor) -> torch.Tensor:
-    """Applies the activation, and the gate of gated experts: (V, 2H) or (V, H) to (V, H)."""
+    """Applies the activation, with the gate if there is one: (V, 2H) or (V, H) to (V, H)."""
     if not experts.has_gate:
         return experts.act_fn(inner)
     act = getattr(experts, "act_fn", None)  # gated experts of some classes have none
@@ -208,7 +206,7 @@ def _product(
 
 
 def stacked_bias(experts: Experts, name: str) -> torch.Tensor | None:
-    """A row for each expert (E, N), of the stack of that name."""
+    """The bias (E, N) of the stack `name`, or None."""
     return cast(torch.Tensor, getattr(experts, f"{name}_bias")) if experts.has_bias else None
 
 

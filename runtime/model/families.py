@@ -1,6 +1,5 @@
-"""The model families that are proven, token for token: a tiny shape of each, which `jobs.models` describes and the
-tests run. A family that is not here may run as well; nothing but this table and its tests knows any by name.
-"""
+"""Model families that are tested token for token: a tiny config of each, for `jobs.models` and the tests. Other
+families may run too; only this table and its tests know families by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """`overrides` shrink transformers' default config of `model_type`; layer patterns keep all their kinds of layer."""
+    """`overrides` shrink transformers' default config of `model_type`. Layer patterns keep every kind of layer."""
 
     name: str
     model_type: str

@@ -1,11 +1,9 @@
-"""Modules of ours that take the place of transformers' own where these do several operations between two products:
-RMS norms, gated feed-forwards, attention with rotary embeddings, and the gates of experts.
+"""Replacements for transformers modules that run several operations between two products: RMS norms, gated
+feed-forwards, attention with rotary embeddings, and gates of experts.
 
-transformers has the same code a hundred times over, once for each family. The rule: a module is replaced if its class
-runs the same instructions, on the same names and constants, as the class of Llama, Mistral, Mixtral, Qwen2 or Qwen3
-that is named here, and so do the functions that it calls by name; its activation must be SiLU. Whatever differs by an
-instruction stays as it is. A stand-in has the original's parameters and children under the same names. Its results
-differ from the original's in the last bits of float32.
+A module is replaced if its class has the same bytecode, names and constants as the class of Llama, Mistral, Mixtral,
+Qwen2 or Qwen3 listed here, including the functions that it calls, and its activation is SiLU. A replacement has the
+original's parameters and children under the same names. Results differ in the last bits of float32.
 
 T rows (tokens), H numbers of each; B sequences of T positions, h heads of D.
 """
@@ -33,8 +31,8 @@ Rotated = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class FusedOps:
-    """What stand-ins compute with. An operation returns None where it cannot read the tensors that it is given; the
-    stand-in then runs the plain code. Feed-forwards take `mlp_rows` rows at a time, None: all of them at once."""
+    """The operations of replacements. One returns None for tensors that it does not support; the replacement then runs
+    plain code. Feed-forwards take `mlp_rows` rows at a time; None: all at once."""
 
     norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor | None]  # x (..., H), weight (H), eps -> (..., H)
     gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]  # silu(gate) * up, where gate was or beside it
@@ -43,7 +41,7 @@ class FusedOps:
     mlp_rows: int | None
 
     def make_replacement(self, parent: nn.Module, name: str, child: nn.Module) -> nn.Module | None:
-        """What takes the place of a module inside `parent`; None where that stays."""
+        """The replacement for `child` of `parent`; None if it stays."""
         forward = type(child).forward
         if has_same_code(forward, llama.LlamaRMSNorm.forward):
             return FusedRMSNorm(child, self)
@@ -57,8 +55,8 @@ class FusedOps:
 
 
 class _Replacement(nn.Module):
-    """A module that shares the parameters, children and attributes of the one that it replaces: whoever still holds
-    the original finds the same weights bound to it."""
+    """A module that shares parameters, children and attributes with the original, so weights bound to one are bound to
+    both."""
 
     def __init__(self, original: nn.Module, ops: FusedOps):
         super().__init__()
@@ -84,8 +82,7 @@ class FusedGatedMLP(_Replacement):
     down_proj: nn.Module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps (..., D) to (..., D), `mlp_rows` rows at a time: what lies between gate and down is several times as
-        wide."""
+        """Maps (..., D) to (..., D), `mlp_rows` rows at a time to bound the size of the inner activation."""
         if self.ops.mlp_rows is None:
             return self.down_proj(self._inner(x))
         runs = x.reshape(-1, x.shape[-1]).split(self.ops.mlp_rows)
@@ -100,7 +97,7 @@ class FusedGatedMLP(_Replacement):
 
 
 class FusedGate(nn.Module):
-    """The SiLU of an experts module: alone as before, and together with what it gates in one pass."""
+    """The SiLU of an experts module, alone or fused with the gated product."""
 
     def __init__(self, act: nn.Module, ops: FusedOps):
         super().__init__()
@@ -112,8 +109,8 @@ class FusedGate(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class _AttentionCode:
-    """A class's attention that `FusedAttention` can do: whether queries and keys are normalised head by head, and
-    what window it hands to its attention function."""
+    """A forward that `FusedAttention` can replace. `has_norms`: queries and keys are normalized per head; `window`: the
+    window arguments for the attention function."""
 
     forward: Callable[..., object]
     has_norms: bool = False
@@ -147,8 +144,8 @@ class FusedAttention(_Replacement):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Maps (B, T, D) to the same. Keys and values go to `past_key_values`, what attends is transformers' own
-        function of the name in the config, or ours."""
+        """Maps (B, T, D) to the same. K and V go to `past_key_values`; the attention function of the config is
+        called."""
         own: Any = self
         shape = hidden_states.shape[:-1]
         q, k, v = (
@@ -167,7 +164,7 @@ class FusedAttention(_Replacement):
 
 
 def fuse(model: nn.Module, ops: FusedOps) -> Counter[str]:
-    """Puts stand-ins in the places of modules inside `model` that do what they do. Returns how many, by kind."""
+    """Replaces supported modules in `model`. Returns their counts by kind."""
     counts, made = Counter[str](), dict[nn.Module, nn.Module]()  # of one that has several places, one stand-in
     for parent in reversed(list(model.modules())):  # children before what takes them over
         for name, child in list(parent._modules.items()):
@@ -189,7 +186,7 @@ _KINDS: dict[type[nn.Module], str] = {
 
 
 def _calls_llama_functions(forward: Callable[..., object]) -> bool:
-    """Whether the functions that an attention class calls by name are those of Llama, and theirs in turn."""
+    """True if the functions that an attention class calls by name have Llama's code."""
     known = {"apply_rotary_pos_emb": "rotate_half", "eager_attention_forward": "repeat_kv"}
     for name, inner in known.items():
         function = _globals_of(forward).get(name)
@@ -205,8 +202,7 @@ def _globals_of(function: object) -> dict[str, object]:
 
 
 def has_same_code(function: object, known: object) -> bool:
-    """Whether a function has the same instructions on the same names and constants as another; what they are called
-    with and say of themselves may differ."""
+    """True if two functions have the same bytecode, names and constants; defaults and docstrings may differ."""
     bodies = list[tuple[object, ...]]()
     for each in (function, known):
         code = getattr(each, "__code__", None)

@@ -31,15 +31,14 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def host_ops() -> FusedOps | None:
-    """Returns None where there is no compiler, as plain code is then the fastest."""
+    """The operations of a CPU; None without a compiler, where plain code is fastest."""
     if not can_compile():
         return None
     return FusedOps(norm=norm, gate=gate, gate_halves=gate_halves, rotate=rotate, mlp_rows=GATED_ROWS)
 
 
 def prepare_host_ops(dtype: torch.dtype = torch.float32) -> None:
-    """Loads, and at the first time compiles, all kernels for a dtype of DTYPES, so that no pass takes their time and
-    memory."""
+    """Loads, and on first use compiles, all kernels for a dtype of DTYPES, so that no pass spends time on it."""
     if has_compiler():
         rows_BThD = torch.ones(1, 1, 2, 2, dtype=dtype)
         norm(rows_BThD, rows_BThD[0, 0, 0], 0.0)
@@ -49,24 +48,24 @@ def prepare_host_ops(dtype: torch.dtype = torch.float32) -> None:
 
 @cache
 def _kernel() -> ModuleType:
-    """Imports numba, which takes 0.2 s, as late as possible."""
+    """The kernel module. Imports numba, which takes 0.2 s, on first use."""
     from ..kernels import rowwise
 
     return rowwise
 
 
 def _as_numpy(x: torch.Tensor) -> np.ndarray:
-    """Sees float32, or the bits of bfloat16."""
+    """A NumPy view: float32, or the bits of bfloat16."""
     return x.detach().view(BITS[x.dtype]).numpy()
 
 
 def _as_rows(x: torch.Tensor) -> np.ndarray:
-    """Sees (..., H) as (T, H)."""
+    """A NumPy view of (..., H) as (T, H)."""
     return _as_numpy(x).reshape(-1, x.shape[-1])
 
 
 def _can_run(*tensors: torch.Tensor) -> bool:
-    """Tells whether kernels compute, and can read them: rows of float32, or of bfloat16, one behind the other."""
+    """True if compiled kernels support these tensors: contiguous float32 or bfloat16 on the CPU."""
     dtype = tensors[0].dtype
     if dtype not in DTYPES or not has_compiler():
         return False

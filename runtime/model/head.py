@@ -1,7 +1,5 @@
-"""The head over a slice of a pass's tokens at a time, so that logits of many tokens never lie side by side. Any class's
-own head, with whatever it does to its logits: the class's forward runs again, and what the model below its head has
-returned the first time stands in for that model.
-"""
+"""Runs the model's head on a slice of tokens at a time, so that logits of many tokens are never in memory together.
+Works with any class: its forward runs again per slice, with the base model's first output reused."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,19 +15,18 @@ from .stages import StagedModel
 
 
 class HasLogits(Protocol):
-    """What a class with a head returns."""
+    """The output of a class with a head."""
 
     logits: torch.Tensor
 
 
 class _HeadSkipped(Exception):
-    """The model below the head has run, and the head is not wanted."""
+    """Ends the forward after the base model, when the head is not needed."""
 
 
 class BaseModelWrapper(torch.nn.Module):
-    """Stands in the place of a module that may be the model below the head. The first of them that a pass calls is it:
-    inside `sliced_logits` it runs once, and from then on what came of it is handed out, of the slice's tokens alone.
-    Elsewhere it is as if it were not there."""
+    """Wraps a module that may be the base model below the head; the first one that a pass calls is. Inside
+    `sliced_logits` it runs once and then returns its output for the current slice. Elsewhere it is transparent."""
 
     def __init__(self, inner: torch.nn.Module):
         super().__init__()
@@ -61,8 +58,8 @@ class BaseModelWrapper(torch.nn.Module):
 def sliced_logits(
     forward: Callable[[], HasLogits], selected_N: torch.Tensor, num_rows: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Logits (n, V) of the selected tokens, up to `num_rows` at a time, and where they begin among them. Called inside
-    a lane's run. `forward` runs the model; its hidden states are (B, T, D), `selected_N` numbers their B * T tokens."""
+    """Yields the start and logits (n, V) of slices of up to `num_rows` selected tokens. Call inside a lane's run.
+    `forward` runs the model; `selected_N` indexes its B * T tokens."""
     run = current_lane_run()
     slices = run.head = HeadSlices(selected_N=selected_N)
     try:
@@ -75,8 +72,8 @@ def sliced_logits(
 
 
 def hidden_states(forward: Callable[[], object], selected_N: torch.Tensor) -> HeadSlices:
-    """The last hidden states of the selected tokens, as the class's head gets them. Called inside a lane's run.
-    `forward` as in `sliced_logits`, or of a model without a head."""
+    """The last hidden states of the selected tokens, as the head gets them. Call inside a lane's run. `forward` as in
+    `sliced_logits`, or of a model without a head."""
     run = current_lane_run()
     slices = run.head = HeadSlices(selected_N=selected_N, skips_head=True)
     try:
@@ -89,8 +86,8 @@ def hidden_states(forward: Callable[[], object], selected_N: torch.Tensor) -> He
 
 
 def class_logits(model: torch.nn.Module, slices: HeadSlices, ids_N: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Logits (N, C) of a decoder's classes, float32: of each hidden state in `slices`, which is that of the token in
-    `ids_N`. To the class each of them is a prompt of one token, whose last one it looks for."""
+    """Float32 logits (N, C) of a decoder's classifier for the hidden states in `slices`; `ids_N` are their tokens. Each
+    is passed as a prompt of one token, since the class pools the last token."""
     run, parts = current_lane_run(), list[torch.Tensor]()
     slices.skips_head, slices.as_rows = False, True
     run.head = slices
@@ -104,8 +101,8 @@ def class_logits(model: torch.nn.Module, slices: HeadSlices, ids_N: torch.Tensor
 
 
 def slice_head(staged: StagedModel) -> None:
-    """Makes `sliced_logits` possible. Mutates the model; doing so twice changes nothing. Raises ConfigError where the
-    class's head is not apart from what lies below it."""
+    """Enables `sliced_logits`. Mutates the model; idempotent. Raises ConfigError if the head is not separate from the
+    layers."""
     if any(isinstance(module, BaseModelWrapper) for module in staged.model.modules()):
         return
     # The places of modules that hold the decoder's layers and not the head, outer ones first: which of them a class

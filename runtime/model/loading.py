@@ -1,6 +1,4 @@
-"""Loading a model without its weights: a checkpoint is opened, its bytes are mapped to parameters, the model is
-staged.
-"""
+"""Loads a model without its weights: opens a checkpoint, maps its bytes to parameters, stages the model."""
 
 import hashlib
 import logging
@@ -64,9 +62,8 @@ STORED_DTYPES = frozenset(dtype.value for dtype in DType if dtype is not DType.a
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """`dtypes` holds, per full parameter name, the precision that the model computes with; `config` what the
-    checkpoint's config came to, quantisation included; `digests`, with model.verify=full, the SHA-256 of each file of
-    weights by its path."""
+    """A staged model and its checkpoint. `dtypes`: compute dtype by full parameter name; `config`: the checkpoint's
+    config, including quantization; `digests`: with model.verify=full, the SHA-256 of each weight file by path."""
 
     staged: StagedModel
     shape: ModelShape
@@ -92,39 +89,39 @@ class LoadedModel:
 
     @property
     def numbers(self) -> WeightStorage:
-        """What weights are stored in; how far those are off that are rounded while they are read is known behind it."""
+        """The storage formats of weights, with the relative error of weights that are quantized while loading."""
         return self.stored if self.rounded is None else replace(self.stored, relative_error=self.rounded.relative_error)
 
     @property
     def virtual_files(self) -> Mapping[str, Fill]:
-        """The files of weights that lie nowhere, for a reader."""
+        """Weight files that exist only in memory, for a reader."""
         return {} if self.rounded is None else self.rounded.fills
 
     def for_device(self, device: ComputeDevice) -> "LoadedModel":
-        """The model with what its layers take of memory on this device."""
+        """The model with the attention method, and so the memory, of this device."""
         way = attention.attention_method(self.staged.model, self.shape, device)
         return replace(self, shape=replace(self.shape, attention_method=way))
 
     def weights_of(
         self, stage: Stage, buffer: torch.Tensor, tensor_offsets: Mapping[str, int], *, on_device: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Returns a stage's weights as views into `buffer`, see `stage_weights`."""
+        """A stage's weights as views into `buffer`; see `stage_weights`."""
         return stage_weights(stage, buffer, tensor_offsets, self.dtypes, self.backends, on_device=on_device)
 
 
 class ModelSplit(ABC):
-    """How a model is divided among `count` ranks that compute each token together, of which this is one."""
+    """The division of a model among `count` tensor-parallel ranks."""
 
     count: int
 
     @abstractmethod
     def share_heads(self, cache: CacheShape, *, is_packed: bool) -> HeadShare:
-        """Who shares which heads. Raises ConfigError where lanes are not packed, or heads cannot be shared."""
+        """The heads of each rank. Raises ConfigError if lanes are not packed or heads cannot be divided."""
 
     @abstractmethod
     def split_model(self, model: PreTrainedModel, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
-        """Leaves the model this rank's part of its matrices, and gives where the bytes of those lie. Mutates the model.
-        Raises ConfigError where its class, or the way in which its weights are stored, makes that impossible."""
+        """Reduces the model to this rank's part of each matrix and returns the parts' byte ranges. Mutates the model.
+        Raises ConfigError if its class or its storage format cannot be split."""
 
 
 def load_model(
@@ -138,11 +135,10 @@ def load_model(
     split: ModelSplit | None = None,
     encodes: bool = False,
 ) -> LoadedModel:
-    """Opens a checkpoint, maps its bytes to parameters, and stages the model that asks for them.
+    """Opens a checkpoint, maps its bytes to parameters, and stages the model.
 
-    `express`: see `map_weights`; `truncated`: its first layers; `split`: among ranks that compute each token together,
-    of which this one is given its part; `encodes`: of an encoder-decoder its encoder alone. Raises
-    CheckpointError or ConfigError, with what to do.
+    `express`: see `map_weights`; `truncated`: only the first layers; `split`: this rank's part; `encodes`: only the
+    encoder of an encoder-decoder. Raises CheckpointError or ConfigError, with what to do.
     """
     empty = _build_empty_model(config, device, cache_dir, truncated, should_stop, encodes=encodes)
     model, checkpoint, class_name = empty.model, empty.checkpoint, type(empty.model).__name__
@@ -226,8 +222,8 @@ def load_model(
 
 @dataclass(frozen=True, kw_only=True)
 class _EmptyWeights:
-    """A checkpoint, and the model that its config describes: its parameters are on the meta device. `described` is the
-    config as published, `quantization` what it says of stored weights."""
+    """A checkpoint and its model with parameters on the meta device. `described`: the config as published;
+    `quantization`: its storage settings."""
 
     checkpoint: Checkpoint
     fingerprint: str
@@ -239,8 +235,8 @@ class _EmptyWeights:
     zeroed_rows: Mapping[str, Sequence[int]]  # see `runtime.probing.meta`
 
     def make_rounded(self, config: ModelConfig) -> RoundedTensors | None:
-        """The checkpoint's tensors as `model.quantize` has them read. Raises CheckpointError where they are not
-        plain."""
+        """The checkpoint's tensors quantized by `model.quantize`. Raises CheckpointError if they are quantized
+        already."""
         if config.quantize is None:
             return None
         stored = "GGUF" if self.checkpoint.gguf is not None else self.quantization.get("quant_method")
@@ -259,8 +255,8 @@ class _EmptyWeights:
         express: bool,
         should_stop: Callable[[], bool],
     ) -> tuple[dict[str, Parameter], dict[str, str]]:
-        """Where the bytes of all parameters lie, by full name, and with model.verify=full the digests of the files.
-        Layouts that no byte ranges can express are converted into a file of ours, in `kept`."""
+        """Byte ranges of all parameters by full name, and with model.verify=full the digests of files. Converts layouts
+        that byte ranges cannot express into a file in `kept`."""
         checkpoint, model = self.checkpoint, self.model
         if checkpoint.gguf is not None:
             parameters, conversions = map_gguf(model, checkpoint)
@@ -298,7 +294,7 @@ class _EmptyWeights:
         return parameters, digests
 
     def _zeroing_conversions(self, parameters: Mapping[str, Parameter]) -> list[Conversion]:
-        """Matrices that transformers changes as it loads them. Raises ConfigError for one that lies in several
+        """Conversions for rows that transformers sets to zero while loading. Raises ConfigError for a matrix in several
         pieces."""
         found = list[Conversion]()
         class_name = type(self.model).__name__
@@ -331,7 +327,7 @@ def _build_empty_model(
     *,
     encodes: bool,
 ) -> _EmptyWeights:
-    """Reads the small files and the headers of a checkpoint, and builds the model without its weights."""
+    """Reads the small files and headers of a checkpoint, and builds the model without weights."""
     if config.compile:
         require_accelerator(device)
     path = find_checkpoint(config, cache_dir, should_stop)
@@ -365,7 +361,7 @@ def _build_empty_model(
 
 
 def _compute_dtype(wanted: DType, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """`auto` by the rule of plans. A checkpoint that says none of ours is computed in its own on a device."""
+    """The compute dtype; `auto` follows the rule of plans. On a device, other checkpoint dtypes are kept."""
     if wanted is not DType.auto:
         return getattr(torch, wanted.value)
     stored = getattr(config, "dtype", None)
@@ -388,7 +384,7 @@ def _compute_dtype(wanted: DType, config: PreTrainedConfig, device: torch.device
 
 
 def _register_functions(model: PreTrainedModel, *, is_packed: bool) -> None:
-    """Has the class call our functions."""
+    """Makes the class call our attention and expert functions."""
     if expert_kind(model) is ExpertKind.sorted:
         experts.register()
         model.set_experts_implementation(experts.NAME)
@@ -405,9 +401,8 @@ def _register_functions(model: PreTrainedModel, *, is_packed: bool) -> None:
 
 
 def fill_buffers(staged: StagedModel, parameters: Mapping[str, Parameter], device: torch.device) -> None:
-    """Gives persistent buffers outside all stages what the checkpoint holds of them; those that it lacks keep what the
-    class has computed. Then all buffers are on `device`. Mutates the model. Raises OSError where a file cannot be
-    read."""
+    """Loads persistent buffers outside all stages from the checkpoint; missing ones keep their computed values. Moves
+    all buffers to `device`. Mutates the model. Raises OSError if a read fails."""
     for name, buffer in staged.model.state_dict(keep_vars=True).items():
         if name in parameters and name not in staged.stage_of:
             path, _, leaf = name.rpartition(".")

@@ -1,10 +1,10 @@
-"""Rotary embeddings whose frequencies follow the length of a sequence: LongRoPE (Ding et al. 2024), with one set of
-factors up to the length of pretraining and another beyond it.
+"""Rotary embeddings that depend on the sequence length: LongRoPE (Ding et al. 2024), with one set of factors up to the
+pretraining length and another above it.
 
-transformers chooses the set by the largest position of the call, which is right for one sequence by itself. A lane
-carries many, so here each token's embedding is that of its own sequence's length: the class's own code runs once as if
-all were short and once as if all were long. Keys keep what they were computed with, as they do in `generate`, unless
-the class drops its cache where a sequence crosses the limit: then its sequence is prefilled again.
+transformers picks the set by the largest position of a call, which is correct for a single sequence. A lane has many,
+so each token uses its own sequence's length: the class's code runs once for short and once for long sequences. Cached
+keys keep their embedding, as in `generate`. If the class drops its cache when a sequence crosses the limit, that
+sequence is prefilled again.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,26 +23,25 @@ Embeddings = torch.Tensor | tuple[torch.Tensor, ...]  # (..., T, D) each
 
 @dataclass(frozen=True, kw_only=True)
 class RopeLengths:
-    """`restart_tokens`: of how many known tokens on the class's `generate` computes all keys of a sequence once more,
-    with the frequencies of that length; None where it never does."""
+    """`restart_tokens`: the sequence length at which `generate` recomputes all keys; None if it never does."""
 
     restart_tokens: int | None
 
     def token_lengths(self, places: Iterable[int], *, num_prompt: int, num_known: int) -> list[int]:
-        """Says for the token at each place of a sequence how long the sequence was when `generate` last computed it."""
+        """For each position, the sequence length at which `generate` last computed it."""
         least = num_prompt
         if self.restart_tokens is not None and num_known >= self.restart_tokens:
             least = max(num_prompt, self.restart_tokens)
         return [max(place + 1, least) for place in places]
 
     def is_restart(self, *, num_cached: int, num_known: int) -> bool:
-        """Says of a sequence that was just given a token whether its keys are computed once more."""
+        """True if the keys of a sequence must be recomputed after its newest token."""
         return self.restart_tokens == num_known == num_cached + 1
 
 
 def follow_lengths(model: PreTrainedModel) -> RopeLengths | None:
-    """Mutates `model`: inside a lane its rotary modules go by `LaneRun.lengths`. None, and nothing is done, where no
-    frequency depends on a length. Raises ConfigError where the class cannot be followed."""
+    """Makes rotary modules use `LaneRun.lengths`. Mutates `model`; returns None if nothing depends on length. Raises
+    ConfigError for unsupported classes."""
     limits: set[int] = set()
     for module in model.modules():
         # By type of layer, None where a rotary module has one kind alone: the longest sequence of the short factors.
@@ -67,7 +66,7 @@ def follow_lengths(model: PreTrainedModel) -> RopeLengths | None:
 
 
 def _length_aware(forward: Callable[..., Embeddings], limits: dict[str | None, int]) -> Callable[..., Embeddings]:
-    """`forward` of a rotary module as it is to be in lanes."""
+    """Wraps the forward of a rotary module for use in lanes."""
 
     def embed(
         x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None, **kwargs: object
@@ -106,7 +105,7 @@ def _parts(embeddings: Embeddings) -> Iterator[torch.Tensor]:
 
 
 class _FakeCache(DynamicCache):
-    """A cache that says it holds so many positions."""
+    """A cache that reports `num_positions`."""
 
     num_positions = 0
 
@@ -115,7 +114,7 @@ class _FakeCache(DynamicCache):
 
 
 def _restart_tokens(model: PreTrainedModel, limits: set[int]) -> int | None:
-    """Asks the class itself: with so many tokens known and all but one of them cached, does it go on with its cache?"""
+    """The length at which the class's `generate` drops its cache, found by calling it; None if it never does."""
     prepare: Any = model.prepare_inputs_for_generation
     named = getattr(model.config.get_text_config(), "original_max_position_embeddings", None)
     for num_known in sorted({limit + 1 for limit in {*limits, *([named] if isinstance(named, int) else [])}}):

@@ -1,10 +1,9 @@
-"""Cuts a model into stages without touching its code: finds its layers, puts a `StreamedModule` in the place of each
-module that owns weights, and learns by dry runs which of the others come before the layers.
+"""Splits a model into stages without touching its code: wraps each layer, and each outer module with weights, in a
+`StreamedModule`. Dry runs find the outer modules that run before the layers.
 
-In the last decoder layer of a pass with prompts all tokens leave keys and values, but only the last one of a prompt
-that ends, and those that are decoded, go on to the head. The others stop where they are cached. Of a model of L layers
-that leaves out nearly 1/L of a prefill. It needs no knowledge of the class: what a packed lane runs treats tokens one
-by one but in attention, so a layer gives a token the same whichever others are beside it.
+In the last decoder layer all tokens store K and V, but only tokens that the head needs continue: decoded ones, and the
+last of a finished prompt. With L layers this saves almost 1/L of a prefill. It is valid for any class, since packed
+lanes treat tokens independently outside of attention.
 """
 
 import inspect
@@ -35,8 +34,8 @@ _Tensors: TypeAlias = dict[str, torch.Tensor | None]  # of a module, by name
 
 @dataclass(frozen=True, kw_only=True)
 class AbsentWeight:
-    """All that code outside a streamed module may ask about one of its weights. The weight comes to where it is
-    needed, so it has no device: `x.to(None)` leaves x where it is. `fetch` asks the engine for it."""
+    """The attributes of a weight that is not loaded, for code outside its module. It has no device: `x.to(None)` leaves
+    x unmoved. `fetch` requests the weight from the engine."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -44,15 +43,14 @@ class AbsentWeight:
     device: None = None
 
     def __getitem__(self, index: int | tuple[int, slice]) -> torch.Tensor:
-        """A row of a table, as Gemma-4 looks up that of its padding token."""
+        """A row of an embedding table, such as Gemma-4's padding token."""
         row = index[0] if isinstance(index, tuple) else index
         weight = self.fetch()
         return torch.nn.functional.embedding(torch.tensor(row, device=weight.device), weight)
 
 
 class StreamedModule(torch.nn.Module):
-    """Stands in a module's place; asks the engine for its stage's weights and runs the original with them in their
-    places."""
+    """Wraps a module: requests its stage's weights from the engine and runs the original with them."""
 
     def __init__(self, inner: torch.nn.Module, name: str, stage: int, *, is_last_layer: bool = False):
         super().__init__()
@@ -88,7 +86,7 @@ class StreamedModule(torch.nn.Module):
         return self.run_inner(args, kwargs) if self.instead is None else self.instead(args, kwargs)
 
     def run_inner(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """What the module comes to with its weights."""
+        """Runs the module with its weights bound."""
         weights = self._weights()
         inner = self._modules["inner"]  # which `__getattr__` would look for among all others
         assert inner is not None, "it stands in no module's place"
@@ -105,13 +103,11 @@ class StreamedModule(torch.nn.Module):
 
 
 class Binding:
-    """Puts a stage's weights in the places of a module's absent parameters, for as long as any lane is inside the
-    module. `names` are those of parameters and buffers inside `module`, which weights have behind `prefix`. Not
-    thread-safe: lanes share one thread.
+    """Binds a stage's weights to a module's parameters while any lane is inside the module. `names` are parameters and
+    buffers of `module`; their weights are keyed by `prefix` + name. Not thread-safe: all lanes share one thread.
 
-    `torch.func.functional_call` undoes each call's swap when that call returns, so calls must return last in, first
-    out. Lanes that park inside a layer leave it in the order in which they came: the first to leave would take the
-    weights away from the others.
+    `torch.func.functional_call` would not work: it restores parameters in LIFO order, but lanes leave a layer in FIFO
+    order, so the first to leave would unbind the weights of the others.
     """
 
     def __init__(self, module: torch.nn.Module, names: Sequence[str], prefix: str = ""):
@@ -126,8 +122,8 @@ class Binding:
         self._stored: dict[str, StoredWeight] = {}
 
     def enter(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, StoredWeight]:
-        """Mutates the module, until as many lanes have left it. Those that are inside at the same time must bring the
-        same weights, of which some may be missing: the first one's are used. Returns those that stay as stored."""
+        """Binds the weights until as many lanes have left. Lanes inside at the same time must bring the same weights;
+        the first one's are used. Returns the weights that stay in their storage format."""
         self._num_inside += 1
         if self._num_inside > 1:
             return self._stored
@@ -149,7 +145,7 @@ class Binding:
 
     @contextmanager
     def bound(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Mutates the module: a lane is inside."""
+        """Binds the weights for the duration of a `with` block."""
         self.enter(weights)
         try:
             yield
@@ -159,7 +155,8 @@ class Binding:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedModel:
-    """A model whose weights are asked for. `stage_of` maps full parameter names to stages; `kinds` is what each is."""
+    """A model whose weights are requested by stage. `stage_of` maps full parameter names to stages; `kinds` has the
+    kind of each stage."""
 
     model: PreTrainedModel
     kinds: tuple[StageKind, ...]
@@ -168,7 +165,7 @@ class StagedModel:
 
 
 def stage_model(model: PreTrainedModel) -> StagedModel:
-    """Mutates `model`: its layers and outer modules are wrapped. Parameters must be on the meta device, buffers
+    """Wraps the layers and outer modules of `model`. Mutates it. Parameters must be on the meta device, buffers
     real."""
     state = dict(model.state_dict(keep_vars=True))
     lists = layer_lists(model)
@@ -193,7 +190,7 @@ def stage_model(model: PreTrainedModel) -> StagedModel:
 
 
 def _wrap_outer(model: PreTrainedModel, layer_paths: Sequence[str], first_number: int) -> list[StreamedModule]:
-    """The topmost modules outside the layers that own parameters themselves, each under a number of its own."""
+    """Wraps the topmost modules outside the layers that own parameters; each gets a provisional stage number."""
     found: list[StreamedModule] = []
 
     def visit(module: torch.nn.Module, path: str) -> None:
@@ -213,8 +210,8 @@ def _wrap_outer(model: PreTrainedModel, layer_paths: Sequence[str], first_number
 
 
 def _assign_outer_stages(model: PreTrainedModel, outer: list[StreamedModule], kinds: tuple[StageKind, ...]) -> None:
-    """Decides by dry runs of one token: what is asked for on the way to the first layer belongs to the stage in front
-    of it."""
+    """Assigns stages to outer modules by dry runs of one token: modules that run before the first layer belong to the
+    stage before it."""
     ids = torch.zeros(1, 1, dtype=torch.long)
     stages = dict.fromkeys(outer, kinds.index(StageKind.head))
     if StageKind.bridge in kinds:
@@ -236,14 +233,14 @@ def _assign_outer_stages(model: PreTrainedModel, outer: list[StreamedModule], ki
 
 
 def accepted_arguments(forward: Callable[..., object], arguments: Mapping[str, object]) -> dict[str, object]:
-    """Those of them that a class's `forward` takes."""
+    """The arguments that `forward` accepts."""
     parameters = inspect.signature(forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in arguments.items() if takes_any or name in parameters}
 
 
 def _modules_before_layers(forward: Callable[[], object], outer: list[StreamedModule]) -> list[StreamedModule]:
-    """The weights that modules get are zeros of full shape and no size (stride 0), so nothing is allocated."""
+    """The outer modules that run before the first layer. Weights are stride-0 zeros, so nothing is allocated."""
     by_number = {module.stage: module for module in outer}
     before: list[StreamedModule] = []
     run = greenlet(forward)
@@ -259,7 +256,7 @@ def _modules_before_layers(forward: Callable[[], object], outer: list[StreamedMo
 
 
 def empty_weights(staged: StagedModel, stage: int, device: torch.device) -> Weights:
-    """Makes for a stage zeros of full shape and no size, for a run that only wants to get past it."""
+    """Stride-0 zeros for a stage's weights, for a run that only has to pass through it."""
     found: dict[str, torch.Tensor] = {}
     for module in staged.modules:
         if module.stage == stage:
@@ -277,7 +274,7 @@ def _empty_weight(module: StreamedModule, device: torch.device | None = None) ->
 
 
 def forward_selected(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `layer(*args, **kwargs)` returns; zeros for tokens that nobody asks for."""
+    """The output of `layer(*args, **kwargs)`, with zeros for tokens that are not selected."""
     run = getcurrent()
     cache = run.cache if isinstance(run, LaneRun) else None
     if not isinstance(cache, PagedKV) or not can_skip_unselected(cache.num_tokens, cache.num_selected):
@@ -303,11 +300,11 @@ def forward_selected(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict
 
 
 class _NotByTokenError(Exception):
-    """A tensor has as many numbers as there are tokens along a dimension where classes have no tokens."""
+    """A tensor has a dimension of `num_tokens` that is not a token dimension."""
 
 
 def _select_tokens(value: Any, selected_B: torch.Tensor, num_tokens: int) -> Any:
-    """Takes of tensors (1, T, ...) or (T), in whatever holds them, the selected tokens."""
+    """Selects tokens of tensors (1, T, ...) or (T), also in nested containers."""
     if isinstance(value, torch.Tensor):
         if value.dim() > 1 and value.shape[:2] == (1, num_tokens):
             return value[:, selected_B]
@@ -324,7 +321,7 @@ def _select_tokens(value: Any, selected_B: torch.Tensor, num_tokens: int) -> Any
 
 
 def _scatter_tokens(out: torch.Tensor, selected_B: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """(1, B, ...) to (1, T, ...)."""
+    """Scatters (1, B, ...) into zeros (1, T, ...)."""
     whole = out.new_zeros(1, num_tokens, *out.shape[2:])
     whole[:, selected_B] = out
     return whole

@@ -1,10 +1,7 @@
-"""A model cut down to its first layers, with all that is outside of them: enough to see what a class does, in little
-memory and time. Names and shapes of what is left are the checkpoint's own.
+"""A model cut to its first layers, to observe its class in little memory and time. Names and shapes match the
+checkpoint. Windows, chunks and LongRoPE's limit are shortened so that a few tokens exceed them.
 
-Windows, chunks and LongRoPE's limit become so short that a few tokens pass them.
-
-And of a composite model, whole or cut down, what it has beside its text decoder: towers that see or hear, and what fits
-their output to it. When text alone is asked, nothing of it is read.
+Also drops the vision and audio towers of composite models, and their projections: with text prompts none is read.
 """
 
 import logging
@@ -35,13 +32,13 @@ NO_CONTEXT = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class TruncatedModel:
-    """`num_layers` of each list; lanes as the whole model has them, whatever a shorter window would say."""
+    """Keeps `num_layers` of each layer list, and the lane kind of the whole model."""
 
     num_layers: int
     is_packed: bool
 
     def shorten(self, config: PreTrainedConfig) -> None:
-        """Mutates `config`, and those in it."""
+        """Shortens `config` and nested configs in place."""
         nested = (value for value in vars(config).values() if isinstance(value, PreTrainedConfig))
         for part in [config, *nested]:
             context = getattr(part, "max_position_embeddings", None) or NO_CONTEXT
@@ -65,14 +62,14 @@ class TruncatedModel:
                     setattr(part, name, self.num_layers)
 
     def cut(self, model: PreTrainedModel) -> None:
-        """Mutates `model`: what its config did not leave out already."""
+        """Removes layers that the shortened config did not. Mutates `model`."""
         for found in layer_lists(model):
             del found.layers[self.num_layers :]
 
 
 def num_representative_layers(shape: ModelShape, config: PreTrainedConfig) -> int:
-    """How many of the first layers show every kind that there is: by their weights, and by their type in the config.
-    Two at least, of which the one's output is the other's input."""
+    """The number of first layers that include every kind, by weights and by layer type; at least two, so that one layer
+    feeds another."""
     layers = shape.layers
     types = getattr(config.get_text_config(decoder=True), "layer_types", None)
     if not isinstance(types, list) or len(types) != len(layers):
@@ -82,7 +79,7 @@ def num_representative_layers(shape: ModelShape, config: PreTrainedConfig) -> in
 
 
 def _parameter_shapes(stage: Stage) -> frozenset[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of its parameters, without the layer's own number."""
+    """Names and shapes of a stage's parameters, without the layer number."""
     paths = [parameter.name.split(".") for parameter in stage.parameters]
     numbers = [i for i, step in enumerate(paths[0]) if step.isdigit()] if paths else []
     first = numbers[0] + 1 if numbers else 0
@@ -90,7 +87,7 @@ def _parameter_shapes(stage: Stage) -> frozenset[tuple[str, tuple[int, ...]]]:
 
 
 def dense_bytes(shape: ModelShape, num_layers: int) -> int:
-    """Counts bytes of the excerpt in float32, and of the largest weight once more, which is put together beside it."""
+    """Bytes of the excerpt in float32, plus a copy of the largest weight, for assembling it."""
     kept: list[Stage] = [stage for stage in shape.stages if not stage.kind.is_layer]
     for kind in (StageKind.encoder, StageKind.layer):
         kept += shape.stages_of_kind(kind)[:num_layers]
@@ -104,9 +101,8 @@ def load_parameters(
     checkpoint: Checkpoint,
     virtual_files: Mapping[str, Fill],
 ) -> None:
-    """Mutates `model`: its parameters are those of the checkpoint, dense, and what has the same bytes is read once; so
-    are buffers that the checkpoint holds. `made`: files that lie nowhere, as a reader has them. Raises KeyError for a
-    parameter that is not among `parameters`."""
+    """Loads dense parameters and buffers from the checkpoint. Mutates `model`; equal bytes are read once.
+    `virtual_files`: files that exist only in memory. Raises KeyError for a parameter missing in `parameters`."""
     known: dict[tuple[str, ...], nn.Parameter] = {}  # a class may tie what a checkpoint holds twice
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
@@ -130,7 +126,7 @@ def load_parameters(
 
 
 class UnusedModule(nn.Module):
-    """Stands in a module's place, without its weights. Whoever wants to run it must do without."""
+    """Replaces a module and drops its weights. Running it raises ConfigError."""
 
     def __init__(self, inner: nn.Module, name: str):
         super().__init__()
@@ -151,7 +147,7 @@ class UnusedModule(nn.Module):
 
 
 def drop_unused_modules(model: PreTrainedModel) -> None:
-    """Mutates `model`: of a composite one, whatever lies beside the decoder and the head has no weights any more."""
+    """Drops the weights of a composite model outside its text decoder and head. Mutates `model`."""
     decoder = model.get_decoder()
     if model.config.is_encoder_decoder or decoder_config(model.config) is model.config or decoder is model:
         return
