@@ -1,3 +1,2 @@
-"""Where a model comes from, a directory, a file or the hub, and what of a stranger's files is believed. Here belongs
-what reads small files of a checkpoint before its weights.
-"""
+"""Finds a model (a directory, a file or the hub) and validates its small files. Code that reads a checkpoint before its
+weights belongs here."""

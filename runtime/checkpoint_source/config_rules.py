@@ -1,6 +1,5 @@
-"""What a stranger's config.json may say: no code, and numbers that a model can have. And what transformers may see of
-the directory: a folder with vetted JSON and links to vocabularies. No code lies in it, no pickle and no weights, and no
-setting in it names any."""
+"""Validation of config.json, and a safe view of a checkpoint's directory for transformers: vetted JSON and links to
+vocabularies. The view has no code, pickle or weights, and no setting that names any."""
 
 import json
 import math
@@ -41,7 +40,7 @@ MOST_LAYERS = 256  # where the checkpoint has fewer tensors: an absent tower's l
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigRule:
-    """`holds` of each number under a key, lists and nulls looked through; `meaning` is how a message says it."""
+    """`is_valid` tests each number under a matching key, also in lists; null passes. `meaning` is for the message."""
 
     keys: re.Pattern[str]
     meaning: str
@@ -122,8 +121,8 @@ _OBJECTS = re.compile(r"quantization_config|compression_config|[a-z]\w*_config|r
 
 
 def require_valid_config(values: JsonObject, place: Path, *, num_tensors: int | None = None) -> None:
-    """Raises CheckpointError naming `place`, the dotted key, its value and what is expected. `num_tensors`: of the
-    checkpoint, which bounds the number of layers."""
+    """Raises CheckpointError with `place`, the dotted key, its value and the expectation. `num_tensors` in the
+    checkpoint bounds the number of layers."""
     most_layers = None if num_tensors is None else max(num_tensors, MOST_LAYERS)
     for dotted, key, value in _leaves(values, ""):
         if value is None:
@@ -142,7 +141,8 @@ def require_valid_config(values: JsonObject, place: Path, *, num_tensors: int | 
 
 
 def remove_code_keys(values: JsonObject) -> JsonObject:
-    """A copy without the keys that name code or shape answers, on every level; only a classifier has labels."""
+    """A copy without keys, on any level, that name code or change the form of outputs. Only a classifier keeps
+    labels."""
     names = values.get("architectures")
     is_classifier = isinstance(names, list) and any(str(name).endswith(_CLASSIFIER) for name in names)
     return _filter_keys(values, has_labels=is_classifier)
@@ -166,7 +166,7 @@ def code_keys(values: JsonObject) -> list[str]:
 
 
 def find_key(values: JsonObject, wanted: object) -> str | None:
-    """The dotted key whose value is the text `wanted`; None where there is none."""
+    """The dotted key with the text `wanted` as its value; None if there is none."""
     return next(
         (dotted for dotted, _, value in _leaves(values, "") if isinstance(value, str) and value == wanted), None
     )
@@ -179,7 +179,7 @@ def _invalid_value_error(place: Path, dotted: str, value: JsonValue, meaning: st
 
 
 def _leaves(values: JsonObject, prefix: str) -> Iterator[tuple[str, str, JsonValue]]:
-    """Dotted key, key and value of every entry on every level, those of objects in lists too."""
+    """Yields dotted key, key and value of every entry on every level, also inside lists."""
     for key, value in values.items():
         dotted = f"{prefix}{key}"
         yield dotted, key, value
@@ -190,8 +190,8 @@ def _leaves(values: JsonObject, prefix: str) -> Iterator[tuple[str, str, JsonVal
 
 @contextmanager
 def vetted_directory(directory: Path) -> Iterator[Path]:
-    """Raises CheckpointError naming file and key; what it yields is gone behind the `with`. A CheckpointError inside is
-    made one about a broken tokenizer.json where there is such a file."""
+    """Yields a temporary directory that transformers may read. Raises CheckpointError with file and key; an error
+    inside the block is attributed to tokenizer.json if that file is broken."""
     with TemporaryDirectory(prefix="weightstream-") as home:
         view = Path(home)
         for file in directory.iterdir():

@@ -1,4 +1,4 @@
-"""What transformers raises at a checkpoint's files becomes one line of ours."""
+"""Converts exceptions that transformers raises on a checkpoint's files into one-line errors."""
 
 import logging
 import traceback
@@ -24,12 +24,11 @@ PASS_ON = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 @contextmanager
 def as_checkpoint_error(place: str, settings: JsonObject | None = None) -> Iterator[None]:
-    """Any exception inside leaves as CheckpointError that begins with `place`; our own pass, and so do interrupts.
-    Where one is about a name that transformers lacks, `settings` say which key holds it.
+    """Converts any exception inside into a CheckpointError that begins with `place`. Our own errors and interrupts
+    pass. If transformers does not know a name, `settings` tell which key has it.
 
-    Everything is caught, and BaseException with it, because what a stranger's file makes foreign code raise has no
-    bounds: KeyError, ZeroDivisionError, RecursionError, a panic of the tokenizers library, which is no Exception. Only
-    calls that do nothing but read such a file may stand inside.
+    Catches BaseException, because untrusted files make libraries raise anything: KeyError, RecursionError, a panic of
+    tokenizers, which is not an Exception. Only put calls inside that read such a file.
     """
     try:
         yield
@@ -43,7 +42,8 @@ def as_checkpoint_error(place: str, settings: JsonObject | None = None) -> Itera
 
 
 def short_reason(error: BaseException) -> str:
-    """Its text in one line and `MAX_CHARACTERS` at most, behind its type where the text says nothing by itself."""
+    """The message of `error` in one line of at most `MAX_CHARACTERS`, after its type if the message alone is
+    unclear."""
     text = " ".join(str(error).split())
     if len(text) > MAX_CHARACTERS:
         text = f"{text[:MAX_CHARACTERS]} ..."
@@ -53,12 +53,11 @@ def short_reason(error: BaseException) -> str:
 
 @contextmanager
 def as_config_error(name: str) -> Iterator[None]:
-    """Turns what the code of a model class raises inside into a ConfigError that names the class; the traceback goes
-    to the debug log. Our own errors pass, and so do memory that ran out and what this package raised without the class:
-    a mistake of ours. Of what the class called here and was not given, the message says so.
+    """Converts an exception of a model class into a ConfigError that names the class; the traceback goes to the debug
+    log. Our own errors, out-of-memory errors, and exceptions raised by this package alone pass.
 
-    Every Exception is caught, as classes are asked for what their authors had not thought of: to run without weights,
-    on text alone, token by token. Only calls that run such code may stand inside.
+    Catches every Exception, because classes run in ways that their authors did not expect: without weights, on text
+    alone, token by token. Only put calls inside that run such code.
     """
     try:
         yield

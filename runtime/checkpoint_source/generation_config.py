@@ -1,6 +1,5 @@
-"""What a checkpoint says of generating, found where transformers' generate finds it: in generation_config.json or, if
-there is none, in config.json; and `sampling=model`: the settings that `generate` takes from there, in the keys of
-`sampling`."""
+"""A checkpoint's generation defaults, from generation_config.json, else config.json, as transformers' `generate` reads
+them; and `sampling=model`, which applies them."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -41,14 +40,14 @@ DISABLED_VALUES: Mapping[str, object] = {
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-    """`given`: what the checkpoint's `source` says, by transformers' own keys, less what it leaves open."""
+    """`values` of the checkpoint's `source` by transformers' keys, without those left open."""
 
     source: Path
     values: Mapping[str, object]
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Each of them ends a completion; empty where the checkpoint names none."""
+        """Token ids that end a completion; empty if the checkpoint names none."""
         eos = self.values.get("eos_token_id")
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         known = frozenset(token for token in ids if isinstance(token, int))
@@ -58,7 +57,7 @@ class GenerationDefaults:
 
     @property
     def start_token_id(self) -> int:
-        """What a decoder behind an encoder begins with. Raises CheckpointError where the checkpoint does not say."""
+        """The first token of a decoder after an encoder. Raises CheckpointError if the checkpoint has none."""
         for name in ("decoder_start_token_id", "bos_token_id"):
             start = self.values.get(name)
             if isinstance(start, int):
@@ -67,8 +66,7 @@ class GenerationDefaults:
 
 
 def read_generation(path: Path, config: PreTrainedConfig) -> GenerationDefaults:
-    """What the checkpoint at `path` says of generating: a directory, or a GGUF file. Raises CheckpointError naming
-    file, key, value and what is expected."""
+    """The defaults of a directory or GGUF file. Raises CheckpointError with file, key, value and expectation."""
     if is_gguf(path):
         return _read_gguf_generation(path, config)
     file = path / FILE
@@ -84,8 +82,8 @@ def read_generation(path: Path, config: PreTrainedConfig) -> GenerationDefaults:
 
 
 def _read_gguf_generation(path: Path, config: PreTrainedConfig) -> GenerationDefaults:
-    """The settings of the config that transformers makes of the file. Beyond transformers, the ends of a turn and of a
-    message that the file names are among the ends: a chat model would write the next turns itself."""
+    """The defaults that transformers derives from the file, plus its end-of-turn and end-of-message tokens: without
+    them a chat model would write the next turns itself."""
     found = _make_defaults(path, GenerationConfig.from_model_config(config))
     metadata, ends = read_gguf(path).metadata, found.eos_token_ids
     ids = range(int(metadata.get("tokenizer.ggml.tokens", 0)))  # others are nothing that a model can say
@@ -105,7 +103,7 @@ def _make_defaults(source: Path, config: GenerationConfig) -> GenerationDefaults
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedSampling:
-    """`sampling` has no setting left open. `sentence` says what came from the model, or what of it is not followed."""
+    """`sampling` without open settings. `sentence` reports what came from the model, or what is ignored."""
 
     sampling: SamplingConfig
     sentence: str | None
@@ -113,7 +111,7 @@ class ResolvedSampling:
 
 
 def resolve_generation_defaults(config: RuntimeConfig, model: GenerationDefaults, vocab_size: int) -> RuntimeConfig:
-    """The settings with `sampling` as it holds for this model; says what came from there, or was left there."""
+    """The config with `sampling` resolved for this model. Logs what came from the model, or is ignored."""
     found = resolve_sampling(config.sampling, model, vocab_size)
     if found.sentence is not None:
         log.log(logging.WARNING if found.is_warning else logging.INFO, "%s", found.sentence)
@@ -121,8 +119,8 @@ def resolve_generation_defaults(config: RuntimeConfig, model: GenerationDefaults
 
 
 def resolve_sampling(sampling: SamplingConfig, model: GenerationDefaults, vocab_size: int) -> ResolvedSampling:
-    """What holds for a run. Raises ConfigError where `sampling.follow_model` asks for what cannot be followed, and
-    CheckpointError where the model's settings cannot be read."""
+    """The effective sampling of a run. Raises ConfigError if `sampling.follow_model` needs an unsupported setting, and
+    CheckpointError if the model's settings are malformed."""
     model_values = _model_settings(model, vocab_size, is_strict=sampling.follow_model)
     asked = {key: model.values.get(key) for key in UNSUPPORTED_KEYS}
     unsupported = [
@@ -143,7 +141,7 @@ def resolve_sampling(sampling: SamplingConfig, model: GenerationDefaults, vocab_
 def _with_model_defaults(
     sampling: SamplingConfig, model: GenerationDefaults, model_values: Mapping[str, object]
 ) -> ResolvedSampling:
-    """Merges as `generate` does: what the caller sets, then the model's, then generate's own defaults."""
+    """Merges as `generate` does: the caller's settings, then the model's, then the defaults of `generate`."""
     defaults = GenerationConfig._get_default_generation_params()
     found = {key: model_values.get(key, defaults.get(key)) for key in CONVERTERS if getattr(sampling, key) is None}
     if "temperature" in found and not model.values.get("do_sample"):
@@ -185,8 +183,8 @@ def _without_model_defaults(
 
 
 def _model_settings(model: GenerationDefaults, vocab_size: int, *, is_strict: bool) -> dict[str, object]:
-    """The model's settings by our keys. Suppressed tokens outside the vocabulary have no effect on anything. Raises
-    CheckpointError for a value of the wrong kind; unless `is_strict`, it is as it stands there."""
+    """The model's settings by our keys, without suppressed tokens outside the vocabulary. Raises CheckpointError for a
+    value of the wrong type; unless `is_strict`, keeps it."""
     found: dict[str, object] = {}
     for key, convert in CONVERTERS.items():
         theirs = "stop_strings" if key == "stop" else key

@@ -1,9 +1,9 @@
-"""The tokenizer of a GGUF file. transformers makes it of vocabulary and merges; the rule by which text is cut into
-pieces before any merge, which the file has but a name for, is here.
+"""The tokenizer of a GGUF file. transformers builds it from vocabulary and merges; this module adds the
+pre-tokenization rule, which the file only names.
 
-`tokenizer.ggml.pre` is that name. llama.cpp defines the names and their rules: https://github.com/ggml-org/llama.cpp,
-src/llama-vocab.cpp, read in November 2026 at 00ad355. Where it notes the expression of the model's own tokenizer.json
-beside one that its engine can run, the former is meant.
+`tokenizer.ggml.pre` is that name. llama.cpp defines names and rules: https://github.com/ggml-org/llama.cpp,
+src/llama-vocab.cpp, read in November 2026 at 00ad355. If it notes the expression of the model's tokenizer.json next to
+one for its own engine, the former is used.
 """
 
 import logging
@@ -28,9 +28,9 @@ BYTE_LEVEL = "gpt2"  # the kind of vocabulary that is cut by a rule
 
 @dataclass(frozen=True)
 class SplitRule:
-    """Expressions, each of which cuts all pieces of those before it: a match is a piece, and so is the text between two
-    matches. `takes_words`: a piece that is in the vocabulary is that token, whether merges lead there or not.
-    `adds_bos`: prompts begin with BOS where the file does not say."""
+    """Expressions that are applied in sequence; each splits the pieces of those before into matches and the text in
+    between. `ignores_merges`: a piece in the vocabulary is that token regardless of merges. `adds_bos`: prompts begin
+    with BOS unless the file says otherwise."""
 
     splits: tuple[str, ...]
     ignores_merges: bool = False
@@ -127,9 +127,8 @@ BY_NAME: Mapping[str, SplitRule] = {name: cuts for cuts, names in RULES.items() 
 
 
 def load_gguf_tokenizer(path: Path, header: GgufHeader, place: str) -> PreTrainedTokenizerBase:
-    """The tokenizer that the file at `path` describes, whatever lies beside it. Raises CheckpointError, which begins
-    with `place`, where it cannot be made, and where the file names a rule that is not among these: by another one
-    prompts would be other tokens."""
+    """The tokenizer of the file at `path`. Raises CheckpointError, beginning with `place`, if it cannot be built, or if
+    the file names an unknown rule: with another rule prompts would get other tokens."""
     cuts = _find_split_rule(path, header)
     given = {"add_bos_token": True} if cuts is not None and cuts.adds_bos and BOS in header.metadata else {}
     with TemporaryDirectory(prefix="weightstream-") as view, as_checkpoint_error(place):
@@ -145,7 +144,7 @@ def load_gguf_tokenizer(path: Path, header: GgufHeader, place: str) -> PreTraine
 
 
 def _find_split_rule(path: Path, header: GgufHeader) -> SplitRule | None:
-    """The rule that the file names; None where its vocabulary is of a kind that is not cut first, or it names none."""
+    """The rule that the file names; None if it names none, or its vocabulary needs none."""
     if header.metadata.get(MODEL) != BYTE_LEVEL:
         return None
     name = str(header.metadata.get(PRE, "default"))

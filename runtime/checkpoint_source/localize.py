@@ -1,5 +1,5 @@
-"""A model's place: a directory or a GGUF file that is here, or an id that only the hub knows. It stands alone because a
-job that has been given a wrong path says so before it loads what takes long."""
+"""Resolves `model.path` to a local directory or GGUF file. A separate module, so that jobs can report a wrong path
+before slow imports."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ PARTS = (*FILE_SUFFIXES, ".pt", ".pth", ".json", ".model", ".jinja")  # of files
 
 
 def find_local_path(config: ModelConfig) -> Path | None:
-    """The directory or file that `model.path` names, or None where that is a URL, a hub id or not set. Raises
-    CheckpointError for a file that is no model, and for what can only be a path and leads nowhere."""
+    """The directory or file of `model.path`; None for a URL, a hub id, or no path. Raises CheckpointError for a file
+    that is not a model, and for a path that does not exist."""
     if config.path is None or is_url(config.path):
         return None
     path = Path(config.path).expanduser()
@@ -29,7 +29,7 @@ def find_local_path(config: ModelConfig) -> Path | None:
 
 
 def missing_weights_error(config: ModelConfig, reason: str) -> CheckpointError:
-    """The error for a model that is nowhere, with the three ways on."""
+    """The error for a missing model, with three ways to get one."""
     shape = config.name if config.name != ANY else "llama-3.2-1b"  # any with a shape: hf has none
     return CheckpointError(
         f"model={config.name}: no weights at model.path={config.path}: {reason}\n"

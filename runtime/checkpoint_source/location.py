@@ -1,4 +1,4 @@
-"""Where a model comes from: a directory of safetensors, a GGUF file or a hub id; its config and tokenizer."""
+"""Finds a model's files: a directory of safetensors, a GGUF file, a URL or a hub id. Reads its config and tokenizer."""
 
 import json
 import logging
@@ -75,8 +75,8 @@ GGUF_READER = "transformers.integrations.gguf"  # from 5.18 on
 
 
 def find_checkpoint(config: ModelConfig, cache_dir: str | None, should_stop: Callable[[], bool] = never) -> Path:
-    """A local directory or GGUF file, one of the two models that need none, a copy of what lies at a URL, or what the
-    hub or its cache holds under the id."""
+    """A local directory or GGUF file, a model without files, a copy from a URL, or the hub's download or cache
+    entry."""
     if config.path is None:
         if config.name == TINY:
             return BUNDLED
@@ -104,7 +104,8 @@ def find_checkpoint(config: ModelConfig, cache_dir: str | None, should_stop: Cal
 
 
 def _download_model(model: str, revision: str | None) -> Path:
-    """What the hub or its cache holds of a model: settings and tokenizer first, then the weights that are read."""
+    """Downloads a model, or finds it in the hub's cache: settings and tokenizer, then only the weight files that are
+    read."""
     place = _download_settings(model, revision)
 
     def fetch(names: Sequence[str]) -> None:
@@ -126,7 +127,7 @@ def _download_model(model: str, revision: str | None) -> Path:
 
 
 def _download_settings(model: str, revision: str | None) -> Path:
-    """The snapshot's directory, whose name is the commit: what is fetched later is of the same."""
+    """The snapshot's directory. Its name is the commit, so later downloads use the same revision."""
     place = Path(snapshot_download(model, revision=revision, allow_patterns=SETTINGS, ignore_patterns=IN_FOLDERS))
     if (place / TOKENIZER_CONFIG).is_file():
         templates = [TOKENIZER_CONFIG, f"{TEMPLATES}/*.jinja"]
@@ -142,10 +143,11 @@ def _copy_from_url(
 
 
 def read_config(path: Path, *, num_tensors: int | None = None) -> PreTrainedConfig:
-    """config.json, or what transformers makes of a GGUF file's metadata, which takes the package `gguf`.
+    """Reads config.json, or converts a GGUF file's metadata, which needs the package `gguf`.
 
-    No code that the checkpoint names is taken up by it. Raises CheckpointError naming file, key, value and what is
-    expected. `num_tensors`: how many the checkpoint has, which bounds the layers that it may claim."""
+    Never loads code that the checkpoint names. Raises CheckpointError with file, key, value and expectation.
+    `num_tensors` in the checkpoint bounds the number of layers.
+    """
     deepseek_moe.register()
     if is_gguf(path):
         return _read_gguf_config(path)
@@ -192,14 +194,14 @@ def _read_gguf_config(path: Path) -> PreTrainedConfig:
 
 
 def find_tokenizer(config: ModelConfig, cache_dir: str | None) -> PreTrainedTokenizerBase | None:
-    """A model's tokenizer without the model; None when it has none."""
+    """A model's tokenizer, without loading the model; None if it has none."""
     return load_tokenizer(config.tokenizer, open_checkpoint(find_checkpoint(config, cache_dir)), cache_dir)
 
 
 def load_tokenizer(
     wanted: str | None, checkpoint: Checkpoint, cache_dir: str | None = None
 ) -> PreTrainedTokenizerBase | None:
-    """The wanted one or the checkpoint's; None when it has none: token ids can still be generated from."""
+    """The `wanted` tokenizer or the checkpoint's; None if it has none, and then only token ids can be prompts."""
     path, gguf = checkpoint.path, checkpoint.gguf
     if gguf is not None:
         has_own = "tokenizer.ggml.tokens" in gguf.metadata
@@ -231,7 +233,7 @@ def _load_tokenizer_directory(directory: Path, failed: str) -> PreTrainedTokeniz
 
 
 def _find_tokenizer_path(wanted: str, cache_dir: str | None) -> Path:
-    """A directory, or a SentencePiece model's file."""
+    """A directory, or a SentencePiece model file."""
     if is_url(wanted):
         return _copy_from_url(wanted, TOKENIZER_KEY, SETTINGS, cache_dir, never)
     path = Path(wanted).expanduser()

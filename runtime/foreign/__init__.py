@@ -1,3 +1,2 @@
-"""Models that were published as code beside their weights, which is never run: written anew as transformers classes.
-Here belongs a class that transformers lacks.
-"""
+"""Transformers classes for models that were only published with remote code, which is never run. Only classes that
+transformers lacks belong here."""

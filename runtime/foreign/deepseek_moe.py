@@ -1,8 +1,6 @@
-"""The first DeepSeek-MoE (16B, model type "deepseek"), which transformers knows only as code on the hub: Llama's layers
-with Qwen2-MoE's router and experts in them. Its sizes and tensor names are those of the published checkpoint, its
-routing that of arXiv 2401.06066: softmax over all routed experts, the best of them weighted by their own score, shared
-experts beside them for every token.
-"""
+"""The first DeepSeek-MoE (16B, model type "deepseek"), which transformers has only as remote code: Llama's layers with
+Qwen2-MoE's router and experts. Sizes and tensor names are the published checkpoint's. Routing follows arXiv 2401.06066:
+softmax over all routed experts, top-k weighted by their scores, plus shared experts for every token."""
 
 import torch
 from torch import nn
@@ -22,7 +20,7 @@ EXPERTS_LIKE = "qwen2_moe"  # the model type whose checkpoints hold experts unde
 
 
 class DeepseekConfig(LlamaConfig):
-    """Names as in the published config.json, defaults those of the 16B model."""
+    """Names as in the published config.json; defaults of the 16B model."""
 
     model_type = MODEL_TYPE
     attribute_map = {"num_experts": "n_routed_experts"}  # noqa: RUF012 - as transformers declares it
@@ -54,7 +52,7 @@ class DeepseekConfig(LlamaConfig):
 
 
 class DeepseekMoE(nn.Module):
-    """The shared experts are stored as one MLP as wide as all of them."""
+    """Routed experts plus shared experts, which are stored as one wide MLP."""
 
     def __init__(self, config: DeepseekConfig):
         super().__init__()
@@ -81,8 +79,8 @@ class DeepseekPreTrainedModel(LlamaPreTrainedModel):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """transformers looks for a decorator in the module of the class, and the experts' is in another; it also keeps
-        its answer on the class, so that a Llama built before would answer for this one."""
+        """Always True. transformers looks for a decorator in this class's module, but the experts are in another; it
+        also caches the answer on the class, so an earlier Llama would answer for this one."""
         return True
 
     @torch.no_grad()
@@ -94,7 +92,7 @@ class DeepseekPreTrainedModel(LlamaPreTrainedModel):
 
 
 class DeepseekModel(DeepseekPreTrainedModel, LlamaModel):
-    """Llama's own forward; its constructor is passed over, which would build dense layers first."""
+    """Llama's forward. Skips Llama's constructor, which would build dense layers first."""
 
     def __init__(self, config: DeepseekConfig):
         LlamaPreTrainedModel.__init__(self, config)
@@ -117,8 +115,8 @@ class DeepseekForCausalLM(DeepseekPreTrainedModel, LlamaForCausalLM):
 
 
 def register() -> None:
-    """Makes transformers' auto classes know the model type, and its loader the layout of the checkpoint. May be called
-    again. Raises ValueError, from transformers, once it has a model of this type itself."""
+    """Registers the model type with transformers' auto classes and checkpoint loader. Idempotent. Raises ValueError,
+    from transformers, if it already has this model type itself."""
     AutoConfig.register(MODEL_TYPE, DeepseekConfig)
     AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM)
     experts = get_checkpoint_conversion_mapping(EXPERTS_LIKE)

@@ -1,3 +1,2 @@
-"""What a transformers class does, found out without its weights: its layers, its attention, what it would make of
-packed and of padded lanes. Here belongs what looks at a class or at a hollow copy of it, before anything is loaded.
-"""
+"""Finds out what a transformers class does without its weights: its layers, its attention, and its behavior in packed
+and padded lanes. Code that inspects a class, or an empty copy of it, before loading belongs here."""

@@ -1,6 +1,4 @@
-"""Copies of a model that take next to no memory, to find out what its class does: on the meta device, or with numbers
-that nobody trained.
-"""
+"""Copies of a model that take almost no memory, to probe its class: on the meta device, or with random values."""
 
 import copy
 
@@ -11,11 +9,11 @@ from transformers import PreTrainedModel
 from ..errors import ConfigError
 from .layer_lists import layer_lists
 
-NUM_LAYERS = 2  # of a copy with values, of whatever kind
-PROBE_ERRORS = (  # what classes raise in a copy that want values, or another cache: then nothing is known of them
+NUM_LAYERS = 2  # of a copy with values
+PROBE_ERRORS = (  # raised by classes that need real values or another cache: the probe then has no result
     RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ConfigError,
 )  # fmt: skip
-SMALL_NUMEL = 1 << 20  # matrices that code may want to lie in memory as usual
+SMALL_NUMEL = 1 << 20  # smaller matrices are contiguous, in case code needs that
 
 
 class _NoExperts(nn.Module):
@@ -24,8 +22,8 @@ class _NoExperts(nn.Module):
 
 
 class _CheapLinear(nn.Module):
-    """A linear map of the same sizes that multiplies no matrix: features are repeated or folded, and scaled. Who asks
-    for the weight gets one."""
+    """A linear map of the same sizes without a matrix product: it repeats or folds features, and scales them. The
+    weight can still be read."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, num_in: int, num_out: int, scale: torch.Tensor):
         super().__init__()
@@ -44,7 +42,7 @@ class _CheapLinear(nn.Module):
 
 
 class ProbeEnded(Exception):
-    """The forward has come to a layer that the copy does not have. `hidden` and `named` are what it was handed."""
+    """The forward reached a layer that the copy does not have. `hidden` and `named` are that layer's inputs."""
 
     def __init__(self, hidden: torch.Tensor, named: dict[str, object]):
         super().__init__()
@@ -52,7 +50,7 @@ class ProbeEnded(Exception):
 
 
 class _EndLayer(nn.Module):
-    """Stands in the place of a layer: what the class reads off it beforehand, it reads off the original."""
+    """Replaces a layer; attributes are read from the original."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -69,7 +67,7 @@ class _EndLayer(nn.Module):
 
 
 def copy_on_meta(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy on the meta device, which computes shapes alone, and without experts: they choose by values."""
+    """A copy on the meta device, for shapes only. Without experts, since routing depends on values."""
     found = copy.deepcopy(model).to("meta")  # pyright: ignore[reportArgumentType] - transformers hides the signature
     _leave_out_experts(found)
     return found
@@ -83,9 +81,9 @@ def _leave_out_experts(model: PreTrainedModel) -> None:
 def copy_with_random_values(
     model: PreTrainedModel, *, num_layers: int | None = NUM_LAYERS, with_experts: bool = False
 ) -> PreTrainedModel:
-    """A copy on the CPU, of its first layers alone. Element (i, j) of a matrix is number i + j of a vector, so weights
-    take no memory, and no two rows or columns are equal. Running it raises `Reached` behind the last layer, if there
-    are more."""
+    """A copy of the first layers on the CPU. Element (i, j) of a matrix is element i + j of a random vector, so weights
+    take no memory, and rows and columns are all distinct. Running it raises `ProbeEnded` after the last layer if the
+    model has more."""
     found = copy.deepcopy(model)
     if getattr(found.config.get_text_config(), "_experts_implementation", None) is not None:
         found.set_experts_implementation("eager")  # others would copy all of a layer's experts

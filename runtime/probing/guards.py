@@ -1,7 +1,7 @@
-"""What a class may do that lanes would not notice, so that its tokens would be wrong: one small question each.
+"""Checks for properties of a class that would give wrong tokens in packed lanes without an error.
 
-Whoever loads a model asks on a copy without weights (`packed_probe.py`) and chooses other lanes, or refuses; attention
-in a lane asks again with what it is handed. Each answers why not, or nothing.
+The loader runs them on a copy without weights (`packed_probe.py`), and picks other lanes or refuses. Attention in a
+lane repeats them on its arguments. Each returns the reason against packed lanes, or "".
 """
 
 from collections.abc import Mapping
@@ -22,14 +22,14 @@ def layer_index(module: torch.nn.Module) -> int:
 
 
 def chunk_size(module: torch.nn.Module, layer: int) -> int | None:
-    """Chunked layers are known by the config alone: transformers tells their mask, never the attention function."""
+    """The chunk size of a layer's attention, from the config: transformers passes it to masks only."""
     config = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)
     return getattr(config, "attention_chunk_size", None) if types and types[layer] == "chunked_attention" else None
 
 
 def unsupported_argument(wishes: Mapping[str, object]) -> str:
-    """What a class hands to its attention function by name and lanes do not know, in words; `""` if nothing."""
+    """Finds an attention argument that lanes do not support."""
     if UNSUPPORTED.isdisjoint(wishes):
         return ""
     found = sorted(name for name in UNSUPPORTED if wishes.get(name) is not None)
@@ -37,24 +37,24 @@ def unsupported_argument(wishes: Mapping[str, object]) -> str:
 
 
 def custom_mask(attention_mask: torch.Tensor | None) -> str:
-    """Packed lanes have no mask made, and look at none."""
+    """Refuses masks: packed lanes build none and read none."""
     return "" if attention_mask is None else "it makes attention masks of its own"
 
 
 def looks_ahead(module: torch.nn.Module, is_causal: object) -> str:
-    """`is_causal` is what the call says; None leaves it to the module."""
+    """Refuses attention to later tokens. `is_causal` is the call's argument; None defers to the module."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     return "" if causal else NO_DECODER
 
 
 def changed_kv(*, are_cached: bool) -> str:
-    """`are_given`: attention is handed the very keys and values that the cache gave back for this layer."""
+    """Refuses KV that differ from the cache. `are_cached`: attention got the tensors that the cache returned."""
     return "" if are_cached else "it changes keys or values behind its cache"
 
 
 def hidden_window(module: torch.nn.Module, layer: int, reach: Reach) -> str:
-    """A window that a layer's mask or transformers' own cache has, and its attention function is not told. One that
-    no context can outgrow hides nothing."""
+    """Refuses a window that the mask or transformers' cache applies, but that is not passed to attention. A window of
+    at least the context is harmless."""
     if reach != NO_REACH:
         return ""
     config = getattr(module, "config", None)

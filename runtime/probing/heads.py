@@ -1,4 +1,4 @@
-"""What a transformers class has behind its layers, and so what a checkpoint of it can be asked."""
+"""The head of a transformers class, and so the tasks of a checkpoint."""
 
 from contextlib import suppress
 from enum import Enum
@@ -22,7 +22,7 @@ NUM_TOKENS = 4
 
 
 class Head(Enum):
-    """`text`: logits of a next token; `classes`: of the whole prompt; `masks`: of the token in a mask's place."""
+    """`text`: next-token logits; `classes`: logits of the whole prompt; `masks`: logits of a masked token."""
 
     text = "text"
     classes = "classes"
@@ -38,9 +38,9 @@ AUTO: dict[Head, type[_BaseAutoModelClass]] = {
 
 
 def saved_head(config: PreTrainedConfig) -> Head:
-    """That of the class which a checkpoint says it was saved from. A decoder saved without a head has one nevertheless
-    where its embedding is the head, and behind an encoder only text is asked for. An encoder that was saved without its
-    decoder (T5EncoderModel) has none, whatever its config says of the other."""
+    """The head of the class that a checkpoint was saved from. A decoder saved without one has a text head if its
+    embeddings are tied; with an encoder it is always text. An encoder saved without its decoder (T5EncoderModel) has
+    none."""
     names = set(getattr(config, "architectures", None) or ())
     if encoder_class(config) in names:
         return Head.none
@@ -58,7 +58,7 @@ def saved_head(config: PreTrainedConfig) -> Head:
 
 
 def model_head(model: PreTrainedModel) -> Head:
-    """That of a class as it was built."""
+    """The head of a model's class."""
     if model.can_generate():
         return Head.text
     name = type(model).__name__
@@ -68,7 +68,7 @@ def model_head(model: PreTrainedModel) -> Head:
 
 
 def encoder_class(config: PreTrainedConfig) -> str | None:
-    """The name of transformers' class of the encoder without its decoder; None where there is none, or no decoder."""
+    """The name of transformers' encoder-only class; None if there is none."""
     found = _class_names(AutoModelForTextEncoding, config) - _class_names(AutoModel, config)
     return next(iter(found), None)
 
@@ -83,8 +83,8 @@ def _class_names(auto: type[_BaseAutoModelClass], config: PreTrainedConfig) -> s
 
 
 def looks_ahead(model: PreTrainedModel) -> bool:
-    """Whether what a token becomes depends on those behind it: seen in the first layers of a copy without the
-    checkpoint's weights. False where that cannot be run."""
+    """True if a token's hidden state depends on later tokens, tested on the first layers of a copy. False if that
+    cannot run."""
     ids_1S = torch.arange(5, 5 + NUM_TOKENS)[None]
     others_1S = torch.where(ids_1S == ids_1S.max(), 4, ids_1S)
     try:
@@ -96,7 +96,7 @@ def looks_ahead(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _first_hidden_state(probe: PreTrainedModel, ids_1S: torch.Tensor) -> torch.Tensor:
-    """Its hidden state behind the last layer that the copy has."""
+    """The first token's hidden state after the copy's last layer."""
     found = list[torch.Tensor]()
 
     def look(module: torch.nn.Module, given: object, out: torch.Tensor | tuple[torch.Tensor, ...]) -> None:

@@ -1,6 +1,5 @@
-"""Finds a model's layers without knowing its class: the lists of modules that transformers itself refuses to split; and
-what a config says of the decoder that generates, however deep it is nested, and mixed from layer to layer.
-"""
+"""Finds a model's layers for any class, by the modules that transformers does not split; and reads the config of the
+decoder, nested or with per-layer values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,23 +13,23 @@ from ..plan.shape.shapes import StageKind
 
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Its own, or that of the text decoder in it."""
+    """The config itself, or that of the text decoder in it."""
     return config.get_text_config(decoder=True)
 
 
 def config_behind_encoder(model: PreTrainedModel) -> PreTrainedConfig:
-    """The config of an encoder-decoder's decoder; FSMT's decoder is no model of its own, and has the whole model's."""
+    """The config of an encoder-decoder's decoder. FSMT's decoder is not a model, so there it is the whole config."""
     return getattr(model.get_decoder(), "config", model.config)
 
 
 def encoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The same of the encoder in front of it."""
+    """The config itself, or that of the encoder in it."""
     nested = getattr(config, "encoder", None)
     return nested if isinstance(nested, PreTrainedConfig) else config.get_text_config(encoder=True)
 
 
 def max_over_layers(config: PreTrainedConfig, name: str) -> int | None:
-    """The largest of a size that layers may have different ones of. None where there is none."""
+    """The largest value of a config entry that may differ by layer; None if there is none."""
     try:
         value = getattr(config, name, None)
     except AmbiguousGlobalPerLayerAttributeError:
@@ -41,18 +40,18 @@ def max_over_layers(config: PreTrainedConfig, name: str) -> int | None:
 
 
 def head_size(config: PreTrainedConfig) -> int:
-    """Numbers in a key, of the layer with the widest."""
+    """The largest key size over layers."""
     return max_over_layers(config, "head_dim") or config.hidden_size // num_attention_heads(config)
 
 
 def num_attention_heads(config: PreTrainedConfig) -> int:
-    """The heads of the layer with the most; 1 where a config has no such thing, as those of recurrent models."""
+    """The most heads of a layer; 1 for configs without heads, as of recurrent models."""
     return max_over_layers(config, "num_attention_heads") or 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerList:
-    """`path` is that of `layers` in the model; `kind` what each of them is as a stage."""
+    """The `layers` at `path` in the model, and their stage kind."""
 
     kind: StageKind
     path: str
@@ -60,7 +59,7 @@ class LayerList:
 
 
 def layer_lists(model: PreTrainedModel) -> list[LayerList]:
-    """The decoder's, behind the encoder's where there is one. Raises ConfigError when none is found."""
+    """The decoder's layers, after the encoder's if there is one. Raises ConfigError if none is found."""
     if not model.config.is_encoder_decoder:
         decoder = model.get_decoder()
         whole = model if not _module_lists(model, decoder) else decoder  # of some classes it is the matrix that decodes
@@ -80,8 +79,8 @@ def stage_kinds(lists: Sequence[LayerList]) -> tuple[StageKind, ...]:
 
 
 def _find_layers(model: PreTrainedModel, part: torch.nn.Module, kind: StageKind) -> LayerList:
-    """The first list in `part` that holds what transformers does not split; of a class that does not say what that is,
-    the one with most of the parameters. Raises ConfigError where there is none, or layers are spread over several."""
+    """The first list in `part` of modules that transformers does not split; without that information, the list with the
+    most parameters. Raises ConfigError if there is none, or layers are spread over several lists."""
     names = set(model._no_split_modules or ())
     lists = _module_lists(model, part)
     for path, layers in lists.items():
@@ -106,8 +105,8 @@ def _find_layers(model: PreTrainedModel, part: torch.nn.Module, kind: StageKind)
 
 
 def _module_lists(model: PreTrainedModel, part: torch.nn.Module) -> dict[str, torch.nn.ModuleList]:
-    """Lists of modules that are made of others, and own weights, by their paths; outer ones first. Heads and tables are
-    none of these, nor what lies in a model with a config of another class, which sees or hears."""
+    """Lists of compound modules with weights, by path, outer ones first. Skips vision and audio towers, which have
+    configs of another class."""
     ours = {type(config) for config in (model.config, decoder_config(model.config), getattr(part, "config", None))}
     others = [each for each in part.modules() if isinstance(each, PreTrainedModel) and type(each.config) not in ours]
     inside = set(part.modules()) - {module for other in others for module in other.modules()}

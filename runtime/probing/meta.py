@@ -1,9 +1,8 @@
-"""A model without its weights: parameters on the meta device, buffers real.
+"""Builds a model without weights: parameters on the meta device, buffers real.
 
-And which loaded weights its class's own initialisation overwrites: `from_pretrained` runs that of every module behind
-the loading, and transformers' functions leave alone what is marked as loaded. A class that takes a view first loses the
-mark: Youtu sets the row of its padding token to zero, whatever the checkpoint holds, and with a tied head that token's
-logits with it.
+Also finds loaded weights that the class's own initialization overwrites. `from_pretrained` initializes modules after
+loading, and skips tensors marked as loaded; a class that takes a view first loses the mark. Youtu zeroes the row of its
+padding token that way, and with a tied head that token's logits.
 """
 
 import copy
@@ -39,12 +38,11 @@ MAX_BUFFER_BYTES = GIB  # of one buffer that is real; the masks of GPT-2 and its
 
 
 class _WeightsOnMeta(TorchFunctionMode):
-    """Inside it, what modules allocate weights with takes no memory: `torch.empty`, and large `zeros`, `ones`, ...
+    """Puts weights on the meta device while a model is built: `torch.empty`, and large `zeros`, `ones` and the like.
 
-    Everything else (`arange`, `tensor`, small constants) stays real, and so do the buffers computed from it. Weights
-    get no initial values: on the meta device that changes nothing, and takes torch half of the time in here. Raises
-    CheckpointError at the first allocation beyond `most_tensors`, or beyond `MAX_BUFFER_BYTES` of real memory: such a
-    config cannot be that of the weights.
+    Other tensors (`arange`, small constants) stay real, and so do buffers computed from them. Skips initial values of
+    meta weights, which halves the time. Raises CheckpointError beyond `most_tensors` allocations or `MAX_BUFFER_BYTES`
+    of one real buffer, since such a config cannot match the weights.
     """
 
     def __init__(self, most_tensors: int | None):
@@ -84,10 +82,9 @@ class _WeightsOnMeta(TorchFunctionMode):
 
 
 def auto_class(config: PreTrainedConfig, *, encodes: bool = False) -> type[_BaseAutoModelClass]:
-    """The class of transformers that generates text with this config: for a composite model, which also looks or
-    listens, that of the whole. Where the config says that it was saved from one that generates none, that one; with
-    `encodes` of an encoder-decoder the encoder, where transformers has a class of it. Raises ConfigError where there is
-    none."""
+    """The transformers auto class for this config: of the whole model if it is composite, and of the saved class if
+    that generates no text. With `encodes`, the encoder of an encoder-decoder if there is such a class. Raises
+    ConfigError if there is none."""
     encoder, head = encoder_class(config), saved_head(config)
     if encoder is not None and (head is Head.none or (encodes and config.is_encoder_decoder)):
         return AutoModelForTextEncoding
@@ -145,8 +142,8 @@ def build_meta_model(
 
 
 def untie_head(model: PreTrainedModel) -> None:
-    """Gives the head weights of its own, also where the class ties them whatever the config says: T5 from 1.1 on was
-    published so, and transformers unties them when it finds both in a checkpoint. Mutates `model`."""
+    """Gives the head its own weights, even if the class ties them: T5 1.1 checkpoints have both, and transformers
+    unties them on loading. Mutates `model`."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and head.weight is embeddings.weight:
         head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
@@ -156,7 +153,7 @@ def untie_head(model: PreTrainedModel) -> None:
 
 
 class _ParameterWrites(TorchDispatchMode):
-    """Records operations that write to the parameters of a model, and where."""
+    """Records in-place operations on a model's parameters."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -179,8 +176,8 @@ class _ParameterWrites(TorchDispatchMode):
 
 
 def initialize_again(model: PreTrainedModel) -> None:
-    """Runs the class's own initialisation as `from_pretrained` runs it behind the loading: with all parameters and
-    saved buffers marked as loaded. Mutates `model`; other buffers get the numbers that the class computes."""
+    """Runs the class's initialization as `from_pretrained` does after loading, with all parameters and saved buffers
+    marked as loaded. Mutates `model`; other buffers are recomputed."""
     for tensor in model.state_dict(keep_vars=True).values():
         setattr(tensor, MARK, True)
     for module in model.modules():
@@ -189,9 +186,9 @@ def initialize_again(model: PreTrainedModel) -> None:
 
 
 def zeroed_rows(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Rows of matrices, by parameter name, that are zero behind `from_pretrained` whatever the checkpoint holds.
+    """Rows of matrices, by parameter name, that `from_pretrained` zeroes regardless of the checkpoint.
 
-    `model` has its parameters on the meta device; mutated as by `initialize_again`. Raises ConfigError where the class
+    `model` has its parameters on the meta device; mutated as by `initialize_again`. Raises ConfigError if the class
     overwrites loaded weights in any other way.
     """
     with _ParameterWrites(model) as writes:

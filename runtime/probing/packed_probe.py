@@ -1,7 +1,7 @@
-"""What a class makes of a packed lane, found out by running a copy of the model once.
+"""Tests a class in a packed lane by running a copy of the model once.
 
-The copy asks for its masks as for an attention function of transformers' own, so each mask tells what reach its layer
-means; and its cache knows what it gave back.
+The copy builds masks as for transformers' attention, so each mask shows the reach of its layer; its cache records the
+tensors that it returned.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Mask:
-    """`tensor` is handed to layers and says nothing; `shows` answers which positions see which. `size`: of its window
+    """`tensor` is a placeholder that layers get; `function` says which positions attend to which. `size`: of its window
     or chunk."""
 
     tensor: torch.Tensor
@@ -43,7 +43,7 @@ class Mask:
     size: int | None
 
     def matches(self, reach: Reach, num_positions: int) -> bool:
-        """Whether packed lanes show a layer of that reach the same, as far as a context goes."""
+        """True if packed lanes with `reach` mask the same positions, up to `num_positions`."""
         sizes = [size for size in (reach.window, reach.chunk, self.size) if size is not None]
         edges = {place for size in sizes for place in (size - 1, size, size + 1, 2 * size + 1)}
         places = sorted(place for place in {0, 1, 2, num_positions - 1} | edges if 0 <= place < num_positions)
@@ -58,7 +58,7 @@ class Mask:
 
 @dataclass
 class ProbeRecord:
-    """What one run asked of transformers and of the cache, and what speaks against packed lanes."""
+    """Masks and cached tensors of one probe run, and the first reason against packed lanes."""
 
     rank: int | None  # of latents
     masks: list[Mask] = field(default_factory=list)
@@ -67,13 +67,13 @@ class ProbeRecord:
     reason: str = ""
 
     def are_cached(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether keys and values are the cache's, or made of its latents by layers in lanes that know it."""
+        """True if K and V are the cache's tensors, or are expanded from its latents."""
         given = self.cached.get(layer)
         return given is not None and (is_latent(given, self.rank) or (key is given[0] and value is given[1]))
 
 
 class ProbeCache(Cache):
-    """Gives layers what a packed lane's cache gives them in a first pass of one sequence."""
+    """Behaves as a packed lane's cache in the first pass of one sequence."""
 
     def __init__(self, seen: ProbeRecord, device: str) -> None:
         super().__init__(layers=[])
@@ -98,7 +98,7 @@ class ProbeCache(Cache):
 
 
 def is_latent(held: Iterable[torch.Tensor], rank: int | None) -> bool:
-    """Whether a layer's cache holds compressed keys and values (MLA), which have one head of `rank` numbers."""
+    """True if a layer caches compressed KV (MLA), which has one head of `rank` numbers."""
     return rank is not None and any(t.shape[1] == 1 and t.shape[-1] == rank for t in held)
 
 
@@ -107,9 +107,8 @@ def latent_rank(model: PreTrainedModel) -> int | None:
 
 
 def packed_lanes_refusal(model: PreTrainedModel) -> str:
-    """Empty when the class takes what packed lanes hand it. `model` is as it was. Where a class's code needs values,
-    its first layers are run on the CPU, which reads no weights either; where that fails too nothing is known, and
-    lanes look for themselves (`attention.py`)."""
+    """The reason against packed lanes, or "". `model` is unchanged. If the class needs values, its first layers run on
+    the CPU with random weights; if that fails too, lanes check at run time (`attention.py`)."""
     for make, device in COPIES:
         try:
             return _run_probe(make(model), device, latent_rank(model))
@@ -150,7 +149,7 @@ def _make_mask(
     local_size: int | None = None,
     **kwargs: object,
 ) -> torch.Tensor:
-    """A mask function as transformers asks for one."""
+    """The mask function that transformers calls."""
     tensor = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
     _current_record().masks.append(Mask(tensor=tensor, function=mask_function, size=local_size))
     return tensor
@@ -165,7 +164,7 @@ def _attend(
     sliding_window: int | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Stands in the place of `ragged_attention`: looks at what it is handed, and computes nothing."""
+    """Replaces `ragged_attention`: checks its arguments and computes nothing."""
     seen, layer = _current_record(), guards.layer_index(module)
     reach = Reach(sliding_window, guards.chunk_size(module, layer))
     mask = next((each for each in seen.masks if each.tensor is attention_mask), None)

@@ -1,7 +1,5 @@
-"""What a class makes of padded lanes, found out by running a copy of it with numbers that nobody trained: alone, as
-`generate` runs it; with padding on its left; in chunks of its prompt; and in turns with another sequence. And what
-`generate` hands to a class in each pass, where lanes keep its cache.
-"""
+"""Tests a class in padded lanes by running a small random copy: alone as `generate` does, with left padding, with
+chunked prompts, and interleaved with another sequence. Also builds the inputs that `generate` passes to a class."""
 
 import copy
 import inspect
@@ -25,14 +23,14 @@ MAX_DEVIATION = 1e-3  # of what logits deviate by
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """What the class calls its cache; empty where it takes none."""
+    """The name of the class's cache argument; "" if it has none."""
     known = inspect.signature(model.forward).parameters
     return next((name for name in ("cache_params", "past_key_values") if name in known), "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassInputs:
-    """Tokens (B, T) behind those that `cache` holds; `mask_BS` is of all positions, `is_first` of prompts."""
+    """Tokens (B, T) that follow the cached ones. `mask_BS` covers all positions; `is_first` is true for prompts."""
 
     ids_BT: torch.Tensor
     positions_BT: torch.Tensor
@@ -40,9 +38,8 @@ class PassInputs:
     is_first: bool
 
     def make_arguments(self, model: PreTrainedModel, cache: Cache) -> dict[str, object]:
-        """The arguments as the class itself prepares them: recurrent classes drop the mask once prompts have passed.
-        The cache stays the lane's, also where a class would begin another one (Phi-3's LongRoPE). Only the last logits
-        are kept."""
+        """The arguments as the class prepares them; recurrent classes drop the mask after the prompt. The cache stays
+        the lane's, even if the class would start a new one (Phi-3's LongRoPE). Only the last logits are kept."""
         if not model.can_generate():
             known = {
                 "input_ids": self.ids_BT,
@@ -66,15 +63,15 @@ class PassInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class PaddingBehavior:
-    """Why rows of a lane pass each by itself, and why prompts are prefilled whole; empty where they need not be."""
+    """Reasons to run the rows of a lane separately, and to prefill prompts in one pass; "" if not needed."""
 
     separate_rows: str = ""
     whole_prompts: str = ""
 
 
 def probe_padding(model: PreTrainedModel) -> PaddingBehavior:
-    """The habits of a decoder that padded lanes run. Raises ConfigError for a class that keeps the state of a sequence
-    where lanes cannot. Where its code does not run on such a copy, or gives no numbers, nothing is known."""
+    """The behavior of a decoder in padded lanes. Raises ConfigError for a class that keeps state outside its cache. If
+    the copy does not run, or returns NaN, both reasons are ""."""
     name = type(model).__name__
     if not cache_argument(model):
         raise ConfigError(f"model.path: {name} takes no cache, so lanes cannot keep what it knows of a sequence")
@@ -104,7 +101,7 @@ def probe_padding(model: PreTrainedModel) -> PaddingBehavior:
 def _matches_unpadded(
     probe: PreTrainedModel, alone: torch.Tensor, *, num_pads: int = 0, columns: int | None = None
 ) -> bool:
-    """Code that fails where it would be right alone does not."""
+    """True if padding or chunks give the same logits; False if the class raises."""
     try:
         return _are_close(alone, _run_sequence(probe, num_pads=num_pads, columns=columns))
     except PROBE_ERRORS as error:
@@ -120,7 +117,7 @@ def _are_close(alone: torch.Tensor, others: torch.Tensor) -> bool:
 def _run_sequence(
     probe: PreTrainedModel, *, num_pads: int = 0, columns: int | None = None, in_turns: bool = False
 ) -> torch.Tensor:
-    """Logits (passes that ask, V) of one sequence; `in_turns` another one is beside it."""
+    """Logits (passes that ask, V) of one sequence, interleaved with another if `in_turns`."""
     passes = _passes(probe, 0, num_pads, columns)
     beside = _passes(probe, 1, num_pads, columns)
     found: list[torch.Tensor] = []
@@ -132,7 +129,7 @@ def _run_sequence(
 
 
 def _passes(probe: PreTrainedModel, first: int, num_pads: int, columns: int | None) -> Iterator[torch.Tensor]:
-    """The last token's logits of each pass."""
+    """Yields the last token's logits of each pass."""
     cache = DynamicCache(config=probe.config)
     width = num_pads + NUM_PROMPT
     total = width + NUM_DECODED

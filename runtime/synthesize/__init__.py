@@ -1,3 +1,2 @@
-"""Checkpoints of random weights in real architectures, with their tokenizers, in the layout of the hub. Here belongs
-what makes a model up, for tests, demonstrations and measurements.
-"""
+"""Random checkpoints of real architectures with tokenizers, in the hub's layout. Code that creates models for tests,
+demonstrations and measurements belongs here."""

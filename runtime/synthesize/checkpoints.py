@@ -1,4 +1,4 @@
-"""Random-weight checkpoints of real architectures, in the layout of the hub, written without holding the model."""
+"""Random checkpoints of real architectures, in the hub's layout, written without holding the model in memory."""
 
 import contextlib
 import copy
@@ -45,7 +45,7 @@ _RANDOM_OVERRIDES: Mapping[str, object] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SynthesisReport:
-    """What was written: parameters and bytes of the weight files, how many files, and how long it took."""
+    """Parameters, bytes, number of weight files, and duration."""
 
     num_parameters: int
     num_bytes: int
@@ -69,13 +69,12 @@ def synthesize_checkpoint(
     tokenizer_path: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SynthesisReport:
-    """Write a random checkpoint of `model`: a transformers model type with `overrides` of its config, or a config.
+    """Writes a random checkpoint of `model`: a transformers model type with `overrides` of its config, or a config.
 
-    Weights begin in each file at a multiple of `alignment_bytes`, as transformers writes them unless told otherwise.
-    Memory: the largest tensor and a few MiB. Token ids of bos, eos and pad become the tokenizer's, unless overridden.
-    `progress(done_bytes, total_bytes)` is called before the first tensor and as each is made. Raises ConfigError when
-    `directory` is not empty or the config is impossible, OutputError when it cannot be written. Where that or a signal
-    ended it, the same call begins anew.
+    Weights begin at multiples of `alignment_bytes`, by default as transformers writes them. Memory: the largest tensor
+    and a few MiB. Token ids of bos, eos and pad are the tokenizer's, unless overridden. `progress(done_bytes,
+    total_bytes)` is called before the first tensor and after each. Raises ConfigError if `directory` is not empty or
+    the config is invalid, OutputError if it cannot be written. After an interruption the same call starts over.
     """
     started = time.monotonic()
     overrides = dict(overrides or {})
@@ -106,8 +105,8 @@ def synthesize_checkpoint(
 def outline_checkpoint(
     *, model_type: str, directory: Path, overrides: Mapping[str, object], dtype: torch.dtype
 ) -> RandomWeights:
-    """Writes a checkpoint whose weight files are headers and holes, for weights that are drawn straight into memory;
-    answers with what draws them. Takes next to no disk. Raises as `synthesize_checkpoint`."""
+    """Writes a checkpoint with sparse weight files (headers only), for weights that are drawn directly into memory.
+    Returns the object that draws them. Raises as `synthesize_checkpoint`."""
     meta_model, tokenizer = _build_model(model_type, overrides, dtype, None)
     weights = RandomWeights(meta_model, 0)
     with _as_output_error(directory), _claim_directory(directory):
@@ -153,11 +152,11 @@ def _build_model(
 
 
 def random_checkpoint(cache: Path, seed: int = 0) -> Path:
-    """The model that needs no files: a small Llama of random weights with a byte-level tokenizer, written once.
+    """The `random` model: a small Llama with random weights and a byte-level tokenizer, written once.
 
-    Returns its directory, which lies in `cache` and is named after seed and recipe, so that another version of
-    Weightstream finds its own beside it. Concurrent callers all get the one that was published first. Raises
-    CheckpointError when it is damaged (nothing is ever deleted), OutputError when `cache` cannot be written.
+    Returns a directory in `cache`, named after seed and recipe, so versions of Weightstream do not collide. Concurrent
+    callers get the one that is renamed first. Raises CheckpointError if it is damaged (nothing is ever deleted),
+    OutputError if `cache` cannot be written.
     """
     digest = _recipe_digest("llama", _RANDOM_OVERRIDES, seed, torch.float32)
     directory = cache / f"seed-{seed}-{digest[:8]}"
@@ -183,7 +182,7 @@ def random_checkpoint(cache: Path, seed: int = 0) -> Path:
 
 
 def make_config(model_type: str, overrides: Mapping[str, object]) -> PreTrainedConfig:
-    """The default config of a transformers model type with some keys changed; ConfigError names what is wrong."""
+    """The default config of a transformers model type with overrides. Raises ConfigError."""
     deepseek_moe.register()
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(f"model type {model_type!r} is unknown{_did_you_mean(model_type, list(CONFIG_MAPPING))}")
@@ -204,8 +203,8 @@ def _did_you_mean(word: str, known: list[str]) -> str:
 
 @contextlib.contextmanager
 def _claim_directory(directory: Path) -> Iterator[None]:
-    """Makes a directory for what is written in the block, or takes one up whose writer was ended or found no room:
-    weights that it left go first. Raises ConfigError for one that holds anything else."""
+    """Creates and locks a directory for writing, or reuses one of an interrupted writer after deleting its weights.
+    Raises ConfigError if it holds anything else."""
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"out={directory} is a file: give a directory that is empty or does not exist")
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Which tensors a checkpoint of a meta model holds, and random values for each of them.
+"""The tensors of a meta model's checkpoint, with random values.
 
-Values come from a generator seeded by (seed, tensor name), so they depend neither on order nor on shard size. Scales
-keep activations near one, logits at a deviation of 1 to 3, and greedy decoding from sticking to one token or echoing.
+The generator is seeded by (seed, tensor name), so values do not depend on order or shard size. Scales keep activations
+near one and the deviation of logits at 1 to 3, and keep greedy decoding from repeating.
 """
 
 import copy
@@ -34,7 +34,7 @@ _PROBED_ELEMENTS = 1 << 20  # a larger parameter is a weight matrix, without ask
 
 
 class RandomWeights:
-    """The checkpoint of a meta model: `specs` in the order to write, `draw` for the values of one of them."""
+    """The checkpoint of a meta model: `specs` in writing order; `draw` returns one tensor's values."""
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         self._model = model
@@ -57,7 +57,7 @@ class RandomWeights:
         ]
 
     def draw(self, spec: TensorSpec) -> torch.Tensor:
-        """The values of one tensor: always the same for one seed and one name. Buffers have their real values."""
+        """The values of a tensor, deterministic by seed and name. Buffers have their real values."""
         tensor = self._tensors[spec.name]
         if not tensor.is_meta:
             return tensor
@@ -74,15 +74,14 @@ class RandomWeights:
         return own_values.flatten().repeat(repeats)[: spec.num_elements].view(spec.shape).to(spec.dtype)
 
     def standard_deviation(self, spec: TensorSpec) -> float | None:
-        """The deviation of the normal distribution around zero that values are drawn from; None where they come
-        otherwise."""
+        """The standard deviation of a tensor that is drawn from a normal distribution around zero; None for others."""
         if not self._tensors[spec.name].is_meta:
             return None
         std, own_values = self._recipe(self._origins[spec.name], _tensor_seed(self._seed, spec.name))
         return std if own_values is None else None
 
     def _recipe(self, name: str, seed: int) -> tuple[float, torch.Tensor | None]:
-        """Either the deviation of a normal distribution around zero, or the values themselves."""
+        """A normal distribution's standard deviation, or the values themselves."""
         module_name, _, leaf = name.rpartition(".")
         module = self._model.get_submodule(module_name)
         parameter = module.get_parameter(leaf)
@@ -117,7 +116,7 @@ class RandomWeights:
 
 
 def _fan_in_std(module: nn.Module, weight: nn.Parameter) -> float:
-    """gain / sqrt(fan_in), the fan-in being how many products each output sums."""
+    """gain / sqrt(fan_in), with fan_in the number of products per output."""
     if isinstance(module, Conv1D):  # GPT-2's linear layer, stored (in, out)
         fan_in = weight.shape[0]
     elif isinstance(module, nn.Conv1d):
@@ -128,7 +127,7 @@ def _fan_in_std(module: nn.Module, weight: nn.Parameter) -> float:
 
 
 def _own_initial_values(model: PreTrainedModel, module_name: str, leaf: str, seed: int) -> torch.Tensor:
-    """What the model's class gives this parameter at initialisation, in float32; ones for a weight it leaves alone."""
+    """The class's own initial values in float32; ones for a weight that it does not initialize."""
     shared = {id(config): config for config in (model.config, model.config.get_text_config())}
     replica = copy.deepcopy(model.get_submodule(module_name), shared)
     owner, prefix = model, ""  # the innermost model around the module: whose function transformers would call
