@@ -28,7 +28,7 @@ class RopeLengths:
     restart_tokens: int | None
 
     def token_lengths(self, places: Iterable[int], *, num_prompt: int, num_known: int) -> list[int]:
-        """For each position, the sequence length at which `generate` last computed it."""
+        """The sequence length at which `generate` last computed each of `places`."""
         least = num_prompt
         if self.restart_tokens is not None and num_known >= self.restart_tokens:
             least = max(num_prompt, self.restart_tokens)
