@@ -1,3 +1,3 @@
-"""Evaluation by a harness: its requests become runs of ours, or calls of the library, and what these come to are its
-answers. Here belongs what knows how a harness asks; its prompts as rows are kinds of `jobs/datasets`.
+"""Adapters for evaluation harnesses: their requests become runs or library calls. Harness prompts that are rows are
+dataset kinds (`jobs/datasets`).
 """

@@ -1,4 +1,4 @@
-"""What is evaluated, and how the harness asks; conf/evaluate.yaml mirrors it."""
+"""Settings of `jobs.evaluate`; conf/evaluate.yaml mirrors them."""
 
 from dataclasses import dataclass, field
 
@@ -11,8 +11,8 @@ from ..datasets.config import DatasetConfig
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessConfig:
-    """What lm-evaluation-harness is told, by its own words. `include_path`: directories with tasks of your own.
-    `limit`: documents of each task, or below 1 their share; null: all."""
+    """Arguments of lm-evaluation-harness. `include_path`: directories with your own tasks. `limit`: documents per task,
+    or a fraction if below 1; null: all."""
 
     include_path: list[str] = field(default_factory=list)
     num_fewshot: int | None = None
@@ -37,7 +37,7 @@ class HarnessConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(GenerateConfig):
-    """All settings of `jobs.evaluate`; mirrors conf/evaluate.yaml. Of `sampling` the tasks say what is generated."""
+    """All settings of `jobs.evaluate`; mirrors conf/evaluate.yaml. Tasks override what `sampling` sets."""
 
     tasks: list[str] = field(default_factory=list)
     harness: HarnessConfig = field(default_factory=HarnessConfig)

@@ -1,6 +1,6 @@
-"""lm-evaluation-harness, told what to ask, and what it makes of the answers. The model as it sees one: texts become
-token ids as its own `hf` model makes them of them. All requests of a kind become one run, whose directory goes on where
-it was stopped."""
+"""Runs lm-evaluation-harness on top of resumable runs: all requests of one type become one run. Text is tokenized as
+the harness' own `hf` model does.
+"""
 
 import json
 import logging
@@ -52,8 +52,7 @@ TokenIds: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """What is generated behind a context. `sampling`: settings of the run that the request is in; greedy with
-    `temperature` 0."""
+    """A completion request. `sampling`: settings of the run that serves it; `temperature` 0 is greedy."""
 
     context_ids: TokenIds
     max_new_tokens: int
@@ -62,7 +61,7 @@ class GenerationRequest:
     sampling: tuple[tuple[str, Any], ...] = ()
 
     def row(self, index: int) -> Row:
-        """The row of a run that asks for it."""
+        """Builds the run's row for this request."""
         overrides = SamplingOverrides(
             max_new_tokens=self.max_new_tokens, temperature=self.temperature, stop=list(self.stop)
         )
@@ -70,13 +69,13 @@ class GenerationRequest:
 
 
 def to_generate_config(config: GenerateConfig) -> GenerateConfig:
-    """What the runs of an evaluation are told of its settings."""
+    """Settings for the runs of an evaluation."""
     return GenerateConfig(**{each.name: getattr(config, each.name) for each in fields(GenerateConfig)})
 
 
 class RunAnswerer:
-    """Answers the requests of one evaluation, whose runs lie in `directory`; those that an earlier start has answered
-    are read. Raises the errors of runtime.errors."""
+    """Answers an evaluation's requests with runs in `directory`, and reuses finished answers of an earlier start.
+    Raises the errors of runtime.errors."""
 
     def __init__(self, config: GenerateConfig, directory: Path, should_stop: Callable[[], bool], start: Start):
         self._config, self.directory = to_generate_config(config), directory
@@ -88,11 +87,11 @@ class RunAnswerer:
         return self._config.model.path or self._config.model.name
 
     def generate(self, kind: str, requests: Sequence[GenerationRequest]) -> list[tuple[int, ...]]:
-        """The token ids of each completion, in the order of `requests`, which have their `sampling` in common. What is
-        asked greedily more than once is generated once."""
+        """Returns the token ids of each completion, in request order. All requests share one `sampling`. Identical
+        greedy requests are generated once."""
         sampling = replace(self._config.sampling, **dict(requests[0].sampling))
         config = replace(self._config, sampling=sampling)
-        # two that are drawn are two, however alike
+        # sampled requests are never merged, even if identical
         keys = [(request, index if request.temperature else None) for index, request in enumerate(requests)]
         distinct = dict(zip(keys, requests, strict=True))
         rows = [each.row(index) for index, each in enumerate(distinct.values())]
@@ -106,9 +105,8 @@ class RunAnswerer:
         return [tuple(answers[key]["token_ids"]) for key in keys]
 
     def score(self, kind: str, targets: Sequence[tuple[TokenIds, TokenIds]]) -> list[tuple[float, bool]]:
-        """The log-probability of each target behind its context, in the order of `targets`, and whether each of its
-        tokens is the likeliest; neither context nor target is empty. Those that end behind the same tokens, such as
-        all choices of one token, are one forward."""
+        """Returns (log-probability, is greedy) of each target given its context, in order; neither may be empty.
+        Targets with the same last tokens, such as single-token choices, share one forward."""
         requests: list[Request] = []
         for context_ids, target_ids in targets:
             made = make_scoring(self.model, "", context_ids, target_ids)
@@ -120,7 +118,7 @@ class RunAnswerer:
             assert request.scoring is not None, "its tokens are scored"
             parts = (request.scoring.last_ids, request.scoring.decoder_ids or ())
             last, decoder = ("-".join(map(str, ids)) for ids in parts)
-            # the id says what is scored, so that a run that goes on scores the same
+            # the id encodes what is scored, so that a resumed run scores the same
             name = f"{index}/{request.scoring.num_positions}/{last}{decoder and f'/{decoder}'}"
             rows.append(replace(_ROW, index=index, id=name, prompt_ids=request.prompt_ids))
         sampling = replace(self._config.sampling, logprobs=1, max_new_tokens=0)
@@ -145,7 +143,7 @@ class RunAnswerer:
         return [scores[member] for member in range(len(targets))]
 
     def _run_task(self, task: Task, config: GenerateConfig, columns: Sequence[str]) -> list[dict[str, Any]]:
-        """What the rows of a task come to, in their order."""
+        """Runs a task and returns its answers in row order."""
         outcome = run_task(task, config, self._should_stop, self._start)
         read = pq.read_table(RunDirectory(path=outcome.directory).generations, columns=["row_index", "error", *columns])
         answers = read.sort_by("row_index").to_pylist()
@@ -159,13 +157,13 @@ class RunAnswerer:
 def _requests_with_completion_stops(
     runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]
 ) -> Iterator[list[Request | Rejected]]:
-    """Requests whose stop strings count in the completion alone, as in the harness' own models."""
+    """Builds requests that match stop strings in the completion only, as the harness' own models do."""
     for made in completion_requests(runtime, asked):
         yield [replace(each, stops_begin_in_prompt=False) if isinstance(each, Request) else each for each in made]
 
 
 class HarnessModel(TemplateLM):
-    """Asks `answerer`, which knows answers that an earlier start has got. Raises the errors of runtime.errors."""
+    """lm-evaluation-harness model backed by `RunAnswerer`. Raises the errors of runtime.errors."""
 
     def __init__(self, answerer: RunAnswerer):
         super().__init__()
@@ -197,8 +195,7 @@ class HarnessModel(TemplateLM):
         return self._answerer.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
-        """The token ids, with the tokenizer's own special tokens where nobody says otherwise, but for a text that
-        begins with the first of them."""
+        """Returns token ids. By default adds special tokens, unless the text already begins with the first of them."""
         if add_special_tokens is None:
             add_special_tokens = not has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
@@ -216,8 +213,8 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **kwargs: object
     ) -> list[tuple[float, bool]]:
-        """The log-probability of each target behind its context, and whether greedy decoding would give it. What is too
-        long for the model loses its beginning."""
+        """Log-probability of each target given its context, and True if greedy decoding would produce it. Truncates
+        from the left."""
         targets = [self._target(context, target) for _, context, target in requests]
         scores = self._answerer.score("loglikelihood", targets)
         for (pair, _, _), score in zip(requests, scores, strict=True):
@@ -225,7 +222,7 @@ class HarnessModel(TemplateLM):
         return scores
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each whole text, window by window as the harness cuts them; each token once."""
+        """Log-probability of each whole text, in the harness' rolling windows; each token counts once."""
         targets: list[list[tuple[TokenIds, TokenIds]]] = []
         for instance in requests:
             windows = get_rolling_token_windows(
@@ -240,8 +237,8 @@ class HarnessModel(TemplateLM):
         return [sum(next(scores)[0] for _ in windows) for windows in targets]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The completion of each context, up to the first of its stop strings. Requests with the same settings of
-        sampling are one run."""
+        """The completion of each context, cut at the first stop string. Requests with equal sampling settings share a
+        run."""
         asked = [self._generation(*instance.args) for instance in requests]
         texts: dict[int, str] = {}
         order = sorted(range(len(asked)), key=lambda index: asked[index].sampling)
@@ -256,7 +253,7 @@ class HarnessModel(TemplateLM):
         return [texts[index] for index in range(len(asked))]
 
     def _target(self, context: Sequence[int], target: Sequence[int]) -> tuple[TokenIds, TokenIds]:
-        if self.backend == "seq2seq":  # the target is the decoder's, whose context is its own
+        if self.backend == "seq2seq":  # the target goes to the decoder, with a context of its own
             return tuple(context[-self.max_length :]), tuple(target)
         ids = [*context, *target][-(self.max_length + 1) :]
         return tuple(ids[: len(ids) - len(target)]), tuple(target)
@@ -293,7 +290,7 @@ UNSTABLE = frozenset({"date", "git_hash", "start_time", "end_time", "total_evalu
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """`tables`: the harness' own, of tasks and of groups where there are some."""
+    """Result of an evaluation. `tables`: the harness' tables of tasks and, if any, groups."""
 
     directory: Path
     results: Mapping[str, Any]
@@ -301,7 +298,7 @@ class Evaluation:
 
     @property
     def lines(self) -> list[str]:
-        """What a person reads at the end."""
+        """Summary lines for the user."""
         return [*self.tables, f"output: {self.directory}"]
 
 
@@ -316,8 +313,8 @@ def evaluation_directory(config: EvaluateConfig) -> Path:
 
 
 def evaluate(config: EvaluateConfig, should_stop: Callable[[], bool], start: Start) -> Evaluation:
-    """Answers the tasks and writes what the harness computes. Raises the errors of runtime.errors; what the harness
-    itself raises, of a task that cannot be loaded, say, comes as EvaluationError."""
+    """Runs the tasks and writes the harness' results. Raises the errors of runtime.errors; errors of the harness, such
+    as a task that cannot be loaded, become EvaluationError."""
     directory, harness = evaluation_directory(config), config.harness
     manager = _make_task_manager(config.tasks, [*harness.include_path])
     model = HarnessModel(RunAnswerer(config, directory, should_stop, start))
@@ -364,8 +361,8 @@ def evaluate(config: EvaluateConfig, should_stop: Callable[[], bool], start: Sta
 
 
 def _make_task_manager(tasks: list[str], include_path: list[str | Path]) -> TaskManager:
-    """The manager that knows the tasks. Where the user's own directories have them all, the harness' thousands of
-    others are not looked through, which takes seconds. Raises ConfigError naming the nearest task."""
+    """Returns a manager that knows the tasks. Skips indexing the harness' bundled tasks, which takes seconds, if the
+    user's directories have all of them. Raises ConfigError naming the closest task."""
     own = TaskManager(include_path=include_path, include_defaults=False) if include_path else None
     if own is not None and all(_is_known(task, own) for task in tasks):
         return own

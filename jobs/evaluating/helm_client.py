@@ -1,6 +1,6 @@
-"""A client of HELM (crfm-helm, class `helm.clients.client.Client`) whose model is a finished run over its requests.
+"""HELM client (subclass of crfm-helm's `helm.clients.client.Client`) that answers from a finished run.
 
-It runs in HELM's process, beside HELM's own packages: torch and transformers are not imported.
+It runs in HELM's process and must not import torch or transformers.
 """
 
 from collections.abc import Iterator
@@ -25,16 +25,16 @@ FATAL = ErrorFlags(is_retriable=False, is_fatal=True)
 
 
 class RunClient(Client):
-    """Answers what `weightstream generate dataset=helm` has answered. `run` is its directory; shards are a pattern,
-    `outputs/generate/mine-*`."""
+    """Answers requests from a finished run of `weightstream generate dataset=helm`. `run`: its directory, or a pattern
+    for its shards, `outputs/generate/mine-*`."""
 
     def __init__(self, run: str, **kwargs: object):
         self._run = run
         self._rows = dict(_read_rows_by_id(run))
 
     def make_request(self, request: Request) -> RequestResult:
-        """The completions of a request, of any model's name. One that the run does not have, or has an error for,
-        ends HELM's run with that error."""
+        """Returns the completions of a request, whatever its model. A request that is missing or failed in the run is a
+        fatal error."""
         rows = self._rows.get(request_digest(asdict(request)))
         if rows is None:
             return _error_result(f"{self._run} has no such request: was it made of this suite's dry run?")
@@ -44,7 +44,7 @@ class RunClient(Client):
         completions: list[GeneratedOutput] = []
         for row in rows:
             logprobs = row["logprobs"]
-            # a token for each that was generated; a run keeps no texts of tokens, so the first of them has it all
+            # one token per generated token; runs store no token texts, so the first one carries the whole completion
             texts = [row["completion"], *("" for _ in logprobs[1:])]
             tokens = [
                 Token(text=text, logprob=logprob) for text, logprob in zip(texts, logprobs, strict=bool(logprobs))
@@ -61,7 +61,7 @@ def _error_result(error: str) -> RequestResult:
 
 
 def _read_rows_by_id(run: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The rows of each request by sample. Raises ValueError where there is no run, or one that is not finished."""
+    """Yields each request's rows, sorted by sample. Raises ValueError if the run does not exist or is unfinished."""
     path = Path(run)
     directories = sorted(path.parent.glob(path.name))
     if not directories:

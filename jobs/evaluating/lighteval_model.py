@@ -24,7 +24,7 @@ VARIABLE = "WEIGHTSTREAM"
 
 
 def parse_settings(words: str) -> dict[str, object]:
-    """Keywords of `key=value` words, each value in YAML. Raises ConfigError for a word that is none."""
+    """Parses `key=value` words into keyword arguments; values are YAML. Raises ConfigError for any other word."""
     found: dict[str, object] = {}
     for word in shlex.split(words):
         key, is_set, value = word.partition("=")
@@ -35,15 +35,15 @@ def parse_settings(words: str) -> dict[str, object]:
 
 
 class _NoCache:
-    """What lighteval asks of a model's cache of answers."""
+    """Stub for lighteval's answer cache."""
 
     def _init_registry(self, registry: object) -> None:
         pass
 
 
 class WeightstreamModel(LightevalModel):
-    """Prompts become tokens as lighteval's own model of transformers makes them: with the tokenizer's special tokens,
-    and by the chat template where there is one, unless `chat_template=false` is among the words."""
+    """lighteval model backed by `Runtime`. Tokenizes as lighteval's transformers model does: with special tokens, and
+    with the chat template if there is one, unless `chat_template=false` is set."""
 
     def __init__(self, config: ModelConfig):
         words = parse_settings(os.environ.get(VARIABLE, ""))
@@ -72,8 +72,8 @@ class WeightstreamModel(LightevalModel):
         return self._runtime.model.shape.context_tokens
 
     def greedy_until(self, docs: list[Doc]) -> list[ModelResponse]:
-        """The completions of each prompt, up to the first of its stop sequences; drawn where `temperature` is set. A
-        prompt too long for the model loses its beginning."""
+        """Completions of each prompt, up to its stop sequences; sampled if `temperature` is set. Truncates long prompts
+        from the left."""
         prompts: list[list[int]] = []
         repeated: list[Prompt] = []
         for doc in docs:
@@ -99,7 +99,7 @@ class WeightstreamModel(LightevalModel):
         ]
 
     def loglikelihood(self, docs: list[Doc]) -> list[ModelResponse]:
-        """The log-probability of each choice behind its prompt, and whether greedy decoding would give it."""
+        """Log-probability of each choice given its prompt, and True if greedy decoding would produce it."""
         pairs: list[tuple[int, list[int], list[int]]] = []
         for index, doc in enumerate(docs):
             encoded = self.tok_encode_pair(self._prompts.prepare_prompt(doc), doc.choices, pairwise=True)
@@ -124,8 +124,7 @@ class WeightstreamModel(LightevalModel):
         return responses
 
     def loglikelihood_rolling(self, docs: list[Doc]) -> list[ModelResponse]:
-        """The log-probability of each text, in windows of the model's context; each token once, the first behind the
-        token that texts begin with."""
+        """Log-probability of each text in windows of the model's context; each token counts once."""
         scores = self._runtime.score_documents([doc.query for doc in docs])
         for doc, score in zip(docs, scores, strict=True):
             if not score.is_ok:
@@ -138,11 +137,11 @@ class WeightstreamModel(LightevalModel):
         self._runtime.close()
 
     def _stop(self, doc: Doc) -> Sequence[str]:
-        """Where a completion ends beside the end of the sequence; a chat ends by itself."""
+        """Stop sequences of a completion; none for chats, which end with their own token."""
         return () if self._is_chat else tuple(doc.stop_sequences or ())
 
     def _text(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
-        """Decoded alone, as by lighteval's own model."""
+        """Decodes a completion without its prompt, as lighteval's own model does."""
         text = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
         for term in stop:
             text = text.partition(term)[0]

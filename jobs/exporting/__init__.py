@@ -1,1 +1,3 @@
-"""A run's output as one file, in the order of its input. Here belongs what reads parts and writes what others take."""
+"""Exports a run's output to one file, in input order. Code that reads parts and writes formats of other tools lives
+here.
+"""

@@ -1,5 +1,6 @@
-"""The columns of an export: those of the parts without what only the run is interested in, and lists and objects of the
-input, which parts hold as JSON, as what they are. Rows are written as JSON lines, CSV or Parquet, as they come."""
+"""Columns of an export, and the JSON lines, CSV and Parquet writers. Drops internal columns and decodes lists and
+objects of the input, which parts store as JSON. Rows are streamed.
+"""
 
 import json
 from abc import ABC, abstractmethod
@@ -18,10 +19,10 @@ from ..record.output_rows import SOURCE_FIELDS
 from .config import ErrorRows, ExportFormat
 
 INTERNAL_COLUMNS = ("block", "micro_batch")
-MAX_FIELDS = 1000  # of an object, in all rows together: one with more is a table of its own, and stays JSON
+MAX_FIELDS = 1000  # per struct, over all rows; larger objects stay JSON
 BATCH_ROWS = 4096
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
-TYPE_ERRORS = (pa.ArrowException, OverflowError)  # of values that no type of Arrow's fits
+TYPE_ERRORS = (pa.ArrowException, OverflowError)  # raised if no Arrow type fits the values
 
 RowValues: TypeAlias = Mapping[str, Any]  # one of an Arrow table
 JsonObject: TypeAlias = dict[str, Any]
@@ -29,7 +30,7 @@ Write: TypeAlias = Callable[[Iterable[pa.Table], pa.Schema, BinaryIO], None]
 
 
 def merge_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
-    """The columns of all shards: where a row comes from first. Raises ConfigError where shards do not agree."""
+    """Merges the columns of all shards, source columns first. Raises ConfigError if shards disagree on a type."""
     fields: dict[str, pa.Field] = {column.name: column for column in SOURCE_FIELDS}
     for schema in schemas:
         for column in schema:
@@ -40,7 +41,7 @@ def merge_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
 
 
 def align_columns(table: pa.Table, places: np.ndarray, schema: pa.Schema) -> pa.Table:
-    """A part's rows by `schema`; a column that the part lacks is null."""
+    """Converts a part's table to `schema`; missing columns are null."""
     columns_by_name = {name: table[name] for name in table.column_names} | {"row_index": pa.array(places, pa.int64())}
     columns = [columns_by_name.get(column.name, pa.nulls(table.num_rows, column.type)) for column in schema]
     return pa.Table.from_arrays(columns, schema=pa.schema([column.with_nullable(True) for column in schema]))
@@ -55,7 +56,7 @@ def decode_json(text: str | None) -> object:
 
 
 def iter_rows(tables: Iterable[pa.Table]) -> Iterator[RowValues]:
-    """Rows with their columns of JSON read."""
+    """Yields rows as dicts with JSON columns decoded."""
     for table in tables:
         json_columns = [column.name for column in table.schema if is_json_column(column)]
         for batch in table.to_batches(BATCH_ROWS):
@@ -65,7 +66,7 @@ def iter_rows(tables: Iterable[pa.Table]) -> Iterator[RowValues]:
 
 @dataclass(kw_only=True)
 class JsonTypeInference:
-    """The types that columns of JSON turn out to have, table by table; text where values have none in common."""
+    """Infers the Arrow types of JSON columns, table by table; string if the values have no common type."""
 
     schema: pa.Schema
     _types: dict[str, pa.DataType | None] = field(default_factory=dict)
@@ -83,11 +84,11 @@ class JsonTypeInference:
                 self._types[column.name] = None
 
     def inferred_schema(self) -> pa.Schema:
-        """The schema with these types, without what parts note down of a column."""
+        """The schema with the inferred types, without the metadata of parts."""
         return pa.schema([pa.field(column.name, self._storage_type(column)) for column in self.schema])
 
     def text_columns(self) -> list[str]:
-        """Columns whose values have no type in common."""
+        """JSON columns that are stored as text because their values have no common type."""
         return [
             column.name
             for column in self.schema
@@ -95,8 +96,8 @@ class JsonTypeInference:
         ]
 
     def _storage_type(self, column: pa.Field) -> pa.DataType:
-        """Text where Parquet cannot store what was found: it has no objects without fields, and a column for each field
-        of the others."""
+        """The inferred type, or string if Parquet cannot store it: a struct without fields, or one with more than
+        `MAX_FIELDS` leaves."""
         found = self._types.get(column.name) if is_json_column(column) else column.type
         num_leaves, inner = 0, [pa.null() if found is None else found]
         while inner:
@@ -110,7 +111,7 @@ class JsonTypeInference:
 
 
 def cast_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The table by `schema`, JSON read where that has another type than text. Raises DatasetError."""
+    """Casts a table to `schema`; JSON columns are decoded unless the target is text. Raises DatasetError."""
     columns: list[pa.ChunkedArray | pa.Array] = []
     for name, target in zip(schema.names, schema.types, strict=True):
         values = table[name]
@@ -125,14 +126,14 @@ def cast_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def display_text(text: str | None) -> str | None:
-    """A text as itself, anything else as its JSON."""
+    """Returns a JSON string decoded, and any other value as its JSON."""
     value = decode_json(text)
     return value if isinstance(value, str) else text
 
 
 def select_columns(schema: pa.Schema, columns: Sequence[str] | None, *, has_input: bool) -> list[str]:
-    """The names of the columns to write, in their order. Raises ConfigError for one that is not there. `has_input`: the
-    run kept the columns of its input."""
+    """Names of the columns to write, in order. Raises ConfigError for an unknown one. `has_input`: the run kept its
+    input's columns."""
     unknown = [name for name in columns or () if name not in schema.names]
     if unknown:
         why = "" if has_input else "; it was made with dataset.keep_columns=false, without those of its input"
@@ -141,17 +142,17 @@ def select_columns(schema: pa.Schema, columns: Sequence[str] | None, *, has_inpu
 
 
 def write_jsonl(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO) -> None:
-    """An object a line, in UTF-8; every value of the input as it was there, infinities and NaN as null."""
+    """Writes one UTF-8 JSON object per line; infinities and NaN become null."""
     for row in iter_rows(tables):
         file.write(_dump_json(row).encode() + b"\n")
 
 
 def write_csv(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO, *, is_safe: bool = False) -> None:
-    """Text in quotes, null as nothing at all; lists and objects as JSON. `is_safe`: no spreadsheet runs a cell, as
-    those that begin like a formula have a single quote in front."""
+    """Writes CSV: quoted text, empty for null, JSON for lists and objects. `is_safe`: prefixes cells that look like
+    formulas with a single quote, so that no spreadsheet runs them."""
 
     def escape_formulas(texts: list[str | None]) -> list[str | None]:
-        """Texts with the quote in front, as OWASP advises."""
+        """Prefixes formula-like text with a quote, as OWASP advises."""
         if not is_safe:
             return texts
         return [f"'{each}" if (each or "").startswith(FORMULA_STARTS) else each for each in texts]
@@ -176,7 +177,7 @@ def write_csv(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO, *, 
 
 
 def write_parquet(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO) -> None:
-    """Lists and objects as such; a group of rows for each table."""
+    """Writes lists and objects natively; one row group per table."""
     with pq.ParquetWriter(file, schema, write_page_checksum=True) as writer:
         for table in tables:
             writer.write_table(cast_columns(table, schema))
@@ -184,8 +185,8 @@ def write_parquet(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO)
 
 @dataclass(kw_only=True)
 class ResultWriter(ABC):
-    """Writes JSON lines in the form of others, of results that are `wanted`, and counts them; errors, also those that
-    are not wanted."""
+    """Base of writers for JSON lines in foreign formats. Writes the results selected by `error_rows`, and counts lines
+    and errors; `num_errors` includes errors that are not written."""
 
     error_rows: ErrorRows
     num_lines: int = 0
@@ -200,7 +201,7 @@ class ResultWriter(ABC):
 
     @abstractmethod
     def format_results(self, rows: Iterator[RowValues]) -> Iterator[tuple[bool, JsonObject]]:
-        """Yields whether a result is an error, and its line."""
+        """Yields (is an error, JSON line) pairs."""
 
 
 WRITERS: Mapping[ExportFormat, Write] = {
@@ -213,7 +214,7 @@ WRITERS: Mapping[ExportFormat, Write] = {
 def _dump_json(row: Mapping[str, object]) -> str:
     try:
         return json.dumps(row, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # a log-probability of what cannot come is minus infinity
+    except ValueError:  # impossible tokens have a log-probability of minus infinity
         return json.dumps(_replace_non_finite(row), ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""What is exported, and as what; conf/export.yaml mirrors it."""
+"""Settings of `jobs.export`; conf/export.yaml mirrors them."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -17,7 +17,7 @@ class ExportFormat(Enum):
 
 
 class ErrorRows(Enum):
-    """Whether rows that have an error instead of a completion are exported too, or nothing else."""
+    """Export of rows with an error instead of a completion: keep them, drop them, or export only them."""
 
     keep = "keep"
     drop = "drop"

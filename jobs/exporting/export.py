@@ -1,4 +1,4 @@
-"""The parts of a run's shards as one file: rows verified, put in order and published whole."""
+"""Exports the parts of a run's shards to one file: verifies rows, sorts them, and publishes the file atomically."""
 
 import logging
 import tempfile
@@ -29,10 +29,10 @@ from .openai_batch import make_batch_writer
 from .shards import check_complete, read_parts, require_one_run
 
 log = logging.getLogger(__name__)
-SORT_BYTES = 64 * MIB  # of rows as parts hold them, that are sorted together; in memory a few times as much
+SORT_BYTES = 64 * MIB  # per sort file as stored; a few times as much in memory
 SORT_COLUMNS = ("row_index", "sample_index")
-TURN_SORT_COLUMNS = ("row_index", "turn")  # of chats of several turns
-MAX_SORT_FILES = 500  # that are open at once
+TURN_SORT_COLUMNS = ("row_index", "turn")  # for multi-turn chats
+MAX_SORT_FILES = 500  # open at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class ExportResult:
 
     @property
     def lines(self) -> list[str]:
-        """What a person reads at the end."""
+        """Summary lines for the user."""
         errors = f", {self.num_errors:,} of them with an error" if self.num_errors else ""
         dropped = f"; {self.num_dropped:,} with an error left out" if self.num_dropped else ""
         shards = f" of {self.num_shards} shards" if self.num_shards > 1 else ""
@@ -60,8 +60,8 @@ class ExportResult:
 
 
 def export(config: ExportConfig) -> ExportResult:
-    """Writes the file that `config` asks for. Raises ConfigError for what is missing and not to be left out,
-    DamagedRunError, OutputError with an older file left as it was."""
+    """Writes the exported file. Raises ConfigError if something is missing and `partial` is not set, DamagedRunError,
+    and OutputError; an older file then stays unchanged."""
     shards = require_one_run(find_runs(config.runs, "run"))
     out = resolve_output(config)
     _reject_run_files(out, shards)
@@ -86,11 +86,11 @@ def export(config: ExportConfig) -> ExportResult:
     make_directory(out.absolute().parent)
     num_bytes, num_rows, num_errors = 0, 0, 0
     try:
-        # One more than the last place in the input, or a guess at it: it only decides how rows are dealt out.
+        # An estimate of the input rows suffices: it only decides how rows are distributed to sort files.
         indices = (plan["row_index"].to_numpy() for run in shards for plan in run.plans())
         num_input_rows = max((int(each.max()) + 1 for each in indices if len(each)), default=1)
         for path in (path for run in shards for path in run.parts.values()):
-            with suppress(*PARQUET_PROBLEMS):  # said when it is read
+            with suppress(*PARQUET_PROBLEMS):  # reported when the part is read
                 footer = pq.read_metadata(path)
                 num_bytes += sum(footer.row_group(i).total_byte_size for i in range(footer.num_row_groups))
         with RowSorter(out.absolute().parent, num_input_rows, -(-num_bytes // SORT_BYTES), order) as sorter:
@@ -108,7 +108,7 @@ def export(config: ExportConfig) -> ExportResult:
             write = WRITERS[config.effective_format] if results is None else results.write
             write = partial(write_csv, is_safe=True) if config.csv_safe else write
             written_schema = types.inferred_schema() if is_parquet else types.schema
-            sweep_temps(out.parent, out.name)  # what exports that were killed left half written
+            sweep_temps(out.parent, out.name)  # temporary files of killed exports
             publish_named(out, lambda file: write(tables, written_schema, file))
     except OSError as error:
         raise named_file_error(out, error) from error
@@ -127,8 +127,8 @@ def export(config: ExportConfig) -> ExportResult:
 
 
 def write_batch_files(directory: Path, *, partial: bool = False) -> list[str]:
-    """Writes the results of an OpenAI batch and, in a file of their own, its errors, beside the parts of its run.
-    Returns what a person reads about them. `partial`: of a run that is not finished, what is there."""
+    """Writes the results and the errors of an OpenAI batch as two files in its run directory. `partial`: exports an
+    unfinished run. Returns summary lines."""
     run = RunDirectory(path=directory)
     lines: list[str] = []
     for out, errors in ((run.batch_output, ErrorRows.drop), (run.batch_errors, ErrorRows.only)):
@@ -141,7 +141,8 @@ def write_batch_files(directory: Path, *, partial: bool = False) -> list[str]:
 
 
 def resolve_output(config: ExportConfig) -> Path:
-    """The file to write. Raises ConfigError where one is there that no export wrote, unless it may be overwritten."""
+    """Returns the output path. Raises ConfigError if it is a directory, or an existing file that no export wrote
+    (without `overwrite`)."""
     out = Path(config.out or "").expanduser()
     if out.is_dir():
         raise ConfigError(f"out={out} is a directory: name a file in it")
@@ -154,7 +155,8 @@ def resolve_output(config: ExportConfig) -> Path:
 
 
 def _reject_run_files(out: Path, shards: Sequence[RunReader]) -> None:
-    """What lies in a run's own folders is taken for a part of it, and what it was asked is never replaced."""
+    """Raises ConfigError if `out` is in a folder of parts, where readers would take it for a part, or is an input or
+    file of the run."""
     run_folders = {
         folder.resolve() for run in shards for folder in (run.directory.generations, run.directory.throughput)
     }
@@ -173,8 +175,8 @@ def _reject_run_files(out: Path, shards: Sequence[RunReader]) -> None:
 
 
 def _matching_input(out: Path, run: RunReader) -> str | None:
-    """`key=value` of the setting by which the run reads the file `out`, or others of its directory; None where none
-    does. A path that is no longer there from here, as it was relative to another directory, is known by its end."""
+    """Returns `key=value` of the run setting that reads `out` or a directory containing it; else None. A relative path
+    that does not exist from the current directory is compared by its trailing components."""
     for key, value in {**run.semantic, **run.operational}.items():
         if not key.endswith(("path", "tokenizer")) or not isinstance(value, str) or is_url(value):
             continue
@@ -192,14 +194,15 @@ def _matching_input(out: Path, run: RunReader) -> str | None:
 
 
 class RowSorter(Closing):
-    """Rows in the order of the input, in memory that does not grow with their number: parts hold rows by length, so
-    rows are dealt out to files of neighbouring places first, and then each file is sorted by itself.
+    """External sort of rows into input order, in bounded memory: distributes rows to files by row index, then sorts
+    each file in memory.
 
-    A context manager; its files are on the disk of the output and have no name, so that even a kill leaves none."""
+    A context manager; its temporary files are unlinked and on the output's disk, so even a kill leaves none.
+    """
 
     def __init__(self, folder: Path, num_places: int, num_files: int, order: Sequence[str] = SORT_COLUMNS):
-        """`num_places`: how many rows the input has. With one file the rows stay in memory. `order`: the columns that
-        say where a row belongs; the first is its place in the input."""
+        """`num_places`: number of input rows; with one file, rows stay in memory. `order`: sort columns; the first is
+        the row index."""
         self._order = order
         self._num_places, self._num_files = max(1, num_places), max(1, min(num_files, MAX_SORT_FILES))
         self._stack = ExitStack()
@@ -221,7 +224,7 @@ class RowSorter(Closing):
             self._writers[number].write_table(table.filter(pa.array(files == number)))
 
     def sorted_tables(self) -> Iterator[pa.Table]:
-        """All rows, in a few tables that follow one another. Raises DamagedRunError for a row that came twice."""
+        """Yields all rows as sorted, consecutive tables. Raises DamagedRunError for a duplicate row."""
         if self._num_files == 1:
             yield from (_sort_tables(self._tables, self._order),) if self._tables else ()
             return

@@ -1,7 +1,7 @@
-"""A run in the form of FastChat's `llm_judge`, which compares and tabulates it: the answers to questions of one or
-several turns, or, of a run of dataset=mtbench_judge, what a judge said of such answers.
+"""Exports runs in the format of FastChat's `llm_judge`: answers to questions of one or several turns, or judgments from
+a run of dataset=mtbench_judge.
 
-All but the time is of the run's rows, ids are digests, and the time is that of the run, so one run gives one file.
+Output is deterministic: ids are digests, and the timestamp is the run's.
 """
 
 import json
@@ -30,7 +30,7 @@ ID_DIGITS = 22
 
 
 def parse_rating(judgment: str) -> int | float | None:
-    """The number in the first `[[7]]`, else in the first `[7]`; None where there is none."""
+    """The number in the first `[[7]]`, else in the first `[7]`; None if there is none."""
     found = RATING.search(judgment) or LOOSE_RATING.search(judgment)
     if found is None:
         return None
@@ -38,26 +38,26 @@ def parse_rating(judgment: str) -> int | float | None:
 
 
 def parse_winner(judgment: str) -> str:
-    """`A`, `B` or `tie`, as the first of `[[A]]`, `[[B]]` and `[[C]]` that is there says; else `error`."""
+    """Returns `A`, `B` or `tie` for the verdict `[[A]]`, `[[B]]` or `[[C]]`, checked in this order; else `error`."""
     verdicts = {"[[A]]": "A", "[[B]]": "B", "[[C]]": "tie"}
     return next((winner for mark, winner in verdicts.items() if mark in judgment), "error")
 
 
 def parse_game_winner(game: int, judgment: str) -> str:
-    """`model_1`, `model_2`, `tie` or `error`: the baseline is `model_2`, and comes first in game 2."""
+    """Returns `model_1`, `model_2`, `tie` or `error`. The baseline is `model_2`, and comes first in game 2."""
     winner = parse_winner(judgment)
     models = ("model_1", "model_2") if game == 1 else ("model_2", "model_1")
     return dict(zip("AB", models, strict=True)).get(winner, winner)
 
 
 def judge_name(run: RunReader) -> str:
-    """The judge as tables call it: the model's name, or the last word of its path."""
+    """Display name of the judge: the model's name, or the last component of its path."""
     path, name = ({**run.semantic, **run.operational}.get(f"model.{key}") for key in ("path", "name"))
     return PurePath(path).name if isinstance(path, str) else str(name)
 
 
 def require_judge_columns(schema: pa.Schema, run: RunReader) -> None:
-    """Raises ConfigError where the run's rows do not say what they judge."""
+    """Raises ConfigError if the run lacks the columns that identify what was judged."""
     missing = [name for name in JUDGE_COLUMNS if name not in schema.names]
     if missing:
         raise ConfigError(
@@ -72,8 +72,8 @@ def is_judge_run(run: RunReader) -> bool:
 
 @dataclass(kw_only=True)
 class AnswerWriter(ResultWriter):
-    """A line for each question, with the answers to all of its turns; those of replicas are further choices.
-    All of them are held in memory."""
+    """Writes a line per question with the answers to all turns; replicas become further choices. Holds all answers in
+    memory."""
 
     model_id: str
     time: float
@@ -109,7 +109,7 @@ class AnswerWriter(ResultWriter):
 
 @dataclass(kw_only=True)
 class JudgmentWriter(ResultWriter):
-    """A line for each judgment, or for the two games of each pair."""
+    """Writes a line per judgment, or per two games of a pair."""
 
     judge: str
     time: float
@@ -151,9 +151,9 @@ def judgment_text(row: RowValues) -> str:
 def make_fastchat_writer(
     shards: Sequence[RunReader], schema: pa.Schema, error_rows: ErrorRows, out: Path
 ) -> AnswerWriter | JudgmentWriter:
-    """What writes these shards; a model of answers is called as the file, which is how FastChat finds it. Raises
-    ConfigError."""
-    times: list[float] = []  # when processes were started whose passes the parts have, in Unix seconds
+    """Returns the writer for these shards. Answers are attributed to a model named after the file, which is how
+    FastChat finds it. Raises ConfigError."""
+    times: list[float] = []  # start times of the run's processes, Unix seconds
     for path in (path for run in shards for path in sorted(run.directory.throughput.glob("part-*.parquet"))):
         times += pq.read_table(path, columns=["started_at"])["started_at"].to_pylist()
     time = min(times, default=0.0)

@@ -1,7 +1,7 @@
-"""A run's rows as the results of an OpenAI batch: a line for each request, in input order, with the errors among them.
+"""Exports a run as OpenAI batch results: a line per request, in input order, errors included.
 
-Every id is a digest of the request, and there are no times, so that one input gives one file, however often its run was
-killed.
+Output is deterministic: ids are digests of requests and there are no timestamps, so an interrupted run gives the same
+file.
 """
 
 import json
@@ -36,7 +36,7 @@ MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprob:
-    """`data`: the bytes that it adds to the text before it."""
+    """A token and its log-probability. `data`: the bytes that it adds to the text."""
 
     id: int
     data: bytes
@@ -44,7 +44,7 @@ class TokenLogprob:
 
     @property
     def text(self) -> str:
-        """A part of a character is `bytes:` and its bytes, as OpenAI writes it."""
+        """Decoded text; an incomplete UTF-8 sequence becomes `bytes:` and its bytes, as in OpenAI's API."""
         try:
             return self.data.decode()
         except UnicodeDecodeError:
@@ -57,7 +57,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobFormatter:
-    """Makes log-probabilities of rows; the tokenizer of `model` is loaded with the first."""
+    """Formats rows' log-probabilities for OpenAI's API. Loads the tokenizer of `model` on first use."""
 
     model: ModelConfig
     cache_dir: str | None
@@ -79,7 +79,7 @@ class LogprobFormatter:
         }
 
     def _tokens(self, row: Mapping[str, Any]) -> Iterator[tuple[TokenLogprob, Sequence[TokenLogprob]]]:
-        """Each generated token, and the likeliest ones in its place, likeliest first."""
+        """Yields each generated token with the top tokens at its position, most likely first."""
         begins_text = self._begins_text(row)
 
         def token(id: int, logprob: float) -> TokenLogprob:
@@ -92,8 +92,8 @@ class LogprobFormatter:
             begins_text = begins_text and not self._detokenizer.has_text(id)
 
     def _begins_text(self, row: Mapping[str, Any]) -> bool:
-        """Whether a text began with the completion, so that a first space was dropped. A row does not say what stood
-        before it."""
+        """True if the completion begins the text, so that decoding dropped a leading space; rows do not store their
+        context."""
         ids, text = row["token_ids"], row["completion"]
         return not self._detokenizer.join_spellings(ids).startswith(text) and self._detokenizer.decode(ids).startswith(
             text
@@ -108,8 +108,8 @@ class LogprobFormatter:
 
 
 def _logprobs_by_text(chosen: TokenLogprob, likeliest: Sequence[TokenLogprob]) -> dict[str, float]:
-    """The log-probability of each by its text. Of several with one text the chosen one has it, else the likeliest, and
-    the others are `token_id:` and their id, as vLLM writes it."""
+    """Log-probabilities by token text. If several tokens have one text, the chosen token gets it, else the most likely;
+    the others become `token_id:ID`, as in vLLM."""
     owner_of = {chosen.text: chosen.id}
     for each in likeliest:
         owner_of.setdefault(each.text, each.id)
@@ -118,11 +118,11 @@ def _logprobs_by_text(chosen: TokenLogprob, likeliest: Sequence[TokenLogprob]) -
 
 @dataclass(kw_only=True)
 class BatchResultWriter(ResultWriter):
-    """Lines of a batch's requests."""
+    """Writes batch result lines."""
 
     model: str
     logprob_formatter: LogprobFormatter
-    rejected_rows: AbstractSet[int]  # places in the input of rows that nothing was asked of the model for
+    rejected_rows: AbstractSet[int]  # row indices of requests that never reached the model
 
     def format_results(self, rows: Iterator[RowValues]) -> Iterator[tuple[bool, JsonObject]]:
         for place, samples in groupby(rows, key=lambda row: row["row_index"]):
@@ -178,7 +178,7 @@ class BatchResultWriter(ResultWriter):
 
 
 def make_batch_writer(shards: Sequence[RunReader], schema: pa.Schema, error_rows: ErrorRows) -> BatchResultWriter:
-    """What writes the results of these shards. Raises ConfigError where their rows were no requests."""
+    """Returns the writer for these shards. Raises ConfigError if the run's rows are not batch requests."""
     missing = [name for name in REQUEST_COLUMNS if name not in schema.names]
     if missing:
         raise ConfigError(
@@ -207,7 +207,7 @@ def make_batch_writer(shards: Sequence[RunReader], schema: pa.Schema, error_rows
 
 
 def embeddings_body(request_body: RowValues, rows: Sequence[RowValues], model: str) -> JsonObject:
-    """The vectors of a request's texts, in their order; little-endian float32 where the client unpacks them."""
+    """Response body of an embeddings request, in input order; base64 encodes little-endian float32."""
     vectors = [row["embedding"] for row in rows]
     if request_body.get("encoding_format") == "base64":
         vectors = [b64encode(np.array(vector, "<f4").tobytes()).decode() for vector in vectors]
@@ -216,10 +216,10 @@ def embeddings_body(request_body: RowValues, rows: Sequence[RowValues], model: s
 
 
 def score_body(request_body: RowValues, rows: Sequence[RowValues], model: str, digest: str) -> JsonObject:
-    """How well the texts of each pair go together: by a ranker, or by the cosine of their vectors."""
+    """Response body of a score request: a reranker's probability, or the cosine of two embeddings."""
     if "probabilities" in rows[0]:
         scores = [row["probabilities"][0] for row in rows]
-    else:  # vectors of length 1; one of the first texts is in a pair with each of the second ones
+    else:  # unit vectors; a single first text is broadcast
         vectors = np.array([row["embedding"] for row in rows], np.float64)
         num_first = count_inputs(request_body["text_1"])
         scores = (vectors[:num_first] * vectors[num_first:]).sum(-1).tolist()

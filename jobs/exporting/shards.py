@@ -1,5 +1,4 @@
-"""The directories of one run, which are its shards and the turns of its chats: what of it is missing, now and while one
-waits for its end, and its parts."""
+"""The shards and turns of one run: checks completeness, waits for the run to finish, and reads its parts."""
 
 import logging
 import time
@@ -20,8 +19,7 @@ POLL_SECONDS, SECONDS_PER_LINE = 2.0, 10.0
 
 
 def require_one_run(runs: Sequence[RunReader]) -> list[RunReader]:
-    """`runs` by their turns and the index of their shards. Raises ConfigError where they are not turns and shards of
-    one run, each once."""
+    """Sorts `runs` by turn and shard index. Raises ConfigError unless they are distinct shards and turns of one run."""
     first = runs[0]
     for other in runs[1:]:
         mine, theirs = first.identity, other.identity
@@ -46,8 +44,8 @@ def require_one_run(runs: Sequence[RunReader]) -> list[RunReader]:
 
 
 def check_complete(names: Sequence[str], shards: Sequence[RunReader], *, partial: bool, verb: str) -> list[str]:
-    """What is not there yet of the run that `names` mean, by names, footers and plans: sentences, each about a shard.
-    Raises ConfigError where something is missing that is not to be left out; `partial` `does` something without it."""
+    """Returns sentences about what the run still lacks, from file names, footers and plans. Raises ConfigError if it
+    lacks something, unless `partial`. `verb`: what the caller does, for the message."""
     absent = describe_absent_shards(shards)
     for run in shards:
         rows = missing_rows(run)
@@ -62,7 +60,7 @@ def check_complete(names: Sequence[str], shards: Sequence[RunReader], *, partial
 
 
 def describe_absent_shards(runs: Sequence[RunReader]) -> list[str]:
-    """A sentence about the shards of each turn that are not there; of a whole turn in one."""
+    """A sentence for each turn with missing shards."""
     sentences, count = list[str](), runs[0].shard[1]
     for turn in range(1, runs[0].num_turns + 1):
         shards = [run for run in runs if run.turn == turn]
@@ -77,8 +75,8 @@ def describe_absent_shards(runs: Sequence[RunReader]) -> list[str]:
 
 
 def read_parts(run: RunReader, *, partial: bool) -> Iterator[tuple[pa.Table, np.ndarray]]:
-    """Each part of a shard, verified, and of each row its place in the whole input. Raises DamagedRunError; with
-    `partial` a damaged part is passed over with a warning."""
+    """Yields each verified part of a shard with the input row indices of its rows. Raises DamagedRunError; with
+    `partial`, skips a damaged part with a warning."""
     for block in sorted(run.parts):
         try:
             table = run.read_part(block)
@@ -99,11 +97,10 @@ def wait_until_finished(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Returns once the run that `names` mean is finished, whoever works on it, and nobody works in its directory any
-    more. Meanwhile `tell` is told what is missing, when that changes. Raises Interrupted, and what `find_runs` and
-    `require_one_run` raise."""
+    """Blocks until the run is finished and no process works in its directory. Calls `report` with what is missing when
+    that changes. Raises Interrupted, and the errors of `find_runs` and `require_one_run`."""
     logged, logged_at = "", -inf
-    num_blocks: dict[str, int] = {}  # a plan is read once, as it does not change
+    num_blocks: dict[str, int] = {}  # plans do not change: read each once
 
     def describe_unfinished(run: RunReader) -> str | None:
         is_running, name = is_locked(run.directory.lock), str(run.path)
