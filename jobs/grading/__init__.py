@@ -1,3 +1,3 @@
-"""What the answers of a finished run are worth: metrics by rows, and their means with intervals. Here belongs what
-compares a completion with a reference, or sums up what a judge said of it.
+"""Grades finished runs: per-row metrics against references or from a judge's ratings, and means with confidence
+intervals.
 """

@@ -1,4 +1,4 @@
-"""Which run is graded, by which metrics; conf/metrics.yaml mirrors it."""
+"""Settings of `jobs.metrics`; conf/metrics.yaml mirrors them."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,8 +7,8 @@ from runtime.errors import require
 
 
 class Metric(Enum):
-    """`gsm8k`: the number behind `####`, else the last one. `bbh`: what stands behind `the answer is`, else the whole
-    answer. `rouge` needs the extra `eval`. `judge`: what a judge said, of a run of dataset=mtbench_judge."""
+    """Metrics. `gsm8k`: the number after `####`, else the last one. `bbh`: the text after `the answer is`, else the
+    whole answer. `rouge` needs the extra `eval`. `judge`: ratings of a run of dataset=mtbench_judge."""
 
     exact_match = "exact_match"
     gsm8k = "gsm8k"

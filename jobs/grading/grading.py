@@ -1,6 +1,7 @@
-"""A finished run beside its references: a Parquet of the scores of each row and sample, and a table of means.
+"""Grades a finished run against references: a Parquet file of scores per row and sample, and a table of means.
 
-A score is what one completion is worth beside one reference, between 0 and 1; of several references the best counts."""
+A score is between 0 and 1. With several references, the best score counts.
+"""
 
 import re
 from collections import defaultdict
@@ -36,7 +37,7 @@ Scorer: TypeAlias = Callable[[str, str], Mapping[str, float]]  # a completion an
 
 @dataclass(kw_only=True)
 class GradingResult:
-    """Scores by row. `num_samples`: completions that were compared; errors and rows without a reference count apart."""
+    """Scores by row. `num_samples`: graded completions; errors and rows without a reference are counted separately."""
 
     out: Path | None = None
     rows: list[dict[str, object]] = field(default_factory=list)
@@ -46,7 +47,7 @@ class GradingResult:
     num_without_reference: int = 0
 
     def estimates(self) -> dict[str, Estimate]:
-        """The mean of each metric; of several samples of a row the mean is that row's value."""
+        """Mean and interval of each metric; a row's value is the mean over its samples."""
         return {
             name: estimate([sum(values) / len(values) for values in by_row.values()])
             for name, by_row in self.scores.items()
@@ -54,8 +55,8 @@ class GradingResult:
 
 
 def grade(config: MetricsConfig) -> GradingResult:
-    """Grades the run and writes the scores. Raises ConfigError for what is missing, DamagedRunError, and OutputError
-    with an older file left as it was."""
+    """Grades the run and writes the scores. Raises ConfigError if something is missing, DamagedRunError, and
+    OutputError; an older file then stays unchanged."""
     score = make_scorers(config.metrics)
     shards = require_complete_run(config)
     graded = grade_tables(read_tables(shards, partial=config.partial), config.reference_field, score)
@@ -71,8 +72,8 @@ def grade(config: MetricsConfig) -> GradingResult:
 
 
 def require_complete_run(config: MetricsConfig) -> list[RunReader]:
-    """The shards of the run. Raises ConfigError where something is missing that is not to be left out, or the file to
-    write is somebody's own."""
+    """Returns the shards of the run. Raises ConfigError if the run is incomplete (without `partial`), or `out` is a
+    file that no job wrote."""
     if config.out is not None:
         require_replaceable([Path(config.out).expanduser()], f"out={config.out}")
     shards = require_one_run(find_runs(config.runs, "run"))
@@ -81,7 +82,7 @@ def require_complete_run(config: MetricsConfig) -> list[RunReader]:
 
 
 def write_scores(config: MetricsConfig, shards: Sequence[RunReader], rows: list[dict[str, object]]) -> Path:
-    """The file that the scores were written to. Raises OutputError."""
+    """Writes the scores and returns the file's path. Raises OutputError."""
     folder = shards[0].path.parent if shards[0].num_turns > 1 else shards[0].path
     out = Path(config.out).expanduser() if config.out else folder / DEFAULT_OUT
     table = pa.Table.from_pylist(rows)
@@ -90,7 +91,7 @@ def write_scores(config: MetricsConfig, shards: Sequence[RunReader], rows: list[
 
 
 def grade_tables(tables: Iterable[pa.Table], reference_field: str, scorers: Sequence[Scorer]) -> GradingResult:
-    """The rows of these parts, graded. Raises ConfigError where they lack the column of references."""
+    """Grades the rows of these tables. Raises ConfigError if the reference column is missing."""
     graded = GradingResult()
     for table in tables:
         column = find_column(table.schema, reference_field)
@@ -123,7 +124,7 @@ def grade_tables(tables: Iterable[pa.Table], reference_field: str, scorers: Sequ
 
 
 def find_column(schema: pa.Schema, name: str) -> pa.Field | None:
-    """The input's column of that name; parts may have had to call it otherwise."""
+    """Finds a column by the input's name; parts may store it under another one. None if there is none."""
     return next((column for column in schema if original_name(column) == name), None)
 
 
@@ -136,7 +137,7 @@ def read_tables(shards: Sequence[RunReader], *, partial: bool) -> Iterator[pa.Ta
 
 
 def format_grading(graded: GradingResult) -> list[str]:
-    """What a person reads: a line for each metric, and what was not compared."""
+    """Summary lines: one per metric, then the counts."""
     lines = [f"{name:<14} {format_estimate(found)}" for name, found in graded.estimates().items()]
     counts = f"{format_count(graded.num_samples, 'completion')} compared"
     if graded.num_errors:
@@ -147,7 +148,7 @@ def format_grading(graded: GradingResult) -> list[str]:
 
 
 def format_estimate(found: Estimate) -> str:
-    """The mean and its interval, as `75.0% (95% interval 58.9% to 86.2%, 36 rows)`."""
+    """Formats mean and interval: `75.0% (95% interval 58.9% to 86.2%, 36 rows)`."""
     if found.mean is None or found.low is None or found.high is None:
         return "-"
     rows = format_count(found.num_rows, "row")
@@ -155,7 +156,7 @@ def format_estimate(found: Estimate) -> str:
 
 
 def format_task_answers(generations: Path) -> str:
-    """The answers of a run of dataset=tasks, one of each task, and the share of right answers."""
+    """Formats one answer per task of a run of dataset=tasks, and its accuracy."""
     table = pq.read_table(generations)
     graded = grade_tables([table], "reference", make_scorers([Metric.exact_match]))
     first_of_task = {row["task"]: row for row in reversed(table.sort_by("row_index").to_pylist())}
@@ -165,18 +166,18 @@ def format_task_answers(generations: Path) -> str:
 
 
 def is_exact_match(completion: str, reference: str) -> bool:
-    """Equal but for white space around them, as HELM's quasi-exact tasks and BBH have it."""
+    """Compares without surrounding white space, as HELM's quasi-exact tasks and BBH do."""
     return completion.strip() == reference.strip()
 
 
 def is_gsm8k_match(completion: str, reference: str) -> bool:
-    """Numbers are compared as numbers, so 18 is 18.00 and 1,000 is 1000 (Cobbe et al., arXiv 2110.14168)."""
+    """Compares as numbers: 18 equals 18.00, and 1,000 equals 1000 (Cobbe et al., arXiv 2110.14168)."""
     answer, wanted = parse_gsm8k_answer(completion), parse_gsm8k_answer(reference)
     return answer is not None and answer == wanted
 
 
 def parse_gsm8k_answer(text: str) -> Decimal | None:
-    """The number behind the first `####`, else the last number; None where there is none."""
+    """The number after the first `####`, else the last number; None if there is none."""
     marked = MARKED_NUMBER.search(text)
     found = [marked.group(1)] if marked else NUMBER.findall(text)
     try:
@@ -186,18 +187,18 @@ def parse_gsm8k_answer(text: str) -> Decimal | None:
 
 
 def is_bbh_match(completion: str, reference: str) -> bool:
-    """Answers without white space around them and a full stop behind them (Suzgun et al., arXiv 2210.09261)."""
+    """Compares answers without surrounding white space and final period (Suzgun et al., arXiv 2210.09261)."""
     return parse_bbh_answer(completion) == parse_bbh_answer(reference)
 
 
 def parse_bbh_answer(text: str) -> str:
-    """What follows the first `the answer is` up to the end of the line, else the whole text."""
+    """The rest of the line after the first `the answer is`, else the whole text."""
     found = ANSWER_IS.search(text)
     return (found.group(1) if found else text).strip().removesuffix(".").strip()
 
 
 def make_scorers(metrics: Sequence[Metric]) -> list[Scorer]:
-    """One for each metric. Raises ConfigError where an extra is missing."""
+    """A scorer for each metric. Raises ConfigError if an extra is not installed."""
     return [_rouge_scorer() if metric is Metric.rouge else _binary_scorer(metric) for metric in metrics]
 
 
@@ -207,7 +208,7 @@ def _binary_scorer(metric: Metric) -> Scorer:
 
 
 def _rouge_scorer() -> Scorer:
-    """F measures with stemming, as HELM computes them."""
+    """ROUGE F-measures with stemming, as HELM computes them."""
     if find_spec("rouge_score") is None:
         raise ConfigError("metric=rouge needs the extra: pip install 'weightstream[eval]'")
     from rouge_score.rouge_scorer import RougeScorer

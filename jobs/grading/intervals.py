@@ -1,5 +1,6 @@
-"""Means with 95 % confidence intervals. What is drawn is rows: samples of one row are no evidence of their own, so the
-mean of each row's samples counts once."""
+"""Means with 95% confidence intervals. The unit of resampling is the row: samples of one row are not independent, so
+only their mean counts.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ NUM_RESAMPLES, SEED = 2000, 0
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """`low` and `high`: the interval's ends; None of no row."""
+    """A mean with the ends of its interval; all are None if there are no rows."""
 
     num_rows: int
     mean: float | None = None
@@ -22,8 +23,8 @@ class Estimate:
 
 
 def estimate(row_values: Sequence[float]) -> Estimate:
-    """Wilson's interval where each row is right or wrong, else the percentiles of a bootstrap over rows with a fixed
-    seed (Wilson 1927; Efron 1979)."""
+    """Wilson interval if all values are 0 or 1, else a percentile bootstrap over rows with a fixed seed (Wilson 1927;
+    Efron 1979)."""
     values = np.asarray(row_values, dtype=np.float64)
     if not len(values):
         return Estimate(num_rows=0)
@@ -34,8 +35,8 @@ def estimate(row_values: Sequence[float]) -> Estimate:
 
 
 def estimate_groups(groups: Sequence[Sequence[float]]) -> Estimate:
-    """The mean of all values, with the percentiles of a bootstrap over groups, none of which is empty: the values of
-    one group are no evidence of their own. `num_rows` counts values."""
+    """Mean of all values, with a percentile bootstrap over groups, since values of a group are not independent. Groups
+    must not be empty. `num_rows` counts values."""
     if not groups:
         return Estimate(num_rows=0)
     sums, counts = np.array([sum(group) for group in groups]), np.array([len(group) for group in groups])
@@ -47,7 +48,7 @@ def estimate_groups(groups: Sequence[Sequence[float]]) -> Estimate:
 
 
 def wilson_interval(share: float, count: int) -> tuple[float, float]:
-    """The interval of a share of `count` independent rows."""
+    """Wilson interval of a proportion of `count` independent rows."""
     scale = 1 + Z * Z / count
     middle = (share + Z * Z / (2 * count)) / scale
     half = Z / scale * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
@@ -55,7 +56,7 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
 
 
 def bootstrap_interval(values: np.ndarray) -> tuple[float, float]:
-    """The 2.5th and 97.5th percentile of the means of samples of the same size, drawn with replacement."""
+    """The 2.5th and 97.5th percentiles of the means of resamples of the same size."""
     generator = np.random.default_rng(SEED)
     means = [values[generator.integers(0, len(values), len(values))].mean() for _ in range(NUM_RESAMPLES)]
     low, high = np.percentile(means, (2.5, 97.5))

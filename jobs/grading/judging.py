@@ -1,4 +1,4 @@
-"""What a judge made of answers: ratings by model and turn, or who won beside a baseline, with intervals."""
+"""Aggregates a judge's verdicts: mean ratings by model and turn, or win rates against a baseline, with intervals."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -16,14 +16,14 @@ from .config import MetricsConfig
 from .grading import read_tables, require_complete_run, write_scores
 from .intervals import Estimate, estimate_groups
 
-POINTS = {"model_1": 1.0, "tie": 0.5, "model_2": 0.0}  # of a pair; the first is the one that is judged
+POINTS = {"model_1": 1.0, "tie": 0.5, "model_2": 0.0}  # model_1 is the judged model, model_2 the baseline
 ALL_TURNS = 0
 
 
 @dataclass(kw_only=True)
 class JudgingResult:
-    """`values`: ratings, or points of pairs, by model and turn, and of those by question. `num_unparsed`: judgments
-    without a rating or a winner; errors count apart."""
+    """Judgments of a run. `values`: rating or points by model, turn and question. `num_unparsed`: judgments without a
+    rating or verdict; errors are counted separately."""
 
     out: Path | None = None
     rows: list[dict[str, object]] = field(default_factory=list)
@@ -36,7 +36,7 @@ class JudgingResult:
     num_unparsed: int = 0
 
     def estimates(self, model: str) -> dict[int, Estimate]:
-        """The mean of each turn, and under 0 that of all values of several turns, drawn by question."""
+        """Mean of each turn; with several turns also the mean of all, under key 0, resampled by question."""
         by_turn = dict(sorted(self.values[model].items()))
         found = {turn: estimate_groups([[value] for value in values.values()]) for turn, values in by_turn.items()}
         if len(by_turn) > 1:
@@ -49,7 +49,7 @@ class JudgingResult:
 
 
 def grade_judgments(config: MetricsConfig) -> JudgingResult:
-    """Reads the judgments of the run and writes what they come to. Raises as `grade` does."""
+    """Reads the run's judgments and writes the scores. Raises as `grade` does."""
     shards = require_complete_run(config)
     tables = list(read_tables(shards, partial=config.partial))
     for table in tables[:1]:
@@ -67,7 +67,7 @@ def grade_judgments(config: MetricsConfig) -> JudgingResult:
 
 
 def read_judgments(tables: Iterable[pa.Table]) -> JudgingResult:
-    """The judgments of these parts. The two games of a pair are in any of them."""
+    """Collects the judgments of these tables; the two games of a pair may be in different tables."""
     found, pairs = JudgingResult(), defaultdict[tuple[str, str, int], dict[int, RowValues]](dict)
     for row in iter_rows(tables):
         if row["baseline"] is not None:
@@ -104,7 +104,7 @@ def _identity_columns(row: RowValues) -> dict[str, object]:
 
 
 def format_judging(found: JudgingResult) -> list[str]:
-    """What a person reads: a line for each model and turn, the best model first."""
+    """Summary lines: one per model and turn, the best model first."""
     estimates = {model: found.estimates(model) for model in found.values}
     overall = {model: of.get(ALL_TURNS) or next(iter(of.values())) for model, of in estimates.items()}
     lines, form = list[str](), ".2f" if found.baseline is None else ".1%"

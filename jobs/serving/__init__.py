@@ -1,3 +1,3 @@
-"""OpenAI's Files and Batches routes over run directories. Here belongs what receives files, keeps batches and starts
-their jobs; a batch is a run like any other, in a process of its own.
+"""OpenAI-compatible Files and Batches API on top of run directories. Receives files, stores batches and starts their
+jobs; a batch is an ordinary run in a process of its own.
 """

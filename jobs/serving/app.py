@@ -1,4 +1,4 @@
-"""The routes, as OpenAI's clients ask them; every refusal is an error object, and nothing else leaves the server."""
+"""Routes of OpenAI's Files and Batches API. Every refusal is an error object; tracebacks never leave the server."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # The libraries are an extra.
@@ -47,8 +47,8 @@ UNSUPPORTED_PATHS = ("/v1/responses", "/v1/moderations", "/v1/images/generations
 def make_app(
     config: ServeConfig, store: BatchStore, keeper: Keeper, key: str | None = None, models: Sequence[str] = ()
 ) -> Starlette:
-    """An application over `store`, which tells `keeper` of new work. `key`: what clients must send. `models`: names of
-    what answers."""
+    """Builds the application over `store`; it wakes `keeper` for new work. `key`: the required API key. `models`:
+    served model names."""
     routes = _Routes(config, store, keeper, models)
     return Starlette(
         routes=[
@@ -116,7 +116,7 @@ async def _handle_timeout(request: Request, error: Exception) -> Response:
 
 
 async def _handle_os_error(request: Request, error: Exception) -> Response:
-    """The answer where the machine is at fault and a later request may succeed: a full disk, no descriptors."""
+    """Response to resource errors that a retry may pass: a full disk, no file descriptors."""
     cause = error.__cause__ if isinstance(error, OutputError) else error
     is_full = isinstance(cause, OSError) and cause.errno in DISK_FULL_ERRNOS
     log.error("%s %s: %s", request.method, shorten(request.scope["path"]), error)
@@ -130,7 +130,7 @@ async def _handle_exception(request: Request, error: Exception) -> Response:
 
 
 class _Guard:
-    """Middleware in front of all routes: refuses web pages, strangers, and what is too long before it is read."""
+    """Middleware that rejects browsers, missing keys and oversized requests before reading their body."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig, key: str | None):
         self._app, self._config = app, config
@@ -177,13 +177,13 @@ class _Guard:
 
 
 class _RequestBody:
-    """What a request still sends. `is_asked_for`: the client waits for a word before it sends anything."""
+    """The unread rest of a request. `is_asked_for`: the client waits for `100 Continue` before it sends the body."""
 
     def __init__(self, receive: Receive, *, is_asked_for: bool):
         self._receive, self._is_asked_for, self._is_done = receive, is_asked_for, False
 
     async def receive(self, seconds: float = RECEIVE_SECONDS) -> Message:
-        """Raises TimeoutError where a client holds the request open and sends nothing for so long."""
+        """Raises TimeoutError if the client sends nothing for `seconds`."""
         if self._is_done:
             return await self._receive()
         self._is_asked_for = False
@@ -193,8 +193,8 @@ class _RequestBody:
         return message
 
     async def drain(self) -> bool:
-        """Whether all has come, once the rest of it was waited for: who still sends when the connection is closed sees
-        no answer but a reset."""
+        """Reads the rest of the body. Returns True if it is complete; a client still sending at close would see a
+        reset, not the answer."""
         with anyio.move_on_after(DRAIN_SECONDS), suppress(TimeoutError):
             while not (self._is_done or self._is_asked_for):
                 await self.receive(DRAIN_PAUSE_SECONDS)
@@ -202,7 +202,7 @@ class _RequestBody:
 
 
 class _Routes:
-    """Those that are no coroutines run in threads, where they may wait for a disk."""
+    """Route handlers. Those that are not coroutines run in threads, since they may block on disk."""
 
     def __init__(self, config: ServeConfig, store: BatchStore, keeper: Keeper, models: Sequence[str]):
         self._config, self._store, self._keeper, self._models = config, store, keeper, models
@@ -260,7 +260,7 @@ class _Routes:
         return await run_in_threadpool(self._create_batch, asked)
 
     def _create_batch(self, asked: Mapping[str, object]) -> Response:
-        """Checks all of a batch before anything of it is stored."""
+        """Validates the whole request before anything is stored."""
         known = {"input_file_id", "endpoint", "completion_window", "metadata"}
         unknown = sorted(key for key in asked.keys() - known if asked[key] is not None)
         if unknown:
@@ -330,7 +330,7 @@ def _require_found(record: JsonRecord | None, what: str) -> JsonRecord:
 
 
 def _check_text(value: object, what: str, most: int, *, may_be_empty: bool = False) -> str:
-    """`value` if it is text that can be stored and sent back. Raises HTTPException."""
+    """Returns `value` if it is text that can be stored and returned. Raises HTTPException."""
     if not isinstance(value, str):
         raise HTTPException(400, f"{what} is no text")
     if len(value) > most:
@@ -359,12 +359,12 @@ def _record_response(record: JsonRecord) -> Response:
 
 
 def _public_fields(record: JsonRecord) -> JsonRecord:
-    """A record without what is the server's own."""
+    """The record without server-internal fields."""
     return {key: value for key, value in record.items() if key not in ("path", "tokens")}
 
 
 def _list_page(request: Request, records: Sequence[JsonRecord], usual: int, most: int) -> Response:
-    """Those of `records` (the oldest first) that a client asks for by `limit`, `after` and `order`."""
+    """Page of `records` (the oldest first) by the query parameters `limit`, `after` and `order`."""
     asked = request.query_params
     limit, order, after = asked.get("limit", str(usual)), asked.get("order", "desc"), asked.get("after")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= most):
@@ -387,7 +387,7 @@ def _model(name: str) -> Mapping[str, object]:
 
 
 def _format_metrics(store: BatchStore, *, is_alive: bool) -> Iterator[str]:
-    """Sums over all records, in the text format of Prometheus."""
+    """Yields totals over all records in the Prometheus text format."""
     batches, files = store.batches(), store.files()
     rows: Counter[str] = Counter()
     tokens: Counter[str] = Counter()

@@ -1,5 +1,6 @@
-"""Where batches are served, and how their jobs are started; conf/serve.yaml mirrors it. It stands alone because a door
-reads it before it loads what takes long."""
+"""Settings of the batch server and its jobs; conf/serve.yaml mirrors them. A separate module, so that the command can
+read it before slow imports.
+"""
 
 import ipaddress
 from collections.abc import Mapping, Sequence
@@ -16,17 +17,17 @@ from ..config.settings import LogLevel
 
 MAX_PORT, MAX_FILE_MIB, MAX_GIB, MAX_COUNT = 65_535, 100_000, 1_000_000, 1_000_000
 SERVER_KEYS = ("run", "output", "output_root", "shard", "dataset", "prompt", "trace")
-PATHS = ("model.path", "model.tokenizer", "sampling.json_schema")  # of jobs; what is not there may be a hub id
+PATHS = ("model.path", "model.tokenizer", "sampling.json_schema")  # of jobs; a path that does not exist may be a Hub id
 
 
 def job_settings(job: str, settings: Sequence[str]) -> list[str]:
-    """Those of `settings` that a job of this name has."""
+    """Filters `settings` to those that the job accepts."""
     is_own = job == "encode"
     return [each for each in settings if is_own or not each.lstrip("+~").startswith("encode.")]
 
 
 def absolute_path_settings(values: Mapping[str, object]) -> list[str]:
-    """Settings that say again, for a job in another current folder, which files `values` name from this one."""
+    """Overrides that make the paths in `values` absolute, since jobs run in another directory."""
     found = []
     for key in (*PATHS, "offload.cache_dir"):
         value = values.get(key)
@@ -85,7 +86,7 @@ class ServeConfig:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether nobody but this machine reaches it."""
+        """True if only this machine can reach the host."""
         try:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:

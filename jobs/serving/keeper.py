@@ -1,5 +1,5 @@
-"""Runs the job of each batch, one after another, in a process of its own; ends it on request, and finds one again that
-an earlier server started.
+"""Runs the job of each batch, one at a time, in its own process; cancels jobs on request, and finds jobs that an
+earlier server started.
 """
 
 import fcntl
@@ -31,17 +31,17 @@ from .store import RESULT_PURPOSE, BatchStore, JsonRecord
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
-EXIT_INTERRUPTED = 75  # the exit code of a job that can go on
-FINAL_EXIT_CODES = (2, 4, 70)  # of one that would end so again; 1 and 120 are Python's, where a message finds no room
-MAX_FAILURES, MAX_PAUSE_SECONDS = 20, 300.0  # of a job that gets no further: an hour in all, as pauses double from 1 s
+EXIT_INTERRUPTED = 75  # exit code of a resumable job
+FINAL_EXIT_CODES = (2, 4, 70)  # permanent failures; 1 and 120 are Python's own, e.g. on a full disk
+MAX_FAILURES, MAX_PAUSE_SECONDS = 20, 300.0  # without progress: an hour in all, pauses double from 1 s
 MAX_MESSAGE = 2_000  # characters of a job's error that a record keeps
 LOG_TAIL_BYTES = 64 * KIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class _RetryState:
-    """Failures of a batch since it last got further. `num_ends`: of its job alone, that many of which are too many.
-    `until`: when it is tried again, by the monotonic clock, unless its status is another one by then."""
+    """Failures of a batch since it last made progress. `num_failures`: exits of its job, limited by `MAX_FAILURES`.
+    `retry_at`: monotonic time of the next try; ignored if the status has changed since."""
 
     num_tries: int = 0
     num_failures: int = 0
@@ -54,24 +54,25 @@ class _RetryState:
 
 
 class Keeper(threading.Thread):
-    """Brings batches to their end until `stop`, the oldest first; a job that runs then goes on without it. `settings`:
-    of every job, as its command line has them, those of `encode.*` of the jobs that encode.
+    """Thread that runs batches until `stop`, the oldest first; a running job continues after it. `settings`: overrides
+    for every job; those of `encode.*` apply only to encode jobs.
 
-    No exception ends the thread. What can pass (a full disk, no descriptors, a job that was interrupted or killed) is
-    tried again after a pause, behind the other batches."""
+    No exception ends the thread. Transient failures (a full disk, no descriptors, an interrupted or killed job) are
+    retried after a pause, after the other batches.
+    """
 
     def __init__(self, store: BatchStore, settings: list[str], output_root: Path):
         super().__init__(daemon=True, name="batches")
         self._store, self._settings, self._output_root = store, settings, output_root.absolute()
         self._stop_event, self._wake_event = threading.Event(), threading.Event()
         self._current: str | None = None  # the batch whose job runs
-        self._process: subprocess.Popen[bytes] | None = None  # of the current one; None where an earlier server's runs
-        self._log_start = 0  # where the words of the current one's job begin
+        self._process: subprocess.Popen[bytes] | None = None  # None if an earlier server started the job
+        self._log_start = 0  # offset of the current job's output in its log
         self._is_stop_requested = False  # the job of the current one has been asked to stop
         self._retry_states: dict[str, _RetryState] = {}
 
     def wake(self) -> None:
-        """Says that there may be something new to do."""
+        """Notifies the thread of new work."""
         self._wake_event.set()
 
     def stop(self) -> None:
@@ -89,7 +90,7 @@ class Keeper(threading.Thread):
             self._wake_event.wait(seconds)
 
     def _step(self) -> float | None:
-        """Does what can be done now; returns the seconds until there may be more, None until it is woken."""
+        """Does all work that is due. Returns the seconds until the next step; None to wait for `wake`."""
         left = self._store.unfinished_batches()
         begun = (batch for batch in left if batch["status"] != "validating")  # whose job may run unknown to this server
         running = next((batch for batch in left if batch["id"] == self._current), None) or next(
@@ -108,12 +109,12 @@ class Keeper(threading.Thread):
         return 0.0 if ready or running is not None else min(waits, default=None)
 
     def _is_running(self, batch: JsonRecord) -> bool:
-        """Whether a process works on the batch: a job that a server started, or another at its run. Raises OSError."""
+        """True if a process works on the batch: its job, or any other process in its run directory. Raises OSError."""
         return is_locked(self._store.log_path(str(batch["id"]))) or is_locked(self._run_directory(batch).lock)
 
     def _attempt(self, batch: JsonRecord) -> None:
-        """Takes the next step of a batch. A failure that can pass puts it off, any other ends it. Raises OutputError
-        where that cannot be written down."""
+        """Advances a batch by one step. Postpones it after a transient failure; fails it after any other. Raises
+        OutputError if that cannot be recorded."""
         id = str(batch["id"])
         try:
             self._advance(id, batch)
@@ -178,7 +179,7 @@ class Keeper(threading.Thread):
             return  # cancelled in the meantime
         with self._store.log_path(id).open("ab") as log_file:
             self._log_start = log_file.tell()
-            # The lock belongs to the open file, so that it stays for as long as a process of the job has this as its
+            # Race: the lock belongs to the open file, so it is held for as long as a process of the job has this as its
             # output, the server's end included: no second job begins, also before the first has locked its run.
             try:
                 fcntl.flock(log_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -200,7 +201,7 @@ class Keeper(threading.Thread):
         log.info("%s begins", id)
 
     def _finish(self, id: str, run: RunDirectory, status: str) -> None:
-        """Makes files of what is done, for the API to give."""
+        """Exports the finished rows as output files of the API."""
         try:
             if run.manifest.exists():
                 write_batch_files(run.path, partial=status == "cancelled")
@@ -236,7 +237,7 @@ class Keeper(threading.Thread):
         log.error("%s has failed: %s", id, message)
 
     def _retry(self, batch: JsonRecord, run: RunDirectory, reason: str) -> None:
-        """Has a job started again that was interrupted or killed, as long as it gets further."""
+        """Restarts an interrupted or killed job, as long as it makes progress."""
         id = str(batch["id"])
         trouble, num_parts = self._retry_state(id), sum(1 for _ in run.generations.glob("part-*"))
         if num_parts > trouble.num_parts:
@@ -264,12 +265,12 @@ class Keeper(threading.Thread):
 
 
 def _job_name(batch: JsonRecord) -> str:
-    """The job that answers requests to the batch's endpoint; its runs lie in a folder of this name."""
+    """Name of the job that serves the batch's endpoint; also the folder of its runs."""
     return "encode" if batch["endpoint"] in ENCODE_ENDPOINTS else "generate"
 
 
 def _request_stop(job: "subprocess.Popen[bytes] | None", run: RunDirectory) -> bool:
-    """Asks a job to stop, which it does behind its pass; False where it cannot be asked yet."""
+    """Asks a job to stop after its current pass. Returns False if it is not ready for signals yet."""
     with suppress(OSError, DamagedRunError):
         if not is_locked(run.lock):
             return False  # it has not seen to stop signals yet
@@ -285,7 +286,7 @@ def _request_stop(job: "subprocess.Popen[bytes] | None", run: RunDirectory) -> b
 
 
 def _last_error(path: Path, start: int) -> str | None:
-    """The last error in a job's log from `start` on; None where it has none, as on a full disk."""
+    """Returns the last error in a job's log after `start`; None if there is none, e.g. after a full disk."""
     with path.open("rb") as file:
         file.seek(max(start, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
         for line in reversed(file.read().decode("utf-8", errors="replace").splitlines()):
@@ -295,7 +296,7 @@ def _last_error(path: Path, start: int) -> str | None:
 
 
 def _format_error(error: Exception) -> str:
-    """The error, and where it came from if nobody foresaw it."""
+    """Formats an error, with a traceback if it was unexpected."""
     if isinstance(error, OSError | WeightstreamError):
         return str(error)
     return "".join(traceback.format_exception(error))

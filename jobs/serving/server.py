@@ -1,5 +1,4 @@
-"""The server from its start to its end: store, keeper and routes together, on one address. It stands alone because it
-loads libraries that are an extra."""
+"""Lifetime of the server: store, keeper and routes on one address. Separate because its libraries are an extra."""
 
 # pyright: reportMissingImports=false
 
@@ -35,8 +34,8 @@ REPEAT_SECONDS = 60.0
 
 
 def serve(config: ServeConfig, output_root: Path, models: Sequence[str] = ()) -> None:
-    """Answers until it is interrupted. The job of a batch goes on then, and the next server takes it up. `models`: what
-    answers, by name. Raises ConfigError, OutputError."""
+    """Serves until interrupted. A running job continues, and the next server adopts it. `models`: names of the served
+    models. Raises ConfigError, OutputError."""
     make_directory(output_root)
     with private_umask(), _lock_server_folder(output_root, config) as folder:
         key = _api_key(config, folder) if config.require_api_key else None  # whoever finds it listening finds the key
@@ -78,7 +77,7 @@ def serve(config: ServeConfig, output_root: Path, models: Sequence[str] = ()) ->
 
 @contextmanager
 def _lock_server_folder(output_root: Path, config: ServeConfig) -> Iterator[Path]:
-    """The folder of this server's records, which no other server may have."""
+    """Context manager: locks and returns the folder of this server's records."""
     folder = make_directory(output_root / "serve")
     try:
         lock = RunLock(folder / ".lock")
@@ -106,7 +105,7 @@ def _open_listener(config: ServeConfig) -> Iterator[socket.socket]:
 
 
 def _api_key(config: ServeConfig, folder: Path) -> str:
-    """What clients have to send: from the user's file, or from ours, which is made where there is none."""
+    """Reads the API key from the user's file, or from ours, which is created if missing."""
     path = Path(config.api_key_file).expanduser() if config.api_key_file else folder / "api_key"
     if config.api_key_file is None and not path.exists():
         made = secrets.token_urlsafe(32)
@@ -129,14 +128,13 @@ def _api_key(config: ServeConfig, folder: Path) -> str:
 
 
 def _max_connections() -> int:
-    """Connections that leave descriptors over for files: an upload needs three."""
+    """Connection limit that leaves file descriptors for uploads, which need three each."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, soft // 4))
 
 
 class _Connection(H11Protocol):
-    """uvicorn's connection, closed where it asks nothing, and where there are too many: the one that was silent the
-    longest then, so that idle ones keep nobody out."""
+    """uvicorn connection with limits: closed when idle; above the connection limit, the longest idle one is closed."""
 
     heard_at: float = 0.0
 
@@ -157,12 +155,12 @@ class _Connection(H11Protocol):
 
     @property
     def has_request(self) -> bool:
-        """Whether a request is in work, all of which may not have come yet."""
+        """True while a request is in progress, including its upload."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def is_responding(self) -> bool:
-        """Whether it is the server that has the word."""
+        """True if the request is complete and the response is not."""
         return self.has_request and not self.cycle.more_body
 
     def _close_if_idle(self) -> None:
@@ -175,8 +173,8 @@ class _Connection(H11Protocol):
 
 
 class _RepeatFilter(logging.Filter):
-    """Lets a warning through once in REPEAT_SECONDS, then with how often it was repeated: without descriptors, asyncio
-    says so thousands of times a minute."""
+    """Logs an identical warning once per `REPEAT_SECONDS`, then with its number of repeats: without descriptors,
+    asyncio repeats one thousands of times a minute."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Files and batches on disk, so that they are there after a restart: a JSON record each, in the API's own form, and the
-content of each uploaded file.
-"""
+"""Persistent files and batches: a JSON record each, in the API's format, and the content of each uploaded file."""
 
 import json
 import logging
@@ -36,7 +34,7 @@ BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 FINAL = frozenset({"completed", "failed", "cancelled"})
 STATUSES = FINAL | {"validating", "in_progress", "cancelling"}
 URLS = (*ENDPOINTS, *ENCODE_ENDPOINTS)
-UPLOAD_PURPOSE, RESULT_PURPOSE = "batch", "batch_output"  # what a file is for, in the API's words
+UPLOAD_PURPOSE, RESULT_PURPOSE = "batch", "batch_output"  # a file's purpose in the API
 FILE_FIELDS = {"bytes": int, "created_at": int, "filename": str, "purpose": str, "path": str}
 BATCH_FIELDS = {
     "created_at": int,
@@ -52,7 +50,7 @@ JsonRecord = dict[str, JsonValue]
 
 
 class UploadLimitError(Exception):
-    """An upload would exceed a limit of all of them together."""
+    """An upload would exceed a limit on all uploads."""
 
 
 class FileInUseError(Exception):
@@ -60,11 +58,11 @@ class FileInUseError(Exception):
 
 
 class BatchStore:
-    """The records below `directory`, where no other process may write. They are read once and held in memory; a change
-    is on disk before it is seen. Safe between threads: a record is replaced, never changed."""
+    """Records below `directory`; this process must be the only writer. Records are cached in memory; a change is on
+    disk before it is visible. Thread-safe: records are replaced, never mutated."""
 
     def __init__(self, directory: Path):
-        """Removes what a killed server left of uploads. Raises OutputError, OSError."""
+        """Removes incomplete uploads of a killed server. Raises OutputError, OSError."""
         self._files = make_directory(directory / "files")
         self._batches = make_directory(directory / "batches")
         self.jobs = make_directory(directory / "jobs")  # the current folder of jobs: nobody else can write there
@@ -80,16 +78,17 @@ class BatchStore:
         self._num_receiving = self._receiving_bytes = 0
 
     def content_path(self, id: str) -> Path:
-        """Where the bytes of an uploaded file lie."""
+        """Path of an uploaded file's content."""
         return self._files / f"{id}.jsonl"
 
     def log_path(self, batch_id: str) -> Path:
-        """What the job of a batch says; locked by the job for as long as it runs."""
+        """Log of a batch's job; the job holds a lock on it while it runs."""
         return self._batches / f"{batch_id}.log"
 
     @contextmanager
     def reserve_space(self, num_bytes: int, max_files: int, max_bytes: int) -> Iterator[None]:
-        """Counts an upload of `num_bytes` among those that are kept while it is received. Raises NoRoomError."""
+        """Context manager: counts an upload of `num_bytes` toward the limits while it is received. Raises
+        UploadLimitError."""
         with self._lock:
             sizes = [_int(file["bytes"]) for file in self._file_records.values() if file["purpose"] == UPLOAD_PURPOSE]
             if len(sizes) + self._num_receiving >= max_files:
@@ -109,7 +108,7 @@ class BatchStore:
                 self._receiving_bytes -= num_bytes
 
     def add_upload(self, source: BinaryIO, filename: str) -> JsonRecord:
-        """The record of a new file of these bytes. Raises OutputError, and nothing is left then."""
+        """Stores a new file and returns its record. Raises OutputError and leaves nothing behind."""
         id = new_id("file-")
         path = self.content_path(id)
         try:
@@ -139,11 +138,12 @@ class BatchStore:
         return self._file_records.get(id)
 
     def files(self) -> list[JsonRecord]:
-        """All of them, the oldest first."""
+        """All files, the oldest first."""
         return _by_age(self._file_records)
 
     def delete_file(self, id: str) -> bool:
-        """Removes the record and then the content; False where there is no such file. Raises InUseError, OSError."""
+        """Removes the record, then the content. Returns False if there is no such file. Raises FileInUseError or
+        OSError."""
         with self._lock:
             if (record := self._file_records.get(id)) is None:
                 return False
@@ -159,7 +159,7 @@ class BatchStore:
     def add_batch(
         self, input_file_id: str, endpoint: str, window: str, metadata: Mapping[str, str] | None, total: int
     ) -> JsonRecord | None:
-        """The record of a new batch; None where its file has just been deleted. Raises OutputError."""
+        """Creates a batch and returns its record; None if its file was deleted meanwhile. Raises OutputError."""
         record: JsonRecord = {
             "id": new_id("batch_"),
             "object": "batch",
@@ -182,7 +182,7 @@ class BatchStore:
         return self._batch_records.get(id)
 
     def batches(self) -> list[JsonRecord]:
-        """All of them, the oldest first."""
+        """All batches, the oldest first."""
         return _by_age(self._batch_records)
 
     def unfinished_batches(self) -> list[JsonRecord]:
@@ -191,8 +191,8 @@ class BatchStore:
         return _by_age(left)
 
     def update_batch(self, id: str, changes: Callable[[JsonRecord], Mapping[str, JsonValue]]) -> JsonRecord:
-        """The batch with what `changed` says of it as it is now, written; one that has ended stays as it is. Raises
-        OutputError."""
+        """Merges `changes(record)` into the batch, atomically, and returns it; a batch that has ended stays unchanged.
+        Raises OutputError."""
         with self._lock:
             record = self._batch_records[id]
             if record["status"] not in FINAL and (found := changes(record)):
@@ -202,7 +202,7 @@ class BatchStore:
             return record
 
     def set_status(self, id: str, status: str, **more: JsonValue) -> JsonRecord:
-        """The batch in another state, and since when."""
+        """Sets the batch's status and the time of the change."""
         return self.update_batch(id, lambda record: {"status": status, f"{status}_at": int(time.time()), **more})
 
 
@@ -219,7 +219,7 @@ def _int(value: JsonValue) -> int:
 
 
 def _load_records(folder: Path, ids: re.Pattern[str], fields: Mapping[str, type]) -> dict[str, JsonRecord]:
-    """The records in `folder`. One that cannot be used costs itself, and a warning."""
+    """Loads the records in `folder`; skips invalid ones with a warning."""
     found: dict[str, JsonRecord] = {}
     for path in folder.glob("*.json"):
         if not ids.fullmatch(path.stem):
@@ -232,7 +232,7 @@ def _load_records(folder: Path, ids: re.Pattern[str], fields: Mapping[str, type]
 
 
 def _read_record(path: Path, fields: Mapping[str, type]) -> JsonRecord:
-    """Raises ValueError where it is no record of these fields, or one that cannot be sent as JSON."""
+    """Reads a record. Raises ValueError if it is invalid or cannot be sent as JSON."""
     if not path.is_file() or path.stat().st_size > MAX_RECORD_BYTES:
         raise ValueError(f"it is no regular file of up to {MAX_RECORD_BYTES // KIB} KiB")
     record = read_json(path)

@@ -1,5 +1,5 @@
-"""Tables of prompts that data engines hand over: Ray Data, Spark, Daft and datatrove call `TableGenerator` with rows,
-and have results beside them. Here belongs what such an engine's way of calling asks for; none of them is imported.
+"""Table adapter for data engines: Ray Data, Spark, Daft and datatrove call `TableGenerator` with rows and get results.
+No engine is imported.
 """
 
 from .generator import TableGenerator

@@ -1,6 +1,7 @@
-"""One adapter for engines of data: it is called with a table, and each engine has a thin face of its own in front of
-that. Engines make, copy and drop their functions as they like: the model that this process holds open for tables stays.
-A table that is kept is a run, whose directory is named after what it asks, so that one that is given again goes on."""
+"""One table adapter with a thin method per data engine. Engines create, copy and drop their functions freely, so the
+process keeps one open runtime for all of them. With an output root, a table is a run named after its content; the same
+table resumes it.
+"""
 
 import logging
 import os
@@ -34,13 +35,13 @@ from ..record.run_dir import RunDirectory
 from ..run.run import run_task
 from ..run.tasks.generate import generation_task
 
-LARGE_TABLE_ROWS = 8_192  # that a block is looked for in
-MIN_ROWS_RATIO, MIN_SPEEDUP = 2.0, 1.5  # a block's rows by those that there are; its rows a second by theirs
+LARGE_TABLE_ROWS = 8_192  # enough rows to find the block size
+MIN_ROWS_RATIO, MIN_SPEEDUP = 2.0, 1.5  # thresholds of block over table: rows, and rows/s
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockUnderfill:
-    """Rows that are generated together, how many like them one block takes, and predicted rows a second of both."""
+    """Rows generated together, rows that fill a block, and predicted rows/s of both."""
 
     num_rows: int
     block_rows: int
@@ -57,8 +58,8 @@ class BlockUnderfill:
 
 
 def find_underfill(planner: Planner, sizes: Sequence[SequenceSize]) -> BlockUnderfill | None:
-    """What `sizes` lack of a block; None where they fill one, or more of them would not be clearly faster. Rates are
-    measured where none are kept. Raises BudgetError."""
+    """Returns how far `sizes` are from filling a block; None if they fill one or more rows would not be clearly faster.
+    Measures rates if none are cached. Raises BudgetError."""
     if not sizes:
         return None
     shape, config, budgets = planner.model.shape, planner.config, planner.budgets
@@ -84,13 +85,12 @@ log = logging.getLogger(__name__)
 WINDOW = 16_384  # rows
 
 
-_runtime_lock = RLock()  # an engine may call from several threads, and a model is asked by one
+_runtime_lock = RLock()  # engines may call from several threads; a runtime serves one at a time
 
 
 @dataclass(kw_only=True)
 class OpenRuntime:
-    """An open runtime, the settings and the process that it is of, and whether it was looked how full its blocks
-    are."""
+    """An open runtime with its settings and process id. `is_fill_checked`: the block fill was checked once."""
 
     config: RuntimeConfig
     process: int
@@ -98,7 +98,7 @@ class OpenRuntime:
     is_fill_checked: bool = False
 
     def warn_if_underfilled(self, prompts: Sequence[Prompt]) -> None:
-        """Warns, once, where these rows are far fewer than a block takes, and that costs speed."""
+        """Warns once if the rows are far too few to fill a block and that costs speed."""
         if self.is_fill_checked or not prompts:
             return
         self.is_fill_checked = True
@@ -115,8 +115,8 @@ _open_runtime: OpenRuntime | None = None
 
 @contextmanager
 def lock_runtime(config: RuntimeConfig) -> Iterator[OpenRuntime]:
-    """The open runtime of these settings; for as long as the block lasts it is nobody else's. One of other settings is
-    closed first, and one that a parent process has left behind is not touched. Raises what `Runtime` raises."""
+    """Context manager: locks and returns the open runtime of these settings. Closes one with other settings first;
+    leaves one inherited from a parent process alone. Raises the errors of `Runtime`."""
     global _open_runtime
     with _runtime_lock:
         if _open_runtime is None or (_open_runtime.process, _open_runtime.config) != (os.getpid(), config):
@@ -137,9 +137,9 @@ def close() -> None:
 def generate_in_run(
     prompts: Sequence[PromptOrRejected], config: RuntimeConfig, runtime: Runtime, output_root: str
 ) -> pa.Table:
-    """The results of a table's rows, in their order, from a run below `output_root`: what of it is committed is read,
-    the rest is generated. Several processes that are given the same table share the run's blocks out, but for
-    continuous admission, which has none. Raises the errors of runtime.errors."""
+    """Returns a table's results in row order, from a run below `output_root`: reads committed rows and generates the
+    rest. Processes with the same table share its blocks, except under continuous admission. Raises the errors of
+    runtime.errors."""
     require_unique_ids([(place, each) for place, each in enumerate(prompts) if isinstance(each, Prompt)], {})
     rows = [_make_row(place, each) for place, each in enumerate(prompts)]
     groups = {group.name: getattr(config, group.name) for group in fields(RuntimeConfig)}
@@ -156,7 +156,7 @@ def generate_in_run(
 
 
 def _make_row(place: int, prompt: PromptOrRejected) -> Row:
-    """What a row of a table asks, as a row of a data set."""
+    """Converts a table's prompt to a dataset row."""
     row = Row(index=place, id=prompt.id or str(place), prompt="", messages=None, columns={}, error=None)
     if not isinstance(prompt, Prompt):
         return replace(row, error=prompt.error)
@@ -170,7 +170,7 @@ def _make_row(place: int, prompt: PromptOrRejected) -> Row:
 
 
 class Document(Protocol):
-    """What is asked of datatrove's documents."""
+    """Protocol of datatrove documents."""
 
     text: str
     id: str
@@ -181,21 +181,18 @@ D = TypeVar("D", bound=Document)
 
 
 class TableGenerator:
-    """Generates behind the prompts of a table: called with one, it gives it back with the columns of results, as
-    `Runtime.generate_table` does, which says what `prompt`, `id`, `overrides` and `prefix` are. Each table is planned
-    for itself: give it blocks of thousands of rows rather than batches of 32. It warns where a table is far from
-    filling a block.
+    """Appends generated columns to tables of prompts, as `Runtime.generate_table` does, which documents `prompt`, `id`,
+    `overrides` and `prefix`. Each table is planned on its own: pass thousands of rows rather than batches of 32. Warns
+    if a table is far from filling a block.
 
-    Nothing is read before the first table, so that it can be sent to other processes. What is read then stays open in
-    the process, for all tables and generators with these settings, until `close`, or another model takes its place.
-    Settings are those of `Runtime`.
+    Picklable: nothing is loaded before the first table. The model then stays open in the process, for all generators
+    with these settings, until `close` or until another model replaces it. Settings are those of `Runtime`.
 
-    With an `output_root`, each table is a run below it: a table that is given again, to whichever process, goes on
-    where it was, and a finished one is read. Without one, nothing is kept. `window`: rows that are generated together
-    where they come in an iterator.
+    With `output_root`, each table is a run: the same table resumes it in any process, and a finished one is only read.
+    Without it, nothing is stored. `window`: rows generated together when they come from an iterator.
 
-    Raises ConfigError, also where tokens are drawn and neither `id` nor a `seed` of each row says how: a row's place in
-    a table that an engine has cut is nobody's.
+    Raises ConfigError, also if tokens are sampled without `id` or a `seed` per row: row numbers of a split table are
+    not stable.
     """
 
     def __init__(
@@ -223,18 +220,18 @@ class TableGenerator:
         )
 
     def schema(self, given: pa.Schema) -> pa.Schema:
-        """The columns that a table with the `given` ones comes back with. Raises ConfigError."""
+        """The output columns for a table with the `given` columns. Raises ConfigError."""
         return self._columns.output_schema(given, self._config.sampling)
 
     @property
     def struct_type(self) -> pa.StructType:
-        """The type of `structs`."""
+        """The element type of `structs`."""
         return pa.struct(
             [each.with_name(name) for each, name in zip(self._result_fields, self._result_names, strict=True)]
         )
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """`table` with its results; the face for Ray Data's `map_batches`, with `batch_format="pyarrow"`."""
+        """Returns `table` with its results. For Ray Data's `map_batches` with `batch_format="pyarrow"`."""
         schema = self.schema(table.schema)
         asked = self._columns.read_prompts(table)
         with lock_runtime(self._config) as found:
@@ -249,7 +246,7 @@ class TableGenerator:
         return self._columns.append_results(table, results, self._config.sampling)
 
     def batches(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """The same of record batches, `window` rows and more together; the face for Spark's `mapInArrow`."""
+        """Generates for record batches, `window` rows or more together. For Spark's `mapInArrow`."""
         held: list[pa.RecordBatch] = []
         for batch in batches:
             held.append(batch)
@@ -260,14 +257,14 @@ class TableGenerator:
             yield from self(pa.Table.from_batches(held)).to_batches()
 
     def structs(self, table: pa.Table) -> pa.StructArray:
-        """The results alone, a struct for each row; the face for engines that take one column back, as Daft does."""
+        """Returns only the results, as one struct per row. For engines that take one column, such as Daft."""
         found = self(table).select(self._result_names).combine_chunks()
         arrays = [column.combine_chunks() for column in found.columns]
         return pa.StructArray.from_arrays(arrays, fields=list(self.struct_type))
 
     def documents(self, data: Iterable[D] | None, rank: int = 0, world_size: int = 1) -> Iterator[D]:
-        """Documents with their results in `metadata`, `window` of them together; the face for datatrove, a step of its
-        pipelines. Columns are a document's `text` and `id`, and what is in its `metadata`."""
+        """Adds results to the `metadata` of documents, `window` at a time. For datatrove, as a pipeline step. Columns
+        are `text`, `id` and the keys of `metadata`."""
         waiting = iter(data or ())
         while some := list(islice(waiting, self._window)):
             known = ({**each.metadata, "text": each.text, "id": each.id} for each in some)
@@ -287,5 +284,5 @@ class TableGenerator:
         return [f"{self._columns.prefix}{each.name}" for each in self._result_fields]
 
     def close(self) -> None:
-        """Frees the weights that this process holds for tables; the next one reads them again."""
+        """Frees the weights that this process holds for tables; the next table reads them again."""
         close()
