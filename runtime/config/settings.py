@@ -182,8 +182,8 @@ class Parallelism(Enum):
 
 
 class Gather(Enum):
-    """How ranks gather the shares of a layer, with `sharded`. `memory`: in shared memory of one machine; `collective`:
-    by collectives between ranks with separate copies; `auto`: `memory` if all ranks are on one machine."""
+    """Gathering of a layer's shares, with `sharded`. `memory`: in shared memory of one machine; `collective`: by
+    collectives between ranks with separate copies; `auto`: `memory` if all ranks are on one machine."""
 
     auto = "auto"
     memory = "memory"
@@ -191,8 +191,8 @@ class Gather(Enum):
 
 
 class DividedExperts(Enum):
-    """How ranks divide a layer's experts, with `tensor`. `rows`: rows of every expert's matrices; `whole`: some entire
-    experts; `auto`: `whole` if it sends less, or if rows cannot be split."""
+    """Division of a layer's experts among ranks, with `tensor`. `rows`: rows of every expert's matrices; `whole`: some
+    entire experts; `auto`: `whole` if it sends less, or if rows cannot be split."""
 
     auto = "auto"
     rows = "rows"
@@ -200,7 +200,7 @@ class DividedExperts(Enum):
 
 
 class Verify(Enum):
-    """How much of the weight files a run's fingerprint covers. `sampled`: headers and samples of each file; `full`: all
+    """Coverage of the weight files by a run's fingerprint. `sampled`: headers and samples of each file; `full`: all
     bytes."""
 
     sampled = "sampled"
@@ -290,7 +290,7 @@ class KVConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchConfig:
-    """How far weight reads run ahead of compute. `depth`: stages for lookahead; `block_layers`: stages per block."""
+    """Weight reads ahead of compute. `depth`: stages for lookahead; `block_layers`: stages per block."""
 
     kind: TextField[Prefetch] = enum_field(Prefetch.lookahead)
     depth: int = 1

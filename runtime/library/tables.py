@@ -69,8 +69,8 @@ class TableColumns:
         return list(dict.fromkeys([self.prompt, *([self.id] if self.id is not None else []), *self.overrides.values()]))
 
     def output_schema(self, given: pa.Schema, sampling: SamplingConfig) -> pa.Schema:
-        """The given columns, then the result columns. Raises ConfigError if an input column is missing, duplicated or
-        of the wrong type, if a result column exists already, and if `sampling.n` is not 1."""
+        """The input columns, then the result columns. Raises ConfigError if an input column is missing, duplicated or
+        of the wrong type, if a result column exists already, or if `sampling.n` is not 1."""
         for name in self.input_columns:
             num = given.names.count(name)
             listed = ", ".join(map(repr, given.names[:MAX_LISTED])) or "none"

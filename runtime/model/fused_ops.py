@@ -145,8 +145,8 @@ def require_accelerator(device: torch.device) -> None:
 
 
 def compiled_ops() -> FusedOps:
-    """Returns operations of which each is one kernel. The first pass compiles: some seconds for each kind of
-    operation, again where a pass has one token alone."""
+    """Operations that torch.compile turns into one kernel each. The first pass compiles, some seconds per operation,
+    and again for a pass of a single token."""
     return FusedOps(
         norm=lambda x, weight, eps: _compile(plain_norm)(x, weight, eps),
         gate=lambda gate, up: _compile(plain_gate)(gate, up),

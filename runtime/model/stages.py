@@ -155,8 +155,8 @@ class Binding:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedModel:
-    """A model whose weights are requested by stage. `stage_of` maps full parameter names to stages; `kinds` has the
-    kind of each stage."""
+    """A model that requests its weights by stage. `stage_of` maps full parameter names to stages; `kinds` has the kind
+    of each stage."""
 
     model: PreTrainedModel
     kinds: tuple[StageKind, ...]
