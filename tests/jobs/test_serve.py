@@ -558,11 +558,11 @@ def test_a_cancel_that_comes_just_before_the_job_keeps_it_from_starting(
     change = store.update_batch
 
     def cancelled_first(*args: object) -> object:
-        monkeypatch.setattr(store, "change", change)
+        monkeypatch.setattr(store, "update_batch", change)
         store.set_status(id, "cancelling")
         return change(*args)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(store, "change", cancelled_first)
+    monkeypatch.setattr(store, "update_batch", cancelled_first)
     with keeping(store, tmp_path):
         wait_for(lambda: status(store, id) == "cancelled")
     assert starts.read_text() == ""
