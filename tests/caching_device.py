@@ -57,9 +57,9 @@ class CachingDevice(FakeDevice):
     def memory(self) -> DeviceMemory:
         return DeviceMemory(unreserved=self.own.unreserved, reserved=self.own.reserved, allocated=self.own.allocated)
 
-    def limit(self, num_bytes: int | None) -> None:
+    def set_memory_limit(self, num_bytes: int | None) -> None:
         self.own.limit = num_bytes
 
-    def give_back(self) -> None:
+    def empty_caches(self) -> None:
         self.own.give_back()
         self.pinned.give_back()
