@@ -93,7 +93,7 @@ def _read_gguf_generation(path: Path, config: PreTrainedConfig) -> GenerationDef
         return found
     named = " and ".join(f"{key}={token}" for key, token in more.items())
     log.info("%s: %s end a completion too, beside eos_token_id=%s", path, named, sorted(ends))
-    return replace(found, given={**found.values, "eos_token_id": sorted(ends.union(more.values()))})
+    return replace(found, values={**found.values, "eos_token_id": sorted(ends.union(more.values()))})
 
 
 def _make_defaults(source: Path, config: GenerationConfig) -> GenerationDefaults:

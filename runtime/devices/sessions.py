@@ -173,7 +173,7 @@ class SameRowsSession(RankSession):
     def _lane_slots(self) -> LaneSlots:
         num_pages = self._plan.placement.kv.num_pages
         [least] = self._sync.min_over_ranks([num_pages])
-        return Session._lane_slots(self)._replace(others_pages=num_pages - (least or 0))
+        return Session._lane_slots(self)._replace(reserved_pages=num_pages - (least or 0))
 
     def _exchange_results(self, counts: PassCounts | None) -> tuple[PassCounts, Finished]:
         return counts or PassCounts.total([]), self._pop_finished()

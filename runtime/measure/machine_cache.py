@@ -112,7 +112,7 @@ def save_comparisons(host: Host, kernels: str, found: Mapping[str, BackendCompar
     """Adds comparisons by product name to the host's record. `kernels` is the digest of the compared code. Of two
     concurrent processes one result may be lost; the next run measures it again. Raises OSError."""
     kept = _read(host.path) if host.path.exists() else None
-    _write(replace(kept or _HostRecord(host=host), kernels=kernels, contests=found))
+    _write(replace(kept or _HostRecord(host=host), kernels=kernels, comparisons=found))
 
 
 def _write(kept: "_HostRecord") -> None:
@@ -182,7 +182,7 @@ def _read(path: Path) -> _HostRecord | None:
             for rate in (rate for contest in each.values() for rate in contest.gflops.items()):
                 if rate[0] not in COMPARED or not isinstance(rate[1], float) or rate[1] <= 0:
                     raise ValueError(f"{rate} is no backend with its GFLOP/s")
-            found = replace(found, kernels=contests["kernels"], contests=each)
+            found = replace(found, kernels=contests["kernels"], comparisons=each)
         return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
         log.warning("%s: ignored: %s; run python -m jobs.measure to replace it", path, error)
