@@ -234,7 +234,7 @@ def test_a_failing_upload_is_tried_again_until_it_succeeds(
     [
         ("s3://key:secret-words@bucket/there", "contains credentials"),
         ("https://host/there?X-Amz-Signature=secret-words", "signature"),
-        ("zip://a::s3://secret-words/b", "one scheme"),
+        ("zip://a::s3://secret-words/b", "single scheme"),
     ],
 )
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_what_was_measured_is_read_without_torch(tmp_path: Path) -> None:
     save_rates(HOST, RATES)
     assert set(json.loads(HOST.path.read_text())["host"]) == set(vars(HOST))
     program = (
-        "import sys; from runtime.measure.machine_cache import find_latest; found = find_latest(); "
+        "import sys; from runtime.measure.machine_cache import find_latest_rates; found = find_latest_rates(); "
         "print(found.disk_gb_per_second, 'torch' in sys.modules)"
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
