@@ -15,8 +15,8 @@ from runtime.plan.cost.work import LayerWork
 
 from .report import table
 from .runner import answer
-from .task import Result, Task
-from .weightstream import opened
+from .task import BenchmarkTask, Result
+from .weightstream import open_runtime
 
 LITTLE = 1.2  # times the throughput, by twice the sequences
 HEIGHT_PIXELS = 520
@@ -115,15 +115,15 @@ def draw_blocks(path: Path, rates: Sequence[BlockRates], needed_sequences: float
         made.tight_layout()
 
 
-def needed_sequences(task: Task) -> float:
+def needed_sequences(task: BenchmarkTask) -> float:
     """How many sequences reach P2, where the disk no longer bounds decode, as HRM says in a process of its own."""
     return answer(__name__, asdict(task))["needed_sequences"]
 
 
-def measured_point(task: Task) -> OperatingPoint:
+def measure_operating_point(task: BenchmarkTask) -> OperatingPoint:
     """The operating point of a block of all prompts, whose weights are streamed from disk, by rates that are measured
     on the checkpoint's own layers, as a run measures them."""
-    runtime, requests = opened(task, OffloadConfig(tier=Tier.nvme))
+    runtime, requests = open_runtime(task, OffloadConfig(tier=Tier.nvme))
     plan = runtime.plan(requests)
     assert plan.rates is not None, "a plan measures them"
     budgets = runtime.budgets()
@@ -135,4 +135,4 @@ def measured_point(task: Task) -> OperatingPoint:
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, float]]:
-    yield {"needed_sequences": measured_point(Task(**question)).needed_sequences}
+    yield {"needed_sequences": measure_operating_point(BenchmarkTask(**question)).needed_sequences}

@@ -7,10 +7,10 @@ from jobs.config.settings import LogLevel
 from runtime.config.settings import Gather, ModelConfig, require
 from runtime.plan.placement.defaults import MICRO_BATCH_SIZE
 
-from .contenders import CONTENDERS, PEERS, PREDICTED, SHARING, Contender, Ours, Peer
+from .contenders import CONTENDERS, PEERS, PREDICTED, SHARING, Contender, OwnContender, Peer
 from .gpu.config import GpuConfig
 from .instruction_sets import Isa
-from .task import Task
+from .task import BenchmarkTask
 
 
 class Suite(Enum):
@@ -132,7 +132,7 @@ class BenchConfig:
     isa: Isa | None = None
     questions: str | None = None
     tokenizer: str | None = None
-    kv_slots: int = 8
+    kv_seats: int = 8
     rows: dict[Contender, int] = field(default_factory=dict)
     products: ProductsConfig = field(default_factory=ProductsConfig)
     ranks: RanksConfig = field(default_factory=RanksConfig)
@@ -190,11 +190,11 @@ class BenchConfig:
         require(self.weight_share > 0, f"weight_share must be above 0, got {self.weight_share}")
 
 
-def task_of(config: BenchConfig, contender: Contender, path: str, num_prompts: int) -> Task:
+def make_task(config: BenchConfig, contender: Contender, path: str, num_prompts: int) -> BenchmarkTask:
     """What the settings ask of one contender."""
     entry = CONTENDERS[contender]
     batch_size = config.batch_sizes.get(contender, config.batch_size)
-    return Task(
+    return BenchmarkTask(
         contender=contender.value,
         path=path,
         num_prompts=num_prompts,
@@ -206,6 +206,6 @@ def task_of(config: BenchConfig, contender: Contender, path: str, num_prompts: i
         num_micro_batches=config.num_micro_batches or -(-num_prompts // (config.micro_batch_size or MICRO_BATCH_SIZE)),
         weight_share=config.weight_share,
         num_threads=config.num_threads,
-        schedule=(entry.schedule if isinstance(entry, Ours) else Ours.schedule).value,
+        schedule=(entry.schedule if isinstance(entry, OwnContender) else OwnContender.schedule).value,
         limit_minutes=config.peer_minutes if isinstance(entry, Peer) else None,
     )

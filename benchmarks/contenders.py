@@ -50,7 +50,7 @@ class Contender(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ours:
+class OwnContender:
     """Weightstream, with its weights in `tier`, computing in `dtype`."""
 
     tier: Tier
@@ -94,13 +94,13 @@ class Peer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ReadBaseline:
     """The streamed layers from disk, without computing. `is_plain`: by plain threads instead of our streams."""
 
     is_plain: bool
 
 
-class Act(Enum):
+class KVAccess(Enum):
     """What is done to keys and values: only read, attended in our kernel, or in torch operators."""
 
     read = "read"
@@ -109,14 +109,14 @@ class Act(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep:
+class AttentionBaseline:
     """Goes over keys and values in memory, without a model."""
 
     dtype: DType = DType.float32
-    act: Act = Act.kernel
+    act: KVAccess = KVAccess.kernel
 
 
-Entry = Ours | Peer | Reading | Sweep
+Entry = OwnContender | Peer | ReadBaseline | AttentionBaseline
 
 TORCH = "torch==2.13.0+cpu"  # never the CUDA build; elsewhere pip finds it with PIP_EXTRA_INDEX_URL
 PEERS_ROOM = "benchmarks.peers"
@@ -148,18 +148,18 @@ VLLM = Isolation(
 )
 
 CONTENDERS: Mapping[Contender, Entry] = {
-    Contender.nvme: Ours(tier=Tier.nvme),
-    Contender.cpu: Ours(tier=Tier.cpu),
-    Contender.none: Ours(tier=Tier.none),
-    Contender.nvme_continuous: Ours(tier=Tier.nvme, admission=Admission.continuous),
-    Contender.none_continuous: Ours(tier=Tier.none, admission=Admission.continuous),
-    Contender.nvme_flexgen: Ours(tier=Tier.nvme, schedule=Order.flexgen),
-    Contender.nvme_module_batched: Ours(tier=Tier.nvme, schedule=Order.module_batched),
-    Contender.none_module_batched: Ours(tier=Tier.none, schedule=Order.module_batched),
-    Contender.nvme_traced: Ours(tier=Tier.nvme, is_traced=True),
-    Contender.nvme_unshared: Ours(tier=Tier.nvme, shares=SharePrefixes.off),
-    Contender.nvme_bf16: Ours(tier=Tier.nvme, dtype=DType.bfloat16),
-    Contender.none_bf16: Ours(tier=Tier.none, dtype=DType.bfloat16),
+    Contender.nvme: OwnContender(tier=Tier.nvme),
+    Contender.cpu: OwnContender(tier=Tier.cpu),
+    Contender.none: OwnContender(tier=Tier.none),
+    Contender.nvme_continuous: OwnContender(tier=Tier.nvme, admission=Admission.continuous),
+    Contender.none_continuous: OwnContender(tier=Tier.none, admission=Admission.continuous),
+    Contender.nvme_flexgen: OwnContender(tier=Tier.nvme, schedule=Order.flexgen),
+    Contender.nvme_module_batched: OwnContender(tier=Tier.nvme, schedule=Order.module_batched),
+    Contender.none_module_batched: OwnContender(tier=Tier.none, schedule=Order.module_batched),
+    Contender.nvme_traced: OwnContender(tier=Tier.nvme, is_traced=True),
+    Contender.nvme_unshared: OwnContender(tier=Tier.nvme, shares=SharePrefixes.off),
+    Contender.nvme_bf16: OwnContender(tier=Tier.nvme, dtype=DType.bfloat16),
+    Contender.none_bf16: OwnContender(tier=Tier.none, dtype=DType.bfloat16),
     Contender.transformers: Peer(),
     Contender.transformers_bf16: Peer(dtype=DType.bfloat16),
     Contender.accelerate_cpu: Peer(tier=Tier.cpu),
@@ -180,18 +180,18 @@ CONTENDERS: Mapping[Contender, Entry] = {
     },
     Contender.vllm: Peer(batch_sizes=(), isolation=VLLM),
     Contender.vllm_bf16: Peer(dtype=DType.bfloat16, batch_sizes=(), isolation=VLLM),
-    Contender.read: Reading(is_plain=False),
-    Contender.plain_read: Reading(is_plain=True),
-    Contender.memory_read: Sweep(act=Act.read),
-    Contender.attention_float32: Sweep(),
-    Contender.attention_bfloat16: Sweep(dtype=DType.bfloat16),
-    Contender.attention_float16: Sweep(dtype=DType.float16),
-    Contender.attention_torch: Sweep(act=Act.operators),
+    Contender.read: ReadBaseline(is_plain=False),
+    Contender.plain_read: ReadBaseline(is_plain=True),
+    Contender.memory_read: AttentionBaseline(act=KVAccess.read),
+    Contender.attention_float32: AttentionBaseline(),
+    Contender.attention_bfloat16: AttentionBaseline(dtype=DType.bfloat16),
+    Contender.attention_float16: AttentionBaseline(dtype=DType.float16),
+    Contender.attention_torch: AttentionBaseline(act=KVAccess.operators),
 }
 
 PEERS = tuple(contender for contender, entry in CONTENDERS.items() if isinstance(entry, Peer))
 PREDICTED = tuple(
-    contender for contender, entry in CONTENDERS.items() if isinstance(entry, Ours) and not entry.is_traced
+    contender for contender, entry in CONTENDERS.items() if isinstance(entry, OwnContender) and not entry.is_traced
 )
 SHARING = (Contender.nvme, Contender.nvme_continuous, Contender.nvme_unshared, Contender.vllm)  # of suite=prefixes
 
@@ -204,7 +204,7 @@ class Variant:
     else would be measured."""
 
     name: str
-    entry: Ours | Peer
+    entry: OwnContender | Peer
     num_pieces: int = 1
     part: int = 1
     is_cut: bool = False
@@ -229,7 +229,7 @@ def is_installed(module: str) -> bool:
     return find_spec(module) is not None
 
 
-HOST = Ours(tier=Tier.cpu)  # weights in host memory, streamed to the device
+HOST = OwnContender(tier=Tier.cpu)  # weights in host memory, streamed to the device
 VARIANTS: Sequence[Variant] = (
     Variant(name="weightstream", entry=HOST),
     Variant(name="weightstream, a quarter of the block", entry=HOST, part=4),
@@ -246,10 +246,10 @@ VARIANTS: Sequence[Variant] = (
     Variant(name="weightstream, kv=cpu", entry=replace(HOST, kv=KVTier.cpu)),
     Variant(name="weightstream, int4 store", entry=HOST, is_int4=True),
     Variant(name="accelerate cpu_offload", entry=Peer(tier=Tier.cpu), needs=("accelerate",)),
-    Variant(name="weightstream in the device", entry=Ours(tier=Tier.none), is_cut=True),
+    Variant(name="weightstream in the device", entry=OwnContender(tier=Tier.none), is_cut=True),
     Variant(name="transformers in the device", entry=Peer(), is_cut=True),
-    Variant(name="weightstream, offload=nvme", entry=Ours(tier=Tier.nvme)),
-    Variant(name="weightstream, offload=auto", entry=Ours(tier=Tier.auto)),
+    Variant(name="weightstream, offload=nvme", entry=OwnContender(tier=Tier.nvme)),
+    Variant(name="weightstream, offload=auto", entry=OwnContender(tier=Tier.auto)),
 )
 # DeepSpeed keeps a copy of the weights of its own, so it has a process of its own.
 DEEPSPEED_VARIANT = Variant(name="deepspeed ZeRO-Inference", entry=Peer(tier=Tier.cpu), needs=("deepspeed",))

@@ -28,8 +28,8 @@ from runtime.units import MIB, format_bytes
 
 from .report import table
 from .runner import answer
-from .task import Result, Task, forget_pages
-from .weightstream import generated, opened
+from .task import BenchmarkTask, Result, forget_pages
+from .weightstream import measure_generation, open_runtime
 
 READ_CHUNK_MIB = 1  # small beside what a rank reads of a page, so that the rate is even
 
@@ -84,7 +84,7 @@ class RanksCase:
         return f"{self.num_ranks} ranks, {self.gather}" if self.num_ranks > 1 else "1 rank"
 
 
-def measured_ranks(case: RanksCase, task: Task) -> Result:
+def measure_ranks(case: RanksCase, task: BenchmarkTask) -> Result:
     """Rank 0's result, each rank in a process of its own. Raises WeightstreamError where one fails."""
     with tempfile.TemporaryDirectory() as folder:
         own = replace(task, num_threads=max(1, task.num_threads // case.num_ranks))
@@ -92,30 +92,30 @@ def measured_ranks(case: RanksCase, task: Task) -> Result:
         return Result(**answer(__name__, question))
 
 
-def measure(task: Task, case: RanksCase, rank: int, folder: str) -> Result | None:
+def measure(task: BenchmarkTask, case: RanksCase, rank: int, folder: str) -> Result | None:
     """What the ranks come to, as rank 0 tells, which starts the others. One process alone is as without ranks."""
     forget_pages(Path(task.path))
     make = partial(ThrottledRuntime, bytes_per_second=case.bytes_per_second)
     offload = OffloadConfig(tier=Tier.nvme, resident_layers=0, read_chunk_mib=READ_CHUNK_MIB)
     if case.num_ranks == 1:
-        return generated(*opened(task, offload, make=make)).result
+        return measure_generation(*open_runtime(task, offload, make=make)).result
     question = {"task": asdict(task), "case": asdict(case), "folder": folder}
-    others = [_started({**question, "rank": other}) for other in range(1, case.num_ranks) if not rank]
+    others = [_start_rank({**question, "rank": other}) for other in range(1, case.num_ranks) if not rank]
     launch = Launch(rank=rank, size=case.num_ranks, url=f"file://{Path(folder) / 'meet'}")
     with Ranks(launch, devices=DevicesConfig(way=Parallelism.sharded, gather=case.gather)) as ranks:
-        runtime, requests = opened(task, offload, make=partial(make, ranks=ranks))
+        runtime, requests = open_runtime(task, offload, make=partial(make, ranks=ranks))
         if rank:
             for _ in runtime.follow(requests):
                 pass
             return None
-        found = generated(runtime, requests).result
+        found = measure_generation(runtime, requests).result
         end_sessions(ranks)
     for each in others:
         each.wait()
     return found
 
 
-def _started(question: Mapping[str, object]) -> "subprocess.Popen[bytes]":
+def _start_rank(question: Mapping[str, object]) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "benchmarks.worker", __name__, json.dumps(question)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
@@ -149,6 +149,6 @@ def _bytes_of_pass(result: Result) -> float:
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    task, case = Task(**question["task"]), RanksCase(**question["case"])
+    task, case = BenchmarkTask(**question["task"]), RanksCase(**question["case"])
     if (found := measure(task, case, question["rank"], question["folder"])) is not None:
         yield asdict(found)

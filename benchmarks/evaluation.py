@@ -22,9 +22,9 @@ from runtime.synthesize.checkpoints import synthesize_checkpoint
 from runtime.units import format_bytes
 
 from .config import BenchConfig
-from .harness_scores import Asked, Entrant, Scores
+from .harness_scores import HarnessContender, HarnessTask, Scores
 from .report import table
-from .runner import Worker
+from .runner import WorkerProcess
 from .task import Measured
 
 NUM_CHOICES, NUM_EXAMPLES, NUM_TRAINED = 4, 5, 40
@@ -35,7 +35,12 @@ SHAPE: Mapping[str, object] = {  # of Llama 3.2 1B, but for its vocabulary
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072,
     "tie_word_embeddings": True,
 }  # fmt: skip
-BATCH_SIZES = {Entrant.weightstream: (), Entrant.unshared: (), Entrant.hf: (1, 4, 16), Entrant.hf_disk: (8, 32)}
+BATCH_SIZES = {
+    HarnessContender.weightstream: (),
+    HarnessContender.unshared: (),
+    HarnessContender.hf: (1, 4, 16),
+    HarnessContender.hf_disk: (8, 32),
+}
 WORDS = (
     "river", "stone", "garden", "winter", "copper", "window", "morning", "basket", "candle", "harbour",
     "letter", "meadow", "orange", "pepper", "silver", "thunder", "velvet", "walnut", "yellow", "anchor",
@@ -55,15 +60,15 @@ doc_to_choice: choices
 metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
 
-Measure = Callable[[Asked], Scores]
+Measure = Callable[[HarnessTask], Scores]
 Say = Callable[[str], object]
-Rounds = Mapping[Entrant, Sequence[Scores]]
+Rounds = Mapping[HarnessContender, Sequence[Scores]]
 
 
-def measured_scores(asked: Asked) -> Scores:
+def measure_scores(asked: HarnessTask) -> Scores:
     """Measures in a process of its own."""
-    worker = Worker(
-        name=Entrant(asked.entrant).value,
+    worker = WorkerProcess(
+        name=HarnessContender(asked.entrant).value,
         module="benchmarks.harness_scores",
         question=asdict(asked),
         hides_stderr=True,
@@ -71,16 +76,16 @@ def measured_scores(asked: Asked) -> Scores:
     return Scores.read(json.loads(list(worker.lines())[-1]))
 
 
-def run_evaluation(config: BenchConfig, say: Say, measure: Measure = measured_scores) -> Measured:
+def run_evaluation(config: BenchConfig, say: Say, measure: Measure = measure_scores) -> Measured:
     """Raises WeightstreamError where scores of the first round differ by more than the tolerance."""
     missing = [name for name in ("lm_eval", "accelerate") if find_spec(name) is None]
     require(not missing, f"suite=evaluation needs {' and '.join(missing)}: pip install -e '.[eval,bench]'")
-    rounds: dict[Entrant, list[Scores]] = {entrant: [] for entrant in Entrant}
+    rounds: dict[HarnessContender, list[Scores]] = {entrant: [] for entrant in HarnessContender}
     with _checkpoint(config) as path, tempfile.TemporaryDirectory() as folder:
         num_documents = -(-config.num_prompts // NUM_CHOICES)
         write_task(Path(folder), path, num_documents, config.prompt_tokens)
         asked = {
-            entrant: Asked(
+            entrant: HarnessTask(
                 entrant=entrant.value,
                 path=str(path),
                 tasks=folder,
@@ -90,19 +95,19 @@ def run_evaluation(config: BenchConfig, say: Say, measure: Measure = measured_sc
                 num_threads=config.num_threads,
                 batch_size=config.batch_size if BATCH_SIZES[entrant] else None,
             )
-            for entrant in Entrant
+            for entrant in HarnessContender
         }
-        asked = {entrant: _sized(each, config.peer_minutes, say, measure) for entrant, each in asked.items()}
+        asked = {entrant: _with_sizes(each, config.peer_minutes, say, measure) for entrant, each in asked.items()}
         if config.peer_minutes is not None:  # about as slow as the peer, where compute binds both
-            count = asked[Entrant.hf].num_documents
-            asked[Entrant.unshared] = replace(asked[Entrant.unshared], num_documents=count)
+            count = asked[HarnessContender.hf].num_documents
+            asked[HarnessContender.unshared] = replace(asked[HarnessContender.unshared], num_documents=count)
         for turn in range(config.rounds):
             for entrant, each in asked.items():
                 rounds[entrant].append(measure(each))
                 say(f"round {turn + 1} {entrant.value}: {rounds[entrant][-1].result.seconds:.1f} s")
             require_equal_scores(rounds)
     results = {entrant.value: [scores.result for scores in each] for entrant, each in rounds.items()}
-    peers = [entrant.value for entrant in Entrant if BATCH_SIZES[entrant]]
+    peers = [entrant.value for entrant in HarnessContender if BATCH_SIZES[entrant]]
     return Measured(table=evaluation_table(rounds), rounds=results, peers=peers)
 
 
@@ -139,10 +144,10 @@ def _row(draw: random.Random, num_words: int) -> dict[str, object]:
     }
 
 
-def _sized(asked: Asked, most_minutes: float | None, say: Say, measure: Measure) -> Asked:
+def _with_sizes(asked: HarnessTask, most_minutes: float | None, say: Say, measure: Measure) -> HarnessTask:
     """`asked` with the peer's batch size, the one after which the rate falls, and with no more documents than
     `most_minutes` have room for."""
-    sizes = BATCH_SIZES[Entrant(asked.entrant)]
+    sizes = BATCH_SIZES[HarnessContender(asked.entrant)]
     if not sizes or (asked.batch_size is not None and most_minutes is None):
         return asked
     sizes = sizes if asked.batch_size is None else (asked.batch_size,)
@@ -161,15 +166,15 @@ def _sized(asked: Asked, most_minutes: float | None, say: Say, measure: Measure)
 def require_equal_scores(rounds: Rounds) -> None:
     """Raises WeightstreamError where the last scores differ from those of transformers in memory."""
     for entrant, all_scores in rounds.items():
-        difference = differs_by(all_scores[-1], rounds[Entrant.hf][-1])
+        difference = max_difference(all_scores[-1], rounds[HarnessContender.hf][-1])
         if difference > TOLERANCE:
             raise WeightstreamError(
-                f"{entrant.value}: log-probabilities are up to {difference:.2g} from those of {Entrant.hf.value}, "
-                f"more than {TOLERANCE:g}"
+                f"{entrant.value}: log-probabilities are up to {difference:.2g} from those of "
+                f"{HarnessContender.hf.value}, more than {TOLERANCE:g}"
             )
 
 
-def differs_by(scores: Scores, judge: Scores) -> float:
+def max_difference(scores: Scores, judge: Scores) -> float:
     """The largest difference of two log-probabilities, of the documents that both have; infinity where a document is
     right to one of them alone."""
     if any(ours != theirs for ours, theirs in zip(scores.is_right, judge.is_right, strict=False)):
@@ -181,8 +186,8 @@ def differs_by(scores: Scores, judge: Scores) -> float:
 def evaluation_table(rounds: Rounds) -> str:
     """A row for each entrant; `faster` says how many times as many requests in a second Weightstream answers, `memory`
     which share of the peer's peak it takes."""
-    ours = rounds[Entrant.weightstream]
-    judge = rounds[Entrant.hf][-1]
+    ours = rounds[HarnessContender.weightstream]
+    judge = rounds[HarnessContender.hf][-1]
     headings = ["entrant", "batch", "requests", "requests/s, median (min-max)", "Weightstream is faster"]
     headings += ["peak memory above baseline", "Weightstream takes of it", "read per run", "accuracy", "differs by"]
     rows = []
@@ -202,7 +207,7 @@ def evaluation_table(rounds: Rounds) -> str:
                 f"{_peak(ours) / peak:.0%}",
                 format_bytes(median(result.bytes_read for result in results)),
                 f"{sum(is_right)} of {len(is_right)}",
-                f"{differs_by(all_scores[-1], judge):.1e}",
+                f"{max_difference(all_scores[-1], judge):.1e}",
             ]
         )
     return table(headings, rows)

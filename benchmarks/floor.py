@@ -20,7 +20,7 @@ from runtime.units import MIB
 from .predictions import Case
 from .report import table
 from .runner import answer
-from .task import Result, Task, prompts
+from .task import BenchmarkTask, Result, prompts
 
 FEW_ROWS, MANY_ROWS = 64, 512  # at which products are measured: of a decode pass, and where more gain nothing
 VOCABULARY = 32000  # does not matter to lengths
@@ -52,15 +52,19 @@ class ProductSeconds:
     head: float
 
 
-def product_seconds(task: Task) -> dict[int, ProductSeconds]:
+def product_seconds(task: BenchmarkTask) -> dict[int, ProductSeconds]:
     """The seconds by rows, from a process of its own."""
     question = {"path": task.path, "rows": [FEW_ROWS, MANY_ROWS], "num_threads": task.num_threads}
     seconds = answer(__name__, question)
     return {int(num_rows): ProductSeconds(layers=layers, head=head) for num_rows, (layers, head) in seconds.items()}
 
 
-def floors_of(
-    case: Case, task: Task, results: Sequence[Result], bytes_per_second: float, seconds: Mapping[int, ProductSeconds]
+def compute_floors(
+    case: Case,
+    task: BenchmarkTask,
+    results: Sequence[Result],
+    bytes_per_second: float,
+    seconds: Mapping[int, ProductSeconds],
 ) -> list[Floor]:
     """Prefill and decode, medians over rounds. Every pass reads alike. Products of a decode pass take what they take
     for 64 rows or for 512, in proportion, whichever is less; those of prefill leave the head to last tokens."""

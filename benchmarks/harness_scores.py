@@ -23,10 +23,10 @@ from runtime.library.api import Runtime
 from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, reset_peak, resident_bytes
 from runtime.units import GIB
 
-from .task import Result, forget_pages, forgetting
+from .task import Result, forget_pages, forget_pages_repeatedly
 
 
-class Entrant(Enum):
+class HarnessContender(Enum):
     """`unshared` computes every context whole; `hf` and `hf_disk` are the harness' own model of transformers, in
     float32."""
 
@@ -37,7 +37,7 @@ class Entrant(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class HarnessTask:
     """The first `num_documents` of `task`, whose YAML lies in `tasks`. `weight_share`: of the checkpoint's bytes, that
     host memory may be which Weightstream plans with and the offloaded peer keeps weights in."""
 
@@ -64,20 +64,20 @@ class Scores:
         return Scores(**{**answer, "result": Result(**answer["result"])})
 
 
-def measure(asked: Asked) -> Scores:
+def measure(asked: HarnessTask) -> Scores:
     torch.set_num_threads(asked.num_threads)
     forget_pages(Path(asked.path))
     with tempfile.TemporaryDirectory() as folder:
-        if Entrant(asked.entrant) in (Entrant.weightstream, Entrant.unshared):
+        if HarnessContender(asked.entrant) in (HarnessContender.weightstream, HarnessContender.unshared):
             return _weightstream(asked, Path(folder))
-        return _hugging_face(asked, folder, is_offloaded=Entrant(asked.entrant) is Entrant.hf_disk)
+        return _hugging_face(asked, folder, is_offloaded=HarnessContender(asked.entrant) is HarnessContender.hf_disk)
 
 
-def _weightstream(asked: Asked, folder: Path) -> Scores:
+def _weightstream(asked: HarnessTask, folder: Path) -> Scores:
     """It goes the way of `jobs.evaluate`, with parts on disk."""
     from jobs.evaluating.harness import HarnessModel, RunAnswerer
 
-    sharing = SharePrefixes.off if Entrant(asked.entrant) is Entrant.unshared else SharePrefixes.auto
+    sharing = SharePrefixes.off if HarnessContender(asked.entrant) is HarnessContender.unshared else SharePrefixes.auto
     config = GenerateConfig(
         model=ModelConfig(name="hf", path=asked.path, dtype=DType.float32),
         offload=OffloadConfig(tier=Tier.nvme, host_memory_gib=_host_bytes(asked) / GIB),
@@ -85,12 +85,12 @@ def _weightstream(asked: Asked, folder: Path) -> Scores:
         machine=MachineConfig(num_threads=asked.num_threads),
         output_root=str(folder),
     )
-    return _timed(
+    return _measure_task(
         asked, lambda: HarnessModel(RunAnswerer(config, folder / "run", lambda: False, Start())), resident_bytes()
     )
 
 
-def _hugging_face(asked: Asked, folder: str, *, is_offloaded: bool) -> Scores:
+def _hugging_face(asked: HarnessTask, folder: str, *, is_offloaded: bool) -> Scores:
     from lm_eval.models.huggingface import HFLM
 
     baseline = resident_bytes()
@@ -104,16 +104,16 @@ def _hugging_face(asked: Asked, folder: str, *, is_offloaded: bool) -> Scores:
     if is_offloaded:
         arguments |= {"parallelize": True, "max_cpu_memory": _host_bytes(asked), "offload_folder": folder}
     model = HFLM(**arguments)
-    with forgetting(Path(asked.path)) if is_offloaded else nullcontext():
-        return _timed(asked, lambda: model, baseline)
+    with forget_pages_repeatedly(Path(asked.path)) if is_offloaded else nullcontext():
+        return _measure_task(asked, lambda: model, baseline)
 
 
-def _host_bytes(asked: Asked) -> int:
+def _host_bytes(asked: HarnessTask) -> int:
     config = GenerateConfig(model=ModelConfig(name="hf", path=asked.path))
     return int(asked.weight_share * Runtime(config.runtime).model.shape.weight_bytes)
 
 
-def _timed(asked: Asked, opened: Callable[[], Any], baseline_bytes: int) -> Scores:
+def _measure_task(asked: HarnessTask, opened: Callable[[], Any], baseline_bytes: int) -> Scores:
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -142,4 +142,4 @@ def _timed(asked: Asked, opened: Callable[[], Any], baseline_bytes: int) -> Scor
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield asdict(measure(Asked(**question)))
+    yield asdict(measure(HarnessTask(**question)))

@@ -45,7 +45,7 @@ GGML_OF_AVX512 = {"AVX512_VBMI": "avx512vbmi", "AVX512_VNNI": "avx512_vnni", "AV
 
 
 @contextmanager
-def restricted_to(isa: Isa | None) -> Iterator[None]:
+def restrict_instructions(isa: Isa | None) -> Iterator[None]:
     """Lets processes that are started meanwhile use no more than these instructions; None: all that there are. Raises
     ConfigError where the processor lacks them."""
     if isa is None:

@@ -19,11 +19,11 @@ from runtime.errors import WeightstreamError
 from runtime.synthesize.checkpoints import synthesize_checkpoint
 from runtime.units import format_bytes
 
-from .config import BenchConfig, Form, task_of
+from .config import BenchConfig, Form, make_task
 from .contenders import CONTENDERS, Contender, Peer
 from .report import table
 from .runner import gguf_path
-from .task import Measured, Result, Task, prompts_of
+from .task import BenchmarkTask, Measured, Result, make_prompts
 
 SHARES: Mapping[Form, float] = {  # of the published bytes that a form takes, at most
     Form.published: 1.0, Form.lossless: 0.76, Form.int8: 0.52, Form.fp8: 0.52, Form.int4: 0.29,
@@ -33,12 +33,12 @@ OFFLOADED_SHARES = {Contender.accelerate_disk: 2.0, Contender.accelerate_disk_bf
 PARAMETERS_OF_A_LAYER, PARAMETERS_BESIDE = 1_451_270_144, 262_148_096  # of Mixtral 8x7B
 BYTES_OF_BF16 = 2
 
-Measure = Callable[[Task], Result]
+Measure = Callable[[BenchmarkTask], Result]
 Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class Entry:
+class FormResult:
     """What was measured of one row of the table, in files of so many bytes."""
 
     name: str
@@ -50,14 +50,14 @@ class Entry:
 def run_larger(config: BenchConfig, say: Say, measure: Measure) -> Measured:
     """Raises WeightstreamError where there is no room for the model, and where Weightstream fails; a peer that fails is
     left out, and the table says why."""
-    entries, refusals, wanted = list[Entry](), dict[str, str](), config.larger
+    entries, refusals, wanted = list[FormResult](), dict[str, str](), config.larger
     with _model(config, say) as folder:
         published = folder / Form.published.value
         for form in wanted.forms:
             with _form(published, form, say) as path:
                 task = _task(config, Contender.nvme, path)
                 results = _rounds(config, f"weightstream, {form.value}", task, say, measure)
-                entries.append(Entry(f"weightstream, {form.value}", _num_bytes(path), _loss(form), results))
+                entries.append(FormResult(f"weightstream, {form.value}", _num_bytes(path), _loss(form), results))
         for peer in wanted.peers:
             try:
                 _require_room(published, _peer_share(published, peer), f"{peer.value}'s own copy")
@@ -68,7 +68,7 @@ def run_larger(config: BenchConfig, say: Say, measure: Measure) -> Measured:
                 say(f"{peer.value} is left out: {error}")
                 continue
             num_bytes = int(_num_bytes(published) * GGUF_SHARES.get(_gguf_kind(peer) or "", 1.0))
-            entries.append(Entry(peer.value, num_bytes, _peer_loss(peer), results))
+            entries.append(FormResult(peer.value, num_bytes, _peer_loss(peer), results))
     found = larger_table(entries, _prompt_tokens(config))
     found += "".join(f"\n\n{name} is left out: {why}" for name, why in refusals.items())
     return Measured(
@@ -78,7 +78,7 @@ def run_larger(config: BenchConfig, say: Say, measure: Measure) -> Measured:
     )
 
 
-def _rounds(config: BenchConfig, name: str, task: Task, say: Say, measure: Measure) -> list[Result]:
+def _rounds(config: BenchConfig, name: str, task: BenchmarkTask, say: Say, measure: Measure) -> list[Result]:
     results = list[Result]()
     for turn in range(config.rounds):
         results.append(measure(task))
@@ -86,10 +86,10 @@ def _rounds(config: BenchConfig, name: str, task: Task, say: Say, measure: Measu
     return results
 
 
-def _task(config: BenchConfig, contender: Contender, path: Path) -> Task:
+def _task(config: BenchConfig, contender: Contender, path: Path) -> BenchmarkTask:
     """One block of all prompts, as large as it is, in memory that is the same for each of ours."""
     entry = CONTENDERS[contender]
-    task = task_of(config, contender, str(path), config.num_prompts)
+    task = make_task(config, contender, str(path), config.num_prompts)
     if isinstance(entry, Peer):
         sizes = [size for size in entry.batch_sizes if size <= config.num_prompts]
         return replace(task, batch_size=task.batch_size or max(sizes, default=config.num_prompts))
@@ -196,10 +196,10 @@ def _num_bytes(path: Path) -> int:
 
 
 def _prompt_tokens(config: BenchConfig) -> int:
-    return sum(map(len, prompts_of(_task(config, Contender.nvme, Path()), 1000)))
+    return sum(map(len, make_prompts(_task(config, Contender.nvme, Path()), 1000)))
 
 
-def larger_table(entries: Sequence[Entry], num_prompt_tokens: int) -> str:
+def larger_table(entries: Sequence[FormResult], num_prompt_tokens: int) -> str:
     """Prefill's rate is that of prompt tokens, decode's of generated ones; ratios are of decode, to the first row's;
     `equal` counts sequences equal to the first row's."""
     headings = ["contender", "weights on disk", "numbers", "prefill tokens/s", "decode tokens/s, median (min-max)"]
@@ -208,7 +208,7 @@ def larger_table(entries: Sequence[Entry], num_prompt_tokens: int) -> str:
     return table(headings, [_row(entry, num_prompt_tokens, base, judge) for entry in entries])
 
 
-def _row(entry: Entry, num_prompt_tokens: int, base: float, judge: Sequence[list[int]]) -> list[object]:
+def _row(entry: FormResult, num_prompt_tokens: int, base: float, judge: Sequence[list[int]]) -> list[object]:
     results, last = entry.results, entry.results[-1]
     rates, prefill = [_decode_rate(result) for result in results], median(r.prefill_seconds for r in results)
     return [

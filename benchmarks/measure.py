@@ -24,57 +24,59 @@ from runtime.stream.host_memory import disk_read_bytes
 from runtime.trace import Trace
 from runtime.units import GIB, format_bytes
 
-from .contenders import Ours, Peer, Reading, Sweep
+from .contenders import AttentionBaseline, OwnContender, Peer, ReadBaseline
 from .peers import hugging_face
 from .reading import read_layers, sweep
-from .task import Result, Task, forget_pages
-from .weightstream import generated, least_bytes, opened
+from .task import BenchmarkTask, Result, forget_pages
+from .weightstream import measure_generation, minimum_host_bytes, open_runtime
 
 ALL = 1 << 30  # prompts of a file
 NOTHING = Result(seconds=0.0, prefill_seconds=0.0, rate=0.0, peak_bytes=0, baseline_bytes=0, bytes_read=0, tokens=[])
 
 
-def measure(task: Task) -> Result:
+def measure(task: BenchmarkTask) -> Result:
     torch.set_num_threads(task.num_threads)
     forget_pages(Path(task.path))
     match task.entry:
-        case Ours() as ours:
+        case OwnContender() as ours:
             with tempfile.TemporaryDirectory() as folder:
                 return _weightstream(task, ours, folder)
         case Peer() as peer:
             return hugging_face.generate(peer, task)
-        case Reading() as reading:
+        case ReadBaseline() as reading:
             runtime, requests = _within_share(task, OffloadConfig(tier=Tier.nvme, resident_layers=0))
             return read_layers(runtime, requests, is_plain=reading.is_plain)
-        case Sweep() as entry:
+        case AttentionBaseline() as entry:
             return sweep(entry)
 
 
-def _within_share(task: Task, offload: OffloadConfig, trace: Trace | None = None) -> tuple[Runtime, list[Request]]:
+def _within_share(
+    task: BenchmarkTask, offload: OffloadConfig, trace: Trace | None = None
+) -> tuple[Runtime, list[Request]]:
     """The runtime and requests of a task. The host budget of nvme is `weight_share` of the weights plus the KV of the
     longest requests that have seats, however they are admitted; of a model so small that this is less than what a run
     takes at least, that. Where prompts come from a file it is that of all in it, so that it is one for all contenders.
     """
     if task.host_memory_gib is not None and offload.tier is Tier.nvme:
-        return opened(task, replace(offload, host_memory_gib=task.host_memory_gib), trace)
-    runtime, requests = opened(task, offload, trace)
+        return open_runtime(task, replace(offload, host_memory_gib=task.host_memory_gib), trace)
+    runtime, requests = open_runtime(task, offload, trace)
     if offload.tier is not Tier.nvme:
         return runtime, requests
     shape = runtime.model.shape
     num_slots = task.num_kv_slots or block_size(runtime.config.policy)
-    everything = requests if task.prompts_file is None else opened(replace(task, num_prompts=ALL), offload)[1]
+    everything = requests if task.prompts_file is None else open_runtime(replace(task, num_prompts=ALL), offload)[1]
     assigned = sorted(everything, key=lambda request: -request.size.capacity_tokens)[:num_slots]
     positions = sum(request.size.capacity_tokens for request in assigned)
     budget = int(task.weight_share * shape.weight_bytes + positions * shape.kv_bytes_per_token)
     asked = assigned if task.policy == PolicyKind.auto.value else requests
-    if task.policy != PolicyKind.hrm.value and (least := least_bytes(runtime, asked)) > budget:
+    if task.policy != PolicyKind.hrm.value and (least := minimum_host_bytes(runtime, asked)) > budget:
         line = f"{task.contender}: weight_share={task.weight_share:g} comes to {format_bytes(budget)} of host memory"
         sys.stderr.write(f"{line}; it has the least that a run takes, {format_bytes(least)}\n")
         budget = least
-    return opened(task, replace(offload, host_memory_gib=budget / GIB), trace)
+    return open_runtime(task, replace(offload, host_memory_gib=budget / GIB), trace)
 
 
-def _weightstream(task: Task, ours: Ours, folder: str) -> Result:
+def _weightstream(task: BenchmarkTask, ours: OwnContender, folder: str) -> Result:
     """Measures generation; writing a trace counts too, though it happens between passes. What a search chooses is kept
     in `folder`: the next measurement searches anew."""
     trace = Trace() if ours.is_traced else None
@@ -86,9 +88,9 @@ def _weightstream(task: Task, ours: Ours, folder: str) -> Result:
         return NOTHING
     read_before = disk_read_bytes()
     with tracing(Path(folder) / "trace", trace) as write_trace:
-        result = generated(runtime, requests, after_pass=write_trace).result
+        result = measure_generation(runtime, requests, after_pass=write_trace).result
     return replace(result, bytes_read=disk_read_bytes() - read_before)  # as they are counted for peers
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield asdict(measure(Task(**question)))
+    yield asdict(measure(BenchmarkTask(**question)))

@@ -7,10 +7,10 @@ from statistics import median
 
 from runtime.config.settings import Attention, Order, PolicyKind
 
-from .config import BenchConfig, task_of
+from .config import BenchConfig, make_task
 from .contenders import Contender
 from .report import table
-from .task import Result, Task
+from .task import BenchmarkTask, Result
 
 SIZES = ((1, 4), (1, 2), (1, 1), (4, 4), (2, 2))  # micro-batches of a block, and which part of all prompts each has
 VARIANTS = (
@@ -27,7 +27,7 @@ class Attempt:
     """A policy on a checkpoint."""
 
     path: str
-    task: Task
+    task: BenchmarkTask
 
     @property
     def is_searched(self) -> bool:
@@ -47,7 +47,7 @@ class Attempt:
 
 def attempts(config: BenchConfig, path: str) -> Iterator[Attempt]:
     """The search's, then the grid's. All have the budget of a block of all prompts."""
-    base = replace(task_of(config, Contender.nvme, path, config.num_prompts), num_kv_slots=config.num_prompts)
+    base = replace(make_task(config, Contender.nvme, path, config.num_prompts), num_kv_slots=config.num_prompts)
     yield Attempt(path=path, task=replace(base, policy=PolicyKind.hrm.value))
     for count, part in SIZES:
         for order, attention in VARIANTS:
@@ -61,7 +61,7 @@ def attempts(config: BenchConfig, path: str) -> Iterator[Attempt]:
             yield Attempt(path=path, task=task)
 
 
-def worth_repeating(rounds: Mapping[Attempt, Sequence[Result]]) -> list[Attempt]:
+def select_repeated(rounds: Mapping[Attempt, Sequence[Result]]) -> list[Attempt]:
     """What was searched for each checkpoint, and the fastest of its grid."""
     chosen: list[Attempt] = []
     for path in {attempt.path: None for attempt in rounds}:

@@ -27,7 +27,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class PredictionResult:
     """Seconds of generation alone, predicted before it began and measured. The ratio says how much too long the
     prediction was."""
 
@@ -46,7 +46,7 @@ class Outcome:
         return abs(self.ratio - 1)
 
 
-def outcomes_of(case: Case, results: Sequence[Result]) -> list[Outcome]:
+def outcomes_of(case: Case, results: Sequence[Result]) -> list[PredictionResult]:
     """Prefill and decode, of each the round whose ratio is in the middle."""
     outcomes = []
     for phase in ("prefill", "decode"):
@@ -55,9 +55,9 @@ def outcomes_of(case: Case, results: Sequence[Result]) -> list[Outcome]:
     return outcomes
 
 
-def _outcome(case: Case, phase: str, result: Result) -> Outcome:
+def _outcome(case: Case, phase: str, result: Result) -> PredictionResult:
     is_prefill = phase == "prefill"
-    return Outcome(
+    return PredictionResult(
         case=case,
         phase=phase,
         predicted_seconds=result.predicted_prefill_seconds if is_prefill else result.predicted_decode_seconds,
@@ -65,7 +65,7 @@ def _outcome(case: Case, phase: str, result: Result) -> Outcome:
     )
 
 
-def predictions_table(outcomes: Sequence[Outcome]) -> str:
+def predictions_table(outcomes: Sequence[PredictionResult]) -> str:
     headings = ["checkpoint", "contender", "block", "phase", "predicted", "measured", "predicted / measured"]
     rows = [
         [

@@ -19,10 +19,10 @@ from runtime.errors import require
 from runtime.synthesize.tokenizer import load_local_tokenizer
 from runtime.units import format_bytes
 
-from .config import BenchConfig, task_of
+from .config import BenchConfig, make_task
 from .contenders import Contender
 from .report import table
-from .task import Result, Task
+from .task import BenchmarkTask, Result
 
 NUM_EXAMPLES = 8
 WORDS = ("river", "stone", "garden", "winter", "copper", "window", "morning", "basket", "candle", "harbour", "letter")
@@ -64,10 +64,10 @@ def _texts(config: BenchConfig) -> list[tuple[str, str]]:
     return [(" ".join(draw.choices(WORDS, k=one)), " ".join(draw.choices(WORDS, k=other))) for one, other in counts]
 
 
-def prefix_task(config: BenchConfig, contender: Contender, path: str, file: str) -> Task:
+def prefix_task(config: BenchConfig, contender: Contender, path: str, file: str) -> BenchmarkTask:
     """What the settings ask of one contender. Blocks are as large as the budget has room for."""
-    task = task_of(config, contender, path, config.rows.get(contender, config.num_prompts))
-    return replace(task, policy=PolicyKind.auto.value, num_kv_slots=config.kv_slots, prompts_file=file)
+    task = make_task(config, contender, path, config.rows.get(contender, config.num_prompts))
+    return replace(task, policy=PolicyKind.auto.value, num_kv_slots=config.kv_seats, prompts_file=file)
 
 
 def prefixes_table(rounds: Mapping[str, Sequence[Result]]) -> str:

@@ -42,7 +42,7 @@ Kind = tuple[Parts, Callable[..., Block]]  # what is stored, and the weight that
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
+class ProductCase:
     """Seconds of one of M rows in `num_bytes` of weights: the least, and the median of its rounds. `is_chosen`: by the
     backend that the rule takes."""
 
@@ -65,12 +65,12 @@ class Products:
     num_lanes: int
     flops_per_second: float
     bytes_per_second: float
-    products: Sequence[Product]
+    products: Sequence[ProductCase]
 
-    def flops(self, product: Product) -> float:
+    def flops(self, product: ProductCase) -> float:
         return 2.0 * product.num_rows * self.outputs * self.inputs
 
-    def share(self, product: Product) -> float:
+    def share(self, product: ProductCase) -> float:
         """The floor, the longer of all its multiply-adds and of reading its weights, as a share of its best time."""
         floor = max(self.flops(product) / self.flops_per_second, product.num_bytes / self.bytes_per_second)
         return floor / product.best
@@ -80,12 +80,12 @@ def measured_products(*, outputs: int, inputs: int, rows: Sequence[int], num_thr
     """The products, from a process of its own."""
     question = {"outputs": outputs, "inputs": inputs, "rows": list(rows), "num_threads": num_threads, "rounds": rounds}
     found = answer(__name__, question)
-    return Products(**{**found, "products": [Product(**each) for each in found["products"]]})
+    return Products(**{**found, "products": [ProductCase(**each) for each in found["products"]]})
 
 
 def products_table(found: Products) -> str:
     rows = sorted({product.num_rows for product in found.products})
-    lines: dict[tuple[str, bool, str], dict[int, Product]] = {}
+    lines: dict[tuple[str, bool, str], dict[int, ProductCase]] = {}
     for product in found.products:
         name = "" if product.is_chosen else product.backend  # what the rule takes may differ by rows
         lines.setdefault((product.format, product.is_chosen, name), {})[product.num_rows] = product
@@ -103,7 +103,7 @@ def products_table(found: Products) -> str:
     )
 
 
-def _cell(found: Products, product: Product) -> str:
+def _cell(found: Products, product: ProductCase) -> str:
     best, middle = (found.flops(product) / seconds / GIGA for seconds in (product.best, product.middle))
     return f"{best:.0f} ({middle:.0f}), {found.share(product):.0%}"
 
@@ -154,7 +154,7 @@ def measure(
             for case in (case for case in cases if case.format == name):
                 case.measure(seconds)
     products = [
-        Product(
+        ProductCase(
             format=case.format,
             backend=case.way.value,
             is_chosen=case.is_chosen,

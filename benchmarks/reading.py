@@ -30,7 +30,7 @@ from runtime.stream.host_memory import peak_resident_bytes, resident_bytes
 from runtime.stream.weights import WeightStream
 from runtime.units import MIB
 
-from .contenders import Act, Sweep
+from .contenders import AttentionBaseline, KVAccess
 from .task import Result
 
 READ_PASSES = 4
@@ -86,12 +86,12 @@ def _read_plainly(extents: Sequence[Extent], offload: OffloadConfig) -> tuple[fl
     return seconds, num_bytes
 
 
-def sweep(entry: Sweep) -> Result:
+def sweep(entry: AttentionBaseline) -> Result:
     """Goes NUM_SWEEPS times over SWEPT_BYTES of layers, with as many threads as torch has. The first time, which
     compiles and takes up pages, is not counted."""
     baseline, device, num_bytes = resident_bytes(), ComputeDevice("cpu"), layer_bytes(entry.dtype)
     layers = [_filled(device, entry.dtype) for _ in range(SWEPT_BYTES // num_bytes)]
-    act = _read if entry.act is Act.read else _attention(entry)
+    act = _read if entry.act is KVAccess.read else _attention(entry)
     begin = 0.0
     for turn in range(NUM_SWEEPS + 1):
         if turn == 1:
@@ -133,13 +133,13 @@ def _read(layer: torch.Tensor) -> None:
     layer.sum()
 
 
-def _attention(entry: Sweep) -> Callable[[torch.Tensor], None]:
+def _attention(entry: AttentionBaseline) -> Callable[[torch.Tensor], None]:
     tables = torch.randperm(NUM_PAGES).view(NUM_ROWS, -1).to(torch.int32)
     begins, ends = torch.zeros(NUM_ROWS, dtype=torch.int32), torch.full((NUM_ROWS,), NUM_POSITIONS, dtype=torch.int32)
     dtype = _torch_dtype(entry.dtype)
     q = torch.randn(NUM_ROWS, NUM_KV_HEADS * GROUP, HEAD_DIM).to(dtype)
     token = torch.empty(1, NUM_KV_HEADS, 1, HEAD_DIM, dtype=dtype)
-    attention = decode_attention_torch if entry.act is Act.operators else decode_attention
+    attention = decode_attention_torch if entry.act is KVAccess.operators else decode_attention
 
     def act(layer: torch.Tensor) -> None:
         k, v = split_pages(layer.view(torch.uint8), token, token)

@@ -14,9 +14,9 @@ import torch
 from runtime.measure.bandwidth import LINK_IN
 from runtime.units import GIB, format_bytes
 
-from .contenders import CONTENDERS, Act, Contender, Peer, Sweep
-from .gpu.device import described
-from .gpu.task import Machine, Measurement, PhaseTimes
+from .contenders import CONTENDERS, AttentionBaseline, Contender, KVAccess, Peer
+from .gpu.device import format_link
+from .gpu.task import GpuMachine, VariantMeasurement, VariantPhaseTimes
 from .instruction_sets import Isa
 from .task import Result
 
@@ -69,7 +69,7 @@ def _attention_table(rounds: Rounds) -> str:
 
     rows = []
     for contender, entry in CONTENDERS.items():
-        if isinstance(entry, Sweep) and entry.act is not Act.read and contender.value in rounds:
+        if isinstance(entry, AttentionBaseline) and entry.act is not KVAccess.read and contender.value in rounds:
             rate, num_bytes = median(each.rate for each in rounds[contender.value]), layer_bytes(entry.dtype)
             rows.append(
                 [
@@ -84,10 +84,10 @@ def _attention_table(rounds: Rounds) -> str:
     return "\n\n" + table(headings, rows) if rows else ""
 
 
-def gpu_table(machine: Machine, measurements: Sequence[Measurement], device_memory_gib: float) -> str:
+def gpu_table(machine: GpuMachine, measurements: Sequence[VariantMeasurement], device_memory_gib: float) -> str:
     """A row for each variant, and one for each phase of Weightstream's. Bytes over the link are counted by the streams;
     for what a peer offloads, all weights in each forward."""
-    rounds: dict[str, list[Measurement]] = {}
+    rounds: dict[str, list[VariantMeasurement]] = {}
     for each in measurements:
         if each.result is not None:
             rounds.setdefault(each.variant, []).append(each)
@@ -98,7 +98,7 @@ def gpu_table(machine: Machine, measurements: Sequence[Measurement], device_memo
     parts = [
         f"{machine.device}, of whose memory {device_memory_gib:g} GiB may be used; {machine.num_layers} layers of "
         f"{machine.model}, {format_bytes(machine.weight_bytes)} of random bf16 in host memory.\n"
-        f"{described(machine.link)}",
+        f"{format_link(machine.link)}",
         table(headings, [[*_gpu_row(each, base, machine), _equal(each[0], rounds)] for each in rounds.values()]),
         *([table(PHASE_HEADINGS, phases)] if phases else []),
         *(f"{each.variant} cannot run here: {each.refusal}" for each in measurements if each.refusal),
@@ -106,7 +106,7 @@ def gpu_table(machine: Machine, measurements: Sequence[Measurement], device_memo
     return "\n\n".join(parts)
 
 
-def _gpu_row(measured: Sequence[Measurement], base: float, machine: Machine) -> list[object]:
+def _gpu_row(measured: Sequence[VariantMeasurement], base: float, machine: GpuMachine) -> list[object]:
     results, first = _results(measured), measured[0]
     rates = [result.rate for result in results]
     decode = median(result.seconds - result.prefill_seconds for result in results)
@@ -128,7 +128,7 @@ def _gpu_row(measured: Sequence[Measurement], base: float, machine: Machine) -> 
     ]
 
 
-def _equal(measured: Measurement, rounds: Mapping[str, Sequence[Measurement]]) -> str:
+def _equal(measured: VariantMeasurement, rounds: Mapping[str, Sequence[VariantMeasurement]]) -> str:
     """How many sequences have the tokens of the first variant over the same layers; of rounded weights none is asked
     to. In bf16 products of other shapes round otherwise, and one token that differs makes the next ones differ."""
     if measured.is_rounded:
@@ -139,11 +139,11 @@ def _equal(measured: Measurement, rounds: Mapping[str, Sequence[Measurement]]) -
     return f"{sum(map(eq, ours.tokens, theirs.tokens))} of {min(len(ours.tokens), len(theirs.tokens))}"
 
 
-def _results(measured: Sequence[Measurement]) -> list[Result]:
+def _results(measured: Sequence[VariantMeasurement]) -> list[Result]:
     return [each.result for each in measured if each.result is not None]
 
 
-def _rate(measured: Sequence[Measurement]) -> float:
+def _rate(measured: Sequence[VariantMeasurement]) -> float:
     return median(result.rate for result in _results(measured))
 
 
@@ -153,9 +153,9 @@ PHASE_HEADINGS = (
 )  # fmt: skip
 
 
-def _phase_rows(name: str, rounds: Sequence[Sequence[PhaseTimes]]) -> list[list[object]]:
+def _phase_rows(name: str, rounds: Sequence[Sequence[VariantPhaseTimes]]) -> list[list[object]]:
     """A row for each phase: that of the round whose seconds are the median, so that its parts fit each other."""
-    phases: dict[str, list[PhaseTimes]] = {}
+    phases: dict[str, list[VariantPhaseTimes]] = {}
     for each in [each for times in rounds for each in times]:
         phases.setdefault(each.phase, []).append(each)
     rows = []
@@ -165,7 +165,7 @@ def _phase_rows(name: str, rounds: Sequence[Sequence[PhaseTimes]]) -> list[list[
     return rows
 
 
-def _phase_row(name: str, times: PhaseTimes) -> list[object]:
+def _phase_row(name: str, times: VariantPhaseTimes) -> list[object]:
     copied, read = (format_bytes(num) if num else "-" for num in (times.bytes_copied, times.bytes_read))
     return [
         name,

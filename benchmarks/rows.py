@@ -24,7 +24,7 @@ NUMBERS_OF_ROWS = (10, 1_000, 10_000, 100_000)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class StartCase:
     count: int
     policy: str
 
@@ -32,12 +32,12 @@ class Rows:
         return f"{self.count} rows, policy={self.policy}"
 
 
-def measured_rows(rows: Rows) -> Result:
+def measure_start(rows: StartCase) -> Result:
     """Measures in a process of its own, whose start counts."""
     return Result(**answer(__name__, {"begun": time.monotonic(), "rows": asdict(rows)}))
 
 
-def measure(rows: Rows, begun: float) -> Result:
+def measure(rows: StartCase, begun: float) -> Result:
     """Seconds since `begun`, by the monotonic clock, until the first pass that would be kept. Memory counts from 0."""
     from jobs.run.tasks.generate import generate  # torch, whose loading counts
 
@@ -86,4 +86,4 @@ def _write_rows(path: Path, count: int) -> None:
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield asdict(measure(Rows(**question["rows"]), question["begun"]))
+    yield asdict(measure(StartCase(**question["rows"]), question["begun"]))

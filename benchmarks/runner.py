@@ -26,7 +26,7 @@ from runtime.measure.machine_cache import cpu_flags
 
 from .contenders import Isolation, Peer
 from .instruction_sets import cmake_arguments, restriction
-from .task import Result, Task
+from .task import BenchmarkTask, Result
 from .worker import REFUSED
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Limit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Worker:
+class WorkerProcess:
     """A process in which `module` answers `question`; errors call it `name`. `environment`: None is ours, as jobs set
     it. `hides_stderr`: what it says there is shown by the error alone."""
 
@@ -89,10 +89,10 @@ class Worker:
 
 def answer(module: str, question: Mapping[str, object]) -> dict[str, Any]:
     """The last answer of `module` in a process of its own. Raises WeightstreamError where it fails."""
-    return json.loads(list(Worker(name=module, module=module, question=question).lines())[-1])
+    return json.loads(list(WorkerProcess(name=module, module=module, question=question).lines())[-1])
 
 
-def measured(task: Task) -> Result:
+def measured(task: BenchmarkTask) -> Result:
     """Raises WeightstreamError where the process fails, with the error it ended with, or takes longer than its limit.
     What Weightstream says goes to stderr."""
     peer = task.entry if isinstance(task.entry, Peer) else None
@@ -100,7 +100,7 @@ def measured(task: Task) -> Result:
     if task.limit_minutes is not None:
         complaint = f"took longer than peer_minutes={task.limit_minutes:g}"
         limit = Limit(seconds=60 * task.limit_minutes, complaint=complaint)
-    worker = Worker(
+    worker = WorkerProcess(
         name=f"contender {task.contender}",
         module="benchmarks.measure",
         question=asdict(task),
@@ -113,7 +113,7 @@ def measured(task: Task) -> Result:
     return Result(**json.loads(list(worker.lines())[-1]))
 
 
-def _isolated(worker: Worker, task: Task, isolation: Isolation) -> Worker:
+def _isolated(worker: WorkerProcess, task: BenchmarkTask, isolation: Isolation) -> WorkerProcess:
     """The worker in its own environment, with the file that it reads and what libraries take from the environment
     alone: how many threads, and what is loaded before them."""
     python = python_of(isolation)

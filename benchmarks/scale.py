@@ -28,17 +28,17 @@ from runtime.synthesize.checkpoints import synthesize_checkpoint
 from runtime.units import MIB, round_up
 
 from .report import table
-from .rows import NUMBERS_OF_ROWS, Rows, measured_rows
+from .rows import NUMBERS_OF_ROWS, StartCase, measure_start
 from .runner import answer
 from .task import Result, forget_pages
-from .weightstream import generated, requests_of
+from .weightstream import make_requests, measure_generation
 
 HEAD_DIM, LANE_SIZE, NUM_NEW_TOKENS = 64, 64, 9
 KV_BYTES = 2 * HEAD_DIM * 4  # of a position in a layer: one head of keys and one of values, in float32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class ModelScale:
     """A small Llama, and `block` prompts of `prompt_tokens` each."""
 
     num_layers: int = 4
@@ -47,7 +47,7 @@ class Size:
     block: int = 32
     hidden_size: int = 384
 
-    def doubled(self, quantity: str, times: int) -> "Size":
+    def doubled(self, quantity: str, times: int) -> "ModelScale":
         return replace(self, **{quantity: getattr(self, quantity) << times})
 
     @property
@@ -66,28 +66,28 @@ QUANTITIES = ("num_layers", "vocab_size", "prompt_tokens", "block")
 NUM_DOUBLINGS = 3
 
 
-def sizes(base: Size) -> dict[str, list[Size]]:
+def sizes(base: ModelScale) -> dict[str, list[ModelScale]]:
     """The sizes by what is doubled, from `base` on: every quantity's first is the same."""
     return {quantity: [base.doubled(quantity, turn) for turn in range(NUM_DOUBLINGS + 1)] for quantity in QUANTITIES}
 
 
-MeasureSize = Callable[[Size, Path, int], Result]
-MeasureRows = Callable[[Rows], Result]
+MeasureSize = Callable[[ModelScale, Path, int], Result]
+MeasureRows = Callable[[StartCase], Result]
 Say = Callable[[str], object]
-Measurements = Mapping[Size, Sequence[Result]]
+Measurements = Mapping[ModelScale, Sequence[Result]]
 
 
-def measured_size(size: Size, path: Path, num_threads: int) -> Result:
+def measured_size(size: ModelScale, path: Path, num_threads: int) -> Result:
     """Measures in a process of its own."""
     question = {"size": asdict(size), "path": str(path), "num_threads": num_threads}
     return Result(**answer(__name__, question))
 
 
 def measure_sizes(
-    base: Size, num_rounds: int, num_threads: int, say: Say, measure: MeasureSize = measured_size
-) -> dict[Size, list[Result]]:
+    base: ModelScale, num_rounds: int, num_threads: int, say: Say, measure: MeasureSize = measured_size
+) -> dict[ModelScale, list[Result]]:
     """Rounds alternate. Checkpoints lie in a temporary folder for as long."""
-    rounds: dict[Size, list[Result]] = {size: [] for each in sizes(base).values() for size in each}
+    rounds: dict[ModelScale, list[Result]] = {size: [] for each in sizes(base).values() for size in each}
     with tempfile.TemporaryDirectory() as folder:
         paths = {size: Path(folder) / f"{size.num_layers}-{size.vocab_size}-{size.prompt_tokens}" for size in rounds}
         for path, size in {path: size for size, path in paths.items()}.items():
@@ -99,16 +99,16 @@ def measure_sizes(
     return rounds
 
 
-def measure_rows(say: Say, measure: MeasureRows = measured_rows) -> dict[Rows, Result]:
+def measure_rows(say: Say, measure: MeasureRows = measure_start) -> dict[StartCase, Result]:
     """Each once: what is asked is how it grows."""
-    results: dict[Rows, Result] = {}
-    for rows in (Rows(count=count, policy=policy) for policy in ("auto", "hrm") for count in NUMBERS_OF_ROWS):
+    results: dict[StartCase, Result] = {}
+    for rows in (StartCase(count=count, policy=policy) for policy in ("auto", "hrm") for count in NUMBERS_OF_ROWS):
         results[rows] = measure(rows)
         say(f"{rows}: {results[rows].seconds:.1f} s")
     return results
 
 
-def scale_table(base: Size, rounds: Measurements, rows: Mapping[Rows, Result]) -> str:
+def scale_table(base: ModelScale, rounds: Measurements, rows: Mapping[StartCase, Result]) -> str:
     """A row for each size, with medians of its rounds, and a row for each number of rows."""
     headings = ["doubled", "to", "prefill, per token", "x", "decode, per token", "x", "all", "x"]
     headings += ["peak above baseline", "of it KV", "read"]
@@ -120,7 +120,7 @@ def scale_table(base: Size, rounds: Measurements, rows: Mapping[Rows, Result]) -
     return "\n\n".join([table(headings, lines), _layers(base, rounds), rows_table(rows)])
 
 
-def rows_table(results: Mapping[Rows, Result]) -> str:
+def rows_table(results: Mapping[StartCase, Result]) -> str:
     """The seconds and MiB that a row adds are those beyond the fewest rows of the same policy."""
     table_rows = []
     for rows, result in results.items():
@@ -136,7 +136,7 @@ def rows_table(results: Mapping[Rows, Result]) -> str:
     return table(["rows", "policy", "to the first pass", more, "peak memory", more], table_rows)
 
 
-def _row(quantity: str, size: Size, before: Size | None, rounds: Measurements) -> list[object]:
+def _row(quantity: str, size: ModelScale, before: ModelScale | None, rounds: Measurements) -> list[object]:
     cells = [quantity, getattr(size, quantity)]
     for seconds in (_prefill_seconds, _decode_seconds, _seconds):
         now = seconds(size, rounds[size])
@@ -146,7 +146,7 @@ def _row(quantity: str, size: Size, before: Size | None, rounds: Measurements) -
     return [*cells, *(f"{num / MIB:.0f} MiB" for num in (_peak_bytes(rounds[size]), size.kv_bytes, read))]
 
 
-def _layers(base: Size, rounds: Measurements) -> str:
+def _layers(base: ModelScale, rounds: Measurements) -> str:
     """What doubling the layers does to time and to memory beside keys and values."""
     grown = sizes(base)[QUANTITIES[0]]
     times = [_seconds(each, rounds[each]) for each in grown]
@@ -161,17 +161,17 @@ def _ratios(values: Sequence[float]) -> str:
     return ", ".join(f"{later / earlier:.2f}" for earlier, later in pairwise(values))
 
 
-def _prefill_seconds(size: Size, results: Sequence[Result]) -> float:
+def _prefill_seconds(size: ModelScale, results: Sequence[Result]) -> float:
     return median(each.prefill_seconds for each in results) / (size.block * size.prompt_tokens)
 
 
-def _decode_seconds(size: Size, results: Sequence[Result]) -> float:
+def _decode_seconds(size: ModelScale, results: Sequence[Result]) -> float:
     """Prefill gives the first of each sequence's tokens."""
     tokens = size.block * (NUM_NEW_TOKENS - 1)
     return median(each.seconds - each.prefill_seconds for each in results) / tokens
 
 
-def _seconds(size: Size, results: Sequence[Result]) -> float:
+def _seconds(size: ModelScale, results: Sequence[Result]) -> float:
     return median(each.seconds for each in results)
 
 
@@ -179,7 +179,7 @@ def _peak_bytes(results: Sequence[Result]) -> float:
     return median(each.peak_bytes - each.baseline_bytes for each in results)
 
 
-def synthesize(size: Size, path: Path) -> None:
+def synthesize(size: ModelScale, path: Path) -> None:
     """Random weights in bfloat16; `path` must be empty or not there."""
     architecture = {
         "vocab_size": size.vocab_size,
@@ -194,18 +194,18 @@ def synthesize(size: Size, path: Path) -> None:
     synthesize_checkpoint(model="llama", overrides=architecture, directory=path, dtype=torch.bfloat16)
 
 
-def measure(size: Size, path: Path, num_threads: int) -> Result:
+def measure(size: ModelScale, path: Path, num_threads: int) -> Result:
     """No layer stays, whatever memory is free. The checkpoint's pages are dropped from the page cache first."""
     torch.set_num_threads(num_threads)
     forget_pages(path)
     runtime = Runtime(_config(size, path, num_threads))
     draw = random.Random(size.prompt_tokens)
     ids = [[draw.randrange(10, size.vocab_size) for _ in range(size.prompt_tokens)] for _ in range(size.block)]
-    requests = requests_of(runtime, ids)
-    return replace(generated(runtime, requests).result, tokens=[])
+    requests = make_requests(runtime, ids)
+    return replace(measure_generation(runtime, requests).result, tokens=[])
 
 
-def _config(size: Size, path: Path, num_threads: int) -> RuntimeConfig:
+def _config(size: ModelScale, path: Path, num_threads: int) -> RuntimeConfig:
     return RuntimeConfig(
         model=ModelConfig(name="bench", path=str(path)),
         offload=OffloadConfig(tier=Tier.nvme, resident_layers=0),
@@ -218,5 +218,5 @@ def _config(size: Size, path: Path, num_threads: int) -> RuntimeConfig:
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    size = Size(**question["size"])
+    size = ModelScale(**question["size"])
     yield asdict(measure(size, Path(question["path"]), question["num_threads"]))

@@ -11,24 +11,24 @@ from runtime.errors import WeightstreamError
 from runtime.kernels.compiler import has_compiler
 
 from .blocks import block_rates, block_sizes, blocks_table, draw_blocks, needed_sequences
-from .config import BenchConfig, Suite, task_of
-from .contenders import Contender, Ours, Peer
-from .devices import RanksCase, devices_table, measured_ranks
+from .config import BenchConfig, Suite, make_task
+from .contenders import Contender, OwnContender, Peer
+from .devices import RanksCase, devices_table, measure_ranks
 from .evaluation import run_evaluation
-from .floor import floors_of, floors_table, product_seconds
+from .floor import compute_floors, floors_table, product_seconds
 from .gpu.suite import run_gpu
-from .instruction_sets import restricted_to
+from .instruction_sets import restrict_instructions
 from .larger_than_memory import run_larger
-from .policies import Attempt, attempts, policies_table, worth_repeating
+from .policies import Attempt, attempts, policies_table, select_repeated
 from .predictions import Case, outcomes_of, predictions_table
 from .prefixes import prefix_task, prefixes_table, prompts_file
 from .products import measured_products, products_table
 from .report import commit, hardware, speed_table
 from .runner import measured
-from .scale import Size, measure_rows, measure_sizes, scale_table
-from .task import Measured, Result, Task
+from .scale import ModelScale, measure_rows, measure_sizes, scale_table
+from .task import BenchmarkTask, Measured, Result
 
-Measure = Callable[[Task], Result]
+Measure = Callable[[BenchmarkTask], Result]
 Say = Callable[[str], object]
 Named = TypeVar("Named")
 
@@ -39,7 +39,7 @@ def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
     """`say` is told how each measurement went. Before the first round budgets are checked and batch sizes searched: of
     speed and predictions, a contender that cannot run, or a peer that takes too long, is left out, and the table says
     why. Raises WeightstreamError where none is left, and where Weightstream fails later."""
-    with restricted_to(config.isa):
+    with restrict_instructions(config.isa):
         return _measured(config, paths, say, measure)
 
 
@@ -65,7 +65,7 @@ def _measured(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
     blocks = config.blocks if config.suite is Suite.predictions else [config.num_prompts]
     tasks = {case: task for path in paths for case, task in _cases(config, path, config.contenders, blocks).items()}
     rounds: dict[Case, list[Result]] = {case: [] for case in tasks}
-    refusals = _over_budget(tasks, say, measure)
+    refusals = _check_budgets(tasks, say, measure)
     if len(refusals) == len(tasks):
         raise WeightstreamError("no contender can run: " + "; ".join(refusals.values()))
     refusals |= _choose_batch_sizes(tasks, say, measure)
@@ -78,23 +78,23 @@ def _measured(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
     else:
         table = speed_table({case.contender: results for case, results in rounds.items()}) if rounds else "Nothing ran."
         table += "".join(f"\n\n{case.contender} is left out: {why}" for case, why in refusals.items())
-    return _done(table, rounds, [case for case in rounds if isinstance(tasks[case].entry, Peer)])
+    return _make_result(table, rounds, [case for case in rounds if isinstance(tasks[case].entry, Peer)])
 
 
 def _policies(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure) -> Measured:
     """All of them once, then again those between which the others decide nothing."""
     rounds: dict[Attempt, list[Result]] = {attempt: [] for path in paths for attempt in attempts(config, path)}
     for turn in range(config.rounds):
-        again = worth_repeating(rounds) if turn else rounds
+        again = select_repeated(rounds) if turn else rounds
         _measure_all(turn, {attempt: attempt.task for attempt in again}, rounds, say, measure)
-    return _done(policies_table(rounds), rounds)
+    return _make_result(policies_table(rounds), rounds)
 
 
-def _over_budget(tasks: Mapping[Named, Task], say: Say, measure: Measure) -> dict[Named, str]:
+def _check_budgets(tasks: Mapping[Named, BenchmarkTask], say: Say, measure: Measure) -> dict[Named, str]:
     """Why those of Weightstream did not run whose plans do not fit. Nothing is measured."""
     refusals: dict[Named, str] = {}
     for name, task in tasks.items():
-        if isinstance(task.entry, Ours):
+        if isinstance(task.entry, OwnContender):
             try:
                 measure(replace(task, is_check=True))
             except WeightstreamError as error:
@@ -103,7 +103,7 @@ def _over_budget(tasks: Mapping[Named, Task], say: Say, measure: Measure) -> dic
     return refusals
 
 
-def _choose_batch_sizes(tasks: dict[Named, Task], say: Say, measure: Measure) -> dict[Named, str]:
+def _choose_batch_sizes(tasks: dict[Named, BenchmarkTask], say: Say, measure: Measure) -> dict[Named, str]:
     """Puts them into `tasks`; why peers did not run."""
     refusals: dict[Named, str] = {}
     for name, task in tasks.items():
@@ -115,7 +115,7 @@ def _choose_batch_sizes(tasks: dict[Named, Task], say: Say, measure: Measure) ->
     return refusals
 
 
-def with_batch_size(task: Task, measure: Measure, say: Say) -> Task:
+def with_batch_size(task: BenchmarkTask, measure: Measure, say: Say) -> BenchmarkTask:
     """`task` as it is where its batch size is given or it has none; else with the size after which the rate falls, or
     after which the peer fails. Raises WeightstreamError where it fails with the smallest."""
     entry = task.entry
@@ -143,7 +143,7 @@ def with_batch_size(task: Task, measure: Measure, say: Say) -> Task:
 
 
 def _devices(config: BenchConfig, path: str, say: Say) -> Measured:
-    task = task_of(config, Contender.nvme_unshared, path, config.num_prompts)
+    task = make_task(config, Contender.nvme_unshared, path, config.num_prompts)
     rate = config.ranks.read_mb_per_second * 1e6
     cases = [
         RanksCase(num_ranks=size, bytes_per_second=rate, gather=gather.value)
@@ -153,14 +153,16 @@ def _devices(config: BenchConfig, path: str, say: Say) -> Measured:
     rounds = {case: list[Result]() for case in cases}
     for turn in range(config.rounds):
         for case, results in rounds.items():
-            results.append(measured_ranks(case, task))
+            results.append(measure_ranks(case, task))
             say(f"round {turn + 1} {case}: {results[-1].seconds:.1f} s")
-    return _done(devices_table(rounds), rounds)
+    return _make_result(devices_table(rounds), rounds)
 
 
 def _scale(config: BenchConfig, say: Say) -> Measured:
-    sizes, rows = measure_sizes(Size(), config.rounds, config.num_threads, say), measure_rows(say)
-    return _done(scale_table(Size(), sizes, rows), {**sizes, **{each: [result] for each, result in rows.items()}})
+    sizes, rows = measure_sizes(ModelScale(), config.rounds, config.num_threads, say), measure_rows(say)
+    return _make_result(
+        scale_table(ModelScale(), sizes, rows), {**sizes, **{each: [result] for each, result in rows.items()}}
+    )
 
 
 def _blocks(config: BenchConfig, path: str, say: Say, measure: Measure) -> Measured:
@@ -173,7 +175,7 @@ def _blocks(config: BenchConfig, path: str, say: Say, measure: Measure) -> Measu
     def draw(folder: Path) -> None:
         draw_blocks(folder / "blocks.png", rates, needed, f"{largest.name}, {hardware()}, commit {commit()}")
 
-    return replace(_done(blocks_table(largest.name, rates, needed), rounds), draw=draw)
+    return replace(_make_result(blocks_table(largest.name, rates, needed), rounds), draw=draw)
 
 
 def _prefixes(config: BenchConfig, path: str, say: Say, measure: Measure) -> Measured:
@@ -187,7 +189,7 @@ def _prefixes(config: BenchConfig, path: str, say: Say, measure: Measure) -> Mea
     rounds = {name: results for name, results in rounds.items() if name not in refusals}
     found = prefixes_table(rounds) if rounds else "Nothing ran."
     found += "".join(f"\n\n{name} is left out: {why}" for name, why in refusals.items())
-    return _done(found, rounds, [name for name in rounds if isinstance(tasks[name].entry, Peer)])
+    return _make_result(found, rounds, [name for name in rounds if isinstance(tasks[name].entry, Peer)])
 
 
 def _floor(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure) -> Measured:
@@ -203,25 +205,29 @@ def _floor(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure
         seconds = product_seconds(tasks[reading])
         rate = median(result.rate for result in own[reading])
         tables.append(
-            floors_table([f for case in cases for f in floors_of(case, tasks[case], own[case], rate, seconds)])
+            floors_table([f for case in cases for f in compute_floors(case, tasks[case], own[case], rate, seconds)])
         )
         rounds |= own
     if has_compiler():
         sizes = asdict(config.products)
         found = measured_products(**sizes, num_threads=config.num_threads, rounds=config.rounds)
         tables.append(products_table(found))
-    return _done("\n\n".join(tables), rounds)
+    return _make_result("\n\n".join(tables), rounds)
 
 
-def _cases(config: BenchConfig, path: str, contenders: Sequence[Contender], blocks: Sequence[int]) -> dict[Case, Task]:
+def _cases(
+    config: BenchConfig, path: str, contenders: Sequence[Contender], blocks: Sequence[int]
+) -> dict[Case, BenchmarkTask]:
     return {
-        Case(path=path, contender=contender.value, num_sequences=block): task_of(config, contender, path, block)
+        Case(path=path, contender=contender.value, num_sequences=block): make_task(config, contender, path, block)
         for contender in contenders
         for block in blocks
     }
 
 
-def _all_rounds(num_rounds: int, tasks: Mapping[Named, Task], say: Say, measure: Measure) -> dict[Named, list[Result]]:
+def _all_rounds(
+    num_rounds: int, tasks: Mapping[Named, BenchmarkTask], say: Say, measure: Measure
+) -> dict[Named, list[Result]]:
     rounds: dict[Named, list[Result]] = {name: [] for name in tasks}
     for turn in range(num_rounds):
         _measure_all(turn, tasks, rounds, say, measure)
@@ -229,7 +235,7 @@ def _all_rounds(num_rounds: int, tasks: Mapping[Named, Task], say: Say, measure:
 
 
 def _measure_all(
-    turn: int, tasks: Mapping[Named, Task], rounds: Mapping[Named, list[Result]], say: Say, measure: Measure
+    turn: int, tasks: Mapping[Named, BenchmarkTask], rounds: Mapping[Named, list[Result]], say: Say, measure: Measure
 ) -> dict[Named, str]:
     """Why peers did not run."""
     refusals: dict[Named, str] = {}
@@ -245,13 +251,13 @@ def _measure_all(
     return refusals
 
 
-def _refusal(task: Task, error: WeightstreamError) -> str:
+def _refusal(task: BenchmarkTask, error: WeightstreamError) -> str:
     """Raises it where it is Weightstream's own."""
     if not isinstance(task.entry, Peer):
         raise error
     return str(error)
 
 
-def _done(table: str, rounds: Mapping[Named, Sequence[Result]], peers: Sequence[Named] = ()) -> Measured:
+def _make_result(table: str, rounds: Mapping[Named, Sequence[Result]], peers: Sequence[Named] = ()) -> Measured:
     named = {str(name): results for name, results in rounds.items()}
     return Measured(table=table, rounds=named, peers=[str(name) for name in peers])

@@ -20,7 +20,7 @@ FORGET_SECONDS = 0.5  # less than a step of any peer takes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class BenchmarkTask:
     """`batch_size` is a peer's, None where it has none of its own or none is found yet; `limit_minutes` the time that
     its process may take. `num_kv_slots`: sequences whose keys and values the budget has room for; None: those of a
     block. `host_memory_gib`: the budget, in place of what `weight_share` gives. `prompts_file`: JSON of the prompts'
@@ -87,7 +87,9 @@ class Measured:
     is_interrupted: bool = False
 
 
-def timed(generate: Callable[[], Mapping[int, list[int]]], *, baseline_bytes: int, batch_size: int | None) -> Result:
+def measure_peer(
+    generate: Callable[[], Mapping[int, list[int]]], *, baseline_bytes: int, batch_size: int | None
+) -> Result:
     """Times a peer's `generate`, which answers with the new tokens of each prompt by its number, and counts what the
     kernel has counted meanwhile. `baseline_bytes`: from which peak memory counts, what the libraries take."""
     read_before = disk_read_bytes()
@@ -107,7 +109,7 @@ def timed(generate: Callable[[], Mapping[int, list[int]]], *, baseline_bytes: in
     )
 
 
-def prompts_of(task: Task, vocab_size: int) -> list[list[int]]:
+def make_prompts(task: BenchmarkTask, vocab_size: int) -> list[list[int]]:
     """The token ids of a task's prompts."""
     if task.prompts_file is None:
         return prompts(task.num_prompts, vocab_size, task.prompt_tokens)
@@ -137,7 +139,7 @@ def forget_pages(path: Path) -> None:
 
 
 @contextmanager
-def forgetting(directory: Path) -> Iterator[None]:
+def forget_pages_repeatedly(directory: Path) -> Iterator[None]:
     """Drops the pages of the files in `directory` all along: for peers that read weights by way of the page cache,
     where those of a model that does not fit would not stay either."""
     is_done = Event()

@@ -31,15 +31,15 @@ from runtime.sequences.sequence import Request
 from runtime.stream.host_memory import peak_resident_bytes
 from runtime.trace import Trace
 
-from .contenders import Ours
-from .task import Result, Task, prompts_of
+from .contenders import OwnContender
+from .task import BenchmarkTask, Result, make_prompts
 
 AMPLE = Budgets(host_bytes=1 << 60)
 
 
-def _policy(task: Task) -> PolicyConfig:
+def _policy(task: BenchmarkTask) -> PolicyConfig:
     """The policy that the task says; a search is free in all of it."""
-    ours = task.entry if isinstance(task.entry, Ours) else Ours(tier=Tier.nvme)
+    ours = task.entry if isinstance(task.entry, OwnContender) else OwnContender(tier=Tier.nvme)
     kind, admission, shares = PolicyKind(task.policy), ours.admission, ours.shares
     if kind is not PolicyKind.fixed:
         return PolicyConfig(kind=kind, admission=admission, share_prefixes=shares)
@@ -54,16 +54,16 @@ def _policy(task: Task) -> PolicyConfig:
     )
 
 
-class MakeRuntime(Protocol):
+class RuntimeFactory(Protocol):
     def __call__(self, config: RuntimeConfig, *, trace: Trace | None) -> Runtime: ...
 
 
-def opened(
-    task: Task, offload: OffloadConfig, trace: Trace | None = None, make: MakeRuntime = Runtime
+def open_runtime(
+    task: BenchmarkTask, offload: OffloadConfig, trace: Trace | None = None, make: RuntimeFactory = Runtime
 ) -> tuple[Runtime, list[Request]]:
     """The runtime of a task, with its weights where `offload` says, and the task's requests. Raises WeightstreamError
     where a prompt is longer than the model takes."""
-    dtype = task.entry.dtype if isinstance(task.entry, Ours) else DType.float32
+    dtype = task.entry.dtype if isinstance(task.entry, OwnContender) else DType.float32
     config = RuntimeConfig(
         model=ModelConfig(name="bench", path=task.path, dtype=dtype),
         offload=offload,
@@ -76,8 +76,8 @@ def opened(
         machine=MachineConfig(num_threads=task.num_threads),
     )
     runtime = make(config, trace=trace)
-    ids = prompts_of(task, runtime.model.shape.vocab_size)
-    requests, longest = requests_of(runtime, ids), max(map(len, ids))
+    ids = make_prompts(task, runtime.model.shape.vocab_size)
+    requests, longest = make_requests(runtime, ids), max(map(len, ids))
     if len(requests) < len(ids):
         raise WeightstreamError(
             f"{len(ids) - len(requests)} of {len(ids)} prompts are too long for the model, up to {longest:,} with "
@@ -87,7 +87,7 @@ def opened(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generated:
+class MeasuredGeneration:
     """What was measured of all passes together, each of them, and the rates that they were predicted by."""
 
     result: Result
@@ -95,7 +95,7 @@ class Generated:
     rates: MachineRates | None
 
 
-def generated(
+def measure_generation(
     runtime: Runtime,
     requests: Sequence[Request],
     *,
@@ -103,7 +103,7 @@ def generated(
     is_warmed_up: bool = False,
     say: Callable[[str], object] = lambda step: None,
     after_pass: Callable[[], object] = lambda: None,
-) -> Generated:
+) -> MeasuredGeneration:
     """Generates in a session, and counts the seconds of its passes and of `after_pass`, and the bytes that streams
     have moved in passes. `rates`: None measures them. `is_warmed_up`: two tokens of each request are generated once
     before, as the first decode pass on a device compiles kernels of its own. `say` is told each step as it begins."""
@@ -146,16 +146,16 @@ def generated(
         num_prompt_tokens=sum(record.counts.prompt_tokens for record in passes),
         num_block_rows=plan.block_size,
     )
-    return Generated(result=result, passes=passes, rates=plan.rates)
+    return MeasuredGeneration(result=result, passes=passes, rates=plan.rates)
 
 
-def requests_of(runtime: Runtime, prompts: Iterable[Sequence[int]]) -> list[Request]:
+def make_requests(runtime: Runtime, prompts: Iterable[Sequence[int]]) -> list[Request]:
     """Requests that are called by their numbers; what the runtime rejects is left out."""
     requests = [runtime.request(str(number), prompt) for number, prompt in enumerate(prompts)]
     return [request for request in requests if isinstance(request, Request)]
 
 
-def least_bytes(runtime: Runtime, requests: Sequence[Request]) -> int:
+def minimum_host_bytes(runtime: Runtime, requests: Sequence[Request]) -> int:
     """Bytes of host memory that the runtime's config takes for these requests on a CPU, with no weights that stay and
     all keys and values in memory."""
     shape, sizes = runtime.model.shape, [request.size for request in requests]

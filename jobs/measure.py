@@ -26,23 +26,23 @@ def main(composed: Composed) -> None:
 
     from jobs.files.named import publish_named, require_replaceable
     from jobs.files.publishing import make_directory, write_all
-    from jobs.measuring.measurement import measure_machine, shown_steps
-    from jobs.measuring.report import doubts, format_table, rank_sync
+    from jobs.measuring.measurement import measure_machine, progress_bar
+    from jobs.measuring.report import find_suspicious_rates, format_agreement, format_table
     from runtime.measure.machine_cache import find_latest_rates, save_rates
 
     if config.measure.out is not None:
         require_replaceable([Path(config.measure.out)], f"measure.out={config.measure.out}")
     found = []
     for _ in range(config.measure.times):
-        with shown_steps() as advance:
+        with progress_bar() as advance:
             found.append(measure_machine(config.machine, config.measure, advance))
     last = found[-1]
     print_line(format_table([measurement.figures for measurement in found]))
     if len(found) > 1:
-        print_line(rank_sync([measurement.figures for measurement in found]))
+        print_line(format_agreement([measurement.figures for measurement in found]))
     for note in last.notes:
         print_line(f"note: {note}")
-    for doubt in doubts(last.rates, find_latest_rates(last.host.kind), last.host):
+    for doubt in find_suspicious_rates(last.rates, find_latest_rates(last.host.kind), last.host):
         log.warning("%s", doubt)
     try:
         save_rates(last.host, last.rates, last.products)

@@ -16,7 +16,7 @@ def main(composed: Composed) -> None:
     from transformers.utils.logging import set_verbosity_error
 
     from jobs.planning.named import write_shapes
-    from jobs.planning.support import FamilyCapabilities, families_named, format_table, support_table
+    from jobs.planning.support import FamilyCapabilities, find_families, format_table, support_table
 
     set_verbosity_error()  # its warnings are about the tiny sizes, not about the families
     if config.shapes is not None:
@@ -27,7 +27,9 @@ def main(composed: Composed) -> None:
         print_line(format_table(config.format))
         return
     print_line(
-        support_table([FamilyCapabilities.of(family) for family in families_named(config.family)], config.format)
+        support_table(
+            [FamilyCapabilities.from_family(family) for family in find_families(config.family)], config.format
+        )
     )
 
 

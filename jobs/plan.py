@@ -17,11 +17,11 @@ def main(composed: Composed) -> None:
 
     with gc_paused():
         from jobs.planning.planning import make_plan
-        from jobs.planning.report import report
+        from jobs.planning.report import format_plan
 
     planned = make_plan(config)
-    print_line(report(planned, config.plan.num_actions))
-    if not config.plan.draws:
+    print_line(format_plan(planned, config.plan.num_actions))
+    if not config.plan.writes_files:
         return
 
     from jobs.files.publishing import make_directory

@@ -19,10 +19,10 @@ def main(composed: Composed) -> None:
     from jobs.record.run_reader import find_runs
     from jobs.record.unfinished import describe_unfinished
     from jobs.reporting.figures import RunFigures
-    from jobs.reporting.overview import overview, write_overview
+    from jobs.reporting.overview import make_overview, write_overview
 
     runs = [RunFigures(run=run) for run in find_runs(config.names, "runs")]
-    table = overview(runs)
+    table = make_overview(runs)
     print_line(table.text())
     if unfinished := describe_unfinished([each.run for each in runs]):
         print_line("\n" + "\n".join(unfinished))

@@ -15,10 +15,10 @@ def main(composed: Composed) -> None:
     setup_plain_logging(LogLevel.warning)
 
     from jobs.record.run_reader import find_runs
-    from jobs.reporting.status import as_json, as_text, status_of
+    from jobs.reporting.status import format_json, format_text, read_status
 
-    statuses = [status_of(run) for run in find_runs([config.run or ""], "run")]
-    print_line(as_json(statuses) if config.format is StatusFormat.json else as_text(statuses))
+    statuses = [read_status(run) for run in find_runs([config.run or ""], "run")]
+    print_line(format_json(statuses) if config.format is StatusFormat.json else format_text(statuses))
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ def main(composed: Composed) -> None:
     config = load(TraceConfig, composed)
 
     from jobs.files.named import require_replaceable
-    from jobs.pictures.trace_file import read_all, trace_files
+    from jobs.pictures.trace_file import find_trace_files, read_all
     from jobs.pictures.trace_picture import TimeWindow, draw_panels
 
     assert config.path is not None, "the config class has checked it"
     path = Path(config.path)
-    files = trace_files(path)
+    files = find_trace_files(path)
     drawn = {f"{file}: {name}": spans for file, processes in read_all(files) for name, spans in processes.items()}
     last = max((span.end for spans in drawn.values() for span in spans), default=0.0)
     end = last if config.end is None else config.end

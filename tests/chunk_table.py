@@ -10,7 +10,7 @@ micro-batches of 64 in chunks of 512, as every plan for a device had them; both 
 from collections.abc import Iterator
 
 from jobs.planning.config import PlanConfig, WorkloadConfig
-from jobs.planning.planning import Planned, plan_on
+from jobs.planning.planning import Planned, plan_for_machine
 from runtime.config.settings import ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, SamplingConfig, Tier
 from runtime.errors import BudgetError
 from tests.published import machine
@@ -39,7 +39,7 @@ def config(model: str, tier: Tier, policy: PolicyConfig) -> PlanConfig:
 def planned(name: str, model: str, tier: Tier, policy: PolicyConfig) -> Planned | None:
     """None where it is refused."""
     try:
-        return plan_on(machine(name), config(model, tier, policy))
+        return plan_for_machine(machine(name), config(model, tier, policy))
     except BudgetError:
         return None
 

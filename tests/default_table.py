@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 from jobs.planning.config import PlanConfig, WorkloadConfig
-from jobs.planning.planning import Planned, plan_on
+from jobs.planning.planning import Planned, plan_for_machine
 from runtime.config.settings import ModelConfig, OffloadConfig, PolicyConfig, PolicyKind, SamplingConfig, Tier
 from runtime.errors import BudgetError
 from runtime.plan.cost.machine import Machine
@@ -85,7 +85,7 @@ class Case:
             workload=WORKLOAD,
         )
         try:
-            return plan_on(cpu_machine() if self.machine == "cpu" else machine(self.machine), config)
+            return plan_for_machine(cpu_machine() if self.machine == "cpu" else machine(self.machine), config)
         except BudgetError:
             return None
 

@@ -10,7 +10,7 @@ import torch
 from jobs.grading.intervals import Estimate, estimate, estimate_groups
 from runtime import Runtime
 from runtime.library.scoring import Scored
-from scripts.train_tiny.corpus import asked_examples
+from scripts.train_tiny.corpus import evaluation_examples
 from scripts.train_tiny.stories import STORY
 from scripts.train_tiny.tasks import TASKS
 
@@ -86,5 +86,5 @@ def nats_beyond(found: Sequence[Scored], exact: Sequence[Scored]) -> Estimate:
 def examples(tasks: Iterable[str], count: int) -> Iterator[tuple[str, str]]:
     """Yields prompts and answers as the model was trained on, but none that it has seen where there are others."""
     for task in tasks:
-        for example in asked_examples(task, count, SEED):
+        for example in evaluation_examples(task, count, SEED):
             yield example.prompt, example.answer

@@ -43,15 +43,15 @@ from runtime.stream.device import ComputeDevice
 from runtime.stream.host_memory import available_bytes
 from runtime.units import GIB, format_bytes, gib_to_bytes
 
-from ..contenders import DEEPSPEED_VARIANT, HOST, VARIANTS, Ours, Variant
-from ..peers.hugging_face import DeviceModel, model_of, offloaded
+from ..contenders import DEEPSPEED_VARIANT, HOST, VARIANTS, OwnContender, Variant
+from ..peers.hugging_face import DeviceModel, build_model, offload_model
 from ..task import forget_pages, prompts
-from ..weightstream import generated, requests_of
+from ..weightstream import make_requests, measure_generation
 from .config import MODELS
-from .device import limit, measure_link, reserved_peak_bytes, start_anew
-from .progress import Progress, ReportingDevice
+from .device import limit, measure_link, reserved_peak_bytes, reset_memory
+from .progress import ReportingDevice, WorkerProgress
 from .random_init import INT4, RandomInitModel, RandomInitRuntime, outline_model, parameters_of, size_of
-from .task import GpuTask, Machine, Measurement, phases_of
+from .task import GpuMachine, GpuTask, VariantMeasurement, phases_of
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ HOST_STEPS = 8  # of a layer, in which a host budget grows until one is kept bes
 class GpuBench:
     """Writes outlines of its models into `folder`. Not thread-safe."""
 
-    def __init__(self, task: GpuTask, folder: Path, device: ComputeDevice, progress: Progress):
+    def __init__(self, task: GpuTask, folder: Path, device: ComputeDevice, progress: WorkerProgress):
         self._task, self._device, self._progress, gpu = task, device, progress, task.gpu
         self._num_threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
         self._device_bytes = gib_to_bytes(gpu.device_memory_gib)
@@ -91,10 +91,10 @@ class GpuBench:
         self._batch_sizes: dict[Variant, int] = {}
         self._whole: DeviceModel | None = None
 
-    def machine(self) -> Machine:
+    def machine(self) -> GpuMachine:
         """Measures the link."""
         self._progress("measuring the link")
-        return Machine(
+        return GpuMachine(
             device=device_name(self._device),
             model=MODELS[self._task.gpu.model].title + " in other sizes" * bool(self._task.gpu.shape),
             link=measure_link(self._device),
@@ -102,9 +102,9 @@ class GpuBench:
             weight_bytes=self._weight_bytes,
         )
 
-    def measure(self, variant: Variant) -> Measurement:
+    def measure(self, variant: Variant) -> VariantMeasurement:
         """Raises what a peer raises, or WeightstreamError. Nobody gets more of the device than may be used."""
-        start_anew(self._device)
+        reset_memory(self._device)
         limit(self._device, self._device_bytes)
         measured = self._peer(variant) if variant.is_peer else self._weightstream(variant)
         assert measured.result is not None, "what raises nothing has a result"
@@ -130,14 +130,14 @@ class GpuBench:
             forget_pages(self._disk_model.path)
         return self._disk_model
 
-    def _weightstream(self, variant: Variant) -> Measurement:
+    def _weightstream(self, variant: Variant) -> VariantMeasurement:
         runtime = self._runtime(variant)
-        requests = requests_of(runtime, self._prompts(variant))
+        requests = make_requests(runtime, self._prompts(variant))
         if variant.entry.tier is Tier.auto:
-            self._give_host_memory_for_some(runtime, requests)
-        run = generated(runtime, requests, rates=self._rates, is_warmed_up=True, say=self._progress)
+            self._limit_host_memory(runtime, requests)
+        run = measure_generation(runtime, requests, rates=self._rates, is_warmed_up=True, say=self._progress)
         self._rates = run.rates
-        return Measurement(
+        return VariantMeasurement(
             variant=variant.name,
             num_layers=self._model(variant).num_layers,
             num_sequences=len(requests),
@@ -146,7 +146,7 @@ class GpuBench:
             phases=phases_of(run.passes),
         )
 
-    def _give_host_memory_for_some(self, runtime: Runtime, requests: Sequence[Request]) -> None:
+    def _limit_host_memory(self, runtime: Runtime, requests: Sequence[Request]) -> None:
         """Limits host memory to the least with which some layers stay there and others are read from disk. On a CPU,
         where host memory is what computes, nothing is changed. Raises BudgetError where there is no such limit."""
         if not self._device.is_accelerator or runtime.config.offload.host_memory_gib != self._host_gib:
@@ -176,7 +176,7 @@ class GpuBench:
         return self._runtimes[variant]
 
     def _config(self, variant: Variant) -> RuntimeConfig:
-        gpu, ours = self._task.gpu, variant.entry if isinstance(variant.entry, Ours) else HOST
+        gpu, ours = self._task.gpu, variant.entry if isinstance(variant.entry, OwnContender) else HOST
         return RuntimeConfig(
             model=ModelConfig(name=gpu.model, path=str(self._model(variant).path), dtype=DType.bfloat16),
             offload=OffloadConfig(
@@ -207,22 +207,22 @@ class GpuBench:
         lengths = [len(ids) for ids in prompts(gpu.num_prompts, MANY_WORDS, self._task.prompt_tokens)]
         return -(-sum(lengths) // (variant.part * _lanes(variant) * variant.num_pieces))
 
-    def _peer(self, variant: Variant) -> Measurement:
-        peer, ids = (self._held if variant.is_cut else self._offloaded)(variant), self._prompts(variant)
+    def _peer(self, variant: Variant) -> VariantMeasurement:
+        peer, ids = (self._model_on_host if variant.is_cut else self._offloaded)(variant), self._prompts(variant)
         if variant not in self._batch_sizes:
             self._progress("trying batches, the largest first")
-            self._batch_sizes[variant] = peer.largest_batch(ids, lambda: start_anew(self._device))
-            start_anew(self._device)
+            self._batch_sizes[variant] = peer.largest_batch(ids, lambda: reset_memory(self._device))
+            reset_memory(self._device)
         size = self._batch_sizes[variant]
         self._progress(f"{size} sequences, which count")
         result = peer.measure(ids[:size], self._task.gpu.num_new_tokens)
         if not variant.is_cut:
             result = replace(result, bytes_copied=peer.num_forwards * self._weight_bytes)
-        return Measurement(
+        return VariantMeasurement(
             variant=variant.name, num_layers=self._model(variant).num_layers, num_sequences=size, result=result
         )
 
-    def _held(self, variant: Variant) -> DeviceModel:
+    def _model_on_host(self, variant: Variant) -> DeviceModel:
         """One tensor after the other, so that host memory holds no third copy."""
         place, model = self._device.torch_device, self._model(variant)
         self._progress(f"synthesising {model.num_layers} layers of {format_bytes(self._layer_bytes)} in the device")
@@ -231,7 +231,7 @@ class GpuBench:
             for parameter in parameters_of(self._runtime(variant))
             for name, tensor in model.weights.tensors([parameter], self._num_threads).items()
         }
-        held = model_of(model.path, there)
+        held = build_model(model.path, there)
         held.to(device=place)  # pyright: ignore[reportCallIssue] - its buffers
         return DeviceModel(held, self._device)
 
@@ -240,8 +240,10 @@ class GpuBench:
         if self._whole is None:
             self._progress(f"synthesising {format_bytes(self._weight_bytes)}, the peer's own copy")
             tensors = self._model(variant).weights.tensors(parameters_of(self._runtime(variant)), self._num_threads)
-            model = model_of(self._model(variant).path, tensors)
-            self._whole = _partitioned(model, self._device) if self._task.is_alone else offloaded(model, self._device)
+            model = build_model(self._model(variant).path, tensors)
+            self._whole = (
+                _partitioned(model, self._device) if self._task.is_alone else offload_model(model, self._device)
+            )
         return self._whole
 
     def _prompts(self, variant: Variant) -> list[list[int]]:
@@ -254,7 +256,9 @@ def _lanes(variant: Variant) -> int:
     return 1 if variant.is_cut else MICRO_BATCHES
 
 
-def measurements(task: GpuTask, device: ComputeDevice, progress: Progress) -> Iterator[Machine | Measurement]:
+def measurements(
+    task: GpuTask, device: ComputeDevice, progress: WorkerProgress
+) -> Iterator[GpuMachine | VariantMeasurement]:
     """The machine, then rounds that alternate. A variant that cannot run is named once, and so is one that no time was
     left for: none begins that takes longer than there is time left, by what it took before or, at first, by what the
     slowest of its kind did, peers or ours."""
@@ -271,10 +275,10 @@ def measurements(task: GpuTask, device: ComputeDevice, progress: Progress) -> It
                 if begin + took.get(variant, max(alike or took.values(), default=0.0)) >= end:
                     if variant not in took:
                         left.remove(variant)
-                        yield Measurement(variant=variant.name, refusal=f"no time was left of {_minutes(task)}")
+                        yield VariantMeasurement(variant=variant.name, refusal=f"no time was left of {_minutes(task)}")
                     continue
                 progress.begin(f"{variant.name}, round {number}")
-                measurement = _measured(bench, variant)
+                measurement = _measure_safely(bench, variant)
                 if measurement.refusal:
                     left.remove(variant)
                 else:
@@ -286,21 +290,21 @@ def _minutes(task: GpuTask) -> str:
     return f"gpu.minutes={task.gpu.minutes:g}"
 
 
-def _measured(bench: GpuBench, variant: Variant) -> Measurement:
+def _measure_safely(bench: GpuBench, variant: Variant) -> VariantMeasurement:
     """Whatever it raises stops none of the others: the machine may be lent for these minutes alone."""
     if variant.missing:
-        return Measurement(variant=variant.name, refusal=f"{', '.join(variant.missing)} is not installed")
+        return VariantMeasurement(variant=variant.name, refusal=f"{', '.join(variant.missing)} is not installed")
     try:
         return bench.measure(variant)
     except Exception as error:
         log.exception("%s", variant.name)
-        return Measurement(variant=variant.name, refusal=f"{type(error).__name__}: {error}")
+        return VariantMeasurement(variant=variant.name, refusal=f"{type(error).__name__}: {error}")
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Raises ConfigError where there is no such device."""
     task = build(GpuTask, question)
-    progress = Progress(time.monotonic() if task.begun is None else task.begun)
+    progress = WorkerProgress(time.monotonic() if task.begun is None else task.begun)
     progress(f"the worker has imported torch {torch.__version__}, and opens {task.gpu.device}")
     if task.gpu.device != "cpu" and not torch.accelerator.is_available():
         raise ConfigError(f"gpu.device={task.gpu.device}: torch {torch.__version__} finds no accelerator here")
@@ -308,6 +312,6 @@ def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _partitioned(model: PreTrainedModel, device: ComputeDevice) -> DeviceModel:
-    from ..peers.zero_inference import partitioned  # which few environments have
+    from ..peers.zero_inference import partition_model  # which few environments have
 
-    return partitioned(model, device)
+    return partition_model(model, device)

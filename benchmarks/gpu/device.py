@@ -21,7 +21,7 @@ def measure_link(device: ComputeDevice) -> dict[str, float]:
     return {probe.name: max([probe.read() for _ in range(NUM_READINGS)][1:]) for probe in probes}
 
 
-def described(link: Mapping[str, float]) -> str:
+def format_link(link: Mapping[str, float]) -> str:
     return "Link: " + "; ".join(f"{name} {rate:.1f} GB/s" for name, rate in link.items()) + "." if link else "No link."
 
 
@@ -31,7 +31,7 @@ def limit(device: ComputeDevice, num_bytes: int) -> None:
         device.set_memory_limit(num_bytes)
 
 
-def start_anew(device: ComputeDevice) -> None:
+def reset_memory(device: ComputeDevice) -> None:
     """Frees what the last measurement left, so that the next one's peak is its own."""
     gc.collect()  # an engine refers to itself
     if device.torch_device.type == "cpu":

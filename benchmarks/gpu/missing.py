@@ -34,12 +34,12 @@ NEEDS = (
 )
 
 
-def vital() -> list[str]:
+def missing_required() -> list[str]:
     """Names of the packages without which nothing runs and that are not there."""
     return [need.name for need in NEEDS if need.cost is None and not is_installed(need.module)]
 
 
-def complaints() -> Iterator[str]:
+def missing_messages() -> Iterator[str]:
     """One line for each package that is missing, or of a version that pyproject.toml does not name."""
     wanted = _requirements()
     for need in NEEDS:

@@ -14,7 +14,7 @@ SECONDS_BETWEEN = 5.0  # of two lines on the same amount
 MUCH_BYTES = 64 * MIB  # to pin less is not told
 
 
-class Progress:
+class WorkerProgress:
     """Lines with the seconds since `begun`, in `time.monotonic`'s time. Thread-safe."""
 
     def __init__(self, begun: float):
@@ -49,7 +49,7 @@ class Progress:
 class ReportingDevice(ComputeDevice):
     """Tells of large host memory before it is pinned, which takes a second for each 4 GiB or so."""
 
-    def __init__(self, name: str, progress: Progress):
+    def __init__(self, name: str, progress: WorkerProgress):
         super().__init__(name)
         self._progress = progress
 

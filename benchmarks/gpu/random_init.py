@@ -205,7 +205,7 @@ def outline_model(gpu: GpuConfig, folder: Path, num_layers: int, rounding: Round
     """Writes the outline of the model into `folder`, which takes no disk to speak of; with `rounding` that of a packed
     store of it."""
     path = Path(tempfile.mkdtemp(dir=folder))
-    weights = _outlined(gpu, path, num_layers)
+    weights = _write_outline(gpu, path, num_layers)
     if rounding is not None:
         for file in path.glob("*.safetensors*"):
             file.unlink()
@@ -227,12 +227,12 @@ def _sums_of_holes(num_bytes: int) -> dict[str, str]:
 
 def size_of(gpu: GpuConfig, folder: Path) -> ModelSize:
     """The bytes of one layer and of what is around all of them. Writes the outline of a model of one."""
-    specs = _outlined(gpu, folder / "one", 1).specs
+    specs = _write_outline(gpu, folder / "one", 1).specs
     layer = sum(spec.num_bytes for spec in specs if ".layers." in spec.name)
     return ModelSize(layer_bytes=layer, outer_bytes=sum(spec.num_bytes for spec in specs) - layer)
 
 
-def _outlined(gpu: GpuConfig, path: Path, num_layers: int) -> RandomWeights:
+def _write_outline(gpu: GpuConfig, path: Path, num_layers: int) -> RandomWeights:
     model = MODELS[gpu.model]
     keys = {**model.shape, **gpu.shape, "num_hidden_layers": num_layers, "tie_word_embeddings": False}
     return outline_checkpoint(model_type=model.model_type, directory=path, overrides=keys, dtype=torch.bfloat16)

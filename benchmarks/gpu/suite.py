@@ -11,17 +11,17 @@ from runtime.errors import WeightstreamError
 
 from ..contenders import DEEPSPEED_VARIANT, VARIANTS
 from ..report import gpu_table
-from ..runner import Limit, Worker
+from ..runner import Limit, WorkerProcess
 from ..task import Measured, Result
 from .config import GpuConfig
-from .device import described
-from .missing import complaints, vital
-from .task import GpuTask, Machine, Measurement
+from .device import format_link
+from .missing import missing_messages, missing_required
+from .task import GpuMachine, GpuTask, VariantMeasurement
 
 Work = Callable[[GpuTask], Iterator[str]]
 LEAST_SECONDS = 60.0  # that a worker needs before it measures
 GRACE_SECONDS, GRACE_SHARE = 45.0, 0.2  # beyond its time, the smaller of both, for what is being measured: then it ends
-INTERRUPTED = Measurement(variant="what came next", refusal="the command was interrupted")
+INTERRUPTED = VariantMeasurement(variant="what came next", refusal="the command was interrupted")
 
 
 def run_gpu(
@@ -30,23 +30,23 @@ def run_gpu(
     """`say` is told what is missing, and how each measurement went. A worker that fails, runs out of time or is
     interrupted ends nothing but itself: the table has what there is. Raises WeightstreamError where not even the
     machine is known."""
-    work, begun = work or lines_of, time.monotonic()
+    work, begun = work or read_worker_lines, time.monotonic()
     end = begun + 60 * gpu.minutes
-    for complaint in complaints():
+    for complaint in missing_messages():
         say(complaint)
-    if names := vital():
+    if names := missing_required():
         raise WeightstreamError(f"suite=gpu: {', '.join(names)} not installed, see above: nothing can be measured")
     task = GpuTask(gpu=gpu, prompt_tokens=prompt_tokens, rounds=rounds, seconds=60 * gpu.minutes, begun=begun)
     say("starting the worker, which imports torch and transformers; its seconds are those since now")
     lines = work(task)
-    machine = build(Machine, json.loads(next(lines)))
-    say(f"{machine.device}, {machine.num_layers} layers. {described(machine.link)}")
+    machine = build(GpuMachine, json.loads(next(lines)))
+    say(f"{machine.device}, {machine.num_layers} layers. {format_link(machine.link)}")
     measurements = list(_measurements("the worker", lines, say))
     alone = DEEPSPEED_VARIANT.name
     if DEEPSPEED_VARIANT.missing:
-        measurements.append(Measurement(variant=alone, refusal="it is not installed"))
+        measurements.append(VariantMeasurement(variant=alone, refusal="it is not installed"))
     elif end < time.monotonic() + LEAST_SECONDS or measurements[-1:] == [INTERRUPTED]:
-        measurements.append(Measurement(variant=alone, refusal="no time is left for it"))
+        measurements.append(VariantMeasurement(variant=alone, refusal="no time is left for it"))
     else:
         now = time.monotonic()
         lines = work(replace(task, seconds=end - now, begun=now, is_alone=True))
@@ -64,23 +64,23 @@ def run_gpu(
     )
 
 
-def _measurements(name: str, lines: Iterator[str], say: Callable[[str], object]) -> Iterator[Measurement]:
+def _measurements(name: str, lines: Iterator[str], say: Callable[[str], object]) -> Iterator[VariantMeasurement]:
     """The worker's measurements. Where it fails, those before count, and the last says why there are no more."""
     try:
         for line in lines:
-            measurement = build(Measurement, json.loads(line))
+            measurement = build(VariantMeasurement, json.loads(line))
             result = measurement.result
             say(f"{measurement.variant}: " + (f"{result.seconds:.1f} s" if result else measurement.refusal))
             yield measurement
     except WeightstreamError as error:
-        yield Measurement(variant=name, refusal=str(error))
+        yield VariantMeasurement(variant=name, refusal=str(error))
     except KeyboardInterrupt:
         yield INTERRUPTED
 
 
-def lines_of(task: GpuTask) -> Iterator[str]:
+def read_worker_lines(task: GpuTask) -> Iterator[str]:
     """The answers of the worker. Raises WeightstreamError where it fails or outlasts its time."""
     grace = min(GRACE_SECONDS, GRACE_SHARE * task.seconds)
     complaint = f"was stopped {grace:.0f} s beyond its {task.seconds:.0f} s (gpu.minutes), in what it said last"
     limit = Limit(seconds=task.seconds + grace, complaint=complaint)
-    return Worker(name="the worker", module="benchmarks.gpu.bench", question=asdict(task), limit=limit).lines()
+    return WorkerProcess(name="the worker", module="benchmarks.gpu.bench", question=asdict(task), limit=limit).lines()

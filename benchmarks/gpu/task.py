@@ -23,7 +23,7 @@ class GpuTask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class GpuMachine:
     """The device by its name, its link in GB/s (see device.py), and the model: its name, layers and weights' bytes."""
 
     device: str
@@ -34,7 +34,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhaseTimes:
+class VariantPhaseTimes:
     """All passes of one kind. Seconds of `copy` and `read`: link and disk were busy; of `stall`: compute waited for
     bytes, at most. Tokens are those computed: of prompts, or new ones."""
 
@@ -50,7 +50,7 @@ class PhaseTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
+class VariantMeasurement:
     """One round of a variant. `refusal`: why there is no result; then layers and sequences are 0. `phases`: where it
     is Weightstream. `is_rounded`: its weights are other numbers than those of the others."""
 
@@ -60,17 +60,17 @@ class Measurement:
     is_rounded: bool = False
     result: Result | None = None
     refusal: str = ""
-    phases: list[PhaseTimes] = field(default_factory=list)
+    phases: list[VariantPhaseTimes] = field(default_factory=list)
 
 
-def phases_of(passes: Sequence[PassRecord]) -> list[PhaseTimes]:
+def phases_of(passes: Sequence[PassRecord]) -> list[VariantPhaseTimes]:
     """The times of each phase, in order of appearance."""
     kinds = dict.fromkeys(record.phase for record in passes)
     return [_times(kind.value, [record for record in passes if record.phase is kind]) for kind in kinds]
 
 
-def _times(phase: str, passes: Sequence[PassRecord]) -> PhaseTimes:
-    return PhaseTimes(
+def _times(phase: str, passes: Sequence[PassRecord]) -> VariantPhaseTimes:
+    return VariantPhaseTimes(
         phase=phase,
         num_passes=len(passes),
         num_tokens=sum(record.counts.real_tokens for record in passes),

@@ -15,20 +15,20 @@ from airllm import AutoModel  # pyright: ignore[reportMissingImports] - in this 
 
 from runtime.stream.host_memory import resident_bytes
 
-from ..task import Result, Task, forgetting
-from .hugging_face import generated
+from ..task import BenchmarkTask, Result, forget_pages_repeatedly
+from .hugging_face import measure_generation
 
 
-def generate(task: Task) -> Result:
+def generate(task: BenchmarkTask) -> Result:
     torch.set_num_threads(task.num_threads)
     baseline = resident_bytes()
     with tempfile.TemporaryDirectory(dir=Path(task.path).parent) as folder:
         streamed = AutoModel.from_pretrained(
             task.path, device="cpu", dtype=torch.float32, layer_shards_saving_path=folder
         )
-        with forgetting(Path(folder)):
-            return generated(streamed.model, task, baseline)
+        with forget_pages_repeatedly(Path(folder)):
+            return measure_generation(streamed.model, task, baseline)
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield asdict(generate(Task(**question)))
+    yield asdict(generate(BenchmarkTask(**question)))

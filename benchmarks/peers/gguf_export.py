@@ -60,7 +60,7 @@ def _write(target: Path, checkpoint: Path, config: Mapping[str, Any], kind: str)
     sources = _sources(checkpoint, config)
     stored = {name: types[kind] if _is_matrix(name, source) else types.F32 for name, source in sources.items()}
     for name, source in sources.items():
-        numbers, shape = _stored_as(source.shape, stored[name])
+        numbers, shape = _numpy_layout(source.shape, stored[name])
         writer.add_tensor_info(name, shape, numbers, math.prod(shape) * numbers.itemsize, raw_dtype=stored[name])
     if factors is not None:
         writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
@@ -78,7 +78,7 @@ def _is_matrix(name: str, source: Source) -> bool:
     return len(source.shape) > 1 and not name.endswith("ffn_gate_inp.weight")
 
 
-def _stored_as(shape: Sequence[int], kind: Any) -> tuple[np.dtype[Any], Sequence[int]]:
+def _numpy_layout(shape: Sequence[int], kind: Any) -> tuple[np.dtype[Any], Sequence[int]]:
     """What numpy has such a tensor as."""
     from gguf.quants import quant_shape_to_byte_shape
 

@@ -26,7 +26,7 @@ from runtime.stream.device import ComputeDevice
 from runtime.stream.host_memory import resident_bytes
 
 from ..contenders import Peer
-from ..task import Result, Task, batches, forgetting, prompts, timed
+from ..task import BenchmarkTask, Result, batches, forget_pages_repeatedly, measure_peer, prompts
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ GROUPED = "grouped_mm"  # transformers' own choice for experts; eager where a cl
 IN_PLACE = "grouped_mm_in_place"  # the same under a name that `generate` leaves alone
 
 
-def generate(peer: Peer, task: Task) -> Result:
+def generate(peer: Peer, task: BenchmarkTask) -> Result:
     """Measures a model with every decoder layer where `peer.tier` says; embeddings and head stay in memory: what users
     of accelerate get for a model that does not fit."""
     baseline, dtype = resident_bytes(), getattr(torch, peer.dtype.value)
@@ -45,17 +45,17 @@ def generate(peer: Peer, task: Task) -> Result:
         import accelerate
 
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    return generated(model, task, baseline)
+    return measure_generation(model, task, baseline)
 
 
-def _from_disk(task: Task, dtype: torch.dtype, baseline_bytes: int) -> Result:
+def _from_disk(task: BenchmarkTask, dtype: torch.dtype, baseline_bytes: int) -> Result:
     """Never loads all of it. Weights that the checkpoint holds otherwise, as stacks of experts, are written anew."""
     with tempfile.TemporaryDirectory(dir=Path(task.path).parent) as folder:
         model = AutoModelForCausalLM.from_pretrained(
             task.path, dtype=dtype, device_map=_layers_on_disk(Path(task.path)), offload_folder=folder
         ).eval()
-        with forgetting(Path(folder)), forgetting(Path(task.path)):
-            return generated(model, task, baseline_bytes)
+        with forget_pages_repeatedly(Path(folder)), forget_pages_repeatedly(Path(task.path)):
+            return measure_generation(model, task, baseline_bytes)
 
 
 def _layers_on_disk(checkpoint: Path) -> dict[str, str]:
@@ -69,7 +69,7 @@ def _layers_on_disk(checkpoint: Path) -> dict[str, str]:
     return outer | {names[layer]: "disk" for layer in layers}
 
 
-def generated(model: PreTrainedModel, task: Task, baseline_bytes: int) -> Result:
+def measure_generation(model: PreTrainedModel, task: BenchmarkTask, baseline_bytes: int) -> Result:
     """Measures the task's prompts on the CPU, in batches of neighbours in length, the longest first."""
     ids = prompts(task.num_prompts, model.config.get_text_config().vocab_size, task.prompt_tokens)
     size, prefill_seconds = task.batch_size, list[float]()
@@ -84,7 +84,7 @@ def generated(model: PreTrainedModel, task: Task, baseline_bytes: int) -> Result
             tokens |= dict(zip(members, rows, strict=True))
         return tokens
 
-    result = timed(generate_all, baseline_bytes=baseline_bytes, batch_size=size)
+    result = measure_peer(generate_all, baseline_bytes=baseline_bytes, batch_size=size)
     return replace(result, prefill_seconds=sum(prefill_seconds))
 
 
@@ -127,7 +127,7 @@ class DeviceModel:
         longest, size = sorted(prompts, key=len, reverse=True), len(prompts)
         while True:
             shortage = None
-            for implementation in ways_of_experts(self._model):
+            for implementation in expert_implementations(self._model):
                 self._model.set_experts_implementation(implementation)
                 shortage = self._shortage(longest[:size])
                 if shortage is None:
@@ -160,11 +160,11 @@ class DeviceModel:
         self._device.wait_for_compute()
         begin = time.monotonic()
         self.num_forwards = 0
-        result = timed(generate_all, baseline_bytes=resident_bytes(), batch_size=len(prompts))
+        result = measure_peer(generate_all, baseline_bytes=resident_bytes(), batch_size=len(prompts))
         return replace(result, prefill_seconds=clock.seconds - begin)
 
 
-def ways_of_experts(model: PreTrainedModel) -> Sequence[dict[str, str | None]]:
+def expert_implementations(model: PreTrainedModel) -> Sequence[dict[str, str | None]]:
     """That of transformers, and where there is such a choice the same with experts multiplied where they lie in all
     passes. By itself `generate` does so in prefill, and on a device copies the weights of each visit in passes that
     decode: fast for a few tokens, and 224 MiB of gates alone for each visit to Mixtral 8x7B."""
@@ -191,7 +191,7 @@ class _FirstToken(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def model_of(path: Path, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
+def build_model(path: Path, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
     """The model of a checkpoint's config with these tensors as its weights, by the names of its state dict; no copy."""
     from runtime.probing.meta import build_meta_model
 
@@ -202,7 +202,7 @@ def model_of(path: Path, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def offloaded(model: PreTrainedModel, device: ComputeDevice) -> DeviceModel:
+def offload_model(model: PreTrainedModel, device: ComputeDevice) -> DeviceModel:
     """The model with weights that stay where they are; accelerate brings a module's to the device for its forward."""
     from accelerate import cpu_offload
 

@@ -18,12 +18,12 @@ from runtime.units import round_up
 
 from ..contenders import Peer
 from ..instruction_sets import Isa, restriction
-from ..task import Result, Task, batches, forget_pages, prompts, timed
+from ..task import BenchmarkTask, Result, batches, forget_pages, measure_peer, prompts
 
 BATCH_TOKENS = 512  # of a call, its own default for prompts
 
 
-def generate(task: Task) -> Result:
+def generate(task: BenchmarkTask) -> Result:
     import llama_cpp as lib  # pyright: ignore[reportMissingImports] - it is in the environment of this worker alone
 
     file = Path(task.path)
@@ -60,11 +60,11 @@ def generate(task: Task) -> Result:
             tokens |= dict(zip(members, run.group([ids[i] for i in members], task.num_new_tokens), strict=True))
         return tokens
 
-    result = timed(generate_all, baseline_bytes=baseline, batch_size=task.batch_size)
+    result = measure_peer(generate_all, baseline_bytes=baseline, batch_size=task.batch_size)
     return replace(result, prefill_seconds=run.prefill_seconds)
 
 
-def _has_kernels(task: Task) -> bool:
+def _has_kernels(task: BenchmarkTask) -> bool:
     """Whether weights may be laid out for its matrix-unit kernels. Not quantised ones: GCC 12 drops most of the tile
     configuration that they load, and the processor refuses the rest."""
     peer = task.entry
@@ -115,4 +115,4 @@ class _Run:
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield asdict(generate(Task(**question)))
+    yield asdict(generate(BenchmarkTask(**question)))

@@ -16,14 +16,14 @@ from runtime.stream.host_memory import resident_bytes
 
 from ..contenders import Peer
 from ..instruction_sets import Isa, restriction
-from ..task import Result, Task, prompts_of, timed
+from ..task import BenchmarkTask, Result, make_prompts, measure_peer
 
 KV_GIB = 2
 LEAST_LENGTH = 1024  # positions of a sequence
 LIBRARY = re.compile(r"/vllm/(_C\w*)\.\S*so\s*$", re.MULTILINE)  # of those that its wheel has, in the maps of a process
 
 
-def generate(task: Task) -> Result:
+def generate(task: BenchmarkTask) -> Result:
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     isa = restriction()
     if isa is not None:
@@ -36,7 +36,7 @@ def generate(task: Task) -> Result:
     peer = task.entry
     assert isinstance(peer, Peer)
     vocab_size = json.loads((Path(task.path) / "config.json").read_text())["vocab_size"]
-    ids = prompts_of(task, vocab_size)
+    ids = make_prompts(task, vocab_size)
     longest = max(map(len, ids)) + task.num_new_tokens
     model = LLM(
         model=task.path,
@@ -54,7 +54,7 @@ def generate(task: Task) -> Result:
         outputs = model.generate([{"prompt_token_ids": each} for each in ids], sampling, use_tqdm=False)
         return {number: list(output.outputs[0].token_ids) for number, output in enumerate(outputs)}
 
-    return timed(generate_all, baseline_bytes=baseline, batch_size=None)
+    return measure_peer(generate_all, baseline_bytes=baseline, batch_size=None)
 
 
 def hide_wider(isa: Isa, torch_cpu: Any) -> None:
@@ -69,4 +69,4 @@ def hide_wider(isa: Isa, torch_cpu: Any) -> None:
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield asdict(generate(Task(**question)))
+    yield asdict(generate(BenchmarkTask(**question)))

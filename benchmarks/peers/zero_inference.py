@@ -25,11 +25,11 @@ from runtime.stream.host_memory import resident_bytes
 from runtime.units import MIB, round_up
 
 from ..contenders import Peer
-from ..task import Result, Task
-from .hugging_face import DeviceModel, generated
+from ..task import BenchmarkTask, Result
+from .hugging_face import DeviceModel, measure_generation
 
 
-def generate(task: Task) -> Result:
+def generate(task: BenchmarkTask) -> Result:
     torch.set_num_threads(task.num_threads)
     peer = task.entry
     assert isinstance(peer, Peer)
@@ -42,16 +42,16 @@ def generate(task: Task) -> Result:
         model = AutoModelForCausalLM.from_pretrained(task.path, dtype=torch.float32)
         engine = deepspeed.initialize(model=model, config=config)[0]
         engine.eval()
-        result = generated(engine.module, task, baseline)
+        result = measure_generation(engine.module, task, baseline)
         del partitioning
         return result
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield asdict(generate(Task(**question)))
+    yield asdict(generate(BenchmarkTask(**question)))
 
 
-def partitioned(model: PreTrainedModel, device: ComputeDevice) -> DeviceModel:
+def partition_model(model: PreTrainedModel, device: ComputeDevice) -> DeviceModel:
     """The model in front of the device: its weights are copied to pinned memory, and fetched a layer ahead."""
     _be_one_process()
     layer_elements = sum(p.numel() for name, p in model.named_parameters() if ".layers.0." in name)

@@ -136,7 +136,7 @@ class _TimedPasses:
 
 
 @contextmanager
-def shown_steps() -> Iterator[Advance]:
+def progress_bar() -> Iterator[Advance]:
     """How far a measurement is, which is told after each step: a bar on a terminal, nothing elsewhere."""
     with tqdm(unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
 

@@ -17,7 +17,7 @@ from ..config.settings import read_yaml
 from ..config.typed import build
 
 SPREAD = "spread: how far a round was from the median of the rounds, at most"
-FAR = 3.0  # times: other torches, clocks and neighbours explain less, a slip in measuring often more
+MAX_RATIO = 3.0  # times: other torches, clocks and neighbours explain less, a slip in measuring often more
 SHORTEST_SECONDS = 1e-5  # of a turn: shorter ones differ by what starts and stops a clock
 MACHINES = Path(__file__).resolve().parents[2] / "conf" / "machine"
 
@@ -78,7 +78,7 @@ def format_table(times: Sequence[Mapping[str, Figure]]) -> str:
     )
 
 
-def rank_sync(times: Sequence[Mapping[str, Figure]]) -> str:
+def format_agreement(times: Sequence[Mapping[str, Figure]]) -> str:
     """One line: of how many figures all measurements have a value in common, within the spreads that they state."""
     names = [name for name in times[0] if all(name in figures for figures in times)]  # measured each time
     num_agreeing = sum(_agree([figures[name] for figures in times]) for name in names)
@@ -125,14 +125,16 @@ class Value:
         return f"{format_value(self.number)} {self.unit}"
 
 
-def doubts(rates: MeasuredRates, before: MeasuredRates | None, host: Host) -> list[str]:
+def find_suspicious_rates(rates: MeasuredRates, before: MeasuredRates | None, host: Host) -> list[str]:
     """A sentence for each key whose value is `FAR` times that of `before`, or of the data sheet of the host's device,
     or the other way round. `before`: what was kept of this host, if anything was."""
-    found = _values(rates)
-    sentences = list(_far(found, _values(before), "in the measurement that was kept before")) if before else []
+    found = _list_values(rates)
+    sentences = (
+        list(_find_outliers(found, _list_values(before), "in the measurement that was kept before")) if before else []
+    )
     for path in sorted(MACHINES.glob("*.yaml")):
         values = read_yaml(path).get("sheet")
-        if not isinstance(values, dict) or not names(path.stem, host.device):
+        if not isinstance(values, dict) or not matches_device(path.stem, host.device):
             continue
         sheet = build(DataSheet, values, f"{path.stem}.sheet.")
         if sheet.num_devices > 1:
@@ -145,11 +147,11 @@ def doubts(rates: MeasuredRates, before: MeasuredRates | None, host: Host) -> li
         for dtype, peak in tflops.items():
             if peak is not None:
                 peaks[f"{dtype}.gemm_gflops (M={most})"] = Value(number=1e3 * peak, unit="GFLOP/s")
-        sentences += _far(found, peaks, f"on the data sheet, machine={path.stem}")
+        sentences += _find_outliers(found, peaks, f"on the data sheet, machine={path.stem}")
     return sentences
 
 
-def names(profile: str, device: str) -> bool:
+def matches_device(profile: str, device: str) -> bool:
     """Whether a profile of the machine group is of the device with this name: a100-40 of "NVIDIA A100-SXM4-40GB". A
     card of the same number with a word behind it is another one."""
     parts = [re.sub(r"(?<=[a-z])(?=\d)", " ?", part) for part in profile.split("-")]
@@ -157,13 +159,13 @@ def names(profile: str, device: str) -> bool:
     return re.search(rf"\b{pattern}(?! (ti|super|laptop|d)\b)", re.sub(r"[^a-z0-9]+", " ", device.lower())) is not None
 
 
-def _far(found: Mapping[str, Value], others: Mapping[str, Value], where: str) -> Iterator[str]:
+def _find_outliers(found: Mapping[str, Value], others: Mapping[str, Value], where: str) -> Iterator[str]:
     """The farthest alone of products by rows, which share a key."""
     farthest: dict[str, tuple[float, str]] = {}
     for name in found.keys() & others.keys():
         one, other = found[name], others[name]
         ratio = max(one.number / other.number, other.number / one.number)
-        if ratio > FAR:
+        if ratio > MAX_RATIO:
             sentence = (
                 f"machine.rates.{name} is {one}, and {other} {where}: {format_value(ratio)} times as much or "
                 "as little. Measure again on an idle machine before planning by it: python -m jobs.measure"
@@ -173,7 +175,7 @@ def _far(found: Mapping[str, Value], others: Mapping[str, Value], where: str) ->
     yield from (farthest[key][1] for key in sorted(farthest))
 
 
-def _values(rates: MeasuredRates) -> dict[str, Value]:
+def _list_values(rates: MeasuredRates) -> dict[str, Value]:
     speeds = {
         "disk_gb_per_second": rates.disk_gb_per_second,
         "memory_gb_per_second": rates.memory_gb_per_second,

@@ -21,8 +21,8 @@ from runtime.units import format_bytes
 from ..files.locks import RunLock
 from ..files.publishing import make_directory, sweep_temps
 from .config import Format, PackConfig
-from .shard import PackedTensor, compare, pack_shard, sizes_of
-from .source import CONFIG, PackSource, index_of, open_source, packed_config, stamp_of
+from .shard import PackedTensor, compare, pack_shard, read_packed_sizes
+from .source import CONFIG, PackSource, fingerprint_file, format_index, open_source, packed_config
 
 log = logging.getLogger(__name__)
 LOCK = ".pack.lock"
@@ -40,16 +40,16 @@ class Packing:
     num_shards: int
     num_kept: int
     num_deleted: int
-    left_out: Sequence[str]
+    unused_files: Sequence[str]
 
     @property
     def lines(self) -> list[str]:
         """The closing table."""
-        raw = [packed for packed in self.tensors if packed.why_raw is not None]
+        raw = [packed for packed in self.tensors if packed.raw_reason is not None]
         before, after = (sum(getattr(p, key) for p in self.tensors) for key in ("num_bytes", "packed_bytes"))
         reasons = dict[str, list[PackedTensor]]()
         for packed in raw:
-            reasons.setdefault(str(packed.why_raw), []).append(packed)
+            reasons.setdefault(str(packed.raw_reason), []).append(packed)
         kept = f", {self.num_kept} of them packed before" if self.num_kept else ""
         gone = f", {self.num_deleted} of the original deleted" if self.num_deleted else ""
         rounded = [packed for packed in self.tensors if packed.squares is not None]
@@ -61,15 +61,15 @@ class Packing:
             f"{len(raw):,} as they were",
         ]
         if rounded:
-            worst = max(rounded, key=lambda packed: error_of([packed]) or 0)
+            worst = max(rounded, key=lambda packed: compute_relative_error([packed]) or 0)
             lines.append(
-                f"error      {error_of(rounded) or 0:.3%} of the weights' root mean square; "
-                f"{error_of([worst]) or 0:.3%} at most, of {worst.name}"
+                f"error      {compute_relative_error(rounded) or 0:.3%} of the weights' root mean square; "
+                f"{compute_relative_error([worst]) or 0:.3%} at most, of {worst.name}"
             )
         for why, found in sorted(reasons.items()):
             lines.append(f"  {len(found):,} ({sum(p.num_bytes for p in found):,} bytes): {why}, e.g. {found[0].name}")
-        if self.left_out:
-            names, more = self.left_out[:MOST_NAMES], len(self.left_out) - MOST_NAMES
+        if self.unused_files:
+            names, more = self.unused_files[:MOST_NAMES], len(self.unused_files) - MOST_NAMES
             lines.append(f"left out   {', '.join(names)}{f' and {more} more' * (more > 0)}: no run reads them")
         return lines
 
@@ -125,14 +125,18 @@ class _Packer:
     def run(self) -> Packing:
         tensors = list[PackedTensor]()
         for name in self._source.shards:
-            with _memory_named(self._source.directory / name):
-                tensors += self._shard(name)
-        for path in self._source.others:
-            with _memory_named(path):
+            with _name_file_on_out_of_memory(self._source.directory / name):
+                tensors += self._pack_shard(name)
+        for path in self._source.files_to_copy:
+            with _name_file_on_out_of_memory(path):
                 _copy(path, self._out / path.relative_to(self._source.directory))
         if self._source.shards != [SINGLE]:
-            _publish(self._out / INDEX, index_of(self._out, self._source.shards))
-        about = {} if self._rounding is None else {"format": str(self._rounding), RELATIVE_ERROR: error_of(tensors)}
+            _publish(self._out / INDEX, format_index(self._out, self._source.shards))
+        about = (
+            {}
+            if self._rounding is None
+            else {"format": str(self._rounding), RELATIVE_ERROR: compute_relative_error(tensors)}
+        )
         _publish(self._out / CONFIG, packed_config(self._source, about))  # last: now it is a model
         return Packing(
             out=self._out,
@@ -140,10 +144,10 @@ class _Packer:
             num_shards=len(self._source.shards),
             num_kept=self._num_kept,
             num_deleted=self._num_deleted,
-            left_out=self._source.left_out,
+            unused_files=self._source.unused_files,
         )
 
-    def _shard(self, name: str) -> list[PackedTensor]:
+    def _pack_shard(self, name: str) -> list[PackedTensor]:
         original, target = self._source.directory / name, self._out / name
         tensors = self._source.tensors(name) if original.exists() else {}
         is_verified, before = False, {tensor.name: tensor.num_bytes for tensor in tensors.values()}
@@ -151,7 +155,7 @@ class _Packer:
             self._require_same(original, target, tensors)
             self._num_kept += 1
             self._advance(original.stat().st_size if original.exists() else 0)
-            found = sizes_of(target, before)
+            found = read_packed_sizes(target, before)
         else:
             begun, is_verified = self._done, self._config.verify
             found = pack_shard(
@@ -186,7 +190,7 @@ class _Packer:
             raise CheckpointError(f"{target}: packed in another format: choose another directory with out=")
 
     def _stamp(self, original: Path) -> str:
-        return stamp_of(original) + self._stamped
+        return fingerprint_file(original) + self._stamped
 
     def _advance(self, num_bytes: int) -> None:
         self._done += num_bytes
@@ -213,7 +217,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def _memory_named(path: Path) -> Iterator[None]:
+def _name_file_on_out_of_memory(path: Path) -> Iterator[None]:
     """Names the file at which memory ran out. Raises BudgetError."""
     try:
         yield
@@ -228,6 +232,6 @@ def _memory_named(path: Path) -> Iterator[None]:
         ) from error
 
 
-def error_of(tensors: Sequence[PackedTensor]) -> float | None:
+def compute_relative_error(tensors: Sequence[PackedTensor]) -> float | None:
     """What those that were rounded are off by; None if none were."""
     return relative_rms_error(packed.squares for packed in tensors if packed.squares is not None)

@@ -40,12 +40,12 @@ PANEL_NUMBERS = 4 << 20  # decoded at once
 MOST_ENTRY_BYTES = 640  # of a tensor in a header, beside twice its name, its shape and what is said of it
 
 
-def numbers_of(tensor: TensorSlice) -> torch.Tensor:
+def map_numbers(tensor: TensorSlice) -> torch.Tensor:
     """A view of the file."""
-    return torch.from_numpy(bytes_of(tensor)).view(TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
+    return torch.from_numpy(map_bytes(tensor)).view(TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
 
 
-def bytes_of(piece: TensorSlice) -> np.ndarray:
+def map_bytes(piece: TensorSlice) -> np.ndarray:
     """A view of the file, private: nothing writes into it, and torch wants memory that could be written."""
     if not piece.num_bytes:
         return np.zeros(0, np.uint8)
@@ -60,7 +60,7 @@ class PackedTensor:
     name: str
     num_bytes: int
     packed_bytes: int
-    why_raw: str | None
+    raw_reason: str | None
     squares: Squares | None = None
 
 
@@ -75,18 +75,18 @@ class _Shard:
 
     def add(self, tensor: TensorSlice) -> PackedTensor:
         """Rounds it if it is to be, or packs it without loss, or copies it where that does not pay."""
-        data, begin = bytes_of(tensor), self._file.tell()
+        data, begin = map_bytes(tensor), self._file.tell()
         squares, reason = self._round(tensor), None
         if squares is None:
-            self._go_back(begin)
+            self._rewind(begin)
             reason = skip_reason(tensor.dtype, tensor.shape)
             if reason is None:
                 reason = self._pack(tensor, data.view(np.uint16).reshape(tensor.shape))
         if reason is not None:
-            self._go_back(begin)
+            self._rewind(begin)
             for first in range(0, tensor.num_bytes, COPY_BYTES):
                 self._file.write(data[first : first + COPY_BYTES].data)
-            self._enter(tensor.name, tensor.dtype, tensor.shape, begin)
+            self._add_entry(tensor.name, tensor.dtype, tensor.shape, begin)
         self.record[tensor.name] = {
             "sha256": hashlib.sha256(data.data).hexdigest(),
             **({"raw": reason} if reason else {}),
@@ -95,10 +95,10 @@ class _Shard:
         self._progress(tensor.num_bytes)
         num_bytes = self._file.tell() - begin
         return PackedTensor(
-            name=tensor.name, num_bytes=tensor.num_bytes, packed_bytes=num_bytes, why_raw=reason, squares=squares
+            name=tensor.name, num_bytes=tensor.num_bytes, packed_bytes=num_bytes, raw_reason=reason, squares=squares
         )
 
-    def _go_back(self, begin: int) -> None:
+    def _rewind(self, begin: int) -> None:
         self._file.seek(begin)
         self._file.truncate()
 
@@ -108,7 +108,7 @@ class _Shard:
         if self._rounding is None or self._rounding.skip_reason(tensor.name, tensor.dtype, tensor.shape) is not None:
             return None
         begin, scales, error, size = self._file.tell(), list[bytes](), 0.0, 0.0
-        numbers = numbers_of(tensor)
+        numbers = map_numbers(tensor)
         for piece in self._rounding.round_rows(numbers.flatten(0, -2)):
             if piece is None:
                 return None
@@ -117,11 +117,11 @@ class _Shard:
             error, size = error + piece.error, size + piece.size
         *rows, num_columns = tensor.shape
         codes_shape = (*rows, self._rounding.packed_columns(num_columns))
-        self._enter(part_name(tensor.name, self._rounding.format), "U8", codes_shape, begin)
+        self._add_entry(part_name(tensor.name, self._rounding.format), "U8", codes_shape, begin)
         begin = self._file.tell()
         self._file.write(b"".join(scales))
         scales_shape = (*rows, self._rounding.num_groups(num_columns))
-        self._enter(part_name(tensor.name, SCALES), "BF16", scales_shape, begin)
+        self._add_entry(part_name(tensor.name, SCALES), "BF16", scales_shape, begin)
         return error, size
 
     def _pack(self, tensor: TensorSlice, words: np.ndarray) -> str | None:
@@ -141,13 +141,13 @@ class _Shard:
             return "its escapes would take more than it saves"
         beside = beside if words.ndim == 3 else beside[0]
         shape = (*tensor.shape[:-1], packed_columns(tensor.shape[-1]))
-        self._enter(part_name(tensor.name, WINDOW4), "U8", shape, begin)
+        self._add_entry(part_name(tensor.name, WINDOW4), "U8", shape, begin)
         begin = self._file.tell()
         self._file.write(beside.data)
-        self._enter(part_name(tensor.name, ESCAPES), "I32", beside.shape, begin)
+        self._add_entry(part_name(tensor.name, ESCAPES), "I32", beside.shape, begin)
         return None
 
-    def _enter(self, name: str, dtype: str, shape: tuple[int, ...], begin: int) -> None:
+    def _add_entry(self, name: str, dtype: str, shape: tuple[int, ...], begin: int) -> None:
         offsets = [begin - self._begin, self._file.tell() - self._begin]
         self.entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
 
@@ -215,22 +215,22 @@ def compare(tensors: Mapping[str, TensorSlice], packed: Path, name: str, roundin
 def _is_same(tensor: TensorSlice, packed: TensorSlice, rounding: Rounding | None) -> bool:
     if not packed.format:
         return (tensor.dtype, tensor.shape) == (packed.dtype, packed.shape) and np.array_equal(
-            bytes_of(tensor), bytes_of(packed)
+            map_bytes(tensor), map_bytes(packed)
         )
     if tensor.shape != packed.shape:
         return False
     if len(tensor.shape) == 3:
         return all(_is_same(tensor.expert(e), packed.expert(e), rounding) for e in range(tensor.shape[0]))
-    companions = {each.role: numbers_of(each.tensor) for each in packed.companions}
-    raw, height = torch.from_numpy(bytes_of(packed)), max(1, PANEL_NUMBERS // tensor.shape[1])
+    companions = {each.role: map_numbers(each.tensor) for each in packed.companions}
+    raw, height = torch.from_numpy(map_bytes(packed)), max(1, PANEL_NUMBERS // tensor.shape[1])
     if packed.format in ROUNDED_ENCODINGS:
-        parts = (numbers_of(tensor), raw.view(tensor.shape[0], -1), companions[SCALES])
+        parts = (map_numbers(tensor), raw.view(tensor.shape[0], -1), companions[SCALES])
         panels = zip(*(part.split(height) for part in parts), strict=True)
         return rounding is not None and all(
             torch.equal(rounding.encode(stored.float(), scales), codes) for stored, codes, scales in panels
         )
     rows = FORMATS[packed.format].rows(StoredMatrix(packed, raw, companions))
-    words_NK = bytes_of(tensor).view(np.uint16).reshape(tensor.shape)
+    words_NK = map_bytes(tensor).view(np.uint16).reshape(tensor.shape)
     for first in range(0, len(words_NK), height):
         right = words_NK[first : first + height]
         out = torch.empty(right.shape)
@@ -240,7 +240,7 @@ def _is_same(tensor: TensorSlice, packed: TensorSlice, rounding: Rounding | None
     return True
 
 
-def sizes_of(path: Path, tensors: Mapping[str, int]) -> list[PackedTensor]:
+def read_packed_sizes(path: Path, tensors: Mapping[str, int]) -> list[PackedTensor]:
     """What became of the tensors of a shard that was packed before. `tensors`: their bytes before; read off the
     packed ones, as if of 16 bits, where the original is gone."""
     record, header = (
@@ -259,7 +259,7 @@ def sizes_of(path: Path, tensors: Mapping[str, int]) -> list[PackedTensor]:
                 name=name,
                 num_bytes=before,
                 packed_bytes=after,
-                why_raw=about.get("raw"),
+                raw_reason=about.get("raw"),
                 squares=tuple(squares) if squares else None,
             )
         )

@@ -55,7 +55,7 @@ class PackSource:
         return shard_tensors(path, read_header(path), self.weight_map)
 
     @property
-    def others(self) -> list[Path]:
+    def files_to_copy(self) -> list[Path]:
         """The other files that a run may read, which are copied: tokenizer, chat templates, settings, licence."""
         folders = [folder for folder in (self.directory, self.directory / TEMPLATES) if folder.is_dir()]
         return sorted(
@@ -69,9 +69,9 @@ class PackSource:
         )
 
     @property
-    def left_out(self) -> list[str]:
+    def unused_files(self) -> list[str]:
         """Other weights, pickles and folders, which no run reads; a folder's name ends in a slash."""
-        known = {*self.shards, CONFIG, TEMPLATES, *(path.name for path in self.others)}
+        known = {*self.shards, CONFIG, TEMPLATES, *(path.name for path in self.files_to_copy)}
         names = sorted(
             f"{path.name}{'/' * path.is_dir()}" for path in self.directory.iterdir() if path.name not in known
         )
@@ -135,7 +135,7 @@ def _shards(path: Path, out: Path, *, replace: bool) -> tuple[list[str], Mapping
     return names, weight_map
 
 
-def stamp_of(path: Path) -> str:
+def fingerprint_file(path: Path) -> str:
     """Tells files apart by size and spread samples, headers among them; SHA-256 in hexadecimal digits."""
     size, digest = path.stat().st_size, hashlib.sha256()
     digest.update(f"{size};".encode())
@@ -153,7 +153,7 @@ def packed_config(source: PackSource, about: Mapping[str, object]) -> bytes:
     return json.dumps(values, indent=2).encode() + b"\n"
 
 
-def index_of(directory: Path, shards: Sequence[str]) -> bytes:
+def format_index(directory: Path, shards: Sequence[str]) -> bytes:
     """The text of model.safetensors.index.json."""
     headers = {name: read_header(directory / name) for name in shards}
     weight_map = {tensor: name for name, header in headers.items() for tensor in header}

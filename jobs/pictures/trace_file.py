@@ -53,12 +53,12 @@ class TraceEvents:
         self._process, self._number, self._begin = process, PROCESSES[process], begin
         self._tracks, self._named = Tracks(), set[int]()
 
-    def head(self) -> list[str]:
+    def format_header(self) -> list[str]:
         """The names of the process and of every row that a span can be on."""
         rows = (row for row in Resource if row is not Resource.host_memory)
-        return [self._event_of_name("process_name", 0, self._process), *(self._name(row, 0) for row in rows)]
+        return [self._event_of_name("process_name", 0, self._process), *(self._track_name(row, 0) for row in rows)]
 
-    def of(self, spans: Sequence[Span]) -> list[str]:
+    def format_spans(self, spans: Sequence[Span]) -> list[str]:
         return [event for span in sorted(spans, key=lambda span: span.begin) for event in self._events(span)]
 
     def _events(self, span: Span) -> list[str]:
@@ -71,9 +71,9 @@ class TraceEvents:
             f'{{"name": {json.dumps(name)}, "cat": "{row.value}", "ph": "X", "ts": {(begin - self._begin) * 1e6:.3f}, '
             f'"dur": {(end - begin) * 1e6:.3f}, "pid": {self._number}, "tid": {tid}}}'
         )
-        return [event] if tid in self._named else [self._name(row, track), event]
+        return [event] if tid in self._named else [self._track_name(row, track), event]
 
-    def _name(self, row: Resource, track: int) -> str:
+    def _track_name(self, row: Resource, track: int) -> str:
         tid = _tid(row, track)
         self._named.add(tid)
         return self._event_of_name("thread_name", tid, row.value if track == 0 else f"{row.value} {track + 1}")
@@ -106,7 +106,7 @@ class TraceFile(Closing):
                 with suppress(FileExistsError):
                     self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
                     break
-            self._append(OPEN, self._events.head())
+            self._append(OPEN, self._events.format_header())
         except OSError as error:
             self._give_up(folder, error)
 
@@ -115,10 +115,10 @@ class TraceFile(Closing):
         it, and takes no more from then on."""
         if self._descriptor < 0 or not (spans or predicted):
             return
-        head = self._predicted.head() if predicted and not self._has_predicted else []
+        head = self._predicted.format_header() if predicted and not self._has_predicted else []
         self._has_predicted |= bool(predicted)
         try:
-            self._append(BETWEEN, [*self._events.of(spans), *head, *self._predicted.of(predicted)])
+            self._append(BETWEEN, [*self._events.format_spans(spans), *head, *self._predicted.format_spans(predicted)])
         except OSError as error:
             self._give_up(self.path, error)
 
@@ -163,11 +163,11 @@ def tracing(folder: Path, trace: Trace | None, *, is_worker: bool = False) -> It
 def publish_trace(path: Path, process: str, spans: Sequence[Span]) -> None:
     """A file like that of a run, at once; an older one is replaced. Raises OutputError."""
     events = TraceEvents(process, 0.0)
-    data = OPEN + _lines([*events.head(), *events.of(spans)]) + CLOSE
+    data = OPEN + _lines([*events.format_header(), *events.format_spans(spans)]) + CLOSE
     publish_named(path, lambda file: write_all(file, data))
 
 
-def trace_files(path: Path) -> list[Path]:
+def find_trace_files(path: Path) -> list[Path]:
     """The file at `path`, or all of a run at it, of its turns too, or of its folder of traces. Raises ConfigError."""
     if not path.is_dir():
         return [path]

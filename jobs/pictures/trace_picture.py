@@ -54,7 +54,7 @@ class TimeWindow:
     def seconds(self) -> float:
         return self.end - self.begin
 
-    def seen(self, spans: Sequence[Span]) -> list[Span]:
+    def visible_spans(self, spans: Sequence[Span]) -> list[Span]:
         found = (span for span in spans if span.end > self.begin and span.begin < self.end)
         return sorted(found, key=lambda span: span.begin)
 
@@ -132,7 +132,7 @@ def lay_out(spans: Sequence[Span], window: TimeWindow) -> list[ResourceLane]:
     """Spans of a row that overlap lie beneath each other, those that follow one another side by side."""
     lanes, top = list[ResourceLane](), 0.0
     for row in (row for row in Resource if any(span.resource is row for span in spans)):
-        mine, tracks = [span for span in window.seen(spans) if span.resource is row], Tracks()
+        mine, tracks = [span for span in window.visible_spans(spans) if span.resource is row], Tracks()
         bars = [
             Bar(
                 span=span,

@@ -64,7 +64,7 @@ FORMATS = (*(each.value for each in PackedFormat), PLAIN, *PUBLISHED)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShownConfig:
+class PlanOutputConfig:
     """What is said of a plan, and written to `directory`. `num_actions`: of the schedule, from its beginning. `format`:
     one of `FORMATS`; None: as the model is published. `num_ranks`: of a way of several; None: as many as the machine
     has devices. `sweep_points`: GiB, sequences, tokens, GB/s or ranks; none: a range around what is configured."""
@@ -78,7 +78,7 @@ class ShownConfig:
     directory: str = "outputs/plan"
 
     @property
-    def draws(self) -> bool:
+    def writes_files(self) -> bool:
         return self.timeline or self.sweep is not None
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class PlanConfig:
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
-    plan: ShownConfig = field(default_factory=ShownConfig)
+    plan: PlanOutputConfig = field(default_factory=PlanOutputConfig)
 
     def __post_init__(self) -> None:
         lanes = self.model.lanes

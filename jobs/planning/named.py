@@ -27,14 +27,14 @@ from runtime.weights.layout import map_weights
 from ..config.settings import read_yaml
 from ..config.typed import to_plain
 from ..files.publishing import json_digest, publish, write_all
-from .packed_shapes import Publication, as_published
+from .packed_shapes import Publication, published_shape
 from .shapes import ShapeRow, to_row
 
-STORED = DType.bfloat16  # what nearly all are published in
-HOW_PUBLISHED = "quantization_config"  # the key of an architecture that says it of the others
+STORED_DTYPE = DType.bfloat16  # what nearly all are published in
+QUANTIZATION_KEY = "quantization_config"  # the key of an architecture that says it of the others
 
 
-def named_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, ModelShape]:
+def build_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, ModelShape]:
     """The shapes of a model by compute dtype, as `load_model` would have them of a checkpoint in `STORED`: the tensors
     that transformers would write, one behind the other in a file that does not exist. What the kernels of a host's CPU
     spare is left out. `architecture`: keys of transformers' config, `model_type` among them; how the model is published
@@ -42,13 +42,13 @@ def named_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, M
 
     Takes seconds and no memory to speak of. Raises ConfigError where the architecture is impossible.
     """
-    model = _build(architecture, STORED)
+    model = _build(architecture, STORED_DTYPE)
     specs = RandomWeights(model, seed=0).specs
     is_packed, _ = choose_lanes(model, Lanes.auto)
     cache = measure_cache(model)
-    parameters, conversions = map_weights(model, _laid_out(specs))
+    parameters, conversions = map_weights(model, _lay_out_tensors(specs))
     # As the file of what was converted once would hold them.
-    converted = _laid_out(target_specs(model, conversions), file="converted")
+    converted = _lay_out_tensors(target_specs(model, conversions), file="converted")
     parameters |= {name: Parameter(name=name, shape=t.shape, pieces=((t,),)) for name, t in converted.items()}
     parameters |= {each: replace(parameters[each], is_experts=True) for each in experts.stack_names(model)}
     shape = make_shape(name, stage_model(model), parameters, cache, is_packed=is_packed)
@@ -60,20 +60,20 @@ def named_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, M
         state_bytes_per_sequence=cache.bytes_per_sequence,
         cross_kv_bytes_per_token=cache.cross_bytes_per_token,
     )
-    return {STORED: shape, DType.float32: wide}
+    return {STORED_DTYPE: shape, DType.float32: wide}
 
 
 def _build(architecture: Mapping[str, object], dtype: DType) -> PreTrainedModel:
     keys = copy.deepcopy({**architecture})  # some config classes change what they are given
     model_type = str(keys.pop("model_type"))
-    keys.pop(HOW_PUBLISHED, None)
+    keys.pop(QUANTIZATION_KEY, None)
     model = build_meta_model(make_config(model_type, keys), getattr(torch, dtype.value))
     if keys.get("tie_word_embeddings") is False:
         untie_head(model)
     return model
 
 
-def _laid_out(specs: Iterable[TensorSpec], file: str = "model") -> dict[str, TensorSlice]:
+def _lay_out_tensors(specs: Iterable[TensorSpec], file: str = "model") -> dict[str, TensorSlice]:
     tensors: dict[str, TensorSlice] = {}
     offset = 0
     for spec in specs:
@@ -104,9 +104,9 @@ def architecture_digest(architecture: Mapping[str, object]) -> str:
 
 def make_row(name: str, architecture: Mapping[str, object]) -> ShapeRow:
     """Raises ConfigError for a way to publish it that is not known."""
-    shapes, quantization = named_shapes(name, architecture), architecture.get(HOW_PUBLISHED)
+    shapes, quantization = build_shapes(name, architecture), architecture.get(QUANTIZATION_KEY)
     published = (
-        as_published(shapes[STORED], Publication.from_config(quantization))
+        published_shape(shapes[STORED_DTYPE], Publication.from_config(quantization))
         if isinstance(quantization, Mapping)
         else None
     )

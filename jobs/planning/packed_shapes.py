@@ -18,12 +18,12 @@ from runtime.plan.shape.shapes import Parameter, TensorSlice
 from runtime.store.gguf import BLOCKS
 
 from .config import PackedFormat
-from .published import GGUF, INTERLEAVED, OF_EXPERTS, PLAIN, PUBLISHED
+from .published import EXPERTS_ONLY, GGUF, INTERLEAVED, PLAIN, PUBLISHED
 
 FormatOf = Callable[[Parameter, TensorSlice], str | None]  # of a tensor; None where it stays as it is
 # What llama.cpp takes for rows that its blocks of 256 numbers do not divide.
-OF_OTHER_ROWS: Mapping[str, str] = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "TQ1_0": "Q4_0", "TQ2_0": "Q4_0"}
-USUAL_OF_OTHER_ROWS = "IQ4_NL"
+FALLBACK_FORMATS: Mapping[str, str] = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "TQ1_0": "Q4_0", "TQ2_0": "Q4_0"}
+DEFAULT_FALLBACK_FORMAT = "IQ4_NL"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,13 @@ class Publication:
     `modules_to_not_convert`."""
 
     name: str
-    left_out: Sequence[str] = ()
+    unconverted_modules: Sequence[str] = ()
 
     @staticmethod
     def from_config(quantization: Mapping[str, object]) -> "Publication":
         """Reads the `quantization_config` of a config.json. Raises ConfigError for a method that names no format."""
         method, bits = quantization.get("quant_method"), quantization.get("bits", 4)
-        names = {"mxfp4": OF_EXPERTS, "fp8": "fp8-blocks", "gptq": f"gptq-int{bits}", "awq": f"awq-int{bits}"}
+        names = {"mxfp4": EXPERTS_ONLY, "fp8": "fp8-blocks", "gptq": f"gptq-int{bits}", "awq": f"awq-int{bits}"}
         name = names.get(str(method), "")
         if name not in PUBLISHED:
             raise ConfigError(
@@ -47,7 +47,7 @@ class Publication:
             )
         left_out = quantization.get("modules_to_not_convert") or ()
         assert isinstance(left_out, Sequence), "a list, as in config.json"
-        return Publication(name=name, left_out=tuple(map(str, left_out)))
+        return Publication(name=name, unconverted_modules=tuple(map(str, left_out)))
 
     def format_of(self, parameter: Parameter) -> str | None:
         """The storage format of a parameter; None where it stays as it is: vectors, routers, and with all methods but
@@ -58,49 +58,55 @@ class Publication:
         if not is_matrix or not ROUTERS.isdisjoint(path):
             return None
         if self.name in GGUF:  # as `llama-quantize --pure` chooses it for rows of so many numbers; None for 16 bits
-            num_columns, other = parameter.shape[-1], OF_OTHER_ROWS.get(self.name, USUAL_OF_OTHER_ROWS)
+            num_columns, other = parameter.shape[-1], FALLBACK_FORMATS.get(self.name, DEFAULT_FALLBACK_FORMAT)
             return next((each for each in (self.name, other) if not num_columns % BLOCKS[each].num_numbers), None)
-        is_stored = LAYER_TENSOR.search(_in_first_layer(name)) is not None and (is_stack or self.name != OF_EXPERTS)
+        is_stored = LAYER_TENSOR.search(_mask_layer_number(name)) is not None and (
+            is_stack or self.name != EXPERTS_ONLY
+        )
         module = name.removesuffix(".weight")  # patterns mean what they mean to transformers
-        is_left_out = any(re.match(pattern, module) or module.endswith(pattern) for pattern in self.left_out)
+        is_left_out = any(re.match(pattern, module) or module.endswith(pattern) for pattern in self.unconverted_modules)
         return PUBLISHED[self.name] if is_stored and not is_left_out else None
 
 
-def in_format(shape: ModelShape, name: str) -> ModelShape:
+def shape_in_format(shape: ModelShape, name: str) -> ModelShape:
     """`shape`, of plain weights, as `plan.format` names it. Raises ConfigError where no tensor is stored so."""
     if name == PLAIN:
         return shape
     if name in PackedFormat.__members__:
-        return as_packed(shape, PackedFormat[name])
-    return as_published(shape, Publication(name=name))
+        return packed_shape(shape, PackedFormat[name])
+    return published_shape(shape, Publication(name=name))
 
 
-def as_packed(shape: ModelShape, way: PackedFormat | Quantize) -> ModelShape:
+def packed_shape(shape: ModelShape, packed_format: PackedFormat | Quantize) -> ModelShape:
     """`shape` with the bytes that its weights take so."""
-    rounding = None if way is PackedFormat.lossless else Rounding(way.value)
+    rounding = None if packed_format is PackedFormat.lossless else Rounding(packed_format.value)
 
     def format_of(parameter: Parameter, piece: TensorSlice) -> str | None:
         """A store packs without loss what is not rounded."""
-        name = _in_first_layer(parameter.name)
+        name = _mask_layer_number(parameter.name)
         if rounding is not None and rounding.skip_reason(name, piece.dtype, piece.shape) is None:
             return rounding.format
-        return WINDOW4 if isinstance(way, PackedFormat) and skip_reason(piece.dtype, piece.shape) is None else None
+        return (
+            WINDOW4
+            if isinstance(packed_format, PackedFormat) and skip_reason(piece.dtype, piece.shape) is None
+            else None
+        )
 
-    return _stored(shape, format_of)
+    return _store_parameters(shape, format_of)
 
 
-def as_published(shape: ModelShape, publication: Publication) -> ModelShape:
+def published_shape(shape: ModelShape, publication: Publication) -> ModelShape:
     """`shape`, of plain weights, with the bytes that they take as they are published so. Raises ConfigError where that
     leaves every tensor as it is."""
-    found = _stored(shape, lambda parameter, _: publication.format_of(parameter))
+    found = _store_parameters(shape, lambda parameter, _: publication.format_of(parameter))
     if found.weight_bytes == shape.weight_bytes:
         no_experts = "it stores experts alone; mxfp4-pack-quantized stores all matrices of layers"
-        why = no_experts if publication.name == OF_EXPERTS else "none of its matrices fits it"
+        why = no_experts if publication.name == EXPERTS_ONLY else "none of its matrices fits it"
         raise ConfigError(f"plan.format={publication.name}: no tensor of model={shape.name} is stored so: {why}")
     return found
 
 
-def _stored(shape: ModelShape, format_of: FormatOf) -> ModelShape:
+def _store_parameters(shape: ModelShape, format_of: FormatOf) -> ModelShape:
     """Tensors lie one behind the other in their order; what several parameters share is stored once, as the first of
     them has it."""
     stored, ends = dict[str, TensorSlice](), Counter[str]()
@@ -122,6 +128,6 @@ def _stored(shape: ModelShape, format_of: FormatOf) -> ModelShape:
     return replace(shape, stages=tuple(stages))
 
 
-def _in_first_layer(name: str) -> str:
+def _mask_layer_number(name: str) -> str:
     """The name of a parameter whose layer has `*` for its number."""
     return name.replace("*", "0")

@@ -102,7 +102,7 @@ def _panel(axes: Axes, axis: Axis, outcomes: Sequence[SweepPoint]) -> None:
         bound = [at for at, each in enumerate(fitting) if each.binding is resource]
         for rates in (decode, total):
             axes.scatter([where[at] for at in bound], [rates[at] for at in bound], color=colour, s=34, zorder=3)
-    _mark(axes, axis.here, "the plan", "#888888")
+    _mark(axes, axis.base_value, "the plan", "#888888")
 
 
 def _rates(outcomes: Sequence[SweepPoint]) -> tuple[list[float], list[float]]:

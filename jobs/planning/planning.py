@@ -37,7 +37,7 @@ class Planned:
     dtype: DType
     sizes: Sequence[SequenceSize]
     run: RunPlan
-    doubts: tuple[str, ...]  # about what is known of the machine
+    warnings: tuple[str, ...]  # about what is known of the machine
     stored: WeightStorage
 
     @property
@@ -46,7 +46,7 @@ class Planned:
         return self.view.shape
 
     @cached_property
-    def others_share(self) -> float:
+    def peer_wait_share(self) -> float:
         """The share of the time in which a rank waits for what others bring."""
         return self.view.waiting_share(self.run, self.view.sizes(self.sizes), self.config.policy.admission)
 
@@ -91,19 +91,19 @@ def make_plan(config: PlanConfig) -> Planned:
     described = config.machine
     if described.sheet is None and described.rates is None:  # what `jobs.measure` last kept of this host
         described = replace(described, rates=find_latest_rates(described.device))
-    planned = plan_on(make_machine(described, config.model.dtype), config)
+    planned = plan_for_machine(make_machine(described, config.model.dtype), config)
     missing = described.rates.missing_rates_warning(planned.dtype.value) if described.rates is not None else None
-    return replace(planned, doubts=(missing,) if missing is not None else ())
+    return replace(planned, warnings=(missing,) if missing is not None else ())
 
 
-def plan_on(machine: Machine, config: PlanConfig) -> Planned:
+def plan_for_machine(machine: Machine, config: PlanConfig) -> Planned:
     """Plans what `make_plan` does, for a machine that need not be the one of the config."""
     has_device, dtype, offload = machine.device_bytes is not None, config.model.dtype, config.offload
-    if dtype is DType.auto:  # as `machine_of` takes it
+    if dtype is DType.auto:  # as `make_machine` takes it
         dtype = auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=machine.has_bfloat16)
-    shape, stored = _as_stored(config, dtype)
+    shape, stored = _stored_shape(config, dtype)
     shape = with_kv_dtype(shape, config.kv.dtype)
-    shape = replace(shape, attention_method=_attention_way(machine, shape, dtype))
+    shape = replace(shape, attention_method=_choose_attention_method(machine, shape, dtype))
     sizes = _sizes(config)
     longest = max(size.num_prompt_tokens + size.max_new_tokens for size in sizes)
     require(
@@ -139,11 +139,11 @@ def plan_on(machine: Machine, config: PlanConfig) -> Planned:
         find = partial(plan_with_cached_policy, policies_directory(offload.cache_dir), None)
     run = view.plan(problem, find)
     return Planned(
-        config=runtime, machine=machine, view=view, dtype=dtype, sizes=sizes, run=run, doubts=(), stored=stored
+        config=runtime, machine=machine, view=view, dtype=dtype, sizes=sizes, run=run, warnings=(), stored=stored
     )
 
 
-def _as_stored(config: PlanConfig, dtype: DType) -> tuple[ModelShape, WeightStorage]:
+def _stored_shape(config: PlanConfig, dtype: DType) -> tuple[ModelShape, WeightStorage]:
     """The model's shape as its weights would be stored, and in which numbers that is. Raises ConfigError for a way that
     is not one of this model."""
     name, asked, quantize = config.model.name, config.plan.format, config.model.quantize
@@ -158,13 +158,13 @@ def _as_stored(config: PlanConfig, dtype: DType) -> tuple[ModelShape, WeightStor
     )
     from runtime.formats.registry import LOSSES  # loads torch, which no other plan needs
 
-    from .packed_shapes import as_packed, in_format
+    from .packed_shapes import packed_shape, shape_in_format
 
-    found = as_packed(shape, quantize) if quantize is not None else in_format(shape, asked or PLAIN)
+    found = packed_shape(shape, quantize) if quantize is not None else shape_in_format(shape, asked or PLAIN)
     return found, WeightStorage.from_losses(found, LOSSES)
 
 
-def _attention_way(machine: Machine, shape: ModelShape, dtype: DType) -> AttentionMethod:
+def _choose_attention_method(machine: Machine, shape: ModelShape, dtype: DType) -> AttentionMethod:
     """Devices with units for bfloat16 run flash kernels too. Whether a soft cap or sinks make a model's scores its own
     is not in its row; kernels know only sinks."""
     if machine.device_bytes is None or not shape.is_packed:

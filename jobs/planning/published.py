@@ -11,12 +11,12 @@ from typing import TypedDict
 from runtime.store.gguf import BLOCKS
 
 PLAIN = "bfloat16"  # nothing is stored in fewer bytes
-OF_EXPERTS = "mxfp4"  # gpt-oss's method stores experts alone so
+EXPERTS_ONLY = "mxfp4"  # gpt-oss's method stores experts alone so
 GGUF = tuple(name for name, block in BLOCKS.items() if block.num_numbers > 1)
 # Storage formats by name. Formats of compressed-tensors are called as its config.json calls them, too; `fp8` and `int8`
 # alone are those that `weightstream pack` writes.
 PUBLISHED: Mapping[str, str] = {
-    OF_EXPERTS: "mxfp4",
+    EXPERTS_ONLY: "mxfp4",
     "fp8-blocks": "fp8",
     "gptq": "gptq-int4", "gptq-int4": "gptq-int4", "gptq-int8": "gptq-int8",
     "awq": "awq-int4", "awq-int4": "awq-int4",

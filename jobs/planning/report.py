@@ -14,7 +14,7 @@ from .planning import Planned
 from .shapes import ITEM_BYTES
 
 
-def report(planned: Planned, num_actions: int) -> str:
+def format_plan(planned: Planned, num_actions: int) -> str:
     """The ledgers, the policy, the prediction, what is worth knowing, and `num_actions` of the schedule."""
     run, view, machine, sizes = planned.run, planned.view, planned.machine, planned.sizes
     predicted, phases, (prefill, decode, total) = planned.prediction, planned.prediction.phases, planned.throughput
@@ -28,7 +28,7 @@ def report(planned: Planned, num_actions: int) -> str:
         f"ranks: {view.num_ranks}, devices={view.parallelism.value}; memory and schedule per rank, tokens/s of all",
         f"  weights   each rank reads {format_bytes(view.weight_bytes)} of {format_bytes(view.whole.weight_bytes)}",
         f"  KV        each rank keeps {format_bytes(view.kv_bytes_per_token)} of a token, in the mean",
-        f"  others    {planned.others_share:.0%} of the time goes into what other ranks bring",
+        f"  others    {planned.peer_wait_share:.0%} of the time goes into what other ranks bring",
     ]
     prediction = [
         "predicted:",
@@ -58,7 +58,7 @@ def report(planned: Planned, num_actions: int) -> str:
         *(["\n  ".join(["chosen:", *run.choice.why])] if run.choice is not None else []),
         "\n".join(prediction),
         "\n".join(busy),
-        *(f"note: {note}" for note in (*planned.doubts, *notes)),
+        *(f"note: {note}" for note in (*planned.warnings, *notes)),
         *([f"schedule:\n{schedule_text(run, max_actions=num_actions).rstrip()}"] if num_actions else []),
     ]
     return "\n\n".join(parts)

@@ -39,9 +39,9 @@ OF_RUN = (
     "own",
     "num_parts",
 )
-OF_HOST = ("has_decode_kernel", "has_fused_gates", "attention_method")  # what follows from where a model runs
-RARE = ("restart_tokens", "has_whole_prompts", "has_bare_experts")  # in a line only where a model has them
-SIZES = tuple(f.name for f in fields(ModelShape) if f.name not in OF_DTYPE + STRUCTURED + OF_RUN + OF_HOST)
+HOST_FIELDS = ("has_decode_kernel", "has_fused_gates", "attention_method")  # what follows from where a model runs
+RARE_FIELDS = ("restart_tokens", "has_whole_prompts", "has_bare_experts")  # in a line only where a model has them
+SIZES = tuple(f.name for f in fields(ModelShape) if f.name not in OF_DTYPE + STRUCTURED + OF_RUN + HOST_FIELDS)
 
 
 class ParameterRow(TypedDict):
@@ -107,7 +107,7 @@ def to_row(shapes: Mapping[DType, ModelShape], architecture: str, published: Mod
     return ShapeRow(
         name=shape.name,
         architecture=architecture,
-        sizes={name: getattr(shape, name) for name in SIZES if name not in RARE or getattr(shape, name)},
+        sizes={name: getattr(shape, name) for name in SIZES if name not in RARE_FIELDS or getattr(shape, name)},
         bounded_layers=sorted(shape.bounded_layers),
         delta_rule=None if delta_rule is None else {f.name: getattr(delta_rule, f.name) for f in fields(DeltaRule)},
         dtypes={

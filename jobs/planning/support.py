@@ -35,7 +35,7 @@ class FamilyCapabilities:
     note: str
 
     @staticmethod
-    def of(family: Family) -> "FamilyCapabilities":
+    def from_family(family: Family) -> "FamilyCapabilities":
         """Takes a few hundredths of a second and no memory to speak of."""
         deepseek_moe.register()
         if family.model_type not in CONFIG_MAPPING:
@@ -70,7 +70,7 @@ _TESTED = "greedy, sampled"
 _FOOT = "Tested: equals transformers' generate, token for token, in every tier (tests/runtime/test_families.py)."
 
 
-def families_named(part: str | None) -> list[Family]:
+def find_families(part: str | None) -> list[Family]:
     """Those with `part` in their name or model type, in the order of the table; all for None. ConfigError for none."""
     chosen = [family for family in FAMILIES.values() if part is None or part in f"{family.name} {family.model_type}"]
     if not chosen:

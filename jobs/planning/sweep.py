@@ -13,7 +13,7 @@ from runtime.resources import Resource
 from runtime.units import GIB
 
 from .config import PackedFormat, PlanConfig, Sweep
-from .planning import Planned, plan_on
+from .planning import Planned, plan_for_machine
 from .published import PLAIN, read_losses
 from .shapes import read_shape
 
@@ -32,7 +32,7 @@ class Axis:
 
     name: str
     unit: str
-    here: float
+    base_value: float
     values: Sequence[float]
     plan: Callable[[float], Planned]
     is_open: bool = False
@@ -42,14 +42,14 @@ class Axis:
         """What came of each value, and of the largest that fits where values go up until one does not."""
         fitting = 0.0
         for value in self.values:
-            point = self.at(value)
+            point = self.try_value(value)
             if self.is_open and point.planned is None:
                 yield from self._limit(fitting, value)
                 break
             yield point
             fitting = value
 
-    def at(self, value: float) -> "SweepPoint":
+    def try_value(self, value: float) -> "SweepPoint":
         """What came of one value."""
         try:
             return SweepPoint(axis=self, value=value, planned=self.plan(value))
@@ -59,10 +59,10 @@ class Axis:
     def _limit(self, fitting: float, refused: float) -> Iterator["SweepPoint"]:
         """Whole values: the largest that fits, to a twentieth, unless that is `fitting`; and the least that does
         not."""
-        best, worst = None, self.at(refused)
+        best, worst = None, self.try_value(refused)
         low, high = fitting, refused
         while high - low > max(1, LIMIT_SHARE * low):
-            point = self.at((low + high) // 2)
+            point = self.try_value((low + high) // 2)
             if point.planned is None:
                 worst, high = point, point.value
             else:
@@ -97,12 +97,12 @@ def sweep_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
     kind = config.plan.sweep
     assert kind is not None, "no sweep is asked for"
     axes = {
-        Sweep.memory: _memories,
-        Sweep.batch: _blocks,
-        Sweep.prompt: _prompts,
-        Sweep.bandwidth: _roads,
-        Sweep.format: _formats,
-        Sweep.devices: _ways,
+        Sweep.memory: _memory_axes,
+        Sweep.batch: _block_axes,
+        Sweep.prompt: _prompt_axes,
+        Sweep.bandwidth: _bandwidth_axes,
+        Sweep.format: _format_axes,
+        Sweep.devices: _parallelism_axes,
     }
     found = axes[kind](config, planned)
     points = config.plan.sweep_points
@@ -113,15 +113,15 @@ def sweep_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
     return [*alone, *(replace(axis, values=points, is_open=False) for axis in found)] if points else [*alone, *found]
 
 
-def _memories(config: PlanConfig, planned: Planned) -> list[Axis]:
+def _memory_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
     def plan(key: str, gib: float) -> Planned:
-        return plan_on(planned.machine, replace(config, offload=replace(config.offload, **{key: gib})))
+        return plan_for_machine(planned.machine, replace(config, offload=replace(config.offload, **{key: gib})))
 
     return [
         Axis(
             name=f"{ledger.memory} memory",
             unit="GiB",
-            here=ledger.budget_bytes / GIB,
+            base_value=ledger.budget_bytes / GIB,
             values=_steps(ledger.budget_bytes / GIB, MEMORIES, MEMORY_STEP),
             plan=partial(plan, f"{ledger.memory}_memory_gib"),
         )
@@ -129,7 +129,7 @@ def _memories(config: PlanConfig, planned: Planned) -> list[Axis]:
     ]
 
 
-def _blocks(config: PlanConfig, planned: Planned) -> list[Axis]:
+def _block_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
     """One block of N requests, in micro-batches like the plan's, along its way."""
     has_device = planned.machine.device_bytes is not None
     choice, runtime = planned.run.choice, planned.config
@@ -151,14 +151,14 @@ def _blocks(config: PlanConfig, planned: Planned) -> list[Axis]:
             workload=replace(config.workload, num_requests=round(num_sequences)),
             sampling=replace(config.sampling, n=1, num_beams=None),
         )
-        return plan_on(planned.machine, block)
+        return plan_for_machine(planned.machine, block)
 
     here = max(len(block.members) for block in planned.run.blocks)
     sizes = sorted({max(1, round(size)) for size in _steps(here, BLOCKS)})
-    return [Axis(name="block", unit="sequences", here=here, values=sizes, plan=plan, is_open=True)]
+    return [Axis(name="block", unit="sequences", base_value=here, values=sizes, plan=plan, is_open=True)]
 
 
-def _prompts(config: PlanConfig, planned: Planned) -> list[Axis]:
+def _prompt_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
     """The longest prompt grows with the mean."""
     workload = config.workload
     mean, most = workload.mean_prompt_tokens, workload.max_prompt_tokens
@@ -169,13 +169,13 @@ def _prompts(config: PlanConfig, planned: Planned) -> list[Axis]:
     def plan(tokens: float) -> Planned:
         longest = max(ceil(tokens), round(most * tokens / mean))
         changed = replace(workload, mean_prompt_tokens=tokens, max_prompt_tokens=longest)
-        return plan_on(planned.machine, replace(config, workload=changed))
+        return plan_for_machine(planned.machine, replace(config, workload=changed))
 
     values = [tokens for tokens in _steps(mean, AHEAD) if tokens >= 1 and most * tokens / mean <= room]
-    return [Axis(name="mean prompt", unit="tokens", here=mean, values=values, plan=plan)]
+    return [Axis(name="mean prompt", unit="tokens", base_value=mean, values=values, plan=plan)]
 
 
-def _roads(config: PlanConfig, planned: Planned) -> list[Axis]:
+def _bandwidth_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
     """Those that the plan uses."""
     rates, phases = planned.machine.rates, planned.prediction.phases.values()
     links = {
@@ -190,13 +190,13 @@ def _roads(config: PlanConfig, planned: Planned) -> list[Axis]:
         else:  # both directions
             back = rates.link_out_bytes_per_second * rate / rates.link_in_bytes_per_second
             changed = replace(rates, link_in_bytes_per_second=rate, link_out_bytes_per_second=back)
-        return plan_on(replace(planned.machine, rates=changed), config)
+        return plan_for_machine(replace(planned.machine, rates=changed), config)
 
     found = [
         Axis(
             name=f"{name} bandwidth",
             unit="GB/s",
-            here=rate / GIGA,
+            base_value=rate / GIGA,
             values=_steps(rate / GIGA, AHEAD),
             plan=partial(plan, name),
         )
@@ -211,12 +211,12 @@ def _roads(config: PlanConfig, planned: Planned) -> list[Axis]:
     return found
 
 
-def _formats(config: PlanConfig, planned: Planned) -> list[Axis]:
+def _format_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
     """One for each format that a user can make, whose only value is what weights take in it. On a CPU products are
     priced as those of published weights."""
     from runtime.formats.registry import LOSSES  # loads torch, which no other sweep needs
 
-    from .packed_shapes import in_format
+    from .packed_shapes import shape_in_format
 
     measured = {row["format"]: row["weight_error"] for row in read_losses()}
 
@@ -227,19 +227,19 @@ def _formats(config: PlanConfig, planned: Planned) -> list[Axis]:
         return f"{numbers.names}: lossy, RMS error {errors[0]} for model=tiny" if errors else str(numbers)
 
     def plan(changed: PlanConfig, _: float) -> Planned:
-        return plan_on(planned.machine, changed)
+        return plan_for_machine(planned.machine, changed)
 
     shape, plain = (read_shape(planned.shape.name, planned.dtype, is_plain=is_plain) for is_plain in (False, True))
     unquantised = [PLAIN] if shape != plain else []
     published = replace(config, model=replace(config.model, quantize=None))
     found = []
     for name in (None, *unquantised, *(each.value for each in PackedFormat)):
-        stored = shape if name is None else in_format(plain, name)
+        stored = shape if name is None else shape_in_format(plain, name)
         changed = replace(published, plan=replace(config.plan, format=name))
         axis = Axis(
             name="published" if name is None else name,
             unit="GB",
-            here=planned.view.whole.weight_bytes / GIGA,
+            base_value=planned.view.whole.weight_bytes / GIGA,
             values=[stored.weight_bytes / GIGA],
             plan=partial(plan, changed),
             note=note(stored),
@@ -248,7 +248,7 @@ def _formats(config: PlanConfig, planned: Planned) -> list[Axis]:
     return found
 
 
-def _ways(config: PlanConfig, planned: Planned) -> list[Axis]:
+def _parallelism_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
     """One process, then each way of several by the number of ranks: 2, 4 and so on up to all devices."""
     fabric = planned.machine.fabric
     most = fabric.num_devices * fabric.num_nodes
@@ -260,13 +260,15 @@ def _ways(config: PlanConfig, planned: Planned) -> list[Axis]:
 
     def plan(way: Parallelism, num_ranks: float) -> Planned:
         shown = replace(config.plan, num_ranks=round(num_ranks))
-        return plan_on(planned.machine, replace(config, devices=config.devices.for_parallelism(way), plan=shown))
+        return plan_for_machine(
+            planned.machine, replace(config, devices=config.devices.for_parallelism(way), plan=shown)
+        )
 
     return [
         Axis(
             name=way.value,
             unit=RANKS,
-            here=planned.view.num_ranks,
+            base_value=planned.view.num_ranks,
             values=[1] if way is Parallelism.one else counts,
             plan=partial(plan, way),
         )
@@ -274,6 +276,6 @@ def _ways(config: PlanConfig, planned: Planned) -> list[Axis]:
     ]
 
 
-def _steps(here: float, steps: range, step: float = STEP) -> list[float]:
+def _steps(base_value: float, steps: range, step: float = STEP) -> list[float]:
     """Values around `here`, rounded to three digits; what is configured is among them as it is."""
-    return [float(f"{here * step**number:.3g}") if number else here for number in steps]
+    return [float(f"{base_value * step**number:.3g}") if number else base_value for number in steps]

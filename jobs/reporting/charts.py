@@ -12,7 +12,7 @@ from .figures import RunFigures
 
 NUM_BINS = 240  # of time
 NOTHING_SECONDS = 1e-9  # what sums round to
-PARTS = {
+TIME_PARTS = {
     "computing": "compute_seconds",
     "reading": "load_seconds",
     "copying": "copy_seconds",
@@ -50,7 +50,7 @@ PHASES = (
 )
 
 
-def nice_top(most: float) -> float:
+def round_axis_limit(most: float) -> float:
     """The end of an axis: 1, 2, 2.5 or 5 times a power of ten, not below `most`."""
     power = 10 ** len(f"{most:.0f}")
     tops = [power / 100 * step for step in (1, 2, 2.5, 5, 10, 20, 25, 50, 100)]
@@ -92,9 +92,9 @@ class Pair:
         return format_seconds(value) if self.unit == "s" else format_bytes(value)
 
 
-def compared(figures: RunFigures) -> Iterator[Pair]:
+def compare_predictions(figures: RunFigures) -> Iterator[Pair]:
     """The rates, the times and the memory of a run, in this order."""
-    summary, planned = figures.summary, figures.noted.get("planned")
+    summary, planned = figures.summary, figures.recorded_summary.get("planned")
     measured, claimed = summary.measured, summary.predicted
     for name, rate, claim in (
         ("prefill", measured.prefill, claimed.prefill if claimed else None),
@@ -120,7 +120,7 @@ def _phase(name: str, times: PhaseTimes, expected: PhaseTimes | None) -> Iterato
         return
     claim = expected.seconds if expected else None
     yield Pair(name=name, measured=times.seconds, predicted=claim, unit="s", whole=whole)
-    for part, key in PARTS.items():
+    for part, key in TIME_PARTS.items():
         seconds, claim = getattr(times, key), getattr(expected, key) if expected else None
         is_within = key == "attention_seconds" and not claim  # predicted as a part of computing
         if max(seconds, claim or 0.0) > NOTHING_SECONDS:

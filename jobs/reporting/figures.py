@@ -17,7 +17,7 @@ from ..record.run_reader import Condition, RunReader
 from ..record.summary import Summary, summarize
 
 log = logging.getLogger(__name__)
-OF_A_PASS = [field.name for field in fields(PassRow) if not field.name.startswith("stage_")]
+PASS_COLUMNS = [field.name for field in fields(PassRow) if not field.name.startswith("stage_")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class RunFigures:
             path = self.run.directory.throughput_part(block)
             try:
                 with pq.ParquetFile(pa.BufferReader(read_regular_file(path)[0])) as file:
-                    rows += [PassRow(**row) for row in file.read(OF_A_PASS).to_pylist()]
+                    rows += [PassRow(**row) for row in file.read(PASS_COLUMNS).to_pylist()]
             except PARQUET_PROBLEMS as error:
                 log.warning("the figures lack the passes of block %d: %s: %s", block, path, error)
         return rows
@@ -90,7 +90,7 @@ class RunFigures:
         return 60 * self.num_done / self.seconds if self.seconds else None
 
     @cached_property
-    def noted(self) -> Mapping[str, JsonValue]:
+    def recorded_summary(self) -> Mapping[str, JsonValue]:
         """What summary.json says, which a run has once it is finished."""
         try:
             return read_json(self.run.directory.summary)

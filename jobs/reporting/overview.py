@@ -19,7 +19,7 @@ from .figures import RunFigures
 
 SHARD_NAME = re.compile(r"-\d{5}-of-\d{5}$")
 # They tell nothing of how fast a run is, or follow from others.
-NO_SETTINGS = frozenset({"shard.index", "shard.count", "input", "output_root", "run", "log_level"})
+IGNORED_SETTINGS = frozenset({"shard.index", "shard.count", "input", "output_root", "run", "log_level"})
 MAX_CHARS = 40  # of a setting in the table
 MEASURED = (
     *("state", "rows", "errors", "elapsed", "in passes", "rows/min", "prefill tok/s", "decode tok/s"),
@@ -66,7 +66,7 @@ class Overview:
         for name, shards in _by_run(self.runs):
             count = shards[0].run.shard[1]
             if len(shards) > 1 or count > 1:
-                rows.append([name, *[""] * len(self.keys), *_together(shards)])
+                rows.append([name, *[""] * len(self.keys), *_combined_cells(shards)])
             for run in shards:
                 texts = self._settings(run).values()
                 cut = [text if len(text) <= MAX_CHARS else f"{text[: MAX_CHARS - 3]}..." for text in texts]
@@ -75,7 +75,7 @@ class Overview:
         return ["run", *names, *MEASURED], rows
 
     def _settings(self, run: RunFigures) -> dict[str, str]:
-        return {key: shown(run.settings[key]) if key in run.settings else "" for key in self.keys}
+        return {key: format_setting(run.settings[key]) if key in run.settings else "" for key in self.keys}
 
     def _values(self, run: RunFigures) -> dict[str, object]:
         summary, (index, count) = run.summary, run.run.shard
@@ -100,22 +100,24 @@ class Overview:
         }
 
 
-def overview(runs: Iterable[RunFigures]) -> Overview:
+def make_overview(runs: Iterable[RunFigures]) -> Overview:
     known = list(runs)
-    return Overview(runs=known, keys=differing([run.settings for run in known]))
+    return Overview(runs=known, keys=differing_keys([run.settings for run in known]))
 
 
-def differing(settings: Sequence[Mapping[str, JsonValue]]) -> list[str]:
+def differing_keys(settings: Sequence[Mapping[str, JsonValue]]) -> list[str]:
     """The keys whose values differ, in the order of the config; a key that a run was begun without has its default."""
     defaults = flatten(GenerateConfig())
     filled = [{**defaults, **each} for each in settings]
     keys = dict.fromkeys((*defaults, *(key for each in settings for key in each)))
     return [
-        key for key in keys if key not in NO_SETTINGS and len({canonical_json(each.get(key)) for each in filled}) > 1
+        key
+        for key in keys
+        if key not in IGNORED_SETTINGS and len({canonical_json(each.get(key)) for each in filled}) > 1
     ]
 
 
-def shown(value: JsonValue) -> str:
+def format_setting(value: JsonValue) -> str:
     """A value of a setting as on a command line; a text of several lines, or with what steers a terminal, as JSON."""
     return value if isinstance(value, str) and value.isprintable() else canonical_json(value)
 
@@ -153,7 +155,7 @@ def _cells(run: RunFigures) -> list[str]:
     ]
 
 
-def _together(shards: Sequence[RunFigures]) -> list[str]:
+def _combined_cells(shards: Sequence[RunFigures]) -> list[str]:
     """Sums, and states by index; rates are those of shards, which may have run at the same time or not."""
     count = shards[0].run.shard[1]
     peak = [run.summary.peak for run in shards]

@@ -19,17 +19,17 @@ from ..config.typed import flatten
 from ..files.named import publish_named, require_replaceable
 from ..files.publishing import JsonValue, make_directory, write_all
 from ..pictures.trace_file import read_trace
-from .charts import NUM_BINS, PHASES, busy_shares, compared, nice_top
+from .charts import NUM_BINS, PHASES, busy_shares, compare_predictions, round_axis_limit
 from .figures import RunFigures
-from .overview import NO_SETTINGS, shown
+from .overview import IGNORED_SETTINGS, format_setting
 from .samples import failed_rows, good_rows
 
 log = logging.getLogger(__name__)
 NUM_FAILED = 50
-CAME_TO = {"model.dtype"}  # recorded as what `auto` came to: whether anybody has set it is not known
+RESOLVED_SETTINGS = {"model.dtype"}  # recorded as what `auto` came to: whether anybody has set it is not known
 
 
-def visible(value: object) -> object:
+def escape_control_characters(value: object) -> object:
     """Control characters of a text as their escapes: browsers drop some, and the marks that turn the direction of a
     line around would make it say something else than it does."""
     if not isinstance(value, str) or hasattr(value, "__html__"):
@@ -37,15 +37,15 @@ def visible(value: object) -> object:
     return "".join(char if char.isprintable() or char in "\n\t " else ascii(char)[1:-1] for char in value)
 
 
-ENVIRONMENT = Environment(autoescape=True, finalize=visible, undefined=StrictUndefined)
+ENVIRONMENT = Environment(autoescape=True, finalize=escape_control_characters, undefined=StrictUndefined)
 ENVIRONMENT.filters |= {
     "bytes": format_bytes,
     "counted": format_count,
     "rate": lambda value: "-" if value is None else f"{value:,.1f}",
     "seconds": format_seconds,
-    "shown": shown,
+    "shown": format_setting,
 }
-ENVIRONMENT.globals |= {"nice_top": nice_top, "num_bins": NUM_BINS, "phases": PHASES}
+ENVIRONMENT.globals |= {"nice_top": round_axis_limit, "num_bins": NUM_BINS, "phases": PHASES}
 
 
 def write_page(figures: RunFigures, num_samples: int, directory: Path | None) -> Path:
@@ -64,14 +64,16 @@ def _html(figures: RunFigures, num_samples: int) -> str:
     data = files("jobs").joinpath("data")
     # without what indents it: spaces between elements would be seen
     template = "".join(map(str.strip, data.joinpath("report.html").read_text(encoding="utf-8").splitlines()))
-    settings, defaults, plan = figures.settings, flatten(GenerateConfig()), figures.noted.get("plan")
-    known = {key: settings[key] for key in defaults if key in settings and key not in CAME_TO}
+    settings, defaults, plan = figures.settings, flatten(GenerateConfig()), figures.recorded_summary.get("plan")
+    known = {key: settings[key] for key in defaults if key in settings and key not in RESOLVED_SETTINGS}
     changed = {key: value for key, value in known.items() if value != defaults[key]}
-    hidden = {*defaults, *NO_SETTINGS} - CAME_TO
-    subject = [shown(settings[key]) for key in ("model.name", "dataset.kind", "offload.tier") if key in settings]
+    hidden = {*defaults, *IGNORED_SETTINGS} - RESOLVED_SETTINGS
+    subject = [
+        format_setting(settings[key]) for key in ("model.name", "dataset.kind", "offload.tier") if key in settings
+    ]
     if isinstance(model := settings.get("model.path"), str):
         subject[:1] = [model.rstrip("/").rpartition("/")[2]]
-    versions, pairs, spans = figures.run.manifest.get("versions"), list(compared(figures)), _spans(figures)
+    versions, pairs, spans = figures.run.manifest.get("versions"), list(compare_predictions(figures)), _spans(figures)
     traced_seconds = max((span.end for span in spans), default=0.0)
     by_resource = {each: [span for span in spans if span.resource is each] for each in Resource}
     return ENVIRONMENT.from_string(template).render(
@@ -92,7 +94,7 @@ def _html(figures: RunFigures, num_samples: int) -> str:
         has_claims=any(pair.predicted is not None for pair in pairs),
         strips={each.value: busy_shares(own, traced_seconds) for each, own in by_resource.items() if own},
         traced_seconds=traced_seconds,
-        ledgers=[_ledger(each) for each in _objects(figures.noted.get("ledgers"))],
+        ledgers=[_ledger(each) for each in _objects(figures.recorded_summary.get("ledgers"))],
         failed=failed_rows(figures, NUM_FAILED),
         num_failed=NUM_FAILED,
         samples=good_rows(figures, num_samples) if num_samples else [],

@@ -63,17 +63,17 @@ def failed_rows(figures: RunFigures, count: int) -> list[SampleRow]:
 def _rows(figures: RunFigures, path: Path) -> Iterator[SampleRow]:
     try:
         with pq.ParquetFile(pa.BufferReader(read_regular_file(path)[0])) as file:
-            prompts = _Prompts.kept_in(file, figures.settings)
+            prompts = _Prompts.from_part(file, figures.settings)
             # an input's column may have the name of one of ours that this run has not
-            ours = [column.name for column in file.schema_arrow if not _is_of_input(column) and column.name in OURS]
+            ours = [column.name for column in file.schema_arrow if not _is_input_column(column) and column.name in OURS]
             rows = file.read([*ours, *prompts.columns]).to_pylist()
     except PARQUET_PROBLEMS:
         return
     for row in rows:
-        yield SampleRow(prompt=prompts.of(row), **{name: row[name] for name in ours})
+        yield SampleRow(prompt=prompts.prompt_text(row), **{name: row[name] for name in ours})
 
 
-def _is_of_input(column: pa.Field) -> bool:
+def _is_input_column(column: pa.Field) -> bool:
     return b"column" in (column.metadata or {})
 
 
@@ -85,22 +85,24 @@ class _Prompts:
 
     columns: Mapping[str, tuple[str, bool]]
     template: Template | None = None
-    front: str = ""
+    prefix: str = ""
     is_listed: bool = False
 
     @staticmethod
-    def kept_in(file: pq.ParquetFile, settings: Mapping[str, JsonValue]) -> "_Prompts":
+    def from_part(file: pq.ParquetFile, settings: Mapping[str, JsonValue]) -> "_Prompts":
         kept: dict[str, tuple[str, bool]] = {}
         for column in file.schema_arrow:
-            if _is_of_input(column):
+            if _is_input_column(column):
                 name = column.metadata[b"column"].decode("utf-8", "surrogatepass")
                 kept[column.name] = (name, column.metadata.get(b"encoding") == b"json")
         if isinstance(text := settings.get("dataset.template"), str):
             template = read_template(text, "template")
-            needed = {each: value for each, value in kept.items() if any(_leads(value[0], n) for n in template.names)}
-            if all(any(_leads(name, wanted) for name, _ in needed.values()) for wanted in template.names):
+            needed = {
+                each: value for each, value in kept.items() if any(_is_column_of(value[0], n) for n in template.names)
+            }
+            if all(any(_is_column_of(name, wanted) for name, _ in needed.values()) for wanted in template.names):
                 front = "[examples of dataset.few_shot_path]\n\n" if settings.get("dataset.few_shot_path") else ""
-                return _Prompts(columns=needed, template=template, front=front)
+                return _Prompts(columns=needed, template=template, prefix=front)
         else:
             likely = [*(settings.get(key) for key in FIELDS_OF_PROMPTS), "turns"]
             found = {each: value for wanted in likely for each, value in kept.items() if value[0] == wanted}
@@ -108,7 +110,7 @@ class _Prompts:
                 return _Prompts(columns=found)
         return _Prompts(columns=kept, is_listed=True)
 
-    def of(self, row: Mapping[str, Any]) -> str | None:
+    def prompt_text(self, row: Mapping[str, Any]) -> str | None:
         """The prompt of a row of the part; None where the part has nothing of the input."""
         if self.template is not None:
             fields = {
@@ -116,7 +118,7 @@ class _Prompts:
                 for each, (name, is_json) in self.columns.items()
             }
             with suppress(BadRecord):
-                return self.front + self.template.fill(fields)
+                return self.prefix + self.template.fill(fields)
             return None
         there = {each: value for each, value in self.columns.items() if row[each] is not None}
         texts = {name: _text(row[each], is_json) for each, (name, is_json) in there.items()}
@@ -125,7 +127,7 @@ class _Prompts:
         return next(iter(texts.values()), None)
 
 
-def _leads(name: str, wanted: str) -> bool:
+def _is_column_of(name: str, wanted: str) -> bool:
     """Whether a field of a template is this column, or lies in it."""
     return wanted == name or wanted.startswith(f"{name}.")
 

@@ -59,7 +59,10 @@ def worker_rates(run: RunReader, rows_by_block: Mapping[int, int]) -> list[Worke
         seconds = sum(each["seconds"] for each in passes)
         for name in {each["worker"] for each in passes}:
             own = [each for each in passes if each["worker"] == name]
-            rate, own_seconds = rates.setdefault(name, WorkerRate(holder=_holder(name))), sum(x["seconds"] for x in own)
+            rate, own_seconds = (
+                rates.setdefault(name, WorkerRate(holder=_parse_holder(name))),
+                sum(x["seconds"] for x in own),
+            )
             rate.num_parts += 1
             rate.num_rows += rows_by_block[block] * own_seconds / seconds if seconds else 0.0
             rate.num_tokens += sum(each["useful_tokens"] for each in own)
@@ -67,7 +70,7 @@ def worker_rates(run: RunReader, rows_by_block: Mapping[int, int]) -> list[Worke
     return sorted(rates.values(), key=lambda rate: -rate.rows_per_second)
 
 
-def _holder(text: str) -> Mapping[str, JsonValue]:
+def _parse_holder(text: str) -> Mapping[str, JsonValue]:
     """The process that the column names, or an empty one where that is damaged: nothing goes by it."""
     try:
         value = json.loads(text)
@@ -139,7 +142,7 @@ class RunStatus:
         return (num_rows - self.num_rows_done) / self.rows_per_second
 
 
-def status_of(run: RunReader) -> RunStatus:
+def read_status(run: RunReader) -> RunStatus:
     """Raises DamagedRunError where the plan cannot be read."""
     rows = run.rows_by_block
     done = {block: path for block, path in run.parts.items() if block in rows}
@@ -177,12 +180,12 @@ def status_of(run: RunReader) -> RunStatus:
     )
 
 
-def as_text(statuses: Sequence[RunStatus]) -> str:
+def format_text(statuses: Sequence[RunStatus]) -> str:
     """A line of what is done for each run, and one for each of its workers."""
     return "\n\n".join("\n".join(_lines(status)) for status in statuses)
 
 
-def as_json(statuses: Sequence[RunStatus]) -> str:
+def format_json(statuses: Sequence[RunStatus]) -> str:
     """A list with an object for each run."""
     return json.dumps([_values(status) for status in statuses], indent=2)
 

@@ -10,20 +10,20 @@ import sys
 from pathlib import Path
 
 from .card import model_card
-from .training import Progress, Recipe, new_model, train
+from .training import Recipe, TrainingProgress, new_model, train
 from .vocabulary import train_tokenizer
 
 LOG = logging.getLogger(__name__)
 
 
-def make(directory: Path, recipe: Recipe, every: int) -> list[Progress]:
+def make(directory: Path, recipe: Recipe, every: int) -> list[TrainingProgress]:
     """Trains, then writes weights in bfloat16, config, tokenizer and the table of the training. Answers with the
     table."""
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
         raise FileExistsError(f"{directory} is not empty: give another directory")
     tokenizer = train_tokenizer(recipe.vocab_size, recipe.seed)
-    model, table = new_model(recipe, tokenizer), list[Progress]()
+    model, table = new_model(recipe, tokenizer), list[TrainingProgress]()
     for line in train(model, tokenizer, recipe, every):
         LOG.info("step %d, loss %.3f, %.0f s of processor time, %s", *_format_progress(line))
         table.append(line)
@@ -34,7 +34,7 @@ def make(directory: Path, recipe: Recipe, every: int) -> list[Progress]:
     return table
 
 
-def _format_progress(line: Progress) -> tuple[int, float, float, str]:
+def _format_progress(line: TrainingProgress) -> tuple[int, float, float, str]:
     shares = ", ".join(f"{task} {share:.0%}" for task, share in line.accuracy.items())
     return line.step, line.loss, line.processor_seconds, shares
 

@@ -7,7 +7,7 @@ import torch
 
 from .stories import STORY
 from .tasks import TASKS
-from .training import Progress, Recipe
+from .training import Recipe, TrainingProgress
 
 TEXT = """# The bundled model
 
@@ -35,7 +35,7 @@ Torch {torch}, {threads} thread, {machine}; processor time includes what asking 
 """
 
 
-def model_card(recipe: Recipe, table: Sequence[Progress], num_parameters: int) -> str:
+def model_card(recipe: Recipe, table: Sequence[TrainingProgress], num_parameters: int) -> str:
     """Markdown."""
     return TEXT.format(
         num_parameters=num_parameters,
@@ -51,7 +51,7 @@ def model_card(recipe: Recipe, table: Sequence[Progress], num_parameters: int) -
     )
 
 
-def training_table(table: Sequence[Progress]) -> str:
+def training_table(table: Sequence[TrainingProgress]) -> str:
     columns = ("step", "loss", *TASKS, STORY, "processor time")
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for line in table:

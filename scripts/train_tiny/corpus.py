@@ -31,7 +31,7 @@ def training_examples(seed: int) -> Iterator[Example]:
             yield example
 
 
-def asked_examples(task: str, count: int, seed: int) -> list[Example]:
+def evaluation_examples(task: str, count: int, seed: int) -> list[Example]:
     """Up to `count` different examples of one task that training never shows; of a closed task, such as it may have
     shown, and fewer where there are no more."""
     random, found = Random(f"{task} {seed}"), dict[str, Example]()
@@ -45,13 +45,13 @@ def asked_examples(task: str, count: int, seed: int) -> list[Example]:
 
 def write_prompts(path: Path) -> None:
     """The prompts of dataset=tasks: some of each task with their references, and openings of stories with none."""
-    examples = [example for task in TASKS for example in asked_examples(task, NUM_PER_TASK, SAMPLE_SEED)]
+    examples = [example for task in TASKS for example in evaluation_examples(task, NUM_PER_TASK, SAMPLE_SEED)]
     rows = [
         {"id": f"{example.task}-{place % NUM_PER_TASK + 1}", "task": example.task, "prompt": example.prompt}
         | {"reference": example.answer.strip()}
         for place, example in enumerate(examples)
     ]
-    stories = asked_examples(STORY, NUM_STORIES, SAMPLE_SEED)
+    stories = evaluation_examples(STORY, NUM_STORIES, SAMPLE_SEED)
     rows += [
         {"id": f"{STORY}-{place}", "task": STORY, "prompt": example.prompt, "reference": None}
         for place, example in enumerate(stories, 1)

@@ -21,7 +21,7 @@ class Example:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class TrainingTask:
     """`make` gives a question and its answer. `weight`: how often it is trained, beside the others. `chance`: how often
     a guess among the answers that the question leaves is right. `is_closed`: there are too few different questions to
     hold some back, so that what is measured is memory."""
@@ -101,14 +101,14 @@ def _spaced(items: Iterable[object]) -> str:
     return " ".join(map(str, items))
 
 
-TASKS: Mapping[str, Task] = {
-    "addition": Task(make=_add, weight=6),
-    "subtraction": Task(make=_subtract, weight=6),
-    "comparison": Task(make=_compare, weight=2, chance=1 / 2),
-    "sorting": Task(make=_sort, weight=2),
-    "pattern": Task(make=_pattern, weight=3),
-    "copying": Task(make=_copy, weight=2),
-    "reversal": Task(make=_reverse, weight=2),
-    "spelling": Task(make=_spell, weight=1, is_closed=True),
-    "facts": Task(make=_facts, weight=2, chance=1 / 3),
+TASKS: Mapping[str, TrainingTask] = {
+    "addition": TrainingTask(make=_add, weight=6),
+    "subtraction": TrainingTask(make=_subtract, weight=6),
+    "comparison": TrainingTask(make=_compare, weight=2, chance=1 / 2),
+    "sorting": TrainingTask(make=_sort, weight=2),
+    "pattern": TrainingTask(make=_pattern, weight=3),
+    "copying": TrainingTask(make=_copy, weight=2),
+    "reversal": TrainingTask(make=_reverse, weight=2),
+    "spelling": TrainingTask(make=_spell, weight=1, is_closed=True),
+    "facts": TrainingTask(make=_facts, weight=2, chance=1 / 3),
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .corpus import asked_examples, training_examples
+from .corpus import evaluation_examples, training_examples
 from .stories import STORY
 from .tasks import TASKS, Example
 
@@ -43,7 +43,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class TrainingProgress:
     """A line of the training table. `loss`: nats per token, the mean of the steps since the line before; `accuracy`: of
     each task, answers that are right in every token, and of stories tokens that are the likeliest."""
 
@@ -62,7 +62,7 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCau
 
 def train(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, every: int
-) -> Iterator[Progress]:
+) -> Iterator[TrainingProgress]:
     """Trains `model` in place, with a line every so many steps and at the end, where its weights have been rounded to
     bfloat16, as they are published."""
     torch.set_num_threads(recipe.num_threads)
@@ -85,7 +85,7 @@ def train(
         if step == recipe.num_steps:
             _round(model)
         if step % every == 0 or step == recipe.num_steps:
-            yield Progress(
+            yield TrainingProgress(
                 step=step,
                 loss=sum(losses) / len(losses),
                 accuracy=accuracies(model, tokenizer, recipe.num_asked),
@@ -158,7 +158,7 @@ def accuracies(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, num_
     model.eval()
     found = dict[str, float]()
     for task in (*TASKS, STORY):
-        encoded = [encode(tokenizer, example) for example in asked_examples(task, num_asked, seed=1)]
+        encoded = [encode(tokenizer, example) for example in evaluation_examples(task, num_asked, seed=1)]
         width = max(len(tokens) for tokens, _ in encoded)
         tokens = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row, _ in encoded])
         labels = torch.tensor([row + [IGNORED] * (width - len(row)) for _, row in encoded])[:, 1:]

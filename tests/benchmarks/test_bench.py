@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from benchmarks import reading
-from benchmarks.config import BenchConfig, task_of
-from benchmarks.contenders import CONTENDERS, Contender, Ours, Peer, Reading, Sweep
+from benchmarks.config import BenchConfig, make_task
+from benchmarks.contenders import CONTENDERS, AttentionBaseline, Contender, OwnContender, Peer, ReadBaseline
 from benchmarks.measure import measure
 from benchmarks.report import speed_table
 from benchmarks.runner import failure
-from benchmarks.task import Result, Task, prompts
-from benchmarks.weightstream import opened
+from benchmarks.task import BenchmarkTask, Result, prompts
+from benchmarks.weightstream import open_runtime
 from benchmarks.worker import respond
 from runtime.checkpoint_source.location import find_checkpoint
 from runtime.config.settings import DType, ModelConfig, OffloadConfig, Order
@@ -29,19 +29,21 @@ from tests.dealt import with_slow_others
 GENERATING = [
     contender
     for contender, entry in CONTENDERS.items()
-    if isinstance(entry, Ours | Peer) and entry.dtype is DType.float32
-    if isinstance(entry, Ours) or entry.isolation is None
+    if isinstance(entry, OwnContender | Peer) and entry.dtype is DType.float32
+    if isinstance(entry, OwnContender) or entry.isolation is None
 ]
 IN_BFLOAT16 = [
-    contender for contender, entry in CONTENDERS.items() if isinstance(entry, Ours) and entry.dtype is DType.bfloat16
+    contender
+    for contender, entry in CONTENDERS.items()
+    if isinstance(entry, OwnContender) and entry.dtype is DType.bfloat16
 ]
-READING = [contender for contender, entry in CONTENDERS.items() if isinstance(entry, Reading)]
-SWEEPING = [contender for contender, entry in CONTENDERS.items() if isinstance(entry, Sweep)]
+READING = [contender for contender, entry in CONTENDERS.items() if isinstance(entry, ReadBaseline)]
+SWEEPING = [contender for contender, entry in CONTENDERS.items() if isinstance(entry, AttentionBaseline)]
 
 
-def task_for(contender: Contender, path: Path | None = None) -> Task:
+def task_for(contender: Contender, path: Path | None = None) -> BenchmarkTask:
     entry = CONTENDERS[contender]
-    return Task(
+    return BenchmarkTask(
         contender=contender.value,
         path=str(path or find_checkpoint(ModelConfig(), None)),
         num_prompts=5,
@@ -53,7 +55,7 @@ def task_for(contender: Contender, path: Path | None = None) -> Task:
         num_micro_batches=2,
         weight_share=60.0,
         num_threads=2,
-        schedule=(entry.schedule if isinstance(entry, Ours) else Order.zigzag).value,
+        schedule=(entry.schedule if isinstance(entry, OwnContender) else Order.zigzag).value,
     )
 
 
@@ -79,7 +81,7 @@ def test_every_contender_generates_the_same_tokens_and_has_its_row() -> None:
 @pytest.mark.slow("benchmarks/test_bench.py::test_every_contender_generates_the_same_tokens_and_has_its_row")
 @pytest.mark.parametrize("contender", IN_BFLOAT16)
 def test_ours_in_bfloat16_computes_in_bfloat16(contender: Contender) -> None:
-    runtime, _ = opened(task_for(contender), OffloadConfig())
+    runtime, _ = open_runtime(task_for(contender), OffloadConfig())
     assert runtime.model.compute_dtype is torch.bfloat16
     assert [len(tokens) for tokens in measured(contender).tokens] == [4] * 5
 
@@ -117,7 +119,7 @@ def test_a_model_as_small_as_the_default_has_the_least_memory_that_its_weights_c
     """A quarter of its weights would not even hold what a run works with."""
     contenders = (Contender.nvme, Contender.none)
     config = BenchConfig(num_prompts=5, num_new_tokens=4)
-    tasks = [task_of(config, each, str(find_checkpoint(ModelConfig(), None)), 5) for each in contenders]
+    tasks = [make_task(config, each, str(find_checkpoint(ModelConfig(), None)), 5) for each in contenders]
     streamed, resident = (measure(task) for task in tasks)
     assert streamed.tokens == resident.tokens
     assert [len(tokens) for tokens in streamed.tokens] == [4] * 5
@@ -125,7 +127,7 @@ def test_a_model_as_small_as_the_default_has_the_least_memory_that_its_weights_c
 
 
 def test_a_worker_that_cannot_run_says_why_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    task = replace(task_of(BenchConfig(), Contender.none, str(tmp_path), 5), is_check=True)
+    task = replace(make_task(BenchConfig(), Contender.none, str(tmp_path), 5), is_check=True)
     with pytest.raises(SystemExit) as ended:
         respond(["benchmarks.measure", json.dumps(asdict(task))], io.StringIO())
     assert ended.value.code == 2

@@ -4,22 +4,22 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from benchmarks.config import BenchConfig, task_of
+from benchmarks.config import BenchConfig, make_task
 from benchmarks.contenders import Contender
 from benchmarks.suites import run_suite, with_batch_size
-from benchmarks.task import Result, Task
+from benchmarks.task import BenchmarkTask, Result
 from runtime.errors import ConfigError, WeightstreamError
 
 
-def result(task: Task, rate: float) -> Result:
+def result(task: BenchmarkTask, rate: float) -> Result:
     return Result(
         seconds=1.0, prefill_seconds=0.0, rate=rate, peak_bytes=2, baseline_bytes=1, bytes_read=0, tokens=[[1]],
         batch_size=task.batch_size,
     )  # fmt: skip
 
 
-def measuring(rates: Mapping[int, float], asked: list[Task]) -> Callable[[Task], Result]:
-    def measure(task: Task) -> Result:
+def measuring(rates: Mapping[int, float], asked: list[BenchmarkTask]) -> Callable[[BenchmarkTask], Result]:
+    def measure(task: BenchmarkTask) -> Result:
         asked.append(task)
         if task.batch_size is not None and task.batch_size not in rates:
             raise WeightstreamError("out of memory")
@@ -28,8 +28,10 @@ def measuring(rates: Mapping[int, float], asked: list[Task]) -> Callable[[Task],
     return measure
 
 
-def chosen(config: BenchConfig, contender: Contender, rates: Mapping[int, float], asked: list[Task]) -> int | None:
-    task = task_of(config, contender, "somewhere", config.num_prompts)
+def chosen(
+    config: BenchConfig, contender: Contender, rates: Mapping[int, float], asked: list[BenchmarkTask]
+) -> int | None:
+    task = make_task(config, contender, "somewhere", config.num_prompts)
     return with_batch_size(task, measuring(rates, asked), lambda line: None).batch_size
 
 
@@ -44,7 +46,7 @@ def chosen(config: BenchConfig, contender: Contender, rates: Mapping[int, float]
 def test_sizes_are_tried_until_the_rate_falls_or_the_peer_fails(
     rates: Mapping[int, float], expected: int, tried: list[int]
 ) -> None:
-    asked: list[Task] = []
+    asked: list[BenchmarkTask] = []
     assert chosen(BenchConfig(num_prompts=256), Contender.transformers, rates, asked) == expected
     assert [task.batch_size for task in asked] == tried
     assert {(task.num_prompts, task.num_new_tokens) for task in asked} == {(128, 8)}
@@ -52,7 +54,7 @@ def test_sizes_are_tried_until_the_rate_falls_or_the_peer_fails(
 
 def test_a_peer_may_have_a_size_of_its_own() -> None:
     config = BenchConfig(batch_size=16, batch_sizes={Contender.llama_cpp_f16: 64})
-    sizes = {each: task_of(config, each, "somewhere", 256).batch_size for each in Contender}
+    sizes = {each: make_task(config, each, "somewhere", 256).batch_size for each in Contender}
     assert sizes[Contender.llama_cpp_f16] == 64
     assert sizes[Contender.transformers] == 16
     assert sizes[Contender.vllm] is None
@@ -61,7 +63,7 @@ def test_a_peer_may_have_a_size_of_its_own() -> None:
 
 
 def test_no_size_is_above_the_number_of_prompts_and_a_single_one_is_not_tried() -> None:
-    asked: list[Task] = []
+    asked: list[BenchmarkTask] = []
     assert chosen(BenchConfig(num_prompts=40), Contender.accelerate_cpu, {16: 1.0, 32: 2.0}, asked) == 32
     assert [task.num_new_tokens for task in asked] == [8, 8]
     asked.clear()
@@ -70,7 +72,7 @@ def test_no_size_is_above_the_number_of_prompts_and_a_single_one_is_not_tried() 
 
 
 def test_a_given_size_is_taken_as_it_is() -> None:
-    asked: list[Task] = []
+    asked: list[BenchmarkTask] = []
     assert chosen(BenchConfig(batch_size=7), Contender.transformers, {}, asked) == 7
     assert not asked
 
@@ -81,12 +83,12 @@ def test_a_peer_that_fails_with_the_smallest_size_fails() -> None:
 
 
 def test_the_search_is_made_once_and_the_table_names_its_outcome() -> None:
-    asked: list[Task] = []
+    asked: list[BenchmarkTask] = []
     contenders = [Contender.nvme, Contender.transformers, Contender.vllm, Contender.accelerate_disk]
     config = BenchConfig(contenders=contenders, num_prompts=64, rounds=2)
     rates = {16: 3.0, 32: 2.0}
 
-    def measure(task: Task) -> Result:
+    def measure(task: BenchmarkTask) -> Result:
         if task.contender == "accelerate_disk":
             raise WeightstreamError("no space")
         return measuring(rates, asked)(task)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import suites
-from benchmarks.blocks import block_rates, block_sizes, blocks_table, knee, measured_point
-from benchmarks.config import BenchConfig, Suite, task_of
+from benchmarks.blocks import block_rates, block_sizes, blocks_table, knee, measure_operating_point
+from benchmarks.config import BenchConfig, Suite, make_task
 from benchmarks.contenders import Contender
 from benchmarks.measure import measure
 from benchmarks.suites import run_suite
@@ -50,7 +50,7 @@ def test_the_table_has_both_knees_and_the_roofline() -> None:
 def test_the_roofline_says_from_how_many_sequences_the_disk_no_longer_bounds_decode() -> None:
     path = str(find_checkpoint(ModelConfig(), None))
     config = BenchConfig(prompt_tokens=16, num_new_tokens=3, micro_batch_size=2, num_micro_batches=2, num_threads=1)
-    found = measured_point(task_of(config, Contender.nvme, path, 4))
+    found = measure_operating_point(make_task(config, Contender.nvme, path, 4))
     assert found.needed_sequences > 0
     assert found.p1 is None  # nothing but the disk is below compute memory
 

@@ -12,14 +12,19 @@ from lm_eval.tasks import TaskManager
 
 from benchmarks.config import BenchConfig, Suite
 from benchmarks.evaluation import BATCH_SIZES, TASK, run_evaluation, write_task
-from benchmarks.harness_scores import Asked, Entrant, Scores, measure
+from benchmarks.harness_scores import HarnessContender, HarnessTask, Scores, measure
 from benchmarks.task import Result
 from runtime.errors import WeightstreamError
 from runtime.units import MIB
 from tests.support import synthesize
 
-SECONDS_PER_REQUEST = {Entrant.weightstream: 1.0, Entrant.unshared: 1.5, Entrant.hf: 2.0, Entrant.hf_disk: 4.0}
-BEST = {Entrant.hf: 4, Entrant.hf_disk: 32}
+SECONDS_PER_REQUEST = {
+    HarnessContender.weightstream: 1.0,
+    HarnessContender.unshared: 1.5,
+    HarnessContender.hf: 2.0,
+    HarnessContender.hf_disk: 4.0,
+}
+BEST = {HarnessContender.hf: 4, HarnessContender.hf_disk: 32}
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +32,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return synthesize("llama", tmp_path_factory.mktemp("evaluated") / "model")
 
 
-def double(asked: Asked, *, off: float = 0.0) -> Scores:
+def double(asked: HarnessTask, *, off: float = 0.0) -> Scores:
     """Takes half as long again in batches that are not the best."""
-    entrant, count = Entrant(asked.entrant), asked.num_documents
+    entrant, count = HarnessContender(asked.entrant), asked.num_documents
     slower = 1.0 if asked.batch_size in (None, BEST.get(entrant)) else 1.5
     seconds = 4 * count * SECONDS_PER_REQUEST[entrant] * slower
     result = Result(
@@ -44,34 +49,34 @@ def config(model: Path) -> BenchConfig:
 
 
 def test_peers_get_their_best_batch_and_as_many_requests_as_their_minutes_hold(model: Path) -> None:
-    asked: list[Asked] = []
+    asked: list[HarnessTask] = []
     found = run_evaluation(config(model), lambda line: None, lambda each: (asked.append(each), double(each))[1])
-    rounds = [(Entrant(each.entrant), each.num_documents, each.batch_size) for each in asked[-8:]]
+    rounds = [(HarnessContender(each.entrant), each.num_documents, each.batch_size) for each in asked[-8:]]
     expected = [
-        (Entrant.weightstream, 20, None),
-        (Entrant.unshared, 7, None),
-        (Entrant.hf, 7, 4),
-        (Entrant.hf_disk, 8, 32),
+        (HarnessContender.weightstream, 20, None),
+        (HarnessContender.unshared, 7, None),
+        (HarnessContender.hf, 7, 4),
+        (HarnessContender.hf_disk, 8, 32),
     ]
     assert rounds == expected * 2
-    tried = {each.batch_size for each in asked[:-8] if Entrant(each.entrant) is Entrant.hf}
-    assert tried == set(BATCH_SIZES[Entrant.hf])
+    tried = {each.batch_size for each in asked[:-8] if HarnessContender(each.entrant) is HarnessContender.hf}
+    assert tried == set(BATCH_SIZES[HarnessContender.hf])
     assert "| lm-eval hf, in memory | 4 | 28 | 0.500 (0.500-0.500) | 2.00x | 2 MiB | 100% |" in found.table
     assert found.peers == ["lm-eval hf, in memory", "lm-eval hf, disk offload"]
 
 
 def test_scores_that_differ_end_the_measurement(model: Path) -> None:
-    def differing(asked: Asked) -> Scores:
-        return double(asked, off=0.01 if Entrant(asked.entrant) is Entrant.weightstream else 0.0)
+    def differing(asked: HarnessTask) -> Scores:
+        return double(asked, off=0.01 if HarnessContender(asked.entrant) is HarnessContender.weightstream else 0.0)
 
     with pytest.raises(WeightstreamError, match=r"weightstream, nvme: log-probabilities are up to 0\.01 from"):
         run_evaluation(config(model), lambda line: None, differing)
 
 
 def test_answers_that_are_right_to_one_alone_end_it_too(model: Path) -> None:
-    def wrong(asked: Asked) -> Scores:
+    def wrong(asked: HarnessTask) -> Scores:
         scores = double(asked)
-        is_right = Entrant(asked.entrant) is not Entrant.hf_disk
+        is_right = HarnessContender(asked.entrant) is not HarnessContender.hf_disk
         return replace(scores, is_right=[is_right] * len(scores.is_right))
 
     with pytest.raises(WeightstreamError, match="disk offload: log-probabilities are up to inf"):
@@ -90,8 +95,8 @@ def test_all_questions_stand_behind_the_same_examples(model: Path, tmp_path: Pat
 def test_every_entrant_scores_the_same_requests_alike(model: Path, tmp_path: Path) -> None:
     write_task(tmp_path, model, 2, 120)
     found = {}
-    for entrant in Entrant:
-        asked = Asked(
+    for entrant in HarnessContender:
+        asked = HarnessTask(
             entrant=entrant.value, path=str(model), tasks=str(tmp_path), task=TASK, num_documents=2, weight_share=200,
             num_threads=1, batch_size=BATCH_SIZES[entrant][0] if BATCH_SIZES[entrant] else None,
         )  # fmt: skip
@@ -99,6 +104,6 @@ def test_every_entrant_scores_the_same_requests_alike(model: Path, tmp_path: Pat
         assert found[entrant].result.seconds > 0
         assert [len(each) for each in found[entrant].logprobs] == [4, 4]
     for scores in found.values():
-        assert scores.is_right == found[Entrant.hf].is_right
-        for ours, theirs in zip(scores.logprobs, found[Entrant.hf].logprobs, strict=True):
+        assert scores.is_right == found[HarnessContender.hf].is_right
+        for ours, theirs in zip(scores.logprobs, found[HarnessContender.hf].logprobs, strict=True):
             assert ours == pytest.approx(theirs, abs=1e-3)

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import floor, products, suites
-from benchmarks.config import BenchConfig, ProductsConfig, Suite, task_of
+from benchmarks.config import BenchConfig, ProductsConfig, Suite, make_task
 from benchmarks.contenders import Contender
-from benchmarks.floor import Floor, ProductSeconds, floors_of, floors_table
+from benchmarks.floor import Floor, ProductSeconds, compute_floors, floors_table
 from benchmarks.floor import products as products_of
 from benchmarks.measure import measure
 from benchmarks.predictions import Case
-from benchmarks.products import Product, Products, products_table
+from benchmarks.products import ProductCase, Products, products_table
 from benchmarks.suites import run_suite
 from benchmarks.task import Result, prompts
 from runtime.checkpoint_source.location import find_checkpoint
@@ -34,9 +34,9 @@ def result(prefill: float, decode: float) -> Result:
 
 
 def test_the_longer_of_reading_and_multiplying_is_the_floor() -> None:
-    task = task_of(BenchConfig(num_new_tokens=5), Contender.nvme, "somewhere/llama", 128)
+    task = make_task(BenchConfig(num_new_tokens=5), Contender.nvme, "somewhere/llama", 128)
     rounds = [result(30.0, 20.0), result(28.0, 16.0), result(90.0, 17.0)]
-    prefill, decode = floors_of(CASE, task, rounds, 0.5e9, SECONDS)
+    prefill, decode = compute_floors(CASE, task, rounds, 0.5e9, SECONDS)
     num_tokens = sum(map(len, prompts(128, 32000, 60)))
     assert prefill.reading == pytest.approx(7 * 2.0)
     assert prefill.multiplying == pytest.approx(num_tokens / 512 * 4.0 + 2 * 0.5)
@@ -88,7 +88,7 @@ FOUND = Products(
     flops_per_second=160e9,
     bytes_per_second=20e9,
     products=[
-        Product(format=name, backend=way, is_chosen=chosen, num_rows=rows, num_bytes=size, best=best, middle=middle)
+        ProductCase(format=name, backend=way, is_chosen=chosen, num_rows=rows, num_bytes=size, best=best, middle=middle)
         for name, way, chosen, rows, size, best, middle in (
             ("bf16", "vectors", True, 1, 16_000_000, 1e-3, 2e-3),  # 16 MFLOP, 16 MB: 0.8 ms to read
             ("bf16", "inputs_first", True, 100, 16_000_000, 12.5e-3, 20e-3),  # 1.6 GFLOP: 10 ms to multiply

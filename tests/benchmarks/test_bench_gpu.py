@@ -18,12 +18,12 @@ from benchmarks.gpu import bench, device, missing, progress, random_init, suite
 from benchmarks.gpu.__main__ import settings
 from benchmarks.gpu.bench import GpuBench, measurements
 from benchmarks.gpu.config import MODELS, GpuConfig
-from benchmarks.gpu.missing import complaints
-from benchmarks.gpu.progress import Progress
+from benchmarks.gpu.missing import missing_messages
+from benchmarks.gpu.progress import WorkerProgress
 from benchmarks.gpu.random_init import INT4, RandomInitModel, RandomInitRuntime, outline_model, parameters_of
 from benchmarks.gpu.suite import run_gpu
-from benchmarks.gpu.task import GpuTask, Machine, Measurement
-from benchmarks.peers.hugging_face import generate_batch, model_of, offloaded
+from benchmarks.gpu.task import GpuMachine, GpuTask, VariantMeasurement
+from benchmarks.peers.hugging_face import build_model, generate_batch, offload_model
 from benchmarks.task import Result
 from runtime import ModelConfig, RuntimeConfig
 from runtime.config.settings import DType
@@ -45,11 +45,11 @@ TOY = {
 }  # fmt: skip
 GPU = GpuConfig(device="cpu", num_layers=6, shape=TOY, num_prompts=8, num_new_tokens=3, device_memory_gib=0.072)
 TASK = GpuTask(gpu=GPU, prompt_tokens=20, rounds=1, seconds=600.0)
-TOLD = Progress(time.monotonic())
+TOLD = WorkerProgress(time.monotonic())
 RESULT = Result(seconds=1.0, prefill_seconds=0.5, rate=1.0, peak_bytes=0, baseline_bytes=0, bytes_read=0, tokens=[[1]])
 
 
-def found_by(task: GpuTask, device: ComputeDevice) -> Iterator[Machine | Measurement]:
+def found_by(task: GpuTask, device: ComputeDevice) -> Iterator[GpuMachine | VariantMeasurement]:
     return measurements(task, device, TOLD)
 
 
@@ -68,10 +68,10 @@ def test_every_way_is_measured_and_bytes_over_the_link_are_counted(model: str) -
         shape["intermediate_size"] *= TOY["num_local_experts"]
     gpu = replace(GPU, model=model, shape=shape)
     machine, *answered = found_by(replace(TASK, gpu=gpu), FakeDevice())
-    assert isinstance(machine, Machine)
+    assert isinstance(machine, GpuMachine)
     assert machine.model == f"{MODELS[model].title} in other sizes"
     assert machine.link
-    found = {each.variant: each for each in answered if isinstance(each, Measurement)}
+    found = {each.variant: each for each in answered if isinstance(each, VariantMeasurement)}
     assert [(name, each.refusal) for name, each in found.items()] == [(variant.name, "") for variant in VARIANTS]
     for variant in VARIANTS:
         result = found[variant.name].result
@@ -107,8 +107,8 @@ def test_a_block_is_one_lane_where_all_weights_lie_in_the_device(tmp_path: Path)
 def test_on_a_cpu_nothing_goes_over_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "VARIANTS", VARIANTS[:1])
     machine, found = found_by(TASK, ComputeDevice("cpu"))
-    assert isinstance(machine, Machine)
-    assert isinstance(found, Measurement)
+    assert isinstance(machine, GpuMachine)
+    assert isinstance(found, VariantMeasurement)
     assert not machine.link
     assert found.result is not None
     assert (found.result.bytes_copied, len(found.result.tokens)) == (0, 8)
@@ -119,20 +119,20 @@ def test_on_a_cpu_nothing_goes_over_a_link(monkeypatch: pytest.MonkeyPatch) -> N
 def test_on_a_device_every_way_stays_within_the_memory_that_it_may_use() -> None:
     limit = replace(GPU, device="cuda", device_memory_gib=1.0)
     _, *answered = found_by(replace(TASK, gpu=limit), ComputeDevice("cuda"))
-    found = [each for each in answered if isinstance(each, Measurement)]
+    found = [each for each in answered if isinstance(each, VariantMeasurement)]
     assert [(each.variant, each.refusal) for each in found] == [(variant.name, "") for variant in VARIANTS]
     assert all(each.result is not None and 0 < each.result.peak_device_bytes <= GIB for each in found)
 
 
 def test_a_way_that_fails_is_named_once_and_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(self: GpuBench, variant: Variant) -> Measurement:
+    def measure(self: GpuBench, variant: Variant) -> VariantMeasurement:
         if variant.name == "accelerate cpu_offload":
             raise RuntimeError("no hooks")
-        return Measurement(variant=variant.name, num_layers=3, result=RESULT)
+        return VariantMeasurement(variant=variant.name, num_layers=3, result=RESULT)
 
     monkeypatch.setattr(GpuBench, "measure", measure)
     _, *found = found_by(replace(TASK, rounds=2), ComputeDevice("cpu"))
-    refused = [each for each in found if isinstance(each, Measurement) and each.refusal]
+    refused = [each for each in found if isinstance(each, VariantMeasurement) and each.refusal]
     assert [(each.variant, each.refusal) for each in refused] == [("accelerate cpu_offload", "RuntimeError: no hooks")]
     assert len(found) == 2 * len(VARIANTS) - 1
 
@@ -140,14 +140,14 @@ def test_a_way_that_fails_is_named_once_and_stops_no_other(monkeypatch: pytest.M
 def test_nothing_begins_that_took_longer_than_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
-    def measure(self: GpuBench, variant: Variant) -> Measurement:
+    def measure(self: GpuBench, variant: Variant) -> VariantMeasurement:
         now[0] += 50.0 if variant.is_peer else 10.0
-        return Measurement(variant=variant.name, num_layers=3, result=RESULT)
+        return VariantMeasurement(variant=variant.name, num_layers=3, result=RESULT)
 
     monkeypatch.setattr(GpuBench, "measure", measure)
     monkeypatch.setattr(bench.time, "monotonic", lambda: now[0])
     _, *found = found_by(replace(TASK, rounds=3, seconds=330.0), ComputeDevice("cpu"))
-    again = [each.variant for each in found if isinstance(each, Measurement)][len(VARIANTS) :]
+    again = [each.variant for each in found if isinstance(each, VariantMeasurement)][len(VARIANTS) :]
     assert now[0] <= 330.0
     assert again == [variant.name for variant in VARIANTS if not variant.is_peer]
 
@@ -167,10 +167,10 @@ def test_a_peer_whose_copies_of_experts_have_no_room_gets_its_whole_batch_withou
 
     monkeypatch.setitem(ExpertsInterface._global_mapping, "batched_mm", counted)
     tensors = model.weights.tensors(parameters_of(runtime_of(model)), 1)
-    peer, ids = offloaded(model_of(model.path, tensors), ComputeDevice("cpu")), [[5, 6, 7], [8, 9], [10], [11]]
+    peer, ids = offload_model(build_model(model.path, tensors), ComputeDevice("cpu")), [[5, 6, 7], [8, 9], [10], [11]]
     assert peer.largest_batch(ids, lambda: None) == len(ids)
     tried = len(copies)
-    expected = generate_batch(model_of(model.path, tensors), ids, 4, torch.device("cpu"))
+    expected = generate_batch(build_model(model.path, tensors), ids, 4, torch.device("cpu"))
     assert peer.measure(ids, 4).tokens == expected
     assert len(copies) == tried + (3 * model.num_layers if has_room else 0)
 
@@ -185,7 +185,7 @@ def test_a_peer_that_lacks_memory_for_one_sequence_raises(
         monkeypatch.setitem(ExpertsInterface._global_mapping, name, refuse)
     tensors = model.weights.tensors(parameters_of(runtime_of(model)), 1)
     with pytest.raises(torch.OutOfMemoryError):
-        offloaded(model_of(model.path, tensors), ComputeDevice("cpu")).largest_batch([[5, 6], [7]], lambda: None)
+        offload_model(build_model(model.path, tensors), ComputeDevice("cpu")).largest_batch([[5, 6], [7]], lambda: None)
 
 
 @pytest.fixture
@@ -269,16 +269,18 @@ def test_matrices_are_random_with_the_deviation_of_a_checkpoint_and_no_row_comes
     assert tensors["model.norm.weight"].abs().eq(1).all()
 
 
-def measurement(variant: Variant, rate: float, token: int) -> Measurement:
+def measurement(variant: Variant, rate: float, token: int) -> VariantMeasurement:
     result = replace(
         RESULT, seconds=2.0, rate=rate, tokens=[[token]], bytes_copied=0 if variant.is_cut else 48 * 10**9,
         peak_device_bytes=GIB,
     )  # fmt: skip
-    return Measurement(variant=variant.name, num_layers=2 if variant.is_cut else 4, num_sequences=1, result=result)
+    return VariantMeasurement(
+        variant=variant.name, num_layers=2 if variant.is_cut else 4, num_sequences=1, result=result
+    )
 
 
 def test_the_table_says_rates_ratios_and_the_share_of_the_link() -> None:
-    machine = Machine(device="gpu", link={LINK_IN: 50.0}, num_layers=4, weight_bytes=GIB)
+    machine = GpuMachine(device="gpu", link={LINK_IN: 50.0}, num_layers=4, weight_bytes=GIB)
     found = [measurement(variant, 10.0 if variant.is_peer else 30.0, int(variant.is_peer)) for variant in VARIANTS]
 
     def work(task: GpuTask) -> Iterator[str]:
@@ -289,7 +291,7 @@ def test_the_table_says_rates_ratios_and_the_share_of_the_link() -> None:
     said: list[str] = []
     done = run_gpu(GPU, 20, 3, said.append, work)
     times = "0.50 s | 1.50 s | 1 GiB"
-    assert len(said) == 2 + len(VARIANTS) + len(list(complaints()))
+    assert len(said) == 2 + len(VARIANTS) + len(list(missing_messages()))
     assert f"| weightstream | 4 | 1 | 30.0 (30.0-30.0) | 3.00 | {times} | 44.7 GiB | 48% | 1 of 1 |" in done.table
     assert f"| transformers in the device | 2 | 1 | 10.0 (10.0-10.0) | 1.00 | {times} | - | - | 0 of 1 |" in done.table
     assert "the worker cannot run here: the machine is gone" in done.table
@@ -317,7 +319,7 @@ def test_amounts_are_told_at_once_and_then_now_and_then(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    told = Progress(90.0)
+    told = WorkerProgress(90.0)
     for _ in range(12):
         told.count("pinning", GIB)
         now[0] += 1.0
@@ -333,14 +335,14 @@ def test_what_no_time_was_left_for_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     """Of one that was never measured, what the slowest of its kind took is what it would take."""
     now = [100.0]
 
-    def measure(self: GpuBench, variant: Variant) -> Measurement:
+    def measure(self: GpuBench, variant: Variant) -> VariantMeasurement:
         now[0] += 20.0
-        return Measurement(variant=variant.name, num_layers=3, result=RESULT)
+        return VariantMeasurement(variant=variant.name, num_layers=3, result=RESULT)
 
     monkeypatch.setattr(GpuBench, "measure", measure)
     monkeypatch.setattr(bench.time, "monotonic", lambda: now[0])
     _, *found = found_by(replace(TASK, begun=60.0, seconds=90.0), ComputeDevice("cpu"))
-    refusals = [each.refusal for each in found if isinstance(each, Measurement)]
+    refusals = [each.refusal for each in found if isinstance(each, VariantMeasurement)]
     assert now[0] <= 60.0 + 90.0
     assert refusals.count("") == 2
     assert {each for each in refusals if each} == {"no time was left of gpu.minutes=8"}
@@ -351,7 +353,7 @@ def test_an_interrupted_command_has_a_table_and_goes_no_further(monkeypatch: pyt
 
     def work(task: GpuTask) -> Iterator[str]:
         begun.append(task.is_alone)
-        yield json.dumps(asdict(Machine(device="gpu", link={}, num_layers=4, weight_bytes=GIB)))
+        yield json.dumps(asdict(GpuMachine(device="gpu", link={}, num_layers=4, weight_bytes=GIB)))
         yield json.dumps(asdict(measurement(VARIANTS[0], 30.0, 0)))
         raise KeyboardInterrupt
 
@@ -365,7 +367,7 @@ def test_an_interrupted_command_has_a_table_and_goes_no_further(monkeypatch: pyt
 
 def test_a_worker_whose_time_is_up_before_it_measured_has_a_table_that_says_so() -> None:
     def work(task: GpuTask) -> Iterator[str]:
-        yield json.dumps(asdict(Machine(device="gpu", link={}, num_layers=4, weight_bytes=GIB)))
+        yield json.dumps(asdict(GpuMachine(device="gpu", link={}, num_layers=4, weight_bytes=GIB)))
         raise WeightstreamError("the worker was stopped")
 
     done = run_gpu(GPU, 20, 1, lambda line: None, work)
@@ -383,15 +385,15 @@ def test_a_worker_is_stopped_a_share_of_its_time_beyond_it(monkeypatch: pytest.M
 
     monkeypatch.setattr(suite, "Worker", made)
     for seconds in (60.0, 480.0):
-        suite.lines_of(replace(TASK, seconds=seconds))
+        suite.read_worker_lines(replace(TASK, seconds=seconds))
     assert limits == [72.0, 525.0]
 
 
 def test_no_way_may_take_more_of_the_device_than_another(monkeypatch: pytest.MonkeyPatch) -> None:
     caps: list[int] = []
 
-    def measured(self: GpuBench, variant: Variant) -> Measurement:
-        return Measurement(variant=variant.name, num_layers=3, result=RESULT)
+    def measured(self: GpuBench, variant: Variant) -> VariantMeasurement:
+        return VariantMeasurement(variant=variant.name, num_layers=3, result=RESULT)
 
     monkeypatch.setattr(bench, "limit", lambda device, num_bytes: caps.append(num_bytes))
     for name in ("_weightstream", "_peer"):
@@ -403,14 +405,16 @@ def test_no_way_may_take_more_of_the_device_than_another(monkeypatch: pytest.Mon
 def test_a_way_that_would_measure_something_else_is_left_out_and_says_what_it_lacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def measure(self: GpuBench, variant: Variant) -> Measurement:
-        return Measurement(variant=variant.name, num_layers=3, result=RESULT)
+    def measure(self: GpuBench, variant: Variant) -> VariantMeasurement:
+        return VariantMeasurement(variant=variant.name, num_layers=3, result=RESULT)
 
     monkeypatch.setattr(GpuBench, "measure", measure)
     monkeypatch.setattr(contenders, "find_spec", lambda name: None if name == "numba" else name)
-    assert [line for line in complaints() if line.startswith("numba is not installed: 'weightstream, attention=cpu'")]
+    assert [
+        line for line in missing_messages() if line.startswith("numba is not installed: 'weightstream, attention=cpu'")
+    ]
     _, *found = found_by(TASK, ComputeDevice("cpu"))
-    refused = {each.variant: each.refusal for each in found if isinstance(each, Measurement) and each.refusal}
+    refused = {each.variant: each.refusal for each in found if isinstance(each, VariantMeasurement) and each.refusal}
     assert refused == {"weightstream, attention=cpu": "numba is not installed"}
 
 
@@ -424,7 +428,7 @@ def test_without_what_weightstream_cannot_do_without_nothing_is_started(monkeypa
 
 def test_a_version_outside_of_what_the_project_names_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(missing, "version", lambda name: "2.4.1+cu130" if name == "torch" else "5.17.0")
-    assert [line[:20] for line in complaints() if "never tested" in line and line.startswith("t")] == [
+    assert [line[:20] for line in missing_messages() if "never tested" in line and line.startswith("t")] == [
         "torch 2.4.1 is insta"
     ]
 

@@ -13,13 +13,13 @@ import torch
 from benchmarks import instruction_sets, runner
 from benchmarks.config import BenchConfig, Suite
 from benchmarks.contenders import CONTENDERS, LLAMA_CPP, VLLM, Contender, Peer
-from benchmarks.instruction_sets import ENVIRONMENTS, NEEDED, Isa, cmake_arguments, restricted_to, restriction
+from benchmarks.instruction_sets import ENVIRONMENTS, NEEDED, Isa, cmake_arguments, restrict_instructions, restriction
 from benchmarks.peers import llama_cpp_python
 from benchmarks.peers.vllm_cpu import LIBRARY, hide_wider
 from benchmarks.report import restricted
 from benchmarks.runner import python_of
 from benchmarks.suites import run_suite
-from benchmarks.task import Result, Task
+from benchmarks.task import BenchmarkTask, Result
 from runtime.errors import ConfigError
 from runtime.kernels import compiled
 from tests.benchmarks.test_bench_isolated_peers import TASK
@@ -73,7 +73,7 @@ def test_without_a_set_no_worker_is_told_anything(monkeypatch: pytest.MonkeyPatc
 def test_workers_that_measure_products_and_reading_are_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str | None] = []
 
-    def measure(task: Task) -> Result:
+    def measure(task: BenchmarkTask) -> Result:
         told.append(os.environ.get(compiled.ISA))
         raise Started
 
@@ -84,7 +84,7 @@ def test_workers_that_measure_products_and_reading_are_told_too(monkeypatch: pyt
 
 def test_a_set_that_the_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(instruction_sets, "cpu_flags", lambda: frozenset(NEEDED[Isa.avx2]))
-    with restricted_to(Isa.avx2):
+    with restrict_instructions(Isa.avx2):
         assert restriction() is Isa.avx2
     with pytest.raises(ConfigError, match="isa=avx512: this processor has no avx512f, avx512cd, "):
         run_suite(BenchConfig(isa=Isa.avx512), ["somewhere"], lambda line: None)
@@ -93,7 +93,7 @@ def test_a_set_that_the_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_what_stood_in_the_environment_stands_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX")
-    with restricted_to(Isa.avx2):
+    with restrict_instructions(Isa.avx2):
         assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX2"
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX"
 
@@ -132,7 +132,7 @@ def test_a_build_for_less_has_an_environment_of_its_own_and_no_cached_wheel(
     native, vllm = python_of(LLAMA_CPP), python_of(VLLM)
     pythons = {native}
     for isa in Isa:
-        with restricted_to(isa):
+        with restrict_instructions(isa):
             pythons.add(python_of(LLAMA_CPP))
             assert python_of(VLLM) == vllm, "one wheel has libraries for all"
     assert len(pythons) == 3
@@ -155,7 +155,7 @@ def test_a_build_of_llama_cpp_that_uses_more_measures_nothing(monkeypatch: pytes
     said = b"CPU : AVX2 = 1 | AVX512 = 1 | REPACK = 1"
     fake = SimpleNamespace(llama_backend_init=lambda: None, llama_print_system_info=lambda: said)
     monkeypatch.setitem(sys.modules, "llama_cpp", fake)
-    with restricted_to(Isa.avx2), pytest.raises(RuntimeError, match="not restricted to AVX2"):
+    with restrict_instructions(Isa.avx2), pytest.raises(RuntimeError, match="not restricted to AVX2"):
         llama_cpp_python.generate(TASK)
 
 

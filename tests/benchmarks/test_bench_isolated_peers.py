@@ -18,13 +18,13 @@ from benchmarks import runner
 from benchmarks.contenders import CONTENDERS, Contender, Isolation, Peer
 from benchmarks.measure import measure
 from benchmarks.runner import measured
-from benchmarks.task import Result, Task
+from benchmarks.task import BenchmarkTask, Result
 from runtime.checkpoint_source.location import find_checkpoint
 from runtime.config.settings import ModelConfig
 from runtime.errors import WeightstreamError
 from runtime.units import MIB
 
-TASK = Task(
+TASK = BenchmarkTask(
     contender="vllm", path="somewhere", num_prompts=3, prompt_tokens=30, num_new_tokens=3, ignore_eos=True,
     batch_size=2, micro_batch_size=2, num_micro_batches=1, weight_share=1.0, num_threads=2,
 )  # fmt: skip
@@ -49,7 +49,7 @@ time.sleep(60)
 """
 
 
-def asked_of(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch, task: Task = TASK) -> Result:
+def asked_of(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch, task: BenchmarkTask = TASK) -> Result:
     """What `program` answers in the place of vLLM's module."""
     (folder / "fake_peer.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(folder))
@@ -123,7 +123,7 @@ def is_gone(process: int) -> bool:
     return False
 
 
-def tiny(contender: Contender) -> Task:
+def tiny(contender: Contender) -> BenchmarkTask:
     return replace(TASK, contender=contender.value, path=str(find_checkpoint(ModelConfig(), None)))
 
 

@@ -11,7 +11,7 @@ from benchmarks.contenders import Contender
 from benchmarks.measure import measure
 from benchmarks.runner import gguf_path
 from benchmarks.suites import run_suite
-from benchmarks.task import Result, Task
+from benchmarks.task import BenchmarkTask, Result
 from runtime.errors import ConfigError, WeightstreamError
 
 SMALL = {
@@ -27,7 +27,7 @@ def config(folder: Path | None, **settings: object) -> BenchConfig:
     return BenchConfig(suite=Suite.larger_than_memory, num_prompts=3, num_new_tokens=3, rounds=1, larger=larger)
 
 
-def result(task: Task) -> Result:
+def result(task: BenchmarkTask) -> Result:
     tokens = [[1, 2, 3]] * task.num_prompts
     return Result(
         seconds=3.0, prefill_seconds=1.0, rate=3.0, peak_bytes=0, baseline_bytes=0, bytes_read=0, tokens=tokens
@@ -39,7 +39,7 @@ def test_each_form_is_generated_from_and_gone_before_the_next(tmp_path: Path, mo
     monkeypatch.setattr("tempfile.tempdir", None)
     there = list[list[str]]()
 
-    def measured(task: Task) -> Result:
+    def measured(task: BenchmarkTask) -> Result:
         assert task.host_memory_gib == 1.0
         there.append(sorted(path.name for path in Path(task.path).parent.iterdir()))
         return measure(task)
@@ -73,7 +73,7 @@ def test_a_disk_without_room_is_refused_with_numbers(tmp_path: Path, monkeypatch
         run_suite(config(tmp_path, architecture={}), [], lambda _: None, result)
     peers = [Contender.llama_cpp_mmap_q8_0]
 
-    def failing(task: Task) -> Result:
+    def failing(task: BenchmarkTask) -> Result:
         if task.contender in {peer.value for peer in peers}:
             raise WeightstreamError("it cannot run")
         return result(task)
@@ -91,7 +91,7 @@ def test_a_peers_own_copy_that_is_there_needs_no_more_room(tmp_path: Path, monke
         monkeypatch.setattr(larger_than_memory.shutil, "disk_usage", lambda _: usage)
         return run_suite(settings, [], lambda _: None, failing).table
 
-    def failing(task: Task) -> Result:
+    def failing(task: BenchmarkTask) -> Result:
         if task.contender == peer.value:
             raise WeightstreamError("it cannot run")
         return result(task)

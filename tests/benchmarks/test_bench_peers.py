@@ -19,7 +19,7 @@ from benchmarks.peers import gguf_export
 from benchmarks.peers.gguf_export import export_gguf
 from benchmarks.runner import python_of
 from benchmarks.suites import run_suite
-from benchmarks.task import Result, Task
+from benchmarks.task import BenchmarkTask, Result
 from runtime.errors import ConfigError, WeightstreamError
 from runtime.synthesize.checkpoints import synthesize_checkpoint
 
@@ -125,7 +125,7 @@ def test_what_is_not_wanted_goes_before_an_environment_is_ready(
 def test_a_peer_that_cannot_run_is_named_and_stops_nobody() -> None:
     calls: list[str] = []
 
-    def measure(task: Task) -> Result:
+    def measure(task: BenchmarkTask) -> Result:
         calls.append(task.contender + " checked" * task.is_check)
         if task.contender == "llama_cpp_f16":
             raise WeightstreamError("no compiler")
@@ -144,7 +144,7 @@ def test_a_peer_that_cannot_run_is_named_and_stops_nobody() -> None:
 def test_a_contender_whose_plan_does_not_fit_is_named_before_anything_is_measured() -> None:
     calls: list[str] = []
 
-    def measure(task: Task) -> Result:
+    def measure(task: BenchmarkTask) -> Result:
         calls.append(task.contender + " checked" * task.is_check)
         if task.contender == "none":
             assert task.is_check
@@ -160,7 +160,7 @@ def test_a_contender_whose_plan_does_not_fit_is_named_before_anything_is_measure
 
 
 def test_where_no_contender_can_run_nothing_is_measured() -> None:
-    def measure(task: Task) -> Result:
+    def measure(task: BenchmarkTask) -> Result:
         assert task.is_check
         raise WeightstreamError(f"{task.contender} does not fit")
 
@@ -170,7 +170,7 @@ def test_where_no_contender_can_run_nothing_is_measured() -> None:
 
 
 def test_weightstream_itself_must_run() -> None:
-    def measure(task: Task) -> Result:
+    def measure(task: BenchmarkTask) -> Result:
         if not task.is_check:
             raise WeightstreamError("broken")
         return NOTHING

@@ -9,7 +9,7 @@ from benchmarks.config import BenchConfig, Suite
 from benchmarks.measure import measure
 from benchmarks.policies import NUM_AGAIN, attempts
 from benchmarks.suites import run_suite
-from benchmarks.task import Result, Task
+from benchmarks.task import BenchmarkTask, Result
 from runtime.checkpoint_source.location import find_checkpoint
 from runtime.config.settings import ModelConfig
 from runtime.engine.records import PassRecord
@@ -27,10 +27,10 @@ def test_the_grid_has_twenty_policies_with_the_budget_of_the_largest_block() -> 
 
 
 def test_the_fastest_and_the_search_are_measured_again_and_compared() -> None:
-    asked: list[Task] = []
+    asked: list[BenchmarkTask] = []
     said: list[str] = []
 
-    def fake(task: Task) -> Result:
+    def fake(task: BenchmarkTask) -> Result:
         asked.append(task)
         rate = 90.0 if task.policy == "hrm" else 1.0 * task.micro_batch_size * task.num_micro_batches
         rate *= 10 if (task.schedule, task.attention, task.micro_batch_size) == ("flexgen", "device", 16) else 1

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.config import BenchConfig, Suite, task_of
+from benchmarks.config import BenchConfig, Suite, make_task
 from benchmarks.contenders import Contender
 from benchmarks.measure import measure
-from benchmarks.predictions import Case, Outcome, outcomes_of, predictions_table
+from benchmarks.predictions import Case, PredictionResult, outcomes_of, predictions_table
 from benchmarks.task import Result
 from runtime.checkpoint_source.location import find_checkpoint
 from runtime.config.settings import ModelConfig
@@ -21,16 +21,16 @@ def result(prefill: float, decode: float, *, predicted_prefill: float, predicted
     )  # fmt: skip
 
 
-def outcome(predicted: float, measured: float, num_sequences: int = 8) -> Outcome:
+def outcome(predicted: float, measured: float, num_sequences: int = 8) -> PredictionResult:
     case = Case(path="somewhere/llama", contender="nvme", num_sequences=num_sequences)
-    return Outcome(case=case, phase="decode", predicted_seconds=predicted, measured_seconds=measured)
+    return PredictionResult(case=case, phase="decode", predicted_seconds=predicted, measured_seconds=measured)
 
 
 @pytest.mark.parametrize("contender", [Contender.nvme, Contender.none, Contender.none_continuous])
 def test_what_was_predicted_comes_with_what_was_measured(contender: Contender) -> None:
     path = str(find_checkpoint(ModelConfig(), None))
     config = BenchConfig(num_new_tokens=3, micro_batch_size=2, weight_share=60.0)
-    found = measure(task_of(config, contender, path, 4))
+    found = measure(make_task(config, contender, path, 4))
     assert found.predicted_prefill_seconds > 0
     assert found.predicted_decode_seconds > 0
 

@@ -10,7 +10,7 @@ from benchmarks.contenders import Contender
 from benchmarks.measure import measure
 from benchmarks.prefixes import few_shot, prefixes_table
 from benchmarks.suites import run_suite
-from benchmarks.task import Result, Task, prompts_of
+from benchmarks.task import BenchmarkTask, Result, make_prompts
 from runtime.checkpoint_source.location import find_checkpoint
 from runtime.config.settings import ModelConfig
 from runtime.errors import ConfigError, WeightstreamError
@@ -24,8 +24,8 @@ def config(**settings: object) -> BenchConfig:
     return BenchConfig(**{**usual, **settings})  # pyright: ignore[reportArgumentType]
 
 
-def result(task: Task) -> Result:
-    rows = prompts_of(task, 0)
+def result(task: BenchmarkTask) -> Result:
+    rows = make_prompts(task, 0)
     return Result(
         seconds=2.0, prefill_seconds=1.0, rate=len(rows), peak_bytes=0, baseline_bytes=0, bytes_read=0, tokens=rows,
         predicted_prefill_seconds=1.0, predicted_decode_seconds=0.5, num_block_rows=3,
@@ -43,9 +43,9 @@ def written(folder: Path, count: int) -> str:
 
 
 def test_all_contenders_get_the_same_prompts_some_of_them_fewer() -> None:
-    asked = list[Task]()
+    asked = list[BenchmarkTask]()
 
-    def measured(task: Task) -> Result:
+    def measured(task: BenchmarkTask) -> Result:
         asked.append(task)
         return result(task)
 
@@ -60,7 +60,7 @@ def test_all_contenders_get_the_same_prompts_some_of_them_fewer() -> None:
 
 
 def test_a_peer_that_cannot_run_is_left_out_and_the_table_says_why() -> None:
-    def measured(task: Task) -> Result:
+    def measured(task: BenchmarkTask) -> Result:
         if task.contender == "vllm":
             raise WeightstreamError("vllm cannot be installed")
         return result(task)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import rows as rows_module
-from benchmarks.rows import Rows
+from benchmarks.rows import StartCase
 from benchmarks.scale import (
     NUM_DOUBLINGS,
     NUM_NEW_TOKENS,
     QUANTITIES,
-    Size,
+    ModelScale,
     measure,
     measure_sizes,
     rows_table,
@@ -22,7 +22,7 @@ from benchmarks.scale import (
 from benchmarks.task import Result
 from runtime.units import MIB
 
-TOY = Size(num_layers=2, vocab_size=512, prompt_tokens=8, block=2, hidden_size=64)
+TOY = ModelScale(num_layers=2, vocab_size=512, prompt_tokens=8, block=2, hidden_size=64)
 
 
 def result(seconds: float, prefill_seconds: float = 0.0, *, peak_bytes: int = 0) -> Result:
@@ -49,9 +49,9 @@ def test_no_layer_stays_and_each_is_read_in_every_pass(tmp_path: Path) -> None:
 
 
 def test_a_size_is_measured_once_a_round_though_every_quantity_begins_with_it() -> None:
-    asked: list[Size] = []
+    asked: list[ModelScale] = []
 
-    def count(size: Size, path: Path, num_threads: int) -> Result:
+    def count(size: ModelScale, path: Path, num_threads: int) -> Result:
         assert (path / "config.json").exists()
         asked.append(size)
         return result(1.0)
@@ -84,7 +84,7 @@ def test_rows_are_planned_on_the_real_road_and_nothing_is_generated(
         assert len(path.read_text().splitlines()) == count
 
     monkeypatch.setattr(rows_module, "_write_rows", remember)
-    found = rows_module.measure(Rows(count=20, policy=policy), begun=0.0)
+    found = rows_module.measure(StartCase(count=20, policy=policy), begun=0.0)
     assert found.seconds > 0
     assert found.peak_bytes > 0
     assert found.tokens == []
@@ -94,8 +94,8 @@ def test_rows_are_planned_on_the_real_road_and_nothing_is_generated(
 def test_rows_stand_beside_the_fewest_of_their_policy() -> None:
     table = rows_table(
         {
-            Rows(count=10, policy="auto"): result(2.0, peak_bytes=500 * MIB),
-            Rows(count=1010, policy="auto"): result(3.0, peak_bytes=501 * MIB),
+            StartCase(count=10, policy="auto"): result(2.0, peak_bytes=500 * MIB),
+            StartCase(count=1010, policy="auto"): result(3.0, peak_bytes=501 * MIB),
         }
     )
     assert "| 10 | auto | 2.0 s | - | 500 MiB | - |" in table

@@ -20,7 +20,7 @@ import torch
 from greenlet import getcurrent, greenlet
 
 from benchmarks.gpu.device import measure_link
-from benchmarks.weightstream import generated, requests_of
+from benchmarks.weightstream import make_requests, measure_generation
 from runtime.config.settings import (
     DType,
     MachineConfig,
@@ -159,7 +159,7 @@ def _decode_seconds(path: Path, num_lanes: int) -> float:
     )
     runtime = Runtime(config)
     prompts = [[5 + row, 6, 7, 8] for row in range(4 * num_lanes)]
-    passes = generated(runtime, requests_of(runtime, prompts), is_warmed_up=True).passes
+    passes = measure_generation(runtime, make_requests(runtime, prompts), is_warmed_up=True).passes
     return statistics.median(one.seconds for one in passes if not one.counts.prompt_tokens)
 
 

@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from jobs.config.settings import GenerateConfig, load, run_directory
 from jobs.exporting.config import ExportConfig
 from jobs.exporting.export import export
-from jobs.pictures.trace_file import trace_files
+from jobs.pictures.trace_file import find_trace_files
 from jobs.record.run_dir import RunDirectory
 from jobs.run.run import Outcome
 from jobs.run.tasks.converse import run_turns
@@ -249,7 +249,7 @@ def test_workers_share_out_each_turn_and_go_on_without_one_that_is_killed(
     assert {path: path.stat() for path in first} == first
     assert rows_of(config) == rows_of(whole[0])
     assert [outcome.was_finished for outcome in run_turns(config, never)] == [True, True, True]
-    traces = trace_files(run_directory(config))
+    traces = find_trace_files(run_directory(config))
     names = {path.stem.rpartition("-")[0] for path in traces}
     assert len({name.rpartition("-")[2] for name in names} & {str(worker.pid) for worker in workers}) >= 1
 

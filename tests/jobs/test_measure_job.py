@@ -11,7 +11,14 @@ from jobs import measure
 from jobs.config.cli import run_job
 from jobs.config.typed import build
 from jobs.measuring.config import MeasureJobConfig
-from jobs.measuring.report import Measurement, doubts, format_table, format_value, names, rank_sync
+from jobs.measuring.report import (
+    Measurement,
+    find_suspicious_rates,
+    format_agreement,
+    format_table,
+    format_value,
+    matches_device,
+)
 from runtime.config.profiles import DTypeRates, MeasuredRates
 from runtime.config.settings import MachineConfig
 from runtime.measure.machine_cache import current_host, find_latest_rates
@@ -69,8 +76,8 @@ def test_measurements_side_by_side_say_which_figures_agree() -> None:
     table = format_table([FIGURES, SLOWER]).splitlines()
     assert table[0].split() == ["measured", "spread", "measured", "spread", "unit", "agree"]
     assert [line.split()[-1] for line in table[1:]] == ["no", "yes"]
-    assert rank_sync([FIGURES, SLOWER]) == "1 of 2 figures agree within their spreads"
-    assert rank_sync([FIGURES, FIGURES]) == "2 of 2 figures agree within their spreads"
+    assert format_agreement([FIGURES, SLOWER]) == "1 of 2 figures agree within their spreads"
+    assert format_agreement([FIGURES, FIGURES]) == "2 of 2 figures agree within their spreads"
 
 
 def test_a_figure_that_was_not_measured_each_time_has_a_place_and_is_not_compared() -> None:
@@ -79,7 +86,7 @@ def test_a_figure_that_was_not_measured_each_time_has_a_place_and_is_not_compare
         rows = {line.split("  ")[0]: line.split() for line in format_table(times).splitlines()[1:]}
         assert rows["disk, sustained"][-2:] == ["GB/s", "yes"]
         assert rows["a turn"].count("-") == 3
-        assert rank_sync(times) == "1 of 1 figures agree within their spreads"
+        assert format_agreement(times) == "1 of 1 figures agree within their spreads"
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.0, "0"), (0.00041234, "0.000412"), (99.95, "100"), (1234.5, "1234")])
@@ -135,24 +142,24 @@ def test_program_prints_keeps_and_writes(
 
 def test_rates_far_from_those_that_were_kept_before_are_named_with_both() -> None:
     rates = replace(RATES, disk_gb_per_second=0.25, memory_gb_per_second=3000.0)
-    assert doubts(rates, RATES, FOUND.host) == [
+    assert find_suspicious_rates(rates, RATES, FOUND.host) == [
         "machine.rates.disk_gb_per_second is 0.25 GB/s, and 0.9 GB/s in the measurement that was kept before: 3.6 "
         "times as much or as little. Measure again on an idle machine before planning by it: python -m jobs.measure"
     ]
-    assert doubts(rates, None, FOUND.host) == []
+    assert find_suspicious_rates(rates, None, FOUND.host) == []
 
 
 def test_of_products_the_rows_that_are_farthest_are_named() -> None:
     assert RATES.float32 is not None
     slow = replace(RATES, float32=replace(RATES.float32, gemm_gflops=[0.5, 1.0]))
-    (doubt,) = doubts(slow, RATES, FOUND.host)
+    (doubt,) = find_suspicious_rates(slow, RATES, FOUND.host)
     assert doubt.startswith("machine.rates.float32.gemm_gflops (M=8) is 1 GFLOP/s, and 600000 GFLOP/s in the")
 
 
 def test_rates_far_from_the_devices_data_sheet_are_named_with_both() -> None:
     """By the name that the device has of itself; the host around it is another one."""
     slow = replace(RATES, memory_gb_per_second=290.0, link_in_gb_per_second=1.5, link_out_gb_per_second=12.0)
-    (products, link) = doubts(slow, None, replace(FOUND.host, device="Tesla T4"))
+    (products, link) = find_suspicious_rates(slow, None, replace(FOUND.host, device="Tesla T4"))
     assert products.startswith("machine.rates.float32.gemm_gflops (M=8) is 600000 GFLOP/s, and 8100 GFLOP/s on the")
     assert link.startswith(
         "machine.rates.link_in_gb_per_second is 1.5 GB/s, and 16 GB/s on the data sheet, machine=t4: 10.7 times"
@@ -178,7 +185,7 @@ def test_rates_far_from_the_devices_data_sheet_are_named_with_both() -> None:
     ],
 )
 def test_a_profile_is_of_the_device_that_has_its_name(profile: str, device: str, is_it: bool) -> None:
-    assert names(profile, device) == is_it
+    assert matches_device(profile, device) == is_it
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from jobs import models
 from jobs.config.cli import run_job
 from jobs.config.settings import ModelsConfig, TableFormat
 from jobs.packing.config import Format, PackConfig, SourceConfig
-from jobs.packing.packing import error_of, pack
+from jobs.packing.packing import compute_relative_error, pack
 from jobs.planning.published import read_losses
-from jobs.planning.support import FamilyCapabilities, families_named, format_table, support_table
+from jobs.planning.support import FamilyCapabilities, find_families, format_table, support_table
 from runtime.checkpoint_source.location import BUNDLED
 from runtime.config.settings import Lanes
 from runtime.errors import ConfigError
@@ -81,17 +81,17 @@ def test_rounding_formats_say_what_was_measured_of_them() -> None:
 @pytest.mark.parametrize("way", ENCODINGS)
 def test_weights_are_off_by_what_is_said_of_their_format(way: str, tmp_path: Path) -> None:
     config = PackConfig(model=SourceConfig(path=str(BUNDLED)), out=str(tmp_path / "store"), format=Format[way])
-    error = error_of(pack(config, lambda *_: None).tensors)
+    error = compute_relative_error(pack(config, lambda *_: None).tensors)
     (said,) = [row["weight_error"] for row in read_losses() if row["format"] == Rounding(way).format]
     assert error == pytest.approx(said, rel=1e-4)
 
 
 def test_families_are_chosen_by_part_of_a_name_or_type() -> None:
-    assert families_named(None) == list(FAMILIES.values())
-    assert [family.name for family in families_named("gemma")] == ["gemma-2", "gemma-3"]
-    assert [family.name for family in families_named("gptj")] == ["gpt-j"]
+    assert find_families(None) == list(FAMILIES.values())
+    assert [family.name for family in find_families("gemma")] == ["gemma-2", "gemma-3"]
+    assert [family.name for family in find_families("gptj")] == ["gpt-j"]
     with pytest.raises(ConfigError, match=r"family=nothing .*llama"):
-        families_named("nothing")
+        find_families("nothing")
 
 
 def test_program_prints_a_line_for_each_family_asked_for(

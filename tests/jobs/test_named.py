@@ -11,11 +11,11 @@ from jobs.files.named import is_replaceable, publish_named, require_replaceable
 from jobs.files.publishing import write_all
 from jobs.grading.config import MetricsConfig
 from jobs.grading.grading import grade
-from jobs.planning.config import PlanConfig, ShownConfig, Sweep, WorkloadConfig
+from jobs.planning.config import PlanConfig, PlanOutputConfig, Sweep, WorkloadConfig
 from jobs.planning.plan_files import run_sweep, write_timeline
 from jobs.record.run_reader import find_runs
 from jobs.reporting.figures import RunFigures
-from jobs.reporting.overview import overview, write_overview
+from jobs.reporting.overview import make_overview, write_overview
 from jobs.reporting.page import write_page
 from runtime.errors import ConfigError
 from tests.jobs.sharded_run import ShardedRun
@@ -72,7 +72,7 @@ def case(tmp_path: Path) -> ShardedRun:
 
 
 def reports(case: ShardedRun, folder: Path) -> object:
-    return write_overview(overview(figures(case)), folder)
+    return write_overview(make_overview(figures(case)), folder)
 
 
 def pages(case: ShardedRun, folder: Path) -> object:
@@ -80,7 +80,7 @@ def pages(case: ShardedRun, folder: Path) -> object:
 
 
 def sweeps(_: ShardedRun, folder: Path) -> object:
-    config = PlanConfig(plan=ShownConfig(sweep=Sweep.batch), workload=ONE)
+    config = PlanConfig(plan=PlanOutputConfig(sweep=Sweep.batch), workload=ONE)
     return next(run_sweep(config, never(), folder))
 
 

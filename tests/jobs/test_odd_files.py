@@ -12,9 +12,9 @@ from jobs.exporting.export import export
 from jobs.record.run_reader import find_runs
 from jobs.record.success import is_finished
 from jobs.reporting.figures import RunFigures
-from jobs.reporting.overview import overview
+from jobs.reporting.overview import make_overview
 from jobs.reporting.page import write_page
-from jobs.reporting.status import status_of
+from jobs.reporting.status import read_status
 from runtime.errors import WeightstreamError
 from tests.jobs.sharded_run import ShardedRun
 from tests.odd_files import ODD_FILES
@@ -50,8 +50,8 @@ def exported(folder: Path, out: Path) -> int | str:
     """How many rows of the run can be had, or why none."""
     try:
         (run,) = find_runs([str(folder)], "run")
-        status_of(run)
-        overview([RunFigures(run=run)]).text()
+        read_status(run)
+        make_overview([RunFigures(run=run)]).text()
         write_page(RunFigures(run=run), 3, out)
         return export(ExportConfig(run=str(folder), out=str(out / "all.jsonl"), partial=True)).num_rows
     except WeightstreamError as error:

@@ -87,7 +87,7 @@ def test_all_numbers_of_a_family_are_the_original_s(family: str, reference: Refe
     """Read back by the comparison, which would say otherwise, and counted in the bytes that plans count."""
     source = reference(family).directory
     packing = packed(source, tmp_path / "packed")
-    assert any(each.why_raw is None for each in packing.tensors), packing.lines
+    assert any(each.raw_reason is None for each in packing.tensors), packing.lines
     original, stored = (
         load_model(ModelConfig(name="test", path=str(path)), torch.device("cpu"), str(tmp_path)).shape
         for path in (source, tmp_path / "packed")
@@ -385,4 +385,4 @@ def test_stacked_experts_have_room_for_the_escapes_of_the_one_with_the_most(tmp_
     found = pack_shard(
         tmp_path / "source.safetensors", tmp_path / "packed.safetensors", "", verify=True, progress=lambda done: None
     )
-    assert {each.name: each.why_raw for each in found} == {"experts": None, "odd": "no matrix"}
+    assert {each.name: each.raw_reason for each in found} == {"experts": None, "odd": "no matrix"}

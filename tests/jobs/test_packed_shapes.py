@@ -10,7 +10,7 @@ import torch
 from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import pack
 from jobs.planning.config import FORMATS, PackedFormat
-from jobs.planning.packed_shapes import Publication, as_packed, as_published, in_format
+from jobs.planning.packed_shapes import Publication, packed_shape, published_shape, shape_in_format
 from jobs.planning.published import GGUF, PUBLISHED
 from jobs.planning.shapes import read_shape
 from runtime.config.settings import DType, ModelConfig, Quantize
@@ -44,7 +44,7 @@ def shape_of(directory: Path, cache: Path) -> ModelShape:
 def test_a_packed_store_has_the_bytes_that_a_plan_counts(packed: PackedFormat, published: Path, tmp_path: Path) -> None:
     source, store = SourceConfig(path=str(published)), tmp_path / "store"
     pack(PackConfig(model=source, out=str(store), format=Format[packed.value]), lambda *_: None)
-    planned, stored = as_packed(shape_of(published, tmp_path), packed), shape_of(store, tmp_path)
+    planned, stored = packed_shape(shape_of(published, tmp_path), packed), shape_of(store, tmp_path)
     assert planned.weight_bytes == pytest.approx(stored.weight_bytes, rel=0.01)
     assert planned.weight_bytes < 0.8 * shape_of(published, tmp_path).weight_bytes
     for mine, theirs in zip(planned.stages, stored.stages, strict=True):
@@ -56,7 +56,7 @@ def test_a_packed_store_has_the_bytes_that_a_plan_counts(packed: PackedFormat, p
 def test_weights_that_are_rounded_while_they_are_read_have_the_bytes_that_a_plan_counts(
     quantize: Quantize, published: Path, tmp_path: Path
 ) -> None:
-    planned = as_packed(shape_of(published, tmp_path), quantize)
+    planned = packed_shape(shape_of(published, tmp_path), quantize)
     config = ModelConfig(name="test", path=str(published), quantize=quantize)
     assert planned.weight_bytes == load_model(config, torch.device("cpu"), str(tmp_path)).shape.weight_bytes
 
@@ -100,7 +100,7 @@ def test_a_published_checkpoint_has_the_formats_and_bytes_that_a_plan_counts(
     monkeypatch.setattr(published_formats, "WIDTH", GROUP)
     quantised, _ = write_published(published, tmp_path, published_formats.PUBLISHED[WRITTEN[name]])
     tolerance = 0.025 if name in ("nf4", "gptq-int8") else 0.01
-    require_alike(in_format(shape_of(published, tmp_path), name), shape_of(quantised, tmp_path), tolerance)
+    require_alike(shape_in_format(shape_of(published, tmp_path), name), shape_of(quantised, tmp_path), tolerance)
 
 
 OWN: dict[str, tuple[str, Callable[[Path, Path], tuple[Path, Path]]]] = {
@@ -115,7 +115,7 @@ def test_a_family_that_is_published_in_fewer_bytes_has_those_that_a_plan_counts(
     sizes = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 640}
     source = synthesize(family, tmp_path / "model", **sizes)
     quantised, _ = write(source, tmp_path)
-    require_alike(in_format(shape_of(source, tmp_path), name), shape_of(quantised, tmp_path), 0.01)
+    require_alike(shape_in_format(shape_of(source, tmp_path), name), shape_of(quantised, tmp_path), 0.01)
 
 
 def test_gpt_oss_120b_is_planned_in_the_bytes_that_it_is_published_in() -> None:
@@ -152,16 +152,16 @@ def test_a_70b_is_planned_in_the_bytes_of_its_gptq_checkpoint() -> None:
     in_16_bits = 2 * 128256 * hidden + (2 * layers + 1) * hidden
     by_hand = layers * (words + scales + zeros + groups) + 2 * in_16_bits
     plain = read_shape("llama-3.3-70b", DType.bfloat16)
-    assert in_format(plain, "gptq").weight_bytes == pytest.approx(by_hand, rel=0.01)
-    assert formats_of(in_format(plain, "gptq")) == formats_of(in_format(plain, "gptq-int4"))
+    assert shape_in_format(plain, "gptq").weight_bytes == pytest.approx(by_hand, rel=0.01)
+    assert formats_of(shape_in_format(plain, "gptq")) == formats_of(shape_in_format(plain, "gptq-int4"))
 
 
 def test_gguf_stores_embeddings_and_head_too_and_takes_smaller_blocks_where_a_row_has_no_whole_ones() -> None:
     plain = read_shape("llama-3.3-70b", DType.bfloat16)
     vectors = sum(p.num_bytes for stage in plain.stages for p in stage.parameters if len(p.shape) == 1)
     expected = (plain.weight_bytes - vectors) / 2 * 144 / 256 + vectors
-    assert in_format(plain, "Q4_K").weight_bytes == pytest.approx(expected, rel=1e-6)
-    in_blocks = formats_of(in_format(read_shape("gpt-oss-20b", DType.bfloat16, is_plain=True), "Q4_K"))
+    assert shape_in_format(plain, "Q4_K").weight_bytes == pytest.approx(expected, rel=1e-6)
+    in_blocks = formats_of(shape_in_format(read_shape("gpt-oss-20b", DType.bfloat16, is_plain=True), "Q4_K"))
     assert in_blocks["embedding model.embed_tokens.weight"] == "Q5_0"  # of 2,880 numbers
     assert in_blocks["layer 0 model.layers.*.self_attn.o_proj.weight"] == "Q4_K"  # of 4,096
     assert in_blocks["layer 0 model.layers.*.mlp.router.weight"] == ""
@@ -170,7 +170,7 @@ def test_gguf_stores_embeddings_and_head_too_and_takes_smaller_blocks_where_a_ro
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in GGUF])
 def test_embeddings_head_routers_and_vectors_stay_as_they_are(name: str) -> None:
     plain = read_shape("qwen3-30b-a3b", DType.bfloat16)
-    found = formats_of(in_format(plain, name))
+    found = formats_of(shape_in_format(plain, name))
     kept = {key.split("layer 0 ")[-1] for key, storage in found.items() if not storage and "layer 1" not in key}
     kept = {key for key in kept if not key.startswith("layer ")}
     attention = {f"model.layers.*.self_attn.{each}_proj.weight" for each in "qkvo"} if name == "mxfp4" else set[str]()
@@ -180,11 +180,11 @@ def test_embeddings_head_routers_and_vectors_stay_as_they_are(name: str) -> None
 
 
 def test_ranks_read_all_words_of_a_matrix_whose_rows_do_not_lie_apart_and_so_take_experts_whole() -> None:
-    llama = in_format(read_shape("llama-3.3-70b", DType.bfloat16), "gptq")
-    own = tensor_parallel_shape(llama, 2)
+    llama = shape_in_format(read_shape("llama-3.3-70b", DType.bfloat16), "gptq")
+    own = tensor_share(llama, 2)
     assert own.stages[1].num_bytes == pytest.approx(llama.stages[1].num_bytes, rel=1e-3)
     assert own.stages[1].flops_per_token == llama.stages[1].flops_per_token / 2
-    mixture = in_format(read_shape("qwen3-30b-a3b", DType.bfloat16), "awq")
+    mixture = shape_in_format(read_shape("qwen3-30b-a3b", DType.bfloat16), "awq")
     experts, own_experts = (
         sum(p.num_bytes for p in shape.stages[1].parameters if p.is_experts)
         for shape in (mixture, tensor_parallel_shape(mixture, 2))
@@ -196,13 +196,13 @@ def test_a_dense_model_has_no_experts_to_store() -> None:
     with pytest.raises(
         ConfigError, match=r"plan\.format=mxfp4: no tensor of model=llama-3\.1-8b.*mxfp4-pack-quantized"
     ):
-        in_format(read_shape("llama-3.1-8b", DType.bfloat16), "mxfp4")
+        shape_in_format(read_shape("llama-3.1-8b", DType.bfloat16), "mxfp4")
 
 
 def test_modules_that_a_config_leaves_out_stay_as_they_are() -> None:
     shape = read_shape("llama-3.2-1b", DType.bfloat16)
     said = {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.*.self_attn", "down_proj"]}
-    found = formats_of(as_published(shape, Publication.from_config(said)))
+    found = formats_of(published_shape(shape, Publication.from_config(said)))
     stored = {name.split(".*.")[-1] for name, storage in found.items() if storage}
     assert stored == {"mlp.gate_proj.weight", "mlp.up_proj.weight"}
     with pytest.raises(ConfigError, match="quant_method 'quip' with 4 bits is none of mxfp4, fp8, gptq, awq"):

@@ -12,7 +12,7 @@ from jobs.config.help import JobSettings
 from jobs.config.settings import load
 from jobs.planning.config import FORMATS, PlanConfig
 from jobs.planning.planning import Planned, make_plan
-from jobs.planning.report import report
+from jobs.planning.report import format_plan
 from runtime.config.profiles import DTypeRates, MeasuredRates
 from runtime.config.settings import Attention, DType, MachineConfig, Order
 from runtime.errors import BudgetError, ConfigError
@@ -48,7 +48,7 @@ def test_a_full_run_loads_neither_torch_nor_transformers() -> None:
 
 
 def test_the_report_has_ledgers_policy_prediction_and_the_beginning_of_the_schedule() -> None:
-    text = report(plan("model=llama-3.2-1b", "machine=t4"), num_actions=5)
+    text = format_plan(plan("model=llama-3.2-1b", "machine=t4"), num_actions=5)
     for heading in ("device memory:", "host memory:", "plan:", "predicted:", "schedule:"):
         assert f"\n{heading}\n" in text
     schedule = text.partition("schedule:\n")[2]
@@ -56,7 +56,9 @@ def test_the_report_has_ledgers_policy_prediction_and_the_beginning_of_the_sched
 
 
 def test_a_searched_policy_is_reported_with_its_reasons() -> None:
-    text = report(plan("model=llama-3.2-1b", "machine=t4", "policy=hrm", "workload.num_requests=64"), num_actions=0)
+    text = format_plan(
+        plan("model=llama-3.2-1b", "machine=t4", "policy=hrm", "workload.num_requests=64"), num_actions=0
+    )
     chosen = text.partition("\nchosen:\n")[2].partition("\n\n")[0]
     assert "policy " in chosen
     assert " is the limit; by the roofline" in chosen
@@ -65,7 +67,7 @@ def test_a_searched_policy_is_reported_with_its_reasons() -> None:
 
 def test_the_page_names_the_formats_that_a_model_is_published_in_with_their_bytes_and_what_is_in_them() -> None:
     settings = ("model=gpt-oss-120b", "machine=h100", "policy=fixed", "workload.num_requests=8")
-    text = report(plan(*settings), num_actions=0)
+    text = format_plan(plan(*settings), num_actions=0)
     head, mxfp4, bf16, empty, *_ = text.splitlines()
     assert head.startswith("gpt-oss-120b (60.8 GiB as stored) on h100")
     assert mxfp4.split(maxsplit=3) == ["mxfp4", "56.7", "GiB", "mlp (experts.gate_up_proj, experts.down_proj)"]
@@ -73,13 +75,13 @@ def test_the_page_names_the_formats_that_a_model_is_published_in_with_their_byte
     assert "embed_tokens, vectors, self_attn (q_proj, k_proj, v_proj, o_proj), mlp (router, " in bf16
     assert empty == ""
     assert "numbers   weights mxfp4, BF16: exact to the published numbers" in text
-    plain = report(plan(*settings, "plan.format=bfloat16", "offload=cpu"), num_actions=0)
+    plain = format_plan(plan(*settings, "plan.format=bfloat16", "offload=cpu"), num_actions=0)
     assert plain.startswith("gpt-oss-120b (218 GiB as stored) on h100")
     assert "mxfp4" not in plain
 
 
 def test_a_model_is_planned_as_others_publish_it() -> None:
-    text = report(plan("model=llama-3.3-70b", "machine=h100", "policy=fixed", "plan.format=gptq"), num_actions=0)
+    text = format_plan(plan("model=llama-3.3-70b", "machine=h100", "policy=fixed", "plan.format=gptq"), num_actions=0)
     assert text.startswith("llama-3.3-70b (37 GiB as stored) on h100")
     assert "numbers   weights gptq-int4, BF16: exact to the published numbers" in text
 
@@ -101,7 +103,7 @@ def test_a_model_that_is_published_in_fewer_bytes_is_not_rounded_while_it_is_rea
 
 
 def test_no_action_asked_for_is_no_schedule() -> None:
-    assert "schedule:" not in report(plan("model=llama-3.2-1b"), num_actions=0)
+    assert "schedule:" not in format_plan(plan("model=llama-3.2-1b"), num_actions=0)
 
 
 def test_prompts_are_as_many_and_as_long_as_the_data_set_says() -> None:
@@ -157,7 +159,7 @@ def test_more_samples_of_a_prompt_are_more_requests() -> None:
 
 
 def test_each_resource_that_works_says_how_busy_it_is_and_one_binds_each_phase() -> None:
-    text = report(plan("model=mixtral", "machine=t4", "policy=fixed"), num_actions=0)
+    text = format_plan(plan("model=mixtral", "machine=t4", "policy=fixed"), num_actions=0)
     busy = text.partition("\nbusy:")[2].partition("\n\n")[0]
     head, *lines = busy.splitlines()
     assert head.split() == ["prefill", "decode"]
@@ -181,7 +183,7 @@ def test_link_and_attention_on_the_cpu_share_the_memory_channels_of_the_host() -
     assert before.binding is not host
     assert after.binding is host
     assert after.seconds > 1.2 * before.seconds
-    assert "host memory" in report(slow, num_actions=0).partition("\nbusy:")[2]
+    assert "host memory" in format_plan(slow, num_actions=0).partition("\nbusy:")[2]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +255,7 @@ def test_a_machine_whose_products_lack_rates_is_named_with_what_the_plan_makes_o
         bfloat16=replace(one, gemm_gflops=[1.0, 8.0, 60.0]),
     )
     config = replace(config_of("model=gpt2", "policy=fixed"), machine=MachineConfig(name="mine", rates=rates))
-    text = report(make_plan(config), num_actions=0)
+    text = format_plan(make_plan(config), num_actions=0)
     assert "note: machine.rates.float32.gemm_gflops has 1 of 3 rates, up to M=1: products of more rows, M=8, " in text
     whole = replace(config, model=replace(config.model, dtype=DType.bfloat16))
-    assert "machine.rates" not in report(make_plan(whole), num_actions=0)
+    assert "machine.rates" not in format_plan(make_plan(whole), num_actions=0)

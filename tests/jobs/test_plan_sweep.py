@@ -31,8 +31,11 @@ def totals(outcomes: list[SweepPoint]) -> list[float]:
 
 def test_memory_is_that_of_the_host_and_of_the_device_as_planned_and_around_it() -> None:
     host, device = axes_of("plan.sweep=memory", "offload.device_memory_gib=4", "offload.host_memory_gib=30")
-    assert (host.name, host.here, device.name, device.here) == ("host memory", 30, "device memory", 4)
-    assert all(axis.here in axis.values and min(axis.values) < axis.here < max(axis.values) for axis in (host, device))
+    assert (host.name, host.base_value, device.name, device.base_value) == ("host memory", 30, "device memory", 4)
+    assert all(
+        axis.base_value in axis.values and min(axis.values) < axis.base_value < max(axis.values)
+        for axis in (host, device)
+    )
 
 
 def test_each_row_has_the_budget_that_it_says() -> None:

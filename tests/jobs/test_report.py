@@ -13,7 +13,7 @@ from jobs.files.locks import RunLock
 from jobs.record.run_reader import find_runs
 from jobs.reporting.config import ReportConfig
 from jobs.reporting.figures import RunFigures
-from jobs.reporting.overview import differing, overview, write_overview
+from jobs.reporting.overview import differing_keys, make_overview, write_overview
 from runtime.errors import ConfigError
 from runtime.units import GIB
 from tests.jobs.part_support import PASSES
@@ -38,7 +38,7 @@ def cells(text: str) -> dict[str, list[str]]:
 
 
 def test_a_line_holds_what_the_passes_come_to(case: ShardedRun) -> None:
-    lines = cells(overview(figures(case.directory(0).path)).text())
+    lines = cells(make_overview(figures(case.directory(0).path)).text())
     assert lines["run"] == [
         "state", "rows", "errors", "elapsed", "in passes", "rows/min", "prefill tok/s", "decode tok/s",
         "tokens", "peak memory",
@@ -52,20 +52,20 @@ def test_shards_stand_under_their_run_with_their_states(case: ShardedRun) -> Non
     case.directory(1).generations_part(3).unlink()
     shutil.rmtree(case.directory(2).path)
     lock = RunLock(case.directory(0).lock)
-    lines = cells(overview(figures(case.folder / "x-*")).text())
+    lines = cells(make_overview(figures(case.folder / "x-*")).text())
     assert lines["x"][0] == "0 of 3 shards done; 0 running; 1 interrupted; 2 not there"
     assert lines["shard 0 of 3"][0] == "running, 16 of 16 rows"
     assert lines["shard 1 of 3"][:2] == ["interrupted, 12 of 16 rows", "12 of 16"]
     assert lines["x"][1:3] == ["28", "0"]
     lock.release()
-    assert cells(overview(figures(case.folder / "x-*")).text())["shard 0 of 3"][0] == "done"
+    assert cells(make_overview(figures(case.folder / "x-*")).text())["shard 0 of 3"][0] == "done"
 
 
 def test_a_run_took_as_much_memory_as_the_shard_that_took_most(tmp_path: Path) -> None:
     case = ShardedRun(folder=tmp_path / "generate")
     for shard, (host, device) in enumerate([(3 * GIB, GIB), (GIB, 5 * GIB), (2 * GIB, 2 * GIB)]):
         case.finish(shard, passes=[replace(each, peak_host_bytes=host, peak_device_bytes=device) for each in PASSES])
-    lines = cells(overview(figures(case.folder / "x-*")).text())
+    lines = cells(make_overview(figures(case.folder / "x-*")).text())
     assert lines["shard 0 of 3"][-1] == "3 GiB + 1 GiB device"
     assert lines["x"][-1] == "3 GiB + 5 GiB device"
 
@@ -73,7 +73,7 @@ def test_a_run_took_as_much_memory_as_the_shard_that_took_most(tmp_path: Path) -
 def test_a_damaged_run_says_what_is_wrong_and_the_others_are_told_all_the_same(case: ShardedRun) -> None:
     case.directory(0).generations_part(1).unlink()
     (case.directory(1).path / "plan.parquet").write_bytes(b"PAR1")
-    lines = cells(overview(figures(case.folder / "x-*")).text())
+    lines = cells(make_overview(figures(case.folder / "x-*")).text())
     assert lines["shard 0 of 3"][0] == "damaged: _SUCCESS.json lists part-00001.parquet, which is gone"
     assert lines["shard 1 of 3"][0].startswith("damaged: ")
     assert lines["shard 2 of 3"][0] == "done"
@@ -86,7 +86,7 @@ def test_settings_that_differ_are_columns_and_those_that_are_alike_are_none(tmp_
     }.items():  # fmt: skip
         ShardedRun(folder=tmp_path / name, identity=identity).finish(0)
         (tmp_path / name / "x-00000-of-00003").rename(tmp_path / name / name)
-    table = overview(figures(tmp_path / "*" / "[abc]"))
+    table = make_overview(figures(tmp_path / "*" / "[abc]"))
     assert table.keys == ["policy.kind", "sampling.temperature"]
     assert table.text().splitlines()[0].split()[:4] == ["run", "kind", "temperature", "state"]
     assert "| fixed\\|<b> |" in table.markdown()
@@ -96,7 +96,7 @@ def test_settings_that_differ_are_columns_and_those_that_are_alike_are_none(tmp_
 def test_a_setting_of_many_lines_stays_in_its_line(tmp_path: Path) -> None:
     for name, prompt in (("a", "Be brief.\n\x1b[2J" + "x" * 100), ("b", None)):
         ShardedRun(folder=tmp_path / name, identity={"dataset.system_prompt": prompt}).finish(0)
-    text = overview(figures(tmp_path / "*" / "x-*")).text()
+    text = make_overview(figures(tmp_path / "*" / "x-*")).text()
     assert text.count("\n") == 4, "a head, and for each of two runs its line and its shard's"
     assert [line.split()[0] for line in text.splitlines()[1::2]] == [str(tmp_path / name / "x") for name in "ab"]
     assert "\x1b" not in text
@@ -104,12 +104,12 @@ def test_a_setting_of_many_lines_stays_in_its_line(tmp_path: Path) -> None:
 
 
 def test_a_key_that_an_older_run_lacks_has_its_default() -> None:
-    assert differing([{"model.compile": False}, {}]) == []
-    assert differing([{"model.compile": True}, {}]) == ["model.compile"]
+    assert differing_keys([{"model.compile": False}, {}]) == []
+    assert differing_keys([{"model.compile": True}, {}]) == ["model.compile"]
 
 
 def test_the_files_of_a_report_hold_plain_numbers_a_table_and_a_picture(case: ShardedRun, tmp_path: Path) -> None:
-    table = overview(figures(case.folder / "x-*"))
+    table = make_overview(figures(case.folder / "x-*"))
     (tmp_path / "out").mkdir()
     names = [path.name for path in write_overview(table, tmp_path / "out")]
     assert names == ["table.md", "table.parquet", "rates.png"]
@@ -128,8 +128,8 @@ def test_the_files_of_a_report_hold_plain_numbers_a_table_and_a_picture(case: Sh
 def test_elapsed_is_the_time_on_the_wall_where_passes_say_when_they_were(tmp_path: Path) -> None:
     begun = [replace(row, started_at=1e9, since_start_seconds=3.0 + i) for i, row in enumerate(PASSES)]
     case = ShardedRun(folder=tmp_path).finish(0, passes=begun)
-    assert cells(overview(figures(case.directory(0).path)).text())["shard 0 of 3"][3:5] == ["4 s", "4 s"]
-    [row] = overview(figures(case.directory(0).path)).table().to_pylist()
+    assert cells(make_overview(figures(case.directory(0).path)).text())["shard 0 of 3"][3:5] == ["4 s", "4 s"]
+    [row] = make_overview(figures(case.directory(0).path)).table().to_pylist()
     assert row["elapsed_seconds"] == 4.0
 
 

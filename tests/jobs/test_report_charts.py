@@ -3,7 +3,7 @@
 import pytest
 
 from jobs.record.passes import PassRow
-from jobs.reporting.charts import NUM_BINS, PHASES, busy_shares, nice_top
+from jobs.reporting.charts import NUM_BINS, PHASES, busy_shares, round_axis_limit
 from jobs.reporting.page import ENVIRONMENT
 from runtime.resources import Resource
 from runtime.trace import Span
@@ -39,7 +39,7 @@ def test_a_resource_is_busy_once_however_many_of_its_spans_overlap() -> None:
     ("most", "top"), [(0.0, 0.1), (0.3, 0.5), (1.0, 1.0), (99.0, 100.0), (130.0, 200.0), (2400.0, 2500.0)]
 )
 def test_an_axis_ends_in_a_round_number(most: float, top: float) -> None:
-    assert nice_top(most) == pytest.approx(top)
+    assert round_axis_limit(most) == pytest.approx(top)
 
 
 def test_the_check_sees_what_leads_outside() -> None:

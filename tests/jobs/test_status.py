@@ -15,7 +15,7 @@ from jobs.record.run_dir import RunDirectory
 from jobs.record.run_reader import find_runs
 from jobs.record.unfinished import lease_name
 from jobs.reporting.config import StatusConfig
-from jobs.reporting.status import RunStatus, as_json, as_text, status_of
+from jobs.reporting.status import RunStatus, format_json, format_text, read_status
 from runtime.errors import ConfigError, DamagedRunError
 from tests.jobs.sharded_run import ShardedRun, row_of
 
@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def status(run: RunDirectory) -> RunStatus:
-    return status_of(find_runs([str(run.path)], "run")[0])
+    return read_status(find_runs([str(run.path)], "run")[0])
 
 
 def interrupt(run: RunDirectory, num_blocks: int) -> None:
@@ -52,7 +52,7 @@ def test_an_interrupted_run_lacks_what_its_parts_lack(run: RunDirectory) -> None
     interrupt(run, 1)
     found = status(run)
     assert (found.state, found.num_rows_done, found.seconds_left) == ("interrupted", NUM_ROWS - 4, None)
-    assert "blocks  3 of 4 done, 0 leased, 1 left" in as_text([found])
+    assert "blocks  3 of 4 done, 0 leased, 1 left" in format_text([found])
 
 
 def test_a_running_one_says_who_has_which_block_and_how_long_the_rest_takes(
@@ -67,10 +67,10 @@ def test_a_running_one_says_who_has_which_block_and_how_long_the_rest_takes(
         found = status(run)
     lock.release()
     assert (found.state, found.rows_per_second, found.seconds_left) == ("running", 2.0, 4.0)
-    assert "blocks  2 of 4 done, 1 leased, 1 left" in as_text([found])
+    assert "blocks  2 of 4 done, 1 leased, 1 left" in format_text([found])
     line = rf"pid {os.getpid()} on host .*, Slurm job 4711: no part yet, at work on block 2 for 1 s, last sign"
-    assert re.search(line, as_text([found]))
-    values = json.loads(as_json([found]))[0]
+    assert re.search(line, format_text([found]))
+    values = json.loads(format_json([found]))[0]
     assert (values["leased"][0]["block"], values["workers"][0]["block"]) == (2, 2)
     assert values["seconds_left"] == 4.0
 
@@ -93,7 +93,7 @@ def test_each_worker_has_the_rate_of_its_passes_and_the_rest_takes_those_who_are
     rates = [(each.rate.num_rows, each.rate.seconds, each.rate.num_parts) for each in found.workers if each.rate]
     assert rates == [(4 + 1, 5.0, 2), (4 + 3, 4.0, 2)], "four rows a block, shared by the seconds"
     assert (found.rows_per_second, found.seconds_left) == (1.0, 4.0), "only one of the two is at work"
-    text = as_text([found])
+    text = format_text([found])
     assert "about 4 s left with 1 worker" in text
     assert 'pid 7 on host "n2", Slurm job 5: 2 parts, 1.75 rows/s, 10 tokens/s' in text
 
@@ -111,7 +111,7 @@ def test_a_run_without_a_plan_says_so_and_a_damaged_plan_is_an_error(run: RunDir
     with pytest.raises(DamagedRunError, match=r"plan\.parquet is damaged"):
         status(run)
     run.plan.unlink()
-    assert as_text([status(run)]).endswith("no plan yet")
+    assert format_text([status(run)]).endswith("no plan yet")
 
 
 def test_no_run_is_refused() -> None:

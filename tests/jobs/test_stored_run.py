@@ -15,7 +15,7 @@ from jobs.exporting.config import ExportConfig
 from jobs.exporting.export import export
 from jobs.record.run_reader import find_runs
 from jobs.reporting.config import ReportConfig, StatusConfig
-from jobs.reporting.status import status_of
+from jobs.reporting.status import read_status
 from jobs.run.tasks.generate import generate
 from runtime.config.settings import ModelConfig, SamplingConfig
 from runtime.errors import ConfigError, Interrupted, RunInUseError, RunMismatchError, StorageError
@@ -268,11 +268,11 @@ def test_status_and_export_read_a_run_in_the_store(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     stopped_after(tmp_path / "one", url, 1)
-    (status,) = (status_of(found) for found in find_runs([f"{url}/generate/case"], "run"))
+    (status,) = (read_status(found) for found in find_runs([f"{url}/generate/case"], "run"))
     assert (status.run, status.state) == (f"{url}/generate/case", "unfinished")
     assert 0 < status.num_blocks_done < (status.num_blocks or 0)
     run(tmp_path / "other", url)
-    (status,) = (status_of(found) for found in find_runs([f"{url}/gen*/*"], "run"))
+    (status,) = (read_status(found) for found in find_runs([f"{url}/gen*/*"], "run"))
     assert (status.state, status.num_rows_done) == ("done", 12)
     export(ExportConfig(run=f"{url}/generate/case", out=str(tmp_path / "there.jsonl")))
     export(ExportConfig(run=str(plain), out=str(tmp_path / "here.jsonl")))

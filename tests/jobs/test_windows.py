@@ -22,7 +22,7 @@ from jobs.exporting.config import ExportConfig
 from jobs.exporting.export import export
 from jobs.record.run_dir import RunDirectory
 from jobs.record.run_reader import Condition, find_runs
-from jobs.reporting.status import as_text, status_of
+from jobs.reporting.status import format_text, read_status
 from jobs.run import input as run_input
 from jobs.run.tasks.generate import generate
 from jobs.run.tasks.score import score
@@ -351,13 +351,13 @@ def test_status_and_export_know_windows(case: WindowedInput, tmp_path: Path) -> 
     case.run("whole", None)
     with pytest.raises(Interrupted):
         generate(case.config("run", WINDOW), stopped_after(45))
-    found = status_of(find_runs([str(case.directory("run").path)], "run")[0])
+    found = read_status(find_runs([str(case.directory("run").path)], "run")[0])
     assert (found.state, found.num_windows) == ("interrupted", NUM_WINDOWS)
     assert 1 <= found.num_windows_planned < NUM_WINDOWS
-    assert f"windows {found.num_windows_planned} of {NUM_WINDOWS} planned" in as_text([found])
+    assert f"windows {found.num_windows_planned} of {NUM_WINDOWS} planned" in format_text([found])
     case.run("run", WINDOW)
     run = find_runs([str(case.directory("run").path)], "run")[0]
-    assert (status_of(run).state, run.condition, run.num_rows) == ("done", Condition.done, NUM_ROWS)
+    assert (read_status(run).state, run.condition, run.num_rows) == ("done", Condition.done, NUM_ROWS)
     texts = []
     for name in ("run", "whole"):
         out = tmp_path / f"{name}.jsonl"

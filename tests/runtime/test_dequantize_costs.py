@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.planning.packed_shapes import in_format
+from jobs.planning.packed_shapes import shape_in_format
 from jobs.planning.shapes import read_shape
 from runtime.config.settings import (
     Attention,
@@ -57,7 +57,7 @@ MANY, FEW = (
 
 
 def shape_of(name: str = "gptq", model: str = "llama-3.3-70b") -> ModelShape:
-    return in_format(read_shape(model, DType.bfloat16, is_plain=True), name)
+    return shape_in_format(read_shape(model, DType.bfloat16, is_plain=True), name)
 
 
 def placed(shape: ModelShape, on: Machine, dequantize: Dequantize, size: int = 64) -> Placement:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jobs.planning.named import named_shapes
+from jobs.planning.named import build_shapes
 from runtime.config.settings import (
     Attention,
     DType,
@@ -97,7 +97,7 @@ def test_layers_of_a_mixture_count_what_a_token_meets() -> None:
 def test_what_layers_weigh_is_what_lies_in_the_checkpoint(family: str, num_experts: int) -> None:
     """The kernel of a convolution has three dimensions, and is no expert of a layer that has others, or none."""
     found = FAMILIES[family]
-    shape = named_shapes(family, {"model_type": found.model_type, **found.overrides})[DType.bfloat16]
+    shape = build_shapes(family, {"model_type": found.model_type, **found.overrides})[DType.bfloat16]
     kernels = [p for stage in shape.layers for p in stage.parameters if p.name.endswith("conv1d.weight")]
     assert {len(p.shape) for p in kernels} == {3}
     work = LayerWork.from_shape(shape)

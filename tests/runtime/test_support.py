@@ -11,7 +11,7 @@ from runtime.model.families import FAMILIES, Family
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_lanes_are_packed_or_there_is_a_reason(name: str) -> None:
-    row = FamilyCapabilities.of(FAMILIES[name])
+    row = FamilyCapabilities.from_family(FAMILIES[name])
     assert (row.name, row.model_type) == (name, FAMILIES[name].model_type)
     assert (row.lanes is Lanes.packed) == (row.note == "")
     assert (row.lanes is None) == (row.experts is None) == (row.cache is None)
@@ -34,12 +34,12 @@ def test_lanes_are_packed_or_there_is_a_reason(name: str) -> None:
     ],
 )
 def test_kinds_are_read_off_the_class(name: str, lanes: Lanes, experts: ExpertKind, cache: CacheKind) -> None:
-    row = FamilyCapabilities.of(FAMILIES[name])
+    row = FamilyCapabilities.from_family(FAMILIES[name])
     assert (row.lanes, row.experts, row.cache) == (lanes, experts, cache)
 
 
 def test_a_family_that_transformers_lacks_has_a_row_that_says_so() -> None:
-    assert FamilyCapabilities.of(Family(name="new", model_type="nowhere")) == FamilyCapabilities(
+    assert FamilyCapabilities.from_family(Family(name="new", model_type="nowhere")) == FamilyCapabilities(
         name="new",
         model_type="nowhere",
         lanes=None,

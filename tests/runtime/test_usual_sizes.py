@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.weightstream import requests_of
+from benchmarks.weightstream import make_requests
 from runtime.batching.balance import Block
 from runtime.config.settings import (
     Attention,
@@ -124,5 +124,5 @@ def test_a_runtime_plans_so(family: str, num_lanes: int, tmp_path: Path) -> None
     runtime = Runtime(RuntimeConfig(model=ModelConfig(path=path), machine=MachineConfig(device="cpu")))
     shape, is_packed = runtime.model.shape, num_lanes == 1
     assert (shape.has_fused_gates, shape.has_decode_kernel) == (is_packed, is_packed)
-    requests = requests_of(runtime, [[5, 6, 7]] * 65)
+    requests = make_requests(runtime, [[5, 6, 7]] * 65)
     assert runtime.plan(requests).num_lanes == num_lanes

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from jobs.datasets.kinds.questions import TASKS_PATH
 from runtime.checkpoint_source.location import BUNDLED
 from scripts.train_tiny.__main__ import make
-from scripts.train_tiny.corpus import asked_examples, is_held_back, training_examples, write_prompts
+from scripts.train_tiny.corpus import evaluation_examples, is_held_back, training_examples, write_prompts
 from scripts.train_tiny.stories import STORY
 from scripts.train_tiny.tasks import TASKS
 from scripts.train_tiny.training import SHAPE, Recipe, new_model, packed_batches
@@ -34,7 +34,7 @@ def test_the_bundled_prompts_are_those_that_the_script_writes_and_none_was_train
     assert (tmp_path / "tasks.jsonl").read_text() == TASKS_PATH.read_text()
     trained = {example.prompt for example in islice(training_examples(1), 20_000)}
     for task in (*TASKS, STORY):
-        asked = {example.prompt for example in asked_examples(task, 20, seed=1)}
+        asked = {example.prompt for example in evaluation_examples(task, 20, seed=1)}
         assert asked.isdisjoint(trained) or TASKS[task].is_closed
         assert task == STORY or len(asked) == 20
 
