@@ -83,7 +83,7 @@ def test_questions_of_a_file_stand_behind_its_first_ones(tmp_path: Path) -> None
 
 def test_shared_rows_have_the_same_tokens_in_larger_blocks_under_the_same_budget(tmp_path: Path) -> None:
     file = written(tmp_path, 20)
-    done = run_suite(config(kv_slots=4, questions=file), [PATH], lambda _: None, measure)
+    done = run_suite(config(kv_seats=4, questions=file), [PATH], lambda _: None, measure)
     shared, alone = (done.rounds[each.value][0] for each in OURS)
     assert shared.tokens == alone.tokens
     assert shared.num_block_rows > alone.num_block_rows

@@ -181,7 +181,7 @@ def test_embeddings_head_routers_and_vectors_stay_as_they_are(name: str) -> None
 
 def test_ranks_read_all_words_of_a_matrix_whose_rows_do_not_lie_apart_and_so_take_experts_whole() -> None:
     llama = shape_in_format(read_shape("llama-3.3-70b", DType.bfloat16), "gptq")
-    own = tensor_share(llama, 2)
+    own = tensor_parallel_shape(llama, 2)
     assert own.stages[1].num_bytes == pytest.approx(llama.stages[1].num_bytes, rel=1e-3)
     assert own.stages[1].flops_per_token == llama.stages[1].flops_per_token / 2
     mixture = shape_in_format(read_shape("qwen3-30b-a3b", DType.bfloat16), "awq")
