@@ -47,7 +47,7 @@ RATES = MachineRates(
     prefill_attention_flops_per_second=1e10,
 )  # fmt: skip
 CGOPIPE = "policy.schedule=cgopipe has the CPU attend beside compute"
-BESIDE = "policy.attention=cpu in front of an accelerator wants keys and values in host memory"
+BESIDE = "policy.attention=cpu with an accelerator needs keys and values in host memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class Combination:
         if self.attention is Attention.cpu and self.kv.tier in (KVTier.device, KVTier.nvme):
             return BESIDE
         if is_ahead and is_off and self.tier is Tier.cpu:
-            return f"1 slots, but policy.schedule={self.order.value} brings a stage in"
+            return f"1 slots, but policy.schedule={self.order.value} loads a stage"
         return None
 
 

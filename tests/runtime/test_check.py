@@ -41,76 +41,76 @@ BROKEN = {
     "read into a full ring": (RING, 1, "read 0, read 1, read 2", "", "'read 2': no free slot, all 2"),
     "staging overflows": (STAGED, 1, "read 0, read 1", "", "'read 1': no free staging slot, all 1"),
     "device slots overflow": (STAGED, 1, "read 0, copy 0, read 1, copy 1", "", "'copy 1': no free device slot, all 1"),
-    "read twice": (RING, 1, "read 0, read 0", "", "'read 0': brought in twice"),
-    "page read twice": (PAGED, 1, "read 0#0, read 0#1, read 0#1", "", r"'read 0#1': brought in twice, pages \[1\]"),
-    "page before its turn": (PAGED, 1, "read 0#0, read 0#2", "", "'read 0#2': brought in out of order, page 1 comes"),
-    "last page first": (PAGED, 1, "read 0#2", "", "'read 0#2': brought in out of order, page 0 comes next"),
+    "read twice": (RING, 1, "read 0, read 0", "", "'read 0': loaded twice"),
+    "page read twice": (PAGED, 1, "read 0#0, read 0#1, read 0#1", "", r"'read 0#1': loaded twice: pages \[1\]"),
+    "page before its turn": (PAGED, 1, "read 0#0, read 0#2", "", "'read 0#2': loaded out of order, page 1 is"),
+    "last page first": (PAGED, 1, "read 0#2", "", "'read 0#2': loaded out of order, page 0 is"),
     "page copied before its turn": (
-        PAGED_STAGED, 1, "read 0, copy 0#1", "", "'copy 0#1': brought in out of order, page 0 comes next",
+        PAGED_STAGED, 1, "read 0, copy 0#1", "", "'copy 0#1': loaded out of order, page 0 is",
     ),
     "page that is none": (PAGED, 1, "read 0#3", "", "'read 0#3': a stage has pages 0 to 2"),
-    "resident stage read": (PLAIN, 1, "read 0", "", "'read 0': the stage is resident"),
-    "read without a disk": (LINKED, 1, "read 0", "", "'read 0': read, though its weights are in host memory"),
-    "copied without a device": (PLAIN, 1, "read 1, copy 1", "", "'copy 1': the walk copies nothing"),
+    "resident stage read": (PLAIN, 1, "read 0", "", "'read 0': loaded, but the stage is resident"),
+    "read without a disk": (LINKED, 1, "read 0", "", "'read 0': read, but its weights are already in host memory"),
+    "copied without a device": (PLAIN, 1, "read 1, copy 1", "", "'copy 1': the walk has no copies"),
     "copied before it was read": (STAGED, 1, "", "copy 0", "'copy 0': copied before it was read"),
-    "run before read": (PLAIN, 1, "", "run 0.0, run 1.0", "'run 1.0': used before its weights were brought in, 0 of 1"),
+    "run before read": (PLAIN, 1, "", "run 0.0, run 1.0", "'run 1.0': used before its weights were loaded, 0 of 1"),
     "run before the last page": (
         PAGED, 1, "", "read 0#0, read 0#1, run 0.0", "'run 0.0': used before its weights .* 2 of 3 pages",
     ),
-    "freed twice": (PLAIN, 1, "", "run 0.0, read 1, run 1.0, free 1, free 1", "'free 1': freed but not present"),
+    "freed twice": (PLAIN, 1, "", "run 0.0, read 1, run 1.0, free 1, free 1", "'free 1': freed but not loaded"),
     "freed with nothing gained": (
         PLAIN, 1, "", "run 0.0, read 1, run 1.0, free 1, read 1, free 1", "'free 1': freed twice in one pass",
     ),
     "freed before a lane came": (
-        PLAIN, 2, "read 1", "run 0.0, run 0.1, run 1.0, free 1", "'free 1': freed before all lanes .*lane 1 stands",
+        PLAIN, 2, "read 1", "run 0.0, run 0.1, run 1.0, free 1", "'free 1': freed before all lanes .*lane 1 is",
     ),
     "freed under an attention": (
         STREAMED, 2, "read 0", "run 0.0, pre 0.1, attend 0.1, free 0",
-        "'free 0': freed before .*lane 1 stands at the attention, which has begun, of stage 0",
+        "'free 0': freed before .*lane 1 is at the running attention of stage 0",
     ),
     "freed under experts": (
-        STREAMED, 1, "read 0", "route 0.0, experts 0, free 0", "'free 0': .*lane 0 stands behind the experts",
+        STREAMED, 1, "read 0", "route 0.0, experts 0, free 0", "'free 0': .*lane 0 is after the experts",
     ),
     "never freed": (PLAIN, 1, "", "run 0.0, read 1, run 1.0, run 2.0", "'free 1': missing"),
-    "missing run": (PLAIN, 1, "", "run 0.0, read 1, free 1, run 2.0", "'free 1': .*lane 0 stands before stage 1"),
-    "missing end of a pass": (RESIDENT, 1, "", "run 0.0", "'run 1.0': missing: .*lane 0 stands before stage 1"),
-    "wrong order": (PLAIN, 1, "", "read 1, run 1.0, run 0.0", "'run 1.0': out of order, lane 0 stands before stage 0"),
-    "run twice": (PLAIN, 1, "", "run 0.0, run 0.0", "'run 0.0': out of order, lane 0 stands before stage 1"),
+    "missing run": (PLAIN, 1, "", "run 0.0, read 1, free 1, run 2.0", "'free 1': .*lane 0 is before stage 1"),
+    "missing end of a pass": (RESIDENT, 1, "", "run 0.0", "'run 1.0': missing: the pass ends with lane 0 before stage 1"),
+    "wrong order": (PLAIN, 1, "", "read 1, run 1.0, run 0.0", "'run 1.0': out of order, lane 0 is before stage 0"),
+    "run twice": (PLAIN, 1, "", "run 0.0, run 0.0", "'run 0.0': out of order, lane 0 is before stage 1"),
     "stage that is none": (RESIDENT, 1, "", "run 2.0", "'run 2.0': no such stage, the walk has stages 0 to 1"),
     "read of a stage that is none": (PLAIN, 1, "read 3", "", "'read 3': no such stage, .* 0 to 2"),
     "experts of a stage that is none": (STOPPING, 1, "", "experts 7", "'experts 7': no such stage"),
     "stage in front of the walk": (DECODER, 1, "", "run 0.0", "'run 0.0': no such stage, the walk has stages 1 to 2"),
     "more attentions than there is memory for": (
         STOPPING, 3, "", "pre 0.0, attend 0.0, pre 0.1, attend 0.1, pre 0.2, attend 0.2",
-        r"'attend 0.2': policy.schedule=zigzag has 2 attentions under way at most, those of lanes \[0, 1\] are",
+        r"'attend 0.2': policy.schedule=zigzag has 2 attentions running at most, lanes \[0, 1\] are",
     ),
     "two attentions where none runs ahead": (
         BARRED, 2, "", "pre 0.0, attend 0.0, pre 0.1, attend 0.1", "'attend 0.1': policy.schedule=flexgen has 1 ",
     ),
     "lane that is none": (RESIDENT, 2, "", "run 0.2", "'run 0.2': no such lane, there are 2"),
     "lanes in a prologue": (RESIDENT, 2, "run 0.0", "", "'run 0.0': no such lane, .*a prologue has none"),
-    "post without attention": (STOPPING, 1, "", "pre 0.0, post 0.0", "'post 0.0': .*lane 0 stands at the attention"),
-    "attention without a lane": (STOPPING, 1, "", "attend 0.0", "'attend 0.0': out of order, lane 0 stands before"),
-    "attention never begun": (STOPPING, 1, "", "pre 0.0", "'attend 0.0': missing: .*lane 0 stands at the attention"),
-    "attention never awaited": (STOPPING, 1, "", "pre 0.0, attend 0.0", "'post 0.0': missing: .*which has begun"),
+    "post without attention": (STOPPING, 1, "", "pre 0.0, post 0.0", "'post 0.0': .*lane 0 is at the attention"),
+    "attention without a lane": (STOPPING, 1, "", "attend 0.0", "'attend 0.0': out of order, lane 0 is before"),
+    "attention never begun": (STOPPING, 1, "", "pre 0.0", "'attend 0.0': missing: the pass ends with lane 0 at the attention"),
+    "attention never awaited": (STOPPING, 1, "", "pre 0.0, attend 0.0", "'post 0.0': missing: .*running attention"),
     "stop where there is none": (RESIDENT, 1, "", "pre 0.0", "'pre 0.0': lanes do not stop at the attention"),
     "routing where there is none": (STOPPING, 1, "", "route 0.0", "'route 0.0': lanes do not stop at the experts"),
     "experts before all lanes": (
-        STOPPING, 2, "", "run 0.0, run 0.1, route 1.0, experts 1", "'experts 1': run before .*lane 1 stands before",
+        STOPPING, 2, "", "run 0.0, run 0.1, route 1.0, experts 1", "'experts 1': run before .*lane 1 is before",
     ),
     "experts twice": (
-        STOPPING, 1, "", "run 0.0, route 1.0, experts 1, experts 1", "'experts 1': .*lane 0 stands behind the experts",
+        STOPPING, 1, "", "run 0.0, route 1.0, experts 1, experts 1", "'experts 1': .*lane 0 is after the experts",
     ),
-    "end without experts": (STOPPING, 1, "", "run 0.0, route 1.0, end 1.0", "'end 1.0': .*stands at the experts"),
+    "end without experts": (STOPPING, 1, "", "run 0.0, route 1.0, end 1.0", "'end 1.0': .*is at the experts"),
     "experts forgotten": (STOPPING, 1, "", "run 0.0, route 1.0", "'experts 1': missing: .*at the experts"),
     "KV slots overflow": (TRAVELLING, 2, "", "fetch 0.0, fetch 0.1", "'fetch 0.1': no free KV slot, all 1 .*by 0.0"),
     "entered without KV": (TRAVELLING, 1, "", "run 0.0", "'run 0.0': the lane enters before its KV was fetched"),
     "KV fetched twice": (
         TRAVELLING, 1, "", "fetch 0.0, run 0.0, store 0.0, fetch 0.0", "'fetch 0.0': fetched twice in one pass",
     ),
-    "KV that stays": (RESIDENT, 1, "", "fetch 0.0", "'fetch 0.0': the stage's KV does not travel"),
+    "KV that stays": (RESIDENT, 1, "", "fetch 0.0", "'fetch 0.0': the stage's KV is not offloaded"),
     "KV stored under its attention": (
-        TRAVELLING, 1, "", "fetch 0.0, store 0.0", "'store 0.0': stored before its attention is over",
+        TRAVELLING, 1, "", "fetch 0.0, store 0.0", "'store 0.0': stored before its attention is done",
     ),
     "KV stored without a fetch": (RESIDENT, 1, "", "run 0.0, store 0.0", "'store 0.0': stored without"),
     "KV never stored": (TRAVELLING, 1, "", "fetch 0.0, run 0.0, store 0.0, fetch 1.0, run 1.0", "'store 1.0': missing"),
@@ -146,7 +146,7 @@ def test_what_goes_wrong_only_in_a_later_pass_is_found() -> None:
     walk = Walk(num_stages=2, streamed=(0, 1), num_slots=1, num_staging_slots=1, copies=True)
     fine = "read 0, copy 0, run 0.0, free 0, read 1, copy 1, run 1.0, free 1"
     check_schedule(schedule_of("", fine), walk, 1)
-    with pytest.raises(ValueError, match="'read 0': brought in twice"):
+    with pytest.raises(ValueError, match="'read 0': loaded twice"):
         check_schedule(schedule_of("", f"{fine}, read 0"), walk, 1)
 
 

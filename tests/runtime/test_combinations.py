@@ -172,8 +172,8 @@ def test_all_of_them_are_counted() -> None:
         BESIDE: 1560,
         "policy.schedule=flexgen reads a stage while the one before it is computed": 120,
         "policy.schedule=cgopipe reads a stage while the one before it is computed": 60,
-        "1 slots, but policy.schedule=flexgen brings a stage in": 90,
-        "1 slots, but policy.schedule=cgopipe brings a stage in": 30,
+        "1 slots, but policy.schedule=flexgen loads a stage": 90,
+        "1 slots, but policy.schedule=cgopipe loads a stage": 30,
     }
     assert {prefetch.kind for prefetch in PREFETCHES} == {*Prefetch}
 

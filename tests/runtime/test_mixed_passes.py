@@ -56,7 +56,7 @@ def totals(passes: Sequence[PassGroup]) -> list[float]:
 def test_an_outline_takes_as_much_as_the_run(
     monkeypatch: pytest.MonkeyPatch, sizes: list[SequenceSize], slots: AdmissionLimits, num_pages: int
 ) -> None:
-    for name, value in {"MAX_STEPS": 6000, "MAX_SLOTS": 64, "MAX_KEPT": 32}.items():
+    for name, value in {"MAX_STEPS": 6000, "MAX_SLOTS": 64, "MAX_GROUPS": 32}.items():
         monkeypatch.setattr(played, name, value)
     outline, every = outlined_passes(sizes, slots, num_pages), mixed_passes(sizes, slots, num_pages)
     assert len(outline) <= 32 < len(every)

@@ -209,8 +209,8 @@ def test_a_lane_passes_all_layers_of_a_rank_before_the_next_one_begins() -> None
 @pytest.mark.parametrize(
     ("left_out", "rule"),
     [
-        (0, "'run 2.0': the lane enters before its hidden states have come"),
-        (7, "'send 3.1': missing: the rank behind waits for it"),
+        (0, "'run 2.0': the lane enters before its hidden states arrived"),
+        (7, "'send 3.1': missing: the next rank waits for it"),
     ],
 )
 def test_a_schedule_that_leaves_a_neighbour_waiting_is_refused(left_out: int, rule: str) -> None:

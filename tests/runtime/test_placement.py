@@ -239,7 +239,7 @@ def test_who_gave_no_budget_of_pinned_memory_hears_what_it_is(budgets: Budgets, 
     placement = choose_placement(toy_shape(), config, budgets, Load.from_lanes(toy_shape(), BLOCK, 512))
     with pytest.raises(BudgetError) as error:
         placement.require_fit(config)
-    said = "Unset, offload.host_memory_gib is 75% of the host's memory at most, all pinned" in str(error.value)
+    said = "Unset, offload.host_memory_gib is at most 75% of host memory, as it is pinned" in str(error.value)
     assert said is (budgets is SMALL_HOST and asked_gib is None)
 
 

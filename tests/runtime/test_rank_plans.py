@@ -82,7 +82,7 @@ def test_what_cannot_be_shared_out_is_refused_by_name(way: Parallelism, num_rank
     with pytest.raises(ConfigError, match=message):
         seen(way, num_ranks)
     for other in (Parallelism.sharded, Parallelism.tensor, Parallelism.pipeline):
-        with pytest.raises(ConfigError, match="model=toy has an encoder, which ranks do not share"):
+        with pytest.raises(ConfigError, match="model=toy has an encoder, unsupported with ranks"):
             seen(other, 2, shape=toy_shape(num_encoder_layers=2))
     with pytest.raises(ConfigError, match="model=toy has padded lanes, which keep all heads"):
         tensor_parallel_shape(toy_shape(is_packed=False), 2)

@@ -1,3 +1,3 @@
-"""How long things take: a machine's rates, the work of lanes and stages, and the simulator that plays a schedule on
-them. Here belongs what turns bytes and FLOPs into seconds.
+"""The cost model: rates of a machine, the work of lanes and stages, and the simulator that runs a schedule on them.
+Only what turns bytes and FLOPs into seconds belongs here.
 """

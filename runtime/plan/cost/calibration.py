@@ -1,7 +1,7 @@
-"""What a machine is measured for, and rates made to agree with what was seen: before a run with whole layers, as
-products by themselves are faster than among all that a layer does, and nothing but a profiling pass tells by how much;
-in a run with its first passes, which show what a measurement of a second could not. Pure, so that a run that is resumed
-comes to the same rates.
+"""Calibration of machine rates. Before a run they are fitted to profiled layers, as products alone run faster than
+within a layer. During a run they are corrected by its first passes.
+
+Pure: a resumed run derives the same rates.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,19 @@ from .lane_work import LaneWork, Piece
 from .rates import COMPUTE_RATES, UNLIMITED, MachineRates, interpolate
 from .work import StageWork
 
-MEASURED_ROWS = (1, 16, 64, 128, 256, 512)  # of products; short lanes, and where the product's own code changes
-MIN_PRODUCT_SHARE = 0.25  # of what a layer took, for its products: with less of it they say nothing of each other
-MAX_ANCHOR_FACTOR = 2.0  # a rate of products changes by a factor of 1/2 to 2
-MAX_CORRECTION = 2.0  # a rate is corrected by a factor of 1/2 to 2: beyond, something else than the rate is wrong
-MIN_SECONDS = 0.01  # of a resource's work, below which it says nothing
-CORRECTED_RATES = {  # beside what compute is made of
+MEASURED_ROWS = (
+    1,
+    16,
+    64,
+    128,
+    256,
+    512,
+)  # rows of measured products: short lanes, and sizes at which the kernel changes
+MIN_PRODUCT_SHARE = 0.25  # minimum share of a layer's time in products, to derive a rate from it
+MAX_ANCHOR_FACTOR = 2.0  # product rates change by a factor of 1/2 to 2
+MAX_CORRECTION = 2.0  # rates change by a factor of 1/2 to 2; a larger error has another cause
+MIN_SECONDS = 0.01  # minimum busy time of a resource to correct its rate
+CORRECTED_RATES = {  # besides COMPUTE_RATES
     Resource.disk: "disk_bytes_per_second",
     Resource.host_to_device: "link_in_bytes_per_second",
     Resource.device_to_host: "link_out_bytes_per_second",
@@ -30,12 +37,12 @@ CORRECTED_RATES = {  # beside what compute is made of
 
 @dataclass(frozen=True, kw_only=True)
 class TypicalLoad:
-    """What the lanes of a block have: most tokens in a prefill pass, rows that decode, and what a row has."""
+    """Typical sizes of a block's lanes: maximum prefill tokens per pass, decoding rows, and the lengths of a row."""
 
     chunk_tokens: int
     num_rows: int
-    num_prompt_tokens: int  # of a prompt
-    num_positions: int  # that a row looks at in the middle of its answer
+    num_prompt_tokens: int  # per prompt
+    num_positions: int  # KV positions of a row halfway through its output
 
     @staticmethod
     def from_lanes(shape: ModelShape, lanes: Sequence[MicroBatch], prefill_chunk_tokens: int) -> "TypicalLoad":
@@ -50,21 +57,23 @@ class TypicalLoad:
         )
 
     def covers(self, other: "TypicalLoad") -> bool:
-        """Whether what was measured for this load tells of the other: where nothing in it is more than twice as large.
-        Smaller sizes are among those that are measured."""
+        """True if rates measured for this load hold for the other: none of its sizes is more than twice as large.
+        Smaller sizes are measured too."""
         ours, theirs = astuple(self), astuple(other)
         return all(b <= 2 * a for a, b in zip(ours, theirs, strict=True))
 
     @property
     def product_rows(self) -> list[int]:
-        """Ascending; nothing in the run has more than the last."""
+        """The rows of products to measure, ascending, up to the maximum of the run."""
         most = max(self.chunk_tokens, self.num_rows)
         return sorted({rows for rows in (*MEASURED_ROWS, self.chunk_tokens, self.num_rows) if rows <= most})
 
     def profile_passes(self, position_bytes: int, most_bytes: int) -> list[list[Piece]]:
-        """What a packed lane carries in a decode pass in the middle of the answers, and in a prefill pass whose prompts
-        are whole; shorter where the keys and values of a layer, at `position_bytes` each, would take more than
-        `most_bytes`."""
+        """Returns the pieces of a packed lane in a decode pass halfway through the outputs, and in a prefill pass of
+        whole prompts.
+
+        Shortened if the KV of a layer, at `position_bytes` each, would exceed `most_bytes`.
+        """
         most = max(1, most_bytes // position_bytes)
         chunk, prompt = min(self.chunk_tokens, most), self.num_prompt_tokens
         prompts = [min(prompt, chunk - begin) for begin in range(0, chunk, prompt)]
@@ -78,8 +87,8 @@ class TypicalLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSeconds:
-    """The seconds of a lane in one layer: from the beginning of the pass to it; in it, its experts not run; and in its
-    attention apart, 0 where the model attends by itself."""
+    """Measured seconds of a lane in one layer: from the start of the pass to the layer, inside it without experts, and
+    of attention alone (0 if it was not timed separately)."""
 
     before: float
     inside: float
@@ -87,7 +96,7 @@ class LayerSeconds:
 
     @staticmethod
     def mean(times: Sequence["LayerSeconds"]) -> "LayerSeconds":
-        """What several passes alike took in the mean."""
+        """Returns the mean of several equal passes."""
         return LayerSeconds(
             before=fmean(each.before for each in times),
             inside=fmean(each.inside for each in times),
@@ -96,7 +105,8 @@ class LayerSeconds:
 
 
 def with_overheads(rates: MachineRates, work: StageWork, single: LayerSeconds) -> MachineRates:
-    """`single` is of one token: what its products do not explain is what a turn takes in any case."""
+    """Returns the rates with fixed overheads from `single`, a pass of one token: the time that its products do not
+    explain."""
     num_rows = min(rates.gemm_flops_per_second)
     products = 2.0 * num_rows * work.dense_weights / rates.gemm_flops_per_second[num_rows]
     turn = max(0.0, single.inside - products)
@@ -106,11 +116,11 @@ def with_overheads(rates: MachineRates, work: StageWork, single: LayerSeconds) -
 def anchor_rates(
     rates: MachineRates, shape: ModelShape, work: StageWork, passes: Sequence[tuple[LaneWork, LayerSeconds]]
 ) -> MachineRates:
-    """Rates with which the layer `work` takes each of these lanes as long as it took them.
+    """Returns rates at which the layer `work` takes each of these lanes as long as measured.
 
-    Attention gets the rate that it had. The rate of products changes at the rows that the lanes have, in between
-    by their distance, beyond as at the last; it stays where a layer has others that `work` does not tell apart, such as
-    experts that its own code runs, or what expands latents.
+    Attention gets its measured rate. Product rates are fitted at the rows of the lanes, interpolated between them and
+    constant beyond. They stay unchanged if the layer has products that `work` does not list, such as experts in the
+    model's own code or expanded latents.
     """
     is_distinguished = not shape.expanded_kv_width and (not work.num_experts or rates.has_expert_rates)
     factors: dict[int, float] = {}
@@ -120,7 +130,7 @@ def anchor_rates(
             rates = replace(rates, prefill_attention_flops_per_second=flops / layer_seconds.attention)
         elif layer_seconds.attention:
             rate = lane.kv_positions * work.kv_bytes / layer_seconds.attention
-            # The CPU beside an accelerator has a rate of its own.
+            # With an accelerator, the CPU's rate is separate.
             cpu_rate = rate if rates.link_in_bytes_per_second == UNLIMITED else rates.cpu_attention_bytes_per_second
             rates = replace(rates, attention_bytes_per_second=rate, cpu_attention_bytes_per_second=cpu_rate)
         products = 2.0 * lane.num_tokens * work.dense_weights / rates.gemm_rate(lane.num_tokens)
@@ -138,14 +148,14 @@ def anchor_rates(
 def correct_rates(
     rates: MachineRates, measured: Mapping[Resource, float], predicted: Mapping[Resource, float]
 ) -> MachineRates:
-    """`measured` and `predicted` are the seconds that resources worked in the same passes; `rates`, from which was
-    predicted, are those of the run's start, so that bounds hold over several corrections.
+    """Returns `rates` corrected by the ratio of predicted to measured busy seconds of each resource in the same passes.
 
-    What compute is made of, products, attention and Python, is corrected by one factor: passes tell no more.
+    `rates` are those of the run's start, so that bounds hold over several corrections. All compute rates (products,
+    attention, overheads) get one factor: passes do not tell them apart.
     """
 
     def factor(resource: Resource) -> float:
-        """Above 1 where the machine is faster than it was taken to be."""
+        """Returns a factor above 1 if the machine is faster than predicted."""
         was, is_reported = measured.get(resource, 0.0), predicted.get(resource, 0.0)
         if min(was, is_reported) < MIN_SECONDS:
             return 1.0

@@ -1,6 +1,6 @@
-"""Seconds of every action of a pass, from what its lanes compute and how fast the machine is. Pure.
+"""Seconds of every action of a pass, from the work of its lanes and the machine's rates. Pure.
 
-Not in it: recurrent states, sampling by anything but the largest logit.
+Not modeled: recurrent states, and sampling other than greedy.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ LINKS = (Resource.disk, Resource.host_to_device, Resource.device_to_host)
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """What each stage of a placement asks of a pass, and the first stage that asks the same: all passes share them."""
+    """The work of each stage in a pass, and the index of the first stage with equal work; shared by all passes."""
 
     works: Sequence[StageWork]
     first_equal: Sequence[int]
@@ -46,8 +46,11 @@ def make_durations(
     rates: MachineRates,
     stages: StageCosts | None = None,
 ) -> Durations:
-    """The durations of a pass over `walk`. A lane that has prompts attends where it computes; where only single tokens
-    are, and the walk says so, the CPU's workers attend. `stages`: None works them out."""
+    """Returns the durations of a pass over `walk`.
+
+    Lanes with prompts attend on the compute device; lanes of single tokens attend on the CPU's workers if the walk has
+    them. `stages`: computed if None.
+    """
     stages = stages or StageCosts.from_shape(shape, placement)
     costs = _PassCosts(shape=shape, placement=placement, walk=walk, lanes=lanes, rates=rates, stages=stages)
     kv, has_device = placement.kv, placement.has_device
@@ -86,7 +89,7 @@ def make_durations(
 
 @dataclass(frozen=True, kw_only=True)
 class _PassCosts:
-    """Prices of one pass. Stages of a kind cost a lane the same, so each price is worked out once."""
+    """Costs of one pass. Equal stages cost a lane the same, so each cost is computed once."""
 
     shape: ModelShape
     placement: Placement
@@ -116,7 +119,7 @@ class _PassCosts:
         return seconds
 
     def dense(self, work: StageWork, lane: LaneWork) -> float:
-        """All of a turn but attention and experts."""
+        """Returns the seconds of a turn without attention and experts."""
         if work.kind is StageKind.head:
             logits = lane.num_rows * self.shape.vocab_size * LOGIT_BYTES * LOGIT_ROUND_TRIPS
             own = (
@@ -128,8 +131,8 @@ class _PassCosts:
         seconds = self.pre_attention(work, lane) + self._after_attention(work, lane)
         if work.kind is not StageKind.layer or not lane.num_cross_positions:
             return seconds
-        # Keys and values of what an encoder made: projected in the first pass, looked at in every one. The weights that
-        # project are among the layer's own.
+        # Cross-attention: keys and values are projected in the first pass and attended in every pass. The projection
+        # weights are counted among the layer's.
         size = self.shape.cross_kv_bytes_per_token / max(1, len(self.shape.layers))
         weights = size / self.shape.compute_dtype_bytes * self.shape.hidden_size
         looked = lane.num_cross_positions * size / self.rates.attention_bytes_per_second
@@ -137,7 +140,7 @@ class _PassCosts:
         return seconds + (looked + projected - self._product(lane.num_tokens, weights))
 
     def attention(self, work: StageWork, lane: LaneWork) -> float:
-        """Where the model computes."""
+        """Returns the seconds of attention on the compute device."""
         if work.kind is StageKind.encoder:
             return self._prompt_attention(lane)
         if not work.kv_bytes:
@@ -159,7 +162,7 @@ class _PassCosts:
         return self._experts(work, self._tokens_after_attention(work, lane))
 
     def pre_attention(self, work: StageWork, lane: LaneWork) -> float:
-        """What lies in front of attention: its share of the weights, and half of everything else."""
+        """Returns the seconds before attention: its share of the weights, and half of the overhead."""
         tokens = self._tokens(work, lane)
         again = (
             self._stored_product(work, lane.num_rows, work.pre_attention_weights)
@@ -171,7 +174,7 @@ class _PassCosts:
         )
         if not work.kind.is_layer or self._multiplies_codes:
             return seconds
-        # Lanes share a scratch area of numbers; the head, and experts that are read one by one, each lane dequantizes.
+        # Lanes share a scratch area of dequantized weights; the head and paged experts are dequantized per lane.
         stored = work.stored if work.is_paged else work.stored.plus(work.stored_experts)
         return seconds + self._dequantizing(stored) / (1 if self.placement.dequantized is None else len(self.lanes))
 
@@ -180,14 +183,14 @@ class _PassCosts:
 
     @cached_property
     def _multiplies_codes(self) -> bool:
-        """Whether kernels of a device multiply what is stored as it lies."""
+        """True if device kernels multiply quantized codes without dequantizing the weights first."""
         if not self.rates.has_code_kernels(self.shape.compute_dtype_bytes):
             return False
         num_rows = sum(lane.num_tokens for lane in self.lanes)
         return num_rows <= FEW_ROWS and not any(lane.prefill_pairs for lane in self.lanes)
 
     def _stored_product(self, work: StageWork, num_rows: float, num_weights: float) -> float:
-        """Seconds of products with so many of a layer's weights beside its experts."""
+        """Returns the seconds of products with `num_weights` of a layer, experts excluded."""
         stored = work.stored
         if not self._multiplies_codes or not stored.num_numbers or not num_rows:
             return self._product(num_rows, num_weights)
@@ -196,8 +199,7 @@ class _PassCosts:
         return self._product(num_rows, plain * num_weights) + codes
 
     def attend(self, work: StageWork, lane: LaneWork) -> float:
-        """The seconds of attention on the CPU's workers. In front of an accelerator what goes down and up takes its
-        time too."""
+        """Returns the seconds of attention on the CPU's workers; with an accelerator, transfers included."""
         if not work.kv_bytes or (lane.prefill_pairs and not self._skips_unselected(work, lane)):
             return 0.0
         shape, rates = self.shape, self.rates
@@ -209,13 +211,12 @@ class _PassCosts:
         return seconds + down / rates.link_out_bytes_per_second + answer / rates.link_in_bytes_per_second
 
     def post_attention(self, work: StageWork, lane: LaneWork) -> float:
-        """What lies behind attention, and attention itself where nobody else does it."""
+        """Returns the seconds after attention, and of attention itself for lanes with prompts."""
         own = self.attention(work, lane) if lane.prefill_pairs and not self._skips_unselected(work, lane) else 0.0
         return self._after_attention(work, lane) + own
 
     def route(self, work: StageWork, lane: LaneWork) -> float:
-        """The seconds from the entrance, or from attention, to the experts. Where the CPU attends, it does in every
-        layer."""
+        """Returns the seconds from entering the stage, or from attention, to the experts."""
         if self.walk.cpu_attention:
             return self.post_attention(work, lane)
         return self.dense(work, lane) + self.attention(work, lane)
@@ -230,13 +231,13 @@ class _PassCosts:
         return self._batched[first]
 
     def stored_pages(self, lane: LaneWork) -> float:
-        """Pages that go back: those that the pass writes to, of quantised ones as many as its tokens fill."""
+        """Returns the pages stored back: those written, or for quantized pages as many as the new tokens fill."""
         return lane.num_tokens / PAGE_TOKENS if self.placement.kv.is_quantized else lane.changed_pages
 
     def kv_transfer(
         self, bytes_per_second: float | None, num_pages: Callable[[LaneWork], float]
     ) -> Callable[[int, int], float]:
-        """How long the pages of a stage and a lane take over a link of that rate; None: there is no such link."""
+        """Returns the seconds of a stage's and lane's pages over a link; 0 if its rate is None."""
         kv, first = self.placement.kv, self.shape.layers[0].index
 
         def seconds(stage: int, lane: int) -> float:
@@ -247,7 +248,7 @@ class _PassCosts:
         return seconds
 
     def expert_reads(self, action: Action) -> ExpertReads | None:
-        """The reads of experts that an action asks for which comes to a paged stage; None for others."""
+        """Returns the expert reads of an action in a paged stage; None for other actions."""
         stage = action.stage_index
         if stage not in self.placement.paged or action.op not in (Op.run, Op.post, Op.experts):
             return None
@@ -275,7 +276,7 @@ class _PassCosts:
             dense = self.post_attention(work, lane) if is_post else self.dense(work, lane) + self.attention(work, lane)
         num_ahead = self.placement.num_expert_slots + (NUM_STAGING_SLOTS if walk.reads and walk.copies else 0)
         share, cpu_seconds = self.placement.cpu_share, 0.0
-        if share is not None and num_on_cpu:  # what goes down and comes up included
+        if share is not None and num_on_cpu:  # including the transfers both ways
             num_hit = work.hits(tokens)
             each = tokens * work.num_experts_per_token / num_hit
             products = num_on_cpu * share.cost(each) * work.expert_bytes / rates.link_in_bytes_per_second
@@ -295,7 +296,7 @@ class _PassCosts:
 
     @cached_property
     def _attention_rate(self) -> float:
-        """The rate of decode attention within compute: where keys and values lie in host memory the CPU's."""
+        """The rate of decode attention within compute; the CPU's if KV stays in host memory."""
         rates = self.rates
         return rates.cpu_attention_bytes_per_second if self.placement.host_layers else rates.attention_bytes_per_second
 
@@ -304,15 +305,15 @@ class _PassCosts:
         return lane.num_encoder_tokens if is_encoders else lane.num_tokens
 
     def _tokens_after_attention(self, work: StageWork, lane: LaneWork) -> int:
-        """That go on from attention."""
+        """Returns the tokens that continue after attention."""
         return lane.num_rows if self._skips_unselected(work, lane) else self._tokens(work, lane)
 
     def attended_positions(self, work: StageWork, lane: LaneWork) -> int:
-        """That tokens look at which attend one by one."""
+        """Returns the KV positions attended by single tokens."""
         return lane.selected_positions if self._skips_unselected(work, lane) else lane.kv_positions
 
     def _skips_unselected(self, work: StageWork, lane: LaneWork) -> bool:
-        """Pages that stay in host memory are another link, which brings all tokens along."""
+        """True if only tokens that need logits continue. KV pages in host memory need all tokens in the exchange."""
         return work.can_skip_unselected and lane.skips_unselected and not self.placement.host_layers
 
     def _after_attention(self, work: StageWork, lane: LaneWork) -> float:
@@ -329,7 +330,7 @@ class _PassCosts:
         return num_bytes / self.rates.memory_bytes_per_second
 
     def _overhead(self, work: StageWork, num_tokens: int) -> float:
-        """What of a turn is neither products, attention nor experts, in seconds; with what ranks exchange."""
+        """Returns the seconds of a turn outside of products, attention and experts; rank exchanges included."""
         seconds = self._memory_seconds(num_tokens * work.token_bytes) + self.rates.turn_seconds
         if not work.kind.is_layer:
             return seconds
@@ -337,7 +338,7 @@ class _PassCosts:
         return seconds + self.rates.layer_exchange_seconds(vectors)
 
     def _experts(self, work: StageWork, num_tokens: float) -> float:
-        """Each that is hit multiplies its share of the visits; those that the CPU multiplies are left out."""
+        """Returns the seconds of the hit experts on the compute device, each with its share of the visits."""
         if not work.num_experts or not work.expert_weights or not num_tokens:
             return 0.0
         hits, visits = work.hits(num_tokens), num_tokens * work.num_experts_per_token

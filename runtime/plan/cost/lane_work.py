@@ -1,5 +1,6 @@
-"""What lanes compute in a pass, as far as time follows from it: mirrors of `engine/lanes/packed.py`, `padded.py` and
-`seq2seq.py` on sizes alone."""
+"""The work of lanes in a pass that determines its time: mirrors `engine/lanes/packed.py`, `padded.py` and `seq2seq.py`
+on sizes alone.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,34 +13,36 @@ from ..shape.model import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class LaneWork:
-    """The work of one lane in one pass, padding included. `num_tokens` go through the decoder's layers, logits are made
-    of `num_rows`; single tokens attend to `kv_positions` together, prompts to `prefill_pairs` of a token and a
-    position. In a packed lane's last layer those of which logits are made attend alone, to `selected_positions`."""
+    """The work of one lane in one pass, padding included: `num_tokens` go through the decoder, `num_rows` get logits.
+
+    Single tokens attend to `kv_positions` in total, prompts to `prefill_pairs` of token and position. In the last layer
+    of a packed lane only tokens that need logits attend, to `selected_positions`.
+    """
 
     num_tokens: int
     num_rows: int
     kv_positions: int = 0
     prefill_pairs: int = 0
     selected_positions: int = 0
-    held_pages: int = 0  # KV pages of the lane, behind the pass
-    changed_pages: int = 0  # of those, the ones that it writes to
+    held_pages: int = 0  # KV pages of the lane after the pass
+    changed_pages: int = 0  # of those, pages written to
     num_encoder_tokens: int = 0
-    num_cross_positions: int = 0  # of an encoder's output, which each row looks at
+    num_cross_positions: int = 0  # encoder positions attended, over all rows
 
     @property
     def skips_unselected(self) -> bool:
-        """Whether the last layer parts the selected tokens from the others."""
+        """True if the last layer drops tokens that need no logits."""
         return can_skip_unselected(self.num_tokens, self.num_rows)
 
     @property
     def num_positions(self) -> int:
-        """That are cached behind the pass, in whole pages."""
+        """KV positions after the pass, in whole pages."""
         return self.held_pages * PAGE_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassGroup:
-    """`num_passes` like the one with these lanes. `prefill_share`: of its tokens, those of prompts."""
+    """`num_passes` passes with equal lanes. `prefill_share`: the share of prompt tokens."""
 
     lanes: Sequence[LaneWork]
     prefill_share: float
@@ -51,14 +54,15 @@ class PassGroup:
 
 
 def can_skip_unselected(num_tokens: int, num_selected: int) -> bool:
-    """Selected tokens meet the weights in front of attention twice: few enough of them are worth it."""
+    """True if dropping unselected tokens in the last layer pays: selected ones then go through the weights before
+    attention twice."""
     return 2 * num_selected <= num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`new` tokens of a sequence that has `past` positions cached, the first `num_shared` of them in others' pages;
-    logits are made of the last `num_selected`."""
+    """`new` tokens of a sequence with `past` cached positions, the first `num_shared` in pages of a shared prefix. The
+    last `num_selected` need logits."""
 
     past: int
     new: int
@@ -67,12 +71,13 @@ class Piece:
 
     @property
     def num_own_pages(self) -> int:
-        """Pages of its own, behind the pass."""
+        """Unshared pages after the pass."""
         return _num_pages(self.past + self.new) - self.num_shared // PAGE_TOKENS
 
 
 def packed_work(pieces: Iterable[Piece], held: int = 0) -> LaneWork:
-    """`pieces` are sequences of the lane, those that are not in the pass with `new` of 0; others hold `held` pages."""
+    """Returns the work of a packed lane. Sequences outside of the pass have `new` of 0; `held` counts further pages of
+    the lane."""
     tokens = rows = positions = pairs = selected_positions = last = changed = 0
     for piece in pieces:
         end = piece.past + piece.new
@@ -90,7 +95,7 @@ def packed_work(pieces: Iterable[Piece], held: int = 0) -> LaneWork:
             pairs += piece.new * piece.past + piece.new * (piece.new + 1) // 2
     return LaneWork(
         num_tokens=tokens,
-        num_rows=max(1, rows),  # the head wants at least one
+        num_rows=max(1, rows),  # the head computes at least one row
         kv_positions=positions,
         prefill_pairs=pairs,
         selected_positions=selected_positions or last,
@@ -100,7 +105,7 @@ def packed_work(pieces: Iterable[Piece], held: int = 0) -> LaneWork:
 
 
 def prefill_works(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> list[LaneWork]:
-    """Pass by pass, until all prompts of the lane are cached."""
+    """Returns the lane's work pass by pass, until all its prompts are cached."""
     if not lane:
         return []
     if shape.has_encoder:
@@ -111,8 +116,7 @@ def prefill_works(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> lis
 
 
 def decode_work(shape: ModelShape, lane: MicroBatch, num_done: int) -> LaneWork | None:
-    """A lane's work in the decode pass behind `num_done` others, where every sequence runs to its limit; None when all
-    have."""
+    """Returns the work of decode pass `num_done`, if every sequence runs to its limit; None once all have ended."""
     rows = [size for size in lane if size.max_new_tokens - 1 > num_done]
     if not rows:
         return None
@@ -124,7 +128,7 @@ def decode_work(shape: ModelShape, lane: MicroBatch, num_done: int) -> LaneWork 
             Piece(size.num_prompt_tokens + num_done, 1, 1, prefix.num_tokens if prefix is not None else 0)
             for size, prefix in zip(rows, shares.prefixes, strict=True)
         ]
-        held = (  # whole pages that rows share are held once; of one that is not full each has its own copy
+        held = (  # shared whole pages count once; each row has its own copy of a partial page
             prefix.num_tokens // PAGE_TOKENS - (parent.num_tokens // PAGE_TOKENS if parent is not None else 0)
             for prefix, parent in shares.parents.items()
         )
@@ -147,8 +151,8 @@ def _num_pages(num_positions: int) -> int:
 
 @dataclass(kw_only=True, eq=False)
 class _PromptRow:
-    """A prompt, or what several prompts begin with, whose tokens from `done` up to `end` are left; the first `begin`
-    are another row's, `behind`, which `ended` in that pass. `size`: None of what is shared."""
+    """A prompt or shared prefix with tokens `done` to `end` left to compute. The first `begin` belong to `parent`,
+    another row; `ended` is the pass in which a row is done. `size` is None for a shared prefix."""
 
     begin: int
     end: int
@@ -174,14 +178,14 @@ class _PromptRow:
 
 @dataclass(kw_only=True)
 class _WaitingRows:
-    """The rows of a lane that wait for their turn, in order; `num_held`: pages of all its rows."""
+    """Rows of a lane that wait for prefill, in order; `num_held`: pages of all its rows."""
 
     waiting: deque[_PromptRow]
     num_held: int = 0
 
     def next_pass(self, chunk_tokens: int, turn: int, delay: int) -> LaneWork | None:
-        """The next pass: rows in order until the chunk is full, the last one perhaps in part, without those that wait
-        for what they go on from; None where all of them do."""
+        """Returns the next pass: rows in order until the chunk is full, the last one possibly in part. Rows that wait
+        for a shared prefix are skipped; None if all of them wait."""
         pieces, unfinished, left, held = list[Piece](), list[_PromptRow](), chunk_tokens, self.num_held
         while self.waiting and left:
             row = self.waiting.popleft()
@@ -203,8 +207,8 @@ class _WaitingRows:
 def block_prefills(
     shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens: int, rule: SharingRule
 ) -> list[list[LaneWork | None]]:
-    """The prefill passes of a block, of each lane what it computes, None in a pass that it waits for; those who may
-    share with other lanes wait for them."""
+    """Returns each lane's work in the prefill passes of a block; None in a pass in which the lane waits for another
+    lane's prefix."""
     if not shape.is_packed:
         return [[*prefill_works(shape, lane, chunk_tokens)] for lane in lanes]
     numbers = rule.sharing_groups([[i] for i in range(len(lanes))])
@@ -224,7 +228,7 @@ def _play_prompts(lanes: Sequence[MicroBatch], chunk_tokens: int, rule: SharingR
 
 
 def _prompt_rows(lanes: Sequence[MicroBatch], rule: SharingRule) -> list[list[_PromptRow]]:
-    """The rows of each lane in its order, each behind those that it goes on from."""
+    """Returns the rows of each lane in order, each after its parent."""
     shares = prefix_shares([size for lane in lanes for size in lane])
     if shares is None:
         return [
@@ -252,10 +256,10 @@ def _prompt_rows(lanes: Sequence[MicroBatch], rule: SharingRule) -> list[list[_P
 
 
 def _padded_prefills(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> Iterator[LaneWork]:
-    """Columns of the rectangle, whose every row is computed."""
+    """Yields the passes over columns of the padded rectangle; every row is computed."""
     rows, width = len(lane), max(size.num_prompt_tokens for size in lane)
     columns = prompt_columns(shape, rows, width, chunk_tokens)
-    scored = sorted(width - size.num_scored for size in lane)  # where each row's begin
+    scored = sorted(width - size.num_scored for size in lane)  # first scored column of each row
     for start in range(0, width, columns):
         end = min(start + columns, width)
         num_scored = sum(max(0, end - max(start, first)) for first in scored)
@@ -269,7 +273,8 @@ def _padded_prefills(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> 
 
 
 def _encoder_pass(lane: MicroBatch) -> LaneWork:
-    """The prompts through the encoder, and each row's first token through the decoder, or all that is scored."""
+    """Returns the pass of the prompts through the encoder, and of each row's first token, or its scored tokens, through
+    the decoder."""
     rows, width = len(lane), max(size.num_prompt_tokens for size in lane)
     columns = max(1, *(size.num_scored for size in lane))  # of the decoder
     return LaneWork(

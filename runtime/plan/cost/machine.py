@@ -1,8 +1,8 @@
-"""The machine that a plan is made for: memories, rates and the links between ranks, from a profile of the `machine`
-group; and the machine as one of several ranks sees it.
+"""The machine to plan for: memories, rates and links, from a profile of the config group `machine`; and one rank's
+share of it.
 
-A data sheet prints peaks. What a run attains of them is an assumption, the same for every device and stated here
-once, share by share; `jobs.measure` on the machine itself replaces all of it.
+Data sheets print peaks. The attainable shares are assumptions, equal for all devices and listed below; `jobs.measure`
+on the machine replaces them.
 """
 
 from dataclasses import dataclass, field, replace
@@ -19,14 +19,14 @@ from ..shape.rank_shares import keeps_experts_whole
 from ..shape.shapes import Stage, inner_size
 from .rates import COMPUTE_RATES, UNLIMITED, MachineRates, interpolate
 
-HOP_SECONDS = 10e-6  # of a ring of devices: a copy out, a flag, a copy in, and a launch
+HOP_SECONDS = 10e-6  # per hop of a device ring: copy out, flag, copy in, launch
 NODE_HOP_SECONDS = 50e-6  # between hosts, by TCP; an estimate until one is measured
-# Layer bytes that gloo gathers between processes of one host in a second, by their number: measured in pieces of 64
-# MiB, with two cores for all of them. With more than four each has its share of what four have.
+# Bytes per second gathered by gloo within a host, by number of processes: measured in pieces of 64 MiB, with two cores
+# in total. Above four processes each gets its share of the rate of four.
 GLOO_BYTES_PER_SECOND = [(2, 1.23e9), (4, 0.64e9)]
-# Of a layer whose matrices are cut by rows: what attends, its projection, the activations, their product.
+# Gathers per tensor-parallel layer: attention output, its projection, activations, down projection.
 NUM_GATHERS = 4
-HOST_RATES = (  # rates that all ranks of a host have together
+HOST_RATES = (  # rates that the ranks of a host share
     "disk_bytes_per_second",
     "host_memory_bytes_per_second",
     "cpu_attention_bytes_per_second",
@@ -53,9 +53,9 @@ ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """The links of `num_devices` devices in each of `num_nodes` hosts. Rates are what is attained in one direction: of
-    one device's link to the others, of a host's memory, of one host's link to the others. `device` None: ranks compute
-    in host memory, and gloo carries what they exchange."""
+    """Links between `num_devices` devices on each of `num_nodes` hosts. Rates are attainable, in one direction: of one
+    device's link to the others, of a host's memory, of one host's link to the others. `device` None: ranks compute in
+    host memory and exchange via gloo."""
 
     num_devices: int = 1
     num_nodes: int = 1
@@ -65,8 +65,8 @@ class Fabric:
     node_bytes_per_second: float = UNLIMITED
 
     def num_per_node(self, num_ranks: int) -> int:
-        """Ranks of each host; as few hosts as can be take part. Raises ConfigError where the machine has no such
-        number."""
+        """Returns the ranks per host, with as few hosts as possible. Raises ConfigError if the machine has fewer
+        devices or they cannot be divided evenly."""
         if num_ranks <= self.num_devices or (self.device is None and self.num_nodes == 1):
             return num_ranks
         most = self.num_devices * self.num_nodes
@@ -79,8 +79,8 @@ class Fabric:
         return self.num_devices
 
     def gather_bytes_per_second(self, num_ranks: int) -> float:
-        """The rate at which each rank gets what all have, its own part included. A ring goes over all links, so the
-        slowest hop says how fast it is (Patarasuk and Yuan 2009): each sends and receives (n - 1) / n."""
+        """Returns the rate of an all-gather per rank, its own part included. A ring uses all links, so the slowest hop
+        bounds it (Patarasuk and Yuan 2009); each rank sends and receives (n - 1) / n."""
         if num_ranks == 1:
             return UNLIMITED
         per_node, sent = self.num_per_node(num_ranks), (num_ranks - 1) / num_ranks
@@ -90,13 +90,13 @@ class Fabric:
         return min(rates)
 
     def gather_seconds(self, num_ranks: int) -> float:
-        """What a gather takes beside its bytes."""
+        """Returns the latency of an all-gather."""
         per_node = self.num_per_node(num_ranks)
         across = num_ranks // per_node if per_node < num_ranks else 0
         return (num_ranks - 1 - across) * HOP_SECONDS + across * NODE_HOP_SECONDS
 
     def send_seconds(self, num_bytes: float, num_ranks: int) -> float:
-        """The seconds in which one rank hands bytes to the next one; the slowest of them."""
+        """Returns the seconds to send bytes to the next rank, over the slowest link."""
         per_node, num_copies = self.num_per_node(num_ranks), 2 if self.device is DeviceLink.host else 1
         pair = GLOO_BYTES_PER_SECOND[0][1] if self.device is None else self.device_bytes_per_second
         within = num_bytes * num_copies / pair if per_node > 1 else 0.0
@@ -104,8 +104,8 @@ class Fabric:
         return max(within + HOP_SECONDS, across)
 
     def _host_gather_rate(self, num_ranks: int, sent: float) -> float:
-        """The rate of a gather within a host, of which each rank sends a share. What has no other way is written to the
-        host's memory once and read once."""
+        """Returns the all-gather rate within a host. Without direct device links, data is written to host memory once
+        and read once."""
         if self.device is None:
             last, rate = GLOO_BYTES_PER_SECOND[-1]
             return interpolate(GLOO_BYTES_PER_SECOND, num_ranks) if num_ranks <= last else rate * last / num_ranks
@@ -117,9 +117,8 @@ class Fabric:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One device beside all of a host, and the `fabric` that joins it with others; `device_bytes` is None where compute
-    happens in host memory. Memories are what a run may use. Without `has_bfloat16` units, products of it are made of
-    others."""
+    """One device with all of a host, and the `fabric` that connects it; `device_bytes` is None without a device.
+    Memories are what a run may use. Without `has_bfloat16` units bfloat16 is emulated."""
 
     name: str
     host_bytes: int
@@ -141,8 +140,8 @@ class Machine:
 
 
 def make_machine(config: MachineConfig, dtype: DType = DType.auto) -> Machine:
-    """The machine that the profile describes, for one compute dtype. `auto` as in a run of a checkpoint in bfloat16.
-    Raises ConfigError where the config holds no profile, or not this dtype."""
+    """Returns the machine that the profile describes, for one compute dtype; `auto` as for a bfloat16 checkpoint.
+    Raises ConfigError if the config has no profile, or none for this dtype."""
     if dtype is DType.auto:
         has_device = config.rates is None or config.rates.device_memory_gib is not None
         dtype = auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=has_bfloat16_units(config))
@@ -152,13 +151,13 @@ def make_machine(config: MachineConfig, dtype: DType = DType.auto) -> Machine:
     if config.rates is not None:
         return _machine_from_rates(config.name, config.rates, links, dtype, has_bfloat16=has_bfloat16_units(config))
     raise ConfigError(
-        f"machine={config.name} says nothing of how fast it is: choose a profile such as machine=l4, "
+        f"machine={config.name} has no rates: choose a profile such as machine=l4, "
         "or measure this one: python -m jobs.measure"
     )
 
 
 def _machine_from_sheet(name: str, sheet: DataSheet, links: LinksConfig, dtype: DType) -> Machine:
-    """One device beside the whole host, as far as the host's memory feeds it."""
+    """Returns one device with the whole host; the link is capped by host memory."""
     tflops = {DType.float16: sheet.float16_tflops, DType.bfloat16: sheet.bfloat16_tflops}.get(dtype)
     tflops = sheet.float32_tflops if tflops is None else tflops
     flops = tflops * TERA * min(1.0, sheet.base_clock_mhz / sheet.boost_clock_mhz)
@@ -166,8 +165,8 @@ def _machine_from_sheet(name: str, sheet: DataSheet, links: LinksConfig, dtype: 
     host = sheet.host_memory_gb_per_second * GIGA * MEMORY_SHARE
     link = min(sheet.host_link_gb_per_second * GIGA * LINK_SHARE, host)
     own = links.device_gb_per_second or sheet.host_link_gb_per_second
-    # A product of M rows takes the longer of its FLOPs and its weights' bytes, 2 M FLOPs for each number. So one point
-    # says it all: below the M where both take as long, rates are proportional to M (see `MachineRates.gemm_rate`).
+    # A product of M rows takes the longer of its FLOPs and reading its weights, 2 M FLOPs per element. One point is
+    # enough: below the M at which both are equal, rates are proportional to M (see `MachineRates.gemm_rate`).
     ridge_rows = max(1, round(flops * COMPUTE_SHARE * ITEM_BYTES[dtype] / (2 * memory)))
     return Machine(
         name=name,
@@ -206,7 +205,7 @@ def _machine_from_sheet(name: str, sheet: DataSheet, links: LinksConfig, dtype: 
 def _machine_from_rates(
     name: str, rates: MeasuredRates, links: LinksConfig, dtype: DType, *, has_bfloat16: bool
 ) -> Machine:
-    """What was measured, of one device or of a host that computes itself, and the links around it."""
+    """Returns the measured machine, with one device or a computing host, and its links."""
     dtype_rates = rates.dtypes.get(dtype.value)
     if dtype_rates is None:
         known = ", ".join(rates.dtypes) or "none"
@@ -251,8 +250,8 @@ def _per_second(gb_per_second: float | None, share: float = 1.0) -> float:
 def rank_machine(
     machine: Machine, shape: ModelShape, parallelism: Parallelism, num_ranks: int, experts: DividedExperts
 ) -> Machine:
-    """The share of each of `num_ranks` ranks of a `machine` as `machine_of` describes it. `shape` is the whole model.
-    Raises ConfigError where so many do not go onto the machine."""
+    """Returns the share of each of `num_ranks` ranks of a `machine`; `shape` is the whole model. Raises ConfigError if
+    the ranks do not fit onto the machine."""
     if parallelism is Parallelism.one:
         return machine
     per_node = machine.fabric.num_per_node(num_ranks)
@@ -261,13 +260,13 @@ def rank_machine(
         rates = _tensor_parallel_rates(rates, machine.fabric, shape, num_ranks, experts)
     elif parallelism is Parallelism.sharded:
         rates = _sharded_rates(rates, machine, num_ranks, num_ranks // per_node)
-        # Devices hand each other what their hosts lack; in front of none, ranks of several hosts hold all weights each.
+        # Devices exchange shards across hosts; without devices each host holds all weights.
         num_sharers = num_ranks if machine.device_bytes is not None or per_node == num_ranks else 1
     return replace(machine, host_bytes=machine.host_bytes // per_node, num_sharers=num_sharers, rates=rates)
 
 
 def _rates_per_rank(machine: Machine, count: int) -> MachineRates:
-    """The rates that each of `count` ranks of a host has, if all work at once."""
+    """Returns the rates of each of `count` ranks of a host when all work at once."""
     rates = machine.rates.map_rates(HOST_RATES, lambda rate: rate / count)
     if machine.device_bytes is None:
         return rates.map_rates(COMPUTE_RATES, lambda rate: rate / count)
@@ -276,13 +275,13 @@ def _rates_per_rank(machine: Machine, count: int) -> MachineRates:
 
 
 def _sharded_rates(rates: MachineRates, machine: Machine, num_ranks: int, num_nodes: int) -> MachineRates:
-    disk = num_ranks * rates.disk_bytes_per_second  # of all hosts: each byte is read once
+    disk = num_ranks * rates.disk_bytes_per_second  # over all hosts: each byte is read once
     if machine.device_bytes is None:
         gathered = UNLIMITED if num_nodes == 1 else machine.fabric.gather_bytes_per_second(num_ranks)
         return replace(rates, disk_bytes_per_second=_serial_rate(disk, gathered))
     own = rates.link_in_bytes_per_second
     if machine.fabric.device is DeviceLink.host:
-        # A host gets whole pages of which the others have all but its share.
+        # A host holds its share of every page and receives the rest from other hosts.
         beyond = UNLIMITED if num_nodes == 1 else machine.fabric.node_bytes_per_second * num_nodes / (num_nodes - 1)
         shards = _serial_rate(own, beyond)
     else:
@@ -291,19 +290,20 @@ def _sharded_rates(rates: MachineRates, machine: Machine, num_ranks: int, num_no
         rates,
         disk_bytes_per_second=disk,
         shard_bytes_per_second=shards,
-        host_memory_bytes_per_second=UNLIMITED,  # these rates are of all ranks' bytes, of which a host sees a part
+        host_memory_bytes_per_second=UNLIMITED,  # the rates above count bytes of all ranks; a host moves only a part
     )
 
 
 def _tensor_parallel_rates(
     rates: MachineRates, fabric: Fabric, shape: ModelShape, num_ranks: int, experts: DividedExperts
 ) -> MachineRates:
-    """What a layer of cut matrices gathers of a token, beside its hidden vector: queries' answers and their projection,
-    the activations of its feed-forward, or outputs of whole experts, and their product or sum."""
+    """Returns the rates with the exchanges of a tensor-parallel layer. Beside the hidden vector a token gathers
+    attention outputs and their projection, feed-forward activations or whole experts' outputs, and their product or
+    sum."""
 
     def inner_elements(stage: Stage) -> float:
-        """What ranks send one another between the matrices of a feed-forward, or of all experts that a token visits; or
-        what each of those makes, where it is whole, to the rank that adds it up."""
+        """Returns the elements per token exchanged within a feed-forward: activations of all visited experts, or
+        outputs of whole experts to the rank that sums them."""
         if keeps_experts_whole(stage, shape.hidden_size, num_ranks, experts):
             return stage.num_experts_per_token * shape.hidden_size / num_ranks
         return stage.num_experts_per_token * inner_size(stage, shape.hidden_size) or shape.intermediate_size
@@ -319,5 +319,5 @@ def _tensor_parallel_rates(
 
 
 def _serial_rate(*rates: float) -> float:
-    """The rate of bytes that go over one link after another; a slot has a page on one of them at a time."""
+    """Returns the rate of bytes that pass several links one after another; a page uses one link at a time."""
     return 1 / sum(1 / rate for rate in rates)

@@ -1,9 +1,8 @@
-"""The passes of continuous admission, played on sizes alone by the very rules of `batching/admission.py`.
+"""Passes of continuous admission, simulated on sizes with the rules of `batching/admission.py`.
 
-Runs of many seats and requests are played in outline. Lanes are alike, so a few of them stand for all, with their share
-of requests and pages. Requests come and go alike, so some of them stand for all: first a turnover in which seats fill,
-then a stretch in which those enter that others made room for, which stands for all requests that are not played as
-well, and at last the passes in which nobody is left in line.
+Large runs are sampled. A few lanes represent all, with their share of requests and pages. A few requests represent all,
+in three parts: the slots fill, then a steady state that also represents all requests left out, and at last the passes
+with an empty queue.
 """
 
 from collections.abc import Sequence
@@ -15,16 +14,16 @@ from ...batching.prefixes import CachedPrefix, PrefixKey, SharedPrefix, all_pref
 from ..placement.memory import SequenceSize
 from .lane_work import LaneWork, PassGroup, Piece, packed_work
 
-MAX_STEPS = 48_000  # seats times passes that are played: about a tenth of a second
-NUM_TURNOVERS = 3  # as many requests as seats are played so often in any case
-MAX_SLOTS = 256  # that are played, or a lane's, where prompts share nothing: what lanes share cannot be divided
-LEAST_ROOM = 8  # times the pages of the longest sequence: with less, who enters depends on how long each is
-MAX_GROUPS = 96  # passes that are kept
+MAX_STEPS = 48_000  # simulated slots times passes: about a tenth of a second
+NUM_TURNOVERS = 3  # at least this many requests per slot are simulated
+MAX_SLOTS = 256  # simulated, at least one lane; only without shared prefixes, which lanes cannot divide
+LEAST_ROOM = 8  # times the pages of the longest sequence: with less, admission depends on single lengths
+MAX_GROUPS = 96  # passes returned
 
 
 def mixed_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> list[PassGroup]:
-    """Every pass. `sizes` in the order in which requests enter; every one runs to its limit, and asks for a token at
-    least."""
+    """Returns every pass. `sizes` are in order of admission; every sequence runs to its limit and generates at least
+    one token."""
     slots, groups = _RunningSlots(sizes, limits, num_pages), list[PassGroup]()
     while slots.has_sequences:
         plan = slots.plan_next()
@@ -34,7 +33,7 @@ def mixed_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pag
 
 
 def outlined_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> list[PassGroup]:
-    """Up to `MAX_KEPT` passes that stand for all of `mixed_passes`."""
+    """Returns up to `MAX_GROUPS` passes that represent all of `mixed_passes`."""
     sample = _Sample.from_limits(sizes, limits, num_pages)
     slots, outline, passes_per_step = _RunningSlots(sample.played, sample.limits, sample.num_pages), _Outline(), 0.0
     while slots.has_sequences:
@@ -51,15 +50,15 @@ def outlined_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_
 
 @dataclass(kw_only=True)
 class _Outline:
-    """Each `stride`th of the passes, which stands for those before it too."""
+    """Every `stride`th pass, which also represents the passes before it."""
 
     groups: list[PassGroup] = field(default_factory=list)
     stride: int = 1
     num_played: int = 0
-    num_passes: float = 0.0  # that nothing kept stands for yet
+    num_passes: float = 0.0  # not represented by a group yet
 
     def count_pass(self, num_passes: float) -> bool:
-        """Counts the next pass, as so many, and says whether it is to be kept."""
+        """Counts a pass `num_passes` times. Returns True if it must be appended."""
         self.num_passes += num_passes
         self.num_played += 1
         if self.num_played % self.stride == 0 and len(self.groups) == MAX_GROUPS:
@@ -74,21 +73,20 @@ class _Outline:
 
     @property
     def all_groups(self) -> list[PassGroup]:
-        """What is kept stands for every pass."""
+        """The groups, with the remaining passes added to the last."""
         *others, last = self.groups
         return [*others, replace(last, num_passes=last.num_passes + self.num_passes)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sample:
-    """`played` of the requests, in a few of the lanes. `num_left_tokens`: of the requests that these lanes have
-    beside them."""
+    """Simulated requests in a few lanes. `num_unplayed_tokens`: tokens of these lanes' other requests."""
 
     played: Sequence[SequenceSize]
     num_unplayed_tokens: int
     limits: AdmissionLimits
     num_pages: int
-    times: float  # as many lanes there are
+    times: float  # lanes of the run per simulated lane
 
     @staticmethod
     def from_limits(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> "_Sample":
@@ -101,7 +99,7 @@ class _Sample:
         times = limits.num_lanes / num_lanes
         lane_sizes = [sizes[int((turn + 0.5) * times)] for turn in range(int(len(sizes) / times))] or sizes[:1]
         limits = replace(limits, num_lanes=num_lanes)
-        # As many of the first are played as take the steps.
+        # Simulate the first requests, up to MAX_STEPS.
         costs = accumulate(size.max_new_tokens + size.num_prompt_tokens // limits.lane_tokens for size in lane_sizes)
         least = NUM_TURNOVERS * limits.num_lanes * limits.lane_size
         num_played = max(sum(cost <= MAX_STEPS for cost in costs), least)
@@ -126,15 +124,15 @@ def _num_tokens(size: SequenceSize) -> int:
 
 
 class _RunningSlots:
-    """A run between two passes. `planned`, `worked` and `move_on` are of the next one, in this order."""
+    """A run between two passes. Call `plan_next`, `make_group` and `advance` in this order."""
 
     def __init__(self, sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int):
         self._sizes, self._limits, self._num_free = sizes, limits, num_pages
-        self._line = [  # the next one last
+        self._line = [  # reversed: the next request is last
             Waiting(request=i, num_known=size.num_prompt_tokens, max_cached=_max_cached(size), prefix=size.prefix)
             for i, size in enumerate(sizes)
         ][::-1]
-        self._shared = [limits.rule.num_shared(size.prefix) for size in sizes]  # tokens that each goes on from
+        self._shared = [limits.rule.num_shared(size.prefix) for size in sizes]  # shared prefix tokens of each
         self._num_slots = limits.num_lanes * limits.lane_size
         self._are_sharing = any(size.prefix is not None for size in sizes)
         self._slots: dict[int, SlotState] = {}  # by request, in the order of admission
@@ -150,7 +148,7 @@ class _RunningSlots:
 
     @property
     def has_turned_over(self) -> bool:
-        """Whether all have ended that were seated first, or half of all have left the line."""
+        """True if all initial sequences ended, or half of the queue was admitted."""
         oldest = next(iter(self._slots))
         return oldest >= len(self._slots) or 2 * len(self._line) <= len(self._sizes)
 
@@ -159,7 +157,7 @@ class _RunningSlots:
         return sum(_num_tokens(self._sizes[each.request]) for each in self._line)
 
     def plan_next(self) -> PassPlan:
-        """Who enters and gives way has done so."""
+        """Plans the next pass, and applies its admissions and preemptions."""
         num_looked = self._num_slots if self._are_sharing else 1 + self._num_slots - len(self._slots)
         waiting, slots = self._line[: -1 - num_looked : -1], list(self._slots.values())
         plan = plan_pass(waiting, slots, self._num_free, self._limits, self._held.values())
@@ -186,7 +184,7 @@ class _RunningSlots:
         return self._limits.pages(end) - self._limits.pages(begin)
 
     def _begin(self, place: PrefixKey) -> int:
-        """Tokens of a prefix that are its parent's."""
+        """Returns the tokens of a prefix that belong to its parent."""
         return self._limits.rule.num_shared(place[0].parent)
 
     def make_group(self, plan: PassPlan) -> PassGroup:
@@ -205,7 +203,7 @@ class _RunningSlots:
             num_decoded += new if is_begun and past + 1 == slot.num_known else 0
         works = list[LaneWork]()
         for lane, pieces in enumerate(lanes):
-            if any(piece.new for piece in pieces):  # what they go on from, but for what the pass computes of it
+            if any(piece.new for piece in pieces):  # pages of cached prefixes, without those computed in this pass
                 places = all_prefix_keys([(prefix, lane) for prefix in prefixes[lane]], self._limits.rule)
                 stored = [
                     (self._held[place].num_cached, self._begin(place)) for place in places - plan.prefix_tokens.keys()

@@ -1,7 +1,7 @@
-"""How long a run should take: its passes, one after the other, as far as they differ, each simulated. Pure.
+"""Predicts the duration of a run by simulating representative passes. Pure.
 
-Every sequence runs to its limit. Passes change slowly, as prompts go in and keys and values grow: a phase is cut into
-stretches of passes, and the one in the middle of a stretch stands for all of it.
+Every sequence runs to its limit. Passes change slowly as prompts finish and KV grows. Each phase is cut into spans, and
+the middle pass of a span represents it.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,10 +25,10 @@ from .mixed_passes import outlined_passes
 from .rates import MachineRates
 from .simulator import Links, PhaseTime, Script, simulate_each
 
-MANY_PREFILLS = 8  # passes, of which the last one is no longer worth one of its own
-MAX_BLOCKS = 3  # that stand for all: blocks of a plan are alike
-MAX_SPANS = 8  # of a phase of a block
-MAX_MIXED_SPANS = 24  # of a run whose passes carry both
+MANY_PREFILLS = 8  # from this many passes on, the last one is not timed separately
+MAX_BLOCKS = 3  # representatives: blocks of a plan are similar
+MAX_SPANS = 8  # per phase of a block
+MAX_MIXED_SPANS = 24  # per run with prefill and decode in one pass
 
 
 @lru_cache(64)
@@ -38,7 +38,8 @@ def _script(walk: Walk, num_lanes: int, links: Links) -> Script:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A pass that carries prompts beside tokens that are decoded is divided between the phases by its tokens."""
+    """Predicted time by phase. The time of a pass with both prompts and decoding tokens is divided by their token
+    counts."""
 
     prefill: PhaseTime
     decode: PhaseTime
@@ -61,7 +62,7 @@ class Prediction:
 
     @property
     def phases(self) -> Mapping[str, PhaseTime]:
-        """Those phases that have passes, by their names."""
+        """The phases that have passes, by name."""
         return {name: phase for name, phase in vars(self).items() if phase.seconds}
 
 
@@ -74,7 +75,7 @@ def predict(
     rates: MachineRates,
     admission: Admission = Admission.wave,
 ) -> Prediction:
-    """The prediction for all blocks together, at the start of a run."""
+    """Returns the prediction for all blocks, from the start of a run."""
     clock = _PassTimer(shape=shape, placement=placement, rates=rates)
     blocks = [block for block in (_without_empty(block, sizes) for block in blocks) if block.members]
     if not blocks:
@@ -91,7 +92,7 @@ def predict(
 def decode_pass_seconds(
     shape: ModelShape, placement: Placement, lanes: Sequence[MicroBatch], rates: MachineRates
 ) -> float:
-    """The seconds of the decode pass in the middle of the answers, in the steady state."""
+    """Returns the seconds of a steady decode pass halfway through the outputs."""
     half = max((size.max_new_tokens for lane in lanes for size in lane), default=0) // 2
     most = [[replace(size, max_new_tokens=half + 2) for size in lane] for lane in lanes]
     works = [work for lane in most if (work := decode_work(shape, lane, half)) is not None]
@@ -108,7 +109,7 @@ def predict_roughly(
     *,
     max_prefills: int = 3,
 ) -> Prediction:
-    """The prediction for one block, by few of its passes."""
+    """Returns the prediction for one block, from a few of its passes."""
     rule = placement.sharing_rule
     spans = list(block_spans(shape, lanes, chunk_tokens, rule, max_prefills=max_prefills, max_decodes=1))
     return _PassTimer(shape=shape, placement=placement, rates=rates, num_steady=1).predict(spans)
@@ -124,8 +125,8 @@ def predict_from_sample(
     *,
     num_timed: int,
 ) -> Prediction:
-    """The prediction for all blocks, by `num_timed` of them: those in the middle of as many runs of neighbours. Of each
-    a full prefill pass, the last one where there are few, and a decode pass are timed."""
+    """Returns the prediction for all blocks, from `num_timed` of them, each in the middle of a run of neighbors. Timed
+    per block: a full prefill pass, the last one if there are few, and a decode pass."""
     blocks = [block for block in (_without_empty(block, sizes) for block in blocks) if block.members]
     prefill, decode, count = PhaseTime(), PhaseTime(), min(num_timed, len(blocks))
     for turn in range(count):
@@ -145,8 +146,8 @@ def block_spans(
     max_prefills: int = MAX_SPANS,
     max_decodes: int = MAX_SPANS,
 ) -> Iterator[PassGroup]:
-    """Prefill passes, from which lanes drop out as they have no prompts left, the last with what is left of them; then
-    decode passes, from which they drop out as their sequences end."""
+    """Yields prefill spans, with lanes dropping out as their prompts are done, then decode spans, with lanes dropping
+    out as their sequences end."""
     prompts = block_prefills(shape, lanes, chunk_tokens, rule)
     ends = {size.max_new_tokens - 1 for lane in lanes for size in lane}
 
@@ -159,7 +160,7 @@ def block_spans(
     counts = set(map(len, prompts))
     most = max(counts, default=0)
     parts = _split_at({*counts, most - 1}, max_prefills) if most else []
-    if max_prefills <= 2:  # all but the last, which has what is left, and the last where there are few
+    if max_prefills <= 2:  # full passes, and the partial last one if there are few
         ends_at = [most] if most > MANY_PREFILLS else [max(0, most - 1), most]
         parts = [range(begin, end) for begin, end in pairwise([0, *ends_at]) if begin < end]
     for part in parts:
@@ -171,7 +172,8 @@ def block_spans(
 def mixed_spans(
     placement: Placement, blocks: Sequence[Block], sizes: Sequence[SequenceSize], chunk_tokens: int
 ) -> list[PassGroup]:
-    """Seats as a run has them: as many lanes as the block that has most, as long as the longest."""
+    """Returns the spans of continuous admission, with the slots of the run: the most lanes of any block, with the most
+    rows of any lane."""
     limits = AdmissionLimits.from_lanes(
         placement.sharing_rule,
         num_lanes=max(len(block.micro_batches) for block in blocks),
@@ -186,7 +188,7 @@ def mixed_spans(
 
 
 def _without_empty(block: Block, sizes: Sequence[SequenceSize]) -> Block:
-    """The block without what asks for no token: that never enters a lane."""
+    """Returns the block without requests for zero tokens: these never enter a lane."""
     groups = (tuple(i for i in group if sizes[i].max_new_tokens) for group in block.micro_batches)
     return Block(index=block.index, micro_batches=tuple(group for group in groups if group))
 
@@ -196,8 +198,7 @@ def pick_evenly(blocks: Sequence[Block], count: int) -> tuple[Block, ...]:
 
 
 def _split_at(ends: Collection[int], most: int) -> list[range]:
-    """Up to the last end in up to `most` ranges: none reaches over an end where that can be, and the longest are
-    halved."""
+    """Splits range(last end) into up to `most` ranges that do not cross an end if possible; the longest are halved."""
     places = sorted({0, *ends})
     marks = [places[part[-1]] for part in _even_ranges(len(places), most)]
     parts = [range(begin, end) for begin, end in pairwise([0, *marks]) if begin < end]
@@ -208,23 +209,23 @@ def _split_at(ends: Collection[int], most: int) -> list[range]:
 
 
 def _even_ranges(count: int, most: int) -> list[range]:
-    """0..count in up to `most` ranges of about the same length."""
+    """Splits range(count) into up to `most` ranges of about equal length."""
     num_parts = min(count, most)
     return [range(count * n // num_parts, count * (n + 1) // num_parts) for n in range(num_parts)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PassTimer:
-    """How long passes take on one machine with one placement."""
+    """Times passes on one machine with one placement."""
 
     shape: ModelShape
     placement: Placement
     rates: MachineRates
-    num_steady: int = 2  # passes behind the first, whose mean a steady pass is
+    num_steady: int = 2  # passes after the first, averaged as the steady pass
 
     def predict(self, spans: Sequence[PassGroup], num_blocks: int = 1) -> Prediction:
-        """Each phase's passes, and what its first one takes longer where slots are empty: at the start of the run, or
-        in every block where the two walks do not flow into each other."""
+        """Returns the time of these passes by phase. Adds the extra time of each phase's first pass with empty slots:
+        at the start of the run, or in every block if the two walks differ."""
         prefill, decode = PhaseTime(), PhaseTime()
         begun, flows_on = set[bool](), self.placement.walk.first_stage == self.placement.decode_walk.first_stage
         for span in spans:
@@ -246,7 +247,8 @@ class _PassTimer:
         return self._first_and_steady(span)[1]
 
     def _first_and_steady(self, span: PassGroup) -> tuple[PhaseTime, PhaseTime]:
-        """A pass that finds slots empty; and one behind others like it, what those after the first take on average."""
+        """Returns the time of a pass that starts with empty slots, and of a steady one: the mean of those after the
+        first."""
         # Only passes of prompts alone take the prefill walk.
         walk = self.placement.walk if span.is_prefill else self.placement.decode_walk
         seconds = make_durations(self.shape, self.placement, walk, span.lanes, self.rates, self._stage_costs)

@@ -1,4 +1,4 @@
-"""How fast a machine is, in what a plan's time follows from."""
+"""Rates of a machine, as the cost model uses them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -14,19 +14,18 @@ from ..shape.numbers import Numbers, larger
 from ..shape.shapes import Parameter
 
 UNLIMITED = float("inf")
-COMPUTE_RATES = (  # those of where the model computes
+COMPUTE_RATES = (  # rates of the compute device
     "gemm_flops_per_second",
     "expert_flops_per_second",
     "memory_bytes_per_second",
     "attention_bytes_per_second",
     "prefill_attention_flops_per_second",
 )
-DEQUANTIZE_LAUNCHES = 2  # of one matrix, or of all experts', by kernels; operators of torch are about ten
+DEQUANTIZE_LAUNCHES = 2  # per matrix, or stack of experts, with kernels; torch operators take about ten
 
 
 class StoredWork(NamedTuple):
-    """Weights that must be dequantized before they are multiplied: numbers, the bytes that they lie in, and how many
-    matrices they are, those of experts in one place counted once."""
+    """Weights to dequantize before products: elements, stored bytes, and matrices (a stack of experts counts once)."""
 
     num_numbers: float = 0.0
     num_bytes: float = 0.0
@@ -53,32 +52,31 @@ NOTHING_STORED = StoredWork()
 
 @dataclass(frozen=True, kw_only=True)
 class MachineRates:
-    """The rates of one machine, or of one rank's share of it, and one compute dtype; what is not named takes no time.
+    """Rates of one machine, or of one rank's share, for one compute dtype. The defaults are free of cost.
 
-    `gemm_flops_per_second` maps rows (M) of a product to its rate, with weights as they are stored: what turns them
-    into the compute dtype is in it. `expert_flops_per_second`: the same of an expert, from taking its tokens to adding
-    what became of them; empty where it was not measured apart. `exchange`: all that ranks exchange in a layer, by bytes
-    of the hidden vectors that go through it, and what it takes beside. `attention` is decode attention, by bytes of
-    keys and values, where the model computes and on the CPU's workers; `prefill_attention` by FLOPs of the pairs that
-    are looked at. `turn_seconds` is what a lane's pass through a stage takes beside all that, as launching its
-    operators does, `hit_seconds` as much of each expert that is read by itself, `pass_seconds` a pass beside its turns.
+    `gemm_flops_per_second` maps the rows (M) of a product to its rate, including the conversion of stored weights.
+    `expert_flops_per_second`: the same for an expert, from gathering its tokens to adding its outputs; empty if not
+    measured. `exchange_*`: all exchanges of ranks in a layer, per byte of its hidden vectors, and their latency.
+    `attention_*`: decode attention per byte of KV, on the compute device and on the CPU's workers;
+    `prefill_attention_*` per FLOP of query-key pairs. `turn_seconds`: overhead of a lane in a stage, such as launches;
+    `hit_seconds`: of each paged expert; `pass_seconds`: of a pass.
     """
 
     disk_bytes_per_second: float
     gemm_flops_per_second: Mapping[int, float]
     link_in_bytes_per_second: float = UNLIMITED  # host -> device, from pinned memory
     link_out_bytes_per_second: float = UNLIMITED
-    shard_bytes_per_second: float | None = None  # weights of which other ranks bring their shares; None: over the link
+    shard_bytes_per_second: float | None = None  # weights loaded in shards by all ranks; None: over the link
     memory_bytes_per_second: float = UNLIMITED  # of the compute device, read and written by activations
     attention_bytes_per_second: float = UNLIMITED
     cpu_attention_bytes_per_second: float = UNLIMITED
     prefill_attention_flops_per_second: float = UNLIMITED
     expert_flops_per_second: Mapping[int, float] = field(default_factory=dict)
     cpu_flops_per_second: float | None = None  # products on the CPU beside an accelerator; None: not known
-    host_memory_bytes_per_second: float = UNLIMITED  # that disk, links and CPU share in front of an accelerator
+    host_memory_bytes_per_second: float = UNLIMITED  # shared by disk, links and CPU, with an accelerator
     exchange_bytes_per_second: float = UNLIMITED
     exchange_seconds: float = 0.0
-    dequantize_bytes_per_second: float = UNLIMITED  # of stored weights that become numbers, both counted
+    dequantize_bytes_per_second: float = UNLIMITED  # stored and dequantized bytes together
     launch_seconds: float = 0.0  # of one operator
     turn_seconds: float = 0.0
     hit_seconds: float = 0.0
@@ -86,13 +84,12 @@ class MachineRates:
 
     @property
     def weights_in_bytes_per_second(self) -> float:
-        """How fast weights come to where compute finds them."""
+        """The rate at which weights arrive in compute memory."""
         return self.shard_bytes_per_second or self.link_in_bytes_per_second
 
     @property
     def host_shares(self) -> Mapping[Resource, float]:
-        """The part of host memory's rate that each takes while it works by its own rate; none where that, or host
-        memory's, has no limit."""
+        """The share of host memory bandwidth that each resource uses while busy; empty if either rate is unlimited."""
         rates = {
             Resource.disk: self.disk_bytes_per_second,
             Resource.host_to_device: self.link_in_bytes_per_second,
@@ -103,8 +100,7 @@ class MachineRates:
         return {resource: rate / host for resource, rate in rates.items() if rate < UNLIMITED and host < UNLIMITED}
 
     def map_rates(self, names: Iterable[str], change: Callable[[float], float]) -> "MachineRates":
-        """These rates with those of such names changed, by each number of rows where there are several; what is not
-        known stays so."""
+        """Returns the rates with `change` applied to these fields, and to each entry of mappings; None stays None."""
 
         def made(value: float | Mapping[int, float] | None) -> float | Mapping[int, float] | None:
             if isinstance(value, Mapping):
@@ -114,11 +110,11 @@ class MachineRates:
         return replace(self, **{name: made(getattr(self, name)) for name in names})
 
     def layer_exchange_seconds(self, num_bytes: Numbers) -> Numbers:
-        """Seconds in which ranks exchange what they make in a layer of hidden vectors of so many bytes."""
+        """Returns the seconds of a layer's exchanges between ranks, for `num_bytes` of hidden vectors."""
         return num_bytes / self.exchange_bytes_per_second + self.exchange_seconds
 
     def to_plain(self) -> dict[str, object]:
-        """Plain values for JSON, which has neither infinity nor numbers as keys: text, both of them."""
+        """Returns values for JSON, which has no infinity and no integer keys: both become text."""
 
         def plain(value: object) -> object:
             if isinstance(value, Mapping):
@@ -129,7 +125,7 @@ class MachineRates:
 
     @staticmethod
     def from_plain(values: Mapping[str, object]) -> "MachineRates":
-        """The inverse of `to_plain`. Raises KeyError, TypeError or ValueError where `values` are no rates."""
+        """Inverse of `to_plain`. Raises KeyError, TypeError or ValueError for invalid `values`."""
 
         def rate(value: object) -> object:
             if isinstance(value, Mapping):
@@ -144,40 +140,41 @@ class MachineRates:
         return bool(self.expert_flops_per_second)
 
     def gemm_rate(self, num_rows: Numbers) -> Numbers:
-        """FLOP/s of a product of so many rows: linear between the measured points, constant beyond the last,
-        proportional to the rows below the first."""
+        """Returns the FLOP/s of a product of `num_rows`: interpolated between measured points, constant beyond the
+        last, proportional to the rows below the first."""
         return _rate(self._gemm_points, num_rows)
 
     def expert_rate(self, num_rows: Numbers) -> Numbers:
-        """FLOP/s of an expert's product with its share of the tokens, as `gemm_rate` where it was not measured."""
+        """Returns the FLOP/s of an expert's product; that of `gemm_rate` if not measured."""
         return _rate(self._expert_points or self._gemm_points, num_rows)
 
     def gemm_seconds(self, num_rows: Numbers, num_weights: Numbers | float) -> Numbers:
-        """Seconds in which so many rows, more than none, are multiplied with so many weights."""
+        """Returns the seconds of a product; `num_rows` must be positive."""
         return 2.0 * num_rows * num_weights / self.gemm_rate(num_rows)
 
     def has_code_kernels(self, item_bytes: int) -> bool:
-        """Whether kernels of a device multiply a few rows, of so many bytes a number, with stored weights as they
-        lie."""
+        """True if device kernels multiply a few rows with quantized codes directly."""
         return self.dequantize_bytes_per_second < UNLIMITED and item_bytes == 2
 
     def codes_seconds(self, stored: StoredWork, num_rows: Numbers) -> Numbers:
-        """Seconds in which kernels multiply so few rows with stored weights as they lie: those of reading the numbers
-        in 16 bits, which four bits take as well since they are decoded on the way, or
-        of the products at the rate of many rows, whichever are more."""
+        """Returns the seconds of a product with quantized codes: the longer of decoding the weights and of the product
+        at the rate of many rows.
+
+        Decoding takes as long as reading 16-bit elements, for four bits too (measured, see docs/kernels.md).
+        """
         reading = 2.0 * stored.num_numbers / self.dequantize_bytes_per_second
         products = 2.0 * num_rows * stored.num_numbers / max(self.gemm_flops_per_second.values())
         return larger(reading, products)
 
     def dequantize_seconds(self, stored: StoredWork, item_bytes: int) -> float:
-        """Seconds in which stored weights become numbers of the compute dtype, of so many bytes each: all that they
-        take is read and written once, by a few operators for each matrix."""
+        """Returns the seconds to dequantize weights to `item_bytes` per element: stored bytes are read once, elements
+        written once, with a few launches per matrix."""
         moved = stored.num_bytes + stored.num_numbers * item_bytes
         launches = DEQUANTIZE_LAUNCHES * stored.num_matrices
         return moved / self.dequantize_bytes_per_second + launches * self.launch_seconds
 
     def experts_seconds(self, num_hit: Numbers, num_visits: Numbers, num_weights: float) -> Numbers:
-        """Seconds in which each expert that is hit, of so many weights, multiplies its share of the visits."""
+        """Returns the seconds of `num_hit` experts of `num_weights` each, with even shares of the visits."""
         return 2.0 * num_visits * num_weights / self.expert_rate(num_visits / num_hit)
 
     @cached_property
@@ -190,7 +187,7 @@ class MachineRates:
 
 
 def interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
-    """Linear between points, which ascend; constant before the first and beyond the last."""
+    """Interpolates linearly between ascending points; constant outside."""
     if x <= points[0][0]:
         return points[0][1]
     for (x0, y0), (x1, y1) in pairwise(points):

@@ -1,10 +1,10 @@
-"""The hierarchical roofline model, HRM (MoE-Lightning, Cao et al. 2025, section 3): which memory bounds what, where the
-turning points of a model's feed-forward layers lie on a machine, and where a policy stands to them.
+"""The hierarchical roofline model, HRM (MoE-Lightning, Cao et al. 2025, section 3): turning points of a model's
+feed-forward layers on a machine, and the operating point of a policy.
 
-A **level** is a memory with the processor beside it: host memory and the CPU, an accelerator and its own. An operation
-has one **intensity** at its own level, FLOPs for each byte it touches there, and another one across levels, FLOPs for
-each byte that must first come over. Many sequences share the weights that come over, a micro-batch those it touches: so
-a block's size moves the one and a micro-batch's the other.
+A **level** is a processor with its memory: the CPU with host memory, an accelerator with its own. An operation has an
+**intensity** at its level, FLOPs per byte it touches there, and one across levels, FLOPs per byte that must be
+transferred first. All sequences of a block share transferred weights; a micro-batch shares those it touches. The
+block's size sets the one intensity, the micro-batch's the other.
 """
 
 from dataclasses import dataclass
@@ -19,22 +19,23 @@ from .work import LayerWork
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """A processor's peak, and the rate of the memory beside it."""
+    """A processor's peak FLOP/s and the bandwidth of its memory."""
 
     name: str
     flops_per_second: float
     bytes_per_second: float
 
     def attainable(self, intensity: float | Floats) -> float | Floats:
-        """FLOP/s of an operation whose bytes are all here: the classical roofline."""
+        """Returns the FLOP/s of an operation with all its bytes at this level: the classical roofline."""
         return np.minimum(self.flops_per_second, self.bytes_per_second * intensity)
 
 
 def first_turning_point(lower: Level, link_bytes_per_second: float) -> float:
-    """P1. Brought over, an operation of intensity I gets at most link * I; where its bytes lie, min(peak, memory * I).
+    """Returns P1, the intensity from which transferring data pays.
 
-    Both grow with I, and a link is slower than the memory it reads, so the lower level leads until it meets its own
-    peak: link * I = peak, I = peak / link. A link faster than the memory leads from the start: 0.
+    With transfer, an operation of intensity I attains at most link * I; at the lower level, min(peak, memory * I). Both
+    grow with I, and a link is slower than the memory it reads. So the lower level leads until its peak: link * I =
+    peak, I = peak / link. A link faster than the memory leads from the start: 0.
     """
     if link_bytes_per_second >= lower.bytes_per_second:
         return 0.0
@@ -42,24 +43,24 @@ def first_turning_point(lower: Level, link_bytes_per_second: float) -> float:
 
 
 def second_turning_point(upper: Level, intensity: float, link_bytes_per_second: float) -> float:
-    """P2. What the upper level attains on bytes that it has, min(peak, memory * its own intensity), does not depend on
-    the link. The link's roof meets it at link * I = min(peak, memory * intensity). Larger micro-batches raise the
-    intensity there and so move P2 up, until the peak.
+    """Returns P2, the intensity from which the link is no longer the bottleneck.
+
+    The upper level attains min(peak, memory * its own intensity), independent of the link. The link's roof meets it at
+    link * I = min(peak, memory * intensity). Larger micro-batches raise that intensity and so P2, up to the peak.
     """
     return float(upper.attainable(intensity)) / link_bytes_per_second
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatingPoint:
-    """Intensities in FLOPs per byte: decode attention's, and that of feed-forward weights which N sequences share.
+    """Intensities in FLOPs per byte: of decode attention, and of feed-forward weights shared by N sequences.
     `needed_sequences`: N that reaches P2.
 
-    `p1` and `p2`, the turning points, are intensities across levels, for each byte that would come over the link. Below
-    `p1` an operation is faster where its bytes are; above `p2` the link no longer bounds it. Between the two the link
-    does, and what helps is more work for each byte: more sequences.
+    The turning points `p1` and `p2` are intensities across levels. Below `p1` an operation is faster at the lower
+    level; above `p2` the link is no longer the bottleneck. Between them it is, and more sequences help.
     """
 
-    p1: float | None  # None: how fast the lower level multiplies is not known
+    p1: float | None  # None: no FLOP/s known for the lower level
     p2: float
     attention: float
     feed_forward: float
@@ -69,7 +70,8 @@ class OperatingPoint:
 def operating_point(
     work: LayerWork, machine: Machine, *, reads: bool, num_sequences: float, num_rows: float
 ) -> OperatingPoint:
-    """The operating point of a decode pass over `num_sequences`, whose feed-forward layers take `num_rows` at once."""
+    """Returns the operating point of a decode pass over `num_sequences`; feed-forward layers process `num_rows` at
+    once."""
     rates, link = machine.rates, link_bytes_per_second(machine, reads=reads)
     lower = host_level(rates) if machine.device_bytes is not None else None
     per_sequence = work.ffn_flops_per_token / work.ffn_bytes
@@ -85,14 +87,14 @@ def operating_point(
 
 
 def hit_share(work: LayerWork, num_rows: float) -> float:
-    """The share of the experts' bytes that a micro-batch touches."""
+    """Returns the share of expert bytes that a micro-batch touches."""
     if not work.num_experts:
         return 1.0
     return work.hits(max(1, round(num_rows))) / work.num_experts
 
 
 def link_bytes_per_second(machine: Machine, *, reads: bool) -> float:
-    """The slowest hop of streamed weights, of which some or all come from disk or, unless it `reads`, none."""
+    """Returns the rate of the slowest hop of streamed weights; with `reads` the disk is one."""
     hops = [machine.rates.weights_in_bytes_per_second] if machine.device_bytes is not None else []
     if reads or not hops:
         hops.append(machine.rates.disk_bytes_per_second)
@@ -100,8 +102,8 @@ def link_bytes_per_second(machine: Machine, *, reads: bool) -> float:
 
 
 def compute_level(work: LayerWork, rates: MachineRates) -> Level:
-    """Where the model computes. Products of few rows take what it takes to read their weights: that is how fast its
-    memory is."""
+    """Returns the level of the compute device. Its bandwidth is derived from the smallest measured product, which is
+    bound by reading weights."""
     rows, rate = min(rates.gemm_flops_per_second.items())
     weights = work.dense_weights + work.num_experts * work.expert_weights
     return Level(
@@ -112,7 +114,7 @@ def compute_level(work: LayerWork, rates: MachineRates) -> Level:
 
 
 def host_level(rates: MachineRates) -> Level | None:
-    """The CPU beside an accelerator; None where its rates are not known."""
+    """Returns the CPU's level with an accelerator; None if its rates are unknown."""
     if rates.cpu_flops_per_second is None:
         return None
     return Level(

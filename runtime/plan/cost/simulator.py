@@ -1,8 +1,8 @@
-"""Executes a schedule on a cost model instead of a machine and says how long it takes: a disk, a link with two
-directions, a compute device, the CPU's attention workers, and the host memory that they share. The schedule becomes
-flat lines once, each with what it works at, what it waits for and for how long, which are then played.
+"""Discrete-event simulator: runs a schedule on a cost model with a disk, a link in both directions, a compute device,
+CPU attention workers, and their shared host memory.
 
-Pure and deterministic. What an action takes comes from `durations`; nothing here is a constant of some machine.
+The schedule is compiled once to flat lines, each with its resource, dependencies and duration. Pure and deterministic.
+Durations come from `durations`; no constant here belongs to a machine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,17 +16,17 @@ from ..schedule.schedule import Schedule
 DISK, LINK_IN, LINK_OUT, COMPUTE, CPU, HOST = (resource.number for resource in Resource)
 _RESOURCES = tuple(Resource)  # by their numbers
 SYNC = len(Resource)
-NEVER = 0  # the event that has always happened
-UNOBSERVED = 1  # one that nobody waits for
+NEVER = 0  # an event in the past: no dependency
+UNOBSERVED = 1  # an event without dependents
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertReads:
-    """What an action brings in by itself: experts one by one, `num_experts` of them, each computed as it arrives.
+    """Experts read within an action, one by one, each computed on arrival.
 
-    `read_seconds` and `copy_seconds` are of all of them; of the action's own seconds `dense_seconds` come before the
-    first expert is needed, and reading begins `lead_seconds` before that. Beside them the CPU multiplies others for
-    `cpu_seconds`, whose weights take `host_seconds` of host memory.
+    `read_seconds` and `copy_seconds` are totals. Of the action's seconds, `dense_seconds` come before the first expert
+    is needed; reading starts `lead_seconds` before that. Meanwhile the CPU computes other experts for `cpu_seconds`,
+    whose weights take `host_seconds` of host memory.
     """
 
     num_experts: int
@@ -39,7 +39,7 @@ class ExpertReads:
 
     @property
     def busy(self) -> tuple[tuple[int, float], ...]:
-        """Seconds of each resource beside compute, by its number."""
+        """Busy seconds of resources other than compute, by resource number."""
         return (
             (DISK, self.read_seconds),
             (LINK_IN, self.copy_seconds),
@@ -48,8 +48,8 @@ class ExpertReads:
         )
 
     def compute_spans(self, action: Action, begin: float, end: float, seconds: float) -> "list[SimulatedSpan]":
-        """When compute worked for its `seconds` at the action, which waits inside for what it brings in: as if all that
-        it waited for came between its own weights and the experts, so that the spans last as long as the work."""
+        """Returns the spans in which compute is busy with the action for `seconds` in total. All waiting is placed
+        between the dense part and the experts."""
         parts = [(begin, begin + self.dense_seconds), (end - (seconds - self.dense_seconds), end)]
         if end - begin <= seconds:
             parts = [(begin, end)]
@@ -65,8 +65,8 @@ def _no_turn_seconds(stage: int, lane: int) -> float:
 
 
 class Links(NamedTuple):
-    """The links by which an action goes: whether KV goes to the disk, and from there on over the link; and whether the
-    CPU's workers and the products share the same cores."""
+    """Paths of transfers: whether KV is on disk, whether it continues over the link, and whether CPU attention shares
+    cores with compute."""
 
     is_kv_on_disk: bool = False
     has_link_behind: bool = False
@@ -77,15 +77,15 @@ OVER_LINK = Links()
 
 
 class ScriptLine(NamedTuple):
-    """`kind`: the number of a resource, or a barrier. It begins behind the events `after` and `too`, and its end is
-    `event`. `price` names the field of `Durations` that says how long it takes."""
+    """One step of a script. `kind`: a resource number, or a barrier. It starts after the events `after` and
+    `also_after`, and completes `event`. `price`: the field of `Durations` with its seconds."""
 
     kind: int
     after: int
     also_after: int
     event: int
     action: Action
-    on_compute: bool  # compute does it, or waits for it
+    on_compute: bool  # on compute's timeline: executed, or waited for
     price: str
 
 
@@ -94,10 +94,13 @@ Lines: TypeAlias = list[ScriptLine]
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """Seconds of each action, by stage or by stage and lane. `read` and `copy` are of a whole stage, of whose seconds a
-    page takes its share; `fetch` and `store` over the link, or where `links` say so over the disk, from which
-    `fetch_copy` and `store_copy` lead on over the link. `expert_reads`: None where no action reads any. Of host memory
-    a resource that works takes its share by `host_shares`, the CPU's attention takes `host_attend`."""
+    """Seconds of each action, by stage or by stage and lane. `read` and `copy` are of a whole stage; pages take equal
+    shares.
+
+    `fetch` and `store` use the link, or the disk if `links` say so, then `fetch_copy` and `store_copy` use the link.
+    `expert_reads` is None if there are none. Busy resources take their `host_shares` of host memory; CPU attention
+    takes `host_attend`.
+    """
 
     read: Callable[[int], float] = _no_stage_seconds
     copy: Callable[[int], float] = _no_stage_seconds
@@ -119,7 +122,7 @@ class Durations:
     links: Links = OVER_LINK
 
     def line_seconds(self, lines: Lines) -> list[float]:
-        """The seconds of each line; a barrier takes none by itself."""
+        """Returns the seconds of each line; 0 for barriers."""
         prices: dict[str, Callable[..., float]]
         prices = {price: getattr(self, price, _no_stage_seconds) for price in {line.price for line in lines}}
         return [
@@ -131,7 +134,7 @@ class Durations:
 
 
 class Events:
-    """Numbers of what compute may wait for: pages read, weights in their places, KV and attention of a turn."""
+    """Numbers of the events that compute waits for: pages read, weights loaded, KV and attention of a turn."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[object, ...], int] = {}
@@ -145,7 +148,7 @@ class Events:
 
 
 class Script:
-    """A schedule as lines. Scripts that are played one behind the other share their events."""
+    """A schedule compiled to lines. Scripts simulated one after another share their events."""
 
     def __init__(self, schedule: Schedule, links: Links, events: Events | None = None):
         self.events = events or Events()
@@ -178,7 +181,7 @@ class Script:
         return [ScriptLine(COMPUTE, event(stage), turn, UNOBSERVED, action, True, op.value)]
 
     def _kv_lines(self, action: Action, path: tuple[int, int], event: int) -> list[ScriptLine]:
-        """KV over the link, or over disk and link, one behind the other."""
+        """Returns the lines of a KV transfer: over the link, the disk, or both in sequence."""
         link = next(part for part in path if part != DISK)
         if not self._links.is_kv_on_disk:
             return [_line(link, action, event=event)]
@@ -193,8 +196,8 @@ class Script:
 
 
 def _staging_before(schedule: Schedule) -> dict[int, int]:
-    """Gives for each stage that is read into staging, the one whose copy must have left that memory. Slots are as many
-    as are ever in use, and go round as the stages do."""
+    """Returns for each stage read into staging the stage that must be copied out of its slot first. The number of slots
+    is the maximum in use; they are used in round-robin order."""
     every = (*schedule.prologue, *schedule.cycle)
     are_read = {action.stage for action in every if action.op is Op.read}
     actions = [action for action in every if action.stage in are_read]
@@ -224,7 +227,7 @@ def _line(
 
 
 class SimulatedSpan(NamedTuple):
-    """What a resource worked at, from and to, in seconds."""
+    """Busy time of a resource with one action, in seconds."""
 
     resource: Resource
     action: Action
@@ -234,11 +237,11 @@ class SimulatedSpan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTime:
-    """Passes together, such as all of a phase."""
+    """Total time of several passes, such as a phase."""
 
     num_passes: float = 0.0
     seconds: float = 0.0
-    stall_seconds: float = 0.0  # compute waited for weights, experts, KV, attention, a barrier or host memory
+    stall_seconds: float = 0.0  # compute waits for weights, experts, KV, attention, barriers or host memory
     busy_seconds: Mapping[Resource, float] = field(default_factory=lambda: dict.fromkeys(Resource, 0.0))
 
     def plus(self, other: "PhaseTime", times: float = 1.0) -> "PhaseTime":
@@ -251,18 +254,18 @@ class PhaseTime:
 
     @property
     def binding(self) -> Resource | None:
-        """What is busy longest; None where there is no pass."""
+        """The busiest resource; None without passes."""
         busy = self.busy_seconds
         return max(busy, key=lambda resource: busy[resource]) if self.seconds else None
 
     def bubble_seconds(self, resource: Resource) -> float:
-        """The seconds in which a resource waits while a pass goes on."""
+        """Returns the idle seconds of a resource during the passes."""
         return max(0.0, self.seconds - self.busy_seconds[resource])
 
 
 class PlayedPass(NamedTuple):
-    """When compute entered and left a pass, and what all resources did for it, in the order in which it was begun:
-    also what had to be there before."""
+    """A simulated pass: start and end on compute, and the spans of all resources in order of issue, including
+    prefetches for it."""
 
     begin: float
     end: float
@@ -270,20 +273,18 @@ class PlayedPass(NamedTuple):
 
 
 def simulate(schedule: Schedule, num_passes: int, durations: Durations) -> PhaseTime:
-    """Plays prologue and cycles. Slots are not waited for: a schedule that passes the checker begins nothing for which
-    there is none, and what is stored leaves before what is fetched in its place arrives.
+    """Simulates the prologue and `num_passes` cycles.
 
-    Actions are issued by compute's own clock, as the engine's thread does: nothing begins before it. A million actions
-    take about a second: the schedule becomes flat lines once, which are then played in one loop.
-
-    Host memory is a bound and no queue: passes take at least as long as all bytes that go through it.
+    Slots are not modeled: a checked schedule never exceeds them, and a stored KV slot is empty before the next fetch
+    arrives. Actions are issued in compute's order, as by the engine's thread. Host memory is a lower bound, not a
+    queue: passes take at least as long as all bytes through it. A million actions take about a second.
     """
     return simulate_each(Script(schedule, durations.links), [num_passes], durations)[0]
 
 
 def simulate_each(script: Script, counts: Sequence[int], durations: Durations) -> list[PhaseTime]:
-    """What `simulate` says of each of these numbers of passes, which rise, at the price of the last. `script`: made
-    with the links of `durations`; one serves all passes of its schedule, whatever they take."""
+    """Returns the result of `simulate` for each of several ascending numbers of passes, at the cost of the last.
+    `script` must be compiled with the links of `durations`."""
     clock, times, done = _Clock(script.events.count), list[PhaseTime](), 0
     prologue, cycle = (
         _TimedLines.from_script(script.prologue, durations),
@@ -304,8 +305,8 @@ def simulate_each(script: Script, counts: Sequence[int], durations: Durations) -
 
 
 def play_passes(passes: Sequence[tuple[Schedule, Durations]], pass_seconds: float = 0.0) -> list[PlayedPass]:
-    """One pass of each, one behind the other, with what ran when. Slots that the pass before has filled for this one
-    are not filled again. `pass_seconds`: of compute's thread, behind each; reads go on beside it."""
+    """Simulates one pass of each schedule in sequence, and returns their spans. Slots filled by the previous pass are
+    not filled again. `pass_seconds`: overhead on compute after each pass, overlapped with reads."""
     events = Events()
     scripts = [Script(schedule, durations.links, events) for schedule, durations in passes]
     clock, played = _Clock(events.count), list[PlayedPass]()
@@ -326,7 +327,7 @@ def play_passes(passes: Sequence[tuple[Schedule, Durations]], pass_seconds: floa
 
 @dataclass(frozen=True)
 class _TimedLines:
-    """Lines, how long each takes, and the experts that it brings in by itself."""
+    """Lines with their seconds and expert reads."""
 
     lines: Lines
     seconds: Sequence[float]
@@ -340,7 +341,7 @@ class _TimedLines:
         return _TimedLines(lines, durations.line_seconds(lines), reads, durations)
 
     def busy(self) -> list[float]:
-        """Seconds of each resource, by its number."""
+        """Returns the busy seconds of each resource, by number."""
         busy, attend = [0.0] * (SYNC + 1), self.durations.host_attend
         for line, seconds in zip(self.lines, self.seconds, strict=True):
             busy[line.kind] += seconds
@@ -354,20 +355,19 @@ class _TimedLines:
 
 
 class _Clock:
-    """Compute's time, when each resource is free, and when each event has happened."""
+    """Simulation state: compute's time, when each resource is free, and when each event happened."""
 
     def __init__(self, num_events: int):
         self.now, self.stall_seconds = 0.0, 0.0
         self._free, self._ends = [0.0] * len(_RESOURCES), [0.0] * num_events
 
     def wait_until(self, second: float) -> None:
-        """Compute waits, unless it is later already."""
+        """Advances compute to `second`, unless it is later already."""
         self.stall_seconds += max(0.0, second - self.now)
         self.now = max(self.now, second)
 
     def play(self, timed: _TimedLines, spans: list[SimulatedSpan] | None = None) -> None:
-        """Adds what ran when to `spans`. One loop over local names, longer than functions here are: it is played a
-        million times."""
+        """Runs lines, and appends to `spans`. A single loop over local variables, as it runs a million times."""
         now, stalled, free, ends = self.now, self.stall_seconds, self._free, self._ends
         each = zip(timed.lines, timed.seconds, timed.reads, strict=True)
         for (kind, after, too, event, action, on_compute, _), seconds, reads in each:
@@ -398,7 +398,7 @@ class _Clock:
     def _play_experts(
         self, begin: float, seconds: float, reads: ExpertReads, action: Action, spans: list[SimulatedSpan] | None
     ) -> float:
-        """When all experts are done: those that are brought, and those that the CPU multiplies meanwhile."""
+        """Returns the end of all experts: those read, and those computed by the CPU meanwhile."""
         needed, free = begin + reads.dense_seconds, self._free
         end = self._play_expert_reads(begin, seconds, reads, action, spans) if reads.num_experts else begin + seconds
         if not reads.cpu_seconds:
@@ -412,8 +412,8 @@ class _Clock:
     def _play_expert_reads(
         self, begin: float, seconds: float, reads: ExpertReads, action: Action, spans: list[SimulatedSpan] | None
     ) -> float:
-        """Experts arrive one behind the other, and each is computed when it has arrived and the one before it is done:
-        as long as it takes to get the first and compute all, or to get all and compute the last."""
+        """Returns the end of the experts read. Each is computed after it arrived and the previous one is done. The end
+        is the later of two bounds: first arrival plus all compute, and last arrival plus its compute."""
         count, free = max(1, reads.num_experts), self._free
         requested = begin + reads.dense_seconds - reads.lead_seconds
         read, copy = reads.read_seconds / count, reads.copy_seconds / count
@@ -426,7 +426,7 @@ class _Clock:
         if spans is not None and reads.read_seconds:
             spans.append(SimulatedSpan(Resource.disk, Action(Op.read, action.stage), start, free[DISK]))
         if spans is not None and reads.copy_seconds:
-            begun = last - reads.copy_seconds  # as if each expert but the first had waited for its read before them all
+            begun = last - reads.copy_seconds  # drawn as if only the first expert waited for its read
             spans.append(SimulatedSpan(Resource.host_to_device, Action(Op.copy, action.stage), begun, last))
         computing = seconds - reads.dense_seconds
         return max(max(begin + reads.dense_seconds, first) + computing, last + computing / count)

@@ -1,6 +1,5 @@
-"""What stages and layers of a model ask of a machine: weights to multiply tokens with, and bytes that operators read
-and write. Simulator and roofline read the same text: what a token asks of each stage, and of the average layer. And how
-fast a CPU multiplies experts beside an accelerator, which says the share of a layer's experts that becomes its own.
+"""The work of stages and layers: weights to multiply, and bytes that operators read and write; used by simulator and
+roofline. Also the CPU's speed at experts, which sets its share of them.
 """
 
 from dataclasses import dataclass, replace
@@ -13,23 +12,23 @@ from ..shape.numbers import Numbers
 from ..shape.shapes import Stage, StageKind, distinct_bytes
 from .rates import NOTHING_STORED, MachineRates, StoredWork
 
-# How often the operators of transformers' decoder layers go over a token's vectors, each read or write counted; nothing
-# is fused; what a CPU's joined steps spare shows in a profiling pass. Two norms at 7 and two sums at 3, and what
-# attention is handed and gives; rotary embeddings of queries and keys at 8, the cache and a change of layout; an
-# activation and its product with the gate.
+# Reads and writes of a token's vectors by the operators of transformers' decoder layers, without fusion; fused CPU
+# steps show in a profiling pass. Hidden: two norms at 7 and two sums at 3, attention's input and output. Heads: rotary
+# embeddings of queries and keys at 8, the cache and a change of layout. Inner: an activation and its product with the
+# gate.
 HIDDEN_ROUND_TRIPS = 24
 HEAD_ROUND_TRIPS = 12
 INNER_ROUND_TRIPS = 5
-VISIT_ROUND_TRIPS = 8  # of a token that visits an expert: taken, weighed and added
-LOGIT_ROUND_TRIPS = 6  # a change of layout, whether all are finite, and the largest
-EXPANDED_ROUND_TRIPS = 6  # of keys and values that a layer makes of latents
-MIN_MEMORY_SHARE = 0.5  # of the rate at which the CPU reads host memory, while the link reads there too
+VISIT_ROUND_TRIPS = 8  # per expert visit of a token: gathered, weighted and added
+LOGIT_ROUND_TRIPS = 6  # a change of layout, a check for finite values, and the argmax
+EXPANDED_ROUND_TRIPS = 6  # of keys and values expanded from latents
+MIN_MEMORY_SHARE = 0.5  # minimum share of host bandwidth left to the CPU while the link reads
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """Weights count the numbers of matrices; `early_weights` are those of `dense_weights` in front of attention.
-    `num_bytes` is what a slot receives: of a stage whose experts are paged the dense part."""
+    """Work of one stage. `*_weights` count matrix elements; `pre_attention_weights` is the part of `dense_weights`
+    before attention. `num_bytes`: bytes loaded into a slot, for paged experts the dense part only."""
 
     kind: StageKind
     num_bytes: int
@@ -39,17 +38,17 @@ class StageWork:
     expert_bytes: float
     num_experts: int
     num_experts_per_token: int
-    kv_bytes: int  # of one position
-    token_bytes: float  # that a token's operators read and write, those of experts excluded
-    visit_bytes: float  # and those of one of its experts, in the mean of all of which this rank has some
+    kv_bytes: int  # per position
+    token_bytes: float  # read and written per token, experts excluded
+    visit_bytes: float  # the same per expert visit, on average over all experts, of which this rank has a part
     is_paged: bool  # its experts are read one by one
-    uses_cpu_experts: bool  # the CPU may multiply some of them
-    can_skip_unselected: bool  # behind keys and values it has only tokens that are asked for (`model/stages.py`)
-    stored: StoredWork = NOTHING_STORED  # what is dequantized to be multiplied, without experts
-    stored_experts: StoredWork = NOTHING_STORED  # the same of all experts, or of a paged stage of one
+    uses_cpu_experts: bool  # the CPU may compute some of its experts
+    can_skip_unselected: bool  # after KV, it computes only tokens that need logits (`model/stages.py`)
+    stored: StoredWork = NOTHING_STORED  # weights to dequantize, without experts
+    stored_experts: StoredWork = NOTHING_STORED  # the same of all experts, or of one if paged
 
     def hits(self, num_tokens: Numbers) -> Numbers:
-        """Distinct experts that so many tokens visit; of a stage with experts."""
+        """Returns the expected distinct experts that `num_tokens` visit; only for stages with experts."""
         return expected_hits(self.num_experts, self.num_experts_per_token, num_tokens)
 
 
@@ -71,7 +70,7 @@ def _stage_work(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> 
     stored = () if looked_up else [p for p in stage.parameters if p.name not in stacks]
     experts = StoredWork.from_parameter(stage.stacks, shape.compute_dtype)
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    has_inner = stage.kind.is_layer and dense > 3 * heads * shape.hidden_size  # beside experts there may be none
+    has_inner = stage.kind.is_layer and dense > 3 * heads * shape.hidden_size  # mixtures may have experts only
     token = (
         HIDDEN_ROUND_TRIPS * shape.hidden_size
         + HEAD_ROUND_TRIPS * heads
@@ -95,38 +94,38 @@ def _stage_work(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> 
         * stage.local_expert_share
         * (VISIT_ROUND_TRIPS * shape.hidden_size + INNER_ROUND_TRIPS * shape.intermediate_size),
         stored=StoredWork.from_parameter(stored, shape.compute_dtype),
-        # What all experts take together, or one of a paged stage, as it is read by itself.
+        # All experts together, or one expert if paged.
         stored_experts=experts.times(1 / (count if is_paged else 1))._replace(num_matrices=experts.num_matrices),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWork:
-    """The average decoder layer, and what lies around the layers. `*_weights` count the numbers that a token may be
-    multiplied with, `*_bytes` what lies in the checkpoint or in a cache. Of a dense layer `num_experts` is 0."""
+    """The average decoder layer, and the stages around the layers. `*_weights` count elements that a token may be
+    multiplied with, `*_bytes` bytes in the checkpoint or cache. `num_experts` is 0 for a dense model."""
 
     num_layers: int
-    dense_bytes: float  # of the weights that every token needs
+    dense_bytes: float  # weights that every token needs
     expert_bytes: float  # of one expert
     dense_weights: float
-    ffn_weights: float  # of `dense_weights`, those behind attention
+    ffn_weights: float  # of `dense_weights`, those after attention
     expert_weights: float  # of one expert
     num_experts: int
     num_experts_per_token: int
     is_pageable: bool
-    kv_bytes: float  # of one position
-    query_bytes: float  # of one token's queries, and of its answers
+    kv_bytes: float  # per position
+    query_bytes: float  # of one token's queries, and of its attention outputs
     hidden_bytes: float  # of one token between layers
-    pair_flops: float  # attention, of one token that looks at one position
+    pair_flops: float  # attention per token and position
     head_weights: float
-    outer_bytes: float  # stages that are no layer; what two of them share, once
-    widest_outer_bytes: float  # of the largest of them
+    outer_bytes: float  # embeddings and head; shared tensors count once
+    widest_outer_bytes: float  # the largest of them
     stored: StoredWork = NOTHING_STORED  # what is dequantized before it is multiplied, without experts
     stored_experts: StoredWork = NOTHING_STORED  # the same of all experts
 
     @staticmethod
     def from_shape(shape: ModelShape) -> "LayerWork":
-        """Layers of an encoder count with the decoder's bytes alone: a decode pass does not see them."""
+        """Makes the average of the decoder's layers; encoder layers are not part of a decode pass."""
         layers, outer = shape.layers, [stage for stage in shape.stages if not stage.kind.is_layer]
         stacks = [parameter for stage in layers for parameter in stage.stacks]
         parameters = [parameter for stage in layers for parameter in stage.parameters]
@@ -159,22 +158,22 @@ class LayerWork:
         )
 
     def hits(self, num_tokens: Numbers) -> Numbers:
-        """Distinct experts of a layer that so many tokens visit; of a model with experts."""
+        """Returns the expected distinct experts of a layer that `num_tokens` visit; only for mixtures."""
         return expected_hits(self.num_experts, self.num_experts_per_token, num_tokens)
 
     @property
     def num_bytes(self) -> float:
-        """The bytes of the whole layer's weights."""
+        """The bytes of a whole layer."""
         return self.dense_bytes + self.num_experts * self.expert_bytes
 
     @property
     def flops_per_token(self) -> float:
-        """Two per weight that a token is multiplied with."""
+        """Two FLOPs per weight that a token is multiplied with."""
         return 2 * (self.dense_weights + self.num_experts_per_token * self.expert_weights)
 
     @property
     def ffn_bytes(self) -> float:
-        """The bytes of the weights behind attention."""
+        """The bytes of the weights after attention."""
         share = self.ffn_weights / max(1.0, self.dense_weights)
         return share * self.dense_bytes + self.num_experts * self.expert_bytes
 
@@ -184,7 +183,7 @@ class LayerWork:
 
 
 def with_cpu_share(shape: ModelShape, placement: Placement, rates: MachineRates | None) -> Placement:
-    """`placement` with a share of the CPU that follows from the rates, as far as these are known."""
+    """Returns `placement` with the CPU's share of experts derived from the rates, if known."""
     share = placement.cpu_share
     if share is None or rates is None:
         return placement
@@ -195,8 +194,8 @@ def with_cpu_share(shape: ModelShape, placement: Placement, rates: MachineRates 
 
 
 def make_cpu_share(expert_bytes: float, expert_weights: float, rates: MachineRates, most_tokens: int) -> CpuShare:
-    """The CPU reads an expert, and launches what it takes, or multiplies it: whichever takes longer. What the link
-    reads from host memory meanwhile is missing to the CPU."""
+    """Returns the CPU's share of experts. Per expert it takes the longer of reading it, launches included, and of
+    multiplying it. The link's reads reduce the CPU's memory bandwidth."""
     link, memory = rates.link_in_bytes_per_second, rates.cpu_attention_bytes_per_second
     left = max(memory - link, MIN_MEMORY_SHARE * memory)
     share = CpuShare(max_tokens=most_tokens, reading=link / left + rates.hit_seconds * link / expert_bytes)
@@ -206,7 +205,7 @@ def make_cpu_share(expert_bytes: float, expert_weights: float, rates: MachineRat
 
 
 def num_cpu_experts(share: CpuShare | None, work: StageWork, num_tokens: float) -> int:
-    """How many of a stage's experts the CPU multiplies for so many tokens, which visit them evenly."""
+    """Returns how many of a stage's experts the CPU computes, for `num_tokens` with even visits."""
     if share is None or not work.uses_cpu_experts or not 0 < num_tokens <= share.max_tokens:
         return 0
     num_hit = max(1, round(work.hits(num_tokens)))

@@ -1,3 +1,3 @@
-"""Where things live: the ledger of each memory, what a run needs of it, and which weights, keys and values stay and
-which travel. Here belongs what is counted in bytes against a budget.
+"""Memory placement: the ledger of each memory, the needs of a run, and which weights and KV stay resident or are
+streamed. Only what is counted in bytes against a budget belongs here.
 """

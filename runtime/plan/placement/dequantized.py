@@ -1,4 +1,4 @@
-"""How much of an accelerator's memory a stage's weights take as plain numbers, where they are stored otherwise."""
+"""Device memory for dequantized weights."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -9,13 +9,14 @@ from ..shape.shapes import Parameter
 from .ledger import Entry
 from .memory import DEQUANTIZING_BYTES
 
-ALIGNMENT = 256  # bytes, at which kernels like matrices to begin
+ALIGNMENT = 256  # bytes, preferred by matrix kernels
 FLOATS = ("BF16", "F16", "F32")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DequantizedSize:
-    """`num_areas` of `area_bytes`, for the weights of as many stages that are computed at once, each of `stages`."""
+    """Scratch memory for the dequantized weights of `stages`: `num_areas` of `area_bytes`, one per stage computed at
+    once."""
 
     num_areas: int
     area_bytes: int
@@ -23,8 +24,11 @@ class DequantizedSize:
 
     @staticmethod
     def from_shape(shape: ModelShape, paged: Collection[int], num_open: int) -> "DequantizedSize | None":
-        """Returns the size for a model's layers, of `paged` ones without their experts; None where nothing is stored
-        otherwise than it is multiplied. Embeddings are looked up row by row, and the head runs once in a pass."""
+        """Returns the size for a model's layers, without the experts of `paged` ones; None if no weights are stored
+        quantized.
+
+        Not counted are embeddings, which are looked up by row, and the head, which runs once per pass.
+        """
         sizes, dtype, item = dict[int, int](), shape.compute_dtype, shape.compute_dtype_bytes
         for stage in shape.stages:
             if stage.kind.is_layer:
@@ -40,13 +44,13 @@ class DequantizedSize:
     @property
     def entry(self) -> Entry:
         num_bytes = self.num_areas * self.area_bytes + DEQUANTIZING_BYTES
-        equation = f"{self.num_areas} x {self.area_bytes:,} B of a layer + {DEQUANTIZING_BYTES:,} B on the way there"
+        equation = f"{self.num_areas} x {self.area_bytes:,} B of a layer + {DEQUANTIZING_BYTES:,} B of temporaries"
         return Entry(name="dequantized weights", num_bytes=num_bytes, equation=equation)
 
 
 def needs_dequantizing(parameter: Parameter, compute_dtype: str) -> bool:
-    """Whether a matrix, or a stack of them, lies in a storage format or in another dtype than the one that it is
-    multiplied in, by safetensors' name, which is empty where it is not known."""
+    """True if a matrix, or a stack of them, is stored in a storage format or another dtype than `compute_dtype`
+    (safetensors name; empty if unknown)."""
     if len(parameter.shape) < 2:
         return False
     return any(

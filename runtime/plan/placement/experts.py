@@ -1,7 +1,7 @@
-"""Experts that are read page by page: which stages allow it, when it pays, and what it takes in memory.
+"""Experts read one by one: which stages support it, when it pays, and the memory it takes.
 
-A paged stage's slot holds its dense part alone. Each expert of it is a stage of a walk of its own, through slots of one
-expert each.
+The slot of a paged stage holds its dense part only. Each of its experts is a stage in a walk of its own, with slots for
+one expert each.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,25 +17,25 @@ from ..shape.stage_sizes import ExpertSizes
 from .ledger import Entry
 from .memory import LANE_INNER, exchanged_elements, visit_elements
 
-WORTHWHILE_SHARE = 0.9  # of the experts: reading fewer one by one beats reading all in one run
+WORTHWHILE_SHARE = 0.9  # of the experts: reading fewer, one by one, beats one sequential read of all
 NUM_STAGING_SLOTS = 2
-FULL_TOKENS = 64  # by all experts: fewer operations for a byte of weights than accelerators have time for
-GROUPED_VISITS = 2048  # that an accelerator's experts take at once, or as many as a lane has tokens
-RUNNING_HIDDEN, RUNNING_INNER = 5, 4  # vectors of a token at experts that run for all lanes
+FULL_TOKENS = 64  # multiplied by all experts: up to this many, reading the weights takes longer than the products
+GROUPED_VISITS = 2048  # visits per grouped product on an accelerator, or a lane's tokens if that is more
+RUNNING_HIDDEN, RUNNING_INNER = 5, 4  # temporary vectors per token of experts batched over all lanes
 INDEX_BYTES = 8  # torch numbers experts and tokens in int64
 
 
 def expected_hits(num_experts: int, num_experts_per_token: int, num_tokens: Numbers) -> Numbers:
-    """Distinct experts that `num_tokens` visit when each chooses its experts evenly and on its own. Trained routers
-    are less even and hit fewer."""
+    """Returns the expected distinct experts of `num_tokens`, if each token picks its experts uniformly and
+    independently. Trained routers are less even and hit fewer."""
     missed = (1 - num_experts_per_token / num_experts) ** num_tokens
     return num_experts * (1 - missed)  # pyright: ignore[reportReturnType] - the power of a number is one
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPhase:
-    """Passes that are alike: in each, a layer's experts are asked for `num_requests` times, for `num_tokens` each time.
-    Module batching asks once, for all lanes."""
+    """Equal passes: in each, a layer's experts run `num_requests` times, for `num_tokens` each time. With batched
+    experts they run once, for all lanes."""
 
     num_passes: float
     num_requests: int
@@ -43,22 +43,22 @@ class ExpertPhase:
 
     @property
     def total_requests(self) -> float:
-        """How often a layer's experts are asked for in all."""
+        """The number of runs of a layer's experts over all passes."""
         return self.num_passes * self.num_requests
 
     def hits(self, num_experts: int, num_experts_per_token: int) -> float:
-        """Experts that are hit, each as often as it is."""
+        """Returns the experts hit, counted each time."""
         return self.total_requests * expected_hits(num_experts, num_experts_per_token, self.num_tokens)
 
 
 def choose_paging(
     *, num_experts: int, num_experts_per_token: int, phases: Sequence[ExpertPhase], layer_fits: bool
 ) -> ExpertPaging:
-    """What `offload.expert_paging=auto` means for a layer, from what all passes of a run read of it.
+    """Resolves `offload.expert_paging=auto` for a layer, from the bytes that all passes of a run read.
 
-    Only hit experts are read where that leaves out a tenth of the layer's bytes. Where it doesn't, the whole layer is
-    read once in each pass, ahead of its turn; and if the slots cannot hold it, all its experts one by one for each that
-    asks, which at least need not wait for the routers.
+    Only hit experts are read if that saves a tenth of the layer's bytes. Otherwise the whole layer is read once per
+    pass, ahead of its turn. If the slots cannot hold it, all its experts are read one by one for each lane, which at
+    least does not wait for the routers.
     """
     hits = sum(phase.hits(num_experts, num_experts_per_token) for phase in phases)  # experts read
     layers = sum(phase.num_passes for phase in phases)
@@ -75,13 +75,13 @@ def pageable_stages(shape: ModelShape) -> frozenset[int]:
 
 
 def dense_shape(shape: ModelShape, paged: Collection[int]) -> ModelShape:
-    """The model as its slots see it: paged stages without their experts."""
+    """Returns the model as its slots hold it: paged stages without their experts."""
     return replace(shape, stages=tuple(stage.dense if stage.index in paged else stage for stage in shape.stages))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPages:
-    """The experts of paged stages, numbered through: expert e of stage s is page `first_page[s] + e`."""
+    """The experts of paged stages as pages: expert e of stage s is page `first_page[s] + e`."""
 
     pages: tuple[Stage, ...]
     first_page: Mapping[int, int]
@@ -99,20 +99,20 @@ class ExpertPages:
         return self.first_page[stage] + expert
 
     def name(self, page: int) -> str:
-        """The name of a page, as "7 expert 3"."""
+        """Returns the name of a page, such as "7 expert 3"."""
         stage = self.pages[page].index
         return f"{stage} expert {page - self.first_page[stage]}"
 
     def as_shape(self, shape: ModelShape) -> ModelShape:
-        """`shape` with the pages in the place of its stages, so that they can be streamed like stages."""
+        """Returns `shape` with the pages as its stages, so that they can be streamed like stages."""
         return replace(shape, stages=self.pages)
 
     def in_host(self, outer: Walk) -> frozenset[int]:
-        """The pages of stages that host memory holds."""
+        """Returns the pages held in host memory."""
         return frozenset(page for page, each in enumerate(self.pages) if each.index in outer.in_host)
 
     def walk(self, outer: Walk, num_slots: int) -> Walk:
-        """How pages travel where stages travel as `outer` says."""
+        """Returns the walk of the pages, given the walk of the stages."""
         in_host = self.in_host(outer)
         reads = len(in_host) < len(self.pages)
         return Walk(
@@ -126,7 +126,7 @@ class ExpertPages:
 
 
 def slot_entry(paged: Collection[ExpertSizes], num_slots: int) -> Entry:
-    """What the slots of experts take in the compute device's memory."""
+    """Returns the ledger entry of expert slots in compute memory."""
     size = max(stage.slot_bytes for stage in paged)
     return Entry(
         name="expert slots", num_bytes=num_slots * size, equation=f"{num_slots} x {size:,} B, the largest expert"
@@ -134,8 +134,8 @@ def slot_entry(paged: Collection[ExpertSizes], num_slots: int) -> Entry:
 
 
 def host_entries(paged: Mapping[int, ExpertSizes], outer: Walk, share: Callable[[Entry], Entry]) -> tuple[Entry, ...]:
-    """What the experts of `paged` stages take in host memory in front of an accelerator: staging slots for those that
-    are read, and the others themselves, which live there, and of which a `share` counts."""
+    """Returns the host memory for experts with an accelerator: staging slots for those read from disk, and the others,
+    which stay pinned; `share` scales the latter."""
     if not outer.copies:
         return ()
     read = [sizes for stage, sizes in paged.items() if stage not in outer.in_host]
@@ -152,12 +152,11 @@ def host_entries(paged: Mapping[int, ExpertSizes], outer: Walk, share: Callable[
 
 
 def batch_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
-    """Module batching of so many tokens of all lanes, in the compute device's memory. Lanes wait at their experts with
-    the residual, the experts' input, shared experts' output and the routing; then one layer's experts run over all
-    their tokens.
+    """Returns the compute memory for experts batched over `num_tokens` of all lanes.
 
-    The worst case has one expert visited by all tokens: its input, gate and up, their product twice, output and
-    weighted output.
+    Waiting lanes hold the residual, the experts' input, shared experts' output and the routing. Then one layer's
+    experts run over all tokens. The worst case is one expert visited by all tokens: its input, gate and up, their
+    product twice, output and weighted output.
     """
     size = shape.compute_dtype_bytes
     num_experts = max((stage.num_experts for stage in shape.stages), default=0)
@@ -180,8 +179,8 @@ def batch_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
 
 
 def multiplies_all_experts(num_tokens: int, num_choices: int, num_experts: int) -> bool:
-    """Whether an accelerator multiplies tokens by all experts where it has no kernel for groups: most are hit, and the
-    rest costs less than to wait for which."""
+    """True if an accelerator without a grouped kernel multiplies the tokens by all experts: most are hit, and the rest
+    costs less than waiting for the routing."""
     return (
         num_tokens <= FULL_TOKENS
         and num_tokens * num_choices >= num_experts
@@ -190,8 +189,8 @@ def multiplies_all_experts(num_tokens: int, num_choices: int, num_experts: int) 
 
 
 def visit_entries(shape: ModelShape, num_tokens: int, *, is_batched: bool) -> tuple[Entry, ...]:
-    """What experts that run at once for so many tokens take in an accelerator's memory beyond what a lane's activations
-    count for its feed-forward, or module batching for one expert that all tokens visit."""
+    """Returns the memory of experts run at once on an accelerator, beyond the feed-forward already counted in a lane's
+    activations or in `batch_entries`."""
     choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
     if not choices:
         return ()

@@ -1,9 +1,9 @@
-"""Experts that the CPU multiplies beside their weights, while the others come over the link: which of a layer's, and
-what it takes in memory.
+"""Experts computed by the CPU next to their weights in host memory, while others are copied over the link: which ones,
+and the memory they take.
 
-MoE-Lightning's policy has one place for a layer's feed-forward (Cao et al. 2025), Fiddler chooses it expert by expert
-by what bringing and multiplying take (Kamahori et al. 2024). Link and CPU work side by side, so here the CPU is given
-experts as long as it is done before the link is.
+MoE-Lightning's policy places a layer's feed-forward as a whole (Cao et al. 2025). Fiddler decides per expert, by the
+time to copy and to multiply it (Kamahori et al. 2024). Link and CPU work in parallel, so here the CPU gets experts as
+long as it finishes before the link.
 """
 
 from collections.abc import Mapping
@@ -19,21 +19,21 @@ from .ledger import Entry
 from .memory import KERNEL_SCRATCH_BYTES, LAID_OUT_BYTES
 
 FLOAT32_BYTES = 4
-DEFAULT_READING, DEFAULT_MULTIPLYING = 1.0, 0.125  # where no rates are known: the link is as fast as host memory
+DEFAULT_READING, DEFAULT_MULTIPLYING = 1.0, 0.125  # without rates: as if the link were as fast as host memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuShare:
-    """Numbers by which a pass of at most `most_tokens` shares out a layer's experts. Where to bring an expert over the
-    link takes 1, the CPU takes `reading` to read it, or `multiplying` for each of its tokens if that is more."""
+    """Splits a layer's experts between CPU and link, in passes of at most `max_tokens`. Unit of time: one expert's copy
+    over the link. The CPU takes the longer of `reading` (per expert) and `multiplying` (per token)."""
 
     max_tokens: int
     reading: float = DEFAULT_READING
     multiplying: float = DEFAULT_MULTIPLYING
 
     def choose_experts(self, num_visits: Mapping[int, int], num_tokens: int) -> frozenset[int]:
-        """The experts that the CPU takes, of those that are hit, by their visits: those of fewest visits, as long as it
-        is done with one more before the link has brought all others."""
+        """Returns the experts that the CPU computes, of those hit (`num_visits` by expert). It takes those with the
+        fewest visits, while it finishes before the link has copied all others."""
         if num_tokens > self.max_tokens:
             return frozenset()
         chosen, busy = list[int](), 0.0
@@ -45,12 +45,12 @@ class CpuShare:
         return frozenset(chosen)
 
     def num_experts(self, num_hit: int, num_visits: float) -> int:
-        """How many `of_cpu` takes of so many experts, each of so many visits."""
+        """Returns the size of `choose_experts` if all `num_hit` experts have `num_visits` each."""
         cost = self.cost(num_visits)
         return min(num_hit, max(0, ceil((num_hit + 1) / (1 + cost)) - 1))
 
     def cost(self, num_visits: Numbers) -> Numbers:
-        """How long the CPU takes at an expert of so many visits."""
+        """Returns the CPU's time for an expert of `num_visits`."""
         return larger(self.reading, num_visits * self.multiplying)
 
 
@@ -59,12 +59,12 @@ def cpu_multiplies(config: RuntimeConfig) -> bool:
 
 
 def cpu_experts_obstacle(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> str | None:
-    """What stands in the way of experts on the CPU, with the key that is to be changed; None where nothing does."""
+    """Returns why experts cannot run on the CPU, with the key to change; None if they can."""
     tier, paging = config.tier, config.offload.expert_paging
     if not has_device:
-        return "the CPU is where this model computes anyway: leave policy.feedforward null"
+        return "this model computes on the CPU already: leave policy.feedforward null"
     if shape.has_encoder:
-        return "models with an encoder cannot do that: policy.feedforward=device"
+        return "models with an encoder do not support it: policy.feedforward=device"
     if not shape.has_bare_experts:
         why = (
             "experts of this model have more than matrices" if shape.has_grouped_experts else "no experts of this model"
@@ -81,7 +81,7 @@ def cpu_experts_obstacle(shape: ModelShape, config: RuntimeConfig, *, has_device
 
 
 def require_cpu_experts(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> None:
-    """Raises ConfigError where the CPU is to multiply experts and cannot."""
+    """Raises ConfigError if the config wants experts on the CPU and they cannot run there."""
     if cpu_multiplies(config):
         reason = cpu_experts_obstacle(shape, config, has_device=has_device)
         require(reason is None, f"policy.feedforward=cpu has the CPU multiply experts beside an accelerator: {reason}")
@@ -92,7 +92,7 @@ def max_visits(shape: ModelShape, share: CpuShare) -> int:
 
 
 def round_trip_size(shape: ModelShape, share: CpuShare) -> ExchangeSize:
-    """One trip: the tokens of the visits down, what became of them up."""
+    """Returns the buffer of one round trip: the visits' tokens to the CPU, their outputs back."""
     each = shape.hidden_size * shape.compute_dtype_bytes
     return ExchangeSize(
         num_round_trips=1, round_trip_bytes=2 * (max_visits(shape, share) * each + PART_ALIGNMENT_BYTES)
@@ -100,9 +100,11 @@ def round_trip_size(shape: ModelShape, share: CpuShare) -> ExchangeSize:
 
 
 def host_entries(shape: ModelShape, share: CpuShare | None) -> tuple[Entry, ...]:
-    """What the CPU's share takes of host memory beside the weights: what goes down and comes back; and in float32, of
-    one expert that all tokens visit, input and output, gate and up and their product twice, inputs as kernels have
-    them, and what their threads need."""
+    """Returns the host memory of the CPU's share, beside the weights.
+
+    Counted are the round trip buffers, and in float32 for one expert visited by all tokens: input and output, gate and
+    up, their product twice, packed inputs and scratch memory of kernels.
+    """
     if share is None:
         return ()
     round_trip = pinned_bytes(round_trip_size(shape, share).round_trip_bytes, is_aligned=False)
@@ -116,7 +118,8 @@ def host_entries(shape: ModelShape, share: CpuShare | None) -> tuple[Entry, ...]
 
 
 def device_entries(shape: ModelShape, share: CpuShare | None) -> tuple[Entry, ...]:
-    """The outputs of all visits lie side by side until they are added, and those of the CPU's beside their inputs."""
+    """Returns the device memory for the outputs of all visits until they are summed, and the CPU's outputs beside their
+    inputs."""
     if share is None:
         return ()
     visits, each = max_visits(shape, share), shape.hidden_size * shape.compute_dtype_bytes

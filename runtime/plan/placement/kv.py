@@ -1,9 +1,9 @@
-"""Where keys and values live: which layers' travel, in pages of which size, and what that takes of each memory.
+"""Placement of the KV cache: which layers' KV is offloaded, page sizes, and the memory it takes.
 
 A **page** is `PAGE_TOKENS` positions of one sequence in one layer; its number is the same in every layer.
 
-Between compute memory and keys and values that stay in host memory go queries and new keys and values down, and the
-CPU's answers up. A **trip** is one lane's in one layer.
+If the CPU attends, KV stays in host memory: the device sends queries and new keys and values, and receives the outputs.
+A **round trip** is that exchange for one lane in one layer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,41 +20,39 @@ from .ledger import Entry
 from .load import Load
 from .memory import PAGE_TOKENS
 
-SEGMENT_BYTES = 16 * MIB  # of pinned memory: attention reads the pages of a lane from few pieces
+SEGMENT_BYTES = 16 * MIB  # of pinned memory: a lane's pages then lie in few segments
 
-CHECKSUM_BYTES = 8  # that the file keeps of each page
+CHECKSUM_BYTES = 8  # per page in the file
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVLayout:
-    """The pages of the layers whose keys and values live in a tier: `num_pages` of each, at most `slot_pages` of one
-    lane in a slot. Without slots they stay in host memory, where the CPU attends to them."""
+    """Pages of the layers with KV in another tier: `num_pages` per layer, at most `slot_pages` of one lane per slot.
+    Without slots they stay in host memory, where the CPU attends."""
 
     tier: KVTier  # cpu or nvme
-    page_bytes: Mapping[int, int]  # of each such layer
+    page_bytes: Mapping[int, int]  # by offloaded layer
     num_pages: int
     slot_pages: int
     num_slots: int
     is_quantized: bool = False
-    can_be_quantized: bool = False  # kv.dtype is left at auto, and a lossy one could be had
+    can_be_quantized: bool = False  # kv.dtype is auto, and the model supports a quantized one
 
     @property
     def stays_in_host(self) -> bool:
         return bool(self.page_bytes) and not self.num_slots
 
     def stride_bytes(self, layer: int) -> int:
-        """The bytes from one page to the next, in the tier and in a slot. A direct write wants whole blocks of the
-        disk."""
+        """Returns the bytes from one page to the next, in tier and slot. Direct I/O needs whole disk blocks."""
         size = self.page_bytes[layer]
         return round_up(size, ALIGNMENT_BYTES) if self.tier is KVTier.nvme else size
 
     def offset_bytes(self, layer: int) -> int:
-        """Where the layer's first page begins in the file."""
+        """Returns the file offset of the layer's first page."""
         return self.num_pages * sum(self.stride_bytes(other) for other in self.page_bytes if other < layer)
 
     def segment_pages(self, layer: int) -> tuple[int, ...]:
-        """Pages in each piece of pinned memory that the layer's pages lie in, one behind the other. Attention reads
-        those of all rows from one piece."""
+        """Returns the pages of each pinned segment of the layer. CPU attention needs all rows in one segment."""
         if self.stays_in_host:
             return (self.num_pages,)
         most = max(1, SEGMENT_BYTES // self.stride_bytes(layer))
@@ -72,8 +70,8 @@ class KVLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class KVCost:
-    """`compute` and `host` are ledger entries; on a machine without a device `compute` is the host's. `disk_bytes` is
-    the size that the file may reach."""
+    """Ledger entries of the KV cache; without a device, `compute` is the host's. `disk_bytes`: maximum size of the
+    file."""
 
     compute: tuple[Entry, ...]
     host: tuple[Entry, ...] = ()
@@ -81,10 +79,12 @@ class KVCost:
 
 
 def offloaded_kv_layers(shape: ModelShape, tier: KVTier, fraction: float, *, has_device: bool) -> tuple[int, ...]:
-    """Decoder layers, from 0, whose keys and values live in `tier`; those of the share `fraction` stay in compute
-    memory, evenly over the depth, and so do the windows that padded lanes keep. Host memory is no other tier where
-    compute happens in it."""
-    assert tier is not KVTier.auto, "a plan settles on a tier first"
+    """Returns the decoder layers, from 0, with KV in `tier`.
+
+    The share `fraction` stays in compute memory, evenly spaced over the depth, and so do sliding-window caches of
+    padded lanes. Without a device, host memory is compute memory.
+    """
+    assert tier is not KVTier.auto, "a plan resolves the tier first"
     if tier is KVTier.device or (tier is KVTier.cpu and not has_device):
         return ()
     layers = [layer for layer, size in enumerate(shape.kv_layer_bytes) if size and layer not in shape.bounded_layers]
@@ -93,7 +93,7 @@ def offloaded_kv_layers(shape: ModelShape, tier: KVTier, fraction: float, *, has
 
 
 def layer_ranges(numbers: Iterable[int], max_length: int | None = None) -> Iterator[range]:
-    """Neighbouring numbers together, ascending, up to `most` of them."""
+    """Groups sorted numbers into consecutive ranges of at most `max_length`."""
     run = range(0)
     for number in sorted(numbers):
         if run and (number != run.stop or len(run) == max_length):
@@ -119,7 +119,7 @@ def kv_layout(
 
 
 def kv_cost(shape: ModelShape, layout: KVLayout, *, has_device: bool) -> KVCost:
-    """What the keys and values of `layout.num_pages` pages take, those of the layers that stay included."""
+    """Returns the memory of `layout.num_pages` pages, including the layers in compute memory."""
     in_compute_bytes = sum(size for layer, size in enumerate(shape.kv_layer_bytes) if layer not in layout.page_bytes)
     positions, num_offloaded = layout.num_pages * PAGE_TOKENS, len(layout.page_bytes)
     equation = f"{positions:,} positions x {in_compute_bytes:,} B"
@@ -152,25 +152,25 @@ def kv_cost(shape: ModelShape, layout: KVLayout, *, has_device: bool) -> KVCost:
     return KVCost(compute=tuple(compute), host=(staging, checksums), disk_bytes=layout.tier_bytes)
 
 
-ROUND_TRIP_PARTS = 5  # queries, keys, values, sinks; the answer
-PART_ALIGNMENT_BYTES = 64  # of each part of a trip, for vector loads
-STORES_IN_FLIGHT = 2  # prompts' keys and values on their way down
+ROUND_TRIP_PARTS = 5  # queries, keys, values, sinks; the output
+PART_ALIGNMENT_BYTES = 64  # of each part of a round trip, for vector loads
+STORES_IN_FLIGHT = 2  # copies of prompts' KV to the host that run at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeSize:
-    """`num_round_trips` side by side, each through `round_trip_bytes` of pinned memory."""
+    """Pinned buffers for `num_round_trips` concurrent round trips of `round_trip_bytes` each."""
 
     num_round_trips: int
     round_trip_bytes: int
 
 
 def exchange_size(shape: ModelShape, kv: KVLayout, walk: Walk, load: Load) -> ExchangeSize:
-    """`walk` is the decode passes'. Nothing where no keys and values stay in host memory."""
+    """Returns the buffers for CPU attention; `walk` is that of decode passes. Empty if no KV stays in host memory."""
     if not kv.stays_in_host:
         return ExchangeSize(num_round_trips=0, round_trip_bytes=0)
     sinks = shape.num_heads * 4 + ROUND_TRIP_PARTS * PART_ALIGNMENT_BYTES
-    # One new token: its key and value, and for each of their heads a group of queries and answers.
+    # Per new token: its key and value, and for each KV head a group of queries and outputs.
     row_bytes = (1 + -(-shape.num_heads // max(1, shape.num_kv_heads))) * _position_bytes(shape, kv)
     return ExchangeSize(
         num_round_trips=walk.order.style.num_ahead + 1, round_trip_bytes=load.max_rows * row_bytes + sinks
@@ -191,8 +191,8 @@ def exchange_host_entry(size: ExchangeSize) -> Entry:
 
 
 def exchange_device_entry(shape: ModelShape, kv: KVLayout, size: ExchangeSize, load: Load) -> Entry:
-    """Trips' own ends; prompts' keys and values that have not left yet, beside those that are made meanwhile; and what
-    the longest row has cached, which is brought up where a prompt goes on."""
+    """Returns the device memory of the exchange: the buffers' device side, prompts' KV not yet copied to the host, and
+    the cached KV of the longest row, which a resumed prompt copies back."""
     per_position = _position_bytes(shape, kv)
     positions = (STORES_IN_FLIGHT + 1) * load.max_tokens + load.max_positions
     return Entry(

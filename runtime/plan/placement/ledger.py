@@ -1,7 +1,6 @@
-"""What a run needs of each memory, term by term, against its budget: checked before the first weight is read.
+"""Memory of a run against its budget, term by term; checked before the first weight is read.
 
-What a device's libraries take beside all that a plan counts stands here too, as allowances that are stated and not
-measured.
+Allowances for the device's libraries, which a plan cannot count, are stated here and not measured.
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """One memory: `host` or `device`. `budget_key` is the config key that sets the budget."""
+    """One memory, `host` or `device`. `budget_key`: the config key of its budget."""
 
     memory: str
     budget_bytes: int
@@ -51,15 +50,15 @@ class Ledger:
             raise BudgetError(f"the run needs {short} more {self.memory} memory than it may use\n{self}\n{advice}")
 
 
-PINNED_SHARE = 0.75  # of a host's memory in front of an accelerator: nobody else can swap out what is pinned
-KERNELS_BYTES = 256 * MIB  # of torch and its libraries, loaded at their first call; torch's allocator does not see them
+PINNED_SHARE = 0.75  # of host memory with an accelerator: pinned memory cannot be swapped out
+KERNELS_BYTES = 256 * MIB  # modules of torch and its libraries, loaded on first use, outside of torch's allocator
 WORKSPACE_BYTES = 64 * MIB  # of cuBLAS and cuBLASLt; torch gives each 32 MiB on Hopper, less elsewhere
-BLOCKS_BYTES = 64 * MIB  # that torch's allocator holds beyond its tensors: it maps 2 to 20 MiB at a time
+BLOCKS_BYTES = 64 * MIB  # reserved by torch's allocator beyond its tensors, in blocks of 2 to 20 MiB
 LIBRARY_BYTES = KERNELS_BYTES + WORKSPACE_BYTES + BLOCKS_BYTES
 
 
 def library_entry(num_bytes: int) -> Entry:
-    """The entry for what libraries take, of one device or several."""
+    """Returns the entry for the libraries of one device or several."""
     parts = " + ".join(
         f"{what} {part // MIB} MiB"
         for what, part in (

@@ -1,4 +1,4 @@
-"""What the lanes of a run ask of memory at worst: the block that takes most, or the longest sequences side by side."""
+"""Memory demand of a run's lanes in the worst case: the largest block, or the longest sequences side by side."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,29 +10,31 @@ from .memory import PAGE_TOKENS, MicroBatch, kv_tokens, lane_entries, pass_token
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """`num_kv_pages` are shared by the lanes, each of which keeps prefixes of its own, and `num_spared_pages` fewer
-    serve where lanes share those too; each of `lanes` is prefilled by `chunk_tokens` a pass. A lane of another
-    block may have more pages, rows or tokens than any of `lanes`: `most_...` and `all_...` are the most of any.
-    `full_pages`: with which every sequence of the lanes can run to its limit."""
+    """Worst-case demand. `max_...` is the maximum of any lane in any block, `block_...` of any block; both may exceed
+    those of `lanes`.
+
+    `lanes` share `num_kv_pages`, with prefixes shared within each lane; sharing across lanes saves `num_spared_pages`.
+    `full_pages` lets every sequence run to its limit.
+    """
 
     shape: ModelShape
     lanes: Sequence[MicroBatch]
     chunk_tokens: int
     num_kv_pages: int
-    max_pages: int  # KV pages of a lane
-    max_rows: int  # sequences of a lane
-    max_tokens: int  # of a lane in one pass
-    max_positions: int  # that one sequence caches
-    block_rows: int  # sequences of all lanes of a block
-    block_tokens: int  # of all lanes of a block in one pass
-    num_spared_pages: int  # of `num_kv_pages`, where lanes share among themselves
+    max_pages: int  # KV pages per lane
+    max_rows: int  # sequences per lane
+    max_tokens: int  # per lane and pass
+    max_positions: int  # KV positions per sequence
+    block_rows: int  # sequences per block
+    block_tokens: int  # per block and pass
+    num_spared_pages: int  # of `num_kv_pages`, saved if lanes share prefixes
     full_pages: int
-    num_prefill_passes: float  # of the whole run or of one block: what counts is how they compare
+    num_prefill_passes: float  # of the run or of one block: only the ratio to decode passes matters
     num_decode_passes: float
 
     @staticmethod
     def from_lanes(shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens: int) -> "Load":
-        """Pages so many that every sequence can run to its limit."""
+        """Makes the load with enough pages for every sequence to run to its limit."""
         pages = [kv_tokens(shape, [lane]) // PAGE_TOKENS for lane in lanes]
         tokens = [pass_tokens(shape, lane, chunk_tokens) for lane in lanes]
         together = kv_tokens(shape, lanes, among_lanes=True) // PAGE_TOKENS
@@ -55,8 +57,8 @@ class Load:
 
     @staticmethod
     def from_blocks(shape: ModelShape, blocks: Iterable[Sequence[MicroBatch]], chunk_tokens: int) -> "Load":
-        """The load of blocks that come one after the other: the lanes of the one whose lanes take most. Its KV pages
-        may be fewer than another's, which the pool must hold all the same."""
+        """Makes the load of consecutive blocks, with the lanes of the block that takes most memory. The KV pages are
+        the maximum over blocks, as the pool must hold each."""
         loads = [Load.from_lanes(shape, lanes, chunk_tokens) for lanes in blocks] or [
             Load.from_lanes(shape, [], chunk_tokens)
         ]
@@ -76,12 +78,12 @@ class Load:
 
     @cached_property
     def lane_bytes(self) -> int:
-        """What lanes take in compute memory, beside keys and values."""
+        """The compute memory of lanes, without the KV cache."""
         return sum(entry.num_bytes for entry in lane_entries(self.shape, self.lanes, self.chunk_tokens))
 
     @property
     def keys_at_minimum(self) -> frozenset[str]:
-        """The keys of which no lower value would make it less."""
+        """The keys that cannot lower the load any further."""
         is_least = {
             "policy.micro_batch_size": self.max_rows <= 1,
             "policy.num_micro_batches": self.block_rows <= self.max_rows,
@@ -92,10 +94,10 @@ class Load:
 
     @property
     def has_enough_pages(self) -> bool:
-        """Every other sequence could run to its limit, or all of them halfway."""
+        """True if half of the sequences can run to their limits, or all of them halfway."""
         return 2 * self.num_kv_pages >= self.full_pages
 
     @cached_property
     def lane_tokens(self) -> tuple[int, ...]:
-        """Most tokens of each lane in one pass."""
+        """The maximum tokens of each lane in one pass."""
         return tuple(pass_tokens(self.shape, lane, self.chunk_tokens) for lane in self.lanes)

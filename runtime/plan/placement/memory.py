@@ -1,7 +1,7 @@
-"""The terms of the ledger: how many bytes a placement and a block of sequences take in each memory.
+"""Ledger terms: bytes of a placement and a block of sequences in each memory.
 
-Every term is an upper bound from shapes alone. Activations are those of one lane passing one stage; between stages a
-lane keeps only its hidden states.
+Every term is an upper bound from shapes alone. Activations are counted for one lane in one stage; between stages a lane
+keeps only its hidden states.
 """
 
 from collections.abc import Sequence
@@ -22,29 +22,31 @@ from ..shape.dtypes import PAGE_TOKENS as PAGE_TOKENS
 from ..shape.model import ModelShape
 from .ledger import Entry
 
-PANEL_BYTES = 16 * MIB  # of widened weights, at most
-DEQUANTIZED_AT_ONCE = 1 << 24  # numbers that a device dequantizes together, see linear/stored.py
-# Rows of all lanes up to which a device, where it has a kernel, multiplies 16-bit numbers with codes as they lie. Of an
-# H100 more are faster with numbers that all lanes share: as much is decoded for 8 lanes of 16 rows as for one of 128.
+PANEL_BYTES = 16 * MIB  # of weights converted for a product, at most
+DEQUANTIZED_AT_ONCE = 1 << 24  # elements that a device dequantizes at once, see linear/stored.py
+# Up to this many rows of all lanes, a device kernel multiplies 16-bit activations with quantized codes. On an H100 more
+# rows are faster with weights dequantized once for all lanes: 8 lanes of 16 rows decode as much as one of 128.
 FEW_ROWS = 128
-DEQUANTIZING_BYTES = 4 * 4 * DEQUANTIZED_AT_ONCE  # of float32, and of what operators make on the way there
-LANE_INNER = 3  # vectors of a token in its feed-forward: gate, up and their product
-GATED_ROWS = 512  # tokens that pass a feed-forward at a time, where it is ours, see model/fused.py
-GROUPED_BYTES = 16 * MIB  # of what experts are given at once and make, on a CPU, see model/expert_groups.py
-LAID_OUT_BYTES, KERNEL_SCRATCH_BYTES = 24 * MIB, 8 * MIB  # inputs as kernels have them, and what their threads need
-# What choosing tokens makes of the few logits that it takes at a time, see sequences/sampler.py.
+DEQUANTIZING_BYTES = 4 * 4 * DEQUANTIZED_AT_ONCE  # float32 elements and temporaries of the operators
+LANE_INNER = 3  # feed-forward vectors per token: gate, up and their product
+GATED_ROWS = 512  # tokens per block of our fused feed-forward, see model/fused.py
+GROUPED_BYTES = 16 * MIB  # inputs and outputs of experts run at once on a CPU, see model/expert_groups.py
+LAID_OUT_BYTES, KERNEL_SCRATCH_BYTES = 24 * MIB, 8 * MIB  # packed inputs of CPU kernels, and scratch of their threads
+# Temporaries of sampling, which takes a few rows of logits at once, see sequences/sampler.py.
 SAMPLING_BYTES = 24 * MIB
-SEARCH_FACTOR = 6  # times the logits of beams that are looked at together: their scores, and copies of them
-HEAD_SLICE_BYTES = 64 * MIB  # of float32 logits that are made at a time where many tokens are scored
+SEARCH_FACTOR = 6  # times the logits of beams scored together: scores and copies
+HEAD_SLICE_BYTES = 64 * MIB  # of float32 logits made at once for scored tokens
 ALLOCATOR_SLACK_BYTES = 48 * MIB  # measured: heap fragmentation, libraries' buffers (docs/explanation/memory.md)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSize:
-    """The size of one request: `num_prompt_tokens` to prefill and at most `max_new_tokens` to generate. Where the last
-    `num_scored` tokens of the prompt are scored, the one new token is none that is generated: it is given. `prefix`:
-    what of the prompt others of the run have as well, and may share. `num_beams` neighbours of the run are the beams of
-    one search, each a sequence of its own."""
+    """The size of one request: `num_prompt_tokens` to prefill, at most `max_new_tokens` to generate.
+
+    With `num_scored`, the last tokens of the prompt are scored, and the one new token is given, not generated.
+    `prefix`: the prefix that other requests of the run have too. `num_beams` neighboring sequences of the run are the
+    beams of one search.
+    """
 
     num_prompt_tokens: int
     max_new_tokens: int
@@ -59,7 +61,7 @@ class SequenceSize:
         return round_up(self.num_prompt_tokens + num_new, PAGE_TOKENS)
 
     def num_selected(self, past: int, new: int) -> int:
-        """How many of the `new` tokens of its prompt behind `past` others want logits, which are the last of them."""
+        """Returns how many of the `new` prompt tokens after `past` need logits; these are the last ones."""
         first = self.num_prompt_tokens - max(1, self.num_scored)
         return max(0, past + new - max(past, first))
 
@@ -72,7 +74,7 @@ class SequenceSize:
         prefix: SharedPrefix | None = None,
         num_beams: int = 1,
     ) -> "SequenceSize":
-        """One object for all requests of this size: a run may have 100,000 of a few hundred sizes."""
+        """Returns one object for all requests of this size: a run may have 100,000 of a few hundred sizes."""
         return SequenceSize(
             num_prompt_tokens=num_prompt_tokens,
             max_new_tokens=max_new_tokens,
@@ -82,7 +84,7 @@ class SequenceSize:
         )
 
     def with_prefix(self, prefix: SharedPrefix | None) -> "SequenceSize":
-        """The same, of a prompt that begins with `prefix`."""
+        """Returns the size with this prefix."""
         if prefix is self.prefix:
             return self
         return SequenceSize.interned(
@@ -94,10 +96,12 @@ MicroBatch = Sequence[SequenceSize]
 
 
 def kv_tokens(shape: ModelShape, micro_batches: Sequence[MicroBatch], *, among_lanes: bool = False) -> int:
-    """KV positions of a block, when every sequence has run to its limit. A padded lane holds a rectangle as wide as its
-    longest prompt and longest answer; of an encoder-decoder's, the decoder's own positions are those of the answer.
-    Those that sequences of a lane share, or with `among_lanes` of the block, are counted once: pages that are whole,
-    and one that is not."""
+    """Returns the KV positions of a block after every sequence ran to its limit.
+
+    A padded lane is as wide as its longest prompt plus its longest output; an encoder-decoder's decoder caches the
+    output only. Positions shared within a lane, or with `among_lanes` within the block, count once: whole pages, and
+    one partial page.
+    """
     if shape.is_packed:
         sharing = [[size for lane in micro_batches for size in lane]] if among_lanes else micro_batches
         return sum(size.capacity_tokens for lane in micro_batches for size in lane) - sum(
@@ -107,7 +111,7 @@ def kv_tokens(shape: ModelShape, micro_batches: Sequence[MicroBatch], *, among_l
 
 
 def _spared_positions(lane: MicroBatch) -> int:
-    """KV positions that the lane does not hold because they are shared."""
+    """Returns the KV positions saved by prefix sharing within the lane."""
     shares = prefix_shares(lane)
     if shares is None:
         return 0
@@ -124,7 +128,7 @@ def _whole_page_tokens(num_tokens: int) -> int:
 
 
 def prefix_shares(lane: MicroBatch) -> PrefixSharing | None:
-    """What the sequences of a lane share; None where that is nothing."""
+    """Returns the prefixes shared within a lane; None if there are none."""
     if all(size.prefix is None for size in lane):
         return None
     shares = PrefixSharing.from_prefixes([size.prefix for size in lane])
@@ -132,7 +136,7 @@ def prefix_shares(lane: MicroBatch) -> PrefixSharing | None:
 
 
 def computed_tokens(lane: MicroBatch) -> int:
-    """Tokens of prompts that the lane computes, those that are shared once."""
+    """Returns the prompt tokens that the lane computes; shared prefixes count once."""
     shares, num_tokens = prefix_shares(lane), sum(size.num_prompt_tokens for size in lane)
     if shares is None:
         return num_tokens
@@ -140,7 +144,7 @@ def computed_tokens(lane: MicroBatch) -> int:
 
 
 def _row_positions(shape: ModelShape, lane: MicroBatch) -> int:
-    """KV positions of a lane's longest row."""
+    """Returns the KV positions of a lane's longest row."""
     if shape.is_packed:
         return max(size.capacity_tokens for size in lane)
     if shape.has_encoder:
@@ -149,7 +153,7 @@ def _row_positions(shape: ModelShape, lane: MicroBatch) -> int:
 
 
 def _may_restart(shape: ModelShape, size: SequenceSize) -> bool:
-    """Whether it may come to where all of its keys are computed once more."""
+    """True if the sequence may reach the length at which all its keys are recomputed."""
     limit = shape.restart_tokens
     return limit is not None and size.num_prompt_tokens < limit < size.num_prompt_tokens + size.max_new_tokens
 
@@ -159,8 +163,11 @@ def _prompt_width(lane: MicroBatch) -> int:
 
 
 def chunk_columns(num_rows: int, width: int, chunk_tokens: int) -> int:
-    """Columns of a padded rectangle that one pass prefills, of the last chunk perhaps fewer. None has a single one,
-    unless the prompt has: recurrent layers take that for a decode step, which has no padding."""
+    """Returns the columns of a padded rectangle per prefill pass; the last chunk may have fewer.
+
+    No chunk has a single column, unless the prompt has: recurrent layers take that for a decode step, which has no
+    padding.
+    """
     max_columns = min(width, max(2, chunk_tokens // num_rows))
     fitting = (
         columns for columns in (*range(max_columns, 1, -1), *range(max_columns + 1, width)) if width % columns != 1
@@ -169,41 +176,40 @@ def chunk_columns(num_rows: int, width: int, chunk_tokens: int) -> int:
 
 
 def prompt_columns(shape: ModelShape, num_rows: int, width: int, chunk_tokens: int) -> int:
-    """`chunk_columns`, or all of them where a class takes no chunks."""
+    """Returns `chunk_columns`, or all columns if the model class does not support chunks."""
     return width if shape.has_whole_prompts else chunk_columns(num_rows, width, chunk_tokens)
 
 
 def pass_tokens(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) -> int:
-    """Most tokens that a lane carries in one pass; it may be fewer where its prompts share what they begin with, and
-    all of them together then are less than a chunk."""
+    """Returns the maximum tokens of a lane in one pass. Prefix sharing may lower the actual number."""
     if not lane:
         return 0
     if shape.is_packed:
-        # One that may restart wants all of its keys computed at a time.
+        # A sequence that may restart recomputes all of its keys in one pass.
         row_tokens = (
             shape.restart_tokens or 0 if _may_restart(shape, size) else size.num_prompt_tokens for size in lane
         )
         return max(len(lane), min(prefill_chunk_tokens, sum(row_tokens)))
     width = _row_positions(shape, lane) if any(_may_restart(shape, size) for size in lane) else _prompt_width(lane)
-    if shape.has_encoder:  # each position looks at all others, so a prompt cannot be cut
+    if shape.has_encoder:  # attention is bidirectional, so a prompt cannot be split
         return len(lane) * (width + max(size.num_scored for size in lane))
     return len(lane) * prompt_columns(shape, len(lane), width, prefill_chunk_tokens)
 
 
 def prefill_passes(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) -> int:
-    """Passes that a lane's prompts take."""
+    """Returns the number of passes for a lane's prompts."""
     tokens = computed_tokens(lane) if shape.is_packed else len(lane) * _prompt_width(lane)
     return -(-tokens // pass_tokens(shape, lane, prefill_chunk_tokens)) if tokens else 0
 
 
 def head_rows(vocab_size: int) -> int:
-    """Scored tokens whose logits are made at a time."""
+    """Returns how many scored tokens get logits at once."""
     return max(1, HEAD_SLICE_BYTES // (4 * vocab_size))
 
 
 def _logits_entry(shape: ModelShape, micro_batches: Sequence[MicroBatch], tokens: Sequence[int]) -> Entry:
-    """The logits of a lane, a row of them for each sequence; of scored tokens a slice, and the hidden states that the
-    other slices are made of. `tokens`: of each lane, the most that it carries in a pass."""
+    """Returns the entry for logits, a row per sequence. For scored tokens it counts a slice of logits and the hidden
+    states of the other slices. `tokens`: maximum tokens of each lane in a pass."""
     num_rows = max((len(lane) for lane in micro_batches), default=0)
     pairs = zip(micro_batches, tokens, strict=True)
     num_scored = max((min(most, sum(size.num_scored for size in lane)) for lane, most in pairs), default=0)
@@ -230,15 +236,15 @@ def lane_entries(
     *,
     slack_bytes: int = ALLOCATOR_SLACK_BYTES,
 ) -> tuple[Entry, ...]:
-    """States, hidden states, activations and logits of lanes side by side, in the compute device's memory."""
+    """Returns the compute memory of concurrent lanes: states, hidden states, activations and logits."""
     size, width = shape.compute_dtype_bytes, shape.hidden_size
     tokens = [pass_tokens(shape, lane, prefill_chunk_tokens) for lane in micro_batches]
     largest, in_flight, num_rows = max(tokens, default=0), sum(tokens), sum(map(len, micro_batches))
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     inner = (2 * min(largest, GATED_ROWS) if shape.has_fused_gates else LANE_INNER * largest) * shape.intermediate_size
-    widest_step = max(3 * largest * heads, inner)  # queries, keys and values twice
+    widest_step = max(3 * largest * heads, inner)  # queries, keys and values, plus copies
     numbers = 4 * largest * width + widest_step
-    between = 2 * width + 2 * shape.head_dim  # models keep what they embedded until the pass ends
+    between = 2 * width + 2 * shape.head_dim  # the embeddings stay alive until the pass ends
     attention = _attention_bytes(shape, micro_batches, prefill_chunk_tokens)
     widest = max(width, heads, shape.intermediate_size)
     laid_out = min(LAID_OUT_BYTES, 6 * largest * widest) + KERNEL_SCRATCH_BYTES
@@ -252,8 +258,8 @@ def lane_entries(
         equation = f"{num_rows:,} sequences x {per_row:,} B"
         entries.append(Entry(name="states", num_bytes=num_rows * per_row, equation=equation))
     if per_row := shape.kv_tail_bytes_per_sequence:
-        # What each sequence has not filled a page with yet, and each that computes for others: one at least of a lane,
-        # as these may come while it goes on.
+        # Partial pages of each sequence and of each shared prefix: at least one prefix per lane, as it may be added
+        # while the lane runs.
         shares = map(prefix_shares, micro_batches)
         num_tails = num_rows + sum(max(1, len(each.parents)) if each is not None else 1 for each in shares)
         equation = f"{num_tails:,} sequences x {per_row:,} B of {PAGE_TOKENS} positions as they are computed"
@@ -266,7 +272,7 @@ def lane_entries(
         entries.append(_parts_entry(shape, largest, micro_batches))
     equation = f"{in_flight:,} tokens in flight x {between:,} x {size} B"
     entries.append(Entry(name="hidden states", num_bytes=in_flight * between * size, equation=equation))
-    if shape.own is not None:  # what comes from the rank before and goes to the one behind, of all lanes of a pass
+    if shape.own is not None:  # received from the previous rank and sent to the next, for all lanes of a pass
         equation = f"2 x {in_flight:,} tokens in flight x {width:,} x {size} B"
         entries.append(Entry(name="handed over", num_bytes=2 * in_flight * width * size, equation=equation))
     equation = f"{largest:,} tokens of the largest lane, {numbers:,} x {size} B + attention {attention:,} B"
@@ -278,8 +284,7 @@ def lane_entries(
 
 
 def _parts_entry(shape: ModelShape, num_tokens: int, micro_batches: Sequence[MicroBatch]) -> Entry:
-    """What ranks that compute each token together make whole, as it comes and side by side; or what whole experts hand
-    to one another."""
+    """Returns the gather buffers of tensor-parallel ranks, received and concatenated, or those of whole experts."""
     size, inner = shape.compute_dtype_bytes, min(num_tokens, GATED_ROWS) if shape.has_fused_gates else num_tokens
     heads = shape.num_parts * shape.num_heads * shape.head_dim
     numbers = max(num_tokens * max(heads, shape.hidden_size), inner * shape.intermediate_size)
@@ -289,14 +294,14 @@ def _parts_entry(shape: ModelShape, num_tokens: int, micro_batches: Sequence[Mic
 
 
 def visit_elements(hidden_size: int, inner_size: int) -> int:
-    """What an expert makes of a token: the input, gate and up, their product twice, and the output, as its token has it
+    """Returns the elements per expert visit of a token: input, gate and up, their product twice, and output, unweighted
     and weighted, once in float32."""
     return 6 * hidden_size + 4 * inner_size
 
 
 def exchanged_elements(shape: ModelShape) -> int:
-    """What experts that ranks have whole make of a token, if all that it visits are this rank's, what comes from
-    others of the tokens that this one adds up, and sums, as they are told and as they come."""
+    """Returns the elements per token that ranks with whole experts exchange. Worst case: all visited experts are on
+    this rank. Also counted are outputs received for the tokens that this rank sums, and the sums, sent and received."""
     if not shape.num_whole_experts:
         return 0
     choices = max(stage.num_experts_per_token for stage in shape.layers)
@@ -306,7 +311,7 @@ def exchanged_elements(shape: ModelShape) -> int:
 def _delta_rule_entry(
     shape: ModelShape, rule: DeltaRule, micro_batches: Sequence[MicroBatch], chunk_tokens: int
 ) -> Entry:
-    """The entry of the lane that takes most: many short rows are padded to many columns."""
+    """Returns the entry of the lane that takes most: many short rows are padded to many columns."""
     size, lanes = shape.compute_dtype_bytes, list(filter(None, micro_batches))
     rectangles = [(len(lane), prompt_columns(shape, len(lane), _prompt_width(lane), chunk_tokens)) for lane in lanes]
     rows, columns = max(rectangles, key=lambda each: rule.num_bytes(*each, size), default=(0, 0))
@@ -319,8 +324,7 @@ def _delta_rule_entry(
 
 
 def _encoder_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> tuple[Entry, ...]:
-    """What the encoder leaves behind, and what a lane carries from layer to layer beside its hidden states: a bias for
-    each pair of positions, and the mask."""
+    """Returns the encoder's output, and a lane's position bias and mask for each pair of positions."""
     size = shape.compute_dtype_bytes
     rectangles = [(len(lane), _prompt_width(lane)) for lane in micro_batches if lane]
     positions = sum(rows * width for rows, width in rectangles)
@@ -342,9 +346,11 @@ def _encoder_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> 
 
 
 def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chunk_tokens: int) -> int:
-    """What attention takes in the lane that takes most. Where the host computes: scores of a decode step over a lane;
-    of a prefill chunk the masks, the scores and what is gathered of its sequence's keys and values; and latents
-    expanded to keys and values."""
+    """Returns the attention memory of the lane that takes most.
+
+    On the host it counts the scores of a decode step, or the masks, scores and gathered KV of a prefill chunk; and
+    latents expanded to keys and values.
+    """
     size = shape.compute_dtype_bytes
     worst = 0
     for lane in filter(None, micro_batches):
@@ -370,8 +376,8 @@ def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chu
             prefill = min(chunk_tokens, longest) * longest * (2 + size * (1 + 3 * shape.score_heads))
             prefill += 2 * longest * shape.num_kv_heads * shape.head_dim * size
         if shape.kv_dtype.is_quantized:
-            # What quantised pages take while they become numbers, three times in float32, of a prompt or of as many
-            # rows as an accelerator gathers at a time; and masks over the pages of a pass, which are seen as kept and
+            # Dequantizing pages takes three float32 copies, of a prompt or of the rows gathered at once on an
+            # accelerator; and masks over the pages of a pass, which are attended both as quantized and
             # as computed.
             width, new = shape.num_kv_heads * shape.head_dim, min(tokens, longest)
             most = GATHERED_BYTES // (2 * width * size)
@@ -385,12 +391,14 @@ def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chu
 def resumed_chunks(
     shape: ModelShape, planned: Sequence[MicroBatch], resumed: Sequence[MicroBatch], chunk_tokens: int, spare_bytes: int
 ) -> tuple[int, ...]:
-    """Tokens that each lane may carry in a prefill pass. `planned`: the lanes as they were before anything was
-    generated; `resumed`: what is left of them, with all that is known as prompts; `spare_bytes`: what the compute
-    device's ledger leaves over."""
+    """Returns the maximum tokens of each lane in a prefill pass after a resume.
+
+    `planned`: the lanes before anything was generated. `resumed`: the remaining sequences, with generated tokens as
+    part of their prompts. `spare_bytes`: unused compute memory in the ledger.
+    """
     if shape.has_encoder:
-        # The head of a decoder behind an encoder makes logits of every token that it is given: as many as find room
-        # where the encoder's activations were, and no more than those had tokens.
+        # An encoder-decoder's head makes logits of every token: as many as fit into the freed activations of the
+        # encoder, and no more than the tokens those had.
         room = [
             len(lane) + (encoder_activation_bytes(shape, lane) + spare_bytes) // (4 * shape.vocab_size)
             for lane in planned
@@ -407,7 +415,7 @@ def resumed_chunks(
 
 
 def encoder_activation_bytes(shape: ModelShape, lane: MicroBatch) -> int:
-    """Bytes of its activations, at least, which are gone when the decoder's head runs."""
+    """Returns a lower bound of the encoder's activations, which are freed before the decoder's head runs."""
     numbers = (4 * shape.hidden_size + 3 * shape.intermediate_size) * pass_tokens(shape, lane, 0)
     return numbers * shape.compute_dtype_bytes
 
@@ -416,14 +424,14 @@ def _num_bytes(entries: Sequence[Entry]) -> int:
     return sum(entry.num_bytes for entry in entries)
 
 
-NUM_RECORDINGS = 16  # that are kept: the latest
-RECORDING_BYTES = 32 * MIB  # of the driver, for the launches of a pass: an estimate
-RECORDING_HEADROOM = 1.5  # times the positions that a pass looks at, at most
+NUM_RECORDINGS = 16  # CUDA graphs kept, the latest ones
+RECORDING_BYTES = 32 * MIB  # driver memory for the launches of a pass: an estimate
+RECORDING_HEADROOM = 1.5  # maximum ratio of recorded to attended positions
 PASS_ENTRIES = frozenset({"hidden states", "activations", "logits"})
 
 
 def recordings_entry(shape: ModelShape, lanes: Sequence[MicroBatch]) -> Entry:
-    """All compute in the same memory, which nothing else uses; what they start from and give lies beside it."""
+    """Returns the memory of CUDA graphs. They share one private pool; their inputs and outputs lie outside of it."""
     entries = lane_entries(shape, lanes, prefill_chunk_tokens=1, slack_bytes=0)
     pass_bytes = round(RECORDING_HEADROOM * sum(entry.num_bytes for entry in entries if entry.name in PASS_ENTRIES))
     return Entry(

@@ -1,5 +1,5 @@
-"""Where each stage's weights and each layer's keys and values live, how many slots the others pass through, and what
-that takes of each memory; and where it is too much, which config keys can make the run fit.
+"""Placement of weights and KV cache, the slots for streamed stages, and the resulting ledgers; and advice on which
+config keys make a run fit.
 """
 
 import math
@@ -19,10 +19,13 @@ from .memory import PAGE_TOKENS
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """Bytes that a run may use. `device_bytes` is None where compute happens in host memory; `library_bytes` of them
-    are what the device's libraries take. Weights that stay in host memory are those of `num_sharers` processes, each of
-    which counts its share of them; or the host's budget is that of `num_copies` processes together, each of which has
-    them, and slots, by itself, and the device's that of `num_devices`, of which each has all that of weights."""
+    """Bytes that a run may use. `device_bytes` is None without a device; `library_bytes` of them go to the device's
+    libraries.
+
+    `num_sharers` processes share weights in host memory, and each counts its part. With `num_copies`, `host_bytes` is
+    for several processes together, each with its own weights and slots. With `num_devices`, `device_bytes` is for
+    several devices, each with all weights.
+    """
 
     host_bytes: int
     device_bytes: int | None = None
@@ -37,19 +40,19 @@ class Budgets:
 
     @property
     def compute_bytes(self) -> int:
-        """The bytes of the memory where compute finds its weights."""
+        """The budget of the memory that compute uses."""
         return self.host_bytes if self.device_bytes is None else self.device_bytes
 
     def count_per_process(self, entry: Entry) -> Entry:
-        """What of memory that each process has by itself counts here."""
+        """Returns the entry multiplied by the processes that each hold a copy."""
         return _multiply_entry(entry, self.num_copies, "processes")
 
     def count_per_device(self, entry: Entry) -> Entry:
-        """What of memory where compute finds its weights counts, that each process has by itself."""
+        """Returns the entry in compute memory, multiplied by the devices (or processes) that each hold a copy."""
         return _multiply_entry(entry, self.num_devices, "devices") if self.has_device else self.count_per_process(entry)
 
     def count_shared(self, entry: Entry) -> Entry:
-        """What of weights that stay in host memory counts here."""
+        """Returns the entry of resident host weights, divided by the processes that share them."""
         if self.num_sharers == 1:
             return self.count_per_process(entry)
         num_bytes, equation = self.shared_bytes(entry.num_bytes), f"{entry.equation}, of {self.num_sharers} processes"
@@ -67,11 +70,13 @@ def _multiply_entry(entry: Entry, count: int, what: str) -> Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """`resident` stages stay in compute memory; the others follow `walk`, or in decode passes `decode_walk`, through
-    slots of `slot_bytes`. Of `paged` stages, all streamed, only the dense part follows the walk; their experts have
-    `num_expert_slots` of their own; `cpu_share` says which of those in host memory the CPU multiplies, None: none.
-    `host_layers` keep their KV in host memory, where the CPU attends to it, through
-    `exchange`."""
+    """Placement of a run. `resident` stages stay in compute memory; the others follow `walk`, or `decode_walk` in
+    decode passes, through slots of `slot_bytes`.
+
+    Of `paged` stages only the dense part follows the walk; their experts have `num_expert_slots` of their own.
+    `cpu_share`: which experts in host memory the CPU computes; None: none. `host_layers` have KV in host memory, where
+    the CPU attends via `exchange`.
+    """
 
     resident: frozenset[int]
     walk: Walk
@@ -84,8 +89,8 @@ class Placement:
     paging: ExpertPaging = ExpertPaging.off
     num_expert_slots: int = 0
     cpu_share: CpuShare | None = None
-    dequantized: DequantizedSize | None = None  # None: stored weights are dequantized inside of each product
-    keys_at_minimum: frozenset[str] = frozenset()  # keys of which no lower value helps
+    dequantized: DequantizedSize | None = None  # None: dequantized within each product
+    keys_at_minimum: frozenset[str] = frozenset()  # keys that no lower value helps
 
     @property
     def host_layers(self) -> frozenset[int]:
@@ -93,26 +98,29 @@ class Placement:
 
     @property
     def sharing_rule(self) -> SharingRule:
-        """How far prompts share what they begin with. Lanes that keep keys and values in host memory have no copy of a
-        page there, nor anybody's in the pass that computes them; those that travel come to one lane at a time. Of
-        quantised pages whole ones are shared: what is in none yet is the lane's that computed it."""
+        """How prompts share prefixes.
+
+        With KV in host memory, lanes share pages, but not in the pass that computes them. Offloaded KV is fetched for
+        one lane at a time, so it is shared within a lane only. Quantized pages are shared whole; a partial page belongs
+        to the lane that computed it.
+        """
         in_host = self.kv.stays_in_host
         among_lanes, by_page = in_host or not self.kv.page_bytes, in_host or self.kv.is_quantized
         return SharingRule(among_lanes=among_lanes, in_pass=not in_host, page_tokens=PAGE_TOKENS if by_page else 1)
 
     @property
     def cpu_expert_stages(self) -> frozenset[int]:
-        """The stages some of whose experts the CPU multiplies."""
+        """The stages with some experts computed on the CPU."""
         return frozenset() if self.cpu_share is None else self.paged & self.walk.in_host
 
     @property
     def is_fully_resident(self) -> bool:
-        """Neither weights nor keys and values travel."""
+        """True if neither weights nor KV are streamed."""
         return not (self.walk.streamed or self.kv.page_bytes)
 
     @property
     def has_device(self) -> bool:
-        """Compute has a memory of its own."""
+        """True if compute has a memory of its own."""
         return any(ledger.memory == "device" for ledger in self.ledgers)
 
     @property
@@ -120,18 +128,18 @@ class Placement:
         return all(ledger.fits for ledger in self.ledgers)
 
     def require_fit(self, config: RuntimeConfig | None = None) -> None:
-        """Raises BudgetError, with the equation and the keys that can make it true."""
+        """Raises BudgetError, with the ledger and the keys that can make the run fit."""
         for ledger in self.ledgers:
             advice = fit_advice(ledger, self.walk, self.kv, config or RuntimeConfig(), self.keys_at_minimum)
             if self.has_device and ledger.memory == "host" and config and config.offload.host_memory_gib is None:
-                advice += f". Unset, {ledger.budget_key} is {PINNED_SHARE:.0%} of the host's memory at most, all pinned"
+                advice += f". Unset, {ledger.budget_key} is at most {PINNED_SHARE:.0%} of host memory, as it is pinned"
             ledger.require_fit(advice)
 
 
 KV_TERMS = frozenset({"KV cache", "KV pages"})
 SLOT_TERMS = frozenset({"KV slots", "KV staging"})
 LANE_TERMS = frozenset({"states", "KV tails", "hidden states", "delta rule", "activations", "logits", "KV exchange"})
-LOWERED_BY = {  # which terms a lower value of the key makes smaller
+LOWERED_BY = {  # the ledger terms that a lower value of the key shrinks
     "policy.micro_batch_size": LANE_TERMS | KV_TERMS | SLOT_TERMS,
     "policy.num_micro_batches": frozenset({"states", "KV tails", "hidden states", *KV_TERMS}),
     "policy.prefill_chunk_tokens": frozenset({"hidden states", "activations"}),
@@ -141,9 +149,10 @@ LOWERED_BY = {  # which terms a lower value of the key makes smaller
 
 
 def fit_advice(ledger: Ledger, walk: Walk, kv: KVLayout, config: RuntimeConfig, keys_at_minimum: frozenset[str]) -> str:
-    """The ways to make a run fit, by the terms that the ledger has, and the budget that this plan takes. A key whose
-    value is at its end already is not named. Weights that are rounded while they are read cannot be read from disk in
-    each pass."""
+    """Returns the options to make a run fit, by the ledger's terms, with the budget that this plan needs.
+
+    Keys at their minimum are left out. Weights quantized while loading cannot be read from disk in every pass.
+    """
     terms = frozenset(entry.name for entry in ledger.entries if entry.num_bytes)
     options = [f"raise {ledger.budget_key} to {math.ceil(1000 * ledger.total_bytes / GIB) / 1000:g}"]
     lower = [key for key, lowered in LOWERED_BY.items() if terms & lowered and key not in keys_at_minimum]

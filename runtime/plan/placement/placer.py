@@ -1,5 +1,5 @@
-"""What a placement needs of each memory, term by term, and the search for the placement that keeps most in compute
-memory: keys and values before layers.
+"""Memory needs of a placement, term by term, and the search for the placement that keeps the most in compute memory: KV
+before layers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ HOST_KEY, DEVICE_KEY = "offload.host_memory_gib", "offload.device_memory_gib"
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """The needs of every placement with the keys and values of `kv`."""
+    """Memory needs of all placements with the KV layout `kv`."""
 
     shape: ModelShape
     config: RuntimeConfig
@@ -45,7 +45,7 @@ class Requirements:
     kv: KVLayout
 
     def can_hold(self, resident_bytes: int) -> bool:
-        """False where compute memory has no room for these weights, even if no other passed through a slot."""
+        """False if these weights exceed compute memory even without slots."""
         compute, host = self.budgets.device_bytes, self.budgets.host_bytes
         fixed = sum(entry.num_bytes for entry in self._fixed_entries)
         if compute is None:
@@ -64,7 +64,7 @@ class Requirements:
 
     @cached_property
     def _fixed_entries(self) -> tuple[Entry, ...]:
-        """What compute memory holds, whichever weights stay there."""
+        """Compute memory that does not depend on which weights are resident."""
         lanes, chunk, libraries = self.load.lanes, self.load.chunk_tokens, self.budgets.library_bytes
         if not libraries:
             return (*self._kv_cost.compute, *lane_entries(self.shape, lanes, chunk))
@@ -114,7 +114,7 @@ class Requirements:
         return tuple(entries)
 
     def _host_entries(self, placement: Placement) -> tuple[Entry, ...]:
-        """What host memory holds in front of an accelerator."""
+        """Returns the host memory used with an accelerator."""
         walk, pinned = placement.walk, pinned_bytes(placement.slot_bytes)
         staging = walk.num_staging_slots
         entries = [
@@ -124,7 +124,7 @@ class Requirements:
         ]
         if placement.resident:
             loading = pinned_bytes(min(self.shape.sizes.resident_bytes(placement.resident), LOADING_BYTES))
-            entry = Entry(name="loading", num_bytes=loading, equation="what stays passes through it, pinned")
+            entry = Entry(name="loading", num_bytes=loading, equation="buffer for resident weights, pinned")
             entries.append(self.budgets.count_per_process(entry))
         if walk.in_host:
             sizes = self.shape.sizes.slot_bytes(placement.paged)
@@ -141,22 +141,21 @@ class Requirements:
         return tuple(entries)
 
 
-KV_FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)  # tried where kv.device_fraction is left open
+KV_FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)  # tried if kv.device_fraction is null
 
 
 def kv_tiers(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> tuple[KVTier, ...]:
-    """The tiers to be tried for keys and values, the fastest first. Raises ConfigError where the CPU is to attend to
-    what lies elsewhere."""
+    """Returns the KV tiers to try, the fastest first. Raises ConfigError if the CPU would attend to KV elsewhere."""
     tier = config.kv.tier
     if has_device and cpu_attends(shape, config, has_device=True):
         require(
             tier in (KVTier.auto, KVTier.cpu),
-            f"policy.attention=cpu in front of an accelerator wants keys and values in host memory, kv={tier.value} "
+            f"policy.attention=cpu with an accelerator needs keys and values in host memory, kv={tier.value} "
             "keeps them elsewhere: kv=cpu",
         )
         require(
             shape.kv_dtype is KVDType.auto,
-            f"kv.dtype={shape.kv_dtype.value} with policy.attention=cpu in front of an accelerator is not there: "
+            f"kv.dtype={shape.kv_dtype.value} with policy.attention=cpu and an accelerator is not supported: "
             "kv.dtype=auto or policy.attention=device",
         )
         return (KVTier.cpu,)
@@ -166,17 +165,18 @@ def kv_tiers(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> t
 
 
 def can_offload_kv(shape: ModelShape, config: RuntimeConfig, tier: KVTier, *, has_device: bool) -> bool:
-    """Whether keys and values of some layers may come from `tier` and go back to it."""
+    """True if some layers' KV may be fetched from `tier` and stored back."""
     fraction = config.kv.device_fraction or 0.0
     travelling = offloaded_kv_layers(shape, tier, fraction, has_device=has_device)
     return bool(travelling) and not (has_device and cpu_attends(shape, config, has_device=True))
 
 
 def choose_placement(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, load: Load) -> Placement:
-    """The first that fits, of what keeps most in compute memory: keys and values before layers. Where nothing fits, the
-    ledgers of the smallest say why. Raises ConfigError where the CPU is to do what it cannot.
+    """Returns the first placement that fits, in order of how much stays in compute memory: KV before layers. If none
+    fits, returns the smallest; its ledgers show why.
 
-    Embeddings and head stay resident where they fit and are streamed like layers where they don't.
+    Embeddings and head stay resident if they fit and are streamed like layers otherwise. Raises ConfigError if the CPU
+    cannot do what the config wants of it.
     """
     require_cpu_experts(shape, config, has_device=budgets.has_device)
     placer = _Placer(shape=shape, config=config, budgets=budgets, load=load)
@@ -184,13 +184,13 @@ def choose_placement(shape: ModelShape, config: RuntimeConfig, budgets: Budgets,
     for candidate in placer.candidates():
         if candidate.may_fit and (placement := candidate.make_placement()).fits:
             return placement
-    assert candidate is not None, "there is always something to try"
+    assert candidate is not None, "there is always a candidate"
     return candidate.make_placement()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PlacementCandidate:
-    """`resident` stages beside these keys and values, and what they take together with tied ones once."""
+    """A set of `resident` stages with a KV layout. `resident_bytes` counts tied weights once."""
 
     needs: Requirements
     paging: ExpertPaging
@@ -200,11 +200,11 @@ class _PlacementCandidate:
 
     @property
     def may_fit(self) -> bool:
-        """Whether it is worth laying out: of the many that cannot fit, nearly all are found here."""
+        """Cheap test that rejects nearly all candidates that cannot fit."""
         return self.needs.can_hold(self.resident_bytes)
 
     def make_placement(self) -> Placement:
-        """The placement with as many of its streamed stages in host memory as the tier says."""
+        """Returns the placement, with as many streamed stages in host memory as the tier allows."""
         having = [stage.index for stage in self.needs.shape.stages if stage.parameters]
         streamed = [stage for stage in having if stage not in self.resident]
         tier, has_device = self.needs.config.tier, self.needs.budgets.has_device
@@ -220,8 +220,8 @@ class _PlacementCandidate:
         return self._lay_out(streamed, held) if held else none
 
     def _choose_host_stages(self, placement: Placement, streamed: Sequence[int]) -> frozenset[int]:
-        """The streamed stages, as many as host memory has room for beside what `placement`, which holds none, takes of
-        it; evenly over the depth, so that the disk has their turns to bring the next one."""
+        """Returns the streamed stages that fit in host memory beside `placement`, which holds none. They are evenly
+        spaced over the depth, so that their turns give the disk time for the next stage."""
         ledger = placement.ledgers[-1]
         cpu_entries = feedforward.host_entries(self.needs.shape, self._cpu_share) if placement.paged else ()
         spare = ledger.budget_bytes - ledger.total_bytes - sum(entry.num_bytes for entry in cpu_entries)
@@ -240,7 +240,7 @@ class _PlacementCandidate:
 
     @property
     def _cpu_share(self) -> CpuShare | None:
-        """The CPU's share of passes that decode: prompts visit every expert with more tokens than it has time for."""
+        """The CPU's share of experts in decode passes; prompts have too many tokens per expert."""
         config, load = self.needs.config, self.needs.load
         if not cpu_multiplies(config):
             return None
@@ -292,11 +292,11 @@ class _Placer:
     load: Load
 
     def candidates(self) -> Iterator[_PlacementCandidate]:
-        """More resident layers do not always take more: they free slots and, in front of an accelerator, host memory,
-        and spread over the depth they are others. So all numbers of them are tried."""
+        """Yields all candidates. Every number of resident layers is tried, as more of them may take less memory: they
+        free slots, and host memory with an accelerator."""
         residents, areas = list(self._resident_sets()), [False]
         if self.budgets.has_device and DequantizedSize.from_shape(self.shape, frozenset(), 1) is not None:
-            # Memory set aside for dequantized weights comes first: otherwise each lane dequantizes what it multiplies.
+            # Scratch for dequantized weights is tried first: without it every lane dequantizes again.
             by_choice = {Dequantize.auto: [True, False], Dequantize.stage: [True], Dequantize.product: [False]}
             areas = by_choice[self.config.offload.dequantize]
         for has_area in areas:
@@ -315,7 +315,7 @@ class _Placer:
     def _kv_layouts(self) -> Iterator[KVLayout]:
         fraction, has_device = self.config.kv.device_fraction, self.budgets.has_device
         attends_on_cpu = has_device and cpu_attends(self.shape, self.config, has_device=True)
-        seen: set[tuple[KVTier, tuple[int, ...]] | None] = set()  # None: nothing travels, in whichever tier
+        seen: set[tuple[KVTier, tuple[int, ...]] | None] = set()  # None: nothing is offloaded, in any tier
         for tier in kv_tiers(self.shape, self.config, has_device=has_device):
             for share in [0.0] if attends_on_cpu else KV_FRACTIONS if fraction is None else [fraction]:
                 layers = offloaded_kv_layers(self.shape, tier, share, has_device=has_device)
@@ -335,7 +335,7 @@ class _Placer:
                 )
 
     def _paging_modes(self) -> list[ExpertPaging]:
-        """What to try. `auto` pages where that reads less, and where a whole layer has no room."""
+        """Returns the modes to try. `auto` pages if that reads less, or if a whole layer does not fit."""
         paging = self.config.offload.expert_paging
         if not pageable_stages(self.shape) or self._keeps_all:
             return [ExpertPaging.off]
@@ -347,7 +347,7 @@ class _Placer:
         prefill, decode = load.lane_tokens, [len(lane) for lane in load.lanes]
         tokens = [sum(each) if is_batched else max(each, default=0) for each in (prefill, decode)]
         num_requests = 1 if is_batched else len(load.lanes)
-        # One choice serves both: prompts visit nearly all experts, but passes that decode are mostly many more.
+        # One mode for both phases: prompts visit nearly all experts, but most passes are decode passes.
         phases = (
             ExpertPhase(num_passes=load.num_prefill_passes, num_requests=num_requests, num_tokens=tokens[0]),
             ExpertPhase(num_passes=load.num_decode_passes, num_requests=num_requests, num_tokens=tokens[1]),
@@ -370,7 +370,8 @@ class _Placer:
         return tier is Tier.none or (tier is Tier.cpu and not self.budgets.has_device)
 
     def _resident_sets(self) -> Iterator[tuple[frozenset[int], int]]:
-        """Stages that may stay, and their bytes: the most layers first, and with all others before layers alone."""
+        """Yields sets of resident stages and their bytes: most layers first, and sets with all other stages before
+        layers alone."""
         sizes, wanted = self.shape.sizes, self.config.offload.resident_layers
         num_layers = sizes.num_layers
         if self._keeps_all:

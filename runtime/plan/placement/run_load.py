@@ -1,4 +1,4 @@
-"""Which load a run puts on memory: that of its heaviest block, or where sequences come and go of its fullest lanes."""
+"""The worst-case memory load of a run: its largest block, or with continuous admission its fullest lanes."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def block_lanes(block: Block, sizes: Sequence[SequenceSize]) -> list[MicroBatch]
 
 
 def least_memory_config(config: RuntimeConfig) -> RuntimeConfig:
-    """What was left open as what takes least: no resident layer, and the shallowest prefetching."""
+    """Returns the config with open settings at their minimum: no resident layer, and the shallowest prefetch."""
     offload, prefetch = config.offload, config.prefetch
     return replace(
         config,
@@ -37,8 +37,7 @@ def run_load(
     blocks: Sequence[Block],
     sizes: Sequence[SequenceSize],
 ) -> Load:
-    """What memory must hold: the most that any block takes, or where sequences come and go the longest ones side by
-    side."""
+    """Returns the largest load of any block, or with continuous admission the longest sequences side by side."""
     chunk = chunk_tokens(config.policy)
     if config.policy.admission is Admission.continuous:
         return _continuous_load(shape, config, budgets, blocks, sizes)
@@ -52,11 +51,11 @@ def _continuous_load(
     blocks: Sequence[Block],
     sizes: Sequence[SequenceSize],
 ) -> Load:
-    """The load of as many seats as blocks have, and pages for all of them; fewer pages where the budget says so, but so
-    many that the longest sequence can run to its limit alone.
+    """Returns the load of as many slots as a block has, with pages for all of them. The budget may lower the pages,
+    down to what the longest sequence needs alone.
 
-    A sequence that gave way is prefilled with all that it knows, so any lane may have to compute its every token. A
-    padded lane may come to hold the longest prompt beside the longest answer.
+    A preempted sequence is prefilled with all its tokens, so any lane may compute every token of its sequences. A
+    padded lane may hold the longest prompt beside the longest output.
     """
     chunk = chunk_tokens(config.policy)
     slots = max((len(block.members) for block in blocks), default=0)
@@ -81,15 +80,15 @@ def _continuous_load(
     if not shape.is_packed or not lanes:
         return full
     least = full.max_positions // PAGE_TOKENS
-    counts = [full.num_kv_pages] * 2  # where lanes share nothing with each other, and where they do
+    counts = [full.num_kv_pages] * 2  # without and with prefix sharing across lanes
     if any(size.prefix is not None for size in sizes):
-        # Those of the block that has most, where prompts begin alike: its sequences enter one behind the other, and if
-        # others are seated together they give way.
+        # With shared prefixes, the pages of the largest block: its sequences are admitted one after another, and are
+        # preempted if other sequences need more.
         blocks_lanes = [block_lanes(block, sizes) for block in blocks]
         most = [max(kv_tokens(shape, each, among_lanes=among) for each in blocks_lanes) for among in (False, True)]
         counts = [max(count // PAGE_TOKENS, least) for count in most]
-    # Pages that any sequences may have that come to share a lane: all of the longest ones', or what most have of their
-    # own beside all prefixes of the run.
+    # The most pages of any sequences that meet in a lane: those of the longest ones, or the largest unshared parts
+    # plus all prefixes of the run.
     own = [size.capacity_tokens // PAGE_TOKENS - _whole_pages(size.prefix) for size in sizes]
     prefixes = {each for size in sizes if size.prefix is not None for each in size.prefix.chain}
     shared = sum(_whole_pages(prefix) - _whole_pages(prefix.parent) for prefix in prefixes)
@@ -101,19 +100,18 @@ def _continuous_load(
 
 
 def _whole_pages(prefix: SharedPrefix | None) -> int:
-    """Whole ones."""
     return prefix.num_tokens // PAGE_TOKENS if prefix is not None else 0
 
 
 def _fit_pages(
     shape: ModelShape, config: RuntimeConfig, budgets: Budgets, per_lane: Load, per_block: Load, least: int
 ) -> Load:
-    """The most pages that the fastest memory holds in which the load `is_roomy`. Without one, the most that any memory
-    holds, or the `least` that are of use, for a ledger to say why they are too many. `in_lanes`: the load with all
-    pages where keys and values travel and each lane has prefixes of its own, `together` where they do not.
+    """Returns the load with the most pages that fit in the fastest memory, if it `has_enough_pages` there.
 
-    Answers mostly end before their limits, so half the pages of all limits seat nearly as many sequences as all of
-    them, and keep keys and values where they are fast. With fewer, sequences give way and are prefilled again.
+    Otherwise returns the most that fit in any memory, or the `least` usable ones, so that a ledger can show why they do
+    not fit. `per_lane`: the load if KV is offloaded and prefixes are shared within lanes; `per_block`: if not. Most
+    outputs end before their limits: half the pages of all limits hold nearly as many sequences, and keep KV in fast
+    memory. With fewer pages, sequences are preempted and prefilled again.
     """
     most, full = least, per_lane
     for tier in kv_tiers(shape, config, has_device=budgets.has_device):
@@ -128,8 +126,11 @@ def _fit_pages(
 
 
 def _max_fitting_pages(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, full: Load, counts: range) -> int:
-    """The largest of these numbers of pages that fits; 0 where none does. What a page takes follows from nothing but
-    the placement: pinned memory comes in powers of two, and pages on disk pass through slots."""
+    """Returns the largest of these page counts that fits; 0 if none does.
+
+    Only a placement tells the bytes of a page: pinned memory comes in powers of two, and pages on disk pass through
+    slots.
+    """
     num_fitting = bisect_left(
         counts, True, key=lambda n: not choose_placement(shape, config, budgets, replace(full, num_kv_pages=n)).fits
     )

@@ -1,4 +1,4 @@
-"""Which walk a pass takes: the prefill passes' and the decode passes'."""
+"""Makes the walks of prefill and decode passes."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from .kv import KVLayout
 
 
 def num_slots_for(prefetch: PrefetchConfig, order: Order) -> int:
-    """Slots of weights: those of the stages that are read ahead, beside those of the stages that are computed."""
+    """Returns the number of weight slots: for stages read ahead, plus those being computed."""
     ahead = prefetch.depth + order.style.num_open
     slots = {
         Prefetch.off: 1,
@@ -22,8 +22,8 @@ def num_slots_for(prefetch: PrefetchConfig, order: Order) -> int:
 
 
 def cpu_attends(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> bool:
-    """Padded lanes attend where the model's own code does. So do layers that expand latents in front of an accelerator:
-    what they attend to is made in its memory."""
+    """True if attention runs on the CPU's workers. Padded lanes attend in the model's own code; with an accelerator so
+    do layers that expand latents, as they expand them in its memory."""
     is_possible = shape.is_packed and not (has_device and shape.expanded_kv_width)
     return is_possible and config.policy.attention is Attention.cpu
 
@@ -39,9 +39,11 @@ def make_walk(
     is_decode: bool,
     has_device: bool,
 ) -> Walk:
-    """The walk of prefill or of decode passes, which leave out an encoder, and alone let the CPU attend. `streamed`
-    stages pass through slots, in pages where the order wants that; those `in_host` live in host memory. A walk that
-    begins later needs no more slots of either kind than the whole one."""
+    """Returns the walk of prefill or decode passes. Only decode passes skip an encoder and let the CPU attend.
+
+    `streamed` stages pass through slots, in pages if the order wants them; those `in_host` stay in host memory. A walk
+    that starts at a later stage needs no more slots than the whole one.
+    """
     prefetch, order = config.prefetch, config.policy.schedule or PLAIN
     own = shape.own_stages
     first = shape.first_decode_stage if is_decode else own.start
@@ -51,12 +53,12 @@ def make_walk(
     num_read = sum(stage not in in_host for stage in in_pass)
     staging = (2 if block == 1 else block) if copies else 0
     offloaded_kv = tuple(shape.layers[layer].index for layer in kv.page_bytes) if kv.num_slots else ()
-    # A page for each turn of a stage; where every turn ends with a barrier, also for those of resident stages: a turn
-    # without a page is one in which disk and link do nothing.
+    # One page per turn of a stage. If turns end with barriers, also for turns of resident stages: in a turn without a
+    # page, disk and link would idle.
     style = order.style
     stages_each = round((own.stop - first) / max(1, len(in_pass))) if style.has_barriers else 1
     batched_experts = tuple[int, ...]()
-    if style.batches_experts:  # lanes stop where experts run through our function
+    if style.batches_experts:  # lanes stop at experts run by model/expert_groups.py
         batched_experts = tuple(stage.index for stage in shape.layers if any(p.is_experts for p in stage.parameters))
     attends = is_decode and cpu_attends(shape, config, has_device=has_device)
     return Walk(

@@ -1,4 +1,3 @@
-"""When things happen within a pass: actions, the orders in which micro-batches and stages meet, what is brought ahead,
-and the checker that plays a schedule before anyone trusts it. Here belongs what knows order, but no bytes and no
-seconds.
+"""The order of actions within a pass: how micro-batches and stages interleave, what is prefetched, and the checker that
+validates a schedule before it runs. Only order belongs here, no bytes and no seconds.
 """

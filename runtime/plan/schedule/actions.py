@@ -1,20 +1,20 @@
-"""The lines that a pass is made of, as values that print and parse back.
+"""The actions of a pass, as values that print and parse back.
 
-read 7 | read 7#2   disk -> host, begins: the whole stage, or page 2 of the walk's `num_pages`
-copy 7 | copy 7#2   host -> device, begins once its read is done (accelerators only)
-free 7              the stage's slot may be reused when its compute has finished
-run 7.3             lane 3 passes stage 7 from end to end, attention and experts where it meets them
-pre 7.3             lane 3 enters stage 7 and stops at its attention
-attend 7.3          that attention begins on the CPU's workers, beside the KV
-post 7.3            waits for the attention; lane 3 goes on to the end of the stage
-route 7.3           lane 3 enters stage 7, or goes on from its attention, and stops at its experts
-experts 7           each expert of stage 7 runs once, over the tokens of all lanes, which stopped there
-end 7.3             lane 3 goes on from the experts to the end of the stage
-fetch 7.3           KV of lane 3 in stage 7: from its tier to a KV slot, begins
-recv 7.3            hidden states of lane 3 come from the rank before, into stage 7
-send 7.3            what lane 3 has become behind stage 7 goes to the rank behind, begins
-store 7.3           what stage 7 added to it: back to the tier, begins; the KV slot is free once that is done
-sync                waits for everything that has begun
+read 7 | read 7#2   start disk -> host: the whole stage, or page 2 of the walk's `num_pages`
+copy 7 | copy 7#2   start host -> device after the read is done (accelerators only)
+free 7              the stage's slot may be reused after its compute is done
+run 7.3             lane 3 runs all of stage 7, attention and experts included
+pre 7.3             lane 3 enters stage 7 and stops before attention
+attend 7.3          start that attention on the CPU's workers, where the KV cache is
+post 7.3            wait for the attention; lane 3 runs the rest of the stage
+route 7.3           lane 3 enters stage 7, or continues after attention, and stops before the experts
+experts 7           run each expert of stage 7 once, over the tokens of all lanes stopped there
+end 7.3             lane 3 continues after the experts and runs the rest of the stage
+fetch 7.3           start: KV of lane 3 in stage 7 from its tier to a KV slot
+store 7.3           start: KV added by stage 7 back to the tier; frees the KV slot once done
+recv 7.3            hidden states of lane 3 arrive from the previous rank, into stage 7
+send 7.3            start: hidden states of lane 3 after stage 7 to the next rank
+sync                wait for everything started
 """
 
 import re
@@ -40,15 +40,16 @@ class Op(Enum):
     sync = "sync"
 
 
-WEIGHT_OPS = frozenset({Op.read, Op.copy, Op.free})  # what moves weights; the other ops serve lanes
+WEIGHT_OPS = frozenset({Op.read, Op.copy, Op.free})  # ops that move weights; the others work on lanes
 PAGED_OPS = frozenset({Op.read, Op.copy})
-STAGE_OPS = frozenset({Op.read, Op.copy, Op.free, Op.experts})  # the others but sync are of one lane in a stage
+STAGE_OPS = frozenset({Op.read, Op.copy, Op.free, Op.experts})  # ops of a whole stage, not of a lane
 _LINE = re.compile(r"([a-z]+)(?: (\d+)(?:\.(\d+)|#(\d+))?)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """`stage` is None for `sync` alone, `lane` where the op is of a whole stage, `page` where it is of all pages."""
+    """One action. `stage` is None only for `sync`, `lane` is None for ops of a whole stage, `page` is None for all
+    pages."""
 
     op: Op
     stage: int | None
@@ -63,19 +64,19 @@ class Action:
 
     @property
     def stage_index(self) -> int:
-        """`stage`, of any op but `sync`."""
-        assert self.stage is not None, f"'{self}' is of no stage"
+        """`stage` of any op except `sync`."""
+        assert self.stage is not None, f"'{self}' has no stage"
         return self.stage
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Stage and lane, of an op that is of both."""
-        assert self.lane is not None, f"'{self}' is of no lane"
+        """Stage and lane, of an op that has both."""
+        assert self.lane is not None, f"'{self}' has no lane"
         return self.stage_index, self.lane
 
 
 def parse_action(text: str) -> Action:
-    """The inverse of `str(action)`; raises ValueError naming the text."""
+    """Inverse of `str(action)`. Raises ValueError with the text."""
     match = _LINE.fullmatch(text.strip())
     if match is None or match[1] not in Op.__members__:
         raise _invalid_action(text)

@@ -1,7 +1,6 @@
-"""Plays a schedule on counters and refuses what would go wrong on lanes: for the engine, before it plays it on them.
+"""Checks a schedule by simulating its slots and lanes, before the engine runs it.
 
-The rules of slots come first: what holds weights and KV while a schedule is played, what may happen to them, and what
-goes from rank to rank.
+First come the rules for slots of weights and KV, and for transfers between ranks; then those for lanes.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ def schedule_error(action: Action, rule: str) -> ValueError:
 
 
 class WeightSlots:
-    """Slots of compute memory and of staging, by stage, with the pages that have been begun to be brought in."""
+    """Compute and staging slots by stage, with the pages loaded so far."""
 
     def __init__(self, walk: Walk):
         self._walk, self._streamed = walk, frozenset(walk.streamed)
@@ -27,7 +26,7 @@ class WeightSlots:
         self._freed: set[int] = set()
 
     def contents(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
-        """A copy, to compare with."""
+        """Returns a copy, for comparison."""
         staged, present = ({stage: set(pages) for stage, pages in of.items()} for of in (self._staged, self._present))
         return staged, present
 
@@ -37,11 +36,11 @@ class WeightSlots:
     def end_pass(self) -> None:
         for stage in self._walk.streamed:
             if stage not in self._freed:
-                raise schedule_error(Action(Op.free, stage), "missing: the stage keeps its slot beyond the pass")
+                raise schedule_error(Action(Op.free, stage), "missing: the stage still holds its slot after the pass")
 
     def read(self, action: Action) -> None:
         if action.stage in self._walk.in_host:
-            raise schedule_error(action, "read, though its weights are in host memory already")
+            raise schedule_error(action, "read, but its weights are already in host memory")
         if self._walk.copies:
             self._load(action, self._staged, self._walk.num_staging_slots, "staging slot")
         else:
@@ -49,7 +48,7 @@ class WeightSlots:
 
     def copy(self, action: Action) -> None:
         if not self._walk.copies:
-            raise schedule_error(action, "the walk copies nothing, compute finds its weights where they are read")
+            raise schedule_error(action, "the walk has no copies: compute uses weights where they are read")
         stage = action.stage_index
         if stage not in self._walk.in_host and not self._staged.get(stage, set()) >= self._pages(action):
             raise schedule_error(action, "copied before it was read")
@@ -60,13 +59,13 @@ class WeightSlots:
     def use(self, action: Action) -> None:
         stage = action.stage_index
         if stage in self._streamed and self._present.get(stage) != self._all_pages:
-            count = f"{len(self._present.get(stage, ()))} of {self._walk.num_pages} pages are there"
-            raise schedule_error(action, f"used before its weights were brought in, {count}")
+            count = f"{len(self._present.get(stage, ()))} of {self._walk.num_pages} pages are loaded"
+            raise schedule_error(action, f"used before its weights were loaded, {count}")
 
     def free(self, action: Action) -> None:
         stage = action.stage_index
         if stage not in self._present:
-            raise schedule_error(action, f"freed but not present; in slots are {sorted(self._present)}")
+            raise schedule_error(action, f"freed but not loaded; loaded stages: {sorted(self._present)}")
         if stage in self._freed:
             raise schedule_error(action, "freed twice in one pass")
         del self._present[stage]
@@ -75,14 +74,14 @@ class WeightSlots:
     def _load(self, action: Action, slots: dict[int, set[int]], limit: int, kind: str) -> None:
         stage, pages = action.stage_index, self._pages(action)
         if stage not in self._streamed:
-            raise schedule_error(action, "the stage is resident and never brought in")
+            raise schedule_error(action, "loaded, but the stage is resident")
         if stage not in slots and len(slots) >= limit:
             raise schedule_error(action, f"no free {kind}, all {limit} are in use, by stages {sorted(slots)}")
         pages_in_slot = slots.setdefault(stage, set())
         if pages_in_slot & pages:
-            raise schedule_error(action, f"brought in twice, pages {sorted(pages_in_slot & pages)} are there already")
+            raise schedule_error(action, f"loaded twice: pages {sorted(pages_in_slot & pages)} are already in the slot")
         if action.page not in (None, len(pages_in_slot)):
-            raise schedule_error(action, f"brought in out of order, page {len(pages_in_slot)} comes next")
+            raise schedule_error(action, f"loaded out of order, page {len(pages_in_slot)} is next")
         pages_in_slot |= pages
 
     def _pages(self, action: Action) -> frozenset[int]:
@@ -94,7 +93,7 @@ class WeightSlots:
 
 
 class KVSlots:
-    """Slots of KV, by stage and lane."""
+    """KV slots by stage and lane."""
 
     def __init__(self, walk: Walk):
         self._travelling, self._num_slots = frozenset(walk.offloaded_kv), walk.num_kv_slots
@@ -107,13 +106,13 @@ class KVSlots:
     def end_pass(self) -> None:
         for stage, lane in sorted(self._held):
             raise schedule_error(
-                Action(Op.store, stage, lane), "missing: its KV slot is not free at the end of the pass"
+                Action(Op.store, stage, lane), "missing: its KV slot is not freed by the end of the pass"
             )
 
     def fetch(self, action: Action) -> None:
         key = action.turn
         if key[0] not in self._travelling:
-            raise schedule_error(action, "the stage's KV does not travel")
+            raise schedule_error(action, "the stage's KV is not offloaded")
         if key in self._fetched:
             raise schedule_error(action, "fetched twice in one pass")
         if len(self._held) >= self._num_slots:
@@ -136,7 +135,7 @@ class KVSlots:
 
 
 class PipelineTransfers:
-    """Hidden states of lanes that come from the rank before, and go to the one behind."""
+    """Hidden states received from the previous pipeline rank and sent to the next one."""
 
     def __init__(self, walk: Walk, num_lanes: int):
         self._walk, self._num_lanes = walk, num_lanes
@@ -149,22 +148,22 @@ class PipelineTransfers:
     def end_pass(self) -> None:
         if self._walk.sends and (left := {*range(self._num_lanes)} - self._sent):
             raise schedule_error(
-                Action(Op.send, self._walk.num_stages - 1, min(left)), "missing: the rank behind waits for it"
+                Action(Op.send, self._walk.num_stages - 1, min(left)), "missing: the next rank waits for it"
             )
 
     def receive(self, action: Action) -> None:
         if not self._walk.receives or action.stage != self._walk.first_stage:
-            raise schedule_error(action, "no hidden states come into this stage from another rank")
+            raise schedule_error(action, "this stage receives no hidden states from another rank")
         self._mark_once(action, self._received)
 
     def enter(self, action: Action) -> None:
         is_first = self._walk.receives and action.stage == self._walk.first_stage
         if is_first and action.lane not in self._received:
-            raise schedule_error(action, "the lane enters before its hidden states have come")
+            raise schedule_error(action, "the lane enters before its hidden states arrived")
 
     def send(self, action: Action) -> None:
         if not self._walk.sends or action.stage != self._walk.num_stages - 1:
-            raise schedule_error(action, "no hidden states go from this stage to another rank")
+            raise schedule_error(action, "this stage sends no hidden states to another rank")
         self._mark_once(action, self._sent)
 
     def _mark_once(self, action: Action, lanes: set[int]) -> None:
@@ -179,15 +178,15 @@ def _format_turns(keys: set[tuple[int, int]]) -> str:
 
 
 def check_schedule(schedule: Schedule, walk: Walk, num_lanes: int, num_passes: int = 3) -> None:
-    """Plays at most `num_passes` passes; fewer when slots hold at the end of one what they held at its beginning, since
-    every further pass then goes the same way.
+    """Simulates at most `num_passes` passes; fewer if the slots return to the same state, as all later passes are then
+    equal.
 
-    Raises ValueError that begins with the action in quotes and says which rule it breaks: slots never overflow and are
-    not freed while a lane needs them, nothing is used before it is brought in, nothing is missing or done twice. A pass
-    without lanes is no pass, and a ValueError too.
+    Raises ValueError that starts with the action in quotes and names the broken rule: slots never overflow and are not
+    freed while in use, nothing is used before it is loaded, nothing is missing or done twice. Also raises ValueError
+    for less than one lane.
     """
     if num_lanes < 1:
-        raise ValueError(f"a schedule for {num_lanes} lanes computes nothing: it takes 1 or more")
+        raise ValueError(f"a schedule for {num_lanes} lanes computes nothing: 1 or more are needed")
     checker = _ScheduleChecker(walk, num_lanes)
     checker.play(schedule.prologue)
     for _ in range(num_passes):
@@ -198,14 +197,14 @@ def check_schedule(schedule: Schedule, walk: Walk, num_lanes: int, num_passes: i
 
 
 class _LaneState(Enum):
-    """Where in its stage a lane stands."""
+    """Position of a lane within its stage."""
 
     entrance = "before"
     attention = "at the attention of"
-    attending = "at the attention, which has begun, of"
+    attending = "at the running attention of"
     experts = "at the experts of"
-    answered = "behind the experts of"
-    exit = "behind"
+    answered = "after the experts of"
+    exit = "after"
 
 
 _TRANSITIONS: dict[Op, tuple[set[_LaneState], _LaneState]] = {
@@ -221,7 +220,7 @@ _STOPS_AT_EXPERTS = {Op.route, Op.experts, Op.end}
 
 
 class _LanePosition:
-    """`stage` is the one that the lane is in or comes to next."""
+    """Position of a lane in a pass; `stage` is the current or next stage."""
 
     __slots__ = ("stage", "state")
 
@@ -237,7 +236,7 @@ class _LanePosition:
 
 
 class _ScheduleChecker:
-    """Weights in slots go on from pass to pass; lanes begin each anew."""
+    """Simulates passes. Weight slots carry over from pass to pass; lanes restart in each."""
 
     def __init__(self, walk: Walk, num_lanes: int):
         self.weights, self._kv, self._transfers = WeightSlots(walk), KVSlots(walk), PipelineTransfers(walk, num_lanes)
@@ -271,9 +270,7 @@ class _ScheduleChecker:
         self.play(actions)
         for index, lane in enumerate(self._lanes):
             if lane.stage < self._walk.num_stages:
-                raise schedule_error(
-                    self._next_action(index, lane), f"missing: at the end of the pass lane {index} stands {lane}"
-                )
+                raise schedule_error(self._next_action(index, lane), f"missing: the pass ends with lane {index} {lane}")
         self.weights.end_pass()
         self._kv.end_pass()
         self._transfers.end_pass()
@@ -283,16 +280,16 @@ class _ScheduleChecker:
         origins, target = _TRANSITIONS[action.op]
         self._require_stop(action, stage)
         if lane.stage != stage or lane.state not in origins:
-            raise schedule_error(action, f"out of order, lane {index} stands {lane}")
+            raise schedule_error(action, f"out of order, lane {index} is {lane}")
         if action.op is Op.attend:
-            # Only so many can be under way between the device and the CPU.
+            # The device-CPU exchange has buffers for this many attentions only.
             most = self._walk.order.style.num_ahead + 1
             attending = [i for i, each in enumerate(self._lanes) if each.state is _LaneState.attending]
             if len(attending) >= most:
                 raise schedule_error(
                     action,
-                    f"policy.schedule={self._walk.order.value} has {most} attentions under way at most, "
-                    f"those of lanes {attending} are",
+                    f"policy.schedule={self._walk.order.value} has {most} attentions running at most, "
+                    f"lanes {attending} are running theirs",
                 )
         if lane.state is _LaneState.entrance:
             self._transfers.enter(action)
@@ -306,14 +303,14 @@ class _ScheduleChecker:
         self._require_stop(action, action.stage_index)
         for index, lane in enumerate(self._lanes):
             if lane.stage != action.stage or lane.state is not _LaneState.experts:
-                raise schedule_error(action, f"run before all lanes have come there, lane {index} stands {lane}")
+                raise schedule_error(action, f"run before all lanes reached them, lane {index} is {lane}")
         for lane in self._lanes:
             lane.state = _LaneState.answered
 
     def _free(self, action: Action) -> None:
         for index, lane in enumerate(self._lanes):
             if lane.stage <= action.stage_index:
-                raise schedule_error(action, f"freed before all lanes have left it, lane {index} stands {lane}")
+                raise schedule_error(action, f"freed before all lanes left it, lane {index} is {lane}")
         self.weights.free(action)
 
     def _fetch(self, action: Action) -> None:
@@ -323,7 +320,7 @@ class _ScheduleChecker:
     def _store(self, action: Action) -> None:
         lane, (stage, index) = self._find_lane(action), action.turn
         if lane.stage < stage or (lane.stage == stage and not lane.passed_attention):
-            raise schedule_error(action, f"stored before its attention is over, lane {index} stands {lane}")
+            raise schedule_error(action, f"stored before its attention is done, lane {index} is {lane}")
         self._kv.store(action)
 
     def _receive(self, action: Action) -> None:
@@ -333,7 +330,7 @@ class _ScheduleChecker:
     def _send(self, action: Action) -> None:
         lane, (stage, index) = self._find_lane(action), action.turn
         if lane.stage <= stage:
-            raise schedule_error(action, f"sent before its stages are over, lane {index} stands {lane}")
+            raise schedule_error(action, f"sent before its stages are done, lane {index} is {lane}")
         self._transfers.send(action)
 
     def _find_lane(self, action: Action) -> _LanePosition:

@@ -1,14 +1,12 @@
-"""A pass as a list of actions: made here and printed; checked by `check`, simulated by `cost`, and executed
-by the engine.
+"""Builds a pass as a list of actions. `check` validates it, `cost` simulates it, and the engine executes it.
 
-A walk runs `Schedule.prologue` once, then one `Schedule.cycle` per pass. Reads at the end of a cycle are for the
-stages of the next one: the walk over the stages is cyclic and the disk never waits for the turn of a pass. Only where
-decode passes leave out an encoder do they walk another way than prefill passes; at such a turn slots begin anew.
+A run executes `Schedule.prologue` once, then one `Schedule.cycle` per pass. Reads at the end of a cycle are for the
+first stages of the next one, so the disk does not idle between passes. Only if decode passes skip an encoder do they
+use another walk than prefill passes; at that switch the slots start empty.
 
-The weights of streamed stages are brought in ahead of the lanes, whole or in pages, as early as slots are free; keys
-and values of travelling stages are fetched ahead and stored. **Visit** v is to `streamed[v % n]` in pass `v // n`.
-Times are **gaps**: gap g lies before step g of a pass; gaps from 0 down lie in the pass before it, whose last reads are
-for the next one.
+Weights of streamed stages are loaded ahead of the lanes, whole or in pages, as soon as slots are free. Offloaded KV is
+fetched ahead and stored back. **Visit** v is to `streamed[v % n]` in pass `v // n`. Times are **gaps**: gap g lies
+before step g of a pass; gaps 0 and below lie in the previous pass, which ends with reads for this one.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +21,7 @@ from .walk import Walk
 
 @dataclass(frozen=True, kw_only=True)
 class Feed:
-    """What is begun before the first pass, and at each gap of every pass, from 0 to its number of steps."""
+    """Actions before the first pass, and at each gap of every pass, from 0 to the number of steps."""
 
     prologue: list[Action]
     gaps: dict[int, list[Action]]
@@ -37,18 +35,17 @@ def weight_feed(walk: Walk, num_lanes: int) -> Feed:
     num_steps = len(walk.stages) * num_lanes
     if walk.block > 1 and walk.num_slots > walk.block and not walk.order.style.spreads_pages:
         return _cyclic_feed([], _block_deliveries(walk, num_lanes), num_steps)
-    # What lies in staging before the first copy.
+    # Stages read into staging before the first copy.
     num_ahead = walk.num_staging_slots - _reads_by_page(walk) if walk.copies and walk.reads else 0
     initial_reads = [action for stage in walk.from_disk[:num_ahead] for action in _load_actions(walk, Op.read, stage)]
     return _cyclic_feed(initial_reads, _ring_deliveries(walk, num_lanes), num_steps)
 
 
-Delivery: TypeAlias = tuple[int, list[Action]]  # what is begun at a gap of pass 0, and p passes later in pass p
+Delivery: TypeAlias = tuple[int, list[Action]]  # actions at a gap of pass 0, repeated in every pass
 
 
 def _cyclic_feed(initial_reads: list[Action], deliveries: Iterable[Delivery], num_steps: int) -> Feed:
-    """The feed of passes that repeat; at one gap, what is for the pass at hand comes before what is for the next
-    one."""
+    """Makes the feed of repeating passes. At one gap, actions for this pass come before those for the next."""
     ordered = sorted(deliveries, key=itemgetter(0))
     ahead = [(gap, actions) for gap, actions in ordered if gap <= 0]
     gaps: dict[int, list[Action]] = {}
@@ -58,7 +55,7 @@ def _cyclic_feed(initial_reads: list[Action], deliveries: Iterable[Delivery], nu
 
 
 class _Timetable:
-    """When lanes enter and leave what is visited."""
+    """The gaps at which lanes enter and leave the stage of a visit."""
 
     def __init__(self, walk: Walk, num_lanes: int):
         self._streamed, self._first_stage, self._num_lanes = walk.streamed, walk.first_stage, num_lanes
@@ -66,11 +63,11 @@ class _Timetable:
         self._steps_early = 1 if walk.order.style.crosses_stages else 0
 
     def entry_gap(self, visit: int) -> int:
-        """The last gap before any lane enters."""
+        """Returns the last gap before a lane enters."""
         return self._first_step(visit) - self._steps_early
 
     def exit_gap(self, visit: int) -> int:
-        """The gap behind the last lane."""
+        """Returns the gap after the last lane left."""
         return self._first_step(visit) + self._num_lanes
 
     def _first_step(self, visit: int) -> int:
@@ -79,7 +76,8 @@ class _Timetable:
 
 
 def _sequential_feed(walk: Walk, num_lanes: int) -> Feed:
-    """One slot: nothing overlaps. The plain version that every other feed is measured and tested against."""
+    """Loads each stage right before use, into one slot, without overlap. The baseline for tests and measurements of
+    other feeds."""
     times = _Timetable(walk, num_lanes)
     gaps: dict[int, list[Action]] = {}
     for visit, stage in enumerate(walk.streamed):
@@ -89,11 +87,11 @@ def _sequential_feed(walk: Walk, num_lanes: int) -> Feed:
 
 
 def _ring_deliveries(walk: Walk, num_lanes: int) -> Iterator[Delivery]:
-    """Look-ahead: with k+1 slots, weights run k stages ahead.
+    """Look-ahead: with k+1 slots, weights are loaded k stages ahead.
 
-    Where the order spreads pages, those of a stage come evenly over the turns until those of the next one do, so that
-    what is small and urgent (hidden states, KV) never waits behind a whole stage, and a barrier behind each turn waits
-    for its share alone. With two slots the last page is begun right before cgopipe needs it; a third one hides it.
+    If the order spreads pages, those of a stage are spaced evenly over the turns until the next stage's pages. Small
+    urgent transfers (hidden states, KV) then never wait for a whole stage, and a barrier after a turn waits for one
+    share only. With two slots the last page starts right before cgopipe needs it; a third slot hides it.
     """
     times, num_pages = _Timetable(walk, num_lanes), walk.num_pages
     is_spread = walk.order.style.spreads_pages
@@ -106,7 +104,7 @@ def _ring_deliveries(walk: Walk, num_lanes: int) -> Iterator[Delivery]:
 
 
 def _ring_delivery(walk: Walk, stage: int, page: int) -> list[Action]:
-    """One page into a compute slot, and into staging what then has room there."""
+    """Loads one page into a compute slot, and into staging the data that fits there afterwards."""
     if not walk.copies:
         return [_page_action(walk, Op.read, stage, page)]
     copy = [_page_action(walk, Op.copy, stage, page)]
@@ -120,24 +118,24 @@ def _ring_delivery(walk: Walk, stage: int, page: int) -> list[Action]:
 
 
 def _next_read(walk: Walk, stage: int, num_reads: int) -> int:
-    """The stage that is read so many reads behind `stage`, in this pass or the next: what host memory holds is passed
-    over."""
+    """Returns the stage read `num_reads` reads after `stage`, in this pass or the next; skips stages in host memory."""
     return walk.from_disk[(walk.from_disk.index(stage) + num_reads) % len(walk.from_disk)]
 
 
 def _reads_by_page(walk: Walk) -> bool:
-    """While one staging slot empties page by page, another fills."""
+    """True if one staging slot fills page by page while another empties."""
     return walk.order.style.spreads_pages and walk.num_pages > 1 and walk.num_staging_slots > 1
 
 
 def _block_deliveries(walk: Walk, num_lanes: int) -> Iterator[Delivery]:
-    """Groups of `walk.block` streamed stages; a group is brought in while the one before it is computed. Not where the
-    order spreads pages: there as many slots serve to look ahead."""
+    """Loads groups of `walk.block` streamed stages, each while the previous group computes. Not used if the order
+    spreads pages: there the same slots serve look-ahead."""
     times, num_streamed = _Timetable(walk, num_lanes), len(walk.streamed)
     starts = range(0, num_streamed, walk.block)
     for group, start in enumerate(starts):
         stages = walk.streamed[start : start + walk.block]
-        freed = starts[group - 1] - 1 - (num_streamed if group == 0 else 0)  # the last visit of the group before that
+        # The last visit of the group that used these slots.
+        freed = starts[group - 1] - 1 - (num_streamed if group == 0 else 0)
         group_actions = [action for op in _hops(walk) for stage in stages for action in _load_actions(walk, op, stage)]
         yield times.exit_gap(freed), group_actions
 
@@ -157,8 +155,8 @@ def _page_action(walk: Walk, op: Op, stage: int, page: int) -> Action:
 
 
 def kv_feed(walk: Walk, num_lanes: int) -> dict[int, list[Action]]:
-    """The actions by gap: fetches fill the slots as a pass begins; behind each turn its slot is stored and fetched into
-    again."""
+    """Returns KV actions by gap: fetches fill the slots at the start of a pass; after each turn its slot is stored and
+    refilled."""
     if not walk.offloaded_kv:
         return {}
     turns = [
@@ -183,18 +181,18 @@ class Schedule:
 
 
 def make_schedule(walk: Walk, num_lanes: int) -> Schedule:
-    """The walk's order of computing, with weights and KV brought in as early as their slots are free.
+    """Returns the walk's compute order, with weights and KV loaded as soon as their slots are free.
 
-    With one slot no weights are read ahead (prefetch off); with k+1 slots reads run k stages ahead; with block b > 1,
-    groups of b stages are read while the group before is computed. Raises as `require_slots`.
+    One slot reads no weights ahead (prefetch off); k+1 slots read k stages ahead; block b > 1 reads groups of b stages
+    while the previous group computes. Raises ConfigError as `require_slots`.
     """
     require_slots(walk, num_lanes)
     weights, kv = weight_feed(walk, num_lanes), kv_feed(walk, num_lanes)
-    # A stage is freed behind its last lane.
+    # A slot is reusable only after the stage's last lane.
     frees = {(stage - walk.first_stage + 1) * num_lanes: [Action(Op.free, stage)] for stage in walk.streamed}
 
     def actions_at(gap: int) -> list[Action]:
-        """KV first: it is small, and the next turn waits for it."""
+        """Returns the actions of a gap. KV comes first: it is small, and the next turn waits for it."""
         return [action for feed in (kv, frees, weights.gaps) for action in feed.get(gap, ())]
 
     cycle = actions_at(0)
@@ -205,9 +203,9 @@ def make_schedule(walk: Walk, num_lanes: int) -> Schedule:
 
 
 def require_slots(walk: Walk, num_lanes: int) -> None:
-    """Raises ConfigError when the walk's slots, of weights or of KV, are too few for its order, or too many."""
+    """Raises ConfigError if the walk has too few or too many slots, of weights or of KV, for its order."""
     overlaps = walk.order.style.num_ahead if set(walk.offloaded_kv) & set(walk.cpu_attention) else 0
-    needed = min(1 + overlaps, num_lanes)  # turns that the order has open at once
+    needed = min(1 + overlaps, num_lanes)  # turns that the order runs at once
     if walk.offloaded_kv and walk.num_kv_slots < needed:
         raise ConfigError(
             f"{walk.num_kv_slots} KV slots, but policy.schedule={walk.order.value} has {needed} lanes at the attention "
@@ -221,17 +219,19 @@ def require_slots(walk: Walk, num_lanes: int) -> None:
     needed = min(walk.order.style.num_slots, len(walk.streamed))
     if walk.num_slots < needed:
         raise ConfigError(
-            f"{walk.num_slots} slots, but policy.schedule={walk.order.value} brings a stage in while the one before it "
+            f"{walk.num_slots} slots, but policy.schedule={walk.order.value} loads a stage while the one before it "
             f"is computed, which takes {needed}: prefetch=lookahead with prefetch.depth of 1 or more"
         )
 
 
 def lane_steps(walk: Walk, num_lanes: int) -> Iterator[list[Action]]:
-    """The steps of one pass, as many as it has turns; step t ends turn t, see `runtime/config/orders.py`. Lanes `run` a
-    stage, or where its attention is the CPU's `pre`, `attend` and `post` it, or where its experts serve all lanes
-    `route`, and `end` it behind `experts`."""
+    """Yields the steps of one pass, one per turn; step t ends turn t, see `runtime/config/orders.py`.
+
+    Lanes `run` a stage. With attention on the CPU they `pre`, `attend` and `post` it; with experts batched over all
+    lanes they `route`, and `end` it after `experts`.
+    """
     if walk.is_lane_major:
-        for stage, lane in walk.turns(num_lanes):  # nothing else goes on beside a turn
+        for stage, lane in walk.turns(num_lanes):  # turns do not overlap
             ops = (Op.pre, Op.attend, Op.post) if stage in walk.cpu_attention else (Op.run,)
             yield [each for op in ops for each in _with_transfers(walk, Action(op, stage, lane))]
         return
@@ -240,7 +240,7 @@ def lane_steps(walk: Walk, num_lanes: int) -> Iterator[list[Action]]:
 
 
 def _with_transfers(walk: Walk, action: Action) -> Iterator[Action]:
-    """The action, and where a lane comes from another rank or leaves for one, that as well."""
+    """Yields the action, with `recv` before it or `send` after it at the boundaries of a pipeline rank."""
     op, stage, lane = action.op, action.stage, action.lane
     enters = op in (Op.run, Op.pre) or (op is Op.route and stage not in walk.cpu_attention)
     if walk.receives and enters and stage == walk.first_stage:
@@ -253,7 +253,7 @@ def _with_transfers(walk: Walk, action: Action) -> Iterator[Action]:
 def _steps_by_stage(walk: Walk, num_lanes: int) -> Iterator[list[Action]]:
     style, attending = walk.order.style, frozenset(walk.cpu_attention)
     turns = walk.turns(num_lanes)
-    begun = ended = 0  # turns; a lane begins a turn when its last one, `num_lanes` before, has ended
+    begun = ended = 0  # turns; a lane begins a turn only after its previous one, `num_lanes` before, ended
     for at, (stage, lane) in enumerate(turns):
         next_stage = at - lane + num_lanes
         limit = min(at + 1 + style.num_ahead, ended + num_lanes, len(turns) if style.crosses_stages else next_stage)

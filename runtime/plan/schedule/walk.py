@@ -1,4 +1,4 @@
-"""What a pass walks over, and through which memory: all that a schedule is made from besides the number of lanes."""
+"""The stages of a pass and the slots they use: all inputs of a schedule except the number of lanes."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,32 +8,32 @@ from ...config.orders import PLAIN, Order
 
 @dataclass(frozen=True, kw_only=True)
 class Walk:
-    """How streamed stages travel: which ones, in how many slots, and whether each hop exists; and where lanes stop.
+    """The path of a pass: streamed stages, slots, the transfers involved, and the stages in which lanes stop.
 
-    `block`: stages are read in groups of this many; 1 for every other prefetch.
+    `block`: stages are read in groups of this size; 1 for every other prefetch.
     """
 
     num_stages: int
     streamed: tuple[int, ...]
-    num_slots: int  # where compute finds the weights
-    num_staging_slots: int = 0  # host slots in front of device slots; 0 where one memory serves both
-    in_host: frozenset[int] = frozenset()  # streamed stages whose weights host memory holds: they are never read
+    num_slots: int  # weight slots in compute memory
+    num_staging_slots: int = 0  # host slots before device slots; 0 without a device
+    in_host: frozenset[int] = frozenset()  # streamed stages held in host memory: never read from disk
     copies: bool = False
     block: int = 1
-    first_stage: int = 0  # where a pass begins
+    first_stage: int = 0  # of a pass
     order: Order = PLAIN
-    num_pages: int = 1  # pieces that a streamed stage is brought in by
-    cpu_attention: tuple[int, ...] = ()  # stages whose attention runs on the CPU's workers
-    batched_experts: tuple[int, ...] = ()  # stages whose experts run once over all lanes
-    offloaded_kv: tuple[int, ...] = ()  # stages whose KV lives in a tier
+    num_pages: int = 1  # pieces per streamed stage
+    cpu_attention: tuple[int, ...] = ()  # stages with attention on the CPU's workers
+    batched_experts: tuple[int, ...] = ()  # stages that run experts once over all lanes
+    offloaded_kv: tuple[int, ...] = ()  # stages with KV in another tier, fetched and stored
     num_kv_slots: int = 0  # each holds one lane's KV of one stage
-    is_lane_major: bool = False  # a lane passes all stages before the next one begins, so that the rank behind has work
-    receives: bool = False  # hidden states come from the rank before, in front of the first stage
-    sends: bool = False  # they go to the rank behind, behind the last one
+    is_lane_major: bool = False  # a lane runs all stages before the next lane starts, so that the next rank has work
+    receives: bool = False  # hidden states from the previous rank, before the first stage
+    sends: bool = False  # hidden states to the next rank, after the last stage
 
     @cached_property
     def from_disk(self) -> tuple[int, ...]:
-        """The streamed stages that are read in each pass."""
+        """The streamed stages that each pass reads from disk."""
         return tuple(stage for stage in self.streamed if stage not in self.in_host)
 
     @property
@@ -45,7 +45,7 @@ class Walk:
         return range(self.first_stage, self.num_stages)
 
     def turns(self, num_lanes: int) -> list[tuple[int, int]]:
-        """Stage and lane of each turn, in their order."""
+        """Returns stage and lane of each turn, in order."""
         if self.is_lane_major:
             return [(stage, lane) for lane in range(num_lanes) for stage in self.stages]
         return [(stage, lane) for stage in self.stages for lane in range(num_lanes)]

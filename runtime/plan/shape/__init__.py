@@ -1,3 +1,3 @@
-"""What a model is made of, in bytes and FLOPs: tensors, stages, and the bytes that a stage takes on disk and in memory.
-Here belongs what follows from the model alone, whatever the machine and the requests.
+"""The model in bytes and FLOPs: tensors, stages, and the sizes of stages on disk and in memory. Only what follows from
+the model alone belongs here, independent of the machine and the requests.
 """

@@ -1,10 +1,9 @@
-"""The numbers that weights, keys and values are kept in: how many bytes keys and values take in each `kv.dtype` and
-which models can keep them so; what a way of storing does to numbers, three classes of error; and which precision
-`model.dtype=auto` is, for runs and for plans of machines that are not there.
+"""Storage of weights and KV cache: bytes per page for each `kv.dtype`, which models support it, the error class of
+weight formats, and the precision that `model.dtype=auto` selects.
 
-A **page** of quantised keys and values holds codes of P positions, of int8 a byte each and of int4 half a byte; one
-scale for each channel of the keys and one for each head and position of the values (KIVI, Liu et al. 2024), bfloat16;
-and beside each scale of int4 its zero, a byte. Of H heads with Dk and Dv numbers:
+A **page** of quantized keys and values holds codes of P positions: a byte each for int8, half a byte for int4. Keys
+have a bfloat16 scale per channel, values one per head and position (KIVI, Liu et al. 2024). For int4 each scale has a
+zero point of one byte. For H heads with Dk and Dv elements:
 
     int8: P H (Dk + Dv)     + 2 (H Dk + P H)
     int4: P H (Dk + Dv) / 2 + 3 (H Dk + P H)
@@ -20,13 +19,13 @@ from ...errors import ConfigError
 from ...units import round_up
 from .model import ModelShape
 
-PAGE_TOKENS = 16  # P, positions of a KV page, see cache/pages.py
-PAGE_ALIGNMENT_BYTES = 16  # of quantised pages, so that a position takes whole bytes
-KV_ITEM_BYTES = {KVDType.bfloat16: 2, KVDType.float8: 1}  # of dtypes that round each number by itself
+PAGE_TOKENS = 16  # P, positions per KV page, see cache/pages.py
+PAGE_ALIGNMENT_BYTES = 16  # of quantized pages, so that the bytes per position are an integer
+KV_ITEM_BYTES = {KVDType.bfloat16: 2, KVDType.float8: 1}  # per element, of dtypes without scales
 
 
 class PageParts(NamedTuple):
-    """The bytes of a quantised page's parts, in the order in which they lie; zeros are only int4's."""
+    """Sizes in bytes of the parts of a quantized page, in storage order. Only int4 has zero points."""
 
     key_codes: int
     value_codes: int
@@ -41,7 +40,7 @@ class PageParts(NamedTuple):
 
 
 def page_parts(dtype: KVDType, num_heads: int, key_dim: int, value_dim: int) -> PageParts:
-    """The parts of a page of int8 or int4; two codes of int4 share a byte, so that dims must be even."""
+    """Returns the part sizes of an int8 or int4 page. int4 packs two codes per byte and needs even head dimensions."""
     channels, tokens, is_half = num_heads * key_dim, PAGE_TOKENS * num_heads, dtype is KVDType.int4
     return PageParts(
         key_codes=tokens * key_dim // (2 if is_half else 1),
@@ -54,9 +53,9 @@ def page_parts(dtype: KVDType, num_heads: int, key_dim: int, value_dim: int) -> 
 
 
 def with_kv_dtype(shape: ModelShape, dtype: KVDType) -> ModelShape:
-    """`shape` with keys and values kept in `dtype`: `kv_layer_bytes` are then those that a position takes of a page.
+    """Returns `shape` with its KV cache stored as `dtype`; `kv_layer_bytes` become the bytes per position of a page.
 
-    Raises ConfigError, which names `kv.dtype`, where the model's lanes or heads do not allow it.
+    Raises ConfigError for `kv.dtype` if the model's lanes or heads do not support it.
     """
     if dtype is KVDType.auto:
         return shape
@@ -72,11 +71,11 @@ def with_kv_dtype(shape: ModelShape, dtype: KVDType) -> ModelShape:
 
 
 def kv_dtype_obstacle(shape: ModelShape, dtype: KVDType) -> str:
-    """Empty where nothing speaks against `dtype`."""
+    """Returns why the model cannot store its KV cache as `dtype`; empty if it can."""
     if not shape.is_packed:
-        return "runs in padded lanes, whose keys and values transformers keeps as they are computed"
+        return "runs in padded lanes, where transformers stores keys and values in the compute dtype"
     if dtype.is_quantized and shape.expanded_kv_width:
-        return "caches latents that its layers expand, and they would attend to all of them as quantised"
+        return "caches latents that its layers expand, so even new positions would be quantized"
     dims = {dim for layer in range(len(shape.kv_layer_bytes)) for dim in _kv_head_sizes(shape, layer)[1:]}
     if dtype is KVDType.int4 and any(dim % 2 for dim in dims):
         return "has heads of an odd size, and two codes share a byte"
@@ -84,7 +83,8 @@ def kv_dtype_obstacle(shape: ModelShape, dtype: KVDType) -> str:
 
 
 def _kv_head_sizes(shape: ModelShape, layer: int) -> tuple[int, int, int]:
-    """Heads of a layer's keys and values, and the numbers of each: where nobody looked, what its bytes come to."""
+    """Returns the number of KV heads, key size and value size of a layer; derived from its bytes if the shape does not
+    list them."""
     if shape.kv_heads:
         return shape.kv_heads[layer]
     dim = shape.kv_layer_bytes[layer] // (2 * max(1, shape.num_kv_heads) * shape.compute_dtype_bytes)
@@ -92,8 +92,8 @@ def _kv_head_sizes(shape: ModelShape, layer: int) -> tuple[int, int, int]:
 
 
 class Loss(Enum):
-    """What a format does to numbers. `exact`: they are what its definition makes of the published bytes. `lossless`:
-    they are the original's, bit by bit. `lossy`: they are the original's, rounded."""
+    """Error class of a storage format. `exact`: the values that the format defines for the published bytes. `lossless`:
+    bit-identical to the original values. `lossy`: rounded."""
 
     exact = "exact"
     lossless = "lossless"
@@ -109,9 +109,9 @@ LOSS_TEXTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class WeightStorage:
-    """How the matrices of a model are stored. `formats`: storage formats, and dtypes of plain ones, by their bytes, the
-    most first; `loss` is the worst of theirs. `relative_error`: the root of the squares of what weights are off by, of
-    those that were rounded, as a share of their own; None where nobody measured it, or nothing is off."""
+    """Storage formats of a model's matrices. `formats`: formats, or dtypes of plain tensors, by bytes, the most first.
+    `loss`: the worst of them. `relative_error`: RMS error of rounded weights relative to their RMS; None if unknown or
+    zero."""
 
     formats: tuple[str, ...]
     loss: Loss
@@ -121,7 +121,7 @@ class WeightStorage:
     def from_losses(
         shape: ModelShape, losses: Mapping[str, Loss], relative_error: float | None = None
     ) -> "WeightStorage":
-        """`losses`: the class of each format that is no dtype."""
+        """Makes the summary; `losses` maps formats to their error class, plain dtypes are exact."""
         num_bytes = dict[str, int]()
         parameters = [parameter for stage in shape.stages for parameter in stage.parameters]
         pieces = [piece for parameter in parameters for entry in parameter.pieces for piece in entry]
@@ -150,20 +150,22 @@ class WeightStorage:
         return f"lossy, relative RMS error {error}"
 
 
-NATIVE_SHARE = 0.5  # of float16's FLOP/s: where products of bfloat16 reach no more, they are made of others
+NATIVE_SHARE = 0.5  # of float16's FLOP/s: bfloat16 at or below this is emulated
 
 
 def auto_dtype(stored: DType, *, has_device: bool, has_bfloat16: bool = True) -> DType:
-    """The dtype that `auto` means. On a CPU float32: the exact answer, and on most CPUs the faster one. On a device the
-    checkpoint's own, but float16 for bfloat16 where that has no units. Both have 16 bits; float16 has more digits, and
-    ends at 65,504."""
+    """Returns the dtype for `model.dtype=auto`.
+
+    On a CPU it is float32, the most accurate and on most CPUs the fastest. On a device it is the checkpoint's dtype, or
+    float16 if that is bfloat16 and the device lacks bfloat16 units. float16 overflows at 65,504.
+    """
     if not has_device:
         return DType.float32
     return DType.float16 if stored is DType.bfloat16 and not has_bfloat16 else stored
 
 
 def has_bfloat16_units(machine: MachineConfig) -> bool:
-    """Whether the machine has units for bfloat16, by its data sheet or by its measured rates."""
+    """True if the machine computes bfloat16 natively, by its data sheet or its measured rates."""
     if machine.sheet is not None:
         return machine.sheet.bfloat16_tflops is not None
     wide, narrow = (machine.rates.bfloat16, machine.rates.float16) if machine.rates is not None else (None, None)

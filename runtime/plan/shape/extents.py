@@ -1,12 +1,11 @@
-"""Which byte ranges of which files to read for a stage, and where each tensor then lies in its slot and on a device.
+"""File ranges to read for a stage, and the offsets of its tensors in a host slot and on a device.
 
-O_DIRECT wants file offsets, lengths and memory addresses in multiples of the disk's block; tensors in a safetensors
-file have no such alignment. So a slot holds the aligned *supersets* of the ranges as they are on disk, and a tensor
-is a view into it.
+O_DIRECT needs file offsets, lengths and memory addresses that are multiples of the disk's block size; tensors in
+safetensors files are not aligned. A slot therefore holds aligned *supersets* of the ranges, and tensors are views into
+it.
 
-Kernels of matrix products read 16 bytes at a time and are slow, or refuse, where a tensor begins elsewhere. So on their
-way to an accelerator runs of bytes are moved, and the experts of a layer come to lie in their order, at equal
-distances.
+Matrix kernels load 16 bytes at once and are slow, or fail, on misaligned tensors. Copies to an accelerator therefore
+realign tensors, and place a layer's experts in order at equal strides.
 """
 
 from bisect import bisect_right
@@ -18,23 +17,23 @@ from ...units import MIB, round_down, round_up
 from .shapes import Parameter, Stage, TensorSlice
 
 ALIGNMENT_BYTES = 4096
-REGISTERED_BYTES = MIB  # pinned memory from this size on is our own, registered with the device's driver
-LOADING_BYTES = 32 * MIB  # pinned, through which resident weights come
-HOST_PIECE_BYTES = 64 * MIB  # of weights in host memory that are copied at a time
-MERGE_GAP_BYTES = 256 * 1024  # reading this much too much is cheaper than another request
+REGISTERED_BYTES = MIB  # from this size on we allocate pinned memory and register it with the driver
+LOADING_BYTES = 32 * MIB  # pinned bounce buffer for resident weights
+HOST_PIECE_BYTES = 64 * MIB  # of weights in host memory, copied at once
+MERGE_GAP_BYTES = 256 * 1024  # reading this much unused data is cheaper than another request
 
-VECTOR_BYTES = 16  # what a kernel reads at a time
-RUN_BYTES = 256  # a device's memory is handed out in these
-COPY_GAP_BYTES = 4096  # between two tensors: to copy it along is cheaper than another copy
-FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}  # of tensors that kernels take as they are
+VECTOR_BYTES = 16  # vector load of a kernel
+RUN_BYTES = 256  # allocation granularity of device memory
+COPY_GAP_BYTES = 4096  # copying this much unused data is cheaper than another copy
+FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}  # of tensors that kernels read without conversion
 INTEGER_BYTES = {"I32": 4, "I64": 8}
-BLOCK_BYTES = 2  # what quantised blocks of any kind are read as
+BLOCK_BYTES = 2  # elements that quantized blocks are read as
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """`num_bytes` from `offset` of `file` (both aligned) go to `slot_offset`. Tensors end at `used_bytes`; so may the
-    file."""
+    """An aligned read: `num_bytes` at `offset` of `file` into `slot_offset`. The tensors, and possibly the file, end at
+    `used_bytes`."""
 
     file: str
     offset: int
@@ -43,7 +42,7 @@ class Extent:
     slot_offset: int
 
     def clip(self, begin: int, end: int) -> "Extent | None":
-        """The part that goes to bytes [begin, end) of the slot."""
+        """Returns the part that lands in bytes [begin, end) of the slot; None if there is none."""
         first = max(begin, self.slot_offset) - self.slot_offset
         last = min(end, self.slot_offset + self.num_bytes) - self.slot_offset
         if first >= last:
@@ -58,7 +57,7 @@ class Extent:
 
 
 def reader_share(extents: Sequence[Extent], index: int, count: int) -> tuple[Extent, ...]:
-    """The part of them that one of `count` readers reads: about as many bytes as any other's, in whole blocks."""
+    """Returns the extents that reader `index` of `count` reads: about equal shares, in whole blocks."""
     if not extents:
         return ()
     first, last = extents[0].slot_offset, extents[-1].slot_offset + extents[-1].num_bytes
@@ -67,9 +66,11 @@ def reader_share(extents: Sequence[Extent], index: int, count: int) -> tuple[Ext
 
 
 def even_reader_share(extents: Sequence[Extent], index: int, count: int) -> tuple[tuple[Extent, ...], int, int]:
-    """The part of them that one of `count` readers reads where all shares are of one size, and the first and last byte
-    (exclusive) of the slot that these lie in, in the order of readers. It ends with the few blocks that cannot be
-    divided so, which each reads."""
+    """Returns the extents of reader `index` if all shares have one size, and the slot's first and last byte (exclusive)
+    of the shared region.
+
+    The few remaining blocks that cannot be divided evenly are read by every reader, after its share.
+    """
     if not extents:
         return (), 0, 0
     first, last = extents[0].slot_offset, extents[-1].slot_offset + extents[-1].num_bytes
@@ -86,17 +87,18 @@ class SlotLayout:
     num_bytes: int
 
     def page_bounds(self, page: int, num_pages: int) -> tuple[int, int]:
-        """First and last byte (exclusive) of one of `num_pages` pieces of the slot, about equal, in whole blocks."""
+        """Returns the first and last byte (exclusive) of one of `num_pages` pages of the slot, about equal, in whole
+        blocks."""
         begin, end = (round_up(self.num_bytes * n // num_pages, ALIGNMENT_BYTES) for n in (page, page + 1))
         return min(begin, self.num_bytes), min(end, self.num_bytes)
 
     def page_extents(self, page: int, num_pages: int) -> tuple[Extent, ...]:
-        """What fills `page_bounds`."""
+        """Returns the extents that fill `page_bounds`."""
         return self._within(*self.page_bounds(page, num_pages))
 
     def windows(self, window_bytes: int) -> Iterator[tuple[int, int, tuple[Extent, ...]]]:
-        """All of it through memory of so many bytes, a multiple of `ALIGNMENT_BYTES`: bytes [begin, end) of the slot,
-        and the extents that fill them, counted from there."""
+        """Yields the slot in windows of `window_bytes`, a multiple of `ALIGNMENT_BYTES`: bytes [begin, end), and
+        extents with slot offsets relative to `begin`."""
         for begin in range(0, self.num_bytes, window_bytes):
             end = min(begin + window_bytes, self.num_bytes)
             moved = [replace(part, slot_offset=part.slot_offset - begin) for part in self._within(begin, end)]
@@ -108,7 +110,7 @@ class SlotLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """`num_bytes` from `begin` of the host's slot go to `target` of the device's."""
+    """A copy of `num_bytes` from `begin` of the host slot to `target` of the device slot."""
 
     begin: int
     num_bytes: int
@@ -121,14 +123,14 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceLayout:
-    """`moves` ascend by their `end`."""
+    """Tensor offsets on a device, and the copies that produce them. `moves` are sorted by `end`."""
 
     moves: tuple[Move, ...]
     tensor_offsets: Mapping[str, int]  # tensor name -> its first byte on the device
     num_bytes: int
 
     def clip_moves(self, begin: int, end: int) -> Iterator[Move]:
-        """What moves bytes [begin, end) of the host's slot."""
+        """Yields the copies of bytes [begin, end) of the host slot."""
         for move in self.moves[bisect_right(self.moves, begin, key=lambda move: move.end) :]:
             first, last = max(begin, move.begin), min(end, move.end)
             if first < last:
@@ -136,7 +138,7 @@ class DeviceLayout:
 
 
 def group_tied_stages(stages: Iterable[Stage]) -> list[list[Stage]]:
-    """Stages that share a tensor (tied embeddings and head) lie in one buffer, so that it is there once."""
+    """Groups stages that share a tensor (tied embeddings and head), so that one buffer holds it once."""
     groups: list[tuple[set[str], list[Stage]]] = []
     for stage in stages:
         names = {piece.name for parameter in stage.parameters for piece in parameter.slices}
@@ -150,7 +152,7 @@ def group_tied_stages(stages: Iterable[Stage]) -> list[list[Stage]]:
 
 
 def group_layout(stages: Sequence[Stage]) -> SlotLayout:
-    """The layout of stages that share one buffer. Its bytes hold them on an accelerator too, where they are moved."""
+    """Returns the layout of stages that share one buffer; large enough for the realigned tensors of a device."""
     slices = {piece.name: piece for stage in stages for p in stage.parameters for piece in p.slices}
     layout = make_layout(slices.values())
     moved_bytes = round_up(device_layout(stages, layout).num_bytes, ALIGNMENT_BYTES)
@@ -158,7 +160,7 @@ def group_layout(stages: Sequence[Stage]) -> SlotLayout:
 
 
 def slot_layout(stage: Stage) -> SlotLayout:
-    """The layout of one stage; slots are as large as the largest layout among the stages that pass through them."""
+    """Returns the layout of one stage. Slots have the size of the largest stage that uses them."""
     return group_layout([stage])
 
 
@@ -186,8 +188,10 @@ def make_layout(slices: Iterable[TensorSlice]) -> SlotLayout:
 
 
 def pinned_bytes(num_bytes: int, *, is_aligned: bool = True) -> int:
-    """The bytes of a piece of pinned memory: whole pages, see `stream/pinned.py`. A small one is torch's, whose
-    allocator rounds up to a power of two; to align it by hand, a page more is asked for."""
+    """Returns the bytes that an allocation of pinned memory takes: whole pages, see `stream/pinned.py`.
+
+    Small ones come from torch, which rounds up to a power of two; manual alignment takes one page more.
+    """
     if num_bytes >= REGISTERED_BYTES:
         return round_up(num_bytes, ALIGNMENT_BYTES)
     requested = num_bytes + ALIGNMENT_BYTES if is_aligned else num_bytes
@@ -195,7 +199,7 @@ def pinned_bytes(num_bytes: int, *, is_aligned: bool = True) -> int:
 
 
 class _DeviceOrder(NamedTuple):
-    """Places ascend on the device. What belongs to no expert comes first."""
+    """Sort key of a tensor on the device. Tensors outside experts come first."""
 
     major: int
     minor: int
@@ -205,14 +209,16 @@ OUTSIDE_EXPERTS, FIRST_EXPERT = _DeviceOrder(-1, 0), _DeviceOrder(0, 0)
 
 
 def device_layout(stages: Iterable[Stage], layout: SlotLayout) -> DeviceLayout:
-    """Where tensors of stages that share one buffer lie on an accelerator, if `layout` is theirs in host memory. Every
-    plain tensor begins at a multiple of 16 bytes, any other at one of its elements' size."""
+    """Returns the layout on an accelerator of stages that share one buffer with `layout` in host memory.
+
+    Plain tensors start at multiples of 16 bytes, others at multiples of their element size.
+    """
     tensor_offsets = layout.tensor_offsets
     parameters = [parameter for stage in stages for parameter in stage.parameters]
     alignments: dict[str, int] = {}
     for parameter in parameters:
         alignments.update((piece.name, _element_bytes(piece)) for piece in parameter.slices)
-        # Factors of quantised tensors, which are not among these, are looked up one by one.
+        # Scales of quantized tensors are not among these: they are read element by element.
         alignments.update((piece.name, VECTOR_BYTES) for piece in _plain_slices(parameter))
     expert_order = _expert_order(parameters, tensor_offsets)
     ordered = sorted(
@@ -238,8 +244,8 @@ def device_layout(stages: Iterable[Stage], layout: SlotLayout) -> DeviceLayout:
 
 
 def misaligned_bytes(stage: Stage) -> int:
-    """The bytes of tensors that begin between two of their elements, as they lie in files and in host memory: a CPU
-    computes with copies of them."""
+    """Returns the bytes of tensors that are not aligned to their elements in host memory: a CPU computes with copies of
+    them."""
     pieces = {piece.name: piece for parameter in stage.parameters for piece in parameter.slices}
     return sum(piece.num_bytes for piece in pieces.values() if piece.offset % _element_bytes(piece))
 
@@ -249,8 +255,8 @@ def _element_bytes(piece: TensorSlice) -> int:
 
 
 def _expert_order(parameters: Iterable[Parameter], tensor_offsets: Mapping[str, int]) -> dict[str, _DeviceOrder]:
-    """The places of experts that are stored one by one: each part of them, such as the rows of a gate, in the order of
-    experts. One expert behind the other, or one part, as the file has them."""
+    """Returns the sort keys of separately stored experts: expert by expert, or part by part (such as all gates), as in
+    the file."""
     stacks = [
         p.pieces for p in parameters if p.is_stacked and len(_plain_slices(p)) == len(p.pieces) * len(p.pieces[0])
     ]

@@ -1,6 +1,4 @@
-"""A model in the sizes that memory and time follow from: plain values, no torch. Everything planned is computed from
-these.
-"""
+"""Model sizes that determine memory and time: plain values, no torch. All planning is computed from these."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,13 +11,13 @@ from .stage_sizes import StageSizes
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes that memory and time follow from. `*_bytes_per_token` are for one sequence position over all layers;
-    `kv_layer_bytes` for each decoder layer by itself, 0 where it keeps no keys and values."""
+    """Model sizes that determine memory and time. `*_bytes_per_token` are per position over all layers;
+    `kv_layer_bytes` per decoder layer, 0 for layers without a KV cache."""
 
     name: str
     stages: tuple[Stage, ...]
     hidden_size: int
-    intermediate_size: int  # widest feed-forward activation of a token; of experts at least that of one
+    intermediate_size: int  # widest feed-forward activation per token; for experts at least that of one
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -27,26 +25,26 @@ class ModelShape:
     context_tokens: int
     kv_layer_bytes: tuple[int, ...]
     compute_dtype_bytes: int
-    is_packed: bool  # lanes without padding
+    is_packed: bool  # lanes run without padding
     state_bytes_per_sequence: int = 0  # recurrent layers
-    state_layer_bytes: tuple[int, ...] = ()  # the same by decoder layer, where that is known
-    expanded_kv_width: int = 0  # elements that a layer makes of one position's latents (MLA), while it attends
-    cross_kv_bytes_per_token: int = 0  # of one encoder position, which every decoder layer looks at
-    score_heads: int = 0  # heads whose prefill scores lie in memory at a time, where no fused kernel can make them
-    bounded_layers: frozenset[int] = frozenset()  # of padded lanes: decoder layers that transformers keeps a window of
-    restart_tokens: int | None = None  # of a sequence, on which its keys are computed once more (LongRoPE)
-    has_decode_kernel: bool = False  # decode attention that keeps its scores in the processor's cache
-    attention_method: AttentionMethod = AttentionMethod.host  # of packed lanes, where the model computes
-    has_fused_gates: bool = False  # feed-forwards take a few tokens at a time and multiply in place
-    has_whole_prompts: bool = False  # padded lanes of which no prompt is prefilled in chunks
-    has_bare_experts: bool = False  # that run through our function, and have matrices alone
-    delta_rule: DeltaRule | None = None  # of layers with a gated delta net
-    kv_dtype: KVDType = KVDType.auto  # how keys and values are kept, see dtypes.py
-    kv_heads: tuple[tuple[int, int, int], ...] = ()  # of each decoder layer: KV heads, sizes of a key and of a value
-    kv_tail_bytes_per_sequence: int = 0  # the newest page of all layers, as computed, beside quantised ones
-    own: range | None = None  # the stages that this process computes, see rank_shares.py; None: all
-    compute_dtype: str = ""  # as safetensors calls it; "": not known
-    num_parts: int = 1  # ranks that compute each token together, of which this is one's part
+    state_layer_bytes: tuple[int, ...] = ()  # the same per decoder layer, if known
+    expanded_kv_width: int = 0  # elements per position after expanding latents (MLA), during attention
+    cross_kv_bytes_per_token: int = 0  # per encoder position, over all decoder layers
+    score_heads: int = 0  # heads with prefill scores in memory at once, without a fused kernel
+    bounded_layers: frozenset[int] = frozenset()  # padded lanes: layers with a sliding-window cache in transformers
+    restart_tokens: int | None = None  # sequence length at which all keys are recomputed (LongRoPE)
+    has_decode_kernel: bool = False  # CPU decode attention with scores in the processor's cache
+    attention_method: AttentionMethod = AttentionMethod.host  # packed lanes, on the compute device
+    has_fused_gates: bool = False  # feed-forward in token blocks, with the gate product in place
+    has_whole_prompts: bool = False  # padded lanes without chunked prefill
+    has_bare_experts: bool = False  # experts run in model/expert_groups.py and have no biases
+    delta_rule: DeltaRule | None = None  # layers with a gated delta net
+    kv_dtype: KVDType = KVDType.auto  # storage of the KV cache, see dtypes.py
+    kv_heads: tuple[tuple[int, int, int], ...] = ()  # per decoder layer: KV heads, key size, value size
+    kv_tail_bytes_per_sequence: int = 0  # unquantized newest page of all layers
+    own: range | None = None  # stages that this rank computes, see rank_shares.py; None: all
+    compute_dtype: str = ""  # safetensors name; "": unknown
+    num_parts: int = 1  # tensor-parallel ranks; this shape is one rank's part
     weight_bytes: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -54,7 +52,7 @@ class ModelShape:
         object.__setattr__(self, "weight_bytes", sum(slices.values()))
 
     def with_head_share(self, num_parts: int) -> "ModelShape":
-        """That of one of so many ranks that share the heads of a model whose `stages` are this rank's already."""
+        """Returns the shape of one of `num_parts` ranks that divide the heads; `stages` already belong to this rank."""
         return replace(
             self,
             num_parts=num_parts,
@@ -74,17 +72,17 @@ class ModelShape:
 
     @cached_property
     def has_grouped_experts(self) -> bool:
-        """Whether experts of a layer run through our function, which alone can take the tokens of several lanes."""
+        """True if experts run in model/expert_groups.py, which can batch the tokens of several lanes."""
         return any(p.is_experts for stage in self.layers for p in stage.parameters)
 
     @cached_property
     def expert_inner_size(self) -> int:
-        """The numbers between the matrices of one expert, at most."""
+        """The largest intermediate size of one expert."""
         return max((inner_size(stage, self.hidden_size) for stage in self.stages), default=0) or self.intermediate_size
 
     @cached_property
     def num_whole_experts(self) -> int:
-        """The experts of a layer that this rank has and others have not, at most; 0 where all have rows of each."""
+        """The most experts of a layer that this rank alone holds; 0 if all ranks hold rows of every expert."""
         return max((p.shape[0] for stage in self.layers for p in stage.parameters if p.num_experts), default=0)
 
     @property
@@ -104,10 +102,10 @@ class ModelShape:
 
     @cached_property
     def own_stages(self) -> range:
-        """Those that this process computes."""
+        """The stages that this rank computes."""
         return self.own if self.own is not None else range(len(self.stages))
 
     @property
     def first_decode_stage(self) -> int:
-        """Where a decode pass begins: an encoder runs in the prefill pass alone."""
+        """The first stage of a decode pass: an encoder runs in the prefill pass only."""
         return self.stages_of_kind(StageKind.bridge)[0].index if self.has_encoder else self.own_stages.start

@@ -1,4 +1,4 @@
-"""Numbers, or arrays of them: a term that takes either serves one plan and a whole grid of policies."""
+"""Type variables for scalars or NumPy arrays: one formula serves a single plan and a whole grid of policies."""
 
 from typing import TypeAlias, TypeVar
 
@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 Floats: TypeAlias = NDArray[np.float64]
 Bools: TypeAlias = NDArray[np.bool_]
-Numbers = TypeVar("Numbers", float, Floats)  # of one call all alike
+Numbers = TypeVar("Numbers", float, Floats)  # the same type throughout one call
 
 
 def larger(one: float, other: Numbers) -> Numbers:
-    """The larger of two, of an array number by number."""
+    """Returns the larger of two values, elementwise for arrays."""
     return np.maximum(one, other) if isinstance(other, np.ndarray) else max(one, other)

@@ -1,5 +1,5 @@
-"""The model as one of several ranks has it, as the bytes of files that these are: an equal share of the rows of each
-matrix, some of the experts whole, or some of the layers.
+"""The model as one rank holds it, as byte ranges of files: equal rows of each matrix (tensor parallelism), whole
+experts, or whole layers (pipeline parallelism).
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from .shapes import Companion, Parameter, Stage, StageKind, TensorSlice, inner_s
 
 @dataclass(frozen=True, kw_only=True)
 class RowShare:
-    """One of `count` equal runs of rows."""
+    """One of `count` equal row ranges."""
 
     index: int
     count: int
@@ -23,15 +23,17 @@ class RowShare:
         return num_rows % self.count == 0
 
     def rows(self, num_rows: int) -> range:
-        """Its rows of so many."""
+        """Returns this share's rows of `num_rows`."""
         height = num_rows // self.count
         return range(self.index * height, (self.index + 1) * height)
 
 
 def cut_rows(parameter: Parameter, share: RowShare, *, num_runs: int = 1) -> Parameter | None:
-    """The parameter with a share of the rows of each of `num_runs` equal runs, one below the other; of a stack, of each
-    of its matrices. None where a tensor's rows are not bytes to themselves, or a run would end inside a block with one
-    scale."""
+    """Returns the parameter with a share of each of `num_runs` equal row ranges (such as fused gate and up),
+    concatenated. A stack is cut matrix by matrix.
+
+    Returns None if rows are not separate bytes, or a cut would split a block that shares one scale.
+    """
     is_stack = parameter.is_stacked or len(parameter.shape) == 3
     entries = parameter.pieces
     if is_stack and not parameter.is_stacked:
@@ -52,7 +54,7 @@ def cut_rows(parameter: Parameter, share: RowShare, *, num_runs: int = 1) -> Par
 
 
 def _cut_entry(pieces: Sequence[TensorSlice], runs: Sequence[range]) -> tuple[TensorSlice, ...] | None:
-    """Those rows of a matrix that is put together from `pieces`."""
+    """Returns these row ranges of a matrix that is concatenated from `pieces`; None if they cannot be separated."""
     slices = list[TensorSlice]()
     for run in runs:
         begin = 0
@@ -68,13 +70,13 @@ def _cut_entry(pieces: Sequence[TensorSlice], runs: Sequence[range]) -> tuple[Te
 
 
 def rows_between(piece: TensorSlice, first: int, last: int) -> TensorSlice | None:
-    """Rows [first, last) of a tensor; None where they cannot be told apart."""
+    """Returns rows [first, last) of a tensor; None if they are not contiguous bytes."""
     height, tail = piece.shape[0], piece.shape[1:]
     if piece.is_interleaved:
         return replace(piece, shape=(last - first, *tail), first_row=piece.first_row + first)
     row_bytes, rest = divmod(piece.num_bytes, height)
     rows = [row for run in piece.row_order for row in run][first:last]
-    # Where rows lie in another order, these must be those of the file between the same places.
+    # Permuted rows can be cut only if the range maps to itself in the file.
     if rest or piece.is_transposed or (piece.row_order and sorted(rows) != list(range(first, last))):
         return None
     companions = list[Companion]()
@@ -101,31 +103,34 @@ def rows_between(piece: TensorSlice, first: int, last: int) -> TensorSlice | Non
 
 
 def split_evenly(count: int, num_parts: int) -> Sequence[range]:
-    """So many things in runs of equal length, or with one more in each of the first."""
+    """Splits range(count) into `num_parts` contiguous ranges; the first ones may be longer by one."""
     least, more = divmod(count, num_parts)
     begins = [part * least + min(part, more) for part in range(num_parts + 1)]
     return [range(begin, end) for begin, end in pairwise(begins)]
 
 
 def whole_experts_send_less(hidden_size: int, inner_size: int, num_ranks: int) -> bool:
-    """Whether ranks that hold experts whole send one another less than those that hold rows of each. Of a visit it is
-    its output, to the rank that adds up the token's, instead of what lies between the matrices, to all. Either way all
-    are sent the sum."""
+    """True if holding whole experts sends less between ranks than holding rows of each.
+
+    Per visit a whole expert sends its output to the rank that sums the token; row shares send their intermediate
+    activations to all ranks. In both cases the sum goes to all.
+    """
     return hidden_size <= inner_size * num_ranks
 
 
 def keeps_experts_whole(stage: Stage, hidden_size: int, num_ranks: int, mode: DividedExperts) -> bool:
-    """Whether ranks hold a stage's experts whole."""
+    """True if ranks hold whole experts of a stage."""
     inner = inner_size(stage, hidden_size)
     if not inner or mode is DividedExperts.rows or stage.num_experts < num_ranks:
         return False
     stacks = [stack for stack in stage.stacks if stack.is_experts]
-    is_mixed_up = any(piece.is_interleaved for stack in stacks for piece in stack.slices)  # of rows all would be read
+    # A row share of an interleaved stack would read all bytes.
+    is_mixed_up = any(piece.is_interleaved for stack in stacks for piece in stack.slices)
     return mode is DividedExperts.whole or is_mixed_up or whole_experts_send_less(hidden_size, inner, num_ranks)
 
 
 def slice_experts(stack: Parameter, own: range) -> Parameter | None:
-    """The stack of these of its experts; None where an expert's bytes cannot be told apart."""
+    """Returns the stack with experts `own` only; None if an expert's bytes are not separate."""
     if len(stack.shape) != 3:
         return None
     entries, num_experts = stack.pieces, stack.shape[0]
@@ -136,7 +141,7 @@ def slice_experts(stack: Parameter, own: range) -> Parameter | None:
         [[whole]] = entries
         if not (whole.format or whole.companions or whole.is_transposed):
             each = whole.num_bytes // num_experts
-            part = replace(  # neighbouring matrices of a stack of plain numbers
+            part = replace(  # neighboring matrices of an unquantized stack
                 whole,
                 name=f"{whole.name}[{own.start}:{own.stop}]",
                 offset=whole.offset + own.start * each,
@@ -152,11 +157,12 @@ def slice_experts(stack: Parameter, own: range) -> Parameter | None:
 def tensor_parallel_shape(
     shape: ModelShape, num_ranks: int, experts: DividedExperts = DividedExperts.auto
 ) -> ModelShape:
-    """The shape that the first rank has of a model whose matrices are cut by rows, which are outputs, and whose KV
-    heads are shared out. Of a layer's experts it has rows of each, or some whole, as `experts` says. Whole on every
-    rank are hidden states, what lies around the layers, vectors, routers, and matrices whose rows are no multiple of
-    the ranks. Raises ConfigError where keys and values cannot be shared out, as a run
-    would."""
+    """Returns the shape of the first rank under tensor parallelism: matrices cut by output rows, KV heads divided.
+
+    Each rank holds rows of every expert, or whole experts, depending on `experts`. Replicated are hidden states,
+    embeddings and head, vectors, routers, and matrices with rows that `num_ranks` does not divide. Raises ConfigError
+    if the KV heads cannot be divided, as a run would.
+    """
     heads, other = shape.num_kv_heads, "take devices=sharded or pipeline"
     is_equal = heads % num_ranks == 0 and shape.num_heads % num_ranks == 0
     whole = "latents, which are of all heads" if shape.expanded_kv_width else "padded lanes, which keep all heads"
@@ -191,8 +197,8 @@ def tensor_parallel_shape(
 
 
 def pipeline_shape(shape: ModelShape, num_ranks: int) -> ModelShape:
-    """The shape of the rank that has most: its share of the layers, and what lies around them. Raises ConfigError where
-    there are fewer layers than ranks."""
+    """Returns the shape of the largest pipeline rank: its layers, and the stages around the layers. Raises ConfigError
+    if there are fewer layers than ranks."""
     layers = shape.layers
     require(
         len(layers) >= num_ranks,
@@ -221,8 +227,8 @@ def _cut_parameter(parameter: Parameter, num_experts: int, num_parts: int) -> Pa
 
 
 def _cut_slice(piece: TensorSlice, num_parts: int) -> TensorSlice:
-    """A slice of as many bytes as a rank's rows have, which are all where rows do not lie apart; of a stack, those of
-    all experts in one piece."""
+    """Returns a slice with the bytes of one rank's rows, or all bytes if rows are interleaved; for a stack, of all
+    experts."""
     shape = piece.shape
     rows = (*shape[:-2], -(-shape[-2] // num_parts), shape[-1]) if len(shape) > 1 else shape
     companions = tuple(
@@ -239,10 +245,11 @@ def _cut_slice(piece: TensorSlice, num_parts: int) -> TensorSlice:
 
 
 def split_stages(stages: Sequence[Stage], count: int, *, with_tables: bool = False) -> tuple[range, ...]:
-    """The stages of each of `count` ranks: whole layers, such that the heaviest rank has as few bytes as can be. The
-    embeddings go with the first layer, norm and head with the last. Tables of embeddings, of which a token takes a row,
-    weigh nothing in time, and with `with_tables` what they are in memory. Raises ConfigError where there are fewer
-    layers than ranks."""
+    """Assigns contiguous layers to `count` ranks so that the largest rank has the fewest bytes.
+
+    Embeddings go with the first layer, norm and head with the last. Embedding tables cost no time, as a token reads one
+    row; `with_tables` counts their bytes of memory. Raises ConfigError if there are fewer layers than ranks.
+    """
     layers = [stage.index for stage in stages if stage.kind is StageKind.layer]
     require(
         len(layers) >= count,
@@ -251,9 +258,9 @@ def split_stages(stages: Sequence[Stage], count: int, *, with_tables: bool = Fal
     weights = [stages[index].num_bytes for index in layers]
     weights[0] += stages[0].num_bytes if with_tables else 0
     weights[-1] += stages[-1].num_bytes
-    # The first of each of `count` groups of neighbours, none of them empty, of which the heaviest is lightest.
+    # Dynamic program: the first layer of each group, so that the largest group is smallest; no group is empty.
     ends = [0, *accumulate(weights)]
-    best = [(float(end), [0]) for end in ends]  # of one group, by how many it holds
+    best = [(float(end), [0]) for end in ends]  # one group, by its number of layers
     for size in range(2, count + 1):
         candidates = best[:size]
         for end in range(size, len(ends)):
@@ -267,8 +274,7 @@ def split_stages(stages: Sequence[Stage], count: int, *, with_tables: bool = Fal
 
 
 def restrict_to_stages(shape: ModelShape, stages: range) -> ModelShape:
-    """The model as a rank sees it that has the stages of `part` alone: others have no weights there, and keep no keys
-    and values, nor states."""
+    """Returns the model with only these stages on this rank; the others have no weights, KV cache or states here."""
     first = shape.layers[0].index
     own = [first + layer in stages for layer in range(len(shape.kv_layer_bytes))]
     kv = tuple(size if is_own else 0 for size, is_own in zip(shape.kv_layer_bytes, own, strict=True))

@@ -1,8 +1,8 @@
-"""What a model is made of, in bytes and FLOPs: plain values, no torch.
+"""Checkpoint tensors and stages as byte ranges of files: plain values, no torch.
 
-A **stage** is what the weights of one step of the forward pass are called: 0 is the embeddings, 1..L the decoder
-layers, the last one the norm and head. An encoder's layers and a **bridge**, its norm and what the decoder begins with,
-come between the embeddings and the decoder layers. A stage's **parameters** say which bytes of which file they are.
+A **stage** holds the weights of one step of the forward pass: 0 is the embeddings, 1..L the decoder layers, the last
+one the norm and head. Encoder layers and a **bridge** (the encoder's norm and the decoder's input) come between the
+embeddings and the decoder layers. A stage's **parameters** list the byte ranges of their files.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ class StageKind(Enum):
 
 
 class FileExtent(NamedTuple):
-    """The bytes of a file from an offset."""
+    """A byte range of a file."""
 
     file: str
     offset: int
@@ -36,20 +36,20 @@ class FileExtent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSlice:
-    """The bytes of one checkpoint tensor: `num_bytes` from `offset` of `file`, holding `shape` of `dtype`.
+    """One checkpoint tensor or a part of it: `num_bytes` at `offset` of `file`, with `shape` elements of `dtype`.
 
-    `shape` counts numbers, of which a quantised tensor may hold several in a byte. Where a parameter's rows lie in
-    another order, `row_order` names them as runs of the stored ones; where they lie as its columns, it `is_transposed`.
-    `format` names the storage format by which its bytes and those of its `companions` become numbers; without one they
-    are numbers of `dtype`. Of a run of rows, companions that are not cut count from `first_row` before it, and so do
-    its own bytes where it `is_interleaved`: a row's do not lie apart. `constants` are what else the format must know.
+    `shape` counts elements; a quantized tensor may pack several per byte. `row_order` lists the stored rows if a
+    parameter permutes them; `is_transposed` if rows are stored as columns. `format` names the storage format that
+    decodes the bytes and those of `companions`; empty for plain `dtype` elements. For a row range, uncut companions
+    index from `first_row` on, and so do its own bytes if `is_interleaved`: its rows are not contiguous. `constants` are
+    further parameters of the format.
     """
 
     name: str
     file: str
     offset: int
     num_bytes: int
-    dtype: str  # safetensors' name: F32, BF16, F8_E4M3, F4, I64 ...; or that of a GGUF block: Q8_0, Q4_K ...
+    dtype: str  # safetensors name (F32, BF16, F8_E4M3, F4, I64 ...) or GGUF block type (Q8_0, Q4_K ...)
     shape: tuple[int, ...]
     format: str = ""
     companions: tuple["Companion", ...] = ()
@@ -60,31 +60,31 @@ class TensorSlice:
     constants: tuple[float, ...] = ()
 
     def expert(self, index: int) -> "TensorSlice":
-        """One matrix of a stack."""
+        """Returns one matrix of a stack."""
         part = self._split(index, self.shape[0])
         return replace(part, shape=self.shape[1:], companions=tuple(each.expert(index) for each in self.companions))
 
     def file_extent(self, part: tuple[int, int] | None) -> FileExtent:
-        """Where it lies; or one of so many equal runs of it."""
+        """Returns its byte range, or part `part[0]` of `part[1]` equal ones."""
         if part is None:
             return FileExtent(self.file, self.offset, self.num_bytes)
         num_bytes = self.num_bytes // part[1]
         return FileExtent(self.file, self.offset + part[0] * num_bytes, num_bytes)
 
     def row_part(self, index: int, num_parts: int) -> "TensorSlice | None":
-        """The `turn`-th of equal runs of a matrix's rows; None where a run would end inside a block with one scale."""
+        """Returns equal row range `index` of `num_parts`; None if it would split a block that shares one scale."""
         if self.is_interleaved:
             height = self.shape[0] // num_parts
             return replace(self, shape=(height, *self.shape[1:]), first_row=self.first_row + index * height)
         part = self._split(index, num_parts)
-        # Each must have rows to itself, or all of it be every row's.
+        # A companion must belong to these rows only, or to all rows.
         if any(not each.is_shared and part.shape[0] % each.block_rows for each in self.companions):
             return None
         companions = tuple(each.row_part(index, num_parts) for each in self.companions)
         return replace(part, companions=companions, first_row=self.first_row + index * part.shape[0])
 
     def with_companions(self) -> tuple["TensorSlice", ...]:
-        """All that must be read of it."""
+        """Returns all tensors to read for it."""
         return (self, *(each.tensor for each in self.companions))
 
     def _split(self, index: int, num_parts: int) -> "TensorSlice":
@@ -100,12 +100,11 @@ class TensorSlice:
 
 @dataclass(frozen=True, kw_only=True)
 class Companion:
-    """Another tensor that the numbers of a stored matrix are made of: its factors, its zero points, its escapes. `role`
-    is what the storage format calls it.
+    """A tensor needed to decode a stored matrix: scales, zero points or escape values. `role` is its name in the
+    storage format.
 
-    Each of its rows belongs to `block_rows` rows of the matrix, the last one to those that are left; 0: all of it
-    belongs to every row. Of a stack, it is a stack. Columns are the format's matter: factors tell it the width of their
-    blocks by `block_columns`.
+    Each of its rows covers `block_rows` rows of the matrix, the last one the remainder; 0: it covers all rows. For a
+    stack it is a stack too. `block_columns` tells the format the width of a scale's block.
     """
 
     role: str
@@ -114,44 +113,44 @@ class Companion:
     block_columns: int = 0
 
     def expert(self, index: int) -> "Companion":
-        """That of one matrix of a stack."""
+        """Returns the companion of one matrix of a stack."""
         return replace(self, tensor=self.tensor.expert(index))
 
     def row_part(self, index: int, num_parts: int) -> "Companion":
-        """That of the `turn`-th of equal runs of the matrix's rows."""
+        """Returns the companion of equal row range `index` of the matrix."""
         return self if self.is_shared else replace(self, tensor=self.tensor._split(index, num_parts))
 
     @property
     def is_shared(self) -> bool:
-        """Whether all of it belongs to every row."""
+        """True if all of it applies to every row."""
         return not self.block_rows or self.tensor.shape[0] == 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One argument of a stage's module, put together from tensor slices without copying.
+    """One argument of a stage's module, assembled from tensor slices without copying.
 
-    `pieces[e]` are the slices whose rows, one below the other, make entry `e` of a stacked parameter (an expert); a
-    parameter that is not stacked has one entry, nearly always of one slice.
+    `pieces[e]` are the slices that, concatenated by rows, make entry `e` of a stacked parameter (an expert). An
+    unstacked parameter has one entry, nearly always of one slice.
     """
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[tuple[TensorSlice, ...], ...]
     is_stacked: bool = False
-    is_experts: bool = False  # a matrix for each expert of a layer whose experts run through our function
-    num_experts: int = 0  # of a stack of which a rank has some, those that all ranks have
+    is_experts: bool = False  # a matrix per expert, run by model/expert_groups.py
+    num_experts: int = 0  # over all ranks, if this rank holds only some experts of the stack
 
     @cached_property
     def is_pageable(self) -> bool:
-        """Its experts can be read one by one: no two of them share a byte or a companion."""
+        """True if its experts can be read one by one: no two share a byte or a companion."""
         names = [piece.name for piece in self.slices]
         whole = self.pieces[0][0]
         is_cut = self.is_stacked and len(self.pieces) == self.shape[0] and len({*names}) == len(names)
         return self.is_experts and (is_cut or (len(names) == 1 and whole.shape == self.shape))
 
     def expert(self, index: int) -> "Parameter":
-        """The stack of this one expert."""
+        """Returns the stack of this one expert."""
         assert self.is_pageable, f"{self.name} cannot be read by expert"
         if self.is_stacked:
             return replace(self, shape=(1, *self.shape[1:]), pieces=(self.pieces[index],))
@@ -159,13 +158,13 @@ class Parameter:
         return replace(self, shape=(1, *self.shape[1:]), pieces=((replace(part, shape=(1, *part.shape)),),))
 
     def expert_extents(self, index: int) -> list[FileExtent]:
-        """Where that expert's slices lie, companions included."""
+        """Returns the byte ranges of one expert, companions included."""
         entry, parts = (self.pieces[index], None) if self.is_stacked else (self.pieces[0], (index, self.shape[0]))
         return [tensor.file_extent(parts) for piece in entry for tensor in piece.with_companions()]
 
     @property
     def slices(self) -> tuple[TensorSlice, ...]:
-        """All that must be read, companions included."""
+        """All tensors to read, companions included."""
         pieces = [piece for entry in self.pieces for piece in entry]
         return (*pieces, *(each.tensor for piece in pieces for each in piece.companions))
 
@@ -183,7 +182,7 @@ class Parameter:
 
 
 def distinct_bytes(parameters: Iterable[Parameter]) -> int:
-    """What is in several of them counts once."""
+    """Returns the bytes of these parameters; tensors that several share count once."""
     return sum({piece.name: piece.num_bytes for p in parameters for piece in p.slices}.values())
 
 
@@ -202,8 +201,7 @@ class Stage:
 
     @cached_property
     def stacks(self) -> tuple[Parameter, ...]:
-        """Parameters that hold a matrix for each expert, of which a token meets those of the experts that it visits. A
-        kernel of a convolution has as many dimensions and is none."""
+        """Parameters with a matrix per expert; a token uses those of its experts. Excludes convolution kernels."""
         count = self.num_experts
         return tuple(
             p
@@ -213,37 +211,37 @@ class Stage:
 
     @cached_property
     def local_expert_share(self) -> float:
-        """The share of its experts that it has, where others have others."""
+        """The share of the layer's experts on this rank, if ranks hold different experts."""
         return min((p.shape[0] / p.num_experts for p in self.stacks if p.num_experts), default=1.0)
 
     @cached_property
     def num_dense_weights(self) -> int:
-        """Numbers of the matrices that every token is multiplied with, or is looked up in."""
+        """The elements of matrices that every token is multiplied with, or looked up in."""
         stacks = {p.name for p in self.stacks}
         return sum(p.num_elements for p in self.parameters if len(p.shape) == 2 and p.name not in stacks)
 
     @cached_property
     def experts(self) -> tuple[Parameter, ...]:
-        """Stacks that can be read by expert and whose bytes nothing else in the stage uses."""
+        """Stacks that can be read by expert and share no bytes with the rest of the stage."""
         uses = Counter(piece.name for p in self.parameters for piece in p.slices)
         pageable = [p for p in self.parameters if p.is_pageable and p.shape[0] == self.num_experts]
         return tuple(p for p in pageable if all(uses[piece.name] == 1 for piece in p.slices))
 
     @cached_property
     def dense(self) -> "Stage":
-        """What every token needs: all but `experts`."""
+        """The stage without `experts`: what every token needs."""
         paged = {p.name for p in self.experts}
         return replace(self, parameters=tuple(p for p in self.parameters if p.name not in paged))
 
     def expert(self, index: int) -> "Stage":
-        """What one expert needs beside `dense`, as stacks of one."""
+        """Returns the weights of one expert as a stage, in stacks of one."""
         return replace(
             self, name=f"{self.name} expert {index}", parameters=tuple(p.expert(index) for p in self.experts)
         )
 
     @cached_property
     def flops_per_token(self) -> float:
-        """Two per weight that a token is multiplied with; of stacked experts only the share that a token visits."""
+        """Two FLOPs per weight that a token is multiplied with; of stacked experts only those that it visits."""
         if self.kind in (StageKind.embedding, StageKind.bridge):
             return 0.0
         experts = sum(p.num_elements for p in self.stacks)
@@ -252,6 +250,6 @@ class Stage:
 
 
 def inner_size(stage: Stage, hidden_size: int) -> int:
-    """The numbers between the matrices of one expert; 0 where none runs through our function."""
+    """Returns the intermediate size of one expert; 0 if the stage has no experts in model/expert_groups.py."""
     sizes = [stack.num_elements // (stack.shape[0] * hidden_size) for stack in stage.stacks if stack.is_experts]
     return min(sizes, default=0)

@@ -1,4 +1,4 @@
-"""What stages take as they are placed: not their own bytes alone but the aligned extents that hold them."""
+"""Memory of stages as they are placed: the aligned extents that hold them, not only their own bytes."""
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
@@ -20,8 +20,8 @@ from .shapes import Stage, StageKind
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSizes:
-    """The sizes of the experts of one stage: the largest one, and all where they live in pinned memory. Experts that
-    lie alike are laid out once."""
+    """Sizes of a stage's experts: the largest one, and all of them in pinned memory. Experts with equal layouts are
+    laid out once."""
 
     num_experts: int
     slot_bytes: int
@@ -40,8 +40,8 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class StageSizes:
-    """Each stage is laid out once, when its size is first asked for: a model of many experts has tens of thousands of
-    tensors, and a plan asks thousands of times."""
+    """Caches the layout size of each stage: a mixture has tens of thousands of tensors, and a plan queries thousands of
+    times."""
 
     stages: tuple[Stage, ...]
 
@@ -51,14 +51,14 @@ class StageSizes:
 
     @cached_property
     def dense_bytes(self) -> tuple[int, ...]:
-        """The bytes of each stage without the experts that can be read by themselves."""
+        """The bytes of each stage without the experts that can be read one by one."""
         return tuple(
             slot_layout(stage.dense).num_bytes if stage.experts else whole
             for stage, whole in zip(self.stages, self.whole_bytes, strict=True)
         )
 
     def slot_bytes(self, paged: Collection[int]) -> Sequence[int]:
-        """What each takes in a slot: `paged` ones their dense part alone."""
+        """Returns the slot bytes of each stage; `paged` stages count their dense part only."""
         if not paged:
             return self.whole_bytes
         pairs = zip(self.dense_bytes, self.whole_bytes, strict=True)
@@ -66,22 +66,25 @@ class StageSizes:
 
     @cached_property
     def misaligned_bytes(self) -> tuple[int, ...]:
-        """The bytes of each stage that a CPU computes with a copy of."""
+        """The bytes of each stage that a CPU must copy for alignment."""
         return tuple(map(misaligned_bytes, self.stages))
 
     @cached_property
     def experts(self) -> dict[int, ExpertSizes]:
-        """The sizes of experts, by stage."""
+        """Expert sizes by stage."""
         return {stage.index: ExpertSizes.from_stage(stage) for stage in self.stages if stage.experts}
 
     @cached_property
     def num_layers(self) -> int:
-        """The layers of decoder and encoder that have weights here."""
+        """The decoder and encoder layers with weights on this rank."""
         return sum(stage.kind.is_layer and bool(stage.parameters) for stage in self.stages)
 
     def choose_resident(self, num_layers: int, *, has_outer: bool) -> tuple[frozenset[int], int]:
-        """Stages of which so many layers stay, with or without all that are no layer, and their `resident_bytes`. The
-        decoder's come first, which every pass needs; an encoder's are needed once per block."""
+        """Returns the stages that stay in memory, with `num_layers` layers and optionally all other stages, and their
+        `resident_bytes`.
+
+        Decoder layers come first, as every pass needs them; encoder layers are needed once per block.
+        """
         key = (num_layers, has_outer)
         if key not in self._resident_cache:
             chosen = list[int]()
@@ -100,14 +103,14 @@ class StageSizes:
         return {}
 
     def resident_bytes(self, resident: Collection[int]) -> int:
-        """The bytes of the buffers that hold these stages: tied weights once."""
+        """Returns the bytes of the buffers that hold these stages; tied weights count once."""
         tied = [self.stages[index] for index in sorted(self._tied.intersection(resident))]
         alone = sum(self.whole_bytes[index] for index in resident if index not in self._tied)
         return alone + sum(group_layout(group).num_bytes for group in group_tied_stages(tied))
 
     @cached_property
     def _tied(self) -> frozenset[int]:
-        """Stages that share a tensor with another one."""
+        """Stages that share a tensor with another stage."""
         names = [{piece.name for p in stage.parameters for piece in p.slices} for stage in self.stages]
         uses = Counter(name for each in names for name in each)
         shared = {name for name, count in uses.items() if count > 1}
@@ -115,8 +118,7 @@ class StageSizes:
 
 
 def _expert_layout_key(stage: Stage, expert: int) -> Hashable:
-    """Equal for experts whose tensors lie alike: in the same order, and as far from each other where they are read in
-    one go, and from where that begins."""
+    """Returns a key that is equal for experts with the same layout: tensor order, and offsets in merged reads."""
     extents = [extent for parameter in stage.experts for extent in parameter.expert_extents(expert)]
     pattern, file, begin, end = list[tuple[int, int, int]](), "", 0, 0
     for turn in sorted(range(len(extents)), key=lambda turn: extents[turn]):
@@ -130,5 +132,6 @@ def _expert_layout_key(stage: Stage, expert: int) -> Hashable:
 
 
 def evenly_spaced(num_layers: int, num_chosen: int) -> tuple[int, ...]:
-    """Positions of `num_chosen` of `num_layers`: each resident one buys time to bring the next one in."""
+    """Returns `num_chosen` evenly spaced positions of `num_layers`: each resident layer gives time to load the next
+    streamed one."""
     return tuple(int((turn + 0.5) * num_layers / num_chosen) for turn in range(num_chosen))
