@@ -1,7 +1,7 @@
-"""What a user should hear of their settings once the plan is known: which have no effect, or less than they promise.
+"""Warnings about settings that have no effect, or less than expected, in a given plan.
 
-A sentence each: the key, why, and what to do. `jobs.config.settings.settings_warnings` says what needs no plan to be
-known.
+Each is one sentence: the key, the reason, and what to do. `jobs.config.settings.doubtful_settings` covers warnings that
+need no plan.
 """
 
 from collections.abc import Iterator
@@ -32,12 +32,12 @@ ROOM_FOR_ALL = "there is room for all keys and values where compute happens"
 
 
 def plan_warnings(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_device: bool) -> list[str]:
-    """All there is to say, for whoever runs the plan to log as warnings."""
+    """Returns all warnings for a plan."""
     return [*ineffective_settings(config, shape, plan, has_device=has_device), *slow_settings(config, plan)]
 
 
 def ineffective_settings(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_device: bool) -> list[str]:
-    """Settings that do nothing for this model, on this machine, in this plan."""
+    """Returns warnings about settings without effect for this model, machine and plan."""
     return [
         *_weights(config, shape, has_device=has_device),
         *_compute(config, shape, plan, has_device=has_device),
@@ -48,7 +48,7 @@ def ineffective_settings(config: RuntimeConfig, shape: ModelShape, plan: RunPlan
 
 
 def slow_settings(config: RuntimeConfig, plan: RunPlan) -> list[str]:
-    """Settings that came to something slow which the user can avoid."""
+    """Returns warnings about slow plans that the user can avoid."""
     warnings, placement, layout = list[str](), plan.placement, plan.placement.kv
     if config.kv.tier is KVTier.auto and layout.tier is KVTier.nvme and layout.page_bytes:
         keys = " or ".join(ledger.budget_key for ledger in placement.ledgers)
@@ -88,8 +88,7 @@ def _weights(config: RuntimeConfig, shape: ModelShape, *, has_device: bool) -> I
 
 
 def _compute(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_device: bool) -> Iterator[str]:
-    """Recordings of passes, experts and attention. A run on a device that cannot record is refused before it hears of
-    this."""
+    """Yields warnings about CUDA graphs, experts and attention. A device without CUDA graphs is rejected before."""
     placement, order, paging = plan.placement, config.policy.schedule, config.offload.expert_paging
     if config.model.graphs and has_device:
         if not placement.is_fully_resident:

@@ -1,9 +1,7 @@
-"""The way from requests and budgets to a plan: the blocks, the placement of the weights, and how long it should take.
-Pure.
+"""Plans a run from requests and budgets: its blocks, the placement of its weights, and its predicted duration. Pure.
 
-The composition of blocks can change the text in its last bits (products of other shapes round otherwise), so a run
-keeps the blocks it began with, and the chunks of its prompts as long as they fit; the placement may differ each time it
-is resumed.
+Block composition can change generated text, as products of other shapes round differently. A resumed run therefore
+keeps its blocks, and its prefill chunks while they fit; its placement may change.
 """
 
 from collections.abc import Sequence
@@ -32,42 +30,42 @@ from .search.hrm import SearchResult, search
 from .search.policy import Policy
 from .shape.model import ModelShape
 
-WORTHWHILE = 0.02  # of a run's time, to be won by another size of micro-batches than the rule's
+WORTHWHILE = 0.02  # of a run's time, that a non-default micro-batch size must save
 MIN_SEARCHED_SECONDS = 4.0  # predicted of a run by rule: a search takes about one, and may halve it
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """`rates` are those that it was planned by, None where nothing was measured, and then there is no `prediction`
-    either. `choice` is None when nothing was searched, `searched` when no search, neither this one nor an earlier, came
-    to how it goes. `backends`: how a CPU multiplies; None where nobody chose it."""
+    """The plan of a run. `rates`: None if nothing was measured; then `prediction` is None too. `choice`: the result of
+    a search for this plan. `searched_policy`: the policy of this or an earlier search. `backends`: linear backends of a
+    CPU; None if not chosen."""
 
     blocks: tuple[Block, ...]
     budgets: Budgets
     placement: Placement
-    policy: PolicyConfig  # as resolved: what was searched has become fixed; attention and prefill chunks are said
-    kv: KVConfig  # as resolved with it
-    prefetch: PrefetchConfig  # as resolved: cost_aware has become a depth
+    policy: PolicyConfig  # resolved: fixed, with attention and prefill chunks set
+    kv: KVConfig  # resolved with it
+    prefetch: PrefetchConfig  # resolved: cost_aware became a depth
     rates: MachineRates | None
     prediction: Prediction | None
     choice: SearchResult | None = None
     searched_policy: Policy | None = None
-    prefixes: Sequence[SharedPrefix | None] = ()  # of all requests, where any shares one
+    prefixes: Sequence[SharedPrefix | None] = ()  # by request, if any are shared
     backends: BackendTable | None = None
 
     @property
     def block_size(self) -> int:
-        """Most sequences of a block."""
+        """The maximum sequences of a block."""
         return max((len(block.members) for block in self.blocks), default=0)
 
     @property
     def num_lanes(self) -> int:
-        """Most micro-batches side by side."""
+        """The maximum micro-batches of a block."""
         return max((len(block.micro_batches) for block in self.blocks), default=1)
 
     @property
     def lane_size(self) -> int:
-        """Most sequences of a micro-batch."""
+        """The maximum sequences of a micro-batch."""
         return max((len(group) for block in self.blocks for group in block.micro_batches), default=1)
 
 
@@ -81,18 +79,16 @@ def plan_run(
     blocks: tuple[Block, ...] | None = None,
     num_halvings: int = 0,
 ) -> RunPlan:
-    """`plan_policy` of the problem that has these parts."""
+    """Makes the problem and returns its `plan_policy`."""
     problem = Problem(shape=shape, config=config, budgets=budgets, sizes=sizes, rates=rates)
     return plan_policy(problem, blocks=blocks, num_halvings=num_halvings)
 
 
 def plan_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, num_halvings: int = 0) -> RunPlan:
-    """The plan of the policy that the config says; what it leaves open goes by rule.
+    """Returns the plan of the configured policy; open settings get defaults.
 
-    `blocks` are those of a run that is resumed. `num_halvings`: how often memory has run out with a policy that is
-    chosen here; chunks then are as small as they should be.
-
-    Raises BudgetError, with the equation, when even the smallest block does not fit.
+    `blocks`: those of a resumed run. `num_halvings`: number of out-of-memory errors so far; chunks then stay minimal.
+    Raises BudgetError, with the ledger, if not even the smallest block fits.
     """
     if problem.config.policy.schedule is not None:
         return _plan_with_order(problem, blocks, num_halvings)
@@ -108,19 +104,19 @@ def plan_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, nu
             best = plan
         elif plan.prediction is not None and best.prediction is not None:
             best = plan if plan.prediction.seconds < (1 - WORTHWHILE) * best.prediction.seconds else best
-        elif plan.block_size > best.block_size:  # without rates, the more sequences share each sweep of the weights
+        elif plan.block_size > best.block_size:  # without rates: more sequences per load of the weights
             best = plan
     if best is None:
-        raise refusal or AssertionError("there is a usual order")
+        raise refusal or AssertionError("there is a default order")
     return best
 
 
 def find_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, num_halvings: int = 0) -> RunPlan:
-    """The plan of the policy with the highest throughput that a search finds among those that the settings leave open,
-    with the search's `choice`; of `policy=auto` only where `search_pays`. Where `blocks` of a run that is resumed are
-    given, only the way they go is chosen; `num_halvings` as for `plan_policy`.
+    """Returns the plan of the fastest policy that a search finds within the settings; of `policy=auto` only if
+    `is_search_worthwhile`.
 
-    Raises BudgetError, with the equation, when even the smallest block does not fit.
+    With `blocks` of a resumed run, only the variant is searched. `num_halvings` as for `plan_policy`. Raises
+    BudgetError, with the ledger, if not even the smallest block fits.
     """
     usual = plan_policy(problem, blocks=blocks, num_halvings=num_halvings)
     if not is_search_worthwhile(problem.config.policy.kind, usual):
@@ -140,9 +136,8 @@ def find_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, nu
 
 
 def is_search_worthwhile(kind: PolicyKind, usual: RunPlan) -> bool:
-    """Whether another policy than the `usual` one is to be searched: what is open, with `auto`, where that takes
-    several times as long as a search, as what goes by rule may take twice as long as it need. Without rates there is
-    nothing to search by, and without requests nothing to search for."""
+    """True if a search should replace the default policy: with `auto`, if the default run takes several times as long
+    as a search. False without rates or requests."""
     if kind is PolicyKind.fixed or usual.prediction is None or not usual.blocks:
         return False
     return kind is PolicyKind.hrm or usual.prediction.seconds >= MIN_SEARCHED_SECONDS
@@ -150,7 +145,7 @@ def is_search_worthwhile(kind: PolicyKind, usual: RunPlan) -> bool:
 
 def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -> RunPlan:
     model, policy, quantize = problem.config.model, run.config.policy, problem.config.model.quantize
-    # Weights would be rounded again in each pass in which they are read.
+    # Weights read in every pass would be quantized again each time.
     num_read = len({*run.placement.walk.from_disk, *run.placement.decode_walk.from_disk})
     require(
         quantize is None or not num_read,
@@ -173,13 +168,13 @@ def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -
 
 
 def _plan_with_order(problem: Problem, blocks: tuple[Block, ...] | None, num_halvings: int) -> RunPlan:
-    """The plan of a policy whose order is said."""
+    """Returns the plan of a policy with a given order."""
     starts = _initial_runs(problem, num_halvings) if blocks is None else [place_given_blocks(problem, blocks)]
     starts[0].placement.require_fit(problem.config)
     if not num_halvings:
         starts = [tune_chunks(problem, run) for run in starts]
     best, shortest = starts[0], problem.predict(starts[0])
-    for run in starts[1:]:  # the first, unless another one is clearly faster
+    for run in starts[1:]:  # prefer the first, unless another is clearly faster
         found = problem.predict(run)
         if found is not None and shortest is not None and found.seconds < (1 - WORTHWHILE) * shortest.seconds:
             best, shortest = run, found
@@ -187,9 +182,11 @@ def _plan_with_order(problem: Problem, blocks: tuple[Block, ...] | None, num_hal
 
 
 def _initial_runs(problem: Problem, num_halvings: int) -> list[PlacedRun]:
-    """Runs in the smallest chunks, the best by rule first. In front of an accelerator one large micro-batch is launched
-    once, and four small ones prefill as many tokens per sweep of the weights in less memory: rates tell which is
-    faster, and without them it is the large one where nothing travels."""
+    """Returns runs with minimal chunks, the default first.
+
+    On an accelerator one large micro-batch has fewer launches; four small ones prefill as many tokens per load of the
+    weights in less memory. Rates decide; without them the large one is preferred if everything is resident.
+    """
 
     def run(widths: tuple[int, ...]) -> PlacedRun:
         chunk, blocks = choose_blocks(problem, widths, num_halvings)
@@ -207,7 +204,7 @@ def _initial_runs(problem: Problem, num_halvings: int) -> list[PlacedRun]:
 
 def _make_policy(plan: RunPlan, shape: ModelShape) -> Policy:
     order = plan.policy.schedule
-    assert order is not None, "a plan says it"
+    assert order is not None, "a plan has an order"
     num_travelling, num_fixed = len(plan.placement.kv.page_bytes), len(shape.bounded_layers)
     num_layers = sum(1 for size in shape.kv_layer_bytes if size) - num_fixed
     return Policy(

@@ -1,4 +1,4 @@
-"""A plan for several ranks, as one of them has it: what it holds and computes, and when it waits for the others."""
+"""Plans for several ranks: one rank's share of the model and machine, and the time it waits for others."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,12 +18,12 @@ from .search.candidate import Problem
 from .shape.model import ModelShape
 from .shape.rank_shares import pipeline_shape, tensor_parallel_shape
 
-LANES_PER_RANK = (1, 2, 4)  # of a pipeline, that are tried
+LANES_PER_RANK = (1, 2, 4)  # tried for pipelines
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankView:
-    """The model and the machine of the rank that has most. `whole` is the model of all ranks together."""
+    """Model and machine of the largest rank. `whole`: the model of all ranks."""
 
     parallelism: Parallelism
     num_ranks: int
@@ -39,8 +39,8 @@ class RankView:
         num_ranks: int,
         experts: DividedExperts = DividedExperts.auto,
     ) -> "RankView":
-        """The view of each of `num_ranks` of a machine as `machine_of` describes it. Raises ConfigError where model or
-        machine cannot be shared out among so many."""
+        """Makes the view of each of `num_ranks`. Raises ConfigError if the model or machine cannot be divided among
+        them."""
         if (num_ranks == 1) is not (parallelism is Parallelism.one):
             raise ConfigError(
                 f"plan.num_ranks={num_ranks}: devices={parallelism.value} runs in "
@@ -63,12 +63,12 @@ class RankView:
         return RankView(parallelism=parallelism, num_ranks=num_ranks, whole=shape, shape=own, machine=machine_share)
 
     def sizes(self, sizes: Sequence[SequenceSize]) -> Sequence[SequenceSize]:
-        """The requests that the rank computes."""
+        """Returns the requests that the rank computes."""
         return sizes[:: self.num_ranks] if self.parallelism is Parallelism.sharded else sizes
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of weights that the rank reads in a pass in which none stays."""
+        """The bytes of weights that the rank reads per pass, if none are resident."""
         return (
             self.whole.weight_bytes // self.num_ranks
             if self.parallelism is Parallelism.sharded
@@ -77,21 +77,23 @@ class RankView:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """The bytes of keys and values that a rank keeps for each token of the run, in the mean."""
+        """The mean KV bytes per rank for each token of the run."""
         count = self.num_ranks if self.parallelism is Parallelism.sharded else 1
         return self.shape.kv_bytes_per_token // count
 
     def add_waiting(self, prediction: Prediction, run: RunPlan) -> Prediction:
-        """The prediction of one rank by itself, with what it waits for others."""
+        """Returns one rank's prediction plus its waits for other ranks."""
         if self.parallelism is not Parallelism.pipeline:
             return prediction
         prefill = self._pipeline_phase(prediction.prefill, run, chunk_tokens(run.policy))
         return Prediction(prefill=prefill, decode=self._pipeline_phase(prediction.decode, run, run.lane_size))
 
     def _pipeline_phase(self, phase: PhaseTime, run: RunPlan, tokens: int) -> PhaseTime:
-        """The passes of a phase where lanes go through all ranks. A lane comes out of the first behind a share of its
-        compute: of its layers lane by lane where all stay, GPipe's bubble (Huang et al. 2019). Where weights pass
-        through slots, all lanes take a layer before any takes the next, so a lane comes out in the last layer."""
+        """Returns a phase's time over all pipeline ranks.
+
+        Fully resident, a lane leaves the first rank after its share of compute: GPipe's bubble (Huang et al. 2019).
+        With streamed weights all lanes finish a layer before the next, so a lane leaves only in the last layer.
+        """
         if not phase.seconds:
             return phase
         lanes, layers = run.num_lanes, len(self.shape.layers)
@@ -103,8 +105,8 @@ class RankView:
         return replace(phase, seconds=phase.seconds + (self.num_ranks - 1) * (ahead + sent))
 
     def plan(self, problem: Problem, find: Callable[[Problem], RunPlan]) -> RunPlan:
-        """The plan that `find` makes of the rank's problem, with what it waits for others. A pipeline needs lanes,
-        which nothing that one rank sees asks for: of plans with more and smaller ones the fastest is taken."""
+        """Returns the plan that `find` makes for the rank, waits included. For a pipeline, tries more and smaller lanes
+        too, and returns the fastest: a single rank's search does not see their benefit."""
         best = self._find_plan(problem, find)
         if self.parallelism is not Parallelism.pipeline:
             return best
@@ -124,7 +126,7 @@ class RankView:
         return replace(run, prediction=self.add_waiting(run.prediction, run)) if run.prediction is not None else run
 
     def waiting_share(self, run: RunPlan, sizes: Sequence[SequenceSize], admission: Admission) -> float:
-        """The share of a run's time that it would be shorter by if what comes from other ranks came at once."""
+        """Returns the share of the run's time spent waiting for data from other ranks."""
         if self.parallelism is Parallelism.one or run.prediction is None or not run.prediction.seconds:
             return 0.0
         rates = self.machine.rates

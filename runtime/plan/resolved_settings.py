@@ -1,4 +1,4 @@
-"""What every `auto` of a run came to: to be logged when the plan is known, and kept beside the results."""
+"""Resolved values of all `auto` settings of a run, for the log and the run's record."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from .shape.model import ModelShape
 
 
 def prefix_sharing_obstacle(config: RuntimeConfig, shape: ModelShape, *, has_rope_lengths: bool) -> str | None:
-    """Why no prompt shares what it begins with; None where they may. Rectangles have no pages, and where embeddings
-    know a sequence's length equal tokens of two have other keys."""
+    """Returns why prompts share no prefixes; None if they may. Padded lanes have no pages; with length-dependent rotary
+    embeddings, equal tokens of two sequences have different keys."""
     if config.policy.share_prefixes is SharePrefixes.off:
         return "policy.share_prefixes=off"
     if not shape.is_packed:
@@ -27,41 +27,41 @@ def prefix_sharing_obstacle(config: RuntimeConfig, shape: ModelShape, *, has_rop
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedSettings:
-    """Values of JSON, most of them words of the config. `str` is a few lines for a log.
+    """Values for JSON, mostly config values; `str` returns a few lines for the log.
 
-    `prefetch_depth` counts stages that reads run ahead of compute: layers of a block, 0 where they wait for their turn.
-    `numbers` is what weights, keys and values are kept in, and in which class of error that is.
+    `prefetch_depth`: stages read ahead of compute; the block size for block prefetch, 0 without prefetch. `numbers`:
+    storage formats of weights and KV cache, and their error class.
     """
 
     dtype: str
     weights: str
     num_stages: int
     num_resident_stages: int
-    num_host_stages: int  # of the others, those that host memory holds, from where they are copied to the device
+    num_host_stages: int  # held in host memory and copied to the device
     prefetch: str
     prefetch_depth: int
     num_slots: int
     expert_paging: str
     num_paged_stages: int
-    feedforward: str  # cpu: of experts that lie in host memory the CPU multiplies some
+    feedforward: str  # cpu: the CPU computes some of the experts in host memory
     kv: str
     num_kv_layers: int
-    num_travelling_layers: int  # of those, with keys and values elsewhere than compute
+    num_travelling_layers: int  # of those, with KV outside of compute memory
     schedule: str
     attention: str
     admission: str
     num_blocks: int
     num_lanes: int
     lane_size: int  # most sequences of a micro-batch
-    prefill_chunk_tokens: int  # of a micro-batch in one pass, at most
-    sharing: str = ""  # block, run (where sequences come and go) or micro-batch: who shares beginnings of prompts; off
+    prefill_chunk_tokens: int  # maximum per micro-batch and pass
+    sharing: str = ""  # scope of prefix sharing: block, run (continuous admission), micro-batch, or off
     why_unshared: str | None = None
-    num_spared_tokens: int = 0  # of prompts, because others compute them; where sequences come and go, at most
+    num_spared_tokens: int = 0  # prompt tokens saved by prefix sharing; an upper bound with continuous admission
     kv_dtype: str = KVDType.auto.value
     kv_loss: str = Loss.exact.value
     weight_formats: Sequence[str] = ()
     weight_loss: str = Loss.exact.value
-    weight_error: float | None = None  # relative RMS, of those that were rounded; None: none, or nobody measured it
+    weight_error: float | None = None  # relative RMS of rounded weights; None: none or unknown
 
     @staticmethod
     def from_plan(
@@ -78,7 +78,7 @@ class ResolvedSettings:
         why = prefix_sharing_obstacle(config, shape, has_rope_lengths=has_rope_lengths)
         members, spared_rule = [block.micro_batches for block in plan.blocks], rule
         if not is_wave:
-            # As if each prefix were held until nobody needs it, by one lane where each has its own.
+            # An upper bound: each prefix is cached until its last use, once for all lanes.
             members = [[[i for block in plan.blocks for i in block.members]]]
             spared_rule = SharingRule(among_lanes=True, page_tokens=PAGE_TOKENS)
         attention = Attention.cpu if walk.cpu_attention else Attention.device
@@ -157,7 +157,7 @@ class ResolvedSettings:
 
     @property
     def numbers(self) -> Mapping[str, str | float | Sequence[str] | None]:
-        """What weights, keys and values are kept in, and what that does to them, for a finished run's record."""
+        """Storage of weights and KV cache and their error classes, for the record of a finished run."""
         keys = ("weight_formats", "weight_loss", "weight_error", "kv_dtype", "kv_loss")
         return {key: getattr(self, key) for key in keys}
 

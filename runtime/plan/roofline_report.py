@@ -1,4 +1,4 @@
-"""A plan under the hierarchical roofline: the roofs over a decode pass, and where its operations stand below them."""
+"""A plan under the hierarchical roofline: the roofs of a decode pass, and its operations below them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,14 +23,14 @@ GIGA, TERA = 1e9, 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class PeakLine:
-    """FLOP/s of a processor, where each byte comes over `link`."""
+    """One roof: FLOP/s of a processor if every byte comes over `link`."""
 
     level: Level
     link: str
 
     @property
     def ridge(self) -> float:
-        """The intensity from which on it is flat."""
+        """The intensity at which the roof becomes flat."""
         return self.level.flops_per_second / self.level.bytes_per_second
 
     @property
@@ -40,8 +40,7 @@ class PeakLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """`intensity`: FLOPs for each byte over the link that it is short of; `own_intensity`: for each byte that it
-    touches where it runs."""
+    """`intensity`: FLOPs per byte over the limiting link; `own_intensity`: FLOPs per byte touched where it runs."""
 
     name: str
     intensity: float
@@ -59,7 +58,7 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class TurningPoint:
-    """Where one roof meets another."""
+    """The intersection of two roofs."""
 
     name: str
     intensity: float
@@ -76,18 +75,18 @@ def _number(intensity: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RooflineReport:
-    """`turning_points`: those that are known, and above 0. `needed_sequences` make a block that reaches P2."""
+    """`turning_points`: the known ones above 0. `needed_sequences`: block size that reaches P2."""
 
     roofs: Sequence[PeakLine]
     operations: Sequence[Operation]
     turning_points: Sequence[TurningPoint]
     needed_sequences: float
     num_sequences: int
-    num_rows: int  # that feed-forward layers take at once
+    num_rows: int  # processed at once by feed-forward layers
 
     @property
     def intensities(self) -> list[float]:
-        """Those of all operations and turning points, and where every roof becomes flat."""
+        """The intensities of all operations, turning points and ridges."""
         ridges = [roof.ridge for roof in self.roofs]
         asked = [value for each in self.operations for value in (each.intensity, each.own_intensity)]
         turning = [each.intensity for each in self.turning_points]
@@ -95,12 +94,12 @@ class RooflineReport:
 
     @property
     def peaks(self) -> dict[str, float]:
-        """FLOP/s of each processor, where they are known."""
+        """The known FLOP/s of each processor."""
         levels = [roof.level for roof in self.roofs]
         return {level.name: level.flops_per_second for level in levels if isfinite(level.flops_per_second)}
 
     def lowest(self, intensity: float) -> float:
-        """FLOP/s of the slowest operation, or of the lowest roof over this intensity where that is less."""
+        """Returns the lowest FLOP/s of any operation, or of any roof at this intensity."""
         over = [float(roof.level.attainable(intensity)) for roof in self.roofs]
         return min([each.flops_per_second for each in self.operations] + over)
 
@@ -111,7 +110,7 @@ def make_roofline_report(shape: ModelShape, machine: Machine, plan: RunPlan) -> 
     is_batched = plan.placement.decode_walk.order.style.batches_experts
     num_rows = num_sequences if is_batched else plan.lane_size
     point = operating_point(work, machine, reads=reads, num_sequences=num_sequences, num_rows=num_rows)
-    links = {  # P1 is about the link, P2 about the whole way of streamed weights
+    links = {  # P1 is about the link, P2 about the whole path of streamed weights
         "P1": (point.p1, machine.rates.link_in_bytes_per_second),
         "P2": (point.p2, link_bytes_per_second(machine, reads=reads)),
     }
@@ -152,7 +151,7 @@ def _peak_lines(work: LayerWork, machine: Machine) -> list[PeakLine]:
 
 
 def _attention(point: OperatingPoint, machine: Machine, plan: RunPlan) -> Operation:
-    """Decode attention, by the bytes of keys and values."""
+    """Returns decode attention, per byte of KV."""
     rates, placement = machine.rates, plan.placement
     if placement.decode_walk.cpu_attention:
         where, rate = "on the CPU", rates.cpu_attention_bytes_per_second
@@ -172,7 +171,8 @@ def _attention(point: OperatingPoint, machine: Machine, plan: RunPlan) -> Operat
 def _feed_forward(
     point: OperatingPoint, work: LayerWork, machine: Machine, reads: bool, plan: RunPlan, num_rows: int
 ) -> Operation:
-    """Weights that many sequences share. Where all of them stay, no link but that of their own memory."""
+    """Returns the feed-forward weights, shared by many sequences. If all are resident, only their own memory limits
+    them."""
     own = num_rows * work.ffn_flops_per_token / work.ffn_bytes / hit_share(work, num_rows)
     attained = float(compute_level(work, machine.rates).attainable(own))
     if not plan.placement.decode_walk.streamed:

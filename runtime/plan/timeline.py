@@ -1,4 +1,4 @@
-"""What runs when in a few passes of a plan: as the simulator plays them, and as text, an action a line. Pure."""
+"""Simulated timeline of a few passes of a plan, and its schedule as text. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ NUM_DECODE_PASSES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """`which`: the passes that are shown, in words. They begin with empty slots, at second 0."""
+    """`description`: the passes shown, in words. They start with empty slots, at second 0."""
 
     description: str
     names: Sequence[str]
@@ -32,8 +32,8 @@ class Timeline:
 
 
 def make_timeline(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> Timeline:
-    """The timeline of the first block: its first prefill pass and its first decode passes, as if the one followed the
-    other at once; of continuous admission passes from the middle of the run."""
+    """Returns the timeline of the first block: its first prefill pass and first decode passes, in sequence. For
+    continuous admission, passes from the middle of the run."""
     placement, chunk = plan.placement, chunk_tokens(plan.policy)
     if plan.policy.admission is Admission.continuous and shape.is_packed:
         found, count = mixed_spans(placement, plan.blocks, sizes, chunk), NUM_DECODE_PASSES + 1
@@ -66,9 +66,11 @@ MAX_ACTIONS = 20_000  # some 200 KB; 80 layers and 16 lanes make about 3,000
 
 
 def schedule_text(plan: RunPlan, *, max_actions: int = MAX_ACTIONS) -> str:
-    """The schedule of the first block: what comes before its first pass, then one prefill pass and one decode pass.
-    `parse_action` reads every line that does not begin with `#`. Only the first `max_actions` are there; a last line
-    says how many are not."""
+    """Returns the schedule of the first block: the actions before its first pass, one prefill pass and one decode pass.
+
+    `parse_action` reads every line that does not start with `#`. Lists the first `max_actions`; a last line counts the
+    rest.
+    """
     num_lanes = len(plan.blocks[0].micro_batches) if plan.blocks else plan.num_lanes
     of_lanes = f"of {num_lanes} micro-batch{'es' if num_lanes > 1 else ''}"
     prefill, decode = (make_schedule(walk, num_lanes) for walk in (plan.placement.walk, plan.placement.decode_walk))

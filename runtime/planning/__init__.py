@@ -1,3 +1,3 @@
-"""The way from settings and requests to a plan and an open session: budgets, rates, kept policies, and what happens
-where memory runs out. Here belongs what asks the machine before `plan` decides.
+"""From settings and requests to a plan: budgets, measured rates and cached policies. Only what queries the machine
+before `plan` decides belongs here.
 """

@@ -1,4 +1,4 @@
-"""How much memory a run may use: as much as was said, or a share of what is free."""
+"""Memory budgets of a run: as configured, or a share of free memory."""
 
 import gc
 import logging
@@ -16,27 +16,27 @@ from ..units import format_bytes, gib_to_bytes
 
 log = logging.getLogger(__name__)
 
-FREE_SHARE = 0.9  # of the memory that is free at the start, when no budget is given
+FREE_SHARE = 0.9  # of free memory at the start, if no budget is configured
 
 
 def reclaim_device_memory(device: ComputeDevice) -> None:
-    """What an earlier session has left of an accelerator's memory, and of memory that is pinned for it. Where none was
-    taken nothing is looked for, which takes a tenth of a second."""
+    """Frees device and pinned memory left over by an earlier session. Skipped if none is reserved, as it takes a tenth
+    of a second."""
     if device.is_accelerator and device.memory().reserved:
-        gc.collect()  # an engine refers to itself
+        gc.collect()  # an engine has reference cycles
         device.empty_caches()
 
 
 def usable_host_bytes(num_kept_bytes: int = 0, *, is_pinned: bool) -> int:
-    """The host memory that runs may use where no budget is given: a share of what is free, or will be when what is kept
-    is let go of; and where it is pinned, in front of an accelerator, no more than a share of all that there is."""
+    """Returns the default host budget: a share of free memory, where weights kept from earlier runs count as free. With
+    an accelerator it is at most `PINNED_SHARE` of total memory."""
     free = int((available_bytes() + num_kept_bytes) * FREE_SHARE)
     return min(free, int(total_bytes() * PINNED_SHARE)) if is_pinned else free
 
 
 def make_budgets(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeights | None = None) -> Budgets:
-    """The memory that a run may use. Where that is a share of what is free, `kept` weights count as free: the run's
-    ledgers count those that it holds, and the others are let go of."""
+    """Returns the budgets of a run. `kept` weights count as free: the run's ledgers count those that it uses, and the
+    others are released."""
     in_compute, pinned = (kept.compute_bytes, kept.pinned_bytes) if kept is not None else (0, 0)
     in_host = pinned + (0 if device.is_accelerator else in_compute)
     host = offload.host_memory_gib
@@ -55,9 +55,8 @@ def make_budgets(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeight
 
 @contextmanager
 def limit_device_memory(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeights | None) -> Iterator[None]:
-    """Holds torch's allocator to `offload.device_memory_gib`, if there is one, less what libraries take past it; what
-    is in tensors already is not the run's, but for the weights that are kept. Says in the end what the allocator came
-    to."""
+    """Limits torch's allocator to `offload.device_memory_gib`, if set, minus memory that libraries allocate outside of
+    it. Existing tensors do not count, except kept weights. Logs the allocator's peak at the end."""
     if not device.is_accelerator:
         yield
         return
@@ -75,7 +74,7 @@ def limit_device_memory(offload: OffloadConfig, device: ComputeDevice, kept: Kep
 
 
 def require_within_budget(placement: Placement, baseline_bytes: int, num_sharers: int) -> None:
-    """Raises OverBudget when the peak of this process, above its baseline, is over what the host's ledger allows."""
+    """Raises OverBudget if the process's peak memory above its baseline exceeds the host budget."""
     host = next(ledger for ledger in placement.ledgers if ledger.memory == "host")
     used = peak_resident_bytes(num_sharers) - baseline_bytes
     if used > host.budget_bytes:

@@ -1,6 +1,6 @@
-"""Policies that a search has chosen, kept in the user's cache directory: found again by what was asked, or by name.
+"""Policies found by searches, cached in the user's cache directory; looked up by the inputs of the search, or by name.
 
-A choice is a help: whether it still fits is checked each time, and what cannot be read is searched again.
+A cached policy is checked to fit each time; unreadable ones are searched again.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from ..plan.shape.model import ModelShape
 
 log = logging.getLogger(__name__)
 
-NUM_LOGGED = 3  # sentences of why: the policy, the runner-up, and what binds
+NUM_LOGGED = 3  # logged sentences of `why`: the policy, the runner-up, and the bottleneck
 SEARCH_VERSION = (
     4  # of searches: one more where they begin to choose otherwise, so that nothing older is taken for theirs
 )
@@ -35,7 +35,7 @@ SEARCH_VERSION = (
 
 @dataclass(frozen=True, kw_only=True)
 class CachedPolicy:
-    """`why`: what the search said when it chose."""
+    """A policy, and the search's reasons as sentences."""
 
     policy: Policy
     why: tuple[str, ...]
@@ -49,7 +49,7 @@ class CachedPolicy:
 
     @staticmethod
     def from_json(text: str) -> "CachedPolicy":
-        """Raises KeyError, TypeError or ValueError where `text` holds none."""
+        """Raises KeyError, TypeError or ValueError for invalid `text`."""
         values = json.loads(text)
         return CachedPolicy(policy=Policy.from_plain(values["policy"]), why=tuple(map(str, values["why"])))
 
@@ -57,8 +57,8 @@ class CachedPolicy:
 def search_key(
     machine: str, shape: ModelShape, config: RuntimeConfig, budgets: Budgets, sizes: Sequence[SequenceSize]
 ) -> str:
-    """A digest of what the best policy follows from: machine, model, workload, budgets to two digits, and the settings
-    that a search takes as given. Rates are not in it: measured twice they differ, and the question is the same."""
+    """Returns a digest of the inputs of a search: machine, model, workload, budgets to two digits, and settings. Rates
+    are excluded, as they differ from one measurement to the next."""
     parts = [
         f"edition {SEARCH_VERSION}",
         machine,
@@ -72,7 +72,7 @@ def search_key(
 
 
 def policies_directory(cache_dir: str | None) -> Path:
-    """`offload.cache_dir`: None for the user's own."""
+    """Returns the directory; `offload.cache_dir` of None means the user's."""
     return cache_root(cache_dir) / "policies"
 
 
@@ -85,11 +85,12 @@ def plan_with_cached_policy(
     num_halvings: int = 0,
     previous: Policy | None = None,
 ) -> RunPlan:
-    """The plan by the policy that `policy.pin` names, else by the `known` one that the run went by so far or the one
-    that was kept under `key`, if it still fits, else by a new search, whose choice is kept; with key None it is not.
-    `blocks` and `num_halvings` as for `find_policy`. Logs the choice, with why. Reads and writes files of `directory`.
+    """Returns the plan by the policy that `policy.pin` names, else by `previous`, the run's policy so far, or the one
+    cached under `key`. If it does not fit, searches a new one and caches it; with key None it is not cached. Logs the
+    policy and why.
 
-    Raises ConfigError for a pin that names nothing, BudgetError for a pinned policy that does not fit.
+    `blocks` and `num_halvings` as for `find_policy`. Raises ConfigError for an unknown pin, BudgetError if a pinned
+    policy does not fit.
     """
     pin = problem.config.policy.pin
     path = directory / f"{key}.json" if key is not None else None
@@ -127,7 +128,7 @@ def plan_with_cached_policy(
     if plan.choice is not None:
         cached = CachedPolicy.from_plan(plan.choice)
         if path is not None:
-            try:  # all or nothing; a cache that cannot be written is no reason to stop
+            try:  # rename is atomic: readers never see a partial file; failures are not fatal
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with tempfile.NamedTemporaryFile(
                     "w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8"

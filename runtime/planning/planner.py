@@ -1,6 +1,4 @@
-"""Plans the run of some requests: rates are measured where nobody gave them, and where the policy is left open, one
-that a search has chosen before is found again, or a new one is searched.
-"""
+"""Plans runs on this machine: measures missing rates, and reuses a cached policy or searches a new one."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -41,9 +39,9 @@ from .choices import plan_with_cached_policy, policies_directory, search_key
 
 
 class RuntimeCache(Closing):
-    """The weights that sessions hold whole, the reader of the others, and the rates that were measured.
+    """Weights, reader and measured rates that a runtime keeps between sessions.
 
-    `open_reader` is called for the first reader, and for another one where a call has failed and left reads behind.
+    `open_reader` is called for the first reader, and for a new one after a call failed with reads in flight.
     """
 
     def __init__(self, open_reader: Callable[[], Reader]):
@@ -57,19 +55,19 @@ class RuntimeCache(Closing):
         self.weights.clear()
 
     def reader(self) -> Reader:
-        """The reader, which stays open."""
+        """Returns the reader, which stays open."""
         if self._reader is None:
             self._reader = self._open_reader()
         return self._reader
 
     def close_reader(self) -> None:
-        """Closes the reader; the next call opens another."""
+        """Closes the reader; the next `reader` call opens another."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
 
     def rates(self, load: TypicalLoad, paged: frozenset[int], backends: BackendTable) -> MachineRates | None:
-        """Rates that were measured with these backends for a load that covers this one."""
+        """Returns rates measured with these backends for a load that covers this one; None if there are none."""
         found = (rates for usual, *rest, rates in self._rates if rest == [paged, backends] and usual.covers(load))
         return next(found, None)
 
@@ -77,22 +75,23 @@ class RuntimeCache(Closing):
         self._rates.append((load, paged, backends, rates))
 
     def forget_rates(self) -> None:
-        """Drops the rates, as the model is computed in another way from now on."""
+        """Drops the rates after the computation changed, such as other backends."""
         self._rates.clear()
 
 
 log = logging.getLogger(__name__)
 
-MEASURED_LAYERS, MEASURING_BYTES = 4, 256 * MIB  # that measuring holds at most, beside weights that are kept
-COMPARED_SECONDS = 10.0  # of a run's products at the best rate: beside it a comparison of backends is little
-WORTHWHILE = 0.05  # of a run's time, to be won by going another way: below it predictions say nothing
+MEASURED_LAYERS, MEASURING_BYTES = 4, 256 * MIB  # maximum memory of a measurement, beside kept weights
+COMPARED_SECONDS = 10.0  # minimum time of a run's products, for a comparison of backends to pay
+WORTHWHILE = 0.05  # of a run's time, that another policy must save; predictions are not more accurate
 
 
 class PlanOptions(TypedDict, total=False):
-    """What a plan goes by where it is known before. `rates` are measured where there are none. `blocks`, `chunk_tokens`
-    of its prompts and `backends`: of the run that is resumed, the chunks as long as they fit; otherwise the policy
-    chooses them, and the backends are those that are known here or turn out to be faster. `known`: what a search came
-    to before, which is gone by as long as it fits. `num_halvings` as for `plan_policy`. None is as good as left out."""
+    """Known parts of a plan; None is the same as omitted.
+
+    `rates`: measured if omitted. `blocks`, `chunk_tokens` and `backends`: of a resumed run; chunks are kept while they
+    fit. `known`: policy of an earlier search, used while it fits. `num_halvings` as for `plan_policy`.
+    """
 
     rates: MachineRates | None
     blocks: tuple[Block, ...] | None
@@ -104,12 +103,11 @@ class PlanOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Planner:
-    """What every plan of one runtime follows from. `open_reader` opens a reader of the model's weights, for measuring.
-    `kept`: what an open runtime holds between its calls. `predicts`: whether rates are measured where there are none.
-    `given_budgets`: None is what this machine has. `compares`: whether linear backends are compared for a run of some
-    length, as nobody has called `jobs.measure`.
+    """Makes the plans of one runtime. The methods raise ConfigError or BudgetError before anything is read.
 
-    The methods raise ConfigError or BudgetError where what is asked for cannot be, before anything is read.
+    `open_reader` opens a reader of the weights, for measuring. `kept`: state of an open runtime between calls.
+    `predicts`: measure missing rates. `given_budgets`: None uses this machine's. `compares`: compare linear backends
+    for long runs, if `jobs.measure` has not run.
     """
 
     model: LoadedModel
@@ -123,18 +121,18 @@ class Planner:
 
     @property
     def host(self) -> Host:
-        """The machine that measured rates hold for."""
+        """The machine for which measured rates are valid."""
         return current_host(device_name(self.device), torch.get_num_threads())
 
     @property
     def budgets(self) -> Budgets:
-        """The memory that a run may use, as much of it as is free now where the settings say none."""
+        """The memory budgets; by default a share of what is free now."""
         if self.given_budgets is not None:
             return self.given_budgets
         return make_budgets(self.config.offload, self.device, self.kept.weights if self.kept is not None else None)
 
     def plan(self, sizes: Sequence[SequenceSize], **options: Unpack[PlanOptions]) -> RunPlan:
-        """The plan of requests of these sizes, by the options that are given."""
+        """Returns the plan for requests of these sizes."""
         if (backends := options.get("backends")) is not None:
             resumed = replace(self, model=replace(self.model, backends=backends), compares=False)
             return resumed.plan(sizes, **(options | {"backends": None}))
@@ -183,7 +181,7 @@ class Planner:
     def _compare_backends(
         self, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates
     ) -> BackendTable | None:
-        """Other linear backends than those known here, if a run of some length would be faster with them."""
+        """Returns linear backends faster than the current ones; None if there are none, or if the run is short."""
         num_tokens = sum(size.num_prompt_tokens + size.max_new_tokens for size in sizes)
         flops = num_tokens * sum(stage.flops_per_token for stage in self.model.shape.stages)
         fastest = max([*rates.gemm_flops_per_second.values(), *rates.expert_flops_per_second.values()])
@@ -194,8 +192,8 @@ class Planner:
         return found if found != self._backends else None
 
     def measure(self, plan: RunPlan, sizes: Sequence[SequenceSize]) -> MachineRates:
-        """The rates of this machine at the sizes that `plan`'s passes have, in about a second; where they are kept, of
-        a load that covers it."""
+        """Returns this machine's rates at the sizes of `plan`'s passes, in about a second; cached for loads that they
+        cover."""
         lanes = block_lanes(plan.blocks[0], sizes)
         usual, paged = TypicalLoad.from_lanes(self.model.shape, lanes, chunk_tokens(plan.policy)), plan.placement.paged
         if self.kept is not None:
@@ -211,8 +209,8 @@ class Planner:
         return rates
 
     def revise(self, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> RunPlan:
-        """`plan` as `rates` show it: the way that a new search would go, if that promises less time by `WORTHWHILE`, or
-        its own. Blocks stay what they are, and so do budgets: the memory that `plan`'s session holds is taken now."""
+        """Returns `plan` updated for `rates`: a newly searched variant if it saves at least `WORTHWHILE`, otherwise the
+        same. Blocks and budgets stay, as the session holds its memory."""
         problem = Problem(shape=self.model.shape, config=self.config, budgets=plan.budgets, sizes=sizes, rates=rates)
         kept = replace(problem, config=replace(self.config, policy=plan.policy, kv=plan.kv))
         same, searched = plan_policy(kept, blocks=plan.blocks), find_policy(problem, blocks=plan.blocks)
@@ -233,8 +231,7 @@ class Planner:
         )
 
     def log_plan(self, plan: RunPlan, advised: set[str]) -> None:
-        """Logs what the plan is, its ledgers, and advice on it; of that only what is not in `advised`, to which it is
-        added."""
+        """Logs the plan, its ledgers and warnings. Warnings in `advised` are skipped; new ones are added to it."""
         log.info("%s", self.resolved_settings(plan))
         for ledger in plan.placement.ledgers:
             log.info("%s", ledger)

@@ -98,7 +98,7 @@ class Placement:
 
     @property
     def sharing_rule(self) -> SharingRule:
-        """How prompts share prefixes.
+        """The rule for sharing prefixes between prompts.
 
         With KV in host memory, lanes share pages, but not in the pass that computes them. Offloaded KV is fetched for
         one lane at a time, so it is shared within a lane only. Quantized pages are shared whole; a partial page belongs

@@ -1,11 +1,9 @@
-"""What is to be planned, and one run that it could come to: its blocks, as many and as large as memory has room for,
-with prompts in chunks of so many tokens, placed.
+"""A candidate policy and the run it would produce: blocks, prefill chunk size, placement.
 
-A prefill pass brings the weights once for the chunks of all its lanes. While bytes are on their way for longer than
-compute works, chunks of twice the size halve what is brought for the same prompts; once compute is busy for longer they
-only take memory, which layers could stay in, unless products of twice the rows are faster by the row: an expert sees a
-few of a chunk's tokens. So each doubling is placed and timed, decode passes with it, until prefill passes take hardly
-any time but that of their products, and products are as fast as they get.
+A prefill pass loads the weights once for the chunks of all lanes. While a pass is bound by transfers, doubling the
+chunk halves the bytes per prompt. Once it is compute-bound, larger chunks only take memory from resident layers, unless
+products with more rows are faster per row, as for experts with few tokens. So each doubling is placed and timed, with
+its decode passes, until prefill is bound by products at full speed.
 """
 
 from collections.abc import Sequence
@@ -28,21 +26,21 @@ from ..placement.run_load import least_memory_config, run_load
 from ..shape.model import ModelShape
 from .policy import Policy
 
-SAMPLE_RUN = 64  # requests, of a sample
+SAMPLE_RUN = 64  # neighboring requests taken together in a sample
 MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from resident layers
-NOTABLE = 0.05  # share of prefill passes, or of what a row of a product takes
-WORTHWHILE = 0.02  # of the prefill's time, to be won by a chunk that takes more memory
+NOTABLE = 0.05  # of a prefill pass, or of a product's time per row
+WORTHWHILE = 0.02  # of the prefill time, that a larger chunk must save
 ALL_TOKENS = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedRun:
-    """`config` says the tokens of a prefill pass. Its placement need not fit."""
+    """A run with its placement, which may not fit. `config` contains the prefill chunk."""
 
     blocks: tuple[Block, ...]
     config: RuntimeConfig
     load: Load
-    prefetch: PrefetchConfig  # as resolved: cost_aware has become a depth
+    prefetch: PrefetchConfig  # resolved: cost_aware became a depth
     placement: Placement
 
     @property
@@ -52,7 +50,7 @@ class PlacedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A model and its requests, a machine's budgets and rates, and the settings that a plan must keep to."""
+    """Inputs of a plan: a model and its requests, a machine's budgets and rates, and the settings."""
 
     shape: ModelShape
     config: RuntimeConfig
@@ -61,11 +59,11 @@ class Problem:
     rates: MachineRates | None
 
     def with_policy(self, policy: Policy) -> "Problem":
-        """The problem with `policy` in the place of a search."""
+        """Returns the problem with `policy` fixed in its settings."""
         return replace(self, config=policy.apply(self.config, has_device=self.budgets.has_device))
 
     def blocks(self, micro_batch_size: int, num_micro_batches: int) -> tuple[Block, ...]:
-        """All requests in blocks of up to so many micro-batches of up to so many sequences."""
+        """Divides all requests into blocks of at most this size."""
         return plan_blocks(
             [size.capacity_tokens for size in self.sizes],
             micro_batch_size=micro_batch_size,
@@ -81,7 +79,8 @@ class Problem:
         return [size.prefix for size in self.sizes] if self.shape.is_packed else ()
 
     def sample(self, count: int) -> "Problem":
-        """The problem for so many of its requests, evenly; of those that begin alike runs of neighbours."""
+        """Returns the problem for `count` of its requests, evenly spaced; requests with shared prefixes are taken in
+        runs of neighbors."""
         if count >= len(self.sizes):
             return self
         runs = [
@@ -94,7 +93,7 @@ class Problem:
 
     @cached_property
     def _sorted_by_prefix(self) -> Sequence[SequenceSize]:
-        """All sizes in the order of the trie of their prefixes."""
+        """All sizes, sorted by the trie of their prefixes."""
         first_seen = dict[SharedPrefix, int]()
 
         def path(size: SequenceSize) -> list[int]:
@@ -104,13 +103,13 @@ class Problem:
         return sorted(self.sizes, key=path)
 
     def place_blocks(self, blocks: tuple[Block, ...], num_tokens: int) -> PlacedRun:
-        """The run of these blocks with prompts in chunks of `num_tokens`."""
+        """Places these blocks with chunks of `num_tokens`, and resolves a cost-aware prefetch depth."""
         shape, budgets, config = self.shape, self.budgets, with_chunk_tokens(self.config, num_tokens)
         load = run_load(shape, config, budgets, blocks, self.sizes)
         prefetch = least_memory_config(config).prefetch
         if config.prefetch.kind is not Prefetch.cost_aware or self.rates is None:
             placement = self.choose_placement(replace(config, prefetch=prefetch), load)
-        else:  # the depth, with as many resident layers as then fit, whose simulated decode pass is the shortest
+        else:  # the depth with the shortest simulated decode pass, given the resident layers that then fit
             placement, shortest = None, inf
             for depth in range(1, MAX_DEPTH + 1):
                 deeper = PrefetchConfig(kind=Prefetch.lookahead, depth=depth)
@@ -122,19 +121,19 @@ class Problem:
         return PlacedRun(blocks=blocks, config=config, load=load, prefetch=prefetch, placement=placement)
 
     def predict(self, run: PlacedRun) -> Prediction | None:
-        """How long `run` takes; None where there are no rates to predict by."""
+        """Returns the predicted time of `run`; None without rates."""
         if self.rates is None:
             return None
         admission = run.config.policy.admission
         return predict(self.shape, run.placement, run.blocks, self.sizes, run.chunk_tokens, self.rates, admission)
 
     def choose_placement(self, config: RuntimeConfig, load: Load) -> Placement:
-        """The placement of a load, with what of it follows from the rates."""
+        """Returns the placement of a load, with the CPU's share of experts by the rates."""
         return with_cpu_share(self.shape, choose_placement(self.shape, config, self.budgets, load), self.rates)
 
 
 def place_given_blocks(problem: Problem, blocks: tuple[Block, ...]) -> PlacedRun:
-    """The run of blocks that are given, in the best of the usual chunks with which they fit."""
+    """Places existing blocks, with the best of the default chunks that fits."""
     *better, chunk = chunk_sizes(problem.shape, problem.config.policy, blocks)
     if better:
         chunk = _fitting_chunk(problem, least_memory_config(problem.config), blocks, wholly=True) or chunk
@@ -142,9 +141,12 @@ def place_given_blocks(problem: Problem, blocks: tuple[Block, ...]) -> PlacedRun
 
 
 def choose_blocks(problem: Problem, widths: Sequence[int], num_halvings: int) -> tuple[int, tuple[Block, ...]]:
-    """Tokens of their chunks, and the blocks. `fixed`: as configured. `auto`: the most sequences, up to what is
-    configured, whose block fits with no more resident layers than `offload.resident_layers` asks for. Of the `widths`
-    of micro-batches the first that costs no room which something else needs, or the last."""
+    """Returns the chunk in tokens, and the blocks.
+
+    `policy=fixed`: as configured. Otherwise the most sequences, up to the configured number, that fit with the minimum
+    of resident layers. Of the micro-batch `widths` it takes the first that needs no memory from something else, or the
+    last.
+    """
     shape, config = problem.shape, problem.config
 
     def counts(num_sequences: int) -> list[int]:
@@ -177,7 +179,8 @@ def choose_blocks(problem: Problem, widths: Sequence[int], num_halvings: int) ->
 
 
 def _fitting_chunk(problem: Problem, config: RuntimeConfig, blocks: tuple[Block, ...], *, wholly: bool) -> int | None:
-    """Tokens of the best chunks with which these blocks fit as `config` says."""
+    """Returns the best chunk with which these blocks fit under `config`; None if there is none. With `wholly`, the KV
+    cache must fit in compute memory."""
     shape, budgets = problem.shape, problem.budgets
     for chunk in chunk_sizes(shape, config.policy, blocks):
         chunked = with_chunk_tokens(config, chunk)
@@ -189,8 +192,8 @@ def _fitting_chunk(problem: Problem, config: RuntimeConfig, blocks: tuple[Block,
 
 
 def tune_chunks(problem: Problem, first: PlacedRun) -> PlacedRun:
-    """`first`, whose chunks are as small as they should be, or the same blocks in larger chunks that take less time in
-    all. It stays without rates to tell by, and where the settings say the chunks."""
+    """Returns `first`, or the same blocks with larger chunks if that is faster overall. `first` must have the smallest
+    chunks; it is kept without rates, or if the settings fix the chunk."""
     if problem.rates is None or problem.config.policy.prefill_chunk_tokens is not None:
         return first
     chosen = _best_chunk(problem, first, problem.rates)
@@ -203,8 +206,8 @@ def tune_chunks(problem: Problem, first: PlacedRun) -> PlacedRun:
 
 
 def _best_chunk(problem: Problem, first: PlacedRun, rates: MachineRates) -> int:
-    """Tokens of the best chunk, by rough times of the block that takes most memory, or of a few blocks whose sequences
-    come and go."""
+    """Returns the best chunk by rough predictions for the block that takes most memory, or for a few blocks with
+    continuous admission."""
     best = last = first.chunk_tokens
     most = max((pass_tokens(problem.shape, lane, ALL_TOKENS) for lane in first.load.lanes), default=0)
     if last >= most:
@@ -214,7 +217,7 @@ def _best_chunk(problem: Problem, first: PlacedRun, rates: MachineRates) -> int:
     fixed_seconds = len(first.load.lanes) * len(first.load.shape.stages) * rates.turn_seconds + rates.pass_seconds
     prediction = shortest = _predict_chunks(problem, first, last, rates)
     while prediction is not None and shortest is not None and last < most:
-        prefill = prediction.prefill  # waiting for bytes, and what passing stages takes, do not follow from its tokens
+        prefill = prediction.prefill  # stalls and fixed overheads do not grow with the chunk
         has_wait = prefill.stall_seconds + prefill.num_passes * fixed_seconds > NOTABLE * prefill.seconds
         if not has_wait and all(
             rate(2 * part * last) <= (1 + NOTABLE) * rate(part * last) for rate, part in rate_shares
@@ -228,11 +231,11 @@ def _best_chunk(problem: Problem, first: PlacedRun, rates: MachineRates) -> int:
 
 
 def _predict_chunks(problem: Problem, first: PlacedRun, num_tokens: int, rates: MachineRates) -> Prediction | None:
-    """The prediction for chunks of so many tokens; None where there is no room."""
+    """Returns the prediction for chunks of `num_tokens`; None if they do not fit."""
     if problem.config.policy.admission is Admission.continuous:
         run = problem.place_blocks(pick_evenly(first.blocks, MAX_BLOCKS), num_tokens)
         return problem.predict(run) if run.placement.fits else None
-    load = Load.from_lanes(problem.shape, first.load.lanes, num_tokens)  # of the block that takes most memory
+    load = Load.from_lanes(problem.shape, first.load.lanes, num_tokens)  # the block that takes most memory
     load = replace(
         first.load,
         chunk_tokens=num_tokens,

@@ -1,4 +1,4 @@
-"""All policies that a search looks at, as arrays of equal length: one element each of every array is a policy."""
+"""All policies of a search, as arrays of equal length: element i of every array belongs to policy i."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ ATTENTIONS = tuple(Attention)
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGrid:
-    """`ORDERS` and `ATTENTIONS` say what `order` and `attention` number; `shares` is whether experts in host memory are
-    multiplied on the CPU too. `num_requests` make blocks that are alike."""
+    """`order` and `attention` index `ORDERS` and `ATTENTIONS`; `shares_experts`: the CPU computes some of the experts
+    in host memory. `num_requests` are divided into equal blocks."""
 
     micro_batch: Floats
     count: Floats  # micro-batches of a block
@@ -42,17 +42,17 @@ class PolicyGrid:
 
     @property
     def sequences(self) -> Floats:
-        """The sequences of a block, as it comes out."""
+        """Actual sequences per block."""
         return self.num_requests / self.num_blocks
 
     @property
     def lanes(self) -> Floats:
-        """The lanes of a block, as it comes out."""
+        """Actual lanes per block."""
         return np.ceil(self.sequences / self.micro_batch)
 
     @property
     def rows(self) -> Floats:
-        """Sequences of a lane, as it comes out."""
+        """Actual sequences per lane."""
         return self.sequences / self.lanes
 
     @property
@@ -68,12 +68,13 @@ class PolicyGrid:
         return np.array([order.style.crosses_stages for order in ORDERS])[self.order]
 
     def tokens_at_once(self, tokens: Floats) -> tuple[Floats, Floats]:
-        """The tokens that a layer's experts see at once, where each lane has so many, and how often they do."""
+        """Returns the tokens that a layer's experts process at once, given the tokens per lane, and how many times per
+        pass."""
         is_batched = self.batches_experts
         return np.where(is_batched, self.lanes * tokens, tokens), np.where(is_batched, 1.0, self.lanes)
 
     def num_slots(self, prefetch: PrefetchConfig) -> NDArray[np.int64]:
-        """Slots of weights that each takes."""
+        """Returns the weight slots of each policy."""
         return np.array([num_slots_for(prefetch, order) for order in ORDERS])[self.order]
 
     @property
@@ -81,18 +82,18 @@ class PolicyGrid:
         return np.array([order.style.num_ahead for order in ORDERS])[self.order]
 
     def by_lane_size(self, number_of: Callable[[int], float]) -> Floats:
-        """A number that follows from the sequences asked for of a lane."""
+        """Maps the nominal lane size to a number."""
         return by_size(self.micro_batch, number_of)
 
     def by_sharing_size(self, number_of: Callable[[int], float], has_device: bool) -> Floats:
-        """A number that follows from how many sequences may share a prefix: those of a block, and of a lane where keys
-        and values travel."""
+        """Maps the number of sequences that may share a prefix to a number: those of a block, or of a lane if KV is
+        offloaded."""
         travels = (self.kv_fraction < 1) & ~(has_device & self.cpu_attends)
         return by_size(np.where(travels, self.micro_batch, np.ceil(self.sequences)), number_of)
 
     def policy(self, index: int) -> Policy:
-        """The policy at a place of the grid, with the sizes that come out, which are no larger than those asked for and
-        make the same blocks."""
+        """Returns the policy at an index, with its actual sizes. They make the same blocks as the nominal ones, which
+        may be larger."""
         only = self.select(np.array([index]))
         return Policy(
             micro_batch_size=int(np.ceil(only.rows[0])),
@@ -105,7 +106,7 @@ class PolicyGrid:
         )
 
     def single(self, policy: Policy) -> "PolicyGrid":
-        """One policy, which need not be of the grid, for the same requests."""
+        """Returns a grid of one policy, which need not be in this grid, for the same requests."""
         return PolicyGrid(
             micro_batch=np.array([float(policy.micro_batch_size)]),
             count=np.array([float(policy.num_micro_batches)]),
@@ -123,14 +124,14 @@ class PolicyGrid:
 
 
 def by_size(sizes: Floats, number_of: Callable[[int], float]) -> Floats:
-    """A number that follows from a size, for each of an array of few different ones."""
+    """Maps an array of sizes with few distinct values to numbers."""
     unique_sizes, inverse = np.unique(sizes, return_inverse=True)
     return np.array([float(number_of(int(size))) for size in unique_sizes])[inverse]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GridAxes:
-    """The values of each axis. `ways`: order, attention and share of KV in compute memory that go together."""
+    """Values of each axis. `variants`: valid combinations of order, attention and KV fraction in compute memory."""
 
     micro_batches: Sequence[int]
     counts: Sequence[int]
@@ -140,7 +141,8 @@ class GridAxes:
 
     @staticmethod
     def from_config(shape: ModelShape, config: RuntimeConfig, num_requests: int, *, has_device: bool) -> "GridAxes":
-        """What `config` says is the only value of its axis; of the number of micro-batches it is the most."""
+        """Makes the axes. A setting in `config` is the only value of its axis; the number of micro-batches is an upper
+        limit."""
         policy, num_layers, wanted = config.policy, len(shape.layers), config.offload.resident_layers
         width, most = policy.micro_batch_size, policy.num_micro_batches or COUNTS[-1]
         if config.tier is Tier.none or (config.tier is Tier.cpu and not has_device):
@@ -163,7 +165,7 @@ class GridAxes:
         )
 
     def grid(self, num_requests: int) -> PolicyGrid:
-        """Their product, without blocks that are a whole micro-batch larger than the workload."""
+        """Returns the product of the axes, without blocks that exceed the workload by a whole micro-batch."""
         axes = [np.asarray(axis, dtype=np.float64) for axis in (self.micro_batches, self.counts, self.resident)]
         variants = np.arange(len(self.variants), dtype=np.float64)
         shares = [float(each is FeedForward.cpu) for each in self.feedforwards]
@@ -187,12 +189,13 @@ class GridAxes:
 
 
 def _up_to(values: Sequence[int], most: int) -> list[int]:
-    """The values below `most`, and `most` itself unless it is beyond all of them."""
+    """Returns the values below `most`, and `most` itself unless it exceeds all of them."""
     return [value for value in values if value < most] + [most] * (1 <= most <= values[-1])
 
 
 def _variants(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> list[tuple[Order, Attention, float]]:
-    """Those that the settings leave open. Attention on the CPU that cannot be is the device's, see `plan/advice.py`."""
+    """Returns the combinations that the settings allow. Unsupported attention on the CPU falls back to the device, see
+    `plan/plan_warnings.py`."""
     policy = config.policy
     fractions = {each: _kv_fractions(shape, config, each, has_device=has_device) for each in Attention}
     methods = [each for each in Attention if fractions[each]]
@@ -222,7 +225,7 @@ def _variants(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> 
 def _kv_fractions(
     shape: ModelShape, config: RuntimeConfig, attention: Attention, *, has_device: bool
 ) -> tuple[float, ...]:
-    """The shares of keys and values to be tried; none where the CPU cannot attend, or not to where they are to lie."""
+    """Returns the KV fractions to try; empty if the CPU cannot attend, or not to KV in the configured tier."""
     can_travel = config.kv.tier is not KVTier.device and (has_device or config.kv.tier is not KVTier.cpu)
     if attention is Attention.cpu:
         policy = Policy(

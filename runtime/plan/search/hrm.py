@@ -1,8 +1,8 @@
-"""Searches for the policy with the highest throughput: MoE-Lightning's (N, mu, A, F, r_w, r_c), and the order.
+"""Searches for the policy with the highest throughput: MoE-Lightning's (N, mu, A, F, r_w, r_c), plus the compute order.
 
-First the whole grid by the hierarchical roofline, at once, as if each block's prompts went in one pass; then the best
-of each way placed and timed by two passes; then the best few as plans in the chunks that are best for each, with the
-ledger's word on whether they fit and the simulator's on how long they take.
+First, the hierarchical roofline ranks the whole grid at once, as if each block's prompts took one pass. Then the best
+of each variant are placed and timed by two passes. Last, the best few are planned with their best chunks; the ledger
+decides whether they fit and the simulator how long they take.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -31,23 +31,23 @@ from .room import MemoryNeeds, layers_in_host
 from .trials import Trial, Trials
 from .workload import Workload
 
-NUM_VARIANTS = 4  # each with its best block
-NUM_BLOCKS = 5  # more, of any way
-NEXT_SHARE = 0.75  # of a refused block's sequences, where none of those blocks fits
-NOTABLE = 0.01  # of a run's time
+NUM_VARIANTS = 4  # finalists with the best block of each
+NUM_BLOCKS = 5  # further finalists of any variant
+NEXT_SHARE = 0.75  # of a rejected block's sequences, to try next
+NOTABLE = 0.01  # of a run's time, to prefer another policy over the default one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A policy that fits, with what the roofline and the simulator predict for the whole workload. `binding`: what is
-    busy longest in decode passes, by the simulator."""
+    """A policy that fits, with the times that roofline and simulator predict for the whole workload. `binding`: the
+    busiest resource in decode passes, by the simulator."""
 
     policy: Policy
     roofline_seconds: float
     seconds: float
     binding: Resource
     tokens_per_second: float  # generated
-    full_memory: str  # the one that is closest to its budget
+    full_memory: str  # the memory closest to its budget
     full_share: float
 
     @property
@@ -57,7 +57,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """`table` is sorted, the fastest first. `busy_seconds` are those of a decode pass of the best, by the roofline."""
+    """`table` is sorted, the fastest first. `busy_seconds`: of a decode pass of the best policy, by the roofline."""
 
     table: tuple[Candidate, ...]
     busy_seconds: Mapping[Resource, float]
@@ -77,7 +77,7 @@ class SearchResult:
 
     @property
     def runner_up(self) -> Candidate | None:
-        """The fastest that is another way and not another size, if there is one."""
+        """The fastest policy of another variant, or else of another size; None if there is none."""
         others = [each for each in self.table[1:] if each.policy.variant != self.best.policy.variant]
         return (others or list(self.table[1:]) or [None])[0]
 
@@ -109,8 +109,8 @@ Finalist: TypeAlias = tuple[Candidate, PlacedRun, Prediction]  # the run is what
 
 @dataclass(frozen=True, kw_only=True)
 class Finalists:
-    """`roofline` says the seconds of each policy of a grid. `blocks`: None makes those of each policy. `usual` is one
-    more finalist, which need not be of `grid`."""
+    """Plans of the most promising policies. `roofline` returns the seconds of each policy of a grid. `blocks`: existing
+    blocks; None makes them per policy. `usual`: the default policy, always a finalist."""
 
     problem: Problem
     workload: Workload
@@ -124,9 +124,9 @@ class Finalists:
         return self.roofline(self.grid)
 
     def table(self) -> tuple[Finalist, ...]:
-        """The best block of each of a few ways, then more blocks of any, sorted by what the simulator says.
+        """Returns the finalists: the best block of a few variants, then further blocks, sorted by simulated time.
 
-        Raises BudgetError, with the equation, when not even the smallest block fits.
+        Raises BudgetError, with the ledger, if not even the smallest block fits.
         """
         trials = Trials(problem=self.problem, grid=self.grid, bounds=self.seconds, blocks=self.blocks).best()
         best_of_variants = dict[Hashable, Trial]()
@@ -143,7 +143,7 @@ class Finalists:
                 finalists.append(self._make_finalist(self.usual, float(self.roofline(self.grid.single(self.usual))[0])))
 
         def rank(finalist: Finalist) -> float:
-            """Predictions are not so sharp that a hair's breadth is worth leaving the usual policy."""
+            """Returns the predicted seconds, with a small bonus for the default policy."""
             candidate = finalist[0]
             return candidate.seconds * (1 - NOTABLE if candidate.policy.without_plan == usual else 1)
 
@@ -155,8 +155,8 @@ class Finalists:
                 yield self._finalist_at(trial.index)
 
     def _smaller_block(self) -> Finalist:
-        """The fastest of all ways whose block is smaller than what was refused before, until one fits. Raises
-        BudgetError when not even the smallest does."""
+        """Tries ever smaller blocks of any variant, the fastest first, until one fits. Raises BudgetError if none
+        does."""
         left = np.argsort(self.seconds, kind="stable")
         while len(left):
             try:
@@ -169,9 +169,9 @@ class Finalists:
         return self._make_finalist(self.grid.policy(index), float(self.seconds[index]))
 
     def _make_finalist(self, policy: Policy, roofline_seconds: float) -> Finalist:
-        """Raises BudgetError when the policy's run does not fit."""
+        """Raises BudgetError if the policy's run does not fit."""
         problem, blocks = self.problem.with_policy(policy), self.blocks
-        if blocks is None:  # of many requests they take longer to make than to place: each size is made once
+        if blocks is None:  # cached by size: for many requests, dividing them takes longer than placing
             key = (policy.micro_batch_size, policy.num_micro_batches)
             blocks = self._blocks_cache[key] = self._blocks_cache.get(key) or self.problem.blocks(*key)
         run = place_given_blocks(problem, blocks)
@@ -208,11 +208,11 @@ def search(
     blocks: tuple[Block, ...] | None = None,
     usual: Policy | None = None,
 ) -> tuple[SearchResult, PlacedRun, Prediction]:
-    """The best policy for the tiers, prefetch and chunks of `problem`, which has rates, and the run of that policy.
-    `workload`: None samples the problem's requests. `choices`: None looks at all, or with `blocks`, which are given, at
-    the ways that these can go. `usual`: what it would be without a search, which is simulated in any case.
+    """Returns the best policy for the tiers and prefetch of `problem`, which must have rates, and its run.
 
-    Raises BudgetError, with the equation, when even the smallest block does not fit.
+    `workload`: None samples the problem's requests. `axes`: None means all, or with given `blocks` those that can
+    run them. `usual`: the default policy, which is always simulated. Raises BudgetError, with the ledger, if not even
+    the smallest block fits.
     """
     shape, config, budgets = problem.shape, problem.config, problem.budgets
     assert problem.rates is not None, "a search goes by rates"
@@ -226,7 +226,9 @@ def search(
     )
     workload = workload or Workload.from_sizes(problem.sizes)
     axes = axes or GridAxes.from_config(shape, config, workload.num_requests, has_device=budgets.has_device)
-    if problem.rates.cpu_flops_per_second is None:  # the CPU shares experts only where the settings say so
+    if (
+        problem.rates.cpu_flops_per_second is None
+    ):  # without its FLOP/s, the CPU gets experts only if the settings say so
         axes = replace(axes, feedforwards=[config.policy.feedforward or FeedForward.device])
     if blocks:
         lanes = [[len(lane) for lane in block.micro_batches] for block in blocks]
@@ -270,7 +272,7 @@ def make_roofline(shape: ModelShape, machine: Machine, workload: Workload, confi
 def select_fitting(
     shape: ModelShape, machine: Machine, workload: Workload, config: RuntimeConfig, grid: PolicyGrid
 ) -> PolicyGrid:
-    """Those within the budgets, with slots of whole layers or by expert; or if there is none, the smallest of all."""
+    """Returns the policies within the budgets, with whole layers or paged experts; if there are none, the smallest."""
     budgets = machine.budgets
     needs = (MemoryNeeds(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
     fits = np.logical_or(*(way.fits(budgets) for way in needs))

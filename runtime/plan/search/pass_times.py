@@ -1,8 +1,8 @@
-"""The hierarchical roofline over a whole grid of policies: seconds that each resource works in a pass, and the pass.
+"""The hierarchical roofline over a grid of policies: busy seconds of each resource in a pass, and seconds of the pass.
 
-What works side by side takes as long as the slowest: T = max(link, CPU, compute, disk, host memory), where host memory
-has the bytes of disk, link and CPU together. What an order leaves without overlap is added. A schedule's start, its
-slots and its barriers are the simulator's business.
+Concurrent resources take as long as the slowest: T = max(link, CPU, compute, disk, host memory); host memory carries
+the bytes of disk, link and CPU together. Work that an order does not overlap is added. Startup, slots and barriers are
+left to the simulator.
 """
 
 from collections.abc import Callable
@@ -27,13 +27,13 @@ class PassTimes:
     seconds: Floats
 
     def busy_at(self, index: int) -> dict[Resource, float]:
-        """Those of the policy at this place of the grid."""
+        """Returns the busy seconds of one policy."""
         return {resource: float(seconds[index]) for resource, seconds in self.busy.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """What a grid's times follow from. `in_host`: of the layers that do not stay, how many are never read."""
+    """Computes a grid's times. `in_host`: how many streamed layers stay in host memory."""
 
     work: LayerWork
     rates: MachineRates
@@ -43,10 +43,10 @@ class Roofline:
     in_host: Callable[[PolicyGrid], Floats]
     item_bytes: int
     is_packed: bool = True
-    cross_kv_bytes: int = 0  # of one prompt token that an encoder made; the decoder then keeps its answer's alone
+    cross_kv_bytes: int = 0  # per encoder position; the decoder then caches its output only
 
     def seconds(self, grid: PolicyGrid) -> Floats:
-        """The seconds of the whole workload, by blocks alike."""
+        """Returns the seconds of the whole workload, with equal blocks."""
         prefill, decode = self.prefill_pass(grid), self.decode_pass(grid)
         num_decodes = max(0, self.workload.max_new_tokens - 1)  # the first new token comes out of the prefill
         return grid.num_blocks * (self.prefill_passes(grid) * prefill.seconds + num_decodes * decode.seconds)
@@ -55,25 +55,25 @@ class Roofline:
         return np.maximum(1.0, grid.rows * self._prompt_tokens(grid) / self._chunk(grid))
 
     def _prompt_tokens(self, grid: PolicyGrid) -> Floats:
-        """Computed of each prompt."""
+        """Returns the computed tokens per prompt."""
         if self.is_packed:
             return self.workload.mean_prompt_tokens - self._spared_tokens(grid)
         return grid.by_lane_size(self.workload.mean_padded_tokens)
 
     def _spared_tokens(self, grid: PolicyGrid) -> Floats:
-        """The tokens of each prompt that others compute and hold."""
+        """Returns the tokens per prompt saved by prefix sharing."""
         if not self.is_packed:
             return np.zeros_like(grid.rows)
         return grid.by_sharing_size(self.workload.mean_spared_tokens, self.has_device)
 
     def _chunk(self, grid: PolicyGrid) -> Floats:
-        """Tokens of a lane in one prefill pass; a padded one takes a column at least. Where nobody says how many, all:
-        larger chunks bring fewer bytes, and what they take of memory is for plans to tell."""
+        """Returns the tokens of a lane in one prefill pass; a padded one takes at least one column. If not configured,
+        the whole prompts: larger chunks move fewer bytes, and plans check their memory."""
         whole, asked = grid.rows * self._prompt_tokens(grid), self.config.policy.prefill_chunk_tokens
         return whole if asked is None else np.minimum(np.maximum(asked, 0 if self.is_packed else grid.rows), whole)
 
     def decode_pass(self, grid: PolicyGrid) -> PassTimes:
-        """The times of a decode pass at half of the answers' length."""
+        """Returns the times of a decode pass halfway through the outputs."""
         spared, prompts = self._spared_tokens(grid), self._prompt_tokens(grid)
         held = (0 if self.cross_kv_bytes else prompts) + self.workload.max_new_tokens / 2
         layers, rates, work = self.work.num_layers, self.rates, self.work
@@ -115,8 +115,8 @@ class Roofline:
         )
 
     def _products(self, grid: PolicyGrid, tokens: Floats, head_share: Floats, *, decodes: bool = False) -> Floats:
-        """Compute's seconds in the products of a pass in which each lane has so many `tokens`; logits are made of
-        `head_share` of them."""
+        """Returns compute's seconds for the products of a pass with `tokens` per lane; `head_share` of them get
+        logits."""
         work, rates, lanes = self.work, self.rates, grid.lanes
         at_once, turns = grid.tokens_at_once(tokens)
         dense, experts = rates.gemm_seconds(tokens, work.dense_weights), np.zeros_like(tokens)
@@ -154,14 +154,14 @@ class Roofline:
         kv_out: Floats,
         exchanged: Floats,
     ) -> PassTimes:
-        """Bytes go over the links that exist: weights that no memory holds come from the disk, everything goes over the
-        link in front of an accelerator, keys and values from and to their tier, what is `exchanged` there and back."""
+        """Returns the times of a pass. Weights outside of memory come from disk. With an accelerator all of them cross
+        the link, KV moves from and to its tier, and `exchanged` bytes go both ways."""
         rates, work = self.rates, self.work
         layers, hits = work.num_layers * self._streamed_share(grid), np.zeros_like(tokens)
         share, (cpu_share, cpu_cost) = np.ones_like(tokens), self._cpu_share(grid, tokens)
         if work.num_experts:
             at_once, turns = grid.tokens_at_once(tokens)
-            hits = turns * work.hits(at_once)  # each of which comes once for each lane that asks
+            hits = turns * work.hits(at_once)  # each is loaded once per lane
         if work.is_pageable and self.config.offload.expert_paging is not ExpertPaging.off:
             share = np.minimum(share, hits / work.num_experts)
         weights = layers * (work.dense_bytes + share * work.num_experts * work.expert_bytes)
@@ -186,11 +186,13 @@ class Roofline:
         return PassTimes(busy=busy, seconds=seconds)
 
     def _pass_seconds(self, grid: PolicyGrid, busy: dict[Resource, Floats], cpu_expert_seconds: Floats) -> Floats:
-        """The seconds of a pass, in which the CPU multiplies experts for `beside`: shared ones come when their layer's
-        tokens are routed, so all else is behind by then. Elsewhere links work beside compute and the CPU's attention,
-        which take what they take together. Without an accelerator the CPU is compute. With
-        one, attention on the CPU is behind compute's back but for one lane in each layer; for none where a lane may go
-        on to the next layer, and there is another lane; or for all where none is ahead."""
+        """Returns the seconds of a pass.
+
+        Experts shared with the CPU are loaded after routing, so their copies do not overlap other work. Otherwise links
+        overlap compute and CPU attention. Without an accelerator the CPU is compute. With one, CPU attention overlaps
+        compute except for one lane per layer. It overlaps fully if lanes cross layers and there is more than one, and
+        not at all if no lane runs ahead.
+        """
         compute, attend = busy[Resource.compute], busy[Resource.cpu_attention]
         not_overlapped = np.where(grid.crosses_stages & (grid.lanes > 1), 0.0, attend / grid.lanes)
         not_overlapped = np.where(
@@ -205,9 +207,8 @@ class Roofline:
         )
 
     def _cpu_share(self, grid: PolicyGrid, tokens: Floats) -> tuple[Floats, Floats]:
-        """The CPU's share of the experts that are hit in layers that do not stay, each of about as many visits: as many
-        as it multiplies while the link brings the others; and how long it takes at one, where the link takes 1. Prompts
-        have too many tokens."""
+        """Returns the CPU's share of the hit experts in streamed layers, with even visits, and its time per expert,
+        where a copy over the link takes 1. Zero for prompts, which have too many tokens."""
         work, zero = self.work, np.zeros_like(tokens)
         if not grid.shares_experts.any() or not work.num_experts:
             return zero, zero

@@ -1,4 +1,4 @@
-"""How a block goes through a machine, in the numbers that a search is about."""
+"""The policy of a run, as a search sees it."""
 
 import hashlib
 import json
@@ -13,10 +13,10 @@ from ...units import format_count
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """MoE-Lightning's policy: a block of N = `num_sequences` in micro-batches of mu, where attention runs, how many
-    layers stay (r_w), which share of layers has its KV in compute memory (r_c); and the order of computing.
+    """MoE-Lightning's policy: a block of N = `num_sequences` in micro-batches of mu, where attention runs, resident
+    layers (r_w), the share of layers with KV in compute memory (r_c); plus the compute order.
 
-    Experts alone may be multiplied elsewhere than where the model computes, a share of those that lie in host memory.
+    Only experts may be computed elsewhere: a share of those in host memory, on the CPU.
     """
 
     micro_batch_size: int
@@ -26,7 +26,7 @@ class Policy:
     resident_layers: int
     kv_fraction: float
     feedforward: FeedForward = FeedForward.device
-    prefill_chunk_tokens: int | None = None  # of a micro-batch in one pass; None: left to the plan
+    prefill_chunk_tokens: int | None = None  # per micro-batch and pass; None: the plan decides
 
     @property
     def num_sequences(self) -> int:
@@ -34,7 +34,7 @@ class Policy:
 
     @property
     def variant(self) -> tuple[Order, Attention, float, FeedForward]:
-        """All but the sizes."""
+        """The policy without its sizes."""
         return self.schedule, self.attention, self.kv_fraction, self.feedforward
 
     @property
@@ -43,7 +43,7 @@ class Policy:
 
     @property
     def without_plan(self) -> "Policy":
-        """The policy without what its plan came to."""
+        """The policy without values that a plan fills in."""
         return replace(self, resident_layers=0, prefill_chunk_tokens=None)
 
     def __str__(self) -> str:
@@ -57,8 +57,7 @@ class Policy:
         )
 
     def to_plain(self) -> dict[str, object]:
-        """What is left to the plan, or to the device, is not said, so that policies from before it could be chosen keep
-        their names."""
+        """Returns values for JSON. Omits defaults that were added later, so that older policies keep their digests."""
         values = {key: value.value if isinstance(value, Enum) else value for key, value in asdict(self).items()}
         if self.feedforward is FeedForward.device:
             del values["feedforward"]
@@ -66,7 +65,7 @@ class Policy:
 
     @staticmethod
     def from_plain(values: Mapping[str, object]) -> "Policy":
-        """The inverse of `to_plain`. Raises KeyError, TypeError or ValueError where `values` are no policy."""
+        """Inverse of `to_plain`. Raises KeyError, TypeError or ValueError for invalid `values`."""
         return Policy(
             micro_batch_size=int(str(values["micro_batch_size"])),
             num_micro_batches=int(str(values["num_micro_batches"])),
@@ -79,8 +78,8 @@ class Policy:
         )
 
     def apply(self, config: RuntimeConfig, *, has_device: bool) -> RuntimeConfig:
-        """`config` with settings in the place of a search. How many layers stay is left to the placement, which keeps
-        as many as fit: `resident_layers` says what that came to."""
+        """Returns `config` with this policy fixed. Resident layers are left to the placement, which keeps as many as
+        fit."""
         policy = replace(
             config.policy,
             kind=PolicyKind.fixed,
@@ -103,8 +102,8 @@ class Policy:
         return replace(config, policy=policy, kv=kv)
 
     def halve(self, num_halvings: int) -> "Policy":
-        """The policy after memory ran out so many times: fewer micro-batches, then smaller ones, and as much smaller
-        chunks."""
+        """Returns the policy after `num_halvings` out-of-memory errors: fewer micro-batches, then smaller ones, and
+        smaller chunks."""
         lanes, chunk = self.num_micro_batches >> num_halvings, self.prefill_chunk_tokens
         fewer = replace(self, prefill_chunk_tokens=None if chunk is None else max(1, chunk >> num_halvings))
         if lanes:

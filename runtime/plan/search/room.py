@@ -1,7 +1,6 @@
-"""What every policy of a grid would take of each memory: the ledger's terms, for requests all of the mean length.
+"""Memory estimates for every policy of a grid: the ledger's terms, with all requests of the mean length.
 
-The longest requests may take more, and where a whole layer has no room its experts are paged: which of the policies
-really fit is the placement's to say, for those that are worth asking about.
+Longer requests may take more, and paged experts less. The placement decides which of the promising policies fit.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,7 +31,7 @@ from .workload import Workload
 
 
 class MemoryNeeds:
-    """`is_paged`: slots hold a layer's dense part and one expert at a time, not the whole layer."""
+    """Memory of each policy. `is_paged`: slots hold a layer's dense part and single experts, not the whole layer."""
 
     def __init__(
         self,
@@ -48,28 +47,28 @@ class MemoryNeeds:
         self._has_device, self._num_sharers, self._is_paged = budgets.has_device, budgets.num_sharers, is_paged
         self._work, self._slots = LayerWork.from_shape(shape), grid.num_slots(config.prefetch)
         layer_bytes = [slot_layout(layer.dense if is_paged else layer).num_bytes for layer in shape.layers]
-        self._layer_bytes = float(max(layer_bytes))  # which slots are for
-        # What counts of a layer that lives in host memory, in the mean: the first ones of a mixture may be dense.
+        self._layer_bytes = float(max(layer_bytes))  # slot size
+        # Mean bytes of a layer in host memory: the first layers of a mixture may be dense.
         experts = self._work.num_experts * is_paged * pinned_bytes(int(self._work.expert_bytes))
         self._host_layer_bytes = (
             sum(map(pinned_bytes, layer_bytes)) / len(layer_bytes) + experts
         ) / budgets.num_sharers
-        self._kv_in_host = self._has_device & grid.cpu_attends  # for good
+        self._kv_in_host = self._has_device & grid.cpu_attends  # resident there
         paged = {layer.index for layer in shape.layers} if is_paged else frozenset[int]()
         size, choice = DequantizedSize.from_shape(shape, paged, 1), config.offload.dequantize
         area = 0 if size is None or choice is Dequantize.product else size.entry.num_bytes
         has_area = choice is Dequantize.stage or area <= (budgets.device_bytes or 0) // 2
-        self._dequantize_bytes = area if has_area else 0  # of dequantized weights, where there will be room for them
+        self._dequantize_bytes = area if has_area else 0  # of dequantized weights, if they will fit
 
     def fits(self, budgets: Budgets) -> Bools:
         if budgets.device_bytes is None:
             return self.compute_bytes <= budgets.host_bytes
-        beside = max(0, budgets.library_bytes - ALLOCATOR_SLACK_BYTES)  # which is in compute_bytes
+        beside = max(0, budgets.library_bytes - ALLOCATOR_SLACK_BYTES)  # the slack is in compute_bytes
         return (self.compute_bytes + beside <= budgets.device_bytes) & (self.host_bytes <= budgets.host_bytes)
 
     @cached_property
     def compute_bytes(self) -> Floats:
-        """The bytes in the device's memory, or the host's where there is none."""
+        """Bytes in device memory, or in host memory without a device."""
         work, grid, shape = self._work, self._grid, self._shape
         is_streamed = grid.resident < work.num_layers
         paged = self._is_paged * max(2, self._config.prefetch.depth + 1) * work.expert_bytes
@@ -78,9 +77,8 @@ class MemoryNeeds:
         )
         resident_bytes += is_streamed * (self._slots * self._layer_bytes + paged)
         passing = self._slots * max(self._layer_bytes, work.widest_outer_bytes) + paged
-        weights = np.where(
-            grid.resident == 0, np.minimum(resident_bytes, passing), resident_bytes
-        )  # where no stage at all need stay
+        # Without resident layers, the other stages may be streamed too.
+        weights = np.where(grid.resident == 0, np.minimum(resident_bytes, passing), resident_bytes)
         is_batched = grid.batches_experts
         batched = is_batched * grid.lanes * self._tokens * _total_bytes(batch_entries(shape, 1))
         device_extra = 0.0
@@ -93,13 +91,13 @@ class MemoryNeeds:
         chunk = chunk_tokens(self._config.policy)
         one = self._per_lane(lambda lane: _total_bytes(lane_entries(shape, [lane], chunk)))
         two = self._per_lane(lambda lane: _total_bytes(lane_entries(shape, [lane, lane], chunk)))
-        lanes = one + (grid.lanes - 1) * (two - one)  # each takes as much more as the second one does
+        lanes = one + (grid.lanes - 1) * (two - one)  # linear in the number of lanes
         return weights + self._kv() + lanes + batched + device_extra
 
     @cached_property
     def host_bytes(self) -> Floats:
-        """The bytes in host memory beside a device. A layer's weights lie in pieces where they live in host memory, and
-        its pages where they travel in segments. What stays passes through it; where no layer does, nothing need."""
+        """Bytes in host memory with a device. Pinned layers and KV segments are rounded up by piece; resident weights
+        pass through a buffer."""
         work, grid = self._work, self._grid
         if not self._has_device:
             return np.zeros_like(grid.sequences)
@@ -118,7 +116,7 @@ class MemoryNeeds:
         return weights + staging + loading + kv
 
     def layers_in_host(self, host_bytes: int) -> Floats:
-        """Streamed layers that `host_bytes` have room for beside all else."""
+        """Returns the streamed layers that fit into `host_bytes` beside everything else."""
         streamed, spare = self._work.num_layers - self._grid.resident, host_bytes - self.host_bytes
         return np.clip(np.floor(spare / self._host_layer_bytes), 0, streamed)
 
@@ -135,8 +133,8 @@ class MemoryNeeds:
         return np.ceil(grid.sequences) * per_sequence
 
     def _kv(self) -> Floats:
-        """The bytes of keys and values: of layers that stay all; of the others a slot for each of a few lanes, or what
-        is under way to the host."""
+        """Returns the KV bytes in compute memory: of resident layers, and of slots or copies in flight for the
+        others."""
         work, grid, in_host = self._work, self._grid, self._kv_in_host
         staying = work.num_layers * self._positions * work.kv_bytes * np.where(in_host, 0.0, grid.kv_fraction)
         travels = (grid.kv_fraction < 1) & ~in_host
@@ -157,7 +155,7 @@ class MemoryNeeds:
         return by_size(tokens, lambda count: _total_bytes(visit_entries(self._shape, count, is_batched=is_batched)))
 
     def _per_lane(self, number_of: Callable[[list[SequenceSize]], float]) -> Floats:
-        """A number of the largest lane of each policy."""
+        """Maps the largest lane of each policy to a number."""
         num_rows = np.minimum(self._grid.micro_batch, self._workload.num_requests)
         return by_size(num_rows, lambda each: number_of(self._workload.sizes(each)))
 
@@ -165,7 +163,7 @@ class MemoryNeeds:
 def layers_in_host(
     shape: ModelShape, config: RuntimeConfig, workload: Workload, grid: PolicyGrid, budgets: Budgets
 ) -> Floats:
-    """The number of layers, of those that are streamed to a device, that live in host memory."""
+    """Returns the number of streamed layers held in host memory."""
     streamed = len(shape.layers) - grid.resident
     if not budgets.has_device or config.tier is not Tier.auto:
         return streamed * (config.tier is Tier.cpu)
@@ -178,7 +176,7 @@ def _total_bytes(entries: Iterable[Entry]) -> float:
 
 
 def _pinned(num_bytes: Floats) -> Floats:
-    """`pinned_bytes` of pieces that are aligned anyway."""
+    """Elementwise `pinned_bytes` of aligned pieces."""
     small = 2.0 ** np.ceil(np.log2(np.maximum(1.0, num_bytes)))
     rounded = np.where(num_bytes < REGISTERED_BYTES, small, np.ceil(num_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
     return np.where(num_bytes > 0, rounded, 0.0)

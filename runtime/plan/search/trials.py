@@ -1,8 +1,9 @@
-"""Which policies of a grid are worth a plan: each way's best blocks, placed and timed by few passes of a block.
+"""Selects the policies of a grid that are worth a plan: the best blocks of each variant, placed and timed by a few
+passes.
 
-The roofline, in which weights come once for all prompts of a block, is hardly ever above what the simulator says of the
-best chunks: what it holds to be much slower than a policy that was timed is not timed itself. A trial takes some
-milliseconds, a plan in the best chunks, all of whose passes are timed as far as they differ, ten times as long.
+The roofline loads weights once for all prompts of a block, so it is rarely above the simulated time. A policy that is
+much slower by the roofline than a timed one is skipped. A trial takes some milliseconds; a full plan takes ten times as
+long.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,42 +21,43 @@ from .candidate import Problem
 from .grid import Floats, PolicyGrid
 from .policy import Policy
 
-SWEEP_TOKENS = 16 * CHUNK_TOKENS  # of all lanes' chunks together: their products take about as long as the weights
-FACTOR = 4  # times as many where prompts wait for weights all the same, and as few for ways that are near the best
-STALL_SHARE = 0.05  # of the time, in prefill passes
+SWEEP_TOKENS = 16 * CHUNK_TOKENS  # of all lanes together: products then take about as long as loading weights
+FACTOR = 4  # times as many if prefill still stalls, and as few for variants near the best
+STALL_SHARE = 0.05  # of the time, stalled in prefill passes
 MAX_SLOWDOWN = 1.0  # times the roofline's seconds
 MANY_LANES = 4
-MAX_BOUND_RATIO = 1.25  # times the shortest trial: what the roofline holds to be slower is not tried
-NUM_FIRST = 2  # blocks of each way: the best by the roofline, and the best of many lanes
-NUM_NEAR = 6  # ways that are tried further
+MAX_BOUND_RATIO = 1.25  # times the shortest trial: policies slower by the roofline are skipped
+NUM_FIRST = 2  # blocks per variant: the best by the roofline, and the best with many lanes
+NUM_NEAR = 6  # variants tried further
 NEAR_RATIO = 1.15  # times the best of the first trials
-NUM_BLOCKS = 6  # of a way that is near
-NUM_TIMED = 3  # blocks of a run whose lanes are padded, as these differ
-MANY_REQUESTS = 8192  # are not all placed in a trial
-NUM_TRIES = 8  # blocks of one way, where what the grid lets through does not fit
+NUM_BLOCKS = 6  # per variant near the best
+NUM_TIMED = 3  # blocks timed with padded lanes, as these differ
+MANY_REQUESTS = 8192  # above this, a trial places a sample
+NUM_TRIES = 8  # blocks per variant, if those that the grid estimates to fit do not
 
 Variant: TypeAlias = tuple[object, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """The seconds of the whole workload, by the block in the middle; where lanes are padded, by a few."""
+    """Predicted seconds of the whole workload, from its middle block; with padded lanes, from a few blocks."""
 
     index: int
     policy: Policy
     seconds: float
-    stall_seconds: float  # in which prompts wait for bytes
+    stall_seconds: float  # in prefill
     bound_seconds: float  # the roofline's
 
     @property
     def pessimistic_seconds(self) -> float:
-        """What others are held against: where the roofline says more, either may be wrong."""
+        """The slower of trial and roofline, as either may be wrong."""
         return max(self.seconds, self.bound_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trials:
-    """`bounds`: the roofline's seconds of each policy of the grid. `blocks`: None makes those of each policy."""
+    """Times policies of a grid. `bounds`: the roofline's seconds of each. `blocks`: existing blocks; None makes them
+    per policy."""
 
     problem: Problem
     grid: PolicyGrid
@@ -63,7 +65,7 @@ class Trials:
     blocks: tuple[Block, ...] | None = None
 
     def best(self) -> list[Trial]:
-        """The best trial of each policy, the fastest first; empty where none fits."""
+        """Returns the best trial of each policy, the fastest first; empty if none fits."""
         trials_by_variant = dict[Variant, list[Trial]]()
         shortest = float("inf")
         for way, places in self._variants.items():
@@ -95,9 +97,11 @@ class Trials:
         return list(best.values())
 
     def _fitting_trials(self, indices: Sequence[int], shortest: float) -> Iterator[Trial]:
-        """The best trial of each in some chunks, where any fit: larger ones where prompts wait for weights, and without
-        that wait it would be near the shortest; the smallest where something takes longer than it should, as layers or
-        keys and values had to leave."""
+        """Yields the best trial of each policy that fits, over a few chunk sizes.
+
+        Larger chunks are tried if prefill stalls and the policy would be near the best without stalls; the smallest
+        chunk, if the trial is slower than the roofline, as layers or KV may have been displaced.
+        """
         for place in indices:
             first = self._trial(place, SWEEP_TOKENS)
             if first is None:
@@ -111,7 +115,7 @@ class Trials:
             yield min(trials, key=lambda trial: trial.seconds)
 
     def _trial(self, index: int, sweep_tokens: int) -> Trial | None:
-        """The trial in the largest chunks of up to so many tokens of all lanes that fit; None where none do."""
+        """Returns the trial with the largest chunks, up to `sweep_tokens` over all lanes, that fit; None if none do."""
         policy = self.grid.policy(index)
         sample, blocks, times = self._sample(policy.micro_batch_size, policy.num_micro_batches)
         problem = sample.with_policy(policy)
@@ -139,8 +143,8 @@ class Trials:
         )
 
     def _sample(self, micro_batch_size: int, num_micro_batches: int) -> tuple[Problem, tuple[Block, ...], int]:
-        """Some of the requests, in blocks; all of them take so many times as long. Blocks of one size are made once:
-        that takes longer than to place them. Of many packed requests one block, as these are alike."""
+        """Returns a sample of the requests, its blocks, and the factor to scale times. Blocks are cached by size, as
+        dividing takes longer than placing. For many packed requests one block is enough, as blocks are similar."""
         key, problem = (micro_batch_size, num_micro_batches), self.problem
         if key not in self._samples:
             num_blocks = -(-len(problem.sizes) // (micro_batch_size * num_micro_batches))
@@ -156,7 +160,7 @@ class Trials:
 
     @cached_property
     def _variants(self) -> dict[Variant, list[int]]:
-        """Places in the grid, by way: of each block once, with as many resident layers as fit; the fastest first."""
+        """Grid indices by variant, each block once with the resident layers that fit, the fastest first."""
         grid, order = self.grid, np.argsort(self.bounds, kind="stable")
         sizes = np.stack([np.ceil(grid.rows), grid.lanes], axis=1)
         axes = np.stack([grid.order, grid.attention, grid.kv_fraction, grid.shares_experts], axis=1)

@@ -1,4 +1,4 @@
-"""What a run is asked for, as a search for its policy sees it: how many requests, how long, and how much each says."""
+"""The workload of a run for the policy search: number of requests, their lengths, and shared prefixes."""
 
 import hashlib
 from collections import Counter
@@ -9,12 +9,12 @@ from functools import cached_property
 from ...units import round_up
 from ..placement.memory import PAGE_TOKENS, SequenceSize
 
-MOST_LENGTHS = 512  # of a sample
+MOST_LENGTHS = 512  # sample size
 
 
 @dataclass(frozen=True, order=True)
 class SharedRange:
-    """Tokens [begin, end) of a prompt, which `num_sharing` requests have in common; there are `count` such."""
+    """Prompt tokens [begin, end) shared by `num_sharing` requests; there are `count` such prefixes."""
 
     begin: int
     end: int
@@ -22,14 +22,15 @@ class SharedRange:
     count: int
 
     def num_spared(self, lane_size: int) -> int:
-        """How often it need not be computed, if those who share it fill lanes, or blocks, of so many sequences."""
+        """Returns how many computations sharing saves, if the sharing requests fill lanes (or blocks) of
+        `lane_size`."""
         return self.count * (self.num_sharing - -(-self.num_sharing // lane_size))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """`prompt_tokens`: lengths, ascending, each of as many requests as any other. `num_scored`: tokens of a prompt that
-    are scored, on average; 0 where answers are generated. `shared`: what prompts have in common."""
+    """`prompt_tokens`: ascending lengths, each for an equal number of requests. `num_scored`: scored tokens per prompt
+    on average; 0 for generation. `shared`: common prefixes."""
 
     num_requests: int
     prompt_tokens: tuple[int, ...]
@@ -39,7 +40,8 @@ class Workload:
 
     @staticmethod
     def from_sizes(sizes: Sequence[SequenceSize]) -> "Workload":
-        """All lengths where they are few, otherwise a sample, evenly over the ranks. Of the answers the longest."""
+        """Makes the workload from all lengths, or a sample over the ranks if there are many. Outputs count with the
+        longest."""
         lengths = sorted(size.num_prompt_tokens for size in sizes)
         num_lengths = min(len(lengths), MOST_LENGTHS)
         sharing = Counter(each for size in sizes if size.prefix is not None for each in size.prefix.chain)
@@ -59,8 +61,8 @@ class Workload:
 
     @staticmethod
     def from_mean(num_requests: int, *, mean: float, longest: int, max_new_tokens: int) -> "Workload":
-        """Lengths of which only the mean and the longest are known: the share q of them is no longer than
-        longest * q^(longest/mean - 1), the power law with that mean. Raises ValueError for a mean above the longest."""
+        """Makes a workload from the mean and longest length: the share q of prompts is no longer than longest *
+        q^(longest/mean - 1), the power law with that mean. Raises ValueError if the mean exceeds the longest."""
         if not 1 <= mean <= longest:
             raise ValueError(f"prompts of {mean} tokens in the mean and {longest} at most: 1 <= mean <= longest")
         power = longest / mean - 1
@@ -72,11 +74,12 @@ class Workload:
         )
 
     def pad_to_longest(self) -> "Workload":
-        """The same, each prompt as long as the longest."""
+        """Returns the workload with every prompt as long as the longest."""
         return replace(self, prompt_tokens=self.prompt_tokens[-1:])
 
     def sizes(self, num_requests: int | None = None) -> list[SequenceSize]:
-        """So many requests, None: all, with lengths evenly over the ranks of the sample: of one request the median."""
+        """Returns `num_requests` (None: all) with lengths evenly over the ranks of the sample; for one request the
+        median."""
         count = self.num_requests if num_requests is None else num_requests
         lengths = self.prompt_tokens
         chosen = (lengths[(2 * turn + 1) * len(lengths) // (2 * count)] for turn in range(count))
@@ -94,41 +97,41 @@ class Workload:
         return sum(self.prompt_tokens) / max(1, len(self.prompt_tokens))
 
     def mean_padded_tokens(self, lane_size: int) -> float:
-        """Computed of each prompt where neighbours in length share a lane, as long as its longest."""
+        """Returns the computed tokens per prompt if neighbors in length share a lane, padded to its longest."""
         lengths = self.prompt_tokens
         num_lanes = -(-self.num_requests // lane_size)
         longest = [lengths[-(-turn * len(lengths) // num_lanes) - 1] for turn in range(1, num_lanes + 1)]
         return sum(longest) / max(1, num_lanes)
 
     def mean_spared_tokens(self, lane_size: int) -> float:
-        """The tokens of each prompt that need not be computed because others of its lane or block have them."""
+        """Returns the tokens per prompt saved by prefix sharing."""
         spared = sum((each.end - each.begin) * each.num_spared(lane_size) for each in self.shared)
         return spared / max(1, self.num_requests)
 
     def mean_spared_squares(self, lane_size: int) -> float:
-        """What they take off `mean_squared_tokens`."""
+        """Returns the reduction of `mean_squared_tokens` by prefix sharing."""
         spared = sum((each.end**2 - each.begin**2) * each.num_spared(lane_size) for each in self.shared)
         return spared / max(1, self.num_requests)
 
     @cached_property
     def mean_squared_tokens(self) -> float:
-        """What the pairs of attention grow with."""
+        """The mean square of prompt lengths; proportional to query-key pairs."""
         return sum(length**2 for length in self.prompt_tokens) / max(1, len(self.prompt_tokens))
 
     @cached_property
     def mean_capacity_tokens(self) -> float:
-        """KV positions of a sequence that has run to its limit, in whole pages."""
+        """The mean KV positions of a sequence at its limit, in whole pages."""
         whole = [round_up(length + self.max_new_tokens, PAGE_TOKENS) for length in self.prompt_tokens]
         return sum(whole) / max(1, len(whole))
 
     @property
     def num_new_tokens(self) -> int:
-        """Generated by all requests together, or scored."""
+        """Tokens generated, or scored, by all requests."""
         return self.num_requests * max(self.max_new_tokens, self.num_scored)
 
     @cached_property
     def digest(self) -> str:
-        """Equal for workloads that a search cannot tell apart."""
+        """A digest, equal for workloads that a search does not distinguish."""
         scored = f" {self.num_scored}" if self.num_scored else ""
         shared = f" {self.shared}" if self.shared else ""
         text = f"{self.num_requests} {self.max_new_tokens} {self.prompt_tokens}{scored}{shared}"

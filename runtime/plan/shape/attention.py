@@ -15,7 +15,7 @@ NUM_WAVES_SPLIT = 800  # partial sums of a split-KV flash kernel: three waves of
 
 
 class AttentionMethod(Enum):
-    """How a layer attends.
+    """Attention implementation of a layer.
 
     `host`: a CPU kernel reads keys and values in place. On an accelerator they are gathered first: for `flash` kernels
     over many sequences, for `fused` attention with masks, or for float32 scores from plain operators (`scored`) where
