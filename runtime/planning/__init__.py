@@ -1,3 +1,3 @@
-"""From settings and requests to a plan: budgets, measured rates and cached policies. Only what queries the machine
+"""Makes plans from settings and requests: budgets, measured rates and cached policies. Only what queries the machine
 before `plan` decides belongs here.
 """
