@@ -158,7 +158,11 @@ def infer_dataset_kind(words: list[str]) -> list[str]:
     is_sweep = bool({"--multirun", "-m"} & {*words})
     paths = [path for value in values for path in (value.split(",") if is_sweep else [value])]
     kinds = {kind_from_suffix(path.strip("'\"")) for path in paths}
-    return [*words, *(f"dataset={kind}" for kind in kinds if len(kinds) == 1 and kind is not None)]
+    if len(kinds) != 1 or None in kinds:
+        return words
+    # beside the path: argparse takes no second group of words behind an option such as `--cfg job`
+    at = next(i for i, word in enumerate(words) if word.startswith("dataset.path="))
+    return [*words[:at], f"dataset={kinds.pop()}", *words[at:]]
 
 
 def quote(text: str) -> str:

@@ -51,9 +51,9 @@ class BlockUnderfill:
     def __str__(self) -> str:
         at_least = "at least " if self.block_rows >= LARGE_TABLE_ROWS else ""
         return (
-            f"{self.num_rows:,} rows are generated together, and one block takes {at_least}{self.block_rows:,} of this "
-            f"size: {self.block_rate:,.1f} rows/s are predicted with that many, {self.rate:,.1f} with these; hand over "
-            "more rows at a time"
+            f"rows handed over at a time: {self.num_rows:,}; one block has room for {at_least}{self.block_rows:,} of "
+            f"this size. Predicted: {self.block_rate:,.1f} rows/s with a full block, {self.rate:,.1f} with these. Hand "
+            "over more rows at a time"
         )
 
 

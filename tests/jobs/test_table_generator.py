@@ -169,10 +169,10 @@ def test_a_table_far_from_filling_a_block_is_warned_of_once(
     with caplog.at_level(logging.WARNING):
         generator(TABLE)
         generator(TABLE)
-    said = [record.getMessage() for record in caplog.records if "one block takes" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "one block has room" in record.getMessage()]
     assert said == [
-        "12 rows are generated together, and one block takes 512 of this size: 40.0 rows/s are predicted with that "
-        "many, 1.5 with these; hand over more rows at a time"
+        "rows handed over at a time: 12; one block has room for 512 of this size. Predicted: 40.0 rows/s with a full "
+        "block, 1.5 with these. Hand over more rows at a time"
     ]
 
 
