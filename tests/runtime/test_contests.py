@@ -77,7 +77,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     for way in found.seconds:
         monkeypatch.setitem(cast("dict[LinearBackend, object]", BACKENDS), way, by(way))
     for module in (contests, linear):
-        monkeypatch.setattr(module, "fitting", lambda x, blocks: [RULE, OTHER, SLOW])
+        monkeypatch.setattr(module, "supported_backends", lambda x, blocks: [RULE, OTHER, SLOW])
     monkeypatch.setattr(contests.os, "cpu_count", lambda: 2)
     monkeypatch.setattr("runtime.measure.machine_cache.cache_root", lambda: tmp_path / "cache")
     return found
