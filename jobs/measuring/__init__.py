@@ -1,1 +1,1 @@
-"""How fast this machine is: `jobs.measure`, its doubts and its table. Here belongs what turns probes into a profile."""
+"""Measures the speed of this machine for `jobs.measure`: probes, plausibility checks and the profile."""

@@ -1,6 +1,5 @@
-"""The settings of `jobs.measure`, which mirror conf/measure.yaml. It stands alone so that they are checked before torch
-is loaded.
-"""
+"""The settings of `jobs.measure`; mirrors conf/measure.yaml. Separate so that they are checked before torch is
+loaded."""
 
 from dataclasses import dataclass, field
 
@@ -12,8 +11,8 @@ from ..config.settings import LogLevel
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureJobConfig:
-    """What is measured, and where: of `machine` the device and its threads count, as a profile of another machine
-    cannot be measured here."""
+    """What to measure. Only device and threads of `machine` are used: another machine's profile cannot be measured
+    here."""
 
     machine: MachineConfig = field(default_factory=MachineConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)

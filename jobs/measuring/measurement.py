@@ -1,6 +1,5 @@
-"""Measures the machine it runs on, as `jobs.measure` does: the hardware by itself, and the engine's own time on a model
-so small that there is little else.
-"""
+"""Measures this machine for `jobs.measure`: the hardware itself, and the engine's overhead, with a model so small
+that little else takes time."""
 
 import sys
 import time
@@ -44,7 +43,8 @@ Advance = Callable[[str, int], object]
 
 @torch.inference_mode()
 def measure_machine(machine: MachineConfig, config: MeasureConfig, advance: Advance) -> Measurement:
-    """`advance` is told the name of each probe as it is done with, and how many there will be. Raises ConfigError."""
+    """Measures all rates. Calls `advance` with the name of each finished probe and the number of all. Raises
+    ConfigError."""
     begin = time.monotonic()
     device = ComputeDevice(machine.device)
     if machine.num_threads is not None:
@@ -94,8 +94,8 @@ def measure_machine(machine: MachineConfig, config: MeasureConfig, advance: Adva
 
 @contextmanager
 def turn_probes(machine: MachineConfig, device: ComputeDevice) -> Iterator[list[Probe]]:
-    """Probes of decode passes through the model of random weights: what a lane more takes, by stage, and what a pass
-    takes beside its turns. Layers with experts take longer by what each expert's call does."""
+    """Probes of decode passes with a tiny random model: the time of one more lane in a stage, and the time of a pass
+    apart from its turns. Layers with experts take longer, by the calls of experts."""
     config = RuntimeConfig(
         model=ModelConfig(name=RANDOM),
         machine=replace(machine, sheet=None, rates=None),
@@ -121,14 +121,14 @@ def turn_probes(machine: MachineConfig, device: ComputeDevice) -> Iterator[list[
 
 
 class _TimedPasses:
-    """Holds a session for as long as `stack` is open."""
+    """Decode passes of an open session, which `stack` closes."""
 
     def __init__(self, stack: ExitStack, runtime: Runtime, requests: Sequence[Request]):
         self._plan, self._session = stack.enter_context(runtime.open_with_backoff(requests))
         self._requests = requests
 
     def seconds(self) -> float:
-        """The seconds of a decode pass, the median."""
+        """The median time of a decode pass, in seconds."""
         records: list[PassRecord] = []
         session: Session = self._session
         session.run(self._plan.blocks[0], self._requests, records.append)
@@ -137,7 +137,7 @@ class _TimedPasses:
 
 @contextmanager
 def progress_bar() -> Iterator[Advance]:
-    """How far a measurement is, which is told after each step: a bar on a terminal, nothing elsewhere."""
+    """A progress bar for the steps of a measurement; nothing if stderr is not a terminal."""
     with tqdm(unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
 
         def advance(name: str, total: int) -> None:

@@ -1,6 +1,5 @@
-"""What was measured as a table, and as YAML of the `machine` group; and what speaks against it: figures far from those
-that were kept before, or from the device's data sheet.
-"""
+"""A measurement as a table and as YAML of the `machine` group, and warnings about figures far from earlier ones or
+from the device's data sheet."""
 
 import math
 import re
@@ -32,8 +31,8 @@ class Measurement:
     notes: Sequence[str]  # on what was not measured, and why
 
     def to_yaml(self, name: str, *, command: str, date: str, versions: Mapping[str, str], device_choice: str) -> str:
-        """A file of the `machine` group, called `name`. Every figure stands in a comment, with its spread.
-        `device_choice`: what `machine.device` said."""
+        """A file of the `machine` group, called `name`, with each figure and its spread in a comment.
+        `device_choice`: the value of `machine.device`."""
         host, figures = self.host, self.figures
         width = max(map(len, figures))
         comments = [
@@ -55,8 +54,8 @@ class Measurement:
 
 
 def format_table(times: Sequence[Mapping[str, Figure]]) -> str:
-    """A row for each figure; measured more than once, its values side by side and whether they agree. One that was not
-    measured each time is not compared."""
+    """A row for each figure. Of several measurements, its values side by side and whether they agree; figures that
+    one of them lacks are not compared."""
     head = ["", *(["measured", "spread"] * len(times)), "unit", *(["agree"] if len(times) > 1 else [])]
     lines = [head]
     for name in dict.fromkeys(name for figures in times for name in figures):
@@ -79,7 +78,7 @@ def format_table(times: Sequence[Mapping[str, Figure]]) -> str:
 
 
 def format_agreement(times: Sequence[Mapping[str, Figure]]) -> str:
-    """One line: of how many figures all measurements have a value in common, within the spreads that they state."""
+    """A line: how many figures agree between all measurements, within their spreads."""
     names = [name for name in times[0] if all(name in figures for figures in times)]  # measured each time
     num_agreeing = sum(_agree([figures[name] for figures in times]) for name in names)
     return f"{num_agreeing} of {len(names)} figures agree within their spreads"
@@ -90,7 +89,7 @@ def _agree(figures: Sequence[Figure]) -> bool:
 
 
 def format_value(value: float) -> str:
-    """Three significant digits; a whole number from 100 up."""
+    """Three significant digits; whole numbers from 100 up."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
@@ -105,7 +104,7 @@ def _block(values: Mapping[str, object], indent: str) -> list[str]:
 
 
 def _scalar(value: object) -> str:
-    """Floats with a point and four significant digits, which YAML reads as floats."""
+    """A YAML value; floats have a point and four significant digits."""
     if value is None:
         return "null"
     if isinstance(value, list):
@@ -126,8 +125,8 @@ class Value:
 
 
 def find_suspicious_rates(rates: MeasuredRates, before: MeasuredRates | None, host: Host) -> list[str]:
-    """A sentence for each key whose value is `FAR` times that of `before`, or of the data sheet of the host's device,
-    or the other way round. `before`: what was kept of this host, if anything was."""
+    """A sentence for each rate that differs by more than `MAX_RATIO` times from `before` or from the data sheet of
+    the device. `before`: the rates kept for this host, if any."""
     found = _list_values(rates)
     sentences = (
         list(_find_outliers(found, _list_values(before), "in the measurement that was kept before")) if before else []
@@ -152,15 +151,15 @@ def find_suspicious_rates(rates: MeasuredRates, before: MeasuredRates | None, ho
 
 
 def matches_device(profile: str, device: str) -> bool:
-    """Whether a profile of the machine group is of the device with this name: a100-40 of "NVIDIA A100-SXM4-40GB". A
-    card of the same number with a word behind it is another one."""
+    """True if a profile of the machine group is of the named device, such as a100-40 of "NVIDIA A100-SXM4-40GB". A
+    suffix such as Ti or Super is another card."""
     parts = [re.sub(r"(?<=[a-z])(?=\d)", " ?", part) for part in profile.split("-")]
     pattern = r".*\b".join(f"{part}(gb)?\\b" for part in parts)
     return re.search(rf"\b{pattern}(?! (ti|super|laptop|d)\b)", re.sub(r"[^a-z0-9]+", " ", device.lower())) is not None
 
 
 def _find_outliers(found: Mapping[str, Value], others: Mapping[str, Value], where: str) -> Iterator[str]:
-    """The farthest alone of products by rows, which share a key."""
+    """Yields a sentence for each outlier; of products that differ in rows only, the farthest."""
     farthest: dict[str, tuple[float, str]] = {}
     for name in found.keys() & others.keys():
         one, other = found[name], others[name]

@@ -1,3 +1,2 @@
-"""A model's files in a packed store: read a shard at a time, packed, verified against the original and published. Here
-belongs what writes such a store; how packed numbers lie is said by `runtime/formats`.
-"""
+"""Writes a model as a packed store: reads a shard at a time, packs it, verifies it against the original and publishes
+it. The layout of packed numbers is in `runtime/formats`."""

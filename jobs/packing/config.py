@@ -1,4 +1,4 @@
-"""Which model is packed, into what, and what becomes of its files; conf/pack.yaml mirrors it."""
+"""The settings of `jobs.pack`; mirrors conf/pack.yaml."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -9,8 +9,8 @@ GROUP_SIZES = (32, 64, 128)  # columns that share a scale
 
 
 class Format(Enum):
-    """`lossless`: bfloat16 in 12 bits. `int8`: a scale for each row. `int4`: one for each group of a row's columns.
-    `fp8`: E4M3, a scale for each row. What these three do not round is packed without loss."""
+    """`lossless`: bfloat16 in 12 bits. `int8`: a scale for each row. `int4`: a scale for each group of columns of a
+    row. `fp8`: E4M3, a scale for each row. Tensors that the last three do not round are packed losslessly."""
 
     lossless = "lossless"
     int8 = "int8"

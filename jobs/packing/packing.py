@@ -1,4 +1,4 @@
-"""A whole model packed, shard by shard: what is published stays, so the same command goes on where it was killed."""
+"""Packs a model shard by shard. Published shards stay, so the same command resumes after a kill."""
 
 import logging
 import time
@@ -32,8 +32,8 @@ MOST_NAMES = 6  # of files left out, in a line
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """`num_kept`: shards that were packed before. `num_deleted`: of the original's shards. `left_out`: files and
-    folders of the original that no run reads."""
+    """`num_kept`: shards packed by earlier starts. `num_deleted`: deleted shards of the original. `unused_files`:
+    files and folders of the original that no run reads."""
 
     out: Path
     tensors: Sequence[PackedTensor]
@@ -44,7 +44,7 @@ class Packing:
 
     @property
     def lines(self) -> list[str]:
-        """The closing table."""
+        """The closing table, line by line."""
         raw = [packed for packed in self.tensors if packed.raw_reason is not None]
         before, after = (sum(getattr(p, key) for p in self.tensors) for key in ("num_bytes", "packed_bytes"))
         reasons = dict[str, list[PackedTensor]]()
@@ -75,8 +75,8 @@ class Packing:
 
 
 def pack(config: PackConfig, progress: Callable[[int, int], None]) -> Packing:
-    """Packs the model that `config` names; `progress` is told bytes done and of all. Raises ConfigError,
-    CheckpointError, OutputError; what is published then stays good."""
+    """Packs the model of `config`. Calls `progress` with bytes done and bytes of all. Raises ConfigError,
+    CheckpointError, OutputError; shards published before stay valid."""
     out = Path(config.out or "").expanduser()
     source = open_source(Path(config.model.path or "").expanduser(), out, replace=config.replace)
     is_lossless = config.format is Format.lossless
@@ -177,7 +177,8 @@ class _Packer:
         return found
 
     def _require_same(self, original: Path, target: Path, tensors: Collection[str]) -> None:
-        """`tensors`: those that are read of the original, which an index decides that may have been changed since."""
+        """Raises CheckpointError if `target` was packed from another file or in another format. `tensors`: those read
+        from the original, which a changed index can alter."""
         record, _ = read_packing_record(target)
         found = record.get("tensors")
         is_same = record.get("source") == self._stamp(original) if original.exists() else True
@@ -203,7 +204,7 @@ def _publish(path: Path, data: bytes) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copies a file piece by piece; it has its name only once it is whole."""
+    """Copies a file in pieces and renames it into place once it is complete."""
     make_directory(target.parent)
     sweep_temps(target.parent, is_only_writer=True)
     buffer = memoryview(bytearray(COPY_BYTES))
@@ -218,7 +219,7 @@ def _copy(source: Path, target: Path) -> None:
 
 @contextmanager
 def _name_file_on_out_of_memory(path: Path) -> Iterator[None]:
-    """Names the file at which memory ran out. Raises BudgetError."""
+    """Names the file that was being packed when memory ran out. Raises BudgetError."""
     try:
         yield
     except Exception as error:  # torch, numpy and the system each have their own
@@ -233,5 +234,5 @@ def _name_file_on_out_of_memory(path: Path) -> Iterator[None]:
 
 
 def compute_relative_error(tensors: Sequence[PackedTensor]) -> float | None:
-    """What those that were rounded are off by; None if none were."""
+    """The relative RMS error of the rounded tensors; None if there are none."""
     return relative_rms_error(packed.squares for packed in tensors if packed.squares is not None)

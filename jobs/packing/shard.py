@@ -1,4 +1,5 @@
-"""One shard packed: its tensors streamed through memory a few rows at a time, compared with the original, published."""
+"""Packs one shard: streams tensors through memory a few rows at a time, compares them with the original and publishes
+the file."""
 
 import hashlib
 import json
@@ -41,12 +42,13 @@ MOST_ENTRY_BYTES = 640  # of a tensor in a header, beside twice its name, its sh
 
 
 def map_numbers(tensor: TensorSlice) -> torch.Tensor:
-    """A view of the file."""
+    """A memory-mapped view of the file, in the tensor's dtype and shape."""
     return torch.from_numpy(map_bytes(tensor)).view(TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
 
 
 def map_bytes(piece: TensorSlice) -> np.ndarray:
-    """A view of the file, private: nothing writes into it, and torch wants memory that could be written."""
+    """A memory-mapped view of the file. Mapped copy-on-write because torch requires writable memory; nothing writes
+    to it."""
     if not piece.num_bytes:
         return np.zeros(0, np.uint8)
     return np.memmap(piece.file, np.uint8, "c", piece.offset, (piece.num_bytes,))
@@ -54,8 +56,8 @@ def map_bytes(piece: TensorSlice) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTensor:
-    """What became of a tensor: its bytes before and after, and why it lies as it did, if it does. `squares`: of what a
-    rounded one is off by, and of its own numbers, summed."""
+    """A tensor's bytes before and after, and the reason if it was copied unchanged. `squares`: sums of squared errors
+    and of squared numbers of a rounded tensor."""
 
     name: str
     num_bytes: int
@@ -65,7 +67,7 @@ class PackedTensor:
 
 
 class _Shard:
-    """A shard that is being written behind the room for its header, which is known last."""
+    """A shard that is being written. Its header is written last, into space reserved at the start."""
 
     def __init__(self, file: BinaryIO, header_bytes: int, rounding: Rounding | None, progress: Callable[[int], None]):
         self._file, self._begin, self._rounding, self._progress = file, header_bytes, rounding, progress
@@ -74,7 +76,7 @@ class _Shard:
         file.seek(header_bytes)
 
     def add(self, tensor: TensorSlice) -> PackedTensor:
-        """Rounds it if it is to be, or packs it without loss, or copies it where that does not pay."""
+        """Rounds the tensor, packs it losslessly, or copies it if packing does not save bytes."""
         data, begin = map_bytes(tensor), self._file.tell()
         squares, reason = self._round(tensor), None
         if squares is None:
@@ -103,8 +105,8 @@ class _Shard:
         self._file.truncate()
 
     def _round(self, tensor: TensorSlice) -> Squares | None:
-        """Returns the sums of squares; None if it is not to be rounded, or holds what no code stands for: then what was
-        written of it is of no use."""
+        """Returns the sums of squares; None if the tensor is not to be rounded or holds values without a code. Bytes
+        written until then must be discarded."""
         if self._rounding is None or self._rounding.skip_reason(tensor.name, tensor.dtype, tensor.shape) is not None:
             return None
         begin, scales, error, size = self._file.tell(), list[bytes](), 0.0, 0.0
@@ -125,7 +127,7 @@ class _Shard:
         return error, size
 
     def _pack(self, tensor: TensorSlice, words: np.ndarray) -> str | None:
-        """Returns why it is not worth it, if it is not: then what was written of it is of no use."""
+        """Returns the reason if packing does not pay; bytes written until then must be discarded."""
         begin, matrices, most = self._file.tell(), list[list[Window4]](), MOST_ESCAPES * words.size
         num_escapes = 0
         for matrix in words if words.ndim == 3 else words[None]:
@@ -152,7 +154,7 @@ class _Shard:
         self.entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
 
     def finish(self, stamp: str) -> None:
-        """Writes the header, which fills its room."""
+        """Writes the header into its reserved space."""
         self._file.flush()
         record = {"source": stamp, "crc32": crc32_sums(Path(self._file.name), self._begin), "tensors": self.record}
         metadata = {"format": "pt", METADATA: json.dumps(record, separators=(",", ":"))}
@@ -173,15 +175,14 @@ def pack_shard(
     verify: bool,
     progress: Callable[[int], None],
 ) -> list[PackedTensor]:
-    """Writes `target`, which has its name only once it is whole, on the disk and, with `verify`, compared with
-    `source`. `tensors`: those of the source that are packed; all without it. Raises CheckpointError where it is not the
-    same, OutputError."""
+    """Writes `target` and renames it into place once it is complete, on disk and, with `verify`, equal to `source`.
+    `tensors`: those of the source to pack; None: all. Raises CheckpointError if they differ, OutputError."""
     tensors = read_header(source) if tensors is None else tensors
     size = source.stat().st_size
 
     def turn(tensor: TensorSlice) -> int:
-        """Those packed without loss first, then rounded ones: what has an odd number of bytes, or of 16 bits, would
-        have those behind it begin anywhere."""
+        """Sort key: losslessly packed tensors first, then rounded ones. A tensor of odd length would misalign those
+        after it."""
         if rounding is not None and rounding.skip_reason(tensor.name, tensor.dtype, tensor.shape) is None:
             return 1
         return 0 if skip_reason(tensor.dtype, tensor.shape) is None else 2
@@ -198,8 +199,8 @@ def pack_shard(
 
 
 def compare(tensors: Mapping[str, TensorSlice], packed: Path, name: str, rounding: Rounding | None = None) -> None:
-    """Decodes all of `packed`, which will be called `name`; what was rounded must be the original's numbers rounded to
-    the scales that are there. Raises CheckpointError that names a tensor that differs."""
+    """Decodes all of `packed`; `name` is its final name for errors. Rounded tensors must equal the original rounded
+    to the stored scales. Raises CheckpointError that names the first tensor that differs."""
     found = pair_companions(read_header(packed), {"quant_method": METHOD})
     if found.keys() != tensors.keys():
         others = ", ".join(sorted(found.keys() ^ tensors.keys())[:3])
@@ -241,8 +242,8 @@ def _is_same(tensor: TensorSlice, packed: TensorSlice, rounding: Rounding | None
 
 
 def read_packed_sizes(path: Path, tensors: Mapping[str, int]) -> list[PackedTensor]:
-    """What became of the tensors of a shard that was packed before. `tensors`: their bytes before; read off the
-    packed ones, as if of 16 bits, where the original is gone."""
+    """Sizes of the tensors of a shard that was packed before. `tensors`: their original bytes; if the original is
+    gone, 16 bits per number are assumed."""
     record, header = (
         read_packing_record(path)[0]["tensors"],
         pair_companions(read_header(path), {"quant_method": METHOD}),

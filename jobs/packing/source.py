@@ -1,4 +1,4 @@
-"""The model to be packed: its shards, its config, and why it may not be packed; config and index of the store."""
+"""The model to pack: its shards, its config and reasons to refuse it; config and index of the packed store."""
 
 import hashlib
 import json
@@ -41,8 +41,8 @@ WEIGHT_SUFFIXES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class PackSource:
-    """`shards`: names of the files that a run reads weights of, also of those that are packed and deleted already.
-    `weight_map`: the shard of each tensor that an index lists."""
+    """`shards`: files with weights that a run reads, including those packed and deleted before. `weight_map`: the
+    shard of each tensor, from the index."""
 
     directory: Path
     config: Mapping[str, object]
@@ -50,13 +50,13 @@ class PackSource:
     weight_map: Mapping[str, str]
 
     def tensors(self, shard: str) -> Mapping[str, TensorSlice]:
-        """Those of a shard that a run reads there. Raises CheckpointError."""
+        """The tensors that a run reads from a shard. Raises CheckpointError."""
         path = self.directory / shard
         return shard_tensors(path, read_header(path), self.weight_map)
 
     @property
     def files_to_copy(self) -> list[Path]:
-        """The other files that a run may read, which are copied: tokenizer, chat templates, settings, licence."""
+        """Other files that a run may read: tokenizer, chat templates, settings, license."""
         folders = [folder for folder in (self.directory, self.directory / TEMPLATES) if folder.is_dir()]
         return sorted(
             path
@@ -70,7 +70,7 @@ class PackSource:
 
     @property
     def unused_files(self) -> list[str]:
-        """Other weights, pickles and folders, which no run reads; a folder's name ends in a slash."""
+        """Other weights, pickles and folders, which no run reads; names of folders end in a slash."""
         known = {*self.shards, CONFIG, TEMPLATES, *(path.name for path in self.files_to_copy)}
         names = sorted(
             f"{path.name}{'/' * path.is_dir()}" for path in self.directory.iterdir() if path.name not in known
@@ -79,7 +79,7 @@ class PackSource:
 
 
 def open_source(path: Path, out: Path, *, replace: bool) -> PackSource:
-    """Reads what says which files there are. Raises ConfigError or CheckpointError for what cannot be packed."""
+    """Finds the files of the model. Raises ConfigError or CheckpointError if it cannot be packed."""
     if is_gguf(path):
         raise CheckpointError(f"model.path={path}: a GGUF file, whose numbers are quantised already; pack the original")
     if not path.is_dir():
@@ -106,7 +106,7 @@ def open_source(path: Path, out: Path, *, replace: bool) -> PackSource:
 
 
 def _shards(path: Path, out: Path, *, replace: bool) -> tuple[list[str], Mapping[str, str]]:
-    """The shards, and which tensors an index places where."""
+    """The shards, and the shard of each tensor in the index."""
     entry = find_weights(path)
     if entry is None and (out / SINGLE).exists():
         return [SINGLE], {}
@@ -136,7 +136,7 @@ def _shards(path: Path, out: Path, *, replace: bool) -> tuple[list[str], Mapping
 
 
 def fingerprint_file(path: Path) -> str:
-    """Tells files apart by size and spread samples, headers among them; SHA-256 in hexadecimal digits."""
+    """SHA-256 of a file's size and spread samples, including its header."""
     size, digest = path.stat().st_size, hashlib.sha256()
     digest.update(f"{size};".encode())
     with path.open("rb") as file:
@@ -147,7 +147,7 @@ def fingerprint_file(path: Path) -> str:
 
 
 def packed_config(source: PackSource, about: Mapping[str, object]) -> bytes:
-    """The model's config.json, which says how its weights lie, and what else there is to say `about` it."""
+    """The model's config.json with the storage formats and the fields of `about`."""
     values = {**source.config, "quantization_config": {"quant_method": METHOD, **about}}
     values.pop(NAMED, None)  # the store has its files under the usual names
     return json.dumps(values, indent=2).encode() + b"\n"

@@ -1,3 +1,2 @@
-"""What a run would take, without weights and without its machine: plans, sweeps around them, the shapes of published
-models and the table of what is supported. Here belongs what answers before a run.
-"""
+"""Plans without weights and without the machine: plans, sweeps around them, shapes of published models and the table
+of supported families. Code that answers before a run belongs here."""

@@ -24,7 +24,7 @@ from .published import PLAIN, PUBLISHED
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadConfig:
-    """How many prompts there are and how long. What a data set's are is in conf/workload; None: not known."""
+    """Number and length of prompts. Those of a data set are in conf/workload; None: unknown."""
 
     num_requests: int | None = None
     mean_prompt_tokens: float | None = None
@@ -41,7 +41,7 @@ class WorkloadConfig:
 
 
 class Sweep(Enum):
-    """What is varied."""
+    """The quantity that a sweep varies."""
 
     memory = "memory"
     batch = "batch"
@@ -52,7 +52,7 @@ class Sweep(Enum):
 
 
 class PackedFormat(Enum):
-    """How `weightstream pack` would store the weights, by the `format` that it is given."""
+    """Formats of `weightstream pack format=...`."""
 
     lossless = "lossless"
     int8 = "int8"
@@ -65,9 +65,10 @@ FORMATS = (*(each.value for each in PackedFormat), PLAIN, *PUBLISHED)
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOutputConfig:
-    """What is said of a plan, and written to `directory`. `num_actions`: of the schedule, from its beginning. `format`:
-    one of `FORMATS`; None: as the model is published. `num_ranks`: of a way of several; None: as many as the machine
-    has devices. `sweep_points`: GiB, sequences, tokens, GB/s or ranks; none: a range around what is configured."""
+    """What is printed about a plan and written to `directory`. `num_actions`: lines of the schedule, from its start.
+    `format`: one of `FORMATS`; None: as the model is published. `num_ranks`: of a multi-rank `devices`; None: one for
+    each device of the machine. `sweep_points`: GiB, sequences, tokens, GB/s or ranks; empty: a range around the
+    configured value."""
 
     num_actions: int = 40
     timeline: bool = False
@@ -115,8 +116,7 @@ class PlanOutputConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """All settings of `jobs.plan`; mirrors conf/plan.yaml. Of `dataset` the kind alone is used: no prompt is
-    read."""
+    """All settings of `jobs.plan`; mirrors conf/plan.yaml. Only the kind of `dataset` is used: no prompt is read."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -156,7 +156,7 @@ class PlanConfig:
 
     @property
     def runtime(self) -> RuntimeConfig:
-        """Raises ConfigError where the groups contradict each other."""
+        """The settings of the runtime. Raises ConfigError if groups contradict each other."""
         return RuntimeConfig(
             model=self.model,
             offload=self.offload,

@@ -1,6 +1,5 @@
-"""The sizes of a published architecture, of which there is no checkpoint at hand: transformers builds its model without
-weights. `jobs.models` writes those of the architectures in `conf` to jobs/data/shapes.jsonl.
-"""
+"""Shapes of published architectures, without a checkpoint: transformers builds the model without weights.
+`jobs.models` writes those of the architectures in `conf` to jobs/data/shapes.jsonl."""
 
 import copy
 import json
@@ -35,13 +34,12 @@ QUANTIZATION_KEY = "quantization_config"  # the key of an architecture that says
 
 
 def build_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, ModelShape]:
-    """The shapes of a model by compute dtype, as `load_model` would have them of a checkpoint in `STORED`: the tensors
-    that transformers would write, one behind the other in a file that does not exist. What the kernels of a host's CPU
-    spare is left out. `architecture`: keys of transformers' config, `model_type` among them; how the model is published
-    is not looked at.
+    """The shapes of a model by compute dtype, as `load_model` has them for a checkpoint in `STORED_DTYPE`. The
+    tensors are those that transformers would write, laid out in a file that does not exist. Savings by CPU kernels of
+    the host are not included. `architecture`: keys of transformers' config, including `model_type`; its quantization
+    is ignored.
 
-    Takes seconds and no memory to speak of. Raises ConfigError where the architecture is impossible.
-    """
+    Takes seconds and little memory. Raises ConfigError for an impossible architecture."""
     model = _build(architecture, STORED_DTYPE)
     specs = RandomWeights(model, seed=0).specs
     is_packed, _ = choose_lanes(model, Lanes.auto)
@@ -93,7 +91,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 def architectures() -> dict[str, dict[str, object]]:
-    """The architectures of the models that have a name, by that name."""
+    """The architectures of the named models, by name."""
     found = {path.stem: read_yaml(path).get("architecture") for path in sorted((CONF / "model").glob("*.yaml"))}
     return {name: architecture for name, architecture in found.items() if isinstance(architecture, dict)}
 
@@ -103,7 +101,7 @@ def architecture_digest(architecture: Mapping[str, object]) -> str:
 
 
 def make_row(name: str, architecture: Mapping[str, object]) -> ShapeRow:
-    """Raises ConfigError for a way to publish it that is not known."""
+    """The line of a model in the file of shapes. Raises ConfigError for an unknown quantization method."""
     shapes, quantization = build_shapes(name, architecture), architecture.get(QUANTIZATION_KEY)
     published = (
         published_shape(shapes[STORED_DTYPE], Publication.from_config(quantization))
@@ -114,7 +112,8 @@ def make_row(name: str, architecture: Mapping[str, object]) -> ShapeRow:
 
 
 def write_shapes(path: Path) -> Iterator[str]:
-    """Yields each model's name once it is weighed; the file is published behind the last one. Raises OutputError."""
+    """Yields each model's name once its shape is computed. Publishes the file after the last one. Raises
+    OutputError."""
     lines: list[str] = []
     for name, architecture in architectures().items():
         lines.append(json.dumps(make_row(name, architecture), separators=(",", ":")) + "\n")

@@ -1,5 +1,5 @@
-"""The sizes of a model as `weightstream pack` would store it, as `model.quantize` has it read, or as others publish it,
-by the storage formats' own rules: no file is there."""
+"""Shapes of a model as `weightstream pack` stores it, as `model.quantize` loads it, or as others publish it. Sizes
+follow from the storage formats; no file is read."""
 
 import re
 from collections import Counter
@@ -28,7 +28,7 @@ DEFAULT_FALLBACK_FORMAT = "IQ4_NL"
 
 @dataclass(frozen=True, kw_only=True)
 class Publication:
-    """A way to publish a model: a name of `PUBLISHED`, and modules that keep their numbers, as patterns of
+    """A storage format of `PUBLISHED`, and the modules that stay unquantized, as patterns of
     `modules_to_not_convert`."""
 
     name: str
@@ -36,7 +36,8 @@ class Publication:
 
     @staticmethod
     def from_config(quantization: Mapping[str, object]) -> "Publication":
-        """Reads the `quantization_config` of a config.json. Raises ConfigError for a method that names no format."""
+        """Reads the `quantization_config` of a config.json. Raises ConfigError for a method without a known
+        format."""
         method, bits = quantization.get("quant_method"), quantization.get("bits", 4)
         names = {"mxfp4": EXPERTS_ONLY, "fp8": "fp8-blocks", "gptq": f"gptq-int{bits}", "awq": f"awq-int{bits}"}
         name = names.get(str(method), "")
@@ -50,8 +51,8 @@ class Publication:
         return Publication(name=name, unconverted_modules=tuple(map(str, left_out)))
 
     def format_of(self, parameter: Parameter) -> str | None:
-        """The storage format of a parameter; None where it stays as it is: vectors, routers, and with all methods but
-        GGUF's embeddings and head."""
+        """The storage format of a parameter; None if it is not quantized: vectors, routers, and, except with GGUF,
+        embeddings and head."""
         name, path, shape = parameter.name, parameter.name.split("."), parameter.shape
         is_stack = (parameter.is_experts or "experts" in path) and len(shape) > 1 and not name.endswith("bias")
         is_matrix = is_stack or (len(shape) == 2 and name.endswith(".weight"))
@@ -69,7 +70,8 @@ class Publication:
 
 
 def shape_in_format(shape: ModelShape, name: str) -> ModelShape:
-    """`shape`, of plain weights, as `plan.format` names it. Raises ConfigError where no tensor is stored so."""
+    """The shape of a model of unquantized weights in the format that `plan.format` names. Raises ConfigError if no
+    tensor can be stored in it."""
     if name == PLAIN:
         return shape
     if name in PackedFormat.__members__:
@@ -78,11 +80,11 @@ def shape_in_format(shape: ModelShape, name: str) -> ModelShape:
 
 
 def packed_shape(shape: ModelShape, packed_format: PackedFormat | Quantize) -> ModelShape:
-    """`shape` with the bytes that its weights take so."""
+    """The shape with weights in a format of `weightstream pack` or `model.quantize`."""
     rounding = None if packed_format is PackedFormat.lossless else Rounding(packed_format.value)
 
     def format_of(parameter: Parameter, piece: TensorSlice) -> str | None:
-        """A store packs without loss what is not rounded."""
+        """The format of a tensor; a packed store holds tensors that are not rounded losslessly."""
         name = _mask_layer_number(parameter.name)
         if rounding is not None and rounding.skip_reason(name, piece.dtype, piece.shape) is None:
             return rounding.format
@@ -96,8 +98,8 @@ def packed_shape(shape: ModelShape, packed_format: PackedFormat | Quantize) -> M
 
 
 def published_shape(shape: ModelShape, publication: Publication) -> ModelShape:
-    """`shape`, of plain weights, with the bytes that they take as they are published so. Raises ConfigError where that
-    leaves every tensor as it is."""
+    """The shape of a model of unquantized weights with weights as `publication` stores them. Raises ConfigError if no
+    tensor changes."""
     found = _store_parameters(shape, lambda parameter, _: publication.format_of(parameter))
     if found.weight_bytes == shape.weight_bytes:
         no_experts = "it stores experts alone; mxfp4-pack-quantized stores all matrices of layers"
@@ -107,8 +109,8 @@ def published_shape(shape: ModelShape, publication: Publication) -> ModelShape:
 
 
 def _store_parameters(shape: ModelShape, format_of: FormatOf) -> ModelShape:
-    """Tensors lie one behind the other in their order; what several parameters share is stored once, as the first of
-    them has it."""
+    """Lays tensors out one after the other. A tensor shared by several parameters is stored once, in the format of
+    the first."""
     stored, ends = dict[str, TensorSlice](), Counter[str]()
     for parameter in (parameter for stage in shape.stages for parameter in stage.parameters):
         for piece in (piece for entry in parameter.pieces for piece in entry):
@@ -129,5 +131,5 @@ def _store_parameters(shape: ModelShape, format_of: FormatOf) -> ModelShape:
 
 
 def _mask_layer_number(name: str) -> str:
-    """The name of a parameter whose layer has `*` for its number."""
+    """The name of a parameter with `*` for the number of its layer."""
     return name.replace("*", "0")

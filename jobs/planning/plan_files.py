@@ -1,7 +1,6 @@
-"""The files that `jobs.plan` writes beside its text: the table of a sweep and its picture, predicted throughput against
-what is varied, coloured by what binds; the hierarchical roofline of one plan; and the trace of the simulated passes
-with its picture, like a run's.
-"""
+"""Files that `jobs.plan` writes: the table and picture of a sweep (predicted throughput by the varied quantity,
+colored by the binding resource), the hierarchical roofline of a plan, and the trace and picture of its simulated
+passes."""
 
 import csv
 import io
@@ -52,7 +51,8 @@ TERA = 1e12
 
 
 def draw_sweep(path: Path, outcomes: Sequence[SweepPoint], title: str, marks: Mapping[str, float]) -> None:
-    """Publishes it, as svg or png by the suffix; raises OutputError. `marks`: named values of the only axis."""
+    """Publishes the picture of a sweep as svg or png, by the suffix. Raises OutputError. `marks`: named values of the
+    only axis."""
     axes_seen = list({id(each.axis): each.axis for each in outcomes}.values())
     top = 1.12 * max((rate for rates in _rates(outcomes) for rate in rates), default=0.0)
     with figure(path, HEIGHT_PIXELS) as made:
@@ -106,13 +106,13 @@ def _panel(axes: Axes, axis: Axis, outcomes: Sequence[SweepPoint]) -> None:
 
 
 def _rates(outcomes: Sequence[SweepPoint]) -> tuple[list[float], list[float]]:
-    """Tokens per second of those that fit: of their decode passes, and in total."""
+    """Tokens per second of the points that fit: of decode passes, and in total."""
     found = [each.planned.throughput for each in outcomes if each.planned is not None]
     return [decode or 0.0 for _, decode, _ in found], [total or 0.0 for _, _, total in found]
 
 
 def _mark(axes: Axes, value: float, name: str, colour: str, height: float = 0.03) -> None:
-    """A line where the axis has that value, and beside it, at that height, its name."""
+    """Draws a labeled line at a value of the axis."""
     low, high = axes.get_xlim()
     if low <= value <= high:
         axes.axvline(value, color=colour, linewidth=1, linestyle=":")
@@ -121,7 +121,7 @@ def _mark(axes: Axes, value: float, name: str, colour: str, height: float = 0.03
 
 
 def draw_roofline(path: Path, roofs: RooflineReport, title: str) -> None:
-    """Publishes it, as svg or png by the suffix; raises OutputError."""
+    """Publishes the roofline as svg or png, by the suffix. Raises OutputError."""
     begin, end = min(roofs.intensities) / 2**LEFT_OCTAVES, max(roofs.intensities) * 2**RIGHT_OCTAVES
     peaks, bottom = roofs.peaks, roofs.lowest(begin) / 2
     with figure(path, ROOFS_HEIGHT_PIXELS) as made:
@@ -149,7 +149,7 @@ def draw_roofline(path: Path, roofs: RooflineReport, title: str) -> None:
 
 
 def _operation(axes: Axes, operation: Operation, marker: str, colour: str) -> None:
-    """Marks an operation at its intensity over the link; a hollow mark stands where its own memory sees it."""
+    """Marks an operation at its intensity over the link. A hollow mark is its intensity over its own memory."""
     rate = operation.flops_per_second
     style = {"marker": marker, "color": colour, "markersize": 9, "linestyle": "", "zorder": 5}
     axes.plot([operation.intensity], [rate], label=operation.text, **style)
@@ -167,8 +167,8 @@ HEAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRow:
-    """Columns of the file. What is varied is `value` in `unit`; tokens per second are predicted. All of a plan is None
-    where none fits, and `refusal` says why."""
+    """Columns of the table. `value` in `unit` is the varied quantity; tokens per second are predictions. If no plan
+    fits, its columns are None and `refusal` says why."""
 
     varied: str
     value: float
@@ -234,8 +234,8 @@ class SweepRow:
 
 
 def run_sweep(config: PlanConfig, planned: Planned, directory: Path) -> Iterator[str]:
-    """The table's lines, each as its plan is made; behind the last one <sweep>.csv, <sweep>.png and roofline.png are
-    published. Raises ConfigError, OutputError."""
+    """Yields the lines of the table as plans are made, then publishes <sweep>.csv, <sweep>.png and roofline.png.
+    Raises ConfigError, OutputError."""
     kind = config.plan.sweep
     assert kind is not None, "no sweep is asked for"
     names = (f"{kind.value}.csv", f"{kind.value}.png", "roofline.png")
@@ -275,8 +275,8 @@ def run_sweep(config: PlanConfig, planned: Planned, directory: Path) -> Iterator
 
 
 def write_timeline(planned: Planned, directory: Path) -> str:
-    """Publishes timeline.json and timeline.png; says which passes they show. Raises ConfigError where one of them is
-    somebody's own, OutputError."""
+    """Publishes timeline.json and timeline.png; returns a line that says which passes they show. Raises ConfigError
+    if one of the files is not ours to replace, OutputError."""
     names = ("timeline.json", "timeline.png")
     require_replaceable((directory / name for name in names), f"plan.directory={directory}")
     view = planned.view
@@ -288,7 +288,7 @@ def write_timeline(planned: Planned, directory: Path) -> str:
 
 
 def _windows(planned: Planned, timeline: Timeline) -> list[TimeWindow]:
-    """All of it, and some layers in the middle of the last pass."""
+    """The whole timeline, and some layers in the middle of the last pass."""
     passes = timeline.passes
     title = f"{planned.shape.name} on {planned.machine.name}, predicted: {timeline.description}"
     marks = [(each.begin, name) for each, name in zip(passes, timeline.names, strict=True)]

@@ -1,4 +1,4 @@
-"""A run's plan before there is a run: from sizes, facts and profiles that come with the project."""
+"""Plans runs from bundled shapes, facts about models and machine profiles."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +28,8 @@ from .shapes import read_shape
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A plan with all that it was made from; `dtype` is the one that the model would compute with. Of several ranks
-    `run` is one's, as `view` says; `machine` and `sizes` are of all, and so is what is predicted."""
+    """A plan with its inputs. `dtype`: compute dtype. With several ranks, `run` is the plan of one, described by
+    `view`; `machine`, `sizes` and predictions are of all."""
 
     config: RuntimeConfig
     machine: Machine
@@ -42,12 +42,12 @@ class Planned:
 
     @property
     def shape(self) -> ModelShape:
-        """The model as a rank has it."""
+        """The shape of the model on one rank."""
         return self.view.shape
 
     @cached_property
     def peer_wait_share(self) -> float:
-        """The share of the time in which a rank waits for what others bring."""
+        """The fraction of the time that a rank waits for other ranks."""
         return self.view.waiting_share(self.run, self.view.sizes(self.sizes), self.config.policy.admission)
 
     @property
@@ -61,8 +61,8 @@ class Planned:
 
     @property
     def throughput(self) -> tuple[float | None, float | None, float | None]:
-        """Tokens per second as runs count them: what prefill passes compute, what decode passes generate, and all that
-        is generated over both. None where there is no such pass."""
+        """Tokens per second as runs count them: prompt tokens of prefill passes, new tokens of decode passes, and new
+        tokens over both. None without such passes."""
         predicted = self.prediction
         prefill = _per_second(self.num_prompt_tokens, predicted.prefill_seconds)
         decode = _per_second(self.num_decoded_tokens, predicted.decode_seconds)
@@ -78,7 +78,7 @@ class Planned:
 
     @property
     def num_decoded_tokens(self) -> int:
-        """The first one of each prompt comes out of prefill."""
+        """New tokens without the first of each prompt, which prefill computes."""
         return sum(max(0, size.max_new_tokens - 1) for size in self.sizes)
 
 
@@ -87,7 +87,8 @@ def _per_second(num_tokens: int, seconds: float) -> float | None:
 
 
 def make_plan(config: PlanConfig) -> Planned:
-    """Raises ConfigError for what is not known, BudgetError where even the smallest block does not fit."""
+    """Plans the run of `config`. Raises ConfigError for unknown names, BudgetError if even the smallest block does
+    not fit."""
     described = config.machine
     if described.sheet is None and described.rates is None:  # what `jobs.measure` last kept of this host
         described = replace(described, rates=find_latest_rates(described.device))
@@ -97,7 +98,7 @@ def make_plan(config: PlanConfig) -> Planned:
 
 
 def plan_for_machine(machine: Machine, config: PlanConfig) -> Planned:
-    """Plans what `make_plan` does, for a machine that need not be the one of the config."""
+    """Plans as `make_plan` does, for any machine."""
     has_device, dtype, offload = machine.device_bytes is not None, config.model.dtype, config.offload
     if dtype is DType.auto:  # as `make_machine` takes it
         dtype = auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=machine.has_bfloat16)
@@ -144,8 +145,8 @@ def plan_for_machine(machine: Machine, config: PlanConfig) -> Planned:
 
 
 def _stored_shape(config: PlanConfig, dtype: DType) -> tuple[ModelShape, WeightStorage]:
-    """The model's shape as its weights would be stored, and in which numbers that is. Raises ConfigError for a way that
-    is not one of this model."""
+    """The shape of the model with weights as they are stored, and their formats. Raises ConfigError for a format that
+    this model cannot have."""
     name, asked, quantize = config.model.name, config.plan.format, config.model.quantize
     shape = read_shape(name, dtype, is_plain=asked is not None)
     stored = WeightStorage.from_losses(shape, {})
@@ -165,8 +166,8 @@ def _stored_shape(config: PlanConfig, dtype: DType) -> tuple[ModelShape, WeightS
 
 
 def _choose_attention_method(machine: Machine, shape: ModelShape, dtype: DType) -> AttentionMethod:
-    """Devices with units for bfloat16 run flash kernels too. Whether a soft cap or sinks make a model's scores its own
-    is not in its row; kernels know only sinks."""
+    """The attention kernels of the machine. Devices with bfloat16 units also run flash kernels. A model's soft cap is
+    not known here, and kernels support only sinks."""
     if machine.device_bytes is None or not shape.is_packed:
         return AttentionMethod.host
     if shape.score_heads:

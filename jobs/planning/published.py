@@ -1,7 +1,5 @@
-"""The storage formats that others publish models in, by the names that `plan.format` takes, and what was measured of
-rounding the bundled model's weights. It stands alone since a plan of a model as it is published must not load torch,
-nor a sweep transformers, as the table of formats does.
-"""
+"""Storage formats of published models by the names of `plan.format`, and measured rounding errors of the bundled
+model. Separate from formats and tables, so that a plan loads no torch and a sweep no transformers."""
 
 import json
 from collections.abc import Mapping
@@ -34,8 +32,8 @@ LOSSES = Path(__file__).resolve().parents[1] / "data" / "weight_losses.jsonl"
 
 
 class LossRow(TypedDict):
-    """What rounding to a storage format does to the bundled model: the relative RMS error of its weights, the
-    perplexity of stories as a multiple of the exact one, and the share of answers that are right."""
+    """Effect of a storage format on the bundled model: relative RMS error of weights, perplexity of stories relative
+    to exact weights, and fraction of correct answers."""
 
     format: str
     weight_error: float

@@ -1,4 +1,4 @@
-"""A plan as the text that `jobs.plan` prints."""
+"""The text that `jobs.plan` prints."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from .shapes import ITEM_BYTES
 
 
 def format_plan(planned: Planned, num_actions: int) -> str:
-    """The ledgers, the policy, the prediction, what is worth knowing, and `num_actions` of the schedule."""
+    """The ledgers, the policy, the prediction, notes, and `num_actions` lines of the schedule."""
     run, view, machine, sizes = planned.run, planned.view, planned.machine, planned.sizes
     predicted, phases, (prefill, decode, total) = planned.prediction, planned.prediction.phases, planned.throughput
     longest, mean = max(size.num_prompt_tokens for size in sizes), planned.num_prompt_tokens / len(sizes)
@@ -39,7 +39,7 @@ def format_plan(planned: Planned, num_actions: int) -> str:
     ]
 
     def share(phase: PhaseTime, resource: Resource) -> str:
-        """How much of a phase it works, and for how long it waits while a pass goes on: the literature's bubbles."""
+        """How much of a phase a resource works, and how long it waits during passes (bubbles)."""
         waits = format_seconds(phase.bubble_seconds(resource))
         limit = ", the limit" if resource is phase.binding else ""
         return f"{f'{phase.busy_seconds[resource] / phase.seconds:4.0%}, waits {waits}{limit}':<34}"
@@ -65,8 +65,8 @@ def format_plan(planned: Planned, num_actions: int) -> str:
 
 
 def _stored(shape: ModelShape) -> list[str]:
-    """A line for each format and dtype of a model that is stored in fewer bytes, with the modules whose weights are in
-    it, those of a layer once; none for a plain model."""
+    """A line for each format and dtype of a model stored in fewer bytes, with its modules; those of layers once.
+    Empty for an unquantized model."""
     num_bytes, modules, seen = Counter[str](), dict[str, dict[str, dict[str, None]]](), set[str]()
     for parameter in (parameter for stage in shape.stages for parameter in stage.parameters):
         is_vector = len(parameter.shape) < 2

@@ -1,10 +1,6 @@
-"""The sizes of the named models, which come with the project: a line of JSON each in jobs/data/shapes.jsonl, in which
-equal stages stand once, and what depends on the compute dtype for each dtype.
-
-A parameter is written as one tensor, however a checkpoint cuts it; where the model is published in fewer bytes, with
-the storage format and the bytes of that. What is read back has the same bytes, parameter by
-parameter, one behind the other in a file that does not exist.
-"""
+"""Shapes of the named models: a line of JSON each in jobs/data/shapes.jsonl. Equal stages are stored once, and sizes
+that depend on the compute dtype for each dtype. Each parameter is written as one tensor, with storage format and
+bytes if it is published quantized. Shapes read back have the same bytes, laid out in a file that does not exist."""
 
 import json
 import re
@@ -45,8 +41,8 @@ SIZES = tuple(f.name for f in fields(ModelShape) if f.name not in OF_DTYPE + STR
 
 
 class ParameterRow(TypedDict):
-    """`name` has `*` for the number of a layer. Where `tied`, its bytes are those of another parameter. `format` and
-    `num_bytes` are there where it is published in a storage format."""
+    """`name` has `*` for the number of a layer. `tied`: the parameter that holds its bytes. `format` and `num_bytes`:
+    only if published in a storage format."""
 
     name: str
     dtype: str
@@ -58,7 +54,7 @@ class ParameterRow(TypedDict):
 
 
 class StageRow(TypedDict):
-    """`count` stages in a row, with parameters as in `layouts[layout]`."""
+    """`count` consecutive stages with the parameters of `layouts[layout]`."""
 
     count: int
     kind: str
@@ -77,7 +73,7 @@ class DTypeRow(TypedDict):
 
 
 class ShapeRow(TypedDict):
-    """`architecture`: digest of what it was made from. `sizes`: fields of ModelShape that are numbers."""
+    """`architecture`: digest of the architecture. `sizes`: numeric fields of ModelShape."""
 
     name: str
     architecture: str
@@ -90,8 +86,8 @@ class ShapeRow(TypedDict):
 
 
 def to_row(shapes: Mapping[DType, ModelShape], architecture: str, published: ModelShape | None = None) -> ShapeRow:
-    """`shapes`, of plain weights, differ in their compute dtype alone. `published` has the storage formats that the
-    model is published in, if any."""
+    """The line of a model. `shapes`, of unquantized weights, differ only in compute dtype. `published`: the shape in
+    the formats that the model is published in, if any."""
     shape = next(iter(shapes.values()))
     pieces = [piece for stage in published.stages for p in stage.parameters for piece in p.slices] if published else []
     stored = {piece.name: piece for piece in pieces if piece.format}
@@ -130,7 +126,8 @@ def to_row(shapes: Mapping[DType, ModelShape], architecture: str, published: Mod
 
 
 def from_row(row: ShapeRow, dtype: DType, *, is_plain: bool = False) -> ModelShape:
-    """The model as it is published, or `is_plain`, with numbers of the row's dtypes. `dtype`: one of the row's."""
+    """The shape of a model as published, or with `is_plain` with numbers of the row's dtypes. `dtype`: one of the
+    row's."""
     file: dict[Place, TensorSlice] = {}
     stages: list[Stage] = []
     for stage in row["stages"]:
@@ -193,7 +190,7 @@ def _stage(
 
 
 def _parameter(stage: int, row: ParameterRow, file: dict[Place, TensorSlice], is_plain: bool) -> Parameter:
-    """Tensors are put behind the last of `file`, which is mutated."""
+    """Appends the tensors to `file`, which is mutated."""
     name, shape = row["name"], tuple(row["shape"])
     if "tied" in row:
         number, other = row["tied"]
@@ -218,14 +215,14 @@ SHAPES = Path(__file__).resolve().parents[1] / "data" / "shapes.jsonl"
 
 
 def read_rows(path: Path = SHAPES) -> dict[str, ShapeRow]:
-    """The rows of the file, by name of the model."""
+    """The rows of the file, by model name."""
     rows: list[ShapeRow] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return {row["name"]: row for row in rows}
 
 
 def read_shape(name: str, dtype: DType, *, is_plain: bool = False) -> ModelShape:
-    """The shape that is planned with in compute `dtype`, which is not auto: of the model as it is published, or
-    `is_plain`, with weights of 16 bits. Raises ConfigError for a model without a line."""
+    """The shape of a model in a compute dtype other than auto: as published, or with `is_plain` with 16-bit weights.
+    Raises ConfigError for a model without a line."""
     rows = read_rows()
     if name not in rows:
         raise ConfigError(f"model={name} has no sizes to plan with; these have: {', '.join(rows)}")

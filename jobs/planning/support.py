@@ -1,6 +1,5 @@
-"""What the runtime does with each proven family, read off the code with a tiny model of it without weights, how weights
-may be stored, and the tables that `jobs.models` makes of it.
-"""
+"""The tables of `jobs.models`: what the runtime does with each proven model family, found with a tiny model without
+weights, and the storage formats of weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ from .published import read_losses
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyCapabilities:
-    """A row of the support table. Where the installed transformers lacks the family, `note` says so and the rest is
-    None; else `note` says why lanes are padded, and is empty where they are packed."""
+    """A row of the support table. If the installed transformers lacks the family, `note` says so and the rest is
+    None. Otherwise `note` is the reason for padded lanes, and empty for packed ones."""
 
     name: str
     model_type: str
@@ -36,7 +35,7 @@ class FamilyCapabilities:
 
     @staticmethod
     def from_family(family: Family) -> "FamilyCapabilities":
-        """Takes a few hundredths of a second and no memory to speak of."""
+        """Inspects a tiny model of the family. Takes a few hundredths of a second and little memory."""
         deepseek_moe.register()
         if family.model_type not in CONFIG_MAPPING:
             note = f"not in transformers {transformers.__version__}"
@@ -56,7 +55,7 @@ class FamilyCapabilities:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """What stands below `_HEAD`."""
+        """The cells below `_HEAD`."""
         if self.lanes is None or self.experts is None or self.cache is None:
             return self.name, self.model_type, self.note, "", "", "no"
         lanes = f"{self.lanes.value}: {self.note}" if self.note else self.lanes.value
@@ -71,7 +70,8 @@ _FOOT = "Tested: equals transformers' generate, token for token, in every tier (
 
 
 def find_families(part: str | None) -> list[Family]:
-    """Those with `part` in their name or model type, in the order of the table; all for None. ConfigError for none."""
+    """The families with `part` in name or model type, in table order; all for None. Raises ConfigError if there are
+    none."""
     chosen = [family for family in FAMILIES.values() if part is None or part in f"{family.name} {family.model_type}"]
     if not chosen:
         types = ", ".join(dict.fromkeys(family.model_type for family in FAMILIES.values()))
@@ -84,7 +84,7 @@ def support_table(rows: Sequence[FamilyCapabilities], shape: TableFormat) -> str
 
 
 def format_table(shape: TableFormat) -> str:
-    """A row for each storage format, with its bytes for each number of a row of 4,096, and what was measured of it."""
+    """A row for each storage format: bytes per number in rows of 4,096, and measured losses."""
     losses = {
         row["format"]: f"weights off by {row['weight_error']:.2%}, perplexity x {row['perplexity_ratio']:.4f}, "
         f"{row['right']:.1%} of answers right"
@@ -105,7 +105,7 @@ def format_table(shape: TableFormat) -> str:
 
 
 def _table(cells: list[tuple[str, ...]], shape: TableFormat, foot: str) -> str:
-    """The first row is the head."""
+    """Formats rows as a table; the first row is the head."""
     if shape is TableFormat.markdown:
         cells.insert(1, ("---",) * len(cells[0]))
         lines = [f"| {' | '.join(line)} |" for line in cells]

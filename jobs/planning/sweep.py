@@ -1,4 +1,4 @@
-"""Plans around a plan: what is varied, over which values, and what came of each."""
+"""Sweeps: plans that vary one quantity of a plan."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +27,8 @@ LIMIT_SHARE = 0.05  # how exactly the largest block that fits is found
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """What is varied; `here` is its value in the plan that the sweep is around. `is_open`: values go up until one does
-    not fit. `note`: what else is said of its values."""
+    """A varied quantity; `base_value` is its value in the original plan. `is_open`: values go up until a plan does
+    not fit. `note`: about its values."""
 
     name: str
     unit: str
@@ -39,7 +39,7 @@ class Axis:
     note: str = ""
 
     def points(self) -> Iterator["SweepPoint"]:
-        """What came of each value, and of the largest that fits where values go up until one does not."""
+        """Yields the plan of each value; on an open axis also the largest value that fits."""
         fitting = 0.0
         for value in self.values:
             point = self.try_value(value)
@@ -50,15 +50,15 @@ class Axis:
             fitting = value
 
     def try_value(self, value: float) -> "SweepPoint":
-        """What came of one value."""
+        """The plan of one value, or why there is none."""
         try:
             return SweepPoint(axis=self, value=value, planned=self.plan(value))
         except (BudgetError, ConfigError) as error:  # too large for the memory, or for the model's context
             return SweepPoint(axis=self, value=value, planned=None, refusal=str(error).splitlines()[0])
 
     def _limit(self, fitting: float, refused: float) -> Iterator["SweepPoint"]:
-        """Whole values: the largest that fits, to a twentieth, unless that is `fitting`; and the least that does
-        not."""
+        """Bisects whole numbers, to 5 %. Yields the largest value that fits, unless that is `fitting`, and the
+        smallest that does not."""
         best, worst = None, self.try_value(refused)
         low, high = fitting, refused
         while high - low > max(1, LIMIT_SHARE * low):
@@ -73,7 +73,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """`planned` is None where it does not fit; `refusal` says why."""
+    """`planned` is None if the value does not fit; `refusal` says why."""
 
     axis: Axis
     value: float
@@ -82,18 +82,19 @@ class SweepPoint:
 
     @property
     def binding(self) -> Resource | None:
-        """What binds its decode passes."""
+        """The resource that binds decode passes."""
         return self.planned.prediction.decode.binding if self.planned is not None else None
 
 
 def sweep(axes: Sequence[Axis]) -> Iterator[SweepPoint]:
-    """Plans as it goes: a search each, with policy=hrm. Raises ConfigError for values that make no plan."""
+    """Yields plans as they are made, each with a search if policy=hrm. Raises ConfigError for values that make no
+    plan."""
     for axis in axes:
         yield from axis.points()
 
 
 def sweep_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
-    """The axes of `config.plan.sweep`, around `planned`. Raises ConfigError where there is nothing to vary."""
+    """The axes of `config.plan.sweep`, around `planned`. Raises ConfigError if there is nothing to vary."""
     kind = config.plan.sweep
     assert kind is not None, "no sweep is asked for"
     axes = {
@@ -130,7 +131,7 @@ def _memory_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
 
 
 def _block_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
-    """One block of N requests, in micro-batches like the plan's, along its way."""
+    """One block of N requests, with micro-batches and placement like those of the plan."""
     has_device = planned.machine.device_bytes is not None
     choice, runtime = planned.run.choice, planned.config
     way = choice.best.policy.apply(runtime, has_device=has_device) if choice is not None else runtime
@@ -159,7 +160,7 @@ def _block_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
 
 
 def _prompt_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
-    """The longest prompt grows with the mean."""
+    """Mean prompt length; the longest prompt grows in proportion."""
     workload = config.workload
     mean, most = workload.mean_prompt_tokens, workload.max_prompt_tokens
     assert mean is not None, "the config class has checked it"
@@ -176,7 +177,7 @@ def _prompt_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
 
 
 def _bandwidth_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
-    """Those that the plan uses."""
+    """Bandwidth of the links that the plan uses."""
     rates, phases = planned.machine.rates, planned.prediction.phases.values()
     links = {
         "disk": (Resource.disk, rates.disk_bytes_per_second),
@@ -212,8 +213,8 @@ def _bandwidth_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
 
 
 def _format_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
-    """One for each format that a user can make, whose only value is what weights take in it. On a CPU products are
-    priced as those of published weights."""
+    """One axis for each format that users can make; its only value is the size of the weights. On a CPU products have
+    the speed of published weights."""
     from runtime.formats.registry import LOSSES  # loads torch, which no other sweep needs
 
     from .packed_shapes import shape_in_format
@@ -221,7 +222,7 @@ def _format_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
     measured = {row["format"]: row["weight_error"] for row in read_losses()}
 
     def note(stored: ModelShape) -> str:
-        """What its formats do to numbers; of those that round, what they did to the bundled model's."""
+        """The formats, and if they round, the RMS error measured on the bundled model."""
         numbers = WeightStorage.from_losses(stored, LOSSES)
         errors = [f"{measured[name]:.2%}" for name in numbers.formats if name in measured]
         return f"{numbers.names}: lossy, RMS error {errors[0]} for model=tiny" if errors else str(numbers)
@@ -249,7 +250,7 @@ def _format_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
 
 
 def _parallelism_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
-    """One process, then each way of several by the number of ranks: 2, 4 and so on up to all devices."""
+    """One process, then each kind of parallelism with 2, 4 ... ranks, up to all devices."""
     fabric = planned.machine.fabric
     most = fabric.num_devices * fabric.num_nodes
     counts = [2**power for power in range(1, most.bit_length()) if 2**power <= most]
@@ -277,5 +278,5 @@ def _parallelism_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
 
 
 def _steps(base_value: float, steps: range, step: float = STEP) -> list[float]:
-    """Values around `here`, rounded to three digits; what is configured is among them as it is."""
+    """Values around `base_value`, rounded to three digits; `base_value` itself is exact."""
     return [float(f"{base_value * step**number:.3g}") if number else base_value for number in steps]

@@ -383,7 +383,7 @@ def test_a_worker_is_stopped_a_share_of_its_time_beyond_it(monkeypatch: pytest.M
         limits.append(settings["limit"].seconds)  # pyright: ignore[reportAttributeAccessIssue]
         return SimpleNamespace(lines=lambda: iter(()))
 
-    monkeypatch.setattr(suite, "Worker", made)
+    monkeypatch.setattr(suite, "WorkerProcess", made)
     for seconds in (60.0, 480.0):
         suite.read_worker_lines(replace(TASK, seconds=seconds))
     assert limits == [72.0, 525.0]
