@@ -1,3 +1,2 @@
-"""Weightstream beside what a user could pick instead, and beside its own predictions. Here belongs what compares;
-nothing else may import it.
-"""
+"""Benchmarks of Weightstream against alternatives and against its own predictions. Nothing else may import this
+package."""

@@ -1,5 +1,5 @@
-"""Decode throughput against block size, measured and predicted, and the block from which on more sequences gain little:
-the knee, beside the one of the hierarchical roofline."""
+"""Decode throughput by block size, measured and predicted, and the knee: the block size above which more sequences
+gain little, with that of the hierarchical roofline."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +25,7 @@ MEASURED, PREDICTED, KNEE = "#4c78a8", "#f58518", "#e45756"
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRates:
-    """Generated tokens per second of decode passes. `spread`: those of the slowest and the fastest round."""
+    """Tokens per second of decode passes. `spread`: rates of the slowest and the fastest round."""
 
     block: int
     measured: float
@@ -34,12 +34,13 @@ class BlockRates:
 
 
 def block_sizes(most: int) -> list[int]:
-    """1, 2, 4 ... and `most` itself."""
+    """1, 2, 4 ... and `most`."""
     return sorted({*(1 << turn for turn in range(most.bit_length())), most})
 
 
 def block_rates(rounds: Mapping[int, Sequence[Result]], num_new_tokens: int) -> list[BlockRates]:
-    """Rates of rounds by block. Prefill gives the first of each sequence's tokens."""
+    """Decode rates of rounds by block size. The first token of each sequence is left out, because prefill computes
+    it."""
     by_block = []
     for block, results in sorted(rounds.items()):
         tokens = block * (num_new_tokens - 1)
@@ -56,7 +57,7 @@ def block_rates(rounds: Mapping[int, Sequence[Result]], num_new_tokens: int) -> 
 
 
 def knee(rates: Mapping[int, float]) -> int | None:
-    """The first block that gains less than `LITTLE` times by being doubled; None where all gain more."""
+    """The first block that gains less than `LITTLE` times when doubled; None if all gain more."""
     return next(
         (block for (block, rate), (_, doubled) in pairwise(sorted(rates.items())) if doubled < LITTLE * rate), None
     )
@@ -92,7 +93,7 @@ def _both(rates: Sequence[BlockRates]) -> tuple[dict[int, float], dict[int, floa
 
 
 def draw_blocks(path: Path, rates: Sequence[BlockRates], needed_sequences: float, title: str) -> None:
-    """Publishes it, as svg or png by the suffix; raises OutputError."""
+    """Publishes the picture as svg or png, by the suffix. Raises OutputError."""
     from jobs.pictures.figure import figure  # matplotlib
 
     blocks = [each.block for each in rates]
@@ -116,13 +117,14 @@ def draw_blocks(path: Path, rates: Sequence[BlockRates], needed_sequences: float
 
 
 def needed_sequences(task: BenchmarkTask) -> float:
-    """How many sequences reach P2, where the disk no longer bounds decode, as HRM says in a process of its own."""
+    """The number of sequences that reach P2 of HRM, where the disk no longer bounds decode. Computed in a separate
+    process."""
     return answer(__name__, asdict(task))["needed_sequences"]
 
 
 def measure_operating_point(task: BenchmarkTask) -> OperatingPoint:
-    """The operating point of a block of all prompts, whose weights are streamed from disk, by rates that are measured
-    on the checkpoint's own layers, as a run measures them."""
+    """The operating point of a block of all prompts with weights streamed from disk, at rates measured on the
+    checkpoint's layers as runs do."""
     runtime, requests = open_runtime(task, OffloadConfig(tier=Tier.nvme))
     plan = runtime.plan(requests)
     assert plan.rates is not None, "a plan measures them"

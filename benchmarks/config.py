@@ -14,17 +14,7 @@ from .task import BenchmarkTask
 
 
 class Suite(Enum):
-    """`speed`: contenders beside each other. `predictions`: Weightstream's contenders, what was predicted beside what
-    was measured, for each of `checkpoints` and `blocks`. `policies`: what policy=hrm chooses beside a grid of 20
-    others, offload=nvme, for each of `checkpoints`. `scale`: what a token costs as a small model grows, and a run's
-    start as its rows do. `blocks`: throughput against block size, up to `num_prompts`, and its knee, for one
-    checkpoint. `floor`: how near Weightstream's contenders come, in each of `blocks`, to what reading and multiplying
-    take at least, and products of each storage format to what the processor's multiply-adds and memory allow.
-    `evaluation`: scores of lm-evaluation-harness, ours beside those of its own model, in memory and offloaded.
-    `prefixes`: few-shot prompts with what they begin with computed once, and by each of them, beside vLLM's cache.
-    `devices`: ranks that read together, beside one process, from a disk that gives each of them so much.
-    `larger_than_memory`: Mixtral layers of full size in each form that `weightstream pack` makes, beside peers.
-    `gpu`: weights in host memory in front of a device, see `gpu/`."""
+    """The suites of `jobs.bench`; conf/bench.yaml explains each."""
 
     speed = "speed"
     predictions = "predictions"
@@ -40,7 +30,7 @@ class Suite(Enum):
 
 
 class Form(Enum):
-    """How a model lies on disk: as it was published, or as `weightstream pack` makes it."""
+    """A model as published, or as `weightstream pack` stores it."""
 
     published = "published"
     lossless = "lossless"
@@ -51,8 +41,8 @@ class Form(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LargerConfig:
-    """Settings of `suite=larger_than_memory`. `num_layers` of Mixtral 8x7B have 2.7 GiB each; `architecture` makes them
-    others. `directory` keeps the model, and may hold forms of it made before; None: a temporary one."""
+    """Settings of `suite=larger_than_memory`. A layer of Mixtral 8x7B has 2.7 GiB; `architecture` changes its sizes.
+    `directory` keeps the model and its forms; None: a temporary directory."""
 
     num_layers: int = 12
     host_memory_gib: float = 8.0
@@ -71,8 +61,7 @@ class LargerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RanksConfig:
-    """Settings of `suite=devices`: how many ranks beside each other, how their shares come together, and how many MB/s
-    each of them may read."""
+    """Settings of `suite=devices`: numbers of ranks, how they exchange weights, and MB/s that each may read."""
 
     sizes: list[int] = field(default_factory=lambda: [1, 2, 4])
     gathers: list[Gather] = field(default_factory=lambda: [Gather.memory, Gather.collective])
@@ -103,14 +92,12 @@ class ProductsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """`checkpoints` are directories, empty: that of `model`; a block is so many sequences.
-
-    Prompts are random ids, their lengths log-normal (median `prompt_tokens`) within 16..256. All contenders get the
-    same. `batch_size` is the peers', `batch_sizes` has those of some of them instead; None: the best is searched.
-    `peer_minutes` limits each measurement of a peer; of an evaluation its requests are fewer then.
-    Those of `prefixes` are `questions` behind eight examples, and the budget has keys and values of `kv_slots` of them;
-    `rows` gives some contenders fewer prompts. `isa` restricts the instructions of all processes that measure.
-    `ignore_eos=false`: tokens are drawn at temperature 1 and rows end where the checkpoint says."""
+    """All settings of `jobs.bench`. `checkpoints`: directories; empty: that of `model`. Prompts are random ids with
+    log-normal lengths (median `prompt_tokens`, 16 to 256), the same for all contenders. `batch_size` and
+    `batch_sizes` are of peers; None: the best is searched. `peer_minutes` limits each measurement of a peer; in an
+    evaluation it reduces the requests. Suite `prefixes` asks `questions` after eight examples, with KV for `kv_seats`
+    of them; `rows` gives some contenders fewer prompts. `isa` restricts the instructions of all measuring processes.
+    `ignore_eos=false`: temperature 1, rows end at the checkpoint's EOS."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     suite: Suite = Suite.speed
@@ -191,7 +178,7 @@ class BenchConfig:
 
 
 def make_task(config: BenchConfig, contender: Contender, path: str, num_prompts: int) -> BenchmarkTask:
-    """What the settings ask of one contender."""
+    """The task of one contender."""
     entry = CONTENDERS[contender]
     batch_size = config.batch_sizes.get(contender, config.batch_size)
     return BenchmarkTask(

@@ -1,5 +1,4 @@
-"""Who takes part in `jobs.bench`: what each is and how it is run, on a checkpoint, or in front of a
-device (`suite=gpu`). Loads no torch."""
+"""The contenders of `jobs.bench` and of `suite=gpu`: what each is and how it is run. Loads no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +50,7 @@ class Contender(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnContender:
-    """Weightstream, with its weights in `tier`, computing in `dtype`."""
+    """Weightstream, with weights in `tier` and compute in `dtype`."""
 
     tier: Tier
     dtype: DType = DType.float32
@@ -65,10 +64,10 @@ class OwnContender:
 
 @dataclass(frozen=True, kw_only=True)
 class Isolation:
-    """A virtual environment with `requirements`, but not what they bring of `unwanted`, in which `module` measures.
-    `preloaded`: libraries of the environment that its makers advise to load before all others. `gguf_kind`: the peer
-    reads a GGUF file whose matrices are of this kind. `is_built_here`: pip compiles it for this processor, or for what
-    CMAKE_ARGS says. `restricted`: what becomes of it where instructions are restricted, beside torch's and oneDNN's."""
+    """A virtual environment with `requirements`, without their dependencies in `unwanted`, in which `module`
+    measures. `preloaded`: libraries to load first, as their makers advise. `gguf_kind`: kind of the GGUF file that
+    the peer reads. `is_built_here`: pip compiles it for this processor, or by CMAKE_ARGS. `restricted`: environment
+    variables that restrict its instructions, besides those of torch and oneDNN."""
 
     name: str
     module: str
@@ -82,9 +81,9 @@ class Isolation:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """What a user could pick instead. `isolation`: where it runs if not in our own environment. `tier`: where it keeps
-    weights. `batch_sizes`: those that are tried; empty where it seats requests itself. `is_mapped`: weights are read
-    from the page cache as they are needed, rather than loaded before."""
+    """An alternative to Weightstream. `isolation`: its environment; None: this one. `tier`: where weights are.
+    `batch_sizes`: those to try; empty if it schedules requests itself. `is_mapped`: weights are read from the page
+    cache when needed."""
 
     dtype: DType = DType.float32
     tier: Tier = Tier.none
@@ -95,13 +94,14 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadBaseline:
-    """The streamed layers from disk, without computing. `is_plain`: by plain threads instead of our streams."""
+    """Reads the streamed layers from disk, without compute. `is_plain`: with plain threads instead of the engine's
+    streams."""
 
     is_plain: bool
 
 
 class KVAccess(Enum):
-    """What is done to keys and values: only read, attended in our kernel, or in torch operators."""
+    """The use of keys and values: only read, or attention in our kernel or in torch operators."""
 
     read = "read"
     kernel = "kernel"
@@ -110,7 +110,7 @@ class KVAccess(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBaseline:
-    """Goes over keys and values in memory, without a model."""
+    """Passes over keys and values in memory, without a model."""
 
     dtype: DType = DType.float32
     act: KVAccess = KVAccess.kernel
@@ -198,10 +198,10 @@ SHARING = (Contender.nvme, Contender.nvme_continuous, Contender.nvme_unshared, C
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A contender of `suite=gpu`. `part`: of all prompts it gets one in so many. `num_pieces`: in which a lane's
-    prompts are prefilled. `is_cut`: its model has so many layers as the device holds. `is_int4`: its weights lie as
-    `weightstream pack format=int4` stores them, and all of them are streamed. `needs`: modules without which something
-    else would be measured."""
+    """A contender of `suite=gpu`. `part`: gets 1/part of all prompts. `num_pieces`: prefill chunks of a lane's
+    prompts. `is_cut`: its model has as many layers as the device holds. `is_int4`: weights as `weightstream pack
+    format=int4` stores them, all streamed. `needs`: modules without which the measurement would be of something
+    else."""
 
     name: str
     entry: OwnContender | Peer
@@ -217,7 +217,7 @@ class Variant:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether weights are read from a disk while it runs, of a model of few layers that is written there."""
+        """True if it reads weights from disk, of a model of few layers written for it."""
         return self.entry.tier in (Tier.nvme, Tier.auto)
 
     @property

@@ -1,6 +1,5 @@
-"""Ranks that read weights together, beside one process: with a disk that gives each process so many bytes per second,
-as a link of its own would, so that reading is what takes time.
-"""
+"""Ranks that share the reading of weights, against one process. Each process reads at a limited rate, as if over its
+own link, so that reading is the bottleneck."""
 
 import json
 import subprocess
@@ -35,7 +34,7 @@ READ_CHUNK_MIB = 1  # small beside what a rank reads of a page, so that the rate
 
 
 class ThrottledReader(Reader):
-    """A reader that gives at most so many bytes per second, all its threads together."""
+    """A reader with a limit of bytes per second over all its threads."""
 
     def __init__(self, bytes_per_second: float, *, num_threads: int, chunk_bytes: int, direct: bool = True):
         super().__init__(num_threads=num_threads, chunk_bytes=chunk_bytes, direct=direct)
@@ -52,7 +51,7 @@ class ThrottledReader(Reader):
 
 
 class ThrottledRuntime(Runtime):
-    """A runtime whose readers are `ThrottledReader`s."""
+    """A runtime with `ThrottledReader`s."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class ThrottledRuntime(Runtime):
 
 @dataclass(frozen=True, kw_only=True)
 class RanksCase:
-    """`num_ranks` processes, each with a disk of `bytes_per_second`, whose shares come together by `gather`."""
+    """`num_ranks` processes that each read `bytes_per_second` and exchange weights by `gather`."""
 
     num_ranks: int
     bytes_per_second: float
@@ -85,7 +84,7 @@ class RanksCase:
 
 
 def measure_ranks(case: RanksCase, task: BenchmarkTask) -> Result:
-    """Rank 0's result, each rank in a process of its own. Raises WeightstreamError where one fails."""
+    """The result of rank 0; each rank has a process. Raises WeightstreamError if one fails."""
     with tempfile.TemporaryDirectory() as folder:
         own = replace(task, num_threads=max(1, task.num_threads // case.num_ranks))
         question = {"task": asdict(own), "case": asdict(case), "folder": folder, "rank": 0}
@@ -93,7 +92,7 @@ def measure_ranks(case: RanksCase, task: BenchmarkTask) -> Result:
 
 
 def measure(task: BenchmarkTask, case: RanksCase, rank: int, folder: str) -> Result | None:
-    """What the ranks come to, as rank 0 tells, which starts the others. One process alone is as without ranks."""
+    """Measures on all ranks; rank 0 starts the others and returns the result. One process runs without ranks."""
     forget_pages(Path(task.path))
     make = partial(ThrottledRuntime, bytes_per_second=case.bytes_per_second)
     offload = OffloadConfig(tier=Tier.nvme, resident_layers=0, read_chunk_mib=READ_CHUNK_MIB)
@@ -121,7 +120,8 @@ def _start_rank(question: Mapping[str, object]) -> "subprocess.Popen[bytes]":
 
 
 def devices_table(rounds: Mapping[RanksCase, Sequence[Result]]) -> str:
-    """A row for each number of ranks. Ratios are of medians; `equal` counts rows with the tokens of the first case."""
+    """A row for each number of ranks. Ratios are of medians; `equal` counts rows with the tokens of the first
+    case."""
     first = next(iter(rounds.values()))
     rate, num_bytes = median(result.rate for result in first), _bytes_of_pass(first[0])
     rows = []

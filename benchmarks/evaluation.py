@@ -1,8 +1,6 @@
-"""A task of lm-evaluation-harness, answered by Weightstream from the disk in a share of the memory, and by the harness'
-own model of transformers, in memory and offloaded to the disk: the same scores, how many in a second, in how much
-memory. The task is made up: questions with four answers, behind the same five examples each, as tasks like MMLU have
-them.
-"""
+"""A synthetic task of lm-evaluation-harness (questions with four answers after five shared examples, like MMLU),
+answered by Weightstream from disk with limited memory and by the harness's own transformers model, in memory and
+offloaded. Compares scores, speed and memory."""
 
 import json
 import random
@@ -66,7 +64,7 @@ Rounds = Mapping[HarnessContender, Sequence[Scores]]
 
 
 def measure_scores(asked: HarnessTask) -> Scores:
-    """Measures in a process of its own."""
+    """Measures in a separate process."""
     worker = WorkerProcess(
         name=HarnessContender(asked.entrant).value,
         module="benchmarks.harness_scores",
@@ -77,7 +75,7 @@ def measure_scores(asked: HarnessTask) -> Scores:
 
 
 def run_evaluation(config: BenchConfig, say: Say, measure: Measure = measure_scores) -> Measured:
-    """Raises WeightstreamError where scores of the first round differ by more than the tolerance."""
+    """Runs all rounds. Raises WeightstreamError if scores of the first round differ by more than the tolerance."""
     missing = [name for name in ("lm_eval", "accelerate") if find_spec(name) is None]
     require(not missing, f"suite=evaluation needs {' and '.join(missing)}: pip install -e '.[eval,bench]'")
     rounds: dict[HarnessContender, list[Scores]] = {entrant: [] for entrant in HarnessContender}
@@ -113,7 +111,7 @@ def run_evaluation(config: BenchConfig, say: Say, measure: Measure = measure_sco
 
 @contextmanager
 def _checkpoint(config: BenchConfig) -> Iterator[Path]:
-    """The first of `checkpoints`, or one of `SHAPE` for as long."""
+    """The first of `checkpoints`, or a temporary one of `SHAPE`."""
     if config.checkpoints:
         yield Path(config.checkpoints[0])
         return
@@ -124,7 +122,7 @@ def _checkpoint(config: BenchConfig) -> Iterator[Path]:
 
 
 def write_task(folder: Path, checkpoint: Path, num_documents: int, prompt_tokens: int) -> None:
-    """Writes the task and its rows. A question has so many words that those of a context come to `prompt_tokens`."""
+    """Writes the task and its rows. Contexts have about `prompt_tokens` tokens."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     tokens_per_word = len(tokenizer(" ".join(WORDS))["input_ids"]) / len(WORDS)
     num_words = max(1, round(prompt_tokens / (NUM_EXAMPLES + 1) / tokens_per_word) - 4)  # three words of an answer
@@ -145,8 +143,7 @@ def _row(draw: random.Random, num_words: int) -> dict[str, object]:
 
 
 def _with_sizes(asked: HarnessTask, most_minutes: float | None, say: Say, measure: Measure) -> HarnessTask:
-    """`asked` with the peer's batch size, the one after which the rate falls, and with no more documents than
-    `most_minutes` have room for."""
+    """The task with the peer's best batch size, and with as many documents as fit into `most_minutes`."""
     sizes = BATCH_SIZES[HarnessContender(asked.entrant)]
     if not sizes or (asked.batch_size is not None and most_minutes is None):
         return asked
@@ -164,7 +161,7 @@ def _with_sizes(asked: HarnessTask, most_minutes: float | None, say: Say, measur
 
 
 def require_equal_scores(rounds: Rounds) -> None:
-    """Raises WeightstreamError where the last scores differ from those of transformers in memory."""
+    """Raises WeightstreamError if the last scores differ from those of transformers in memory."""
     for entrant, all_scores in rounds.items():
         difference = max_difference(all_scores[-1], rounds[HarnessContender.hf][-1])
         if difference > TOLERANCE:
@@ -175,8 +172,8 @@ def require_equal_scores(rounds: Rounds) -> None:
 
 
 def max_difference(scores: Scores, judge: Scores) -> float:
-    """The largest difference of two log-probabilities, of the documents that both have; infinity where a document is
-    right to one of them alone."""
+    """The largest difference of log-probabilities over documents that both have; infinity if only one answers a
+    document correctly."""
     if any(ours != theirs for ours, theirs in zip(scores.is_right, judge.is_right, strict=False)):
         return float("inf")
     pairs = zip(scores.logprobs, judge.logprobs, strict=False)
@@ -184,8 +181,8 @@ def max_difference(scores: Scores, judge: Scores) -> float:
 
 
 def evaluation_table(rounds: Rounds) -> str:
-    """A row for each entrant; `faster` says how many times as many requests in a second Weightstream answers, `memory`
-    which share of the peer's peak it takes."""
+    """A row for each contender. `faster`: Weightstream's requests per second relative to it. `memory`: Weightstream's
+    peak relative to its own."""
     ours = rounds[HarnessContender.weightstream]
     judge = rounds[HarnessContender.hf][-1]
     headings = ["entrant", "batch", "requests", "requests/s, median (min-max)", "Weightstream is faster"]

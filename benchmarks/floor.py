@@ -1,5 +1,5 @@
-"""How near passes come to the floor: what reading their bytes, or multiplying as often, takes at least on this machine,
-whichever is longer, both measured beside them."""
+"""Pass times against a floor: the larger of the times to read the bytes and to compute the products, both measured on
+this machine."""
 
 import time
 from collections import Counter
@@ -31,7 +31,7 @@ TRIES, LEAST_SECONDS = 3, 0.03  # of each way
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """The least seconds of one phase of a run, and those that it took."""
+    """The least and the measured seconds of one phase."""
 
     case: Case
     phase: str
@@ -46,14 +46,14 @@ class Floor:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductSeconds:
-    """Seconds of all products of one pass with so many rows."""
+    """Seconds of all products of a pass with this number of rows."""
 
     layers: float
     head: float
 
 
 def product_seconds(task: BenchmarkTask) -> dict[int, ProductSeconds]:
-    """The seconds by rows, from a process of its own."""
+    """The seconds by rows, measured in a separate process."""
     question = {"path": task.path, "rows": [FEW_ROWS, MANY_ROWS], "num_threads": task.num_threads}
     seconds = answer(__name__, question)
     return {int(num_rows): ProductSeconds(layers=layers, head=head) for num_rows, (layers, head) in seconds.items()}
@@ -66,8 +66,9 @@ def compute_floors(
     bytes_per_second: float,
     seconds: Mapping[int, ProductSeconds],
 ) -> list[Floor]:
-    """Prefill and decode, medians over rounds. Every pass reads alike. Products of a decode pass take what they take
-    for 64 rows or for 512, in proportion, whichever is less; those of prefill leave the head to last tokens."""
+    """Prefill and decode floors, medians over rounds. Every pass reads the same bytes. Products of a decode pass take
+    the time for 64 or for 512 rows, in proportion, whichever is less; prefill computes the head for last tokens
+    only."""
     num_tokens = sum(map(len, prompts(task.num_prompts, VOCABULARY, task.prompt_tokens)))
     num_decodes = task.num_new_tokens - 1
     num_prefills = median(result.num_passes for result in results) - num_decodes
@@ -104,7 +105,7 @@ def floors_table(floors: Sequence[Floor]) -> str:
 
 
 def products(stages: Iterable[Stage], num_rows: int) -> Counter[tuple[int, int, int]]:
-    """How many there are of each (M, N, K) in one pass. Experts share the rows out evenly."""
+    """Counts the products (M, N, K) of a pass. Rows are divided evenly among experts."""
     return Counter(sizes for stage in stages for sizes in _products(stage, num_rows))
 
 

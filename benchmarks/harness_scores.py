@@ -1,9 +1,7 @@
-"""One measurement of an evaluation: a task of lm-evaluation-harness, scored by Weightstream or by the harness' own
-model of transformers, in a process of its own.
-
-Timed is all between the harness' start and its results; what peers load before is not, what Weightstream opens is. The
-checkpoint's pages are dropped from the page cache first, and all along for a peer that reads it layer by layer.
-"""
+"""One measurement of an evaluation: a task of lm-evaluation-harness, scored by Weightstream or by the harness's
+transformers model, in its own process. Times everything from the harness's start to its results; a peer's loading
+before is not timed. Drops the checkpoint from the page cache first, and repeatedly for a peer that reads it layer by
+layer."""
 
 import tempfile
 import time
@@ -27,8 +25,7 @@ from .task import Result, forget_pages, forget_pages_repeatedly
 
 
 class HarnessContender(Enum):
-    """`unshared` computes every context whole; `hf` and `hf_disk` are the harness' own model of transformers, in
-    float32."""
+    """`unshared` computes every context whole; `hf` and `hf_disk` are the harness's transformers model in float32."""
 
     weightstream = "weightstream, nvme"
     unshared = "weightstream, nvme, share_prefixes=off"
@@ -38,8 +35,8 @@ class HarnessContender(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessTask:
-    """The first `num_documents` of `task`, whose YAML lies in `tasks`. `weight_share`: of the checkpoint's bytes, that
-    host memory may be which Weightstream plans with and the offloaded peer keeps weights in."""
+    """The first `num_documents` of `task`, defined in `tasks`. `weight_share`: host memory as a fraction of the
+    checkpoint's bytes, for Weightstream's plan and the offloaded peer."""
 
     entrant: str
     path: str
@@ -53,7 +50,7 @@ class HarnessTask:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Log-probabilities of the choices of each document, and whether the right one has the highest."""
+    """Log-probabilities of each document's choices, and True if the right one has the highest."""
 
     result: Result
     logprobs: list[list[float]]
@@ -74,7 +71,7 @@ def measure(asked: HarnessTask) -> Scores:
 
 
 def _weightstream(asked: HarnessTask, folder: Path) -> Scores:
-    """It goes the way of `jobs.evaluate`, with parts on disk."""
+    """Scores like `jobs.evaluate`, with parts on disk."""
     from jobs.evaluating.harness import HarnessModel, RunAnswerer
 
     sharing = SharePrefixes.off if HarnessContender(asked.entrant) is HarnessContender.unshared else SharePrefixes.auto

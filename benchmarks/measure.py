@@ -1,9 +1,6 @@
-"""One measurement of one contender, in a process of its own.
-
-Timed is generation alone, prefill and decode; loading what stays in memory is not. Peak memory counts from after
-the libraries are loaded. The checkpoint's pages are dropped from the page cache first, so that nobody reads from
-memory what is on disk.
-"""
+"""One measurement of one contender, in its own process. Only generation (prefill and decode) is timed, without
+loading. Peak memory counts from after the libraries are loaded. The checkpoint is dropped from the page cache
+first."""
 
 import sys
 import tempfile
@@ -53,10 +50,8 @@ def measure(task: BenchmarkTask) -> Result:
 def _within_share(
     task: BenchmarkTask, offload: OffloadConfig, trace: Trace | None = None
 ) -> tuple[Runtime, list[Request]]:
-    """The runtime and requests of a task. The host budget of nvme is `weight_share` of the weights plus the KV of the
-    longest requests that have seats, however they are admitted; of a model so small that this is less than what a run
-    takes at least, that. Where prompts come from a file it is that of all in it, so that it is one for all contenders.
-    """
+    """The runtime and requests of a task. nvme's host budget is `weight_share` of the weights plus KV of the longest
+    requests that run at once, and at least what a run needs. Prompts of a file set one budget for all contenders."""
     if task.host_memory_gib is not None and offload.tier is Tier.nvme:
         return open_runtime(task, replace(offload, host_memory_gib=task.host_memory_gib), trace)
     runtime, requests = open_runtime(task, offload, trace)
@@ -77,8 +72,8 @@ def _within_share(
 
 
 def _weightstream(task: BenchmarkTask, ours: OwnContender, folder: str) -> Result:
-    """Measures generation; writing a trace counts too, though it happens between passes. What a search chooses is kept
-    in `folder`: the next measurement searches anew."""
+    """Measures generation, including writing a trace, which happens between passes. A searched policy is stored in
+    `folder` only, so the next measurement searches again."""
     trace = Trace() if ours.is_traced else None
     cache_dir = folder if task.policy != PolicyKind.fixed.value else None
     runtime, requests = _within_share(task, OffloadConfig(tier=ours.tier, cache_dir=cache_dir), trace)

@@ -1,4 +1,4 @@
-"""What policy=hrm chooses, beside a fixed grid of policies on the same requests within the same budget."""
+"""policy=hrm against a fixed grid of policies, with the same requests and budget."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +46,7 @@ class Attempt:
 
 
 def attempts(config: BenchConfig, path: str) -> Iterator[Attempt]:
-    """The search's, then the grid's. All have the budget of a block of all prompts."""
+    """The search, then the grid, all with the budget of a block of all prompts."""
     base = replace(make_task(config, Contender.nvme, path, config.num_prompts), num_kv_slots=config.num_prompts)
     yield Attempt(path=path, task=replace(base, policy=PolicyKind.hrm.value))
     for count, part in SIZES:
@@ -62,7 +62,7 @@ def attempts(config: BenchConfig, path: str) -> Iterator[Attempt]:
 
 
 def select_repeated(rounds: Mapping[Attempt, Sequence[Result]]) -> list[Attempt]:
-    """What was searched for each checkpoint, and the fastest of its grid."""
+    """The searched policy of each checkpoint, and the fastest of its grid."""
     chosen: list[Attempt] = []
     for path in {attempt.path: None for attempt in rounds}:
         mine = [attempt for attempt in rounds if attempt.path == path]
@@ -72,7 +72,7 @@ def select_repeated(rounds: Mapping[Attempt, Sequence[Result]]) -> list[Attempt]
 
 
 def policies_table(rounds: Mapping[Attempt, Sequence[Result]]) -> str:
-    """Fastest first. What comes of the grid's fastest is flattered where only one round measured it."""
+    """Rows, fastest first. Grid policies measured in one round only are biased upward."""
     lines: list[str] = []
     headings = ["policy", "tokens/s, median (min-max)", "rounds", "predicted"]
     for path in {attempt.path: None for attempt in rounds}:

@@ -1,4 +1,4 @@
-"""What is asked of one measurement and what it answers, and what all contenders have in common."""
+"""Question and answer of a measurement, and what all contenders share."""
 
 import json
 import os
@@ -21,10 +21,10 @@ FORGET_SECONDS = 0.5  # less than a step of any peer takes
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkTask:
-    """`batch_size` is a peer's, None where it has none of its own or none is found yet; `limit_minutes` the time that
-    its process may take. `num_kv_slots`: sequences whose keys and values the budget has room for; None: those of a
-    block. `host_memory_gib`: the budget, in place of what `weight_share` gives. `prompts_file`: JSON of the prompts'
-    ids, of which the first `num_prompts` are asked; None: random ones."""
+    """`batch_size`: of a peer; None if it has none or it is not searched yet. `limit_minutes`: for its process.
+    `num_kv_slots`: sequences with KV in the budget; None: those of a block. `host_memory_gib`: budget instead of that
+    of `weight_share`. `prompts_file`: JSON of token ids, of which the first `num_prompts` are used; None: random
+    prompts."""
 
     contender: str
     path: str
@@ -53,8 +53,8 @@ class BenchmarkTask:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """`tokens` is empty for the contenders that only read; their `rate` is bytes per second. Predictions are
-    Weightstream's."""
+    """`tokens` is empty for contenders that only read; their `rate` is in bytes per second. Only Weightstream has
+    predictions."""
 
     seconds: float
     prefill_seconds: float
@@ -77,8 +77,8 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a suite has measured. `rounds` by what was measured; `peers`: which of it is not Weightstream; `draw`
-    publishes a picture of its own. `is_interrupted`: there would have been more."""
+    """The results of a suite. `rounds` by contender; `peers`: those that are not Weightstream; `draw` publishes the
+    suite's picture. `is_interrupted`: measurements are missing."""
 
     table: str
     rounds: Mapping[str, Sequence[Result]]
@@ -90,8 +90,8 @@ class Measured:
 def measure_peer(
     generate: Callable[[], Mapping[int, list[int]]], *, baseline_bytes: int, batch_size: int | None
 ) -> Result:
-    """Times a peer's `generate`, which answers with the new tokens of each prompt by its number, and counts what the
-    kernel has counted meanwhile. `baseline_bytes`: from which peak memory counts, what the libraries take."""
+    """Times `generate` of a peer, which returns new tokens by prompt number, and reads the kernel's counters.
+    `baseline_bytes`: memory of libraries, not counted in the peak."""
     read_before = disk_read_bytes()
     reset_peak()
     begin = time.monotonic()
@@ -123,13 +123,13 @@ def prompts(num_prompts: int, vocab_size: int, median_tokens: int) -> list[list[
 
 
 def batches(prompts: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """Numbers of prompts, neighbours in length together, the longest first."""
+    """Prompt numbers in batches of similar length, the longest first."""
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     return [order[begin : begin + size] for begin in range(0, len(order), size)]
 
 
 def forget_pages(path: Path) -> None:
-    """Drops a file's pages from the page cache, or those of all files in a directory."""
+    """Drops a file, or all files of a directory, from the page cache."""
     for file in [path] if path.is_file() else path.rglob("*"):
         if file.is_file():
             descriptor = os.open(file, os.O_RDONLY)
@@ -140,8 +140,8 @@ def forget_pages(path: Path) -> None:
 
 @contextmanager
 def forget_pages_repeatedly(directory: Path) -> Iterator[None]:
-    """Drops the pages of the files in `directory` all along: for peers that read weights by way of the page cache,
-    where those of a model that does not fit would not stay either."""
+    """Keeps dropping the files of `directory` from the page cache. For peers that read weights through it, where a
+    model larger than memory would not stay."""
     is_done = Event()
 
     def forget() -> None:

@@ -1,4 +1,4 @@
-"""What all measurements of Weightstream itself have in common; needs no more than a plain image has."""
+"""Shared by all measurements of Weightstream; imports only what a plain image has."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +38,7 @@ AMPLE = Budgets(host_bytes=1 << 60)
 
 
 def _policy(task: BenchmarkTask) -> PolicyConfig:
-    """The policy that the task says; a search is free in all of it."""
+    """The policy of the task; a search may choose all of it."""
     ours = task.entry if isinstance(task.entry, OwnContender) else OwnContender(tier=Tier.nvme)
     kind, admission, shares = PolicyKind(task.policy), ours.admission, ours.shares
     if kind is not PolicyKind.fixed:
@@ -61,8 +61,8 @@ class RuntimeFactory(Protocol):
 def open_runtime(
     task: BenchmarkTask, offload: OffloadConfig, trace: Trace | None = None, make: RuntimeFactory = Runtime
 ) -> tuple[Runtime, list[Request]]:
-    """The runtime of a task, with its weights where `offload` says, and the task's requests. Raises WeightstreamError
-    where a prompt is longer than the model takes."""
+    """The runtime of a task with weights placed by `offload`, and its requests. Raises WeightstreamError if a prompt
+    exceeds the model's context."""
     dtype = task.entry.dtype if isinstance(task.entry, OwnContender) else DType.float32
     config = RuntimeConfig(
         model=ModelConfig(name="bench", path=task.path, dtype=dtype),
@@ -88,7 +88,7 @@ def open_runtime(
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredGeneration:
-    """What was measured of all passes together, each of them, and the rates that they were predicted by."""
+    """Results of all passes together and of each, and the rates used for predictions."""
 
     result: Result
     passes: Sequence[PassRecord]
@@ -104,9 +104,9 @@ def measure_generation(
     say: Callable[[str], object] = lambda step: None,
     after_pass: Callable[[], object] = lambda: None,
 ) -> MeasuredGeneration:
-    """Generates in a session, and counts the seconds of its passes and of `after_pass`, and the bytes that streams
-    have moved in passes. `rates`: None measures them. `is_warmed_up`: two tokens of each request are generated once
-    before, as the first decode pass on a device compiles kernels of its own. `say` is told each step as it begins."""
+    """Generates in a session. Measures seconds of passes and of `after_pass`, and bytes moved by streams. `rates`:
+    None measures them. `is_warmed_up`: first generates two tokens of each request, so that kernels are compiled.
+    Calls `say` at the start of each step."""
     passes: list[PassRecord] = []
     seconds_between = 0.0
 
@@ -150,14 +150,13 @@ def measure_generation(
 
 
 def make_requests(runtime: Runtime, prompts: Iterable[Sequence[int]]) -> list[Request]:
-    """Requests that are called by their numbers; what the runtime rejects is left out."""
+    """Requests named by their numbers, without those that the runtime rejects."""
     requests = [runtime.request(str(number), prompt) for number, prompt in enumerate(prompts)]
     return [request for request in requests if isinstance(request, Request)]
 
 
 def minimum_host_bytes(runtime: Runtime, requests: Sequence[Request]) -> int:
-    """Bytes of host memory that the runtime's config takes for these requests on a CPU, with no weights that stay and
-    all keys and values in memory."""
+    """Bytes of host memory for these requests on a CPU, without resident weights and with all KV in memory."""
     shape, sizes = runtime.model.shape, [request.size for request in requests]
     config = replace(runtime.config, kv=replace(runtime.config.kv, tier=KVTier.device))
     plan = plan_run(shape, config, AMPLE, sizes)
@@ -167,5 +166,5 @@ def minimum_host_bytes(runtime: Runtime, requests: Sequence[Request]) -> int:
 
 
 def prefill_seconds(passes: Iterable[PassRecord]) -> float:
-    """Seconds of prompts: each pass counts by the share that the tokens of prompts have in it."""
+    """Seconds of prompts; a pass counts by its fraction of prompt tokens."""
     return sum(p.seconds * p.counts.prompt_tokens / p.counts.real_tokens for p in passes)

@@ -1,8 +1,5 @@
-"""`python -m benchmarks.worker MODULE JSON`: the process in which MODULE's `answers` measures what JSON asks for.
-
-Each answer is a line of JSON as soon as it is there; whatever libraries print goes to stderr. It
-stands alone since it is also run by a peer's own Python, which has little but that peer.
-"""
+"""`python -m benchmarks.worker MODULE JSON`: runs MODULE's `answers` on the question JSON. Prints each answer as a
+line of JSON; output of libraries goes to stderr. Imports nothing else because peers run it with their own Python."""
 
 import json
 import os
@@ -17,8 +14,8 @@ REFUSED = "error: "  # begins what a worker says last where Weightstream refuses
 
 
 def respond(arguments: Sequence[str], out: TextIO) -> None:
-    """Writes the answers of the module named first to the question second. Raises SystemExit where Weightstream
-    refuses, with one error on stderr."""
+    """Writes the answers of the module named first to the question named second. Raises SystemExit with one error on
+    stderr if Weightstream refuses."""
     module, question = arguments
     try:
         for answer in import_module(module).answers(json.loads(question)):

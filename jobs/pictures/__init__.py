@@ -1,1 +1,1 @@
-"""Pictures and traces that any job may write. Here belongs what draws or exports and decides nothing."""
+"""Pictures and traces for all jobs. Code that only draws or exports belongs here."""

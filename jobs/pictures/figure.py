@@ -1,4 +1,4 @@
-"""Pictures by matplotlib, without a display."""
+"""Matplotlib figures, without a display."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,8 +23,8 @@ STYLE: dict[Any, Any] = {
 
 @contextmanager
 def figure(path: Path, height_pixels: float) -> Iterator[Figure]:
-    """An empty figure, published at `path` once the block ends, as what its suffix says: svg or png. An older file is
-    replaced. Raises OutputError."""
+    """A new figure, published at `path` as svg or png, by its suffix, when the context ends. Replaces an older file.
+    Raises OutputError."""
     with rc_context(STYLE):
         made = Figure(figsize=(WIDTH_PIXELS / PIXELS_PER_INCH, height_pixels / PIXELS_PER_INCH), dpi=PIXELS_PER_INCH)
         yield made

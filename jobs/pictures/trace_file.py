@@ -1,9 +1,6 @@
-"""A run's trace as Chrome trace events, a JSON array that ui.perfetto.dev and chrome://tracing open.
-
-Each start of a run, and each of its workers, writes a file of its own, and closes it after every pass: what is there is
-valid JSON at all times, except that a process killed in the middle of a write leaves a cut tail. Losing a trace never
-stops a run.
-"""
+"""Traces of runs as Chrome trace events: a JSON array for ui.perfetto.dev and chrome://tracing. Each start and each
+worker writes its own file and closes the array after every pass, so the file is always valid JSON, unless the process
+is killed during a write. Errors of traces never stop a run."""
 
 import json
 import logging
@@ -29,14 +26,14 @@ PROCESSES = {RUN: 1, PREDICTED: 2}  # their numbers; files of different numbers 
 
 
 class Tracks:
-    """Spans of one row may overlap, those of one track may not: viewers drop what does. A row's first track is enough
-    for spans that follow one another."""
+    """Assigns overlapping spans of a row to separate tracks, because viewers drop spans that overlap within a
+    track."""
 
     def __init__(self) -> None:
         self._ends: dict[Resource, list[float]] = {row: [] for row in Resource}
 
     def place(self, span: Span) -> int:
-        """The first track of its row that is free when it begins. Spans that begin earlier should come earlier."""
+        """The first track of the row that is free at the span's begin. Place spans in order of begin."""
         ends = self._ends[span.resource]
         for track, end in enumerate(ends):
             if end <= span.begin:
@@ -47,14 +44,14 @@ class Tracks:
 
 
 class TraceEvents:
-    """The events of one file, under one of `PROCESSES`. `begin` is the second that becomes 0 in it."""
+    """The events of one file, under one of `PROCESSES`. `begin`: the second that is 0 in the file."""
 
     def __init__(self, process: str, begin: float):
         self._process, self._number, self._begin = process, PROCESSES[process], begin
         self._tracks, self._named = Tracks(), set[int]()
 
     def format_header(self) -> list[str]:
-        """The names of the process and of every row that a span can be on."""
+        """Events that name the process and every row."""
         rows = (row for row in Resource if row is not Resource.host_memory)
         return [self._event_of_name("process_name", 0, self._process), *(self._track_name(row, 0) for row in rows)]
 
@@ -62,8 +59,8 @@ class TraceEvents:
         return [event for span in sorted(spans, key=lambda span: span.begin) for event in self._events(span)]
 
     def _events(self, span: Span) -> list[str]:
-        """The span, behind its track's name if that is new. Formatted by hand, for there is one for each action of a
-        run: 1.7 us against 5.6 us with `json.dumps` of the whole."""
+        """The event of a span, after that of its track's name if new. Formatted by hand because there is one for each
+        action: 1.7 us instead of 5.6 us with `json.dumps`."""
         row, name, begin, end = span
         track = self._tracks.place(span)
         tid = _tid(row, track)
@@ -91,10 +88,10 @@ OPEN, BETWEEN, CLOSE = b"[\n", b",\n", b"\n]\n"
 
 
 class TraceFile(Closing):
-    """A context manager. `begin` is the second that becomes 0 in the file, as `Trace.begin`."""
+    """A trace file as a context manager. `begin`: the second that is 0 in the file, as `Trace.begin`."""
 
     def __init__(self, folder: Path, begin: float, name: str = "start"):
-        """Makes `<folder>/<name>-00000.json`, or the next number that is free."""
+        """Creates `<folder>/<name>-00000.json`, or the next free number."""
         self._events, self._predicted = TraceEvents(RUN, begin), TraceEvents(PREDICTED, begin)
         self._has_predicted = False
         self._end = 0  # of the last event
@@ -111,8 +108,8 @@ class TraceFile(Closing):
             self._give_up(folder, error)
 
     def write(self, spans: Sequence[Span], predicted: Sequence[Span] = ()) -> None:
-        """Adds them, what was predicted under a process of its own, and closes the array. On an error of the disk: logs
-        it, and takes no more from then on."""
+        """Appends spans, predicted ones under a separate process, and closes the array. On a disk error it logs a
+        warning and ignores further calls."""
         if self._descriptor < 0 or not (spans or predicted):
             return
         head = self._predicted.format_header() if predicted and not self._has_predicted else []
@@ -146,9 +143,9 @@ class TraceFile(Closing):
 
 @contextmanager
 def tracing(folder: Path, trace: Trace | None, *, is_worker: bool = False) -> Iterator[Callable[..., None]]:
-    """Inside it, each call of what it gives writes all that `trace` has collected, and the predicted spans that it is
-    given; the end of it writes the rest, also of a pass that was interrupted. The file of one of several workers has
-    its host and process in its name. Without a trace nothing is made and nothing happens."""
+    """Yields a function that writes the spans collected by `trace`, and predicted spans given to it. The end of the
+    context writes the rest, including those of an interrupted pass. The file of one of several workers is named by
+    host and process. Does nothing without a trace."""
     if trace is None:
         yield lambda predicted=(): None
         return
@@ -161,14 +158,15 @@ def tracing(folder: Path, trace: Trace | None, *, is_worker: bool = False) -> It
 
 
 def publish_trace(path: Path, process: str, spans: Sequence[Span]) -> None:
-    """A file like that of a run, at once; an older one is replaced. Raises OutputError."""
+    """Publishes a complete trace file; replaces an older one. Raises OutputError."""
     events = TraceEvents(process, 0.0)
     data = OPEN + _lines([*events.format_header(), *events.format_spans(spans)]) + CLOSE
     publish_named(path, lambda file: write_all(file, data))
 
 
 def find_trace_files(path: Path) -> list[Path]:
-    """The file at `path`, or all of a run at it, of its turns too, or of its folder of traces. Raises ConfigError."""
+    """The file at `path`, or all trace files of a run, its turns, or a trace folder. Raises ConfigError if there are
+    none."""
     if not path.is_dir():
         return [path]
     found = [file for folder in (".", "trace", "turn-*/trace") for file in sorted(path.glob(f"{folder}/*-?????.json"))]
@@ -178,14 +176,13 @@ def find_trace_files(path: Path) -> list[Path]:
 
 
 def read_trace(path: Path) -> list[Span]:
-    """The spans in such a file, in seconds since its begin, of a run's without what was predicted. Raises ConfigError
-    when it is none."""
+    """The measured spans of a trace file, in seconds after its begin. Raises ConfigError if it is not a trace."""
     return next(iter(read_processes(path).values()), [])
 
 
 def read_processes(path: Path) -> dict[str, list[Span]]:
-    """The spans in such a file by the name of their process, what ran before what was predicted. Raises ConfigError
-    when it is none."""
+    """The spans of a trace file by process name, measured before predicted. Raises ConfigError if it is not a
+    trace."""
     try:
         events = json.loads(read_regular_file(path)[0])
         if not isinstance(events, list):
@@ -211,8 +208,8 @@ def read_processes(path: Path) -> dict[str, list[Span]]:
 
 
 def read_all(paths: Sequence[Path]) -> list[tuple[Path, dict[str, list[Span]]]]:
-    """`read_processes` of each. Of several, one that is cut short, as a worker that was killed leaves it, is left out,
-    which the log says. Raises ConfigError where none can be read."""
+    """`read_processes` of each file. Skips truncated files of killed workers with a warning. Raises ConfigError if
+    none can be read."""
     found, refused = list[tuple[Path, dict[str, list[Span]]]](), list[ConfigError]()
     for path in paths:
         try:

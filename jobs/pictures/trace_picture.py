@@ -1,7 +1,5 @@
-"""Windows of a trace as a picture: a row for each resource, a colour for each kind of action, a time axis.
-
-Measured and simulated traces are drawn alike.
-"""
+"""Draws windows of a trace: a row for each resource, a color for each kind of action, a time axis. Measured and
+simulated traces look alike."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -43,7 +41,7 @@ OTHER = "#bab0ac"
 
 @dataclass(frozen=True, kw_only=True)
 class TimeWindow:
-    """Seconds of a trace. `marks`: named moments."""
+    """A window of a trace, in seconds. `marks`: named moments."""
 
     begin: float
     end: float
@@ -61,7 +59,7 @@ class TimeWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A span, cut at the window's edges. `top` counts tracks from the top of the picture, gaps included."""
+    """A span, cut at the edges of the window. `top`: tracks from the top of the picture, gaps included."""
 
     span: Span
     begin: float
@@ -75,7 +73,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceLane:
-    """A resource's bars. `busy`: the share of the window in which at least one of them ran."""
+    """The bars of a resource. `busy`: fraction of the window with at least one bar."""
 
     row: Resource
     top: float
@@ -88,7 +86,7 @@ class ResourceLane:
         return self.top + self.num_tracks / 2
 
     def draw(self, axes: Axes, factor: float, pixels_per_second: float) -> None:
-        """Draws the bars, and beside them how busy it was. `factor`: from seconds to the unit of the time axis."""
+        """Draws the bars and the busy percentage. `factor`: seconds to the unit of the time axis."""
         axes.axhspan(self.top, self.top + self.num_tracks, color="#f4f4f4", zorder=0)
         beside = ("axes fraction", "data")
         axes.annotate(f"{self.busy:.0%}", (1, self.middle), (8, 0), beside, "offset points", va="center")
@@ -109,13 +107,13 @@ class ResourceLane:
 
 
 def draw(path: Path, spans: Sequence[Span], windows: Sequence[TimeWindow]) -> None:
-    """Publishes the picture, a panel for each window, as svg or png by the suffix of `path`; raises OutputError. Rows
-    on which nothing ever ran are left out."""
+    """Publishes a picture with a panel for each window, as svg or png by the suffix. Rows without any span are left
+    out. Raises OutputError."""
     draw_panels(path, [(spans, window) for window in windows])
 
 
 def draw_panels(path: Path, shown: Sequence[tuple[Sequence[Span], TimeWindow]]) -> None:
-    """Draws what `draw` does, of spans and a window for each panel."""
+    """Draws as `draw` does, with spans and a window for each panel."""
     panels, windows = [lay_out(spans, window) for spans, window in shown], [window for _, window in shown]
     heights = [TRACK * _num_tracks(lanes) for lanes in panels]
     total = sum(heights) + len(panels) * (HEAD + FOOT)
@@ -129,7 +127,7 @@ def draw_panels(path: Path, shown: Sequence[tuple[Sequence[Span], TimeWindow]]) 
 
 
 def lay_out(spans: Sequence[Span], window: TimeWindow) -> list[ResourceLane]:
-    """Spans of a row that overlap lie beneath each other, those that follow one another side by side."""
+    """Places the spans of each row: overlapping spans on separate tracks, consecutive ones on the same."""
     lanes, top = list[ResourceLane](), 0.0
     for row in (row for row in Resource if any(span.resource is row for span in spans)):
         mine, tracks = [span for span in window.visible_spans(spans) if span.resource is row], Tracks()

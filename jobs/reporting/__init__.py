@@ -1,3 +1,2 @@
-"""Runs beside each other as a table, one run as a page, and how far a run is. Here belongs what reads the files of
-runs, finished or not, and tells people of them.
-"""
+"""Compares runs in a table, shows a run as an HTML page, and reports progress. Code that reads files of runs for
+people belongs here."""

@@ -1,5 +1,5 @@
-"""The numbers that a page draws: tokens per second over time, how busy each resource was, and what was predicted of a
-run beside what was measured."""
+"""Data of a page's charts: tokens per second over time, busy fractions of resources, and predicted against measured
+figures."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ TIME_PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseLine:
-    """What a line of the throughput chart shows: the tokens of a pass, and the share of its time that was theirs."""
+    """A line of the throughput chart. `tokens`: tokens of a pass; `share`: the fraction of its time spent on them."""
 
     name: str
     tokens: Callable[[PassRow], float]
     share: Callable[[PassRow], float]
 
     def binned(self, passes: Sequence[PassRow]) -> list[float | None]:
-        """Tokens per second of the phase in each of NUM_BINS equal times; None where it did not run. A pass that lasts
-        over several is divided among them."""
+        """Tokens per second in each of NUM_BINS equal intervals; None in intervals without the phase. A pass is
+        divided among the intervals that it spans."""
         total = sum(row.seconds for row in passes)
         tokens, seconds, now = [0.0] * NUM_BINS, [0.0] * NUM_BINS, 0.0
         for row in passes:
@@ -51,14 +51,14 @@ PHASES = (
 
 
 def round_axis_limit(most: float) -> float:
-    """The end of an axis: 1, 2, 2.5 or 5 times a power of ten, not below `most`."""
+    """The end of an axis: 1, 2, 2.5 or 5 times a power of ten, at least `most`."""
     power = 10 ** len(f"{most:.0f}")
     tops = [power / 100 * step for step in (1, 2, 2.5, 5, 10, 20, 25, 50, 100)]
     return next((top for top in tops if top >= most and top > 0), power)
 
 
 def busy_shares(spans: Sequence[Span], seconds: float) -> list[float]:
-    """The share of each of NUM_BINS equal times in which at least one of the spans was going on."""
+    """The fraction of each of NUM_BINS equal intervals covered by at least one span."""
     busy, until = [0.0] * NUM_BINS, 0.0
     for span in sorted(spans, key=lambda span: span.begin):
         begin, end = max(span.begin, until) / seconds * NUM_BINS, span.end / seconds * NUM_BINS
@@ -70,7 +70,7 @@ def busy_shares(spans: Sequence[Span], seconds: float) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One figure; `predicted` is None where nobody said. `whole`: what a full bar stands for."""
+    """A measured and a predicted figure; `predicted` is None without a prediction. `whole`: value of a full bar."""
 
     name: str
     measured: float
@@ -93,7 +93,7 @@ class Pair:
 
 
 def compare_predictions(figures: RunFigures) -> Iterator[Pair]:
-    """The rates, the times and the memory of a run, in this order."""
+    """Yields rates, times and memory of a run, in this order."""
     summary, planned = figures.summary, figures.recorded_summary.get("planned")
     measured, claimed = summary.measured, summary.predicted
     for name, rate, claim in (
@@ -114,7 +114,7 @@ def compare_predictions(figures: RunFigures) -> Iterator[Pair]:
 
 
 def _phase(name: str, times: PhaseTimes, expected: PhaseTimes | None) -> Iterator[Pair]:
-    """The time of a phase, and what worked in it, side by side; lines of two zeros are left out."""
+    """Yields the time of a phase and of the resources in it, without lines of two zeros."""
     whole = max(times.seconds, expected.seconds if expected else 0.0)
     if not whole:
         return

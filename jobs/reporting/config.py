@@ -1,5 +1,5 @@
-"""Which runs are reported, and where to, and whose status is told; conf/report.yaml and conf/status.yaml mirror it. It
-stands alone because a door reads it before it loads what takes long."""
+"""The settings of `jobs.report` and `jobs.status`; mirrors conf/report.yaml and conf/status.yaml. Separate so that
+they are checked before slow imports."""
 
 from dataclasses import dataclass
 from enum import Enum

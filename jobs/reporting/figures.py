@@ -1,4 +1,4 @@
-"""A run in figures, finished or not: from its parts, its plan and what it noted down."""
+"""Figures of a run, finished or not, from its parts, plan and summary."""
 
 import logging
 from collections import Counter
@@ -22,7 +22,7 @@ PASS_COLUMNS = [field.name for field in fields(PassRow) if not field.name.starts
 
 @dataclass(frozen=True, kw_only=True)
 class RunFigures:
-    """What can be read of one run; of a damaged one that is less."""
+    """Figures of one run; a damaged run has fewer."""
 
     run: RunReader
 
@@ -33,7 +33,7 @@ class RunFigures:
 
     @cached_property
     def passes(self) -> Sequence[PassRow]:
-        """All that are recorded, in the order in which they ran."""
+        """All recorded passes, in order of execution."""
         rows: list[PassRow] = []
         for block in sorted(self.run.parts):
             path = self.run.directory.throughput_part(block)
@@ -46,7 +46,7 @@ class RunFigures:
 
     @cached_property
     def statuses(self) -> Mapping[str, int]:
-        """How many rows of the parts ended how."""
+        """The number of rows by status."""
         counts: Counter[str] = Counter()
         for path in self.run.parts.values():
             try:
@@ -69,7 +69,7 @@ class RunFigures:
 
     @property
     def num_rows(self) -> int | None:
-        """How many were planned; None where the plan is not there or cannot be read."""
+        """The number of planned rows; None if the plan is absent or damaged."""
         try:
             return self.run.num_rows
         except DamagedRunError:
@@ -77,12 +77,12 @@ class RunFigures:
 
     @property
     def seconds(self) -> float:
-        """The time of all passes; what lies between starts does not count."""
+        """The time of all passes, without the time between starts."""
         return sum(row.seconds for row in self.passes)
 
     @property
     def elapsed_seconds(self) -> float | None:
-        """The time on the wall of all starts; None where no pass has ended."""
+        """The wall-clock time of all starts; None before the first pass has ended."""
         return self.summary.elapsed.seconds if self.summary.elapsed is not None else None
 
     @property
@@ -91,7 +91,7 @@ class RunFigures:
 
     @cached_property
     def recorded_summary(self) -> Mapping[str, JsonValue]:
-        """What summary.json says, which a run has once it is finished."""
+        """The content of summary.json; empty until the run is finished."""
         try:
             return read_json(self.run.directory.summary)
         except (OSError, DamagedRunError):
@@ -103,7 +103,7 @@ class RunFigures:
 
     @property
     def state(self) -> str:
-        """The condition, and of a run that is not finished how far it is."""
+        """The condition of the run, with progress if it is not finished."""
         condition, rows = self.run.condition, self.num_rows
         if condition is Condition.done:
             return condition.value

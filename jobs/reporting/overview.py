@@ -1,5 +1,5 @@
-"""Runs side by side: the settings in which they differ, and what each came to; shards of one run together. As text, and
-as files: Markdown, Parquet, and its rates as a picture."""
+"""A comparison of runs: settings that differ and results, with shards grouped by run. Printed as text and written as
+Markdown, Parquet and a picture of rates."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,11 +55,11 @@ class Overview:
         return "\n".join(f"| {' | '.join(row)} |" for row in escaped) + "\n"
 
     def table(self) -> pa.Table:
-        """A row for each run and shard, in plain numbers; settings are text."""
+        """A row for each run and shard, with unformatted numbers; settings are text."""
         return pa.Table.from_pylist([self._values(run) for run in self.runs])
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
-        """The head, and a row for each run, each shard, and for what the shards of a run come to together."""
+        """The head, and a row for each run, each shard, and the totals of a run's shards."""
         last = [key.rpartition(".")[2] for key in self.keys]  # which stands for a key where no other ends in it
         names = [word if last.count(word) == 1 else key for key, word in zip(self.keys, last, strict=True)]
         rows: list[list[str]] = []
@@ -106,7 +106,7 @@ def make_overview(runs: Iterable[RunFigures]) -> Overview:
 
 
 def differing_keys(settings: Sequence[Mapping[str, JsonValue]]) -> list[str]:
-    """The keys whose values differ, in the order of the config; a key that a run was begun without has its default."""
+    """Keys with different values, in the order of the config; a key that a run lacks has its default."""
     defaults = flatten(GenerateConfig())
     filled = [{**defaults, **each} for each in settings]
     keys = dict.fromkeys((*defaults, *(key for each in settings for key in each)))
@@ -118,12 +118,12 @@ def differing_keys(settings: Sequence[Mapping[str, JsonValue]]) -> list[str]:
 
 
 def format_setting(value: JsonValue) -> str:
-    """A value of a setting as on a command line; a text of several lines, or with what steers a terminal, as JSON."""
+    """A setting's value as on a command line; as JSON if it has several lines or control characters."""
     return value if isinstance(value, str) and value.isprintable() else canonical_json(value)
 
 
 def _by_run(runs: Sequence[RunFigures]) -> list[tuple[str, list[RunFigures]]]:
-    """Shards of a run together, under its name; where another run has that name, under its path."""
+    """Groups shards by the name of their run, or by its path if the name is not unique."""
     groups: dict[Path, list[RunFigures]] = {}
     for run in runs:
         named = run.run.path.parent.parent / run.name if run.run.num_turns > 1 else run.run.path
@@ -156,7 +156,7 @@ def _cells(run: RunFigures) -> list[str]:
 
 
 def _combined_cells(shards: Sequence[RunFigures]) -> list[str]:
-    """Sums, and states by index; rates are those of shards, which may have run at the same time or not."""
+    """Sums over shards, and states by index. Rates are those of the shards, which may have run at different times."""
     count = shards[0].run.shard[1]
     peak = [run.summary.peak for run in shards]
     return [
@@ -170,7 +170,7 @@ def _combined_cells(shards: Sequence[RunFigures]) -> list[str]:
 
 
 def shard_states(shards: Sequence[RunFigures], count: int) -> str:
-    """How many shards are done, and the others by index."""
+    """How many shards are done, and the states of the others by index."""
     of = {run.run.shard[0]: run.run.condition for run in shards}
     done = sum(condition is Condition.done for condition in of.values())
     others = {
@@ -195,8 +195,8 @@ COLOURS = {"prefill": "#4c78a8", "decode": "#f58518"}
 
 
 def write_overview(overview: Overview, directory: Path) -> list[Path]:
-    """Publishes table.md, table.parquet and, where anything was measured, rates.png, in place of those of before.
-    Raises ConfigError where one of them is somebody's own, OutputError."""
+    """Publishes table.md, table.parquet and, if there are measurements, rates.png; replaces earlier ones. Raises
+    ConfigError if one of them is not ours to replace, OutputError."""
     markdown, table, picture = (directory / name for name in ("table.md", "table.parquet", "rates.png"))
     require_replaceable((markdown, table, picture), f"directory={directory}")
     make_directory(directory)
@@ -210,7 +210,7 @@ def write_overview(overview: Overview, directory: Path) -> list[Path]:
 
 
 def draw_rates(path: Path, runs: Sequence[RunFigures]) -> None:
-    """Publishes bars of tokens per second, prefill and decode beside each other, in the order of the table."""
+    """Publishes bars of prefill and decode tokens per second, in table order."""
     from ..pictures.figure import figure  # matplotlib, which is loaded only to draw
 
     names = [run.name for run in runs]

@@ -1,5 +1,5 @@
-"""One run as one page that needs nothing beside it: no script, no font, no request. A run's rows are anybody's text:
-the template escapes all that is not its own."""
+"""A run as one self-contained HTML page: no script, font or request. Rows of a run are untrusted text; the template
+escapes them."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -30,8 +30,8 @@ RESOLVED_SETTINGS = {"model.dtype"}  # recorded as what `auto` came to: whether 
 
 
 def escape_control_characters(value: object) -> object:
-    """Control characters of a text as their escapes: browsers drop some, and the marks that turn the direction of a
-    line around would make it say something else than it does."""
+    """Replaces control characters by their escapes. Browsers drop some, and bidirectional marks would reorder the
+    text."""
     if not isinstance(value, str) or hasattr(value, "__html__"):
         return value
     return "".join(char if char.isprintable() or char in "\n\t " else ascii(char)[1:-1] for char in value)
@@ -49,8 +49,8 @@ ENVIRONMENT.globals |= {"nice_top": round_axis_limit, "num_bins": NUM_BINS, "pha
 
 
 def write_page(figures: RunFigures, num_samples: int, directory: Path | None) -> Path:
-    """Publishes the page as report.html in `directory`, or in the run's own, of a run at a URL in this one, in place of
-    one of before. Raises ConfigError where that is somebody's own file, OutputError."""
+    """Publishes report.html in `directory`, else in the run's directory, or for a run at a URL in the current one;
+    replaces an earlier one. Raises ConfigError if the file is not ours to replace, OutputError."""
     folder = make_directory(directory) if directory is not None else Path() if figures.run.url else figures.run.path
     path = folder / "report.html"
     if directory is not None or figures.run.url:
@@ -103,7 +103,7 @@ def _html(figures: RunFigures, num_samples: int) -> str:
 
 
 def _spans(figures: RunFigures) -> Sequence[Span]:
-    """The trace of the last start that has one which can be read."""
+    """The trace of the last start with a readable one."""
     for path in sorted(figures.run.directory.trace.glob("start-*.json"), reverse=True):
         try:
             if spans := read_trace(path):
@@ -118,7 +118,7 @@ def _objects(value: JsonValue) -> list[Mapping[str, JsonValue]]:
 
 
 def _ledger(ledger: Mapping[str, JsonValue]) -> dict[str, object]:
-    """What a memory was planned to hold: of each entry also where its part of the bar begins, and how wide it is."""
+    """The planned content of a memory, with position and width of each entry in the bar."""
 
     def size_of(value: JsonValue) -> float:
         return float(value) if isinstance(value, int | float) else 0.0

@@ -1,4 +1,4 @@
-"""Rows of a run for a person to read: some that went well, and those that failed."""
+"""Rows of a run to read: some that succeeded, and those that failed."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -26,8 +26,8 @@ FIELDS_OF_PROMPTS = ("dataset.messages_field", "dataset.prompt_field", "dataset.
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRow:
-    """`prompt`: as it was asked, as the input has it, or the columns of the input by name; None where the run did not
-    keep any. Runs that score or encode complete nothing."""
+    """`prompt`: the prompt as answered, as in the input, or the input columns by name; None if the run kept none.
+    Runs that score or encode have no completion."""
 
     id: str
     row_index: int
@@ -41,7 +41,7 @@ class SampleRow:
 
 
 def good_rows(figures: RunFigures, count: int) -> list[SampleRow]:
-    """Rows that are ok, from all over the run: blocks hold rows of like length."""
+    """Rows with status ok from all parts of the run, because a block holds rows of similar length."""
     paths = list(figures.run.parts.values())
     chosen = [paths[i * len(paths) // min(count, len(paths))] for i in range(min(count, len(paths)))]
     found: list[SampleRow] = []
@@ -53,7 +53,7 @@ def good_rows(figures: RunFigures, count: int) -> list[SampleRow]:
 
 
 def failed_rows(figures: RunFigures, count: int) -> list[SampleRow]:
-    """The first of the rows that are not ok, by their places in the input."""
+    """The first rows with another status than ok, in input order."""
     if not figures.num_errors:
         return []
     rows = (row for path in figures.run.parts.values() for row in _rows(figures, path) if row.status != "ok")
@@ -79,9 +79,9 @@ def _is_input_column(column: pa.Field) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Prompts:
-    """What rows asked, by the columns of the input that a part has. `columns`: of each what the input calls it and
-    whether it is JSON. `template`: what was filled with them; `front`: in front of each. Without one, columns that may
-    hold what was asked, the likeliest first; where there are none, `is_listed`, all are shown by name."""
+    """Finds the prompts of rows in the input columns of a part. `columns`: input name of each column, and True if it
+    is JSON. `template` is filled with them, after `prefix`. Without a template: candidates, the most likely first; if
+    there are none, `is_listed` and all columns are shown by name."""
 
     columns: Mapping[str, tuple[str, bool]]
     template: Template | None = None
@@ -111,7 +111,7 @@ class _Prompts:
         return _Prompts(columns=kept, is_listed=True)
 
     def prompt_text(self, row: Mapping[str, Any]) -> str | None:
-        """The prompt of a row of the part; None where the part has nothing of the input."""
+        """The prompt of a row of the part; None if the part has no input columns."""
         if self.template is not None:
             fields = {
                 name: json.loads(str(row[each])) if is_json and row[each] is not None else row[each]
@@ -128,12 +128,12 @@ class _Prompts:
 
 
 def _is_column_of(name: str, wanted: str) -> bool:
-    """Whether a field of a template is this column, or lies in it."""
+    """True if a template field is this column or nested in it."""
     return wanted == name or wanted.startswith(f"{name}.")
 
 
 def _text(value: object, is_json: bool) -> str:
-    """A chat as its messages, questions of several turns as the first."""
+    """A chat as its messages, a question of several turns as the first."""
     if not is_json:
         return str(value)
     loaded = json.loads(str(value))

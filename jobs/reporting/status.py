@@ -1,5 +1,5 @@
-"""How far a run is, by the names of its parts, its plan and its leases, and how fast its workers are, by the passes of
-the last parts. No rows are read: it is quick for many rows."""
+"""Progress of runs, from the names of parts, the plan and leases; speed of workers, from the passes of the last
+parts. Reads no rows, so it is fast for large runs."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ NUM_PARTS, NUM_PARTS_OF_PACE = 100, 20  # the last ones, so that many are read q
 
 @dataclass(kw_only=True)
 class WorkerRate:
-    """What one process did of the last parts: `num_rows` is its share of their rows, by the seconds of its passes."""
+    """Work of one process in the last parts. `num_rows`: its share of their rows, by seconds of its passes."""
 
     holder: Mapping[str, JsonValue]
     num_parts: int = 0
@@ -40,12 +40,12 @@ class WorkerRate:
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
     def is_holder(self, holder: Mapping[str, JsonValue]) -> bool:
-        """Whether this is the process that a lease names."""
+        """True if a lease names this process."""
         return bool(self.holder) and all(holder.get(key) == value for key, value in self.holder.items())
 
 
 def worker_rates(run: RunReader, rows_by_block: Mapping[int, int]) -> list[WorkerRate]:
-    """Those who had a part in the last parts, the fastest first. What cannot be read is left out, with a warning."""
+    """The workers of the last parts, fastest first. Unreadable parts are skipped with a warning."""
     last = sorted((path.stat().st_mtime, block) for block, path in run.parts.items() if block in rows_by_block)
     rates: dict[str, WorkerRate] = {}
     for _, block in last[-NUM_PARTS:]:
@@ -71,7 +71,7 @@ def worker_rates(run: RunReader, rows_by_block: Mapping[int, int]) -> list[Worke
 
 
 def _parse_holder(text: str) -> Mapping[str, JsonValue]:
-    """The process that the column names, or an empty one where that is damaged: nothing goes by it."""
+    """The process named in the column; empty if the value is damaged, which is harmless."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -81,7 +81,7 @@ def _parse_holder(text: str) -> Mapping[str, JsonValue]:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
-    """`rate`: None before a part of its own; `leased`: None of one that has no block, as it waits or has ended."""
+    """`rate`: None before its first part. `leased`: None for a worker without a block, which waits or has ended."""
 
     holder: Mapping[str, JsonValue]
     rate: WorkerRate | None
@@ -102,7 +102,7 @@ class WorkerStatus:
         return f"  {name}: {', '.join(texts)}"
 
     def to_plain(self) -> dict[str, object]:
-        """What the status as JSON has of it."""
+        """The worker as JSON values."""
         return {
             "holder": format_holder(self.holder),
             "slurm": self.holder.get("slurm", {}),
@@ -115,10 +115,10 @@ class WorkerStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """`state`: done, running or interrupted; unfinished in an object store, which says of no one whether he is at work.
-    Blocks and rows that are planned are None before the plan is fixed; of `num_windows` windows, `num_windows_planned`
-    have a plan. `rows_per_second` is that of the workers who are at work or, where there are no leases, of the last
-    parts; None where there are too few, and of an object store."""
+    """`state`: done, running or interrupted; unfinished in an object store, which has no information about workers.
+    Planned blocks and rows are None before the plan is fixed; `num_windows_planned` of `num_windows` windows have a
+    plan. `rows_per_second`: of the active workers or, without leases, of the last parts; None with too few parts and
+    in an object store."""
 
     run: str
     state: str
@@ -134,8 +134,8 @@ class RunStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """How long the rest takes at `rows_per_second`, where windows without a plan have as many rows as those with
-        one; None where nobody is at work."""
+        """The remaining time at `rows_per_second`; windows without a plan count as large as planned ones. None
+        without active workers."""
         if self.state != "running" or not self.rows_per_second or self.num_rows is None:
             return None
         num_rows = self.num_rows * self.num_windows / max(1, self.num_windows_planned)
@@ -143,7 +143,7 @@ class RunStatus:
 
 
 def read_status(run: RunReader) -> RunStatus:
-    """Raises DamagedRunError where the plan cannot be read."""
+    """The status of a run. Raises DamagedRunError if the plan cannot be read."""
     rows = run.rows_by_block
     done = {block: path for block, path in run.parts.items() if block in rows}
     is_running, here = is_locked(run.directory.lock), run.url is None
@@ -181,7 +181,7 @@ def read_status(run: RunReader) -> RunStatus:
 
 
 def format_text(statuses: Sequence[RunStatus]) -> str:
-    """A line of what is done for each run, and one for each of its workers."""
+    """A line for each run and one for each of its workers."""
     return "\n\n".join("\n".join(_lines(status)) for status in statuses)
 
 
