@@ -66,8 +66,8 @@ class OwnContender:
 class Isolation:
     """A virtual environment with `requirements`, without their dependencies in `unwanted`, in which `module`
     measures. `preloaded`: libraries to load first, as their makers advise. `gguf_kind`: kind of the GGUF file that
-    the peer reads. `is_built_here`: pip compiles it for this processor, or by CMAKE_ARGS. `restricted`: environment
-    variables that restrict its instructions, besides those of torch and oneDNN."""
+    the peer reads. `is_built_here`: pip compiles it for this processor, or by CMAKE_ARGS. `restricted`: what
+    limits its instructions besides variables of torch and oneDNN, as text for the table."""
 
     name: str
     module: str

@@ -16,7 +16,7 @@ from runtime.store.faults import read_error, with_retries
 from runtime.store.file_digests import read_packing_record
 from runtime.store.header import read_header
 from runtime.store.writer import atomic_write, sync_directory
-from runtime.units import counted, format_bytes
+from runtime.units import format_bytes, format_count
 
 from ..files.locks import RunLock
 from ..files.publishing import make_directory, sweep_temps
@@ -55,7 +55,7 @@ class Packing:
         rounded = [packed for packed in self.tensors if packed.squares is not None]
         num_lossless = len(self.tensors) - len(raw) - len(rounded)
         lines = [
-            f"{self.out}: {counted(self.num_shards, 'shard')}{kept}{gone}",
+            f"{self.out}: {format_count(self.num_shards, 'shard')}{kept}{gone}",
             f"bytes      {before:,} before, {after:,} after: {after / max(1, before):.3f}",
             f"tensors    {f'{len(rounded):,} rounded, ' * bool(rounded)}{num_lossless:,} packed without loss, "
             f"{len(raw):,} as they were",
