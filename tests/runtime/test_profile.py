@@ -131,7 +131,7 @@ def test_measured_rates_are_taken_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("config", "dtype", "message"),
     [
-        (MachineConfig(), DType.auto, r"machine=auto says nothing .* python -m jobs.measure"),
+        (MachineConfig(), DType.auto, r"machine=auto has no rates.* python -m jobs.measure"),
         (MachineConfig(name="here", rates=RATES), DType.float16, "not measured for float16, only for: float32"),
     ],
 )
