@@ -160,7 +160,7 @@ class MachineRates:
         """Returns the seconds of a product with quantized codes: the longer of decoding the weights and of the product
         at the rate of many rows.
 
-        Decoding takes as long as reading 16-bit elements, for four bits too (measured, see docs/kernels.md).
+        Decoding takes as long as reading 16-bit elements, for 4 bits too (docs/project/benchmarks-device-kernels.md).
         """
         reading = 2.0 * stored.num_numbers / self.dequantize_bytes_per_second
         products = 2.0 * num_rows * stored.num_numbers / max(self.gemm_flops_per_second.values())
