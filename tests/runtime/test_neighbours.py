@@ -23,7 +23,7 @@ def test_lanes_that_grow_in_turns_each_stay_in_one_stretch() -> None:
             lane += pool.allocate(1, lane[-1] if lane else None)
     assert sorted(page for lane in lanes for page in lane) == list(range(64))
     assert [num_spans(lane) for lane in lanes] == [1, 1, 1, 1]
-    with pytest.raises(AssertionError, match="1 KV pages are wanted and 0 of 64 are free"):
+    with pytest.raises(AssertionError, match="1 KV pages requested, 0 of 64 are free"):
         pool.allocate(1)
 
 

@@ -243,7 +243,7 @@ def test_a_pool_hands_out_each_page_once() -> None:
     pool.free(first[:1])
     second = pool.allocate(3)
     assert len({*first[1:], *second}) == 5
-    with pytest.raises(AssertionError, match="1 KV pages are wanted and 0 of 5 are free"):
+    with pytest.raises(AssertionError, match="1 KV pages requested, 0 of 5 are free"):
         pool.allocate(1)
 
 
