@@ -188,7 +188,7 @@ def asked_of_experts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
         monkeypatch.setattr(ExpertStream, name, told)
 
-    listen("expect")
+    listen("prefetch")
     listen("experts")
     return asked
 
@@ -205,6 +205,6 @@ def test_experts_expected_while_the_cpu_attends_are_those_that_are_asked_for_nex
         asked_of_experts.clear()
         _, passes = decode_passes(runtime, requests_of(runtime, ref.prompts))
         pairs = pairwise(asked_of_experts)
-        assert all(before == ("expect", stage) for before, (name, stage) in pairs if name == "experts")
+        assert all(before == ("prefetch", stage) for before, (name, stage) in pairs if name == "experts")
         bytes_read.append([record.times.bytes_read_disk for record in passes[1:]])
     assert bytes_read[0] == bytes_read[1]
