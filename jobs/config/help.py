@@ -281,10 +281,13 @@ def _setting_lines(settings: JobSettings, group: str) -> list[str]:
     return ["\nSettings", *(_format_setting(settings, key) for key in keys)] if keys else []
 
 
+def format_value(value: object) -> str:
+    """The value of a setting as a command line has it."""
+    return value if isinstance(value, str) else json.dumps(value).replace('"', "")
+
+
 def _format_setting(settings: JobSettings, key: str) -> str:
-    value = settings.value_at(key)
-    shown = value if isinstance(value, str) else json.dumps(value).replace('"', "")
-    return _two_columns(f"  {key}={shown}", settings.description(key), COLUMN)
+    return _two_columns(f"  {key}={format_value(settings.value_at(key))}", settings.description(key), COLUMN)
 
 
 def _two_columns(left: str, right: str, column: int) -> str:

@@ -37,13 +37,12 @@ def site_page(text: str, path: Path, generated: set[str]) -> str:
 def main(out: Path) -> None:
     """Replaces `out` by the site's pages."""
     shutil.rmtree(out, ignore_errors=True)
-    pages = group_pages()
-    for path in sorted(DOCS.rglob("*.md")):
-        name = path.relative_to(DOCS)
-        target = out / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(site_page(path.read_text(encoding="utf-8"), path, set(pages)), encoding="utf-8")
-    for name, text in pages.items():
+    generated = group_pages()
+    written = {
+        str(path.relative_to(DOCS)): site_page(path.read_text(encoding="utf-8"), path, set(generated))
+        for path in DOCS.rglob("*.md")
+    }
+    for name, text in {**written, **generated}.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text(text, encoding="utf-8")
 

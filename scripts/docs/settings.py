@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from jobs.config.help import JobSettings, option_names, read_option
+from jobs.config.help import JobSettings, format_value, option_names, read_option
 
 # Commands whose own keys are listed; groups are listed once, as the first command that has them sees them.
 JOBS = ("generate", "score", "encode", "plan", "pack", "export", "report", "status", "metrics", "measure", "synthesize")
@@ -21,7 +21,7 @@ def group_pages() -> dict[str, str]:
             if name not in pages and "/" not in group:
                 pages[name] = "\n".join(_group_page(settings, group))
         rows = [key for key in settings.leaf_keys() if key.partition(".")[0] not in settings.groups]
-        rows = [key for key in rows if job == "generate" or key not in shown]
+        rows = [key for key in rows if key not in shown]
         own += [f"## {job}", "", *_table(settings, rows), ""]
         shown.update(rows)
     pages["reference/settings/commands.md"] = "\n".join(own)
@@ -51,13 +51,7 @@ def _table(settings: JobSettings, keys: list[str]) -> Iterator[str]:
         choices, meaning = settings.choices(key), settings.description(key)
         meaning = meaning.removeprefix(" | ".join(choices)).lstrip(": ") if len(choices) > 1 else meaning
         listed = ", ".join(f"`{choice}`" for choice in choices)
-        yield f"| `{key}` | `{_cell(_plain(settings.value_at(key)))}` | {listed} | {_cell(meaning)} |"
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None else str(value)
+        yield f"| `{key}` | `{_cell(format_value(settings.value_at(key)))}` | {listed} | {_cell(meaning)} |"
 
 
 def _cell(text: str) -> str:

@@ -22,7 +22,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "prompts.jsonl").write_text("".join(prompts))
     questions = [f"q{i},What is {i} plus {i}?,{2 * i}\n" for i in range(12)]
     (folder / "questions.csv").write_text("id,question,gold\n" + "".join(questions))
-    run_bash("weightstream synthesize model=tiny out=my-model", folder)
+    made = run_bash("weightstream synthesize model=tiny out=my-model", folder)
+    assert made.returncode == 0, made.stderr
     shutil.rmtree(folder / "outputs", ignore_errors=True)
     return folder
 

@@ -18,10 +18,14 @@ def named(page: Path) -> str:
     return str(page.relative_to(DOCS))
 
 
+def prose_of(page: Path) -> str:
+    """The text of a page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
 def anchors_of(page: Path) -> set[str]:
     """The anchors of a page's headings, as Markdown makes them."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", prose_of(page), re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()).strip() for heading in headings)
     return {re.sub(r"[\s-]+", "-", heading) for heading in plain}
 
@@ -33,10 +37,9 @@ def test_every_page_is_in_one_of_the_five_parts() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_a_page_is_short_and_its_links_lead_somewhere(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert len(text.split()) < MAX_WORDS
+    assert len(page.read_text(encoding="utf-8").split()) < MAX_WORDS
     dead = []
-    for target, anchor in LINK.findall(re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)):
+    for target, anchor in LINK.findall(prose_of(page)):
         found = (page.parent / target) if target else page
         if not found.exists() or (anchor and found.suffix == ".md" and anchor not in anchors_of(found)):
             dead.append(f"{target}#{anchor}")

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...config.orders import PLAIN
-from ...config.settings import Dequantize, ExpertPaging, KVDType, KVTier, RuntimeConfig, Tier, require
+from ...config.settings import Dequantize, ExpertPaging, KVDType, KVTier, RuntimeConfig, Tier
+from ...errors import ConfigError
 from ..shape.extents import LOADING_BYTES, pinned_bytes
 from ..shape.model import ModelShape
 from ..shape.stage_sizes import evenly_spaced
@@ -144,20 +145,28 @@ class Requirements:
 KV_FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)  # tried if kv.device_fraction is null
 
 
+def cpu_attention_obstacle(shape: ModelShape, config: RuntimeConfig) -> str | None:
+    """Returns why the CPU of a machine with an accelerator cannot attend to these keys and values; None if it can."""
+    tier = config.kv.tier
+    if tier not in (KVTier.auto, KVTier.cpu):
+        return (
+            f"policy.attention=cpu with an accelerator needs keys and values in host memory, kv={tier.value} "
+            "keeps them elsewhere: kv=cpu"
+        )
+    if shape.kv_dtype is not KVDType.auto:
+        return (
+            f"kv.dtype={shape.kv_dtype.value} with policy.attention=cpu and an accelerator is not supported: "
+            "kv.dtype=auto or policy.attention=device"
+        )
+    return None
+
+
 def kv_tiers(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> tuple[KVTier, ...]:
     """Returns the KV tiers to try, the fastest first. Raises ConfigError if the CPU would attend to KV elsewhere."""
     tier = config.kv.tier
     if has_device and cpu_attends(shape, config, has_device=True):
-        require(
-            tier in (KVTier.auto, KVTier.cpu),
-            f"policy.attention=cpu with an accelerator needs keys and values in host memory, kv={tier.value} "
-            "keeps them elsewhere: kv=cpu",
-        )
-        require(
-            shape.kv_dtype is KVDType.auto,
-            f"kv.dtype={shape.kv_dtype.value} with policy.attention=cpu and an accelerator is not supported: "
-            "kv.dtype=auto or policy.attention=device",
-        )
+        if (obstacle := cpu_attention_obstacle(shape, config)) is not None:
+            raise ConfigError(obstacle)
         return (KVTier.cpu,)
     if tier is not KVTier.auto:
         return (tier,)

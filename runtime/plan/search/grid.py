@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...config.orders import PLAIN, Order
-from ...config.settings import Attention, FeedForward, KVDType, KVTier, PrefetchConfig, RuntimeConfig, Tier
+from ...config.settings import Attention, FeedForward, KVTier, PrefetchConfig, RuntimeConfig, Tier
 from ..placement.feedforward import cpu_experts_obstacle
-from ..placement.placer import KV_FRACTIONS
+from ..placement.placer import KV_FRACTIONS, cpu_attention_obstacle
 from ..placement.walks import cpu_attends, num_slots_for
 from ..shape.model import ModelShape
 from ..shape.numbers import Bools, Floats
@@ -239,8 +239,7 @@ def _kv_fractions(
         if not cpu_attends(shape, policy, has_device=has_device):
             return ()
         if has_device:
-            can_be_read = shape.kv_dtype is KVDType.auto and config.kv.tier in (KVTier.auto, KVTier.cpu)
-            return (0.0,) if can_be_read else ()
+            return (0.0,) if cpu_attention_obstacle(shape, config) is None else ()
     if not can_travel:
         return (1.0,)
     return KV_FRACTIONS if config.kv.device_fraction is None else (config.kv.device_fraction,)
