@@ -28,7 +28,7 @@ from ..ranks.shared_memory import SharedMemory
 from ..ranks.tensor import TensorSplit
 from ..sequences.sequence import Request
 from ..stream.device import ComputeDevice, choose_device
-from ..stream.filling import SessionResources
+from ..stream.weight_reader import SessionResources
 from .messages import (
     KIND,
     NOT_YET,

@@ -22,7 +22,7 @@ from ..stream.clock import StreamCounters
 from ..stream.device import ComputeDevice
 from ..stream.exchange import HostExchange
 from ..stream.experts import ExpertStream
-from ..stream.filling import SessionResources
+from ..stream.weight_reader import SessionResources
 from ..stream.kept_weights import KeptWeights
 from ..stream.kv import KVStream
 from ..stream.weights import WeightStream

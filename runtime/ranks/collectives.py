@@ -21,7 +21,7 @@ from ..plan.shape.extents import Extent, even_reader_share
 from ..store.reader import Reader
 from ..store.transfer import ChunkTiming, PendingTransfer
 from ..stream.device import ComputeDevice
-from ..stream.filling import LocalReader, SessionResources, Transfer, WeightReader
+from ..stream.weight_reader import LocalReader, SessionResources, Transfer, WeightReader
 from .ranks import STOPPED, Ranks
 
 POLL_SECONDS, NUM_POLLS = 1e-4, 20  # between two looks whether a piece is there; looks between two at the others

@@ -26,7 +26,7 @@ from ..plan.shape.extents import Extent, reader_share
 from ..store.reader import Reader
 from ..store.transfer import ChunkTiming, PendingTransfer
 from ..stream.device import ComputeDevice
-from ..stream.filling import SessionResources, WeightReader
+from ..stream.weight_reader import SessionResources, WeightReader
 from ..stream.pinned import Pinnable, pin
 from ..units import GIB, round_up
 from .ranks import Ranks

@@ -13,7 +13,7 @@ from ..closing import Closing
 from ..plan.shape.extents import Extent
 from ..store.transfer import ChunkTiming
 from .device import ComputeDevice, Event
-from .filling import Transfer, WeightReader
+from .weight_reader import Transfer, WeightReader
 
 
 class DeferredTransfer:

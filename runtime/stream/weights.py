@@ -29,7 +29,7 @@ from ..store.reader import Reader
 from ..trace import Trace
 from .clock import StreamCounters
 from .device import ComputeDevice, CopyPart
-from .filling import LocalReader, SessionResources, Transfer
+from .weight_reader import LocalReader, SessionResources, Transfer
 from .kept_weights import StageBytes, StreamWeights
 from .slots import Slot, Staging
 
