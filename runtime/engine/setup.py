@@ -22,9 +22,9 @@ from ..stream.clock import StreamCounters
 from ..stream.device import ComputeDevice
 from ..stream.exchange import HostExchange
 from ..stream.experts import ExpertStream
-from ..stream.weight_reader import SessionResources
 from ..stream.kept_weights import KeptWeights
 from ..stream.kv import KVStream
+from ..stream.weight_reader import SessionResources
 from ..stream.weights import WeightStream
 from ..trace import Trace
 from ..units import MIB

@@ -57,8 +57,8 @@ from ..sequences.sampler import Sampler, make_sampler
 from ..sequences.sequence import Completion, Request
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice
-from ..stream.weight_reader import SessionResources
 from ..stream.host_memory import reset_peak, resident_bytes, set_allocator, trim_heap
+from ..stream.weight_reader import SessionResources
 from ..trace import Trace
 from ..units import MIB, format_bytes
 from .encoding import CLASSIFICATION_TASK, Classified, Embedded, Filled, embedding_task, mask_filling_task

@@ -26,8 +26,8 @@ from ..plan.shape.extents import Extent, reader_share
 from ..store.reader import Reader
 from ..store.transfer import ChunkTiming, PendingTransfer
 from ..stream.device import ComputeDevice
-from ..stream.weight_reader import SessionResources, WeightReader
 from ..stream.pinned import Pinnable, pin
+from ..stream.weight_reader import SessionResources, WeightReader
 from ..units import GIB, round_up
 from .ranks import Ranks
 

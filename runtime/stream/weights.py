@@ -29,9 +29,9 @@ from ..store.reader import Reader
 from ..trace import Trace
 from .clock import StreamCounters
 from .device import ComputeDevice, CopyPart
-from .weight_reader import LocalReader, SessionResources, Transfer
 from .kept_weights import StageBytes, StreamWeights
 from .slots import Slot, Staging
+from .weight_reader import LocalReader, SessionResources, Transfer
 
 NUM_MOVED = 4096  # cached moves of pieces of stages
 NUM_LAYOUTS = 256  # cached; ten thousand experts as stages would take 30 MB
