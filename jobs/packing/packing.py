@@ -12,9 +12,9 @@ from runtime.formats.kinds.rounded import Rounding, relative_rms_error
 from runtime.formats.module_tensors import RELATIVE_ERROR
 from runtime.out_of_memory import first_line, is_out_of_memory
 from runtime.store.checkpoint import INDEX, SINGLE
-from runtime.store.faults import read_error, with_retries
 from runtime.store.file_digests import read_packing_record
 from runtime.store.header import read_header
+from runtime.store.read_errors import read_error, with_retries
 from runtime.store.writer import atomic_write, sync_directory
 from runtime.units import format_bytes, format_count
 

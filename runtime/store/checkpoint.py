@@ -14,10 +14,10 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..plan.shape.shapes import TensorSlice
-from .faults import read_error
 from .gguf import GgufHeader, read_gguf
 from .header import read_header
 from .json_object import read_json_object
+from .read_errors import read_error
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from ..errors import CheckpointError, Interrupted
 from ..units import GIB, format_count
-from .faults import read_error, with_retries
 from .header import MAX_HEADER_BYTES
+from .read_errors import read_error, with_retries
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from ..errors import CheckpointError
 from ..plan.shape.shapes import TensorSlice
 from ..units import round_up
-from .faults import read_error
 from .json_object import require_regular
+from .read_errors import read_error
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 DEFAULT_ALIGNMENT = 32

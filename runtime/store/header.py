@@ -11,8 +11,8 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..plan.shape.shapes import TensorSlice
 from ..units import MIB, format_bytes
-from .faults import read_error
 from .json_object import require_regular
+from .read_errors import read_error
 
 MAX_HEADER_BYTES = 32 * MIB  # the 92,000 tensors of DeepSeek-V3 need 11; in Python's hands it is up to 20 times as much
 MAX_TENSORS, MAX_DIMENSIONS = 1 << 20, 64

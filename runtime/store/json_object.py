@@ -8,7 +8,7 @@ from typing import TypeAlias, cast
 
 from ..errors import CheckpointError
 from ..units import MIB, format_bytes
-from .faults import open_files_hint
+from .read_errors import open_files_hint
 
 JsonValue: TypeAlias = "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 JsonObject: TypeAlias = Mapping[str, JsonValue]

@@ -17,7 +17,7 @@ from ..closing import Closing
 from ..errors import CheckpointError
 from ..plan.shape.extents import Extent
 from ..units import MIB
-from .faults import is_transient, open_files_hint, with_retries
+from .read_errors import is_transient, open_files_hint, with_retries
 from .transfer import Chunk, ChunkTiming, PendingTransfer, TransferThreads, transfer
 
 log = logging.getLogger(__name__)

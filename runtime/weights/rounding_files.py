@@ -20,7 +20,7 @@ from ..formats.module_tensors import METHOD, part_name
 from ..formats.registry import pair_companions
 from ..formats.scaled_rows import SCALES
 from ..plan.shape.shapes import TensorSlice
-from ..store.faults import read_error
+from ..store.read_errors import read_error
 from ..store.reader import Fill
 from .stage_weights import TORCH_DTYPES
 
