@@ -16,7 +16,7 @@ import hydra
 from jobs.config.cli import as_job, infer_dataset_kind, print_line, run_job
 from jobs.config.logs import log_start
 from jobs.config.settings import Composed, EncodeConfig, load
-from jobs.run.door import run_command
+from jobs.run.command import run_command
 
 if TYPE_CHECKING:
     from jobs.run.tasks.task import Task

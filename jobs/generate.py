@@ -21,7 +21,7 @@ from jobs.config.logs import log_start
 from jobs.config.settings import Composed, GenerateConfig, load
 from jobs.datasets.config import DatasetKind
 from jobs.datasets.files import require_existing_path
-from jobs.run.door import run_command
+from jobs.run.command import run_command
 from runtime.checkpoint_source.localize import find_local_path
 from runtime.config.texts import is_url
 

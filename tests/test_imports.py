@@ -164,7 +164,7 @@ def test_a_room_of_the_jobs_imports_only_what_it_may() -> None:
     assert offending(IN_ROOMS, wrong) == {}
 
 
-def test_only_the_door_of_benchmarks_imports_them() -> None:
+def test_only_jobs_bench_imports_benchmarks() -> None:
     """They and the training of the bundled model are no part of what users install."""
     others = set(MODULES) - {"jobs.bench"}
     assert offending(others, lambda module: top_level(imports(module)) & {"benchmarks", "scripts"}) == {}
