@@ -44,7 +44,7 @@ def as_job(body: Callable[[C], int | None]) -> Callable[[C], int | None]:
 
     @functools.wraps(body)
     def job(config: C) -> int | None:
-        return _run(body, config)  # a launcher pickles `job` by value, with the globals that it names; this one by name
+        return _run(body, config)  # launchers pickle `job` by value with its globals, but `_run` by name
 
     return job
 
@@ -83,9 +83,8 @@ def run_job(entry: Callable[[], None], schema: type) -> NoReturn:
 
 
 def _run_job(entry: Callable[[], None], schema: type) -> NoReturn:
-    if (
-        code := _run_subcommand(Path(inspect.unwrap(entry).__code__.co_filename).stem, sys.argv[1:], schema)
-    ) is not None:
+    job = Path(inspect.unwrap(entry).__code__.co_filename).stem
+    if (code := _run_subcommand(job, sys.argv[1:], schema)) is not None:
         sys.exit(code)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting by itself
     codes: list[int] = []
@@ -96,7 +95,7 @@ def _run_job(entry: Callable[[], None], schema: type) -> NoReturn:
         print_error(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        print_error(Interrupted("the same command goes on from here"))
+        print_error(Interrupted("start the same command again to continue"))
         sys.exit(RESUMABLE)
     except Exception as error:
         if _is_hydra_error(error):
@@ -111,16 +110,15 @@ def _run_job(entry: Callable[[], None], schema: type) -> NoReturn:
 
 
 def _sweep_output_error(error: Exception) -> ConfigError | None:
-    """The error for a sweep whose directory Hydra cannot write; None for any other exception."""
+    """Returns the ConfigError for a sweep directory that Hydra cannot write; None for any other exception."""
     is_sweep = any(word in sys.argv for word in MULTIRUN)
-    if not is_sweep or not isinstance(error, OSError) or os.sep not in str(error.filename):  # a program has no path
+    if not is_sweep or not isinstance(error, OSError) or os.sep not in str(error.filename):  # `sbatch` has no path
         return None
-    return ConfigError(f"{error.filename} cannot be written: {error.strerror}: choose another place with output_root=")
+    return ConfigError(f"cannot write {error.filename}: {error.strerror}; set output_root to another directory")
 
 
 def _run_subcommand(job: str, words: list[str], schema: type) -> int | None:
-    """Answers `--version` and `--help` and rejects misspelled options; returns the exit code, or None if the job is to
-    run."""
+    """Handles `--version`, `--help` and misspelled options. Returns the exit code, or None to run the job."""
     try:
         if "--version" in words:
             print_line(f"weightstream {runtime.__version__}")
@@ -155,12 +153,12 @@ def infer_dataset_kind(words: list[str]) -> list[str]:
     if any(re.match(r"[+~]*dataset(=|@|\.kind=)", word) for word in words):
         return words
     values = [word.partition("=")[2] for word in words if word.partition("=")[0] == "dataset.path"]
-    is_sweep = bool({"--multirun", "-m"} & {*words})
+    is_sweep = any(word in words for word in MULTIRUN)
     paths = [path for value in values for path in (value.split(",") if is_sweep else [value])]
     kinds = {kind_from_suffix(path.strip("'\"")) for path in paths}
     if len(kinds) != 1 or None in kinds:
         return words
-    # beside the path: argparse takes no second group of words behind an option such as `--cfg job`
+    # next to the path: argparse rejects a second group of positionals after an option such as `--cfg job`
     at = next(i for i, word in enumerate(words) if word.startswith("dataset.path="))
     return [*words[:at], f"dataset={kinds.pop()}", *words[at:]]
 
@@ -173,8 +171,8 @@ def quote(text: str) -> str:
 
 
 def suggest_key(words: list[str], schema: type) -> str | None:
-    """A suggestion for a setting written as an option (`--key`), or for an `architecture` key that Hydra accepts but
-    the job does not use; None if there is neither."""
+    """The error message for a setting written as an option (`--key`), or for an `architecture` key that Hydra accepts
+    but the job does not use; None if there is neither."""
     keys = known_keys(schema)
     for word, after in zip_longest(words, words[1:], fillvalue="VALUE"):
         name, _, value = word.removeprefix("--").partition("=")
@@ -183,9 +181,9 @@ def suggest_key(words: list[str], schema: type) -> str | None:
             if ARCHITECTURE not in keys:
                 return unknown_key(key, keys)
             if key == ARCHITECTURE and not value.startswith("{"):
-                return f"{word}: a model's architecture stands in its file: model={value or 'OPTION'} chooses it"
-        if word.startswith("--") and name in keys and name != "run":  # which Hydra has an option for
-            return f"{word} is no option but a setting: write {name}={value or after}"
+                return f"{word}: architecture has no options: choose a model with model={value or 'OPTION'}"
+        if word.startswith("--") and name in keys and name != "run":  # Hydra has an option --run
+            return f"{word} is a setting, not an option: write {name}={value or after}"
     return None
 
 
@@ -214,7 +212,7 @@ def print_error(error: Exception | str) -> None:
     from a data set."""
     text = "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in str(error))
     kind = "interrupted" if isinstance(error, Interrupted) else "error"
-    with suppress(OSError):  # the exit code says it where nobody reads
+    with suppress(OSError):  # stderr may be closed; the exit code still reports the error
         print(f"{kind}: {text}", file=sys.stderr, flush=True)
 
 
@@ -228,28 +226,25 @@ def describe_hydra_error(error: Exception, known: list[str]) -> str:
     if missing is not None and options is not None:
         group, _, option = missing.rpartition("/") if missing.startswith("hydra/") else missing.partition("/")
         if group == "model" and ("/" in option or Path(option).exists()):
-            return f"model={option} does not exist: a directory or a hub id is model=hf model.path={option}"
+            return f"model={option} does not exist: for a directory or a hub id write model=hf model.path={option}"
         close = get_close_matches(option, options, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         return f"{group}={option} does not exist: {hint}{group} is one of {', '.join(options)}"
     if match := re.match(r"Could not override '(.+?)'", text):
         key = match[1]
-        return (
-            f"unknown key {key}: --cfg hydra shows those of Hydra"
-            if key.startswith("hydra")
-            else unknown_key(key, known)
-        )
+        is_hydra = key.startswith("hydra")
+        return f"unknown key {key}: --cfg hydra lists Hydra's keys" if is_hydra else unknown_key(key, known)
     if match := re.match(r"Multiple values for (.+?)\. ", text):
-        return f"{match[1]} is chosen already: write {match[1]}=<option> without the +"
+        return f"{match[1]} already has an option: write {match[1]}=<option> without the +"
     if text.startswith("Config group override must be"):
-        return "a group takes the name of one of its options, as in offload=nvme; --help lists them"
+        return "a group must be set to one of its options, e.g. offload=nvme; --help lists them"
     if match := re.match(r"Ambiguous value for argument '(.+)'", text):
         return (
             f"{match[1]} looks like a sweep: add --multirun, or write a list as key=[a,b], or quote it as key=\"'a,b'\""
         )
     if override := getattr(error, "override", None):
         if any("\ud800" <= char <= "\udfff" for char in override):
-            return f"cannot read {override!r}: it is not UTF-8; give what it names another name, or a link that has one"
+            return f"cannot read {override!r}: not UTF-8; rename the file, or make a link with a UTF-8 name"
         if "=" not in override:
             return f"{override!r} is not key=value; --help shows how to call this job"
         return f"cannot read {override!r} ({_first_line(text)}); quote text as key=\"'text'\""

@@ -23,19 +23,19 @@ Settings: TypeAlias = Mapping[str, object]
 
 HYDRA_KEYS = ("hydra", "defaults")
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-CHOICES = re.compile(r"[\w-]+(?: \| [\w-]+)+")  # at the beginning of a comment: what there is to choose
-WIDTH, COLUMN = 120, 40  # of a line, and where what a key means begins
+CHOICES = re.compile(r"[\w-]+(?: \| [\w-]+)+")  # allowed values, at the start of a comment: `a | b`
+WIDTH, COLUMN = 120, 40  # line width; start of the descriptions
 ALL = "all"
 PLACEHOLDER = re.compile(r"\{(settings|options):? ?([^}]*)\}")  # in a page of `jobs/data/help`
 SHELLS = ("bash", "zsh", "fish")
-GLOBAL_PACKAGE = "@package _global_"  # Hydra's word for a file whose keys are a job's own: below a group, and beside it
-FLAGS = ("--help", "--version", "--multirun", "--cfg")  # two of ours, and of Hydra's those of which a user has a use
+GLOBAL_PACKAGE = "@package _global_"  # Hydra's header of a file with absolute keys, also outside its group
+FLAGS = ("--help", "--version", "--multirun", "--cfg")  # the useful ones of Hydra, and ours
 
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsFile:
-    """One file of `conf/`. `comments`: by dotted key, from the lines above a key and behind it. `header`: the comment
-    lines above the first key. `extra_values`: keys that an option sets outside its group."""
+    """A parsed file of `conf/`. `comments`: by dotted key, from the lines above a key and after its value. `header`:
+    the comment lines above the first key. `extra_values`: keys that an option sets outside its group."""
 
     values: Settings
     comments: Mapping[str, str]
@@ -51,67 +51,60 @@ class JobSettings:
         defaults = self._primary.values.get("defaults", [])
         assert isinstance(defaults, list)
         for entry in defaults:
-            if isinstance(entry, str) and entry != "_self_":  # the job whose settings it begins with
+            if isinstance(entry, str) and entry != "_self_":  # a job that this one extends
                 base, own = read_settings_file(job_file(entry)), self._primary
                 values = {**_merge(base.values, own.values), "defaults": (defaults := base.values["defaults"])}
-                self._primary = SettingsFile(
-                    values=values, comments={**base.comments, **own.comments}, header=own.header
-                )
+                comments = {**base.comments, **own.comments}
+                self._primary = SettingsFile(values=values, comments=comments, header=own.header)
         assert isinstance(defaults, list)
         pairs = [pair for entry in defaults if isinstance(entry, dict) for pair in entry.items()]
-        # each group with its option, in the order of the defaults list; Hydra's own are left out
+        # options by group, in the order of the defaults list, without Hydra's own groups
         options = {group.removeprefix("optional "): name for group, name in pairs if not group.startswith("override ")}
         chosen = (word.partition("=") for word in words)
         self._options: dict[str, str] = options | {key: value for key, _, value in chosen}
         self.groups = list(options)
         self._tree: Settings = self._primary.values
         for group in self.groups:
-            beside = {
-                key: value
-                for key, value in self.selected_file(group).extra_values.items()
-                if key in self._primary.values
-            }
-            self._tree = _merge(self._tree, {group: self.selected_file(group).values, **beside})
+            file, known = self.selected_file(group), self._primary.values
+            extra = {key: value for key, value in file.extra_values.items() if key in known}
+            self._tree = _merge(self._tree, {group: file.values, **extra})
 
     def value_at(self, key: str) -> object:
         """The value of a key: a mapping for a group, None for an unknown key; the empty key is the root."""
-        found: object = self._tree
+        value: object = self._tree
         for name in filter(None, key.split(".")):
-            found = found.get(name) if isinstance(found, Mapping) else None
-        return found
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
 
     def child_names(self, key: str) -> list[str]:
-        """The names of what stands right below a group, none where it is a value."""
-        found = self.value_at(key)
-        return [name for name in found if key or name not in HYDRA_KEYS] if isinstance(found, Mapping) else []
+        """The names directly below a group; empty if `key` has a value instead."""
+        group = self.value_at(key)
+        return [name for name in group if key or name not in HYDRA_KEYS] if isinstance(group, Mapping) else []
 
     def leaf_keys(self, key: str = "") -> list[str]:
-        """All keys below a group that have a value, dotted."""
-        names = self.child_names(key)
-        paths = [f"{key}.{name}" if key else name for name in names]
-        return [found for path in paths for found in (self.leaf_keys(path) if self.child_names(path) else [path])]
+        """Dotted keys of all values below a group."""
+        paths = [f"{key}.{name}" if key else name for name in self.child_names(key)]
+        return [leaf for path in paths for leaf in (self.leaf_keys(path) if self.child_names(path) else [path])]
 
     def selected_option(self, group: str) -> str:
-        """The option selected for a group; resolves a reference to another group's option."""
+        """The option selected for a group; resolves `${other_group}`."""
         option = self._options[group]
         return self._options.get(option[2:-1], "") if option.startswith("${") else option
 
     def description(self, key: str) -> str:
-        """The comment that explains a key: from the selected option, else the job's file, else any other option. A key
-        that selects the option gets the first sentences of that option's file."""
+        """The comment of a key: from the selected option, else the job's file, else any other option. For a key that
+        names the option: the first paragraph of that option's header."""
         group, _, name = key.partition(".")
         if group not in self.groups:
-            bringing = (
-                self.selected_file(other) for other in self.groups if group in self.selected_file(other).extra_values
-            )
-            found = (file.comments.get(key, "") for file in (self._primary, *bringing))
-            return next(filter(None, found), "")
+            selected = map(self.selected_file, self.groups)
+            setters = (file for file in selected if group in file.extra_values)
+            return next(filter(None, (file.comments.get(key, "") for file in (self._primary, *setters))), "")
         option = self.selected_file(group)
         if self.names_option(key):
             return " ".join(takewhile(lambda line: line[:1].strip(), option.header))
         others = (read_option(group, other) for other in option_names(group))
-        found = [option.comments.get(name), self._primary.comments.get(key), *(o.comments.get(name) for o in others)]
-        return next((comment for comment in found if comment), "")
+        comments = [option.comments.get(name), self._primary.comments.get(key)]
+        return next(filter(None, (*comments, *(other.comments.get(name) for other in others))), "")
 
     def choices(self, key: str) -> list[str]:
         """The allowed values of a key that has a finite list of them; otherwise empty."""
@@ -129,7 +122,7 @@ class JobSettings:
         return []
 
     def names_option(self, key: str) -> bool:
-        """True for a key whose value names the option that it is in, such as `offload.tier`."""
+        """True if the value of `key` is the name of its option, as for `offload.tier`."""
         group, _, name = key.partition(".")
         return group in self.groups and all(
             read_option(group, option).values.get(name) == option for option in option_names(group)
@@ -138,8 +131,8 @@ class JobSettings:
     def selected_file(self, group: str) -> SettingsFile:
         """The file of a group's selected option; empty if that file does not exist."""
         option = self.selected_option(group)
-        is_there = option_file(group, option).is_file()
-        return read_option(group, option) if is_there else SettingsFile(values={}, comments={}, header=())
+        exists = option_file(group, option).is_file()
+        return read_option(group, option) if exists else SettingsFile(values={}, comments={}, header=())
 
 
 def job_file(job: str) -> Traversable:
@@ -163,8 +156,8 @@ def read_settings_file(file: Traversable) -> SettingsFile:
     text = file.read_text(encoding="utf-8")
     values = yaml.load(text, Loader=LOADER)
     assert isinstance(values, dict), f"{file} holds no mapping"
-    comments, about = _parse_comments(text)
-    return SettingsFile(values=values, comments=comments, header=about)
+    comments, header = _parse_comments(text)
+    return SettingsFile(values=values, comments=comments, header=header)
 
 
 @cache
@@ -173,11 +166,11 @@ def read_option(group: str, option: str) -> SettingsFile:
     file = read_settings_file(option_file(group, option))
     if GLOBAL_PACKAGE not in file.header:
         return file
-    values, beside = file.values[group], {key: value for key, value in file.values.items() if key != group}
+    values, extra = file.values[group], {key: value for key, value in file.values.items() if key != group}
     assert isinstance(values, dict), f"{option} of {group} holds no mapping"
     comments = {key.removeprefix(f"{group}."): comment for key, comment in file.comments.items()}
-    about = [line for line in file.header if line != GLOBAL_PACKAGE]
-    return SettingsFile(values=values, comments=comments, header=about, extra_values=beside)
+    header = [line for line in file.header if line != GLOBAL_PACKAGE]
+    return SettingsFile(values=values, comments=comments, header=header, extra_values=extra)
 
 
 def _merge(settings: Settings, others: Settings) -> Settings:
@@ -189,31 +182,31 @@ def _merge(settings: Settings, others: Settings) -> Settings:
 
 
 def _parse_comments(text: str) -> tuple[dict[str, str], list[str]]:
-    """The comment of each dotted key, the one behind it before the one above it; and the lines above the first key.
+    """Returns the comment of each dotted key (the one after its value, then the one above it), and the header lines.
 
-    A comment line indented as far as the last trailing comment continues it.
+    A comment line with deeper indentation than its key continues the comment after the key's value.
     """
-    lines, found = text.splitlines(), dict[str, str]()
-    about, done = list[str](), 0
-    behind, at, column = list[str](), "", 0
+    lines, comments = text.splitlines(), dict[str, str]()
+    header, done = list[str](), 0
+    trailing, last_key, column = list[str](), "", 0
     for key, begin, end in _key_positions(yaml.compose(text, Loader=LOADER), ""):
-        above = [line.partition("#") for line in lines[done : begin[0]] if line.lstrip().startswith("#")]
-        goes_on = [comment for indent, _, comment in above if behind and len(indent) > column + 1]
-        before = [comment for indent, _, comment in above if not (behind and len(indent) > column + 1)]
-        found[at] = " ".join(filter(None, [found.get(at, ""), *map(str.strip, goes_on)]))
-        if not about and not found.get("", "") and at == "":
-            about, before = [line.removeprefix(" ") for line in before], []
-        behind = [lines[end[0]][end[1] :].partition("#")[2].strip()] if "#" in lines[end[0]][end[1] :] else []
-        found[key] = ". ".join(filter(None, [*behind, " ".join(map(str.strip, before))]))
-        at, column, done = key, begin[1], end[0] + 1
+        between = [line.partition("#") for line in lines[done : begin[0]] if line.lstrip().startswith("#")]
+        continued = [comment for indent, _, comment in between if trailing and len(indent) > column + 1]
+        above = [comment for indent, _, comment in between if not (trailing and len(indent) > column + 1)]
+        comments[last_key] = " ".join(filter(None, [comments.get(last_key, ""), *map(str.strip, continued)]))
+        if not header and not comments.get("", "") and last_key == "":
+            header, above = [line.removeprefix(" ") for line in above], []
+        trailing = [lines[end[0]][end[1] :].partition("#")[2].strip()] if "#" in lines[end[0]][end[1] :] else []
+        comments[key] = ". ".join(filter(None, [*trailing, " ".join(map(str.strip, above))]))
+        last_key, column, done = key, begin[1], end[0] + 1
     rest = [line.partition("#") for line in lines[done:] if line.lstrip().startswith("#")]
-    last = [comment.strip() for indent, _, comment in rest if len(indent) > column + 1]
-    found[at] = " ".join([found.get(at, ""), *last]).strip()
-    return {key: comment for key, comment in found.items() if key and comment}, about
+    continued = [comment.strip() for indent, _, comment in rest if len(indent) > column + 1]
+    comments[last_key] = " ".join([comments.get(last_key, ""), *continued]).strip()
+    return {key: comment for key, comment in comments.items() if key and comment}, header
 
 
 def _key_positions(node: yaml.Node | None, parent: str) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
-    """Yields each dotted key with the (line, column) of its start and of the end of its value, or of a group's name."""
+    """Yields each dotted key with the (line, column) of its start and end: of a value, or of a group's name."""
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         name = f"{parent}.{key.value}" if parent else key.value
         is_open = isinstance(value, yaml.CollectionNode) and not value.flow_style
@@ -232,16 +225,16 @@ def help_text(job: str, words: Sequence[str]) -> str:
         return "\n\n".join(part for topic in topics for part in _describe_topic(settings, topic))
     page = files("jobs").joinpath("data", "help", f"{job}.txt").read_text(encoding="utf-8")
 
-    def filled(place: re.Match[str]) -> str:
-        """`{settings}` or `{settings: KEYS}`, and `{options: GROUP}`, the default first."""
-        what, names = place[1], place[2]
-        if what == "settings":
+    def fill_placeholder(match: re.Match[str]) -> str:
+        """Replaces `{settings}`, `{settings: KEYS}`, or `{options: GROUP}` (selected option first)."""
+        kind, names = match[1], match[2]
+        if kind == "settings":
             return "\n".join(_format_setting(settings, key) for key in names.split() or settings.leaf_keys())
         default = settings.selected_option(names)
         text = ", ".join([default, *(option for option in option_names(names) if option != default)])
         return fill(text, WIDTH - 20, subsequent_indent=" " * 13, break_on_hyphens=False)
 
-    return PLACEHOLDER.sub(filled, page).rstrip("\n")
+    return PLACEHOLDER.sub(fill_placeholder, page).rstrip("\n")
 
 
 def _describe_topic(settings: JobSettings, topic: str) -> Iterator[str]:
@@ -261,19 +254,18 @@ def _describe_topic(settings: JobSettings, topic: str) -> Iterator[str]:
         yield _format_setting(settings, topic)
     else:
         near = did_you_mean(topic, [*settings.child_names(""), *settings.leaf_keys(), ALL])
-        raise ConfigError(f"no group and no setting is called {topic}{near}; --help all lists them")
+        raise ConfigError(f"no group or setting is named {topic}{near}; --help all lists them")
 
 
 def _option_lines(settings: JobSettings, group: str) -> Iterator[str]:
-    """One line for each option, then the header of the selected option's file."""
-    chosen = settings.selected_option(group)
+    """Yields a line for each option, then the header of the selected option's file."""
+    selected = settings.selected_option(group)
     for option in option_names(group):
-        about = " ".join(read_option(group, option).header)
-        first = re.split(r"(?<=\.) ", about, maxsplit=1)[0]
-        yield _two_columns(f"  {option}{' (chosen)' if option == chosen else ''}", first, 24)
-    about = settings.selected_file(group).header
-    if len(about) > 1:
-        yield from (f"\n{group}={chosen}", *about)
+        first_sentence = re.split(r"(?<=\.) ", " ".join(read_option(group, option).header), maxsplit=1)[0]
+        yield _two_columns(f"  {option}{' (chosen)' if option == selected else ''}", first_sentence, 24)
+    header = settings.selected_file(group).header
+    if len(header) > 1:
+        yield from (f"\n{group}={selected}", *header)
 
 
 def _setting_lines(settings: JobSettings, group: str) -> list[str]:
@@ -282,7 +274,7 @@ def _setting_lines(settings: JobSettings, group: str) -> list[str]:
 
 
 def format_value(value: object) -> str:
-    """The value of a setting as a command line has it."""
+    """Formats a value as on a command line."""
     return value if isinstance(value, str) else json.dumps(value).replace('"', "")
 
 
@@ -291,7 +283,7 @@ def _format_setting(settings: JobSettings, key: str) -> str:
 
 
 def _two_columns(left: str, right: str, column: int) -> str:
-    """`left`, with `right` wrapped in a second column, or below if `left` is too long."""
+    """Appends `right`, wrapped, as a second column; below `left` if that is too long."""
     indent = " " * column
     text = fill(right, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
     if not right:
@@ -300,22 +292,22 @@ def _two_columns(left: str, right: str, column: int) -> str:
 
 
 def completion_output(words: Sequence[str], commands: Iterable[str]) -> str | None:
-    """The output of `weightstream completion`: the script of a shell, or for `answer WORD ...` the completions, one per
-    line. None for other words."""
+    """The output of `weightstream completion SHELL` (its script) or `completion answer WORD ...` (one completion per
+    line); None for other words."""
     match words:
         case [shell] if shell in SHELLS:
             return files("jobs").joinpath("data", f"completion.{shell}").read_text(encoding="utf-8")
-        case ["answer", *typed]:
-            return "".join(f"{word}\n" for word in completions(typed, commands))
+        case ["answer", *command_words]:
+            return "".join(f"{word}\n" for word in completions(command_words, commands))
         case _:
             return None
 
 
 def completions(words: Sequence[str], commands: Iterable[str]) -> list[str]:
-    """The completions of the last of `words`, as whole words; those that end in `=` or `.` need more input.
+    """Completions of the last of `words`, as whole words; a word that ends in `=` or `.` needs more input.
 
-    `words` follow the program's name; the last one, at the cursor, may be empty. Empty for an unknown job and for
-    values that cannot be listed.
+    `words` exclude the program's name; the last one, at the cursor, may be empty. Returns nothing for an unknown job
+    and for values that cannot be listed.
     """
     *before, word = words or [""]
     if not before:
@@ -331,7 +323,7 @@ def completions(words: Sequence[str], commands: Iterable[str]) -> list[str]:
         key = word.partition("=")[0]
         return _with_prefix(word, [*FLAGS, *(f"{key}={value}" for value in settings.choices(key))])
     parent, keys = word.rpartition(".")[0], list[str]()
-    for name in settings.child_names(parent):  # a group takes an option too, behind `=`
+    for name in settings.child_names(parent):  # a group completes to `group=` and `group.`
         key = f"{parent}.{name}" if parent else name
         is_group = isinstance(settings.value_at(key), Mapping)
         keys += [f"{key}="] if not is_group or key in settings.groups else []

@@ -9,7 +9,7 @@ from runtime.ranks.launch import Launch
 
 from .settings import LogLevel, RunSettings, run_directory, settings_warnings, to_yaml
 
-NOISY_LOGGERS = ("botocore", "aiobotocore")  # log requests to stores with what signs them
+NOISY_LOGGERS = ("botocore", "aiobotocore")  # they log the signatures of object store requests
 
 
 def setup_logging(level: LogLevel) -> None:
@@ -31,8 +31,8 @@ def setup_plain_logging(level: LogLevel) -> None:
 
 
 def log_start(log: logging.Logger, config: RunSettings) -> None:
-    """Sets up logging and logs warnings about the settings, the model and the output directory. Of several ranks only
-    rank 0 logs information. Raises ConfigError if the device is missing."""
+    """Sets up logging; logs warnings about the settings, the model and the output directory. With several ranks, only
+    rank 0 logs below warnings. Raises ConfigError if the device is missing."""
     launch = Launch.from_environment(os.environ) if config.devices.way is not Parallelism.one else None
     if launch is not None and launch.rank:
         setup_logging(LogLevel.warning)

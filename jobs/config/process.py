@@ -1,7 +1,7 @@
-"""Process settings that libraries read once at start; a job that needs others re-executes itself.
+"""Process settings that libraries read once at start; a job with other settings re-executes itself.
 
-glibc's thread cache is turned off, see `runtime.stream.host_memory`. OpenMP's idle threads must not spin for long on
-the cores that kernel and reader threads need.
+glibc's thread cache is turned off, see `runtime.stream.host_memory`. Idle OpenMP threads must not spin for long: reader
+threads need their cores.
 """
 
 import gc
@@ -16,7 +16,7 @@ from runtime.stream.host_memory import HEAP_TUNABLE
 
 from .signals import block_signals, exit_on_signals
 
-TUNABLES, WAITING = "GLIBC_TUNABLES", ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+TUNABLES, SPIN_VARIABLES = "GLIBC_TUNABLES", ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 SPIN_COUNT = "1000"  # some microseconds
 
 
@@ -28,7 +28,7 @@ def prepare_process() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number: this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 - stays open
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -39,30 +39,28 @@ def prepare_process() -> None:
 
 
 def tuned_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` with the heap tunable appended to the user's, and OpenMP's spin count unless the user has set
-    one."""
+    """`environment` with the heap tunable added, and OpenMP's spin count unless the user has set one."""
     tunables = environment.get(TUNABLES, "")
     if HEAP_TUNABLE not in tunables:
         tunables = ":".join(filter(None, [tunables, HEAP_TUNABLE]))
-    waiting = {} if any(name in environment for name in WAITING) else {WAITING[0]: SPIN_COUNT}
-    return {**environment, TUNABLES: tunables, **waiting}
+    spin = {} if any(name in environment for name in SPIN_VARIABLES) else {SPIN_VARIABLES[0]: SPIN_COUNT}
+    return {**environment, TUNABLES: tunables, **spin}
 
 
 def restart_tuned() -> None:
-    """Re-executes this process with `tuned_environment`, in the same process id; returns if it is already set. From
-    here on a stop signal exits with 75. Call it before slow imports and before anything is opened."""
+    """Re-executes this process with `tuned_environment` and the same process id; returns if it is already set. Stop
+    signals exit with 75 from here on. Call it before slow imports and before opening files."""
     prepare_process()
     exit_on_signals()
     environment = tuned_environment(os.environ)
     if sys.platform == "linux" and environment != dict(os.environ):
-        block_signals()
+        block_signals()  # exec resets handlers: until they are set again, a signal would kill the process
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pauses the garbage collector during imports: collecting their objects, which stay until exit, took 10 % of a
-    start."""
+    """Pauses the garbage collector during imports: it took 10 % of the start, and imported objects stay until exit."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -73,12 +71,11 @@ def gc_paused() -> Iterator[None]:
 
 
 def exit_as_rank(code: object) -> None:
-    """Exits at once with `code` if this process is one of several ranks that have not left the group; otherwise
-    returns. A normal interpreter exit would let gloo abort with 134 instead."""
+    """Exits at once with `code` if this process is a rank of an initialized process group; otherwise returns."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not isinstance(code, int) or not distributed.is_initialized():
         return
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(code)  # a normal interpreter exit would let gloo abort with 134

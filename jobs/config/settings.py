@@ -39,14 +39,13 @@ from ..files.publishing import JsonValue, json_digest
 from .typed import ARCHITECTURE, TRANSFORMERS, build, field_types, flatten, to_plain
 
 T = TypeVar("T")
-Composed: TypeAlias = DictConfig  # what Hydra hands to a job's main
+Composed: TypeAlias = DictConfig  # Hydra's argument of a job's main
 
-MAX_WORKERS = 1024  # of one command
+MAX_WORKERS = 1024  # per command
 OPERATIONAL_GROUPS = frozenset({"offload", "kv", "prefetch", "machine", "devices"})
-LOSSY_KEYS = frozenset({"kv.dtype"})  # of those groups: they change the text
-# Of the other groups: greedy float32 text is the same; which rows are too long is in the digest of the input, and how
-# many a window has is in the manifest of a run that has several.
-# What model.verify=full finds is among the facts of the manifest.
+LOSSY_KEYS = frozenset({"kv.dtype"})  # keys of those groups that change the output
+# Keys of other groups that do not change greedy float32 output. Rows over max_row_bytes change the input digest; the
+# manifest has window_rows and the result of model.verify=full.
 OPERATIONAL_KEYS = frozenset(
     {
         "policy.schedule",
@@ -123,28 +122,27 @@ class RunSettings:
         is_batch, keeps = self.is_batch, self.dataset.keep_columns
         require(
             self.output is not Output.openai_batch or is_batch,
-            f"output=openai_batch answers requests: it needs dataset=openai_batch, got {self.dataset.kind.value}",
+            f"output=openai_batch needs dataset=openai_batch, got dataset={self.dataset.kind.value}",
         )
         require(
             keeps or self.output is Output.parts or not is_batch,
-            "output=openai_batch needs dataset.keep_columns=true; output=parts does without",
+            "output=openai_batch needs dataset.keep_columns=true: set it, or set output=parts",
         )
         require(
             self.dataset.window_rows is None or not self.dataset.has_turns,
-            "dataset.window_rows reads rows in windows, and chats of several turns are held: leave it null",
+            "dataset.window_rows does not support multi-turn chats: set it to null",
         )
         seconds = self.checkpoint_seconds
         require(seconds is None or seconds >= 0, f"checkpoint_seconds must be 0 or more, or null, got {seconds}")
         require(self.lease_seconds >= 2, f"lease_seconds must be 2 or more, got {self.lease_seconds}")
         self._require_uploadable()
         count = self.num_workers
-        is_sound = count is None or 1 <= count <= MAX_WORKERS
-        require(is_sound, f"num_workers must be 1 to {MAX_WORKERS:,}, or null, got {count}")
-        require(
-            self.is_elastic or count == 1, f"num_workers={count} starts workers that share a run: set workers=elastic"
-        )
-        if self.is_elastic:
-            self._require_shareable()
+        is_valid = count is None or 1 <= count <= MAX_WORKERS
+        require(is_valid, f"num_workers must be 1 to {MAX_WORKERS:,}, or null, got {count}")
+        require(self.is_elastic or count == 1, f"num_workers={count} needs workers=elastic")
+        admission = self.policy.admission
+        is_supported = not self.is_elastic or admission is Admission.wave
+        require(is_supported, f"workers=elastic needs policy.admission=wave, got {admission.value}")
         if self.devices.way is not Parallelism.one:
             self._require_for_ranks()
         require(
@@ -158,16 +156,10 @@ class RunSettings:
         require(url is None or is_url(url), f"output_url must be a URL, e.g. s3://bucket/prefix, or null, got {url!r}")
         require(seconds >= 0, f"upload_retry_seconds must be 0 or more, got {seconds}")
 
-    def _require_shareable(self) -> None:
-        admission = self.policy.admission
-        is_wave = admission is Admission.wave
-        require(is_wave, f"workers=elastic shares blocks out: policy.admission={admission.value} has none, wave has")
-
     def _require_for_ranks(self) -> None:
-        way = f"devices={self.devices.way.value}"
-        require(not self.is_elastic, f"{way} is one worker in several processes: take workers=one")
-        is_held = self.dataset.window_rows is None
-        require(is_held, f"{way} holds all rows as yet: leave dataset.window_rows null, or take devices=one")
+        devices, window = f"devices={self.devices.way.value}", self.dataset.window_rows
+        require(not self.is_elastic, f"{devices} does not support workers=elastic: set workers=one")
+        require(window is None, f"{devices} does not support dataset.window_rows: set it to null, or set devices=one")
 
     @property
     def is_elastic(self) -> bool:
@@ -196,17 +188,18 @@ class RunSettings:
             machine=self.machine,
         )
 
-    def _require_no_generation(self, activity: str) -> None:
-        """Raises ConfigError for settings of generation in a job without any; `activity` is what the job does
-        instead."""
-        sampling, way = self.sampling, self.devices.way
-        require(sampling.n == 1, f"sampling.n={sampling.n} means nothing where {activity}")
-        beams = sampling.num_beams
-        require(beams in (None, 1), f"sampling.num_beams={beams} means nothing where {activity}")
+    def _require_no_generation(self, job: str) -> None:
+        """Raises ConfigError for settings that need generation; `job` does not generate."""
+        sampling, beams, way = self.sampling, self.sampling.num_beams, self.devices.way
+        no_effect = f"has no effect in weightstream {job}: leave it out"
+        require(sampling.n == 1, f"sampling.n={sampling.n} {no_effect}")
+        require(beams in (None, 1), f"sampling.num_beams={beams} {no_effect}")
         structures = [key for key in STRUCTURES if getattr(sampling, key) is not None]
-        require(not structures, f"sampling.{''.join(structures)} means nothing where {activity}")
-        why = f"devices={way.value} tells no scores or embeddings as yet: take devices=sharded, tensor or one"
+        require(not structures, f"sampling.{''.join(structures)} {no_effect}")
+        why = f"devices={way.value} does not support weightstream {job}: set devices=sharded, tensor or one"
         require(way is not Parallelism.pipeline, why)
+        turns = f"weightstream {job} does not support multi-turn chats: leave out dataset.turns_field and dataset.turns"
+        require(not self.dataset.has_turns, turns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,8 +210,7 @@ class GenerateConfig(RunSettings):
         super().__post_init__()
         require(
             self.sampling.n == 1 or not self.dataset.has_turns,
-            f"sampling.n={self.sampling.n} has no meaning where a later turn follows on one answer: "
-            "dataset.repeat asks each chat several times",
+            f"sampling.n={self.sampling.n} does not support multi-turn chats: set dataset.repeat instead",
         )
 
 
@@ -233,9 +225,9 @@ class ScoreSettings:
 
     def __post_init__(self) -> None:
         require(bool(self.target_field), "score.target_field is empty")
-        most = self.window_tokens
-        require(most is None or most >= 1, f"score.window_tokens must be 1 or more tokens, or null, got {most}")
-        require(most is None or self.rolling, "score.window_tokens has no effect without score.rolling=true")
+        window = self.window_tokens
+        require(window is None or window >= 1, f"score.window_tokens must be 1 or more tokens, or null, got {window}")
+        require(window is None or self.rolling, "score.window_tokens has no effect without score.rolling=true")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,12 +238,11 @@ class ScoreConfig(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_no_generation("targets are scored")
-        require(not self.dataset.has_turns, "targets are scored behind one prompt: dataset.turns have no meaning here")
-        is_held = self.score.rolling and self.dataset.window_rows is not None
-        require(not is_held, "dataset.window_rows reads rows in windows, and score.rolling=true holds its documents")
-        is_read = self.score.rolling or self.dataset.keep_columns
-        require(is_read, "score.target_field is read from a row's other fields: dataset.keep_columns must be true")
+        self._require_no_generation("score")
+        is_windowed = self.score.rolling and self.dataset.window_rows is not None
+        require(not is_windowed, "dataset.window_rows does not support score.rolling=true: set it to null")
+        has_targets = self.score.rolling or self.dataset.keep_columns
+        require(has_targets, "score.target_field needs dataset.keep_columns=true")
 
     @property
     def has_batch_files(self) -> bool:
@@ -270,9 +261,9 @@ class EncodeSettings:
 
     def __post_init__(self) -> None:
         is_embedding = self.output is Readout.embedding
-        has_no_effect = f"has no effect with encode.output={self.output.value}: it is of embeddings"
-        require(self.pooling is None or is_embedding, f"encode.pooling {has_no_effect}")
-        require(not self.normalize or is_embedding, f"encode.normalize {has_no_effect}")
+        needs = f"needs encode.output=embedding, got {self.output.value}"
+        require(self.pooling is None or is_embedding, f"encode.pooling {needs}")
+        require(not self.normalize or is_embedding, f"encode.normalize {needs}")
         require(self.num_top >= 1, f"encode.num_top must be 1 or more, got {self.num_top}")
 
 
@@ -284,21 +275,17 @@ class EncodeConfig(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_no_generation("prompts are encoded")
-        require(not self.dataset.has_turns, "one prompt of a row is encoded: dataset.turns have no meaning here")
+        self._require_no_generation("encode")
         require(
             not self.is_batch or self.encode.output is not Readout.masks,
-            "encode.output=masks answers no request of dataset=openai_batch: embedding and classes do",
+            "encode.output=masks does not support dataset=openai_batch: set encode.output=embedding or classes",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SynthesizeConfig:
-    """All settings of `jobs.synthesize`; mirrors conf/synthesize.yaml. Of `model` only the name is used.
-
-    `architecture`, from the model's file, holds transformers' config keys, `model_type` among them; transformers checks
-    them.
-    """
+    """All settings of `jobs.synthesize`; mirrors conf/synthesize.yaml. Only the name of `model` is used.
+    `architecture`: keys of transformers' config, from the model's file; transformers validates them."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     architecture: dict[str, object] = field(default_factory=dict)
@@ -320,11 +307,11 @@ class SynthesizeConfig:
         require(self.max_shard_gib > 0, f"max_shard_gib must be above 0 GiB, got {self.max_shard_gib}")
         require(
             self.alignment_bytes >= 8 and self.alignment_bytes % 8 == 0,
-            f"alignment_bytes must be a multiple of 8 bytes, as safetensors asks, got {self.alignment_bytes}",
+            f"alignment_bytes must be a multiple of 8 bytes, required by safetensors, got {self.alignment_bytes}",
         )
         require(
             bool(self.architecture),
-            f"model={self.model.name} has no architecture: choose another model, or begin one with "
+            f"model={self.model.name} has no architecture: choose another model, or set one with "
             "+architecture.model_type=llama",
         )
         model_type = self.architecture.get("model_type")
@@ -355,7 +342,7 @@ class TraceConfig:
     out: str | None = None
 
     def __post_init__(self) -> None:
-        require(bool(self.path), "path is not set: a run, or a file below <run>/trace, which trace=true writes")
+        require(bool(self.path), "path is not set: a run directory, or a file in <run>/trace (written by trace=true)")
         require(self.begin >= 0, f"begin must be 0 seconds or more, got {self.begin}")
         require(self.end is None or self.end > self.begin, f"end must be after begin={self.begin} s, got {self.end}")
         is_known = self.out is None or self.out.endswith((".svg", ".png"))
@@ -375,7 +362,7 @@ def load(cls: type[T], composed: Composed) -> T:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{error.full_key or 'config'} cannot be resolved: {reason}") from error
     assert isinstance(values, dict)
-    if ARCHITECTURE not in field_types(cls):  # no setting here: `jobs.config.cli` refuses the word
+    if ARCHITECTURE not in field_types(cls):  # `suggest_key` rejects it on the command line
         values.pop(ARCHITECTURE, None)
     return build(cls, {str(key): value for key, value in values.items()})
 
@@ -404,11 +391,8 @@ def _is_unset(key: str, value: JsonValue) -> bool:
 
 
 def run_name(config: RunSettings) -> str:
-    """The directory name of this run: `run`, or derived from the semantic settings that differ from their defaults, so
-    that added keys do not change it.
-
-    A shard is a run of its own: its name ends in `-00001-of-00004`.
-    """
+    """The directory name of a run: `run`, or a hash of the semantic settings that differ from their defaults. New keys
+    do not change it. A shard is a separate run: its name ends in `-00001-of-00004`."""
     defaults = semantic(type(config)())
     keys = {
         key: value
@@ -428,16 +412,16 @@ def run_directory(config: RunSettings) -> Path:
 
 
 def settings_warnings(config: RunSettings) -> list[str]:
-    """One sentence for each setting without effect, or with probably another effect than intended. Warnings that need
-    the model or the plan: `runtime.plan.plan_warnings`."""
+    """Warnings about settings without effect or with a probably unintended one. `runtime.plan.plan_warnings` has those
+    that need the model or the plan."""
     return [*_ignored_settings(config), *_escape_warnings(config.sampling.stop or [])]
 
 
 def _escape_warnings(stop: list[str]) -> list[str]:
     """Warnings about stop strings with a backslash and a letter: the shell does not expand "\\n" in plain quotes."""
     return [
-        f"sampling.stop holds {text!r}: a backslash and a letter, not the one character that they spell in code; "
-        f"in bash write $'sampling.stop=[\"{text}\"]'"
+        f"sampling.stop has {text!r}: a backslash and a letter, not a control character; in bash "
+        f"write $'sampling.stop=[\"{text}\"]'"
         for text in stop
         if re.search(r"\\[nrt]", text)
     ]
@@ -486,7 +470,7 @@ def _require_path(model: ModelConfig) -> None:
     if model.name in BUILT_IN:
         require(
             model.path is None,
-            f"model={model.name} comes with Weightstream and takes no model.path, got {model.path!r}: model=hf does",
+            f"model={model.name} is bundled and takes no model.path, got {model.path!r}: set model=hf",
         )
     else:
         require(bool(model.path), f"model.path is not set: model={model.name} needs a local directory or a hub id")

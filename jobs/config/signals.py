@@ -2,8 +2,7 @@
 
 Python runs a signal handler in the main thread between two bytecodes, so it waits for a running product. The C part of
 a handler runs at once and writes the signal's number to the wakeup descriptor, which a helper thread reads. `sigwait`
-would not work: numpy, pyarrow and torch start threads that do not block signals, and SIGTERM delivered to one of those
-ends the process.
+would not work: threads of numpy, pyarrow and torch do not block signals, and SIGTERM delivered to one ends the process.
 """
 
 import atexit
@@ -15,15 +14,15 @@ from types import FrameType, TracebackType
 from typing import Self
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)  # a shell has a background job ignore the one, nohup the other
-NOTHING_BEGUN = b"interrupted: nothing was begun; start the same command again to go on\n"
+TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)  # ignored in background jobs (SIGINT) and under nohup (SIGHUP)
+INTERRUPTED_EARLY = b"interrupted before the run started; start the same command again\n"
 EXIT_INTERRUPTED = 75
 STOP_BYTE = 0  # no signal has this number
 BURST_SECONDS = 0.5  # `timeout` and Ctrl-C in a pipeline signal the process and its group: one request, sent twice
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that ask this process to stop, without those that the parent process has set to ignored."""
+    """The stop signals, except SIGINT and SIGHUP if the parent process has set them to ignored."""
     return [s for s in STOP_SIGNALS if s not in TERMINAL_SIGNALS or signal.getsignal(s) is not signal.SIG_IGN]
 
 
@@ -33,8 +32,8 @@ def block_signals() -> None:
 
 
 def exit_on_signals() -> None:
-    """Unblocks the stop signals; one that arrives, or is pending, exits with 75 until a `StopFlag` takes over. Called
-    first, before slow imports, while there is nothing to save."""
+    """Unblocks the stop signals. Until a `StopFlag` is entered, a signal exits with 75, also one that was pending.
+    Called before slow imports, while there is nothing to save."""
     for number in stop_signals():
         signal.signal(number, _exit_handler)
     atexit.register(ignore_signals)
@@ -42,24 +41,21 @@ def exit_on_signals() -> None:
 
 
 def _exit_handler(number: int, frame: FrameType | None) -> None:
-    if not StopFlag.was_watching:  # what ends behind it has said why
-        os.write(2, NOTHING_BEGUN)
+    if not StopFlag.was_watching:  # after a StopFlag, the job has printed the reason
+        os.write(2, INTERRUPTED_EARLY)
     os._exit(EXIT_INTERRUPTED)
 
 
 def ignore_signals() -> None:
-    """Ignores stop signals during interpreter shutdown, so that the process keeps its exit code: launchers signal the
-    others once one process has ended."""
+    """Ignores stop signals during interpreter shutdown, so that the exit code stays: launchers signal the remaining
+    processes once one has ended."""
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)
 
 
 class StopFlag:
-    """Flag set by a stop signal; a context manager, entered in the main thread.
-
-    The first SIGTERM, SIGUSR1, SIGINT or SIGHUP sets `requested`. A second one exits at once with 75 and no clean-up:
-    committed parts need none.
-    """
+    """Flag set by the first stop signal; a context manager, entered in the main thread. A second signal exits at once
+    with 75 and without clean-up, which committed parts do not need."""
 
     was_watching = False
 
@@ -87,7 +83,7 @@ class StopFlag:
         self._old_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._old_handlers = {number: signal.signal(number, _do_nothing) for number in stop_signals()}
         for number in self._old_handlers:
-            signal.siginterrupt(number, False)  # reads in flight go on instead of failing with EINTR
+            signal.siginterrupt(number, False)  # reads in flight continue instead of failing with EINTR
         self._is_watching = StopFlag.was_watching = True
         self._thread = threading.Thread(target=self._watch, name="stop-flag", daemon=True)
         self._thread.start()
@@ -96,10 +92,10 @@ class StopFlag:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._is_watching:  # a forked child that unwinds: the pipe is its parent's
+        if not self._is_watching:  # in a forked child: the pipe belongs to the parent
             return
         self._restore()
-        os.write(self._writer, bytes([STOP_BYTE]))  # closing would not do: a forked child may hold the pipe open
+        os.write(self._writer, bytes([STOP_BYTE]))  # closing is not enough: a forked child may hold the pipe open
         self._thread.join()
         os.close(self._writer)
         os.close(self._reader)

@@ -12,21 +12,21 @@ from runtime.config.sampling import PASSTHROUGH_KEYS, SamplingConfig
 from runtime.config.texts import TextField, closest_match, did_you_mean
 from runtime.errors import ConfigError
 
-if TYPE_CHECKING:  # it needs pyarrow, and measuring on a plain image does not
+if TYPE_CHECKING:  # needs pyarrow; `jobs.measure` runs without it
     from ..files.publishing import JsonValue
 
 T = TypeVar("T")
 
-TRANSFORMERS = "transformers"  # the setting of sampling that holds those of `PASSTHROUGH_KEYS`
-ARCHITECTURE = "architecture"  # what a model's file has beside `model`: of those jobs alone whose settings have it
+TRANSFORMERS = "transformers"  # key of `sampling` that holds `PASSTHROUGH_KEYS`
+ARCHITECTURE = "architecture"  # a model file's second group; only some jobs have this setting
 
 
 def build(cls: type[T], values: Mapping[str, object], prefix: str = "") -> T:
     """Builds an instance of the dataclass `cls` from nested mappings, lists and scalars; missing keys get their
     defaults.
 
-    Stricter than a YAML loader: 3.7 is no int, 1 is no bool, infinity and NaN are no floats. Raises ConfigError that
-    names the dotted key, the value and what is allowed, or the closest key for an unknown one.
+    Stricter than a YAML loader: rejects 3.7 as int, 1 as bool, infinity and NaN as float. Raises ConfigError with the
+    dotted key, the value and the allowed values, or the closest known key.
     """
     keys, hints = key_types(cls), field_types(cls)
     for name in values:
@@ -37,30 +37,28 @@ def build(cls: type[T], values: Mapping[str, object], prefix: str = "") -> T:
 
 
 def known_keys(cls: type) -> list[str]:
-    """All dotted keys of the dataclass `cls`, groups included; a dict that takes any key is listed as `name.*`."""
+    """Dotted keys of the dataclass `cls`, groups included; a dict with arbitrary keys is listed as `name.*`."""
     return list(_known_keys(cls, ""))
 
 
 def unknown_key(key: str, known: list[str]) -> str:
-    """The error message for an unknown key: suggests the closest of `known`, or lists the keys of its group.
-
-    A key among `known`, in a group shared by several jobs, is reported as without effect in this job.
-    """
+    """The error message for an unknown key: suggests the closest of `known`, or lists the keys of its group. A known
+    key, from a group shared by several jobs, is reported as without effect in this job."""
     if key in known:
-        alone = f"; {key}.path alone says which" if f"{key}.path" in known else ""
-        return f"{key} has no effect in this job: leave it out{alone}"
+        alternative = f"; set {key}.path" if f"{key}.path" in known else ""
+        return f"{key} has no effect in this job: leave it out{alternative}"
     parent, _, name = key.rpartition(".")
     group = f"{parent.removesuffix(f'.{TRANSFORMERS}')}.{TRANSFORMERS}"
     if name in PASSTHROUGH_KEYS and group in known:
-        return f"unknown key {key}: it is passed on to transformers: write '{group}={{{name}: <value>}}'"
+        return f"unknown key {key}: it is an argument of transformers: write '{group}={{{name}: <value>}}'"
     if f"{parent}.*" in known:
-        return f"unknown key {key}: to set it for {parent} all the same, write +{key}=<value>"
+        return f"unknown key {key}: to add it to {parent}, write +{key}=<value>"
     elsewhere = [other for other in known if other.rpartition(".")[2] == name]
     siblings = [other for other in known if other.rpartition(".")[0] == parent]
     close = elsewhere or _closest(name, siblings) or _closest(name, known)
     if close:
         return f"unknown key {key}: did you mean {close[0]}?"
-    return f"unknown key {key}: known here are {', '.join(siblings or [key for key in known if '.' not in key])}"
+    return f"unknown key {key}: known keys: {', '.join(siblings or [key for key in known if '.' not in key])}"
 
 
 def flatten(config: object) -> "dict[str, JsonValue]":
@@ -170,7 +168,7 @@ def _convert_union(hint: object, value: object, key: str) -> object:
             is_group = isinstance(option, type) and is_dataclass(option) and isinstance(value, Mapping)
             is_only_list = typing.get_origin(option) is list and isinstance(value, list) and len(options) == 2
             if is_group or (is_only_list and type(None) in options):
-                raise  # the error inside says more than "not this group", or list
+                raise  # the nested error is more specific
     raise _mismatch(hint, value, key)
 
 
@@ -179,7 +177,7 @@ def _convert_scalar(hint: object, value: object, key: str) -> object:
         return hint[value]
     if hint is object or (hint is bool and isinstance(value, bool)):
         return value
-    if not isinstance(value, bool):  # which Python counts among the ints
+    if not isinstance(value, bool):  # a subclass of int
         if hint is str and isinstance(value, str | int):
             return str(value)  # run=7 names a run
         if hint is int and isinstance(value, int):

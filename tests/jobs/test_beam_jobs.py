@@ -83,5 +83,5 @@ def test_killed_inside_its_searches_a_run_ends_with_the_same_rows(
 
 @pytest.mark.parametrize("kind", [ScoreConfig, EncodeConfig])
 def test_where_nothing_is_generated_beams_are_refused(kind: type[GenerateConfig]) -> None:
-    with pytest.raises(ConfigError, match=r"sampling\.num_beams=4 means nothing where"):
+    with pytest.raises(ConfigError, match=r"sampling\.num_beams=4 has no effect in weightstream"):
         kind(sampling=SamplingConfig(num_beams=4))

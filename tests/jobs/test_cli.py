@@ -105,7 +105,7 @@ def test_a_sweep_ends_with_its_worst_code_and_a_stopped_job_stops_it(codes: tupl
         ("too_big", 2, ["error: the plan needs 9 GiB and offload.host_memory_gib is 4"]),
         ("damaged", 4, ["error: part 7 is not ours"]),
         ("stopped", 75, ["interrupted: stopped at block 3"]),
-        ("ctrl_c", 75, ["interrupted: the same command goes on from here"]),
+        ("ctrl_c", 75, ["interrupted: start the same command again to continue"]),
     ],
 )
 def test_job_ends_with_its_own_code_and_at_most_one_line(
@@ -120,10 +120,10 @@ def test_job_ends_with_its_own_code_and_at_most_one_line(
         ("sampling.max_tokens=3", "unknown key sampling.max_tokens: did you mean sampling.max_new_tokens?"),
         ("+sampling.max_tokens=3", "unknown key sampling.max_tokens: did you mean sampling.max_new_tokens?"),
         ("ofload=cpu", "unknown key ofload: did you mean offload?"),
-        ("hydra.nothing=1", "unknown key hydra.nothing: --cfg hydra shows those of Hydra"),
+        ("hydra.nothing=1", "unknown key hydra.nothing: --cfg hydra lists Hydra's keys"),
         ("model=gtp2", "model=gtp2 does not exist: did you mean gpt2? model is one of bloom, "),
-        ("+model=gpt2", "model is chosen already: write model=<option> without the +"),
-        ("sampling=3", "a group takes the name of one of its options"),
+        ("+model=gpt2", "model already has an option: write model=<option> without the +"),
+        ("sampling=3", "a group must be set to one of its options"),
         ("sampling.max_new_tokens=many", "sampling.max_new_tokens must be a whole number, got 'many'"),
         ("sampling.seed=1,2", "sampling.seed=1,2 looks like a sweep: add --multirun"),
         ("sampling.stop=[", "cannot read 'sampling.stop=[' ("),
@@ -157,9 +157,7 @@ def test_a_bug_ends_in_one_line_with_70_and_its_traceback_in_a_file(
     end = end_of("run=bug")
     assert (end.code, len(end.errors)) == (70, 1)
     [kept] = tmp_path.iterdir()
-    start = (
-        "error: internal error, a mistake of Weightstream's and none of yours: RuntimeError: a mistake of ours; the "
-    )
+    start = "error: internal error in Weightstream: RuntimeError: a mistake of ours; the "
     assert end.errors[0].startswith(f"{start}traceback is in {kept}")
     assert kept.read_text().rstrip().endswith("RuntimeError: a mistake of ours")
 
@@ -207,11 +205,11 @@ SBATCH_REFUSES = "#!/bin/sh\necho 'sbatch: error: invalid partition specified: g
 SLURMS = {
     "sbatch refuses": (
         {"srun": "#!/bin/sh\n", "sbatch": SBATCH_REFUSES},
-        "invalid partition specified: gpuu. Its",
+        "invalid partition specified: gpuu. Check",
     ),
-    "sbatch says nothing": ({"srun": "#!/bin/sh\n", "sbatch": "#!/bin/sh\nexit 3\n"}, "it ended with 3 and no word"),
-    "no sbatch": ({"srun": "#!/bin/sh\n"}, "finds no Slurm here"),
-    "no Slurm": ({}, "finds no Slurm here"),
+    "sbatch says nothing": ({"srun": "#!/bin/sh\n", "sbatch": "#!/bin/sh\nexit 3\n"}, "exit code 3, no message"),
+    "no sbatch": ({"srun": "#!/bin/sh\n"}, "needs srun and sbatch"),
+    "no Slurm": ({}, "needs srun and sbatch"),
 }
 
 
@@ -239,7 +237,7 @@ def test_a_sweep_that_cannot_be_written_is_refused_by_its_key(end_of: Callable[.
     end = end_of("--multirun", "sampling.seed=0,1", "output_root=/proc/nope")
     assert (end.code, end.done) == (2, [])
     assert end.errors == [
-        "error: /proc/nope cannot be written: No such file or directory: choose another place with output_root="
+        "error: cannot write /proc/nope: No such file or directory; set output_root to another directory"
     ]
 
 
@@ -247,7 +245,7 @@ def test_a_key_of_an_architecture_is_unknown_to_a_run(end_of: Callable[..., End]
     for word in ("architecture.hidden_size=64", "+architecture.hidden_size=64"):
         end = end_of("model=tiny", word)
         assert (end.code, end.done) == (2, [])
-        assert end.errors[-1].startswith("error: unknown key architecture.hidden_size: known here are ")
+        assert end.errors[-1].startswith("error: unknown key architecture.hidden_size: known keys: ")
 
 
 def test_errors_reach_a_launcher_that_runs_the_job_in_its_own_process() -> None:
@@ -298,16 +296,19 @@ def test_control_characters_of_a_message_never_reach_the_terminal(capfd: pytest.
         ("model=hf", "out is not set"),
         (
             "architecture=mixtral",
-            "architecture=mixtral: a model's architecture stands in its file: model=mixtral chooses",
+            "architecture=mixtral: architecture has no options: choose a model with model=mixtral",
         ),
         (
             "architecture.num_layers=2",
-            "unknown key architecture.num_layers: to set it for architecture all the same, write +arch",
+            "unknown key architecture.num_layers: to add it to architecture, write +arch",
         ),
         ("model.dtype=float16", "model.dtype has no effect in this job: leave it out"),
         ("seed=1", "out is not set"),
-        ("--seed=1", "--seed=1 is no option but a setting: write seed=1"),
-        ("model=/some/dir", "model=/some/dir does not exist: a directory or a hub id is model=hf model.path=/some/dir"),
+        ("--seed=1", "--seed=1 is a setting, not an option: write seed=1"),
+        (
+            "model=/some/dir",
+            "model=/some/dir does not exist: for a directory or a hub id write model=hf model.path=/some/dir",
+        ),
     ],
 )
 def test_synthesize_refuses_in_one_line(
@@ -333,7 +334,7 @@ def test_a_model_that_is_a_directory_here_is_said_to_be_a_path(
     (tmp_path / "m").mkdir()
     monkeypatch.chdir(tmp_path)
     assert refused(monkeypatch, capfd, "synthesize", "model=m", SynthesizeConfig) == (
-        "error: model=m does not exist: a directory or a hub id is model=hf model.path=m\n"
+        "error: model=m does not exist: for a directory or a hub id write model=hf model.path=m\n"
     )
 
 
@@ -341,7 +342,7 @@ def test_a_job_that_knows_its_model_by_the_path_alone_says_so(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert refused(monkeypatch, capfd, "pack", "model=hf", PackConfig) == (
-        "error: model has no effect in this job: leave it out; model.path alone says which\n"
+        "error: model has no effect in this job: leave it out; set model.path\n"
     )
 
 
@@ -393,7 +394,7 @@ def test_a_path_that_is_not_utf8_is_refused_with_a_way_out(
     with pytest.raises(SystemExit) as ended:
         run_job(hydra.main(config_path=str(CONF), config_name="export", version_base=None)(body), ExportConfig)
     assert ended.value.code == 2
-    assert "it is not UTF-8; give what it names another name, or a link" in capfd.readouterr().err
+    assert "not UTF-8; rename the file, or make a link" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

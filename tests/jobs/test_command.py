@@ -89,7 +89,7 @@ def test_an_unknown_job_is_refused_in_one_line(end_of: Callable[..., End], word:
 @pytest.mark.parametrize(
     ("words", "code", "error"),
     [
-        (("trace",), 2, "error: path is not set: a run, or a file below <run>/trace, which "),
+        (("trace",), 2, "error: path is not set: a run directory, or a file in <run>/trace "),
         (("trace", "pth=x"), 2, "error: unknown key pth: did you mean path?"),
         (("plan", "model=gtp2"), 2, "error: model=gtp2 does not exist: did you mean gpt2? "),
         (("synthesize", "out=x", "architecture.num_layers=2"), 2, "error: unknown key architecture.num_layers: "),

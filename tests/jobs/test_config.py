@@ -62,12 +62,12 @@ def test_interpolations_are_resolved() -> None:
     [
         (["sampling.max_new_tokns=3"], "unknown key sampling.max_new_tokns: did you mean sampling.max_new_tokens?"),
         (["sampling.max_token=3"], "unknown key sampling.max_token: did you mean sampling.max_new_tokens?"),
-        (["shard.zzz=3"], "unknown key shard.zzz: known here are shard.index, shard.count"),
+        (["shard.zzz=3"], "unknown key shard.zzz: known keys: shard.index, shard.count"),
         (["max_new_tokens=3"], "unknown key max_new_tokens: did you mean sampling.max_new_tokens?"),
         (["ofload.tier=cpu"], "unknown key ofload: did you mean offload?"),
         (
             ["model.products=int8"],
-            "unknown key model.products: known here are model.name",
+            "unknown key model.products: known keys: model.name",
         ),
         (["sampling.max_new_tokens=many"], "sampling.max_new_tokens must be a whole number, got 'many'"),
         (["sampling.max_new_tokens=3.7"], "sampling.max_new_tokens must be a whole number, got 3.7"),
@@ -89,7 +89,7 @@ def test_interpolations_are_resolved() -> None:
         (["run=.hidden"], "run must be letters"),
         (["output_root=''"], "output_root is empty"),
         (["model.name=hf"], "model.path is not set: model=hf needs a local directory or a hub id"),
-        (["model.path=some/where"], "model=tiny comes with Weightstream and takes no model.path, got 'some/where'"),
+        (["model.path=some/where"], "model=tiny is bundled and takes no model.path, got 'some/where'"),
         (["shard.index=4", "shard.count=4"], "shard.index must be 0 to 3"),
         (["sampling.top_p=0"], "sampling.top_p must be in (0, 1], got 0.0"),
         (["kv.tier=disk"], "kv.tier must be one of auto, device, cpu, nvme, got 'disk'"),
@@ -270,7 +270,7 @@ def test_architecture_takes_any_key_of_transformers() -> None:
 
 
 def test_a_model_without_an_architecture_is_refused() -> None:
-    with pytest.raises(ConfigError, match="model=hf has no architecture: choose another model, or begin one with"):
+    with pytest.raises(ConfigError, match="model=hf has no architecture: choose another model, or set one with"):
         load(SynthesizeConfig, OmegaConf.from_dotlist(["out=x", "model.name=hf"]))
 
 

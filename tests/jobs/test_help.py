@@ -123,7 +123,7 @@ def test_a_group_shows_its_options_and_what_the_chosen_one_means() -> None:
 
 
 def test_a_word_that_is_neither_group_nor_key_is_refused_with_the_closest_one() -> None:
-    with pytest.raises(ConfigError, match="no group and no setting is called samplin: did you mean sampling"):
+    with pytest.raises(ConfigError, match="no group or setting is named samplin: did you mean sampling"):
         help_text("generate", ["--help", "samplin"])
     assert help_text("generate", ["--help", "sampling.seed"]).startswith("  sampling.seed=0 ")
 

@@ -83,7 +83,7 @@ def test_only_a_command_that_is_no_worker_itself_leads(monkeypatch: pytest.Monke
     for count, named in ((0, "num_workers must be 1"), (5000, "num_workers must be 1")):
         with pytest.raises(ConfigError, match=named):
             elastic(count)
-    with pytest.raises(ConfigError, match="set workers=elastic"):
+    with pytest.raises(ConfigError, match=r"num_workers=.* needs workers=elastic"):
         GenerateConfig(num_workers=2)
 
 

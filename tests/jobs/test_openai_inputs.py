@@ -197,7 +197,7 @@ def test_lines_for_the_other_job_are_errors_and_a_file_of_nothing_else_is_refuse
         generate(GenerateConfig(dataset=dataset(tmp_path, both[0]), output_root=str(tmp_path)), lambda: False)
     with pytest.raises(DatasetError, match=r"to /v1/chat/completions .* which weightstream generate answers"):
         encode(config_of(tmp_path, both[1]), lambda: False)
-    with pytest.raises(ConfigError, match=r"encode\.output=masks answers no request of dataset=openai_batch"):
+    with pytest.raises(ConfigError, match=r"encode\.output=masks does not support dataset=openai_batch"):
         config_of(tmp_path, both[0], output=Readout.masks)
 
 

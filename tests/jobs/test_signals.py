@@ -164,7 +164,7 @@ def test_a_signal_before_the_start_ends_the_process_with_75(name: str) -> None:
         print("too late")
     """)
     assert (result.returncode, result.stdout) == (75, ""), result.stderr
-    assert result.stderr.startswith("interrupted: nothing was begun")
+    assert result.stderr.startswith("interrupted before the run started")
 
 
 def test_a_signal_while_the_process_is_replaced_waits_for_its_successor() -> None:

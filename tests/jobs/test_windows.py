@@ -383,13 +383,13 @@ def test_what_holds_its_rows_is_refused_by_name() -> None:
     jsonl = DatasetConfig(kind=DatasetKind["jsonl"], path="rows.jsonl", window_rows=7)
     with pytest.raises(ConfigError, match=r"dataset.repeat=2 holds them"):
         replace(jsonl, repeat=2)
-    with pytest.raises(ConfigError, match="chats of several turns"):
+    with pytest.raises(ConfigError, match="multi-turn chats"):
         GenerateConfig(dataset=replace(jsonl, turns_field="turns", chat_template=True))
 
 
 def test_ranks_hold_all_rows_and_refuse_windows_by_name(case: WindowedInput) -> None:
     ranks = DevicesConfig(way=Parallelism.sharded)
-    with pytest.raises(ConfigError, match=r"devices=sharded holds all rows as yet: leave dataset\.window_rows null"):
+    with pytest.raises(ConfigError, match=r"devices=sharded does not support dataset\.window_rows: set it to null"):
         case.config("run", WINDOW, devices=ranks)
     begun = {"semantic": {run_input.WINDOW_KEY: WINDOW}}
     with pytest.raises(ConfigError, match=r"devices=sharded .* begun in windows of 7 \(dataset\.window_rows\)"):
