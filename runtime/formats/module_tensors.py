@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 
 from ..errors import CheckpointError
+from ..plan.shape.dtypes import FLOATS as FLOATS
 from ..plan.shape.shapes import Companion, TensorSlice
 from ..store.checkpoint import read_integers
 from .scaled_rows import SCALES
@@ -17,7 +18,6 @@ log = logging.getLogger(__name__)
 MOST_SHOWN = 400  # characters of a config value in messages
 UNQUANTIZED = "the unquantized checkpoint; most models have one"
 ZEROS, GROUPS = "zeros", "groups"  # companion roles: zero points; the group of each column
-FLOATS = ("F16", "BF16", "F32")
 METHOD = "weightstream"  # `quant_method` in the store's config.json
 RELATIVE_ERROR = "relative_rms_error"  # next to it: over all rounded weights
 MakeWeight = Callable[[TensorSlice, TensorSlice], TensorSlice]  # bytes and companion -> the weight

@@ -9,12 +9,11 @@ from typing import NamedTuple
 
 import torch
 
+from ..kernels.arguments import WORD_ROWS
 from ..linear.blocks import CONCAT_DTYPES, concat_rows
 from ..linear.rows import Rows
 from ..plan.shape.dtypes import Loss as Loss
 from ..plan.shape.shapes import Companion, TensorSlice
-
-ROWS_OF_WORD = 8  # most rows whose zero points share a word
 
 
 class StoredMatrix(NamedTuple):
@@ -61,7 +60,7 @@ def join_by_columns(matrices: Sequence[StoredMatrix], num_words: int) -> StoredM
     """Same as `join_by_rows` for transposed matrices: `num_words` rows of 32-bit words, whose columns are the matrix's
     rows, as in their companions. One-dimensional companions are stacked, one row per matrix."""
     first, num_rows = matrices[0].piece, matrices[0].piece.shape[0]
-    if not have_same_layout(matrices) or first.first_row or num_rows % ROWS_OF_WORD:
+    if not have_same_layout(matrices) or first.first_row or num_rows % WORD_ROWS:
         return None
     words = torch.cat([stored.raw.view(torch.int32).view(num_words, -1) for stored in matrices], dim=1)
     tensors = dict[str, torch.Tensor]()

@@ -17,8 +17,9 @@ GROUP_NUMBERS, GROUP_BYTES = 64, 96  # window4: sign and mantissa bytes, then ni
 WINDOW4, INT8, INT4, FLOAT8 = range(4)  # encodings of stores that `weightstream pack` writes
 # Encodings with zero points and factors per group. By rows: unsigned and signed bytes, FP8, nibbles, FP4, nibbles that
 # index a table. By columns: words of neighboring columns with 4- or 8-bit codes, words of neighboring rows with 4 bits.
-BYTES, SIGNED_BYTES, SCALED_FLOAT8, HALVES, FLOAT4, IN_TABLE = range(4, 10)
+BYTES, SIGNED_BYTES, SCALED_FLOAT8, NIBBLES, FLOAT4, TABLE_NIBBLES = range(4, 10)
 WORDS4, WORDS8, ROW_WORDS = range(10, 13)
+WORD_ROWS = 8  # rows whose 4-bit fields share a 32-bit word
 # Encodings for accelerators only: FP8 E5M2, plain numbers, and GGUF's blocks.
 FLOAT8_E5M2, PLAIN, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K = range(13, 20)
 GGUF = {"Q8_0": Q8_0, "Q4_0": Q4_0, "Q4_K": Q4_K, "Q5_K": Q5_K, "Q6_K": Q6_K}
@@ -233,18 +234,18 @@ def attention_tile_configs() -> np.ndarray:
     return shapes
 
 
-FLOATS, EXPONENTS, SMALL_FLOATS = range(3)  # dtypes of factors: plain float, E8M0, E4M3
+PLAIN_FLOATS, EXPONENTS, SMALL_FLOATS = range(3)  # dtypes of factors: plain float, E8M0, E4M3
 # Kinds of zero points: none, one constant, plain numbers, 4-bit and 8-bit fields of words, AWQ's fields.
-NO_ZEROS, SAME_ZERO, PLAIN_ZEROS, FIELDS4, FIELDS8, AWQ_FIELDS = range(6)
+NO_ZEROS, CONSTANT_ZERO, PLAIN_ZEROS, FIELDS4, FIELDS8, AWQ_FIELDS = range(6)
 NO_OVERALL, MULTIPLIED, DIVIDED = range(3)  # how group factors are combined with overall factors
 
 
 class Matrix(NamedTuple):
     """A stack of E matrices for Triton: pointers to the first (tensors or None), strides in elements, and sizes.
 
-    `extra`: the table of IN_TABLE, the bases of WINDOW4, or the stored row of each row (GGUF). `row_step`: rows from
-    one expert to the next in one tall matrix; 0 if `..._expert` strides are used. `first_row`: row of the first field
-    of words.
+    `extra`: the table of TABLE_NIBBLES, the bases of WINDOW4, or the stored row of each row (GGUF). `row_step`: rows
+    from one expert to the next in one tall matrix; 0 if `..._expert` strides are used. `first_row`: row of the first
+    field of words.
     """
 
     body: Any = None

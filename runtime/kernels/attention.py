@@ -29,13 +29,13 @@ from .arguments import (
 )
 from .attention_blocks import add_numbers, score_numbers
 from .compiled import FUSED, REORDERED, cached_kernel
-from .primitives import EXP_MIN, ONE, ZERO, ArrayAt, claim_items, exp, highest_of
+from .primitives import EXP_MIN, ONE, ZERO, ArrayAt, claim_items, exp, max_ignoring_nan
 
 TANH_MAX = np.float32(10)  # tanh is 1 from 9.1 on
 
 
 @njit(fastmath=FUSED)
-def _cap(scores_HGS: np.ndarray, h: int, g: int, num: int, softcap: np.float32) -> None:
+def _apply_softcap(scores_HGS: np.ndarray, h: int, g: int, num: int, softcap: np.float32) -> None:
     for i in range(num):
         x = np.float32(scores_HGS[h, g, i] / softcap)
         x = x if not x > TANH_MAX else TANH_MAX  # `not >` instead of `<=`: keeps NaN
@@ -62,7 +62,7 @@ def _update_maxima(num: int, heads: Span, scratch: ScoreScratch, sums_HGD: np.nd
     _, Gs, S = scratch.scores_HGS.shape
     for h in range(heads[0], heads[1]):
         for g in range(scratch.maxima_HG.shape[1]):
-            highest = highest_of(scratch.scores_HGS, (h * Gs + g) * S, num, scratch.maxima_HG[h, g])
+            highest = max_ignoring_nan(scratch.scores_HGS, (h * Gs + g) * S, num, scratch.maxima_HG[h, g])
             if highest > scratch.maxima_HG[h, g]:
                 _rescale_sums(h, g, highest, scratch.maxima_HG, scratch.totals_HG, sums_HGD)
 
@@ -85,7 +85,7 @@ def apply_softmax(num: int, heads: Span, softcap: np.float32, scratch: ScoreScra
     if softcap > ZERO:
         for h in range(heads[0], heads[1]):
             for g in range(G):
-                _cap(scratch.scores_HGS, h, g, num, softcap)
+                _apply_softcap(scratch.scores_HGS, h, g, num, softcap)
     _update_maxima(num, heads, scratch, sums_HGD)
     for h in range(heads[0], heads[1]):  # a second loop, or each query would wait for its maximum: 1.8 us, not 0.9
         for g in range(G):

@@ -30,8 +30,8 @@ from ..errors import ConfigError
 from .arguments import ISA
 
 # Features that each instruction set excludes, by prefixes of LLVM's names.
-MISSING = {"avx2": ("avx512", "avx10", "evex512", "amx"), "avx512": ("amx",), "amx": ()}
-NEEDED = {"avx2": "avx2", "avx512": "avx512f", "amx": "amx-bf16"}
+EXCLUDED_FEATURES = {"avx2": ("avx512", "avx10", "evex512", "amx"), "avx512": ("amx",), "amx": ()}
+REQUIRED_FEATURE = {"avx2": "avx2", "avx512": "avx512f", "amx": "amx-bf16"}
 
 
 @cache
@@ -42,11 +42,11 @@ def features() -> dict[str, bool]:
     wanted = os.environ.get(ISA)
     if wanted is None:
         return found
-    if wanted not in MISSING:
-        raise ConfigError(f"{ISA}={wanted} is unknown: known are {', '.join(MISSING)}")
-    if not found.get(NEEDED[wanted]):
-        raise ConfigError(f"{ISA}={wanted}: this processor has no {NEEDED[wanted]}; unset {ISA}")
-    return {name: has and not name.startswith(MISSING[wanted]) for name, has in found.items()}
+    if wanted not in EXCLUDED_FEATURES:
+        raise ConfigError(f"{ISA}={wanted} is unknown: known are {', '.join(EXCLUDED_FEATURES)}")
+    if not found.get(REQUIRED_FEATURE[wanted]):
+        raise ConfigError(f"{ISA}={wanted}: this processor has no {REQUIRED_FEATURE[wanted]}; unset {ISA}")
+    return {name: has and not name.startswith(EXCLUDED_FEATURES[wanted]) for name, has in found.items()}
 
 
 def has_fma_without_avx512() -> bool:
@@ -56,7 +56,7 @@ def has_fma_without_avx512() -> bool:
 
 def _limit_to_isa() -> None:
     wanted = os.environ.get(ISA)
-    if wanted is None or not MISSING.get(wanted):
+    if wanted is None or not EXCLUDED_FEATURES.get(wanted):
         return
     taken = ",".join(f"{'+' if has else '-'}{name}" for name, has in sorted(features().items()))
     for name, value in (("CPU_NAME", binding.get_host_cpu_name()), ("CPU_FEATURES", taken)):
@@ -72,7 +72,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 REORDERED = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; never nnan or ninf: inputs may be NaN
 FUSED = {"contract"}  # no reordering, even inlined into REORDERED code: it would undo the exact steps of `exp`
 LOCK_TIMEOUT_SECONDS, LOCK_POLL_SECONDS = 120.0, 0.05  # for another process that compiles the same kernel
-_LOCK, _PLACES = Lock(), "CACHE_LOCATOR_CLASSES"
+_LOCK, _LOCATORS = Lock(), "CACHE_LOCATOR_CLASSES"
 _thread_state = local()
 
 
@@ -235,10 +235,10 @@ def _cache_locators() -> Iterator[None]:
     """Makes numba use these cache locators, in order, for functions decorated inside the block. numba looks the classes
     up by name in a global setting: hold the lock."""
     with _LOCK:
-        before = getattr(config, _PLACES)
+        before = getattr(config, _LOCATORS)
         places = (NumbaCacheDirLocator, SourceDirLocator, UserCacheLocator)
-        setattr(config, _PLACES, ",".join(f"{__name__}.{place.__name__}" for place in places))
+        setattr(config, _LOCATORS, ",".join(f"{__name__}.{place.__name__}" for place in places))
         try:
             yield
         finally:
-            setattr(config, _PLACES, before)
+            setattr(config, _LOCATORS, before)

@@ -29,10 +29,10 @@ INT8, SIGNED_BYTES, BYTES = (
 )
 FLOAT8, SCALED_FLOAT8 = tl.constexpr(constants.FLOAT8), tl.constexpr(constants.SCALED_FLOAT8)
 FLOAT8_E5M2, PLAIN = tl.constexpr(constants.FLOAT8_E5M2), tl.constexpr(constants.PLAIN)
-HALVES, FLOAT4, IN_TABLE = (
-    tl.constexpr(constants.HALVES),
+NIBBLES, FLOAT4, TABLE_NIBBLES = (
+    tl.constexpr(constants.NIBBLES),
     tl.constexpr(constants.FLOAT4),
-    tl.constexpr(constants.IN_TABLE),
+    tl.constexpr(constants.TABLE_NIBBLES),
 )
 WORDS4, WORDS8, ROW_WORDS = (
     tl.constexpr(constants.WORDS4),
@@ -42,7 +42,7 @@ WORDS4, WORDS8, ROW_WORDS = (
 HALF_RUN = tl.constexpr(constants.CODE_RUN // 2)
 GROUP_NUMBERS, GROUP_BYTES = tl.constexpr(constants.GROUP_NUMBERS), tl.constexpr(constants.GROUP_BYTES)
 EXPONENTS, SMALL_FLOATS = tl.constexpr(constants.EXPONENTS), tl.constexpr(constants.SMALL_FLOATS)
-NO_ZEROS, SAME_ZERO = tl.constexpr(constants.NO_ZEROS), tl.constexpr(constants.SAME_ZERO)
+NO_ZEROS, CONSTANT_ZERO = tl.constexpr(constants.NO_ZEROS), tl.constexpr(constants.CONSTANT_ZERO)
 PLAIN_ZEROS, FIELDS8 = tl.constexpr(constants.PLAIN_ZEROS), tl.constexpr(constants.FIELDS8)
 AWQ_FIELDS = tl.constexpr(constants.AWQ_FIELDS)
 NO_OVERALL, DIVIDED = tl.constexpr(constants.NO_OVERALL), tl.constexpr(constants.DIVIDED)
@@ -53,7 +53,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # by TRITON_INTERPRE
 
 
 @triton.jit
-def rounded(numbers, dtype: tl.constexpr):
+def round_to(numbers, dtype: tl.constexpr):
     """Rounds float32 to a dtype, to nearest, ties to even. Explicit for bfloat16 in Triton's interpreter, which
     truncates."""
     if INTERPRETED and dtype == tl.bfloat16:
@@ -95,7 +95,7 @@ def float_of_e8m0(bits):
 
 
 @triton.jit
-def spread(factors_BG, BN: tl.constexpr, BK: tl.constexpr, GT: tl.constexpr):
+def repeat_factors(factors_BG, BN: tl.constexpr, BK: tl.constexpr, GT: tl.constexpr):
     """Repeats factors per group (BN, GT) over their columns (BN, BK); (BN, 1) is returned as is, to broadcast."""
     found = factors_BG
     if GT > 1 and GT < BK:
@@ -128,13 +128,13 @@ def _codes(matrix, expert, row, rows, has_row, column, kind: tl.constexpr, BN: t
         pairs = _row_bytes(body, matrix.body_row, rows, has_row, column // 2, end // 2, BK // 2)
         halves = tl.reshape(tl.join(pairs & 15, pairs >> 4), [BN, BK // 2 // HALF_RUN, HALF_RUN, 2])
         numbers = tl.reshape(tl.permute(halves, (0, 1, 3, 2)), [BN, BK]).to(tl.float32)
-    elif kind.encoding == HALVES:
+    elif kind.encoding == NIBBLES:
         pairs = _row_bytes(body, matrix.body_row, rows, has_row, column // 2, (end + 1) // 2, BK // 2)
         numbers = tl.interleave(pairs & 15, pairs >> 4).to(tl.float32)
     elif kind.encoding == FLOAT4:
         pairs = _row_bytes(body, matrix.body_row, rows, has_row, column // 2, end // 2, BK // 2)
         numbers = tl.interleave(float_of_e2m1(pairs & 15), float_of_e2m1(pairs >> 4))
-    elif kind.encoding == IN_TABLE:
+    elif kind.encoding == TABLE_NIBBLES:
         pairs = _row_bytes(body, matrix.body_row, rows, has_row, column // 2, end // 2, BK // 2)
         codes = tl.interleave(pairs >> 4, pairs & 15).to(tl.int32)
         numbers = tl.load(matrix.extra + expert * matrix.extra_expert + codes).to(tl.float32)
@@ -154,7 +154,7 @@ def _codes(matrix, expert, row, rows, has_row, column, kind: tl.constexpr, BN: t
         has = (columns < end)[:, None] & is_wanted[None, :]
         pointers = body + columns[:, None] * matrix.body_column + indices[None, :] * matrix.body_row
         words = tl.load(pointers, mask=has, other=0)
-        fields = (words[:, :, None] >> (_awq_place(turn) * 4)[None, None, :]) & 15
+        fields = (words[:, :, None] >> (_awq_nibble(turn) * 4)[None, None, :]) & 15
         numbers = tl.trans(tl.reshape(fields, [BK, BN])).to(tl.float32)
     else:
         tl.static_assert(kind.encoding == WINDOW4, "no such way of packing")
@@ -163,7 +163,7 @@ def _codes(matrix, expert, row, rows, has_row, column, kind: tl.constexpr, BN: t
 
 
 @triton.jit
-def _awq_place(row):
+def _awq_nibble(row):
     """Returns the nibble of a word that holds each of its eight rows."""
     return row >> 1 | (row & 1) << 2
 
@@ -200,7 +200,7 @@ def _zero_points(matrix, expert, rows, groups, has, kind: tl.constexpr):
         IN_WORD: tl.constexpr = 32 // NUM_BITS
         own = matrix.first_row + rows
         row = (own % IN_WORD).to(tl.int32)
-        index = _awq_place(row) if kind.zeros == AWQ_FIELDS else row
+        index = _awq_nibble(row) if kind.zeros == AWQ_FIELDS else row
         pointers = zeros + (own // IN_WORD)[:, None] * matrix.zeros_row
         fields = tl.load(pointers, mask=has, other=0) >> (index * NUM_BITS)[:, None]
         found = ((fields + kind.zero_offset) & ((1 << NUM_BITS) - 1)).to(tl.float32)
@@ -230,7 +230,7 @@ def _factors(matrix, expert, rows, has_row, groups, has, kind: tl.constexpr):
 
 
 @triton.jit
-def _half(pointers, has):
+def _load_float16(pointers, has):
     """Loads float16 numbers from possibly unaligned byte pointers, as float32."""
     low = tl.load(pointers, mask=has, other=0).to(tl.uint16)
     return (
@@ -246,7 +246,7 @@ def _block32(body_rows, has_row, column, num_columns, ENCODING: tl.constexpr, BN
     blocks = column // 32 + tl.arange(0, NUM)
     has = has_row[:, None] & (blocks < num_columns // 32)[None, :]
     pointers = body_rows[:, None] + blocks[None, :] * (2 + WIDTH)
-    scales = _half(pointers, has)
+    scales = _load_float16(pointers, has)
     codes = tl.load(pointers[:, :, None] + (2 + tl.arange(0, WIDTH))[None, None, :], mask=has[:, :, None], other=0)
     if ENCODING == Q8_0:
         numbers = codes.to(tl.int8, bitcast=True).to(tl.float32)
@@ -274,8 +274,8 @@ def _block256(body_rows, has_row, column, num_columns, ENCODING: tl.constexpr, B
         high = _bytes_at(block, has, 128 + half * 32, 32)[:, None, :] >> (tl.arange(0, 4) * 2)[None, :, None]
         codes = codes | tl.reshape(high & 3, [BN, BK]) << 4
         scales = _bytes_at(block, has, 192 + half * 8, 8).to(tl.int8, bitcast=True).to(tl.float32)
-        factors = _half(block + 208, has)[:, None] * scales
-        numbers = (codes.to(tl.float32) - 32) * spread(factors, BN, BK, 8)
+        factors = _load_float16(block + 208, has)[:, None] * scales
+        numbers = (codes.to(tl.float32) - 32) * repeat_factors(factors, BN, BK, 8)
     else:
         HEAD: tl.constexpr = 16 if ENCODING == Q4_K else 48
         block = body_rows + column // 256 * (HEAD + 128)
@@ -288,9 +288,9 @@ def _block256(body_rows, has_row, column, num_columns, ENCODING: tl.constexpr, B
         low, high, rest = _bytes_at(block, has, 4, 4), _bytes_at(block, has, 8, 4), _bytes_at(block, has, 12, 4)
         scales = tl.where(half == 0, low & 63, rest & 15 | low >> 6 << 4).to(tl.float32)
         minima = tl.where(half == 0, high & 63, rest >> 4 | high >> 6 << 4).to(tl.float32)
-        factors = _half(block, has)[:, None] * scales
-        offsets = -_half(block + 2, has)[:, None] * minima
-        numbers = codes.to(tl.float32) * spread(factors, BN, BK, 4) + spread(offsets, BN, BK, 4)
+        factors = _load_float16(block, has)[:, None] * scales
+        offsets = -_load_float16(block + 2, has)[:, None] * minima
+        numbers = codes.to(tl.float32) * repeat_factors(factors, BN, BK, 4) + repeat_factors(offsets, BN, BK, 4)
     return numbers
 
 
@@ -330,11 +330,11 @@ def decode_tile(matrix, expert, row, has_row, column, kind: tl.constexpr, BN: tl
             else:
                 groups = column // kind.width + tl.arange(0, GT)
             has = has_row[:, None] & (groups < matrix.num_groups)[None, :]
-            if kind.zeros == SAME_ZERO:
+            if kind.zeros == CONSTANT_ZERO:
                 numbers = numbers - kind.zero_offset
             elif kind.zeros != NO_ZEROS:
-                numbers = numbers - spread(_zero_points(matrix, expert, rows, groups, has, kind), BN, BK, GT)
-            numbers = numbers * spread(_factors(matrix, expert, rows, has_row, groups, has, kind), BN, BK, GT)
+                numbers = numbers - repeat_factors(_zero_points(matrix, expert, rows, groups, has, kind), BN, BK, GT)
+            numbers = numbers * repeat_factors(_factors(matrix, expert, rows, has_row, groups, has, kind), BN, BK, GT)
             if kind.has_last_factor:
                 numbers = numbers * matrix.last_factor
     return numbers
@@ -353,7 +353,7 @@ def decode(matrix, out, num_rows, out_expert, out_row, lead, kind: tl.constexpr,
     numbers = decode_tile(matrix, expert, row, has_row, column, kind, BN, BK)
     pointers = out + expert * out_expert + rows[:, None] * out_row + columns[None, :]
     has = has_row[:, None] & (columns < matrix.num_columns)[None, :]
-    tl.store(pointers, rounded(numbers, out.dtype.element_ty), mask=has)
+    tl.store(pointers, round_to(numbers, out.dtype.element_ty), mask=has)
 
 
 @triton.jit
@@ -381,7 +381,7 @@ def add_escapes(
         turn = (index >> 2 & 3) * 16 + (index >> 5) * 8 + (index & 3) * 2 + (index >> 4 & 1)
         kept = tl.load(body + own // GROUP_NUMBERS * GROUP_BYTES + turn, mask=has, other=0).to(tl.uint32)
         bits = (kept & 0x80) << 24 | exponent << 23 | (kept & 0x7F) << 16
-        numbers = rounded(bits.to(tl.float32, bitcast=True), out.dtype.element_ty)
+        numbers = round_to(bits.to(tl.float32, bitcast=True), out.dtype.element_ty)
         tl.store(out + expert * out_expert + row * out_row + own, numbers, mask=has)
 
 
@@ -398,7 +398,7 @@ def _product(
         x = tl.load(x_rows[:, None] + columns[None, :], mask=has, other=0.0)
         numbers = decode_tile(matrix, expert, row, has_row, column, kind, BN, BK)
         if kind.encoding != PLAIN:
-            numbers = rounded(numbers, x.dtype)
+            numbers = round_to(numbers, x.dtype)
         if INTERPRETED:  # it multiplies no bfloat16
             sums = tl.dot(x.to(tl.float32), tl.trans(numbers.to(tl.float32)), sums, input_precision="ieee")
         else:
@@ -418,7 +418,7 @@ def multiply(
     has_x, has_row = own < num_x, (rows >= 0) & (rows < num_rows)
     sums = _product(x + own * x_row, has_x, matrix, 0, row, has_row, kind, BM, BN, BK)
     pointers = out + own[:, None] * out_row + rows[None, :]
-    tl.store(pointers, rounded(sums, out.dtype.element_ty), mask=has_x[:, None] & has_row[None, :])
+    tl.store(pointers, round_to(sums, out.dtype.element_ty), mask=has_x[:, None] & has_row[None, :])
 
 
 @triton.jit
@@ -446,4 +446,4 @@ def multiply_groups(
             x + own * x_row, has_x, matrix, expert.to(tl.int64), row, has_row, kind, BM, BN, BK
         )  # fmt: skip
         pointers = out + own[:, None] * out_row + rows[None, :]
-        tl.store(pointers, rounded(sums, out.dtype.element_ty), mask=has_x[:, None] & has_row[None, :])
+        tl.store(pointers, round_to(sums, out.dtype.element_ty), mask=has_x[:, None] & has_row[None, :])

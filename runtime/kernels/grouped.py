@@ -315,11 +315,11 @@ WidenUnit = Callable[[RowsAt, int, int, int, RowsAt, RowsAt, ArrayAt, bool, Rows
 # group of the first number on; number k is in group k >> shift), shift, table, output rows.
 widen_bytes: WidenRow = cast(Any, _make_row_widener(_byte_loader(types.uint8), _subtract_zero_and_scale))
 widen_signed_bytes: WidenRow = cast(Any, _make_row_widener(_byte_loader(types.int8), _subtract_zero_and_scale))
-widen_halves: WidenRow = cast(Any, _make_row_widener(_nibble_loader(is_low_first=True), _subtract_zero_and_scale))
+widen_nibbles: WidenRow = cast(Any, _make_row_widener(_nibble_loader(is_low_first=True), _subtract_zero_and_scale))
 widen_scaled_float8: WidenRow = cast(Any, _make_row_widener(_load_float8, _scale))
 widen_float4: WidenRow = cast(Any, _make_row_widener(_nibble_loader(is_low_first=True), _scale_float4))
 # Never called if HAS_TABLES is false: the substitute only has to compile.
-widen_in_table: WidenRow = cast(
+widen_table_nibbles: WidenRow = cast(
     Any, _make_row_widener(_nibble_loader(is_low_first=False), _scale_from_table if HAS_TABLES else _scale_float4)
 )
 # Arguments: words of row 0, first row, number of rows (a multiple of UNIT_ROWS), numbers per row (a multiple of 16),

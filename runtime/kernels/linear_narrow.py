@@ -26,11 +26,11 @@ from .linear_parts import (
     RowBlock,
     add_sums,
     as_output,
+    count_blocks,
     group_elements,
     group_start,
     input_index,
     make_cursors,
-    num_blocks,
     row_stride,
     set_cursors,
     write_rows,
@@ -383,7 +383,7 @@ def multiply(w: np.ndarray, num_weights: int, K: int, packed: RowPacking | None,
     )
     out, panels, tile, sums = as_output(product.halves, product.kind), product.words, product.tile, product.sums
     num_groups, least, num_larger = _groups(num_rows)
-    in_all, cursors = num_blocks(num_groups, BLOCK_GROUPS), make_cursors(packed, CHUNK_ROWS)
+    in_all, cursors = count_blocks(num_groups, BLOCK_GROUPS), make_cursors(packed, CHUNK_ROWS)
     bits = tile.view(np.uint32)  # once: a view's reference counting costs as much as a row
     stride, group_stride = row_stride(w, num_weights, packed), group_elements(packed)
     height = 2 * PANEL_ROWS if _most_rows(num_rows) == FEW_ROWS else PANEL_ROWS

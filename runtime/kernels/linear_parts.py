@@ -59,7 +59,7 @@ def _write_rows(typing: Any, rows: Any, num_rows: Any, width: Any, out: Any, kin
         given, count, end, written, wanted = arguments
         first, target = pointer_of(context, builder, rows, given), pointer_of(context, builder, out, written)
         stride, out_stride, n = stride_of(builder, given), stride_of(builder, written), count.type
-        for number, round_to_it in _ROUND_TO.items():
+        for number, round_to_it in _ROUNDING.items():
             with builder.if_then(equals(builder, wanted, number)), cgutils.for_range(builder, count, intp=n) as loop:
                 own = builder.gep(first, [builder.mul(loop.index, stride)])
                 address = builder.gep(target, [builder.mul(loop.index, out_stride)])
@@ -100,7 +100,7 @@ def _to_float16(builder: Builder, numbers: Value) -> Value:
     return builder.trunc(builder.or_(nearest, sign), _SHORT)
 
 
-_ROUND_TO = {FLOAT32: _unchanged, BFLOAT16: _to_bfloat16, FLOAT16: _to_float16}
+_ROUNDING = {FLOAT32: _unchanged, BFLOAT16: _to_bfloat16, FLOAT16: _to_float16}
 
 # Rounds the first `width` numbers (a multiple of LANES) of `num_rows` float32 rows to a dtype, and writes output rows.
 write_rows: Callable[[RowsAt, int, int, RowsAt, int], None] = cast(Any, _write_rows)
@@ -141,7 +141,7 @@ def group_start(group: int, least: int, num_larger: int) -> int:
 
 
 @njit(fastmath=REORDERED)
-def num_blocks(num_groups: int, usual: int) -> int:
+def count_blocks(num_groups: int, usual: int) -> int:
     """Returns the number of blocks. Weights are decoded once per block, so blocks may be up to 1.5 times the usual size
     to avoid a small last one."""
     return max(1, (num_groups + usual // 2) // usual)

@@ -27,11 +27,11 @@ from .linear_parts import (
     RowBlock,
     add_sums,
     as_output,
+    count_blocks,
     group_elements,
     group_start,
     input_index,
     make_cursors,
-    num_blocks,
     output_at,
     row_stride,
     set_cursors,
@@ -70,7 +70,7 @@ _AHEAD = 4  # distance in inputs of prefetches of x to L1: saves 3 % of a produc
 
 
 @intrinsic
-def _copy_side_by_side(typing: Any, rows: Any, num_rows: Any, num_words: Any, sides: Any, out: Any) -> Any:
+def _copy_interleaved(typing: Any, rows: Any, num_rows: Any, num_words: Any, sides: Any, out: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         given, count, end, wanted, written = arguments
         first, stride = pointer_of(context, builder, rows, given), stride_of(builder, given)
@@ -191,7 +191,7 @@ def _add_products(
         for vectors, sides in shapes:
             is_so = builder.and_(equals(builder, given.num_vectors, vectors), equals(builder, given.sides, sides))
             with builder.if_then(is_so):
-                for rows in _heights(vectors):
+                for rows in _row_counts(vectors):
                     with builder.if_then(equals(builder, given.num_rows, rows)):
                         shape = rows // sides, vectors, sides
                         totals = _emit_sums(builder, firsts[0], firsts[1], shape, given.num_inputs, ask_ahead)
@@ -202,7 +202,7 @@ def _add_products(
     return types.void(weights, n, inputs, n, n, sums, types.boolean, ahead, n, n, n), build
 
 
-def _heights(vectors: int) -> list[int]:
+def _row_counts(vectors: int) -> list[int]:
     """Returns the row counts of w to compile for so many vectors: the most for WEIGHT_ROWS sums, and all remainders of
     a multiple of PAIR_ROWS."""
     most = WEIGHT_ROWS // vectors
@@ -250,7 +250,7 @@ def _load_repeated(builder: Builder, address: Value, count: int) -> Value:
 
 
 # Copies words (a multiple of LANES) of `num_rows` stored rows like `copy_words`, with each `sides` rows interleaved.
-copy_side_by_side: Callable[[RowsAt, int, int, int, ArrayAt], None] = cast(Any, _copy_side_by_side)
+copy_interleaved: Callable[[RowsAt, int, int, int, ArrayAt], None] = cast(Any, _copy_interleaved)
 # Copies words (a multiple of LANES) of a stored row: converted to float32, or uint32 pairs of bfloat16 unchanged.
 copy_words: Callable[[ArrayAt, int, ArrayAt], None] = cast(Any, _copy_words)
 # Rounds float32 numbers to pairs of bfloat16: `num_words` words (a multiple of LANES). No-op if words are float32.
@@ -292,7 +292,7 @@ def _groups(num_rows: int) -> tuple[int, int, int]:
 
 
 @njit(fastmath=REORDERED)
-def _sides(num_rows: int) -> int:
+def _rows_per_vector(num_rows: int) -> int:
     """Returns how many rows of w share a vector with few rows of x: 4, 2 or 1."""
     for sides in SIDES:
         if num_rows * sides <= LANES:
@@ -305,7 +305,7 @@ def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None
     """Writes groups [first, last) of rows of x, each as (K, vectors, LANES), zero-padded after the last row. K words
     per row: a word is a float32 (converted from 16 bits if needed) or a pair of bfloat16."""
     M, K = x_MK.shape
-    (_, least, num_larger), shift = _groups(M), _sides(M) // 2
+    (_, least, num_larger), shift = _groups(M), _rows_per_vector(M) // 2
     for g in range(first, last):
         begin, width = group_start(g, least, num_larger) * LANES, (least + (g < num_larger)) * LANES
         for m in range(0, width, LANES):
@@ -332,7 +332,7 @@ def _write_output(
 
 
 @njit(fastmath=REORDERED)
-def _write_side_output(
+def _write_interleaved_output(
     sums: np.ndarray, width: int, num_rows: int, sides: int, out: OutputRows, begin: int, own: RowsAt
 ) -> None:
     """Same as `_write_output` for interleaved rows of w."""
@@ -399,7 +399,7 @@ def _widen_rows(
     if packed is None:
         if sides > 1:
             address = ArrayAt(words, TILE_NUMBERS)
-            copy_side_by_side(RowsAt(w, first * K + k, K), rows[1] - first, num_words, sides, address)
+            copy_interleaved(RowsAt(w, first * K + k, K), rows[1] - first, num_words, sides, address)
             return
         for row in range(first, rows[1]):
             copy_words(ArrayAt(w, row * K + k), num_words, ArrayAt(words, (row - first) * CHAIN_INPUTS))
@@ -419,7 +419,7 @@ def _widen_rows(
                 round_to_pairs(ArrayAt(tile, row * CHAIN_INPUTS), (end - begin) // per_word, address)
         if sides > 1:
             address = ArrayAt(words, TILE_NUMBERS + (top - first) * CHAIN_INPUTS)
-            copy_side_by_side(RowsAt(words, 0, CHAIN_INPUTS), step, num_words, sides, address)
+            copy_interleaved(RowsAt(words, 0, CHAIN_INPUTS), step, num_words, sides, address)
 
 
 @njit(fastmath=REORDERED)
@@ -434,10 +434,10 @@ def multiply(w: np.ndarray, num_weights: int, K: int, packed: RowPacking | None,
     )
     out, words, tile, sums = as_output(product.halves, product.kind), product.words, product.tile, product.sums
     num_groups, least, num_larger = _groups(num_rows)
-    in_all, cursors = num_blocks(num_groups, BLOCK_GROUPS), make_cursors(packed, CHUNK_ROWS)
+    in_all, cursors = count_blocks(num_groups, BLOCK_GROUPS), make_cursors(packed, CHUNK_ROWS)
     bits = tile.view(np.uint32)  # once: a view's reference counting costs as much as a row
     stride, per_word = row_stride(w, num_weights, packed), numbers_per_word(words)
-    num_words, group_stride, sides = K // per_word, group_elements(packed) * per_word, _sides(num_rows)
+    num_words, group_stride, sides = K // per_word, group_elements(packed) * per_word, _rows_per_vector(num_rows)
     whole, square = num_weights // PAIR_ROWS * PAIR_ROWS, RowsAt(tile, 0, LANES)
     top = claim_items(counter, step)
     while top < whole:
@@ -456,7 +456,7 @@ def multiply(w: np.ndarray, num_weights: int, K: int, packed: RowPacking | None,
                     ahead, span = PrefetchRows(next_at, num_next, stride, group_stride), (n, n + count)
                     _multiply_tile(words, span, inputs, chain, block, sums, num_words, w, ahead, sides)
             if sides > 1:
-                _write_side_output(sums, width, num_rows, sides, out, begin + top, square)
+                _write_interleaved_output(sums, width, num_rows, sides, out, begin + top, square)
             else:
                 _write_output(sums, width, num_rows, block, out, begin + top, square)
         top = claim_items(counter, step)

@@ -18,13 +18,13 @@ from .arguments import (
     FLOAT4,
     FLOAT8,
     GROUP_NUMBERS,
-    HALVES,
-    IN_TABLE,
     INT4,
     INT4_MIDDLE,
     INT8,
+    NIBBLES,
     SCALED_FLOAT8,
     SIGNED_BYTES,
+    TABLE_NIBBLES,
     WINDOW4,
     WORDS4,
     WORDS8,
@@ -36,11 +36,11 @@ from .grouped import (
     GroupArrays,
     widen_bytes,
     widen_float4,
-    widen_halves,
-    widen_in_table,
+    widen_nibbles,
     widen_row_words,
     widen_scaled_float8,
     widen_signed_bytes,
+    widen_table_nibbles,
     widen_words4,
     widen_words8,
 )
@@ -286,12 +286,12 @@ def _widen_grouped(packed: RowPacking, stored: RowsAt, num_rows: int, num_inputs
     way, num_groups, shift = packed.encoding, packed.scales.num_groups, packed.scales.shift
     zeros, factors = RowsAt(packed.groups.zeros, at, num_groups), RowsAt(packed.groups.factors, at, num_groups)
     table = ArrayAt(packed.groups.table, 0)
-    if way == HALVES:
-        widen_halves(stored, num_rows, num_inputs, zeros, factors, shift, table, to)
+    if way == NIBBLES:
+        widen_nibbles(stored, num_rows, num_inputs, zeros, factors, shift, table, to)
     elif way == FLOAT4:
         widen_float4(stored, num_rows, num_inputs, zeros, factors, shift, table, to)
-    elif way == IN_TABLE:
-        widen_in_table(stored, num_rows, num_inputs, zeros, factors, shift, table, to)
+    elif way == TABLE_NIBBLES:
+        widen_table_nibbles(stored, num_rows, num_inputs, zeros, factors, shift, table, to)
     elif way == SCALED_FLOAT8:
         widen_scaled_float8(stored, num_rows, num_inputs, zeros, factors, shift, table, to)
     elif way == BYTES:

@@ -248,7 +248,7 @@ def sum_lanes(builder: Builder, vectors: list[Value]) -> Value:
 
 
 @intrinsic
-def _highest(typing: Any, scores: Any, at: Any, num: Any, least: Any) -> Any:
+def _max_ignoring_nan(typing: Any, scores: Any, at: Any, num: Any, least: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         first = pointer_at(context, builder, scores, arguments[0], arguments[1])
         address = cgutils.alloca_once(builder, FLOATS)
@@ -274,7 +274,7 @@ def _highest(typing: Any, scores: Any, at: Any, num: Any, least: Any) -> Any:
 
 # Returns the maximum of `least` (not -inf) and `num` scores from index `at` on, ignoring NaN. A plain loop would be one
 # chain of dependent steps.
-highest_of: Callable[[np.ndarray, int, int, np.float32], np.float32] = cast(Any, _highest)
+max_ignoring_nan: Callable[[np.ndarray, int, int, np.float32], np.float32] = cast(Any, _max_ignoring_nan)
 
 
 @intrinsic

@@ -109,7 +109,7 @@ def load_columns(builder: Builder, rows: list[Value], num_columns: int) -> list[
     to transpose, with two shuffles per vector: loads are cheaper than shuffles across 128-bit lanes."""
     found = list[Value]()
     for first in range(0, num_columns, QUAD):
-        vectors = [_load_side_by_side(builder, rows[r::QUAD], first) for r in range(QUAD)]
+        vectors = [_load_quads(builder, rows[r::QUAD], first) for r in range(QUAD)]
         for words in ((0, 1), (2, 3)):
             pair = [_interleave_words(builder, vectors[i], vectors[i + 1], words) for i in (0, 2)]
             for half in ((0, 1), (2, 3)):
@@ -124,7 +124,7 @@ def _interleave_words(builder: Builder, a: Value, b: Value, words: tuple[int, in
     return shuffle(builder, a, b, [q + word + of for q in range(0, LANES, QUAD) for word in words for of in (0, LANES)])
 
 
-def _load_side_by_side(builder: Builder, rows: list[Value], first: int) -> Value:
+def _load_quads(builder: Builder, rows: list[Value], first: int) -> Value:
     """Loads four words of each row into one vector."""
     kind = ir.VectorType(INT, QUAD)
     addresses = [builder.gep(builder.bitcast(row, INT.as_pointer()), [INT(first)]) for row in rows]

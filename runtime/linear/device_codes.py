@@ -33,17 +33,18 @@ import torch
 from ..kernels import arguments as constants
 from ..kernels.arguments import (
     AWQ_FIELDS,
+    CONSTANT_ZERO,
     DIVIDED,
     EXPONENTS,
     FIELDS4,
     FIELDS8,
-    FLOATS,
     MULTIPLIED,
     NO_OVERALL,
     NO_ZEROS,
+    PLAIN_FLOATS,
     PLAIN_ZEROS,
-    SAME_ZERO,
     SMALL_FLOATS,
+    WORD_ROWS,
     Matrix,
     MatrixKind,
 )
@@ -53,13 +54,12 @@ log = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_KINDS = {torch.float8_e8m0fnu: EXPONENTS, torch.float8_e4m3fn: SMALL_FLOATS}
-WORD_ROWS = 8  # rows in a word of AWQ
 COLUMN_ENCODINGS = (constants.WORDS4, constants.WORDS8)  # words of neighboring rows are adjacent in memory
 BLOCKS = tuple(constants.GGUF.values())
 CHECKED_ROWS, CHECKED_INPUTS = 48, 17
-LEAST_EXPERTS = 16  # minimum size of the vector in which a program searches for its expert
+MIN_EXPERTS = 16  # minimum size of the vector in which a program searches for its expert
 ALIGNED_BYTES = 16  # Triton emits 16-byte loads if addresses are known to be aligned
-MOST_SHOWN = 300  # characters of an error
+MAX_ERROR_CHARACTERS = 300  # characters of an error
 
 _is_interpreted = False
 
@@ -156,7 +156,7 @@ def grouped_mm(x_VK: torch.Tensor, stack_EKN: torch.Tensor, *, offs: torch.Tenso
     num_experts, num_columns, num_rows = stack_EKN.shape
     expert, column, row = stack_EKN.stride()
     matrix = Matrix(body=stack_EKN, body_expert=expert, body_row=row, body_column=column, num_columns=num_columns)
-    kind = MatrixKind(constants.PLAIN, FLOATS, NO_ZEROS, 0, NO_OVERALL, False, False, False, 0, 1)
+    kind = MatrixKind(constants.PLAIN, PLAIN_FLOATS, NO_ZEROS, 0, NO_OVERALL, False, False, False, 0, 1)
     assert len(offs) == num_experts
     assert x_VK.dtype == stack_EKN.dtype
     key = (*stack_EKN.shape, expert, column, row, _is_aligned(stack_EKN), stack_EKN.device.index)
@@ -187,7 +187,7 @@ def _launch_groups(
     # Upper bound without asking the device: each expert adds at most one partial tile, each tile has at least one row.
     num_tiles = min(num_visits, num_visits // height + num_experts)
     grid, row = (num_tiles, -(-(num_rows + lead) // rows), 1), x_VK.stride(0)
-    width = max(LEAST_EXPERTS, _next_power_of_two(num_experts))
+    width = max(MIN_EXPERTS, _next_power_of_two(num_experts))
     sizes = (num_experts, num_rows, row, num_rows, lead)
     args = (x_VK, matrix, out_VN, ends_E, *sizes, kind, width, height, rows, columns)
     key = (*key, x_VK.dtype, height, num_experts, row, _is_aligned(x_VK), ends_E.dtype, _is_aligned(ends_E))
@@ -270,7 +270,7 @@ def _usable_codes(
         rows.dequantize(slice(0, len(numbers)), numbers)
         return matches_torch(sample, numbers, dtype)
 
-    kind = _kind(codes, _decode_tile(codes.encoding)[1])
+    kind = _matrix_kind(codes, _decode_tile(codes.encoding)[1])
     return codes if _check_once((purpose, kind, dtype, rows.device), compare) else None
 
 
@@ -289,7 +289,7 @@ def _check_once(key: tuple[object, ...], compare: Callable[[], bool]) -> bool:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of Triton, its compilers and the driver, of many classes
-            found, why = False, f"{type(error).__name__}: {error}"[:MOST_SHOWN]
+            found, why = False, f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
         if not found:
             log.warning("Triton's kernel %s cannot be used, torch's operators are: %s", " ".join(map(str, key)), why)
         _check_results[key] = found
@@ -345,7 +345,7 @@ def _kernel_arguments(codes: Codes, num_experts: int, tile_columns: int) -> tupl
     key = (num_experts, tile_columns)
     if (found := codes.launches.get(key)) is None:
         lead = codes.first_row % WORD_ROWS if codes.encoding == constants.ROW_WORDS else 0
-        found = codes.launches[key] = (_matrix(codes, num_experts), _kind(codes, tile_columns), lead)
+        found = codes.launches[key] = (_matrix(codes, num_experts), _matrix_kind(codes, tile_columns), lead)
     return found
 
 
@@ -377,7 +377,7 @@ def _expert_stride(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None or len(tensor) == 1 else tensor.stride(0)
 
 
-def _kind(codes: Codes, tile_columns: int) -> MatrixKind:
+def _matrix_kind(codes: Codes, tile_columns: int) -> MatrixKind:
     """Compile-time constants of a kernel for tiles of `tile_columns`."""
     num_groups = 1 if codes.scales is None else codes.scales.shape[2]
     width = 0 if num_groups == 1 else codes.width
@@ -389,8 +389,8 @@ def _kind(codes: Codes, tile_columns: int) -> MatrixKind:
         group_tile = tile_columns // width if tile_columns % width == 0 else tile_columns
     return MatrixKind(
         encoding=codes.encoding,
-        scales=FLOATS if codes.scales is None else SCALE_KINDS.get(codes.scales.dtype, FLOATS),
-        zeros=_kind_of_zeros(codes),
+        scales=PLAIN_FLOATS if codes.scales is None else SCALE_KINDS.get(codes.scales.dtype, PLAIN_FLOATS),
+        zeros=_zeros_kind(codes),
         zero_offset=codes.zero_offset,
         overall=NO_OVERALL if codes.overall is None else DIVIDED if codes.divides else MULTIPLIED,
         has_last_factor=codes.last_factor is not None,
@@ -401,9 +401,9 @@ def _kind(codes: Codes, tile_columns: int) -> MatrixKind:
     )
 
 
-def _kind_of_zeros(codes: Codes) -> int:
+def _zeros_kind(codes: Codes) -> int:
     if codes.zeros is None:
-        return SAME_ZERO if codes.zero_offset else NO_ZEROS
+        return CONSTANT_ZERO if codes.zero_offset else NO_ZEROS
     if not codes.zero_bits:
         return PLAIN_ZEROS
     if codes.encoding == constants.ROW_WORDS:
@@ -442,7 +442,7 @@ def _product_tile(num_inputs: int, dtype: torch.dtype, encoding: int) -> tuple[t
         if height == 128 or (height == 64 and are_words):
             tile = (height, 64, 64 if height == 128 else 128)
         warps, stages = 8 if height == 128 and not are_words else 4, 4
-        if encoding == constants.IN_TABLE:  # the table would be copied at each stage
+        if encoding == constants.TABLE_NIBBLES:  # the table would be copied at each stage
             tile, stages = (height, *((32, 128) if height == 16 else (64, 64))), 1
     return tile, _OPTIONS | {"num_stages": stages, "num_warps": warps}
 

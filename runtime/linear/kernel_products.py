@@ -129,7 +129,7 @@ def multiply_groups_in_vectors(
         with _workspace(pairs) as workspace:
             for block in blocks:
                 for target in product_targets(block, out_MN, column):
-                    _run(target, kernel.CHUNK_ROWS, np.zeros(1, np.int64), inputs, KINDS[x_VK.dtype], workspace)
+                    _run_kernel(target, kernel.CHUNK_ROWS, np.zeros(1, np.int64), inputs, KINDS[x_VK.dtype], workspace)
                 column += block.shape[0]
         _input_pool().give_back(laid_out)
 
@@ -153,7 +153,7 @@ def _multiply(x_MW: np.ndarray, targets: Sequence[ProductTarget], *, kind: int, 
     def multiply_remaining(thread: int) -> None:
         with _workspace(pairs) as workspace:
             for target, step, counter in zip(targets, steps, counters, strict=True):
-                _run(target, step, counter, inputs, kind, workspace)
+                _run_kernel(target, step, counter, inputs, kind, workspace)
 
     parallel_for_groups(x_MW, kernel.INPUT_ROWS, lay_out_some)  # returns when all inputs are laid out
     parallel_for(range(num_threads), multiply_remaining, num_threads)
@@ -164,7 +164,7 @@ def _word_dtype(x_MK: torch.Tensor, pairs: bool) -> torch.dtype:
     return torch.float32 if pairs else BITS[x_MK.dtype]
 
 
-def _run(
+def _run_kernel(
     target: ProductTarget,
     step: int,
     counter: np.ndarray,

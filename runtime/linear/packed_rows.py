@@ -27,6 +27,7 @@ from ..kernels.arguments import (
     INT8,
     ROW_WORDS,
     SIGNED_BYTES,
+    WORD_ROWS,
     StoredRows,
 )
 from ..kernels.arguments import SCALED_FLOAT8 as SCALED_FLOAT8
@@ -158,10 +159,9 @@ def zero_rows(num_rows: int) -> CodedRows:
     return CodedRows(codes, torch.ones(num_rows, 1, dtype=torch.bfloat16), INT8)
 
 
-LEAST_WIDTH = 16  # minimum columns per group: one vector
-WIDE = 8  # columns that a kernel step of ColumnCodes decodes at once
-ROWS_OF_WORD = 8  # rows in one word of ROW_WORDS
-IN_BYTES = (BYTES, SIGNED_BYTES, SCALED_FLOAT8)
+MIN_GROUP_COLUMNS = 16  # minimum columns per group: one vector
+STEP_COLUMNS = 8  # columns that a kernel step of ColumnCodes decodes at once
+BYTE_ENCODINGS = (BYTES, SIGNED_BYTES, SCALED_FLOAT8)
 ZerosAndScales = tuple[
     torch.Tensor | None, torch.Tensor
 ]  # zero points and factors: (R, G) float32, or (1, 1) for all alike
@@ -195,7 +195,7 @@ class RowCodes(GroupedRows):
         get_scales: GetZerosAndScales,
         table: torch.Tensor | None = None,
     ):
-        """`table`: the 16 numbers of IN_TABLE codes."""
+        """`table`: the 16 numbers of TABLE_NIBBLES codes."""
         super().__init__(plain, num_groups, get_scales)
         self._raw_NB, self._encoding, self._table = raw_NB, encoding, table
 
@@ -211,7 +211,7 @@ class RowCodes(GroupedRows):
             self._encoding,
             rows.stop - rows.start,
             num_columns,
-            GROUP_NUMBERS if self._encoding in IN_BYTES else GROUP_NUMBERS // 2,
+            GROUP_NUMBERS if self._encoding in BYTE_ENCODINGS else GROUP_NUMBERS // 2,
             num_groups=self._num_groups,
             shift=group_shift(num_columns, self._num_groups),
         )
@@ -246,13 +246,13 @@ class ColumnCodes(GroupedRows):
         zeros, factors = self._expand_scales(rows)
         groups = consecutive_groups(self.shape[1], self._width) if self._groups is None else self._groups.int().numpy()
         start = self._first_row + rows.start
-        body = self._words_WN.reshape(-1)[start // ROWS_OF_WORD if self._encoding == ROW_WORDS else start :]
+        body = self._words_WN.reshape(-1)[start // WORD_ROWS if self._encoding == ROW_WORDS else start :]
         layout = Layout(
             self._encoding,
             rows.stop - rows.start,
             self.shape[1],
             word_stride=4 * self._words_WN.shape[1],
-            is_wide=self._groups is None and self._width % WIDE == 0,
+            is_wide=self._groups is None and self._width % STEP_COLUMNS == 0,
         )
         arrays = Arrays(zeros=_flat(zeros.t()), factors=_flat(factors.t()), groups=groups)
         return make_kernel_weights(body.view(torch.uint8).numpy(), layout, arrays)
@@ -261,13 +261,13 @@ class ColumnCodes(GroupedRows):
 def supports_row_codes(shape: tuple[int, int], device: torch.device, num_groups: int) -> bool:
     """True if RowCodes can hold such rows: on a CPU, whole vectors, groups of a power-of-two width."""
     width, rest = divmod(shape[1], num_groups) if num_groups else (0, 1)
-    is_grouped = num_groups == 1 or (not rest and width >= LEAST_WIDTH and width.bit_count() == 1)
+    is_grouped = num_groups == 1 or (not rest and width >= MIN_GROUP_COLUMNS and width.bit_count() == 1)
     return device.type == "cpu" and shape[1] % GROUP_NUMBERS == 0 and is_grouped
 
 
 def supports_column_codes(shape: tuple[int, int], device: torch.device, encoding: int, first_row: int) -> bool:
     """True if ColumnCodes can hold such rows: on a CPU, whole vectors, words aligned to rows."""
-    is_aligned = encoding != ROW_WORDS or first_row % ROWS_OF_WORD == 0
+    is_aligned = encoding != ROW_WORDS or first_row % WORD_ROWS == 0
     return device.type == "cpu" and shape[1] % GROUP_NUMBERS == 0 and is_aligned
 
 

@@ -26,7 +26,7 @@ class Codes:
     `scales` (E, N / scale_rows, G): any float dtype, for groups of `width` columns, or as `groups` (E, K) assigns them.
     `zeros` (E, N, G): plain numbers; with `zero_bits` (E, words, G) int32, whose fields are rows from `first_row` on.
     `zero_offset`: added to zero points (to fields modulo their range); without `zeros`, the zero point itself.
-    `table` (E, 16): the numbers of IN_TABLE codes. `order` (E, N) int64: the row of `body` that each row is.
+    `table` (E, 16): the numbers of TABLE_NIBBLES codes. `order` (E, N) int64: the row of `body` that each row is.
     `overall` (E, N): a second factor, which multiplies the group factors, or divides them if `divides`.
     Escapes of WINDOW4: `bases` (E, 1) and `starts` (E, N + 1) int32; `columns` int16 and `exponents` uint8 (E, n), or
     (1, n) for all matrices, of which each matrix's begin at `escape_offsets` (E,) int32.

@@ -20,7 +20,7 @@ from .rows import KernelRows, KernelWeights
 
 ITEMS_PER_THREAD = 4  # keeps the wait for the last item short
 INPUT_BYTES = LAID_OUT_BYTES  # limit of the input buffer, as planned; each further batch of x reads the weights again
-LEAST_WEIGHTS = 1 << 16  # below, kernel calls take longer than products
+MIN_WEIGHTS = 1 << 16  # below, kernel calls take longer than products
 SCRATCH_BYTES = 4 << 20  # limit of expanded zero points and factors at a time
 SHARED_INPUTS = 1 << 18  # numbers laid out in 0.1 ms: below, waking a thread takes longer
 
@@ -79,7 +79,7 @@ def fits_kernel(
         if width != num_inputs:
             return False
         num_weights += height * width
-    return num_weights >= LEAST_WEIGHTS
+    return num_weights >= MIN_WEIGHTS
 
 
 class _Part(NamedTuple):

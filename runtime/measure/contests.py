@@ -39,10 +39,10 @@ from .timing import Clock, Timer
 log = logging.getLogger(__name__)
 
 SECONDS = 0.7  # for all comparisons of a run; the rest is left to the next run
-LEAST_SHARE = 0.05  # least share of a run's FLOPs for a product to be compared
-NUM_ROUNDS, FEWEST_ROUNDS = 6, 3  # two consecutive rounds may be slowed by the same event
+MIN_FLOPS_SHARE = 0.05  # least share of a run's FLOPs for a product to be compared
+NUM_ROUNDS, MIN_ROUNDS = 6, 3  # two consecutive rounds may be slowed by the same event
 ACT_FLOPS = 0.5e9  # per thread and call: a few milliseconds, with enough outputs for each thread
-LEAST_OUTPUTS = 128  # per thread and call
+MIN_OUTPUTS = 128  # per thread and call
 WEIGHT_BYTES = 32 * MIB  # working set of weights: with few rows they come from memory, as in a run
 ELIMINATION_SHARE = 0.5  # of the fastest: a backend slower than this in the first round is dropped
 SUSPICIOUS_RATIO = 2.0  # the default is rarely this much slower than the fastest: it may have been disturbed
@@ -84,7 +84,7 @@ def known_backends(host: Host) -> BackendTable | None:
 def compare_backends(
     model: LoadedModel,
     host: Host,
-    usual: TypicalLoad,
+    load: TypicalLoad,
     *,
     clock: Clock = time.perf_counter,
     num_running: Callable[[], int] = running_threads,
@@ -92,7 +92,7 @@ def compare_backends(
     """The fastest known backends, after comparing unknown or doubtful products of a run with `usual` passes. Takes
     `SECONDS`, plus at most one comparison, and `WEIGHT_BYTES`, which are freed on return."""
     found, begin = find_comparisons(host, _kernels_digest()), clock()
-    main = main_products(model.shape, model.compute_dtype, usual)
+    main = main_products(model.shape, model.compute_dtype, load)
     wanted = [each for each in main if each.name not in found or found[each.name].doubt is not None]
     wanted.sort(key=lambda each: found[each.name].num_times if each.name in found else 0)
     for place, each in enumerate(wanted):
@@ -110,11 +110,14 @@ def compare_backends(
     return _make_table(found)
 
 
-def main_products(shape: ModelShape, compute: torch.dtype, usual: TypicalLoad) -> list[Product]:
+def main_products(shape: ModelShape, compute: torch.dtype, load: TypicalLoad) -> list[Product]:
     """A model's products in decode and prefill passes that a backend table covers, most FLOPs first."""
-    num_new = 2 * (usual.num_positions - usual.num_prompt_tokens)
+    num_new = 2 * (load.num_positions - load.num_prompt_tokens)
     found: dict[tuple[MatmulKind, int], list[Product]] = defaultdict(list)
-    for num_tokens, weight in ((usual.num_rows, num_new), (usual.chunk_tokens, usual.num_prompt_tokens)):
+    for num_tokens, weight in (
+        (load.num_rows, num_new),
+        (load.chunk_tokens, load.num_prompt_tokens),
+    ):
         for kind, num_rows, shape_NK, flops in _products(shape, compute, num_tokens):
             nearest = min(ROWS, key=lambda rows: abs(log2(rows / num_rows)))
             one = Product(
@@ -126,7 +129,7 @@ def main_products(shape: ModelShape, compute: torch.dtype, usual: TypicalLoad) -
         for alike in found.values()
     ]
     total = sum(each.flops for each in merged)
-    main = [each for each in merged if each.flops > LEAST_SHARE * total]
+    main = [each for each in merged if each.flops > MIN_FLOPS_SHARE * total]
     return sorted(main, key=lambda each: -each.flops)
 
 
@@ -152,7 +155,12 @@ def _products(
 
 
 def _compare(
-    product: Product, before: BackendComparison | None, seconds: float, *, clock: Clock, num_running: Callable[[], int]
+    product: Product,
+    before: BackendComparison | None,
+    seconds: float,
+    *,
+    clock: Clock,
+    num_running: Callable[[], int],
 ) -> BackendComparison:
     """Runs one comparison. A backend's rate is its best round over all comparisons."""
     begin, num_cpus = clock(), os.cpu_count() or 1
@@ -174,8 +182,8 @@ def _compare(
     doubt = None
     if busy > num_cpus:
         doubt = f"{busy:.0f} threads wanted {num_cpus} processors"
-    elif len(left) > 1 and len(rounds[usual]) < FEWEST_ROUNDS and num_times < FEWEST_ROUNDS:
-        doubt = f"there was time for {len(rounds[usual])} of {FEWEST_ROUNDS} rounds"
+    elif len(left) > 1 and len(rounds[usual]) < MIN_ROUNDS and num_times < MIN_ROUNDS:
+        doubt = f"there was time for {len(rounds[usual])} of {MIN_ROUNDS} rounds"
     elif spread > MAX_SPREAD and not _is_decided(rounds, usual):
         doubt = f"rounds of one backend differed by {spread:.2g} times"
     elif behind > SUSPICIOUS_RATIO and num_times < 2:
@@ -194,7 +202,7 @@ def _is_decided(rounds: Mapping[LinearBackend, list[float]], usual: LinearBacken
     """True if either the default or the best of the others was faster in all rounds."""
     others = [each for way, each in rounds.items() if way is not usual]
     best = max(others, key=max, default=[0.0])
-    if len(rounds[usual]) < FEWEST_ROUNDS:
+    if len(rounds[usual]) < MIN_ROUNDS:
         return False
     return min(best) > max(rounds[usual]) or min(rounds[usual]) > max(best)
 
@@ -206,7 +214,7 @@ def _probes(product: Product, clock: Clock) -> tuple[dict[LinearBackend, Timer],
     generator = torch.Generator().manual_seed(0)
     dtype = DTYPES[kind.stored]
     most = max(1, WEIGHT_BYTES // (dtype.itemsize * num_inputs))
-    wanted = max(LEAST_OUTPUTS * threads, int(ACT_FLOPS * threads / (2 * product.num_rows * num_inputs)) // 32 * 32)
+    wanted = max(MIN_OUTPUTS * threads, int(ACT_FLOPS * threads / (2 * product.num_rows * num_inputs)) // 32 * 32)
     num_outputs = min(product.num_outputs, wanted, most)
     some = torch.randn(max(1, most // 64), num_inputs, generator=generator).to(dtype)
     numbers = some.repeat(-(-most // len(some)), 1)[: most // num_outputs * num_outputs]

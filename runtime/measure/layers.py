@@ -32,7 +32,7 @@ from .attention import FILL_VALUE
 from .timing import Timer
 
 NUM_SINGLE_PASSES = 9
-MOST_TIMES, ENOUGH_SECONDS = 10, 1.5
+MAX_PASSES, ENOUGH_SECONDS = 10, 1.5
 HOST_ROWS = 64  # rows for an expert on the CPU, enough that reading its weights does not dominate
 
 
@@ -66,7 +66,7 @@ class ProfilingPass:
         once()
         lanes.pages.fill(FILL_VALUE)
         times = [once()]
-        while len(times) < MOST_TIMES and sum(each.inside for each in times) < ENOUGH_SECONDS:
+        while len(times) < MAX_PASSES and sum(each.inside for each in times) < ENOUGH_SECONDS:
             times.append(once())
         return LayerSeconds.mean(times)
 

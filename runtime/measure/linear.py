@@ -25,7 +25,7 @@ from ..store.gguf import BLOCKS
 from ..stream.device import ComputeDevice
 from .timing import Clock, Figure, Probe, Timer
 
-MOST_ROWS_BESIDE = 256  # for kinds that are only reported
+MAX_REPORTED_ROWS = 256  # for kinds that are only reported
 MIN_GAIN = 0.05  # least speedup over the default backend: less is noise between minutes
 ROWS = (1, 4, 16, 64, 256, 512)  # ratios change little above; beyond MANY_ROWS panels are larger
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

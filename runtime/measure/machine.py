@@ -12,7 +12,7 @@ from .attention import attention_name, attention_probes, prefill_name
 from .bandwidth import disk_probes, memory_probes
 from .linear import (
     DTYPES,
-    MOST_ROWS_BESIDE,
+    MAX_REPORTED_ROWS,
     Matrices,
     ProbeSeries,
     backend_probes,
@@ -23,7 +23,7 @@ from .linear import (
 )
 from .timing import Figure, Probe
 
-LONGEST_SHARE, LEAST_LONGEST_SECONDS = 0.02, 0.05  # share of `seconds`: a longer product ends its series
+LONGEST_SHARE, MIN_LONGEST_SECONDS = 0.02, 0.05  # share of `seconds`: a longer product ends its series
 WEIGHT_SHARE = 2  # the matrices of a dtype take memory_mib / WEIGHT_SHARE
 PIECE_MIB = 64  # size of one disk read
 
@@ -38,12 +38,12 @@ def machine_probes(
     matrices = Matrices(device, width=config.matrix_width, num_bytes=memory_bytes // WEIGHT_SHARE)
     with disk_probes(config.directory, device, file_bytes=disk_bytes, piece_bytes=PIECE_MIB * MIB) as disk:
         probes = [*disk, *memory_probes(device, num_bytes=memory_bytes)]
-        longest = max(LEAST_LONGEST_SECONDS, config.seconds * LONGEST_SHARE)
+        longest = max(MIN_LONGEST_SECONDS, config.seconds * LONGEST_SHARE)
         usual: dict[str, ProbeSeries] = {}
         rows: list[ProbeSeries] = []
         for kind in product_kinds(device):
             is_usual = kind == typical_kind(kind.compute, device)
-            numbers = [number for number in config.gemm_rows if is_usual or number <= MOST_ROWS_BESIDE]
+            numbers = [number for number in config.gemm_rows if is_usual or number <= MAX_REPORTED_ROWS]
             rows.append(product_probes(kind, numbers, matrices, device, longest_seconds=longest))
             if is_usual:
                 usual[kind.compute] = rows[-1]

@@ -19,7 +19,7 @@ from ..kernels.arguments import ISA
 log = logging.getLogger(__name__)
 
 CPU_INFO = Path("/proc/cpuinfo")
-COMPARED = [multiplier.value for multiplier in LinearBackend]
+BACKEND_NAMES = [multiplier.value for multiplier in LinearBackend]
 ISAS = {"amx": "amx_tile", "avx512": "avx512f", "avx2": "avx2"}  # by the flags of Linux, the widest first
 
 
@@ -66,13 +66,13 @@ class BackendComparison:
         doubt = "" if self.doubt is None else f"; in doubt, as {self.doubt}"
         return ", ".join(f"{name} {rate:.0f}" for name, rate in rates) + f" GFLOP/s{doubt}"
 
-    def winner(self, usual: str, worthwhile: float) -> str:
+    def winner(self, default: str, worthwhile: float) -> str:
         """The backend to use instead of `usual`: the fastest, if faster by the share `worthwhile`. A doubtful result of
         a single run changes nothing."""
-        if usual not in self.gflops or (self.doubt is not None and self.num_times < 2):
-            return usual
+        if default not in self.gflops or (self.doubt is not None and self.num_times < 2):
+            return default
         best = max(self.gflops, key=lambda name: self.gflops[name])
-        return best if self.gflops[best] > (1 + worthwhile) * self.gflops[usual] else usual
+        return best if self.gflops[best] > (1 + worthwhile) * self.gflops[default] else default
 
 
 def current_host(device: str, num_threads: int) -> Host:
@@ -108,18 +108,18 @@ def save_rates(host: Host, rates: MeasuredRates, products: BackendTable | None =
     _write(_HostRecord(host=host, rates=rates, products=products))
 
 
-def save_comparisons(host: Host, kernels: str, found: Mapping[str, BackendComparison]) -> None:
+def save_comparisons(host: Host, kernels: str, comparisons: Mapping[str, BackendComparison]) -> None:
     """Adds comparisons by product name to the host's record. `kernels` is the digest of the compared code. Of two
     concurrent processes one result may be lost; the next run measures it again. Raises OSError."""
     kept = _read(host.path) if host.path.exists() else None
-    _write(replace(kept or _HostRecord(host=host), kernels=kernels, comparisons=found))
+    _write(replace(kept or _HostRecord(host=host), kernels=kernels, comparisons=comparisons))
 
 
 def _write(kept: "_HostRecord") -> None:
     path = kept.host.path
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    products = None if kept.products is None else {**kept.products.to_plain(), "compared": COMPARED}
+    products = None if kept.products is None else {**kept.products.to_plain(), "compared": BACKEND_NAMES}
     contests = {name: asdict(contest) for name, contest in kept.comparisons.items()}
     values = {
         "host": asdict(kept.host),
@@ -173,14 +173,14 @@ def _read(path: Path) -> _HostRecord | None:
             rates = MeasuredRates(**parts)  # pyright: ignore[reportArgumentType] - checked by the class
             found = replace(found, rates=rates)
         if (products := values.get("products")) is not None:
-            if products["compared"] != COMPARED:
+            if products["compared"] != BACKEND_NAMES:
                 known = ", ".join(products["compared"])
-                raise ConfigError(f"it compares {known}, while there are {', '.join(COMPARED)}")
+                raise ConfigError(f"it compares {known}, while there are {', '.join(BACKEND_NAMES)}")
             found = replace(found, products=BackendTable.from_plain(products))
         if (contests := values.get("contests")) is not None:
             each = {name: BackendComparison(**contest) for name, contest in contests["found"].items()}
             for rate in (rate for contest in each.values() for rate in contest.gflops.items()):
-                if rate[0] not in COMPARED or not isinstance(rate[1], float) or rate[1] <= 0:
+                if rate[0] not in BACKEND_NAMES or not isinstance(rate[1], float) or rate[1] <= 0:
                     raise ValueError(f"{rate} is no backend with its GFLOP/s")
             found = replace(found, kernels=contests["kernels"], comparisons=each)
         return found

@@ -18,7 +18,7 @@ from runtime.config.profiles import DEFAULT_BACKENDS, BackendTable, LinearBacken
 from runtime.config.settings import Tier
 from runtime.linear.backends import BACKENDS
 from runtime.measure import contests, linear
-from runtime.measure.contests import FEWEST_ROUNDS, SECONDS, compare_backends, known_backends, main_products
+from runtime.measure.contests import MIN_ROUNDS, SECONDS, compare_backends, known_backends, main_products
 from runtime.measure.machine_cache import (
     BackendComparison,
     current_host,
@@ -120,7 +120,7 @@ def test_a_clear_gap_ends_a_comparison_early_and_who_is_out_of_it_is_not_timed_a
     machine.compare(model)
     num_products = len(doubts())
     assert machine.acts.count(SLOW) == 2 * num_products
-    assert machine.acts.count(OTHER) == (1 + FEWEST_ROUNDS) * num_products
+    assert machine.acts.count(OTHER) == (1 + MIN_ROUNDS) * num_products
 
 
 @pytest.mark.parametrize("held_up", [RULE, OTHER])

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from ...errors import CheckpointError
-from ...kernels.arguments import IN_TABLE, SIGNED_BYTES
+from ...kernels.arguments import SIGNED_BYTES, TABLE_NIBBLES
 from ...kernels.compiler import has_tables
 from ...linear.blocks import concat_rows, device_constant
 from ...linear.packed_rows import RowCodes, supports_row_codes
@@ -83,7 +83,7 @@ class FourBitRows:
         tables = self._companions[CODES].view(-1, 16)
         body = self._bytes_NB.unflatten(0, (len(tables), -1))
         return Codes(
-            encoding=IN_TABLE,
+            encoding=TABLE_NIBBLES,
             shape=(body.shape[1], self.shape[1]),
             body=body,
             scales=self.zeros_and_scales(slice(None))[1].unflatten(0, (len(tables), -1)),
@@ -143,7 +143,7 @@ def _four_bit_rows(stored: StoredMatrix) -> Rows:
     is_one = stored.companions[CODES].dim() == 1
     if rest or not is_one or not has_tables() or not supports_row_codes(rows.shape, rows.device, num_groups):
         return rows
-    return RowCodes(rows, stored.raw_NB, IN_TABLE, num_groups, rows.zeros_and_scales, stored.companions[CODES])
+    return RowCodes(rows, stored.raw_NB, TABLE_NIBBLES, num_groups, rows.zeros_and_scales, stored.companions[CODES])
 
 
 class Int8Rows:

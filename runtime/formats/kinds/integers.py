@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from ...kernels.arguments import BYTES, HALVES, SIGNED_BYTES
+from ...kernels.arguments import BYTES, NIBBLES, SIGNED_BYTES
 from ...linear.packed_rows import RowCodes, supports_row_codes
 from ...linear.rows import Codes, Rows
 from ...plan.shape.shapes import Companion, TensorSlice
@@ -20,7 +20,7 @@ from ..storage_format import Loss, StorageFormat, StoredMatrix
 
 PLAIN, WORDS = "int8", {4: "packed-int4", 8: "packed-int8"}
 USUAL_WIDTH = 128
-ENCODINGS = {4: HALVES, 8: BYTES}
+ENCODINGS = {4: NIBBLES, 8: BYTES}
 
 
 def plain_integers(weight: TensorSlice, scales: TensorSlice, zeros: TensorSlice | None) -> TensorSlice:

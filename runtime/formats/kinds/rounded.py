@@ -17,6 +17,7 @@ import torch
 
 from ...kernels.arguments import CODE_RUN, FLOAT8, GROUP_NUMBERS, INT4, INT4_MIDDLE, INT8
 from ...linear.packed_rows import FORMAT_NAMES, ROUNDED_ENCODINGS, CodedRows, code_bytes
+from ...plan.shape.dtypes import FLOATS
 from ...plan.shape.shapes import Companion, TensorSlice
 from ..module_tensors import METHOD, mismatch_error, pair_parts
 from ..scaled_rows import SCALES
@@ -27,7 +28,6 @@ MOST_INT8, MOST_FLOAT8 = 127, 448
 CLIPS = (1.0, 0.93, 0.86, 0.79)  # clipping ratios tried for a group, of its largest number
 NUMBERS_AT_ONCE = 1 << 17  # fits a cache while all clipping ratios are tried
 USUAL_GROUP = 64  # columns
-FLOATS = ("BF16", "F16", "F32")
 LAYER_TENSOR = re.compile(r"\.\d+\.")
 ROUTERS = {"gate", "router", "shared_expert_gate"}  # modules that choose experts
 

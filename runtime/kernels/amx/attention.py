@@ -53,9 +53,9 @@ from ..primitives import (
 from .unit import NUM_TILES, add, configure, load_queries, load_sums, release, score, store_sums
 
 WORD = ir.IntType(64)
-HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
+BFLOAT16_VECTOR = ir.VectorType(ir.IntType(16), 2 * LANES)
 EVEN, ODD = list(range(0, 2 * LANES, 2)), list(range(1, 2 * LANES, 2))
-IN_TURNS = [address for pair in zip(range(LANES), range(LANES, 2 * LANES), strict=True) for address in pair]
+INTERLEAVED = [address for pair in zip(range(LANES), range(LANES, 2 * LANES), strict=True) for address in pair]
 
 
 def round_to_bfloat16(builder: Builder, x: Value) -> Value:
@@ -104,9 +104,9 @@ def _write_sum(typing: Any, sums: Any, even_at: Any, odd_at: Any, share: Any, ou
         address = pointer_at(context, builder, out, *arguments[4:])
         if out.dtype == types.uint16:
             bits = pack_pair(builder, round_to_bfloat16(builder, even), round_to_bfloat16(builder, odd))
-            store(builder, builder.bitcast(bits, HALVES), address)
+            store(builder, builder.bitcast(bits, BFLOAT16_VECTOR), address)
         else:
-            store(builder, shuffle(builder, even, odd, IN_TURNS), address)
+            store(builder, shuffle(builder, even, odd, INTERLEAVED), address)
         return context.get_dummy_value()
 
     n = types.intp

@@ -19,8 +19,9 @@ from numba.extending import intrinsic
 from ..arguments import PAIR_ROWS, TILE_DIMS, TILE_ROWS
 from ..compiled import REORDERED, cached_kernel
 from ..primitives import FLOATS, INTS, LANES, Builder, Value, ints, load, pointer_at, shuffle, store
+from ..squares import transpose_vectors
 from .attention import EVEN, ODD, pack_pair, round_to_bfloat16
-from .unit import BYTE, WORD, configure, release, tile_op
+from .unit import BYTE, WORD, configure, emit_tile_op, release
 
 PARTS = 3  # bfloat16 that add up to a float32: 8 bits of its 24 each
 TILE_WORDS = TILE_ROWS * TILE_ROWS  # of 32 bits
@@ -31,7 +32,7 @@ SUM_NUMBERS = 2 * TILE_ROWS  # numbers in a row of sums
 
 def _move(builder: Builder, name: str, tile: int, first: Value, at: Value, row_bytes: Value) -> None:
     address = builder.bitcast(builder.gep(first, [at]), BYTE.as_pointer())
-    tile_op(builder, name, BYTE(tile), address, row_bytes)
+    emit_tile_op(builder, name, BYTE(tile), address, row_bytes)
 
 
 def _make_adder(across: int) -> Any:
@@ -52,7 +53,7 @@ def _make_adder(across: int) -> Any:
                     at = builder.add(builder.mul(tile, WORD(j)), WORD(part * TILE_WORDS))
                     _move(builder, "tileloadd64", 6 + j, inputs, at, WORD(4 * TILE_ROWS))
                     for i in range(2):
-                        tile_op(builder, "tdpbf16ps", BYTE(2 * j + i), BYTE(4 + i), BYTE(6 + j))
+                        emit_tile_op(builder, "tdpbf16ps", BYTE(2 * j + i), BYTE(4 + i), BYTE(6 + j))
             return context.get_dummy_value()
 
         n = types.intp
@@ -78,7 +79,7 @@ def _make_zero(across: int) -> Any:
     def zero(typing: Any) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
             for tile in range(2 * across):
-                tile_op(builder, "tilezero", BYTE(tile))
+                emit_tile_op(builder, "tilezero", BYTE(tile))
             return context.get_dummy_value()
 
         return types.void(), build
@@ -100,21 +101,6 @@ def _make_store(across: int) -> Any:
         return types.void(sums, types.intp), build
 
     return stored
-
-
-def _transpose(builder: Builder, vectors: list[Value]) -> list[Value]:
-    """Transposes 16 vectors of 16 lanes by swapping blocks of 1, 2, 4 and 8 lanes across the diagonal."""
-    width = 1
-    while width < LANES:
-        is_first = [not lane & width for lane in range(LANES)]
-        upper = [lane if first else LANES + lane - width for lane, first in enumerate(is_first)]
-        lower = [lane + width if first else LANES + lane for lane, first in enumerate(is_first)]
-        swapped = list(vectors)
-        for i in (i for i in range(LANES) if not i & width):
-            a, b = vectors[i], vectors[i + width]
-            swapped[i], swapped[i + width] = shuffle(builder, a, b, upper), shuffle(builder, a, b, lower)
-        vectors, width = swapped, 2 * width
-    return vectors
 
 
 def _split(builder: Builder, x: Value) -> list[Value]:
@@ -140,7 +126,7 @@ def _split_inputs(typing: Any, x: Any, at: Any, row_numbers: Any, num_rows: Any,
                 parts[part].append(builder.select(is_there, pack_pair(builder, even[part], odd[part]), ints(0)))
         out = pointer_at(context, builder, tiles, *arguments[4:])
         for part, rows in enumerate(parts):
-            for pair, words in enumerate(_transpose(builder, rows)):
+            for pair, words in enumerate(transpose_vectors(builder, rows)):
                 address = builder.gep(out, [WORD(part * TILE_WORDS + pair * TILE_ROWS)])
                 builder.store(words, builder.bitcast(address, INTS.as_pointer()), align=4)
         return context.get_dummy_value()
@@ -156,7 +142,7 @@ def _write_products(typing: Any, sums: Any, at: Any, num_rows: Any, out: Any, ou
         addresses = [builder.gep(first, [WORD(row * SUM_NUMBERS)]) for row in range(TILE_ROWS)]
         vectors = [load(builder, types.float32, address, None) for address in addresses]
         out_first = pointer_at(context, builder, out, *arguments[3:5])
-        for row, vector in enumerate(_transpose(builder, vectors)):
+        for row, vector in enumerate(transpose_vectors(builder, vectors)):
             with builder.if_then(builder.icmp_signed("<", WORD(row), arguments[2])):
                 store(builder, vector, builder.gep(out_first, [builder.mul(arguments[5], WORD(row))]))
         return context.get_dummy_value()

@@ -48,11 +48,11 @@ def may_use_tiles() -> bool:
     return False
 
 
-def tile_op(builder: Builder, name: str, *arguments: Value) -> None:
+def emit_tile_op(builder: Builder, name: str, *arguments: Value) -> None:
     call(builder, f"llvm.x86.{name}", ir.VoidType(), list(arguments))
 
 
-def _for_tiles(builder: Builder, num: Value, act: Callable[[int], None]) -> None:
+def _emit_for_tiles(builder: Builder, num: Value, act: Callable[[int], None]) -> None:
     for i in range(NUM_TILES):
         with builder.if_then(builder.icmp_signed(">", num, num.type(i))):
             act(i)
@@ -69,7 +69,7 @@ class _TileRows:
 
     def move(self, name: str, tile: int, i: int = 0) -> None:
         address = self.builder.gep(self.first, [WORD(i * self.tile_numbers)])
-        tile_op(self.builder, name, BYTE(tile), self.builder.bitcast(address, BYTE.as_pointer()), self.row_bytes)
+        emit_tile_op(self.builder, name, BYTE(tile), self.builder.bitcast(address, BYTE.as_pointer()), self.row_bytes)
 
     def load(self, tile: int, i: int = 0) -> None:
         self.move("tileloadd64", tile, i)
@@ -82,7 +82,7 @@ class _TileRows:
 def _configure(typing: Any, shapes: Any, at: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         address = pointer_at(context, builder, shapes, *arguments)
-        tile_op(builder, "ldtilecfg", builder.bitcast(address, BYTE.as_pointer()))
+        emit_tile_op(builder, "ldtilecfg", builder.bitcast(address, BYTE.as_pointer()))
         return context.get_dummy_value()
 
     return types.void(shapes, types.intp), build
@@ -91,7 +91,7 @@ def _configure(typing: Any, shapes: Any, at: Any) -> Any:
 @intrinsic
 def _release(typing: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        tile_op(builder, "tilerelease")
+        emit_tile_op(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), build
@@ -102,7 +102,7 @@ def _load_queries(typing: Any, queries: Any, at: Any, num: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         first = pointer_at(context, builder, queries, *arguments[:2])
         rows = _TileRows(builder=builder, first=first, row_bytes=WORD(4 * PAIRED), tile_numbers=TILE_ROWS * PAIRED)
-        _for_tiles(builder, arguments[2], lambda i: rows.load(i, i))
+        _emit_for_tiles(builder, arguments[2], lambda i: rows.load(i, i))
         return context.get_dummy_value()
 
     return types.void(queries, types.intp, types.intp), build
@@ -119,14 +119,14 @@ def _score(typing: Any, keys: Any, at: Any, row_bytes: Any, num: Any, scores: An
 
         def multiply(i: int) -> None:
             rows.load(READ_TILES[i % 2], i)
-            tile_op(builder, "tdpbf16ps", BYTE(SCORES), BYTE(READ_TILES[i % 2]), BYTE(i))
+            emit_tile_op(builder, "tdpbf16ps", BYTE(SCORES), BYTE(READ_TILES[i % 2]), BYTE(i))
 
         with builder.if_else(is_later) as (counter, fresh):
             with counter:
                 score.load(SCORES)
             with fresh:
-                tile_op(builder, "tilezero", BYTE(SCORES))
-        _for_tiles(builder, num_tiles, multiply)
+                emit_tile_op(builder, "tilezero", BYTE(SCORES))
+        _emit_for_tiles(builder, num_tiles, multiply)
         score.store(SCORES)
         return context.get_dummy_value()
 
@@ -140,7 +140,7 @@ def _make_sum_mover(name: str) -> Callable[..., None]:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
             first = pointer_at(context, builder, sums, *arguments[:2])
             rows = _TileRows(builder=builder, first=first, row_bytes=arguments[2], tile_numbers=TILE_DIMS // 2)
-            _for_tiles(builder, arguments[3], lambda i: rows.move(name, i, i))
+            _emit_for_tiles(builder, arguments[3], lambda i: rows.move(name, i, i))
             return context.get_dummy_value()
 
         return types.void(sums, types.intp, types.intp, types.intp), build
@@ -164,11 +164,11 @@ def _add(typing: Any, values: Any, at: Any, row_bytes: Any, num: Any, weights: A
         def multiply(i: int) -> None:
             rows.load(READ_TILES[i % 2], i)
             for factor in (HIGH_WEIGHTS, LOW_WEIGHTS):
-                tile_op(builder, "tdpbf16ps", BYTE(i), BYTE(factor), BYTE(READ_TILES[i % 2]))
+                emit_tile_op(builder, "tdpbf16ps", BYTE(i), BYTE(factor), BYTE(READ_TILES[i % 2]))
 
         weight.load(HIGH_WEIGHTS)
         weight.load(LOW_WEIGHTS, 1)
-        _for_tiles(builder, num_tiles, multiply)
+        _emit_for_tiles(builder, num_tiles, multiply)
         return context.get_dummy_value()
 
     n = types.intp

@@ -4,13 +4,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ...units import round_up
+from ..shape.dtypes import FLOATS
 from ..shape.model import ModelShape
 from ..shape.shapes import Parameter
 from .ledger import Entry
 from .memory import DEQUANTIZING_BYTES
 
 ALIGNMENT = 256  # bytes, preferred by matrix kernels
-FLOATS = ("BF16", "F16", "F32")
 
 
 @dataclass(frozen=True, kw_only=True)

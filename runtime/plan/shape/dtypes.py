@@ -21,6 +21,7 @@ from .model import ModelShape
 
 PAGE_TOKENS = 16  # P, positions per KV page, see cache/pages.py
 PAGE_ALIGNMENT_BYTES = 16  # of quantized pages, so that the bytes per position are an integer
+FLOATS = ("F16", "BF16", "F32")  # dtypes of safetensors that hold plain numbers
 KV_ITEM_BYTES = {KVDType.bfloat16: 2, KVDType.float8: 1}  # per element, of dtypes without scales
 
 
