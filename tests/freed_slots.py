@@ -44,7 +44,7 @@ def freed_slots_are_spoiled() -> Iterator[None]:
 
     def make_round_trip(round_trip: RoundTripMemory, device: ComputeDevice, num_bytes: int) -> None:
         made_round_trip(round_trip, device, num_bytes)
-        when_recorded(round_trip.left, round_trip.buffer)
+        when_recorded(round_trip.returned, round_trip.buffer)
 
     def store(stream: KVStream, layer: int, lane: int, changed: Sequence[int]) -> None:
         if not changed and isinstance(stream._device, FakeDevice):  # nothing carries any away

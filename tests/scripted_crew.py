@@ -54,7 +54,7 @@ class ScriptedExperts:
     def __init__(self, device: TimedDevice, durations: Durations, *, is_in_step: bool):
         self._device, self._durations, self._is_in_step = device, durations, is_in_step
 
-    def expect(self, stage: int) -> None: ...
+    def prefetch(self, stage: int) -> None: ...
 
     def run(self, stage: int, asked: Sequence[NeedExperts]) -> list[torch.Tensor]:
         self._device.compute(self._durations.experts(stage))

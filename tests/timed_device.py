@@ -10,7 +10,7 @@ import torch
 
 from runtime.store.reader import Reader
 from runtime.store.transfer import ChunkTiming
-from runtime.stream.clock import DeviceClock, Then
+from runtime.stream.clock import DeviceClock, TimingCallback
 from runtime.stream.device import ComputeDevice, CopyPart
 from runtime.units import GIB
 from tests.virtual_time import Gate, Resource, VirtualQueue, VirtualTime
@@ -85,7 +85,7 @@ class TimedDevice(ComputeDevice):
         return buffer
 
     def copy_all(
-        self, parts: Sequence[CopyPart], *, on: TimedStream, after: TimedEvent, then: Then | None = None
+        self, parts: Sequence[CopyPart], *, on: TimedStream, after: TimedEvent, then: TimingCallback | None = None
     ) -> None:
         begun = list[float]()
 

@@ -97,7 +97,7 @@ class HostAttention:
             Rule(scale, softcap, sinks[0] if sinks else None),
             num_threads,
         )
-        self._round_trip.send_answer(answer)
+        self._round_trip.send_output(answer)
         return self._round_trip.out
 
     def receive(self, out_THD: torch.Tensor) -> torch.Tensor:

@@ -33,9 +33,9 @@ def sequence_sizes(requests: Rows[Request]) -> list[SequenceSize]:
     """Sizes of a run's requests, including the prefixes that they share."""
     prompts = [request.prompt_ids for request in requests]
     # Every request computes at least one prompt position itself, to get logits.
-    most_shared = [len(request.prompt_ids) - max(1, request.num_scored) for request in requests]
-    found = shared_prefixes(prompts, most_shared)
-    pairs = zip(requests, found, strict=True)
+    max_shared = [len(request.prompt_ids) - max(1, request.num_scored) for request in requests]
+    prefixes = shared_prefixes(prompts, max_shared)
+    pairs = zip(requests, prefixes, strict=True)
     return [request.size.with_prefix(prefix) for request, prefix in pairs]
 
 
@@ -79,27 +79,27 @@ def _open_prefix(
     `lane`, after those of its parents. `tokens`: the user's prompt."""
     if prefix not in opened:
         parent = shares.parents[prefix]
-        behind = _open_prefix(parent, shares, tokens, rule, opened, lane) if parent is not None else None
+        parent_pages = _open_prefix(parent, shares, tokens, rule, opened, lane) if parent is not None else None
         opened[prefix] = SharedPages(num_tokens=rule.num_shared(prefix), in_pass=rule.in_pass)
-        lane.append(_prefix_sequence(opened[prefix], tokens, behind))
+        lane.append(_prefix_sequence(opened[prefix], tokens, parent_pages))
     opened[prefix].num_users += 1
     return opened[prefix]
 
 
-def _prefix_sequence(pages: SharedPages, tokens: tuple[int, ...], behind: SharedPages | None) -> Sequence:
+def _prefix_sequence(pages: SharedPages, tokens: tuple[int, ...], parent: SharedPages | None) -> Sequence:
     request = Request(id="", prompt_ids=tokens[: pages.num_tokens], max_new_tokens=0)
-    return Sequence(request=request, fills_prefix=pages, parent_prefix=behind)
+    return Sequence(request=request, fills_prefix=pages, parent_prefix=parent)
 
 
 def make_prefix_sequence(
-    prefix: SharedPrefix, behind: SharedPages | None, user: Sequence, rule: SharingRule
+    prefix: SharedPrefix, parent: SharedPages | None, user: Sequence, rule: SharingRule
 ) -> Sequence:
     """The sequence that computes a prefix of `user` in continuous batching. Its pages have one extra user, the caller,
     who must release them."""
     pages = SharedPages(num_tokens=rule.num_shared(prefix), in_pass=rule.in_pass, num_users=1)
-    if behind is not None:
-        behind.num_users += 1
-    return _prefix_sequence(pages, user.request.prompt_ids, behind)
+    if parent is not None:
+        parent.num_users += 1
+    return _prefix_sequence(pages, user.request.prompt_ids, parent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +140,10 @@ class StaticBatcher(Batcher):
     """Lanes with a fixed set of sequences, each run to its end. If there are more lanes than `num_lanes`, the next one
     starts when one ends. The result does not depend on interruptions."""
 
-    def __init__(self, line: Iterator[Lane], *, num_lanes: int, block: int = 0):
+    def __init__(self, queue: Iterator[Lane], *, num_lanes: int, block: int = 0):
         """`line`: lanes to run, none empty; at most `num_lanes` are open at a time."""
         super().__init__(block)
-        self._line, self._num_lanes = line, num_lanes
+        self._queue, self._num_lanes = queue, num_lanes
         self._lanes: list[Lane] = []
 
     @staticmethod
@@ -154,9 +154,9 @@ class StaticBatcher(Batcher):
         chunks: Rows[int | None] | None = None,
     ) -> "StaticBatcher":
         """All micro-batches of a block at once. `chunks`: prefill tokens per pass of each; None: the policy's."""
-        entering = zip(micro_batches, chunks or [None] * len(micro_batches), strict=True)
-        line = (lanes.lane(micro_batch, chunk) for micro_batch, chunk in entering if micro_batch)
-        return StaticBatcher(line, num_lanes=len(micro_batches), block=block)
+        pairs = zip(micro_batches, chunks or [None] * len(micro_batches), strict=True)
+        queue = (lanes.lane(micro_batch, chunk) for micro_batch, chunk in pairs if micro_batch)
+        return StaticBatcher(queue, num_lanes=len(micro_batches), block=block)
 
     @staticmethod
     def from_sequences(
@@ -173,7 +173,7 @@ class StaticBatcher(Batcher):
             if lane.is_done:
                 lane.close()
         self._lanes = [lane for lane in self._lanes if not lane.is_done]
-        self._lanes.extend(islice(self._line, self._num_lanes - len(self._lanes)))
+        self._lanes.extend(islice(self._queue, self._num_lanes - len(self._lanes)))
         if not self._lanes:
             return None
         unfilled = [lane for lane in self._lanes if lane.is_prefilling]  # alone: other lanes need no encoder
@@ -183,8 +183,8 @@ class StaticBatcher(Batcher):
             # A restarted sequence prefills while others decode; after the encoder, a resumed decoder still prefills.
             phase = Phase.decode if all(lane.is_prefilled for lane in self._lanes) else Phase.mixed
         choices = [(lane, lane.choose_tokens()) for lane in unfilled or self._lanes]
-        busy = [(lane, new) for lane, new in choices if new is None or any(new)]  # the others wait for their prefix
-        return self._make_batch(phase, [lane for lane, _ in busy], [new for _, new in busy])
+        running = [(lane, new) for lane, new in choices if new is None or any(new)]  # the others wait for their prefix
+        return self._make_batch(phase, [lane for lane, _ in running], [new for _, new in running])
 
     def close(self) -> None:
         for lane in self._lanes:
@@ -211,17 +211,17 @@ class ContinuousBatcher(Batcher):
         super().__init__()
         self._factory, self._sequences, self._limits = lanes, sequences, limits
         self._prefixes = {i: prefixes[i] for i in sequences} if prefixes else {}
-        self._line = deque(sequences)
+        self._queue = deque(sequences)
         self._lanes: list[PackedLane] = [lanes.packed([]) for _ in range(limits.num_lanes)]
         self._lane_of: dict[int, int] = {}  # admitted requests, in order
         self._prefixes_in_use: dict[PrefixKey, tuple[int, Sequence]] = {}  # lane and computing sequence, oldest first
 
     def next_batch(self) -> Batch | None:
         self._lane_of = {i: lane for i, lane in self._lane_of.items() if self._sequences[i].finish is None}
-        if not self._line and not self._lane_of:
+        if not self._queue and not self._lane_of:
             return None
-        most = self._limits.num_lanes * self._limits.lane_size
-        waiting = [self._waiting_request(i) for i in islice(self._line, most)]
+        max_running = self._limits.num_lanes * self._limits.lane_size
+        waiting = [self._waiting_request(i) for i in islice(self._queue, max_running)]
         slots = list[SlotState]()
         for i, lane in self._lane_of.items():
             known = self._waiting_request(i)
@@ -234,52 +234,52 @@ class ContinuousBatcher(Batcher):
                 prefix=known.prefix,
             )
             slots.append(state)
-        held = [
+        cached = [
             CachedPrefix(prefix=prefix, lane=lane, num_cached=sequence.num_cached)
             for (prefix, _), (lane, sequence) in self._prefixes_in_use.items()
         ]
         free_pages = self._factory.num_free_pages - self._limits.reserved_pages
-        plan = plan_pass(waiting, slots, free_pages, self._limits, held)
+        plan = plan_pass(waiting, slots, free_pages, self._limits, cached)
         for i in reversed(plan.preempted):
             self._lanes[self._lane_of.pop(i)].leave(self._sequences[i])
-            self._line.appendleft(i)
-        for place in plan.dropped:
-            self._drop(place)
+            self._queue.appendleft(i)
+        for key in plan.dropped:
+            self._drop_prefix(key)
         for i, lane in plan.admitted:
-            assert self._line.popleft() == i, "requests enter in the order of the queue"
+            assert self._queue.popleft() == i, "requests enter in the order of the queue"
             self._enter(self._sequences[i], self._prefixes.get(i), lane)
             self._lane_of[i] = lane
         new_tokens = {id(self._sequences[i]): count for i, count in plan.new_tokens.items()}
         new_tokens |= {id(self._prefixes_in_use[place][1]): count for place, count in plan.prefix_tokens.items()}
-        news = {lane: [new_tokens.get(id(s), 0) for s in lane.sequences] for lane in self._lanes}
-        busy = {lane: new for lane, new in news.items() if any(new)}
-        are_prefilled = {sequence.is_prefilled for lane in busy for sequence in lane.sequences}
+        lane_tokens = {lane: [new_tokens.get(id(s), 0) for s in lane.sequences] for lane in self._lanes}
+        running = {lane: new for lane, new in lane_tokens.items() if any(new)}
+        are_prefilled = {sequence.is_prefilled for lane in running for sequence in lane.sequences}
         phase = Phase.mixed if len(are_prefilled) > 1 else Phase.decode if True in are_prefilled else Phase.prefill
-        return self._make_batch(phase, list(busy), list(busy.values()))
+        return self._make_batch(phase, list(running), list(running.values()))
 
     def close(self) -> None:
-        for place in list(self._prefixes_in_use):
-            self._drop(place)
+        for key in list(self._prefixes_in_use):
+            self._drop_prefix(key)
         for lane in self._lanes:
             lane.close()
 
     def _enter(self, sequence: Sequence, prefix: SharedPrefix | None, lane: int) -> None:
         """Adds a sequence to the lane, with its prefix as parent. Starts computing the prefix in this lane if it is not
         cached."""
-        behind = None
-        for place in prefix_keys(prefix, lane, self._limits.rule):
-            if place not in self._prefixes_in_use:
-                self._prefixes_in_use[place] = lane, make_prefix_sequence(place[0], behind, sequence, self._limits.rule)
-                self._lanes[lane].enter(self._prefixes_in_use[place][1])
-            behind = self._prefixes_in_use[place][1].fills_prefix
-        sequence.parent_prefix = behind
-        if behind is not None:
-            behind.num_users += 1
+        parent = None
+        for key in prefix_keys(prefix, lane, self._limits.rule):
+            if key not in self._prefixes_in_use:
+                self._prefixes_in_use[key] = lane, make_prefix_sequence(key[0], parent, sequence, self._limits.rule)
+                self._lanes[lane].enter(self._prefixes_in_use[key][1])
+            parent = self._prefixes_in_use[key][1].fills_prefix
+        sequence.parent_prefix = parent
+        if parent is not None:
+            parent.num_users += 1
         self._lanes[lane].enter(sequence)
 
-    def _drop(self, place: PrefixKey) -> None:
+    def _drop_prefix(self, key: PrefixKey) -> None:
         """Releases a cached prefix. Its pages are freed when their last user leaves."""
-        lane, sequence = self._prefixes_in_use.pop(place)
+        lane, sequence = self._prefixes_in_use.pop(key)
         if not sequence.is_filled:
             self._lanes[lane].leave(sequence)
         assert sequence.fills_prefix is not None, "it computes a prefix"
@@ -287,5 +287,5 @@ class ContinuousBatcher(Batcher):
 
     def _waiting_request(self, i: int) -> Waiting:
         s = self._sequences[i]
-        num_most = max_cached_tokens(len(s.request.prompt_ids), s.request.max_new_tokens)
-        return Waiting(request=i, num_known=s.num_known, max_cached=num_most, prefix=self._prefixes.get(i))
+        max_cached = max_cached_tokens(len(s.request.prompt_ids), s.request.max_new_tokens)
+        return Waiting(request=i, num_known=s.num_known, max_cached=max_cached, prefix=self._prefixes.get(i))

@@ -31,7 +31,7 @@ POLL_SECONDS = 0.02
 TIMEOUT_SECONDS = 300.0  # then this process compiles by itself
 # bfloat16 weight bytes per second of plain operators: with one token, and, times tokens, with batches of 16 or more.
 # Two cores of an AMD EPYC (AVX-512) did 2.8e9 and 42e9.
-ALONE_BYTES_PER_SECOND, TOGETHER_BYTES_PER_SECOND = 2.5e9, 40e9
+ONE_TOKEN_BYTES_PER_SECOND, BATCH_BYTES_PER_SECOND = 2.5e9, 40e9
 MIN_BYTES = 4 * MIB  # lower bound per token, for the operators between products
 MIN_TOKENS = 64  # of a first try of a model: a prompt and its answer
 HOST_OPS = "host_ops"  # compiled in this process in 0.5 s: a subprocess needs 4 s of imports
@@ -75,7 +75,7 @@ def estimate_plain_seconds(shape: ModelShape, tokens: Sequence[int]) -> float:
     """Estimated seconds for sequences of these lengths, batched, in plain torch operators."""
     sizes = (math.prod(parameter.shape) for stage in shape.stages for parameter in stage.parameters)
     num_bytes = max(2 * sum(sizes), MIN_BYTES)
-    return num_bytes * (max(tokens, default=0) / ALONE_BYTES_PER_SECOND + sum(tokens) / TOGETHER_BYTES_PER_SECOND)
+    return num_bytes * (max(tokens, default=0) / ONE_TOKEN_BYTES_PER_SECOND + sum(tokens) / BATCH_BYTES_PER_SECOND)
 
 
 class CompiledKernels(Closing):
@@ -84,7 +84,7 @@ class CompiledKernels(Closing):
 
     def __init__(self, parts: Collection[KernelSet]):
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._seconds_without, self.is_held_back = 0.0, False
+        self._plain_seconds, self.are_disabled = 0.0, False
         with kernels_enabled():
             self._missing = [part for part in parts if can_compile() and not _load_if_cached(part)]
 
@@ -128,15 +128,15 @@ class CompiledKernels(Closing):
         """Returns True if the session should run in plain operators: kernels are missing, and this session and those
         before it would end sooner than the compilation. `seconds`: estimated for plain operators. Then disables
         compiled kernels."""
-        if self.are_ready or self._processes or self._seconds_without + seconds > COMPILING_SECONDS:
+        if self.are_ready or self._processes or self._plain_seconds + seconds > COMPILING_SECONDS:
             return False
         if not disable_kernels():
             return False
-        if not self.is_held_back:
+        if not self.are_disabled:
             log.info(
                 "kernels for this processor are not compiled yet; this run is short, so it uses plain torch operators"
             )
-        self._seconds_without, self.is_held_back = self._seconds_without + seconds, True
+        self._plain_seconds, self.are_disabled = self._plain_seconds + seconds, True
         return True
 
     def wait(self, should_stop: Callable[[], bool]) -> None:
@@ -157,7 +157,7 @@ class CompiledKernels(Closing):
         if should_stop():
             raise Interrupted("stopped while kernels were compiled; nothing was generated")
         enable_kernels()
-        self.is_held_back = False
+        self.are_disabled = False
         for part in self._missing:
             prepare_kernels(part)
         self._missing = []
@@ -187,8 +187,8 @@ def _split_work(parts: Sequence[KernelSet]) -> list[Sequence[KernelSet]]:
 
     if not parts or not COMPILATION.are_kept or not sys.executable:
         return []
-    most = min(len(parts), len(os.sched_getaffinity(0)), available_bytes() // (2 * PROCESS_BYTES))
-    return [parts[first::most] for first in range(most)]
+    num_processes = min(len(parts), len(os.sched_getaffinity(0)), available_bytes() // (2 * PROCESS_BYTES))
+    return [parts[first::num_processes] for first in range(num_processes)]
 
 
 def _end_with_parent() -> None:

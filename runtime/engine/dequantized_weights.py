@@ -21,11 +21,11 @@ class _Area:
     contents: tuple[int, bool] | None = None
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def fill(self, holds: tuple[int, bool], stored: Weights) -> None:
+    def fill(self, contents: tuple[int, bool], stored: Weights) -> None:
         """Dequantizes these weights into the area. Its previous contents are lost even if that fails."""
         self.invalidate()
         self.weights = dequantize_all(stored, self.buffer)
-        self.contents = holds
+        self.contents = contents
 
     def invalidate(self) -> None:
         self.contents = None
@@ -47,34 +47,34 @@ class DequantizedWeights:
         quantized."""
         if stage not in self._layers:
             return stored
-        holds = (stage, not has_few_rows)
-        area = next((area for area in self._areas if area.contents == holds), None)
+        contents = (stage, not has_few_rows)
+        area = next((area for area in self._areas if area.contents == contents), None)
         if area is None:
             area = self._areas[0]
-            wanted = {
+            quantized = {
                 name: weight
                 for name, weight in stored.items()
                 if isinstance(weight, StoredWeight) and weight.compute_dtype == self._dtype
             }
-            for name in self._multiplied_as_stored(stored) if has_few_rows else ():
-                wanted.pop(name, None)
-            area.fill(holds, wanted)
+            for name in self._kernel_weights(stored) if has_few_rows else ():
+                quantized.pop(name, None)
+            area.fill(contents, quantized)
         self._areas.remove(area)
         self._areas.append(area)  # least recently used first: its products were queued on the same stream
         return {**stored, **area.weights}
 
-    def _multiplied_as_stored(self, stored: Weights) -> set[str]:
+    def _kernel_weights(self, stored: Weights) -> set[str]:
         """Names of weights that device kernels multiply in their storage format. Expert stacks are multiplied together,
         so either all of them are included or none."""
-        found, stacks = set[str](), set[str]()
+        names, stacks = set[str](), set[str]()
         for name, weight in stored.items():
             if weight.is_stacked if isinstance(weight, StoredWeight) else weight.dim() == 3:
                 stacks.add(name)
             if not isinstance(weight, StoredWeight) or not weight.needs_dequantizing or not weight.has_kernels:
                 continue
             if not weight.is_stacked or weight.is_transposed == (name in self._transposed):
-                found.add(name)
-        return found if stacks <= found else found - stacks
+                names.add(name)
+        return names if stacks <= names else names - stacks
 
     def invalidate(self) -> None:
         """Forgets all contents, so the next pass dequantizes again. Required when other code may write to the areas."""
@@ -90,11 +90,11 @@ def dequantized_bytes(stored: Weights) -> int:
 def dequantize_all(stored: Weights, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     """Dequantizes weights that products cannot use as stored. Returns plain tensors by name, placed in `buffer` one
     after another."""
-    found, begin = dict[str, torch.Tensor](), 0
+    weights, begin = dict[str, torch.Tensor](), 0
     for name, weight, num_bytes in _weights_to_dequantize(stored):
-        found[name] = weight.dequantize_into(buffer[begin : begin + num_bytes].view(weight.compute_dtype))
+        weights[name] = weight.dequantize_into(buffer[begin : begin + num_bytes].view(weight.compute_dtype))
         begin += area_bytes(num_bytes)
-    return found
+    return weights
 
 
 def _weights_to_dequantize(stored: Weights) -> Iterator[tuple[str, StoredWeight, int]]:

@@ -89,8 +89,8 @@ class Engine:
                 monitor=self._monitor,
                 first_layer=loaded.shape.layers[0].index,
             )
-        together = device.is_accelerator
-        experts = BatchedExperts(loaded, placement.paged, streams.experts, is_together=together, cpu=cpu)
+        is_grouped = device.is_accelerator
+        experts = BatchedExperts(loaded, placement.paged, streams.experts, is_grouped=is_grouped, cpu=cpu)
         is_alone = agree is agree_alone and pipeline_link is None
         self._recorded = None
         if setup.config.model.graphs:
@@ -119,11 +119,11 @@ class Engine:
         Raises Interrupted, BrokenModelError if no sequence gets finite logits, and any error of the streams.
         """
         assert not self._player.has_lost_a_pass, "an earlier pass of this session was lost: open another session"
-        own = batcher.next_batch() or empty_batch()
-        num_lanes, phase = self._agree(len(own.lanes), own.phase)
+        batch = batcher.next_batch() or empty_batch()
+        num_lanes, phase = self._agree(len(batch.lanes), batch.phase)
         if not num_lanes:
             return None
-        batch = replace(own, phase=phase)
+        batch = replace(batch, phase=phase)
         begin, groups = time.monotonic(), [list(lane.sequences) for lane in batch.lanes]
         walk = self._placement.walk if phase is Phase.prefill else self._placement.decode_walk
         is_whole = self._loaded.split_heads is None  # ranks with parts of experts multiply each by itself

@@ -83,10 +83,10 @@ class CpuExperts:
         num_visits = {
             expert: visits.expert_rows(expert).stop - visits.expert_rows(expert).start for expert in visits.hit
         }
-        taken = self.share.choose_experts(num_visits, len(hidden_TD)) if stage in self.shared else frozenset[int]()
-        if not taken:
+        chosen = self.share.choose_experts(num_visits, len(hidden_TD)) if stage in self.shared else frozenset[int]()
+        if not chosen:
             return None
-        experts = sorted(taken)
+        experts = sorted(chosen)
         x_VD = hidden_TD[torch.cat([visits.tokens_V[visits.expert_rows(expert)] for expert in experts])]
         out_VD = self.exchange.new_tensor(x_VD.shape, x_VD.dtype)
         return CpuExpertTask(
@@ -98,20 +98,20 @@ class CpuExperts:
             round_trip=self.exchange.send(stage - self.first_layer, [x_VD], out_VD),
         )
 
-    def outputs(self, errand: CpuExpertTask) -> Iterator[tuple[int, torch.Tensor]]:
+    def outputs(self, task: CpuExpertTask) -> Iterator[tuple[int, torch.Tensor]]:
         """Each expert with its output (V, D) in compute memory, valid for compute that is queued from now on.
         Multiplies on this thread and its helpers."""
-        [x_VD] = errand.round_trip.wait_for_inputs()
-        errand.round_trip.send_answer(self.monitor.run_traced(errand.name, lambda: self._multiply(errand, x_VD)))
-        yield from errand.receive()
+        [x_VD] = task.round_trip.wait_for_inputs()
+        task.round_trip.send_output(self.monitor.run_traced(task.name, lambda: self._multiply(task, x_VD)))
+        yield from task.receive()
 
-    def _multiply(self, errand: CpuExpertTask, x_VD: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, task: CpuExpertTask, x_VD: torch.Tensor) -> torch.Tensor:
         """Outputs for all tokens of the task. Multiplies in float32, which CPU kernels are made for, whatever the
         device's dtype."""
         out_VD, weights_of = torch.empty_like(x_VD), partial(host_weights, self.loaded)
-        for expert, rows in errand.expert_rows:
-            matrices = self.stream.host_expert(errand.stage, expert).matrices(weights_of, prefix=f"{errand.path}.")
-            out_VD[rows] = run_bare_expert(errand.module, matrices, x_VD[rows].float())
+        for expert, rows in task.expert_rows:
+            matrices = self.stream.host_expert(task.stage, expert).matrices(weights_of, prefix=f"{task.path}.")
+            out_VD[rows] = run_bare_expert(task.module, matrices, x_VD[rows].float())
         return out_VD
 
 
@@ -134,11 +134,11 @@ class BatchedExperts:
         paged: frozenset[int],
         stream: ExpertStream | None,
         *,
-        is_together: bool,
+        is_grouped: bool,
         cpu: CpuExperts | None = None,
     ):
         assert not paged or stream is not None, f"stages {sorted(paged)} are paged without a stream"
-        self._loaded, self._paged, self._stream, self._is_together = loaded, paged, stream, is_together
+        self._loaded, self._paged, self._stream, self._is_grouped = loaded, paged, stream, is_grouped
         self._cpu = cpu
         self._names = {
             module: f"{streamed.name}.{path}" if path else streamed.name
@@ -147,7 +147,7 @@ class BatchedExperts:
             if is_experts(module)
         }
 
-    def expect(self, stage: int) -> None:
+    def prefetch(self, stage: int) -> None:
         """Announces the stage of the next `run`, to start its reads. Call it as early as the stage is known."""
         if self._stream is not None and stage in self._paged:
             self._stream.prefetch(stage)
@@ -167,22 +167,22 @@ class BatchedExperts:
             hidden_TD = torch.cat([each.hidden_TD for each in events])
             index_TK = torch.cat([each.top_k_index_TK for each in events])
             weights_TK = torch.cat([each.top_k_weights_TK for each in events])
-        is_divided = find_expert_share(module) is not None
-        is_together = self._is_together and not is_divided and stage not in self._paged
-        out_TD = run_on_device(module, hidden_TD, index_TK, weights_TK) if is_together else None
+        is_split = find_expert_share(module) is not None
+        is_grouped = self._is_grouped and not is_split and stage not in self._paged
+        out_TD = run_on_device(module, hidden_TD, index_TK, weights_TK) if is_grouped else None
         if out_TD is None:
             visits = Visits.from_top_k(index_TK, weights_TK, cast("Experts", module).num_experts)
             path, cpu = self._names[module], self._cpu
-            errand = cpu.send(stage, module, path, hidden_TD, visits) if cpu is not None and not is_divided else None
-            if cpu is None or errand is None:
+            task = cpu.send(stage, module, path, hidden_TD, visits) if cpu is not None and not is_split else None
+            if cpu is None or task is None:
                 out_TD = self._mix(stage, module, hidden_TD, visits)
             else:  # the sum runs in ascending order of experts, which keeps results exact
-                brought = [expert for expert in visits.hit if expert not in errand.experts]
+                device_experts = [expert for expert in visits.hit if expert not in task.experts]
                 outputs = {
                     expert: expert_output(module, matrices, expert, hidden_TD, visits)
-                    for expert, matrices in self._hit_matrices(stage, module, brought)
+                    for expert, matrices in self._hit_matrices(stage, module, device_experts)
                 }
-                outputs.update(cpu.outputs(errand))
+                outputs.update(cpu.outputs(task))
                 out_TD = accumulate_outputs(hidden_TD, visits, ((expert, outputs[expert]) for expert in visits.hit))
         return list(out_TD.split([len(each.hidden_TD) for each in events]))
 
@@ -190,12 +190,12 @@ class BatchedExperts:
         """The weighted sum of each token's expert outputs. Other ranks may hold some experts, or parts of each."""
         share = find_expert_share(module)
         if share is None:
-            is_there = not self._is_together and stage not in self._paged
-            found = run_on_host(module, hidden_TD, visits) if is_there else None
+            is_in_place = not self._is_grouped and stage not in self._paged
+            out_TD = run_on_host(module, hidden_TD, visits) if is_in_place else None
             return (
                 mix_experts(module, hidden_TD, visits, self._hit_matrices(stage, module, visits.hit))
-                if found is None
-                else found
+                if out_TD is None
+                else out_TD
             )
         hit, first = visits.hit, 0
         if share.own is not None:
@@ -211,6 +211,6 @@ class BatchedExperts:
             yield from ((expert, bound_matrices(module, expert - first)) for expert in hit)
             return
         prefix = f"{self._names[module]}."
-        weights_of = partial(self._loaded.weights_of, on_device=self._is_together)
-        for found in self._stream.experts(stage, hit):
-            yield found.expert, bound_matrices(module, found.expert, overrides=found.matrices(weights_of, prefix))
+        weights_of = partial(self._loaded.weights_of, on_device=self._is_grouped)
+        for read in self._stream.experts(stage, hit):
+            yield read.expert, bound_matrices(module, read.expert, overrides=read.matrices(weights_of, prefix))

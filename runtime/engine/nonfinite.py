@@ -77,17 +77,17 @@ class NonFiniteProbe:
             return
         self._num_explained += 1
         has_encoder = self._model.start_token_id is not None
-        again = [[to_prompt_sequence(s, has_encoder=has_encoder) for s in group] for group in broken if group]
+        reruns = [[to_prompt_sequence(s, has_encoder=has_encoder) for s in group] for group in broken if group]
         # Reruns need pages of their own: the originals may have shared theirs with sequences that continue.
-        wanted = sum(num_pages_for(s.num_known + 1) for group in again for s in group)
-        has_room = not self._model.shape.is_packed or wanted <= self._lanes.num_free_pages
-        origins = self._find_sources(again) if has_room else {}
-        for sequence, copy in zip(all_broken, [s for group in again for s in group], strict=True):
-            if (origin := origins.get(id(copy))) is not None:
-                sequence.error = f"{sequence.error}; {origin}"
+        needed_pages = sum(num_pages_for(s.num_known + 1) for group in reruns for s in group)
+        has_room = not self._model.shape.is_packed or needed_pages <= self._lanes.num_free_pages
+        sources = self._find_sources(reruns) if has_room else {}
+        for sequence, copy in zip(all_broken, [s for group in reruns for s in group], strict=True):
+            if (source := sources.get(id(copy))) is not None:
+                sequence.error = f"{sequence.error}; {source}"
         is_total = counts.useful_tokens == 0
         num_prompts = sum(1 for s in all_broken if s.request.num_beams == 1 or not s.request.sample_index)
-        if is_total and (num_prompts > 1 or any(origin.is_in_weights for origin in origins.values())):
+        if is_total and (num_prompts > 1 or any(origin.is_in_weights for origin in sources.values())):
             raise BrokenModelError(
                 f"model.path={self._model.checkpoint.path}: all {len(all_broken)} rows of a pass have failed, the "
                 f"first with: {all_broken[0].error}. What is committed stays good; mend the weights, or fetch them anew"
@@ -95,22 +95,24 @@ class NonFiniteProbe:
 
     def _find_sources(self, groups: Rows[Rows[Sequence]]) -> Mapping[int, NonFiniteSource]:
         """The source of each broken sequence, by its `id()`. Hooks check the output of each streamed module."""
-        lanes, found = [self._lanes.lane(group) for group in groups], dict[int, NonFiniteSource]()
+        lanes, sources = [self._lanes.lane(group) for group in groups], dict[int, NonFiniteSource]()
 
-        def look(module: torch.nn.Module, inputs: object, output: object) -> None:
+        def check_output(module: torch.nn.Module, inputs: object, output: object) -> None:
             assert isinstance(module, StreamedModule)
             hidden = output[0] if isinstance(output, tuple) else output
             lane = next((lane for lane in lanes if lane.is_running(getcurrent())), None)
             if lane is None or not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
                 return
             rows = lane.marked_rows(~hidden.isfinite().all(-1))
-            news = [s for s, is_broken in zip(lane.sequences, rows, strict=True) if is_broken and id(s) not in found]
-            if news:
+            newly_broken = [
+                s for s, is_broken in zip(lane.sequences, rows, strict=True) if is_broken and id(s) not in sources
+            ]
+            if newly_broken:
                 tensors = tuple(_broken_weights(self._weights_of(module.stage), f"{module.name}."))
-                origin = NonFiniteSource(module=module.name, stage=module.stage, tensors=tensors, dtype=hidden.dtype)
-                found.update((id(sequence), origin) for sequence in news)
+                source = NonFiniteSource(module=module.name, stage=module.stage, tensors=tensors, dtype=hidden.dtype)
+                sources.update((id(sequence), source) for sequence in newly_broken)
 
-        handles = [module.register_forward_hook(look) for module in self._model.staged.modules]
+        handles = [module.register_forward_hook(check_output) for module in self._model.staged.modules]
         self._is_probing = True
         try:
             with StaticBatcher(iter(lanes), num_lanes=len(lanes)) as batcher:
@@ -120,7 +122,7 @@ class NonFiniteProbe:
             self._is_probing = False
             for handle in handles:
                 handle.remove()
-        return found
+        return sources
 
 
 def _broken_weights(weights: Weights, prefix: str) -> Iterator[str]:

@@ -27,8 +27,8 @@ class PipelinePeers:
     broadcasts the tokens that the last rank samples. `num_numbers`: int32 values per sampled row. An accelerator's
     tensors are staged in host memory."""
 
-    def __init__(self, line: PipelineLink, num_numbers: int, device: ComputeDevice):
-        self._line, self._num_numbers, self._device = line, num_numbers, device
+    def __init__(self, link: PipelineLink, num_numbers: int, device: ComputeDevice):
+        self._link, self._num_numbers, self._device = link, num_numbers, device
         self._lanes: Sequence[Lane] = ()
         self._incoming: Sequence[torch.Tensor | None] = ()  # receive buffers by lane, in host memory
 
@@ -43,34 +43,34 @@ class PipelinePeers:
                 else self._device.host_pages(target.nbytes)[: target.nbytes].view(target.dtype).view(target.shape)
                 for target in self._incoming
             ]
-        self._line.begin(self._incoming)
+        self._link.begin(self._incoming)
 
     def receive(self, lane: int) -> None:
         """Blocks until the lane's hidden states have arrived, and copies them to its `entering` buffer."""
-        self._line.receive(lane)
-        come, entering = self._incoming[lane], self._lanes[lane].entering
-        if come is not None and entering is not None and come is not entering:
-            entering.copy_(come, non_blocking=True)
+        self._link.receive(lane)
+        received, entering = self._incoming[lane], self._lanes[lane].entering
+        if received is not None and entering is not None and received is not entering:
+            entering.copy_(received, non_blocking=True)
 
     def send(self, lane: int) -> None:
         """Starts sending the lane's hidden states to the next rank."""
         leaving = self._lanes[lane].leaving
         assert leaving is not None, f"lane {lane} has not left this rank's layers"
-        self._line.send(lane, *self._device.to_host([leaving]))
+        self._link.send(lane, *self._device.to_host([leaving]))
 
     def draw_tokens(self, lanes: Sequence[Lane]) -> Sequence[torch.Tensor]:
         """Samples on the last rank, receives its tokens on the others. Returns one host tensor per lane."""
         self._lanes = ()
-        if self._line.is_last:
+        if self._link.is_last:
             drawn = self._device.to_host([lane.sample() for lane in lanes])
-            self._line.broadcast(torch.cat([each.reshape(-1) for each in drawn]))
+            self._link.broadcast(torch.cat([each.reshape(-1) for each in drawn]))
             return drawn
         counts = [lane.expect_tokens() for lane in lanes]
-        whole = torch.empty(sum(counts) * self._num_numbers, dtype=torch.int32)
-        self._line.receive_broadcast(whole)
+        tokens = torch.empty(sum(counts) * self._num_numbers, dtype=torch.int32)
+        self._link.receive_broadcast(tokens)
         self._device.wait_for_compute()  # receive buffers are free to reuse once their copies have ended
         self._incoming = ()
-        return whole.view(-1, self._num_numbers).split(counts)
+        return tokens.view(-1, self._num_numbers).split(counts)
 
 
 RESUME_HINT = "start the same command again to go on"
@@ -102,7 +102,7 @@ class Player:
         weights = streams.weights
         self._lanes: Rows[Lane] = ()
         self._events: list[Event | None] = []
-        self._travelling = frozenset[int]()
+        self._offloaded_stages = frozenset[int]()
         self._attending: dict[int, Future[torch.Tensor]] = {}  # by lane
         self._expert_outputs: dict[int, torch.Tensor] = {}  # expert outputs by lane
         self._played: Schedule | None = None
@@ -135,7 +135,7 @@ class Player:
         any error of a lane or stream. The pass is then lost and the player unusable, as transfers may still be in
         flight.
         """
-        self._lanes, self._travelling = lanes, frozenset(walk.offloaded_kv)
+        self._lanes, self._offloaded_stages = lanes, frozenset(walk.offloaded_kv)
         try:
             self._events = [
                 lane.begin_pass(new) for lane, new in zip(lanes, new_tokens or [None] * len(lanes), strict=True)
@@ -195,14 +195,14 @@ class Player:
                 f"model.path: this model's class asks for {event} where '{action}' is due: its layers do not follow "
                 "one another, so they cannot be streamed"
             )
-        if stage in self._travelling:
+        if stage in self._offloaded_stages:
             layer = self._layer(stage)
             self._lanes[lane].kv.bind(layer, self._kv.acquire(layer, lane))
         return self._weights_of(stage)
 
     def _whole_stage(self, action: Action) -> Weights:
         """The weights of a stage that the lane runs through without a stop, experts included."""
-        self._experts.expect(action.stage_index)
+        self._experts.prefetch(action.stage_index)
         return self._stage(action)
 
     def _attention(self, action: Action) -> torch.Tensor | None:
@@ -212,7 +212,7 @@ class Player:
         event = self._events[lane]
         if not isinstance(event, NeedAttention):
             return None
-        self._experts.expect(stage)  # this lane is the next to need experts
+        self._experts.prefetch(stage)  # this lane is the next to need experts
         pending = self._attending.pop(lane, None)
         return pending.result() if pending is not None else self._attend_here(stage, event)
 

@@ -160,7 +160,7 @@ def _pad_rows(tensor_1T: torch.Tensor, num_rows: int) -> torch.Tensor:
 def _require_recordable(setup: Setup, *, is_alone: bool) -> None:
     loaded, placement, policy = setup.model, setup.placement, setup.config.policy
     num_lanes = policy.num_micro_batches
-    reasons = {
+    requirements = {
         f"{setup.device.torch_device} records nothing, CUDA devices do": setup.device.can_record,
         "ranks hand each other what they compute; take devices=one": is_alone,
         "weights, or keys and values, travel; take offload=none and kv=device where they fit": (
@@ -172,6 +172,6 @@ def _require_recordable(setup: Setup, *, is_alone: bool) -> None:
         "this class's rotary embeddings depend on a sequence's length": loaded.rope_lengths is None,
         "pages are quantised; take kv.dtype=auto": not loaded.shape.kv_dtype.is_quantized,
     }
-    for reason, is_so in reasons.items():
-        if not is_so:
+    for reason, is_met in requirements.items():
+        if not is_met:
             raise ConfigError(f"model.graphs=true: passes cannot be recorded here, as {reason}; or model.graphs=false")

@@ -71,7 +71,7 @@ class TeacherForcing:
     def largest_difference(self, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> "Difference":
         """The difference of the sequence that differs most, at its first token beyond rounding. Both mappings hold
         logits (T, V) by request id."""
-        found: list[Difference] = []
+        differences: list[Difference] = []
         for request in self.requests:
             own_TV, other_TV = ours[request.id], theirs[request.id]
             if not other_TV.isfinite().all():
@@ -79,8 +79,8 @@ class TeacherForcing:
             sizes_T = ((own_TV - other_TV).abs().amax(-1) / other_TV.std()).nan_to_num(torch.inf)
             beyond = (sizes_T > TOLERANCE).nonzero().flatten().tolist()
             step = beyond[0] if beyond else int(sizes_T.argmax())
-            found.append(Difference(size=float(sizes_T.max()), request=request, step=step))
-        return max(found, key=lambda each: each.size)
+            differences.append(Difference(size=float(sizes_T.max()), request=request, step=step))
+        return max(differences, key=lambda each: each.size)
 
 
 def make_teacher_forcing(model: LoadedModel, *, seed: int) -> TeacherForcing | None:
@@ -95,14 +95,14 @@ def make_teacher_forcing(model: LoadedModel, *, seed: int) -> TeacherForcing | N
         return None
     generator = torch.Generator().manual_seed(seed)
 
-    def some(count: int) -> tuple[int, ...]:
+    def random_tokens(count: int) -> tuple[int, ...]:
         return tuple(ordinary[i] for i in torch.randint(len(ordinary), (count,), generator=generator).tolist())
 
     requests = tuple(
-        Request(id=str(row), prompt_ids=some(length), max_new_tokens=NUM_NEW_TOKENS)
+        Request(id=str(row), prompt_ids=random_tokens(length), max_new_tokens=NUM_NEW_TOKENS)
         for row, length in enumerate(PROMPT_LENGTHS)
     )
-    return TeacherForcing(requests=requests, tokens={request.id: some(NUM_NEW_TOKENS) for request in requests})
+    return TeacherForcing(requests=requests, tokens={request.id: random_tokens(NUM_NEW_TOKENS) for request in requests})
 
 
 class _ForcedTokens(LogitsProcessor):
@@ -264,13 +264,13 @@ def check_lanes(
         model=model, config=config, budgets=budgets, open_reader=open_reader, should_stop=should_stop, scores=scores
     )
     try:
-        found = check.run()
+        summary = check.run()
     except _Inconclusive as why:
         log.warning("self-check: %s is not checked: %s", type(model.staged.model).__name__, why)
         return
     finally:
         gc.collect()  # modules and greenlets refer to one another
-    log.info("self-check: %s; %.1f s", found, time.monotonic() - begin)
+    log.info("self-check: %s; %.1f s", summary, time.monotonic() - begin)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,34 +284,35 @@ class _Check:
 
     def run(self) -> str:
         """Returns a summary for the log if the check passes."""
-        truncated, wanted = self._choose_truncation()
-        found = self._compare(truncated, seed=0)
-        if not found.is_rounding:  # two experts may have been as good as equal for a token
-            found = self._compare(truncated, seed=1)
-        if not found.worst.is_rounding:
-            plan, worst = found.plan, found.worst
+        truncated, representative = self._choose_truncation()
+        comparison = self._compare(truncated, seed=0)
+        if not comparison.is_rounding:  # two experts may have been as good as equal for a token
+            comparison = self._compare(truncated, seed=1)
+        if not comparison.worst.is_rounding:
+            plan, worst = comparison.plan, comparison.worst
             groups = [group for block in plan.blocks for group in block.micro_batches]
-            lengths = [[len(found.forcing.requests[i].prompt_ids) for i in group] for group in groups]
+            lengths = [[len(comparison.forcing.requests[i].prompt_ids) for i in group] for group in groups]
             raise ConfigError(
                 f"model.self_check: the logits of {type(self.model.staged.model).__name__} in "
                 f"{self._describe_lanes(plan)} differ from those of its own generate: the sequence of "
                 f"{len(worst.request.prompt_ids)} prompt tokens differs at new token {worst.step} by {worst.size:.2g} "
                 f"of its logits' deviation (tolerance {TOLERANCE}); lanes with prompts of {lengths} tokens, "
                 f"{truncated.num_layers} of {len(self.model.shape.layers)} layers, float32. "
-                f"{self._remedies()}"
+                f"{self._suggest_settings()}"
             )
-        if not found.is_rounding:
+        if not comparison.is_rounding:
             raise ConfigError(
-                f"model.self_check: {type(self.model.staged.model).__name__} gives other log-probabilities here than "
-                f"alone: they differ by up to {found.score:.1g} times what rounding may do ({SCORE_TOLERANCE}), in "
-                f"{truncated.num_layers} of {len(self.model.shape.layers)} layers, float32; "
-                "its greedy tokens are right, its scores may not be. model.self_check=off scores all the same"
+                f"model.self_check: log-probabilities of {type(self.model.staged.model).__name__} differ from those of "
+                f"its own forward by {comparison.score:.1g} times the tolerance of {SCORE_TOLERANCE}, in "
+                f"{truncated.num_layers} of {len(self.model.shape.layers)} layers, float32. Its greedy tokens are "
+                "right, its scores may be wrong. To score anyway: model.self_check=off"
             )
-        partly = f", of which {wanted} would show every kind" if truncated.num_layers < wanted else ""
+        missing = f" ({representative} would cover every kind)" if truncated.num_layers < representative else ""
+        compared = "logits and log-probabilities" if self.scores else "logits"
         return (
-            f"{len(found.forcing.requests)} sequences in {self._describe_lanes(found.plan)} give transformers' own "
-            f"logits{' and log-probabilities' if self.scores else ''} within {found.worst.size:.0e} of their "
-            f"deviation, in {truncated.num_layers} of {len(self.model.shape.layers)} layers{partly}"
+            f"{compared} of {len(comparison.forcing.requests)} sequences in {self._describe_lanes(comparison.plan)} "
+            f"match transformers within {comparison.worst.size:.0e} standard deviations, in "
+            f"{truncated.num_layers} of {len(self.model.shape.layers)} layers{missing}"
         )
 
     def _compare(self, truncated: TruncatedModel, seed: int) -> _Comparison:
@@ -344,8 +345,8 @@ class _Check:
         scores nothing."""
         if not self.scores:
             return 0.0
-        made = [make_scoring(self.model, r.id, r.prompt_ids, forcing.tokens[r.id]) for r in forcing.requests]
-        requests = [request for request in made if isinstance(request, Request)]
+        scorings = [make_scoring(self.model, r.id, r.prompt_ids, forcing.tokens[r.id]) for r in forcing.requests]
+        requests = [request for request in scorings if isinstance(request, Request)]
         sampler = make_sampler(self.model, SamplingConfig(), CPU)
         _, sequences = self._run_in_lanes(truncated, requests, sampler)
         sizes = [0.0]
@@ -360,15 +361,17 @@ class _Check:
         shape, budget = self.model.shape, self.budgets.host_bytes
         num_all = len(shape.layers)
         is_full = self.config.model.self_check is SelfCheck.full
-        wanted = num_representative_layers(shape, self.model.staged.model.config)
-        sizes = {count: dense_bytes(shape, count) for count in ({num_all} if is_full else set()) | {wanted, 2, 1}}
+        representative = num_representative_layers(shape, self.model.staged.model.config)
+        sizes = {
+            count: dense_bytes(shape, count) for count in ({num_all} if is_full else set()) | {representative, 2, 1}
+        }
         fitting = [count for count, size in sizes.items() if size <= budget and count <= num_all]
         if not fitting:
             raise _Inconclusive(
                 f"one layer with all outside of the layers takes {format_bytes(min(sizes.values()))} in float32, "
                 f"offload.host_memory_gib allows {format_bytes(budget)}"
             )
-        return TruncatedModel(num_layers=max(fitting), is_packed=shape.is_packed), wanted
+        return TruncatedModel(num_layers=max(fitting), is_packed=shape.is_packed), representative
 
     def _run_in_lanes(
         self, truncated: TruncatedModel, requests: Rows[Request], sampler: Sampler
@@ -383,7 +386,7 @@ class _Check:
         except Exception as error:  # whatever a class raises at what lanes hand it, since by itself it runs
             raise ConfigError(
                 f"model.self_check: {type(self.model.staged.model).__name__} runs by itself and not in "
-                f"{self._lane_kind} lanes: {short_reason(error)}; {self._remedies()}"
+                f"{self._lane_kind} lanes: {short_reason(error)}; {self._suggest_settings()}"
             ) from error
 
     def _load_truncated(self, truncated: TruncatedModel) -> LoadedModel:
@@ -431,6 +434,6 @@ class _Check:
     def _describe_lanes(self, plan: RunPlan) -> str:
         return f"{plan.num_lanes} {self._lane_kind} lanes of {plan.lane_size}"
 
-    def _remedies(self) -> str:
+    def _suggest_settings(self) -> str:
         padded = "model.lanes=padded may be right; " if self.model.shape.is_packed else ""
         return f"{padded}model.self_check=off runs it all the same, with tokens that may be wrong"

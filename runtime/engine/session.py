@@ -189,7 +189,7 @@ class Session:
         return LaneSlots(self._plan.num_lanes, self._plan.lane_size, chunk_tokens(self._policy))
 
     def _continuous_batcher(self, sequences: Mapping[int, Running]) -> Batcher:
-        num_lanes, lane_size, num_tokens, others_pages = self._lane_slots()
+        num_lanes, lane_size, num_tokens, reserved_pages = self._lane_slots()
         if not self._model.shape.is_packed:
             waiting = list(sequences.values())
             return StaticBatcher.from_sequences(self._engine.lanes, waiting, num_lanes=num_lanes, lane_size=lane_size)
@@ -200,7 +200,7 @@ class Session:
             lane_size=lane_size,
             chunk_tokens=num_tokens,
             page_tokens=PAGE_TOKENS,
-            reserved_pages=others_pages,
+            reserved_pages=reserved_pages,
         )
         prefixes = self._plan.prefixes if rule is not None else ()
         return ContinuousBatcher(self._engine.lanes, sequences, limits, prefixes)

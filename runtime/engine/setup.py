@@ -22,8 +22,8 @@ from ..stream.clock import StreamCounters
 from ..stream.device import ComputeDevice
 from ..stream.exchange import HostExchange
 from ..stream.experts import ExpertStream
-from ..stream.kept_weights import KeptWeights
 from ..stream.kv import KVStream
+from ..stream.weight_cache import WeightCache
 from ..stream.weight_reader import SessionResources
 from ..stream.weights import WeightStream
 from ..trace import Trace
@@ -42,7 +42,7 @@ class Setup:
     placement: Placement
     device: ComputeDevice
     trace: Trace | None
-    kept: KeptWeights | None = None
+    weight_cache: WeightCache | None = None
     resources: SessionResources | None = None
 
 
@@ -144,8 +144,8 @@ class Streams:
 
     @property
     def counters(self) -> list[Callable[[], StreamCounters]]:
-        found = [self.weights, self.experts, self.kv, self.exchange, self.round_trips]
-        return [stream.take_counters for stream in found if stream is not None]
+        streams = [self.weights, self.experts, self.kv, self.exchange, self.round_trips]
+        return [stream.take_counters for stream in streams if stream is not None]
 
     def discard_pages(self, pages: Sequence[int]) -> None:
         """Drops the stored contents of freed KV pages in every layer. Call before their next owner stores anything."""
@@ -158,8 +158,8 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
     """Opens the streams and reads the resident weights, reusing those in `setup.kept`. Raises CheckpointError,
     KVFileError."""
     shape, placement, device, trace = setup.model.shape, setup.placement, setup.device, setup.trace
-    kept = setup.kept or KeptWeights()
-    kept.fit(shape, placement)
+    cache = setup.weight_cache or WeightCache()
+    cache.drop_unused(shape, placement)
     first = shape.layers[0].index
     if placement.host_layers:
         prepare_attention(setup.model)  # a policy search may have chosen host attention
@@ -170,7 +170,7 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
             slots = placement.num_expert_slots
             paging = placement.paging
             experts = ExpertStream(
-                shape, placement, device, reader, paging=paging, num_slots=slots, trace=trace, loaded=kept.experts
+                shape, placement, device, reader, paging=paging, num_slots=slots, trace=trace, loaded=cache.experts
             )
         exchange = None
         if placement.host_layers:
@@ -183,7 +183,7 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
             round_trips = stack.enter_context(
                 HostExchange(size, device, first_stage=first, trace=trace, label="tokens of experts")
             )
-        layout, pages = placement.kv, None
+        layout, kv = placement.kv, None
         if layout.page_bytes and not placement.host_layers:
             file = None
             if layout.tier is KVTier.nvme:  # I/O settings as for weights
@@ -196,12 +196,12 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
                     direct=offload.direct_io,
                 )
                 stack.enter_context(file)
-            pages = stack.enter_context(KVStream(layout, device, file, first_stage=first, trace=trace))
-        weights = WeightStream(shape, placement, device, reader, trace, loaded=kept.stages, resources=setup.resources)
+            kv = stack.enter_context(KVStream(layout, device, file, first_stage=first, trace=trace))
+        weights = WeightStream(shape, placement, device, reader, trace, loaded=cache.stages, resources=setup.resources)
         yield Streams(
             weights=stack.enter_context(weights),
             experts=None if experts is None else stack.enter_context(experts),
-            kv=pages,
+            kv=kv,
             exchange=exchange,
             round_trips=round_trips,
             workers=stack.enter_context(AttentionWorkers()) if setup.config.policy.attention is Attention.cpu else None,

@@ -305,7 +305,7 @@ class Runtime(Closing):
             placement=plan.placement,
             device=self.device,
             trace=self.trace,
-            kept=kept,
+            weight_cache=kept,
             resources=resources,
         )
         limit = limit_device_memory(self.config.offload, self.device, kept)

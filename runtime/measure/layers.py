@@ -27,7 +27,7 @@ from ..sequences.sequence import Encoding, Request
 from ..sequences.sequence import Sequence as Running
 from ..stream.device import ComputeDevice
 from ..stream.experts import ExpertBytes
-from ..stream.kept_weights import StageBytes
+from ..stream.weight_cache import StageBytes
 from .attention import FILL_VALUE
 from .timing import Timer
 
@@ -150,7 +150,7 @@ def expert_rates(
         order = torch.rand(num_tokens, stage.num_experts, generator=torch.Generator().manual_seed(num_tokens))
         weights_TK, experts_TK = order.topk(num_chosen)
         event = NeedExperts(module, hidden_TD, experts_TK.to(place), weights_TK.to(hidden_TD))
-        batched = BatchedExperts(loaded, frozenset(), None, is_together=device.is_accelerator)
+        batched = BatchedExperts(loaded, frozenset(), None, is_grouped=device.is_accelerator)
         flops = 2.0 * num_tokens * num_chosen * work.expert_weights
         return Timer(flops, lambda: batched.run(stage.index, [event]), device.wait_for_compute)
 

@@ -11,7 +11,7 @@ from ..plan.placement.ledger import KERNELS_BYTES, PINNED_SHARE
 from ..plan.placement.placement import Budgets, Placement
 from ..stream.device import ComputeDevice
 from ..stream.host_memory import available_bytes, peak_resident_bytes, total_bytes
-from ..stream.kept_weights import KeptWeights
+from ..stream.weight_cache import WeightCache
 from ..units import format_bytes, gib_to_bytes
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def usable_host_bytes(num_kept_bytes: int = 0, *, is_pinned: bool) -> int:
     return min(free, int(total_bytes() * PINNED_SHARE)) if is_pinned else free
 
 
-def make_budgets(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeights | None = None) -> Budgets:
+def make_budgets(offload: OffloadConfig, device: ComputeDevice, kept: WeightCache | None = None) -> Budgets:
     """Returns the budgets of a run. `kept` weights count as free: the run's ledgers count those that it uses, and the
     others are released."""
     in_compute, pinned = (kept.compute_bytes, kept.pinned_bytes) if kept is not None else (0, 0)
@@ -54,7 +54,7 @@ def make_budgets(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeight
 
 
 @contextmanager
-def limit_device_memory(offload: OffloadConfig, device: ComputeDevice, kept: KeptWeights | None) -> Iterator[None]:
+def limit_device_memory(offload: OffloadConfig, device: ComputeDevice, kept: WeightCache | None) -> Iterator[None]:
     """Limits torch's allocator to `offload.device_memory_gib`, if set, minus memory that libraries allocate outside of
     it. Existing tensors do not count, except kept weights. Logs the allocator's peak at the end."""
     if not device.is_accelerator:

@@ -32,7 +32,7 @@ from ..plan.search.candidate import Problem
 from ..plan.search.policy import Policy
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice
-from ..stream.kept_weights import KeptWeights
+from ..stream.weight_cache import WeightCache
 from ..units import MIB
 from .budgets import make_budgets, reclaim_device_memory
 from .choices import plan_with_cached_policy, policies_directory, search_key
@@ -45,7 +45,7 @@ class RuntimeCache(Closing):
     """
 
     def __init__(self, open_reader: Callable[[], Reader]):
-        self.weights = KeptWeights()
+        self.weights = WeightCache()
         self._open_reader = open_reader
         self._reader: Reader | None = None
         self._rates: list[tuple[TypicalLoad, frozenset[int], BackendTable, MachineRates]] = []
@@ -200,7 +200,7 @@ class Planner:
             if (known := self.kept.rates(usual, paged, self._backends)) is not None:
                 return known
             layer_bytes = max(self.model.shape.sizes.slot_bytes(paged))
-            self.kept.weights.leave_room(MEASURED_LAYERS * layer_bytes + MEASURING_BYTES, plan.budgets)
+            self.kept.weights.make_room(MEASURED_LAYERS * layer_bytes + MEASURING_BYTES, plan.budgets)
         log.info("measuring this machine, for the prediction")
         with self.open_reader() as reader:
             rates = measure_rates(self.model, reader, self.device, usual, paged)

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 Moment: TypeAlias = float | torch.Event  # seconds on a CPU; on an accelerator a point in a stream's work
-Then: TypeAlias = Callable[[float, float], None]  # called with the begin and end of the work
+TimingCallback: TypeAlias = Callable[[float, float], None]  # called with the begin and end of the work
 
 
 class Reference(NamedTuple):
@@ -26,7 +26,7 @@ class Reference(NamedTuple):
 class TimedWork(NamedTuple):
     begin: torch.Event
     end: torch.Event
-    then: Then
+    then: TimingCallback
     reference: Reference
 
 
@@ -42,9 +42,9 @@ class DeviceClock:
         compute_stream: Callable[[], torch.Stream | None] = lambda: None,
     ):
         self._new_event, self._compute_stream = new_event, compute_stream
-        self._spare: deque[torch.Event] = deque()  # of reported work
+        self._spare_events: deque[torch.Event] = deque()  # of reported work
         self._reference: Reference | None = None
-        self._making_reference = threading.Lock()
+        self._reference_lock = threading.Lock()
         self._running: deque[TimedWork] = deque()  # append and popleft are atomic; swapping lists would lose work
 
     def begin(self, stream: torch.Stream | None = None) -> Moment:
@@ -53,12 +53,12 @@ class DeviceClock:
         if self._new_event is None:
             return time.monotonic()
         if self._reference is None:
-            with self._making_reference:
+            with self._reference_lock:
                 if self._reference is None:
                     self._reference = self._make_reference(self._new_event())
         return self._record_event(stream)
 
-    def end(self, begin: Moment, then: Then, stream: torch.Stream | None = None) -> None:
+    def end(self, begin: Moment, then: TimingCallback, stream: torch.Stream | None = None) -> None:
         """Marks the end of queued work. Calls `then` at once on a CPU; on an accelerator, the first `resolve` after the
         work is done calls it."""
         if isinstance(begin, int | float):
@@ -83,14 +83,14 @@ class DeviceClock:
             work = self._running.popleft()
             if work.end.query():
                 work.then(_seconds(work.begin, work.reference), _seconds(work.end, work.reference))
-                self._spare += (work.begin, work.end)
+                self._spare_events += (work.begin, work.end)
             else:
                 self._running.append(work)
 
     def _record_event(self, stream: torch.Stream | None) -> torch.Event:
         assert self._new_event is not None, "a CPU's moments are seconds"
         try:
-            event = self._spare.pop()
+            event = self._spare_events.pop()
         except IndexError:
             event = self._new_event()
         event.record(stream)

@@ -18,7 +18,7 @@ from ..out_of_memory import first_line
 from ..plan.placement.ledger import LIBRARY_BYTES
 from ..plan.shape.extents import ALIGNMENT_BYTES, Extent
 from ..units import round_up
-from .clock import DeviceClock, Then
+from .clock import DeviceClock, TimingCallback
 from .pinned import HUGE_PAGE_BYTES, allocate_anonymous, allocate_pinned
 from .shared_weights import SharedWeights
 
@@ -38,18 +38,20 @@ def choose_device(name: str) -> torch.device:
         raise ConfigError(f"machine.device={name}: not a device torch knows; use auto, cpu or cuda") from error
     if device is not None and device.type == "cpu":
         return device
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
-        missing = None if found is None else _missing_feature(found)
-        if found is not None and missing is not None:
-            log.warning("machine.device=auto: using the CPU, since torch has no %s on %s", missing, found.type)
-        if found is None or missing is not None:
+        missing = None if accelerator is None else _missing_feature(accelerator)
+        if accelerator is not None and missing is not None:
+            log.warning("machine.device=auto: using the CPU, since torch has no %s on %s", missing, accelerator.type)
+        if accelerator is None or missing is not None:
             return torch.device("cpu")
-        device = found
-    elif found is None:
+        device = accelerator
+    elif accelerator is None:
         raise ConfigError(f"machine.device={name}: torch {torch.__version__} finds no accelerator; use machine=cpu")
-    elif found.type != device.type:
-        raise ConfigError(f"machine.device={name}: this torch {torch.__version__} supports only {found.type} and cpu")
+    elif accelerator.type != device.type:
+        raise ConfigError(
+            f"machine.device={name}: this torch {torch.__version__} supports only {accelerator.type} and cpu"
+        )
     elif (missing := _missing_feature(device)) is not None:
         raise ConfigError(
             f"machine.device={name}: torch has no {missing} on {device.type}, which streaming weights requires; "
@@ -209,7 +211,7 @@ class ComputeDevice:
             self.compute_buffer(num_bytes).zero_() if self.is_accelerator else allocate_anonymous(num_bytes, huge=False)
         )
 
-    def copy_ahead(self, parts: Sequence[CopyPart], *, after: Event, then: Then | None = None) -> None:
+    def copy_ahead(self, parts: Sequence[CopyPart], *, after: Event, then: TimingCallback | None = None) -> None:
         """Queues host-to-device copies on the copy stream, after the event `after`. Returns at once; `then` gets the
         time of all of them."""
         assert self.copy_stream is not None, "copies exist only where there is an accelerator"
@@ -222,14 +224,14 @@ class ComputeDevice:
         *,
         on: torch.Stream | None,
         after: Event,
-        then: Then | None = None,
+        then: TimingCallback | None = None,
     ) -> None:
         """Queues a copy in either direction on stream `on`, after the event `after`. Returns at once; `then` gets its
         time."""
         self.copy_all([CopyPart(source, target)], on=on, after=after, then=then)
 
     def copy_all(
-        self, parts: Sequence[CopyPart], *, on: torch.Stream | None, after: Event, then: Then | None = None
+        self, parts: Sequence[CopyPart], *, on: torch.Stream | None, after: Event, then: TimingCallback | None = None
     ) -> None:
         """Queues several copies in order, as `copy` does."""
         if on is not None:
@@ -273,7 +275,7 @@ class ComputeDevice:
         Returns the result of `work`, whose tensors each replay fills, and the replay function, which does not wait. All
         graphs of a device share memory: results are valid until another graph is replayed. Raises RuntimeError if
         `work` synchronizes with the device or memory runs out."""
-        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.torch_device)
+        graph, previous_stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.torch_device)
         if self._graph_pool is None:
             self._graph_pool = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.torch_device)
         pool, stream = self._graph_pool
@@ -282,10 +284,10 @@ class ComputeDevice:
                 torch.cuda.device(self.torch_device),
                 torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
             ):
-                made = work()
+                result = work()
         finally:
-            torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
-        return made, graph.replay
+            torch.cuda.set_stream(previous_stream)  # a failed capture leaves its own stream current
+        return result, graph.replay
 
     def compute_stream(self) -> torch.Stream | None:
         return torch.accelerator.current_stream(self.torch_device) if self.is_accelerator else None
@@ -300,11 +302,11 @@ class ComputeDevice:
         synchronization of a pass."""
         if not self.is_accelerator:
             return list(tensors)
-        whole = torch.cat([tensor.flatten() for tensor in tensors])
-        there = self.host_pages(max(1, whole.nbytes))[: whole.nbytes].view(whole.dtype)
-        there.copy_(whole, non_blocking=True)
+        joined = torch.cat([tensor.flatten() for tensor in tensors])
+        on_host = self.host_pages(max(1, joined.nbytes))[: joined.nbytes].view(joined.dtype)
+        on_host.copy_(joined, non_blocking=True)
         self.wait_for_compute()
-        parts = there.split([tensor.numel() for tensor in tensors])
+        parts = on_host.split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def wait_for_compute(self) -> None:

@@ -15,7 +15,7 @@ from ..plan.placement.kv import PART_ALIGNMENT_BYTES, STORES_IN_FLIGHT, Exchange
 from ..resources import Resource
 from ..trace import Trace
 from ..units import round_up
-from .clock import StreamCounters, Then
+from .clock import StreamCounters, TimingCallback
 from .device import ComputeDevice, CopyPart, Event
 
 
@@ -25,17 +25,17 @@ class RoundTripMemory:
 
     def __init__(self, device: ComputeDevice, num_bytes: int):
         self.buffer = device.host_pages(num_bytes)
-        self.begun, self.arrived, self.left = (device.new_event() for _ in range(3))
+        self.produced, self.arrived, self.returned = (device.new_event() for _ in range(3))
 
-    def parts(self, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Views of the buffer for tensors like these, one after another."""
-        found, begin = [], 0
-        for like in likes:
-            end = begin + like.nbytes
+        views, begin = [], 0
+        for tensor in tensors:
+            end = begin + tensor.nbytes
             assert end <= len(self.buffer), f"a trip of {end:,} B has {len(self.buffer):,} B of pinned memory"
-            found.append(self.buffer[begin:end].view(like.dtype).view(like.shape))
+            views.append(self.buffer[begin:end].view(tensor.dtype).view(tensor.shape))
             begin = round_up(end, PART_ALIGNMENT_BYTES)
-        return found
+        return views
 
 
 class RoundTrip:
@@ -51,23 +51,23 @@ class RoundTrip:
     ):
         self._exchange, self._layer, self._memory = exchange, layer, memory
         self._sent = sent  # kept alive: the copy to the host may still read it
-        *self._places, self._answer = memory.parts([*sent, out])
+        *self._inputs, self._output = memory.views([*sent, out])
         self.out = out
 
     def wait_for_inputs(self) -> list[torch.Tensor]:
         """Waits for this trip's inputs. Returns them in host memory, valid until `receive`."""
         self._memory.arrived.synchronize()
-        return self._places
+        return self._inputs
 
-    def send_answer(self, answer: torch.Tensor) -> None:
+    def send_output(self, output: torch.Tensor) -> None:
         """Queues the copy of the output into `out`. Call it after `wait_for_inputs`."""
         # The pinned memory is free: compute waited for its last output before it produced the inputs of this trip.
-        self._answer.copy_(answer)
-        self._exchange.send_answer(self._layer, CopyPart(self._answer, self.out), self._memory)
+        self._output.copy_(output)
+        self._exchange.send_output(self._layer, CopyPart(self._output, self.out), self._memory)
 
     def receive(self) -> torch.Tensor:
         """The output, for compute queued from now on. Call it once, on the engine's thread, after `send_answer`."""
-        self._exchange.receive_answer(self._memory, self.out.nbytes)
+        self._exchange.receive_output(self._memory, self.out.nbytes)
         return self.out
 
 
@@ -88,9 +88,9 @@ class HostExchange:
     ):
         self._size, self._device, self._label = size, device, label and f" {label}"
         self._first_stage, self._trace = first_stage, trace
-        self._down, self._up = device.new_stream(), device.new_stream()
+        self._to_host, self._to_device = device.new_stream(), device.new_stream()
         self._free = [RoundTripMemory(device, size.round_trip_bytes) for _ in range(size.num_round_trips)]
-        self._begun, self._loaded = device.new_event(), device.new_event()
+        self._queued, self._loaded = device.new_event(), device.new_event()
         self._stored: deque[tuple[Event, Sequence[CopyPart]]] = deque()
         self._counters = StreamCounters()
 
@@ -101,7 +101,7 @@ class HostExchange:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Waits for copies in flight: their memory is freed next."""
-        for stream in (self._down, self._up):
+        for stream in (self._to_host, self._to_device):
             if stream is not None:
                 stream.synchronize()
 
@@ -116,20 +116,20 @@ class HostExchange:
         assert self._free, f"more than {self._size.num_round_trips} lanes attend on the CPU"
         memory = self._free.pop()
         round_trip = RoundTrip(self, layer, memory, tensors, out)
-        memory.begun.record(self._device.compute_stream())
-        copies = [CopyPart(source, place) for source, place in zip(tensors, memory.parts(tensors), strict=True)]
-        self._counters.bytes_returned += self._copy_down("send", layer, copies, memory.begun)
-        memory.arrived.record(self._down)
+        memory.produced.record(self._device.compute_stream())
+        copies = [CopyPart(source, target) for source, target in zip(tensors, memory.views(tensors), strict=True)]
+        self._counters.bytes_returned += self._copy_to_host("send", layer, copies, memory.produced)
+        memory.arrived.record(self._to_host)
         return round_trip
 
-    def send_answer(self, layer: int, answer: CopyPart, memory: RoundTripMemory) -> None:
+    def send_output(self, layer: int, output: CopyPart, memory: RoundTripMemory) -> None:
         """Queues the copy of an output to compute memory. The attention thread calls it."""
-        self._copy_up("answer", layer, [answer], memory.begun)
-        memory.left.record(self._up)
+        self._copy_to_device("answer", layer, [output], memory.produced)
+        memory.returned.record(self._to_device)
 
-    def receive_answer(self, memory: RoundTripMemory, answer_bytes: int) -> None:
-        self._device.compute_waits_for(memory.left)
-        self._counters.bytes_copied += answer_bytes
+    def receive_output(self, memory: RoundTripMemory, output_bytes: int) -> None:
+        self._device.compute_waits_for(memory.returned)
+        self._counters.bytes_copied += output_bytes
         self._free.append(memory)
 
     def store(self, layer: int, copies: Sequence[CopyPart]) -> None:
@@ -137,32 +137,35 @@ class HostExchange:
         # Compute waits for older stores, so that the memory of their sources is bounded.
         while len(self._stored) >= STORES_IN_FLIGHT:
             self._device.compute_waits_for(self._stored.popleft()[0])
-        self._begun.record(self._device.compute_stream())
-        self._counters.bytes_returned += self._copy_down("store", layer, copies, self._begun)
+        self._queued.record(self._device.compute_stream())
+        self._counters.bytes_returned += self._copy_to_host("store", layer, copies, self._queued)
         stored = self._device.new_event()
-        stored.record(self._down)
+        stored.record(self._to_host)
         self._stored.append((stored, copies))
 
     def load(self, layer: int, copies: Iterable[CopyPart]) -> None:
         """Queues copies from host memory, after all earlier stores, for compute queued from now on."""
-        self._begun.record(self._device.compute_stream())
-        if self._up is not None and self._stored:
-            self._device.wait(self._up, self._stored[-1][0])
-        self._counters.bytes_copied += self._copy_up("load", layer, copies, self._begun)
-        self._loaded.record(self._up)
+        self._queued.record(self._device.compute_stream())
+        if self._to_device is not None and self._stored:
+            self._device.wait(self._to_device, self._stored[-1][0])
+        self._counters.bytes_copied += self._copy_to_device("load", layer, copies, self._queued)
+        self._loaded.record(self._to_device)
         self._device.compute_waits_for(self._loaded)
 
     def take_counters(self) -> StreamCounters:
         counters, self._counters = self._counters, StreamCounters()
         return counters
 
-    def _copy_down(self, verb: str, layer: int, copies: Iterable[CopyPart], after: Event) -> int:
-        return self._copy(copies, self._down, after, partial(self._count_copy, Resource.device_to_host, verb, layer))
+    def _copy_to_host(self, verb: str, layer: int, copies: Iterable[CopyPart], after: Event) -> int:
+        count_copy = partial(self._count_copy, Resource.device_to_host, verb, layer)
+        return self._copy(copies, self._to_host, after, count_copy)
 
-    def _copy_up(self, verb: str, layer: int, copies: Iterable[CopyPart], after: Event) -> int:
-        return self._copy(copies, self._up, after, partial(self._count_copy, Resource.host_to_device, verb, layer))
+    def _copy_to_device(self, verb: str, layer: int, copies: Iterable[CopyPart], after: Event) -> int:
+        return self._copy(
+            copies, self._to_device, after, partial(self._count_copy, Resource.host_to_device, verb, layer)
+        )
 
-    def _copy(self, copies: Iterable[CopyPart], on: torch.Stream | None, after: Event, then: Then) -> int:
+    def _copy(self, copies: Iterable[CopyPart], on: torch.Stream | None, after: Event, then: TimingCallback) -> int:
         """Queues copies as one piece of timed work. Returns their bytes."""
         parts = list(copies)
         self._device.copy_all(parts, on=on, after=after, then=then)

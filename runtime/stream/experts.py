@@ -21,7 +21,7 @@ from ..store.reader import Reader
 from ..trace import Trace
 from .clock import StreamCounters
 from .device import ComputeDevice
-from .kept_weights import StageBytes, StreamWeights
+from .weight_cache import StageBytes, StreamWeights
 from .weights import WeightStream
 
 # Returns a stage's weights by name, as views into a buffer with tensors at the given offsets.
@@ -72,7 +72,7 @@ class ExpertStream:
         self._walk, self._num_ahead = walk, walk.num_slots + walk.num_staging_slots
         self._started: deque[int] = deque()  # pages in flight, in order
         self._num_copied = 0  # how many of them were copied out of staging
-        inner = Placement(
+        expert_placement = Placement(
             resident=frozenset(),
             walk=walk,
             decode_walk=walk,
@@ -81,10 +81,10 @@ class ExpertStream:
             kv=placement.kv,
             exchange=placement.exchange,
         )
-        as_shape = self._pages.as_shape(shape)
-        self._stream = WeightStream(as_shape, inner, device, reader, trace, self._pages.name, loaded)
-        self._asked: set[int] = set()  # stages
-        self._hit: set[int] = set()  # pages
+        expert_shape = self._pages.as_shape(shape)
+        self._stream = WeightStream(expert_shape, expert_placement, device, reader, trace, self._pages.name, loaded)
+        self._requested_stages: set[int] = set()  # stages
+        self._hit_pages: set[int] = set()  # pages
         self._num_read = 0
 
     def __enter__(self) -> "ExpertStream":
@@ -106,14 +106,14 @@ class ExpertStream:
     def experts(self, stage: int, hit: Sequence[int]) -> Generator[ExpertBytes]:
         """Yields the experts `hit` (ascending) of a paged stage while the next ones are in flight. Raises
         CheckpointError if a read fails."""
-        wanted = [self._pages.page(stage, expert) for expert in hit]
-        brought = self._all_pages(stage) if self._paging is ExpertPaging.all else wanted
-        self._asked.add(stage)
-        self._hit.update(wanted)
-        self._num_read += len(brought)
-        experts = dict(zip(wanted, hit, strict=True))
-        for turn, page in enumerate(brought):
-            self._start(brought[turn : turn + self._num_ahead])
+        hit_pages = [self._pages.page(stage, expert) for expert in hit]
+        pages = self._all_pages(stage) if self._paging is ExpertPaging.all else hit_pages
+        self._requested_stages.add(stage)
+        self._hit_pages.update(hit_pages)
+        self._num_read += len(pages)
+        experts = dict(zip(hit_pages, hit, strict=True))
+        for position, page in enumerate(pages):
+            self._start(pages[position : position + self._num_ahead])
             self._started.popleft()
             self._num_copied -= self._is_staged
             try:
@@ -125,20 +125,20 @@ class ExpertStream:
     def host_expert(self, stage: int, expert: int) -> ExpertBytes:
         """An expert that resides in host memory, in place."""
         page = self._pages.page(stage, expert)
-        self._asked.add(stage)
-        self._hit.add(page)
+        self._requested_stages.add(stage)
+        self._hit_pages.add(page)
         return ExpertBytes(expert, self._pages.pages[page], self._stream.host_stage(page))
 
     def take_counters(self) -> StreamCounters:
         """Counters since the last call, by the stages of the experts."""
-        taken = replace(
+        counters = replace(
             self._stream.take_counters(),
-            num_experts=sum(self._shape.stages[stage].num_experts for stage in self._asked),
-            num_experts_hit=len(self._hit),
+            num_experts=sum(self._shape.stages[stage].num_experts for stage in self._requested_stages),
+            num_experts_hit=len(self._hit_pages),
             num_experts_read=self._num_read,
         )
-        self._asked, self._hit, self._num_read = set(), set(), 0
-        return taken
+        self._requested_stages, self._hit_pages, self._num_read = set(), set(), 0
+        return counters
 
     def _start(self, pages: Sequence[int]) -> None:
         """Makes these pages, and no others, be in flight, up to the number of slots. Call it while no page is in

@@ -27,31 +27,31 @@ class _Version:
     usage: str
     reclaimable: str
 
-    def limits_of(self, group: Path) -> Iterator[int]:
-        return (limit for name in self.limits if (limit := _number(group / name)) is not None)
+    def read_limits(self, group: Path) -> Iterator[int]:
+        return (limit for name in self.limits if (limit := _read_number(group / name)) is not None)
 
     def groups(self, proc: Path) -> Iterator[Path]:
         """Directories of this process's group and of its mounted ancestors."""
         # Lines are `number:controllers:path`; version 2's has the number 0 and no controllers.
-        lines = (line.split(":", 2) for line in _lines(proc / "cgroup"))
+        lines = (line.split(":", 2) for line in _read_lines(proc / "cgroup"))
         own = next((PurePosixPath(path) for _, names, path in lines if self.controllers in names.split(",")), None)
         mount = self._mount(proc)
         if own is None or mount is None:
             return
         root, mounted_at = mount
-        inside = own.relative_to(root) if own.is_relative_to(root) and ".." not in own.parts else PurePosixPath()
-        group = mounted_at / inside
+        relative = own.relative_to(root) if own.is_relative_to(root) and ".." not in own.parts else PurePosixPath()
+        group = mounted_at / relative
         yield group
-        yield from group.parents[: len(inside.parts)]
+        yield from group.parents[: len(relative.parts)]
 
     def _mount(self, proc: Path) -> tuple[PurePosixPath, Path] | None:
         """The mounted root of the hierarchy and its mount point; see proc(5) on mountinfo."""
-        for line in _lines(proc / "mountinfo"):
+        for line in _read_lines(proc / "mountinfo"):
             mount, _, file_system = line.partition(" - ")
             root, mounted_at = mount.split()[3:5]
             kind, _, options = file_system.split()[:3]
             if kind == self.file_system and (not self.controllers or self.controllers in options.split(",")):
-                return PurePosixPath(_unescaped(root)), Path(_unescaped(mounted_at))
+                return PurePosixPath(_unescape(root)), Path(_unescape(mounted_at))
         return None
 
 
@@ -73,35 +73,35 @@ VERSION_2 = _Version(
 
 def bytes_within_limits(proc: Path = PROC) -> int | None:
     """Bytes that this process can still allocate within its strictest limit; None if there is no limit."""
-    left = list[int]()
+    remaining = list[int]()
     groups = [(version, group) for version in (VERSION_1, VERSION_2) for group in version.groups(proc)]
     for version, group in groups:
-        used = _number(group / version.usage)
+        used = _read_number(group / version.usage)
         if used is not None:
-            statistics = dict(line.split()[:2] for line in _lines(group / "memory.stat"))
+            statistics = dict(line.split()[:2] for line in _read_lines(group / "memory.stat"))
             needed = used - int(statistics.get(version.reclaimable, 0))
-            left += [max(0, limit - needed) for limit in version.limits_of(group)]
-    return min(left, default=None)
+            remaining += [max(0, limit - needed) for limit in version.read_limits(group)]
+    return min(remaining, default=None)
 
 
 def strictest_limit(proc: Path = PROC) -> int | None:
     """The lowest memory limit of this process's groups; None if there is no limit."""
     groups = ((version, group) for version in (VERSION_1, VERSION_2) for group in version.groups(proc))
-    return min((limit for version, group in groups for limit in version.limits_of(group)), default=None)
+    return min((limit for version, group in groups for limit in version.read_limits(group)), default=None)
 
 
-def _unescaped(path: str) -> str:
+def _unescape(path: str) -> str:
     """Decodes the octal escapes of blanks in mountinfo."""
     return path.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
 
 
-def _number(path: Path) -> int | None:
+def _read_number(path: Path) -> int | None:
     """The number in a control group's file; None for `max` and for a file that cannot be read."""
-    text = "".join(_lines(path)).strip()
+    text = "".join(_read_lines(path)).strip()
     return int(text) if text.isdigit() else None
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
     except OSError:
@@ -117,31 +117,31 @@ SMALLEST_MAPPED_BYTES = MIB
 
 def available_bytes() -> int:
     """Memory that can be allocated without swapping, by the kernel's estimate and this process's limits."""
-    free = _field(Path("/proc/meminfo"), "MemAvailable") * KIB
+    free = _read_field(Path("/proc/meminfo"), "MemAvailable") * KIB
     within_limits = bytes_within_limits()
     return free if within_limits is None else min(free, within_limits)
 
 
 def total_bytes() -> int:
     """Memory of the machine, or this process's limit if that is lower."""
-    installed, limit = _field(Path("/proc/meminfo"), "MemTotal") * KIB, strictest_limit()
+    installed, limit = _read_field(Path("/proc/meminfo"), "MemTotal") * KIB, strictest_limit()
     return installed if limit is None else min(installed, limit)
 
 
 def resident_bytes(num_sharers: int = 1) -> int:
     """Resident memory of this process. Shared pages count as 1 / `num_sharers`."""
-    return (_field(STATUS, "VmRSS") - _others_kib(num_sharers)) * KIB
+    return (_read_field(STATUS, "VmRSS") - _other_sharers_kib(num_sharers)) * KIB
 
 
 def peak_resident_bytes(num_sharers: int = 1) -> int:
     """Peak resident memory since the start or `reset_peak`. Shared pages count as for `resident_bytes`, by the current
     number of them."""
-    return (_field(STATUS, "VmHWM") - _others_kib(num_sharers)) * KIB
+    return (_read_field(STATUS, "VmHWM") - _other_sharers_kib(num_sharers)) * KIB
 
 
-def _others_kib(num_sharers: int) -> int:
+def _other_sharers_kib(num_sharers: int) -> int:
     """The share of shared pages that counts for the other processes, in KiB."""
-    return 0 if num_sharers == 1 else _field(STATUS, "RssShmem") * (num_sharers - 1) // num_sharers
+    return 0 if num_sharers == 1 else _read_field(STATUS, "RssShmem") * (num_sharers - 1) // num_sharers
 
 
 def reset_peak() -> None:
@@ -163,7 +163,7 @@ def trim_heap() -> None:
 def disk_read_bytes() -> int:
     """Bytes that this process read from storage; 0 if the kernel does not count them."""
     try:
-        return _field(Path("/proc/self/io"), "read_bytes")
+        return _read_field(Path("/proc/self/io"), "read_bytes")
     except OSError:
         return 0
 
@@ -187,7 +187,7 @@ def set_allocator(*, is_budget_hard: bool) -> None:
     mallopt(MALLOC_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def _field(path: Path, name: str) -> int:
+def _read_field(path: Path, name: str) -> int:
     for line in path.read_text().splitlines():
         key, _, value = line.partition(":")
         if key == name:

@@ -66,11 +66,11 @@ class PageRun(NamedTuple):
     """Pages that are consecutive both in the tier and in the slot."""
 
     page: int
-    place: int
+    slot_index: int
     num_pages: int
 
     def slot_bytes(self, slot: KVSlot, stride: int) -> torch.Tensor:
-        return slot.buffer[self.place * stride : (self.place + self.num_pages) * stride]
+        return slot.buffer[self.slot_index * stride : (self.slot_index + self.num_pages) * stride]
 
 
 class PinnedPages:
@@ -107,19 +107,19 @@ class PinnedPages:
         slot.ready.record(self._fetch_stream)
         return len(known) * stride
 
-    def store(self, slot: KVSlot, layer: int, places: Mapping[int, int]) -> int:
+    def store(self, slot: KVSlot, layer: int, slot_indices: Mapping[int, int]) -> int:
         """Queues copies of pages (page number to place in the slot) to the tier, after `slot.free`, which then signals
         their end. Returns the bytes to copy."""
         stride = self._layout.stride_bytes(layer)
         on_copy = partial(self._on_copy, Resource.device_to_host, layer)
-        numbers = np.array([*places], np.int64)
-        runs = find_page_runs(numbers, np.array([*places.values()], np.int64), self._segment_pages(layer))
+        numbers = np.array([*slot_indices], np.int64)
+        runs = find_page_runs(numbers, np.array([*slot_indices.values()], np.int64), self._segment_pages(layer))
         parts = [CopyPart(run.slot_bytes(slot, stride), self._run_memory(layer, run)) for run in runs]
         self._device.copy_all(parts, on=self._store_stream, after=slot.free, then=on_copy)
         slot.free.record(self._store_stream)
-        slot.pending_store = PendingStore(layer=layer, pages=frozenset(places), written=None)
+        slot.pending_store = PendingStore(layer=layer, pages=frozenset(slot_indices), written=None)
         self._is_stored[layer][numbers] = True
-        return len(places) * stride
+        return len(slot_indices) * stride
 
     def forget(self, pages: Sequence[int]) -> None:
         for is_stored in self._is_stored.values():
@@ -132,26 +132,27 @@ class PinnedPages:
                 stream.synchronize()
 
     def _run_memory(self, layer: int, run: PageRun) -> torch.Tensor:
-        stride, most = self._layout.stride_bytes(layer), self._segment_pages(layer)
-        begin = run.page % most * stride
-        return self._segments[layer][run.page // most][begin : begin + run.num_pages * stride]
+        stride, segment_pages = self._layout.stride_bytes(layer), self._segment_pages(layer)
+        begin = run.page % segment_pages * stride
+        return self._segments[layer][run.page // segment_pages][begin : begin + run.num_pages * stride]
 
     def _segment_pages(self, layer: int) -> int:
         """Pages in each of the layer's segments except the last."""
         return self._layout.segment_pages(layer)[0]
 
 
-def find_page_runs(pages: np.ndarray, places: np.ndarray, most: int) -> list[PageRun]:
+def find_page_runs(pages: np.ndarray, slot_indices: np.ndarray, segment_pages: int) -> list[PageRun]:
     """Runs of pages at these places, ascending. No run crosses a boundary of `most` pages."""
     if not len(pages):
         return []
     order = np.argsort(pages)
-    pages, places = pages[order], places[order]
-    begins = (np.diff(pages) != 1) | (np.diff(places) != 1) | (pages[1:] % most == 0)
+    pages, slot_indices = pages[order], slot_indices[order]
+    begins = (np.diff(pages) != 1) | (np.diff(slot_indices) != 1) | (pages[1:] % segment_pages == 0)
     firsts = np.flatnonzero(np.concatenate([[True], begins]))
     sizes = np.diff(firsts, append=len(pages))
     return [
-        PageRun(*each) for each in zip(pages[firsts].tolist(), places[firsts].tolist(), sizes.tolist(), strict=True)
+        PageRun(*each)
+        for each in zip(pages[firsts].tolist(), slot_indices[firsts].tolist(), sizes.tolist(), strict=True)
     ]
 
 
@@ -168,49 +169,51 @@ class DiskPages:
         """`on_copy` as for `PinnedPages`; reads and writes report their times in the slots' futures."""
         self._layout, self._device, self._file, self._on_copy = layout, device, file, on_copy
         self._fetch_stream, self._store_stream = device.new_stream(), device.new_stream()
-        self._fetching = ThreadPoolExecutor(1, thread_name_prefix="kv-fetch")
-        self._storing = ThreadPoolExecutor(1, thread_name_prefix="kv-store")
+        self._fetch_pool = ThreadPoolExecutor(1, thread_name_prefix="kv-fetch")
+        self._store_pool = ThreadPoolExecutor(1, thread_name_prefix="kv-store")
 
     def fetch(self, slot: KVSlot, layer: int, pages: Sequence[int], after: Sequence[KVSlot]) -> int:
         """Starts reading `pages` into the slot, and copying them to the device, after the stores from the slots in
         `after`. Returns the bytes to copy."""
-        leaving = [
+        pending_writes = [
             other.pending_store.written for other in after if other.pending_store and other.pending_store.written
         ]
-        slot.pending_fetch = self._fetching.submit(self._fetch, slot, layer, pages, leaving)
+        slot.pending_fetch = self._fetch_pool.submit(self._fetch, slot, layer, pages, pending_writes)
         return len(pages) * self._layout.stride_bytes(layer) if slot.is_staged else 0
 
-    def store(self, slot: KVSlot, layer: int, places: Mapping[int, int]) -> int:
+    def store(self, slot: KVSlot, layer: int, slot_indices: Mapping[int, int]) -> int:
         """Starts writing pages (page number to place in the slot), after `slot.free`. Returns the bytes to copy."""
         stride = self._layout.stride_bytes(layer)
         if slot.is_staged:
             on_copy = partial(self._on_copy, Resource.device_to_host, layer)
-            runs = [slice(run.start * stride, run.stop * stride) for run in layer_ranges(places.values())]
-            parts = [CopyPart(slot.buffer[there], slot.staging[there]) for there in runs]
+            runs = [slice(run.start * stride, run.stop * stride) for run in layer_ranges(slot_indices.values())]
+            parts = [CopyPart(slot.buffer[part], slot.staging[part]) for part in runs]
             self._device.copy_all(parts, on=self._store_stream, after=slot.free, then=on_copy)
             slot.free.record(self._store_stream)
-        written = self._storing.submit(self._store, slot, layer, places)
-        slot.pending_store = PendingStore(layer=layer, pages=frozenset(places), written=written)
-        return len(places) * stride if slot.is_staged else 0
+        written = self._store_pool.submit(self._store, slot, layer, slot_indices)
+        slot.pending_store = PendingStore(layer=layer, pages=frozenset(slot_indices), written=written)
+        return len(slot_indices) * stride if slot.is_staged else 0
 
     def forget(self, pages: Sequence[int]) -> None:
         self._file.forget(pages)
 
     def close(self) -> None:
         """Waits for transfers in flight: their memory is freed next. Errors are in the slots' futures."""
-        self._fetching.shutdown(wait=True)
-        self._storing.shutdown(wait=True)
+        self._fetch_pool.shutdown(wait=True)
+        self._store_pool.shutdown(wait=True)
         for stream in (self._fetch_stream, self._store_stream):
             if stream is not None:
                 stream.synchronize()
 
     def _fetch(
-        self, slot: KVSlot, layer: int, pages: Sequence[int], leaving: Sequence[Future[PendingTransfer]]
+        self, slot: KVSlot, layer: int, pages: Sequence[int], pending_writes: Sequence[Future[PendingTransfer]]
     ) -> PendingTransfer:
-        for written in leaving:
+        for written in pending_writes:
             written.result()  # a page must be written before it is read again
         slot.ready.synchronize()  # the last copy may still read the staging memory
-        pending = self._file.read(layer, {page: place for place, page in enumerate(pages)}, slot.staging.numpy().data)
+        pending = self._file.read(
+            layer, {page: slot_index for slot_index, page in enumerate(pages)}, slot.staging.numpy().data
+        )
         pending.wait()
         if slot.is_staged:
             num_bytes = len(pages) * self._layout.stride_bytes(layer)
@@ -219,9 +222,9 @@ class DiskPages:
             slot.ready.record(self._fetch_stream)
         return pending
 
-    def _store(self, slot: KVSlot, layer: int, places: Mapping[int, int]) -> PendingTransfer:
+    def _store(self, slot: KVSlot, layer: int, slot_indices: Mapping[int, int]) -> PendingTransfer:
         slot.free.synchronize()  # compute, or the copy into staging, must be done before the disk reads the memory
-        pending = self._file.write(layer, places, slot.staging.numpy().data)
+        pending = self._file.write(layer, slot_indices, slot.staging.numpy().data)
         pending.wait()
         return pending
 
@@ -282,8 +285,8 @@ class KVStream:
         assert len(pages) <= self._layout.slot_pages, f"{len(pages)} pages, slots have {self._layout.slot_pages}"
         self._collect_stores()
         slot = self._free_slots.pop(0)
-        behind = [other for other in self._slots if other is slot or other.is_storing(layer, pages)]
-        self._counters.bytes_copied += self._tier.fetch(slot, layer, tuple(pages), behind)
+        blocking = [other for other in self._slots if other is slot or other.is_storing(layer, pages)]
+        self._counters.bytes_copied += self._tier.fetch(slot, layer, tuple(pages), blocking)
         self._fetched[layer, lane] = slot, tuple(pages)
 
     def acquire(self, layer: int, lane: int) -> torch.Tensor:
@@ -307,18 +310,18 @@ class KVStream:
         self._collect_stores()
         slot.free.record(self._device.compute_stream())
         if dirty:
-            places = {pages[place]: place for place in dirty}
-            self._counters.bytes_returned += self._tier.store(slot, layer, places)
+            slot_indices = {pages[index]: index for index in dirty}
+            self._counters.bytes_returned += self._tier.store(slot, layer, slot_indices)
         self._free_slots.append(slot)
 
     def forget(self, pages: Sequence[int]) -> None:
         """Drops the contents of freed pages in all layers. Waits for their pending disk writes."""
-        lost = set(pages)
+        freed = set(pages)
         for slot in self._slots:
             if (
                 slot.pending_store is not None
                 and slot.pending_store.written is not None
-                and lost & slot.pending_store.pages
+                and freed & slot.pending_store.pages
             ):
                 self._wait(slot.pending_store.written, slot.pending_store.layer)
         self._collect_stores()
@@ -358,17 +361,17 @@ class KVStream:
     def _collect_stores(self) -> None:
         """Counts finished writes. Raises their errors."""
         for slot in self._slots:
-            left = slot.pending_store
-            if left is not None and left.written is not None and left.written.done():
-                timing = left.written.result().timing
+            store = slot.pending_store
+            if store is not None and store.written is not None and store.written.done():
+                timing = store.written.result().timing
                 self._counters.bytes_written += timing.num_bytes
-                self._trace_span(Resource.disk, "store", left.layer, timing.begin, timing.end)
+                self._trace_span(Resource.disk, "store", store.layer, timing.begin, timing.end)
                 slot.pending_store = None
 
     def _count_copy(self, row: Resource, layer: int, begin: float, end: float) -> None:
         self._counters.copies[self._first_stage + layer] += end - begin
         self._trace_span(row, "fetch" if row is Resource.host_to_device else "store", layer, begin, end)
 
-    def _trace_span(self, row: Resource, what: str, layer: int, begin: float, end: float) -> None:
+    def _trace_span(self, row: Resource, verb: str, layer: int, begin: float, end: float) -> None:
         if self._trace is not None and end > begin:
-            self._trace.span(row, f"{what} {self._first_stage + layer}", begin, end)
+            self._trace.span(row, f"{verb} {self._first_stage + layer}", begin, end)

@@ -29,7 +29,7 @@ TABLE_BYTES = 8 * MIB
 COUNT = struct.Struct("<Q")  # number of pieces, before the table
 PIECE = struct.Struct("<32sQQQ")  # key, offset, bytes, and 1 if the piece is completely read
 FLOCK = struct.Struct("hhqqi4x")  # struct flock, 64 bits
-MOST_PIECES = (TABLE_BYTES - COUNT.size) // PIECE.size
+MAX_PIECES = (TABLE_BYTES - COUNT.size) // PIECE.size
 
 
 def new_shared_memory() -> int:
@@ -40,7 +40,7 @@ def new_shared_memory() -> int:
 
 
 class _Piece(NamedTuple):
-    place: int  # in the table
+    table_offset: int  # in the table
     offset: int
     num_bytes: int
 
@@ -89,10 +89,10 @@ class SharedWeights(Closing):
                         self._mark(piece, is_full=True)
                     self._lock(fcntl.F_RDLCK, piece.offset)
             except BaseException:
-                if not self._users[piece.place]:
+                if not self._users[piece.table_offset]:
                     self._lock(fcntl.F_UNLCK, piece.offset)
                 raise
-            self._users[piece.place] += 1
+            self._users[piece.table_offset] += 1
             memory.on_release = partial(self._release, piece)
         if is_pinned:
             pin(memory, buffer)
@@ -105,38 +105,38 @@ class SharedWeights(Closing):
         try:
             table = os.pread(self._descriptor, TABLE_BYTES, 0)
             (count,), end = COUNT.unpack_from(table), TABLE_BYTES
-            for place in range(COUNT.size, COUNT.size + count * PIECE.size, PIECE.size):
-                found, offset, found_bytes, _ = PIECE.unpack_from(table, place)
+            for table_offset in range(COUNT.size, COUNT.size + count * PIECE.size, PIECE.size):
+                found_key, offset, found_bytes, _ = PIECE.unpack_from(table, table_offset)
                 end = round_up(offset + found_bytes, HUGE_PAGE_BYTES)
-                if found == key:
-                    return _Piece(place, offset, found_bytes)
-            if count == MOST_PIECES:
-                raise OSError(f"more than {MOST_PIECES:,} pieces of weights are shared")
+                if found_key == key:
+                    return _Piece(table_offset, offset, found_bytes)
+            if count == MAX_PIECES:
+                raise OSError(f"more than {MAX_PIECES:,} pieces of weights are shared")
             os.ftruncate(self._descriptor, end + size)
-            place = COUNT.size + count * PIECE.size
-            os.pwrite(self._descriptor, PIECE.pack(key, end, size, 0), place)
+            table_offset = COUNT.size + count * PIECE.size
+            os.pwrite(self._descriptor, PIECE.pack(key, end, size, 0), table_offset)
             os.pwrite(self._descriptor, COUNT.pack(count + 1), 0)  # last: a process killed before has changed nothing
-            return _Piece(place, end, size)
+            return _Piece(table_offset, end, size)
         finally:
             self._lock(fcntl.F_UNLCK, 0)
 
     def _is_full(self, piece: _Piece) -> bool:
-        return bool(PIECE.unpack(os.pread(self._descriptor, PIECE.size, piece.place))[3])
+        return bool(PIECE.unpack(os.pread(self._descriptor, PIECE.size, piece.table_offset))[3])
 
     def _mark(self, piece: _Piece, *, is_full: bool) -> None:
-        os.pwrite(self._descriptor, struct.pack("<Q", is_full), piece.place + PIECE.size - 8)
+        os.pwrite(self._descriptor, struct.pack("<Q", is_full), piece.table_offset + PIECE.size - 8)
 
     def _release(self, piece: _Piece, memory: mmap.mmap) -> None:
         """Frees the memory of a piece that no process uses."""
         with self._mutex:
-            self._users[piece.place] -= 1
-            if not self._users[piece.place]:
+            self._users[piece.table_offset] -= 1
+            if not self._users[piece.table_offset]:
                 with suppress(OSError):  # another process uses it
-                    self._lock(fcntl.F_WRLCK, piece.offset, waits=False)
+                    self._lock(fcntl.F_WRLCK, piece.offset, blocking=False)
                     self._mark(piece, is_full=False)  # before the bytes go: it must never look full without them
                     memory.madvise(mmap.MADV_REMOVE)
                 self._lock(fcntl.F_UNLCK, piece.offset)
-                del self._users[piece.place]
+                del self._users[piece.table_offset]
             self._close_if_unused()
 
     def _close_if_unused(self) -> None:
@@ -144,10 +144,10 @@ class SharedWeights(Closing):
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _lock(self, kind: int, offset: int, *, waits: bool = True) -> None:
+    def _lock(self, kind: int, offset: int, *, blocking: bool = True) -> None:
         """Sets or releases the lock of one byte: a piece's first byte, or byte 0 for the table."""
-        how = fcntl.F_OFD_SETLKW if waits else fcntl.F_OFD_SETLK
-        fcntl.fcntl(self._descriptor, how, FLOCK.pack(kind, os.SEEK_SET, offset, 1, 0))
+        command = fcntl.F_OFD_SETLKW if blocking else fcntl.F_OFD_SETLK
+        fcntl.fcntl(self._descriptor, command, FLOCK.pack(kind, os.SEEK_SET, offset, 1, 0))
 
 
 class _MappedPiece(Pinnable):

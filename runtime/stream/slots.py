@@ -20,18 +20,18 @@ class DeferredTransfer:
     """A transfer that another thread starts or waits for; same interface as `PendingTransfer`."""
 
     def __init__(self, begun: Future[Transfer]):
-        self.begun = begun
+        self.future = begun
 
     @property
     def is_done(self) -> bool:
-        return self.begun.done() and (self.begun.exception() is not None or self.begun.result().is_done)
+        return self.future.done() and (self.future.exception() is not None or self.future.result().is_done)
 
     def wait(self) -> None:
-        self.begun.result().wait()
+        self.future.result().wait()
 
     @property
     def timing(self) -> ChunkTiming:
-        return self.begun.result().timing
+        return self.future.result().timing
 
 
 class StagingSlot:
@@ -41,31 +41,33 @@ class StagingSlot:
     def __init__(self, number: int, buffer: torch.Tensor, device: ComputeDevice):
         self.number, self.buffer, self.is_used = number, buffer, False
         self.free: Event = device.new_event()
-        self.left: Future[Transfer] | None = None
+        self.last_copy: Future[Transfer] | None = None
         self.reads: dict[int, DeferredTransfer] = {}  # by page
 
 
 class Staging(Closing):
     """Staging slots of a weight stream. Not thread-safe. `close` waits for all transfers; errors stay in them."""
 
-    def __init__(self, device: ComputeDevice, filling: WeightReader, *, num_slots: int, slot_bytes: int):
+    def __init__(self, device: ComputeDevice, reader: WeightReader, *, num_slots: int, slot_bytes: int):
         """`filling` reads into the slots; its numbers below `num_slots` are these slots'."""
-        self._device, self._filling = device, filling
-        self._free = [StagingSlot(n, filling.buffer(slot_bytes), device) for n in range(num_slots)]
+        self._device, self._reader = device, reader
+        self._free = [StagingSlot(n, reader.buffer(slot_bytes), device) for n in range(num_slots)]
         self._staged: dict[int, StagingSlot] = {}  # by stage
-        self._reading = ThreadPoolExecutor(1, thread_name_prefix="weights-read")
-        self._copying = ThreadPoolExecutor(1, thread_name_prefix="weights-copy")
+        self._read_pool = ThreadPoolExecutor(1, thread_name_prefix="weights-read")
+        self._copy_pool = ThreadPoolExecutor(1, thread_name_prefix="weights-copy")
 
     def close(self) -> None:
-        self._copying.shutdown(wait=True)
-        self._reading.shutdown(wait=True)
+        self._copy_pool.shutdown(wait=True)
+        self._read_pool.shutdown(wait=True)
 
     def read(self, stage: int, page: int, extents: Sequence[Extent]) -> None:
         """Queues a read, to start once its memory is free. Page 0 takes a slot."""
         if page == 0:
             self._staged[stage] = self._free.pop(0)
         slot = self._staged[stage]
-        slot.reads[page] = DeferredTransfer(self._reading.submit(self._begin_read, slot, page, slot.left, extents))
+        slot.reads[page] = DeferredTransfer(
+            self._read_pool.submit(self._begin_read, slot, page, slot.last_copy, extents)
+        )
 
     def buffer(self, stage: int) -> torch.Tensor:
         """Buffer that the stage is read into."""
@@ -75,13 +77,13 @@ class Staging(Closing):
         """Calls `queue` on another thread once the page is read, to queue its copy. Returns a transfer that is done
         once the copy is queued. The last page frees the slot."""
         slot = self._staged[stage]
-        queued = self._copying.submit(self._queue_copy, slot, slot.reads.pop(page), queue, is_last)
+        queued = self._copy_pool.submit(self._queue_copy, slot, slot.reads.pop(page), queue, is_last)
         if is_last:
-            slot.left = queued
+            slot.last_copy = queued
             self._free.append(self._staged.pop(stage))
         return DeferredTransfer(queued)
 
-    def waiting(self) -> Iterator[tuple[int, int, DeferredTransfer]]:
+    def pending_reads(self) -> Iterator[tuple[int, int, DeferredTransfer]]:
         """(stage, page, transfer) of each read without a copy."""
         for stage, slot in self._staged.items():
             for page, read in slot.reads.items():
@@ -95,15 +97,15 @@ class Staging(Closing):
         self._staged.clear()
 
     def _begin_read(
-        self, slot: StagingSlot, page: int, left: Future[Transfer] | None, extents: Sequence[Extent]
+        self, slot: StagingSlot, page: int, last_copy: Future[Transfer] | None, extents: Sequence[Extent]
     ) -> Transfer:
-        if left is not None:
-            left.result()  # the copy must be queued before `free` can be waited for
+        if last_copy is not None:
+            last_copy.result()  # the copy must be queued before `free` can be waited for
         slot.free.synchronize()  # the copy may still read this memory
         if page == 0 and slot.is_used:
-            self._filling.free(slot.number)
+            self._reader.free(slot.number)
         slot.is_used = True
-        return self._filling.fill(slot.number, extents, slot.buffer)
+        return self._reader.fill(slot.number, extents, slot.buffer)
 
     @torch.inference_mode()
     def _queue_copy(
@@ -113,7 +115,7 @@ class Staging(Closing):
         queue()
         if is_last:
             slot.free.record(self._device.copy_stream)
-        return read.begun.result()
+        return read.future.result()
 
 
 class Slot:

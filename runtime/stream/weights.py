@@ -29,12 +29,12 @@ from ..store.reader import Reader
 from ..trace import Trace
 from .clock import StreamCounters
 from .device import ComputeDevice, CopyPart
-from .kept_weights import StageBytes, StreamWeights
 from .slots import Slot, Staging
+from .weight_cache import StageBytes, StreamWeights
 from .weight_reader import LocalReader, SessionResources, Transfer
 
-NUM_MOVED = 4096  # cached moves of pieces of stages
-NUM_LAYOUTS = 256  # cached; ten thousand experts as stages would take 30 MB
+NUM_CACHED_MOVES = 4096  # cached moves of pieces of stages
+NUM_CACHED_LAYOUTS = 256  # cached; ten thousand experts as stages would take 30 MB
 IN_TIME_SECONDS = 50e-6  # between two events of a stream if it did not have to wait in between
 
 
@@ -56,14 +56,16 @@ class WeightStream:
         adds its own. `resources`: of ranks that read together; None: this process reads alone."""
         shape = dense_shape(shape, placement.paged)
         self._shape, self._placement, self._device = shape, placement, device
-        self._trace, self._name_of = trace, stage_name
-        self._layout = lru_cache(NUM_LAYOUTS)(lambda stage: slot_layout(shape.stages[stage]))
-        self._device_layout = lru_cache(NUM_LAYOUTS)(
+        self._trace, self._stage_name = trace, stage_name
+        self._layout = lru_cache(NUM_CACHED_LAYOUTS)(lambda stage: slot_layout(shape.stages[stage]))
+        self._device_layout = lru_cache(NUM_CACHED_LAYOUTS)(
             lambda stage: device_layout([shape.stages[stage]], self._layout(stage))
         )
-        self._moves = lru_cache(NUM_MOVED)(lambda stage, *part: tuple(self._device_layout(stage).clip_moves(*part)))
+        self._moves = lru_cache(NUM_CACHED_MOVES)(
+            lambda stage, *part: tuple(self._device_layout(stage).clip_moves(*part))
+        )
         self._num_pages = placement.walk.num_pages
-        self._present: dict[int, Slot] = {}
+        self._used_slots: dict[int, Slot] = {}
         self._resident: dict[int, StageBytes] = {}
         self._loaded = loaded or StreamWeights()
         self._counters, self._barrier = StreamCounters(), device.new_event()
@@ -99,7 +101,7 @@ class WeightStream:
         if self._staging is not None:
             self._staging.close()
         self._reader.close()
-        for _, _, read in self._in_flight():
+        for _, _, read in self._pending_reads():
             try:
                 read.wait()
             except Exception as error:  # also a copy's
@@ -116,24 +118,24 @@ class WeightStream:
             self._staging.read(stage, page or 0, extents)
             return
         if not page:
-            self._present[stage] = self._free_slots.pop(0)
-            self._present[stage].is_fresh = True
-        slot = self._present[stage]
+            self._used_slots[stage] = self._free_slots.pop(0)
+            self._used_slots[stage].is_fresh = True
+        slot = self._used_slots[stage]
         slot.reads[page or 0] = self._reader.fill(slot.number, extents, slot.buffer)
 
     def copy(self, stage: int, page: int | None = None) -> None:
         """Queues the copy of a stage, or one page of it, from host to device, once it is read and the device slot is
         free. Page 0 takes the device slot. Returns at once."""
         if not page:
-            self._present[stage] = self._free_slots.pop(0)
-            self._present[stage].is_fresh = True
-        slot, layout = self._present[stage], self._layout(stage)
+            self._used_slots[stage] = self._free_slots.pop(0)
+            self._used_slots[stage].is_fresh = True
+        slot, layout = self._used_slots[stage], self._layout(stage)
         begin, end = (0, layout.num_bytes) if page is None else layout.page_bounds(page, self._num_pages)
         staging = None if stage in self._placement.walk.in_host else self._staging
         source = self._loaded.in_host[stage] if staging is None else staging.buffer(stage)
         # In pieces, so that small urgent copies can get in between on a device with one copy engine.
         parts = [
-            _part(0, source, move, slot.buffer)
+            _make_copy_part(0, source, move, slot.buffer)
             for first in range(begin // HOST_PIECE_BYTES * HOST_PIECE_BYTES, end, HOST_PIECE_BYTES)
             for move in self._moves(stage, max(first, begin), min(first + HOST_PIECE_BYTES, end))
         ]
@@ -149,7 +151,7 @@ class WeightStream:
         """The stage's weights in compute memory, for compute queued from now on."""
         if stage in self._resident:
             return self._resident[stage]
-        slot, copies = self._present[stage], self._placement.walk.copies
+        slot, copies = self._used_slots[stage], self._placement.walk.copies
         if slot.is_fresh:
             # First lane only. On a CPU, the host waits for the read. On an accelerator, it waits until the copy is
             # queued, and compute waits for the copy.
@@ -162,8 +164,8 @@ class WeightStream:
                 begin = self._device.clock.begin(stream)
                 self._device.compute_waits_for(slot.ready)
                 self._device.clock.end(begin, partial(self._count_wait, stage), stream)
-        placed = self._device_layout(stage) if copies else self._layout(stage)
-        return StageBytes(slot.buffer, placed.tensor_offsets, id(slot))
+        layout = self._device_layout(stage) if copies else self._layout(stage)
+        return StageBytes(slot.buffer, layout.tensor_offsets, id(slot))
 
     def host_stage(self, stage: int) -> StageBytes:
         """The weights of a stage that resides in host memory, in place."""
@@ -171,7 +173,7 @@ class WeightStream:
         return StageBytes(buffer, self._layout(stage).tensor_offsets, id(buffer))
 
     def free(self, stage: int) -> None:
-        slot = self._present.pop(stage)
+        slot = self._used_slots.pop(stage)
         self._finish_reads(stage, slot)
         slot.free.record(self._device.compute_stream())
         if not self._device.is_accelerator:
@@ -180,16 +182,16 @@ class WeightStream:
 
     def drop(self) -> None:
         """Frees all prefetched stages, for a pass that starts at another stage. Waits for reads in flight."""
-        for stage in list(self._present):
+        for stage in list(self._used_slots):
             self.free(stage)
         if self._staging is not None:
-            for stage, page, read in self._staging.waiting():
+            for stage, page, read in self._staging.pending_reads():
                 self._count_read(stage, page, read)
             self._staging.drop()
 
     def sync(self) -> None:
         """Waits for pending reads, and makes compute wait for pending copies. Later calls still count the reads."""
-        for stage, _, read in self._in_flight():
+        for stage, _, read in self._pending_reads():
             self._wait(stage, read)
         if self._device.copy_stream is not None:
             self._barrier.record(self._device.copy_stream)
@@ -200,11 +202,11 @@ class WeightStream:
         counters, self._counters = self._counters, StreamCounters()
         return counters
 
-    def _in_flight(self) -> Iterator[tuple[int, int, Transfer]]:
+    def _pending_reads(self) -> Iterator[tuple[int, int, Transfer]]:
         """(stage, page, transfer) of each pending read."""
         if self._staging is not None:
-            yield from self._staging.waiting()
-        for stage, slot in self._present.items():
+            yield from self._staging.pending_reads()
+        for stage, slot in self._used_slots.items():
             for page, read in slot.reads.items():
                 yield stage, page, read
 
@@ -222,30 +224,30 @@ class WeightStream:
         self._wait(stage, read)
         timing = read.timing
         self._counters.bytes_read += timing.num_bytes
-        self._counters.reads[self._index(stage)] += timing.end - timing.begin
-        self._span(Resource.disk, "read", stage, page, timing.begin, timing.end)
+        self._counters.reads[self._counter_index(stage)] += timing.end - timing.begin
+        self._trace_span(Resource.disk, "read", stage, page, timing.begin, timing.end)
         if (gathered := self._reader.gather_timing(read)) is not None:
-            self._span(Resource.host_to_device, "gather", stage, page, gathered.begin, gathered.end)
+            self._trace_span(Resource.host_to_device, "gather", stage, page, gathered.begin, gathered.end)
 
     def _wait(self, stage: int, read: Transfer) -> None:
         begin = time.monotonic()
         read.wait()
-        self._counters.stalls[self._index(stage)] += time.monotonic() - begin
+        self._counters.stalls[self._counter_index(stage)] += time.monotonic() - begin
 
     def _count_copy(self, stage: int, page: int, begin: float, end: float) -> None:
-        self._counters.copies[self._index(stage)] += end - begin
-        self._span(Resource.host_to_device, "copy", stage, page, begin, end)
+        self._counters.copies[self._counter_index(stage)] += end - begin
+        self._trace_span(Resource.host_to_device, "copy", stage, page, begin, end)
 
-    def _span(self, row: Resource, verb: str, stage: int, page: int, begin: float, end: float) -> None:
+    def _trace_span(self, row: Resource, verb: str, stage: int, page: int, begin: float, end: float) -> None:
         if self._trace is not None:
-            target = self._name_of(stage) + (f"#{page}" if self._num_pages > 1 else "")
+            target = self._stage_name(stage) + (f"#{page}" if self._num_pages > 1 else "")
             self._trace.span(row, f"{verb} {target}", begin, end)
 
     def _count_wait(self, stage: int, begin: float, end: float) -> None:
-        self._counters.stalls[self._index(stage)] += end - begin
+        self._counters.stalls[self._counter_index(stage)] += end - begin
         self._counters.count_acquire(end - begin < IN_TIME_SECONDS)
 
-    def _index(self, stage: int) -> int:
+    def _counter_index(self, stage: int) -> int:
         """Stage index for counters; an expert that is streamed as a stage has the index of its layer."""
         return self._shape.stages[stage].index
 
@@ -271,14 +273,14 @@ class WeightStream:
                 for begin, end, extents in layout.windows(len(staging)):
                     self._reader.fill(number, extents, staging).wait()
                     for move in placed.clip_moves(begin, end):
-                        source, target = _part(begin, staging, move, buffer)
+                        source, target = _make_copy_part(begin, staging, move, buffer)
                         target.copy_(source)
                     self._reader.free(number)
             self._loaded.resident[key] = StageBytes(buffer, placed.tensor_offsets, id(buffer))
         self._resident = {stage: self._loaded.resident[key] for key in groups for stage in key}
 
 
-def _part(begin: int, source: torch.Tensor, move: Move, target: torch.Tensor) -> CopyPart:
+def _make_copy_part(begin: int, source: torch.Tensor, move: Move, target: torch.Tensor) -> CopyPart:
     """One move as a copy. `source`: pinned memory with the stage's bytes from `begin` on."""
     first = move.begin - begin
     return CopyPart(source[first : first + move.num_bytes], target[move.target : move.target + move.num_bytes])

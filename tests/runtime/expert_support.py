@@ -68,10 +68,10 @@ class Player:
         runs = [LaneRun(self._forward(ids, lane, found), None) for lane, ids in enumerate(lanes)]
         events: dict[int, object] = {lane: run.switch() for lane, run in enumerate(runs)}
         is_together = self.placement.walk.copies
-        batched = BatchedExperts(self.loaded, self.placement.paged, self.experts, is_together=is_together)
+        batched = BatchedExperts(self.loaded, self.placement.paged, self.experts, is_grouped=is_together)
         for stage in self.placement.walk.stages:
             with self._weights(stage) as weights:
-                batched.expect(stage)
+                batched.prefetch(stage)
                 for group in [list(events)] if is_batched else [[lane] for lane in events]:
                     waiting = group
                     while waiting:

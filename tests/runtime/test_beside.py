@@ -89,7 +89,7 @@ def test_without_the_wait_for_what_goes_down_the_tokens_are_wrong(
     reference: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ref = reference("llama")
-    monkeypatch.setattr(RoundTrip, "wait_for_inputs", lambda round_trip: round_trip._places)
+    monkeypatch.setattr(RoundTrip, "wait_for_inputs", lambda round_trip: round_trip._inputs)
     assert is_wrong(ref, FakeDevice((False,)))
 
 
@@ -97,7 +97,7 @@ def test_without_the_wait_for_answers_the_tokens_are_wrong(
     reference: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ref = reference("llama")
-    monkeypatch.setattr(HostExchange, "receive_answer", lambda exchange, memory, _: exchange._free.append(memory))
+    monkeypatch.setattr(HostExchange, "receive_output", lambda exchange, memory, _: exchange._free.append(memory))
     assert is_wrong(ref, FakeDevice((False,)))
 
 

@@ -213,7 +213,7 @@ def seconds_of_layer(clock: VirtualTime, share: CpuShare, link: float, cpu: floa
             monitor=PassMonitor(len(SHAPE.stages), device),
             first_layer=LAYER.index,
         )
-        experts = BatchedExperts(loaded, frozenset({LAYER.index}), stream, is_together=True, cpu=beside)
+        experts = BatchedExperts(loaded, frozenset({LAYER.index}), stream, is_grouped=True, cpu=beside)
         index_TK = torch.arange(NUM_EXPERTS).view(-1, 2)
         asked = NeedExperts(module, torch.zeros(len(index_TK), 4), index_TK, torch.ones(len(index_TK), 2))
         begin = clock.now

@@ -185,7 +185,7 @@ def test_a_new_slot_waits_for_compute_that_used_its_memory_before(shape: ModelSh
     with WeightStream(shape, placement, device, reader) as stream:
         stage = placement.walk.streamed[0]
         stream.copy(stage)
-        slot = stream._present[stage]
+        slot = stream._used_slots[stage]
         assert bool((slot.buffer == POISON).all()), "overwritten while compute was still busy"
         device.wait_for_compute()
         assert not bool((slot.buffer == POISON).all())

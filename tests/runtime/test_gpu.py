@@ -173,7 +173,7 @@ def test_a_trip_waits_for_nothing_but_itself(device: ComputeDevice) -> None:
         behind.record(device.compute_stream())
         assert bool((round_trip.wait_for_inputs()[0] == 3).all())
         assert not behind.query()
-        round_trip.send_answer(torch.full((64,), 5.0))
+        round_trip.send_output(torch.full((64,), 5.0))
         assert bool((round_trip.receive() == 5).all())
 
 

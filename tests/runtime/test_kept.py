@@ -17,7 +17,7 @@ from runtime.planning import budgets
 from runtime.planning import planner as planning
 from runtime.sequences.sequence import Request
 from runtime.stream.device import ComputeDevice
-from runtime.stream.kept_weights import KeptWeights, StageBytes
+from runtime.stream.weight_cache import StageBytes, WeightCache
 from runtime.units import GIB
 from tests.fake_device import FakeDevice
 from tests.runtime.library_support import (
@@ -133,7 +133,7 @@ def test_of_a_host_three_quarters_are_pinned_at_most_unless_more_is_asked_for(
 
 
 def test_weights_that_are_kept_are_free_for_the_next_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = KeptWeights()
+    kept = WeightCache()
     kept.stages.resident[(0,)] = StageBytes(torch.empty(3 * 1024, dtype=torch.uint8), {}, 0)
     kept.experts.in_host[0] = torch.empty(512, dtype=torch.uint8)
     monkeypatch.setattr(budgets, "available_bytes", lambda: GIB)
@@ -158,10 +158,10 @@ def test_weights_that_are_kept_are_free_for_the_next_plan(monkeypatch: pytest.Mo
     ],
 )
 def test_measuring_again_has_room_beside_what_is_kept(num_bytes: int, of: Budgets, are_held: bool) -> None:
-    kept = KeptWeights()
+    kept = WeightCache()
     kept.stages.resident[(0,)] = StageBytes(torch.empty(3072, dtype=torch.uint8), {}, 0)
     kept.experts.in_host[0] = torch.empty(512, dtype=torch.uint8)
-    kept.leave_room(num_bytes, of)
+    kept.make_room(num_bytes, of)
     assert (kept.compute_bytes + kept.pinned_bytes > 0) is are_held
 
 

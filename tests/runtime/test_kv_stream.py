@@ -12,7 +12,7 @@ from runtime.config.settings import KVTier
 from runtime.errors import KVFileError
 from runtime.plan.placement import kv as kv_plan
 from runtime.resources import Resource
-from runtime.stream.clock import StreamCounters, Then
+from runtime.stream.clock import StreamCounters, TimingCallback
 from runtime.stream.device import ComputeDevice, CopyPart
 from runtime.trace import Trace
 from tests.fake_device import FakeDevice, FakeEvent, FakeStream
@@ -69,7 +69,7 @@ class CountingCopies(FakeDevice):
         super().__init__()
 
     def copy_all(
-        self, parts: Sequence[CopyPart], *, on: FakeStream, after: FakeEvent, then: Then | None = None
+        self, parts: Sequence[CopyPart], *, on: FakeStream, after: FakeEvent, then: TimingCallback | None = None
     ) -> None:
         self.num_copies += len(parts)
         self.num_calls += 1

@@ -112,5 +112,5 @@ def test_reads_that_nobody_waits_for_show_in_the_tokens(reference: References, m
     ref = reference("llama")
     with files_are_read(is_late=True):
         assert are_right(ref, FakeDevice(), tier=Tier.nvme)
-        monkeypatch.setattr(DeferredTransfer, "wait", lambda read: read.begun.result())
+        monkeypatch.setattr(DeferredTransfer, "wait", lambda read: read.future.result())
         assert not are_right(ref, FakeDevice(), tier=Tier.nvme)

@@ -163,7 +163,7 @@ def test_a_stage_freed_without_use_is_waited_for_first(shape: ModelShape, reader
     stage = placement.walk.streamed[0]
     with WeightStream(shape, placement, DEVICE, reader) as stream:
         stream.read(stage)
-        pending = stream._present[stage].reads.get(0)
+        pending = stream._used_slots[stage].reads.get(0)
         stream.free(stage)
         assert pending is not None
         assert pending.is_done
@@ -175,7 +175,7 @@ def test_what_is_dropped_is_waited_for_and_leaves_its_slots_free(shape: ModelSha
     with WeightStream(shape, placement, DEVICE, reader) as stream:
         stream.read(first)
         stream.read(second)
-        pending = [stream._present[stage].reads.get(0) for stage in (first, second)]
+        pending = [stream._used_slots[stage].reads.get(0) for stage in (first, second)]
         stream.drop()
         assert all(read is not None and read.is_done for read in pending)
         stream.read(third)
@@ -193,7 +193,7 @@ def test_a_barrier_waits_for_reads_and_leaves_them_to_be_taken(
     with WeightStream(shape, placement, device, reader) as stream:
         for page in pages:
             stream.read(stage, page)
-            pending = [read for _, _, read in stream._in_flight()]
+            pending = [read for _, _, read in stream._pending_reads()]
             stream.sync()
             assert pending
             assert all(read.is_done for read in pending)
@@ -232,7 +232,7 @@ def test_a_stage_is_a_hit_when_its_bytes_are_there_as_the_first_lane_asks(
     early, late = placement.walk.streamed[:2]
     with WeightStream(shape, placement, DEVICE, reader) as stream:
         stream.read(early)
-        pending = stream._present[early].reads.get(0)
+        pending = stream._used_slots[early].reads.get(0)
         assert pending is not None
         pending.wait()
         stream.acquire(early)
@@ -252,7 +252,7 @@ def test_a_stage_of_which_a_page_is_missing_is_no_hit(shape: ModelShape, reader:
     stage = placement.walk.streamed[0]
     with WeightStream(shape, placement, DEVICE, reader) as stream:
         stream.read(stage, 0)
-        stream._present[stage].reads[0].wait()
+        stream._used_slots[stage].reads[0].wait()
         reader.hold()
         stream.read(stage, 1)
         threading.Timer(0.02, reader.go_on).start()

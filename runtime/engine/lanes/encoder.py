@@ -189,7 +189,7 @@ class Seq2SeqLane(RectangleLane):
 
     def _finish(self, drawn: torch.Tensor) -> PassCounts:
         num_rows, num_columns = self._ids_BT.shape
-        is_first, is_behind = self._done == 0, not all(s.is_prefilled for s in self.sequences)
+        is_first, is_prefill = self._done == 0, not all(s.is_prefilled for s in self.sequences)
         self._done += num_columns
         for sequence in self.sequences:
             sequence.num_cached = len(sequence.request.prompt_ids) + self._done - 1
@@ -197,12 +197,12 @@ class Seq2SeqLane(RectangleLane):
         num_real = num_decoder
         if self._targets is not None:
             num_real = sum(len(s.request.decoder_ids) for s in self.sequences)
-        real = num_real + (sum(len(s.request.prompt_ids) for s in self.sequences) if is_first else 0)
+        num_tokens = num_real + (sum(len(s.request.prompt_ids) for s in self.sequences) if is_first else 0)
         counts = PassCounts(
             num_sequences=num_rows,
-            real_tokens=real,
+            real_tokens=num_tokens,
             padded_tokens=num_decoder + (self._prompts_BS.numel() if is_first else 0),
-            prompt_tokens=real if is_behind else 0,
+            prompt_tokens=num_tokens if is_prefill else 0,
             issued_tokens=self.num_sampled,
             useful_tokens=self._accept(drawn),
         )

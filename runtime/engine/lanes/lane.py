@@ -161,10 +161,10 @@ class Lane(ABC):
             self._run.throw(GreenletExit)
             self._run = None
 
-    def _lengths_of(self, sequence: Sequence, places: Rows[int]) -> list[int]:
+    def _lengths_of(self, sequence: Sequence, positions: Rows[int]) -> list[int]:
         assert self._rope_lengths is not None, "the embeddings do not depend on lengths"
         return self._rope_lengths.token_lengths(
-            places, num_prompt=len(sequence.request.prompt_ids), num_known=sequence.num_known
+            positions, num_prompt=len(sequence.request.prompt_ids), num_known=sequence.num_known
         )
 
     def _needs_restart(self, sequence: Sequence) -> bool:
@@ -182,8 +182,8 @@ class Lane(ABC):
         if self._targets is not None:
             return record_scores(self._drawing, drawn, self._num_passes)
         self._sampler.accept(self._drawing, drawn, self._num_passes)
-        asked = [sequence for sequence in self._drawing if sequence.request.is_returned]
-        return sum(sequence.finish is not FinishReason.error for sequence in asked)
+        returned = [sequence for sequence in self._drawing if sequence.request.is_returned]
+        return sum(sequence.finish is not FinishReason.error for sequence in returned)
 
     def _take_sources(self) -> list[int] | None:
         """The row that each sequence continues, after a beam search has reordered its beams; None if no row moves.
@@ -191,10 +191,10 @@ class Lane(ABC):
         if all(sequence.source is None for sequence in self.sequences):
             return None
         rows = {id(sequence): row for row, sequence in enumerate(self.sequences)}
-        found = [rows[id(sequence.source or sequence)] for sequence in self.sequences]
+        sources = [rows[id(sequence.source or sequence)] for sequence in self.sequences]
         for sequence in self.sequences:
             sequence.source = None
-        return found
+        return sources
 
     @property
     def _reads_prompts(self) -> bool:
@@ -212,16 +212,16 @@ class Lane(ABC):
     def _read_targets(self, forward: Callable[[], HasLogits]) -> None:
         """Runs the model and reads scores or vectors. The head runs on a slice of the scored positions at a time; on
         pooled hidden states it only runs for classes."""
-        given, text = self._targets, self._model.config.get_text_config()
-        if isinstance(given, PoolingTargets):
+        targets, text = self._targets, self._model.config.get_text_config()
+        if isinstance(targets, PoolingTargets):
             num_rows = 1 if getattr(text, "pad_token_id", None) is None else self._head_rows
-            self._readout = read_vectors(self._model, given, forward, self._device, num_rows)
+            self._readout = read_vectors(self._model, targets, forward, self._device, num_rows)
             need_stage(self._last_stage)  # some classes never enter the last stage by themselves
             return
-        assert given is not None, "the pass generates"
+        assert targets is not None, "the pass generates"
         num_top = max((s.request.encoding.num_top for s in self.sequences if s.request.encoding is not None), default=0)
-        scores = TokenScorer(given, max(num_top, self._sampler.num_top), self._device)
-        for begin, logits_NV in sliced_logits(forward, upload(given.places, self._device), self._head_rows):
+        scores = TokenScorer(targets, max(num_top, self._sampler.num_top), self._device)
+        for begin, logits_NV in sliced_logits(forward, upload(targets.places, self._device), self._head_rows):
             scores.add(begin, logits_NV)
         self._readout = scores.numbers
 
@@ -232,8 +232,8 @@ class Lane(ABC):
             return None
         marked = set(torch.nonzero(marks.flatten()).flatten().tolist())
         pairs = zip(self._targets.rows, self._targets.owners, strict=True)
-        found = {id(sequence) for row, sequence in pairs if row - head.begin in marked}
-        return [id(sequence) in found for sequence in self.sequences]
+        marked_ids = {id(sequence) for row, sequence in pairs if row - head.begin in marked}
+        return [id(sequence) in marked_ids for sequence in self.sequences]
 
     @abstractmethod
     def close(self) -> None:

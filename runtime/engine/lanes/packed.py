@@ -121,10 +121,10 @@ class PackedLane(Lane):
     def take_logits(self, logits_BV: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the logits of the pass, or `logits_BV` if given, and keeps those of the lane's own rows for
         sampling."""
-        whole = self._logits_BV if logits_BV is None else logits_BV
-        assert whole is not None, "the pass has not ended"
-        self._logits_BV = whole[: len(self.sequences)]
-        return whole
+        all_logits_BV = self._logits_BV if logits_BV is None else logits_BV
+        assert all_logits_BV is not None, "the pass has not ended"
+        self._logits_BV = all_logits_BV[: len(self.sequences)]
+        return all_logits_BV
 
     def _prepare(self) -> None:
         tokens = list[int]()  # known tokens that are not cached yet
@@ -134,22 +134,22 @@ class PackedLane(Lane):
             else:
                 tokens += s.known_ids[s.num_cached : s.num_cached + new]
         pasts = zip(self._cache.table.past, self._new, strict=True)
-        places = [place for past, new in pasts for place in range(past, past + new)]
+        positions = [position for past, new in pasts for position in range(past, past + new)]
         self._ids_1T = upload([tokens], self._device)
-        self._positions_1T = upload([places], self._device)
+        self._positions_1T = upload([positions], self._device)
         pairs = zip(self.sequences, self._new, strict=True)
         self._num_selected = [sequence.num_selected(new) for sequence, new in pairs]
         self._cache.begin_pass(self._new, self._num_selected)
         self._targets = None
         if self._reads_prompts:
-            each = zip(self.sequences, self._cache.table.past, self._new, accumulate(self._new), strict=True)
-            self._targets = self._make_targets((s, end, s.target_tokens(past, new)) for s, past, new, end in each)
+            items = zip(self.sequences, self._cache.table.past, self._new, accumulate(self._new), strict=True)
+            self._targets = self._make_targets((s, end, s.target_tokens(past, new)) for s, past, new, end in items)
 
     def _lengths(self) -> torch.Tensor | None:
         if self._rope_lengths is None:
             return None
-        each = zip(self.sequences, self._cache.table.past, self._new, strict=True)
-        return torch.tensor([[n for s, past, new in each for n in self._lengths_of(s, range(past, past + new))]])
+        items = zip(self.sequences, self._cache.table.past, self._new, strict=True)
+        return torch.tensor([[n for s, past, new in items for n in self._lengths_of(s, range(past, past + new))]])
 
     def _forward(self) -> None:
         if self._targets is not None and (self._targets.places or isinstance(self._targets, PoolingTargets)):
@@ -161,13 +161,13 @@ class PackedLane(Lane):
         self._logits_BV = logits_TV if is_selected_alone else logits_TV[self._cache.selected_B]
 
     def _call_model(self, logits_to_keep: torch.Tensor | int = 0) -> HasLogits:
-        kept = {"logits_to_keep": logits_to_keep} if self._model.can_generate() else {}
+        extra = {"logits_to_keep": logits_to_keep} if self._model.can_generate() else {}
         return self._model(
             input_ids=self._ids_1T,
             position_ids=self._positions_1T,
             past_key_values=self._cache,
             use_cache=True,
-            **kept,
+            **extra,
         )
 
     def _sampled_sequences(self) -> list[Sequence]:
@@ -208,11 +208,11 @@ def _align_beams(sequences: Rows[Sequence], new: Rows[int]) -> list[int]:
     """Holds back the last token of beams if other beams of the same search do not reach theirs in this pass: a search
     advances all of its beams together."""
     ends = [s.num_cached + count == s.num_known for s, count in zip(sequences, new, strict=True)]
-    early = {s.request.id for s, end in zip(sequences, ends, strict=True) if s.request.num_beams > 1 and not end}
-    if not early:
+    waiting_ids = {s.request.id for s, end in zip(sequences, ends, strict=True) if s.request.num_beams > 1 and not end}
+    if not waiting_ids:
         return list(new)
-    each = zip(sequences, new, ends, strict=True)
-    return [count - 1 if end and count and s.request.id in early else count for s, count, end in each]
+    items = zip(sequences, new, ends, strict=True)
+    return [count - 1 if end and count and s.request.id in waiting_ids else count for s, count, end in items]
 
 
 def _num_skipped(sequence: Sequence, new: int) -> int:

@@ -81,10 +81,10 @@ class RectangleLane(Lane):
         return self._cache
 
     def _drop_finished_rows(self) -> None:
-        kept = [row for row, s in enumerate(self.sequences) if s.finish is None]
-        if kept and len(kept) < len(self.sequences):
-            self._select_rows(upload(kept, self._device))
-        self.sequences = [self.sequences[row] for row in kept]
+        unfinished = [row for row, s in enumerate(self.sequences) if s.finish is None]
+        if unfinished and len(unfinished) < len(self.sequences):
+            self._select_rows(upload(unfinished, self._device))
+        self.sequences = [self.sequences[row] for row in unfinished]
 
     def _select_rows(self, rows_B: torch.Tensor) -> None:
         self._cache.reorder_cache(rows_B)  # pyright: ignore[reportArgumentType] - a legacy type, as in processors.py
@@ -109,8 +109,8 @@ class PaddedLane(RectangleLane):
             self._columns = chunk_columns(len(sequences), self._width, context.prefill_chunk_tokens)
         self._done = 0  # columns in the cache
         capacity = self._width + max(s.request.max_new_tokens - len(s.generated) for s in sequences)
-        config, passed = context.model.config, context.skipped_layers
-        cache = rectangle_cache(config, capacity, context.device, context.offloaded_layers, passed)
+        config, skipped = context.model.config, context.skipped_layers
+        cache = rectangle_cache(config, capacity, context.device, context.offloaded_layers, skipped)
         return cache, RectangleKV(cache, len(sequences), capacity, context.pool)
 
     def _real_tokens(self, width: int) -> torch.Tensor | None:
@@ -149,8 +149,8 @@ class PaddedLane(RectangleLane):
         )
         arguments = inputs.make_arguments(self._model, self._cache)
         if self._targets is not None and (self._targets.places or isinstance(self._targets, PoolingTargets)):
-            every = {**arguments, "logits_to_keep": 0} if "logits_to_keep" in arguments else arguments
-            self._read_targets(lambda: self._model(**every))
+            all_positions = {**arguments, "logits_to_keep": 0} if "logits_to_keep" in arguments else arguments
+            self._read_targets(lambda: self._model(**all_positions))
             return
         self._logits_BV = self._model(**arguments).logits[:, -1]
 
@@ -161,19 +161,19 @@ class PaddedLane(RectangleLane):
 
     def _finish(self, drawn: torch.Tensor) -> PassCounts:
         skip_layers(self._cache, self._context.skipped_layers, *self._ids_BT.shape)
-        real = 0
+        num_real = 0
         is_prefill = self._done < self._width
         for sequence in self.sequences:
             num_pads = self._width - self._num_prompt[sequence.request.key]
-            real += max(0, self._end - max(self._done, num_pads))
+            num_real += max(0, self._end - max(self._done, num_pads))
             sequence.num_cached = max(0, self._end - num_pads)
         self._done = self._end
         sampled = self._drawing
         counts = PassCounts(
             num_sequences=len(self.sequences),
-            real_tokens=real,
+            real_tokens=num_real,
             padded_tokens=self._ids_BT.numel(),
-            prompt_tokens=real if is_prefill else 0,
+            prompt_tokens=num_real if is_prefill else 0,
             issued_tokens=len(sampled),
             useful_tokens=self._accept(drawn),
         )

@@ -35,14 +35,14 @@ class StreamWeights:
         self.in_host.clear()
 
 
-class KeptWeights:
+class WeightCache:
     """A model's weights between sessions: `stages`, and `experts` that are streamed one by one."""
 
     def __init__(self) -> None:
         self.stages, self.experts = StreamWeights(), StreamWeights()
         self._paged = frozenset[int]()
 
-    def fit(self, shape: ModelShape, placement: Placement) -> None:
+    def drop_unused(self, shape: ModelShape, placement: Placement) -> None:
         """Drops weights that a session with this placement does not hold. Call it before the session allocates, so that
         its ledgers are right."""
         if placement.paged != self._paged:  # host memory then holds other parts of a stage, and other experts
@@ -50,8 +50,8 @@ class KeptWeights:
             self.experts.clear()
             self._paged = placement.paged
         groups = group_tied_stages([shape.stages[index] for index in sorted(placement.resident)])
-        wanted = {tuple(stage.index for stage in group) for group in groups}
-        for key in self.stages.resident.keys() - wanted:
+        needed = {tuple(stage.index for stage in group) for group in groups}
+        for key in self.stages.resident.keys() - needed:
             del self.stages.resident[key]
         for stage in self.stages.in_host.keys() - placement.walk.in_host:
             del self.stages.in_host[stage]
@@ -75,7 +75,7 @@ class KeptWeights:
         """Bytes in host memory, pinned if there is an accelerator."""
         return sum(held.nbytes for held in (*self.stages.in_host.values(), *self.experts.in_host.values()))
 
-    def leave_room(self, num_bytes: int, budgets: Budgets) -> None:
+    def make_room(self, num_bytes: int, budgets: Budgets) -> None:
         """Drops everything if host or device memory has less than `num_bytes` left beside the kept weights."""
         device_bytes = budgets.device_bytes
         in_host = self.pinned_bytes + (self.compute_bytes if device_bytes is None else 0)
