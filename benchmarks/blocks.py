@@ -14,11 +14,11 @@ from runtime.plan.cost.roofline import OperatingPoint, operating_point
 from runtime.plan.cost.work import LayerWork
 
 from .report import table
-from .runner import answer
+from .runner import ask_worker
 from .task import BenchmarkTask, Result
 from .weightstream import open_runtime
 
-LITTLE = 1.2  # times the throughput, by twice the sequences
+KNEE_GAIN = 1.2  # times the throughput, by twice the sequences
 HEIGHT_PIXELS = 520
 MEASURED, PREDICTED, KNEE = "#4c78a8", "#f58518", "#e45756"
 
@@ -59,36 +59,36 @@ def block_rates(rounds: Mapping[int, Sequence[Result]], num_new_tokens: int) -> 
 def knee(rates: Mapping[int, float]) -> int | None:
     """The first block that gains less than `LITTLE` times when doubled; None if all gain more."""
     return next(
-        (block for (block, rate), (_, doubled) in pairwise(sorted(rates.items())) if doubled < LITTLE * rate), None
+        (block for (block, rate), (_, doubled) in pairwise(sorted(rates.items())) if doubled < KNEE_GAIN * rate), None
     )
 
 
 def blocks_table(name: str, rates: Sequence[BlockRates], needed_sequences: float) -> str:
     rows: list[list[str]] = []
-    before: BlockRates | None = None
+    previous: BlockRates | None = None
     for each in rates:
         low, high = each.spread
         rows.append(
             [
                 f"{each.block}",
                 f"{each.measured:.2f} tok/s ({low:.2f}-{high:.2f})",
-                f"{each.measured / before.measured:.2f}" if before is not None else "-",
+                f"{each.measured / previous.measured:.2f}" if previous is not None else "-",
                 f"{each.predicted:.2f} tok/s",
                 f"{each.predicted / each.measured:.2f}",
             ]
         )
-        before = each
+        previous = each
     headings = [f"{name}, nvme, block", "decode, measured", "x the block before", "decode, predicted"]
-    measured, predicted = (knee(one) for one in _both(rates))
+    measured, predicted = (knee(one) for one in _rates_by_block(rates))
     return (
         f"{table([*headings, 'predicted / measured'], rows)}\n\n"
-        f"The knee, the first block whose doubling gains less than {LITTLE} times: measured {measured or 'none'}, "
+        f"The knee, the first block whose doubling gains less than {KNEE_GAIN} times: measured {measured or 'none'}, "
         f"predicted {predicted or 'none'}. Roofline (P2): from {needed_sequences:.0f} sequences on the disk no "
         "longer bounds decode."
     )
 
 
-def _both(rates: Sequence[BlockRates]) -> tuple[dict[int, float], dict[int, float]]:
+def _rates_by_block(rates: Sequence[BlockRates]) -> tuple[dict[int, float], dict[int, float]]:
     return {each.block: each.measured for each in rates}, {each.block: each.predicted for each in rates}
 
 
@@ -99,12 +99,12 @@ def draw_blocks(path: Path, rates: Sequence[BlockRates], needed_sequences: float
     blocks = [each.block for each in rates]
     measured = [each.measured for each in rates]
     errors = [[each.measured - each.spread[0] for each in rates], [each.spread[1] - each.measured for each in rates]]
-    with figure(path, HEIGHT_PIXELS) as made:
-        axes = made.subplots()
+    with figure(path, HEIGHT_PIXELS) as picture:
+        axes = picture.subplots()
         axes.errorbar(blocks, measured, yerr=errors, color=MEASURED, marker="o", capsize=2, label="measured")
         axes.plot(blocks, [each.predicted for each in rates], color=PREDICTED, linestyle="--", label="predicted")
         axes.axvline(needed_sequences, color=KNEE, linewidth=1, label=f"roofline, P2: {needed_sequences:.0f}")
-        measured_knee = knee(_both(rates)[0])
+        measured_knee = knee(_rates_by_block(rates)[0])
         if measured_knee is not None:
             axes.axvline(measured_knee, color=MEASURED, linestyle=":", label=f"knee, measured: {measured_knee}")
         axes.set_xscale("log", base=2)
@@ -113,13 +113,13 @@ def draw_blocks(path: Path, rates: Sequence[BlockRates], needed_sequences: float
         axes.set_ylabel("generated tokens/s of decode passes")
         axes.set_title(title, loc="left", fontsize=10)
         axes.legend(frameon=False)
-        made.tight_layout()
+        picture.tight_layout()
 
 
 def needed_sequences(task: BenchmarkTask) -> float:
     """The number of sequences that reach P2 of HRM, where the disk no longer bounds decode. Computed in a separate
     process."""
-    return answer(__name__, asdict(task))["needed_sequences"]
+    return ask_worker(__name__, asdict(task))["needed_sequences"]
 
 
 def measure_operating_point(task: BenchmarkTask) -> OperatingPoint:

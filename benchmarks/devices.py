@@ -26,7 +26,7 @@ from runtime.trace import Trace
 from runtime.units import MIB, format_bytes
 
 from .report import table
-from .runner import answer
+from .runner import ask_worker
 from .task import BenchmarkTask, Result, forget_pages
 from .weightstream import measure_generation, open_runtime
 
@@ -88,7 +88,7 @@ def measure_ranks(case: RanksCase, task: BenchmarkTask) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         own = replace(task, num_threads=max(1, task.num_threads // case.num_ranks))
         question = {"task": asdict(own), "case": asdict(case), "folder": folder, "rank": 0}
-        return Result(**answer(__name__, question))
+        return Result(**ask_worker(__name__, question))
 
 
 def measure(task: BenchmarkTask, case: RanksCase, rank: int, folder: str) -> Result | None:
@@ -99,7 +99,7 @@ def measure(task: BenchmarkTask, case: RanksCase, rank: int, folder: str) -> Res
     if case.num_ranks == 1:
         return measure_generation(*open_runtime(task, offload, make=make)).result
     question = {"task": asdict(task), "case": asdict(case), "folder": folder}
-    others = [_start_rank({**question, "rank": other}) for other in range(1, case.num_ranks) if not rank]
+    processes = [_start_rank({**question, "rank": other}) for other in range(1, case.num_ranks) if not rank]
     launch = Launch(rank=rank, size=case.num_ranks, url=f"file://{Path(folder) / 'meet'}")
     with Ranks(launch, devices=DevicesConfig(way=Parallelism.sharded, gather=case.gather)) as ranks:
         runtime, requests = open_runtime(task, offload, make=partial(make, ranks=ranks))
@@ -107,11 +107,11 @@ def measure(task: BenchmarkTask, case: RanksCase, rank: int, folder: str) -> Res
             for _ in runtime.follow(requests):
                 pass
             return None
-        found = measure_generation(runtime, requests).result
+        result = measure_generation(runtime, requests).result
         end_sessions(ranks)
-    for each in others:
+    for each in processes:
         each.wait()
-    return found
+    return result
 
 
 def _start_rank(question: Mapping[str, object]) -> "subprocess.Popen[bytes]":
@@ -139,9 +139,9 @@ def devices_table(rounds: Mapping[RanksCase, Sequence[Result]]) -> str:
                 f"{sum(found == expected for found, expected in pairs)} of {len(results[0].tokens)}",
             ]
         )
-    each = next(iter(rounds)).bytes_per_second / 1e6
+    limit = next(iter(rounds)).bytes_per_second / 1e6
     headings = ["ranks", "tokens/s", "x one", "rank 0 reads in a pass", "share", "equal"]
-    return f"{table(headings, rows)}\n\nEach rank reads at most {each:g} MB/s (a setting of the bench)."
+    return f"{table(headings, rows)}\n\nEach rank reads at most {limit:g} MB/s (a setting of the bench)."
 
 
 def _bytes_of_pass(result: Result) -> float:
@@ -150,5 +150,5 @@ def _bytes_of_pass(result: Result) -> float:
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
     task, case = BenchmarkTask(**question["task"]), RanksCase(**question["case"])
-    if (found := measure(task, case, question["rank"], question["folder"])) is not None:
-        yield asdict(found)
+    if (result := measure(task, case, question["rank"], question["folder"])) is not None:
+        yield asdict(result)

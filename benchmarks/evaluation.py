@@ -23,7 +23,7 @@ from .config import BenchConfig
 from .harness_scores import HarnessContender, HarnessTask, Scores
 from .report import table
 from .runner import WorkerProcess
-from .task import Measured
+from .task import SuiteResult
 
 NUM_CHOICES, NUM_EXAMPLES, NUM_TRAINED = 4, 5, 40
 TOLERANCE = 1e-3  # of a target's log-probability
@@ -63,50 +63,50 @@ Say = Callable[[str], object]
 Rounds = Mapping[HarnessContender, Sequence[Scores]]
 
 
-def measure_scores(asked: HarnessTask) -> Scores:
+def measure_scores(task: HarnessTask) -> Scores:
     """Measures in a separate process."""
     worker = WorkerProcess(
-        name=HarnessContender(asked.entrant).value,
+        name=HarnessContender(task.contender).value,
         module="benchmarks.harness_scores",
-        question=asdict(asked),
+        question=asdict(task),
         hides_stderr=True,
     )
-    return Scores.read(json.loads(list(worker.lines())[-1]))
+    return Scores.from_answer(json.loads(list(worker.lines())[-1]))
 
 
-def run_evaluation(config: BenchConfig, say: Say, measure: Measure = measure_scores) -> Measured:
+def run_evaluation(config: BenchConfig, say: Say, measure: Measure = measure_scores) -> SuiteResult:
     """Runs all rounds. Raises WeightstreamError if scores of the first round differ by more than the tolerance."""
     missing = [name for name in ("lm_eval", "accelerate") if find_spec(name) is None]
     require(not missing, f"suite=evaluation needs {' and '.join(missing)}: pip install -e '.[eval,bench]'")
-    rounds: dict[HarnessContender, list[Scores]] = {entrant: [] for entrant in HarnessContender}
+    rounds: dict[HarnessContender, list[Scores]] = {contender: [] for contender in HarnessContender}
     with _checkpoint(config) as path, tempfile.TemporaryDirectory() as folder:
         num_documents = -(-config.num_prompts // NUM_CHOICES)
         write_task(Path(folder), path, num_documents, config.prompt_tokens)
-        asked = {
-            entrant: HarnessTask(
-                entrant=entrant.value,
+        tasks = {
+            contender: HarnessTask(
+                contender=contender.value,
                 path=str(path),
                 tasks=folder,
                 task=TASK,
                 num_documents=num_documents,
                 weight_share=config.weight_share,
                 num_threads=config.num_threads,
-                batch_size=config.batch_size if BATCH_SIZES[entrant] else None,
+                batch_size=config.batch_size if BATCH_SIZES[contender] else None,
             )
-            for entrant in HarnessContender
+            for contender in HarnessContender
         }
-        asked = {entrant: _with_sizes(each, config.peer_minutes, say, measure) for entrant, each in asked.items()}
+        tasks = {contender: _choose_sizes(each, config.peer_minutes, say, measure) for contender, each in tasks.items()}
         if config.peer_minutes is not None:  # about as slow as the peer, where compute binds both
-            count = asked[HarnessContender.hf].num_documents
-            asked[HarnessContender.unshared] = replace(asked[HarnessContender.unshared], num_documents=count)
+            count = tasks[HarnessContender.hf].num_documents
+            tasks[HarnessContender.unshared] = replace(tasks[HarnessContender.unshared], num_documents=count)
         for turn in range(config.rounds):
-            for entrant, each in asked.items():
-                rounds[entrant].append(measure(each))
-                say(f"round {turn + 1} {entrant.value}: {rounds[entrant][-1].result.seconds:.1f} s")
+            for contender, each in tasks.items():
+                rounds[contender].append(measure(each))
+                say(f"round {turn + 1} {contender.value}: {rounds[contender][-1].result.seconds:.1f} s")
             require_equal_scores(rounds)
-    results = {entrant.value: [scores.result for scores in each] for entrant, each in rounds.items()}
-    peers = [entrant.value for entrant in HarnessContender if BATCH_SIZES[entrant]]
-    return Measured(table=evaluation_table(rounds), rounds=results, peers=peers)
+    results = {contender.value: [scores.result for scores in each] for contender, each in rounds.items()}
+    peers = [contender.value for contender in HarnessContender if BATCH_SIZES[contender]]
+    return SuiteResult(table=evaluation_table(rounds), rounds=results, peers=peers)
 
 
 @contextmanager
@@ -128,13 +128,13 @@ def write_task(folder: Path, checkpoint: Path, num_documents: int, prompt_tokens
     num_words = max(1, round(prompt_tokens / (NUM_EXAMPLES + 1) / tokens_per_word) - 4)  # three words of an answer
     draw = random.Random(5)
     for name, count in (("test", num_documents), ("train", NUM_TRAINED)):
-        rows = [_row(draw, num_words) for _ in range(count)]
+        rows = [_random_question(draw, num_words) for _ in range(count)]
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     text = YAML.format(task=TASK, folder=folder, num_examples=NUM_EXAMPLES)
     (folder / f"{TASK}.yaml").write_text(text)
 
 
-def _row(draw: random.Random, num_words: int) -> dict[str, object]:
+def _random_question(draw: random.Random, num_words: int) -> dict[str, object]:
     return {
         "question": " ".join(draw.choices(WORDS, k=num_words)),
         "choices": [" ".join(draw.sample(WORDS, 3)) for _ in range(NUM_CHOICES)],
@@ -142,41 +142,43 @@ def _row(draw: random.Random, num_words: int) -> dict[str, object]:
     }
 
 
-def _with_sizes(asked: HarnessTask, most_minutes: float | None, say: Say, measure: Measure) -> HarnessTask:
+def _choose_sizes(task: HarnessTask, max_minutes: float | None, say: Say, measure: Measure) -> HarnessTask:
     """The task with the peer's best batch size, and with as many documents as fit into `most_minutes`."""
-    sizes = BATCH_SIZES[HarnessContender(asked.entrant)]
-    if not sizes or (asked.batch_size is not None and most_minutes is None):
-        return asked
-    sizes = sizes if asked.batch_size is None else (asked.batch_size,)
-    tried = replace(asked, num_documents=min(asked.num_documents, -(-max(sizes) // NUM_CHOICES)))
+    sizes = BATCH_SIZES[HarnessContender(task.contender)]
+    if not sizes or (task.batch_size is not None and max_minutes is None):
+        return task
+    sizes = sizes if task.batch_size is None else (task.batch_size,)
+    trial = replace(task, num_documents=min(task.num_documents, -(-max(sizes) // NUM_CHOICES)))
     best, best_rate = sizes[0], 0.0
     for size in sizes:
-        rate = measure(replace(tried, batch_size=size)).result.rate
-        say(f"{asked.entrant} in batches of {size}: {rate:.2f} requests/s")
+        rate = measure(replace(trial, batch_size=size)).result.rate
+        say(f"{task.contender} in batches of {size}: {rate:.2f} requests/s")
         if rate < best_rate:
             break
         best, best_rate = size, rate
-    most = asked.num_documents if most_minutes is None else int(60 * most_minutes * best_rate / NUM_CHOICES)
-    return replace(asked, batch_size=best, num_documents=max(tried.num_documents, min(asked.num_documents, most)))
+    max_documents = task.num_documents if max_minutes is None else int(60 * max_minutes * best_rate / NUM_CHOICES)
+    return replace(
+        task, batch_size=best, num_documents=max(trial.num_documents, min(task.num_documents, max_documents))
+    )
 
 
 def require_equal_scores(rounds: Rounds) -> None:
     """Raises WeightstreamError if the last scores differ from those of transformers in memory."""
-    for entrant, all_scores in rounds.items():
+    for contender, all_scores in rounds.items():
         difference = max_difference(all_scores[-1], rounds[HarnessContender.hf][-1])
         if difference > TOLERANCE:
             raise WeightstreamError(
-                f"{entrant.value}: log-probabilities are up to {difference:.2g} from those of "
+                f"{contender.value}: log-probabilities are up to {difference:.2g} from those of "
                 f"{HarnessContender.hf.value}, more than {TOLERANCE:g}"
             )
 
 
-def max_difference(scores: Scores, judge: Scores) -> float:
+def max_difference(scores: Scores, reference: Scores) -> float:
     """The largest difference of log-probabilities over documents that both have; infinity if only one answers a
     document correctly."""
-    if any(ours != theirs for ours, theirs in zip(scores.is_right, judge.is_right, strict=False)):
+    if any(ours != theirs for ours, theirs in zip(scores.is_right, reference.is_right, strict=False)):
         return float("inf")
-    pairs = zip(scores.logprobs, judge.logprobs, strict=False)
+    pairs = zip(scores.logprobs, reference.logprobs, strict=False)
     return max(abs(a - b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
 
 
@@ -184,18 +186,18 @@ def evaluation_table(rounds: Rounds) -> str:
     """A row for each contender. `faster`: Weightstream's requests per second relative to it. `memory`: Weightstream's
     peak relative to its own."""
     ours = rounds[HarnessContender.weightstream]
-    judge = rounds[HarnessContender.hf][-1]
-    headings = ["entrant", "batch", "requests", "requests/s, median (min-max)", "Weightstream is faster"]
+    reference = rounds[HarnessContender.hf][-1]
+    headings = ["contender", "batch", "requests", "requests/s, median (min-max)", "Weightstream is faster"]
     headings += ["peak memory above baseline", "Weightstream takes of it", "read per run", "accuracy", "differs by"]
     rows = []
-    for entrant, all_scores in rounds.items():
+    for contender, all_scores in rounds.items():
         results = [scores.result for scores in all_scores]
         rates = [result.rate for result in results]
         peak = _peak(all_scores)
         is_right = all_scores[-1].is_right
         rows.append(
             [
-                entrant.value,
+                contender.value,
                 results[0].batch_size or "-",
                 f"{NUM_CHOICES * len(is_right):,}",
                 f"{median(rates):.3f} ({min(rates):.3f}-{max(rates):.3f})",
@@ -204,7 +206,7 @@ def evaluation_table(rounds: Rounds) -> str:
                 f"{_peak(ours) / peak:.0%}",
                 format_bytes(median(result.bytes_read for result in results)),
                 f"{sum(is_right)} of {len(is_right)}",
-                f"{max_difference(all_scores[-1], judge):.1e}",
+                f"{max_difference(all_scores[-1], reference):.1e}",
             ]
         )
     return table(headings, rows)

@@ -17,10 +17,10 @@ from runtime.linear.backends import BACKENDS, supported_backends
 from runtime.plan.shape.shapes import Stage, StageKind
 from runtime.units import MIB
 
-from .predictions import Case
+from .predictions import BlockCase
 from .report import table
-from .runner import answer
-from .task import BenchmarkTask, Result, prompts
+from .runner import ask_worker
+from .task import BenchmarkTask, Result, random_prompts
 
 FEW_ROWS, MANY_ROWS = 64, 512  # at which products are measured: of a decode pass, and where more gain nothing
 VOCABULARY = 32000  # does not matter to lengths
@@ -33,7 +33,7 @@ TRIES, LEAST_SECONDS = 3, 0.03  # of each way
 class Floor:
     """The least and the measured seconds of one phase."""
 
-    case: Case
+    case: BlockCase
     phase: str
     reading: float
     multiplying: float
@@ -55,12 +55,12 @@ class ProductSeconds:
 def product_seconds(task: BenchmarkTask) -> dict[int, ProductSeconds]:
     """The seconds by rows, measured in a separate process."""
     question = {"path": task.path, "rows": [FEW_ROWS, MANY_ROWS], "num_threads": task.num_threads}
-    seconds = answer(__name__, question)
+    seconds = ask_worker(__name__, question)
     return {int(num_rows): ProductSeconds(layers=layers, head=head) for num_rows, (layers, head) in seconds.items()}
 
 
 def compute_floors(
-    case: Case,
+    case: BlockCase,
     task: BenchmarkTask,
     results: Sequence[Result],
     bytes_per_second: float,
@@ -69,12 +69,12 @@ def compute_floors(
     """Prefill and decode floors, medians over rounds. Every pass reads the same bytes. Products of a decode pass take
     the time for 64 or for 512 rows, in proportion, whichever is less; prefill computes the head for last tokens
     only."""
-    num_tokens = sum(map(len, prompts(task.num_prompts, VOCABULARY, task.prompt_tokens)))
+    num_tokens = sum(map(len, random_prompts(task.num_prompts, VOCABULARY, task.prompt_tokens)))
     num_decodes = task.num_new_tokens - 1
     num_prefills = median(result.num_passes for result in results) - num_decodes
     reading = median(result.bytes_read / result.num_passes for result in results) / bytes_per_second
     whole = max(1.0, task.num_prompts / FEW_ROWS)
-    decode = min(whole * FEW_ROWS / rows * (taken.layers + taken.head) for rows, taken in seconds.items())
+    decode = min(whole * FEW_ROWS / rows * (times.layers + times.head) for rows, times in seconds.items())
     head = whole * seconds[FEW_ROWS].head
     prefill = median(result.prefill_seconds for result in results)
     return [
@@ -125,15 +125,15 @@ def shortest_seconds(M: int, N: int, K: int) -> float:
     return min(_seconds(way, x_MK, weights) for way in supported_backends(x_MK, weights[:1]))
 
 
-def _seconds(way: LinearBackend, x_MK: torch.Tensor, weights: list[torch.Tensor]) -> float:
-    each_try = []
+def _seconds(backend: LinearBackend, x_MK: torch.Tensor, weights: list[torch.Tensor]) -> float:
+    tries = []
     for _ in range(TRIES):
         begin, count = time.perf_counter(), 0
         while time.perf_counter() - begin < LEAST_SECONDS:
-            BACKENDS[way](x_MK, [weights[count % len(weights)]])
+            BACKENDS[backend](x_MK, [weights[count % len(weights)]])
             count += 1
-        each_try.append((time.perf_counter() - begin) / count)
-    return median(each_try)
+        tries.append((time.perf_counter() - begin) / count)
+    return median(tries)
 
 
 @torch.inference_mode()

@@ -38,7 +38,7 @@ class HarnessTask:
     """The first `num_documents` of `task`, defined in `tasks`. `weight_share`: host memory as a fraction of the
     checkpoint's bytes, for Weightstream's plan and the offloaded peer."""
 
-    entrant: str
+    contender: str
     path: str
     tasks: str
     task: str
@@ -57,73 +57,73 @@ class Scores:
     is_right: list[bool]
 
     @staticmethod
-    def read(answer: Mapping[str, Any]) -> "Scores":
+    def from_answer(answer: Mapping[str, Any]) -> "Scores":
         return Scores(**{**answer, "result": Result(**answer["result"])})
 
 
-def measure(asked: HarnessTask) -> Scores:
-    torch.set_num_threads(asked.num_threads)
-    forget_pages(Path(asked.path))
+def measure(task: HarnessTask) -> Scores:
+    torch.set_num_threads(task.num_threads)
+    forget_pages(Path(task.path))
     with tempfile.TemporaryDirectory() as folder:
-        if HarnessContender(asked.entrant) in (HarnessContender.weightstream, HarnessContender.unshared):
-            return _weightstream(asked, Path(folder))
-        return _hugging_face(asked, folder, is_offloaded=HarnessContender(asked.entrant) is HarnessContender.hf_disk)
+        if HarnessContender(task.contender) in (HarnessContender.weightstream, HarnessContender.unshared):
+            return _weightstream(task, Path(folder))
+        return _hugging_face(task, folder, is_offloaded=HarnessContender(task.contender) is HarnessContender.hf_disk)
 
 
-def _weightstream(asked: HarnessTask, folder: Path) -> Scores:
+def _weightstream(task: HarnessTask, folder: Path) -> Scores:
     """Scores like `jobs.evaluate`, with parts on disk."""
     from jobs.evaluating.harness import HarnessModel, RunAnswerer
 
-    sharing = SharePrefixes.off if HarnessContender(asked.entrant) is HarnessContender.unshared else SharePrefixes.auto
+    sharing = SharePrefixes.off if HarnessContender(task.contender) is HarnessContender.unshared else SharePrefixes.auto
     config = GenerateConfig(
-        model=ModelConfig(name="hf", path=asked.path, dtype=DType.float32),
-        offload=OffloadConfig(tier=Tier.nvme, host_memory_gib=_host_bytes(asked) / GIB),
+        model=ModelConfig(name="hf", path=task.path, dtype=DType.float32),
+        offload=OffloadConfig(tier=Tier.nvme, host_memory_gib=_host_bytes(task) / GIB),
         policy=PolicyConfig(share_prefixes=sharing),
-        machine=MachineConfig(num_threads=asked.num_threads),
+        machine=MachineConfig(num_threads=task.num_threads),
         output_root=str(folder),
     )
     return _measure_task(
-        asked, lambda: HarnessModel(RunAnswerer(config, folder / "run", lambda: False, Start())), resident_bytes()
+        task, lambda: HarnessModel(RunAnswerer(config, folder / "run", lambda: False, Start())), resident_bytes()
     )
 
 
-def _hugging_face(asked: HarnessTask, folder: str, *, is_offloaded: bool) -> Scores:
+def _hugging_face(task: HarnessTask, folder: str, *, is_offloaded: bool) -> Scores:
     from lm_eval.models.huggingface import HFLM
 
     baseline = resident_bytes()
-    assert asked.batch_size is not None, "given, or searched before"
+    assert task.batch_size is not None, "given, or searched before"
     arguments: dict[str, Any] = {
-        "pretrained": asked.path,
+        "pretrained": task.path,
         "device": "cpu",
         "dtype": "float32",
-        "batch_size": asked.batch_size,
+        "batch_size": task.batch_size,
     }
     if is_offloaded:
-        arguments |= {"parallelize": True, "max_cpu_memory": _host_bytes(asked), "offload_folder": folder}
+        arguments |= {"parallelize": True, "max_cpu_memory": _host_bytes(task), "offload_folder": folder}
     model = HFLM(**arguments)
-    with forget_pages_repeatedly(Path(asked.path)) if is_offloaded else nullcontext():
-        return _measure_task(asked, lambda: model, baseline)
+    with forget_pages_repeatedly(Path(task.path)) if is_offloaded else nullcontext():
+        return _measure_task(task, lambda: model, baseline)
 
 
-def _host_bytes(asked: HarnessTask) -> int:
-    config = GenerateConfig(model=ModelConfig(name="hf", path=asked.path))
-    return int(asked.weight_share * Runtime(config.runtime).model.shape.weight_bytes)
+def _host_bytes(task: HarnessTask) -> int:
+    config = GenerateConfig(model=ModelConfig(name="hf", path=task.path))
+    return int(task.weight_share * Runtime(config.runtime).model.shape.weight_bytes)
 
 
-def _measure_task(asked: HarnessTask, opened: Callable[[], Any], baseline_bytes: int) -> Scores:
+def _measure_task(task: HarnessTask, make_model: Callable[[], Any], baseline_bytes: int) -> Scores:
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=asked.tasks, include_defaults=False)
+    manager = TaskManager(include_path=task.tasks, include_defaults=False)
     read_before = disk_read_bytes()
     reset_peak()
     begin = time.monotonic()
-    found = simple_evaluate(
-        opened(), tasks=[asked.task], task_manager=manager, limit=asked.num_documents, bootstrap_iters=0
+    outcome = simple_evaluate(
+        make_model(), tasks=[task.task], task_manager=manager, limit=task.num_documents, bootstrap_iters=0
     )
     seconds = time.monotonic() - begin
-    assert found is not None, "this is the only process"
-    documents = sorted(found.get("samples", {})[asked.task], key=lambda document: document["doc_id"])
+    assert outcome is not None, "this is the only process"
+    documents = sorted(outcome.get("samples", {})[task.task], key=lambda document: document["doc_id"])
     logprobs = [[float(logprob) for logprob, _ in document["filtered_resps"]] for document in documents]
     result = Result(
         seconds=seconds,
@@ -133,7 +133,7 @@ def _measure_task(asked: HarnessTask, opened: Callable[[], Any], baseline_bytes:
         baseline_bytes=baseline_bytes,
         bytes_read=disk_read_bytes() - read_before,
         tokens=[],
-        batch_size=asked.batch_size,
+        batch_size=task.batch_size,
     )
     return Scores(result=result, logprobs=logprobs, is_right=[bool(document["acc"]) for document in documents])
 

@@ -22,7 +22,7 @@ class Isa(Enum):
         return {Isa.avx2: "AVX2", Isa.avx512: "AVX-512"}[self]
 
 
-NEEDED = {  # by the flags of Linux
+REQUIRED_FLAGS = {  # by the flags of Linux
     Isa.avx2: ("avx2", "fma", "f16c", "bmi2"),
     Isa.avx512: ("avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"),
 }
@@ -51,7 +51,7 @@ def restrict_instructions(isa: Isa | None) -> Iterator[None]:
     if isa is None:
         yield
         return
-    missing = [flag for flag in NEEDED[isa] if flag not in cpu_flags()]
+    missing = [flag for flag in REQUIRED_FLAGS[isa] if flag not in cpu_flags()]
     if missing:
         raise ConfigError(f"isa={isa.value}: this processor has no {', '.join(missing)}; leave out isa")
     before = {name: os.environ.get(name) for name in ENVIRONMENTS[isa]}
@@ -67,7 +67,7 @@ def restrict_instructions(isa: Isa | None) -> Iterator[None]:
 
 
 def restriction() -> Isa | None:
-    """The set that this process is restricted to, by `restricted_to` here or in the process that started it."""
+    """The set that this process is restricted to, by `restrict_instructions` here or in the process that started it."""
     return next((isa for isa, wanted in ENVIRONMENTS.items() if wanted.items() <= os.environ.items()), None)
 
 

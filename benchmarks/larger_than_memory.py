@@ -23,14 +23,14 @@ from .config import BenchConfig, Form, make_task
 from .contenders import CONTENDERS, Contender, Peer
 from .report import table
 from .runner import gguf_path
-from .task import BenchmarkTask, Measured, Result, make_prompts
+from .task import BenchmarkTask, Result, SuiteResult, task_prompts
 
 SHARES: Mapping[Form, float] = {  # of the published bytes that a form takes, at most
     Form.published: 1.0, Form.lossless: 0.76, Form.int8: 0.52, Form.fp8: 0.52, Form.int4: 0.29,
 }  # fmt: skip
 GGUF_SHARES = {"F16": 1.0, "Q8_0": 0.54, "Q4_0": 0.29}
 OFFLOADED_SHARES = {Contender.accelerate_disk: 2.0, Contender.accelerate_disk_bf16: 1.0}
-PARAMETERS_OF_A_LAYER, PARAMETERS_BESIDE = 1_451_270_144, 262_148_096  # of Mixtral 8x7B
+LAYER_PARAMETERS, OUTER_PARAMETERS = 1_451_270_144, 262_148_096  # of Mixtral 8x7B
 BYTES_OF_BF16 = 2
 
 Measure = Callable[[BenchmarkTask], Result]
@@ -47,38 +47,38 @@ class FormResult:
     results: Sequence[Result]
 
 
-def run_larger(config: BenchConfig, say: Say, measure: Measure) -> Measured:
+def run_larger(config: BenchConfig, say: Say, measure: Measure) -> SuiteResult:
     """Raises WeightstreamError where there is no room for the model, and where Weightstream fails; a peer that fails is
     left out, and the table says why."""
-    entries, refusals, wanted = list[FormResult](), dict[str, str](), config.larger
-    with _model(config, say) as folder:
+    entries, refusals, larger = list[FormResult](), dict[str, str](), config.larger
+    with _published_model(config, say) as folder:
         published = folder / Form.published.value
-        for form in wanted.forms:
-            with _form(published, form, say) as path:
-                task = _task(config, Contender.nvme, path)
-                results = _rounds(config, f"weightstream, {form.value}", task, say, measure)
+        for form in larger.forms:
+            with _packed_form(published, form, say) as path:
+                task = _make_task(config, Contender.nvme, path)
+                results = _run_rounds(config, f"weightstream, {form.value}", task, say, measure)
                 entries.append(FormResult(f"weightstream, {form.value}", _num_bytes(path), _loss(form), results))
-        for peer in wanted.peers:
+        for peer in larger.peers:
             try:
                 _require_room(published, _peer_share(published, peer), f"{peer.value}'s own copy")
-                with _own_copy(published, peer, keeps=wanted.directory is not None):
-                    results = _rounds(config, peer.value, _task(config, peer, published), say, measure)
+                with _peer_copy(published, peer, keeps=larger.directory is not None):
+                    results = _run_rounds(config, peer.value, _make_task(config, peer, published), say, measure)
             except WeightstreamError as error:
                 refusals[peer.value] = str(error)
                 say(f"{peer.value} is left out: {error}")
                 continue
             num_bytes = int(_num_bytes(published) * GGUF_SHARES.get(_gguf_kind(peer) or "", 1.0))
             entries.append(FormResult(peer.value, num_bytes, _peer_loss(peer), results))
-    found = larger_table(entries, _prompt_tokens(config))
-    found += "".join(f"\n\n{name} is left out: {why}" for name, why in refusals.items())
-    return Measured(
-        table=found,
+    text = larger_table(entries, _prompt_tokens(config))
+    text += "".join(f"\n\n{name} is left out: {why}" for name, why in refusals.items())
+    return SuiteResult(
+        table=text,
         rounds={entry.name: entry.results for entry in entries},
-        peers=[peer.value for peer in wanted.peers if peer.value not in refusals],
+        peers=[peer.value for peer in larger.peers if peer.value not in refusals],
     )
 
 
-def _rounds(config: BenchConfig, name: str, task: BenchmarkTask, say: Say, measure: Measure) -> list[Result]:
+def _run_rounds(config: BenchConfig, name: str, task: BenchmarkTask, say: Say, measure: Measure) -> list[Result]:
     results = list[Result]()
     for turn in range(config.rounds):
         results.append(measure(task))
@@ -86,7 +86,7 @@ def _rounds(config: BenchConfig, name: str, task: BenchmarkTask, say: Say, measu
     return results
 
 
-def _task(config: BenchConfig, contender: Contender, path: Path) -> BenchmarkTask:
+def _make_task(config: BenchConfig, contender: Contender, path: Path) -> BenchmarkTask:
     """One block of all prompts, as large as it is, in memory that is the same for each of ours."""
     entry = CONTENDERS[contender]
     task = make_task(config, contender, str(path), config.num_prompts)
@@ -97,7 +97,7 @@ def _task(config: BenchConfig, contender: Contender, path: Path) -> BenchmarkTas
 
 
 @contextmanager
-def _model(config: BenchConfig, say: Say) -> Iterator[Path]:
+def _published_model(config: BenchConfig, say: Say) -> Iterator[Path]:
     """A folder that holds the published form, and keeps it if the user named it."""
     named = config.larger.directory
     folder = Path(named) if named is not None else Path(tempfile.mkdtemp(prefix="larger-"))
@@ -112,11 +112,11 @@ def _model(config: BenchConfig, say: Say) -> Iterator[Path]:
 
 
 def _synthesize(config: BenchConfig, published: Path, say: Say) -> None:
-    parameters = PARAMETERS_OF_A_LAYER * config.larger.num_layers + PARAMETERS_BESIDE
+    parameters = LAYER_PARAMETERS * config.larger.num_layers + OUTER_PARAMETERS
     published.parent.mkdir(parents=True, exist_ok=True)
     overrides = dict(config.larger.architecture)
     num_bytes = 0 if overrides else parameters * BYTES_OF_BF16
-    _require_free(published.parent, num_bytes, "the model")
+    _require_free_disk(published.parent, num_bytes, "the model")
     say(f"synthesizing {config.larger.num_layers} layers of Mixtral into {published}")
     synthesize_checkpoint(
         model="mixtral",
@@ -127,7 +127,7 @@ def _synthesize(config: BenchConfig, published: Path, say: Say) -> None:
 
 
 @contextmanager
-def _form(published: Path, form: Form, say: Say) -> Iterator[Path]:
+def _packed_form(published: Path, form: Form, say: Say) -> Iterator[Path]:
     """The directory of a form, which is deleted if it was made here."""
     path = published.parent / form.value
     is_made = form is not Form.published and not (path / "config.json").exists()
@@ -144,7 +144,7 @@ def _form(published: Path, form: Form, say: Say) -> Iterator[Path]:
 
 
 @contextmanager
-def _own_copy(published: Path, peer: Contender, *, keeps: bool) -> Iterator[None]:
+def _peer_copy(published: Path, peer: Contender, *, keeps: bool) -> Iterator[None]:
     """Deletes at the end what the peer has written of a model that does not stay either."""
     kind = _gguf_kind(peer)
     try:
@@ -156,10 +156,10 @@ def _own_copy(published: Path, peer: Contender, *, keeps: bool) -> Iterator[None
 
 def _require_room(published: Path, share: float | None, what: str) -> None:
     if share is not None:
-        _require_free(published.parent, int(share * _num_bytes(published)), what)
+        _require_free_disk(published.parent, int(share * _num_bytes(published)), what)
 
 
-def _require_free(folder: Path, num_bytes: int, what: str) -> None:
+def _require_free_disk(folder: Path, num_bytes: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise WeightstreamError(
@@ -196,7 +196,7 @@ def _num_bytes(path: Path) -> int:
 
 
 def _prompt_tokens(config: BenchConfig) -> int:
-    return sum(map(len, make_prompts(_task(config, Contender.nvme, Path()), 1000)))
+    return sum(map(len, task_prompts(_make_task(config, Contender.nvme, Path()), 1000)))
 
 
 def larger_table(entries: Sequence[FormResult], num_prompt_tokens: int) -> str:
@@ -204,11 +204,11 @@ def larger_table(entries: Sequence[FormResult], num_prompt_tokens: int) -> str:
     `equal` counts sequences equal to the first row's."""
     headings = ["contender", "weights on disk", "numbers", "prefill tokens/s", "decode tokens/s, median (min-max)"]
     headings += ["decode, ratio", "all, s", "peak memory above baseline", "read per run", "equal"]
-    base, judge = median(map(_decode_rate, entries[0].results)), entries[0].results[0].tokens
-    return table(headings, [_row(entry, num_prompt_tokens, base, judge) for entry in entries])
+    base, reference = median(map(_decode_rate, entries[0].results)), entries[0].results[0].tokens
+    return table(headings, [_row(entry, num_prompt_tokens, base, reference) for entry in entries])
 
 
-def _row(entry: FormResult, num_prompt_tokens: int, base: float, judge: Sequence[list[int]]) -> list[object]:
+def _row(entry: FormResult, num_prompt_tokens: int, base: float, reference: Sequence[list[int]]) -> list[object]:
     results, last = entry.results, entry.results[-1]
     rates, prefill = [_decode_rate(result) for result in results], median(r.prefill_seconds for r in results)
     return [
@@ -221,7 +221,7 @@ def _row(entry: FormResult, num_prompt_tokens: int, base: float, judge: Sequence
         f"{median(result.seconds for result in results):.0f}",
         format_bytes(median(result.peak_bytes - result.baseline_bytes for result in results)),
         format_bytes(median(result.bytes_read for result in results)),
-        f"{sum(ours == theirs for ours, theirs in zip(last.tokens, judge, strict=False))} of {len(judge)}",
+        f"{sum(ours == theirs for ours, theirs in zip(last.tokens, reference, strict=False))} of {len(reference)}",
     ]
 
 

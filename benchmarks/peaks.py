@@ -69,12 +69,12 @@ def bytes_per_second(matrices: Sequence[torch.Tensor], num_threads: int) -> floa
     return sum(matrix.nbytes for matrix in matrices) / min(by_threads, by_torch)
 
 
-def _seconds(act: Callable[[ThreadPoolExecutor], Any], num_threads: int) -> float:
+def _seconds(make_work: Callable[[ThreadPoolExecutor], Any], num_threads: int) -> float:
     """The shortest of a few times that all of what `act` yields takes."""
     with ThreadPoolExecutor(num_threads) as pool:
-        found = []
+        times = []
         for _ in range(TRIES):
             begin = time.perf_counter()
-            list(act(pool))
-            found.append(time.perf_counter() - begin)
-    return min(found)
+            list(make_work(pool))
+            times.append(time.perf_counter() - begin)
+    return min(times)

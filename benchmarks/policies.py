@@ -19,7 +19,7 @@ VARIANTS = (
     (Order.flexgen, Attention.device),
     (Order.module_batched, Attention.device),
 )
-NUM_AGAIN = 3  # of the grid, the fastest, that later rounds measure too
+NUM_REPEATED = 3  # of the grid, the fastest, that later rounds measure too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Attempt:
         return f"{Path(self.path).name} {self.name}"
 
 
-def attempts(config: BenchConfig, path: str) -> Iterator[Attempt]:
+def policy_attempts(config: BenchConfig, path: str) -> Iterator[Attempt]:
     """The search, then the grid, all with the budget of a block of all prompts."""
     base = replace(make_task(config, Contender.nvme, path, config.num_prompts), num_kv_slots=config.num_prompts)
     yield Attempt(path=path, task=replace(base, policy=PolicyKind.hrm.value))
@@ -67,7 +67,7 @@ def select_repeated(rounds: Mapping[Attempt, Sequence[Result]]) -> list[Attempt]
     for path in {attempt.path: None for attempt in rounds}:
         mine = [attempt for attempt in rounds if attempt.path == path]
         grid = sorted((a for a in mine if not a.is_searched), key=lambda a: -_rate(rounds[a]))
-        chosen += [*(a for a in mine if a.is_searched), *grid[:NUM_AGAIN]]
+        chosen += [*(a for a in mine if a.is_searched), *grid[:NUM_REPEATED]]
     return chosen
 
 

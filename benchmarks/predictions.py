@@ -10,7 +10,7 @@ from .task import Result
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class BlockCase:
     """A run of a block of so many sequences."""
 
     path: str
@@ -31,7 +31,7 @@ class PredictionResult:
     """Seconds of generation alone, predicted before it began and measured. The ratio says how much too long the
     prediction was."""
 
-    case: Case
+    case: BlockCase
     phase: str
     predicted_seconds: float
     measured_seconds: float
@@ -46,16 +46,16 @@ class PredictionResult:
         return abs(self.ratio - 1)
 
 
-def outcomes_of(case: Case, results: Sequence[Result]) -> list[PredictionResult]:
+def median_predictions(case: BlockCase, results: Sequence[Result]) -> list[PredictionResult]:
     """Prefill and decode, of each the round whose ratio is in the middle."""
     outcomes = []
     for phase in ("prefill", "decode"):
-        rounds = [_outcome(case, phase, result) for result in results]
+        rounds = [_prediction(case, phase, result) for result in results]
         outcomes.append(sorted(rounds, key=lambda outcome: outcome.ratio)[(len(rounds) - 1) // 2])
     return outcomes
 
 
-def _outcome(case: Case, phase: str, result: Result) -> PredictionResult:
+def _prediction(case: BlockCase, phase: str, result: Result) -> PredictionResult:
     is_prefill = phase == "prefill"
     return PredictionResult(
         case=case,
@@ -65,7 +65,7 @@ def _outcome(case: Case, phase: str, result: Result) -> PredictionResult:
     )
 
 
-def predictions_table(outcomes: Sequence[PredictionResult]) -> str:
+def predictions_table(predictions: Sequence[PredictionResult]) -> str:
     headings = ["checkpoint", "contender", "block", "phase", "predicted", "measured", "predicted / measured"]
     rows = [
         [
@@ -77,11 +77,11 @@ def predictions_table(outcomes: Sequence[PredictionResult]) -> str:
             f"{each.measured_seconds:.2f} s",
             f"{each.ratio:.2f}",
         ]
-        for each in outcomes
+        for each in predictions
     ]
-    worst = max(outcomes, key=lambda outcome: outcome.deviation)
+    worst = max(predictions, key=lambda outcome: outcome.deviation)
     where = f"{worst.case.name}, {worst.case.contender}, block {worst.case.num_sequences}, {worst.phase}"
     return (
-        f"{table(headings, rows)}\n\nOff by {median(each.deviation for each in outcomes):.1%} in the median, by "
+        f"{table(headings, rows)}\n\nOff by {median(each.deviation for each in predictions):.1%} in the median, by "
         f"{worst.deviation:.1%} at worst ({where})."
     )

@@ -28,7 +28,7 @@ NUM_EXAMPLES = 8
 WORDS = ("river", "stone", "garden", "winter", "copper", "window", "morning", "basket", "candle", "harbour", "letter")
 
 
-def few_shot(texts: Sequence[tuple[str, str]], num_examples: int) -> Iterator[str]:
+def few_shot_prompts(texts: Sequence[tuple[str, str]], num_examples: int) -> Iterator[str]:
     """A prompt for each question but the first few, which stand in front of it with their answers."""
     shots = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in texts[:num_examples])
     for question, _ in texts[num_examples:]:
@@ -38,7 +38,7 @@ def few_shot(texts: Sequence[tuple[str, str]], num_examples: int) -> Iterator[st
 @contextmanager
 def prompts_file(config: BenchConfig, path: str) -> Iterator[str]:
     """The prompts' ids as a file, for as long. Raises ConfigError where there are fewer questions than prompts."""
-    texts = _texts(config)
+    texts = _questions(config)
     require(
         len(texts) >= config.num_prompts + NUM_EXAMPLES,
         f"questions={config.questions} has {len(texts):,}: num_prompts must be {len(texts) - NUM_EXAMPLES:,} or less",
@@ -47,14 +47,14 @@ def prompts_file(config: BenchConfig, path: str) -> Iterator[str]:
     tokenizer = (
         AutoTokenizer.from_pretrained(path) if tokenizer_path is None else load_local_tokenizer(Path(tokenizer_path))
     )
-    prompts = few_shot(texts[: config.num_prompts + NUM_EXAMPLES], NUM_EXAMPLES)
+    prompts = few_shot_prompts(texts[: config.num_prompts + NUM_EXAMPLES], NUM_EXAMPLES)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "prompts.json"
         file.write_text(json.dumps([tokenizer(prompt)["input_ids"] for prompt in prompts]))
         yield str(file)
 
 
-def _texts(config: BenchConfig) -> list[tuple[str, str]]:
+def _questions(config: BenchConfig) -> list[tuple[str, str]]:
     """Questions with their answers, or made-up ones."""
     if config.questions is not None:
         rows = [json.loads(line) for line in Path(config.questions).read_text().splitlines()]
@@ -64,7 +64,7 @@ def _texts(config: BenchConfig) -> list[tuple[str, str]]:
     return [(" ".join(draw.choices(WORDS, k=one)), " ".join(draw.choices(WORDS, k=other))) for one, other in counts]
 
 
-def prefix_task(config: BenchConfig, contender: Contender, path: str, file: str) -> BenchmarkTask:
+def make_prefix_task(config: BenchConfig, contender: Contender, path: str, file: str) -> BenchmarkTask:
     """What the settings ask of one contender. Blocks are as large as the budget has room for."""
     task = make_task(config, contender, path, config.rows.get(contender, config.num_prompts))
     return replace(task, policy=PolicyKind.auto.value, num_kv_slots=config.kv_seats, prompts_file=file)
@@ -73,16 +73,16 @@ def prefix_task(config: BenchConfig, contender: Contender, path: str, file: str)
 def prefixes_table(rounds: Mapping[str, Sequence[Result]]) -> str:
     """A row for each contender; rates are those of all its rows, which may be fewer than another's. `off` says how much
     longer or shorter than predicted it took; `equal` counts rows equal to the first contender's."""
-    judge = next(iter(rounds.values()))[0].tokens
+    reference = next(iter(rounds.values()))[0].tokens
     headings = ["contender", "rows", "of a block", "predicted", "measured, median (min-max)", "off", "rows/s"]
     headings += ["generated tokens/s", "prompt tokens computed", "peak memory above baseline", "read per run", "equal"]
-    return table(headings, [_row(name, results, judge) for name, results in rounds.items()])
+    return table(headings, [_row(name, results, reference) for name, results in rounds.items()])
 
 
-def _row(name: str, results: Sequence[Result], judge: Sequence[list[int]]) -> list[object]:
+def _row(name: str, results: Sequence[Result], reference: Sequence[list[int]]) -> list[object]:
     last, seconds = results[-1], [result.seconds for result in results]
     measured, predicted = median(seconds), median(predicted_seconds(result) for result in results)
-    pairs = list(zip(last.tokens, judge, strict=False))
+    pairs = list(zip(last.tokens, reference, strict=False))
     return [
         name,
         len(last.tokens),

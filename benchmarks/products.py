@@ -29,16 +29,20 @@ from runtime.plan.shape.shapes import Companion, TensorSlice
 from runtime.units import MIB
 
 from .report import table
-from .runner import answer
+from .runner import ask_worker
 
 WEIGHT_BYTES = 256 * MIB  # of each format, more than a cache holds
 SCALED_WIDTH = 128  # rows and columns that share a factor, as most have published them
-BY_TORCH = (LinearBackend.weights_first, LinearBackend.inputs_first, LinearBackend.onednn)  # beside ours, of BESIDE
-BESIDE = "bf16"
+TORCH_BACKENDS = (
+    LinearBackend.weights_first,
+    LinearBackend.inputs_first,
+    LinearBackend.onednn,
+)  # beside ours, of BESIDE
+TORCH_FORMAT = "bf16"
 GIGA = 1e9
 
 Parts = tuple[torch.Tensor, ...]
-Kind = tuple[Parts, Callable[..., Block]]  # what is stored, and the weight that it makes
+StoredForm = tuple[Parts, Callable[..., Block]]  # what is stored, and the weight that it makes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,7 @@ class ProductCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Products:
+class ProductMeasurements:
     """What one worker found: `flops_per_second` and `bytes_per_second` are the most of all rounds."""
 
     outputs: int
@@ -76,76 +80,80 @@ class Products:
         return floor / product.best
 
 
-def measured_products(*, outputs: int, inputs: int, rows: Sequence[int], num_threads: int, rounds: int) -> Products:
+def measure_products(
+    *, outputs: int, inputs: int, rows: Sequence[int], num_threads: int, rounds: int
+) -> ProductMeasurements:
     """The products, from a process of its own."""
     question = {"outputs": outputs, "inputs": inputs, "rows": list(rows), "num_threads": num_threads, "rounds": rounds}
-    found = answer(__name__, question)
-    return Products(**{**found, "products": [ProductCase(**each) for each in found["products"]]})
+    answer = ask_worker(__name__, question)
+    return ProductMeasurements(**{**answer, "products": [ProductCase(**each) for each in answer["products"]]})
 
 
-def products_table(found: Products) -> str:
-    rows = sorted({product.num_rows for product in found.products})
+def products_table(measured: ProductMeasurements) -> str:
+    rows = sorted({product.num_rows for product in measured.products})
     lines: dict[tuple[str, bool, str], dict[int, ProductCase]] = {}
-    for product in found.products:
+    for product in measured.products:
         name = "" if product.is_chosen else product.backend  # what the rule takes may differ by rows
         lines.setdefault((product.format, product.is_chosen, name), {})[product.num_rows] = product
     body = []
     for (name, is_chosen, _), cells in lines.items():
-        ways = ", ".join(dict.fromkeys(cells[num_rows].backend for num_rows in rows))
-        body.append([name, f"**{ways}**" if is_chosen else ways, *(_cell(found, cells[each]) for each in rows)])
-    headings = [f"{found.outputs} x {found.inputs}, weights", "by", *(f"{num_rows} rows" for num_rows in rows)]
+        backends = ", ".join(dict.fromkeys(cells[num_rows].backend for num_rows in rows))
+        body.append(
+            [name, f"**{backends}**" if is_chosen else backends, *(_cell(measured, cells[each]) for each in rows)]
+        )
+    headings = [f"{measured.outputs} x {measured.inputs}, weights", "by", *(f"{num_rows} rows" for num_rows in rows)]
     return (
         f"{table(headings, body)}\n\n"
-        "GFLOP/s of the best of all products, of the median in brackets, and the best as a share of the floor: the "
-        f"longer of multiplying at {found.flops_per_second / GIGA:.0f} GFLOP/s, what a loop of multiply-adds in "
-        f"registers gives ({found.num_threads} threads, vectors of {found.num_lanes}), and of reading the weights at "
-        f"{found.bytes_per_second / GIGA:.1f} GB/s. Bold: the backend that the rule takes."
+        "GFLOP/s of the fastest product, of the median in brackets, and the fastest as a share of the floor: the "
+        f"longer of multiplying at {measured.flops_per_second / GIGA:.0f} GFLOP/s (multiply-adds in registers, "
+        f"{measured.num_threads} threads, vectors of {measured.num_lanes}) and reading the weights at "
+        f"{measured.bytes_per_second / GIGA:.1f} GB/s. Bold: the backend that a run chooses."
     )
 
 
-def _cell(found: Products, product: ProductCase) -> str:
-    best, middle = (found.flops(product) / seconds / GIGA for seconds in (product.best, product.middle))
-    return f"{best:.0f} ({middle:.0f}), {found.share(product):.0%}"
+def _cell(measured: ProductMeasurements, product: ProductCase) -> str:
+    best, middle = (measured.flops(product) / seconds / GIGA for seconds in (product.best, product.middle))
+    return f"{best:.0f} ({middle:.0f}), {measured.share(product):.0%}"
 
 
 @dataclass(kw_only=True)
-class _Case:
+class ProductTimer:
     """A product that is measured in every round."""
 
     format: str
-    way: LinearBackend
+    backend: LinearBackend
     is_chosen: bool
     x_MK: torch.Tensor
     weights: Iterator[Block]
     num_bytes: int
     best: list[float]
-    middle: list[float]
+    medians: list[float]
 
     def measure(self, seconds: float) -> None:
-        multiply, found = BACKENDS[self.way], list[float]()
+        multiply, found = BACKENDS[self.backend], list[float]()
         end = time.perf_counter() + seconds
         while not found or time.perf_counter() < end:
             begin = time.perf_counter()
             multiply(self.x_MK, [next(self.weights)])
             found.append(time.perf_counter() - begin)
         self.best.append(min(found))
-        self.middle.append(median(found))
+        self.medians.append(median(found))
 
 
 @torch.inference_mode()
 def measure(
     *, outputs: int, inputs: int, rows: Sequence[int], num_threads: int, rounds: int, seconds: float = 0.1
-) -> Products:
+) -> ProductMeasurements:
     """`seconds` of each product in each round, behind a first one, which compiles."""
     from .peaks import LANES, bytes_per_second, flops_per_second  # numba, which parents of workers need not load
 
     torch.set_num_threads(num_threads)
-    weights = {name: _copies(kind) for name, kind in _kinds(torch.randn(outputs, inputs) * 0.02).items()}
-    cases = [case for name, copies in weights.items() for each in rows for case in _cases(name, copies, inputs, each)]
+    weights = {name: _copies(kind) for name, kind in _stored_forms(torch.randn(outputs, inputs) * 0.02).items()}
+    cases = [case for name, copies in weights.items() for each in rows for case in _timers(name, copies, inputs, each)]
     for case in cases:
         case.measure(0.0)
         case.best.clear()
-        case.middle.clear()
+        case.medians.clear()
     plain = [block for block in weights["fp32"][0] if isinstance(block, torch.Tensor)]
     peaks = list[tuple[float, float]]()
     for _ in range(rounds):
@@ -156,16 +164,16 @@ def measure(
     products = [
         ProductCase(
             format=case.format,
-            backend=case.way.value,
+            backend=case.backend.value,
             is_chosen=case.is_chosen,
             num_rows=len(case.x_MK),
             num_bytes=case.num_bytes,
             best=min(case.best),
-            middle=median(case.middle),
+            middle=median(case.medians),
         )
         for case in cases
     ]
-    return Products(
+    return ProductMeasurements(
         outputs=outputs,
         inputs=inputs,
         num_threads=num_threads,
@@ -176,37 +184,39 @@ def measure(
     )
 
 
-def _cases(name: str, copies: tuple[Sequence[Block], int], inputs: int, num_rows: int) -> Iterator[_Case]:
+def _timers(name: str, copies: tuple[Sequence[Block], int], inputs: int, num_rows: int) -> Iterator[ProductTimer]:
     """The products by the backend that the rule takes, and of bf16 by torch's."""
     (blocks, num_bytes), x_MK = copies, torch.randn(num_rows, inputs)
     chosen, weights = choose_backend(x_MK, blocks[:1]), cycle(blocks)
-    others = [way for way in BY_TORCH if way is not chosen and name == BESIDE and supports(way, x_MK, blocks[:1])]
+    others = [
+        way for way in TORCH_BACKENDS if way is not chosen and name == TORCH_FORMAT and supports(way, x_MK, blocks[:1])
+    ]
     for way in (chosen, *others):
-        yield _Case(
+        yield ProductTimer(
             format=name,
-            way=way,
+            backend=way,
             is_chosen=way is chosen,
             x_MK=x_MK,
             weights=weights,
             num_bytes=num_bytes,
             best=[],
-            middle=[],
+            medians=[],
         )
 
 
-def _copies(kind: Kind) -> tuple[Sequence[Block], int]:
+def _copies(kind: StoredForm) -> tuple[Sequence[Block], int]:
     """The same weight at as many places as `WEIGHT_BYTES` have room for, and the bytes of one."""
-    parts, made = kind
+    parts, make_block = kind
     num_bytes = sum(part.nbytes for part in parts)
-    return [made(*(part.clone() for part in parts)) for _ in range(max(2, WEIGHT_BYTES // num_bytes))], num_bytes
+    return [make_block(*(part.clone() for part in parts)) for _ in range(max(2, WEIGHT_BYTES // num_bytes))], num_bytes
 
 
-def _kinds(numbers_NK: torch.Tensor) -> Mapping[str, Kind]:
+def _stored_forms(numbers_NK: torch.Tensor) -> Mapping[str, StoredForm]:
     """The formats of the table, each as the library has it in memory."""
     return {
-        BESIDE: ((numbers_NK.bfloat16(),), _itself),
-        "fp16": ((numbers_NK.half(),), _itself),
-        "fp32": ((numbers_NK,), _itself),
+        TORCH_FORMAT: ((numbers_NK.bfloat16(),), _identity),
+        "fp16": ((numbers_NK.half(),), _identity),
+        "fp32": ((numbers_NK,), _identity),
         "fp8, published": _published_fp8(numbers_NK),
         "window4": _window4(numbers_NK),
         "int8": _rounded(numbers_NK, Rounding("int8")),
@@ -215,25 +225,25 @@ def _kinds(numbers_NK: torch.Tensor) -> Mapping[str, Kind]:
     }
 
 
-def _itself(numbers_NK: torch.Tensor) -> Block:
+def _identity(numbers_NK: torch.Tensor) -> Block:
     return numbers_NK
 
 
-def _rounded(numbers_NK: torch.Tensor, rounding: Rounding) -> Kind:
+def _rounded(numbers_NK: torch.Tensor, rounding: Rounding) -> StoredForm:
     scales_NG = rounding.choose_scales(numbers_NK)
     return (rounding.encode(numbers_NK, scales_NG), scales_NG), lambda codes, scales: CodedRows(
         codes, scales, rounding.encoding
     )
 
 
-def _window4(numbers_NK: torch.Tensor) -> Kind:
+def _window4(numbers_NK: torch.Tensor) -> StoredForm:
     packed = pack_window4(numbers_NK.bfloat16().view(torch.int16).numpy().view(np.uint16))
     escapes = torch.from_numpy(escape_words(packed, len(packed.columns)))
     num_starts = len(numbers_NK) + 1
     return (torch.from_numpy(packed.body), escapes), lambda body, escapes: Window4Rows(body, [escapes], num_starts)
 
 
-def _published_fp8(numbers_NK: torch.Tensor) -> Kind:
+def _published_fp8(numbers_NK: torch.Tensor) -> StoredForm:
     dtype, shape = torch.float8_e4m3fn, [-(-size // SCALED_WIDTH) for size in numbers_NK.shape]
     codes = (numbers_NK * 100).clamp(-448, 448).to(dtype).view(torch.uint8)
     return (codes, torch.full(shape, 0.01)), lambda raw, scales: scaled_rows(
@@ -241,14 +251,14 @@ def _published_fp8(numbers_NK: torch.Tensor) -> Kind:
     )
 
 
-def _gptq(num_rows: int, num_columns: int) -> Kind:
+def _gptq(num_rows: int, num_columns: int) -> StoredForm:
     """Codes at random, of groups of `SCALED_WIDTH` columns, with zero points in the middle."""
     num_groups = num_columns // SCALED_WIDTH
     codes = torch.randint(0, 256, (num_columns // 8, 4 * num_rows), dtype=torch.uint8)
     zeros = torch.full((num_groups, num_rows // 2), 0x77, dtype=torch.uint8).view(torch.int32)
     scales = torch.full((num_groups, num_rows), 0.003, dtype=torch.float16)
 
-    def slice_of(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSlice:
+    def tensor_slice(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSlice:
         return TensorSlice(name=name, file="", offset=0, num_bytes=0, dtype=dtype, shape=shape)
 
     piece = TensorSlice(
@@ -261,9 +271,9 @@ def _gptq(num_rows: int, num_columns: int) -> Kind:
         format="gptq-int4",
         companions=(
             Companion(
-                role=SCALES, tensor=slice_of("scales", "F16", (num_groups, num_rows)), block_columns=SCALED_WIDTH
+                role=SCALES, tensor=tensor_slice("scales", "F16", (num_groups, num_rows)), block_columns=SCALED_WIDTH
             ),
-            Companion(role=ZEROS, tensor=slice_of("qzeros", "I32", (num_groups, num_rows // 8))),
+            Companion(role=ZEROS, tensor=tensor_slice("qzeros", "I32", (num_groups, num_rows // 8))),
         ),
         constants=(1,),
         is_interleaved=True,

@@ -90,14 +90,14 @@ def sweep(entry: AttentionBaseline) -> Result:
     """Goes NUM_SWEEPS times over SWEPT_BYTES of layers, with as many threads as torch has. The first time, which
     compiles and takes up pages, is not counted."""
     baseline, device, num_bytes = resident_bytes(), ComputeDevice("cpu"), layer_bytes(entry.dtype)
-    layers = [_filled(device, entry.dtype) for _ in range(SWEPT_BYTES // num_bytes)]
-    act = _read if entry.act is KVAccess.read else _attention(entry)
+    layers = [_random_layer(device, entry.dtype) for _ in range(SWEPT_BYTES // num_bytes)]
+    visit = _read if entry.access is KVAccess.read else _attention(entry)
     begin = 0.0
     for turn in range(NUM_SWEEPS + 1):
         if turn == 1:
             begin = time.monotonic()
         for layer in layers:
-            act(layer)
+            visit(layer)
     return _result(time.monotonic() - begin, NUM_SWEEPS * len(layers) * num_bytes, baseline)
 
 
@@ -122,7 +122,7 @@ def _torch_dtype(dtype: DType) -> torch.dtype:
     return getattr(torch, dtype.value)
 
 
-def _filled(device: ComputeDevice, dtype: DType) -> torch.Tensor:
+def _random_layer(device: ComputeDevice, dtype: DType) -> torch.Tensor:
     """(N, numbers of a page): keys, then values, in the memory that a run has its KV in."""
     num_bytes = layer_bytes(dtype)
     flat = device.zeros(num_bytes)[:num_bytes].view(_torch_dtype(dtype))
@@ -139,10 +139,10 @@ def _attention(entry: AttentionBaseline) -> Callable[[torch.Tensor], None]:
     dtype = _torch_dtype(entry.dtype)
     q = torch.randn(NUM_ROWS, NUM_KV_HEADS * GROUP, HEAD_DIM).to(dtype)
     token = torch.empty(1, NUM_KV_HEADS, 1, HEAD_DIM, dtype=dtype)
-    attention = decode_attention_torch if entry.act is KVAccess.operators else decode_attention
+    attention = decode_attention_torch if entry.access is KVAccess.operators else decode_attention
 
-    def act(layer: torch.Tensor) -> None:
+    def visit(layer: torch.Tensor) -> None:
         k, v = split_pages(layer.view(torch.uint8), token, token)
         attention(q, k, v, tables, begins, ends, Rule(HEAD_DIM**-0.5))
 
-    return act
+    return visit

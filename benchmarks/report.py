@@ -40,7 +40,7 @@ def speed_table(rounds: Rounds) -> str:
     did not take part."""
     first = next(iter(rounds.values()))
     base = median(result.rate for result in first)
-    judge = rounds.get("transformers", first)[0].tokens
+    reference = rounds.get("transformers", first)[0].tokens
     headings = ["contender", "batch", "rate, median (min-max)", "ratio", "peak memory above baseline", "read per run"]
     rows = []
     for name, results in rounds.items():
@@ -48,7 +48,7 @@ def speed_table(rounds: Rounds) -> str:
         numbers = (median(rates), min(rates), max(rates))
         middle, low, high = (f"{each:.1f} tok/s" if tokens else f"{each / 1e9:.2f} GB/s" for each in numbers)
         peak = median(result.peak_bytes - result.baseline_bytes for result in results)
-        same = sum(ours == theirs for ours, theirs in zip(tokens, judge, strict=False))
+        num_equal = sum(ours == theirs for ours, theirs in zip(tokens, reference, strict=False))
         rows.append(
             [
                 name,
@@ -57,7 +57,7 @@ def speed_table(rounds: Rounds) -> str:
                 f"{median(rates) / base:.2f}",
                 format_bytes(peak),
                 format_bytes(median(result.bytes_read for result in results)),
-                f"{same} of {len(judge)}" if tokens else "-",
+                f"{num_equal} of {len(reference)}" if tokens else "-",
             ]
         )
     return table([*headings, "equal"], rows) + _attention_table(rounds)
@@ -69,7 +69,7 @@ def _attention_table(rounds: Rounds) -> str:
 
     rows = []
     for contender, entry in CONTENDERS.items():
-        if isinstance(entry, AttentionBaseline) and entry.act is not KVAccess.read and contender.value in rounds:
+        if isinstance(entry, AttentionBaseline) and entry.access is not KVAccess.read and contender.value in rounds:
             rate, num_bytes = median(each.rate for each in rounds[contender.value]), layer_bytes(entry.dtype)
             rows.append(
                 [
@@ -99,7 +99,7 @@ def gpu_table(machine: GpuMachine, measurements: Sequence[VariantMeasurement], d
         f"{machine.device}, of whose memory {device_memory_gib:g} GiB may be used; {machine.num_layers} layers of "
         f"{machine.model}, {format_bytes(machine.weight_bytes)} of random bf16 in host memory.\n"
         f"{format_link(machine.link)}",
-        table(headings, [[*_gpu_row(each, base, machine), _equal(each[0], rounds)] for each in rounds.values()]),
+        table(headings, [[*_gpu_row(each, base, machine), _count_equal(each[0], rounds)] for each in rounds.values()]),
         *([table(PHASE_HEADINGS, phases)] if phases else []),
         *(f"{each.variant} cannot run here: {each.refusal}" for each in measurements if each.refusal),
     ]
@@ -128,14 +128,14 @@ def _gpu_row(measured: Sequence[VariantMeasurement], base: float, machine: GpuMa
     ]
 
 
-def _equal(measured: VariantMeasurement, rounds: Mapping[str, Sequence[VariantMeasurement]]) -> str:
+def _count_equal(measured: VariantMeasurement, rounds: Mapping[str, Sequence[VariantMeasurement]]) -> str:
     """How many sequences have the tokens of the first variant over the same layers; of rounded weights none is asked
     to. In bf16 products of other shapes round otherwise, and one token that differs makes the next ones differ."""
     if measured.is_rounded:
         return "-"
     exact = (each[0] for each in rounds.values() if not each[0].is_rounded)
-    judge = next(each for each in exact if each.num_layers == measured.num_layers)
-    (ours,), (theirs,) = _results([measured]), _results([judge])
+    reference = next(each for each in exact if each.num_layers == measured.num_layers)
+    (ours,), (theirs,) = _results([measured]), _results([reference])
     return f"{sum(map(eq, ours.tokens, theirs.tokens))} of {min(len(ours.tokens), len(theirs.tokens))}"
 
 
@@ -209,16 +209,16 @@ def draw_rates(path: Path, rates: Mapping[str, Sequence[float]], peers: Sequence
         picture.tight_layout()
 
 
-def stated(num_rounds: int, command: str) -> str:
+def format_provenance(num_rounds: int, command: str) -> str:
     """Where and how it was measured."""
     return f"{num_rounds} alternating rounds; `{command}`; {hardware()}; commit {commit()}."
 
 
-def restricted(machine: str, isa: Isa, contenders: Sequence[Contender]) -> str:
+def format_restriction(machine: str, isa: Isa, contenders: Sequence[Contender]) -> str:
     """What a table that was measured under it begins with: the processor, and who is restricted by what."""
     peers = [entry for entry in map(CONTENDERS.__getitem__, contenders) if isinstance(entry, Peer)]
     restrictions = dict.fromkeys(
-        peer.isolation.restricted for peer in peers if peer.isolation and peer.isolation.restricted
+        peer.isolation.restriction_note for peer in peers if peer.isolation and peer.isolation.restriction_note
     )
     ways = ["Weightstream by WEIGHTSTREAM_ISA", "torch, oneDNN and MKL by their variables", *restrictions]
     return f"**{machine}, restricted to {isa.title}**: {', '.join(ways)}."

@@ -17,7 +17,7 @@ from runtime.config.settings import OffloadConfig, PolicyConfig, PolicyKind, Sam
 from runtime.errors import Interrupted
 from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes
 
-from .runner import answer
+from .runner import ask_worker
 from .task import Result
 
 NUMBERS_OF_ROWS = (10, 1_000, 10_000, 100_000)
@@ -25,30 +25,30 @@ NUMBERS_OF_ROWS = (10, 1_000, 10_000, 100_000)
 
 @dataclass(frozen=True, kw_only=True)
 class StartCase:
-    count: int
+    num_rows: int
     policy: str
 
     def __str__(self) -> str:
-        return f"{self.count} rows, policy={self.policy}"
+        return f"{self.num_rows} rows, policy={self.policy}"
 
 
-def measure_start(rows: StartCase) -> Result:
+def measure_start(case: StartCase) -> Result:
     """Measures in a process of its own, whose start counts."""
-    return Result(**answer(__name__, {"begun": time.monotonic(), "rows": asdict(rows)}))
+    return Result(**ask_worker(__name__, {"begun": time.monotonic(), "rows": asdict(case)}))
 
 
-def measure(rows: StartCase, begun: float) -> Result:
+def measure(case: StartCase, start_time: float) -> Result:
     """Seconds since `begun`, by the monotonic clock, until the first pass that would be kept. Memory counts from 0."""
     from jobs.run.tasks.generate import generate  # torch, whose loading counts
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
-        _write_rows(path, rows.count)
+        _write_rows(path, case.num_rows)
         config = GenerateConfig(
             output_root=folder,
             run="rows",
             dataset=DatasetConfig(kind=DatasetKind["jsonl"], path=str(path)),
-            policy=PolicyConfig(kind=PolicyKind(rows.policy)),
+            policy=PolicyConfig(kind=PolicyKind(case.policy)),
             sampling=SamplingConfig(max_new_tokens=1),
             offload=OffloadConfig(cache_dir=str(Path(folder) / "cache")),  # nothing of an earlier search
         )
@@ -60,7 +60,7 @@ def measure(rows: StartCase, begun: float) -> Result:
             nonlocal seconds, peak
             if not (run / "schedule.txt").exists():
                 return False
-            seconds, peak = time.monotonic() - begun, peak_resident_bytes()
+            seconds, peak = time.monotonic() - start_time, peak_resident_bytes()
             return True
 
         try:
@@ -70,7 +70,7 @@ def measure(rows: StartCase, begun: float) -> Result:
     return Result(
         seconds=seconds,
         prefill_seconds=0.0,
-        rate=rows.count / seconds,
+        rate=case.num_rows / seconds,
         peak_bytes=int(peak),
         baseline_bytes=0,
         bytes_read=disk_read_bytes(),

@@ -35,11 +35,11 @@ ERROR = re.compile(r"(\[\w+\]: )?[\w.]*(Error|Exception)\b")  # the line of a tr
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limit:
+class TimeLimit:
     """The seconds that a worker may take, and what an error says of it past them."""
 
     seconds: float
-    complaint: str
+    message: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class WorkerProcess:
     question: Mapping[str, object]
     python: str = sys.executable
     environment: Mapping[str, str] | None = None
-    limit: Limit | None = None
+    limit: TimeLimit | None = None
     hides_stderr: bool = False
 
     def lines(self) -> Iterator[str]:
@@ -61,7 +61,7 @@ class WorkerProcess:
         command = [self.python, "-m", "benchmarks.worker", self.module, json.dumps(self.question)]
         environment = tuned_environment(os.environ) if self.environment is None else self.environment
         with (
-            _sigterm_unwinds(),
+            _exit_on_sigterm(),
             TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr,
             subprocess.Popen(
                 command,
@@ -74,32 +74,32 @@ class WorkerProcess:
         ):
             assert process.stdout is not None, "it is a pipe"
             try:
-                with _ended_after(self.limit, process.pid) as is_late:
+                with _kill_after(self.limit, process.pid) as is_late:
                     yield from process.stdout
                     process.wait()
             finally:
-                _end_all(process.pid)
+                _kill_session(process.pid)
             stderr.seek(0)
             complaints = stderr.read()
         if self.limit is not None and is_late.is_set():
-            raise WeightstreamError(f"{self.name} {self.limit.complaint}")
+            raise WeightstreamError(f"{self.name} {self.limit.message}")
         if process.returncode:
-            raise WeightstreamError(f"{self.name} {failure(process.returncode, complaints)}")
+            raise WeightstreamError(f"{self.name} {format_failure(process.returncode, complaints)}")
 
 
-def answer(module: str, question: Mapping[str, object]) -> dict[str, Any]:
+def ask_worker(module: str, question: Mapping[str, object]) -> dict[str, Any]:
     """The last answer of `module` in a process of its own. Raises WeightstreamError where it fails."""
     return json.loads(list(WorkerProcess(name=module, module=module, question=question).lines())[-1])
 
 
-def measured(task: BenchmarkTask) -> Result:
+def run_measurement(task: BenchmarkTask) -> Result:
     """Raises WeightstreamError where the process fails, with the error it ended with, or takes longer than its limit.
     What Weightstream says goes to stderr."""
     peer = task.entry if isinstance(task.entry, Peer) else None
     limit = None
     if task.limit_minutes is not None:
         complaint = f"took longer than peer_minutes={task.limit_minutes:g}"
-        limit = Limit(seconds=60 * task.limit_minutes, complaint=complaint)
+        limit = TimeLimit(seconds=60 * task.limit_minutes, message=complaint)
     worker = WorkerProcess(
         name=f"contender {task.contender}",
         module="benchmarks.measure",
@@ -109,20 +109,20 @@ def measured(task: BenchmarkTask) -> Result:
         hides_stderr=peer is not None or task.is_check,
     )
     if peer is not None and peer.isolation is not None:
-        worker = _isolated(worker, task, peer.isolation)
+        worker = _isolate(worker, task, peer.isolation)
     return Result(**json.loads(list(worker.lines())[-1]))
 
 
-def _isolated(worker: WorkerProcess, task: BenchmarkTask, isolation: Isolation) -> WorkerProcess:
+def _isolate(worker: WorkerProcess, task: BenchmarkTask, isolation: Isolation) -> WorkerProcess:
     """The worker in its own environment, with the file that it reads and what libraries take from the environment
     alone: how many threads, and what is loaded before them."""
-    python = python_of(isolation)
+    python = install_environment(isolation)
     libraries = {"OMP_NUM_THREADS": str(task.num_threads), "TOKENIZERS_PARALLELISM": "false"}
     if isolation.preloaded:
         folder = python.parent.parent / "lib"
         libraries["LD_PRELOAD"] = ":".join(str(folder / name) for name in isolation.preloaded)
     if isolation.gguf_kind is not None:
-        task = replace(task, path=str(_gguf_of(Path(task.path), isolation.gguf_kind)))
+        task = replace(task, path=str(_export_gguf(Path(task.path), isolation.gguf_kind)))
     return replace(
         worker,
         module=isolation.module,
@@ -132,10 +132,10 @@ def _isolated(worker: WorkerProcess, task: BenchmarkTask, isolation: Isolation) 
     )
 
 
-def python_of(isolation: Isolation) -> Path:
+def install_environment(isolation: Isolation) -> Path:
     """The Python of its environment, which is made first where there is none; that can take minutes. Raises
     WeightstreamError with what pip said."""
-    build = _build(isolation)
+    build = _build_environment(isolation)
     parts = (sys.version, *isolation.requirements, *isolation.unwanted, *build.values())
     key = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
     folder = cache_root() / "peers" / f"{isolation.name}-{key}"
@@ -152,7 +152,7 @@ def python_of(isolation: Isolation) -> Path:
     return python
 
 
-def _build(isolation: Isolation) -> dict[str, str]:
+def _build_environment(isolation: Isolation) -> dict[str, str]:
     """What the environment says to a build for less than this processor; nothing where it is for all of it."""
     isa = restriction()
     if isa is None or not isolation.is_built_here:
@@ -162,14 +162,14 @@ def _build(isolation: Isolation) -> dict[str, str]:
 
 def _pip(python: Path, isolation: Isolation, *arguments: str) -> None:
     command = [str(python), "-m", "pip", "--quiet", *arguments]
-    environment = {**os.environ, **_build(isolation)}
+    environment = {**os.environ, **_build_environment(isolation)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         last = " / ".join(done.stderr.strip().splitlines()[-3:])
         raise WeightstreamError(f"{', '.join(isolation.requirements)} cannot be installed: {last}")
 
 
-def _gguf_of(checkpoint: Path, kind: str) -> Path:
+def _export_gguf(checkpoint: Path, kind: str) -> Path:
     """The checkpoint as a GGUF file, written once, for as long as its own files stay as they are."""
     from .peers.gguf_export import export_gguf  # torch, which few workers' parents need
 
@@ -189,13 +189,13 @@ def gguf_path(checkpoint: Path, kind: str) -> Path:
 
 
 @contextmanager
-def _ended_after(limit: Limit | None, session: int) -> Iterator[Event]:
+def _kill_after(limit: TimeLimit | None, session: int) -> Iterator[Event]:
     """Ends the session past the limit, and sets the event then."""
     is_late = Event()
 
     def end() -> None:
         is_late.set()
-        _end_all(session)
+        _kill_session(session)
 
     timer = Timer(limit.seconds, end) if limit is not None else None
     if timer is not None:
@@ -209,7 +209,7 @@ def _ended_after(limit: Limit | None, session: int) -> Iterator[Event]:
 
 
 @contextmanager
-def _sigterm_unwinds() -> Iterator[None]:
+def _exit_on_sigterm() -> Iterator[None]:
     """The worker has a session of its own, which a signal to ours does not reach: it must be ended on the way out."""
 
     def leave(number: int, _: FrameType | None) -> None:
@@ -222,14 +222,14 @@ def _sigterm_unwinds() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _end_all(session: int) -> None:
+def _kill_session(session: int) -> None:
     try:
         os.killpg(session, signal.SIGKILL)
     except ProcessLookupError:
         return  # all have ended by themselves
 
 
-def failure(exit_code: int, stderr: str) -> str:
+def format_failure(exit_code: int, stderr: str) -> str:
     """Why a worker failed, in one line: the refusal or the error that it said last."""
     if exit_code < 0:
         return f"was ended by {signal.Signals(-exit_code).name}"

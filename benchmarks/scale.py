@@ -29,7 +29,7 @@ from runtime.units import MIB, round_up
 
 from .report import table
 from .rows import NUMBERS_OF_ROWS, StartCase, measure_start
-from .runner import answer
+from .runner import ask_worker
 from .task import Result, forget_pages
 from .weightstream import make_requests, measure_generation
 
@@ -66,7 +66,7 @@ QUANTITIES = ("num_layers", "vocab_size", "prompt_tokens", "block")
 NUM_DOUBLINGS = 3
 
 
-def sizes(base: ModelScale) -> dict[str, list[ModelScale]]:
+def doubled_sizes(base: ModelScale) -> dict[str, list[ModelScale]]:
     """The sizes by what is doubled, from `base` on: every quantity's first is the same."""
     return {quantity: [base.doubled(quantity, turn) for turn in range(NUM_DOUBLINGS + 1)] for quantity in QUANTITIES}
 
@@ -77,17 +77,17 @@ Say = Callable[[str], object]
 Measurements = Mapping[ModelScale, Sequence[Result]]
 
 
-def measured_size(size: ModelScale, path: Path, num_threads: int) -> Result:
+def measure_size(size: ModelScale, path: Path, num_threads: int) -> Result:
     """Measures in a process of its own."""
     question = {"size": asdict(size), "path": str(path), "num_threads": num_threads}
-    return Result(**answer(__name__, question))
+    return Result(**ask_worker(__name__, question))
 
 
 def measure_sizes(
-    base: ModelScale, num_rounds: int, num_threads: int, say: Say, measure: MeasureSize = measured_size
+    base: ModelScale, num_rounds: int, num_threads: int, say: Say, measure: MeasureSize = measure_size
 ) -> dict[ModelScale, list[Result]]:
     """Rounds alternate. Checkpoints lie in a temporary folder for as long."""
-    rounds: dict[ModelScale, list[Result]] = {size: [] for each in sizes(base).values() for size in each}
+    rounds: dict[ModelScale, list[Result]] = {size: [] for each in doubled_sizes(base).values() for size in each}
     with tempfile.TemporaryDirectory() as folder:
         paths = {size: Path(folder) / f"{size.num_layers}-{size.vocab_size}-{size.prompt_tokens}" for size in rounds}
         for path, size in {path: size for size, path in paths.items()}.items():
@@ -102,7 +102,7 @@ def measure_sizes(
 def measure_rows(say: Say, measure: MeasureRows = measure_start) -> dict[StartCase, Result]:
     """Each once: what is asked is how it grows."""
     results: dict[StartCase, Result] = {}
-    for rows in (StartCase(count=count, policy=policy) for policy in ("auto", "hrm") for count in NUMBERS_OF_ROWS):
+    for rows in (StartCase(num_rows=count, policy=policy) for policy in ("auto", "hrm") for count in NUMBERS_OF_ROWS):
         results[rows] = measure(rows)
         say(f"{rows}: {results[rows].seconds:.1f} s")
     return results
@@ -114,24 +114,24 @@ def scale_table(base: ModelScale, rounds: Measurements, rows: Mapping[StartCase,
     headings += ["peak above baseline", "of it KV", "read"]
     lines = [
         _row(quantity, size, before, rounds)
-        for quantity, grown in sizes(base).items()
-        for before, size in zip([None, *grown], grown, strict=False)
+        for quantity, doubled in doubled_sizes(base).items()
+        for before, size in zip([None, *doubled], doubled, strict=False)
     ]
-    return "\n\n".join([table(headings, lines), _layers(base, rounds), rows_table(rows)])
+    return "\n\n".join([table(headings, lines), _layer_growth(base, rounds), rows_table(rows)])
 
 
 def rows_table(results: Mapping[StartCase, Result]) -> str:
     """The seconds and MiB that a row adds are those beyond the fewest rows of the same policy."""
     table_rows = []
     for rows, result in results.items():
-        fewest = min((each for each in results if each.policy == rows.policy), key=lambda each: each.count)
-        num_more = rows.count - fewest.count
+        fewest = min((each for each in results if each.policy == rows.policy), key=lambda each: each.num_rows)
+        num_more = rows.num_rows - fewest.num_rows
         seconds, num_bytes = "-", "-"
         if num_more:
             seconds = f"{(result.seconds - results[fewest].seconds) / num_more * 1e3:.3f} ms"
             num_bytes = f"{(result.peak_bytes - results[fewest].peak_bytes) / num_more / 1024:.2f} KiB"
         peak = f"{result.peak_bytes / MIB:.0f} MiB"
-        table_rows.append([f"{rows.count:,}", rows.policy, f"{result.seconds:.1f} s", seconds, peak, num_bytes])
+        table_rows.append([f"{rows.num_rows:,}", rows.policy, f"{result.seconds:.1f} s", seconds, peak, num_bytes])
     more = "per row beyond the fewest"
     return table(["rows", "policy", "to the first pass", more, "peak memory", more], table_rows)
 
@@ -146,13 +146,13 @@ def _row(quantity: str, size: ModelScale, before: ModelScale | None, rounds: Mea
     return [*cells, *(f"{num / MIB:.0f} MiB" for num in (_peak_bytes(rounds[size]), size.kv_bytes, read))]
 
 
-def _layers(base: ModelScale, rounds: Measurements) -> str:
+def _layer_growth(base: ModelScale, rounds: Measurements) -> str:
     """What doubling the layers does to time and to memory beside keys and values."""
-    grown = sizes(base)[QUANTITIES[0]]
-    times = [_seconds(each, rounds[each]) for each in grown]
-    rooms = [_peak_bytes(rounds[each]) - each.kv_bytes for each in grown]
+    doubled = doubled_sizes(base)[QUANTITIES[0]]
+    times = [_seconds(each, rounds[each]) for each in doubled]
+    memory = [_peak_bytes(rounds[each]) - each.kv_bytes for each in doubled]
     return (
-        f"Each doubling of the layers takes {_ratios(times)} times as long and {_ratios(rooms)} times the memory "
+        f"Each doubling of the layers takes {_ratios(times)} times as long and {_ratios(memory)} times the memory "
         "beside keys and values."
     )
 

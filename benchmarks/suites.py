@@ -19,31 +19,31 @@ from .floor import compute_floors, floors_table, product_seconds
 from .gpu.suite import run_gpu
 from .instruction_sets import restrict_instructions
 from .larger_than_memory import run_larger
-from .policies import Attempt, attempts, policies_table, select_repeated
-from .predictions import Case, outcomes_of, predictions_table
-from .prefixes import prefix_task, prefixes_table, prompts_file
-from .products import measured_products, products_table
+from .policies import Attempt, policies_table, policy_attempts, select_repeated
+from .predictions import BlockCase, median_predictions, predictions_table
+from .prefixes import make_prefix_task, prefixes_table, prompts_file
+from .products import measure_products, products_table
 from .report import commit, hardware, speed_table
-from .runner import measured
+from .runner import run_measurement
 from .scale import ModelScale, measure_rows, measure_sizes, scale_table
-from .task import BenchmarkTask, Measured, Result
+from .task import BenchmarkTask, Result, SuiteResult
 
 Measure = Callable[[BenchmarkTask], Result]
 Say = Callable[[str], object]
 Named = TypeVar("Named")
 
-TRIED_PROMPTS, TRIED_NEW_TOKENS = 128, 8  # at most, to find a batch size
+SEARCH_PROMPTS, SEARCH_NEW_TOKENS = 128, 8  # at most, to find a batch size
 
 
-def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure = measured) -> Measured:
+def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure = run_measurement) -> SuiteResult:
     """`say` is told how each measurement went. Before the first round budgets are checked and batch sizes searched: of
     speed and predictions, a contender that cannot run, or a peer that takes too long, is left out, and the table says
     why. Raises WeightstreamError where none is left, and where Weightstream fails later."""
     with restrict_instructions(config.isa):
-        return _measured(config, paths, say, measure)
+        return _run_suite(config, paths, say, measure)
 
 
-def _measured(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure) -> Measured:
+def _run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure) -> SuiteResult:
     if config.suite is Suite.gpu:
         return run_gpu(config.gpu, config.prompt_tokens, config.rounds, say)
     if config.suite is Suite.evaluation:
@@ -51,42 +51,42 @@ def _measured(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
     if config.suite is Suite.larger_than_memory:
         return run_larger(config, say, measure)
     if config.suite is Suite.devices:
-        return _devices(config, paths[0], say)
+        return _run_devices(config, paths[0], say)
     if config.suite is Suite.policies:
-        return _policies(config, paths, say, measure)
+        return _run_policies(config, paths, say, measure)
     if config.suite is Suite.scale:
-        return _scale(config, say)
+        return _run_scale(config, say)
     if config.suite is Suite.blocks:
-        return _blocks(config, paths[0], say, measure)
+        return _run_blocks(config, paths[0], say, measure)
     if config.suite is Suite.floor:
-        return _floor(config, paths, say, measure)
+        return _run_floor(config, paths, say, measure)
     if config.suite is Suite.prefixes:
-        return _prefixes(config, paths[0], say, measure)
+        return _run_prefixes(config, paths[0], say, measure)
     blocks = config.blocks if config.suite is Suite.predictions else [config.num_prompts]
     tasks = {case: task for path in paths for case, task in _cases(config, path, config.contenders, blocks).items()}
-    rounds: dict[Case, list[Result]] = {case: [] for case in tasks}
+    rounds: dict[BlockCase, list[Result]] = {case: [] for case in tasks}
     refusals = _check_budgets(tasks, say, measure)
     if len(refusals) == len(tasks):
         raise WeightstreamError("no contender can run: " + "; ".join(refusals.values()))
     refusals |= _choose_batch_sizes(tasks, say, measure)
     for turn in range(config.rounds):
         left = {case: task for case, task in tasks.items() if case not in refusals}
-        refusals |= _measure_all(turn, left, rounds, say, measure)
+        refusals |= _run_round(turn, left, rounds, say, measure)
     rounds = {case: results for case, results in rounds.items() if case not in refusals}
     if config.suite is Suite.predictions:
-        table = predictions_table([outcome for case in rounds for outcome in outcomes_of(case, rounds[case])])
+        table = predictions_table([outcome for case in rounds for outcome in median_predictions(case, rounds[case])])
     else:
         table = speed_table({case.contender: results for case, results in rounds.items()}) if rounds else "Nothing ran."
         table += "".join(f"\n\n{case.contender} is left out: {why}" for case, why in refusals.items())
     return _make_result(table, rounds, [case for case in rounds if isinstance(tasks[case].entry, Peer)])
 
 
-def _policies(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure) -> Measured:
+def _run_policies(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure) -> SuiteResult:
     """All of them once, then again those between which the others decide nothing."""
-    rounds: dict[Attempt, list[Result]] = {attempt: [] for path in paths for attempt in attempts(config, path)}
+    rounds: dict[Attempt, list[Result]] = {attempt: [] for path in paths for attempt in policy_attempts(config, path)}
     for turn in range(config.rounds):
         again = select_repeated(rounds) if turn else rounds
-        _measure_all(turn, {attempt: attempt.task for attempt in again}, rounds, say, measure)
+        _run_round(turn, {attempt: attempt.task for attempt in again}, rounds, say, measure)
     return _make_result(policies_table(rounds), rounds)
 
 
@@ -108,24 +108,24 @@ def _choose_batch_sizes(tasks: dict[Named, BenchmarkTask], say: Say, measure: Me
     refusals: dict[Named, str] = {}
     for name, task in tasks.items():
         try:
-            tasks[name] = with_batch_size(task, measure, say)
+            tasks[name] = choose_batch_size(task, measure, say)
         except WeightstreamError as error:
-            refusals[name] = _refusal(task, error)
+            refusals[name] = _peer_refusal(task, error)
             say(f"{name}: {error}")
     return refusals
 
 
-def with_batch_size(task: BenchmarkTask, measure: Measure, say: Say) -> BenchmarkTask:
+def choose_batch_size(task: BenchmarkTask, measure: Measure, say: Say) -> BenchmarkTask:
     """`task` as it is where its batch size is given or it has none; else with the size after which the rate falls, or
     after which the peer fails. Raises WeightstreamError where it fails with the smallest."""
     entry = task.entry
     if task.batch_size is not None or not isinstance(entry, Peer) or not entry.batch_sizes:
         return task
-    num_prompts = min(task.num_prompts, TRIED_PROMPTS)
+    num_prompts = min(task.num_prompts, SEARCH_PROMPTS)
     sizes = [size for size in entry.batch_sizes if size <= num_prompts] or [num_prompts]
     if len(sizes) == 1:
         return replace(task, batch_size=sizes[0])
-    part = replace(task, num_prompts=num_prompts, num_new_tokens=min(task.num_new_tokens, TRIED_NEW_TOKENS))
+    part = replace(task, num_prompts=num_prompts, num_new_tokens=min(task.num_new_tokens, SEARCH_NEW_TOKENS))
     best, best_rate = sizes[0], 0.0
     for size in sizes:
         try:
@@ -142,7 +142,7 @@ def with_batch_size(task: BenchmarkTask, measure: Measure, say: Say) -> Benchmar
     return replace(task, batch_size=best)
 
 
-def _devices(config: BenchConfig, path: str, say: Say) -> Measured:
+def _run_devices(config: BenchConfig, path: str, say: Say) -> SuiteResult:
     task = make_task(config, Contender.nvme_unshared, path, config.num_prompts)
     rate = config.ranks.read_mb_per_second * 1e6
     cases = [
@@ -158,16 +158,16 @@ def _devices(config: BenchConfig, path: str, say: Say) -> Measured:
     return _make_result(devices_table(rounds), rounds)
 
 
-def _scale(config: BenchConfig, say: Say) -> Measured:
+def _run_scale(config: BenchConfig, say: Say) -> SuiteResult:
     sizes, rows = measure_sizes(ModelScale(), config.rounds, config.num_threads, say), measure_rows(say)
     return _make_result(
         scale_table(ModelScale(), sizes, rows), {**sizes, **{each: [result] for each, result in rows.items()}}
     )
 
 
-def _blocks(config: BenchConfig, path: str, say: Say, measure: Measure) -> Measured:
+def _run_blocks(config: BenchConfig, path: str, say: Say, measure: Measure) -> SuiteResult:
     tasks = _cases(config, path, [Contender.nvme], block_sizes(config.num_prompts))
-    rounds = _all_rounds(config.rounds, tasks, say, measure)
+    rounds = _run_rounds(config.rounds, tasks, say, measure)
     largest = max(rounds, key=lambda case: case.num_sequences)
     needed = needed_sequences(tasks[largest])
     rates = block_rates({case.num_sequences: results for case, results in rounds.items()}, config.num_new_tokens)
@@ -178,29 +178,29 @@ def _blocks(config: BenchConfig, path: str, say: Say, measure: Measure) -> Measu
     return replace(_make_result(blocks_table(largest.name, rates, needed), rounds), draw=draw)
 
 
-def _prefixes(config: BenchConfig, path: str, say: Say, measure: Measure) -> Measured:
+def _run_prefixes(config: BenchConfig, path: str, say: Say, measure: Measure) -> SuiteResult:
     rounds: dict[str, list[Result]] = {contender.value: [] for contender in config.contenders}
     refusals: dict[str, str] = {}
     with prompts_file(config, path) as file:
-        tasks = {contender.value: prefix_task(config, contender, path, file) for contender in config.contenders}
+        tasks = {contender.value: make_prefix_task(config, contender, path, file) for contender in config.contenders}
         for turn in range(config.rounds):
             left = {name: task for name, task in tasks.items() if name not in refusals}
-            refusals |= _measure_all(turn, left, rounds, say, measure)
+            refusals |= _run_round(turn, left, rounds, say, measure)
     rounds = {name: results for name, results in rounds.items() if name not in refusals}
     found = prefixes_table(rounds) if rounds else "Nothing ran."
     found += "".join(f"\n\n{name} is left out: {why}" for name, why in refusals.items())
     return _make_result(found, rounds, [name for name in rounds if isinstance(tasks[name].entry, Peer)])
 
 
-def _floor(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure) -> Measured:
+def _run_floor(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure) -> SuiteResult:
     """The plain reader takes part in every round, as the disk's speed changes. Products need numba's loops beside
     them."""
     tables: list[str] = []
-    rounds: dict[Case, list[Result]] = {}
+    rounds: dict[BlockCase, list[Result]] = {}
     for path in paths:
         tasks = _cases(config, path, [Contender.plain_read], [1])
         tasks |= _cases(config, path, config.contenders, config.blocks)
-        own = _all_rounds(config.rounds, tasks, say, measure)
+        own = _run_rounds(config.rounds, tasks, say, measure)
         reading, *cases = own
         seconds = product_seconds(tasks[reading])
         rate = median(result.rate for result in own[reading])
@@ -210,31 +210,31 @@ def _floor(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure
         rounds |= own
     if has_compiler():
         sizes = asdict(config.products)
-        found = measured_products(**sizes, num_threads=config.num_threads, rounds=config.rounds)
+        found = measure_products(**sizes, num_threads=config.num_threads, rounds=config.rounds)
         tables.append(products_table(found))
     return _make_result("\n\n".join(tables), rounds)
 
 
 def _cases(
     config: BenchConfig, path: str, contenders: Sequence[Contender], blocks: Sequence[int]
-) -> dict[Case, BenchmarkTask]:
+) -> dict[BlockCase, BenchmarkTask]:
     return {
-        Case(path=path, contender=contender.value, num_sequences=block): make_task(config, contender, path, block)
+        BlockCase(path=path, contender=contender.value, num_sequences=block): make_task(config, contender, path, block)
         for contender in contenders
         for block in blocks
     }
 
 
-def _all_rounds(
+def _run_rounds(
     num_rounds: int, tasks: Mapping[Named, BenchmarkTask], say: Say, measure: Measure
 ) -> dict[Named, list[Result]]:
     rounds: dict[Named, list[Result]] = {name: [] for name in tasks}
     for turn in range(num_rounds):
-        _measure_all(turn, tasks, rounds, say, measure)
+        _run_round(turn, tasks, rounds, say, measure)
     return rounds
 
 
-def _measure_all(
+def _run_round(
     turn: int, tasks: Mapping[Named, BenchmarkTask], rounds: Mapping[Named, list[Result]], say: Say, measure: Measure
 ) -> dict[Named, str]:
     """Why peers did not run."""
@@ -243,7 +243,7 @@ def _measure_all(
         try:
             result = measure(task)
         except WeightstreamError as error:
-            refusals[name] = _refusal(task, error)
+            refusals[name] = _peer_refusal(task, error)
             say(f"round {turn + 1} {name}: {error}")
             continue
         rounds[name].append(result)
@@ -251,13 +251,13 @@ def _measure_all(
     return refusals
 
 
-def _refusal(task: BenchmarkTask, error: WeightstreamError) -> str:
+def _peer_refusal(task: BenchmarkTask, error: WeightstreamError) -> str:
     """Raises it where it is Weightstream's own."""
     if not isinstance(task.entry, Peer):
         raise error
     return str(error)
 
 
-def _make_result(table: str, rounds: Mapping[Named, Sequence[Result]], peers: Sequence[Named] = ()) -> Measured:
+def _make_result(table: str, rounds: Mapping[Named, Sequence[Result]], peers: Sequence[Named] = ()) -> SuiteResult:
     named = {str(name): results for name, results in rounds.items()}
-    return Measured(table=table, rounds=named, peers=[str(name) for name in peers])
+    return SuiteResult(table=table, rounds=named, peers=[str(name) for name in peers])

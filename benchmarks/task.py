@@ -76,7 +76,7 @@ class Result:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class SuiteResult:
     """The results of a suite. `rounds` by contender; `peers`: those that are not Weightstream; `draw` publishes the
     suite's picture. `is_interrupted`: measurements are missing."""
 
@@ -109,20 +109,20 @@ def measure_peer(
     )
 
 
-def make_prompts(task: BenchmarkTask, vocab_size: int) -> list[list[int]]:
+def task_prompts(task: BenchmarkTask, vocab_size: int) -> list[list[int]]:
     """The token ids of a task's prompts."""
     if task.prompts_file is None:
-        return prompts(task.num_prompts, vocab_size, task.prompt_tokens)
+        return random_prompts(task.num_prompts, vocab_size, task.prompt_tokens)
     return json.loads(Path(task.prompts_file).read_text())[: task.num_prompts]
 
 
-def prompts(num_prompts: int, vocab_size: int, median_tokens: int) -> list[list[int]]:
+def random_prompts(num_prompts: int, vocab_size: int, median_tokens: int) -> list[list[int]]:
     random = np.random.default_rng(77)
     lengths = np.clip(np.round(np.exp(random.normal(np.log(median_tokens), 0.7, num_prompts))), 16, 256).astype(int)
     return [random.integers(10, vocab_size - 10, size=int(length)).tolist() for length in lengths]
 
 
-def batches(prompts: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+def batches_by_length(prompts: Sequence[Sequence[int]], size: int) -> list[list[int]]:
     """Prompt numbers in batches of similar length, the longest first."""
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     return [order[begin : begin + size] for begin in range(0, len(order), size)]

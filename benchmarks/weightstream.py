@@ -32,7 +32,7 @@ from runtime.stream.host_memory import peak_resident_bytes
 from runtime.trace import Trace
 
 from .contenders import OwnContender
-from .task import BenchmarkTask, Result, make_prompts
+from .task import BenchmarkTask, Result, task_prompts
 
 AMPLE = Budgets(host_bytes=1 << 60)
 
@@ -40,7 +40,7 @@ AMPLE = Budgets(host_bytes=1 << 60)
 def _policy(task: BenchmarkTask) -> PolicyConfig:
     """The policy of the task; a search may choose all of it."""
     ours = task.entry if isinstance(task.entry, OwnContender) else OwnContender(tier=Tier.nvme)
-    kind, admission, shares = PolicyKind(task.policy), ours.admission, ours.shares
+    kind, admission, shares = PolicyKind(task.policy), ours.admission, ours.share_prefixes
     if kind is not PolicyKind.fixed:
         return PolicyConfig(kind=kind, admission=admission, share_prefixes=shares)
     return PolicyConfig(
@@ -76,7 +76,7 @@ def open_runtime(
         machine=MachineConfig(num_threads=task.num_threads),
     )
     runtime = make(config, trace=trace)
-    ids = make_prompts(task, runtime.model.shape.vocab_size)
+    ids = task_prompts(task, runtime.model.shape.vocab_size)
     requests, longest = make_requests(runtime, ids), max(map(len, ids))
     if len(requests) < len(ids):
         raise WeightstreamError(

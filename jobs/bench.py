@@ -32,7 +32,7 @@ def main(composed: Composed) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from benchmarks.report import commit, draw_rates, hardware, restricted, round_rows, stated
+    from benchmarks.report import commit, draw_rates, format_provenance, format_restriction, hardware, round_rows
     from benchmarks.suites import run_suite
     from runtime.checkpoint_source.location import find_checkpoint
 
@@ -41,10 +41,10 @@ def main(composed: Composed) -> None:
     done = run_suite(config, paths, lambda line: print(line, file=sys.stderr, flush=True))
     shown = [argument for argument in sys.argv[1:] if not any(key in argument for key in NAMES_FILES)]
     command = "python -m jobs.bench " + " ".join(shown)
-    table = f"{done.table}\n\n{stated(config.rounds, command.strip())}"
+    table = f"{done.table}\n\n{format_provenance(config.rounds, command.strip())}"
     if config.isa is not None:
         taking_part = config.larger.peers if config.suite is Suite.larger_than_memory else config.contenders
-        table = f"{restricted(machine, config.isa, taking_part)}\n\n{table}"
+        table = f"{format_restriction(machine, config.isa, taking_part)}\n\n{table}"
     folder = Path(config.output_root) / "bench" / config.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(table + "\n")

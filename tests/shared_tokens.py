@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.prefixes import few_shot
+from benchmarks.prefixes import few_shot_prompts
 from jobs.datasets.config import DatasetConfig, DatasetKind, read_rows
 from runtime import Runtime, Targets
 from runtime.batching.prefixes import num_spared
@@ -61,13 +61,13 @@ def scoring(pairs: Sequence[tuple[str, Sequence[str]]]) -> Ask:
 def gsm8k(data: Path) -> Ask:
     rows = [json.loads(line) for line in (data / "gsm8k" / "test.jsonl").read_text().splitlines()]
     texts = [(row["question"], row["answer"]) for row in rows[: 8 + 512]]
-    return generating(list(few_shot(texts, 8)))
+    return generating(list(few_shot_prompts(texts, 8)))
 
 
 def bbh(data: Path) -> Ask:
     examples = json.loads((data / "bbh" / "logical_deduction_three_objects.json").read_text())["examples"]
     texts = [(each["input"], each["target"]) for each in examples]
-    return scoring([(prompt, [" (A)", " (B)", " (C)"]) for prompt in few_shot(texts, 3)])
+    return scoring([(prompt, [" (A)", " (B)", " (C)"]) for prompt in few_shot_prompts(texts, 3)])
 
 
 def helm(data: Path) -> Ask:

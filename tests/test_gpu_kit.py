@@ -52,7 +52,7 @@ def test_the_probe_times_each_stored_format_by_each_way() -> None:
     names = [name for name, _ in probe.products()]
     for format in probe.STORED:
         assert [name.partition(",")[0] for name in names if name.startswith(format)] == [
-            *(f"{format} by {way}" for way in probe.ways(probe.STORED[format](format))),
+            *(f"{format} by {way}" for way in probe.product_kernels(probe.STORED[format](format))),
             format,
         ]
 

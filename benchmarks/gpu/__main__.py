@@ -44,7 +44,7 @@ class GpuSettings:
             require(getattr(self, key) >= 1, f"{key} must be 1 or more, got {getattr(self, key)}")
 
 
-def settings(arguments: Sequence[str]) -> GpuSettings:
+def parse_settings(arguments: Sequence[str]) -> GpuSettings:
     """The settings that the command line asks for. Raises ConfigError."""
     gpu, others = dict(TOY) if "toy" in arguments else {}, dict[str, object]()
     for argument in arguments:
@@ -71,7 +71,7 @@ def _value(value: str) -> object:
 
 def main() -> None:
     try:
-        wanted = settings(sys.argv[1:])
+        wanted = parse_settings(sys.argv[1:])
         measured = run_gpu(wanted.gpu, wanted.prompt_tokens, wanted.rounds, _say)
     except WeightstreamError as error:
         _say(f"error: {error}")

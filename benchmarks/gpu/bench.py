@@ -45,12 +45,12 @@ from runtime.units import GIB, format_bytes, gib_to_bytes
 
 from ..contenders import DEEPSPEED_VARIANT, HOST, VARIANTS, OwnContender, Variant
 from ..peers.hugging_face import DeviceModel, build_model, offload_model
-from ..task import forget_pages, prompts
+from ..task import forget_pages, random_prompts
 from ..weightstream import make_requests, measure_generation
 from .config import MODELS
-from .device import limit, measure_link, reserved_peak_bytes, reset_memory
+from .device import limit_memory, measure_link, reserved_peak_bytes, reset_memory
 from .progress import ReportingDevice, WorkerProgress
-from .random_init import INT4, RandomInitModel, RandomInitRuntime, outline_model, parameters_of, size_of
+from .random_init import INT4, RandomInitModel, RandomInitRuntime, model_size, outline_model, unique_parameters
 from .task import GpuMachine, GpuTask, VariantMeasurement, phases_of
 
 log = logging.getLogger(__name__)
@@ -61,8 +61,8 @@ NUM_COPIES = 2  # of the weights in host memory
 HOST_SHARE = 0.75  # of free memory, that they may take: buffers for what is read from disk come on top
 DEVICE_SHARE = 0.7  # of the device, that the weights of the cut model may take
 DISK_LAYERS, DISK_SHARE = 4, 0.5  # of the model on disk, at most, and of the disk's free bytes that it may take
-MANY_WORDS = 1000  # a vocabulary of any size gives prompts of the same lengths
-MOST_THREADS = 16  # that draw; more are no faster than memory
+ANY_VOCAB_SIZE = 1000  # a vocabulary of any size gives prompts of the same lengths
+MAX_THREADS = 16  # that draw; more are no faster than memory
 HOST_STEPS = 8  # of a layer, in which a host budget grows until one is kept beside what is read
 
 
@@ -71,9 +71,9 @@ class GpuBench:
 
     def __init__(self, task: GpuTask, folder: Path, device: ComputeDevice, progress: WorkerProgress):
         self._task, self._device, self._progress, gpu = task, device, progress, task.gpu
-        self._num_threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._device_bytes = gib_to_bytes(gpu.device_memory_gib)
-        size, free_bytes = size_of(gpu, folder), available_bytes()
+        size, free_bytes = model_size(gpu, folder), available_bytes()
         most = gpu.num_layers or MODELS[gpu.model].num_layers
         num_layers = gpu.num_layers or size.layers_within(HOST_SHARE * free_bytes / NUM_COPIES, most)
         cut_layers = size.layers_within(DEVICE_SHARE * self._device_bytes, num_layers)
@@ -84,7 +84,7 @@ class GpuBench:
         self._num_disk_layers = size.layers_within(disk_bytes, min(DISK_LAYERS, num_layers))
         self._disk_model: RandomInitModel | None = None
         self._folder, self._layer_bytes = folder, size.layer_bytes
-        self._weight_bytes = size.of_layers(num_layers)
+        self._weight_bytes = size.total_bytes(num_layers)
         self._host_gib = (free_bytes - self._weight_bytes) / GIB  # later, what torch keeps pinned looks taken
         self._runtimes: dict[Variant, Runtime] = {}
         self._rates: MachineRates | None = None  # measured once for all: they only predict here, and decide nothing
@@ -105,7 +105,7 @@ class GpuBench:
     def measure(self, variant: Variant) -> VariantMeasurement:
         """Raises what a peer raises, or WeightstreamError. Nobody gets more of the device than may be used."""
         reset_memory(self._device)
-        limit(self._device, self._device_bytes)
+        limit_memory(self._device, self._device_bytes)
         measured = self._peer(variant) if variant.is_peer else self._weightstream(variant)
         assert measured.result is not None, "what raises nothing has a result"
         peak_bytes = reserved_peak_bytes(self._device)
@@ -113,7 +113,7 @@ class GpuBench:
 
     def _model(self, variant: Variant) -> RandomInitModel:
         if variant.is_on_disk:
-            return self._on_disk()
+            return self._write_disk_model()
         if variant.is_int4:
             if self._int4_model is None:
                 self._progress("rounding numbers to four bits, in groups that share a scale")
@@ -121,7 +121,7 @@ class GpuBench:
             return self._int4_model
         return self._cut_model if variant.is_cut else self._whole_model
 
-    def _on_disk(self) -> RandomInitModel:
+    def _write_disk_model(self) -> RandomInitModel:
         """Written when it is first asked for; none of it stays in the page cache."""
         if self._disk_model is None:
             self._progress(f"writing {self._num_disk_layers} layers of {format_bytes(self._layer_bytes)} each to disk")
@@ -171,7 +171,7 @@ class GpuBench:
         if variant not in self._runtimes:
             config, model = self._config(variant), self._model(variant)
             weights = None if variant.is_on_disk else model.weights
-            count = partial(self._progress.count, "synthesising")
+            count = partial(self._progress.count_bytes, "synthesising")
             self._runtimes[variant] = RandomInitRuntime(config, self._device, weights, count)
         return self._runtimes[variant]
 
@@ -189,8 +189,8 @@ class GpuBench:
             kv=KVConfig(tier=ours.kv, device_fraction=0.0 if ours.kv is KVTier.cpu else None),
             policy=PolicyConfig(
                 kind=PolicyKind.fixed,
-                micro_batch_size=-(-gpu.num_prompts // (variant.part * _lanes(variant))),
-                num_micro_batches=_lanes(variant),
+                micro_batch_size=-(-gpu.num_prompts // (variant.prompt_divisor * _num_lanes(variant))),
+                num_micro_batches=_num_lanes(variant),
                 schedule=ours.schedule,
                 attention=ours.attention,
                 admission=ours.admission,
@@ -201,14 +201,14 @@ class GpuBench:
         )
 
     def _chunk_tokens(self, variant: Variant) -> int:
-        if variant.num_pieces == 1:
+        if variant.num_prefill_chunks == 1:
             return CHUNK_TOKENS
         gpu = self._task.gpu
-        lengths = [len(ids) for ids in prompts(gpu.num_prompts, MANY_WORDS, self._task.prompt_tokens)]
-        return -(-sum(lengths) // (variant.part * _lanes(variant) * variant.num_pieces))
+        lengths = [len(ids) for ids in random_prompts(gpu.num_prompts, ANY_VOCAB_SIZE, self._task.prompt_tokens)]
+        return -(-sum(lengths) // (variant.prompt_divisor * _num_lanes(variant) * variant.num_prefill_chunks))
 
     def _peer(self, variant: Variant) -> VariantMeasurement:
-        peer, ids = (self._model_on_host if variant.is_cut else self._offloaded)(variant), self._prompts(variant)
+        peer, ids = (self._in_device if variant.is_cut else self._offloaded)(variant), self._prompts(variant)
         if variant not in self._batch_sizes:
             self._progress("trying batches, the largest first")
             self._batch_sizes[variant] = peer.largest_batch(ids, lambda: reset_memory(self._device))
@@ -222,13 +222,13 @@ class GpuBench:
             variant=variant.name, num_layers=self._model(variant).num_layers, num_sequences=size, result=result
         )
 
-    def _model_on_host(self, variant: Variant) -> DeviceModel:
+    def _in_device(self, variant: Variant) -> DeviceModel:
         """One tensor after the other, so that host memory holds no third copy."""
         place, model = self._device.torch_device, self._model(variant)
         self._progress(f"synthesising {model.num_layers} layers of {format_bytes(self._layer_bytes)} in the device")
         there = {
             name: tensor.to(place)
-            for parameter in parameters_of(self._runtime(variant))
+            for parameter in unique_parameters(self._runtime(variant))
             for name, tensor in model.weights.tensors([parameter], self._num_threads).items()
         }
         held = build_model(model.path, there)
@@ -239,7 +239,7 @@ class GpuBench:
         """Made once: it is the second copy of the weights."""
         if self._whole is None:
             self._progress(f"synthesising {format_bytes(self._weight_bytes)}, the peer's own copy")
-            tensors = self._model(variant).weights.tensors(parameters_of(self._runtime(variant)), self._num_threads)
+            tensors = self._model(variant).weights.tensors(unique_parameters(self._runtime(variant)), self._num_threads)
             model = build_model(self._model(variant).path, tensors)
             self._whole = (
                 _partitioned(model, self._device) if self._task.is_alone else offload_model(model, self._device)
@@ -248,10 +248,12 @@ class GpuBench:
 
     def _prompts(self, variant: Variant) -> list[list[int]]:
         vocab_size, gpu = self._runtime(variant).model.shape.vocab_size, self._task.gpu
-        return prompts(gpu.num_prompts, vocab_size, self._task.prompt_tokens)[: max(1, gpu.num_prompts // variant.part)]
+        return random_prompts(gpu.num_prompts, vocab_size, self._task.prompt_tokens)[
+            : max(1, gpu.num_prompts // variant.prompt_divisor)
+        ]
 
 
-def _lanes(variant: Variant) -> int:
+def _num_lanes(variant: Variant) -> int:
     """Each lane is launched by itself, and where nothing is streamed that is most of a decode pass."""
     return 1 if variant.is_cut else MICRO_BATCHES
 
@@ -262,27 +264,27 @@ def measurements(
     """The machine, then rounds that alternate. A variant that cannot run is named once, and so is one that no time was
     left for: none begins that takes longer than there is time left, by what it took before or, at first, by what the
     slowest of its kind did, peers or ours."""
-    end = (time.monotonic() if task.begun is None else task.begun) + task.seconds
+    end = (time.monotonic() if task.start_time is None else task.start_time) + task.seconds
     with tempfile.TemporaryDirectory() as folder:
         bench = GpuBench(task, Path(folder), device, progress)
         yield bench.machine()
-        left = [DEEPSPEED_VARIANT] if task.is_alone else list(VARIANTS)
-        took: dict[Variant, float] = {}
+        pending = [DEEPSPEED_VARIANT] if task.is_alone else list(VARIANTS)
+        durations: dict[Variant, float] = {}
         for number in range(1, task.rounds + 1):
-            for variant in list(left):
+            for variant in list(pending):
                 begin = time.monotonic()
-                alike = [seconds for each, seconds in took.items() if each.is_peer == variant.is_peer]
-                if begin + took.get(variant, max(alike or took.values(), default=0.0)) >= end:
-                    if variant not in took:
-                        left.remove(variant)
+                similar = [seconds for each, seconds in durations.items() if each.is_peer == variant.is_peer]
+                if begin + durations.get(variant, max(similar or durations.values(), default=0.0)) >= end:
+                    if variant not in durations:
+                        pending.remove(variant)
                         yield VariantMeasurement(variant=variant.name, refusal=f"no time was left of {_minutes(task)}")
                     continue
-                progress.begin(f"{variant.name}, round {number}")
+                progress.begin_variant(f"{variant.name}, round {number}")
                 measurement = _measure_safely(bench, variant)
                 if measurement.refusal:
-                    left.remove(variant)
+                    pending.remove(variant)
                 else:
-                    took[variant] = time.monotonic() - begin
+                    durations[variant] = time.monotonic() - begin
                 yield measurement
 
 
@@ -304,7 +306,7 @@ def _measure_safely(bench: GpuBench, variant: Variant) -> VariantMeasurement:
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Raises ConfigError where there is no such device."""
     task = build(GpuTask, question)
-    progress = WorkerProgress(time.monotonic() if task.begun is None else task.begun)
+    progress = WorkerProgress(time.monotonic() if task.start_time is None else task.start_time)
     progress(f"the worker has imported torch {torch.__version__}, and opens {task.gpu.device}")
     if task.gpu.device != "cpu" and not torch.accelerator.is_available():
         raise ConfigError(f"gpu.device={task.gpu.device}: torch {torch.__version__} finds no accelerator here")

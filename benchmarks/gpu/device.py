@@ -11,13 +11,13 @@ from runtime.stream.device import ComputeDevice
 from runtime.units import MIB
 
 COPY_BYTES, NUM_READINGS = 256 * MIB, 4
-OTHERS = (HOST_READ, HOST_COPY, DEVICE_COPY)
+NON_LINK_PROBES = (HOST_READ, HOST_COPY, DEVICE_COPY)
 
 
 def measure_link(device: ComputeDevice) -> dict[str, float]:
     """GB/s of pinned memory in both directions, alone and at once, and of pageable memory: the fastest of some
     readings; the first, which may be anything, is not counted. Empty on a CPU."""
-    probes = [probe for probe in memory_probes(device, num_bytes=COPY_BYTES) if probe.name not in OTHERS]
+    probes = [probe for probe in memory_probes(device, num_bytes=COPY_BYTES) if probe.name not in NON_LINK_PROBES]
     return {probe.name: max([probe.read() for _ in range(NUM_READINGS)][1:]) for probe in probes}
 
 
@@ -25,7 +25,7 @@ def format_link(link: Mapping[str, float]) -> str:
     return "Link: " + "; ".join(f"{name} {rate:.1f} GB/s" for name, rate in link.items()) + "." if link else "No link."
 
 
-def limit(device: ComputeDevice, num_bytes: int) -> None:
+def limit_memory(device: ComputeDevice, num_bytes: int) -> None:
     """Limits what torch's allocator may take in this process from now on. Nothing on a CPU."""
     if device.torch_device.type == "cuda":
         device.set_memory_limit(num_bytes)
@@ -42,7 +42,7 @@ def reset_memory(device: ComputeDevice) -> None:
 
 
 def reserved_peak_bytes(device: ComputeDevice) -> int:
-    """Most that torch's allocator held since `start_anew`, in use or not; 0 on a CPU."""
+    """Most that torch's allocator held since `reset_memory`, in use or not; 0 on a CPU."""
     if device.torch_device.type == "cpu":
         return 0
     return torch.accelerator.max_memory_reserved(device.torch_device)

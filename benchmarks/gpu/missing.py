@@ -15,38 +15,42 @@ WHEELS = "docs/how-to/gpu-first-run.md says how to bring wheels along"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Need:
+class PackageNeed:
     """A package that is imported as `module`. `cost`: what is not measured without it; None: nothing is."""
 
     name: str
     module: str
-    cost: str | None = None
+    consequence: str | None = None
 
 
 NEEDS = (
-    Need(name="torch", module="torch"),
-    Need(name="transformers", module="transformers"),
-    Need(name="safetensors", module="safetensors"),
-    Need(name="greenlet", module="greenlet"),
-    Need(name="numba", module="numba", cost="'weightstream, attention=cpu' is left out, as torch operators would run"),
-    Need(name="accelerate", module="accelerate", cost="'accelerate cpu_offload' is left out"),
-    Need(name="deepspeed", module="deepspeed", cost="'deepspeed ZeRO-Inference' is left out"),
+    PackageNeed(name="torch", module="torch"),
+    PackageNeed(name="transformers", module="transformers"),
+    PackageNeed(name="safetensors", module="safetensors"),
+    PackageNeed(name="greenlet", module="greenlet"),
+    PackageNeed(
+        name="numba",
+        module="numba",
+        consequence="'weightstream, attention=cpu' is left out, as torch operators would run",
+    ),
+    PackageNeed(name="accelerate", module="accelerate", consequence="'accelerate cpu_offload' is left out"),
+    PackageNeed(name="deepspeed", module="deepspeed", consequence="'deepspeed ZeRO-Inference' is left out"),
 )
 
 
 def missing_required() -> list[str]:
     """Names of the packages without which nothing runs and that are not there."""
-    return [need.name for need in NEEDS if need.cost is None and not is_installed(need.module)]
+    return [need.name for need in NEEDS if need.consequence is None and not is_installed(need.module)]
 
 
 def missing_messages() -> Iterator[str]:
     """One line for each package that is missing, or of a version that pyproject.toml does not name."""
-    wanted = _requirements()
+    requirements = _requirements()
     for need in NEEDS:
         if not is_installed(need.module):
-            yield f"{need.name} is not installed: {need.cost or 'nothing of Weightstream runs'}. {WHEELS}"
-        elif (required := wanted.get(need.name)) and (found := _version(need.name)) not in required.specifier:
-            yield f"{need.name} {found} is installed, pyproject.toml wants {required}: what follows was never tested"
+            yield f"{need.name} is not installed: {need.consequence or 'nothing of Weightstream runs'}. {WHEELS}"
+        elif (required := requirements.get(need.name)) and (installed := _version(need.name)) not in required.specifier:
+            yield f"{need.name} {installed} is installed, pyproject.toml requires {required}: not a tested version"
 
 
 def _requirements() -> Mapping[str, Requirement]:

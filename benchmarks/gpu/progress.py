@@ -11,7 +11,7 @@ from runtime.stream.device import ComputeDevice
 from runtime.units import MIB, format_bytes
 
 SECONDS_BETWEEN = 5.0  # of two lines on the same amount
-MUCH_BYTES = 64 * MIB  # to pin less is not told
+MIN_REPORTED_BYTES = 64 * MIB  # to pin less is not told
 
 
 class WorkerProgress:
@@ -25,7 +25,7 @@ class WorkerProgress:
         with self._lock:
             self._write(line)
 
-    def count(self, what: str, num_bytes: int) -> None:
+    def count_bytes(self, what: str, num_bytes: int) -> None:
         """Tells of bytes as they are done: at once of the first, then now and then of all so far."""
         with self._lock:
             self._done[what] = self._done.get(what, 0) + num_bytes
@@ -34,7 +34,7 @@ class WorkerProgress:
                 self._told[what] = now
                 self._write(f"{what} {format_bytes(self._done[what])} so far")
 
-    def begin(self, line: str) -> None:
+    def begin_variant(self, line: str) -> None:
         """Says a line from which on amounts are counted anew."""
         with self._lock:
             self._done.clear()
@@ -54,6 +54,6 @@ class ReportingDevice(ComputeDevice):
         self._progress = progress
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        if self.is_accelerator and num_bytes >= MUCH_BYTES:
-            self._progress.count("pinning", num_bytes)
+        if self.is_accelerator and num_bytes >= MIN_REPORTED_BYTES:
+            self._progress.count_bytes("pinning", num_bytes)
         return super().host_buffer(num_bytes)

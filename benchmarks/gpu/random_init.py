@@ -45,7 +45,7 @@ CHUNK_BYTES = 16 * MIB
 SHARD_BYTES = 5 * GIB
 INT4 = Rounding("int4")
 
-Source = tuple[np.ndarray, int]  # bytes that are repeated without end, and where a tensor begins in them
+TileWindow = tuple[np.ndarray, int]  # bytes that are repeated without end, and where a tensor begins in them
 
 
 class RandomInitWeights:
@@ -57,8 +57,8 @@ class RandomInitWeights:
         self._files: dict[str, list[TensorSlice]] = {}
         for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
             self._files.setdefault(tensor.file, []).append(tensor)
-        self._sources = dict(_sources(weights, rounding))
-        assert self._sources.keys() == tensors.keys(), "the outline holds what is drawn"
+        self._windows = dict(_tile_windows(weights, rounding))
+        assert self._windows.keys() == tensors.keys(), "the outline holds what is drawn"
 
     def fill(self, file: str, offset: int, target: memoryview) -> None:
         """Writes what `file` would hold from `offset` on; what is in no tensor stays as it is."""
@@ -73,7 +73,7 @@ class RandomInitWeights:
                 self._copy(tensor.name, begin - tensor.offset, view[begin - offset : stop - offset])
 
     def _copy(self, name: str, at: int, view: np.ndarray) -> None:
-        (source, first), done = self._sources[name], 0
+        (source, first), done = self._windows[name], 0
         while done < len(view):
             begin = (first + at + done) % len(source)
             count = min(len(view) - done, len(source) - begin)
@@ -103,7 +103,7 @@ class RandomInitWeights:
         chunks = [
             (piece.file, piece.offset + begin, view[begin : begin + CHUNK_BYTES])
             for parameter in parameters
-            for piece, view in _runs(parameter, tensors[parameter.name])
+            for piece, view in _slice_views(parameter, tensors[parameter.name])
             for begin in range(0, piece.num_bytes, CHUNK_BYTES)
         ]
         with ThreadPoolExecutor(num_threads) as pool:
@@ -111,7 +111,7 @@ class RandomInitWeights:
         return tensors
 
 
-def _sources(weights: RandomWeights, rounding: Rounding | None) -> Iterator[tuple[str, Source]]:
+def _tile_windows(weights: RandomWeights, rounding: Rounding | None) -> Iterator[tuple[str, TileWindow]]:
     """The name of each tensor as it is stored, and its numbers."""
     normal = torch.empty(TILE_ELEMENTS).normal_(generator=torch.Generator().manual_seed(0))
     tiles, rounded_tiles = dict[float, np.ndarray](), dict[float, tuple[np.ndarray, np.ndarray]]()
@@ -161,7 +161,7 @@ class RandomInitReader(Reader):
         return ChunkTiming(begin, time.monotonic(), len(view))
 
 
-def _runs(parameter: Parameter, tensor: torch.Tensor) -> list[tuple[TensorSlice, memoryview]]:
+def _slice_views(parameter: Parameter, tensor: torch.Tensor) -> list[tuple[TensorSlice, memoryview]]:
     """Row blocks and experts lie one behind the other in a contiguous tensor."""
     pieces = [piece for entry in parameter.pieces for piece in entry]
     assert sum(piece.num_bytes for piece in pieces) == tensor.nbytes, f"{parameter.name} is not made of plain rows"
@@ -194,7 +194,7 @@ class ModelSize:
     layer_bytes: int
     outer_bytes: int
 
-    def of_layers(self, num_layers: int) -> int:
+    def total_bytes(self, num_layers: int) -> int:
         return self.outer_bytes + num_layers * self.layer_bytes
 
     def layers_within(self, num_bytes: float, most: int) -> int:
@@ -210,7 +210,7 @@ def outline_model(gpu: GpuConfig, folder: Path, num_layers: int, rounding: Round
         for file in path.glob("*.safetensors*"):
             file.unlink()
         stored = [_stored(spec, rounding) if _is_rounded(spec, rounding) else (spec,) for spec in weights.specs]
-        write_outline(path, plan_shards([spec for specs in stored for spec in specs], SHARD_BYTES), _sums_of_holes)
+        write_outline(path, plan_shards([spec for specs in stored for spec in specs], SHARD_BYTES), _zero_digests)
         config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         config["quantization_config"] = {"quant_method": METHOD, "format": str(rounding)}
         (path / CONFIG).write_text(json.dumps(config), encoding="utf-8")
@@ -218,14 +218,14 @@ def outline_model(gpu: GpuConfig, folder: Path, num_layers: int, rounding: Round
     return RandomInitModel(path=path, num_layers=num_layers, weights=random_weights)
 
 
-def _sums_of_holes(num_bytes: int) -> dict[str, str]:
+def _zero_digests(num_bytes: int) -> dict[str, str]:
     """What a packed shard says of itself, which a start looks at in the file: there are zeros."""
     num_whole, rest = divmod(num_bytes, PIECE_BYTES)
     sums = f"{crc32(bytes(PIECE_BYTES)):08x}" * num_whole + (f"{crc32(bytes(rest)):08x}" if rest else "")
     return {METADATA: json.dumps({"source": "random numbers", "crc32": sums, "tensors": {}})}
 
 
-def size_of(gpu: GpuConfig, folder: Path) -> ModelSize:
+def model_size(gpu: GpuConfig, folder: Path) -> ModelSize:
     """The bytes of one layer and of what is around all of them. Writes the outline of a model of one."""
     specs = _write_outline(gpu, folder / "one", 1).specs
     layer = sum(spec.num_bytes for spec in specs if ".layers." in spec.name)
@@ -258,6 +258,6 @@ class RandomInitRuntime(Runtime):
         return RandomInitReader(self._weights, self.config.offload.reader_threads, self._count)
 
 
-def parameters_of(runtime: Runtime) -> list[Parameter]:
+def unique_parameters(runtime: Runtime) -> list[Parameter]:
     """All parameters of its model, tied ones once."""
     return list({p.name: p for stage in runtime.model.shape.stages for p in stage.parameters}.values())

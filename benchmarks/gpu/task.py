@@ -18,7 +18,7 @@ class GpuTask:
     prompt_tokens: int
     rounds: int
     seconds: float
-    begun: float | None = None
+    start_time: float | None = None
     is_alone: bool = False
 
 

@@ -29,10 +29,10 @@ OUTER = {
 EXPERT_NAMES = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
 
 
-class Source(NamedTuple):
+class TensorSource(NamedTuple):
     """Where the weights of a tensor lie: the shards and names of one matrix, or of all experts', in their order."""
 
-    places: Sequence[tuple[Path, str]]
+    parts: Sequence[tuple[Path, str]]
     shape: Sequence[int]
     num_rotated_heads: int | None = None
 
@@ -68,13 +68,13 @@ def _write(target: Path, checkpoint: Path, config: Mapping[str, Any], kind: str)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, source in sources.items():
-        writer.write_tensor_data(_quantized(source, stored[name]))
+        writer.write_tensor_data(_quantize(source, stored[name]))
     if factors is not None:
         writer.write_tensor_data(factors)
     writer.close()
 
 
-def _is_matrix(name: str, source: Source) -> bool:
+def _is_matrix(name: str, source: TensorSource) -> bool:
     return len(source.shape) > 1 and not name.endswith("ffn_gate_inp.weight")
 
 
@@ -87,15 +87,15 @@ def _numpy_layout(shape: Sequence[int], kind: Any) -> tuple[np.dtype[Any], Seque
     return np.dtype("uint8"), quant_shape_to_byte_shape(shape, kind)
 
 
-def _quantized(source: Source, kind: Any) -> np.ndarray:
+def _quantize(source: TensorSource, kind: Any) -> np.ndarray:
     from gguf.quants import quantize
 
     matrices = list[np.ndarray]()
-    for file, key in source.places:
+    for file, key in source.parts:
         with safe_open(file, framework="pt") as weights:
             tensor = weights.get_tensor(key).float()
         heads = source.num_rotated_heads
-        matrices.append(quantize((tensor if heads is None else _interleaved(tensor, heads)).numpy(), kind))
+        matrices.append(quantize((tensor if heads is None else _interleave_rotary_pairs(tensor, heads)).numpy(), kind))
     return np.stack(matrices) if len(source.shape) > 2 else matrices[0]
 
 
@@ -117,16 +117,16 @@ def _add_keys(writer: Any, config: Mapping[str, Any]) -> None:
         writer.add_expert_used_count(config["num_experts_per_tok"])
 
 
-def _sources(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Source]:
+def _sources(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, TensorSource]:
     """The tensors of the file, by llama.cpp's names."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    found, stacks = dict[str, Source](), dict[str, dict[int, Source]]()
+    sources, stacks = dict[str, TensorSource](), dict[str, dict[int, TensorSource]]()
     for file in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
             for key in weights.keys():  # noqa: SIM118 - the file is no mapping
-                source = Source([(file, key)], weights.get_slice(key).get_shape())
+                source = TensorSource([(file, key)], weights.get_slice(key).get_shape())
                 if key in OUTER:
-                    found[OUTER[key]] = source
+                    sources[OUTER[key]] = source
                     continue
                 layer, _, inner = key.removeprefix("model.layers.").partition(".")
                 inner = inner.removesuffix(".weight")
@@ -135,14 +135,14 @@ def _sources(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Source]:
                     stacks.setdefault(f"blk.{layer}.{EXPERT_NAMES[matrix]}.weight", {})[int(expert)] = source
                     continue
                 name = NAMES[inner]
-                found[f"blk.{layer}.{name}.weight"] = source._replace(num_rotated_heads=heads.get(name))
+                sources[f"blk.{layer}.{name}.weight"] = source._replace(num_rotated_heads=heads.get(name))
     for name, stack in stacks.items():
-        places = [place for expert in sorted(stack) for place in stack[expert].places]
-        found[name] = Source(places, [len(places), *stack[0].shape])
-    return found
+        places = [place for expert in sorted(stack) for place in stack[expert].parts]
+        sources[name] = TensorSource(places, [len(places), *stack[0].shape])
+    return sources
 
 
-def _interleaved(weights: torch.Tensor, num_heads: int) -> torch.Tensor:
+def _interleave_rotary_pairs(weights: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Rotary pairs side by side, where transformers has them in halves."""
     return weights.view(num_heads, 2, -1, weights.shape[1]).swapaxes(1, 2).reshape(weights.shape)
 

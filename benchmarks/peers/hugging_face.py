@@ -26,12 +26,12 @@ from runtime.stream.device import ComputeDevice
 from runtime.stream.host_memory import resident_bytes
 
 from ..contenders import Peer
-from ..task import BenchmarkTask, Result, batches, forget_pages_repeatedly, measure_peer, prompts
+from ..task import BenchmarkTask, Result, batches_by_length, forget_pages_repeatedly, measure_peer, random_prompts
 
 log = logging.getLogger(__name__)
 
 GROUPED = "grouped_mm"  # transformers' own choice for experts; eager where a class does not take it
-IN_PLACE = "grouped_mm_in_place"  # the same under a name that `generate` leaves alone
+GROUPED_IN_DECODE = "grouped_mm_in_place"  # the same under a name that `generate` leaves alone
 
 
 def generate(peer: Peer, task: BenchmarkTask) -> Result:
@@ -39,7 +39,7 @@ def generate(peer: Peer, task: BenchmarkTask) -> Result:
     of accelerate get for a model that does not fit."""
     baseline, dtype = resident_bytes(), getattr(torch, peer.dtype.value)
     if peer.tier is Tier.nvme:
-        return _from_disk(task, dtype, baseline)
+        return _generate_from_disk(task, dtype, baseline)
     model = AutoModelForCausalLM.from_pretrained(task.path, dtype=dtype).eval()
     if peer.tier is Tier.cpu:
         import accelerate
@@ -48,7 +48,7 @@ def generate(peer: Peer, task: BenchmarkTask) -> Result:
     return measure_generation(model, task, baseline)
 
 
-def _from_disk(task: BenchmarkTask, dtype: torch.dtype, baseline_bytes: int) -> Result:
+def _generate_from_disk(task: BenchmarkTask, dtype: torch.dtype, baseline_bytes: int) -> Result:
     """Never loads all of it. Weights that the checkpoint holds otherwise, as stacks of experts, are written anew."""
     with tempfile.TemporaryDirectory(dir=Path(task.path).parent) as folder:
         model = AutoModelForCausalLM.from_pretrained(
@@ -71,14 +71,14 @@ def _layers_on_disk(checkpoint: Path) -> dict[str, str]:
 
 def measure_generation(model: PreTrainedModel, task: BenchmarkTask, baseline_bytes: int) -> Result:
     """Measures the task's prompts on the CPU, in batches of neighbours in length, the longest first."""
-    ids = prompts(task.num_prompts, model.config.get_text_config().vocab_size, task.prompt_tokens)
+    ids = random_prompts(task.num_prompts, model.config.get_text_config().vocab_size, task.prompt_tokens)
     size, prefill_seconds = task.batch_size, list[float]()
     assert size is not None, "given, or searched before"
 
     def generate_all() -> dict[int, list[int]]:
         tokens: dict[int, list[int]] = {}
-        for members in batches(ids, size):
-            begin, clock = time.monotonic(), _FirstToken()
+        for members in batches_by_length(ids, size):
+            begin, clock = time.monotonic(), FirstTokenClock()
             rows = generate_batch(model, [ids[i] for i in members], task.num_new_tokens, torch.device("cpu"), clock)
             prefill_seconds.append(clock.seconds - begin)
             tokens |= dict(zip(members, rows, strict=True))
@@ -129,7 +129,7 @@ class DeviceModel:
             shortage = None
             for implementation in expert_implementations(self._model):
                 self._model.set_experts_implementation(implementation)
-                shortage = self._shortage(longest[:size])
+                shortage = self._try_batch(longest[:size])
                 if shortage is None:
                     log.warning("%d sequences fit, with experts as %s", size, implementation[""])
                     return size
@@ -138,7 +138,7 @@ class DeviceModel:
                 raise shortage
             size //= 2
 
-    def _shortage(self, prompts: Sequence[list[int]]) -> Exception | None:
+    def _try_batch(self, prompts: Sequence[list[int]]) -> Exception | None:
         """What a prefill pass and one that decodes raise for want of memory."""
         try:
             generate_batch(self._model, prompts, 2, self._device.torch_device)
@@ -150,7 +150,7 @@ class DeviceModel:
 
     def measure(self, prompts: Sequence[list[int]], num_new_tokens: int) -> Result:
         """Host seconds, between which the device is waited for."""
-        clock = _FirstToken(self._device.wait_for_compute)
+        clock = FirstTokenClock(self._device.wait_for_compute)
 
         def generate_all() -> dict[int, list[int]]:
             rows = generate_batch(self._model, prompts, num_new_tokens, self._device.torch_device, clock)
@@ -168,15 +168,15 @@ def expert_implementations(model: PreTrainedModel) -> Sequence[dict[str, str | N
     """That of transformers, and where there is such a choice the same with experts multiplied where they lie in all
     passes. By itself `generate` does so in prefill, and on a device copies the weights of each visit in passes that
     decode: fast for a few tokens, and 224 MiB of gates alone for each visit to Mixtral 8x7B."""
-    names = {IN_PLACE: GROUPED}
+    names = {GROUPED_IN_DECODE: GROUPED}
     own = {key: names.get(name or "", name) for key, name in model.get_experts_implementation().items()}
     if GROUPED not in own.values():
         return [own]
-    ExpertsInterface.register(IN_PLACE, ExpertsInterface()[GROUPED])
-    return [own, {key: IN_PLACE if name == GROUPED else name for key, name in own.items()}]
+    ExpertsInterface.register(GROUPED_IN_DECODE, ExpertsInterface()[GROUPED])
+    return [own, {key: GROUPED_IN_DECODE if name == GROUPED else name for key, name in own.items()}]
 
 
-class _FirstToken(StoppingCriteria):
+class FirstTokenClock(StoppingCriteria):
     """Stops nobody; remembers when the first tokens were there."""
 
     def __init__(self, wait: Callable[[], object] = lambda: None):

@@ -18,7 +18,7 @@ from runtime.units import round_up
 
 from ..contenders import Peer
 from ..instruction_sets import Isa, restriction
-from ..task import BenchmarkTask, Result, batches, forget_pages, measure_peer, prompts
+from ..task import BenchmarkTask, Result, batches_by_length, forget_pages, measure_peer, random_prompts
 
 BATCH_TOKENS = 512  # of a call, its own default for prompts
 
@@ -35,13 +35,13 @@ def generate(task: BenchmarkTask) -> Result:
     is_mapped = isinstance(task.entry, Peer) and task.entry.is_mapped
     # Into memory, or reading would be timed; a map is what a model takes that does not fit, and reading is its time.
     model_params.load_mode = lib.LLAMA_LOAD_MODE_MMAP if is_mapped else lib.LLAMA_LOAD_MODE_NONE
-    model_params.use_extra_bufts = not is_mapped and _has_kernels(task)  # copies, laid out anew
+    model_params.use_extra_bufts = not is_mapped and _can_repack(task)  # copies, laid out anew
     forget_pages(file)
     model = lib.llama_model_load_from_file(str(file).encode(), model_params)
     if not model:
         raise RuntimeError(f"llama.cpp cannot load {file}")
     vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
-    ids = prompts(task.num_prompts, vocab_size, task.prompt_tokens)
+    ids = random_prompts(task.num_prompts, vocab_size, task.prompt_tokens)
     width = round_up(max(map(len, ids)) + task.num_new_tokens, 256)
     params = lib.llama_context_default_params()
     assert task.batch_size is not None, "given, or searched before"
@@ -52,32 +52,32 @@ def generate(task: BenchmarkTask) -> Result:
     context = lib.llama_init_from_model(model, params)
     if not context:
         raise RuntimeError(f"llama.cpp makes no context of {params.n_ctx} positions")
-    run = _Run(lib, context, params.n_batch, vocab_size)
+    run = BatchDecoder(lib, context, params.n_batch, vocab_size)
 
     def generate_all() -> dict[int, list[int]]:
         tokens: dict[int, list[int]] = {}
-        for members in batches(ids, params.n_seq_max):
-            tokens |= dict(zip(members, run.group([ids[i] for i in members], task.num_new_tokens), strict=True))
+        for members in batches_by_length(ids, params.n_seq_max):
+            tokens |= dict(zip(members, run.generate([ids[i] for i in members], task.num_new_tokens), strict=True))
         return tokens
 
     result = measure_peer(generate_all, baseline_bytes=baseline, batch_size=task.batch_size)
     return replace(result, prefill_seconds=run.prefill_seconds)
 
 
-def _has_kernels(task: BenchmarkTask) -> bool:
+def _can_repack(task: BenchmarkTask) -> bool:
     """Whether weights may be laid out for its matrix-unit kernels. Not quantised ones: GCC 12 drops most of the tile
     configuration that they load, and the processor refuses the rest."""
     peer = task.entry
     return isinstance(peer, Peer) and peer.isolation is not None and peer.isolation.gguf_kind == "F16"
 
 
-class _Run:
+class BatchDecoder:
     def __init__(self, lib: Any, context: Any, batch_tokens: int, vocab_size: int):
         self._lib, self._context, self._most, self._vocab_size = lib, context, batch_tokens, vocab_size
         self._batch = lib.llama_batch_init(batch_tokens, 0, 1)
         self.prefill_seconds = 0.0
 
-    def group(self, prompts: Sequence[list[int]], num_new_tokens: int) -> list[list[int]]:
+    def generate(self, prompts: Sequence[list[int]], num_new_tokens: int) -> list[list[int]]:
         """Greedy, `num_new_tokens` each."""
         begin = time.monotonic()
         last: dict[int, int] = {}

@@ -16,7 +16,7 @@ from runtime.stream.host_memory import resident_bytes
 
 from ..contenders import Peer
 from ..instruction_sets import Isa, restriction
-from ..task import BenchmarkTask, Result, make_prompts, measure_peer
+from ..task import BenchmarkTask, Result, measure_peer, task_prompts
 
 KV_GIB = 2
 LEAST_LENGTH = 1024  # positions of a sequence
@@ -29,14 +29,14 @@ def generate(task: BenchmarkTask) -> Result:
     if isa is not None:
         import torch
 
-        hide_wider(isa, torch.cpu)
+        hide_wider_instructions(isa, torch.cpu)
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports] - only in this worker's environment
 
     baseline = resident_bytes()
     peer = task.entry
     assert isinstance(peer, Peer)
     vocab_size = json.loads((Path(task.path) / "config.json").read_text())["vocab_size"]
-    ids = make_prompts(task, vocab_size)
+    ids = task_prompts(task, vocab_size)
     longest = max(map(len, ids)) + task.num_new_tokens
     model = LLM(
         model=task.path,
@@ -57,7 +57,7 @@ def generate(task: BenchmarkTask) -> Result:
     return measure_peer(generate_all, baseline_bytes=baseline, batch_size=None)
 
 
-def hide_wider(isa: Isa, torch_cpu: Any) -> None:
+def hide_wider_instructions(isa: Isa, torch_cpu: Any) -> None:
     """Lets vLLM find no more than this set: it takes one of its libraries (_C for AVX512-BF16 and AMX, _C_AVX512,
     _C_AVX2) by what torch says of the processor, which no variable of torch's changes."""
     hidden = ["_is_amx_tile_supported", "_is_amx_fp16_supported"]

@@ -33,8 +33,8 @@ def generate(task: BenchmarkTask) -> Result:
     torch.set_num_threads(task.num_threads)
     peer = task.entry
     assert isinstance(peer, Peer)
-    _be_one_process()
-    _remove_stale_locks(Path(sys.prefix) / "extensions")
+    _set_single_process()
+    _set_extensions_folder(Path(sys.prefix) / "extensions")
     baseline = resident_bytes()
     with tempfile.TemporaryDirectory(dir=Path(task.path).parent) as folder:
         config = _streamed_settings(peer.tier, Path(task.path), folder)
@@ -53,7 +53,7 @@ def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def partition_model(model: PreTrainedModel, device: ComputeDevice) -> DeviceModel:
     """The model in front of the device: its weights are copied to pinned memory, and fetched a layer ahead."""
-    _be_one_process()
+    _set_single_process()
     layer_elements = sum(p.numel() for name, p in model.named_parameters() if ".layers.0." in name)
     settings = zero_settings(
         {"device": Tier.cpu.value, "pin_memory": True},
@@ -98,7 +98,7 @@ def _streamed_settings(tier: Tier, checkpoint: Path, folder: str) -> dict[str, o
     )
 
 
-def _be_one_process() -> None:
+def _set_single_process() -> None:
     """Tells torch's process groups that there is one process, this one."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     with socket.socket() as free:
@@ -106,7 +106,7 @@ def _be_one_process() -> None:
         os.environ["MASTER_PORT"] = str(free.getsockname()[1])
 
 
-def _remove_stale_locks(folder: Path) -> None:
+def _set_extensions_folder(folder: Path) -> None:
     """Has DeepSpeed's operators compiled, at their first use, into `folder` of its environment. A build that was
     killed leaves a lock, for which the next would wait for ever; only this worker builds there."""
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)

@@ -16,7 +16,7 @@ from .vocabulary import train_tokenizer
 LOG = logging.getLogger(__name__)
 
 
-def make(directory: Path, recipe: Recipe, every: int) -> list[TrainingProgress]:
+def train_and_save(directory: Path, recipe: Recipe, every: int) -> list[TrainingProgress]:
     """Trains, then writes weights in bfloat16, config, tokenizer and the table of the training. Answers with the
     table."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -39,14 +39,14 @@ def _format_progress(line: TrainingProgress) -> tuple[int, float, float, str]:
     return line.step, line.loss, line.processor_seconds, shares
 
 
-def main(words: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.train_tiny", description="Trains the bundled model anew.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--steps", type=int, default=Recipe.num_steps)
     parser.add_argument("--every", type=int, default=500, help="steps from one line of the table to the next")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
-    make(options.directory, Recipe(num_steps=options.steps), options.every)
+    train_and_save(options.directory, Recipe(num_steps=options.steps), options.every)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def model_card(recipe: Recipe, table: Sequence[TrainingProgress], num_parameters
         num_parameters=num_parameters,
         vocab_size=recipe.vocab_size,
         recipe=f"Recipe: `{recipe}`",
-        num_asked=recipe.num_asked,
+        num_asked=recipe.num_questions,
         comparison=TASKS["comparison"].chance,
         facts=TASKS["facts"].chance,
         table=training_table(table),

@@ -26,7 +26,7 @@ def training_examples(seed: int) -> Iterator[Example]:
     names = [*TASKS, STORY]
     weights = [*(task.weight for task in TASKS.values()), STORY_WEIGHT]
     while True:
-        example = _make(random.choices(names, weights)[0], random)
+        example = _make_example(random.choices(names, weights)[0], random)
         if not is_held_back(example):
             yield example
 
@@ -34,13 +34,13 @@ def training_examples(seed: int) -> Iterator[Example]:
 def evaluation_examples(task: str, count: int, seed: int) -> list[Example]:
     """Up to `count` different examples of one task that training never shows; of a closed task, such as it may have
     shown, and fewer where there are no more."""
-    random, found = Random(f"{task} {seed}"), dict[str, Example]()
+    random, examples = Random(f"{task} {seed}"), dict[str, Example]()
     is_closed = task != STORY and TASKS[task].is_closed
     for _ in range(ATTEMPTS * count):
-        example = _make(task, random)
-        if len(found) < count and (is_closed or is_held_back(example)):
-            found[example.prompt] = example
-    return list(found.values())
+        example = _make_example(task, random)
+        if len(examples) < count and (is_closed or is_held_back(example)):
+            examples[example.prompt] = example
+    return list(examples.values())
 
 
 def write_prompts(path: Path) -> None:
@@ -59,5 +59,5 @@ def write_prompts(path: Path) -> None:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
-def _make(task: str, random: Random) -> Example:
+def _make_example(task: str, random: Random) -> Example:
     return story(random) if task == STORY else TASKS[task].example(task, random)

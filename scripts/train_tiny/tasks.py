@@ -84,13 +84,13 @@ def _facts(random: Random) -> tuple[str, str]:
     )
     facts = " ".join(f"{name} has a {colour} {thing}." for name, colour, thing in people)
     name, colour, thing = random.choice(people)
-    asked = {
+    answers = {
         f"Who has the {thing}?": name,
         f"What does {name} have?": f"a {colour} {thing}",
         f"Which colour is the {thing}?": colour,
     }
-    question = random.choice(list(asked))
-    return f"{facts} {question}", asked[question]
+    question = random.choice(list(answers))
+    return f"{facts} {question}", answers[question]
 
 
 def _number(random: Random) -> int:

@@ -39,7 +39,7 @@ class Recipe:
     weight_decay: float = 0.1
     vocab_size: int = 640
     num_threads: int = 1  # another number gives other last bits
-    num_asked: int = 50  # examples of each task that are asked at a time
+    num_questions: int = 50  # examples of each task that are asked at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def train(
             yield TrainingProgress(
                 step=step,
                 loss=sum(losses) / len(losses),
-                accuracy=accuracies(model, tokenizer, recipe.num_asked),
+                accuracy=accuracies(model, tokenizer, recipe.num_questions),
                 processor_seconds=time.process_time(),
             )
             losses.clear()
@@ -147,23 +147,25 @@ def encode(tokenizer: PreTrainedTokenizerFast, example: Example) -> tuple[list[i
     """Tokens of prompt, answer and end, and the label of each: a question is given, it need not be learnt."""
     prompt = tokenizer(example.prompt).input_ids
     answer = [*tokenizer(example.answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-    given = [IGNORED, *prompt[1:]] if example.is_text else [IGNORED] * len(prompt)
-    return [*prompt, *answer], [*given, *answer]
+    prompt_labels = [IGNORED, *prompt[1:]] if example.is_text else [IGNORED] * len(prompt)
+    return [*prompt, *answer], [*prompt_labels, *answer]
 
 
 @torch.no_grad()
-def accuracies(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, num_asked: int) -> dict[str, float]:
+def accuracies(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, num_questions: int) -> dict[str, float]:
     """The share of examples that are held back whose whole answer is what greedy decoding says, by task; of stories,
     where many are as good, the share of tokens."""
     model.eval()
-    found = dict[str, float]()
+    shares = dict[str, float]()
     for task in (*TASKS, STORY):
-        encoded = [encode(tokenizer, example) for example in evaluation_examples(task, num_asked, seed=1)]
+        encoded = [encode(tokenizer, example) for example in evaluation_examples(task, num_questions, seed=1)]
         width = max(len(tokens) for tokens, _ in encoded)
         tokens = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row, _ in encoded])
         labels = torch.tensor([row + [IGNORED] * (width - len(row)) for _, row in encoded])[:, 1:]
-        said = model(input_ids=tokens, use_cache=False).logits[:, :-1].argmax(-1)
-        right = (said == labels) | (labels == IGNORED)
-        share = right.all(1).float().mean() if task != STORY else (said == labels).sum() / (labels != IGNORED).sum()
-        found[task] = round(share.item(), 4)
-    return found
+        predicted = model(input_ids=tokens, use_cache=False).logits[:, :-1].argmax(-1)
+        is_right = (predicted == labels) | (labels == IGNORED)
+        share = (
+            is_right.all(1).float().mean() if task != STORY else (predicted == labels).sum() / (labels != IGNORED).sum()
+        )
+        shares[task] = round(share.item(), 4)
+    return shares

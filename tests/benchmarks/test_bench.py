@@ -16,8 +16,8 @@ from benchmarks.config import BenchConfig, make_task
 from benchmarks.contenders import CONTENDERS, AttentionBaseline, Contender, OwnContender, Peer, ReadBaseline
 from benchmarks.measure import measure
 from benchmarks.report import speed_table
-from benchmarks.runner import failure
-from benchmarks.task import BenchmarkTask, Result, prompts
+from benchmarks.runner import format_failure
+from benchmarks.task import BenchmarkTask, Result, random_prompts
 from benchmarks.weightstream import open_runtime
 from benchmarks.worker import respond
 from runtime.checkpoint_source.location import find_checkpoint
@@ -138,10 +138,10 @@ def test_a_worker_that_cannot_run_says_why_in_one_line(tmp_path: Path, capsys: p
 
 def test_what_a_refused_worker_says_last_is_told_in_one_line() -> None:
     said = "WARNING error: of no matter\nerror: the run needs 2 GiB more\nhost memory:\n  total  9 GiB > 7 GiB\n"
-    why = failure(2, said)
+    why = format_failure(2, said)
     assert why == "cannot run: the run needs 2 GiB more; host memory:; total  9 GiB > 7 GiB"
     odd = "an error: of no matter\nValueError: odd\n"
-    assert failure(1, odd) == "ended with exit code 1: ValueError: odd"
+    assert format_failure(1, odd) == "ended with exit code 1: ValueError: odd"
 
 
 def test_every_contender_is_in_the_table_and_finding_out_what_it_is_loads_no_torch() -> None:
@@ -162,8 +162,8 @@ def test_peers_generate_past_the_end_of_sequence_token(tmp_path: Path) -> None:
 
 
 def test_prompts_are_the_same_every_time_and_within_the_vocabulary() -> None:
-    ids = prompts(64, 32_000, 60)
-    assert ids == prompts(64, 32_000, 60)
+    ids = random_prompts(64, 32_000, 60)
+    assert ids == random_prompts(64, 32_000, 60)
     assert sum(map(len, ids)) == 4_606
     assert all(10 <= token < 31_990 for prompt in ids for token in prompt)
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.config import BenchConfig, make_task
 from benchmarks.contenders import Contender
-from benchmarks.suites import run_suite, with_batch_size
+from benchmarks.suites import choose_batch_size, run_suite
 from benchmarks.task import BenchmarkTask, Result
 from runtime.errors import ConfigError, WeightstreamError
 
@@ -32,7 +32,7 @@ def chosen(
     config: BenchConfig, contender: Contender, rates: Mapping[int, float], asked: list[BenchmarkTask]
 ) -> int | None:
     task = make_task(config, contender, "somewhere", config.num_prompts)
-    return with_batch_size(task, measuring(rates, asked), lambda line: None).batch_size
+    return choose_batch_size(task, measuring(rates, asked), lambda line: None).batch_size
 
 
 @pytest.mark.parametrize(

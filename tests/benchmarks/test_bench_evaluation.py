@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def double(asked: HarnessTask, *, off: float = 0.0) -> Scores:
     """Takes half as long again in batches that are not the best."""
-    entrant, count = HarnessContender(asked.entrant), asked.num_documents
+    entrant, count = HarnessContender(asked.contender), asked.num_documents
     slower = 1.0 if asked.batch_size in (None, BEST.get(entrant)) else 1.5
     seconds = 4 * count * SECONDS_PER_REQUEST[entrant] * slower
     result = Result(
@@ -51,7 +51,7 @@ def config(model: Path) -> BenchConfig:
 def test_peers_get_their_best_batch_and_as_many_requests_as_their_minutes_hold(model: Path) -> None:
     asked: list[HarnessTask] = []
     found = run_evaluation(config(model), lambda line: None, lambda each: (asked.append(each), double(each))[1])
-    rounds = [(HarnessContender(each.entrant), each.num_documents, each.batch_size) for each in asked[-8:]]
+    rounds = [(HarnessContender(each.contender), each.num_documents, each.batch_size) for each in asked[-8:]]
     expected = [
         (HarnessContender.weightstream, 20, None),
         (HarnessContender.unshared, 7, None),
@@ -59,7 +59,7 @@ def test_peers_get_their_best_batch_and_as_many_requests_as_their_minutes_hold(m
         (HarnessContender.hf_disk, 8, 32),
     ]
     assert rounds == expected * 2
-    tried = {each.batch_size for each in asked[:-8] if HarnessContender(each.entrant) is HarnessContender.hf}
+    tried = {each.batch_size for each in asked[:-8] if HarnessContender(each.contender) is HarnessContender.hf}
     assert tried == set(BATCH_SIZES[HarnessContender.hf])
     assert "| lm-eval hf, in memory | 4 | 28 | 0.500 (0.500-0.500) | 2.00x | 2 MiB | 100% |" in found.table
     assert found.peers == ["lm-eval hf, in memory", "lm-eval hf, disk offload"]
@@ -67,7 +67,7 @@ def test_peers_get_their_best_batch_and_as_many_requests_as_their_minutes_hold(m
 
 def test_scores_that_differ_end_the_measurement(model: Path) -> None:
     def differing(asked: HarnessTask) -> Scores:
-        return double(asked, off=0.01 if HarnessContender(asked.entrant) is HarnessContender.weightstream else 0.0)
+        return double(asked, off=0.01 if HarnessContender(asked.contender) is HarnessContender.weightstream else 0.0)
 
     with pytest.raises(WeightstreamError, match=r"weightstream, nvme: log-probabilities are up to 0\.01 from"):
         run_evaluation(config(model), lambda line: None, differing)
@@ -76,7 +76,7 @@ def test_scores_that_differ_end_the_measurement(model: Path) -> None:
 def test_answers_that_are_right_to_one_alone_end_it_too(model: Path) -> None:
     def wrong(asked: HarnessTask) -> Scores:
         scores = double(asked)
-        is_right = HarnessContender(asked.entrant) is not HarnessContender.hf_disk
+        is_right = HarnessContender(asked.contender) is not HarnessContender.hf_disk
         return replace(scores, is_right=[is_right] * len(scores.is_right))
 
     with pytest.raises(WeightstreamError, match="disk offload: log-probabilities are up to inf"):
@@ -97,7 +97,7 @@ def test_every_entrant_scores_the_same_requests_alike(model: Path, tmp_path: Pat
     found = {}
     for entrant in HarnessContender:
         asked = HarnessTask(
-            entrant=entrant.value, path=str(model), tasks=str(tmp_path), task=TASK, num_documents=2, weight_share=200,
+            contender=entrant.value, path=str(model), tasks=str(tmp_path), task=TASK, num_documents=2, weight_share=200,
             num_threads=1, batch_size=BATCH_SIZES[entrant][0] if BATCH_SIZES[entrant] else None,
         )  # fmt: skip
         found[entrant] = measure(asked)

@@ -10,10 +10,10 @@ from benchmarks.contenders import Contender
 from benchmarks.floor import Floor, ProductSeconds, compute_floors, floors_table
 from benchmarks.floor import products as products_of
 from benchmarks.measure import measure
-from benchmarks.predictions import Case
-from benchmarks.products import ProductCase, Products, products_table
+from benchmarks.predictions import BlockCase
+from benchmarks.products import ProductCase, ProductMeasurements, products_table
 from benchmarks.suites import run_suite
-from benchmarks.task import Result, prompts
+from benchmarks.task import Result, random_prompts
 from runtime.checkpoint_source.location import find_checkpoint
 from runtime.config.settings import ModelConfig, RuntimeConfig
 from runtime.errors import ConfigError
@@ -21,7 +21,7 @@ from runtime.kernels.compiler import has_compiler
 from runtime.library.api import Runtime
 from tests.jobs.forked_workers import ForkedWorker
 
-CASE = Case(path="somewhere/llama", contender="nvme", num_sequences=128)
+CASE = BlockCase(path="somewhere/llama", contender="nvme", num_sequences=128)
 SECONDS = {64: ProductSeconds(layers=1.0, head=0.5), 512: ProductSeconds(layers=4.0, head=2.0)}
 
 
@@ -37,7 +37,7 @@ def test_the_longer_of_reading_and_multiplying_is_the_floor() -> None:
     task = make_task(BenchConfig(num_new_tokens=5), Contender.nvme, "somewhere/llama", 128)
     rounds = [result(30.0, 20.0), result(28.0, 16.0), result(90.0, 17.0)]
     prefill, decode = compute_floors(CASE, task, rounds, 0.5e9, SECONDS)
-    num_tokens = sum(map(len, prompts(128, 32000, 60)))
+    num_tokens = sum(map(len, random_prompts(128, 32000, 60)))
     assert prefill.reading == pytest.approx(7 * 2.0)
     assert prefill.multiplying == pytest.approx(num_tokens / 512 * 4.0 + 2 * 0.5)
     assert prefill.measured == 30.0
@@ -69,7 +69,7 @@ def test_products_are_timed_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_suite_measures_reading_passes_and_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.Popen", ForkedWorker)
-    monkeypatch.setattr(suites, "measured_products", lambda **asked: replace(FOUND, inputs=asked["inputs"]))
+    monkeypatch.setattr(suites, "measure_products", lambda **asked: replace(FOUND, inputs=asked["inputs"]))
     path = str(find_checkpoint(ModelConfig(), None))
     config = BenchConfig(
         suite=Suite.floor, contenders=[Contender.nvme], blocks=[4], rounds=1, num_new_tokens=3, weight_share=60.0
@@ -80,7 +80,7 @@ def test_a_suite_measures_reading_passes_and_products(monkeypatch: pytest.Monkey
     assert len(found.rounds) == 2
 
 
-FOUND = Products(
+FOUND = ProductMeasurements(
     outputs=8000,
     inputs=1000,
     num_threads=2,

@@ -15,12 +15,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from benchmarks import contenders
 from benchmarks.contenders import VARIANTS, Variant
 from benchmarks.gpu import bench, device, missing, progress, random_init, suite
-from benchmarks.gpu.__main__ import settings
+from benchmarks.gpu.__main__ import parse_settings
 from benchmarks.gpu.bench import GpuBench, measurements
 from benchmarks.gpu.config import MODELS, GpuConfig
 from benchmarks.gpu.missing import missing_messages
 from benchmarks.gpu.progress import WorkerProgress
-from benchmarks.gpu.random_init import INT4, RandomInitModel, RandomInitRuntime, outline_model, parameters_of
+from benchmarks.gpu.random_init import INT4, RandomInitModel, RandomInitRuntime, outline_model, unique_parameters
 from benchmarks.gpu.suite import run_gpu
 from benchmarks.gpu.task import GpuMachine, GpuTask, VariantMeasurement
 from benchmarks.peers.hugging_face import build_model, generate_batch, offload_model
@@ -76,7 +76,7 @@ def test_every_way_is_measured_and_bytes_over_the_link_are_counted(model: str) -
     for variant in VARIANTS:
         result = found[variant.name].result
         assert result is not None
-        assert [len(tokens) for tokens in result.tokens] == [3] * (8 // variant.part)
+        assert [len(tokens) for tokens in result.tokens] == [3] * (8 // variant.prompt_divisor)
         assert 0 < result.prefill_seconds < result.seconds
         assert bool(result.bytes_copied) == (not variant.is_cut)
         if not variant.is_peer:  # of which the kernel counts what libraries are paged in, too
@@ -101,7 +101,7 @@ def test_a_block_is_one_lane_where_all_weights_lie_in_the_device(tmp_path: Path)
             policy = measured._config(variant).policy
             assert policy.num_micro_batches == (1 if variant.is_cut else 4)
             assert policy.micro_batch_size is not None
-            assert policy.num_micro_batches * policy.micro_batch_size >= 8 / variant.part
+            assert policy.num_micro_batches * policy.micro_batch_size >= 8 / variant.prompt_divisor
 
 
 def test_on_a_cpu_nothing_goes_over_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_a_peer_whose_copies_of_experts_have_no_room_gets_its_whole_batch_withou
         return by_visit(module, *args)
 
     monkeypatch.setitem(ExpertsInterface._global_mapping, "batched_mm", counted)
-    tensors = model.weights.tensors(parameters_of(runtime_of(model)), 1)
+    tensors = model.weights.tensors(unique_parameters(runtime_of(model)), 1)
     peer, ids = offload_model(build_model(model.path, tensors), ComputeDevice("cpu")), [[5, 6, 7], [8, 9], [10], [11]]
     assert peer.largest_batch(ids, lambda: None) == len(ids)
     tried = len(copies)
@@ -183,7 +183,7 @@ def test_a_peer_that_lacks_memory_for_one_sequence_raises(
 
     for name in ("batched_mm", "grouped_mm"):
         monkeypatch.setitem(ExpertsInterface._global_mapping, name, refuse)
-    tensors = model.weights.tensors(parameters_of(runtime_of(model)), 1)
+    tensors = model.weights.tensors(unique_parameters(runtime_of(model)), 1)
     with pytest.raises(torch.OutOfMemoryError):
         offload_model(build_model(model.path, tensors), ComputeDevice("cpu")).largest_batch([[5, 6], [7]], lambda: None)
 
@@ -209,7 +209,7 @@ def test_weights_are_the_same_as_bytes_of_a_stage_and_as_tensors(
     monkeypatch.setattr(random_init, "CHUNK_BYTES", 4096)
     runtime = runtime_of(model)
     tensors, layout = (
-        model.weights.tensors(parameters_of(runtime), 2),
+        model.weights.tensors(unique_parameters(runtime), 2),
         slot_layout(stage := runtime.model.shape.layers[1]),
     )
     buffer = runtime.device.host_buffer(layout.num_bytes)
@@ -241,7 +241,7 @@ def test_a_store_of_four_bits_has_the_tensors_of_a_packed_one_and_normal_numbers
         reader.submit(layout.extents, buffer.numpy().data).wait()
     projection = next(each for each in layer.parameters if each.name.endswith("o_proj.weight"))
     ((piece,),) = projection.pieces
-    weights = plain.weights.tensors(parameters_of(numbers), 1)["model.layers.1.self_attn.o_proj.weight"].float()
+    weights = plain.weights.tensors(unique_parameters(numbers), 1)["model.layers.1.self_attn.o_proj.weight"].float()
     codes, scales = (bytes_at(buffer, layout, part).view(len(weights), -1) for part in piece.with_companions())
     decoded = INT4.decode(codes, scales.view(torch.bfloat16))
     assert decoded.std().item() == pytest.approx(weights.std().item(), rel=0.1)
@@ -255,13 +255,13 @@ def bytes_at(buffer: torch.Tensor, layout: SlotLayout, piece: TensorSlice) -> to
 
 def test_a_model_of_fewer_layers_has_the_first_ones_of_another(model: RandomInitModel, tmp_path: Path) -> None:
     fewer = outline_model(GPU, tmp_path, 1)
-    mine, theirs = (each.weights.tensors(parameters_of(runtime_of(each)), 1) for each in (fewer, model))
+    mine, theirs = (each.weights.tensors(unique_parameters(runtime_of(each)), 1) for each in (fewer, model))
     assert mine.keys() < theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
 def test_matrices_are_random_with_the_deviation_of_a_checkpoint_and_no_row_comes_twice(model: RandomInitModel) -> None:
-    tensors = model.weights.tensors(parameters_of(runtime_of(model)), 1)
+    tensors = model.weights.tensors(unique_parameters(runtime_of(model)), 1)
     experts = tensors["model.layers.0.mlp.experts.gate_up_proj"].float()
     assert experts.std().item() == pytest.approx(2 * 128**-0.5, rel=0.05)
     rows = experts[0]
@@ -304,7 +304,7 @@ def test_a_worker_says_what_it_begins_with_its_seconds(
     monkeypatch.setattr(
         bench, "VARIANTS", [each for each in VARIANTS if each.name in ("weightstream", "weightstream, kv=cpu")]
     )
-    monkeypatch.setattr(progress, "MUCH_BYTES", 1)
+    monkeypatch.setattr(progress, "MIN_REPORTED_BYTES", 1)
     list(found_by(TASK, FakeDevice()))
     said = capsys.readouterr().err.splitlines()
     assert all(re.match(r" *\d+\.\d s  \S", line) for line in said), said
@@ -321,10 +321,10 @@ def test_amounts_are_told_at_once_and_then_now_and_then(
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     told = WorkerProgress(90.0)
     for _ in range(12):
-        told.count("pinning", GIB)
+        told.count_bytes("pinning", GIB)
         now[0] += 1.0
-    told.begin("another")
-    told.count("pinning", GIB)
+    told.begin_variant("another")
+    told.count_bytes("pinning", GIB)
     assert capsys.readouterr().err.splitlines() == [
         "  10.0 s  pinning 1 GiB so far", "  15.0 s  pinning 6 GiB so far", "  20.0 s  pinning 11 GiB so far",
         "  22.0 s  another", "  22.0 s  pinning 1 GiB so far",
@@ -341,7 +341,7 @@ def test_what_no_time_was_left_for_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(GpuBench, "measure", measure)
     monkeypatch.setattr(bench.time, "monotonic", lambda: now[0])
-    _, *found = found_by(replace(TASK, begun=60.0, seconds=90.0), ComputeDevice("cpu"))
+    _, *found = found_by(replace(TASK, start_time=60.0, seconds=90.0), ComputeDevice("cpu"))
     refusals = [each.refusal for each in found if isinstance(each, VariantMeasurement)]
     assert now[0] <= 60.0 + 90.0
     assert refusals.count("") == 2
@@ -395,7 +395,7 @@ def test_no_way_may_take_more_of_the_device_than_another(monkeypatch: pytest.Mon
     def measured(self: GpuBench, variant: Variant) -> VariantMeasurement:
         return VariantMeasurement(variant=variant.name, num_layers=3, result=RESULT)
 
-    monkeypatch.setattr(bench, "limit", lambda device, num_bytes: caps.append(num_bytes))
+    monkeypatch.setattr(bench, "limit_memory", lambda device, num_bytes: caps.append(num_bytes))
     for name in ("_weightstream", "_peer"):
         monkeypatch.setattr(GpuBench, name, measured)
     list(found_by(replace(TASK, gpu=replace(GPU, num_layers=2)), ComputeDevice("cpu")))
@@ -428,20 +428,20 @@ def test_without_what_weightstream_cannot_do_without_nothing_is_started(monkeypa
 
 def test_a_version_outside_of_what_the_project_names_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(missing, "version", lambda name: "2.4.1+cu130" if name == "torch" else "5.17.0")
-    assert [line[:20] for line in missing_messages() if "never tested" in line and line.startswith("t")] == [
+    assert [line[:20] for line in missing_messages() if "not a tested" in line and line.startswith("t")] == [
         "torch 2.4.1 is insta"
     ]
 
 
 def test_the_plain_command_takes_the_keys_of_the_job() -> None:
-    found = settings(["toy", "gpu.device=cuda:1", "gpu.minutes=2", 'gpu.shape={"hidden_size": 64}', "rounds=2"])
+    found = parse_settings(["toy", "gpu.device=cuda:1", "gpu.minutes=2", 'gpu.shape={"hidden_size": 64}', "rounds=2"])
     assert (found.gpu.device, found.gpu.minutes, found.gpu.shape, found.rounds) == ("cuda:1", 2, {"hidden_size": 64}, 2)
-    assert settings([]).gpu == GpuConfig()
-    assert "num_local_experts" in settings(["toy"]).gpu.shape
-    assert "num_local_experts" not in settings(["toy", "gpu.model=llama"]).gpu.shape
+    assert parse_settings([]).gpu == GpuConfig()
+    assert "num_local_experts" in parse_settings(["toy"]).gpu.shape
+    assert "num_local_experts" not in parse_settings(["toy", "gpu.model=llama"]).gpu.shape
     for wrong, key in (("gpu.minuts=2", "gpu.minutes"), ("minutes", "KEY=VALUE"), ("gpu.num_layers=x", "num_layers")):
         with pytest.raises(ConfigError, match=key):
-            settings([wrong])
+            parse_settings([wrong])
 
 
 MISSING = ("hydra", "omegaconf", "datasets", "pyarrow", "numba", "matplotlib", "accelerate")

@@ -13,18 +13,25 @@ import torch
 from benchmarks import instruction_sets, runner
 from benchmarks.config import BenchConfig, Suite
 from benchmarks.contenders import CONTENDERS, LLAMA_CPP, VLLM, Contender, Peer
-from benchmarks.instruction_sets import ENVIRONMENTS, NEEDED, Isa, cmake_arguments, restrict_instructions, restriction
+from benchmarks.instruction_sets import (
+    ENVIRONMENTS,
+    REQUIRED_FLAGS,
+    Isa,
+    cmake_arguments,
+    restrict_instructions,
+    restriction,
+)
 from benchmarks.peers import llama_cpp_python
-from benchmarks.peers.vllm_cpu import LIBRARY, hide_wider
-from benchmarks.report import restricted
-from benchmarks.runner import python_of
+from benchmarks.peers.vllm_cpu import LIBRARY, hide_wider_instructions
+from benchmarks.report import format_restriction
+from benchmarks.runner import install_environment
 from benchmarks.suites import run_suite
 from benchmarks.task import BenchmarkTask, Result
 from runtime.errors import ConfigError
 from runtime.kernels import compiled
 from tests.benchmarks.test_bench_isolated_peers import TASK
 
-ALL_FLAGS = frozenset(flag for flags in NEEDED.values() for flag in flags)
+ALL_FLAGS = frozenset(flag for flags in REQUIRED_FLAGS.values() for flag in flags)
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +55,8 @@ def environments_of(contender: Contender, isa: Isa | None, monkeypatch: pytest.M
         raise Started
 
     monkeypatch.setattr(runner.subprocess, "Popen", start)
-    monkeypatch.setattr(runner, "python_of", lambda isolation: Path(sys.executable))
-    monkeypatch.setattr(runner, "_gguf_of", lambda checkpoint, kind: checkpoint)
+    monkeypatch.setattr(runner, "install_environment", lambda isolation: Path(sys.executable))
+    monkeypatch.setattr(runner, "_export_gguf", lambda checkpoint, kind: checkpoint)
     config = BenchConfig(suite=Suite.speed, contenders=[contender], isa=isa, batch_size=1, num_prompts=1)
     with pytest.raises(Started):
         run_suite(config, ["somewhere"], lambda line: None)
@@ -83,7 +90,7 @@ def test_workers_that_measure_products_and_reading_are_told_too(monkeypatch: pyt
 
 
 def test_a_set_that_the_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instruction_sets, "cpu_flags", lambda: frozenset(NEEDED[Isa.avx2]))
+    monkeypatch.setattr(instruction_sets, "cpu_flags", lambda: frozenset(REQUIRED_FLAGS[Isa.avx2]))
     with restrict_instructions(Isa.avx2):
         assert restriction() is Isa.avx2
     with pytest.raises(ConfigError, match="isa=avx512: this processor has no avx512f, avx512cd, "):
@@ -129,12 +136,12 @@ def test_a_build_for_less_has_an_environment_of_its_own_and_no_cached_wheel(
     monkeypatch.delenv("CMAKE_ARGS", raising=False)
     monkeypatch.setattr(runner.venv, "create", lambda folder, **_: folder.mkdir(parents=True))
     monkeypatch.setattr(runner.subprocess, "run", run)
-    native, vllm = python_of(LLAMA_CPP), python_of(VLLM)
+    native, vllm = install_environment(LLAMA_CPP), install_environment(VLLM)
     pythons = {native}
     for isa in Isa:
         with restrict_instructions(isa):
-            pythons.add(python_of(LLAMA_CPP))
-            assert python_of(VLLM) == vllm, "one wheel has libraries for all"
+            pythons.add(install_environment(LLAMA_CPP))
+            assert install_environment(VLLM) == vllm, "one wheel has libraries for all"
     assert len(pythons) == 3
     builds = [(command, flags) for command, flags in asked if LLAMA_CPP.requirements[0] in command]
     assert ["--no-cache-dir" in command for command, _ in builds] == [False, True, True]
@@ -164,7 +171,7 @@ def test_vllm_finds_no_more_than_the_set() -> None:
 
     def found_by(isa: Isa) -> set[str]:
         processor = SimpleNamespace(**dict.fromkeys(names, lambda: True))
-        hide_wider(isa, processor)
+        hide_wider_instructions(isa, processor)
         return {name for name in names if getattr(processor, name)()}
 
     assert found_by(Isa.avx2) == {"_is_avx2_supported"}
@@ -179,7 +186,7 @@ def test_the_library_that_vllm_has_loaded_is_read_from_the_maps_of_its_process()
 
 
 def test_a_table_begins_with_who_is_restricted_by_what() -> None:
-    told = restricted(
+    told = format_restriction(
         "a processor, 2 cores",
         Isa.avx2,
         [Contender.nvme, Contender.vllm, Contender.llama_cpp_f16, Contender.llama_cpp_q8_0],
@@ -187,9 +194,11 @@ def test_a_table_begins_with_who_is_restricted_by_what() -> None:
     assert told.startswith("**a processor, 2 cores, restricted to AVX2**: Weightstream by WEIGHTSTREAM_ISA, ")
     assert told.count("llama.cpp by a build of its own") == 1
     assert "vLLM by its library for it" in told
-    assert "but not DeepSpeed's" in restricted("", Isa.avx2, [Contender.deepspeed_cpu])
+    assert "but not DeepSpeed's" in format_restriction("", Isa.avx2, [Contender.deepspeed_cpu])
 
 
 def test_every_isolated_peer_that_compiles_says_what_becomes_of_it() -> None:
     isolations = [entry.isolation for entry in CONTENDERS.values() if isinstance(entry, Peer)]
-    assert all(isolation.restricted for isolation in isolations if isolation is not None and isolation.is_built_here)
+    assert all(
+        isolation.restriction_note for isolation in isolations if isolation is not None and isolation.is_built_here
+    )

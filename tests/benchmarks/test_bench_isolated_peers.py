@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks import runner
 from benchmarks.contenders import CONTENDERS, Contender, Isolation, Peer
 from benchmarks.measure import measure
-from benchmarks.runner import measured
+from benchmarks.runner import run_measurement
 from benchmarks.task import BenchmarkTask, Result
 from runtime.checkpoint_source.location import find_checkpoint
 from runtime.config.settings import ModelConfig
@@ -53,11 +53,11 @@ def asked_of(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch, task: 
     """What `program` answers in the place of vLLM's module."""
     (folder / "fake_peer.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    monkeypatch.setattr(runner, "python_of", lambda isolation: Path(sys.executable))
+    monkeypatch.setattr(runner, "install_environment", lambda isolation: Path(sys.executable))
     isolation = Isolation(name="fake", module="fake_peer", requirements=(), preloaded=("libnone.so",))
     fake = Peer(batch_sizes=(), isolation=isolation)
     monkeypatch.setitem(CONTENDERS, Contender.vllm, fake)  # pyright: ignore[reportArgumentType]
-    return measured(task)
+    return run_measurement(task)
 
 
 def test_an_isolated_peer_gets_the_task_its_threads_and_libraries_and_answers_in_its_last_line(

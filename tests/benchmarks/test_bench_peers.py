@@ -17,7 +17,7 @@ from benchmarks.contenders import Contender, Isolation
 from benchmarks.measure import NOTHING
 from benchmarks.peers import gguf_export
 from benchmarks.peers.gguf_export import export_gguf
-from benchmarks.runner import python_of
+from benchmarks.runner import install_environment
 from benchmarks.suites import run_suite
 from benchmarks.task import BenchmarkTask, Result
 from runtime.errors import ConfigError, WeightstreamError
@@ -88,7 +88,7 @@ def test_a_file_that_could_not_be_written_whole_takes_no_room(tmp_path: Path, mo
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(gguf_export, "_quantized", fail)
+    monkeypatch.setattr(gguf_export, "_quantize", fail)
     with pytest.raises(OSError, match="No space"):
         exported(tmp_path, "llama", {})
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -106,7 +106,7 @@ def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(runner.venv, "create", python_of_ours)
     with pytest.raises(WeightstreamError, match=r"nowhere\.whl cannot be installed: "):
-        python_of(Isolation(name="x", module="x", requirements=("/nowhere.whl",)))
+        install_environment(Isolation(name="x", module="x", requirements=("/nowhere.whl",)))
 
 
 def test_what_is_not_wanted_goes_before_an_environment_is_ready(
@@ -117,8 +117,8 @@ def test_what_is_not_wanted_goes_before_an_environment_is_ready(
     monkeypatch.setattr(runner.venv, "create", lambda folder, **_: folder.mkdir(parents=True))
     monkeypatch.setattr(runner, "_pip", lambda python, isolation, *arguments: asked.append(arguments))
     isolation = Isolation(name="y", module="x.y", requirements=("a==1", "b"), unwanted=("c",))
-    assert python_of(isolation) == python_of(isolation)
-    assert python_of(isolation).relative_to(tmp_path).parts[2].startswith("y-")
+    assert install_environment(isolation) == install_environment(isolation)
+    assert install_environment(isolation).relative_to(tmp_path).parts[2].startswith("y-")
     assert asked == [("install", "a==1", "b"), ("uninstall", "--yes", "c")]
 
 

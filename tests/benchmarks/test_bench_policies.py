@@ -7,7 +7,7 @@ import pytest
 from benchmarks import weightstream
 from benchmarks.config import BenchConfig, Suite
 from benchmarks.measure import measure
-from benchmarks.policies import NUM_AGAIN, attempts
+from benchmarks.policies import NUM_REPEATED, policy_attempts
 from benchmarks.suites import run_suite
 from benchmarks.task import BenchmarkTask, Result
 from runtime.checkpoint_source.location import find_checkpoint
@@ -19,7 +19,7 @@ CONFIG = BenchConfig(suite=Suite.policies, num_prompts=16, num_new_tokens=3, rou
 
 
 def test_the_grid_has_twenty_policies_with_the_budget_of_the_largest_block() -> None:
-    searched, *grid = attempts(CONFIG, "somewhere/llama")
+    searched, *grid = policy_attempts(CONFIG, "somewhere/llama")
     assert searched.is_searched
     assert len({attempt.name for attempt in grid}) == len(grid) == 20
     assert {attempt.task.num_kv_slots for attempt in (searched, *grid)} == {16}
@@ -40,7 +40,7 @@ def test_the_fastest_and_the_search_are_measured_again_and_compared() -> None:
         )  # fmt: skip
 
     found = run_suite(CONFIG, ["somewhere/llama"], said.append, fake)
-    assert len(asked) == len(said) == 21 + 2 * (1 + NUM_AGAIN)
+    assert len(asked) == len(said) == 21 + 2 * (1 + NUM_REPEATED)
     assert "llama: hrm at 0.56 of the best of 20 policies (1 x 16, flexgen)" in found.table
     assert "| hrm: 4 x 4 sequences | 90.0 (90.0-90.0) | 3 | 24.0 |" in found.table
     assert "somewhere" not in found.table
@@ -48,7 +48,7 @@ def test_the_fastest_and_the_search_are_measured_again_and_compared() -> None:
 
 @pytest.mark.parametrize("index", [0, 2])
 def test_an_attempt_generates(index: int) -> None:
-    attempt = list(attempts(CONFIG, str(find_checkpoint(ModelConfig(), None))))[index]
+    attempt = list(policy_attempts(CONFIG, str(find_checkpoint(ModelConfig(), None))))[index]
     result = measure(replace(attempt.task, num_prompts=4, num_kv_slots=4))
     assert [len(tokens) for tokens in result.tokens] == [3] * 4
     assert bool(result.policy) == attempt.is_searched
@@ -58,7 +58,7 @@ def test_a_rate_counts_the_seconds_of_every_pass_prefill_too(monkeypatch: pytest
     seen: list[PassRecord] = []
     prefill_seconds = weightstream.prefill_seconds
     monkeypatch.setattr(weightstream, "prefill_seconds", lambda passes: seen.extend(passes) or prefill_seconds(passes))
-    attempt = list(attempts(CONFIG, str(find_checkpoint(ModelConfig(), None))))[2]
+    attempt = list(policy_attempts(CONFIG, str(find_checkpoint(ModelConfig(), None))))[2]
     result = measure(replace(attempt.task, num_prompts=4, num_kv_slots=4))
     assert 0 < result.prefill_seconds < sum(record.seconds for record in seen) <= result.seconds
     assert result.rate == pytest.approx(sum(map(len, result.tokens)) / result.seconds)

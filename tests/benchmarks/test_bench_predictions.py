@@ -7,7 +7,7 @@ import pytest
 from benchmarks.config import BenchConfig, Suite, make_task
 from benchmarks.contenders import Contender
 from benchmarks.measure import measure
-from benchmarks.predictions import Case, PredictionResult, outcomes_of, predictions_table
+from benchmarks.predictions import BlockCase, PredictionResult, median_predictions, predictions_table
 from benchmarks.task import Result
 from runtime.checkpoint_source.location import find_checkpoint
 from runtime.config.settings import ModelConfig
@@ -22,7 +22,7 @@ def result(prefill: float, decode: float, *, predicted_prefill: float, predicted
 
 
 def outcome(predicted: float, measured: float, num_sequences: int = 8) -> PredictionResult:
-    case = Case(path="somewhere/llama", contender="nvme", num_sequences=num_sequences)
+    case = BlockCase(path="somewhere/llama", contender="nvme", num_sequences=num_sequences)
     return PredictionResult(case=case, phase="decode", predicted_seconds=predicted, measured_seconds=measured)
 
 
@@ -37,7 +37,7 @@ def test_what_was_predicted_comes_with_what_was_measured(contender: Contender) -
 
 def test_of_several_rounds_the_one_with_the_middle_ratio_counts() -> None:
     rounds = [result(1.0, 2.0, predicted_prefill=p, predicted_decode=2.0) for p in (3.0, 1.1, 0.5)]
-    prefill, decode = outcomes_of(Case(path="x", contender="nvme", num_sequences=8), rounds)
+    prefill, decode = median_predictions(BlockCase(path="x", contender="nvme", num_sequences=8), rounds)
     assert (prefill.phase, prefill.ratio) == ("prefill", 1.1)
     assert (decode.phase, decode.ratio) == ("decode", 1.0)
 

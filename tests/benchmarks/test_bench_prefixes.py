@@ -8,9 +8,9 @@ import pytest
 from benchmarks.config import BenchConfig, Suite
 from benchmarks.contenders import Contender
 from benchmarks.measure import measure
-from benchmarks.prefixes import few_shot, prefixes_table
+from benchmarks.prefixes import few_shot_prompts, prefixes_table
 from benchmarks.suites import run_suite
-from benchmarks.task import BenchmarkTask, Result, make_prompts
+from benchmarks.task import BenchmarkTask, Result, task_prompts
 from runtime.checkpoint_source.location import find_checkpoint
 from runtime.config.settings import ModelConfig
 from runtime.errors import ConfigError, WeightstreamError
@@ -25,7 +25,7 @@ def config(**settings: object) -> BenchConfig:
 
 
 def result(task: BenchmarkTask) -> Result:
-    rows = make_prompts(task, 0)
+    rows = task_prompts(task, 0)
     return Result(
         seconds=2.0, prefill_seconds=1.0, rate=len(rows), peak_bytes=0, baseline_bytes=0, bytes_read=0, tokens=rows,
         predicted_prefill_seconds=1.0, predicted_decode_seconds=0.5, num_block_rows=3,
@@ -74,7 +74,7 @@ def test_questions_of_a_file_stand_behind_its_first_ones(tmp_path: Path) -> None
     file = written(tmp_path, 11)
     done = run_suite(config(num_prompts=3, questions=file), [PATH], lambda _: None, result)
     assert len(done.rounds["nvme"][0].tokens) == 3
-    prompts = list(few_shot(texts(11), 8))
+    prompts = list(few_shot_prompts(texts(11), 8))
     assert [prompt.count("Question:") for prompt in prompts] == [9] * 3
     assert prompts[0].endswith("Answer: it is 7\n\nQuestion: what is 8\nAnswer:")
     with pytest.raises(ConfigError, match="has 11: num_prompts must be 3 or less"):

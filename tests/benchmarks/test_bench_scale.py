@@ -12,11 +12,11 @@ from benchmarks.scale import (
     NUM_NEW_TOKENS,
     QUANTITIES,
     ModelScale,
+    doubled_sizes,
     measure,
     measure_sizes,
     rows_table,
     scale_table,
-    sizes,
     synthesize,
 )
 from benchmarks.task import Result
@@ -33,7 +33,7 @@ def result(seconds: float, prefill_seconds: float = 0.0, *, peak_bytes: int = 0)
 
 
 def test_each_quantity_is_doubled_alone_and_all_begin_alike() -> None:
-    for quantity, grown in sizes(TOY).items():
+    for quantity, grown in doubled_sizes(TOY).items():
         assert grown[0] == TOY
         assert [getattr(size, quantity) for size in grown] == [getattr(TOY, quantity) << n for n in range(4)]
         assert all(replace(size, **{quantity: getattr(TOY, quantity)}) == TOY for size in grown)
@@ -62,8 +62,8 @@ def test_a_size_is_measured_once_a_round_though_every_quantity_begins_with_it() 
 
 
 def test_the_table_has_costs_per_token_beside_those_of_half_as_much() -> None:
-    rounds = {size: [result(1.0, 0.2)] for grown in sizes(TOY).values() for size in grown}
-    for turn, size in enumerate(sizes(TOY)["num_layers"]):
+    rounds = {size: [result(1.0, 0.2)] for grown in doubled_sizes(TOY).values() for size in grown}
+    for turn, size in enumerate(doubled_sizes(TOY)["num_layers"]):
         rounds[size] = [result(2.0**turn, 0.2, peak_bytes=3 * MIB + size.kv_bytes)]
     table = scale_table(TOY, rounds, {})
     assert "| num_layers | 2 | 12.500 ms | - | 50.000 ms | - | 1.00 s | - | 3 MiB | 0 MiB | 1 MiB |" in table
@@ -84,7 +84,7 @@ def test_rows_are_planned_on_the_real_road_and_nothing_is_generated(
         assert len(path.read_text().splitlines()) == count
 
     monkeypatch.setattr(rows_module, "_write_rows", remember)
-    found = rows_module.measure(StartCase(count=20, policy=policy), begun=0.0)
+    found = rows_module.measure(StartCase(num_rows=20, policy=policy), start_time=0.0)
     assert found.seconds > 0
     assert found.peak_bytes > 0
     assert found.tokens == []
@@ -94,8 +94,8 @@ def test_rows_are_planned_on_the_real_road_and_nothing_is_generated(
 def test_rows_stand_beside_the_fewest_of_their_policy() -> None:
     table = rows_table(
         {
-            StartCase(count=10, policy="auto"): result(2.0, peak_bytes=500 * MIB),
-            StartCase(count=1010, policy="auto"): result(3.0, peak_bytes=501 * MIB),
+            StartCase(num_rows=10, policy="auto"): result(2.0, peak_bytes=500 * MIB),
+            StartCase(num_rows=1010, policy="auto"): result(3.0, peak_bytes=501 * MIB),
         }
     )
     assert "| 10 | auto | 2.0 s | - | 500 MiB | - |" in table

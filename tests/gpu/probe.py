@@ -54,11 +54,11 @@ NUM_ROWS = 64  # of inputs
 MODEL = {"num_hidden_layers": 6, "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 
-Found = Iterator[tuple[str, str]]
+Readings = Iterator[tuple[str, str]]
 Product = Callable[[torch.Tensor, Rows], torch.Tensor]  # x (M, K), w (N, K) -> x @ w.T
 
 
-def finish() -> None:
+def synchronize() -> None:
     if IS_CUDA:
         torch.cuda.synchronize()
 
@@ -67,20 +67,20 @@ def seconds(work: Callable[[], object], repeats: int = 5) -> float:
     """Median of some, between two waits for the device; the first, which may compile, does not count."""
     times = []
     for _ in range(repeats + 1):
-        finish()
+        synchronize()
         begin = time.perf_counter()
         work()
-        finish()
+        synchronize()
         times.append(time.perf_counter() - begin)
     return statistics.median(times[1:])
 
 
-def each(work: Callable[[], object], count: int) -> float:
+def microseconds(work: Callable[[], object], count: int) -> float:
     """Microseconds of one of so many that are queued one behind the other."""
     return seconds(lambda: [work() for _ in range(count)]) / count * 1e6
 
 
-def link() -> Found:
+def link() -> Readings:
     device = ComputeDevice(str(DEVICE))
     for name, rate in measure_link(device).items():
         yield name, f"{rate:.1f} GB/s"
@@ -95,7 +95,7 @@ def link() -> Found:
         yield f"their bytes to the device, {size >> 20} MiB at a time", f"{NUM_BYTES / took / 1e9:.1f} GB/s"
 
 
-def overlap() -> Found:
+def overlap() -> Readings:
     """The copy stream beside products: seconds of both at once over those of the longer one alone."""
     device = ComputeDevice(str(DEVICE))
     if not device.is_accelerator:
@@ -117,13 +117,13 @@ def overlap() -> Found:
     )
 
 
-def launches() -> Found:
+def launches() -> Readings:
     """What the host takes: numbers are so few that the device is never behind."""
     with torch.inference_mode():
         x = torch.zeros(64, device=DEVICE)
-        yield "launch of an operator", f"{each(lambda: x.add_(1), 2000):.1f} us"
+        yield "launch of an operator", f"{microseconds(lambda: x.add_(1), 2000):.1f} us"
         small = torch.randn(16, 16, device=DEVICE)
-        yield "launch of a product", f"{each(lambda: small @ small, 1000):.1f} us"
+        yield "launch of a product", f"{microseconds(lambda: small @ small, 1000):.1f} us"
     home = getcurrent()
 
     def ping() -> None:
@@ -131,10 +131,10 @@ def launches() -> Found:
             home.switch()
 
     lane = greenlet(ping)
-    yield "to a lane and back", f"{each(lane.switch, 2000):.2f} us"
+    yield "to a lane and back", f"{microseconds(lane.switch, 2000):.2f} us"
 
 
-def turns() -> Found:
+def turns() -> Readings:
     """What a turn of one more lane through a layer adds to a decode pass of a small model that lies in the device: its
     products take next to nothing there, so this is Python, torch's dispatch and launches."""
     with tempfile.TemporaryDirectory() as folder:
@@ -163,7 +163,7 @@ def _decode_seconds(path: Path, num_lanes: int) -> float:
     return statistics.median(one.seconds for one in passes if not one.counts.prompt_tokens)
 
 
-def attention() -> Found:
+def attention() -> Readings:
     """Decode: a token of each of 64 rows, which looks at 300 positions, 32 heads on 8; flash kernels by torch's public
     function and by the operator behind it."""
     if not IS_CUDA:
@@ -174,13 +174,13 @@ def attention() -> Found:
     ends = [torch.arange(65, device=DEVICE, dtype=torch.int32) * n for n in (1, 300)]
     by_operator = torch.ops.aten._flash_attention_forward
     with torch.inference_mode():
-        took = each(lambda: varlen_attn(query, key, key, *ends, 1, 300), 50)
+        took = microseconds(lambda: varlen_attn(query, key, key, *ends, 1, 300), 50)
         yield "attention by varlen_attn", f"{took:.0f} us"
-        took = each(lambda: by_operator(query, key, key, *ends, 1, 300, 0.0, False, False), 50)
+        took = microseconds(lambda: by_operator(query, key, key, *ends, 1, 300, 0.0, False, False), 50)
         yield "attention by aten's operator", f"{took:.0f} us"
 
 
-def products() -> Found:
+def products() -> Readings:
     """What a lane pays for a matrix as it is stored, beside bfloat16; and what decoding it once would cost."""
     x = torch.randn(NUM_ROWS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
     plain = torch.randn(HEIGHT, WIDTH, device=DEVICE, dtype=torch.bfloat16)
@@ -190,7 +190,7 @@ def products() -> Found:
         yield f"bfloat16, {about}", f"{base * 1e3:.3f} ms"
         for name in STORED:
             rows = STORED[name](name)
-            for way, product in ways(rows).items():
+            for way, product in product_kernels(rows).items():
                 took = seconds(lambda rows=rows, product=product: product(x, rows))
                 yield f"{name} by {way}, {about}", f"{took * 1e3:.3f} ms, {took / base:.1f} x bfloat16's"
             took = seconds(lambda rows=rows: dequantize_rows(rows, torch.bfloat16))
@@ -204,13 +204,13 @@ def products() -> Found:
                 )
 
 
-def ways(rows: Rows) -> Mapping[str, Product]:
+def product_kernels(rows: Rows) -> Mapping[str, Product]:
     """The products to time, by name: by operators that dequantize a run of rows at a time, and by Triton's kernel."""
-    found: dict[str, Product] = {"operators": lambda x_MK, rows: multiply(x_MK, [rows])}
+    kernels: dict[str, Product] = {"operators": lambda x_MK, rows: multiply(x_MK, [rows])}
     codes = rows.codes() if device_codes.can_multiply(rows, torch.bfloat16) else None
     if codes is not None:
-        found["a kernel"] = lambda x_MK, rows: device_codes.multiply(x_MK, codes)
-    return found
+        kernels["a kernel"] = lambda x_MK, rows: device_codes.multiply(x_MK, codes)
+    return kernels
 
 
 def _coded(name: str) -> Rows:
@@ -231,11 +231,11 @@ def _gptq(name: str) -> Rows:
         "scales": torch.rand(num_groups, HEIGHT, device=DEVICE).half(),
         "zeros": _random_bytes(num_groups * HEIGHT // 2).view(torch.int32).view(num_groups, -1),
     }
-    told = tuple(
+    slices = tuple(
         Companion(role=role, tensor=_slice(tensor.nbytes, "I32"), block_columns=128 if role == "scales" else 0)
         for role, tensor in companions.items()
     )
-    piece = _slice(HEIGHT * WIDTH // 2, "I32", name, told)
+    piece = _slice(HEIGHT * WIDTH // 2, "I32", name, slices)
     return FORMATS[name].rows(StoredMatrix(piece, _random_bytes(piece.num_bytes), companions))
 
 
@@ -264,7 +264,7 @@ def _slice(num_bytes: int, dtype: str, format: str = "", companions: tuple[Compa
     )
 
 
-def disk() -> Found:
+def disk() -> Readings:
     """One reader of a file that was just written, with its pages dropped, through the page cache."""
     buffer = bytearray(16 * MIB)
     with tempfile.NamedTemporaryFile() as file:

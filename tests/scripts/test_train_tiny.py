@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from jobs.datasets.kinds.questions import TASKS_PATH
 from runtime.checkpoint_source.location import BUNDLED
-from scripts.train_tiny.__main__ import make
+from scripts.train_tiny.__main__ import train_and_save
 from scripts.train_tiny.corpus import evaluation_examples, is_held_back, training_examples, write_prompts
 from scripts.train_tiny.stories import STORY
 from scripts.train_tiny.tasks import TASKS
@@ -16,17 +16,17 @@ from scripts.train_tiny.training import SHAPE, Recipe, new_model, packed_batches
 from scripts.train_tiny.vocabulary import train_tokenizer
 from tests.test_tree import CONF, read
 
-RECIPE = Recipe(num_steps=2, num_rows=2, num_tokens=64, num_asked=2)
+RECIPE = Recipe(num_steps=2, num_rows=2, num_tokens=64, num_questions=2)
 
 
 def test_the_same_command_gives_the_same_bits(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        make(tmp_path / name, RECIPE, every=1)
+        train_and_save(tmp_path / name, RECIPE, every=1)
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
     assert weights[0] == weights[1]
     assert (tmp_path / "one" / "tokenizer.json").read_bytes() == (BUNDLED / "tokenizer.json").read_bytes()
     with pytest.raises(FileExistsError, match="not empty"):
-        make(tmp_path / "one", RECIPE, every=1)
+        train_and_save(tmp_path / "one", RECIPE, every=1)
 
 
 def test_the_bundled_prompts_are_those_that_the_script_writes_and_none_was_trained_on(tmp_path: Path) -> None:
