@@ -57,5 +57,5 @@ def _private_folder(problem: str) -> Path:
 
 def is_private(folder: Path) -> bool:
     """True if `folder` is a real directory, not a symlink, that only this user can access. Raises OSError."""
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & GROUP_AND_OTHERS
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & GROUP_AND_OTHERS

@@ -78,16 +78,16 @@ class LaneRun(greenlet):
     greenlet.
 
     `lengths`, (1, T) or (B, T) on the CPU: the sequence length for each token, if rotary embeddings depend on it.
-    `head`: slices for the model's head, None to run it on all tokens. With pipeline parallelism, `entering` receives
-    hidden states from the previous rank and `leaving` holds those for the next rank.
+    `head`: slices for the model's head, None to run it on all tokens. With pipeline parallelism, `hidden_in` receives
+    hidden states from the previous rank and `hidden_out` holds those for the next rank.
     """
 
     def __init__(self, forward: Callable[[], object], cache: object, lengths: torch.Tensor | None = None):
         super().__init__(forward)
         self.cache, self.lengths = cache, lengths
         self.head: HeadSlices | None = None
-        self.entering: torch.Tensor | None = None
-        self.leaving: torch.Tensor | None = None
+        self.hidden_in: torch.Tensor | None = None
+        self.hidden_out: torch.Tensor | None = None
 
 
 def current_lane_run() -> LaneRun:

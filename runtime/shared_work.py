@@ -63,9 +63,9 @@ def parallel_for(items: Sequence[Item], function: Callable[[Item], None], num_th
             function(item)
         return
     # A call leaves the list when it runs, so that helpers which start late keep no item alive.
-    calls, answers = [partial(function, item) for item in reversed(items)], SimpleQueue[BaseException | None]()
+    calls, results = [partial(function, item) for item in reversed(items)], SimpleQueue[BaseException | None]()
 
-    def make_what_is_left() -> None:
+    def run_remaining() -> None:
         while calls:
             try:
                 call = calls.pop()
@@ -73,12 +73,12 @@ def parallel_for(items: Sequence[Item], function: Callable[[Item], None], num_th
                 return
             try:
                 call()
-                answers.put(None)
+                results.put(None)
             except BaseException as error:
-                answers.put(error)
+                results.put(error)
 
-    _helpers().submit(make_what_is_left, min(num_threads, len(items)) - 1)
-    make_what_is_left()
-    errors = [error for error in (answers.get() for _ in items) if error is not None]
+    _helpers().submit(run_remaining, min(num_threads, len(items)) - 1)
+    run_remaining()
+    errors = [error for error in (results.get() for _ in items) if error is not None]
     if errors:
         raise errors[0]

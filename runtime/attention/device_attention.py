@@ -23,12 +23,12 @@ from .layout import LayerKV, QuantizedKV
 from .views import DecodeRows, Prompts, Reach, Rule, Segment, TokenRanges
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
+MAX_HEAD_DIM, HEAD_MULTIPLE = 256, 8
 ALIGNMENT_BYTES = 16  # of one load in the kernels
-OPERATOR_PLACES = (
+POSITIONAL_ARGUMENTS = (
     "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask",
 )  # fmt: skip
-OPERATOR_NAMES = {"scale", "window_size_left", "window_size_right"}
+KEYWORD_ARGUMENTS = {"scale", "window_size_left", "window_size_right"}
 
 
 def can_use_flash(like_q: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tensor, rule: Rule) -> bool:
@@ -39,7 +39,7 @@ def can_use_flash(like_q: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tens
         and like_q.dtype == like_k.dtype == like_v.dtype
         and rule.softcap is None
         and like_k.shape[-1] == head_dim >= like_v.shape[-1]
-        and head_dim <= LARGEST_HEAD
+        and head_dim <= MAX_HEAD_DIM
         and head_dim % HEAD_MULTIPLE == 0
         and has_flash(like_q.device)
     )
@@ -129,7 +129,7 @@ def flash_operator() -> Callable[..., Sequence[torch.Tensor]] | None:
     schema = operator.default._schema
     positional = tuple(each.name for each in schema.arguments if not each.kwarg_only)
     keywords = {each.name for each in schema.arguments if each.kwarg_only and each.has_default_value()}
-    is_known = positional == OPERATOR_PLACES and keywords >= OPERATOR_NAMES
+    is_known = positional == POSITIONAL_ARGUMENTS and keywords >= KEYWORD_ARGUMENTS
     covers_all = len(positional) + len(keywords) == len(schema.arguments)
     returned = tuple(each.name for each in schema.returns[:2])
     return operator.default if is_known and covers_all and returned == ("output", "softmax_logsumexp") else None
@@ -192,12 +192,12 @@ def prefill_flash(
         k_SHD, v_SHD = (align(each[begin : begin + spans.num_positions]) for each in (key, value))
         tokens = spans.tokens
         return [(tokens, flash_attention(query[tokens], k_SHD, v_SHD, spans, reach.window, rule))]
-    spans, found = prompts.token_ranges(reach), []
+    spans, outputs = prompts.token_ranges(reach), []
     for group in spans.groups(max(1, GATHERED_BYTES // kv.position_bytes), are_padded=False):
         tokens = group.tokens
         k_SHD, v_SHD = (align(key[tokens]), align(value[tokens])) if group.is_fresh else kv.gather_packed(group)
-        found.append((tokens, flash_attention(query[tokens], k_SHD, v_SHD, group, reach.window, rule)))
-    return found
+        outputs.append((tokens, flash_attention(query[tokens], k_SHD, v_SHD, group, reach.window, rule)))
+    return outputs
 
 
 def prefill_fused(

@@ -14,7 +14,7 @@ from .layout import PassLayout, Places
 from .views import DecodeRows, Reach, TokenRanges
 
 STEPS = 2  # sizes from one power of two to the next: at most a third of the positions is padding
-LEAST = 64  # positions
+MIN_POSITIONS = 64  # positions
 
 Cuts: TypeAlias = Mapping[Reach, frozenset[tuple[int, bool]]]  # arguments of `TokenRanges.groups` by reach
 
@@ -37,17 +37,17 @@ Sizes: TypeAlias = Mapping[Reach, Size]
 
 def fit_sizes(rows: DecodeRows, cuts: Cuts) -> Sizes | None:
     """Rounded-up sizes that hold these rows, or None if some layer would process them in several groups."""
-    found = dict[Reach, Size]()
+    sizes = dict[Reach, Size]()
     for reach, keys in cuts.items():
         spans = rows.token_ranges(reach)
         if any(len(spans.groups(most, are_padded=padded)) > 1 for most, padded in keys):
             return None
-        found[reach] = Size(_round_up_size(spans.most_positions), _round_up_size(spans.num_positions))
-    return found
+        sizes[reach] = Size(_round_up_size(spans.most_positions), _round_up_size(spans.num_positions))
+    return sizes
 
 
 def _round_up_size(number: int) -> int:
-    step = max(LEAST, 1 << (number.bit_length() - 1)) // STEPS
+    step = max(MIN_POSITIONS, 1 << (number.bit_length() - 1)) // STEPS
     return -(-number // step) * step
 
 
@@ -88,15 +88,15 @@ class FixedRows:
 
     def _tensors(self, rows: DecodeRows, layout: PassLayout, reach: Reach) -> list[torch.Tensor]:
         """Position bounds, then the places for each padding mode, then masks of visible and hidden padded places."""
-        spans, found = rows.token_ranges(reach), list[torch.Tensor]()
-        found.append(spans.bounds[1])
+        spans, tensors = rows.token_ranges(reach), list[torch.Tensor]()
+        tensors.append(spans.bounds[1])
         for padded in self._padding_modes(reach):
             flat = (layout.padded_places if padded else layout.packed_places)(spans).flat
             if not padded:  # place 0 is always valid memory; padding is never attended to
                 flat = torch.nn.functional.pad(flat, (0, self._sizes[reach].total - len(flat)))
-            found.append(flat)
+            tensors.append(flat)
         if True in self._padding_modes(reach):
             lengths_B = spans.bounds[1].diff()
             seen_BS = torch.arange(spans.most_positions, device=lengths_B.device) < lengths_B[:, None]
-            found += [seen_BS, ~seen_BS]
-        return found
+            tensors += [seen_BS, ~seen_BS]
+        return tensors

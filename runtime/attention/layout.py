@@ -35,8 +35,8 @@ class Places:
         # One index instead of two takes a third of the host's time.
         if not pages_NPHD.is_contiguous():
             return pages_NPHD[self.pairs]
-        found = pages_NPHD.flatten(0, 1).index_select(0, self.flat.view(-1))
-        return found if self.flat.dim() == 1 else found.unflatten(0, self.flat.shape)
+        gathered = pages_NPHD.flatten(0, 1).index_select(0, self.flat.view(-1))
+        return gathered if self.flat.dim() == 1 else gathered.unflatten(0, self.flat.shape)
 
     def scatter(self, pages_NPHD: torch.Tensor, states_SHD: torch.Tensor) -> None:
         if pages_NPHD.is_contiguous():
@@ -80,7 +80,7 @@ class PassLayout:
         """`new_places`: (row, first, end) positions of the pass's tokens, in order. `slots`: each row's tail slot, with
         quantized pages."""
         self._pages, self._device, self._decoding = pages, device, decoding
-        self._segments, self._slots, self._by_page = segments, slots, dict[TokenRanges, PageGather]()
+        self._segments, self._slots, self._page_gathers = segments, slots, dict[TokenRanges, PageGather]()
         self._numbers: dict[int, torch.Tensor] = {}
         self._packed: dict[TokenRanges, Places] = {}
         self._padded: dict[TokenRanges, Places] = {}
@@ -129,15 +129,15 @@ class PassLayout:
 
     def page_gather(self, ranges: TokenRanges) -> PageGather:
         """Indices to gather decoding rows from quantized pages and tails."""
-        if ranges not in self._by_page:
+        if ranges not in self._page_gathers:
             firsts_B, tables_Bn = self._page_tables(ranges)
             counts_B = ranges.bounds[1].diff()
             at_BS = torch.arange(ranges.most_positions, device=self._device).minimum(counts_B[:, None] - 1)
             at_BS = at_BS + firsts_B[:, None]
             lasts_B = (firsts_B + counts_B - 1) // PAGE_TOKENS
             slots_B = upload([self._slots[part.row] for part in ranges.parts], self._device)
-            self._by_page[ranges] = PageGather(tables_Bn, lasts_B, slots_B, at_BS)
-        return self._by_page[ranges]
+            self._page_gathers[ranges] = PageGather(tables_Bn, lasts_B, slots_B, at_BS)
+        return self._page_gathers[ranges]
 
     @cached_property
     def filled_M(self) -> torch.Tensor:
@@ -175,11 +175,11 @@ class PassLayout:
         parts = ranges.parts
         tables = [self._pages[p.row][p.first // PAGE_TOKENS : -(-p.end // PAGE_TOKENS)] for p in parts]
         width = max(map(len, tables))
-        lines = [
+        table_rows = [
             [part.first % PAGE_TOKENS, *table, *[0] * (width - len(table))]
             for part, table in zip(parts, tables, strict=True)
         ]
-        both = upload(lines, self._device)
+        both = upload(table_rows, self._device)
         return both[:, 0], both[:, 1:]
 
     def runs(self, row: int, begin: int, end: int) -> Iterator[PlaceRun]:
@@ -289,18 +289,18 @@ class QuantizedKV:
         k_SHD, v_SHD = self.spans[segment.row]
         if pages:
             numbers = self.layout.page_numbers(segment.row)[pages.start : pages.stop]
-            kept = self.format.decode(self.pages[numbers], k_SHD.dtype)
-            k_SHD, v_SHD = (torch.cat([x.flatten(0, 1), y]) for x, y in zip(kept, (k_SHD, v_SHD), strict=True))
+            stored = self.format.decode(self.pages[numbers], k_SHD.dtype)
+            k_SHD, v_SHD = (torch.cat([x.flatten(0, 1), y]) for x, y in zip(stored, (k_SHD, v_SHD), strict=True))
         return k_SHD.transpose(0, 1), v_SHD.transpose(0, 1), hidden_TS
 
     def gather_padded(self, ranges: TokenRanges) -> Pair:
         """Copies of decoding rows' positions, (B, S, H, D) each, padded by repeats."""
         places = self.layout.page_gather(ranges)
-        kept = self.format.decode(self.pages[places.tables_Bn.flatten()], self.tails[0].dtype)
+        stored = self.format.decode(self.pages[places.tables_Bn.flatten()], self.tails[0].dtype)
         rows_B = torch.arange(len(places.slots_B), device=places.slots_B.device)
-        found = []
-        for pages, tails in zip(kept, self.tails, strict=True):
+        gathered = []
+        for pages, tails in zip(stored, self.tails, strict=True):
             pages_BnPHD = pages.unflatten(0, places.tables_Bn.shape)
             pages_BnPHD[rows_B, places.lasts_B] = tails[places.slots_B]
-            found.append(pages_BnPHD.flatten(1, 2)[rows_B[:, None], places.at_BS])
-        return found[0], found[1]
+            gathered.append(pages_BnPHD.flatten(1, 2)[rows_B[:, None], places.at_BS])
+        return gathered[0], gathered[1]

@@ -14,8 +14,8 @@ import torch
 from ..config.settings import KVDType
 from ..plan.shape.dtypes import PAGE_TOKENS, page_parts
 
-FLOAT8, LARGEST_FLOAT8 = torch.float8_e4m3fn, 448.0
-LARGEST_CODE = {KVDType.int8: 127, KVDType.int4: 15}
+FLOAT8, MAX_FLOAT8 = torch.float8_e4m3fn, 448.0
+MAX_CODE = {KVDType.int8: 127, KVDType.int4: 15}
 
 
 def stored_dtype(kv_dtype: KVDType, computed: torch.dtype) -> torch.dtype:
@@ -26,7 +26,7 @@ def stored_dtype(kv_dtype: KVDType, computed: torch.dtype) -> torch.dtype:
 def cast_to_stored(x: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
     """`x` in the pages' dtype; float8 saturates at its largest value."""
     if stored is torch.uint8:
-        return x.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8).view(torch.uint8)
+        return x.clamp(-MAX_FLOAT8, MAX_FLOAT8).to(FLOAT8).view(torch.uint8)
     return x.to(stored)
 
 
@@ -94,7 +94,7 @@ class PageFormat:
 
     def _quantize(self, x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Codes, scales and zero points, float32; numbers along `dim` share a scale."""
-        most, low, high = LARGEST_CODE[self.kv_dtype], x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+        most, low, high = MAX_CODE[self.kv_dtype], x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
         scale = torch.maximum(-low, high) / 127
         if self.kv_dtype is KVDType.int4:
             scale = torch.maximum(scale, (high - low) / most)

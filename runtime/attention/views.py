@@ -198,15 +198,15 @@ class Segment:
     def view(self, reach: Reach) -> View | None:
         if reach in self._views:
             return self._views[reach]
-        first, found = reach.first(self.past), None
+        first, view = reach.first(self.past), None
         if self.new == 1 and self.past:
-            found = View(first, self.end, None)
+            view = View(first, self.end, None)
         elif self.past or reach.first(self.end - 1):
             places = torch.arange(first, self.end, device=self.device)[None]
             queries = torch.arange(self.past, self.end, device=self.device)[:, None]
-            found = View(first, self.end, (places > queries) | reach.hidden_mask(queries, places))
-        self._views[reach] = found
-        return found
+            view = View(first, self.end, (places > queries) | reach.hidden_mask(queries, places))
+        self._views[reach] = view
+        return view
 
     def paged_view(self, reach: Reach, page_tokens: int) -> tuple[range, torch.Tensor]:
         """View of quantized pages: the range of the row's stored pages, and a mask (T, S), True where hidden.
@@ -216,12 +216,12 @@ class Segment:
         if reach not in self._paged_views:
             own = self.past // page_tokens * page_tokens
             pages = range(reach.first(self.past) // page_tokens, (self.end - 1) // page_tokens)
-            kept = torch.arange(pages.start * page_tokens, pages.stop * page_tokens, device=self.device)[None]
+            stored = torch.arange(pages.start * page_tokens, pages.stop * page_tokens, device=self.device)[None]
             computed = torch.arange(own, self.end, device=self.device)[None]
             queries = torch.arange(self.past, self.end, device=self.device)[:, None]
             begins = queries // page_tokens * page_tokens
-            shown = torch.cat([kept < begins, (computed >= begins) & (computed <= queries)], 1)
-            self._paged_views[reach] = pages, ~shown | reach.hidden_mask(queries, torch.cat([kept, computed], 1))
+            visible = torch.cat([stored < begins, (computed >= begins) & (computed <= queries)], 1)
+            self._paged_views[reach] = pages, ~visible | reach.hidden_mask(queries, torch.cat([stored, computed], 1))
         return self._paged_views[reach]
 
     def token_ranges(self, reach: Reach) -> Iterator[TokenRange]:

@@ -45,11 +45,11 @@ class PageTable:
     """
 
     def __init__(self, pool: PagePool, tails: PartialPages | None, *, keeps_open_pages_adjacent: bool):
-        self._pool, self._tails, self._lies_close = pool, tails, keeps_open_pages_adjacent
+        self._pool, self._tails, self._keeps_open_pages_adjacent = pool, tails, keeps_open_pages_adjacent
         self._rows: list[PagedRow] = []
         self._new: list[int] = []  # tokens of each row in the pass
         self._last_page: int | None = None
-        self._place_of: dict[int, int] = {}
+        self._page_places: dict[int, int] = {}
 
     @property
     def past(self) -> list[int]:
@@ -69,14 +69,14 @@ class PageTable:
     def page_places(self) -> dict[int, int]:
         """Place of each page in the KV slot of an offloaded layer. Covers the pages of all rows and the copy sources,
         ascending, so that few copies transfer them."""
-        return self._place_of
+        return self._page_places
 
     @property
     def dirty_pages(self) -> list[int]:
         """Places (see `page_places`) of the pages that the pass writes to, ascending."""
         each, is_quantized = zip(self._rows, self._new, strict=True), self._tails is not None
         pages = [page for row, new in each for page in row.dirty_pages(new, is_quantized=is_quantized)]
-        return sorted(self._place_of[page] for page in pages)
+        return sorted(self._page_places[page] for page in pages)
 
     @property
     def copies(self) -> list[tuple[int, int, int]]:
@@ -125,20 +125,21 @@ class PageTable:
         """Makes row i continue from the pages of row `sources[i]`, as beam search needs. Full pages are shared. One row
         keeps the partial last page; the others copy it in their next pass. Rows that share pages must have equal
         `past`."""
-        rows, held = self._rows, [row.pages for row in self._rows]
-        going = {source: source for i, source in enumerate(sources) if i == source}  # which row keeps the last page
+        rows, old_pages = self._rows, [row.pages for row in self._rows]
+        # For each source: the row that keeps its partial last page.
+        tail_keepers = {source: source for i, source in enumerate(sources) if i == source}
         for i, source in enumerate(sources):
-            going.setdefault(source, i)
+            tail_keepers.setdefault(source, i)
         for i, (row, source) in enumerate(zip(rows, sources, strict=True)):
             if i == source:
                 continue
-            is_going, num_whole = going[source] == i, row.past // PAGE_TOKENS
-            self._pool.share(held[source])
-            row.pages = held[source] if is_going else held[source][:num_whole]
-            row.copied_page = None if is_going or row.past % PAGE_TOKENS == 0 else held[source][num_whole]
+            keeps_tail, num_whole = tail_keepers[source] == i, row.past // PAGE_TOKENS
+            self._pool.share(old_pages[source])
+            row.pages = old_pages[source] if keeps_tail else old_pages[source][:num_whole]
+            row.copied_page = None if keeps_tail or row.past % PAGE_TOKENS == 0 else old_pages[source][num_whole]
         moved = [(i, source) for i, source in enumerate(sources) if i != source]
         for i, _ in moved:
-            self._pool.free(held[i])
+            self._pool.free(old_pages[i])
         if self._tails is not None and moved:
             # With quantized pages a partial page is a tail, which is copied at once: no page copy remains.
             self._tails.copy([rows[source].tail for _, source in moved], [rows[i].tail for i, _ in moved])
@@ -150,27 +151,27 @@ class PageTable:
         self._new = list(new_tokens)
         growing = [(row, row.past + new) for row, new in zip(self._rows, self._new, strict=True) if new]
         for row, end in growing:
-            if (behind := row.prefix) is not None:  # shared pages come before the row's own
-                num_whole = behind.num_tokens // PAGE_TOKENS
-                assert self._tails is None or not behind.num_tokens % PAGE_TOKENS, "quantized pages are shared whole"
-                row.pages = behind.pages[:num_whole]
-                row.copied_page = behind.pages[num_whole] if behind.num_tokens % PAGE_TOKENS else None
-                self._pool.share(behind.pages[: num_pages_for(behind.num_tokens)])
+            if (prefix := row.prefix) is not None:  # shared pages come before the row's own
+                num_whole = prefix.num_tokens // PAGE_TOKENS
+                assert self._tails is None or not prefix.num_tokens % PAGE_TOKENS, "quantized pages are shared whole"
+                row.pages = prefix.pages[:num_whole]
+                row.copied_page = prefix.pages[num_whole] if prefix.num_tokens % PAGE_TOKENS else None
+                self._pool.share(prefix.pages[: num_pages_for(prefix.num_tokens)])
                 row.prefix = None
-                self.release(behind)
+                self.release(prefix)
             if row.owned_prefix is not None:
-                self._take(row, num_pages_for(end) - len(row.pages))
+                self._allocate(row, num_pages_for(end) - len(row.pages))
                 row.owned_prefix.pages = row.pages  # the same list object: it grows with the row
-        if self._lies_close:  # first the pages that the pass fills, then the partial ones
+        if self._keeps_open_pages_adjacent:  # first the pages that the pass fills, then the partial ones
             for row, end in growing:
-                self._take(row, max(0, end // PAGE_TOKENS - len(row.pages)))
+                self._allocate(row, max(0, end // PAGE_TOKENS - len(row.pages)))
         for row, end in growing:
-            self._take(row, num_pages_for(end) - len(row.pages))
+            self._allocate(row, num_pages_for(end) - len(row.pages))
         pages = {page for row in self._rows for page in row.pages}
         pages |= {row.copied_page for row, _ in growing if row.copied_page is not None}
-        self._place_of = {page: place for place, page in enumerate(sorted(pages))}
+        self._page_places = {page: place for place, page in enumerate(sorted(pages))}
 
-    def _take(self, row: PagedRow, count: int) -> None:
+    def _allocate(self, row: PagedRow, count: int) -> None:
         if count:
             row.pages += self._pool.allocate(count, self._last_page)
             self._last_page = row.pages[-1]

@@ -111,7 +111,7 @@ class PagedKV(Cache, KVCache):
     ):
         super().__init__(layers=[])
         assert not (expands and pages.host_layers), "layers that expand latents need their pages in compute memory"
-        self.expands, self.travels, self.heads = expands, offloaded_layers, heads
+        self.expands, self.offloaded_layers, self.heads = expands, offloaded_layers, heads
         assert not (expands and pages.dtype.is_quantized), "latents cannot be cached in quantized pages"
         self._pages = pages
         self._tails = PartialPages(pages.device) if pages.dtype.is_quantized else None
@@ -127,7 +127,7 @@ class PagedKV(Cache, KVCache):
             False  # whether the layer has all tokens of the pass, and is asked for the selected ones
         )
         self._stop_after: int | None = None
-        self._cut_layer: int | None = (
+        self._sliced_layer: int | None = (
             None  # the last updated layer, if it computed all heads and only this rank's were stored
         )
         self._last_update: tuple[int, weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]] | None = None
@@ -258,17 +258,17 @@ class PagedKV(Cache, KVCache):
         def layout(pages: Sequence[Sequence[int]]) -> PassLayout:
             return PassLayout(pages, places, decoding, segments, self._device, expands=self.expands, slots=slots)
 
-        slots, pages, there = self.table.tails, self.table.pages, None
-        if self.travels:
-            place_of = self.table.page_places
-            there = layout([[place_of[page] for page in own] for own in pages])
+        slots, pages, offloaded_layout = self.table.tails, self.table.pages, None
+        if self.offloaded_layers:
+            page_places = self.table.page_places
+            offloaded_layout = layout([[page_places[page] for page in own] for own in pages])
         return PassView(
             past=past,
             new=new_tokens,
             decoding=decoding,
             prompts=Prompts(segments, self._device),
             layout=layout(pages),
-            offloaded_layout=there,
+            offloaded_layout=offloaded_layout,
         )
 
     def end_pass(self) -> None:
@@ -276,20 +276,20 @@ class PagedKV(Cache, KVCache):
         self.table.end_pass()
 
     def _find_copies(self) -> "_Copies | None":
-        each = self.table.copies
-        if not each:
+        copies = self.table.copies
+        if not copies:
             return None
 
         def pairs(number: Callable[[int], int], device: torch.device) -> tuple[Places, Places]:
             sources, targets = (
-                upload([number(row[which]) * PAGE_TOKENS + at for row in each for at in range(row[2])], device)
+                upload([number(row[which]) * PAGE_TOKENS + at for row in copies for at in range(row[2])], device)
                 for which in (0, 1)
             )
             return Places(sources), Places(targets)
 
         return _Copies(
             resident=pairs(int, self._device),
-            offloaded=pairs(self.table.page_places.__getitem__, self._device) if self.travels else None,
+            offloaded=pairs(self.table.page_places.__getitem__, self._device) if self.offloaded_layers else None,
             host=pairs(int, CPU) if self._host is not None else None,
         )
 
@@ -302,7 +302,7 @@ class PagedKV(Cache, KVCache):
         positions of the pass's rows (1, H, sum of S, D). `HostAttention.attend` stores the tokens that decode on the
         CPU. Raises LayerStored within `stop_after_storing`."""
         if self.heads is not None:
-            self._cut_layer = layer_idx if self.heads.has_all_heads(layer_idx, key_states) else None
+            self._sliced_layer = layer_idx if self.heads.has_all_heads(layer_idx, key_states) else None
             key_states, value_states = (self.heads.select(layer_idx, each) for each in (key_states, value_states))
         if self._pages.dtype in (KVDType.bfloat16, KVDType.float8):
             key_states, value_states = self._round_to_storage(key_states), self._round_to_storage(value_states)
@@ -322,7 +322,7 @@ class PagedKV(Cache, KVCache):
         for pages, states in ((kv.k_NPHD, key_states), (kv.v_NPHD, value_states)):
             new_T.scatter(pages, cast_to_stored(states.squeeze(0).transpose(0, 1), pages.dtype))
         if self._copies is not None:
-            self._copies.apply(kv, is_offloaded=layer_idx in self.travels)
+            self._copies.apply(kv, is_offloaded=layer_idx in self.offloaded_layers)
         if layer_idx == self._stop_after:
             raise LayerStored
         if kv.layout.cached_S is None:
@@ -339,7 +339,7 @@ class PagedKV(Cache, KVCache):
 
     def applied_head_share(self, layer: int) -> HeadShare | None:
         """`heads` if the layer's last update computed all heads and only this rank's were stored; else None."""
-        return self.heads if self._cut_layer == layer else None
+        return self.heads if self._sliced_layer == layer else None
 
     def is_last_update(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
         """True if the last `update` was for this layer, with these tensors."""
@@ -356,15 +356,15 @@ class PagedKV(Cache, KVCache):
 
     def _layer_kv(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> LayerKV:
         """Keys and values of a layer whose pages are not quantized."""
-        kept = self._view.layer_kv
-        if index in kept:
-            return kept[index]
+        layer_kv = self._view.layer_kv
+        if index in layer_kv:
+            return layer_kv[index]
         dtype = None if self._pages.dtype is KVDType.auto else like_k.dtype
         if self._host is not None and index in self._pages.host_layers:
             return self._host.layer(index, like_k, like_v)
-        if index not in self.travels:
-            kept[index] = LayerKV(*self._pages.layer(index, like_k, like_v), self._view.layout, dtype=dtype)
-            return kept[index]
+        if index not in self.offloaded_layers:
+            layer_kv[index] = LayerKV(*self._pages.layer(index, like_k, like_v), self._view.layout, dtype=dtype)
+            return layer_kv[index]
         assert self._view.offloaded_layout is not None, "the pass began without offloaded layers"
         pages = split_pages(self._bound[index], like_k, like_v, self._pages.dtype)
         return LayerKV(*pages, self._view.offloaded_layout, dtype=dtype)
@@ -373,7 +373,7 @@ class PagedKV(Cache, KVCache):
         self, tails: PartialPages, index: int, like_k: torch.Tensor, like_v: torch.Tensor, spans: dict[int, Pair]
     ) -> QuantizedKV:
         page_format, layout = PageFormat.from_dtypes(self._pages.dtype, like_k, like_v), self._view.layout
-        if index in self.travels:
+        if index in self.offloaded_layers:
             assert self._view.offloaded_layout is not None, "the pass began without offloaded layers"
             pages, layout = self._bound[index], self._view.offloaded_layout
         else:

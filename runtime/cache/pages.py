@@ -100,10 +100,10 @@ class PagePool:
 
     def free(self, pages: Iterable[int]) -> None:
         """Drops one holder of each page; a page is free when it has no holder. No page may be listed twice."""
-        given = list(pages)
-        free = [page for page in given if not self._extra_holders[page]] if self._extra_holders else given
+        released = list(pages)
+        free = [page for page in released if not self._extra_holders[page]] if self._extra_holders else released
         if self._extra_holders:
-            self._extra_holders -= Counter(page for page in given if self._extra_holders[page])
+            self._extra_holders -= Counter(page for page in released if self._extra_holders[page])
         self._release(free)
         self._freed += free
 
@@ -115,8 +115,8 @@ class PagePool:
 
     def take_freed(self) -> list[int]:
         """Returns the pages that became free since the last call."""
-        given, self._freed = self._freed, []
-        return given
+        freed, self._freed = self._freed, []
+        return freed
 
 
 class KVPages:
@@ -211,11 +211,11 @@ class ContiguousPool(PagePool):
 
     def allocate(self, count: int, last_page: int | None = None) -> list[int]:
         self._require(count)
-        taken: list[int] = []
-        while len(taken) < count:
-            last = taken[-1] if taken else last_page
-            taken += self._take_from_span(self._choose_start(last), count - len(taken))
-        return taken
+        allocated: list[int] = []
+        while len(allocated) < count:
+            last = allocated[-1] if allocated else last_page
+            allocated += self._take_from_span(self._choose_start(last), count - len(allocated))
+        return allocated
 
     def _release(self, pages: Sequence[int]) -> None:
         for run in layer_ranges(pages):
@@ -233,11 +233,11 @@ class ContiguousPool(PagePool):
 
     def _take_from_span(self, begin: int, most: int) -> range:
         at = self._span_index(begin)
-        whole = self._spans[at]
-        taken = range(begin, min(begin + most, whole.stop))
-        left = (range(whole.start, taken.start), range(taken.stop, whole.stop))
-        self._spans[at : at + 1] = [part for part in left if part]
-        return taken
+        span = self._spans[at]
+        allocated = range(begin, min(begin + most, span.stop))
+        rest = (range(span.start, allocated.start), range(allocated.stop, span.stop))
+        self._spans[at : at + 1] = [part for part in rest if part]
+        return allocated
 
     def _merge_span(self, run: range) -> None:
         at = self._span_index(run.start) + 1

@@ -44,11 +44,11 @@ class PartialPages:
 
     def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> Pair:
         """Keys and values (R, P, H, D) of a layer's tails. Returns new tensors after rows were added."""
-        held = self._layers.get(index)
-        if held is not None and len(held[0]) == self._num_slots:
-            return held
+        tails = self._layers.get(index)
+        if tails is not None and len(tails[0]) == self._num_slots:
+            return tails
         grown = self._zeros(like_k), self._zeros(like_v)
-        for new, old in zip(grown, held or (), strict=False):
+        for new, old in zip(grown, tails or (), strict=False):
             new[: len(old)] = old
         self._layers[index] = grown
         return grown
@@ -82,21 +82,21 @@ class PartialPages:
 
     def spans(self, segments: Sequence[Segment]) -> dict[int, Pair]:
         """Spans of segments that start later than the ones that were stored last, and end with them."""
-        found = {}
+        spans = {}
         for segment in segments:
             k_SHD, v_SHD = self._spans[segment.row]
             own = segment.end - segment.past // PAGE_TOKENS * PAGE_TOKENS
-            found[segment.row] = k_SHD[len(k_SHD) - own :], v_SHD[len(v_SHD) - own :]
-        return found
+            spans[segment.row] = k_SHD[len(k_SHD) - own :], v_SHD[len(v_SHD) - own :]
+        return spans
 
 
 def _join_span(kv: QuantizedKV, new: Pair, segment: Segment) -> Pair:
     """Tokens of the segment, preceded by those of its first page from earlier passes."""
-    known, slot = segment.past % PAGE_TOKENS, kv.layout.slot(segment.row)
+    num_cached, slot = segment.past % PAGE_TOKENS, kv.layout.slot(segment.row)
     k_THD, v_THD = (x_THD[segment.start : segment.start + segment.new] for x_THD in new)
-    if not known:
+    if not num_cached:
         return k_THD, v_THD
-    return torch.cat([kv.tails[0][slot, :known], k_THD]), torch.cat([kv.tails[1][slot, :known], v_THD])
+    return torch.cat([kv.tails[0][slot, :num_cached], k_THD]), torch.cat([kv.tails[1][slot, :num_cached], v_THD])
 
 
 def _store_tail(kv: QuantizedKV, span: Pair, segment: Segment) -> Pair:

@@ -110,17 +110,17 @@ class ReservedLayer(DynamicLayer):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Makes row i hold what row `beam_idx[i]` held and drops later rows. Needs memory for at most one row."""
         if self.is_initialized:
-            self._keep_rows(beam_idx.tolist())
+            self._select_rows(beam_idx.tolist())
             self._update_views()
 
-    def _keep_rows(self, sources: list[int]) -> None:
+    def _select_rows(self, sources: list[int]) -> None:
         for tensor in (self._all_keys, self._all_values):
-            aside = tensor[0]
+            spare = tensor[0]
             for new, old in row_moves(sources):
                 if new is None:
-                    aside = tensor[old, :, : self._length].clone()
+                    spare = tensor[old, :, : self._length].clone()
                 else:
-                    tensor[new, :, : self._length] = aside if old is None else tensor[old, :, : self._length]
+                    tensor[new, :, : self._length] = spare if old is None else tensor[old, :, : self._length]
         self._all_keys, self._all_values = self._all_keys[: len(sources)], self._all_values[: len(sources)]
 
     def _update_views(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +134,7 @@ class OffloadedLayer(ReservedLayer):
     def __init__(self, capacity: int, device: ComputeDevice):
         super().__init__(capacity, device)
         self._shapes: list[torch.Size] = []
-        self._to_keep: list[list[int]] = []  # row selections to apply when memory is bound
+        self._pending_selections: list[list[int]] = []  # row selections to apply when memory is bound
 
     def bind(self, pages: torch.Tensor) -> None:
         self._pages, self._flat = (
@@ -164,13 +164,13 @@ class OffloadedLayer(ReservedLayer):
         assert ends[1] <= elements.numel(), f"keys and values of {ends[1]:,} numbers in pages of {elements.numel():,}"
         self._all_keys = elements[: ends[0]].view(self._shapes[0])
         self._all_values = elements[ends[0] : ends[1]].view(self._shapes[1])
-        for kept in self._to_keep:
-            self._keep_rows(kept)
-        self._to_keep = [list(range(len(self._all_keys)))]
+        for kept in self._pending_selections:
+            self._select_rows(kept)
+        self._pending_selections = [list(range(len(self._all_keys)))]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         if self.is_initialized:
-            self._to_keep.append(beam_idx.tolist())
+            self._pending_selections.append(beam_idx.tolist())
             num_rows = len(beam_idx)
             self._all_keys, self._all_values = self._all_keys[:num_rows], self._all_values[:num_rows]
             self._update_views()  # the lane reads their shapes

@@ -135,30 +135,27 @@ def requests_digest(requests: Sequence[Request]) -> str:
     """SHA-256 of the requests in their order."""
     digest = hashlib.sha256()
     for each in requests:
-        asked = (each.max_new_tokens, each.sampling_key, each.stop, each.scoring, each.encoding)
-        digest.update(repr((each.key, each.prompt_ids, *asked)).encode() + b"\n")
+        options = (each.max_new_tokens, each.sampling_key, each.stop, each.scoring, each.encoding)
+        digest.update(repr((each.key, each.prompt_ids, *options)).encode() + b"\n")
     return digest.hexdigest()
 
 
 SESSION, OVER = "session", "over"
-NOT_YET = "devices={} does not go with {} as yet: {}"
+UNSUPPORTED = "devices={} does not support {}: {}"
 
 
 def config_for_ranks(config: RuntimeConfig, way: Parallelism = Parallelism.sharded) -> RuntimeConfig:
     """The config without features that need a single process. Raises ConfigError if the settings ask for one."""
-    paging, num_beams, is_divided = (
-        config.offload.expert_paging,
-        config.sampling.num_beams or 1,
-        way is Parallelism.pipeline,
-    )
+    paging, num_beams = config.offload.expert_paging, config.sampling.num_beams or 1
+    is_pipeline = way is Parallelism.pipeline
     require(
-        is_divided or paging in (ExpertPaging.auto, ExpertPaging.off),
-        NOT_YET.format(way.value, f"offload.expert_paging={paging.value}", "layers are read whole, with auto or off"),
+        is_pipeline or paging in (ExpertPaging.auto, ExpertPaging.off),
+        UNSUPPORTED.format(way.value, f"offload.expert_paging={paging.value}", "set offload.expert_paging=auto or off"),
     )
-    beams = NOT_YET.format(way.value, f"sampling.num_beams={num_beams}", "leave beams out, or take devices=one")
-    require(num_beams == 1, beams)
+    beams = f"sampling.num_beams={num_beams}"
+    require(num_beams == 1, UNSUPPORTED.format(way.value, beams, "set sampling.num_beams=1, or devices=one"))
     policy = replace(config.policy, share_prefixes=SharePrefixes.off)
-    if is_divided:
+    if is_pipeline:
         return replace(config, policy=policy)
     return replace(config, offload=replace(config.offload, expert_paging=ExpertPaging.off), policy=policy)
 
@@ -186,10 +183,10 @@ def plan_from_broadcast(message: Values, planner: Planner, requests: Sequence[Re
     )
     plan = plan_policy(problem, blocks=blocks)
     if policy.admission is Admission.continuous:
-        num_pages, most = plan.placement.kv.num_pages, _max_request_pages(requests)
-        if num_pages and most > num_pages:
+        num_pages, needed = plan.placement.kv.num_pages, _max_request_pages(requests)
+        if num_pages and needed > num_pages:
             raise BudgetError(
-                f"policy.admission=continuous: keys and values of the longest request take {most} pages of "
+                f"policy.admission=continuous: keys and values of the longest request take {needed} pages of "
                 f"{num_pages}: raise policy.num_micro_batches or offload.host_memory_gib, or set policy.admission=wave"
             )
     return plan

@@ -30,7 +30,7 @@ from .messages import (
     encode_states,
 )
 
-LEAST = "least"
+MINIMUM = "least"
 
 
 class RankSync:
@@ -69,10 +69,10 @@ class RankSync:
         values = asdict(counts) if counts is not None else None
         message = {KIND: ENDED, "counts": values, "finished": encode_completions(finished)}
         replies = [each for each in self.ranks.exchange(message) if each[KIND] == ENDED]
-        found = [pair for each in replies for pair in decode_completions(each["finished"], requests)]
-        for place, _ in found:
+        completions = [pair for each in replies for pair in decode_completions(each["finished"], requests)]
+        for place, _ in completions:
             self._peer_states.pop(place, None)
-        return PassCounts.total(PassCounts(**each["counts"]) for each in replies if each["counts"]), found
+        return PassCounts.total(PassCounts(**each["counts"]) for each in replies if each["counts"]), completions
 
     def all_states(self) -> dict[int, SequenceState]:
         """Sequence states of all ranks, for rank 0 between passes or after the last one. Uses the last known states of
@@ -129,7 +129,7 @@ class SyncBetweenPasses(RankSync):
 
     def min_over_ranks(self, counts: Sequence[int | None]) -> list[int | None]:
         """Minimum of each count over all ranks; None, as the policy says, if any rank has None."""
-        replies = [each[LEAST] for each in self.ranks.exchange({KIND: LEAST, LEAST: counts})]
+        replies = [each[MINIMUM] for each in self.ranks.exchange({KIND: MINIMUM, MINIMUM: counts})]
         return [min(each) if None not in each else None for each in zip(*replies, strict=True)]
 
 
@@ -141,20 +141,20 @@ class PassSync(SyncBetweenPasses):
         has sampled other tokens."""
         # Checksum of the last tokens of unfinished rows.
         last = [(i, len(each.generated), each.generated[-1]) for i, each in self.rows().items() if each.generated]
-        drawn = zlib.crc32(repr(last).encode())
-        own = {KIND: LANES, "lanes": num_lanes, "phase": phase.value, "drawn": drawn}
+        checksum = zlib.crc32(repr(last).encode())
+        own = {KIND: LANES, "lanes": num_lanes, "phase": phase.value, "drawn": checksum}
         replies = self.ranks.exchange({**own, STOPPING: self._local_should_stop()})
         if any(each[STOPPING] for each in replies):
             self._has_stopped = True
             raise Interrupted(STOPPED)
-        odd = [
+        differing = [
             rank for rank, each in enumerate(replies) if {**each, STOPPING: False} != {**replies[0], STOPPING: False}
         ]
-        if odd:
+        if differing:
             self._has_stopped = True
             raise ConfigError(
-                f"devices=tensor: rank {odd[0]} has come to other tokens than rank 0: all ranks need processors of "
-                "one kind, and as many threads"
+                f"devices=tensor: rank {differing[0]} has sampled other tokens than rank 0: all ranks need processors of "
+                "one kind and the same number of threads"
             )
         return num_lanes, phase
 
@@ -172,9 +172,9 @@ class PassSync(SyncBetweenPasses):
 class PipelineSync(SyncBetweenPasses):
     """Synchronizes pipeline ranks, only for stopping. The last rank, which has the generators, reports all states."""
 
-    def __init__(self, line: PipelineLink, local_should_stop: Callable[[], bool]):
-        super().__init__(line.ranks, local_should_stop)
-        self._line = line
+    def __init__(self, link: PipelineLink, local_should_stop: Callable[[], bool]):
+        super().__init__(link.ranks, local_should_stop)
+        self._link = link
 
     def agree_on_lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
         """Returns its arguments. Raises Interrupted if a rank was asked to stop, and PeerEnded."""
@@ -213,7 +213,7 @@ class PipelineSync(SyncBetweenPasses):
         return replies
 
     def _own_states(self) -> Message:
-        return super()._own_states() if self._line.is_last else {KIND: STATES}
+        return super()._own_states() if self._link.is_last else {KIND: STATES}
 
     def _store_states(self, replies: list[Message]) -> None:
         self._peer_states = decode_states(replies[-1]["states"])

@@ -85,13 +85,13 @@ class RankSession(Session):
     def _run_block(
         self,
         block: Block,
-        left: Sequence[int],
+        remaining: Sequence[int],
         requests: Sequence[Request],
         unfinished: Mapping[int, SequenceState],
         on_pass: OnPass,
     ) -> Generator[tuple[int, Completion]]:
         self._requests = requests
-        return super().wave(*self._own_rows(block, left), requests, unfinished, on_pass)
+        return super().wave(*self._own_rows(block, remaining), requests, unfinished, on_pass)
 
     def _run_stream(
         self,
@@ -103,10 +103,10 @@ class RankSession(Session):
         self._requests = requests
         return super().stream(self._own_requests(order), requests, unfinished, on_pass)
 
-    def _own_rows(self, block: Block, left: Sequence[int]) -> tuple[Block, Sequence[int]]:
+    def _own_rows(self, block: Block, remaining: Sequence[int]) -> tuple[Block, Sequence[int]]:
         """This rank's part of a block's remaining rows: every N-th row of each micro-batch."""
-        is_left = frozenset(left)
-        groups = [[i for i in group if i in is_left] for group in block.micro_batches]
+        remaining_rows = frozenset(remaining)
+        groups = [[i for i in group if i in remaining_rows] for group in block.micro_batches]
         parts = [tuple(group[self._ranks.rank :: self._ranks.size]) for group in groups]
         own = Block(index=block.index, micro_batches=tuple(part for part in parts if part))
         return own, own.members
@@ -159,8 +159,8 @@ class SameRowsSession(RankSession):
         assert isinstance(self._rank_sync, SyncBetweenPasses), "ranks have the same rows"
         return self._rank_sync
 
-    def _own_rows(self, block: Block, left: Sequence[int]) -> tuple[Block, Sequence[int]]:
-        return block, left
+    def _own_rows(self, block: Block, remaining: Sequence[int]) -> tuple[Block, Sequence[int]]:
+        return block, remaining
 
     def _own_requests(self, order: Sequence[int]) -> Sequence[int]:
         return order

@@ -21,8 +21,8 @@ from ..plan.shape.rank_shares import restrict_to_stages, split_stages
 from ..planning.budgets import make_budgets
 from ..planning.planner import Planner
 from ..probing.meta import build_meta_model
-from ..ranks.collectives import AllGather, Collectives, PipelineLink
-from ..ranks.pipeline import keep_stages, transferred_tensors
+from ..ranks.collectives import AllGather, PipelineLink, WeightGather
+from ..ranks.pipeline import keep_stages, layer_signatures
 from ..ranks.ranks import Message, Ranks
 from ..ranks.shared_memory import SharedMemory
 from ..ranks.tensor import TensorSplit
@@ -31,8 +31,8 @@ from ..stream.device import ComputeDevice, choose_device
 from ..stream.weight_reader import SessionResources
 from .messages import (
     KIND,
-    NOT_YET,
     SESSION,
+    UNSUPPORTED,
     Values,
     config_for_ranks,
     plan_from_broadcast,
@@ -42,8 +42,8 @@ from .rank_sync import PassSync, PipelineSync, RankSync
 from .sessions import RankSession, SameRowsSession
 
 LANES_PER_RANK = 4  # so that a rank waits for lanes of others in a fifth of a pass at most
-MOST_ROWS = 64  # of a lane, where the policy leaves that open
-CROWDED = 0.5  # of the smallest budget, which weights take at most that are divided by time instead of memory
+MAX_ROWS = 64  # of a lane, where the policy leaves that open
+MAX_WEIGHT_SHARE = 0.5  # of the smallest budget, which weights take at most that are divided by time instead of memory
 
 
 def choose_rank_device(ranks: Ranks | None, name: str) -> ComputeDevice:
@@ -51,22 +51,23 @@ def choose_rank_device(ranks: Ranks | None, name: str) -> ComputeDevice:
     visible, that one. Raises ConfigError."""
     if ranks is None:
         return ComputeDevice(name)
-    found = choose_device(name)
-    count = 0 if found.type == "cpu" else torch.accelerator.device_count()
+    device = choose_device(name)
+    count = 0 if device.type == "cpu" else torch.accelerator.device_count()
     if count < 2 or ":" in name:
         return ComputeDevice(name)
-    return ComputeDevice(str(torch.device(found.type, accelerator_index(ranks.num_before_here, ranks.num_here, count))))
+    index = accelerator_index(ranks.local_rank, ranks.num_local_ranks, count)
+    return ComputeDevice(str(torch.device(device.type, index)))
 
 
-def accelerator_index(place: int, num_here: int, count: int) -> int:
+def accelerator_index(local_rank: int, num_local_ranks: int, count: int) -> int:
     """Index of the accelerator for rank `place` of `num_here` on a machine with `count` accelerators. Raises
     ConfigError."""
     require(
-        num_here <= count,
-        f"devices: {num_here} ranks are on this machine, and torch finds {count} accelerators: start one rank for "
+        num_local_ranks <= count,
+        f"devices: {num_local_ranks} ranks on this machine, but torch finds {count} accelerators: start one rank for "
         "each, or set machine=cpu",
     )
-    return place
+    return local_rank
 
 
 def require_same_devices(ranks: Ranks, model: LoadedModel, device: ComputeDevice) -> None:
@@ -94,9 +95,11 @@ def require_same_devices(ranks: Ranks, model: LoadedModel, device: ComputeDevice
             _require_same(rank, each["name"], name, "on", "take devices=sharded or pipeline")
 
 
-def _require_same(rank: int, found: str, own: str, how: str, remedy: str) -> None:
-    if found != own:
-        raise ConfigError(f"devices: rank {rank} would compute {how} {found}, this one {how} {own}: {remedy}")
+def _require_same(rank: int, peer: str, own: str, preposition: str, remedy: str) -> None:
+    if peer != own:
+        raise ConfigError(
+            f"devices: rank {rank} computes {preposition} {peer}, this rank {preposition} {own}: {remedy}"
+        )
 
 
 class SharedRun(ABC):
@@ -108,7 +111,7 @@ class SharedRun(ABC):
 
     all_gather: AllGather | None = None
     split: ModelSplit | None = None
-    line: PipelineLink | None = None
+    pipeline_link: PipelineLink | None = None
     budgets: Budgets | None = None
     session_kind: type[RankSession] = SameRowsSession
 
@@ -127,7 +130,7 @@ class SharedRun(ABC):
 
     def divide_model(self, model: LoadedModel, offload: OffloadConfig, device: ComputeDevice) -> LoadedModel:
         """This rank's part of the model, which may be mutated. Raises ConfigError if the ranks cannot share it."""
-        encoder = NOT_YET.format(self.way.value, "an encoder in front of a decoder", "take devices=one")
+        encoder = UNSUPPORTED.format(self.way.value, "an encoder in front of a decoder", "take devices=one")
         require(not model.shape.has_encoder, encoder)
         require_same_devices(self.ranks, model, device)
         return model
@@ -148,7 +151,7 @@ class SharedRun(ABC):
             return
         if device_bytes is not None:
             own = replace(own, device_bytes=ranks.size * device_bytes, num_devices=ranks.size)
-        if not ranks.sees_memory:
+        if not ranks.uses_shared_memory:
             own = replace(own, host_bytes=ranks.size * least, num_copies=ranks.size)
         self.budgets = own
 
@@ -190,7 +193,7 @@ class SharedRun(ABC):
         # Only the last rank in a pipeline comes to them.
         is_all = self.way is not Parallelism.pipeline or all(request.generates for request in requests)
         others = "take devices=sharded, tensor or one"
-        require(is_all, NOT_YET.format(self.way.value, "scores and embeddings", others))
+        require(is_all, UNSUPPORTED.format(self.way.value, "scores and embeddings", others))
 
     def _broadcast(self, message: Values, **more: object) -> None:
         self.ranks.broadcast({KIND: SESSION, "plan": message, **more})
@@ -202,7 +205,7 @@ class ShardedRun(SharedRun):
     session_kind = RankSession
 
     def begin(self, message: Values) -> SessionResources:
-        memory = SharedMemory.create(self.ranks) if self.ranks.sees_memory else None
+        memory = SharedMemory.create(self.ranks) if self.ranks.uses_shared_memory else None
         self._broadcast(message, memory=None if memory is None else memory.address)
         return self._begin_session(memory)
 
@@ -212,7 +215,7 @@ class ShardedRun(SharedRun):
 
     def _begin_session(self, memory: SharedMemory | None) -> SessionResources:
         self.ranks.begin_session()
-        return Collectives(self.ranks) if memory is None else memory
+        return WeightGather(self.ranks) if memory is None else memory
 
     def rank_sync(self, should_stop: Callable[[], bool]) -> RankSync:
         return RankSync(self.ranks, should_stop)
@@ -244,7 +247,7 @@ class PipelineRun(SharedRun):
 
     def __init__(self, ranks: Ranks):
         super().__init__(ranks)
-        self._whole: ModelShape | None = None
+        self._full_shape: ModelShape | None = None
         self._shapes: tuple[ModelShape, ...] = ()  # the model as each rank sees it
         self._budgets: tuple[Budgets, ...] = ()
 
@@ -254,25 +257,25 @@ class PipelineRun(SharedRun):
         model, ranks, way = super().divide_model(model, offload, device), self.ranks, self.way.value
         require(
             not model.padding.separate_rows,
-            NOT_YET.format(way, f"rows apart ({model.padding.separate_rows})", "take devices=one"),
+            UNSUPPORTED.format(way, f"rows apart ({model.padding.separate_rows})", "take devices=one"),
         )
         own = make_budgets(offload, device)
-        own = replace(own, host_bytes=own.host_bytes // ranks.num_here)
+        own = replace(own, host_bytes=own.host_bytes // ranks.num_local_ranks)
         replies = ranks.exchange({"budgets": vars(own), "weights": model.fingerprint})
         is_same = all(each["weights"] == replies[0]["weights"] for each in replies)
         require(is_same, f"devices={way}: ranks have other weights than rank 0 at model.path")
-        self._whole, self._budgets = model.shape, tuple(Budgets(**each["budgets"]) for each in replies)
+        self._full_shape, self._budgets = model.shape, tuple(Budgets(**each["budgets"]) for each in replies)
         # No rank takes longer than it must, or where weights may not fit that way, none holds more than it must.
         parts = split_stages(model.shape.stages, ranks.size)
         heaviest = max(restrict_to_stages(model.shape, part).weight_bytes for part in parts)
-        if heaviest > CROWDED * min(each.compute_bytes for each in self._budgets):
+        if heaviest > MAX_WEIGHT_SHARE * min(each.compute_bytes for each in self._budgets):
             parts = split_stages(model.shape.stages, ranks.size, with_tables=True)
         self._shapes = tuple(restrict_to_stages(model.shape, part) for part in parts)
-        self.line = PipelineLink(ranks)
+        self.pipeline_link = PipelineLink(ranks)
         config = copy.deepcopy(model.staged.model.config)
         for each in (config, config.get_text_config(decoder=True)):
             each._attn_implementation = "eager"
-        layers = transferred_tensors(build_meta_model(config, model.compute_dtype))
+        layers = layer_signatures(build_meta_model(config, model.compute_dtype))
         keep_stages(model.staged, parts[ranks.rank], layers, device.torch_device)
         return replace(model, shape=self._shapes[ranks.rank])
 
@@ -280,7 +283,7 @@ class PipelineRun(SharedRun):
         pass
 
     def full_shape(self, shape: ModelShape) -> ModelShape | None:
-        return self._whole
+        return self._full_shape
 
     def plan(
         self, planner: Planner, requests: Sequence[Request], blocks: tuple[Block, ...] | None, chunk_tokens: int | None
@@ -289,35 +292,35 @@ class PipelineRun(SharedRun):
         # As many lanes as keep all ranks busy, where the policy leaves their number open.
         config, policy = planner.config, planner.config.policy
         count = policy.num_micro_batches or LANES_PER_RANK * self.ranks.size
-        rows = policy.micro_batch_size or min(MOST_ROWS, max(1, -(-len(requests) // count)))
+        rows = policy.micro_batch_size or min(MAX_ROWS, max(1, -(-len(requests) // count)))
         policy = replace(policy, num_micro_batches=count, micro_batch_size=rows)
         planner = replace(planner, config=replace(config, policy=policy))
         sizes, plans = [request.size for request in requests], list[RunPlan]()
         for rank in range(self.ranks.size):
             with _name_rank_in_errors(rank):
-                plans.append(self._planner(rank, planner).plan(sizes, blocks=blocks, chunk_tokens=chunk_tokens))
+                plans.append(self._rank_planner(rank, planner).plan(sizes, blocks=blocks, chunk_tokens=chunk_tokens))
         smallest = min(plans, key=lambda plan: (plan.block_size, plan.policy.prefill_chunk_tokens or 0))
         message = plan_to_broadcast(smallest, requests, planner.model.fingerprint)
         for rank in range(self.ranks.size):
-            self._plan_of_rank(rank, message, planner, requests)
+            self._plan_for_rank(rank, message, planner, requests)
         return message
 
     def plan_from_broadcast(self, message: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
-        return self._plan_of_rank(self.ranks.rank, message, planner, requests)
+        return self._plan_for_rank(self.ranks.rank, message, planner, requests)
 
-    def _plan_of_rank(self, rank: int, message: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
+    def _plan_for_rank(self, rank: int, message: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
         with _name_rank_in_errors(rank):
             return plan_from_broadcast(
-                {**message, "budgets": vars(self._budgets[rank])}, self._planner(rank, planner), requests
+                {**message, "budgets": vars(self._budgets[rank])}, self._rank_planner(rank, planner), requests
             )
 
-    def _planner(self, rank: int, planner: Planner) -> Planner:
+    def _rank_planner(self, rank: int, planner: Planner) -> Planner:
         model = replace(planner.model, shape=self._shapes[rank])
         return replace(planner, model=model, given_budgets=self._budgets[rank])
 
     def rank_sync(self, should_stop: Callable[[], bool]) -> PipelineSync:
-        assert self.line is not None, "it is there once the model is"
-        return PipelineSync(self.line, should_stop)
+        assert self.pipeline_link is not None, "it is there once the model is"
+        return PipelineSync(self.pipeline_link, should_stop)
 
 
 @contextmanager

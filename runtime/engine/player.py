@@ -35,7 +35,7 @@ class PipelinePeers:
     def begin(self, lanes: Sequence[Lane]) -> None:
         """Starts a pass: posts receives for lanes that wait at the first stage of this rank."""
         self._lanes = lanes
-        self._incoming = [lane.entering for lane in lanes]
+        self._incoming = [lane.hidden_in for lane in lanes]
         if self._device.is_accelerator:  # receive in host memory, then copy
             self._incoming = [
                 None
@@ -46,17 +46,17 @@ class PipelinePeers:
         self._link.begin(self._incoming)
 
     def receive(self, lane: int) -> None:
-        """Blocks until the lane's hidden states have arrived, and copies them to its `entering` buffer."""
+        """Blocks until the lane's hidden states have arrived, and copies them to its `hidden_in` buffer."""
         self._link.receive(lane)
-        received, entering = self._incoming[lane], self._lanes[lane].entering
-        if received is not None and entering is not None and received is not entering:
-            entering.copy_(received, non_blocking=True)
+        received, hidden_in = self._incoming[lane], self._lanes[lane].hidden_in
+        if received is not None and hidden_in is not None and received is not hidden_in:
+            hidden_in.copy_(received, non_blocking=True)
 
     def send(self, lane: int) -> None:
         """Starts sending the lane's hidden states to the next rank."""
-        leaving = self._lanes[lane].leaving
-        assert leaving is not None, f"lane {lane} has not left this rank's layers"
-        self._link.send(lane, *self._device.to_host([leaving]))
+        hidden_out = self._lanes[lane].hidden_out
+        assert hidden_out is not None, f"lane {lane} has not left this rank's layers"
+        self._link.send(lane, *self._device.to_host([hidden_out]))
 
     def draw_tokens(self, lanes: Sequence[Lane]) -> Sequence[torch.Tensor]:
         """Samples on the last rank, receives its tokens on the others. Returns one host tensor per lane."""

@@ -323,7 +323,7 @@ class Runtime(Closing):
                 sampler,
                 self._should_stop if rank_sync is None else rank_sync.should_stop,
                 agree_alone if rank_sync is None else rank_sync.agree_on_lanes,
-                None if shared is None else shared.line,
+                None if shared is None else shared.pipeline_link,
             )
             seconds, reasoning = time.monotonic() - begin, sampler.reasoning
             if self.model.rounded is not None:

@@ -25,10 +25,10 @@ from ..stream.weight_reader import LocalReader, SessionResources, Transfer, Weig
 from .ranks import STOPPED, Ranks
 
 POLL_SECONDS, NUM_POLLS = 1e-4, 20  # between two looks whether a piece is there; looks between two at the others
-LOOK_SECONDS = 0.02  # between two looks for a stop, or for one that has ended
+CHECK_SECONDS = 0.02  # between two looks for a stop, or for one that has ended
 
 
-class Collectives(Closing, SessionResources):
+class WeightGather(Closing, SessionResources):
     """All-gathers shares of weights in one session. Not thread-safe, except `abandon`. It has its own process group, so
     that it is not ordered with messages. All ranks gather pages in the schedule's order."""
 
@@ -38,7 +38,7 @@ class Collectives(Closing, SessionResources):
         ranks.exchange({})  # all ranks are alive: creating a group would wait forever for one that ended
         self._group = ranks.new_group()
         self._is_abandoned = Event()
-        self._why = Interrupted(STOPPED)  # nothing can be gathered any more
+        self._failure = Interrupted(STOPPED)  # nothing can be gathered any more
 
     def close(self) -> None:
         """Closes the connections. After `abandon`, it aborts them, so that peers stop waiting."""
@@ -60,7 +60,7 @@ class Collectives(Closing, SessionResources):
         PeerEnded or Interrupted if another rank cannot take part."""
         own = pieces.chunk(self.ranks.size)[self.ranks.rank]
         if self._is_abandoned.is_set():
-            raise self._why
+            raise self._failure
         try:
             work = dist.all_gather_single(pieces, own, group=self._group, async_op=True)
             assert work is not None, "this rank is of the group"
@@ -74,11 +74,11 @@ class Collectives(Closing, SessionResources):
                 time.sleep(POLL_SECONDS)
             work.wait()
         except RuntimeError as error:
-            self._why = Interrupted(STOPPED) if self.ranks.is_stopping else self.ranks.explain_failure(error)
+            self._failure = Interrupted(STOPPED) if self.ranks.is_stopping else self.ranks.explain_failure(error)
             self.abandon()
-            raise self._why from error
+            raise self._failure from error
         except Interrupted as error:
-            self._why = error
+            self._failure = error
             self.abandon()
             raise
 
@@ -90,24 +90,24 @@ class GatheredReader(WeightReader):
     process. One thread calls the collectives in the order of `fill`, which is the schedule's and equal on all ranks.
     """
 
-    def __init__(self, collectives: Collectives, device: ComputeDevice, reader: Reader):
-        self._collectives, self._device, self._reader = collectives, device, reader
+    def __init__(self, collectives: WeightGather, device: ComputeDevice, reader: Reader):
+        self._weight_gather, self._device, self._reader = collectives, device, reader
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shares-gathered")
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
 
     def abandon(self) -> None:
-        self._collectives.abandon()
+        self._weight_gather.abandon()
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
         return self._device.host_buffer(num_bytes)
 
     def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> "GatheredTransfer":
-        ranks = self._collectives.ranks
+        ranks = self._weight_gather.ranks
         own, begin, end = even_reader_share(extents, ranks.rank, ranks.size)
         reading = self._reader.submit(own, buffer.numpy().data)
-        return GatheredTransfer(self._collectives, self._thread.submit(self._gather, reading, buffer[begin:end]))
+        return GatheredTransfer(self._weight_gather, self._thread.submit(self._gather, reading, buffer[begin:end]))
 
     def gather_timing(self, read: Transfer) -> ChunkTiming | None:
         return read.gather_timing if isinstance(read, GatheredTransfer) else None
@@ -116,18 +116,18 @@ class GatheredReader(WeightReader):
         try:
             reading.wait()
         except BaseException:
-            self._collectives.abandon()  # a skipped gather would mix up pages
+            self._weight_gather.abandon()  # a skipped gather would mix up pages
             raise
         begin = time.monotonic()
         if len(pieces):
-            self._collectives.gather(pieces)
+            self._weight_gather.gather(pieces)
         return reading.timing, ChunkTiming(begin, time.monotonic(), pieces.nbytes)
 
 
 class GatheredTransfer:
     """A page in flight, of which each rank reads a share; `timing` is that of this rank's read."""
 
-    def __init__(self, collectives: Collectives, timings: Future[tuple[ChunkTiming, ChunkTiming]]):
+    def __init__(self, collectives: WeightGather, timings: Future[tuple[ChunkTiming, ChunkTiming]]):
         self._ranks, self._timings = collectives.ranks, timings
 
     @property
@@ -136,7 +136,7 @@ class GatheredTransfer:
 
     def wait(self) -> None:
         """Waits for all shares. Raises errors of this rank's read, PeerEnded, and Interrupted."""
-        while not wait_for([self._timings], LOOK_SECONDS).done:
+        while not wait_for([self._timings], CHECK_SECONDS).done:
             self._ranks.require_running()
         self._timings.result()
 
@@ -181,25 +181,25 @@ class AllGather(SessionResources):
         if not self._is_active or part.is_meta:
             return torch.cat([part] * self.count, dim)
         device, part = part.device, part.contiguous().cpu()
-        found = torch.empty(self.count, *part.shape, dtype=part.dtype)
-        raw, raws = part.view(-1).view(torch.uint8), found.view(self.count, -1).view(torch.uint8)
+        gathered = torch.empty(self.count, *part.shape, dtype=part.dtype)
+        raw, raws = part.view(-1).view(torch.uint8), gathered.view(self.count, -1).view(torch.uint8)
         self.ranks.run(lambda: dist.all_gather([*raws.unbind()], raw, group=self.ranks.group, async_op=True))
         self.received_bytes += (self.count - 1) * part.nbytes
         at = dim % part.ndim
-        return found.movedim(0, at).flatten(at, at + 1).to(device)
+        return gathered.movedim(0, at).flatten(at, at + 1).to(device)
 
-    def all_to_all(self, rows: torch.Tensor, given: Sequence[int], taken: Sequence[int]) -> torch.Tensor:
+    def all_to_all(self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> torch.Tensor:
         """Sends the first `given[0]` rows (n, D) to rank 0, the next `given[1]` to rank 1, and so on. Returns the rows
         received, `taken[0]` from rank 0 first."""
         if not self._is_active or rows.is_meta:
-            return rows.new_zeros(sum(taken), rows.shape[1])
+            return rows.new_zeros(sum(receive_counts), rows.shape[1])
         device, rows = rows.device, rows.contiguous().cpu()
-        found = torch.empty(sum(taken), rows.shape[1], dtype=rows.dtype)
-        raw, raws = rows.view(torch.uint8), found.view(torch.uint8)
-        group = self.ranks.group
-        self.ranks.run(lambda: dist.all_to_all_single(raws, raw, [*taken], [*given], group=group, async_op=True))
-        self.received_bytes += (sum(taken) - taken[self.index]) * rows.shape[1] * rows.itemsize
-        return found.to(device)
+        received = torch.empty(sum(receive_counts), rows.shape[1], dtype=rows.dtype)
+        raw, raws = rows.view(torch.uint8), received.view(torch.uint8)
+        counts, group = ([*receive_counts], [*send_counts]), self.ranks.group
+        self.ranks.run(lambda: dist.all_to_all_single(raws, raw, *counts, group=group, async_op=True))
+        self.received_bytes += (sum(receive_counts) - receive_counts[self.index]) * rows.shape[1] * rows.itemsize
+        return received.to(device)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """All-reduced sum. Each element may be nonzero on one rank only, so that the result is exact in any order."""
@@ -232,8 +232,8 @@ class PipelineLink:
 
     def begin(self, targets: Sequence[torch.Tensor | None]) -> None:
         """Begins a pass with one item per target. The previous rank fills each target that is not None."""
-        self._num_items, before = len(targets), self.ranks.rank - 1
-        self._receiving = [self._expect(before, item, each) for item, each in enumerate(targets) if each is not None]
+        self._num_items, previous = len(targets), self.ranks.rank - 1
+        self._receiving = [self._start_receive(previous, i, t) for i, t in enumerate(targets) if t is not None]
 
     def receive(self, item: int) -> None:
         """Waits until the item's target is filled."""
@@ -241,17 +241,17 @@ class PipelineLink:
 
     def send(self, item: int, tensor: torch.Tensor) -> None:
         """Starts sending; the tensor must not change until the pass ends."""
-        self._send(self.ranks.rank + 1, item, tensor)
+        self._start_send(self.ranks.rank + 1, item, tensor)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Sends to all other ranks, which call `receive_broadcast`, and ends the pass. For the last rank only."""
         for other in range(self.ranks.size - 1):
-            self._send(other, self._num_items, tensor)
+            self._start_send(other, self._num_items, tensor)
         self._finish()
 
     def receive_broadcast(self, target: torch.Tensor) -> None:
         """Receives the last rank's tensor into `target` and ends the pass."""
-        self._wait(self._expect(self.ranks.size - 1, self._num_items, target))
+        self._wait(self._start_receive(self.ranks.size - 1, self._num_items, target))
         self._finish()
 
     def _finish(self) -> None:
@@ -260,7 +260,7 @@ class PipelineLink:
             self._wait(work)
         self._sending, self._receiving = [], []
 
-    def _expect(self, source: int, item: int, target: torch.Tensor) -> dist.Work:
+    def _start_receive(self, source: int, item: int, target: torch.Tensor) -> dist.Work:
         try:
             work = dist.irecv(target, group_src=source, group=self._group, tag=item)
         except RuntimeError as error:
@@ -268,7 +268,7 @@ class PipelineLink:
         assert work is not None, "every rank is of the group"
         return work
 
-    def _send(self, target: int, item: int, tensor: torch.Tensor) -> None:
+    def _start_send(self, target: int, item: int, tensor: torch.Tensor) -> None:
         try:
             work = dist.isend(tensor, group_dst=target, group=self._group, tag=item)
         except RuntimeError as error:
@@ -291,7 +291,7 @@ class TransferWaiter:
     def __init__(self) -> None:
         self._pending = SimpleQueue[dist.Work | None]()
         self._results = SimpleQueue[RuntimeError | None]()
-        Thread(target=_serve, args=(self._pending, self._results), name="ranks-line", daemon=True).start()
+        Thread(target=_wait_for_each, args=(self._pending, self._results), name="ranks-line", daemon=True).start()
         weakref.finalize(self, self._pending.put, None)
 
     def begin(self, work: dist.Work) -> None:
@@ -308,7 +308,7 @@ class TransferWaiter:
         return True
 
 
-def _serve(pending: "SimpleQueue[dist.Work | None]", results: "SimpleQueue[RuntimeError | None]") -> None:
+def _wait_for_each(pending: "SimpleQueue[dist.Work | None]", results: "SimpleQueue[RuntimeError | None]") -> None:
     while (work := pending.get()) is not None:
         failed = None
         try:

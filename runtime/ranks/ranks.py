@@ -30,8 +30,8 @@ from .launch import Launch
 
 Exchange: TypeAlias = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
 NUM_SESSIONS = 256  # a session is told by one byte
-RETRY_SECONDS = 60.0  # for a connection to a rank that listens
-GREETING = struct.Struct("!16sI")  # a word that all ranks know, and the rank that connects
+CONNECT_SECONDS = 60.0  # for a connection to a rank that listens
+GREETING = struct.Struct("!16sI")  # a token that all ranks know, and the rank that connects
 KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))  # seconds, seconds, times
 
 
@@ -51,7 +51,7 @@ class Heartbeat(Closing):
     @staticmethod
     def connect(rank: int, size: int, exchange: Exchange, host: str, *, is_local: bool) -> "Heartbeat":
         """Connects all ranks, each of which calls this. `host` is where rank 0 can be reached. Raises PeerEnded."""
-        address = "127.0.0.1" if is_local else host if not rank else own_address(host)
+        address = "127.0.0.1" if is_local else host if not rank else local_address(host)
         connections = dict[int, socket.socket]()
         try:
             if is_local:
@@ -61,15 +61,15 @@ class Heartbeat(Closing):
             else:
                 server = socket.create_server(("", 0))
             with server as listening:
-                listening.settimeout(RETRY_SECONDS)
-                met = exchange({"at": [address, listening.getsockname()[1]], "word": secrets.token_hex(16)})
-                word = bytes.fromhex(met[0]["word"])
+                listening.settimeout(CONNECT_SECONDS)
+                peers = exchange({"at": [address, listening.getsockname()[1]], "token": secrets.token_hex(16)})
+                token = bytes.fromhex(peers[0]["token"])
                 for other in range(rank):
-                    connections[other] = socket.create_connection(tuple(met[other]["at"]), RETRY_SECONDS)
-                    connections[other].sendall(GREETING.pack(word, rank))
+                    connections[other] = socket.create_connection(tuple(peers[other]["at"]), CONNECT_SECONDS)
+                    connections[other].sendall(GREETING.pack(token, rank))
                 while len(connections) < size - 1:
                     connection, _ = listening.accept()
-                    if (other := _read_greeting(connection, word)) is None:
+                    if (other := _read_greeting(connection, token)) is None:
                         connection.close()
                     else:
                         connections[other] = connection
@@ -113,17 +113,17 @@ class Heartbeat(Closing):
             if rank in self._ended:
                 continue
             try:
-                heard = each.recv(NUM_SESSIONS)
+                data = each.recv(NUM_SESSIONS)
             except BlockingIOError:
                 continue
             except OSError:
-                heard = b""
-            self._stopping.update(heard)
-            if not heard:
+                data = b""
+            self._stopping.update(data)
+            if not data:
                 self._ended.add(rank)
 
 
-def own_address(host: str) -> str:
+def local_address(host: str) -> str:
     """The address of this machine on the way to `host`, to which nothing is sent. Raises OSError."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -131,22 +131,22 @@ def own_address(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def _read_greeting(connection: socket.socket, word: bytes) -> int | None:
+def _read_greeting(connection: socket.socket, token: bytes) -> int | None:
     """The rank that has connected; None where somebody else has."""
-    connection.settimeout(RETRY_SECONDS)
+    connection.settimeout(CONNECT_SECONDS)
     try:
         greeting, rank = GREETING.unpack(connection.recv(GREETING.size, socket.MSG_WAITALL))
     except (OSError, struct.error):
         return None
-    return rank if secrets.compare_digest(greeting, word) else None
+    return rank if secrets.compare_digest(greeting, token) else None
 
 
 Message: TypeAlias = Mapping[str, Any]
-MEETING = timedelta(minutes=10)  # for all to come: imports from a cold file system take long
-WAITING = timedelta(days=30)  # for a pass, which may be long; who has ended is known at once
-LOOK_SECONDS = 0.02  # between two looks for a stop
-LOOK = timedelta(seconds=0.1)  # between two looks at the others, of one that waits for them
-ENDING_SECONDS = 2.0  # for what one that has ended had said before, and from the end of one connection to the other's
+JOIN_TIMEOUT = timedelta(minutes=10)  # for all to come: imports from a cold file system take long
+GROUP_TIMEOUT = timedelta(days=30)  # for a pass, which may be long; who has ended is known at once
+STOP_CHECK_SECONDS = 0.02  # between two looks for a stop
+CHECK_TIMEOUT = timedelta(seconds=0.1)  # between two looks at the others, of one that waits for them
+GRACE_SECONDS = 2.0  # for what one that has ended had said before, and from the end of one connection to the other's
 SHARDED = DevicesConfig(way=Parallelism.sharded)
 STOPPED = "start the same command again to go on"
 
@@ -165,22 +165,22 @@ class Ranks(Closing):
     ):
         """Waits for the others, until `should_stop` says yes."""
         self.rank, self.size, self.devices = launch.rank, launch.size, devices
-        self._watch: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         self._session = 0
-        self.group = _meet(launch, should_stop)
+        self.group = _join_group(launch, should_stop)
         # The same for processes that see one another's memory: on one machine, in one container, and where Slurm gives
         # nodes, whose memory it counts each by itself, in one node.
         boot, space = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), Path("/proc/self/ns/pid").stat()
         machine = f"{boot} {space.st_ino} {os.environ.get('SLURMD_NODENAME', '')}"
         self.machines = [str(each["machine"]) for each in self.exchange({"machine": machine})]
-        self._watch = Heartbeat.connect(
+        self._heartbeat = Heartbeat.connect(
             self.rank, self.size, self.exchange, launch.host, is_local=self.is_on_one_machine
         )
 
     def close(self) -> None:
         """Leaves the others, who need not be there any more."""
-        if self._watch is not None:
-            self._watch.close()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         dist.destroy_process_group()
 
     @property
@@ -188,17 +188,17 @@ class Ranks(Closing):
         return len({*self.machines}) == 1
 
     @property
-    def num_here(self) -> int:
+    def num_local_ranks(self) -> int:
         """The ranks on this machine."""
         return self.machines.count(self.machines[self.rank])
 
     @property
-    def num_before_here(self) -> int:
+    def local_rank(self) -> int:
         """Those of them of lower numbers."""
         return self.machines[: self.rank].count(self.machines[self.rank])
 
     @property
-    def sees_memory(self) -> bool:
+    def uses_shared_memory(self) -> bool:
         """Whether weights lie in memory that all ranks see."""
         gather = self.devices.gather
         if self.devices.way is Parallelism.tensor:
@@ -207,7 +207,7 @@ class Ranks(Closing):
 
     def new_group(self) -> dist.ProcessGroup:
         """A group of all ranks whose collectives have an order of their own."""
-        group = dist.new_group(backend="gloo", timeout=WAITING)
+        group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
         assert isinstance(group, dist.ProcessGroup), "every rank is of the group"
         return group
 
@@ -215,9 +215,9 @@ class Ranks(Closing):
         """The messages of all ranks, by rank; waits for each of them."""
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
         sizes = self._all_gather(torch.tensor([len(data)]))
-        most = max(int(size) for size in sizes)
-        found = self._all_gather(torch.nn.functional.pad(data, (0, most - len(data))))
-        return [json.loads(each[: int(size)].numpy().tobytes()) for each, size in zip(found, sizes, strict=True)]
+        longest = max(int(size) for size in sizes)
+        messages = self._all_gather(torch.nn.functional.pad(data, (0, longest - len(data))))
+        return [json.loads(each[: int(size)].numpy().tobytes()) for each, size in zip(messages, sizes, strict=True)]
 
     def broadcast(self, message: Message) -> None:
         """Tells all others, who call `heard`; of rank 0 alone."""
@@ -229,9 +229,9 @@ class Ranks(Closing):
 
     def ended_ranks(self) -> list[int]:
         """The ranks whose processes have ended."""
-        return [] if self._watch is None else self._watch.ended_ranks()
+        return [] if self._heartbeat is None else self._heartbeat.ended_ranks()
 
-    def require_all(self) -> None:
+    def require_alive(self) -> None:
         """Raises PeerEnded where one has ended."""
         if ended := self.ended_ranks():
             raise self._peer_ended(ended)
@@ -239,32 +239,32 @@ class Ranks(Closing):
     def begin_session(self) -> None:
         """Stops from now on are those of another session."""
         self._session += 1
-        if self._watch is not None:
-            self._watch.forget_old_stops(self._session)
+        if self._heartbeat is not None:
+            self._heartbeat.forget_old_stops(self._session)
 
     @property
     def is_stopping(self) -> bool:
         """Whether a rank was asked to stop in this session."""
-        return self._watch is not None and self._watch.is_stopping(self._session)
+        return self._heartbeat is not None and self._heartbeat.is_stopping(self._session)
 
     def stop(self) -> None:
         """Has all ranks stop, those that wait at once."""
-        if self._watch is not None:
-            self._watch.stop(self._session)
+        if self._heartbeat is not None:
+            self._heartbeat.stop(self._session)
 
     def require_running(self) -> None:
         """Raises PeerEnded or Interrupted where what is waited for may never come."""
-        self.require_all()
+        self.require_alive()
         if self.is_stopping:
             raise Interrupted(STOPPED)
 
     def wait(self, is_done: Callable[[timedelta], bool]) -> None:
         """Returns once `is_done`, which waits so long at most, says so. Raises PeerEnded, and what that raises."""
-        until = None
-        while not is_done(LOOK):
-            if until is None and self.ended_ranks():
-                until = time.monotonic() + ENDING_SECONDS  # one that has said all there was to say may have ended
-            if until is not None and time.monotonic() > until:
+        deadline = None
+        while not is_done(CHECK_TIMEOUT):
+            if deadline is None and self.ended_ranks():
+                deadline = time.monotonic() + GRACE_SECONDS  # one that has said all there was to say may have ended
+            if deadline is not None and time.monotonic() > deadline:
                 raise self._peer_ended(self.ended_ranks())
 
     def run(self, begin: Callable[[], dist.Work | None]) -> None:
@@ -272,19 +272,19 @@ class Ranks(Closing):
         try:
             work = begin()
             assert work is not None, "this rank is of the group"
-            self.wait(partial(_is_done, work))
+            self.wait(partial(_wait_for_work, work))
         except RuntimeError as error:
             raise self.explain_failure(error) from error
 
     def _all_gather(self, part: torch.Tensor) -> list[torch.Tensor]:
-        found = [torch.empty_like(part) for _ in range(self.size)]
-        self.run(lambda: dist.all_gather(found, part, group=self.group, async_op=True))
-        return found
+        gathered = [torch.empty_like(part) for _ in range(self.size)]
+        self.run(lambda: dist.all_gather(gathered, part, group=self.group, async_op=True))
+        return gathered
 
     def explain_failure(self, error: RuntimeError) -> Interrupted:
         """What a failed exchange means: not all connections of a process end at once."""
-        until = time.monotonic() + ENDING_SECONDS
-        while not (ended := self.ended_ranks()) and time.monotonic() < until:
+        deadline = time.monotonic() + GRACE_SECONDS
+        while not (ended := self.ended_ranks()) and time.monotonic() < deadline:
             time.sleep(0.01)
         return self._peer_ended(ended) if ended else PeerEnded(f"the ranks have lost one another: {error}", ())
 
@@ -298,7 +298,7 @@ class Ranks(Closing):
         )
 
 
-def _is_done(work: dist.Work, seconds: timedelta) -> bool:
+def _wait_for_work(work: dist.Work, seconds: timedelta) -> bool:
     """Whether a collective has ended in that time. Raises RuntimeError where it has failed."""
     try:
         work.wait(seconds)
@@ -309,28 +309,28 @@ def _is_done(work: dist.Work, seconds: timedelta) -> bool:
     return True
 
 
-def _meet(launch: Launch, should_stop: Callable[[], bool]) -> dist.ProcessGroup:
+def _join_group(launch: Launch, should_stop: Callable[[], bool]) -> dist.ProcessGroup:
     """All ranks, for exchanges that may wait long. Waits for those that have not come yet on a thread of its own, as
     nothing can end that but time."""
     answers = SimpleQueue[dist.ProcessGroup | Exception]()
-    Thread(target=_join, args=(launch, answers), name="ranks-meet", daemon=True).start()
+    Thread(target=_init_process_group, args=(launch, answers), name="ranks-meet", daemon=True).start()
     while answers.empty():
         if should_stop():
             raise Interrupted("stopped before all ranks had come: nothing was begun")
-        time.sleep(LOOK_SECONDS)
+        time.sleep(STOP_CHECK_SECONDS)
     answer = answers.get()
     if isinstance(answer, dist.ProcessGroup):
         return answer
     reason = str(answer).partition("\n")[0]
-    raise PeerEnded(f"rank {launch.rank} of {launch.size} met no others at {launch.url}: {reason}", ()) from answer
+    raise PeerEnded(f"rank {launch.rank} of {launch.size} peers no others at {launch.url}: {reason}", ()) from answer
 
 
-def _join(launch: Launch, answers: "SimpleQueue[dist.ProcessGroup | Exception]") -> None:
+def _init_process_group(launch: Launch, answers: "SimpleQueue[dist.ProcessGroup | Exception]") -> None:
     try:
         dist.init_process_group(
-            "gloo", init_method=launch.url, rank=launch.rank, world_size=launch.size, timeout=MEETING
+            "gloo", init_method=launch.url, rank=launch.rank, world_size=launch.size, timeout=JOIN_TIMEOUT
         )
-        group = dist.new_group(backend="gloo", timeout=WAITING)
+        group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
         assert isinstance(group, dist.ProcessGroup), "every rank is of the group"
         answers.put(group)
     except (RuntimeError, ValueError) as error:

@@ -42,7 +42,7 @@ class SharedMemory(Closing, SessionResources):
 
     def __init__(self, ranks: Ranks, descriptor: int):
         self.ranks = ranks
-        self._descriptor, self._taken_bytes = descriptor, 0
+        self._descriptor, self._mapped_bytes = descriptor, 0
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -60,9 +60,9 @@ class SharedMemory(Closing, SessionResources):
         return SharedMemory(ranks, descriptor)
 
     @staticmethod
-    def open(ranks: Ranks, place: tuple[int, int]) -> "SharedMemory":
+    def open(ranks: Ranks, address: tuple[int, int]) -> "SharedMemory":
         """Opens the memory at another rank's `address`. Raises ConfigError."""
-        path = "/proc/{}/fd/{}".format(*place)
+        path = "/proc/{}/fd/{}".format(*address)
         try:
             return SharedMemory(ranks, os.open(path, os.O_RDWR | os.O_CLOEXEC))
         except OSError as error:
@@ -78,11 +78,11 @@ class SharedMemory(Closing, SessionResources):
     def map(self, num_bytes: int, kind: type[Mapped] = mmap.mmap) -> Mapped:
         """Maps the next pages, zeroed. All ranks must call it with the same sizes in the same order."""
         size = round_up(max(num_bytes, 1), PAGE_BYTES)
-        memory = kind(self._descriptor, size, mmap.MAP_SHARED, offset=self._taken_bytes)
+        memory = kind(self._descriptor, size, mmap.MAP_SHARED, offset=self._mapped_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):
                 memory.madvise(mmap.MADV_HUGEPAGE)
-        self._taken_bytes += size
+        self._mapped_bytes += size
         return memory
 
     def weight_reader(self, device: ComputeDevice, reader: Reader, *, count: int) -> "SharedReader":
@@ -166,18 +166,18 @@ class SharedReader(WeightReader):
 class SharedTransfer:
     """A page in flight, of which each rank reads a share; `timing` is that of this rank's read."""
 
-    def __init__(self, filling: SharedReader, begun: Future[PendingTransfer], number: int, count: int):
-        self._filling, self._begun, self._number, self._count = filling, begun, number, count
+    def __init__(self, reader: SharedReader, read: Future[PendingTransfer], number: int, count: int):
+        self._reader, self._read, self._number, self._count = reader, read, number, count
 
     @property
     def is_done(self) -> bool:
-        return self._begun.done() and self._filling.is_complete(self._number, self._count)
+        return self._read.done() and self._reader.is_complete(self._number, self._count)
 
     def wait(self) -> None:
         """Waits for all shares. Raises errors of this rank's read and those of `wait_complete`."""
-        self._begun.result()
-        self._filling.wait_complete(self._number, self._count)
+        self._read.result()
+        self._reader.wait_complete(self._number, self._count)
 
     @property
     def timing(self) -> ChunkTiming:
-        return self._begun.result().timing
+        return self._read.result().timing

@@ -31,12 +31,12 @@ from ..probing.empty_weights import PROBE_ERRORS, copy_on_meta
 from ..probing.layer_lists import layer_lists
 from ..units import format_bytes
 from .collectives import AllGather
-from .tensor_experts import divide_experts, why_not_split
+from .tensor_experts import describe_unsplit, split_experts
 
 log = logging.getLogger(__name__)
 
 NOT_SPLIT = "devices=tensor: {} cannot be split among {} ranks: {}"
-WHOLE = re.compile("replicate|mla|all_reduce")  # styles of transformers' plans that leave a matrix as it is
+UNSPLIT_STYLES = re.compile("replicate|mla|all_reduce")  # styles of transformers' plans that leave a matrix as it is
 
 
 class Flow(Enum):
@@ -94,7 +94,7 @@ class TensorSplit(ModelSplit):
         return SplitHeads(all_gather=self._all_gather, num_kv_heads=heads)
 
     def split_model(self, model: PreTrainedModel, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
-        splitting = _Splitting(model, parameters, self._all_gather)
+        splitting = _ModelSplitter(model, parameters, self._all_gather)
         splitting.split_linears()
         splitting.split_experts()
         splitting.split_tables()
@@ -102,7 +102,7 @@ class TensorSplit(ModelSplit):
         return {**parameters, **splitting.cut_parameters}
 
 
-class _Splitting:
+class _ModelSplitter:
     """`taken`: the parameters that are split already, `whole`: those of them that are experts of which this rank has
     some. Experts are divided as rank 0 is asked to."""
 
@@ -120,32 +120,32 @@ class _Splitting:
     def split_linears(self) -> None:
         """The matrices of layers, by the plan of the class or, where it does not run by that, each by itself."""
         name = type(self._model).__name__
-        reason: str | None = None
+        failure: str | None = None
         for flows in (
             self._linear_flows(self._model.tp_plan),
             dict.fromkeys(self._linear_flows({}), Flow.full_to_full),
         ):
-            if (reason := self._find_failure(flows)) is None:
+            if (failure := self._find_failure(flows)) is None:
                 for path, flow in flows.items():
                     module = self._linear(self._model, path)
-                    self._cut_parameters(module)
-                    self._split(module, flow)
+                    self._cut_module(module)
+                    self._split_linear(module, flow)
                 return
-            log.debug("%s by %s: %s", name, flows, reason)
-        raise self._refusal(name, f"its code looks at sizes of its own ({reason})")
+            log.debug("%s by %s: %s", name, flows, failure)
+        raise self._error(name, f"its code looks at sizes of its own ({failure})")
 
     def _linear_flows(self, plan: Mapping[str, str]) -> dict[str, Flow]:
         """What flows through the matrices of layers that can be split, by the paths of their modules."""
-        found = dict[str, Flow]()
+        flows = dict[str, Flow]()
         for layers in layer_lists(self._model):
             for path, module in layers.layers.named_modules(prefix=layers.path):
                 style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path), "")
                 flow = STYLES.get(style, Flow.full_to_full)
-                if type(module) is not nn.Linear or WHOLE.search(style):
+                if type(module) is not nn.Linear or UNSPLIT_STYLES.search(style):
                     continue
                 if flow is not Flow.full_to_full or self._share.divides(module.out_features):
-                    found[path] = flow
-        return found
+                    flows[path] = flow
+        return flows
 
     def _find_failure(self, flows: Mapping[str, Flow]) -> str | None:
         """What a class says that runs with these flows where nothing is computed but shapes."""
@@ -157,7 +157,7 @@ class _Splitting:
             probe = copy_on_meta(self._model)
             probe.set_attn_implementation("eager")
             for path, flow in flows.items():
-                self._split(self._linear(probe, path), flow)
+                self._split_linear(self._linear(probe, path), flow)
             fill_cache(probe, num_tokens=3)
         except PROBE_ERRORS as error:
             return str(error).partition("\n")[0] or type(error).__name__
@@ -170,9 +170,9 @@ class _Splitting:
                 continue
             stacks = {name: self._parameters[f"{path}.{name}"] for name in matrix_names(module)}
             names = {name: self._names[id(module._parameters[name])] for name in stacks}
-            division = divide_experts(module, stacks, self._all_gather, self._expert_division)
+            division = split_experts(module, stacks, self._all_gather, self._expert_division)
             if not division.stacks:
-                raise self._refusal(path, division.why_not, division.alternative)
+                raise self._error(path, division.why_not, division.alternative)
             parts = {each: replace(part, name=each) for leaf, part in division.stacks.items() for each in names[leaf]}
             self.cut_parameters |= parts
             if division.own is not None:
@@ -198,7 +198,7 @@ class _Splitting:
         for module in (table, head):
             is_tied = module is not None and any(len(self._names[id(each)]) > 1 for each in module.parameters())
             if module is not None and ((table is not None and head is not None) or not is_tied):
-                self._cut_parameters(module)
+                self._cut_module(module)
         if isinstance(head, nn.Linear) and self._is_cut(head):
             split_linear(head, self._all_gather, is_input_split=False, is_output_split=False)
         if table is not None and self._is_cut(table):
@@ -207,16 +207,16 @@ class _Splitting:
     def _is_cut(self, module: nn.Module) -> bool:
         return any(name in self.cut_parameters for tensor in module.parameters() for name in self._names[id(tensor)])
 
-    def _cut_parameters(self, module: nn.Module) -> None:
+    def _cut_module(self, module: nn.Module) -> None:
         """Cuts the parameters of a module, by all names that they have."""
         for tensor in module.parameters(recurse=False):
             for name in self._names[id(tensor)]:
                 found = cut_rows(self._parameters[name], self._share)
                 if found is None:
-                    raise self._refusal(repr(name), why_not_split(self._parameters[name]))
+                    raise self._error(repr(name), describe_unsplit(self._parameters[name]))
                 self.cut_parameters[name] = found
 
-    def _split(self, module: nn.Linear, flow: Flow) -> None:
+    def _split_linear(self, module: nn.Linear, flow: Flow) -> None:
         split_linear(
             module,
             self._all_gather,
@@ -225,16 +225,16 @@ class _Splitting:
         )
 
     def _linear(self, model: nn.Module, path: str) -> nn.Linear:
-        found = model.get_submodule(path)
-        assert isinstance(found, nn.Linear)
-        return found
+        module = model.get_submodule(path)
+        assert isinstance(module, nn.Linear)
+        return module
 
-    def _refusal(self, what: str, why: str, instead: str = "") -> ConfigError:
+    def _error(self, what: str, why: str, instead: str = "") -> ConfigError:
         others = f"take {instead}, or " if instead else "take fewer ranks, or "
         return ConfigError(f"{NOT_SPLIT.format(what, self._all_gather.count, why)}; {others}devices=sharded")
 
 
-def shorten(module: nn.Module, height: int) -> None:
+def shrink_parameters(module: nn.Module, height: int) -> None:
     """Leaves the module's parameters so many rows. Mutates the module."""
     for name, each in module._parameters.items():
         if each is not None:
@@ -246,7 +246,7 @@ def split_linear(module: nn.Linear, all_gather: AllGather, *, is_input_split: bo
     """Makes it a map to this rank's numbers. `takes_part`: what comes is a part as well, and is made whole first.
     `gives_part`: what goes on is one. Mutates the module."""
     module.out_features //= all_gather.count
-    shorten(module, module.out_features)
+    shrink_parameters(module, module.out_features)
     if is_input_split:
         module.register_forward_pre_hook(lambda _, given: (all_gather.gather(given[0]), *given[1:]))
     if not is_output_split:
@@ -257,22 +257,22 @@ def split_embedding(module: nn.Embedding, all_gather: AllGather) -> None:
     """Makes it a table of this rank's rows, which looks up the others' with them. Mutates the module."""
     module.num_embeddings //= all_gather.count
     module.padding_idx = None  # matters to gradients alone, and may be another rank's
-    shorten(module, module.num_embeddings)
-    lookup = _Lookup(all_gather, module.num_embeddings)
+    shrink_parameters(module, module.num_embeddings)
+    lookup = _EmbeddingHooks(all_gather, module.num_embeddings)
     module.register_forward_pre_hook(lookup.before)
     module.register_forward_hook(lookup.after)
 
 
-class _Lookup:
+class _EmbeddingHooks:
     """What lies around the look-up of token ids (B, T) in a table of `height` rows, which gives (B, T, D)."""
 
     def __init__(self, all_gather: AllGather, height: int):
-        self._all_gather, self._height, self._is_here = all_gather, height, torch.empty(0)
+        self._all_gather, self._num_rows, self._is_local = all_gather, height, torch.empty(0)
 
     def before(self, module: nn.Module, args: Any) -> tuple[Any, ...]:
-        places = args[0] - self._all_gather.index * self._height
-        self._is_here = (places >= 0) & (places < self._height)
-        return torch.where(self._is_here, places, 0), *args[1:]
+        rows = args[0] - self._all_gather.index * self._num_rows
+        self._is_local = (rows >= 0) & (rows < self._num_rows)
+        return torch.where(self._is_local, rows, 0), *args[1:]
 
     def after(self, module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
-        return self._all_gather.sum(torch.where(self._is_here[..., None], out, torch.zeros_like(out)))
+        return self._all_gather.sum(torch.where(self._is_local[..., None], out, torch.zeros_like(out)))

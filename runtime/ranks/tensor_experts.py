@@ -35,7 +35,7 @@ from ..plan.shape.shapes import Parameter
 from .collectives import AllGather
 
 GATED: Any = MixtralExperts  # transformers' decorator adds `_apply_gate`
-LEAST_VISITS = 512  # whose numbers are made whole together
+MIN_BATCH_VISITS = 512  # whose numbers are made whole together
 
 Stacks = Mapping[str, Parameter]  # by their names in an experts module
 
@@ -48,7 +48,7 @@ def num_runs(module: nn.Module) -> int:
     return 2 if experts.has_gate and is_usual and not experts.has_bias else 1
 
 
-def _runs(
+def _batch_experts(
     visits: Visits, hit: Iterable[tuple[int, Matrices]], most_visits: int
 ) -> Iterator[Sequence[tuple[int, Matrices]]]:
     """Experts in their order, as many as have together no more visits than that, or one."""
@@ -64,7 +64,7 @@ def _runs(
         yield run
 
 
-def _biased(experts: Experts, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+def _add_bias(experts: Experts, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
     bias = stacked_bias(experts, name)
     return x if bias is None else x + bias[expert]
 
@@ -83,13 +83,14 @@ class ExpertRows(ExpertShare):
         experts = cast("Experts", module)
         is_last_whole = experts.has_bias or has_norm(experts)
         out_TM, width = None, 0
-        for run in _runs(visits, hit, max(len(hidden_TD), LEAST_VISITS)):
-            for expert, found in self._outputs(module, run, hidden_TD, visits, is_whole=is_last_whole):
-                mine = visits.expert_rows(expert)
+        for run in _batch_experts(visits, hit, max(len(hidden_TD), MIN_BATCH_VISITS)):
+            for expert, output in self._outputs(module, run, hidden_TD, visits, is_whole=is_last_whole):
+                rows = visits.expert_rows(expert)
                 if out_TM is None:
-                    width = found.shape[1]
+                    width = output.shape[1]
                     out_TM = hidden_TD.new_zeros(len(hidden_TD), width)
-                out_TM.index_add_(0, visits.tokens_V[mine], (found * visits.weights_V[mine, None]).to(out_TM.dtype))
+                weighted = output * visits.weights_V[rows, None]
+                out_TM.index_add_(0, visits.tokens_V[rows], weighted.to(out_TM.dtype))
         assert out_TM is not None, "each token visits an expert"
         return out_TM if is_last_whole else self._all_gather.gather(out_TM)
 
@@ -112,15 +113,15 @@ class ExpertRows(ExpertShare):
             whole = self._all_gather.gather(torch.cat(parts)).split(counts)
             pairs = zip(run, whole, strict=True)
             inner_VH = torch.cat(
-                [apply_activation(experts, _biased(experts, up, expert, x)) for (expert, _), x in pairs]
+                [apply_activation(experts, _add_bias(experts, up, expert, x)) for (expert, _), x in pairs]
             )
         pairs = zip(run, inner_VH.split(counts), strict=True)
-        found = [F.linear(inner, own[down]) for (_, own), inner in pairs]
+        outputs = [F.linear(inner, own[down]) for (_, own), inner in pairs]
         if is_whole:
-            found = self._all_gather.gather(torch.cat(found)).split(counts)
-            found = [_biased(experts, down, expert, x) for (expert, _), x in zip(run, found, strict=True)]
-            found = [experts.post_expert_norm(x) for x in found] if has_norm(experts) else found
-        yield from zip((expert for expert, _ in run), found, strict=True)
+            outputs = self._all_gather.gather(torch.cat(outputs)).split(counts)
+            outputs = [_add_bias(experts, down, expert, x) for (expert, _), x in zip(run, outputs, strict=True)]
+            outputs = [experts.post_expert_norm(x) for x in outputs] if has_norm(experts) else outputs
+        yield from zip((expert for expert, _ in run), outputs, strict=True)
 
 
 class WholeExperts(ExpertShare):
@@ -136,17 +137,17 @@ class WholeExperts(ExpertShare):
         """`hit` yields this rank's experts alone."""
         all_gather, num_experts = self._all_gather, cast("Experts", module).num_experts
         experts, tokens = split_evenly(num_experts, all_gather.count), split_evenly(len(hidden_TD), all_gather.count)
-        own, mine = experts[all_gather.index], tokens[all_gather.index]
-        given, sizes_given = _weighted_outputs(module, hidden_TD, visits, hit, own, tokens)
-        summed = visits.select_tokens(mine)
-        sizes_taken = [summed.expert_rows(each[-1]).stop - summed.expert_rows(each.start).start for each in experts]
-        taken = all_gather.all_to_all(given, sizes_given, sizes_taken)
-        out_tD = hidden_TD.new_zeros(len(mine), hidden_TD.shape[1])
+        own_experts, own_tokens = experts[all_gather.index], tokens[all_gather.index]
+        outputs, send_counts = _weighted_outputs(module, hidden_TD, visits, hit, own_experts, tokens)
+        summed = visits.select_tokens(own_tokens)
+        receive_counts = [summed.expert_rows(each[-1]).stop - summed.expert_rows(each.start).start for each in experts]
+        received = all_gather.all_to_all(outputs, send_counts, receive_counts)
+        out_tD = hidden_TD.new_zeros(len(own_tokens), hidden_TD.shape[1])
         for expert in summed.hit:
             rows = summed.expert_rows(expert)
-            out_tD.index_add_(0, summed.tokens_V[rows] - mine.start, taken[rows])
+            out_tD.index_add_(0, summed.tokens_V[rows] - own_tokens.start, received[rows])
         return all_gather.all_to_all(
-            out_tD.repeat(all_gather.count, 1), [len(mine)] * all_gather.count, [len(each) for each in tokens]
+            out_tD.repeat(all_gather.count, 1), [len(own_tokens)] * all_gather.count, [len(each) for each in tokens]
         )
 
 
@@ -162,18 +163,18 @@ def _weighted_outputs(
     gets."""
     begin, end = visits.expert_rows(own.start).start, visits.expert_rows(own[-1]).stop
     ends = torch.tensor([each.stop for each in tokens], device=visits.tokens_V.device)
-    to_V = torch.bucketize(visits.tokens_V[begin:end], ends, right=True)
-    places_V = torch.empty_like(to_V)
-    places_V[to_V.argsort(stable=True)] = torch.arange(end - begin, device=to_V.device)
+    rank_V = torch.bucketize(visits.tokens_V[begin:end], ends, right=True)
+    rows_V = torch.empty_like(rank_V)
+    rows_V[rank_V.argsort(stable=True)] = torch.arange(end - begin, device=rank_V.device)
     out_VD = hidden_TD.new_empty(end - begin, hidden_TD.shape[1])
     for expert, matrices in hit:
         rows = visits.expert_rows(expert)
-        found = expert_output(module, matrices, expert, hidden_TD, visits) * visits.weights_V[rows, None]
-        out_VD[places_V[rows.start - begin : rows.stop - begin]] = found.to(out_VD.dtype)
-    return out_VD, to_V.bincount(minlength=len(tokens)).tolist()
+        weighted = expert_output(module, matrices, expert, hidden_TD, visits) * visits.weights_V[rows, None]
+        out_VD[rows_V[rows.start - begin : rows.stop - begin]] = weighted.to(out_VD.dtype)
+    return out_VD, rank_V.bincount(minlength=len(tokens)).tolist()
 
 
-class Division(NamedTuple):
+class ExpertSplit(NamedTuple):
     """This rank's part of an experts module, or why there is none. `own`: the experts that it has whole; `instead`: the
     setting by which there would be one."""
 
@@ -183,59 +184,59 @@ class Division(NamedTuple):
     alternative: str = ""
 
 
-def divide_experts(module: nn.Module, stacks: Stacks, all_gather: AllGather, requested: DividedExperts) -> Division:
+def split_experts(module: nn.Module, stacks: Stacks, all_gather: AllGather, requested: DividedExperts) -> ExpertSplit:
     """Leaves the module this rank's part of its stacks. Mutates the module, unless there is none."""
     share = RowShare(index=all_gather.index, count=all_gather.count)
     rows, whole = _split_by_rows(module, stacks, share), _split_by_expert(stacks, share)
     if requested is DividedExperts.auto:
         inputs = stacks[matrix_names(module)[1]].shape[1:]
         hidden, inner = reversed(inputs) if cast("Experts", module).is_transposed else inputs
-        is_mixed_up = any(piece.is_interleaved for stack in stacks.values() for piece in stack.slices)  # all is read
-        is_whole = is_mixed_up or whole_experts_send_less(hidden, inner, share.count)
-        first, second = (whole, rows) if is_whole else (rows, whole)
-        neither = Division({}, why_not=f"{rows.why_not}, and {whole.why_not}")
-        found = first if first.stacks else second if second.stacks else neither
+        is_interleaved = any(piece.is_interleaved for stack in stacks.values() for piece in stack.slices)  # all is read
+        prefers_whole = is_interleaved or whole_experts_send_less(hidden, inner, share.count)
+        first, second = (whole, rows) if prefers_whole else (rows, whole)
+        neither = ExpertSplit({}, why_not=f"{rows.why_not}, and {whole.why_not}")
+        split = first if first.stacks else second if second.stacks else neither
     else:
-        found, other = (rows, whole) if requested is DividedExperts.rows else (whole, rows)
-        if not found.stacks and other.stacks:
+        split, other = (rows, whole) if requested is DividedExperts.rows else (whole, rows)
+        if not split.stacks and other.stacks:
             key = DividedExperts.whole if requested is DividedExperts.rows else DividedExperts.rows
-            found = Division({}, why_not=found.why_not, alternative=f"devices.experts={key.value}")
-    if found.stacks:
-        for name, part in found.stacks.items():
+            split = ExpertSplit({}, why_not=split.why_not, alternative=f"devices.experts={key.value}")
+    if split.stacks:
+        for name, part in split.stacks.items():
             before = module._parameters[name]
             assert before is not None
             module._parameters[name] = nn.Parameter(
                 torch.empty(part.shape, device="meta", dtype=before.dtype), requires_grad=False
             )
-        own = found.own
+        own = split.own
         setattr(module, SHARE, ExpertRows(all_gather) if own is None else WholeExperts(all_gather, own))
-    return found
+    return split
 
 
-def why_not_split(parameter: Parameter) -> str:
+def describe_unsplit(parameter: Parameter) -> str:
     """Why its rows cannot be shared out."""
     piece = parameter.pieces[0][0]
     return f"rows of {piece.format or piece.dtype} of shape {piece.shape} do not lie apart in so many equal parts"
 
 
-def _split_by_rows(module: nn.Module, stacks: Stacks, share: RowShare) -> Division:
+def _split_by_rows(module: nn.Module, stacks: Stacks, share: RowShare) -> ExpertSplit:
     if cast("Experts", module).is_transposed:
-        return Division({}, why_not="its experts' matrices lie as (inputs, outputs)")
+        return ExpertSplit({}, why_not="its experts' matrices lie as (inputs, outputs)")
     first, second = matrix_names(module)
     counts = {first: num_runs(module), second: 1}
     parts = {name: cut_rows(stacks[name], share, num_runs=count) for name, count in counts.items()}
     for name, part in parts.items():
         if part is None:
-            return Division({}, why_not=why_not_split(stacks[name]))
-    return Division({name: part for name, part in parts.items() if part is not None})
+            return ExpertSplit({}, why_not=describe_unsplit(stacks[name]))
+    return ExpertSplit({name: part for name, part in parts.items() if part is not None})
 
 
-def _split_by_expert(stacks: Stacks, share: RowShare) -> Division:
+def _split_by_expert(stacks: Stacks, share: RowShare) -> ExpertSplit:
     num_experts = min(stack.shape[0] for stack in stacks.values())
     if num_experts < share.count:
-        return Division({}, why_not=f"it has {num_experts} experts")
+        return ExpertSplit({}, why_not=f"it has {num_experts} experts")
     own = split_evenly(num_experts, share.count)[share.index]
     parts = {name: slice_experts(stack, own) for name, stack in stacks.items()}
     if None in parts.values():
-        return Division({}, why_not="its experts' bytes do not lie apart")
-    return Division({name: part for name, part in parts.items() if part is not None}, own)
+        return ExpertSplit({}, why_not="its experts' bytes do not lie apart")
+    return ExpertSplit({name: part for name, part in parts.items() if part is not None}, own)

@@ -37,15 +37,15 @@ def local_copy(store: ObjectStore, cache: Path, patterns: Sequence[str], error_t
     Raises `error_type` where nothing is there, or no room here; StorageError, ConfigError and Interrupted.
     """
     files = store.list_files(is_deep=False)
-    wanted = files if "" in files else {name: files[name] for name in files if _is_wanted(name, patterns)}
-    if not wanted:
+    selected = files if "" in files else {name: files[name] for name in files if _is_selected(name, patterns)}
+    if not selected:
         what = f"{format_count(len(files), 'file')} and none of {', '.join(patterns)}" if files else "nothing there"
         raise error_type(f"{store.key}={store.url}: there is {what}")
     name = store.url.rstrip("/").rpartition("/")[2]
-    listing = [store.url, *([each, file.num_bytes, file.tag] for each, file in sorted(wanted.items()))]
+    listing = [store.url, *([each, file.num_bytes, file.tag] for each, file in sorted(selected.items()))]
     folder = cache / "copies" / hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:24]
-    root = folder / name if "" not in wanted else folder
-    targets = {each: root / (each or name) for each in wanted}
+    root = folder / name if "" not in selected else folder
+    targets = {each: root / (each or name) for each in selected}
     if not all(target.exists() for target in targets.values()):
         try:  # others have no look at what may be private in its store
             root.parents[0].mkdir(parents=True, exist_ok=True)
@@ -53,11 +53,11 @@ def local_copy(store: ObjectStore, cache: Path, patterns: Sequence[str], error_t
         except OSError as error:
             raise error_type(f"{store.key}={store.url} cannot be copied to {root}: {error.strerror}") from error
         with _lock(folder / ".lock", store):
-            _copy(store, wanted, targets, error_type)
+            _copy(store, selected, targets, error_type)
     return folder / name
 
 
-def _is_wanted(name: str, patterns: Sequence[str]) -> bool:
+def _is_selected(name: str, patterns: Sequence[str]) -> bool:
     is_plain = NAME.fullmatch(name) is not None and not name.startswith(".")
     return is_plain and any(fnmatch(name, pattern) for pattern in patterns)
 
@@ -95,9 +95,9 @@ def _copy(
     error_type: type[WeightstreamError],
 ) -> None:
     """Fetches the files that are not at their targets yet. The caller holds the copy's lock."""
-    left = {name: file for name, file in files.items() if not targets[name].exists()}
-    begun_bytes = sum(_file_bytes(_partial_path(targets[name])) for name in left)
-    done_bytes, all_bytes = 0, sum(file.num_bytes for file in left.values()) - begun_bytes
+    missing = {name: file for name, file in files.items() if not targets[name].exists()}
+    partial_bytes = sum(_file_bytes(_partial_path(targets[name])) for name in missing)
+    done_bytes, all_bytes = 0, sum(file.num_bytes for file in missing.values()) - partial_bytes
     folder = next(iter(targets.values())).parent
     free = shutil.disk_usage(folder).free
     if free < all_bytes:
@@ -105,9 +105,9 @@ def _copy(
             f"{store.key}={store.url} takes {format_bytes(all_bytes)} of copies, and {format_bytes(free)} are free in "
             f"{folder}: make room, or set XDG_CACHE_HOME or offload.cache_dir"
         )
-    log.info("copying %s, %s of %s", store.url, format_count(len(left), "file"), format_bytes(all_bytes))
+    log.info("copying %s, %s of %s", store.url, format_count(len(missing), "file"), format_bytes(all_bytes))
     logged_at = time.monotonic()
-    for name, file in left.items():
+    for name, file in missing.items():
         partial = _partial_path(targets[name])
         try:
             with partial.open("ab") as out, ThreadPoolExecutor(NUM_RANGES) as pool:

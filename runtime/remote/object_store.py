@@ -20,7 +20,7 @@ from ..errors import ConfigError, Interrupted, StorageError, WeightstreamError
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
-STOP_SECONDS = 0.2  # how often a pause looks whether the job shall stop
+STOP_CHECK_SECONDS = 0.2  # how often a pause looks whether the job shall stop
 MAX_CHARACTERS = 200
 T = TypeVar("T")
 
@@ -37,35 +37,35 @@ class RetryPolicy:
     should_stop: Callable[[], bool] = never
     key: str | None = None
 
-    def run(self, what: str, call: Callable[[], T], *, permanent: tuple[type[Exception], ...] = ()) -> T:
+    def run(self, action: str, call: Callable[[], T], *, permanent: tuple[type[Exception], ...] = ()) -> T:
         """What `call` comes to, which does `what`. Errors of ours, FileExistsError and `permanent` ones pass at once.
 
         Every other Exception is a failure that may pass, since what the libraries of stores raise has no common root.
         Raises StorageError when time is up, Interrupted when the job shall stop.
         """
-        until, pause = time.monotonic() + self.seconds, FIRST_PAUSE_SECONDS
+        deadline, pause = time.monotonic() + self.seconds, FIRST_PAUSE_SECONDS
         while True:
             try:
                 return call()
             except (WeightstreamError, FileExistsError, *permanent):
                 raise
             except Exception as error:
-                left = until - time.monotonic()
-                if left <= 0:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
                     key = f" ({self.key})" if self.key is not None else ""
                     raise StorageError(
-                        f"{what} failed: {describe_error(error)}; it was tried for {self.seconds:g} s{key}. "
+                        f"{action} failed: {describe_error(error)}; it was tried for {self.seconds:g} s{key}. "
                         "Nothing is lost: start the same command again"
                     ) from error
-                pause = min(pause, left)
+                pause = min(pause, remaining)
                 log.warning(
-                    "%s failed: %s; once more in %.1f s, for %.0f s in all", what, describe_error(error), pause, left
+                    "%s failed: %s; retry in %.1f s, %.0f s left", action, describe_error(error), pause, remaining
                 )
             again_at = time.monotonic() + pause
-            while (left := again_at - time.monotonic()) > 0:
+            while (remaining := again_at - time.monotonic()) > 0:
                 if self.should_stop():
-                    raise Interrupted(f"stopped while {what} was to be tried again; the same command goes on from here")
-                time.sleep(min(left, STOP_SECONDS))
+                    raise Interrupted(f"stopped while retrying {action}; start the same command again to resume")
+                time.sleep(min(remaining, STOP_CHECK_SECONDS))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
@@ -139,30 +139,30 @@ class ObjectStore:
     def _path(self, name: str) -> str:
         return url_child(self._root, name) if name else self._root
 
-    def _call(self, what: str, name: str, call: Callable[[], T], *, permanent: tuple[type[Exception], ...] = ()) -> T:
-        place = url_child(self.url, name) if name else self.url
-        return self.retry.run(f"{what} {place} ({self.key})", call, permanent=permanent)
+    def _call(self, action: str, name: str, call: Callable[[], T], *, permanent: tuple[type[Exception], ...] = ()) -> T:
+        url = url_child(self.url, name) if name else self.url
+        return self.retry.run(f"{action} {url} ({self.key})", call, permanent=permanent)
 
-    def _call_first(self, what: str, call: Callable[[], T], absent: T | None) -> T:
+    def _call_first(self, action: str, call: Callable[[], T], absent: T | None) -> T:
         """A call that is among the first: what cannot pass is refused at once, but for `absent` where that is given."""
         try:
-            return self.retry.run(f"{what} at {self.url} ({self.key})", call, permanent=PERMANENT_ERRORS)
+            return self.retry.run(f"{action} at {self.url} ({self.key})", call, permanent=PERMANENT_ERRORS)
         except PERMANENT_ERRORS as error:
             if absent is not None and isinstance(error, FileNotFoundError):
                 return absent
             raise ConfigError(
-                f"{self.key}={self.url}: {what} is refused ({describe_error(error)}): check its name and credentials, "
+                f"{self.key}={self.url}: {action} was refused ({describe_error(error)}): check the URL, and credentials "
                 "in the environment or in the files of the store's own tools"
             ) from error
 
     def _list(self, is_deep: bool) -> dict[str, StoredFile]:
         self._fs.invalidate_cache()
-        whole = _parse_info(self._fs.info(self._root)) if not is_deep else None
-        if whole is not None and whole.is_file:
-            return {"": whole}
+        info = _parse_info(self._fs.info(self._root)) if not is_deep else None
+        if info is not None and info.is_file:
+            return {"": info}
         self._fs.invalidate_cache()
-        found = self._fs.find(self._root, detail=True).values() if is_deep else self._fs.ls(self._root, detail=True)
-        files = {info["name"].removeprefix(self._root).lstrip("/"): _parse_info(info) for info in found}
+        entries = self._fs.find(self._root, detail=True).values() if is_deep else self._fs.ls(self._root, detail=True)
+        files = {info["name"].removeprefix(self._root).lstrip("/"): _parse_info(info) for info in entries}
         return {name: file for name, file in files.items() if file.is_file}
 
     def _write(self, path: str, data: bytes, exclusive: bool) -> None:

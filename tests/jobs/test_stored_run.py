@@ -226,7 +226,7 @@ def test_a_failing_upload_is_tried_again_until_it_succeeds(
     monkeypatch.setattr("runtime.remote.object_store.FIRST_PAUSE_SECONDS", 0.01)
     folder = run(tmp_path, url, upload_retry_seconds=60.0)
     assert num_parts(url) == len(parts(folder))
-    assert caplog.text.count("once more in") == 2
+    assert caplog.text.count("retry in") == 2
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from runtime.plan.schedule.walk import Walk
 from runtime.plan.shape.rank_shares import split_stages
 from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
 from runtime.probing.meta import build_meta_model
-from runtime.ranks.pipeline import transferred_tensors
+from runtime.ranks.pipeline import layer_signatures
 from runtime.ranks.ranks import Ranks
 from tests.rank_processes import in_ranks
 from tests.runtime.rank_runs import completed, faulted_once, stopped_once
@@ -231,4 +231,4 @@ def test_layers_that_need_more_than_hidden_states_are_refused_by_name(num_shared
         num_kv_shared_layers=num_shared,
     )
     with pytest.raises(ConfigError, match=r"devices=pipeline: the layers of Gemma3nForCausalLM cannot be divided"):
-        transferred_tensors(build_meta_model(config, torch.float32))
+        layer_signatures(build_meta_model(config, torch.float32))

@@ -206,7 +206,7 @@ def test_one_rank_that_is_stopped_stops_all_and_so_does_one_that_fails(reference
     ],
 )
 def test_what_ranks_cannot_do_yet_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"devices=sharded does not go with {named}"):
+    with pytest.raises(ConfigError, match=f"devices=sharded does not support {named}"):
         config_for_ranks(RuntimeConfig(**changes))
 
 

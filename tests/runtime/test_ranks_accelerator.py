@@ -111,8 +111,8 @@ def _others(met: Sequence[dict[str, str]], way: Parallelism = Parallelism.sharde
         exchange=lambda own: [own, *({**own, **each} for each in met)],
         machines=["here"] * (1 + len(met)),
         devices=DevicesConfig(way=way),
-        num_before_here=0,
-        num_here=1 + len(met),
+        local_rank=0,
+        num_local_ranks=1 + len(met),
     )
     return cast(Ranks, made)
 
@@ -120,13 +120,13 @@ def _others(met: Sequence[dict[str, str]], way: Parallelism = Parallelism.sharde
 @pytest.mark.parametrize(
     ("said", "way", "named"),
     [
-        ({"kind": "accelerator"}, Parallelism.sharded, "rank 1 would compute on accelerator, this one on processor"),
+        ({"kind": "accelerator"}, Parallelism.sharded, "rank 1 computes on accelerator, this rank on processor"),
         (
             {"dtype": "bfloat16"},
             Parallelism.pipeline,
-            "rank 1 would compute in bfloat16, this one in float32: set model.dtype",
+            "rank 1 computes in bfloat16, this rank in float32: set model.dtype",
         ),
-        ({"name": "T4"}, Parallelism.tensor, "rank 1 would compute on T4, this one on a processor"),
+        ({"name": "T4"}, Parallelism.tensor, "rank 1 computes on T4, this rank on a processor"),
     ],
 )
 def test_ranks_that_would_come_to_other_numbers_are_refused(said: dict[str, str], way: Parallelism, named: str) -> None:
@@ -145,6 +145,6 @@ def test_two_ranks_that_have_one_accelerator_are_refused() -> None:
 
 def test_each_rank_of_a_machine_takes_another_accelerator() -> None:
     assert [accelerator_index(place, 4, 4) for place in range(4)] == [0, 1, 2, 3]
-    with pytest.raises(ConfigError, match="5 ranks are on this machine, and torch finds 4 accelerators"):
+    with pytest.raises(ConfigError, match="5 ranks on this machine, but torch finds 4 accelerators"):
         accelerator_index(4, 5, 4)
     assert choose_rank_device(_others([]), "cpu").torch_device == torch.device("cpu")

@@ -51,4 +51,4 @@ def test_scores_and_embeddings_are_those_of_one_process_or_refused_by_name(
             assert found[0] == pytest.approx(logprobs, rel=1e-5)
             assert found[1] == are_greedy
             assert [pytest.approx(each, abs=1e-5) for each in vectors] == found[2]
-        assert "devices=pipeline does not go with scores and embeddings" in pipeline
+        assert "devices=pipeline does not support scores and embeddings" in pipeline

@@ -82,7 +82,7 @@ def test_rows_that_end_share_recordings_with_those_that_go_on(
     reference: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every eight rows, and of many lengths."""
-    monkeypatch.setattr(fixed, "LEAST", 512)
+    monkeypatch.setattr(fixed, "MIN_POSITIONS", 512)
     install_flash(monkeypatch, (torch.float32,)).has_room = True
     ref, device = reference("llama"), Recorder()
     with operators_of_a_device():
@@ -99,7 +99,7 @@ def test_prompts_that_enter_between_replayed_passes_are_computed(
     graphs: bool, reference: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With continuous admission passes that are launched, with a prompt, come behind passes that were replayed."""
-    monkeypatch.setattr(fixed, "LEAST", 512)
+    monkeypatch.setattr(fixed, "MIN_POSITIONS", 512)
     install_flash(monkeypatch, (torch.float32,)).has_room = True
     ref, device = reference("llama"), Recorder()
     policy = PolicyConfig(
@@ -132,7 +132,7 @@ def test_passes_that_cannot_be_recorded_are_launched_as_they_were(
         def recorded(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(fixed, "LEAST", 512)
+    monkeypatch.setattr(fixed, "MIN_POSITIONS", 512)
     install_flash(monkeypatch, (torch.float32,)).has_room = True
     ref = reference("llama")
     with operators_of_a_device():
@@ -211,7 +211,7 @@ def test_recordings_of_dequantized_experts_bring_nothing_either(
 
 
 def test_a_run_stops_between_passes_that_are_replayed(reference: References, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fixed, "LEAST", 512)
+    monkeypatch.setattr(fixed, "MIN_POSITIONS", 512)
     ref, device = reference("llama"), Recorder()
     with operators_of_a_device(), pytest.raises(Interrupted):
         Runtime(config_of(ref), device=device, should_stop=lambda: device.num_replayed == 2).generate(ref.prompts)

@@ -99,7 +99,7 @@ def test_two_ranks_come_to_the_tokens_of_transformers_or_refuse_by_name(referenc
         assert "devices=tensor" in each.error
         assert why in each.error
     assert [each.tokens for each in entered] == [llama.expected] * 2
-    assert "rank 1 has come to other tokens than rank 0" in unlike.error
+    assert "rank 1 has sampled other tokens than rank 0" in unlike.error
 
 
 @pytest.mark.slow("runtime/test_ranks_features.py::test_every_way_comes_to_the_completions_of_one_process")

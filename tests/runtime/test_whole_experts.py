@@ -18,7 +18,7 @@ from runtime.config.settings import DividedExperts
 from runtime.model.experts import SHARE, Visits, bound_matrices, find_expert_share, matrix_names, mix_experts
 from runtime.plan.shape.rank_shares import split_evenly
 from runtime.plan.shape.shapes import Parameter, TensorSlice
-from runtime.ranks.tensor_experts import WholeExperts, divide_experts
+from runtime.ranks.tensor_experts import WholeExperts, split_experts
 
 NUM_RANKS, NUM_EXPERTS, HIDDEN = 3, 5, 32
 SIZES: Any = {
@@ -88,7 +88,7 @@ def test_as_many_ranks_as_experts_have_one_each_and_more_are_refused(num_ranks: 
     module = MixtralExperts(MixtralConfig(**SIZES))
     stacks = {name: stack_of(name, getattr(module, name).shape) for name in matrix_names(module)}
     handing = SimpleNamespace(index=num_ranks - 1, count=num_ranks)
-    found = divide_experts(module, stacks, handing, DividedExperts.whole)  # pyright: ignore[reportArgumentType]
+    found = split_experts(module, stacks, handing, DividedExperts.whole)  # pyright: ignore[reportArgumentType]
     if num_ranks > NUM_EXPERTS:
         assert found.why_not == f"it has {NUM_EXPERTS} experts"
     else:

@@ -113,13 +113,13 @@ class Lane(ABC):
         return None if self._run.dead else event
 
     @property
-    def entering(self) -> torch.Tensor | None:
+    def hidden_in(self) -> torch.Tensor | None:
         """Buffer for hidden states from the previous rank, see `LaneRun`."""
-        return self._run.entering if self._run is not None else None
+        return self._run.hidden_in if self._run is not None else None
 
     @property
-    def leaving(self) -> torch.Tensor | None:
-        return self._run.leaving if self._run is not None else None
+    def hidden_out(self) -> torch.Tensor | None:
+        return self._run.hidden_out if self._run is not None else None
 
     def expect_tokens(self) -> int:
         """Replaces `sample` if another rank samples. Returns the number of rows to expect."""
