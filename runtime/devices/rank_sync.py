@@ -153,8 +153,8 @@ class PassSync(SyncBetweenPasses):
         if differing:
             self._has_stopped = True
             raise ConfigError(
-                f"devices=tensor: rank {differing[0]} has sampled other tokens than rank 0: all ranks need processors of "
-                "one kind and the same number of threads"
+                f"devices=tensor: rank {differing[0]} has sampled other tokens than rank 0: all ranks need the same kind "
+                "of processor and number of threads"
             )
         return num_lanes, phase
 

@@ -95,7 +95,7 @@ def require_same_devices(ranks: Ranks, model: LoadedModel, device: ComputeDevice
             _require_same(rank, each["name"], name, "on", "take devices=sharded or pipeline")
 
 
-def _require_same(rank: int, peer: str, own: str, preposition: str, remedy: str) -> None:
+def _require_same(rank: int, peer: str, own: str, how: str, remedy: str) -> None:
     if peer != own:
         raise ConfigError(
             f"devices: rank {rank} computes {preposition} {peer}, this rank {preposition} {own}: {remedy}"

@@ -151,8 +151,8 @@ class ObjectStore:
             if absent is not None and isinstance(error, FileNotFoundError):
                 return absent
             raise ConfigError(
-                f"{self.key}={self.url}: {action} was refused ({describe_error(error)}): check the URL, and credentials "
-                "in the environment or in the files of the store's own tools"
+                f"{self.key}={self.url}: {action} was refused ({describe_error(error)}): check the URL, and the "
+                "credentials in the environment or in the files of the store's own tools"
             ) from error
 
     def _list(self, is_deep: bool) -> dict[str, StoredFile]:
