@@ -153,7 +153,7 @@ class PassSync(SyncBetweenPasses):
         if differing:
             self._has_stopped = True
             raise ConfigError(
-                f"devices=tensor: rank {differing[0]} has sampled other tokens than rank 0: all ranks need the same kind "
+                f"devices=tensor: rank {differing[0]} has sampled other tokens than rank 0: use the same kind "
                 "of processor and number of threads"
             )
         return num_lanes, phase

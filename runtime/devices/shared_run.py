@@ -97,9 +97,7 @@ def require_same_devices(ranks: Ranks, model: LoadedModel, device: ComputeDevice
 
 def _require_same(rank: int, peer: str, own: str, how: str, remedy: str) -> None:
     if peer != own:
-        raise ConfigError(
-            f"devices: rank {rank} computes {preposition} {peer}, this rank {preposition} {own}: {remedy}"
-        )
+        raise ConfigError(f"devices: rank {rank} computes {how} {peer}, this rank {how} {own}: {remedy}")
 
 
 class SharedRun(ABC):
