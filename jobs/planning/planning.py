@@ -16,9 +16,9 @@ from runtime.plan.resolved_settings import ResolvedSettings
 from runtime.plan.search.candidate import Problem
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.attention import AttentionMethod
-from runtime.plan.shape.dtypes import WeightStorage, auto_dtype, with_kv_dtype
+from runtime.plan.shape.dtypes import WeightStorage, resolve_auto_dtype, with_kv_dtype
 from runtime.plan.shape.model import ModelShape
-from runtime.planning.choices import plan_with_cached_policy, policies_directory
+from runtime.planning.policy_cache import plan_with_cached_policy, policies_directory
 from runtime.units import gib_to_bytes
 
 from .config import PlanConfig
@@ -101,7 +101,7 @@ def plan_for_machine(machine: Machine, config: PlanConfig) -> Planned:
     """Plans as `make_plan` does, for any machine."""
     has_device, dtype, offload = machine.device_bytes is not None, config.model.dtype, config.offload
     if dtype is DType.auto:  # as `make_machine` takes it
-        dtype = auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=machine.has_bfloat16)
+        dtype = resolve_auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=machine.has_bfloat16)
     shape, stored = _stored_shape(config, dtype)
     shape = with_kv_dtype(shape, config.kv.dtype)
     shape = replace(shape, attention_method=_choose_attention_method(machine, shape, dtype))

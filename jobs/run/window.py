@@ -13,7 +13,7 @@ from runtime.config.settings import Admission, PolicyKind
 from runtime.engine.records import PassRecord, Phase
 from runtime.engine.session import ignore_pass
 from runtime.errors import DamagedRunError
-from runtime.plan.cost.simulator import PlayedPass
+from runtime.plan.cost.simulator import SimulatedPass
 from runtime.plan.placement.defaults import chunk_tokens
 from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.planner import RunPlan
@@ -38,7 +38,7 @@ from .requests import RequestBatch, blocks_from_plan, make_batch, plan_rows, rej
 class PredictedSpans:
     """One simulated pass of each phase, used for all its passes."""
 
-    passes: Mapping[Phase, PlayedPass]
+    passes: Mapping[Phase, SimulatedPass]
 
     @staticmethod
     def from_plan(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize]) -> "PredictedSpans":

@@ -267,7 +267,7 @@ class PipelineRun(SharedRun):
         parts = split_stages(model.shape.stages, ranks.size)
         heaviest = max(restrict_to_stages(model.shape, part).weight_bytes for part in parts)
         if heaviest > MAX_WEIGHT_SHARE * min(each.compute_bytes for each in self._budgets):
-            parts = split_stages(model.shape.stages, ranks.size, with_tables=True)
+            parts = split_stages(model.shape.stages, ranks.size, count_embeddings=True)
         self._shapes = tuple(restrict_to_stages(model.shape, part) for part in parts)
         self.pipeline_link = PipelineLink(ranks)
         config = copy.deepcopy(model.staged.model.config)
@@ -314,7 +314,7 @@ class PipelineRun(SharedRun):
 
     def _rank_planner(self, rank: int, planner: Planner) -> Planner:
         model = replace(planner.model, shape=self._shapes[rank])
-        return replace(planner, model=model, given_budgets=self._budgets[rank])
+        return replace(planner, model=model, fixed_budgets=self._budgets[rank])
 
     def rank_sync(self, should_stop: Callable[[], bool]) -> PipelineSync:
         assert self.pipeline_link is not None, "it is there once the model is"

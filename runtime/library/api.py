@@ -221,10 +221,10 @@ class Runtime(Closing):
             config=self.config,
             device=self.device,
             open_reader=self.reader,
-            kept=self._kept,
-            predicts=self.ranks is None,
-            given_budgets=None if self._shared is None else self._shared.budgets,
-            compares=self._may_compare,
+            cache=self._kept,
+            measures_rates=self.ranks is None,
+            fixed_budgets=None if self._shared is None else self._shared.budgets,
+            compares_backends=self._may_compare,
         )
 
     @property
@@ -248,7 +248,7 @@ class Runtime(Closing):
             self._shape_with_kernels = None
             self._checked.clear()  # the self-check and the measured rates were of plain operators
             if self._kept is not None:
-                self._kept.forget_rates()
+                self._kept.clear_rates()
 
     def _starts_without_kernels(self, requests: Sequence[Request]) -> bool:
         """True if the session for these requests runs without compiled kernels. The model's shape then says so, for

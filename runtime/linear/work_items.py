@@ -12,14 +12,14 @@ import torch
 
 from ..attention.host_attention import BITS
 from ..kernels.arguments import PAIR_ROWS, TILE_ROWS, aligned_zeros
-from ..plan.placement.memory import LAID_OUT_BYTES
+from ..plan.placement.memory import PACKED_INPUT_BYTES
 from ..shared_work import parallel_for
 from ..units import round_down, round_up
 from .blocks import Block, float_rows
 from .rows import KernelRows, KernelWeights
 
 ITEMS_PER_THREAD = 4  # keeps the wait for the last item short
-INPUT_BYTES = LAID_OUT_BYTES  # limit of the input buffer, as planned; each further batch of x reads the weights again
+INPUT_BYTES = PACKED_INPUT_BYTES  # limit of the input buffer, as planned; each further batch of x rereads the weights
 MIN_WEIGHTS = 1 << 16  # below, kernel calls take longer than products
 SCRATCH_BYTES = 4 << 20  # limit of expanded zero points and factors at a time
 SHARED_INPUTS = 1 << 18  # numbers laid out in 0.1 ms: below, waking a thread takes longer

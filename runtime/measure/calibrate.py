@@ -13,7 +13,7 @@ from ..checkpoint_source.download import as_config_error
 from ..engine.dequantized_weights import dequantize_all, dequantized_bytes
 from ..events import Weights
 from ..model.loading import LoadedModel
-from ..plan.cost.calibration import TypicalLoad, anchor_rates, with_overheads
+from ..plan.cost.calibration import TypicalLoad, fit_rates, with_overheads
 from ..plan.cost.lane_work import packed_work
 from ..plan.cost.rates import UNLIMITED, MachineRates, StoredWork
 from ..plan.cost.work import stage_works
@@ -90,8 +90,8 @@ class LoadedLayer:
         size, whole = run.room_for(self.stored), run.streamed_part(self.stage)
         if not size:
             return UNLIMITED
-        buffer, work = device.compute_buffer(size), StoredWork.from_parameter(whole.parameters, shape.compute_dtype)
-        moved = work.num_bytes + work.num_numbers * shape.compute_dtype_bytes
+        buffer, work = device.compute_buffer(size), StoredWork.from_parameters(whole.parameters, shape.compute_dtype)
+        moved = work.num_bytes + work.num_elements * shape.compute_dtype_bytes
         return Timer(moved, lambda: dequantize_all(self.stored, buffer), device.wait_for_compute).rate()
 
     def expert_rates(self) -> dict[int, float]:
@@ -240,6 +240,6 @@ class RunProbes:
         if not self.shape.is_packed or len(self.shape.layers) == 1:  # the last layer skips tokens
             return rates
         passes = self.typical_load.profile_passes(max(1, work.kv_bytes), KV_BYTES)
-        return anchor_rates(
+        return fit_rates(
             rates, self.shape, work, [(packed_work(pieces), profiling.time_packed(pieces)) for pieces in passes]
         )

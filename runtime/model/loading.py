@@ -23,7 +23,7 @@ from ..formats.kinds.rounded import Rounding
 from ..formats.module_tensors import METHOD, read_relative_error
 from ..formats.registry import LOSSES, pair_companions
 from ..kernels.compiler import can_compile
-from ..plan.shape.dtypes import WeightStorage, auto_dtype
+from ..plan.shape.dtypes import WeightStorage, resolve_auto_dtype
 from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Parameter, Stage
 from ..probing.guards import NO_DECODER
@@ -371,7 +371,7 @@ def _compute_dtype(wanted: DType, config: PreTrainedConfig, device: torch.device
     if has_device and name not in STORED_DTYPES:
         return stored
     known = DType(name) if name in STORED_DTYPES else DType.float32
-    chosen = auto_dtype(known, has_device=has_device, has_bfloat16=not has_device or has_bfloat16_units(device))
+    chosen = resolve_auto_dtype(known, has_device=has_device, has_bfloat16=not has_device or has_bfloat16_units(device))
     if has_device and chosen is not known:
         log.warning(
             "model.dtype=auto: %s, not the checkpoint's %s, for which %s has no units; a row whose numbers pass 65,504 "

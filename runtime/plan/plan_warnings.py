@@ -39,11 +39,11 @@ def plan_warnings(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, ha
 def ineffective_settings(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_device: bool) -> list[str]:
     """Returns warnings about settings without effect for this model, machine and plan."""
     return [
-        *_weights(config, shape, has_device=has_device),
-        *_compute(config, shape, plan, has_device=has_device),
-        *_keys_and_values(config, shape, plan.placement, has_device=has_device),
-        *_prefetch(config, plan.placement),
-        *_policy(config.policy, shape),
+        *_weight_warnings(config, shape, has_device=has_device),
+        *_compute_warnings(config, shape, plan, has_device=has_device),
+        *_kv_warnings(config, shape, plan.placement, has_device=has_device),
+        *_prefetch_warnings(config, plan.placement),
+        *_policy_warnings(config.policy, shape),
     ]
 
 
@@ -66,7 +66,7 @@ def slow_settings(config: RuntimeConfig, plan: RunPlan) -> list[str]:
     return warnings
 
 
-def _weights(config: RuntimeConfig, shape: ModelShape, *, has_device: bool) -> Iterator[str]:
+def _weight_warnings(config: RuntimeConfig, shape: ModelShape, *, has_device: bool) -> Iterator[str]:
     offload, tier = config.offload, config.tier
     keeps_all = tier is Tier.none or (tier is Tier.cpu and not has_device)
     is_stored = DequantizedSize.from_shape(shape, frozenset(), 1) is not None
@@ -87,7 +87,7 @@ def _weights(config: RuntimeConfig, shape: ModelShape, *, has_device: bool) -> I
         )
 
 
-def _compute(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_device: bool) -> Iterator[str]:
+def _compute_warnings(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_device: bool) -> Iterator[str]:
     """Yields warnings about CUDA graphs, experts and attention. A device without CUDA graphs is rejected before."""
     placement, order, paging = plan.placement, config.policy.schedule, config.offload.expert_paging
     if config.model.graphs and has_device:
@@ -115,9 +115,7 @@ def _compute(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_dev
         yield f"policy.attention=cpu has no effect: {why}; policy.attention=device is the same"
 
 
-def _keys_and_values(
-    config: RuntimeConfig, shape: ModelShape, placement: Placement, *, has_device: bool
-) -> Iterator[str]:
+def _kv_warnings(config: RuntimeConfig, shape: ModelShape, placement: Placement, *, has_device: bool) -> Iterator[str]:
     kv, layout = config.kv, placement.kv
     if kv.tier is KVTier.cpu and not has_device:
         yield ("kv=cpu is as kv=device here: compute happens in host memory; kv=nvme keeps keys and values elsewhere")
@@ -145,7 +143,7 @@ def _keys_and_values(
         yield f"kv.directory={kv.directory} has no effect: {why}; leave it null, or choose kv=nvme"
 
 
-def _prefetch(config: RuntimeConfig, placement: Placement) -> Iterator[str]:
+def _prefetch_warnings(config: RuntimeConfig, placement: Placement) -> Iterator[str]:
     prefetch, kind = config.prefetch, config.prefetch.kind
     if not placement.walk.streamed:
         if prefetch != PrefetchConfig():
@@ -163,7 +161,7 @@ def _prefetch(config: RuntimeConfig, placement: Placement) -> Iterator[str]:
         )
 
 
-def _policy(policy: PolicyConfig, shape: ModelShape) -> Iterator[str]:
+def _policy_warnings(policy: PolicyConfig, shape: ModelShape) -> Iterator[str]:
     if policy.admission is Admission.continuous and not shape.is_packed:
         yield (
             "policy.admission=continuous goes by whole micro-batches: padded lanes cannot be joined, so requests enter "

@@ -25,7 +25,7 @@ from .cost.rates import MachineRates
 from .placement.defaults import default_orders, micro_batch_sizes
 from .placement.memory import SequenceSize
 from .placement.placement import Budgets, Placement
-from .search.candidate import PlacedRun, Problem, choose_blocks, place_given_blocks, tune_chunks
+from .search.candidate import PlacedRun, Problem, choose_blocks, place_existing_blocks, tune_chunks
 from .search.hrm import SearchResult, search
 from .search.policy import Policy
 from .shape.model import ModelShape
@@ -118,11 +118,11 @@ def find_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, nu
     With `blocks` of a resumed run, only the variant is searched. `num_halvings` as for `plan_policy`. Raises
     BudgetError, with the ledger, if not even the smallest block fits.
     """
-    usual = plan_policy(problem, blocks=blocks, num_halvings=num_halvings)
-    if not is_search_worthwhile(problem.config.policy.kind, usual):
-        return usual
+    default_plan = plan_policy(problem, blocks=blocks, num_halvings=num_halvings)
+    if not is_search_worthwhile(problem.config.policy.kind, default_plan):
+        return default_plan
     choice, run, prediction = search(
-        problem, blocks=blocks, usual=None if blocks else _make_policy(usual, problem.shape)
+        problem, blocks=blocks, default=None if blocks else _make_policy(default_plan, problem.shape)
     )
     best = choice.best.policy.halve(num_halvings)
     if num_halvings:
@@ -135,12 +135,12 @@ def find_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, nu
     return replace(plan, choice=choice, searched_policy=best)
 
 
-def is_search_worthwhile(kind: PolicyKind, usual: RunPlan) -> bool:
+def is_search_worthwhile(kind: PolicyKind, default_plan: RunPlan) -> bool:
     """True if a search should replace the default policy: with `auto`, if the default run takes several times as long
     as a search. False without rates or requests."""
-    if kind is PolicyKind.fixed or usual.prediction is None or not usual.blocks:
+    if kind is PolicyKind.fixed or default_plan.prediction is None or not default_plan.blocks:
         return False
-    return kind is PolicyKind.hrm or usual.prediction.seconds >= MIN_SEARCHED_SECONDS
+    return kind is PolicyKind.hrm or default_plan.prediction.seconds >= MIN_SEARCHED_SECONDS
 
 
 def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -> RunPlan:
@@ -169,7 +169,7 @@ def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -
 
 def _plan_with_order(problem: Problem, blocks: tuple[Block, ...] | None, num_halvings: int) -> RunPlan:
     """Returns the plan of a policy with a given order."""
-    starts = _initial_runs(problem, num_halvings) if blocks is None else [place_given_blocks(problem, blocks)]
+    starts = _initial_runs(problem, num_halvings) if blocks is None else [place_existing_blocks(problem, blocks)]
     starts[0].placement.require_fit(problem.config)
     if not num_halvings:
         starts = [tune_chunks(problem, run) for run in starts]

@@ -104,10 +104,10 @@ class RankView:
         sent = phase.num_passes * self.machine.fabric.send_seconds(hidden, self.num_ranks)
         return replace(phase, seconds=phase.seconds + (self.num_ranks - 1) * (ahead + sent))
 
-    def plan(self, problem: Problem, find: Callable[[Problem], RunPlan]) -> RunPlan:
+    def plan(self, problem: Problem, make_plan: Callable[[Problem], RunPlan]) -> RunPlan:
         """Returns the plan that `find` makes for the rank, waits included. For a pipeline, tries more and smaller lanes
         too, and returns the fastest: a single rank's search does not see their benefit."""
-        best = self._find_plan(problem, find)
+        best = self._plan_with_waiting(problem, make_plan)
         if self.parallelism is not Parallelism.pipeline:
             return best
         policy, block = problem.config.policy, best.block_size
@@ -116,13 +116,13 @@ class RankView:
             if size >= min(best.lane_size, policy.micro_batch_size or best.lane_size):
                 continue
             smaller = replace(problem.config, policy=replace(policy, micro_batch_size=size))
-            found = self._find_plan(replace(problem, config=smaller), find)
+            found = self._plan_with_waiting(replace(problem, config=smaller), make_plan)
             if _seconds(found) < _seconds(best):
                 best = found
         return best
 
-    def _find_plan(self, problem: Problem, find: Callable[[Problem], RunPlan]) -> RunPlan:
-        run = find(problem)
+    def _plan_with_waiting(self, problem: Problem, make_plan: Callable[[Problem], RunPlan]) -> RunPlan:
+        run = make_plan(problem)
         return replace(run, prediction=self.add_waiting(run.prediction, run)) if run.prediction is not None else run
 
     def waiting_share(self, run: RunPlan, sizes: Sequence[SequenceSize], admission: Admission) -> float:

@@ -8,7 +8,7 @@ from .cost.durations import make_durations
 from .cost.lane_work import LaneWork, PassGroup, block_prefills, decode_work
 from .cost.predict import mixed_spans
 from .cost.rates import MachineRates
-from .cost.simulator import Durations, PlayedPass, SimulatedSpan, play_passes
+from .cost.simulator import Durations, SimulatedPass, SimulatedSpan, simulate_passes
 from .placement.defaults import chunk_tokens
 from .placement.memory import SequenceSize
 from .planner import RunPlan
@@ -24,7 +24,7 @@ class Timeline:
 
     description: str
     names: Sequence[str]
-    passes: Sequence[PlayedPass]
+    passes: Sequence[SimulatedPass]
 
     @property
     def spans(self) -> list[SimulatedSpan]:
@@ -59,7 +59,7 @@ def make_timeline(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize
     for each in ranges:
         walk = placement.walk if each.is_prefill else placement.decode_walk
         passes.append((make_schedule(walk, len(each.lanes)), make_durations(shape, placement, walk, each.lanes, rates)))
-    return Timeline(description=description, names=names, passes=play_passes(passes, rates.pass_seconds))
+    return Timeline(description=description, names=names, passes=simulate_passes(passes, rates.pass_seconds))
 
 
 MAX_ACTIONS = 20_000  # some 200 KB; 80 layers and 16 lanes make about 3,000

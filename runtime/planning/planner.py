@@ -35,7 +35,7 @@ from ..stream.device import ComputeDevice
 from ..stream.weight_cache import WeightCache
 from ..units import MIB
 from .budgets import make_budgets, reclaim_device_memory
-from .choices import plan_with_cached_policy, policies_directory, search_key
+from .policy_cache import plan_with_cached_policy, policies_directory, search_key
 
 
 class RuntimeCache(Closing):
@@ -71,10 +71,10 @@ class RuntimeCache(Closing):
         found = (rates for usual, *rest, rates in self._rates if rest == [paged, backends] and usual.covers(load))
         return next(found, None)
 
-    def keep_rates(self, load: TypicalLoad, paged: frozenset[int], backends: BackendTable, rates: MachineRates) -> None:
+    def add_rates(self, load: TypicalLoad, paged: frozenset[int], backends: BackendTable, rates: MachineRates) -> None:
         self._rates.append((load, paged, backends, rates))
 
-    def forget_rates(self) -> None:
+    def clear_rates(self) -> None:
         """Drops the rates after the computation changed, such as other backends."""
         self._rates.clear()
 
@@ -105,19 +105,19 @@ class PlanOptions(TypedDict, total=False):
 class Planner:
     """Makes the plans of one runtime. The methods raise ConfigError or BudgetError before anything is read.
 
-    `open_reader` opens a reader of the weights, for measuring. `kept`: state of an open runtime between calls.
-    `predicts`: measure missing rates. `given_budgets`: None uses this machine's. `compares`: compare linear backends
-    for long runs, if `jobs.measure` has not run.
+    `open_reader` opens a reader of the weights, for measuring. `cache`: state of an open runtime between calls.
+    `measures_rates`: measure missing rates. `fixed_budgets`: None uses this machine's. `compares_backends`: for long
+    runs, compare linear backends if `jobs.measure` has not run.
     """
 
     model: LoadedModel
     config: RuntimeConfig
     device: ComputeDevice
     open_reader: Callable[[], Reader]
-    kept: RuntimeCache | None = None
-    predicts: bool = True
-    given_budgets: Budgets | None = None
-    compares: bool = False
+    cache: RuntimeCache | None = None
+    measures_rates: bool = True
+    fixed_budgets: Budgets | None = None
+    compares_backends: bool = False
 
     @property
     def host(self) -> Host:
@@ -127,14 +127,14 @@ class Planner:
     @property
     def budgets(self) -> Budgets:
         """The memory budgets; by default a share of what is free now."""
-        if self.given_budgets is not None:
-            return self.given_budgets
-        return make_budgets(self.config.offload, self.device, self.kept.weights if self.kept is not None else None)
+        if self.fixed_budgets is not None:
+            return self.fixed_budgets
+        return make_budgets(self.config.offload, self.device, self.cache.weights if self.cache is not None else None)
 
     def plan(self, sizes: Sequence[SequenceSize], **options: Unpack[PlanOptions]) -> RunPlan:
         """Returns the plan for requests of these sizes."""
         if (backends := options.get("backends")) is not None:
-            resumed = replace(self, model=replace(self.model, backends=backends), compares=False)
+            resumed = replace(self, model=replace(self.model, backends=backends), compares_backends=False)
             return resumed.plan(sizes, **(options | {"backends": None}))
         chunk_tokens = options.get("chunk_tokens")
         if chunk_tokens is not None and self.config.policy.prefill_chunk_tokens is None:
@@ -153,10 +153,11 @@ class Planner:
         for walk in (first.placement.walk, first.placement.decode_walk):
             require_slots(walk, first.num_lanes)
         rates = options.get("rates")
-        if rates is None and sizes and self.predicts:
+        if rates is None and sizes and self.measures_rates:
             rates = self.measure(first, sizes)
         problem = Problem(shape=self.model.shape, config=self.config, budgets=budgets, sizes=sizes, rates=rates)
-        if self.compares and rates is not None and (table := self._compare_backends(first, sizes, rates)) is not None:
+        table = self._compare_backends(first, sizes, rates) if self.compares_backends and rates is not None else None
+        if table is not None:
             return self.plan(sizes, **(options | {"backends": table, "chunk_tokens": None}))
         if self.config.policy.kind is PolicyKind.fixed or not sizes:
             kept = blocks if budgets.has_device else first.blocks
@@ -196,16 +197,16 @@ class Planner:
         cover."""
         lanes = block_lanes(plan.blocks[0], sizes)
         usual, paged = TypicalLoad.from_lanes(self.model.shape, lanes, chunk_tokens(plan.policy)), plan.placement.paged
-        if self.kept is not None:
-            if (known := self.kept.rates(usual, paged, self._backends)) is not None:
+        if self.cache is not None:
+            if (known := self.cache.rates(usual, paged, self._backends)) is not None:
                 return known
             layer_bytes = max(self.model.shape.sizes.slot_bytes(paged))
-            self.kept.weights.make_room(MEASURED_LAYERS * layer_bytes + MEASURING_BYTES, plan.budgets)
+            self.cache.weights.make_room(MEASURED_LAYERS * layer_bytes + MEASURING_BYTES, plan.budgets)
         log.info("measuring this machine, for the prediction")
         with self.open_reader() as reader:
             rates = measure_rates(self.model, reader, self.device, usual, paged)
-        if self.kept is not None:
-            self.kept.keep_rates(usual, paged, self._backends, rates)
+        if self.cache is not None:
+            self.cache.add_rates(usual, paged, self._backends, rates)
         return rates
 
     def revise(self, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> RunPlan:
@@ -230,13 +231,13 @@ class Planner:
             self.config, self.model.shape, plan, dtype=dtype, stored=self.model.numbers, has_rope_lengths=has_lengths
         )
 
-    def log_plan(self, plan: RunPlan, advised: set[str]) -> None:
+    def log_plan(self, plan: RunPlan, logged_warnings: set[str]) -> None:
         """Logs the plan, its ledgers and warnings. Warnings in `advised` are skipped; new ones are added to it."""
         log.info("%s", self.resolved_settings(plan))
         for ledger in plan.placement.ledgers:
             log.info("%s", ledger)
         found = plan_warnings(self.config, self.model.shape, plan, has_device=self.device.is_accelerator)
         for sentence in found:
-            if sentence not in advised:
+            if sentence not in logged_warnings:
                 log.warning("%s", sentence)
-        advised.update(found)
+        logged_warnings.update(found)

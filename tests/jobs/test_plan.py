@@ -17,7 +17,7 @@ from runtime.config.profiles import DTypeRates, MeasuredRates
 from runtime.config.settings import Attention, DType, MachineConfig, Order
 from runtime.errors import BudgetError, ConfigError
 from runtime.plan.search.policy import Policy
-from runtime.planning.choices import CachedPolicy
+from runtime.planning.policy_cache import CachedPolicy
 from runtime.resources import Resource
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.plan.cost.calibration import LayerSeconds, anchor_rates, with_overheads
+from runtime.plan.cost.calibration import LayerSeconds, fit_rates, with_overheads
 from runtime.plan.cost.lane_work import LaneWork
 from runtime.plan.cost.rates import UNLIMITED, MachineRates
 from runtime.plan.cost.work import stage_works
@@ -41,7 +41,7 @@ def took(lane: LaneWork, factor: float, attention: float = 0.0) -> LayerSeconds:
 
 def test_each_profiled_lane_takes_what_it_took() -> None:
     passes = [(DECODE, took(DECODE, 1.5)), (PROMPTS, took(PROMPTS, 1.2))]
-    rates = anchor_rates(RATES, SHAPE, WORK, passes)
+    rates = fit_rates(RATES, SHAPE, WORK, passes)
     for lane, seconds in passes:
         assert inside(rates, lane) == pytest.approx(seconds.inside)
 
@@ -50,18 +50,18 @@ def test_between_profiled_rows_rates_change_by_their_distance_and_beyond_as_at_t
     rates = MachineRates(disk_bytes_per_second=1e9, gemm_flops_per_second=dict.fromkeys((1, 8, 36, 64, 128), 8e6))
     slow = [(lane, LayerSeconds(before=0.0, inside=f * products(rates, lane), attention=0.0)) for lane, f in
             ((DECODE, 2.0), (PROMPTS, 1.0))]  # fmt: skip
-    found = anchor_rates(rates, SHAPE, WORK, slow).gemm_flops_per_second
+    found = fit_rates(rates, SHAPE, WORK, slow).gemm_flops_per_second
     assert found == pytest.approx({1: 4e6, 8: 4e6, 36: 6e6, 64: 8e6, 128: 8e6})
 
 
 def test_a_rate_changes_by_a_factor_of_two_at_most() -> None:
-    rates = anchor_rates(RATES, SHAPE, WORK, [(DECODE, took(DECODE, 10.0))])
+    rates = fit_rates(RATES, SHAPE, WORK, [(DECODE, took(DECODE, 10.0))])
     assert rates.gemm_flops_per_second[8] == RATES.gemm_flops_per_second[8] / 2
 
 
 def test_attention_gets_the_rate_that_it_had() -> None:
     passes = [(DECODE, took(DECODE, 1.0, attention=0.25)), (PROMPTS, took(PROMPTS, 1.0, attention=0.5))]
-    rates = anchor_rates(RATES, SHAPE, WORK, passes)
+    rates = fit_rates(RATES, SHAPE, WORK, passes)
     assert rates.attention_bytes_per_second == rates.cpu_attention_bytes_per_second == 80 * WORK.kv_bytes / 0.25
     assert rates.prefill_attention_flops_per_second == 4.0 * SHAPE.num_heads * SHAPE.head_dim * 1056 / 0.5
 
@@ -69,7 +69,7 @@ def test_attention_gets_the_rate_that_it_had() -> None:
 def test_the_cpu_beside_an_accelerator_keeps_its_own_rate() -> None:
     beside = replace(RATES, link_in_bytes_per_second=1e10)
     assert RATES.link_in_bytes_per_second == UNLIMITED
-    rates = anchor_rates(beside, SHAPE, WORK, [(DECODE, took(DECODE, 1.0, attention=0.25))])
+    rates = fit_rates(beside, SHAPE, WORK, [(DECODE, took(DECODE, 1.0, attention=0.25))])
     assert rates.cpu_attention_bytes_per_second == 1e9
     assert rates.attention_bytes_per_second == 80 * WORK.kv_bytes / 0.25
 
@@ -77,7 +77,7 @@ def test_the_cpu_beside_an_accelerator_keeps_its_own_rate() -> None:
 def test_a_layer_that_is_nearly_all_something_else_leaves_products_alone() -> None:
     seconds = LayerSeconds(before=0.0, inside=inside(RATES, DECODE) - 0.9 * products(RATES, DECODE), attention=0.0)
     slow = replace(RATES, turn_seconds=0.95 * seconds.inside)
-    assert anchor_rates(slow, SHAPE, WORK, [(DECODE, seconds)]) == slow
+    assert fit_rates(slow, SHAPE, WORK, [(DECODE, seconds)]) == slow
 
 
 def test_a_turn_is_what_products_do_not_explain() -> None:

@@ -10,7 +10,7 @@ from runtime.config.settings import DType, MachineConfig, ModelConfig
 from runtime.model import loading
 from runtime.model.loading import load_model
 from runtime.plan.cost.machine import make_machine
-from runtime.plan.shape.dtypes import auto_dtype
+from runtime.plan.shape.dtypes import resolve_auto_dtype
 from runtime.stream.device import has_bfloat16_units
 from tests.runtime.test_profile import RATES
 from tests.support import Reference
@@ -33,8 +33,8 @@ SECOND = torch.device("cuda", 1)
 def test_a_device_computes_in_the_checkpoints_dtype_unless_it_has_no_units_for_it(
     stored: DType, has_bfloat16: bool, expected: DType
 ) -> None:
-    assert auto_dtype(stored, has_device=True, has_bfloat16=has_bfloat16) is expected
-    assert auto_dtype(stored, has_device=False) is DType.float32
+    assert resolve_auto_dtype(stored, has_device=True, has_bfloat16=has_bfloat16) is expected
+    assert resolve_auto_dtype(stored, has_device=False) is DType.float32
 
 
 @pytest.mark.parametrize(("capability", "hip", "expected"), [(T4, None, False), (A100, None, True), (T4, "6.4", True)])

@@ -13,8 +13,8 @@ from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import RunPlan, find_policy
 from runtime.plan.search.candidate import Problem
-from runtime.planning import choices
-from runtime.planning.choices import plan_with_cached_policy, search_key
+from runtime.planning import policy_cache
+from runtime.planning.policy_cache import plan_with_cached_policy, search_key
 from runtime.units import GIB, MIB
 from tests.toy import sizes_of, toy_shape
 
@@ -43,7 +43,7 @@ def ask(directory: Path, planner: Planner, config: RuntimeConfig = CONFIG, key: 
         return find_policy(asked, **how)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choices, "find_policy", counted)
+        patch.setattr(policy_cache, "find_policy", counted)
         return plan_with_cached_policy(directory, key, problem)
 
 

@@ -14,8 +14,8 @@ from runtime.plan.cost.simulator import (
     Links,
     PhaseTime,
     SimulatedSpan,
-    play_passes,
     simulate,
+    simulate_passes,
 )
 from runtime.plan.schedule.check import check_schedule
 from runtime.plan.schedule.schedule import make_schedule
@@ -77,7 +77,7 @@ def test_a_read_begins_when_a_copy_has_left_its_memory() -> None:
     and stage 3 from 11 to 12 into that of the second."""
     walk = Walk(num_stages=NUM_STAGES, streamed=(0, 1, 2, 3), num_slots=2, num_staging_slots=2, copies=True)
     durations = Durations(read=lambda stage: 1.0, copy=lambda stage: 5.0)
-    [played] = play_passes([(make_schedule(walk, 1), durations)])
+    [played] = simulate_passes([(make_schedule(walk, 1), durations)])
     reads = [(str(span.action), span.begin) for span in played.spans if span.resource is Resource.disk]
     assert reads[:4] == [("read 0", 0.0), ("read 1", 1.0), ("read 2", 6.0), ("read 3", 11.0)]
 
@@ -211,7 +211,7 @@ def test_passes_take_as_long_as_all_that_goes_through_host_memory(share: float, 
     assert busy == pytest.approx(16 * share + 4)
     assert more.seconds - many.seconds == pytest.approx(pass_seconds)
     assert more.stall_seconds == pytest.approx(more.seconds - more.busy_seconds[Resource.compute])
-    assert play_passes([(schedule, shared)] * 7)[-1].end == pytest.approx(more.seconds)
+    assert simulate_passes([(schedule, shared)] * 7)[-1].end == pytest.approx(more.seconds)
     assert simulate(schedule, 1, free).busy_seconds[Resource.host_memory] == 0
 
 
@@ -223,7 +223,7 @@ def test_spans_are_what_resources_are_busy_with_and_none_of_one_resource_overlap
     )  # fmt: skip
     durations = Durations(read=lambda stage: 3.0, copy=lambda stage: 2.0, pre=unit, attend=unit, post=unit, num_pages=2)
     schedule = make_schedule(walk, 2)
-    result, played = simulate(schedule, 3, durations), play_passes([(schedule, durations)] * 3)
+    result, played = simulate(schedule, 3, durations), simulate_passes([(schedule, durations)] * 3)
     spans = [span for each in played for span in each.spans]
     assert played[-1].end == result.seconds
     for resource in Resource:
@@ -236,7 +236,7 @@ def test_slots_are_filled_again_only_for_another_walk() -> None:
     """Two passes of one walk: each stage is read once in each, and the first two once more for the next pass."""
     one = (make_schedule(disk_walk(2), 1), Durations(read=lambda stage: 1.0, run=unit))
     other = (make_schedule(replace(disk_walk(2), streamed=(1, 2, 3)), 1), one[1])
-    names = [[str(span.action) for span in each.spans if span.resource is Resource.disk] for each in play_passes(
+    names = [[str(span.action) for span in each.spans if span.resource is Resource.disk] for each in simulate_passes(
         [one, one, other]
     )]  # fmt: skip
     assert len(names[0]) == NUM_STAGES + len(one[0].prologue)
@@ -248,7 +248,7 @@ def test_experts_that_an_action_brings_in_are_seen_on_their_roads() -> None:
     reads = ExpertReads(num_experts=4, read_seconds=8.0, copy_seconds=4.0, dense_seconds=1.0, lead_seconds=0.0)
     walk = Walk(num_stages=1, streamed=(), num_slots=0)
     durations = Durations(run=lambda *turn: 3.0, expert_reads=lambda action: reads)
-    [played] = play_passes([(make_schedule(walk, 1), durations)])
+    [played] = simulate_passes([(make_schedule(walk, 1), durations)])
     found = {span.resource: (str(span.action), span.begin, span.end) for span in played.spans}
     assert found[Resource.disk] == ("read 0", 1.0, 9.0)
     assert found[Resource.host_to_device] == ("copy 0", 6.0, 10.0), "4 s of work"
@@ -266,7 +266,7 @@ def test_spans_last_as_long_as_the_work_and_not_as_long_as_it_waits_for_experts(
     walk = Walk(num_stages=2, streamed=(), num_slots=0)
     durations = Durations(run=lambda *turn: 3.0, expert_reads=lambda action: reads)
     schedule = make_schedule(walk, 1)
-    [played] = play_passes([(schedule, durations)])
+    [played] = simulate_passes([(schedule, durations)])
     spans = [span for span in played.spans if span.resource is resource]
     busy = simulate(schedule, 1, durations).busy_seconds[resource]
     assert sum(span.end - span.begin for span in spans) == pytest.approx(busy)

@@ -30,11 +30,11 @@ from runtime.plan.placement.defaults import with_chunk_tokens
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import MIN_SEARCHED_SECONDS, find_policy, plan_policy, plan_run
 from runtime.plan.search import hrm
-from runtime.plan.search.candidate import PlacedRun, Problem, place_given_blocks
+from runtime.plan.search.candidate import PlacedRun, Problem, place_existing_blocks
 from runtime.plan.search.grid import GridAxes
 from runtime.plan.search.hrm import SearchResult, make_roofline, search, select_fitting
+from runtime.plan.search.memory_estimates import MemoryEstimate
 from runtime.plan.search.policy import Policy
-from runtime.plan.search.room import MemoryNeeds
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.model import ModelShape
 from runtime.resources import Resource
@@ -173,7 +173,7 @@ def test_the_grids_memory_is_the_ledgers(name: str, has_device: bool, chunk: int
         variants=GridAxes.from_config(shape, asked, 192, has_device=has_device).variants,
     )
     grid = choices.grid(192)
-    need = MemoryNeeds(shape, asked, workload, grid, huge.budgets, is_paged=False)
+    need = MemoryEstimate(shape, asked, workload, grid, huge.budgets, is_paged=False)
     for at in range(len(grid.micro_batch)):
         policy = grid.policy(at)
         if policy.kv_fraction not in (0.0, 1.0):
@@ -207,7 +207,7 @@ def test_the_grid_lets_through_what_fits_with_no_stage_resident(is_tied: bool, h
             continue
         fitting.append(budgets)
     assert fitting
-    need = MemoryNeeds(shape, tight, workload, grid, fitting[0], is_paged=False)
+    need = MemoryEstimate(shape, tight, workload, grid, fitting[0], is_paged=False)
     assert need.fits(fitting[0]).all()
 
 
@@ -222,7 +222,7 @@ def test_the_grid_lets_through_what_host_memory_has_staging_for(paging: ExpertPa
     fixed = grid.policy(0).apply(tight, has_device=True)
     budgets = Budgets(host_bytes=GIB, device_bytes=144 * MIB)
     host = plan_run(shape, fixed, budgets, workload.sizes()).placement.ledgers[1].total_bytes
-    need = MemoryNeeds(shape, tight, workload, grid, budgets, is_paged=paging is ExpertPaging.hit)
+    need = MemoryEstimate(shape, tight, workload, grid, budgets, is_paged=paging is ExpertPaging.hit)
     assert need.fits(replace(budgets, host_bytes=host)).all()
 
 
@@ -232,9 +232,9 @@ def test_where_the_grid_lets_through_too_much_the_block_shrinks_until_it_fits(mo
     def strict(asked: Problem, blocks: tuple[Block, ...]) -> PlacedRun:
         if max(len(block.members) for block in blocks) > 20:
             raise BudgetError("more than the grid knows of")
-        return place_given_blocks(asked, blocks)
+        return place_existing_blocks(asked, blocks)
 
-    monkeypatch.setattr(hrm, "place_given_blocks", strict)
+    monkeypatch.setattr(hrm, "place_existing_blocks", strict)
     best = choose(SHAPES["dense"], WITH_DEVICE, config()).best.policy
     assert 10 <= best.num_sequences <= 20
 
@@ -341,7 +341,7 @@ def test_the_usual_policy_stays_where_another_is_faster_by_a_hair_alone(monkeypa
     usual = next(each.policy for each in table[1:] if each.policy != table[0].policy)
     for share, expected in ((1.0, usual), (0.0, table[0].policy)):
         monkeypatch.setattr(hrm, "NOTABLE", share)
-        assert search(asked, usual=replace(usual, prefill_chunk_tokens=None))[0].best.policy == expected
+        assert search(asked, default=replace(usual, prefill_chunk_tokens=None))[0].best.policy == expected
 
 
 @pytest.mark.parametrize("num_halvings", range(8))

@@ -9,7 +9,7 @@ from runtime.batching.admission import AdmissionLimits
 from runtime.batching.prefixes import SharedPrefix
 from runtime.plan.cost import mixed_passes as played
 from runtime.plan.cost.lane_work import PassGroup
-from runtime.plan.cost.mixed_passes import mixed_passes, outlined_passes
+from runtime.plan.cost.mixed_passes import mixed_passes, sample_passes
 from runtime.plan.placement.memory import PAGE_TOKENS, SequenceSize
 
 
@@ -58,7 +58,7 @@ def test_an_outline_takes_as_much_as_the_run(
 ) -> None:
     for name, value in {"MAX_STEPS": 6000, "MAX_SLOTS": 64, "MAX_GROUPS": 32}.items():
         monkeypatch.setattr(played, name, value)
-    outline, every = outlined_passes(sizes, slots, num_pages), mixed_passes(sizes, slots, num_pages)
+    outline, every = sample_passes(sizes, slots, num_pages), mixed_passes(sizes, slots, num_pages)
     assert len(outline) <= 32 < len(every)
     assert totals(outline) == pytest.approx(totals(every), rel=0.1)
 
@@ -66,7 +66,7 @@ def test_an_outline_takes_as_much_as_the_run(
 def test_the_outline_of_a_short_run_is_the_run() -> None:
     prefix = SharedPrefix(num_tokens=64)
     for sizes in (drawn(40, range(20, 120), range(1, 9)), [SequenceSize.interned(90, 5).with_prefix(prefix)] * 20):
-        assert outlined_passes(sizes, limits(2, 8, 64), 200) == mixed_passes(sizes, limits(2, 8, 64), 200)
+        assert sample_passes(sizes, limits(2, 8, 64), 200) == mixed_passes(sizes, limits(2, 8, 64), 200)
 
 
 def test_prompts_that_share_are_played_in_all_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,5 +74,5 @@ def test_prompts_that_share_are_played_in_all_lanes(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(played, "MAX_SLOTS", 4)
     prefix = SharedPrefix(num_tokens=64)
     sizes = [size.with_prefix(prefix) for size in drawn(64, range(80, 120), range(8, 9))]
-    outline = outlined_passes(sizes, limits(8, 4, 64), 2000)
+    outline = sample_passes(sizes, limits(8, 4, 64), 2000)
     assert outline == mixed_passes(sizes, limits(8, 4, 64), 2000)

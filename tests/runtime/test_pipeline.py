@@ -182,7 +182,7 @@ def _stages(sizes: Sequence[int]) -> list[Stage]:
 def test_layers_are_divided_so_that_the_heaviest_rank_is_as_light_as_can_be(
     sizes: Sequence[int], count: int, with_tables: bool, expected: list[range]
 ) -> None:
-    found = split_stages(_stages(sizes), count, with_tables=with_tables)
+    found = split_stages(_stages(sizes), count, count_embeddings=with_tables)
     assert [stage for part in found for stage in part] == [*range(len(sizes))]
     assert all(any(0 < stage < len(sizes) - 1 for stage in part) for part in found)
     weights = [max(sum(sizes[i] for i in part if with_tables or i) for part in parts) for parts in (found, expected)]

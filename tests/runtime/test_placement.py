@@ -21,7 +21,7 @@ from runtime.plan.placement.kv import evenly_spaced
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement
 from runtime.plan.placement.placer import choose_placement
-from runtime.plan.placement.walks import num_slots_for
+from runtime.plan.placement.walks import num_weight_slots
 from runtime.plan.schedule.check import check_schedule
 from runtime.plan.schedule.schedule import make_schedule
 from runtime.plan.shape.model import ModelShape
@@ -71,7 +71,7 @@ def test_streamed_and_resident_are_all_stages_and_the_walk_can_be_scheduled(
     placement = placed(shape, budgets, tier=tier, prefetch=prefetch, resident_layers=resident_layers)
     walk = placement.walk
     assert sorted([*walk.streamed, *placement.resident]) == [stage.index for stage in shape.stages]
-    assert walk.num_slots <= min(len(walk.streamed), num_slots_for(prefetch, PLAIN))
+    assert walk.num_slots <= min(len(walk.streamed), num_weight_slots(prefetch, PLAIN))
     assert walk.num_staging_slots <= len(walk.streamed)
     check_schedule(make_schedule(walk, 2), walk, 2)
 

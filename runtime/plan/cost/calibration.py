@@ -24,7 +24,7 @@ MEASURED_ROWS = (
     512,
 )  # rows of measured products: short lanes, and sizes at which the kernel changes
 MIN_PRODUCT_SHARE = 0.25  # minimum share of a layer's time in products, to derive a rate from it
-MAX_ANCHOR_FACTOR = 2.0  # product rates change by a factor of 1/2 to 2
+MAX_FIT_FACTOR = 2.0  # product rates change by a factor of 1/2 to 2
 MAX_CORRECTION = 2.0  # rates change by a factor of 1/2 to 2; a larger error has another cause
 MIN_SECONDS = 0.01  # minimum busy time of a resource to correct its rate
 CORRECTED_RATES = {  # besides COMPUTE_RATES
@@ -113,7 +113,7 @@ def with_overheads(rates: MachineRates, work: StageWork, single: LayerSeconds) -
     return replace(rates, turn_seconds=turn, pass_seconds=single.before)
 
 
-def anchor_rates(
+def fit_rates(
     rates: MachineRates, shape: ModelShape, work: StageWork, passes: Sequence[tuple[LaneWork, LayerSeconds]]
 ) -> MachineRates:
     """Returns rates at which the layer `work` takes each of these lanes as long as measured.
@@ -137,7 +137,7 @@ def anchor_rates(
         other = lane.num_tokens * work.token_bytes / rates.memory_bytes_per_second + rates.turn_seconds
         product_seconds = layer_seconds.inside - other
         if is_distinguished and product_seconds > MIN_PRODUCT_SHARE * layer_seconds.inside:
-            factors[lane.num_tokens] = min(MAX_ANCHOR_FACTOR, max(1 / MAX_ANCHOR_FACTOR, products / product_seconds))
+            factors[lane.num_tokens] = min(MAX_FIT_FACTOR, max(1 / MAX_FIT_FACTOR, products / product_seconds))
     if not factors:
         return rates
     points = list(factors.items())

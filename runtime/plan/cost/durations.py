@@ -192,9 +192,9 @@ class _PassCosts:
     def _stored_product(self, work: StageWork, num_rows: float, num_weights: float) -> float:
         """Returns the seconds of products with `num_weights` of a layer, experts excluded."""
         stored = work.stored
-        if not self._multiplies_codes or not stored.num_numbers or not num_rows:
+        if not self._multiplies_codes or not stored.num_elements or not num_rows:
             return self._product(num_rows, num_weights)
-        plain = max(0.0, 1 - stored.num_numbers / work.dense_weights)
+        plain = max(0.0, 1 - stored.num_elements / work.dense_weights)
         codes = num_weights / work.dense_weights * self.rates.codes_seconds(stored, num_rows)
         return self._product(num_rows, plain * num_weights) + codes
 
@@ -347,7 +347,7 @@ class _PassCosts:
             hits, visits = hits - num_on_cpu, visits * (1 - num_on_cpu / hits)
         if not hits:
             return 0.0
-        if self._multiplies_codes and work.stored_experts.num_numbers and not work.is_paged:
+        if self._multiplies_codes and work.stored_experts.num_elements and not work.is_paged:
             seconds = self.rates.codes_seconds(work.stored_experts.times(hits / work.num_experts), visits / hits)
         else:
             seconds = self.rates.experts_seconds(hits, visits, work.expert_weights)

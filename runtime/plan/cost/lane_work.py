@@ -112,7 +112,7 @@ def prefill_works(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> lis
         return [_encoder_pass(lane)]
     if not shape.is_packed:
         return list(_padded_prefills(shape, lane, chunk_tokens))
-    return [work for work in _play_prompts([lane], chunk_tokens, WITHIN_LANES)[0] if work is not None]
+    return [work for work in _prompt_passes([lane], chunk_tokens, WITHIN_LANES)[0] if work is not None]
 
 
 def decode_work(shape: ModelShape, lane: MicroBatch, num_done: int) -> LaneWork | None:
@@ -212,10 +212,10 @@ def block_prefills(
     if not shape.is_packed:
         return [[*prefill_works(shape, lane, chunk_tokens)] for lane in lanes]
     numbers = rule.sharing_groups([[i] for i in range(len(lanes))])
-    return [works for part in numbers for works in _play_prompts([lanes[i] for [i] in part], chunk_tokens, rule)]
+    return [works for part in numbers for works in _prompt_passes([lanes[i] for [i] in part], chunk_tokens, rule)]
 
 
-def _play_prompts(lanes: Sequence[MicroBatch], chunk_tokens: int, rule: SharingRule) -> list[list[LaneWork | None]]:
+def _prompt_passes(lanes: Sequence[MicroBatch], chunk_tokens: int, rule: SharingRule) -> list[list[LaneWork | None]]:
     rows = [_WaitingRows(waiting=deque(each)) for each in _prompt_rows(lanes, rule)]
     works = [list[LaneWork | None]() for _ in lanes]
     turn = 0

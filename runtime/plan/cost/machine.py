@@ -13,7 +13,7 @@ from ...errors import ConfigError
 from ...units import gib_to_bytes
 from ..placement.ledger import LIBRARY_BYTES, PINNED_SHARE
 from ..placement.placement import Budgets
-from ..shape.dtypes import auto_dtype, has_bfloat16_units
+from ..shape.dtypes import has_bfloat16_units, resolve_auto_dtype
 from ..shape.model import ModelShape
 from ..shape.rank_shares import keeps_experts_whole
 from ..shape.shapes import Stage, inner_size
@@ -144,7 +144,7 @@ def make_machine(config: MachineConfig, dtype: DType = DType.auto) -> Machine:
     Raises ConfigError if the config has no profile, or none for this dtype."""
     if dtype is DType.auto:
         has_device = config.rates is None or config.rates.device_memory_gib is not None
-        dtype = auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=has_bfloat16_units(config))
+        dtype = resolve_auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=has_bfloat16_units(config))
     links = config.links or LinksConfig()
     if config.sheet is not None:
         return _machine_from_sheet(config.name, config.sheet, links, dtype)

@@ -32,10 +32,10 @@ def mixed_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pag
     return groups
 
 
-def outlined_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> list[PassGroup]:
+def sample_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> list[PassGroup]:
     """Returns up to `MAX_GROUPS` passes that represent all of `mixed_passes`."""
-    sample = _Sample.from_limits(sizes, limits, num_pages)
-    slots, outline, passes_per_step = _RunningSlots(sample.played, sample.limits, sample.num_pages), _Outline(), 0.0
+    sample = _RequestSample.from_limits(sizes, limits, num_pages)
+    slots, outline, passes_per_step = _RunningSlots(sample.played, sample.limits, sample.num_pages), _PassSample(), 0.0
     while slots.has_sequences:
         plan = slots.plan_next()
         if not passes_per_step and slots.has_turned_over:
@@ -49,7 +49,7 @@ def outlined_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_
 
 
 @dataclass(kw_only=True)
-class _Outline:
+class _PassSample:
     """Every `stride`th pass, which also represents the passes before it."""
 
     groups: list[PassGroup] = field(default_factory=list)
@@ -79,7 +79,7 @@ class _Outline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sample:
+class _RequestSample:
     """Simulated requests in a few lanes. `num_unplayed_tokens`: tokens of these lanes' other requests."""
 
     played: Sequence[SequenceSize]
@@ -89,7 +89,7 @@ class _Sample:
     times: float  # lanes of the run per simulated lane
 
     @staticmethod
-    def from_limits(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> "_Sample":
+    def from_limits(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> "_RequestSample":
         num_lanes = limits.num_lanes
         if all(size.prefix is None for size in sizes):
             longest = max(limits.pages(_max_cached(size)) for size in sizes)
@@ -103,7 +103,7 @@ class _Sample:
         costs = accumulate(size.max_new_tokens + size.num_prompt_tokens // limits.lane_tokens for size in lane_sizes)
         least = NUM_TURNOVERS * limits.num_lanes * limits.lane_size
         num_played = max(sum(cost <= MAX_STEPS for cost in costs), least)
-        return _Sample(
+        return _RequestSample(
             played=lane_sizes[:num_played],
             num_unplayed_tokens=sum(map(_num_tokens, lane_sizes[num_played:])),
             limits=limits,

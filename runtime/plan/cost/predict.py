@@ -21,7 +21,7 @@ from ..schedule.walk import Walk
 from ..shape.model import ModelShape
 from .durations import StageCosts, make_durations
 from .lane_work import LaneWork, PassGroup, block_prefills, decode_work
-from .mixed_passes import outlined_passes
+from .mixed_passes import sample_passes
 from .rates import MachineRates
 from .simulator import Links, PhaseTime, Script, simulate_each
 
@@ -77,7 +77,7 @@ def predict(
 ) -> Prediction:
     """Returns the prediction for all blocks, from the start of a run."""
     clock = _PassTimer(shape=shape, placement=placement, rates=rates)
-    blocks = [block for block in (_without_empty(block, sizes) for block in blocks) if block.members]
+    blocks = [block for block in (_drop_empty_requests(block, sizes) for block in blocks) if block.members]
     if not blocks:
         return Prediction(prefill=PhaseTime(), decode=PhaseTime())
     if admission is Admission.continuous and shape.is_packed:
@@ -127,7 +127,7 @@ def predict_from_sample(
 ) -> Prediction:
     """Returns the prediction for all blocks, from `num_timed` of them, each in the middle of a run of neighbors. Timed
     per block: a full prefill pass, the last one if there are few, and a decode pass."""
-    blocks = [block for block in (_without_empty(block, sizes) for block in blocks) if block.members]
+    blocks = [block for block in (_drop_empty_requests(block, sizes) for block in blocks) if block.members]
     prefill, decode, count = PhaseTime(), PhaseTime(), min(num_timed, len(blocks))
     for turn in range(count):
         run = blocks[turn * len(blocks) // count : (turn + 1) * len(blocks) // count]
@@ -182,12 +182,12 @@ def mixed_spans(
         page_tokens=PAGE_TOKENS,
     )
     order = [sizes[i] for block in blocks for i in block.members]
-    passes = outlined_passes(order, limits, placement.kv.num_pages)
+    passes = sample_passes(order, limits, placement.kv.num_pages)
     parts = [passes[part.start : part.stop] for part in _even_ranges(len(passes), MAX_MIXED_SPANS)]
     return [replace(part[len(part) // 2], num_passes=sum(each.num_passes for each in part)) for part in parts]
 
 
-def _without_empty(block: Block, sizes: Sequence[SequenceSize]) -> Block:
+def _drop_empty_requests(block: Block, sizes: Sequence[SequenceSize]) -> Block:
     """Returns the block without requests for zero tokens: these never enter a lane."""
     groups = (tuple(i for i in group if sizes[i].max_new_tokens) for group in block.micro_batches)
     return Block(index=block.index, micro_batches=tuple(group for group in groups if group))

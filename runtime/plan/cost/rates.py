@@ -27,12 +27,12 @@ DEQUANTIZE_LAUNCHES = 2  # per matrix, or stack of experts, with kernels; torch 
 class StoredWork(NamedTuple):
     """Weights to dequantize before products: elements, stored bytes, and matrices (a stack of experts counts once)."""
 
-    num_numbers: float = 0.0
+    num_elements: float = 0.0
     num_bytes: float = 0.0
     num_matrices: float = 0.0
 
     @staticmethod
-    def from_parameter(parameters: Iterable[Parameter], compute_dtype: str) -> "StoredWork":
+    def from_parameters(parameters: Iterable[Parameter], compute_dtype: str) -> "StoredWork":
         found = [p for p in parameters if needs_dequantizing(p, compute_dtype)]
         return StoredWork(
             float(sum(p.num_elements for p in found)),
@@ -162,14 +162,14 @@ class MachineRates:
 
         Decoding takes as long as reading 16-bit elements, for 4 bits too (docs/project/benchmarks-device-kernels.md).
         """
-        reading = 2.0 * stored.num_numbers / self.dequantize_bytes_per_second
-        products = 2.0 * num_rows * stored.num_numbers / max(self.gemm_flops_per_second.values())
+        reading = 2.0 * stored.num_elements / self.dequantize_bytes_per_second
+        products = 2.0 * num_rows * stored.num_elements / max(self.gemm_flops_per_second.values())
         return larger(reading, products)
 
     def dequantize_seconds(self, stored: StoredWork, item_bytes: int) -> float:
         """Returns the seconds to dequantize weights to `item_bytes` per element: stored bytes are read once, elements
         written once, with a few launches per matrix."""
-        moved = stored.num_bytes + stored.num_numbers * item_bytes
+        moved = stored.num_bytes + stored.num_elements * item_bytes
         launches = DEQUANTIZE_LAUNCHES * stored.num_matrices
         return moved / self.dequantize_bytes_per_second + launches * self.launch_seconds
 

@@ -78,7 +78,7 @@ OVER_LINK = Links()
 
 class ScriptLine(NamedTuple):
     """One step of a script. `kind`: a resource number, or a barrier. It starts after the events `after` and
-    `also_after`, and completes `event`. `price`: the field of `Durations` with its seconds."""
+    `also_after`, and completes `event`. `duration`: the field of `Durations` with its seconds."""
 
     kind: int
     after: int
@@ -86,7 +86,7 @@ class ScriptLine(NamedTuple):
     event: int
     action: Action
     on_compute: bool  # on compute's timeline: executed, or waited for
-    price: str
+    duration: str
 
 
 Lines: TypeAlias = list[ScriptLine]
@@ -123,12 +123,12 @@ class Durations:
 
     def line_seconds(self, lines: Lines) -> list[float]:
         """Returns the seconds of each line; 0 for barriers."""
-        prices: dict[str, Callable[..., float]]
-        prices = {price: getattr(self, price, _no_stage_seconds) for price in {line.price for line in lines}}
+        costs: dict[str, Callable[..., float]]
+        costs = {name: getattr(self, name, _no_stage_seconds) for name in {line.duration for line in lines}}
         return [
-            prices[line.price](line.action.stage, line.action.lane)
+            costs[line.duration](line.action.stage, line.action.lane)
             if line.action.lane is not None
-            else prices[line.price](line.action.stage) / (1 if line.action.page is None else self.num_pages)
+            else costs[line.duration](line.action.stage) / (1 if line.action.page is None else self.num_pages)
             for line in lines
         ]
 
@@ -190,8 +190,8 @@ class Script:
         between, copy = self.events.number(*action.turn, action.op), f"{action.op.value}_copy"
         first, second = ((part, copy if part == link else action.op.value) for part in path)
         return [
-            _line(first[0], action, event=between, price=first[1]),
-            _line(second[0], action, between, event, price=second[1]),
+            _line(first[0], action, event=between, duration=first[1]),
+            _line(second[0], action, between, event, duration=second[1]),
         ]
 
 
@@ -221,9 +221,9 @@ def _line(
     event: int = UNOBSERVED,
     *,
     on_compute: bool = False,
-    price: str | None = None,
+    duration: str | None = None,
 ) -> ScriptLine:
-    return ScriptLine(kind, after, NEVER, event, action, on_compute, price or action.op.value)
+    return ScriptLine(kind, after, NEVER, event, action, on_compute, duration or action.op.value)
 
 
 class SimulatedSpan(NamedTuple):
@@ -263,7 +263,7 @@ class PhaseTime:
         return max(0.0, self.seconds - self.busy_seconds[resource])
 
 
-class PlayedPass(NamedTuple):
+class SimulatedPass(NamedTuple):
     """A simulated pass: start and end on compute, and the spans of all resources in order of issue, including
     prefetches for it."""
 
@@ -304,12 +304,12 @@ def simulate_each(script: Script, counts: Sequence[int], durations: Durations) -
     return times
 
 
-def play_passes(passes: Sequence[tuple[Schedule, Durations]], pass_seconds: float = 0.0) -> list[PlayedPass]:
+def simulate_passes(passes: Sequence[tuple[Schedule, Durations]], pass_seconds: float = 0.0) -> list[SimulatedPass]:
     """Simulates one pass of each schedule in sequence, and returns their spans. Slots filled by the previous pass are
     not filled again. `pass_seconds`: overhead on compute after each pass, overlapped with reads."""
     events = Events()
     scripts = [Script(schedule, durations.links, events) for schedule, durations in passes]
-    clock, played = _Clock(events.count), list[PlayedPass]()
+    clock, played = _Clock(events.count), list[SimulatedPass]()
     filled: Sequence[Action] | None = None
     host_seconds = 0.0
     for (schedule, durations), script in zip(passes, scripts, strict=True):
@@ -320,7 +320,7 @@ def play_passes(passes: Sequence[tuple[Schedule, Durations]], pass_seconds: floa
             host_seconds += timed.busy()[HOST]
         clock.wait_until(host_seconds)
         clock.now += pass_seconds
-        played.append(PlayedPass(begin, clock.now, spans))
+        played.append(SimulatedPass(begin, clock.now, spans))
         filled = schedule.prologue
     return played
 

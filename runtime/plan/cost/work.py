@@ -68,7 +68,7 @@ def _stage_work(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> 
     looked_up = stage.kind in (StageKind.embedding, StageKind.bridge)
     stacks = {p.name for p in stage.stacks}
     stored = () if looked_up else [p for p in stage.parameters if p.name not in stacks]
-    experts = StoredWork.from_parameter(stage.stacks, shape.compute_dtype)
+    experts = StoredWork.from_parameters(stage.stacks, shape.compute_dtype)
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     has_inner = stage.kind.is_layer and dense > 3 * heads * shape.hidden_size  # mixtures may have experts only
     token = (
@@ -93,7 +93,7 @@ def _stage_work(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> 
         visit_bytes=size
         * stage.local_expert_share
         * (VISIT_ROUND_TRIPS * shape.hidden_size + INNER_ROUND_TRIPS * shape.intermediate_size),
-        stored=StoredWork.from_parameter(stored, shape.compute_dtype),
+        stored=StoredWork.from_parameters(stored, shape.compute_dtype),
         # All experts together, or one expert if paged.
         stored_experts=experts.times(1 / (count if is_paged else 1))._replace(num_matrices=experts.num_matrices),
     )
@@ -129,7 +129,8 @@ class LayerWork:
         layers, outer = shape.layers, [stage for stage in shape.stages if not stage.kind.is_layer]
         stacks = [parameter for stage in layers for parameter in stage.stacks]
         parameters = [parameter for stage in layers for parameter in stage.parameters]
-        stored, stored_experts = (StoredWork.from_parameter(each, shape.compute_dtype) for each in (parameters, stacks))
+        dtype = shape.compute_dtype
+        stored, stored_experts = (StoredWork.from_parameters(each, dtype) for each in (parameters, stacks))
         share = 1 / max(1, len(layers))
         num_experts = max((stage.num_experts for stage in layers), default=0)
         stack_bytes = sum(p.num_bytes for p in stacks)

@@ -62,7 +62,7 @@ def with_chunk_tokens(config: RuntimeConfig, num_tokens: int) -> RuntimeConfig:
     return replace(config, policy=replace(config.policy, prefill_chunk_tokens=num_tokens))
 
 
-def keeps_kv_in_compute(placement: Placement) -> bool:
+def has_all_kv_in_compute(placement: Placement) -> bool:
     """True if the whole KV cache fits in compute memory.
 
     Experts may still be paged: 256 sequences of mixtral-s with paged experts decoded 1.26 times as fast as 64 at a time

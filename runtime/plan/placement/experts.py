@@ -15,7 +15,7 @@ from ..shape.numbers import Numbers
 from ..shape.shapes import Stage
 from ..shape.stage_sizes import ExpertSizes
 from .ledger import Entry
-from .memory import LANE_INNER, exchanged_elements, visit_elements
+from .memory import INNER_VECTORS, exchanged_elements, visit_elements
 
 WORTHWHILE_SHARE = 0.9  # of the experts: reading fewer, one by one, beats one sequential read of all
 NUM_STAGING_SLOTS = 2
@@ -204,7 +204,7 @@ def visit_entries(shape: ModelShape, num_tokens: int, *, is_batched: bool) -> tu
     numbers = visit_elements(shape.hidden_size, shape.expert_inner_size)
     counted = RUNNING_INNER * shape.intermediate_size + RUNNING_HIDDEN * shape.hidden_size if is_batched else 0
     if not is_batched and not shape.has_fused_gates:
-        counted = LANE_INNER * shape.intermediate_size
+        counted = INNER_VECTORS * shape.intermediate_size
     return (
         Entry(
             name="experts at once",

@@ -16,7 +16,7 @@ from ..shape.model import ModelShape
 from ..shape.numbers import Numbers, larger
 from .kv import PART_ALIGNMENT_BYTES, ExchangeSize
 from .ledger import Entry
-from .memory import KERNEL_SCRATCH_BYTES, LAID_OUT_BYTES
+from .memory import KERNEL_SCRATCH_BYTES, PACKED_INPUT_BYTES
 
 FLOAT32_BYTES = 4
 DEFAULT_READING, DEFAULT_MULTIPLYING = 1.0, 0.125  # without rates: as if the link were as fast as host memory
@@ -109,7 +109,7 @@ def host_entries(shape: ModelShape, share: CpuShare | None) -> tuple[Entry, ...]
         return ()
     round_trip = pinned_bytes(round_trip_size(shape, share).round_trip_bytes, is_aligned=False)
     numbers = 2 * shape.hidden_size + 4 * shape.intermediate_size
-    products = FLOAT32_BYTES * share.max_tokens * numbers + LAID_OUT_BYTES + KERNEL_SCRATCH_BYTES
+    products = FLOAT32_BYTES * share.max_tokens * numbers + PACKED_INPUT_BYTES + KERNEL_SCRATCH_BYTES
     equation = f"{share.max_tokens:,} tokens x {numbers:,} numbers in float32, and what kernels need"
     return (
         Entry(name="experts on the CPU", num_bytes=round_trip, equation=f"a trip of {round_trip:,} B, pinned"),

@@ -28,10 +28,13 @@ DEQUANTIZED_AT_ONCE = 1 << 24  # elements that a device dequantizes at once, see
 # rows are faster with weights dequantized once for all lanes: 8 lanes of 16 rows decode as much as one of 128.
 FEW_ROWS = 128
 DEQUANTIZING_BYTES = 4 * 4 * DEQUANTIZED_AT_ONCE  # float32 elements and temporaries of the operators
-LANE_INNER = 3  # feed-forward vectors per token: gate, up and their product
+INNER_VECTORS = 3  # feed-forward vectors per token: gate, up and their product
 GATED_ROWS = 512  # tokens per block of our fused feed-forward, see model/fused.py
 GROUPED_BYTES = 16 * MIB  # inputs and outputs of experts run at once on a CPU, see model/expert_groups.py
-LAID_OUT_BYTES, KERNEL_SCRATCH_BYTES = 24 * MIB, 8 * MIB  # packed inputs of CPU kernels, and scratch of their threads
+PACKED_INPUT_BYTES, KERNEL_SCRATCH_BYTES = (
+    24 * MIB,
+    8 * MIB,
+)  # packed inputs of CPU kernels, threads' scratch
 # Temporaries of sampling, which takes a few rows of logits at once, see sequences/sampler.py.
 SAMPLING_BYTES = 24 * MIB
 SEARCH_FACTOR = 6  # times the logits of beams scored together: scores and copies
@@ -241,13 +244,14 @@ def lane_entries(
     tokens = [pass_tokens(shape, lane, prefill_chunk_tokens) for lane in micro_batches]
     largest, in_flight, num_rows = max(tokens, default=0), sum(tokens), sum(map(len, micro_batches))
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    inner = (2 * min(largest, GATED_ROWS) if shape.has_fused_gates else LANE_INNER * largest) * shape.intermediate_size
+    vectors = 2 * min(largest, GATED_ROWS) if shape.has_fused_gates else INNER_VECTORS * largest
+    inner = vectors * shape.intermediate_size
     widest_step = max(3 * largest * heads, inner)  # queries, keys and values, plus copies
     numbers = 4 * largest * width + widest_step
     between = 2 * width + 2 * shape.head_dim  # the embeddings stay alive until the pass ends
     attention = _attention_bytes(shape, micro_batches, prefill_chunk_tokens)
     widest = max(width, heads, shape.intermediate_size)
-    laid_out = min(LAID_OUT_BYTES, 6 * largest * widest) + KERNEL_SCRATCH_BYTES
+    laid_out = min(PACKED_INPUT_BYTES, 6 * largest * widest) + KERNEL_SCRATCH_BYTES
     products = max(PANEL_BYTES, laid_out + min(PANEL_BYTES, 4 * width * widest))  # few rows, then many
     choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
     if shape.has_decode_kernel and choices:  # experts that are multiplied at once on a CPU
@@ -269,10 +273,10 @@ def lane_entries(
     if shape.delta_rule is not None:
         entries.append(_delta_rule_entry(shape, shape.delta_rule, micro_batches, prefill_chunk_tokens))
     if shape.num_parts > 1:
-        entries.append(_parts_entry(shape, largest, micro_batches))
+        entries.append(_gather_entry(shape, largest, micro_batches))
     equation = f"{in_flight:,} tokens in flight x {between:,} x {size} B"
     entries.append(Entry(name="hidden states", num_bytes=in_flight * between * size, equation=equation))
-    if shape.own is not None:  # received from the previous rank and sent to the next, for all lanes of a pass
+    if shape.rank_stages is not None:  # received from the previous rank and sent to the next, for all lanes of a pass
         equation = f"2 x {in_flight:,} tokens in flight x {width:,} x {size} B"
         entries.append(Entry(name="handed over", num_bytes=2 * in_flight * width * size, equation=equation))
     equation = f"{largest:,} tokens of the largest lane, {numbers:,} x {size} B + attention {attention:,} B"
@@ -283,7 +287,7 @@ def lane_entries(
     return tuple(entries)
 
 
-def _parts_entry(shape: ModelShape, num_tokens: int, micro_batches: Sequence[MicroBatch]) -> Entry:
+def _gather_entry(shape: ModelShape, num_tokens: int, micro_batches: Sequence[MicroBatch]) -> Entry:
     """Returns the gather buffers of tensor-parallel ranks, received and concatenated, or those of whole experts."""
     size, inner = shape.compute_dtype_bytes, min(num_tokens, GATED_ROWS) if shape.has_fused_gates else num_tokens
     heads = shape.num_parts * shape.num_heads * shape.head_dim

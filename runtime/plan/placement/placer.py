@@ -218,15 +218,15 @@ class _PlacementCandidate:
         streamed = [stage for stage in having if stage not in self.resident]
         tier, has_device = self.needs.config.tier, self.needs.budgets.has_device
         if not has_device or tier is Tier.nvme or not streamed:
-            return self._lay_out(streamed, frozenset())
-        whole = self._lay_out(streamed, frozenset(streamed))
+            return self._make(streamed, frozenset())
+        whole = self._make(streamed, frozenset(streamed))
         if tier is Tier.cpu or whole.fits:
             return whole
-        none = self._lay_out(streamed, frozenset())
+        none = self._make(streamed, frozenset())
         if not none.fits:
             return none
         held = self._choose_host_stages(none, streamed)
-        return self._lay_out(streamed, held) if held else none
+        return self._make(streamed, held) if held else none
 
     def _choose_host_stages(self, placement: Placement, streamed: Sequence[int]) -> frozenset[int]:
         """Returns the streamed stages that fit in host memory beside `placement`, which holds none. They are evenly
@@ -256,7 +256,7 @@ class _PlacementCandidate:
         is_batched = (config.policy.schedule or PLAIN).style.batches_experts
         return CpuShare(max_tokens=load.block_rows if is_batched else load.max_rows)
 
-    def _lay_out(self, streamed: Sequence[int], in_host: frozenset[int]) -> Placement:
+    def _make(self, streamed: Sequence[int], in_host: frozenset[int]) -> Placement:
         shape, config, load, kv = self.needs.shape, self.needs.config, self.needs.load, self.needs.kv
         paging = self.paging
         paged = pageable_stages(shape) & {*streamed} if paging is not ExpertPaging.off else frozenset[int]()

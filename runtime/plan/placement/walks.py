@@ -9,7 +9,7 @@ from ..shape.model import ModelShape
 from .kv import KVLayout
 
 
-def num_slots_for(prefetch: PrefetchConfig, order: Order) -> int:
+def num_weight_slots(prefetch: PrefetchConfig, order: Order) -> int:
     """Returns the number of weight slots: for stages read ahead, plus those being computed."""
     ahead = prefetch.depth + order.style.num_open
     slots = {
@@ -65,7 +65,7 @@ def make_walk(
         num_stages=own.stop,
         first_stage=first,
         streamed=in_pass,
-        num_slots=min(num_slots_for(prefetch, order), len(in_pass)),
+        num_slots=min(num_weight_slots(prefetch, order), len(in_pass)),
         num_staging_slots=min(staging, num_read),
         in_host=in_host.intersection(in_pass),
         copies=copies,
@@ -76,7 +76,7 @@ def make_walk(
         batched_experts=batched_experts,
         offloaded_kv=offloaded_kv,
         num_kv_slots=kv.num_slots if offloaded_kv else 0,
-        is_lane_major=shape.own is not None and not in_pass and not style.batches_experts,
+        is_lane_major=shape.rank_stages is not None and not in_pass and not style.batches_experts,
         receives=own.start > 0,
         sends=own.stop < len(shape.stages),
     )

@@ -203,7 +203,7 @@ class _LaneState(Enum):
     attention = "at the attention of"
     attending = "at the running attention of"
     experts = "at the experts of"
-    answered = "after the experts of"
+    after_experts = "after the experts of"
     exit = "after"
 
 
@@ -213,7 +213,7 @@ _TRANSITIONS: dict[Op, tuple[set[_LaneState], _LaneState]] = {
     Op.attend: ({_LaneState.attention}, _LaneState.attending),
     Op.post: ({_LaneState.attending}, _LaneState.exit),
     Op.route: ({_LaneState.entrance, _LaneState.attending}, _LaneState.experts),
-    Op.end: ({_LaneState.answered}, _LaneState.exit),
+    Op.end: ({_LaneState.after_experts}, _LaneState.exit),
 }
 _STOPS_AT_ATTENTION = {Op.pre, Op.attend, Op.post}
 _STOPS_AT_EXPERTS = {Op.route, Op.experts, Op.end}
@@ -232,7 +232,7 @@ class _LanePosition:
 
     @property
     def passed_attention(self) -> bool:
-        return self.state in (_LaneState.experts, _LaneState.answered)
+        return self.state in (_LaneState.experts, _LaneState.after_experts)
 
 
 class _ScheduleChecker:
@@ -305,7 +305,7 @@ class _ScheduleChecker:
             if lane.stage != action.stage or lane.state is not _LaneState.experts:
                 raise schedule_error(action, f"run before all lanes reached them, lane {index} is {lane}")
         for lane in self._lanes:
-            lane.state = _LaneState.answered
+            lane.state = _LaneState.after_experts
 
     def _free(self, action: Action) -> None:
         for index, lane in enumerate(self._lanes):

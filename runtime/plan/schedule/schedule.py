@@ -20,38 +20,38 @@ from .walk import Walk
 
 
 @dataclass(frozen=True, kw_only=True)
-class Feed:
+class Transfers:
     """Actions before the first pass, and at each gap of every pass, from 0 to the number of steps."""
 
     prologue: list[Action]
     gaps: dict[int, list[Action]]
 
 
-def weight_feed(walk: Walk, num_lanes: int) -> Feed:
+def weight_transfers(walk: Walk, num_lanes: int) -> Transfers:
     if not walk.streamed:
-        return Feed(prologue=[], gaps={})
+        return Transfers(prologue=[], gaps={})
     if walk.num_slots == 1:
-        return _sequential_feed(walk, num_lanes)
+        return _sequential_transfers(walk, num_lanes)
     num_steps = len(walk.stages) * num_lanes
     if walk.block > 1 and walk.num_slots > walk.block and not walk.order.style.spreads_pages:
-        return _cyclic_feed([], _block_deliveries(walk, num_lanes), num_steps)
+        return _cyclic_transfers([], _block_deliveries(walk, num_lanes), num_steps)
     # Stages read into staging before the first copy.
     num_ahead = walk.num_staging_slots - _reads_by_page(walk) if walk.copies and walk.reads else 0
     initial_reads = [action for stage in walk.from_disk[:num_ahead] for action in _load_actions(walk, Op.read, stage)]
-    return _cyclic_feed(initial_reads, _ring_deliveries(walk, num_lanes), num_steps)
+    return _cyclic_transfers(initial_reads, _ring_deliveries(walk, num_lanes), num_steps)
 
 
 Delivery: TypeAlias = tuple[int, list[Action]]  # actions at a gap of pass 0, repeated in every pass
 
 
-def _cyclic_feed(initial_reads: list[Action], deliveries: Iterable[Delivery], num_steps: int) -> Feed:
+def _cyclic_transfers(initial_reads: list[Action], deliveries: Iterable[Delivery], num_steps: int) -> Transfers:
     """Makes the feed of repeating passes. At one gap, actions for this pass come before those for the next."""
     ordered = sorted(deliveries, key=itemgetter(0))
     ahead = [(gap, actions) for gap, actions in ordered if gap <= 0]
     gaps: dict[int, list[Action]] = {}
     for gap, actions in [*ordered[len(ahead) :], *ahead]:
         gaps.setdefault(gap if gap > 0 else gap + num_steps, []).extend(actions)
-    return Feed(prologue=[*initial_reads, *(action for _, actions in ahead for action in actions)], gaps=gaps)
+    return Transfers(prologue=[*initial_reads, *(action for _, actions in ahead for action in actions)], gaps=gaps)
 
 
 class _Timetable:
@@ -75,15 +75,15 @@ class _Timetable:
         return pass_index * self._num_steps + (self._streamed[place] - self._first_stage) * self._num_lanes
 
 
-def _sequential_feed(walk: Walk, num_lanes: int) -> Feed:
+def _sequential_transfers(walk: Walk, num_lanes: int) -> Transfers:
     """Loads each stage right before use, into one slot, without overlap. The baseline for tests and measurements of
     other feeds."""
     times = _Timetable(walk, num_lanes)
     gaps: dict[int, list[Action]] = {}
     for visit, stage in enumerate(walk.streamed):
-        actions = [action for op in _hops(walk) for action in _load_actions(walk, op, stage)]
+        actions = [action for op in _load_ops(walk) for action in _load_actions(walk, op, stage)]
         gaps.setdefault(max(0, times.entry_gap(visit)), []).extend(actions)
-    return Feed(prologue=[], gaps=gaps)
+    return Transfers(prologue=[], gaps=gaps)
 
 
 def _ring_deliveries(walk: Walk, num_lanes: int) -> Iterator[Delivery]:
@@ -136,11 +136,11 @@ def _block_deliveries(walk: Walk, num_lanes: int) -> Iterator[Delivery]:
         stages = walk.streamed[start : start + walk.block]
         # The last visit of the group that used these slots.
         freed = starts[group - 1] - 1 - (num_streamed if group == 0 else 0)
-        group_actions = [action for op in _hops(walk) for stage in stages for action in _load_actions(walk, op, stage)]
-        yield times.exit_gap(freed), group_actions
+        loads = [(op, stage) for op in _load_ops(walk) for stage in stages]
+        yield times.exit_gap(freed), [action for op, stage in loads for action in _load_actions(walk, op, stage)]
 
 
-def _hops(walk: Walk) -> list[Op]:
+def _load_ops(walk: Walk) -> list[Op]:
     return [Op.read] * walk.reads + [Op.copy] * walk.copies
 
 
@@ -154,7 +154,7 @@ def _page_action(walk: Walk, op: Op, stage: int, page: int) -> Action:
     return Action(op, stage, page=page if walk.num_pages > 1 else None)
 
 
-def kv_feed(walk: Walk, num_lanes: int) -> dict[int, list[Action]]:
+def kv_transfers(walk: Walk, num_lanes: int) -> dict[int, list[Action]]:
     """Returns KV actions by gap: fetches fill the slots at the start of a pass; after each turn its slot is stored and
     refilled."""
     if not walk.offloaded_kv:
@@ -187,7 +187,7 @@ def make_schedule(walk: Walk, num_lanes: int) -> Schedule:
     while the previous group computes. Raises ConfigError as `require_slots`.
     """
     require_slots(walk, num_lanes)
-    weights, kv = weight_feed(walk, num_lanes), kv_feed(walk, num_lanes)
+    weights, kv = weight_transfers(walk, num_lanes), kv_transfers(walk, num_lanes)
     # A slot is reusable only after the stage's last lane.
     frees = {(stage - walk.first_stage + 1) * num_lanes: [Action(Op.free, stage)] for stage in walk.streamed}
 

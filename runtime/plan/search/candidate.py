@@ -17,7 +17,7 @@ from ...config.settings import Admission, PolicyKind, Prefetch, PrefetchConfig, 
 from ..cost.predict import MAX_BLOCKS, Prediction, decode_pass_seconds, pick_evenly, predict, predict_roughly
 from ..cost.rates import MachineRates
 from ..cost.work import with_cpu_share
-from ..placement.defaults import block_size, chunk_sizes, chunk_tokens, keeps_kv_in_compute, with_chunk_tokens
+from ..placement.defaults import block_size, chunk_sizes, chunk_tokens, has_all_kv_in_compute, with_chunk_tokens
 from ..placement.load import Load
 from ..placement.memory import SequenceSize, pass_tokens
 from ..placement.placement import Budgets, Placement
@@ -132,11 +132,11 @@ class Problem:
         return with_cpu_share(self.shape, choose_placement(self.shape, config, self.budgets, load), self.rates)
 
 
-def place_given_blocks(problem: Problem, blocks: tuple[Block, ...]) -> PlacedRun:
+def place_existing_blocks(problem: Problem, blocks: tuple[Block, ...]) -> PlacedRun:
     """Places existing blocks, with the best of the default chunks that fits."""
     *better, chunk = chunk_sizes(problem.shape, problem.config.policy, blocks)
     if better:
-        chunk = _fitting_chunk(problem, least_memory_config(problem.config), blocks, wholly=True) or chunk
+        chunk = _fitting_chunk(problem, least_memory_config(problem.config), blocks, all_in_compute=True) or chunk
     return problem.place_blocks(blocks, chunk)
 
 
@@ -159,7 +159,7 @@ def choose_blocks(problem: Problem, widths: Sequence[int], num_halvings: int) ->
     if config.policy.kind is PolicyKind.fixed:
         *large, usual = counts(most)
         for blocks in (divided(most, count) for count in large):
-            if chunk := _fitting_chunk(problem, least_memory_config(config), blocks, wholly=True):
+            if chunk := _fitting_chunk(problem, least_memory_config(config), blocks, all_in_compute=True):
                 return chunk, blocks
         blocks = divided(most, usual)
         return chunk_sizes(shape, config.policy, blocks)[-1], blocks
@@ -173,49 +173,51 @@ def choose_blocks(problem: Problem, widths: Sequence[int], num_halvings: int) ->
             *large, usual = counts(num_sequences)
             for count in (*large, usual):
                 blocks = divided(num_sequences, count)
-                if chunk := _fitting_chunk(problem, in_tier, blocks, wholly=count != usual):
+                if chunk := _fitting_chunk(problem, in_tier, blocks, all_in_compute=count != usual):
                     return chunk, blocks
     return chunk_sizes(shape, config.policy, blocks)[-1], blocks
 
 
-def _fitting_chunk(problem: Problem, config: RuntimeConfig, blocks: tuple[Block, ...], *, wholly: bool) -> int | None:
-    """Returns the best chunk with which these blocks fit under `config`; None if there is none. With `wholly`, the KV
-    cache must fit in compute memory."""
+def _fitting_chunk(
+    problem: Problem, config: RuntimeConfig, blocks: tuple[Block, ...], *, all_in_compute: bool
+) -> int | None:
+    """Returns the best chunk with which these blocks fit under `config`; None if there is none. With `all_in_compute`,
+    the KV cache must fit in compute memory."""
     shape, budgets = problem.shape, problem.budgets
     for chunk in chunk_sizes(shape, config.policy, blocks):
         chunked = with_chunk_tokens(config, chunk)
         load = run_load(shape, chunked, budgets, blocks, problem.sizes)
         placement = choose_placement(shape, chunked, budgets, load) if load.has_enough_pages else None
-        if placement is not None and placement.fits and (not wholly or keeps_kv_in_compute(placement)):
+        if placement is not None and placement.fits and (not all_in_compute or has_all_kv_in_compute(placement)):
             return chunk
     return None
 
 
-def tune_chunks(problem: Problem, first: PlacedRun) -> PlacedRun:
+def tune_chunks(problem: Problem, initial: PlacedRun) -> PlacedRun:
     """Returns `first`, or the same blocks with larger chunks if that is faster overall. `first` must have the smallest
     chunks; it is kept without rates, or if the settings fix the chunk."""
     if problem.rates is None or problem.config.policy.prefill_chunk_tokens is not None:
-        return first
-    chosen = _best_chunk(problem, first, problem.rates)
-    while chosen > first.chunk_tokens:
-        run = problem.place_blocks(first.blocks, chosen)
+        return initial
+    chosen = _best_chunk(problem, initial, problem.rates)
+    while chosen > initial.chunk_tokens:
+        run = problem.place_blocks(initial.blocks, chosen)
         if run.placement.fits:
             return run
         chosen //= 2
-    return first
+    return initial
 
 
-def _best_chunk(problem: Problem, first: PlacedRun, rates: MachineRates) -> int:
+def _best_chunk(problem: Problem, initial: PlacedRun, rates: MachineRates) -> int:
     """Returns the best chunk by rough predictions for the block that takes most memory, or for a few blocks with
     continuous admission."""
-    best = last = first.chunk_tokens
-    most = max((pass_tokens(problem.shape, lane, ALL_TOKENS) for lane in first.load.lanes), default=0)
+    best = last = initial.chunk_tokens
+    most = max((pass_tokens(problem.shape, lane, ALL_TOKENS) for lane in initial.load.lanes), default=0)
     if last >= most:
         return best
     shares = {stage.num_experts_per_token / stage.num_experts for stage in problem.shape.layers if stage.num_experts}
     rate_shares = [(rates.gemm_rate, 1.0), *((rates.expert_rate, share) for share in shares)]
-    fixed_seconds = len(first.load.lanes) * len(first.load.shape.stages) * rates.turn_seconds + rates.pass_seconds
-    prediction = shortest = _predict_chunks(problem, first, last, rates)
+    fixed_seconds = len(initial.load.lanes) * len(initial.load.shape.stages) * rates.turn_seconds + rates.pass_seconds
+    prediction = shortest = _predict_chunks(problem, initial, last, rates)
     while prediction is not None and shortest is not None and last < most:
         prefill = prediction.prefill  # stalls and fixed overheads do not grow with the chunk
         has_wait = prefill.stall_seconds + prefill.num_passes * fixed_seconds > NOTABLE * prefill.seconds
@@ -224,26 +226,26 @@ def _best_chunk(problem: Problem, first: PlacedRun, rates: MachineRates) -> int:
         ):
             break
         last *= 2
-        prediction = _predict_chunks(problem, first, last, rates)
+        prediction = _predict_chunks(problem, initial, last, rates)
         if prediction is not None and prediction.seconds < shortest.seconds - WORTHWHILE * shortest.prefill_seconds:
             best, shortest = last, prediction
     return best
 
 
-def _predict_chunks(problem: Problem, first: PlacedRun, num_tokens: int, rates: MachineRates) -> Prediction | None:
+def _predict_chunks(problem: Problem, initial: PlacedRun, num_tokens: int, rates: MachineRates) -> Prediction | None:
     """Returns the prediction for chunks of `num_tokens`; None if they do not fit."""
     if problem.config.policy.admission is Admission.continuous:
-        run = problem.place_blocks(pick_evenly(first.blocks, MAX_BLOCKS), num_tokens)
+        run = problem.place_blocks(pick_evenly(initial.blocks, MAX_BLOCKS), num_tokens)
         return problem.predict(run) if run.placement.fits else None
-    load = Load.from_lanes(problem.shape, first.load.lanes, num_tokens)  # the block that takes most memory
+    load = Load.from_lanes(problem.shape, initial.load.lanes, num_tokens)  # the block that takes most memory
     load = replace(
-        first.load,
+        initial.load,
         chunk_tokens=num_tokens,
         max_tokens=load.max_tokens,
         block_tokens=load.block_tokens,
         num_prefill_passes=load.num_prefill_passes,
     )
     placement = problem.choose_placement(
-        replace(with_chunk_tokens(problem.config, num_tokens), prefetch=first.prefetch), load
+        replace(with_chunk_tokens(problem.config, num_tokens), prefetch=initial.prefetch), load
     )
     return predict_roughly(problem.shape, placement, load.lanes, num_tokens, rates) if placement.fits else None

@@ -10,7 +10,7 @@ from ...config.orders import PLAIN, Order
 from ...config.settings import Attention, FeedForward, KVTier, PrefetchConfig, RuntimeConfig, Tier
 from ..placement.feedforward import cpu_experts_obstacle
 from ..placement.placer import KV_FRACTIONS, cpu_attention_obstacle
-from ..placement.walks import cpu_attends, num_slots_for
+from ..placement.walks import cpu_attends, num_weight_slots
 from ..shape.model import ModelShape
 from ..shape.numbers import Bools, Floats
 from .policy import Policy
@@ -75,7 +75,7 @@ class PolicyGrid:
 
     def num_slots(self, prefetch: PrefetchConfig) -> NDArray[np.int64]:
         """Returns the weight slots of each policy."""
-        return np.array([num_slots_for(prefetch, order) for order in ORDERS])[self.order]
+        return np.array([num_weight_slots(prefetch, order) for order in ORDERS])[self.order]
 
     @property
     def num_ahead(self) -> NDArray[np.int64]:
@@ -209,7 +209,7 @@ def _variants(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> 
         return [
             order
             for order in Order
-            if num_slots_for(config.prefetch, order) >= order.style.num_slots
+            if num_weight_slots(config.prefetch, order) >= order.style.num_slots
             and (shape.has_grouped_experts or not order.style.batches_experts)
             and (attention is Attention.cpu or not order.style.needs_cpu_attention)
         ]

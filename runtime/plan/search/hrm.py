@@ -23,11 +23,11 @@ from ..cost.predict import Prediction
 from ..cost.roofline import OperatingPoint, operating_point
 from ..cost.work import LayerWork
 from ..shape.model import ModelShape
-from .candidate import PlacedRun, Problem, place_given_blocks, tune_chunks
+from .candidate import PlacedRun, Problem, place_existing_blocks, tune_chunks
 from .grid import Floats, GridAxes, PolicyGrid
+from .memory_estimates import MemoryEstimate, layers_in_host
 from .pass_times import Roofline
 from .policy import Policy
-from .room import MemoryNeeds, layers_in_host
 from .trials import Trial, Trials
 from .workload import Workload
 
@@ -110,14 +110,14 @@ Finalist: TypeAlias = tuple[Candidate, PlacedRun, Prediction]  # the run is what
 @dataclass(frozen=True, kw_only=True)
 class Finalists:
     """Plans of the most promising policies. `roofline` returns the seconds of each policy of a grid. `blocks`: existing
-    blocks; None makes them per policy. `usual`: the default policy, always a finalist."""
+    blocks; None makes them per policy. `default`: the default policy, always a finalist."""
 
     problem: Problem
     workload: Workload
     grid: PolicyGrid
     roofline: Callable[[PolicyGrid], Floats]
     blocks: tuple[Block, ...] | None = None
-    usual: Policy | None = None
+    default: Policy | None = None
 
     @cached_property
     def seconds(self) -> Floats:
@@ -137,15 +137,16 @@ class Finalists:
         finalists = [*self._fitting(best_trials), *islice(self._fitting(others), NUM_BLOCKS)]
         if not finalists:
             finalists = [self._smaller_block()]
-        usual = self.usual.without_plan if self.usual is not None else None
-        if self.usual is not None and usual not in {candidate.policy.without_plan for candidate, _, _ in finalists}:
+        default = self.default.without_plan if self.default is not None else None
+        if self.default is not None and default not in {candidate.policy.without_plan for candidate, _, _ in finalists}:
             with suppress(BudgetError):
-                finalists.append(self._make_finalist(self.usual, float(self.roofline(self.grid.single(self.usual))[0])))
+                seconds = float(self.roofline(self.grid.single(self.default))[0])
+                finalists.append(self._make_finalist(self.default, seconds))
 
         def rank(finalist: Finalist) -> float:
             """Returns the predicted seconds, with a small bonus for the default policy."""
             candidate = finalist[0]
-            return candidate.seconds * (1 - NOTABLE if candidate.policy.without_plan == usual else 1)
+            return candidate.seconds * (1 - NOTABLE if candidate.policy.without_plan == default else 1)
 
         return tuple(sorted(finalists, key=rank))
 
@@ -174,7 +175,7 @@ class Finalists:
         if blocks is None:  # cached by size: for many requests, dividing them takes longer than placing
             key = (policy.micro_batch_size, policy.num_micro_batches)
             blocks = self._blocks_cache[key] = self._blocks_cache.get(key) or self.problem.blocks(*key)
-        run = place_given_blocks(problem, blocks)
+        run = place_existing_blocks(problem, blocks)
         run.placement.require_fit(problem.config)
         run = tune_chunks(problem, run)
         prediction = problem.predict(run)
@@ -206,12 +207,12 @@ def search(
     workload: Workload | None = None,
     axes: GridAxes | None = None,
     blocks: tuple[Block, ...] | None = None,
-    usual: Policy | None = None,
+    default: Policy | None = None,
 ) -> tuple[SearchResult, PlacedRun, Prediction]:
     """Returns the best policy for the tiers and prefetch of `problem`, which must have rates, and its run.
 
     `workload`: None samples the problem's requests. `axes`: None means all, or with given `blocks` those that can
-    run them. `usual`: the default policy, which is always simulated. Raises BudgetError, with the ledger, if not even
+    run them. `default`: the default policy, which is always simulated. Raises BudgetError, with the ledger, if not even
     the smallest block fits.
     """
     shape, config, budgets = problem.shape, problem.config, problem.budgets
@@ -237,7 +238,7 @@ def search(
     roofline = make_roofline(shape, machine, workload, config)
     grid = select_fitting(shape, machine, workload, config, axes.grid(workload.num_requests))
     finalists = Finalists(
-        problem=problem, workload=workload, grid=grid, roofline=roofline.seconds, blocks=blocks, usual=usual
+        problem=problem, workload=workload, grid=grid, roofline=roofline.seconds, blocks=blocks, default=default
     ).table()
     best, run, prediction = finalists[0]
     single = grid.single(best.policy)
@@ -274,7 +275,7 @@ def select_fitting(
 ) -> PolicyGrid:
     """Returns the policies within the budgets, with whole layers or paged experts; if there are none, the smallest."""
     budgets = machine.budgets
-    needs = (MemoryNeeds(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
+    needs = (MemoryEstimate(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
     fits = np.logical_or(*(way.fits(budgets) for way in needs))
     if fits.any():
         return grid.select(fits)

@@ -128,9 +128,9 @@ class Roofline:
         if decodes and rates.has_code_kernels(self.item_bytes):
             is_few = lanes * tokens <= FEW_ROWS
             dequantizing = np.where(is_few, 0.0, dequantizing)
-            plain = max(0.0, 1 - work.stored.num_numbers / max(1.0, work.dense_weights))
+            plain = max(0.0, 1 - work.stored.num_elements / max(1.0, work.dense_weights))
             dense = np.where(is_few, plain * dense + rates.codes_seconds(work.stored, tokens), dense)
-            if work.stored_experts.num_numbers:
+            if work.stored_experts.num_elements:
                 hits = work.hits(at_once)
                 codes = hits / work.num_experts * rates.codes_seconds(work.stored_experts, visits / hits)
                 experts = np.where(is_few, codes, experts)

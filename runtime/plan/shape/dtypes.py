@@ -154,7 +154,7 @@ class WeightStorage:
 NATIVE_SHARE = 0.5  # of float16's FLOP/s: bfloat16 at or below this is emulated
 
 
-def auto_dtype(stored: DType, *, has_device: bool, has_bfloat16: bool = True) -> DType:
+def resolve_auto_dtype(stored: DType, *, has_device: bool, has_bfloat16: bool = True) -> DType:
     """Returns the dtype for `model.dtype=auto`.
 
     On a CPU it is float32, the most accurate and on most CPUs the fastest. On a device it is the checkpoint's dtype, or

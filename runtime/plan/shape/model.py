@@ -42,7 +42,7 @@ class ModelShape:
     kv_dtype: KVDType = KVDType.auto  # storage of the KV cache, see dtypes.py
     kv_heads: tuple[tuple[int, int, int], ...] = ()  # per decoder layer: KV heads, key size, value size
     kv_tail_bytes_per_sequence: int = 0  # unquantized newest page of all layers
-    own: range | None = None  # stages that this rank computes, see rank_shares.py; None: all
+    rank_stages: range | None = None  # stages that this rank computes, see rank_shares.py; None: all
     compute_dtype: str = ""  # safetensors name; "": unknown
     num_parts: int = 1  # tensor-parallel ranks; this shape is one rank's part
     weight_bytes: int = field(init=False, default=0)
@@ -103,7 +103,7 @@ class ModelShape:
     @cached_property
     def own_stages(self) -> range:
         """The stages that this rank computes."""
-        return self.own if self.own is not None else range(len(self.stages))
+        return self.rank_stages if self.rank_stages is not None else range(len(self.stages))
 
     @property
     def first_decode_stage(self) -> int:

@@ -61,7 +61,7 @@ def _cut_entry(pieces: Sequence[TensorSlice], runs: Sequence[range]) -> tuple[Te
         for piece in pieces:
             first, last = max(run.start, begin), min(run.stop, begin + piece.shape[0])
             if first < last:
-                part = rows_between(piece, first - begin, last - begin)
+                part = slice_rows(piece, first - begin, last - begin)
                 if part is None:
                     return None
                 slices.append(part)
@@ -69,7 +69,7 @@ def _cut_entry(pieces: Sequence[TensorSlice], runs: Sequence[range]) -> tuple[Te
     return tuple(slices)
 
 
-def rows_between(piece: TensorSlice, first: int, last: int) -> TensorSlice | None:
+def slice_rows(piece: TensorSlice, first: int, last: int) -> TensorSlice | None:
     """Returns rows [first, last) of a tensor; None if they are not contiguous bytes."""
     height, tail = piece.shape[0], piece.shape[1:]
     if piece.is_interleaved:
@@ -85,7 +85,7 @@ def rows_between(piece: TensorSlice, first: int, last: int) -> TensorSlice | Non
             block = each.block_rows
             if first % block or (last % block and last != height):
                 return None
-            part = rows_between(each.tensor, first // block, -(-last // block))
+            part = slice_rows(each.tensor, first // block, -(-last // block))
             if part is None:
                 return None
             each = replace(each, tensor=part)
@@ -244,7 +244,7 @@ def _cut_slice(piece: TensorSlice, num_parts: int) -> TensorSlice:
     return replace(piece, num_bytes=num_bytes, shape=rows, companions=companions)
 
 
-def split_stages(stages: Sequence[Stage], count: int, *, with_tables: bool = False) -> tuple[range, ...]:
+def split_stages(stages: Sequence[Stage], count: int, *, count_embeddings: bool = False) -> tuple[range, ...]:
     """Assigns contiguous layers to `count` ranks so that the largest rank has the fewest bytes.
 
     Embeddings go with the first layer, norm and head with the last. Embedding tables cost no time, as a token reads one
@@ -256,7 +256,7 @@ def split_stages(stages: Sequence[Stage], count: int, *, with_tables: bool = Fal
         f"devices=pipeline: {count} ranks cannot divide {len(layers)} layers: start {len(layers)} at most",
     )
     weights = [stages[index].num_bytes for index in layers]
-    weights[0] += stages[0].num_bytes if with_tables else 0
+    weights[0] += stages[0].num_bytes if count_embeddings else 0
     weights[-1] += stages[-1].num_bytes
     # Dynamic program: the first layer of each group, so that the largest group is smallest; no group is empty.
     ends = [0, *accumulate(weights)]
@@ -286,5 +286,5 @@ def restrict_to_stages(shape: ModelShape, stages: range) -> ModelShape:
         state_bytes_per_sequence=sum(size for size, is_own in zip(states, own, strict=True) if is_own),
         state_layer_bytes=tuple(size if is_own else 0 for size, is_own in zip(states, own, strict=True)),
         kv_tail_bytes_per_sequence=-(-shape.kv_tail_bytes_per_sequence * sum(kv) // max(1, sum(shape.kv_layer_bytes))),
-        own=stages,
+        rank_stages=stages,
     )

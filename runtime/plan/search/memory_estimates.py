@@ -30,7 +30,7 @@ from .grid import Bools, Floats, PolicyGrid, by_size
 from .workload import Workload
 
 
-class MemoryNeeds:
+class MemoryEstimate:
     """Memory of each policy. `is_paged`: slots hold a layer's dense part and single experts, not the whole layer."""
 
     def __init__(
@@ -167,7 +167,7 @@ def layers_in_host(
     streamed = len(shape.layers) - grid.resident
     if not budgets.has_device or config.tier is not Tier.auto:
         return streamed * (config.tier is Tier.cpu)
-    needs = (MemoryNeeds(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
+    needs = (MemoryEstimate(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
     return np.maximum(*(way.layers_in_host(budgets.host_bytes) for way in needs))
 
 
