@@ -139,7 +139,7 @@ def tokenize_prompts(
     token_ids = {}
     for is_chat in (False, True):
         texts = [text for row, text in prompts if isinstance(text, str) and (row.messages is not None) == is_chat]
-        token_ids[is_chat] = iter(tokenize_each(runtime.model, texts, is_rendered=is_chat, most_tokens=most_tokens))
+        token_ids[is_chat] = iter(tokenize_each(runtime.model, texts, is_rendered=is_chat, max_tokens=most_tokens))
     for row, text in prompts:
         yield row, next(token_ids[row.messages is not None]) if isinstance(text, str) else text
 

@@ -111,7 +111,7 @@ def plan_pass(
     running: Sequence[SlotState],
     free_pages: int,
     limits: AdmissionLimits,
-    held: Iterable[CachedPrefix] = (),
+    cached: Iterable[CachedPrefix] = (),
 ) -> PassPlan:
     """Plans the next pass. `waiting`: head of the queue, in order; `running`: in order of admission; `held`: cached
     prefixes, oldest first.
@@ -120,29 +120,30 @@ def plan_pass(
     to its limit), so preemption is rare. If a pass still lacks pages, unused prefixes are dropped first, then the
     youngest requests are preempted, and none enters.
     """
-    kept, staying, preempted = RetainedPrefixes(held, limits.rule, limits.page_tokens), list(running), list[SlotState]()
-    free = free_pages + (kept.drop_unwanted(_assigned_prefixes(staying), _waiting_prefixes(waiting)) if kept else 0)
-    shares = _assign_tokens(staying, kept, limits)
-    while (needed := _needed_pages(staying, kept, limits, *shares)) > free:
-        if (
-            dropped := kept.drop_least_urgent(_assigned_prefixes(staying), _waiting_prefixes([*preempted, *waiting]))
-        ) is not None:
+    prefixes = RetainedPrefixes(cached, limits.rule, limits.page_tokens)
+    remaining, preempted, free = list(running), list[SlotState](), free_pages
+    if prefixes:
+        free += prefixes.drop_unused(_assigned_prefixes(remaining), _waiting_prefixes(waiting))
+    assigned = _assign_tokens(remaining, prefixes, limits)
+    while (needed := _needed_pages(remaining, prefixes, limits, *assigned)) > free:
+        queue = _waiting_prefixes([*preempted, *waiting])
+        if (dropped := prefixes.drop_least_urgent(_assigned_prefixes(remaining), queue)) is not None:
             free += dropped
         else:
-            assert len(staying) > 1, f"request {staying[0].request} alone needs {needed} KV pages, {free} are free"
-            youngest = staying.pop()
+            assert len(remaining) > 1, f"request {remaining[0].request} alone needs {needed} KV pages, {free} are free"
+            youngest = remaining.pop()
             # Only pages that it does not share become free.
             free += limits.pages(youngest.num_cached) - limits.pages(limits.rule.num_shared(youngest.prefix))
             preempted.insert(0, youngest)
-        shares = _assign_tokens(staying, kept, limits)
-    entered = [] if preempted else _admit(waiting, staying, kept, free, limits)
-    assert staying or entered or not waiting, f"request {waiting[0].request} can never be admitted: {free} pages"
-    new_tokens, filled = _assign_tokens([*staying, *entered], kept, limits) if entered else shares
+        assigned = _assign_tokens(remaining, prefixes, limits)
+    entered = [] if preempted else _admit(waiting, remaining, prefixes, free, limits)
+    assert remaining or entered or not waiting, f"request {waiting[0].request} can never be admitted: {free} pages"
+    new_tokens, filled = _assign_tokens([*remaining, *entered], prefixes, limits) if entered else assigned
     return PassPlan(
         preempted=tuple(slot.request for slot in preempted),
         admitted=tuple((slot.request, slot.lane) for slot in entered),
         new_tokens=new_tokens,
-        dropped=tuple(kept.dropped),
+        dropped=tuple(prefixes.dropped),
         prefix_tokens=filled,
     )
 
@@ -157,14 +158,14 @@ def _waiting_prefixes(waiting: Iterable[Waiting | SlotState]) -> list[SharedPref
 
 def _needed_pages(
     running: Sequence[SlotState],
-    kept: RetainedPrefixes,
+    prefixes: RetainedPrefixes,
     limits: AdmissionLimits,
     new_tokens: Mapping[int, int],
     filled: Mapping[PrefixKey, int],
 ) -> int:
     """New pages that the pass needs."""
     page = limits.page_tokens
-    cached_of = {place: kept[place].num_cached for place in filled}
+    cached_of = {key: prefixes[key].num_cached for key in filled}
     needed = sum(limits.pages(cached_of[place] + new) - limits.pages(cached_of[place]) for place, new in filled.items())
     for slot in running:
         cached = slot.num_cached
@@ -173,21 +174,21 @@ def _needed_pages(
 
 
 def _assign_tokens(
-    running: Iterable[SlotState], kept: RetainedPrefixes, limits: AdmissionLimits
+    running: Iterable[SlotState], prefixes: RetainedPrefixes, limits: AdmissionLimits
 ) -> tuple[dict[int, int], dict[PrefixKey, int]]:
     """Distributes each lane's token budget: decode first, then prefixes lane by lane, as a lane may use those of lanes
     before it, then prompt chunks, oldest first."""
-    left, rule = [limits.lane_tokens] * limits.num_lanes, limits.rule
+    budgets, rule = [limits.lane_tokens] * limits.num_lanes, limits.rule
     new_tokens, filled = dict[int, int](), dict[PrefixKey, int]()
 
-    def take(lane: int, most: int) -> int:
-        taken = min(left[lane], most)
-        left[lane] -= taken
+    def take(lane: int, wanted: int) -> int:
+        taken = min(budgets[lane], wanted)
+        budgets[lane] -= taken
         return taken
 
     def may_begin(slot: SlotState) -> bool:
         begins = slot.prefix is not None and slot.num_cached == rule.num_shared(slot.prefix)
-        return not begins or kept.may_begin(slot.prefix, slot.lane, filled)
+        return not begins or prefixes.may_begin(slot.prefix, slot.lane, filled)
 
     prompts = list[SlotState]()
     for slot in running:
@@ -195,24 +196,24 @@ def _assign_tokens(
         # Fast path for decode, past the prefix: no call.
         if missing > 1 or (prefix is not None and slot.num_cached <= prefix.num_tokens and not may_begin(slot)):
             prompts.append(slot)
-        elif missing and left[slot.lane]:
-            left[slot.lane] -= 1
+        elif missing and budgets[slot.lane]:
+            budgets[slot.lane] -= 1
             new_tokens[slot.request] = 1
-    growing = [each for each in kept if each[1].num_cached < rule.num_shared(each[0][0])]
-    for (prefix, where), held in sorted(growing, key=lambda each: each[1].lane):
-        begins = held.num_cached == rule.num_shared(prefix.parent)
-        if not begins or kept.may_begin(prefix.parent, held.lane, filled):
-            filled[prefix, where] = take(held.lane, rule.num_shared(prefix) - held.num_cached)
+    incomplete = [each for each in prefixes if each[1].num_cached < rule.num_shared(each[0][0])]
+    for (prefix, key_lane), cached in sorted(incomplete, key=lambda each: each[1].lane):
+        begins = cached.num_cached == rule.num_shared(prefix.parent)
+        if not begins or prefixes.may_begin(prefix.parent, cached.lane, filled):
+            filled[prefix, key_lane] = take(cached.lane, rule.num_shared(prefix) - cached.num_cached)
     for slot in prompts:
         if may_begin(slot) and (taken := take(slot.lane, slot.num_missing)):
             new_tokens[slot.request] = taken
-    return new_tokens, {place: count for place, count in filled.items() if count}
+    return new_tokens, {key: count for key, count in filled.items() if count}
 
 
 def _admit(
     waiting: Sequence[Waiting],
     running: Sequence[SlotState],
-    kept: RetainedPrefixes,
+    prefixes: RetainedPrefixes,
     free_pages: int,
     limits: AdmissionLimits,
 ) -> list[SlotState]:
@@ -224,18 +225,18 @@ def _admit(
     for slot in running:
         num_assigned[slot.lane] += 1
         num_tokens[slot.lane] += slot.num_known
-    room = free_pages - kept.pending_pages
+    room = free_pages - prefixes.pending_pages
     page = limits.page_tokens
     for slot in running:  # reserve one page beyond the known tokens of each
-        most = slot.num_known + page
-        room -= -(-(most if most < slot.max_cached else slot.max_cached) // page) - -(-slot.num_cached // page)
+        reserved = slot.num_known + page
+        room -= -(-(reserved if reserved < slot.max_cached else slot.max_cached) // page) - -(-slot.num_cached // page)
     entered: list[SlotState] = []
     for turn, request in enumerate(waiting):
         open_lanes = [lane for lane in range(limits.num_lanes) if num_assigned[lane] < limits.lane_size]
         if not open_lanes:
             break
         prefix = request.prefix
-        lane = min(open_lanes, key=lambda lane: (num_tokens[lane] + kept.missing_tokens(prefix, lane), lane))
+        lane = min(open_lanes, key=lambda lane: (num_tokens[lane] + prefixes.missing_tokens(prefix, lane), lane))
         entering = SlotState(
             request=request.request,
             lane=lane,
@@ -244,17 +245,17 @@ def _admit(
             max_cached=request.max_cached,
             prefix=prefix,
         )
-        wanted = limits.pages(min(request.num_known + limits.page_tokens, request.max_cached))
-        wanted += kept.missing_pages(prefix, lane) - limits.pages(entering.num_cached)
-        if wanted > room:
-            made = kept.make_room(
-                wanted - room, _assigned_prefixes([*running, *entered, entering]), _waiting_prefixes(waiting[turn:])
+        needed = limits.pages(min(request.num_known + limits.page_tokens, request.max_cached))
+        needed += prefixes.missing_pages(prefix, lane) - limits.pages(entering.num_cached)
+        if needed > room:
+            num_released = prefixes.make_room(
+                needed - room, _assigned_prefixes([*running, *entered, entering]), _waiting_prefixes(waiting[turn:])
             )
-            if made is None:
+            if num_released is None:
                 break
-            room += made
-        kept.open(prefix, lane)
-        room -= wanted
+            room += num_released
+        prefixes.open(prefix, lane)
+        room -= needed
         num_assigned[lane] += 1
         num_tokens[lane] += request.num_known
         entered.append(entering)

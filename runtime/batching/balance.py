@@ -37,10 +37,10 @@ class Group:
 
     def split(self, num_members: int) -> tuple["Group", "Group"]:
         """The first `num_members` members and the rest, with proportional shares of the tokens."""
-        taken = self.num_tokens * num_members // len(self.members)
+        num_first = self.num_tokens * num_members // len(self.members)
         return (
-            Group(members=self.members[:num_members], num_tokens=taken),
-            Group(members=self.members[num_members:], num_tokens=self.num_tokens - taken),
+            Group(members=self.members[:num_members], num_tokens=num_first),
+            Group(members=self.members[num_members:], num_tokens=self.num_tokens - num_first),
         )
 
 
@@ -71,13 +71,13 @@ def plan_blocks(
     order = sorted(range(len(num_tokens)), key=num_tokens.__getitem__, reverse=True)  # stable sort keeps ties in order
     block_size = micro_batch_size * num_micro_batches
     num_blocks = -(-len(order) // block_size)
-    dealt: list[list[int]] = [[] for _ in range(num_blocks)]
+    block_members: list[list[int]] = [[] for _ in range(num_blocks)]
     for turn, i in enumerate(order):
-        dealt[_snake_index(turn, num_blocks)].append(i)
+        block_members[_snake_index(turn, num_blocks)].append(i)
     blocks: list[Block] = []
     for index in range(num_blocks):
         if is_packed:
-            groups = balance(dealt[index], num_tokens, micro_batch_size)
+            groups = balance(block_members[index], num_tokens, micro_batch_size)
         else:
             members = order[index * block_size : (index + 1) * block_size]
             groups = [members[i : i + micro_batch_size] for i in range(0, len(members), micro_batch_size)]
@@ -123,21 +123,21 @@ def _plan_prefix_blocks(
     num_lanes = num_blocks * -(-len(num_tokens) // (num_blocks * micro_batch_size))
     lanes = group_by_prefix(num_tokens, prefixes, num_lanes=num_lanes, lane_size=micro_batch_size)
     lanes = [lane for lane in sorted(lanes, key=lambda lane: lane.num_tokens, reverse=True) if lane.members]
-    dealt: list[list[tuple[int, ...]]] = [[] for _ in range(num_blocks)]
+    block_lanes: list[list[tuple[int, ...]]] = [[] for _ in range(num_blocks)]
     if is_continuous:  # lanes with the same first prefix are consecutive
-        alike = defaultdict[SharedPrefix | None, list[Group]](list)
+        lanes_by_root = defaultdict[SharedPrefix | None, list[Group]](list)
         for lane in lanes:
             first = prefixes[lane.members[0]]
-            alike[[*first.chain][-1] if first is not None else None].append(lane)
-        lanes = [lane for each in alike.values() for lane in each]
+            lanes_by_root[[*first.chain][-1] if first is not None else None].append(lane)
+        lanes = [lane for each in lanes_by_root.values() for lane in each]
     for turn, lane in enumerate(lanes):
         index = turn * min(num_blocks, len(lanes)) // len(lanes) if is_continuous else _snake_index(turn, num_blocks)
-        dealt[index].append(tuple(lane.members))
-    return tuple(Block(index=index, micro_batches=tuple(groups)) for index, groups in enumerate(dealt))
+        block_lanes[index].append(tuple(lane.members))
+    return tuple(Block(index=index, micro_batches=tuple(groups)) for index, groups in enumerate(block_lanes))
 
 
-def _snake_index(turn: int, width: int) -> int:
-    row, column = divmod(turn, width)
+def _snake_index(position: int, width: int) -> int:
+    row, column = divmod(position, width)
     return column if row % 2 == 0 else width - 1 - column
 
 
@@ -165,7 +165,8 @@ def group_by_prefix(
     sequence, prefix included. A prefix group that fits a lane stays whole; a larger one is split into lanes no fuller
     than an even distribution."""
     width = -(-len(num_tokens) // num_lanes)
-    rows, below = defaultdict[SharedPrefix | None, list[int]](list), defaultdict[SharedPrefix | None, list[Group]](list)
+    rows = defaultdict[SharedPrefix | None, list[int]](list)
+    child_groups = defaultdict[SharedPrefix | None, list[Group]](list)
     for i, prefix in enumerate(prefixes):
         rows[prefix].append(i)
     chains = dict[SharedPrefix, None]()  # all prefixes and their ancestors
@@ -174,27 +175,27 @@ def group_by_prefix(
             chains[prefix] = None
             prefix = prefix.parent
     for prefix in sorted(chains, key=lambda prefix: prefix.num_tokens, reverse=True):  # children before parents
-        own, groups = rows.pop(prefix, []), below.pop(prefix, [])
+        own, groups = rows.pop(prefix, []), child_groups.pop(prefix, [])
         count = len(own) + sum(len(group.members) for group in groups)
         if count <= lane_size:
-            together = Group(members=own, num_tokens=sum(num_tokens[i] for i in own) - len(own) * prefix.num_tokens)
+            merged = Group(members=own, num_tokens=sum(num_tokens[i] for i in own) - len(own) * prefix.num_tokens)
             for group in groups:
-                together.add(group)
-            groups = [together]
+                merged.add(group)
+            groups = [merged]
         else:
             parts = [*groups, *_singletons(own, num_tokens, prefix.num_tokens)]
             groups = _pack_groups(parts, -(-count // width), lane_size)
         for group in groups:
             group.num_tokens += prefix.num_tokens - (prefix.parent.num_tokens if prefix.parent is not None else 0)
-        below[prefix.parent] += groups
-    return _pack_groups([*below[None], *_singletons(rows[None], num_tokens, 0)], num_lanes, lane_size)
+        child_groups[prefix.parent] += groups
+    return _pack_groups([*child_groups[None], *_singletons(rows[None], num_tokens, 0)], num_lanes, lane_size)
 
 
 def _singletons(rows: Iterable[int], num_tokens: Sequence[int], num_shared: int) -> list[Group]:
     return [Group(members=[i], num_tokens=num_tokens[i] - num_shared) for i in rows]
 
 
-def _pack_groups(parts: Sequence[Group], num_groups: int, most: int) -> list[Group]:
+def _pack_groups(parts: Sequence[Group], num_groups: int, group_size: int) -> list[Group]:
     """Packs parts into groups of up to `most` sequences: largest parts first, each into the group with room and the
     fewest tokens, as in MoE-Lightning's Algorithm 2. A part that fits nowhere is split."""
     groups = [Group() for _ in range(num_groups)]
@@ -202,18 +203,18 @@ def _pack_groups(parts: Sequence[Group], num_groups: int, most: int) -> list[Gro
     for part in parts:
         waiting[len(part.members)].append(part)
     for size in range(max(waiting, default=0), 0, -1):
-        with_room = [(g.num_tokens, i) for i, g in enumerate(groups) if len(g.members) + size <= most]
+        with_room = [(g.num_tokens, i) for i, g in enumerate(groups) if len(g.members) + size <= group_size]
         heapify(with_room)
         for part in sorted(waiting.pop(size, []), key=lambda part: part.num_tokens, reverse=True):
             if not with_room:
                 roomiest = min(groups, key=lambda group: len(group.members))
-                part, rest = part.split(most - len(roomiest.members))
+                part, rest = part.split(group_size - len(roomiest.members))
                 roomiest.add(part)
                 waiting[len(rest.members)].append(rest)
                 continue
             _, i = with_room[0]
             groups[i].add(part)
-            if len(groups[i].members) + size <= most:
+            if len(groups[i].members) + size <= group_size:
                 heapreplace(with_room, (groups[i].num_tokens, i))
             else:
                 heappop(with_room)

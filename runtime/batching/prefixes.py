@@ -28,10 +28,10 @@ class SharedPrefix:
     @property
     def chain(self) -> "Iterator[SharedPrefix]":
         """This prefix and its ancestors, longest first."""
-        found: SharedPrefix | None = self
-        while found is not None:
-            yield found
-            found = found.parent
+        prefix: SharedPrefix | None = self
+        while prefix is not None:
+            yield prefix
+            prefix = prefix.parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,25 +71,25 @@ class PrefixSharing:
         ends, counts = Counter(prefixes), Counter[SharedPrefix]()
         ends.pop(None, None)
         for prefix, count in ends.items():
-            for each in prefix.chain if prefix is not None else ():
-                counts[each] += count
-        parting = Counter(ends)  # prompts that end there or continue alone
+            for ancestor in prefix.chain if prefix is not None else ():
+                counts[ancestor] += count
+        branches = Counter(ends)  # prompts that end there or continue alone
         for prefix, count in counts.items():
             if prefix.parent is not None:
-                parting[prefix.parent] = max(parting[prefix.parent], 1 if count < counts[prefix.parent] else 0)
-        kept = [prefix for prefix, count in counts.items() if count > 1 and parting[prefix]]
-        kept.sort(key=lambda prefix: prefix.num_tokens)
-        places = dict.fromkeys(kept)
-        firsts = {prefix: _nearest_in(prefix, places) for prefix in (None, *ends)}
+                branches[prefix.parent] = max(branches[prefix.parent], 1 if count < counts[prefix.parent] else 0)
+        shared = [prefix for prefix, count in counts.items() if count > 1 and branches[prefix]]
+        shared.sort(key=lambda prefix: prefix.num_tokens)
+        candidates = dict.fromkeys(shared)
+        nearest = {prefix: _nearest_candidate(prefix, candidates) for prefix in (None, *ends)}
         return PrefixSharing(
-            prefixes=[firsts[prefix] for prefix in prefixes],
-            parents={prefix: _nearest_in(prefix.parent, places) for prefix in kept},
+            prefixes=[nearest[prefix] for prefix in prefixes],
+            parents={prefix: _nearest_candidate(prefix.parent, candidates) for prefix in shared},
         )
 
     def num_spared(self, rule: SharingRule = WITHIN_LANES) -> int:
         """Prompt tokens that sharing saves."""
-        kept = (rule.num_shared(prefix) - rule.num_shared(parent) for prefix, parent in self.parents.items())
-        return sum(map(rule.num_shared, self.prefixes)) - sum(kept)
+        computed = (rule.num_shared(prefix) - rule.num_shared(parent) for prefix, parent in self.parents.items())
+        return sum(map(rule.num_shared, self.prefixes)) - sum(computed)
 
 
 def num_spared(
@@ -104,8 +104,8 @@ def num_spared(
     )
 
 
-def _nearest_in(prefix: SharedPrefix | None, kept: Mapping[SharedPrefix, None]) -> SharedPrefix | None:
-    return next((each for each in prefix.chain if each in kept), None) if prefix is not None else None
+def _nearest_candidate(prefix: SharedPrefix | None, candidates: Mapping[SharedPrefix, None]) -> SharedPrefix | None:
+    return next((each for each in prefix.chain if each in candidates), None) if prefix is not None else None
 
 
 @dataclass(kw_only=True)
@@ -118,32 +118,32 @@ class _Node:
     children: list["_Node"] = field(default_factory=list)
 
 
-def shared_prefixes(prompts: Sequence[Sequence[int]], most: Sequence[int]) -> list[SharedPrefix | None]:
+def shared_prefixes(prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> list[SharedPrefix | None]:
     """Longest shared prefix of each prompt, within its first `most` tokens. Costs a sort of the prompts and comparing
     neighbors."""
-    heads = [array("i", prompt[:limit]).tobytes() for prompt, limit in zip(prompts, most, strict=True)]
+    heads = [array("i", prompt[:limit]).tobytes() for prompt, limit in zip(prompts, limits, strict=True)]
     order = sorted(range(len(heads)), key=heads.__getitem__)
-    found = list[SharedPrefix | None]([None] * len(heads))
+    prefixes = list[SharedPrefix | None]([None] * len(heads))
     waiting: list[tuple[_Node, SharedPrefix | None]] = [(_trie([heads[i] for i in order]), None)]
     while waiting:
         node, prefix = waiting.pop()
         if node.depth - (prefix.num_tokens if prefix is not None else 0) >= MIN_PREFIX_TOKENS:
             prefix = SharedPrefix(num_tokens=node.depth, parent=prefix)
-            for place in range(node.begin, node.end):
-                found[order[place]] = prefix
+            for index in range(node.begin, node.end):
+                prefixes[order[index]] = prefix
         waiting += [(child, prefix) for child in node.children]
-    return found
+    return prefixes
 
 
 def _trie(heads: Sequence[bytes]) -> _Node:
     """The inner nodes of the trie of sorted prompts, from the common lengths of neighbors."""
     root = _Node(depth=0, begin=0)
     path = [root]
-    for place in range(1, len(heads)):
-        depth, begin = _num_common(heads[place - 1], heads[place]), place - 1
+    for index in range(1, len(heads)):
+        depth, begin = _num_common(heads[index - 1], heads[index]), index - 1
         while path[-1].depth > depth:
             closed = path.pop()
-            closed.end, begin = place, closed.begin
+            closed.end, begin = index, closed.begin
             if path[-1].depth < depth:
                 path.append(_Node(depth=depth, begin=begin))
             path[-1].children.append(closed)
@@ -159,8 +159,8 @@ def _trie(heads: Sequence[bytes]) -> _Node:
 
 def _num_common(one: bytes, other: bytes) -> int:
     """Length of the common prefix in tokens, by bisection; 0 if shorter than `MIN_PREFIX_TOKENS`."""
-    least = MIN_PREFIX_TOKENS * TOKEN_BYTES
-    if one[:least] != other[:least]:
+    min_bytes = MIN_PREFIX_TOKENS * TOKEN_BYTES
+    if one[:min_bytes] != other[:min_bytes]:
         return 0
     low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
     while low < high:
@@ -175,8 +175,8 @@ def _num_common(one: bytes, other: bytes) -> int:
 ALL_LANES = -1
 PrefixKey = tuple[SharedPrefix, int]  # prefix, and the lane that shares it or ALL_LANES
 Assigned = Iterable[tuple[SharedPrefix | None, int]]  # prefix and lane of each running request
-Line = Iterable[SharedPrefix | None]  # prefixes of the waiting requests, in order
-NOT_IN_LINE = 1 << 62  # no waiting request uses it
+Queue = Iterable[SharedPrefix | None]  # prefixes of the waiting requests, in order
+NOT_QUEUED = 1 << 62  # no waiting request uses it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,46 +190,46 @@ class CachedPrefix:
 
 def prefix_keys(prefix: SharedPrefix | None, lane: int, rule: SharingRule) -> list[PrefixKey]:
     """Keys of the prefix and its ancestors for a sequence of the lane, shortest first."""
-    where = ALL_LANES if rule.among_lanes else lane
-    return [(each, where) for each in prefix.chain][::-1] if prefix is not None else []
+    key_lane = ALL_LANES if rule.among_lanes else lane
+    return [(each, key_lane) for each in prefix.chain][::-1] if prefix is not None else []
 
 
 def all_prefix_keys(assigned: Assigned, rule: SharingRule) -> set[PrefixKey]:
     """Keys of all assigned prefixes and their ancestors."""
-    found = set[PrefixKey]()
+    keys = set[PrefixKey]()
     for prefix, lane in assigned:
-        where = ALL_LANES if rule.among_lanes else lane
-        while prefix is not None and (prefix, where) not in found:
-            found.add((prefix, where))
+        key_lane = ALL_LANES if rule.among_lanes else lane
+        while prefix is not None and (prefix, key_lane) not in keys:
+            keys.add((prefix, key_lane))
             prefix = prefix.parent
-    return found
+    return keys
 
 
 class RetainedPrefixes:
     """The cached prefixes, oldest first. `dropped` collects those that are no longer retained."""
 
-    def __init__(self, held: Iterable[CachedPrefix], rule: SharingRule, page_tokens: int):
+    def __init__(self, cached: Iterable[CachedPrefix], rule: SharingRule, page_tokens: int):
         self._rule, self._page_tokens = rule, page_tokens
-        self._held = {(each.prefix, ALL_LANES if rule.among_lanes else each.lane): each for each in held}
+        self._cached = {(each.prefix, ALL_LANES if rule.among_lanes else each.lane): each for each in cached}
         self.dropped: list[PrefixKey] = []
 
     def __iter__(self) -> Iterator[tuple[PrefixKey, CachedPrefix]]:
-        return iter(self._held.items())
+        return iter(self._cached.items())
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._cached)
 
-    def __getitem__(self, place: PrefixKey) -> CachedPrefix:
-        return self._held[place]
+    def __getitem__(self, key: PrefixKey) -> CachedPrefix:
+        return self._cached[key]
 
     def open(self, prefix: SharedPrefix | None, lane: int) -> None:
         """Starts computing the prefix and its ancestors in this lane, except those that are cached."""
-        for place in self._missing(prefix, lane):
-            found = place[0]
-            self._held[place] = CachedPrefix(prefix=found, lane=lane, num_cached=self._rule.num_shared(found.parent))
+        for key in self._missing(prefix, lane):
+            num_parent = self._rule.num_shared(key[0].parent)
+            self._cached[key] = CachedPrefix(prefix=key[0], lane=lane, num_cached=num_parent)
 
     def _missing(self, prefix: SharedPrefix | None, lane: int) -> list[PrefixKey]:
-        return [place for place in prefix_keys(prefix, lane, self._rule) if place not in self._held]
+        return [key for key in prefix_keys(prefix, lane, self._rule) if key not in self._cached]
 
     def missing_tokens(self, prefix: SharedPrefix | None, lane: int) -> int:
         return sum(map(self._num_tokens, self._missing(prefix, lane)))
@@ -240,73 +240,73 @@ class RetainedPrefixes:
     @property
     def pending_pages(self) -> int:
         """Pages that prefixes in progress still need."""
-        return sum(self._num_pages(place) - self._stored_pages(place) for place in self._held)
+        return sum(self._num_pages(key) - self._stored_pages(key) for key in self._cached)
 
     def may_begin(self, prefix: SharedPrefix | None, lane: int, filled: Mapping[PrefixKey, int]) -> bool:
         """True if a sequence of the lane may start after the prefix in a pass that adds `filled` tokens to prefixes."""
         if prefix is None:
             return True
-        place = prefix, ALL_LANES if self._rule.among_lanes else lane
-        held, num_tokens = self._held[place], self._rule.num_shared(prefix)
-        in_pass = filled.get(place, 0) if self._rule.in_pass and held.lane <= lane else 0
-        return held.num_cached + in_pass == num_tokens
+        key = prefix, ALL_LANES if self._rule.among_lanes else lane
+        cached, num_tokens = self._cached[key], self._rule.num_shared(prefix)
+        in_pass = filled.get(key, 0) if self._rule.in_pass and cached.lane <= lane else 0
+        return cached.num_cached + in_pass == num_tokens
 
-    def drop_unwanted(self, assigned: Assigned, line: Line) -> int:
+    def drop_unused(self, assigned: Assigned, queue: Queue) -> int:
         """Drops prefixes that neither running nor waiting requests use. Returns the number of freed pages."""
-        idle = self._unneeded(assigned)
-        wanted = _first_uses(line) if idle else {}  # rarely any is idle, and the queue is long
-        return sum(self._drop(place) for place in self._eviction_order(idle, wanted) if place[0] not in wanted)
+        idle = self._idle_keys(assigned)
+        first_uses = _first_uses(queue) if idle else {}  # rarely any is idle, and the queue is long
+        return sum(self._drop(key) for key in self._eviction_order(idle, first_uses) if key[0] not in first_uses)
 
-    def drop_least_urgent(self, assigned: Assigned, line: Line) -> int | None:
+    def drop_least_urgent(self, assigned: Assigned, queue: Queue) -> int | None:
         """Drops the prefix without running users that is needed last. Returns the freed pages, or None if there is no
         such prefix."""
-        idle = self._eviction_order(self._unneeded(assigned), _first_uses(line))
+        idle = self._eviction_order(self._idle_keys(assigned), _first_uses(queue))
         return self._drop(idle[0]) if idle else None
 
-    def make_room(self, num_pages: int, assigned: Assigned, line: Line) -> int | None:
+    def make_room(self, num_pages: int, assigned: Assigned, queue: Queue) -> int | None:
         """Drops prefixes until `num_pages` pages, stored or pending, are released. Returns their number, or None if all
         unused prefixes together have fewer; then none is dropped."""
-        idle, found = self._eviction_order(self._unneeded(assigned), _first_uses(line)), 0
+        idle, num_dropped = self._eviction_order(self._idle_keys(assigned), _first_uses(queue)), 0
         if sum(map(self._num_pages, idle)) < num_pages:
             return None
-        for place in idle:
-            if found >= num_pages:
+        for key in idle:
+            if num_dropped >= num_pages:
                 break
-            found += self._num_pages(place)
-            self._drop(place)
-        return found
+            num_dropped += self._num_pages(key)
+            self._drop(key)
+        return num_dropped
 
-    def _unneeded(self, assigned: Assigned) -> list[PrefixKey]:
+    def _idle_keys(self, assigned: Assigned) -> list[PrefixKey]:
         """Keys without running users."""
-        needed = all_prefix_keys(assigned, self._rule) if self._held else ()
-        return [place for place in self._held if place not in needed]
+        needed = all_prefix_keys(assigned, self._rule) if self._cached else ()
+        return [key for key in self._cached if key not in needed]
 
     @staticmethod
-    def _eviction_order(idle: Iterable[PrefixKey], turns: Mapping[SharedPrefix, int]) -> list[PrefixKey]:
+    def _eviction_order(idle: Iterable[PrefixKey], first_uses: Mapping[SharedPrefix, int]) -> list[PrefixKey]:
         """Needed last first; a prefix before its parent."""
-        return sorted(idle, key=lambda place: (turns.get(place[0], NOT_IN_LINE), place[0].num_tokens), reverse=True)
+        return sorted(idle, key=lambda place: (first_uses.get(place[0], NOT_QUEUED), place[0].num_tokens), reverse=True)
 
-    def _drop(self, place: PrefixKey) -> int:
-        num_pages = self._stored_pages(place)
-        del self._held[place]
-        self.dropped.append(place)
+    def _drop(self, key: PrefixKey) -> int:
+        num_pages = self._stored_pages(key)
+        del self._cached[key]
+        self.dropped.append(key)
         return num_pages
 
-    def _num_tokens(self, place: PrefixKey) -> int:
-        return self._rule.num_shared(place[0]) - self._rule.num_shared(place[0].parent)
+    def _num_tokens(self, key: PrefixKey) -> int:
+        return self._rule.num_shared(key[0]) - self._rule.num_shared(key[0].parent)
 
-    def _num_pages(self, place: PrefixKey) -> int:
-        return self._num_tokens(place) // self._page_tokens
+    def _num_pages(self, key: PrefixKey) -> int:
+        return self._num_tokens(key) // self._page_tokens
 
-    def _stored_pages(self, place: PrefixKey) -> int:
-        num_own = self._held[place].num_cached - self._rule.num_shared(place[0].parent)
+    def _stored_pages(self, key: PrefixKey) -> int:
+        num_own = self._cached[key].num_cached - self._rule.num_shared(key[0].parent)
         return -(-num_own // self._page_tokens)
 
 
-def _first_uses(line: Line) -> dict[SharedPrefix, int]:
+def _first_uses(queue: Queue) -> dict[SharedPrefix, int]:
     """Queue position of the first request that uses each prefix."""
-    found = dict[SharedPrefix, int]()
-    for turn, prefix in enumerate(line):
-        for each in prefix.chain if prefix is not None and prefix not in found else ():
-            found.setdefault(each, turn)
-    return found
+    positions = dict[SharedPrefix, int]()
+    for position, prefix in enumerate(queue):
+        for ancestor in prefix.chain if prefix is not None and prefix not in positions else ():
+            positions.setdefault(ancestor, position)
+    return positions

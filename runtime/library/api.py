@@ -108,7 +108,7 @@ class Runtime(Closing):
         self._shared = None if ranks is None else SharedRun.from_ranks(ranks)
         if self._shared is not None:
             self.config = self._shared.rank_config(self.config)
-        self._kept: RuntimeCache | None = None
+        self._cache: RuntimeCache | None = None
         self._kernels: CompiledKernels | None = None
         self._shape_with_kernels: ModelShape | None = None  # while a run computes without
         self.baseline_bytes = 0
@@ -139,14 +139,14 @@ class Runtime(Closing):
             self.model = self._shared.divide_model(self.model, self.config.offload, self.device)
         self._advised: set[str] = set()
         self._may_compare = False  # linear backends
-        self._checked = set[bool]()  # runs without scores, and with
+        self._checked_modes = set[bool]()  # runs without scores, and with
         if not self.device.is_accelerator:
-            found = find_products(self.host)
+            backends = find_products(self.host)
             if self._shared is not None:
-                found = self._shared.agree_on_backends(found)
-            elif found is None:
-                found, self._may_compare = known_backends(self.host), True
-            self.model = replace(self.model, backends=found)
+                backends = self._shared.agree_on_backends(backends)
+            elif backends is None:
+                backends, self._may_compare = known_backends(self.host), True
+            self.model = replace(self.model, backends=backends)
             self._kernels = compiled_kernels(self.model)
             if self._shared is not None:
                 self.wait_for_kernels()  # ranks that compute the same come to the same bits
@@ -162,8 +162,8 @@ class Runtime(Closing):
     def open(self) -> Self:
         """Keeps weights and measured rates between calls until `close`. `with` calls it on entry."""
         self._require_open()
-        if self._kept is None:
-            self._kept = RuntimeCache(self.reader)
+        if self._cache is None:
+            self._cache = RuntimeCache(self.reader)
         return self
 
     def __enter__(self) -> Self:
@@ -175,12 +175,12 @@ class Runtime(Closing):
         self._is_closed = True
         if self._kernels is not None:
             self._kernels.close()
-        if self._kept is not None:
-            self._kept.close()
-            self._kept = None
-            self._reclaim()
+        if self._cache is not None:
+            self._cache.close()
+            self._cache = None
+            self._free_memory()
 
-    def _reclaim(self) -> None:
+    def _free_memory(self) -> None:
         """Frees the memory of ended sessions. An engine is part of a reference cycle, so this needs the garbage
         collector."""
         gc.collect()
@@ -221,7 +221,7 @@ class Runtime(Closing):
             config=self.config,
             device=self.device,
             open_reader=self.reader,
-            cache=self._kept,
+            cache=self._cache,
             measures_rates=self.ranks is None,
             fixed_budgets=None if self._shared is None else self._shared.budgets,
             compares_backends=self._may_compare,
@@ -246,11 +246,11 @@ class Runtime(Closing):
         if self._shape_with_kernels is not None:
             self.model = replace(self.model, shape=self._shape_with_kernels)
             self._shape_with_kernels = None
-            self._checked.clear()  # the self-check and the measured rates were of plain operators
-            if self._kept is not None:
-                self._kept.clear_rates()
+            self._checked_modes.clear()  # the self-check and the measured rates were of plain operators
+            if self._cache is not None:
+                self._cache.clear_rates()
 
-    def _starts_without_kernels(self, requests: Sequence[Request]) -> bool:
+    def _uses_plain_operators(self, requests: Sequence[Request]) -> bool:
         """True if the session for these requests runs without compiled kernels. The model's shape then says so, for
         planning."""
         if self._kernels is None or self._kernels.are_ready:
@@ -298,20 +298,22 @@ class Runtime(Closing):
         self._require_open()
         if self._shape_with_kernels is None:
             self.wait_for_kernels()
-        kept = self._kept.weights if self._kept is not None and resources is None else None
+        weight_cache = self._cache.weights if self._cache is not None and resources is None else None
         setup = Setup(
             model=self.model,
             config=replace(self.config, policy=plan.policy),
             placement=plan.placement,
             device=self.device,
             trace=self.trace,
-            weight_cache=kept,
+            weight_cache=weight_cache,
             resources=resources,
         )
-        limit = limit_device_memory(self.config.offload, self.device, kept)
+        limit = limit_device_memory(self.config.offload, self.device, weight_cache)
         num_bytes = self.model.shape.sizes.resident_bytes(plan.placement.resident)
-        where = ", where they are not there already" if kept is not None and kept.compute_bytes else ""
-        log.info("opening files, and reading %s of weights that stay in memory%s", format_bytes(num_bytes), where)
+        cached_note = (
+            ", where they are not there already" if weight_cache is not None and weight_cache.compute_bytes else ""
+        )
+        log.info("opening files, and reading %s of weights that stay in memory%s", format_bytes(num_bytes), cached_note)
         begin = time.monotonic()
         common = nullcontext() if resources is None else resources
         with limit, self._session_reader() as reader, common, open_streams(setup, reader) as streams:
@@ -339,16 +341,16 @@ class Runtime(Closing):
     def _session_reader(self) -> Iterator[Reader]:
         """Yields the kept reader, or a new one. An exception closes the kept reader, since reads may still be
         pending."""
-        if self._kept is None:
+        if self._cache is None:
             with self.reader() as reader:
                 yield reader
             return
         try:
-            yield self._kept.reader()
+            yield self._cache.reader()
         except GeneratorExit:
             raise
         except BaseException:
-            self._kept.close_reader()
+            self._cache.close_reader()
             raise
 
     @contextmanager
@@ -363,18 +365,18 @@ class Runtime(Closing):
         self._prepare_model(requests)
         blocks = options.get("blocks")
         if self._shared is not None:
-            told = self._shared.plan(self.planner, requests, blocks, options.get("chunk_tokens"))
-            plan = self._shared.plan_from_broadcast(told, self.planner, requests)
+            message = self._shared.plan(self.planner, requests, blocks, options.get("chunk_tokens"))
+            plan = self._shared.plan_from_broadcast(message, self.planner, requests)
             self._check_lanes(plan, requests)
             reset_peak()
-            together = self._shared.begin(told)
+            resources = self._shared.begin(message)
             self.planner.log_plan(plan, self._advised)
-            with self.session(plan, together) as session:
+            with self.session(plan, resources) as session:
                 assert isinstance(session, RankSession)
                 yield plan, session
                 session.announce_close()
             return
-        if not self._starts_without_kernels(requests):
+        if not self._uses_plain_operators(requests):
             self.wait_for_kernels()
         kind = self.config.policy.kind
         may_back_off = blocks is None and kind is not PolicyKind.fixed
@@ -388,7 +390,7 @@ class Runtime(Closing):
             self._check_lanes(plan, requests)
             # The baseline is the current memory: leftovers of measuring, the self-check, kernels and a first trial do
             # not count for the run. Kept weights do count, so with them the earlier baseline stays.
-            if self._kept is None or not (self._kept.weights.compute_bytes or self._kept.weights.pinned_bytes):
+            if self._cache is None or not (self._cache.weights.compute_bytes or self._cache.weights.pinned_bytes):
                 trim_heap()
                 self.baseline_bytes = resident_bytes()
             reset_peak()
@@ -448,14 +450,14 @@ class Runtime(Closing):
         while no weights are held. Skipped with tensor parallelism, where no single rank can run the class's own
         code."""
         seconds = 0.0 if plan.prediction is None else plan.prediction.seconds
-        whole = self.model.shape if self._shared is None else self._shared.full_shape(self.model.shape)
+        full_shape = self.model.shape if self._shared is None else self._shared.full_shape(self.model.shape)
         scores = any(request.scoring is not None for request in requests)
-        is_first = whole is not None and scores not in self._checked
+        is_first = full_shape is not None and scores not in self._checked_modes
         if is_first and plan.blocks and is_check_due(self.model, self.config.model.self_check, seconds):
             config, stop = self.config, self._should_stop
-            check_lanes(replace(self.model, shape=whole), config, self.budgets(), self.reader, stop, scores=scores)
+            check_lanes(replace(self.model, shape=full_shape), config, self.budgets(), self.reader, stop, scores=scores)
             gc.collect()  # a model refers to itself
-        self._checked |= {scores, False}
+        self._checked_modes |= {scores, False}
 
     def generate(self, prompts: Iterable[PromptLike]) -> list[Result]:
         """Returns `sampling.n` results per prompt, ordered by prompt, then sample. `prompts` as for `stream`."""
@@ -573,20 +575,20 @@ class Runtime(Closing):
     def _results(self, task: RuntimeTask[L, V, T], values: Iterable[L], window: int | None) -> Generator[T]:
         """The results of `task`, window by window; weights are kept in between."""
         with ExitStack() as stack:
-            if window is not None and self._kept is None:
-                self._kept = stack.enter_context(RuntimeCache(self.reader))
+            if window is not None and self._cache is None:
+                self._cache = stack.enter_context(RuntimeCache(self.reader))
                 stack.callback(setattr, self, "_kept", None)
             for inputs in task.windows(values, window):
                 try:
                     yield from task.results(self.model, inputs, self._completions)
                 finally:
-                    if self._kept is not None:
-                        self._reclaim()
+                    if self._cache is not None:
+                        self._free_memory()
 
     def _completions(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
         if not requests:
             return
-        if self._kept is not None:
+        if self._cache is not None:
             reset_peak()  # of earlier calls, whose budget may have been another
         if self.ranks is not None and self.ranks.rank:
             yield from self.follow(requests)

@@ -78,80 +78,85 @@ E = TypeVar("E", bound=Encoded)
 class EncodingTask(RuntimeTask[PromptLike, Prompt, E]):
     """Encoding of each prompt as `wanted`, with results of type `kind`."""
 
-    wanted: EncodingSpec
+    spec: EncodingSpec
     kind: type[E]
 
     def require_supported(self, model: LoadedModel) -> None:
-        require_readable(model, self.wanted)
+        require_readable(model, self.spec)
 
     def parse(self, value: PromptLike, index: int) -> Prompt:
         return Prompt.from_value(value, index)
 
     def results(self, model: LoadedModel, inputs: Sequence[tuple[int, Prompt]], complete: Complete) -> Generator[E]:
-        every = tokenize_prompts(model, [prompt for _, prompt in inputs], model.shape.context_tokens)
-        requests, places, rejected = list[Request](), list[int](), list[Rejected]()
-        for (index, prompt), ids in zip(inputs, every, strict=True):
+        tokenized = tokenize_prompts(model, [prompt for _, prompt in inputs], model.shape.context_tokens)
+        requests, indices, rejected = list[Request](), list[int](), list[Rejected]()
+        for (index, prompt), ids in zip(inputs, tokenized, strict=True):
             id = prompt.id or str(index)
             failed = Rejected(id=id, error=ids) if isinstance(ids, str) else None
-            made = failed or make_encoding(model, id, () if isinstance(ids, str) else ids, self.wanted)
-            if isinstance(made, Rejected):
-                rejected.append(replace(made, prompt_index=index))
+            request = failed or make_encoding(model, id, () if isinstance(ids, str) else ids, self.spec)
+            if isinstance(request, Rejected):
+                rejected.append(replace(request, prompt_index=index))
             else:
-                requests.append(made)
-                places.append(index)
-        found = (error_result(why, self.wanted.readout) for why in rejected)
-        done = (make_result(model, self.wanted, places[place], completion) for place, completion in complete(requests))
-        for each in chain(found, done):
+                requests.append(request)
+                indices.append(index)
+        failed_results = (error_result(rejection, self.spec.readout) for rejection in rejected)
+        results = (make_result(model, self.spec, indices[i], completion) for i, completion in complete(requests))
+        for each in chain(failed_results, results):
             assert isinstance(each, self.kind)
             yield each
 
 
 def embedding_task(pooling: str | Pooling | None, *, normalize: bool) -> EncodingTask[Embedded]:
     """A task that returns one vector per prompt. Raises ConfigError."""
-    names = [way.value for way in Pooling]
-    require(isinstance(pooling, Pooling | None) or pooling in names, f"pooling is one of {names}, got {pooling!r}")
-    wanted = EncodingSpec(pooling=None if pooling is None else Pooling(pooling), normalize=normalize)
-    return EncodingTask(wanted=wanted, kind=Embedded)
+    names = [pooling.value for pooling in Pooling]
+    require(isinstance(pooling, Pooling | None) or pooling in names, f"pooling must be one of {names}, got {pooling!r}")
+    spec = EncodingSpec(pooling=None if pooling is None else Pooling(pooling), normalize=normalize)
+    return EncodingTask(spec=spec, kind=Embedded)
 
 
 def mask_filling_task(model: LoadedModel, num_top: int) -> EncodingTask[Filled]:
     """A task that returns the likeliest tokens per mask. Raises ConfigError."""
-    most = model.shape.vocab_size
-    require(1 <= num_top <= most, f"num_top must be 1 to {most:,} tokens, got {num_top}")
-    return EncodingTask(wanted=EncodingSpec(readout=Readout.masks, num_top=num_top), kind=Filled)
+    vocab_size = model.shape.vocab_size
+    require(1 <= num_top <= vocab_size, f"num_top must be 1 to {vocab_size:,} tokens, got {num_top}")
+    return EncodingTask(spec=EncodingSpec(readout=Readout.masks, num_top=num_top), kind=Filled)
 
 
-CLASSIFICATION_TASK = EncodingTask(wanted=EncodingSpec(readout=Readout.classes), kind=Classified)
+CLASSIFICATION_TASK = EncodingTask(spec=EncodingSpec(readout=Readout.classes), kind=Classified)
 
 
-def error_result(why: Rejected, readout: Readout) -> Encoded:
+def error_result(rejected: Rejected, readout: Readout) -> Encoded:
     """The result for a prompt that was rejected or failed."""
-    found = _EncodingResult(
-        prompt_index=why.prompt_index, id=why.id, error=why.error, num_prompt_tokens=why.num_prompt_tokens
+    common = _EncodingResult(
+        prompt_index=rejected.prompt_index,
+        id=rejected.id,
+        error=rejected.error,
+        num_prompt_tokens=rejected.num_prompt_tokens,
     )
     if readout is Readout.embedding:
-        return Embedded(**vars(found), vector=np.zeros(0, np.float32))
-    return (Classified if readout is Readout.classes else Filled)(**vars(found))
+        return Embedded(**vars(common), vector=np.zeros(0, np.float32))
+    return (Classified if readout is Readout.classes else Filled)(**vars(common))
 
 
-def make_result(model: LoadedModel, wanted: EncodingSpec, index: int, completion: Completion) -> Encoded:
+def make_result(model: LoadedModel, spec: EncodingSpec, index: int, completion: Completion) -> Encoded:
     """The result of a completion for the prompt at `index` of the input."""
     if completion.error is not None:
-        why = Rejected(id=completion.id, error=completion.error, num_prompt_tokens=completion.num_prompt_tokens)
-        return error_result(replace(why, prompt_index=index), wanted.readout)
-    found = _EncodingResult(prompt_index=index, id=completion.id, num_prompt_tokens=completion.num_prompt_tokens)
-    if wanted.readout is Readout.masks:
+        rejected = Rejected(id=completion.id, error=completion.error, num_prompt_tokens=completion.num_prompt_tokens)
+        return error_result(replace(rejected, prompt_index=index), spec.readout)
+    common = _EncodingResult(prompt_index=index, id=completion.id, num_prompt_tokens=completion.num_prompt_tokens)
+    if spec.readout is Readout.masks:
         return Filled(
-            **vars(found),
+            **vars(common),
             text=filled_text(model, completion),
             token_ids=tuple(score.top_ids for score in completion.scores),
             logprobs=tuple(score.top for score in completion.scores),
         )
     assert completion.vector is not None, "its prompt was read"
-    if wanted.readout is Readout.embedding:
-        return Embedded(**vars(found), vector=completion.vector)
+    if spec.readout is Readout.embedding:
+        return Embedded(**vars(common), vector=completion.vector)
     logits, names = tuple(completion.vector.tolist()), label_names(model)
-    return Classified(**vars(found), logits=logits, probabilities=probabilities(model, completion.vector), labels=names)
+    return Classified(
+        **vars(common), logits=logits, probabilities=probabilities(model, completion.vector), labels=names
+    )
 
 
 def label_names(model: LoadedModel) -> tuple[str, ...]:
@@ -173,6 +178,6 @@ def filled_text(model: LoadedModel, completion: Completion) -> str:
     """The prompt with the likeliest token in place of each mask."""
     encoding, ids = completion.request.encoding, list(completion.request.prompt_ids)
     assert encoding is not None, "its masks are filled"
-    for place, score in zip(encoding.masked, completion.scores, strict=True):
-        ids[place] = score.greedy_id
+    for position, score in zip(encoding.masked, completion.scores, strict=True):
+        ids[position] = score.greedy_id
     return str(model.tokenizer.decode(ids, skip_special_tokens=True)) if model.tokenizer is not None else ""

@@ -36,21 +36,21 @@ class GenerationTask(RuntimeTask[PromptLike, Prompt, Result]):
         self, model: LoadedModel, inputs: Sequence[tuple[int, Prompt]], complete: Complete
     ) -> Generator[Result]:
         require_unique_ids(inputs, self.seen_ids)
-        asked = zip(inputs, make_requests(model, self.sampling, inputs), strict=True)
-        made = [(index, item) for (index, _), request in asked for item in repeat_samples(request, self.sampling.n)]
-        for index, item in made:
+        pairs = zip(inputs, make_requests(model, self.sampling, inputs), strict=True)
+        items = [(index, item) for (index, _), request in pairs for item in repeat_samples(request, self.sampling.n)]
+        for index, item in items:
             if isinstance(item, Rejected):
                 yield replace(item, prompt_index=index)
-        places = [index for index, item in made if isinstance(item, Request)]
-        joined = list(add_hidden_beams(join_requests([item for _, item in made if isinstance(item, Request)])))
-        for place, completion in complete([each.request for each in joined]):
-            for member in joined[place].members:
-                yield replace(completion, prompt_index=places[member])
+        indices = [index for index, item in items if isinstance(item, Request)]
+        joined = list(add_hidden_beams(join_requests([item for _, item in items if isinstance(item, Request)])))
+        for position, completion in complete([each.request for each in joined]):
+            for member in joined[position].members:
+                yield replace(completion, prompt_index=indices[member])
 
 
-def repeat_samples(made: Request | Rejected, count: int) -> list[Request | Rejected]:
+def repeat_samples(request: Request | Rejected, count: int) -> list[Request | Rejected]:
     """`count` copies, each with its `sample_index`."""
-    return [made, *(replace(made, sample_index=index) for index in range(1, count))]
+    return [request, *(replace(request, sample_index=index) for index in range(1, count))]
 
 
 def require_unique_ids(prompts: Sequence[tuple[int, Prompt]], seen_ids: dict[str, int]) -> None:
@@ -68,13 +68,13 @@ def make_requests(
     """A request per prompt, or the reason for its rejection. Raises ConfigError for chats without a chat template, and
     for stop strings without a tokenizer."""
     limits = {sampling.max_new_tokens, *(prompt.max_new_tokens for _, prompt in prompts)}
-    most_tokens = None if 0 in limits else model.shape.context_tokens
-    every = tokenize_prompts(model, [prompt for _, prompt in prompts], most_tokens, keeps_empty=True)
-    found: list[Request | Rejected] = []
-    for (index, prompt), given in zip(prompts, every, strict=True):
+    max_tokens = None if 0 in limits else model.shape.context_tokens
+    tokenized = tokenize_prompts(model, [prompt for _, prompt in prompts], max_tokens, keeps_empty=True)
+    requests: list[Request | Rejected] = []
+    for (index, prompt), ids in zip(prompts, tokenized, strict=True):
         id = prompt.id or str(index)
-        if isinstance(given, str) and given:
-            found.append(Rejected(id=id, error=given))
+        if isinstance(ids, str) and ids:
+            requests.append(Rejected(id=id, error=ids))
         else:
-            found.append(make_request(model, sampling, id, given, prompt.overrides))
-    return found
+            requests.append(make_request(model, sampling, id, ids, prompt.overrides))
+    return requests

@@ -126,19 +126,19 @@ def apply_settings(config: RuntimeConfig | None, settings: Mapping[str, object])
     """`config`, or the default config, with these settings applied. Raises ConfigError."""
     is_config = config is None or isinstance(config, RuntimeConfig)
     require(is_config, f"config must be a RuntimeConfig, got {config!r}: a model is given as model={config!r}")
-    found = config or RuntimeConfig()
+    result = config or RuntimeConfig()
     groups = {field.name for field in fields(RuntimeConfig)}
-    places = setting_groups()
+    key_groups = setting_groups()
     for name in settings:
-        near = did_you_mean(name, [*groups, *places])
-        known = near or ": a setting is a group, or the last part of a key"
-        require(name in groups or name in places, f"Runtime has no setting {name}{known}")
+        suggestion = did_you_mean(name, [*groups, *key_groups])
+        known = suggestion or ": a setting is a group, or the last part of a key"
+        require(name in groups or name in key_groups, f"Runtime has no setting {name}{known}")
     if given := {name: settings[name] for name in settings if name in groups}:
-        found = replace(found, **given)
-    for group in sorted({places[name] for name in settings if name in places}):
-        own = {name: value for name, value in settings.items() if places.get(name) == group}
-        found = replace(found, **{group: replace(getattr(found, group), **own)})
-    return found
+        result = replace(result, **given)
+    for group in sorted({key_groups[name] for name in settings if name in key_groups}):
+        own = {name: value for name, value in settings.items() if key_groups.get(name) == group}
+        result = replace(result, **{group: replace(getattr(result, group), **own)})
+    return result
 
 
 def setting_groups() -> dict[str, str]:
@@ -146,5 +146,5 @@ def setting_groups() -> dict[str, str]:
     default = RuntimeConfig()
     keys = {group.name: [key.name for key in fields(getattr(default, group.name))] for group in fields(RuntimeConfig)}
     num_groups = Counter(name for names in keys.values() for name in names)
-    found = {name: group for group, names in keys.items() for name in names if num_groups[name] == 1}
-    return {name: group for name, group in (found | AMBIGUOUS_KEYS).items() if name != "device"}
+    unique = {name: group for group, names in keys.items() for name in names if num_groups[name] == 1}
+    return {name: group for name, group in (unique | AMBIGUOUS_KEYS).items() if name != "device"}

@@ -70,7 +70,7 @@ class Prompt:
         )
 
     @staticmethod
-    def from_value(value: "PromptLike", place: int) -> "Prompt":
+    def from_value(value: "PromptLike", position: int) -> "Prompt":
         """Converts a text, token ids or messages. Raises ConfigError with the position in the input."""
         if isinstance(value, Prompt):
             return value
@@ -85,7 +85,7 @@ class Prompt:
                 ids = [index(item) for item in items]  # pyright: ignore[reportArgumentType] - just seen
                 return Prompt(token_ids=ids)
         raise ConfigError(
-            f"prompt {place} must be a text, a list of token ids, a list of messages or a Prompt, got {value!r:.80}"
+            f"prompt {position} must be a text, a list of token ids, a list of messages or a Prompt, got {value!r:.80}"
         )
 
 
@@ -119,19 +119,19 @@ def render_prompts(model: LoadedModel, prompts: Sequence[Prompt]) -> list[str | 
 
 
 def tokenize_prompts(
-    model: LoadedModel, prompts: Sequence[Prompt], most_tokens: int | None, *, keeps_empty: bool = False
+    model: LoadedModel, prompts: Sequence[Prompt], max_tokens: int | None, *, keeps_empty: bool = False
 ) -> list[Sequence[int] | str]:
     """Token ids of each prompt, or the reason that it has none; see `tokenize_each`. `keeps_empty`: empty texts stay
     empty. Raises ConfigError for chats without a template, CheckpointError for texts without a tokenizer."""
     texts = render_prompts(model, prompts)
-    found: list[Sequence[int] | str] = [text.as_error if isinstance(text, TemplateRefusal) else text for text in texts]
+    results = [text.as_error if isinstance(text, TemplateRefusal) else text for text in texts]
     for is_chat in (False, True):
-        given = {
-            place: text
-            for place, (text, prompt) in enumerate(zip(texts, prompts, strict=True))
+        selected = {
+            number: text
+            for number, (text, prompt) in enumerate(zip(texts, prompts, strict=True))
             if isinstance(text, str) and (prompt.messages is not None) == is_chat and (text or not keeps_empty)
         }
-        ids = tokenize_each(model, list(given.values()), is_rendered=is_chat, most_tokens=most_tokens)
-        for place, each in zip(given, ids, strict=True):
-            found[place] = each
-    return found
+        ids = tokenize_each(model, list(selected.values()), is_rendered=is_chat, max_tokens=max_tokens)
+        for number, each in zip(selected, ids, strict=True):
+            results[number] = each
+    return results

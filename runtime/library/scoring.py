@@ -37,9 +37,9 @@ class Targets:
         if isinstance(value, tuple) and len(value) == 2:
             prompt, given = value
             targets = [given] if _is_target(given) else list(given) if isinstance(given, Sequence) else []
-            good = [target for target in targets if _is_target(target)]
-            if good and len(good) == len(targets):
-                return Targets(prompt, good)
+            valid = [target for target in targets if _is_target(target)]
+            if valid and len(valid) == len(targets):
+                return Targets(prompt, valid)
         raise ConfigError(
             f"pair {index} must be (prompt, target), (prompt, [target, ...]) or Targets, and a target a text or a list "
             f"of token ids; got {value!r:.80}"
@@ -124,9 +124,9 @@ class ScoringBatch:
     def requests(self) -> list[Request]:
         return [each.request for each in self.joined]
 
-    def make_scores(self, place: int, completion: Completion) -> Iterator[Scored]:
+    def make_scores(self, index: int, completion: Completion) -> Iterator[Scored]:
         """The scores of all targets of the joined request at `place`."""
-        for i in self.joined[place].members:
+        for i in self.joined[index].members:
             if completion.error is not None:
                 yield replace(self.unscored[i], error=completion.error)
                 continue
@@ -151,7 +151,7 @@ def make_scoring_batch(model: LoadedModel, pairs: Sequence[tuple[int, Targets]])
             for text, prompt, (_, pair) in zip(texts, prompts, pairs, strict=True)
         ],
     )
-    members, found, rejected = list[Request](), list[Scored](), list[Scored]()
+    members, unscored, rejected = list[Request](), list[Scored](), list[Scored]()
     for (index, _), prompt, targets in zip(pairs, prompts, encoded, strict=True):
         for number, ids in enumerate(targets):
             scored = Scored(prompt_index=index, target_index=number, id=prompt.id or str(index))
@@ -159,14 +159,14 @@ def make_scoring_batch(model: LoadedModel, pairs: Sequence[tuple[int, Targets]])
                 rejected.append(replace(scored, error=ids))
                 continue
             prompt_ids, target_ids = ids
-            made = make_scoring(model, str(len(members)), prompt_ids, target_ids)
+            request = make_scoring(model, str(len(members)), prompt_ids, target_ids)
             scored = replace(scored, num_prompt_tokens=len(prompt_ids))
-            if isinstance(made, Rejected):
-                rejected.append(replace(scored, error=made.error))
+            if isinstance(request, Rejected):
+                rejected.append(replace(scored, error=request.error))
             else:
-                members.append(made)
-                found.append(replace(scored, token_ids=tuple(target_ids)))
-    return ScoringBatch(members=members, unscored=found, joined=join_requests(members), rejected=rejected)
+                members.append(request)
+                unscored.append(replace(scored, token_ids=tuple(target_ids)))
+    return ScoringBatch(members=members, unscored=unscored, joined=join_requests(members), rejected=rejected)
 
 
 class ScoringTask(RuntimeTask[TargetsLike, Targets, Scored]):
@@ -192,15 +192,15 @@ class ScoringTask(RuntimeTask[TargetsLike, Targets, Scored]):
 def score_documents(
     model: LoadedModel,
     documents: Iterable[str | Sequence[int]],
-    most_tokens: int | None,
+    max_tokens: int | None,
     score: Callable[[Sequence[Targets]], Sequence[Scored]],
 ) -> list[ScoredDocument]:
     """Scores documents in windows of up to `most_tokens` (None: the model's context) with `score`. Raises ConfigError
     if the model has no first token to condition on, or a window is too short."""
-    given = list(documents)
+    texts = list(documents)
     pairs, owners = list[Targets](), list[int]()
     errors, values = list[str | None](), list[list[float]]()
-    for index, windows in enumerate(document_windows(model, given, most_tokens)):
+    for index, windows in enumerate(document_windows(model, texts, max_tokens)):
         errors.append(windows if isinstance(windows, str) else None)
         values.append([])
         for prompt_ids, target_ids in () if isinstance(windows, str) else windows:
@@ -209,7 +209,7 @@ def score_documents(
     for owner, scored in zip(owners, score(pairs) if pairs else (), strict=True):
         values[owner] += scored.token_logprobs
         errors[owner] = errors[owner] or scored.error
-    sizes = [TextSize.from_text(document if isinstance(document, str) else "") for document in given]
+    sizes = [TextSize.from_text(document if isinstance(document, str) else "") for document in texts]
     return [
         ScoredDocument(
             prompt_index=index,

@@ -68,61 +68,60 @@ class TableColumns:
         """The distinct columns that are read."""
         return list(dict.fromkeys([self.prompt, *([self.id] if self.id is not None else []), *self.overrides.values()]))
 
-    def output_schema(self, given: pa.Schema, sampling: SamplingConfig) -> pa.Schema:
+    def output_schema(self, schema: pa.Schema, sampling: SamplingConfig) -> pa.Schema:
         """The input columns, then the result columns. Raises ConfigError if an input column is missing, duplicated or
         of the wrong type, if a result column exists already, or if `sampling.n` is not 1."""
         for name in self.input_columns:
-            num = given.names.count(name)
-            listed = ", ".join(map(repr, given.names[:MAX_LISTED])) or "none"
-            near = did_you_mean(name, given.names)
-            require(num > 0, f"the table has no column {name!r}; its columns: {listed}{near}")
+            num = schema.names.count(name)
+            listed = ", ".join(map(repr, schema.names[:MAX_LISTED])) or "none"
+            suggestion = did_you_mean(name, schema.names)
+            require(num > 0, f"the table has no column {name!r}; its columns: {listed}{suggestion}")
             require(num == 1, f"the table has {num} columns {name!r}: names of input columns must be unique")
-        kind = given.field(self.prompt).type
+        kind = schema.field(self.prompt).type
         is_prompt = kinds.is_null(kind) or any(test(kind) for test in PROMPTS)
-        what = "a prompt is a text, a list of token ids, or a list of messages"
-        require(is_prompt, f"the column {self.prompt!r} holds {kind}: {what}")
+        expected = "a prompt is a text, a list of token ids, or a list of messages"
+        require(is_prompt, f"the column {self.prompt!r} holds {kind}: {expected}")
         if self.id is not None:
-            kind = given.field(self.id).type
+            kind = schema.field(self.id).type
             is_id = _is_text(kind) or kinds.is_integer(kind)
             require(is_id, f"the column {self.id!r} holds {kind}: ids are texts or whole numbers")
         for key, name in self.overrides.items():
-            (what, test), kind = OVERRIDES[key], given.field(name).type
-            is_own = kinds.is_null(kind) or test(kind)
-            require(is_own, f"the column {name!r} holds {kind}: a row's own {key} are {what}")
+            (expected, test), kind = OVERRIDES[key], schema.field(name).type
+            is_valid = kinds.is_null(kind) or test(kind)
+            require(is_valid, f"the column {name!r} holds {kind}: a row's own {key} are {expected}")
         require(sampling.n == 1, f"sampling.n={sampling.n}: a table has one row out for each row in; repeat its rows")
         added = [each.with_name(f"{self.prefix}{each.name}") for each in result_schema(sampling)]
-        taken = [each.name for each in added if each.name in given.names]
+        duplicates = [each.name for each in added if each.name in schema.names]
         require(
-            not taken,
-            f"the table already has columns named as results are: {', '.join(map(repr, taken))}: rename them, or set "
-            "prefix",
+            not duplicates,
+            f"the table already has result columns {', '.join(map(repr, duplicates))}: rename them, or set prefix",
         )
-        return pa.schema([*given, *added], metadata=given.metadata)
+        return pa.schema([*schema, *added], metadata=schema.metadata)
 
     def read_prompts(self, table: pa.Table) -> list[PromptOrRejected]:
         """The prompt of each row, or its rejection. Without an id column the id is the row number."""
-        found = list[PromptOrRejected]()
-        for place, row in enumerate(table.select(self.input_columns).to_pylist()):
-            id = str(place) if self.id is None else str(row[self.id])
+        prompts = list[PromptOrRejected]()
+        for number, row in enumerate(table.select(self.input_columns).to_pylist()):
+            id = str(number) if self.id is None else str(row[self.id])
             try:
                 if self.id is not None and row[self.id] is None:
                     raise ConfigError(f"its id, in column {self.id!r}, is null")
                 own = {key: row[column] for key, column in self.overrides.items() if row[column] is not None}
-                found.append(Prompt(id=id, **_prompt_fields(row[self.prompt]), **own))
+                prompts.append(Prompt(id=id, **_prompt_fields(row[self.prompt]), **own))
             except ConfigError as error:
-                found.append(Rejected(id=f"row {place}", error=str(error)))
-        return found
+                prompts.append(Rejected(id=f"row {number}", error=str(error)))
+        return prompts
 
     def generate_results(
         self, table: pa.Table, sampling: SamplingConfig, generate: Callable[[Sequence[Prompt]], Sequence[Result]]
     ) -> pa.Table:
         """`table` with the results of `generate` for its prompts. Raises ConfigError as `output_schema`."""
         self.output_schema(table.schema, sampling)
-        found: list[Prompt | Result] = [*self.read_prompts(table)]
-        places = [place for place, each in enumerate(found) if isinstance(each, Prompt)]
-        for result in generate([each for each in found if isinstance(each, Prompt)]):
-            found[places[result.prompt_index]] = result
-        results = [each for each in found if not isinstance(each, Prompt)]
+        items: list[Prompt | Result] = [*self.read_prompts(table)]
+        indices = [place for place, each in enumerate(items) if isinstance(each, Prompt)]
+        for result in generate([each for each in items if isinstance(each, Prompt)]):
+            items[indices[result.prompt_index]] = result
+        results = [each for each in items if not isinstance(each, Prompt)]
         schema = result_schema(sampling)
         rows = [result_values(result) for result in results]
         values = [{name: row[name] for name in schema.names} for row in rows]

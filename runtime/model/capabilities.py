@@ -26,7 +26,7 @@ from ..probing.layer_lists import (
     max_over_layers,
     num_attention_heads,
 )
-from ..probing.packed_probe import is_latent, latent_rank, packed_lanes_refusal
+from ..probing.packed_probe import is_latent, latent_rank, packed_lanes_obstacle
 from ..probing.padded_probe import cache_argument
 from .experts import is_bare, is_experts
 from .fused import FusedGatedMLP
@@ -86,7 +86,7 @@ def choose_lanes(model: PreTrainedModel, wanted: Lanes) -> tuple[bool, str]:
     elif types - PACKED_LAYER_TYPES:
         reason = f"layers of type {min(types - PACKED_LAYER_TYPES)}"
     else:
-        reason = packed_lanes_refusal(model)
+        reason = packed_lanes_obstacle(model)
     if reason == NO_DECODER:
         raise ConfigError(f"model.path: {type(model).__name__} is no decoder: {reason}")
     if wanted is Lanes.padded:

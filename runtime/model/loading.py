@@ -341,7 +341,7 @@ def _build_empty_model(
         truncated.shorten(hf_config)
     most_tensors = 16 * len(checkpoint.tensors) + 8192  # several are fused in one of its own, or shared by many layers
     with as_checkpoint_error(f"{path}: config.json makes no model", described):
-        model = build_meta_model(hf_config, dtype, most_tensors=most_tensors, encodes=encodes)
+        model = build_meta_model(hf_config, dtype, max_tensors=most_tensors, encodes=encodes)
     with as_config_error(type(model).__name__):
         zeroed = zeroed_rows(model)
         drop_unused_modules(model)

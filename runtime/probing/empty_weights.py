@@ -46,7 +46,7 @@ class ProbeEnded(Exception):
 
     def __init__(self, hidden: torch.Tensor, named: dict[str, object]):
         super().__init__()
-        self.hidden, self.named = hidden, named
+        self.hidden, self.arguments = hidden, named
 
 
 class _EndLayer(nn.Module):
@@ -68,12 +68,12 @@ class _EndLayer(nn.Module):
 
 def copy_on_meta(model: PreTrainedModel) -> PreTrainedModel:
     """A copy on the meta device, for shapes only. Without experts, since routing depends on values."""
-    found = copy.deepcopy(model).to("meta")  # pyright: ignore[reportArgumentType] - transformers hides the signature
-    _leave_out_experts(found)
-    return found
+    probe = copy.deepcopy(model).to("meta")  # pyright: ignore[reportArgumentType] - transformers hides the signature
+    _remove_experts(probe)
+    return probe
 
 
-def _leave_out_experts(model: PreTrainedModel) -> None:
+def _remove_experts(model: PreTrainedModel) -> None:
     for name in [name for name, _ in model.named_modules() if name.rpartition(".")[2] == "experts"]:
         model.set_submodule(name, _NoExperts())
 
@@ -84,18 +84,18 @@ def copy_with_random_values(
     """A copy of the first layers on the CPU. Element (i, j) of a matrix is element i + j of a random vector, so weights
     take no memory, and rows and columns are all distinct. Running it raises `ProbeEnded` after the last layer if the
     model has more."""
-    found = copy.deepcopy(model)
-    if getattr(found.config.get_text_config(), "_experts_implementation", None) is not None:
-        found.set_experts_implementation("eager")  # others would copy all of a layer's experts
+    probe = copy.deepcopy(model)
+    if getattr(probe.config.get_text_config(), "_experts_implementation", None) is not None:
+        probe.set_experts_implementation("eager")  # others would copy all of a layer's experts
     if num_layers is not None:
-        for part in layer_lists(found):
+        for part in layer_lists(probe):
             if len(part.layers) > num_layers:
                 part.layers[num_layers] = _EndLayer(part.layers[num_layers])
                 del part.layers[num_layers + 1 :]
     if not with_experts:
-        _leave_out_experts(found)
+        _remove_experts(probe)
     generator = torch.Generator().manual_seed(0)
-    for module in found.modules():
+    for module in probe.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 length = sum(parameter.shape) - parameter.ndim + 1
@@ -104,9 +104,9 @@ def copy_with_random_values(
                 if parameter.numel() <= SMALL_NUMEL:
                     matrix = matrix.clone(memory_format=torch.contiguous_format)
                 module._parameters[name] = nn.Parameter(matrix, requires_grad=False)
-    for name, module in list(found.named_modules()):
+    for name, module in list(probe.named_modules()):
         if type(module) is nn.Linear:
             scale = torch.randn(module.out_features, generator=generator).to(module.weight.dtype)
             sizes = (module.in_features, module.out_features, scale)
-            found.set_submodule(name, _CheapLinear(module.weight, module.bias, *sizes))
-    return found
+            probe.set_submodule(name, _CheapLinear(module.weight, module.bias, *sizes))
+    return probe

@@ -28,12 +28,12 @@ def chunk_size(module: torch.nn.Module, layer: int) -> int | None:
     return getattr(config, "attention_chunk_size", None) if types and types[layer] == "chunked_attention" else None
 
 
-def unsupported_argument(wishes: Mapping[str, object]) -> str:
+def unsupported_argument(arguments: Mapping[str, object]) -> str:
     """Finds an attention argument that lanes do not support."""
-    if UNSUPPORTED.isdisjoint(wishes):
+    if UNSUPPORTED.isdisjoint(arguments):
         return ""
-    found = sorted(name for name in UNSUPPORTED if wishes.get(name) is not None)
-    return f"its attention wants {found[0]}" if found else ""
+    names = sorted(name for name in UNSUPPORTED if arguments.get(name) is not None)
+    return f"its attention wants {names[0]}" if names else ""
 
 
 def custom_mask(attention_mask: torch.Tensor | None) -> str:

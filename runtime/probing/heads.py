@@ -69,16 +69,17 @@ def model_head(model: PreTrainedModel) -> Head:
 
 def encoder_class(config: PreTrainedConfig) -> str | None:
     """The name of transformers' encoder-only class; None if there is none."""
-    found = _class_names(AutoModelForTextEncoding, config) - _class_names(AutoModel, config)
-    return next(iter(found), None)
+    names = _class_names(AutoModelForTextEncoding, config) - _class_names(AutoModel, config)
+    return next(iter(names), None)
 
 
 def _class_names(auto: type[_BaseAutoModelClass], config: PreTrainedConfig) -> set[str]:
     known = auto._model_mapping
     if known is None or type(config) not in known:
         return set()
-    found = known[type(config)]
-    names = {each.__name__ for each in (found if isinstance(found, tuple | list) else (found,)) if each is not None}
+    classes = known[type(config)]
+    classes = classes if isinstance(classes, tuple | list) else (classes,)
+    names = {each.__name__ for each in classes if each is not None}
     return {name for name in names if not name.endswith("LMHeadModel")}
 
 
@@ -97,14 +98,14 @@ def looks_ahead(model: PreTrainedModel) -> bool:
 @torch.no_grad()
 def _first_hidden_state(probe: PreTrainedModel, ids_1S: torch.Tensor) -> torch.Tensor:
     """The first token's hidden state after the copy's last layer."""
-    found = list[torch.Tensor]()
+    hidden_states = list[torch.Tensor]()
 
-    def look(module: torch.nn.Module, given: object, out: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-        found.append(out[0] if isinstance(out, tuple) else out)
+    def record_output(module: torch.nn.Module, given: object, out: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        hidden_states.append(out[0] if isinstance(out, tuple) else out)
 
-    handles = [layer.register_forward_hook(look) for layer in layer_lists(probe)[0].layers]
+    handles = [layer.register_forward_hook(record_output) for layer in layer_lists(probe)[0].layers]
     with suppress(ProbeEnded):
         probe(input_ids=ids_1S)
     for handle in handles:
         handle.remove()
-    return found[-1][0, 0]
+    return hidden_states[-1][0, 0]

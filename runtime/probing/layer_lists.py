@@ -62,8 +62,8 @@ def layer_lists(model: PreTrainedModel) -> list[LayerList]:
     """The decoder's layers, after the encoder's if there is one. Raises ConfigError if none is found."""
     if not model.config.is_encoder_decoder:
         decoder = model.get_decoder()
-        whole = model if not _module_lists(model, decoder) else decoder  # of some classes it is the matrix that decodes
-        return [_find_layers(model, whole, StageKind.layer)]
+        root = model if not _module_lists(model, decoder) else decoder  # of some classes it is the matrix that decodes
+        return [_find_layers(model, root, StageKind.layer)]
     parts = ((model.get_encoder(), StageKind.encoder), (model.get_decoder(), StageKind.layer))
     return [_find_layers(model, part, kind) for part, kind in parts]
 
@@ -71,10 +71,10 @@ def layer_lists(model: PreTrainedModel) -> list[LayerList]:
 def stage_kinds(lists: Sequence[LayerList]) -> tuple[StageKind, ...]:
     """The kind of each stage, in the order of the forward pass."""
     kinds = [StageKind.embedding]
-    for found in lists:
-        if found.kind is StageKind.layer and StageKind.encoder in kinds:
+    for layer_list in lists:
+        if layer_list.kind is StageKind.layer and StageKind.encoder in kinds:
             kinds.append(StageKind.bridge)
-        kinds += [found.kind] * len(found.layers)
+        kinds += [layer_list.kind] * len(layer_list.layers)
     return (*kinds, StageKind.head)
 
 
@@ -92,24 +92,25 @@ def _find_layers(model: PreTrainedModel, part: torch.nn.Module, kind: StageKind)
             f"model.path: {type(model).__name__} shows no list of {kind.value}s (_no_split_modules={sorted(names)}), "
             "so it cannot be streamed layer by layer"
         )
-    most = max(outermost, key=lambda path: sum(parameter.numel() for parameter in lists[path].parameters()))
-    owner = most.rpartition(".")[0]
+    largest = max(outermost, key=lambda path: sum(parameter.numel() for parameter in lists[path].parameters()))
+    owner = largest.rpartition(".")[0]
     siblings = [path for path in outermost if path.rpartition(".")[0] == owner and len(lists[path]) > 1]
-    same = [path for path in siblings if len(lists[path]) == len(lists[siblings[0]])]
-    if len(same) > 1:  # of one length, side by side: a layer then is one item of each (XLM)
+    parallel = [path for path in siblings if len(lists[path]) == len(lists[siblings[0]])]
+    if len(parallel) > 1:  # of one length, side by side: a layer then is one item of each (XLM)
         raise ConfigError(
-            f"model.path: {type(model).__name__} spreads its layers over {' and '.join(same)}, "
+            f"model.path: {type(model).__name__} spreads its layers over {' and '.join(parallel)}, "
             "so it cannot be streamed layer by layer"
         )
-    return LayerList(kind=kind, path=most, layers=lists[most])
+    return LayerList(kind=kind, path=largest, layers=lists[largest])
 
 
 def _module_lists(model: PreTrainedModel, part: torch.nn.Module) -> dict[str, torch.nn.ModuleList]:
     """Lists of compound modules with weights, by path, outer ones first. Skips vision and audio towers, which have
     configs of another class."""
-    ours = {type(config) for config in (model.config, decoder_config(model.config), getattr(part, "config", None))}
-    others = [each for each in part.modules() if isinstance(each, PreTrainedModel) and type(each.config) not in ours]
-    inside = set(part.modules()) - {module for other in others for module in other.modules()}
+    configs = (model.config, decoder_config(model.config), getattr(part, "config", None))
+    kinds = {type(config) for config in configs}
+    towers = [each for each in part.modules() if isinstance(each, PreTrainedModel) and type(each.config) not in kinds]
+    inside = set(part.modules()) - {module for tower in towers for module in tower.modules()}
     return {
         path: module
         for path, module in model.named_modules()

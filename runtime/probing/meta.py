@@ -45,9 +45,9 @@ class _WeightsOnMeta(TorchFunctionMode):
     of one real buffer, since such a config cannot match the weights.
     """
 
-    def __init__(self, most_tensors: int | None):
+    def __init__(self, max_tensors: int | None):
         super().__init__()
-        self._most_tensors, self._num_tensors = most_tensors, 0
+        self._max_tensors, self._num_tensors = max_tensors, 0
 
     def __torch_function__(
         self,
@@ -64,9 +64,9 @@ class _WeightsOnMeta(TorchFunctionMode):
         if kwargs.get("device") is None:
             if func is torch.empty:
                 self._num_tensors += 1
-                if self._most_tensors is not None and self._num_tensors > self._most_tensors:
+                if self._max_tensors is not None and self._num_tensors > self._max_tensors:
                     raise CheckpointError(
-                        f"config.json asks for more than {self._most_tensors:,} weights; the checkpoint has far fewer"
+                        f"config.json asks for more than {self._max_tensors:,} weights; the checkpoint has far fewer"
                     )
                 kwargs["device"] = "meta"
             elif func in _COUNTED:
@@ -101,7 +101,7 @@ def auto_class(config: PreTrainedConfig, *, encodes: bool = False) -> type[_Base
 
 
 def build_meta_model(
-    config: PreTrainedConfig, dtype: torch.dtype, *, most_tensors: int | None = None, encodes: bool = False
+    config: PreTrainedConfig, dtype: torch.dtype, *, max_tensors: int | None = None, encodes: bool = False
 ) -> PreTrainedModel:
     """The language model of `config`, in eval mode: every parameter on meta, every buffer real and on the CPU.
 
@@ -113,14 +113,14 @@ def build_meta_model(
     auto, config = auto_class(config, encodes=encodes), copy.deepcopy(config)
     if auto is AutoModelForTextEncoding:
         config.is_encoder_decoder = False
-    with _WeightsOnMeta(most_tensors):
+    with _WeightsOnMeta(max_tensors):
         model = auto.from_config(config, dtype=dtype)
-    moved: dict[nn.Parameter, nn.Parameter] = {}  # by identity: tied parameters stay one object
+    meta_parameters: dict[nn.Parameter, nn.Parameter] = {}  # by identity: tied parameters stay one object
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter not in moved:
-                moved[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-            setattr(module, name, moved[parameter])
+            if parameter not in meta_parameters:
+                meta_parameters[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+            setattr(module, name, meta_parameters[parameter])
     # Buffers that ended on meta are filled by the class's own initialisation, as from_pretrained fills them.
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -158,7 +158,7 @@ class _ParameterWrites(TorchDispatchMode):
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self._names = {tensor.untyped_storage()._cdata: name for name, tensor in model.named_parameters()}
-        self.found = list[tuple[str, str, torch.Tensor]]()
+        self.writes = list[tuple[str, str, torch.Tensor]]()
 
     def __torch_dispatch__(
         self,
@@ -171,7 +171,7 @@ class _ParameterWrites(TorchDispatchMode):
         if func._schema.is_mutable and isinstance(target, torch.Tensor) and target.is_meta:
             name = self._names.get(target.untyped_storage()._cdata)
             if name is not None:
-                self.found.append((name, func._schema.name.partition("::")[2], target))
+                self.writes.append((name, func._schema.name.partition("::")[2], target))
         return func(*args, **(kwargs or {}))
 
 
@@ -194,7 +194,7 @@ def zeroed_rows(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     with _ParameterWrites(model) as writes:
         initialize_again(model)
     rows: dict[str, tuple[int, ...]] = {}
-    for name, operation, target in writes.found:
+    for name, operation, target in writes.writes:
         width = model.get_parameter(name).shape[-1]
         if operation != "zero_" or target.shape != (width,) or target.stride() != (1,):
             raise ConfigError(

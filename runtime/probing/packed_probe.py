@@ -45,15 +45,15 @@ class Mask:
     def matches(self, reach: Reach, num_positions: int) -> bool:
         """True if packed lanes with `reach` mask the same positions, up to `num_positions`."""
         sizes = [size for size in (reach.window, reach.chunk, self.size) if size is not None]
-        edges = {place for size in sizes for place in (size - 1, size, size + 1, 2 * size + 1)}
-        places = sorted(place for place in {0, 1, 2, num_positions - 1} | edges if 0 <= place < num_positions)
-        places_S = torch.tensor(places)
-        shown_SS = self.function(0, 0, places_S[:, None], places_S[None, :])
-        if shown_SS.is_meta:  # chunks begin where padding ends, and there is none
+        edges = {position for size in sizes for position in (size - 1, size, size + 1, 2 * size + 1)}
+        positions = sorted(place for place in {0, 1, 2, num_positions - 1} | edges if 0 <= place < num_positions)
+        positions_S = torch.tensor(positions)
+        visible_SS = self.function(0, 0, positions_S[:, None], positions_S[None, :])
+        if visible_SS.is_meta:  # chunks begin where padding ends, and there is none
             return self.size == reach.chunk
-        firsts_S1 = torch.tensor([reach.first(place) for place in places])[:, None]
-        expected_SS = (places_S[None] <= places_S[:, None]) & (places_S[None] >= firsts_S1)
-        return bool(expected_SS.eq(shown_SS).all())
+        firsts_S1 = torch.tensor([reach.first(place) for place in positions])[:, None]
+        expected_SS = (positions_S[None] <= positions_S[:, None]) & (positions_S[None] >= firsts_S1)
+        return bool(expected_SS.eq(visible_SS).all())
 
 
 @dataclass
@@ -68,21 +68,21 @@ class ProbeRecord:
 
     def are_cached(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
         """True if K and V are the cache's tensors, or are expanded from its latents."""
-        given = self.cached.get(layer)
-        return given is not None and (is_latent(given, self.rank) or (key is given[0] and value is given[1]))
+        tensors = self.cached.get(layer)
+        return tensors is not None and (is_latent(tensors, self.rank) or (key is tensors[0] and value is tensors[1]))
 
 
 class ProbeCache(Cache):
     """Behaves as a packed lane's cache in the first pass of one sequence."""
 
-    def __init__(self, seen: ProbeRecord, device: str) -> None:
+    def __init__(self, record: ProbeRecord, device: str) -> None:
         super().__init__(layers=[])
-        self._seen, self._device = seen, device
+        self._record, self._device = record, device
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._seen.cached[layer_idx] = key_states, value_states
+        self._record.cached[layer_idx] = key_states, value_states
         return key_states, value_states
 
     def get_seq_length(  # pyright: ignore[reportIncompatibleMethodOverride] - a tensor, as PagedKV's
@@ -97,21 +97,21 @@ class ProbeCache(Cache):
         return 0
 
 
-def is_latent(held: Iterable[torch.Tensor], rank: int | None) -> bool:
+def is_latent(tensors: Iterable[torch.Tensor], rank: int | None) -> bool:
     """True if a layer caches compressed KV (MLA), which has one head of `rank` numbers."""
-    return rank is not None and any(t.shape[1] == 1 and t.shape[-1] == rank for t in held)
+    return rank is not None and any(t.shape[1] == 1 and t.shape[-1] == rank for t in tensors)
 
 
 def latent_rank(model: PreTrainedModel) -> int | None:
     return getattr(model.config.get_text_config(), "kv_lora_rank", None)
 
 
-def packed_lanes_refusal(model: PreTrainedModel) -> str:
+def packed_lanes_obstacle(model: PreTrainedModel) -> str:
     """The reason against packed lanes, or "". `model` is unchanged. If the class needs values, its first layers run on
     the CPU with random weights; if that fails too, lanes check at run time (`attention.py`)."""
-    for make, device in COPIES:
+    for make_copy, device in COPIES:
         try:
-            return _run_probe(make(model), device, latent_rank(model))
+            return _run_probe(make_copy(model), device, latent_rank(model))
         except PROBE_ERRORS as error:
             log.debug("%s: no packed pass on %s (%s)", type(model).__name__, device, error)
     return ""
@@ -123,21 +123,21 @@ def _run_probe(probe: PreTrainedModel, device: str, rank: int | None) -> str:
     AttentionMaskInterface.register(NAME, _make_mask)
     probe.set_attn_implementation(NAME)
     vars(probe.config.get_text_config())["pad_token_id"] = None  # or it is looked for among the ids, whatever it is
-    seen = ProbeRecord(rank)
-    places_1T = torch.arange(NUM_TOKENS, device=device)[None]
+    record = ProbeRecord(rank)
+    positions_1T = torch.arange(NUM_TOKENS, device=device)[None]
 
     def forward() -> None:
         with contextlib.suppress(ProbeEnded):
             probe(
-                input_ids=torch.ones_like(places_1T),
-                position_ids=places_1T,
-                past_key_values=ProbeCache(seen, device),
+                input_ids=torch.ones_like(positions_1T),
+                position_ids=positions_1T,
+                past_key_values=ProbeCache(record, device),
                 use_cache=True,
             )
 
-    LaneRun(forward, seen).switch()
-    unseen = sorted(seen.cached.keys() - seen.attended)
-    return seen.reason or (f"layer {unseen[0]} attends by code of its own" if unseen else "")
+    LaneRun(forward, record).switch()
+    unattended = sorted(record.cached.keys() - record.attended)
+    return record.reason or (f"layer {unattended[0]} attends by code of its own" if unattended else "")
 
 
 def _make_mask(
@@ -165,25 +165,25 @@ def _attend(
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Replaces `ragged_attention`: checks its arguments and computes nothing."""
-    seen, layer = _current_record(), guards.layer_index(module)
+    record, layer = _current_record(), guards.layer_index(module)
     reach = Reach(sliding_window, guards.chunk_size(module, layer))
-    mask = next((each for each in seen.masks if each.tensor is attention_mask), None)
+    mask = next((each for each in record.masks if each.tensor is attention_mask), None)
     num_positions = getattr(getattr(module, "config", None), "max_position_embeddings", None) or UNBOUNDED_CONTEXT
     is_known = mask is not None and mask.matches(reach, num_positions)
     reasons = (
         guards.unsupported_argument(kwargs),
         guards.looks_ahead(module, kwargs.get("is_causal")),
-        guards.changed_kv(are_cached=seen.are_cached(layer, key, value)),
+        guards.changed_kv(are_cached=record.are_cached(layer, key, value)),
         guards.hidden_window(module, layer, reach),
         guards.custom_mask(None if is_known else attention_mask),
     )
-    seen.attended.add(layer)
-    seen.reason = seen.reason or next(filter(None, reasons), "")
+    record.attended.add(layer)
+    record.reason = record.reason or next(filter(None, reasons), "")
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
 def _current_record() -> ProbeRecord:
     run = getcurrent()
-    seen = run.cache if isinstance(run, LaneRun) else None
-    assert isinstance(seen, ProbeRecord), "the probe's functions were called outside of it"
-    return seen
+    record = run.cache if isinstance(run, LaneRun) else None
+    assert isinstance(record, ProbeRecord), "the probe's functions were called outside of it"
+    return record

@@ -84,11 +84,11 @@ def probe_padding(model: PreTrainedModel) -> PaddingBehavior:
         alone = _run_sequence(probe)
         if not bool(alone.isfinite().all()):
             return PaddingBehavior()
-        others = _run_sequence(probe, in_turns=True)
+        interleaved = _run_sequence(probe, is_interleaved=True)
     except PROBE_ERRORS as error:
         log.debug("%s: nothing is known of its padded lanes (%s)", name, error)
         return PaddingBehavior()
-    if not _are_close(alone, others):
+    if not _are_close(alone, interleaved):
         raise ConfigError(
             f"model.path: {name} keeps the state of a sequence in its own modules, where lanes overwrite each other's"
         )
@@ -115,17 +115,17 @@ def _are_close(alone: torch.Tensor, others: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _run_sequence(
-    probe: PreTrainedModel, *, num_pads: int = 0, columns: int | None = None, in_turns: bool = False
+    probe: PreTrainedModel, *, num_pads: int = 0, columns: int | None = None, is_interleaved: bool = False
 ) -> torch.Tensor:
     """Logits (passes that ask, V) of one sequence, interleaved with another if `in_turns`."""
     passes = _passes(probe, 0, num_pads, columns)
-    beside = _passes(probe, 1, num_pads, columns)
-    found: list[torch.Tensor] = []
+    other_passes = _passes(probe, 1, num_pads, columns)
+    logits: list[torch.Tensor] = []
     for logits_V in passes:
-        found.append(logits_V)
-        if in_turns:
-            next(beside)
-    return torch.stack(found[-1 - NUM_DECODED :])
+        logits.append(logits_V)
+        if is_interleaved:
+            next(other_passes)
+    return torch.stack(logits[-1 - NUM_DECODED :])
 
 
 def _passes(probe: PreTrainedModel, first: int, num_pads: int, columns: int | None) -> Iterator[torch.Tensor]:

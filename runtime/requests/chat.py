@@ -71,14 +71,14 @@ class ChatRenderer(Closing):
         if self._process is None:
             self._start()
         assert self._process is not None, "it was just started"
-        asked = {"messages": [dict(message) for message in messages], "variables": dict(variables or {})}
-        answer = _exchange(self._process, asked)
-        if answer is None:  # it crashed, or hit a limit
+        request = {"messages": [dict(message) for message in messages], "variables": dict(variables or {})}
+        response = _exchange(self._process, request)
+        if response is None:  # it crashed, or hit a limit
             raise self._crash_error()
-        if "text" not in answer:
-            raise TemplateRefusal(answer.get("error", "its process gave no answer"))
+        if "text" not in response:
+            raise TemplateRefusal(response.get("error", "its process gave no answer"))
         self._num_rendered += 1
-        return answer["text"]
+        return response["text"]
 
     def _start(self) -> None:
         command = [sys.executable, "-P", str(Path(__file__).with_name("chat_worker.py"))]
@@ -97,11 +97,11 @@ class ChatRenderer(Closing):
         code = self._process.poll()
         self.close()
         self._num_crashes += 1
-        late = f"it takes more than {self._cpu_seconds} s of processor time"
-        ended = (
+        timeout = f"it takes more than {self._cpu_seconds} s of processor time"
+        crash = (
             f"it ends its process ({'no answer' if code is None else signal.Signals(-code).name if code < 0 else code})"
         )
-        reason = late if code in (None, -signal.SIGXCPU) else ended
+        reason = timeout if code in (None, -signal.SIGXCPU) else crash
         if self._num_rendered == 0 and self._num_crashes >= MAX_CRASHES:
             return ConfigError(
                 f"{self._purpose}, but the model's chat template made no text of the first "
@@ -114,19 +114,19 @@ def _exchange(process: "subprocess.Popen[bytes]", value: object) -> dict[str, st
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        asked = json.dumps(value).encode() + b"\n"
+        response = json.dumps(value).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise TemplateRefusal(f"they are not valid JSON: {error}") from error
     try:
-        process.stdin.write(asked)
+        process.stdin.write(response)
         process.stdin.flush()
     except BrokenPipeError:
         process.wait()
         return None
     if not select.select([process.stdout], [], [], WALL_SECONDS)[0]:
         return None
-    line = process.stdout.readline()
-    if not line.endswith(b"\n"):
+    response = process.stdout.readline()
+    if not response.endswith(b"\n"):
         process.wait()
         return None
-    return json.loads(line)
+    return json.loads(response)

@@ -28,24 +28,24 @@ def main() -> None:
         _write_line(_render(settings, line))
 
 
-def _render(told: dict, line: str) -> dict[str, str]:
+def _render(settings: dict, line: str) -> dict[str, str]:
     try:
-        asked = json.loads(line)
-        given = {
-            "chat_template": told["template"],
+        request = json.loads(line)
+        arguments = {
+            "chat_template": settings["template"],
             "add_generation_prompt": True,
-            **told["tokens"],
-            **asked["variables"],
+            **settings["tokens"],
+            **request["variables"],
         }
         random.seed(0)  # templates may use random: a resumed run must render the same text
-        made = render_jinja_template([asked["messages"]], **given)
-        text = made[0][0]
+        rendered = render_jinja_template([request["messages"]], **arguments)
+        text = rendered[0][0]
     except TemplateError as error:
         return {"error": _in_one_line(str(error)) or type(error).__name__}
     except Exception as error:  # an untrusted template may raise anything
         return {"error": _in_one_line(f"{type(error).__name__}: {error}").removesuffix(":")}
-    if len(text) > told["text_chars"]:
-        return {"error": f"it makes {len(text):,} characters of them, {told['text_chars']:,} are allowed"}
+    if len(text) > settings["text_chars"]:
+        return {"error": f"it makes {len(text):,} characters of them, {settings['text_chars']:,} are allowed"}
     return {"text": text}
 
 

@@ -60,12 +60,12 @@ def require_readable(model: LoadedModel, spec: EncodingSpec) -> None:
     """Raises ConfigError if the class or tokenizer does not support `spec`."""
     name = type(model.staged.model).__name__
     encoder = encoder_class(model.staged.model.config)
-    way = (
+    hint = (
         "transformers has no class of this one's encoder alone" if encoder is None else "Runtime(encodes=True) opens it"
     )
     require(
         model.start_token_id is None,
-        f"model.path: {name} is an encoder-decoder, and what is pooled is an encoder's: {way}",
+        f"model.path: {name} is an encoder-decoder, and what is pooled is an encoder's: {hint}",
     )
     if (model.checkpoint.path / DENSE_FOLDER).exists():
         log.warning(
@@ -99,7 +99,7 @@ def make_encoding(model: LoadedModel, id: str, prompt_ids: Rows[int], spec: Enco
     if error is not None:
         return Rejected(id=id, error=error, num_prompt_tokens=len(ids))
     if spec.readout is Readout.masks:
-        masked = tuple(place for place, token in enumerate(ids) if token == mask_id(model))
+        masked = tuple(position for position, token in enumerate(ids) if token == mask_id(model))
         encoding = Encoding(num_read=len(masked), masked=masked, num_top=spec.num_top)
     elif spec.readout is Readout.classes:
         encoding = Encoding(num_read=1, has_classes=True)

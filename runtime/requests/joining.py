@@ -24,7 +24,7 @@ def join_requests(requests: Rows[Request], slots: Rows[object] | None = None) ->
         scoring = request.scoring
         computed = request.key if scoring is None else (request.prompt_ids, scoring.decoder_ids, slot)
         groups.setdefault(computed, []).append(i)
-    found = list[JoinedRequest]()
+    joined = list[JoinedRequest]()
     for group in groups.values():
         first = requests[group[0]]
         if len(group) > 1:
@@ -33,16 +33,16 @@ def join_requests(requests: Rows[Request], slots: Rows[object] | None = None) ->
             num_positions = max(scoring.num_positions for scoring in scorings)
             scoring = replace(scorings[0], num_positions=num_positions, last_ids=tuple(last_ids))
             first = replace(first, scoring=scoring)
-        found.append(JoinedRequest(request=first, members=group))
-    return found
+        joined.append(JoinedRequest(request=first, members=group))
+    return joined
 
 
 def member_scores(member: Request, completion: Completion) -> tuple[TokenScore, ...]:
     """Scores of one member of a merged request; empty if it failed."""
-    own, whole = member.scoring, completion.request.scoring
+    own, joined = member.scoring, completion.request.scoring
     assert own is not None, "its tokens are scored"
-    assert whole is not None, "it was joined of scored ones"
-    return tuple(completion.scores[place] for place in whole.positions_of(own)) if completion.is_ok else ()
+    assert joined is not None, "it was joined of scored ones"
+    return tuple(completion.scores[index] for index in joined.positions_of(own)) if completion.is_ok else ()
 
 
 def add_hidden_beams(joined: Iterable[JoinedRequest]) -> Iterator[JoinedRequest]:
@@ -64,19 +64,19 @@ def _hidden_beams(last: Request) -> Iterator[JoinedRequest]:
         yield JoinedRequest(request=replace(last, sample_index=index, is_returned=False), members=())
 
 
-def drop_orphaned_beams(left: Iterable[int], requests: Rows[Request]) -> list[int]:
+def drop_orphaned_beams(indices: Iterable[int], requests: Rows[Request]) -> list[int]:
     """Removes hidden beams from `left` if no returned beam of their search is in it."""
-    known = list(left)
-    asked = {requests[i].id for i in known if requests[i].is_returned}
-    return [i for i in known if requests[i].id in asked]
+    remaining = list(indices)
+    returned = {requests[i].id for i in remaining if requests[i].is_returned}
+    return [i for i in remaining if requests[i].id in returned]
 
 
-def with_hidden_beams(places: Iterable[int], requests: Rows[Request]) -> dict[int, None]:
+def with_hidden_beams(indices: Iterable[int], requests: Rows[Request]) -> dict[int, None]:
     """`places` in order, each followed by its hidden beams."""
-    found = dict[int, None]()
-    for place in places:
-        found[place] = None
-        while place + 1 < len(requests) and not requests[place + 1].is_returned:
-            place += 1
-            found[place] = None
-    return found
+    extended = dict[int, None]()
+    for index in indices:
+        extended[index] = None
+        while index + 1 < len(requests) and not requests[index + 1].is_returned:
+            index += 1
+            extended[index] = None
+    return extended

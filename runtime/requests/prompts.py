@@ -24,15 +24,15 @@ def tokenize(model: LoadedModel, texts: Sequence[str], *, is_rendered: bool = Fa
         raise CheckpointError(f"{model.checkpoint.path} has no tokenizer; set model.tokenizer, or give token ids")
     if not texts:
         return []
-    found = model.tokenizer(
+    token_lists = model.tokenizer(
         list(texts), add_special_tokens=not is_rendered, return_attention_mask=False, return_token_type_ids=False
     )["input_ids"]
     shared: dict[int, int] = {}
-    return [tuple(map(shared.setdefault, ids, ids)) for ids in found]
+    return [tuple(map(shared.setdefault, ids, ids)) for ids in token_lists]
 
 
 def tokenize_each(
-    model: LoadedModel, texts: Sequence[str], *, is_rendered: bool, most_tokens: int | None
+    model: LoadedModel, texts: Sequence[str], *, is_rendered: bool, max_tokens: int | None
 ) -> list[tuple[int, ...] | str]:
     """Token ids of each text, or the reason why it has none: certainly more than `most_tokens`, or a tokenizer error.
 
@@ -40,33 +40,33 @@ def tokenize_each(
     not fail the others.
     """
     try:
-        found: list[tuple[int, ...] | str] = [_length_error(model, text, most_tokens) or "" for text in texts]
-        short = [index for index, reason in enumerate(found) if not reason]
+        results: list[tuple[int, ...] | str] = [_length_error(model, text, max_tokens) or "" for text in texts]
+        short = [index for index, reason in enumerate(results) if not reason]
         ids = tokenize(model, [texts[index] for index in short], is_rendered=is_rendered)
     except (*PASS_ON, CheckpointError):
         raise
     except BaseException as error:
         if len(texts) == 1:
             return [f"the model's tokenizer refuses the prompt: {short_reason(error)}"]
-        return [tokenize_each(model, [text], is_rendered=is_rendered, most_tokens=most_tokens)[0] for text in texts]
+        return [tokenize_each(model, [text], is_rendered=is_rendered, max_tokens=max_tokens)[0] for text in texts]
     for index, each in zip(short, ids, strict=True):
-        found[index] = each
-    return found
+        results[index] = each
+    return results
 
 
-def _length_error(model: LoadedModel, text: str, most_tokens: int | None) -> str:
+def _length_error(model: LoadedModel, text: str, max_tokens: int | None) -> str:
     """Error for a text that is certainly too long, counted in segments; empty otherwise. A single segment is not
     counted."""
-    if most_tokens is None or len(text) <= SEGMENT_CHARACTERS:
+    if max_tokens is None or len(text) <= SEGMENT_CHARACTERS:
         return ""
     num_tokens = 0
     for begin in range(0, len(text), SEGMENT_CHARACTERS):
         [ids] = tokenize(model, [text[begin : begin + SEGMENT_CHARACTERS]], is_rendered=True)
         num_tokens += max(0, len(ids) - CUT_TOKENS)
-        if num_tokens > most_tokens:
+        if num_tokens > max_tokens:
             return (
                 f"the prompt has {len(text):,} characters and more than {num_tokens:,} tokens; the model's context of "
-                f"{most_tokens:,} leaves none to generate"
+                f"{max_tokens:,} leaves none to generate"
             )
     return ""
 

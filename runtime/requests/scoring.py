@@ -37,15 +37,15 @@ def _size_error(model: LoadedModel, prompt_ids: Rows[int], target_ids: Rows[int]
         return "the prompt has no tokens, and the first of the target follows on nothing"
     if not target_ids:
         return "the target has no tokens"
-    most = model.shape.context_tokens
+    context = model.shape.context_tokens
     if model.start_token_id is not None:
-        if max(len(prompt_ids), len(target_ids)) > most:
+        if max(len(prompt_ids), len(target_ids)) > context:
             sizes = f"the prompt has {len(prompt_ids):,} tokens and the target {len(target_ids):,}"
-            return f"{sizes}; the model's encoder and decoder have room for {most:,} each"
-    elif num_tokens > most:
+            return f"{sizes}; the model's encoder and decoder have room for {context:,} each"
+    elif num_tokens > context:
         return (
             f"prompt and target have {num_tokens + 1:,} tokens; the model's context has room for "
-            f"{most:,} and the one that follows"
+            f"{context:,} and the one that follows"
         )
     return vocabulary_error(model, (*prompt_ids, *target_ids))
 
@@ -89,10 +89,10 @@ def encode_pairs(model: LoadedModel, pairs: Rows[TextPair]) -> list[list[PairIds
     as the prompt has alone. With an encoder, or token ids on either side, each is tokenized alone. An empty prompt
     becomes the BOS token. Raises CheckpointError without a tokenizer.
     """
-    wanted = [[_pair_texts(model, pair, target) for target in pair.targets] for pair in pairs]
-    parts = (part for each in wanted for one in each if not isinstance(one, str) for part in one)
-    found = _tokenize_texts(model, [part for part in parts if isinstance(part, TokenizerInput)])
-    return [[one if isinstance(one, str) else _resolve_ids(one, found) for one in each] for each in wanted]
+    inputs = [[_pair_texts(model, pair, target) for target in pair.targets] for pair in pairs]
+    parts = (part for each in inputs for one in each if not isinstance(one, str) for part in one)
+    ids = _tokenize_texts(model, [part for part in parts if isinstance(part, TokenizerInput)])
+    return [[one if isinstance(one, str) else _resolve_ids(one, ids) for one in each] for each in inputs]
 
 
 def _pair_texts(model: LoadedModel, pair: TextPair, target: Target) -> _PairTexts | str:
@@ -114,10 +114,10 @@ def _pair_texts(model: LoadedModel, pair: TextPair, target: Target) -> _PairText
     return _PairTexts(prompt=(start,), target=TokenizerInput(moved, True))
 
 
-def _resolve_ids(wanted: _PairTexts, found: Mapping[TokenizerInput, tuple[int, ...] | str]) -> PairIds | str:
+def _resolve_ids(inputs: _PairTexts, ids_by_text: Mapping[TokenizerInput, tuple[int, ...] | str]) -> PairIds | str:
     known = list[Rows[int]]()
-    for part in wanted:
-        ids = found[part] if isinstance(part, TokenizerInput) else part
+    for part in inputs:
+        ids = ids_by_text[part] if isinstance(part, TokenizerInput) else part
         if isinstance(ids, str):
             return ids
         known.append(ids)
@@ -127,12 +127,12 @@ def _resolve_ids(wanted: _PairTexts, found: Mapping[TokenizerInput, tuple[int, .
 
 def _tokenize_texts(model: LoadedModel, texts: Rows[TokenizerInput]) -> dict[TokenizerInput, tuple[int, ...] | str]:
     """The ids of each distinct text, or its error."""
-    found: dict[TokenizerInput, tuple[int, ...] | str] = {}
+    results: dict[TokenizerInput, tuple[int, ...] | str] = {}
     for is_rendered in (False, True):
-        each = [text for text, how in dict.fromkeys(texts) if how == is_rendered]
-        ids = tokenize_each(model, each, is_rendered=is_rendered, most_tokens=None) if each else []
-        found |= {TokenizerInput(text, is_rendered): one for text, one in zip(each, ids, strict=True)}
-    return found
+        distinct = [text for text, rendered in dict.fromkeys(texts) if rendered == is_rendered]
+        ids = tokenize_each(model, distinct, is_rendered=is_rendered, max_tokens=None) if distinct else []
+        results |= {TokenizerInput(text, is_rendered): one for text, one in zip(distinct, ids, strict=True)}
+    return results
 
 
 def text_start(model: LoadedModel) -> int | None:
@@ -161,37 +161,36 @@ class TextSize:
     @staticmethod
     def total(sizes: Iterable["TextSize"]) -> "TextSize":
         """The sum of several sizes."""
-        every = list(sizes)
-        return TextSize(num_words=sum(each.num_words for each in every), num_bytes=sum(e.num_bytes for e in every))
+        counts = [(size.num_words, size.num_bytes) for size in sizes]
+        return TextSize(num_words=sum(words for words, _ in counts), num_bytes=sum(num for _, num in counts))
 
 
 def document_windows(
-    model: LoadedModel, documents: Rows[str | Rows[int]], most_tokens: int | None
+    model: LoadedModel, documents: Rows[str | Rows[int]], max_tokens: int | None
 ) -> list[list[PairIds] | str]:
-    """The windows of each document, or its error. No special tokens are added. `most_tokens`: see `rolling_windows`;
+    """The windows of each document, or its error. No special tokens are added. `max_tokens`: see `rolling_windows`;
     limited by the model's context. Raises ConfigError if the tokenizer has neither BOS nor EOS."""
-    require(model.start_token_id is None, "an encoder-decoder reads a source: documents have none, score pairs instead")
+    require(model.start_token_id is None, "an encoder-decoder cannot score documents: score (source, target) pairs")
     start = text_start(model)
-    require(start is not None, "documents need a tokenizer with a token that texts begin or end with")
+    require(start is not None, "documents need a tokenizer with a BOS or EOS token; set model.tokenizer")
     assert start is not None
-    room = min(most_tokens or model.shape.context_tokens, model.shape.context_tokens)
-    found = _tokenize_texts(
-        model, [TokenizerInput(document, True) for document in documents if isinstance(document, str)]
-    )
-    every = [found[TokenizerInput(document, True)] if isinstance(document, str) else document for document in documents]
+    window_tokens = min(max_tokens or model.shape.context_tokens, model.shape.context_tokens)
+    inputs = [TokenizerInput(document, True) if isinstance(document, str) else document for document in documents]
+    ids_by_text = _tokenize_texts(model, [text for text in inputs if isinstance(text, TokenizerInput)])
+    document_ids = [ids_by_text[text] if isinstance(text, TokenizerInput) else text for text in inputs]
     return [
-        ids if isinstance(ids, str) else rolling_windows(ids, start, room) or "the document has no tokens"
-        for ids in every
+        ids if isinstance(ids, str) else rolling_windows(ids, start, window_tokens) or "the document has no tokens"
+        for ids in document_ids
     ]
 
 
-def rolling_windows(tokens: Rows[int], start: int, most_tokens: int) -> list[PairIds]:
-    """Windows that score each token of a document once, with as much context before it as fits `most_tokens`. The first
+def rolling_windows(tokens: Rows[int], start: int, max_tokens: int) -> list[PairIds]:
+    """Windows that score each token of a document once, with as much context before it as fits `max_tokens`. The first
     window begins with `start`. Equals lm-eval's `get_rolling_token_windows` (context 1) with `make_disjoint_window`."""
-    require(most_tokens >= 1, f"a window must have room for 1 token or more, got {most_tokens}")
+    require(max_tokens >= 1, f"a window must have room for 1 token or more, got {max_tokens}")
     known, windows = [start, *tokens], list[PairIds]()
-    for begin in range(0, len(tokens), most_tokens):
-        end = min(begin + most_tokens, len(tokens))
-        first = max(0, end - most_tokens)  # index in `known`, which is shifted by one
+    for begin in range(0, len(tokens), max_tokens):
+        end = min(begin + max_tokens, len(tokens))
+        first = max(0, end - max_tokens)  # index in `known`, which is shifted by one
         windows.append((known[first : begin + 1], tokens[begin:end]))
     return windows

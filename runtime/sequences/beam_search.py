@@ -15,7 +15,7 @@ from .beams import BeamRules, BeamState, advance_beams
 from .sequence import BeamTrace, FinishReason, Sequence, TokenLogprobs
 
 # Finish reason and text length if a beam with these tokens is complete, else None.
-Ends = Callable[[Sequence, Rows[int]], tuple[FinishReason, int | None] | None]
+EndCheck = Callable[[Sequence, Rows[int]], tuple[FinishReason, int | None] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class BeamSearch:
         rules: BeamRules,
         *,
         scores: Callable[[Rows[Sequence], torch.Tensor], torch.Tensor],
-        ends: Ends,
+        ends: EndCheck,
         vocab_size: int,
         num_top: int,
         bans: Rows[str],
@@ -76,19 +76,19 @@ class BeamSearch:
             numbers, begin = drawn[begin : begin + len(beams)], begin + len(beams)
             is_finite = numbers[:, 0].tolist()
             candidates = read_candidates(numbers[:, 1:], self._rules, self._vocab_size, self._num_top)
-            place = f"at new token {len(beams[0].generated)} (pass {step})"
+            position = f"at new token {len(beams[0].generated)} (pass {step})"
             if not all(is_finite):
-                _fail_beams(beams, f"the model gave NaN or infinite logits {place}", is_finite)
+                _fail_beams(beams, f"the model gave NaN or infinite logits {position}", is_finite)
             elif not candidates.scores[0] > -torch.inf:
-                _fail_beams(beams, f"no token is left {place}: {', '.join(self._bans)} ban them all", is_finite)
+                _fail_beams(beams, f"no token is left {position}: {', '.join(self._bans)} ban them all", is_finite)
             else:
                 advance_search(beams, candidates, self._rules, self._ends)
 
 
 def _fail_beams(beams: Rows[Sequence], error: str, is_finite: Rows[int]) -> None:
-    for beam, is_sound in zip(beams, is_finite, strict=True):
+    for beam, has_finite_logits in zip(beams, is_finite, strict=True):
         beam.fail(error)
-        beam.is_broken = not is_sound
+        beam.is_broken = not has_finite_logits
 
 
 def split_searches(sequences: Rows[Sequence]) -> Iterator[Rows[Sequence]]:
@@ -136,43 +136,43 @@ def read_candidates(numbers: torch.Tensor, rules: BeamRules, vocab_size: int, nu
     )
 
 
-def advance_search(beams: Rows[Sequence], candidates: Candidates, rules: BeamRules, ends: Ends) -> None:
+def advance_search(beams: Rows[Sequence], candidates: Candidates, rules: BeamRules, ends: EndCheck) -> None:
     """Advances one search by a token. Mutates its beams: they get the tokens of the candidates that continue, and
     `source` names the beam whose KV cache to take over. If the search is over, returned beams get its completions."""
-    found = [(beams[beam], token) for beam, token in zip(candidates.beams, candidates.tokens, strict=True)]
-    ways = list[BeamTrace | None]()
-    for rank, (beam, token) in enumerate(found):
+    candidates_of = [(beams[beam], token) for beam, token in zip(candidates.beams, candidates.tokens, strict=True)]
+    completed = list[BeamTrace | None]()
+    for rank, (beam, token) in enumerate(candidates_of):
         tokens = [*beam.generated, token]
-        way = None
+        trace = None
         if (end := ends(beam, tokens)) is not None:
             logprobs = (*beam.logprobs, *candidates.logprobs(rank))
-            way = BeamTrace(token_ids=tuple(tokens), finish=end[0], text_end=end[1], logprobs=logprobs)
-        ways.append(way)
-    state, kept = advance_beams(
+            trace = BeamTrace(token_ids=tuple(tokens), finish=end[0], text_end=end[1], logprobs=logprobs)
+        completed.append(trace)
+    state, continued = advance_beams(
         rules,
         search_state(beams),
         candidates.scores,
-        ways,
+        completed,
         num_new=len(beams[0].generated) + 1,
         max_new=beams[0].request.max_new_tokens,
     )
-    if not kept:
+    if not continued:
         for beam, hypothesis in zip(beams, state.hypotheses, strict=True):
-            way = hypothesis.way
+            trace = hypothesis.way
             if not beam.request.is_returned:
                 beam.finish = FinishReason.length
-            elif way is None:
+            elif trace is None:
                 beam.fail("its beam search came to fewer completions than sampling.n: too few tokens may come next")
             else:
-                beam.generated, beam.logprobs = list(way.token_ids), list(way.logprobs)
-                beam.finish, beam.text_end, beam.beam_score = way.finish, way.text_end, hypothesis.score
+                beam.generated, beam.logprobs = list(trace.token_ids), list(trace.logprobs)
+                beam.finish, beam.text_end, beam.beam_score = trace.finish, trace.text_end, hypothesis.score
         return
-    news = [(*found[rank], candidates.logprobs(rank)) for rank in kept]
-    made = [([*source.generated, token], [*source.logprobs, *own], source) for source, token, own in news]
-    for beam, (beam.generated, beam.logprobs, beam.source) in zip(beams, made, strict=True):
+    continuations = [(*candidates_of[rank], candidates.logprobs(rank)) for rank in continued]
+    updates = [([*source.generated, token], [*source.logprobs, *own], source) for source, token, own in continuations]
+    for beam, (beam.generated, beam.logprobs, beam.source) in zip(beams, updates, strict=True):
         beam.search = state
 
 
 def search_state(beams: Rows[Sequence]) -> BeamState[BeamTrace]:
     """The state of the search of these beams."""
-    return beams[0].search or BeamState.first(len(beams))
+    return beams[0].search or BeamState.initial(len(beams))

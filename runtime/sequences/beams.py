@@ -32,7 +32,7 @@ class BeamRules:
     def candidates_per_beam(self) -> int:
         return max(2, 1 + self.num_ends)
 
-    def normalized(self, scores: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    def normalize(self, scores: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Cumulative log-probabilities normalized by length, to compare beams of unequal length."""
         return scores / num_tokens**self.length_penalty
 
@@ -58,7 +58,7 @@ class BeamState(Generic[T]):
     hypotheses: tuple[Hypothesis[T], ...]
 
     @staticmethod
-    def first(num_beams: int) -> "BeamState[T]":
+    def initial(num_beams: int) -> "BeamState[T]":
         """The initial state: all beams hold the prompt, and only the first counts, or all would continue
         identically."""
         return BeamState(scores=(0.0, *(NO_SCORE,) * (num_beams - 1)), hypotheses=(Hypothesis(),) * num_beams)
@@ -78,19 +78,19 @@ def advance_beams(
     candidates, best first. `completed`: the result of each candidate that is a whole completion. Only the first
     `num_beams` candidates may become hypotheses."""
     scores_K = torch.tensor(scores, dtype=torch.float32)
-    hits_K = torch.tensor([way is not None for way in completed])
-    going_K = scores_K + hits_K.float() * NO_SCORE
-    kept_B = going_K.topk(rules.num_beams).indices
+    is_completed_K = torch.tensor([completion is not None for completion in completed])
+    running_K = scores_K + is_completed_K.float() * NO_SCORE
+    continued_B = running_K.topk(rules.num_beams).indices
     hypotheses = _merge_hypotheses(rules, state.hypotheses, scores_K, completed, num_new)
     # The search goes on while the best beam could still beat the worst hypothesis or fill a free slot.
     worst = torch.tensor([each.score for each in hypotheses], dtype=torch.float32).min()
     bars = torch.where(torch.tensor([each.way is not None for each in hypotheses]), worst, NO_SCORE)
-    best = rules.normalized(going_K[kept_B][:1], rules.best_length(num_new, max_new))
+    best = rules.normalize(running_K[continued_B][:1], rules.best_length(num_new, max_new))
     may_improve = bool((best > bars).any())
     is_full = rules.early_stopping is True and all(each.way is not None for each in hypotheses)
-    is_over = not may_improve or is_full or bool(hits_K.all())
-    state = BeamState(scores=tuple(going_K[kept_B].tolist()), hypotheses=hypotheses)
-    return state, () if is_over else tuple(kept_B.tolist())
+    is_over = not may_improve or is_full or bool(is_completed_K.all())
+    state = BeamState(scores=tuple(running_K[continued_B].tolist()), hypotheses=hypotheses)
+    return state, () if is_over else tuple(continued_B.tolist())
 
 
 def _merge_hypotheses(
@@ -100,10 +100,10 @@ def _merge_hypotheses(
     completed: Rows[T | None],
     num_new: int,
 ) -> tuple[Hypothesis[T], ...]:
-    ways = [way if rank < rules.num_beams else None for rank, way in enumerate(completed)]
-    normalized_K = rules.normalized(scores_K, num_new) + torch.tensor([way is None for way in ways]) * NO_SCORE
+    eligible = [completion if rank < rules.num_beams else None for rank, completion in enumerate(completed)]
+    normalized_K = rules.normalize(scores_K, num_new) + torch.tensor([way is None for way in eligible]) * NO_SCORE
     merged = torch.cat([torch.tensor([each.score for each in hypotheses], dtype=torch.float32), normalized_K])
     best = merged.topk(rules.num_beams)
-    all_ways = [*(each.way for each in hypotheses), *ways]
+    completions = [*(each.way for each in hypotheses), *eligible]
     pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-    return tuple(Hypothesis(score=score, way=all_ways[place]) for score, place in pairs)
+    return tuple(Hypothesis(score=score, way=completions[index]) for score, index in pairs)

@@ -80,8 +80,8 @@ class Detokenizer:
         byte tokens."""
         tail: list[int] = []
         num_tokens = CONTEXT_TOKENS
-        for place in range(end - 1, -1, -1):
-            token = ids[place]
+        for position in range(end - 1, -1, -1):
+            token = ids[position]
             if not self.has_text(token):
                 continue
             tail.append(token)
@@ -108,10 +108,10 @@ class Detokenizer:
     def spelling(self, token: int) -> Spelling:
         """The bytes that a token adds within a text, as in transformers' `StopStringCriteria`. Special tokens by name.
         Cached."""
-        found = self._spellings.get(token)
-        if found is None:
-            found = self._spellings[token] = self._spelling(token)
-        return found
+        spelling = self._spellings.get(token)
+        if spelling is None:
+            spelling = self._spellings[token] = self._spelling(token)
+        return spelling
 
     def _spelling(self, token: int) -> Spelling:
         name = self._tokenizer.convert_ids_to_tokens(token)
@@ -152,16 +152,16 @@ class Detokenizer:
         """Character offset of each token in the text of `ids`; partial characters count as at their start.
         `begins_text`: `ids` start a text."""
         context = [] if begins_text else self._prefix[0]
-        known, found, num_characters = [*context, *ids], list[int](), 0
+        known, offsets, num_characters = [*context, *ids], list[int](), 0
         first = len(context)
         starts = [i for i in range(first, len(known)) if i == first or self._is_stable_boundary(known[i])]
         for start, end in pairwise([*starts, len(known)]):
             text = self.added_text(known, start, end)
-            parts = (self.added_text(known, start, place) for place in range(start + 1, end))
-            settled = accumulate((_num_common(text, part) for part in parts), max, initial=0)
-            found += [num_characters + num_settled for num_settled in settled]
+            parts = (self.added_text(known, start, position) for position in range(start + 1, end))
+            stable_lengths = accumulate((_num_common(text, part) for part in parts), max, initial=0)
+            offsets += [num_characters + length for length in stable_lengths]
             num_characters += len(text)
-        return found
+        return offsets
 
     def _is_stable_boundary(self, token: int) -> bool:
         """True if the text before this token can no longer change."""
@@ -202,16 +202,16 @@ class StopStrings:
         pieces.reverse()
         text = b"".join(pieces)
         num_seen = len(text) - sum(map(len, pieces[len(pieces) - min(num_new, len(ids) - begin) :]))
-        places = [text.find(stop, max(0, num_seen - len(stop) + 1)) for stop in stops]
-        place = min((place for place in places if place >= 0), default=None)
-        if place is None:
+        matches = [text.find(stop, max(0, num_seen - len(stop) + 1)) for stop in stops]
+        match = min((place for place in matches if place >= 0), default=None)
+        if match is None:
             return None
         ends = list(accumulate(map(len, pieces)))
-        index = next(index for index, end in enumerate(ends) if place < end)
-        token, left = len(ids) - len(pieces) + index, pieces[index][place - ends[index] :]
+        index = next(index for index, end in enumerate(ends) if match < end)
+        token, removed = len(ids) - len(pieces) + index, pieces[index][match - ends[index] :]
         if token < begin:
             return 0
-        if len(left) == len(pieces[index]) or not self._detokenizer.has_text(ids[token]):
+        if len(removed) == len(pieces[index]) or not self._detokenizer.has_text(ids[token]):
             return len(self._detokenizer.completion_text(request, ids[:token], begin))
         text = self._detokenizer.completion_text(request, ids[: token + 1], begin)
-        return max(0, len(text) - len(left.decode(errors="replace")))
+        return max(0, len(text) - len(removed.decode(errors="replace")))

@@ -34,7 +34,7 @@ SPELLED_DECODERS = (
     "Metaspace",
     "WordPiece",
 )  # unknown to llguidance; a token's text does not depend on context
-NUM_KEPT = 1024  # compiled grammars in the cache
+NUM_CACHED_GRAMMARS = 1024  # compiled grammars in the cache
 
 
 def resolve_schema(sampling: SamplingConfig) -> SamplingConfig:
@@ -71,24 +71,24 @@ def make_grammar(sampling: SamplingConfig) -> str | None:
         value = getattr(sampling, key)
         if value is not None:
             value = schema_text(value) if key == "json_schema" else value
-            return _validated_grammar(key, tuple(value) if isinstance(value, list) else value)
+            return _validate_grammar(key, tuple(value) if isinstance(value, list) else value)
     return None
 
 
-@lru_cache(NUM_KEPT)
-def _validated_grammar(key: str, value: str | tuple[str, ...]) -> str:
+@lru_cache(NUM_CACHED_GRAMMARS)
+def _validate_grammar(key: str, value: str | tuple[str, ...]) -> str:
     try:
         from llguidance import LLMatcher
     except ImportError as error:
         raise ConfigError(f"sampling.{key} needs llguidance: pip install 'weightstream[structured]'") from error
     try:
-        made = _to_llguidance(LLMatcher, key, value)
-        problem = LLMatcher.validate_grammar(made)
+        grammar = _to_llguidance(LLMatcher, key, value)
+        problem = LLMatcher.validate_grammar(grammar)
     except (ValueError, RecursionError) as error:  # schema nested too deep, or text that is not UTF-8
         raise ConfigError(f"sampling.{key} is refused by llguidance: {summarize_error(str(error))}") from error
     if problem:
         raise ConfigError(f"sampling.{key} is refused by llguidance: {summarize_error(problem)}")
-    return made
+    return grammar
 
 
 def _to_llguidance(compiler: "type[LLMatcher]", key: str, value: str | tuple[str, ...]) -> str:
@@ -153,15 +153,15 @@ class _SpelledVocabulary:
         self._longest = max(map(len, self._id_of), default=0)
 
     def __call__(self, data: bytes) -> list[int]:
-        found: list[int] = []
+        ids: list[int] = []
         while data:
             ends = range(min(self._longest, len(data)), 0, -1)
             end = next((end for end in ends if data[:end] in self._id_of), None)
             if end is None:
                 break
-            found.append(self._id_of[data[:end]])
+            ids.append(self._id_of[data[:end]])
             data = data[end:]
-        return found
+        return ids
 
 
 class Grammars:
@@ -179,7 +179,7 @@ class Grammars:
         reasoning: Reasoning | None = None,
     ) -> None:
         self._model, self._reasoning = (tokenizer, vocab_size, eos_token_ids), reasoning
-        self._compiled = lru_cache(NUM_KEPT)(self._compile)
+        self._compiled = lru_cache(NUM_CACHED_GRAMMARS)(self._compile)
 
     def masks(self, sequences: Rows[Sequence]) -> torch.Tensor | None:
         """Masks of allowed next tokens, int32 (B, words) in host memory; None if no row is constrained. Mutates the
@@ -187,19 +187,19 @@ class Grammars:
         guides = [self._update_guide(sequence) for sequence in sequences]
         if all(guide is None for guide in guides):
             return None
-        begun = [guide.mask() if guide is not None else None for guide in guides]
-        left = [guide if mask is None else None for guide, mask in zip(guides, begun, strict=True)]
-        masks_BW = fill_masks(self._executor, left, self._tokens.vocab_size)
-        for row, mask in enumerate(begun):
+        pending = [guide.mask() if guide is not None else None for guide in guides]
+        missing = [guide if mask is None else None for guide, mask in zip(guides, pending, strict=True)]
+        masks_BW = fill_masks(self._executor, missing, self._tokens.vocab_size)
+        for row, mask in enumerate(pending):
             if mask is not None:
                 masks_BW[row] = mask
         return masks_BW
 
-    def begin(self, sequences: Rows[Sequence]) -> None:
+    def start_masks(self, sequences: Rows[Sequence]) -> None:
         """Starts computing the next masks on a thread, to overlap with weight reads and compute. llguidance releases
         the GIL."""
-        found = (self._update_guide(sequence) for sequence in sequences)
-        guides = [guide for guide in found if guide is not None and guide.error is None]
+        all_guides = (self._update_guide(sequence) for sequence in sequences)
+        guides = [guide for guide in all_guides if guide is not None and guide.error is None]
         if guides:
             masks = self._thread.submit(fill_masks, self._executor, guides, self._tokens.vocab_size)
             for row, guide in enumerate(guides):

@@ -63,10 +63,10 @@ def fill_masks(executor: "LLExecutor", guides: Rows[Guide | None], vocab_size: i
     all."""
     num_words = -(-vocab_size // BITS)
     masks_BW = torch.full((len(guides), num_words), -1, dtype=torch.int32)
-    asked = [(guide.matcher, row) for row, guide in enumerate(guides) if guide is not None]
+    matchers = [(guide.matcher, row) for row, guide in enumerate(guides) if guide is not None]
     opening = [(guide.opening, row) for row, guide in enumerate(guides) if guide is not None and guide.opening]
-    if asked:
-        executor.unsafe_compute_mask_ptr(asked, masks_BW.data_ptr(), num_words * masks_BW.itemsize, len(guides))
+    if matchers:
+        executor.unsafe_compute_mask_ptr(matchers, masks_BW.data_ptr(), num_words * masks_BW.itemsize, len(guides))
     if opening:
         tags_BW = torch.zeros_like(masks_BW)
         executor.unsafe_compute_mask_ptr(opening, tags_BW.data_ptr(), num_words * masks_BW.itemsize, len(guides))
@@ -76,6 +76,6 @@ def fill_masks(executor: "LLExecutor", guides: Rows[Guide | None], vocab_size: i
 
 def apply_masks(scores_BV: torch.Tensor, masks_BW: torch.Tensor) -> torch.Tensor:
     """Returns scores with minus infinity where the bit is 0. Does not modify `scores_BV`."""
-    places = torch.arange(8, dtype=torch.uint8, device=masks_BW.device)
-    bits_BV = ((masks_BW.view(torch.uint8)[..., None] >> places) & 1).view(len(masks_BW), -1)
+    shifts = torch.arange(8, dtype=torch.uint8, device=masks_BW.device)
+    bits_BV = ((masks_BW.view(torch.uint8)[..., None] >> shifts) & 1).view(len(masks_BW), -1)
     return torch.where(bits_BV[:, : scores_BV.shape[-1]].bool(), scores_BV, -torch.inf)

@@ -57,11 +57,11 @@ class LengthStep:
                 rows_of.setdefault(length, []).append(row)
         if not rows_of:
             return scores_BV
-        made_BV = scores_BV.clone()
+        out_BV = scores_BV.clone()
         for length, rows in rows_of.items():
             rows_R, processors = upload(rows, scores_BV.device), LogitsProcessorList([self.processor])
-            made_BV[rows_R] = apply_processors(processors, dummy_history(len(rows), length), scores_BV[rows_R])
-        return made_BV
+            out_BV[rows_R] = apply_processors(processors, dummy_history(len(rows), length), scores_BV[rows_R])
+        return out_BV
 
 
 class Processors:
@@ -114,23 +114,23 @@ class Processors:
             return logits_BV
         # Token ids of each row, left-padded with an id that no row contains. With an encoder, without the prompt.
         start, pad = self._start_token_id, logits_BV.shape[-1]
-        seen = [[*(s.request.prompt_ids if start is None else (start,)), *s.generated] for s in sequences]
-        width = max(map(len, seen))
-        ids_BT = upload([[pad] * (width - len(row)) + row for row in seen], logits_BV.device)
+        known = [[*(s.request.prompt_ids if start is None else (start,)), *s.generated] for s in sequences]
+        width = max(map(len, known))
+        ids_BT = upload([[pad] * (width - len(row)) + row for row in known], logits_BV.device)
         return apply_processors(steps, ids_BT, F.pad(logits_BV, (0, 1)))[:, :-1]  # the pad has a column too
 
     def _length_steps(self, config: SamplingConfig, eos: torch.Tensor | None) -> Iterator[LengthStep]:
-        least, fewest = config.min_length or 0, config.min_new_tokens or 0
-        if eos is not None and least:
+        min_length, min_new = config.min_length or 0, config.min_new_tokens or 0
+        if eos is not None and min_length:
             yield LengthStep(
-                processor=MinLengthLogitsProcessor(least, eos),
-                length=lambda row: self._length(row) if self._length(row) < least and _can_end(row) else None,
+                processor=MinLengthLogitsProcessor(min_length, eos),
+                length=lambda row: self._length(row) if self._length(row) < min_length and _can_end(row) else None,
             )
         if eos is not None:
             yield LengthStep(  # bans EOS for every row that it gets
                 processor=MinNewTokensLengthLogitsProcessor(0, MAX_NEW_TOKENS, eos),
                 length=lambda row: (
-                    _num_new(row) if _num_new(row) < _min_new_tokens(row, fewest) and _can_end(row) else None
+                    _num_new(row) if _num_new(row) < _min_new_tokens(row, min_new) and _can_end(row) else None
                 ),
             )
         is_forced = config.forced_bos_token_id is not None
@@ -178,9 +178,9 @@ def _can_end(row: Sequence) -> bool:
     return not row.request.ignore_eos
 
 
-def _min_new_tokens(row: Sequence, of_run: int) -> int:
+def _min_new_tokens(row: Sequence, run_setting: int) -> int:
     own = row.request.min_new_tokens
-    return of_run if own is None else own
+    return run_setting if own is None else own
 
 
 def _history_steps(

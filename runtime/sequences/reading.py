@@ -23,7 +23,7 @@ class ScoringTargets:
     """The tokens that a pass scores. `places`: positions whose logits are needed, within the hidden state. Per score:
     `rows` (index into `places`), `tokens` (the target) and `sequences`."""
 
-    places: Rows[int]
+    positions: Rows[int]
     rows: Rows[int]
     tokens: Rows[int]
     sequences: Rows[Sequence]
@@ -36,14 +36,14 @@ class ScoringTargets:
     @staticmethod
     def from_sequences(parts: Iterable[tuple[Sequence, int, Rows[tuple[int, ...]]]]) -> "ScoringTargets":
         """`parts`: each sequence with its first position and the target tokens of each position from there."""
-        places = list[int]()
+        positions = list[int]()
         scores = list[tuple[int, int, Sequence]]()
-        for sequence, first, each in parts:
-            for place, tokens in enumerate(each, first):
-                scores += [(len(places), token, sequence) for token in tokens]
-                places.append(place)
+        for sequence, first, targets in parts:
+            for position, tokens in enumerate(targets, first):
+                scores += [(len(positions), token, sequence) for token in tokens]
+                positions.append(position)
         rows, tokens, sequences = zip(*scores, strict=True) if scores else ((), (), ())
-        return ScoringTargets(places=places, rows=rows, tokens=tokens, sequences=sequences)
+        return ScoringTargets(positions=positions, rows=rows, tokens=tokens, sequences=sequences)
 
 
 class TokenScorer:
@@ -67,7 +67,7 @@ class TokenScorer:
             self._parts.append(self._pack_scores(part, upload(rows, self._device), upload(tokens, self._device)))
 
     @property
-    def numbers(self) -> torch.Tensor:
+    def packed_scores(self) -> torch.Tensor:
         """Packed scores for `record_scores`, int32 (scores, numbers), on the logits' device."""
         width = STATUS_WIDTH + packed_width(self._num_top)
         empty = torch.empty(0, width, dtype=torch.int32, device=self._device)
@@ -75,31 +75,31 @@ class TokenScorer:
 
     def _pack_scores(self, logits_NV: torch.Tensor, rows_E: torch.Tensor, tokens_E: torch.Tensor) -> torch.Tensor:
         is_finite_N = logits_NV.abs().amax(-1) < torch.inf
-        of_row_N2 = torch.stack([logits_NV.argmax(-1).int(), is_finite_N.int()], 1)
+        status_N2 = torch.stack([logits_NV.argmax(-1).int(), is_finite_N.int()], 1)
         logprobs_NV = torch.log_softmax(logits_NV, -1)
         own_E1, top = logprobs_NV[rows_E, tokens_E][:, None], logprobs_NV.topk(self._num_top, -1)
-        of_row = torch.cat([top.indices.int(), top.values.view(torch.int32)], 1)
-        return torch.cat([of_row_N2[rows_E], own_E1.view(torch.int32), of_row[rows_E]], 1)
+        packed_top = torch.cat([top.indices.int(), top.values.view(torch.int32)], 1)
+        return torch.cat([status_N2[rows_E], own_E1.view(torch.int32), packed_top[rows_E]], 1)
 
 
 def record_scores(sequences: Rows[Sequence], numbers: torch.Tensor, step: int) -> int:
     """Appends a score to the sequence of each row of `numbers`, and finishes sequences with all of their scores.
     Mutates them. Returns the number of valid scores. A row with non-finite logits becomes an error row."""
-    num_good = 0
+    num_valid = 0
     logprobs = unpack_logprobs(numbers[:, STATUS_WIDTH:])
-    each = zip(sequences, numbers[:, :STATUS_WIDTH].tolist(), logprobs, strict=True)
-    for sequence, (greedy_id, is_finite), token in each:
+    rows = zip(sequences, numbers[:, :STATUS_WIDTH].tolist(), logprobs, strict=True)
+    for sequence, (greedy_id, is_finite), token in rows:
         if sequence.finish is FinishReason.error:
             continue
         if not is_finite:
             sequence.is_broken = True
             sequence.fail(f"the model gave NaN or infinite logits at scored token {len(sequence.scores)} (pass {step})")
             continue
-        num_good += 1
+        num_valid += 1
         sequence.scores.append(TokenScore(own=token.own, top_ids=token.top_ids, top=token.top, greedy_id=greedy_id))
         if len(sequence.scores) == sequence.request.num_scores:
             sequence.finish = FinishReason.length
-    return num_good
+    return num_valid
 
 
 SMALLEST_NORM = 1e-12  # lower bound of the divisor, as in `torch.nn.functional.normalize`
@@ -110,27 +110,27 @@ class PoolingTargets:
     """The hidden states that a pass pools. `places`: positions within the hidden state, with their `owners`. `counts`:
     number of contiguous positions of each of `sequences`."""
 
-    places: Rows[int]
+    positions: Rows[int]
     owners: Rows[Sequence]
     sequences: Rows[Sequence]
     counts: Rows[int]
 
     @property
     def rows(self) -> range:
-        return range(len(self.places))
+        return range(len(self.positions))
 
     @staticmethod
     def from_sequences(parts: Iterable[tuple[Sequence, int, Rows[tuple[int, ...]]]]) -> "PoolingTargets":
         """`parts`: as in `ScoringTargets.from_sequences`."""
-        known = [(sequence, first, len(each)) for sequence, first, each in parts if each]
+        pooled = [(sequence, first, len(each)) for sequence, first, each in parts if each]
         return PoolingTargets(
-            places=[first + place for _, first, count in known for place in range(count)],
-            owners=[sequence for sequence, _, count in known for _ in range(count)],
-            sequences=[sequence for sequence, _, _ in known],
-            counts=[count for _, _, count in known],
+            positions=[first + offset for _, first, count in pooled for offset in range(count)],
+            owners=[sequence for sequence, _, count in pooled for _ in range(count)],
+            sequences=[sequence for sequence, _, _ in pooled],
+            counts=[count for _, _, count in pooled],
         )
 
-    def pooled(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+    def pool(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """The contribution of these states to each sequence's vector, float32 (sequences, D)."""
         parts = hidden_ND.split(list(self.counts))
         return torch.stack([_partial_vector(s, part) for s, part in zip(self.sequences, parts, strict=True)])
@@ -161,12 +161,12 @@ def read_vectors(
 ) -> torch.Tensor:
     """Runs the model and pools. Returns packed vectors for `record_vectors`, int32 (sequences, numbers). `class_rows`:
     prompts per call of a classification head."""
-    slices = hidden_states(forward, upload(targets.places, device))
+    slices = hidden_states(forward, upload(targets.positions, device))
     assert slices.hidden_1ND is not None, "the class did not run its decoder through its own modules"
     if not targets.sequences:
         return torch.empty(0, 1, dtype=torch.int32, device=device)
     if not _encoding(targets.sequences[0]).has_classes:
-        return targets.pooled(slices.hidden_1ND[0]).view(torch.int32)
+        return targets.pool(slices.hidden_1ND[0]).view(torch.int32)
     ids = upload([sequence.request.prompt_ids[-1] for sequence in targets.sequences], device)
     return class_logits(model, slices, ids, class_rows).view(torch.int32)
 
@@ -174,7 +174,7 @@ def read_vectors(
 def record_vectors(sequences: Rows[Sequence], numbers: torch.Tensor, step: int) -> int:
     """Adds each row of `numbers` to its sequence's vector, and finishes sequences with complete prompts. Mutates them.
     Returns the number of valid rows. A non-finite row becomes an error row."""
-    num_good = 0
+    num_valid = 0
     for sequence, row in zip(sequences, numbers.contiguous().view(torch.float32).cpu().numpy(), strict=True):
         if sequence.finish is FinishReason.error:
             continue
@@ -182,11 +182,11 @@ def record_vectors(sequences: Rows[Sequence], numbers: torch.Tensor, step: int) 
             sequence.is_broken = True
             sequence.fail(f"the model gave NaN or infinite hidden states (pass {step})")
             continue
-        num_good += 1
+        num_valid += 1
         vector = row.copy() if sequence.vector is None else sequence.vector + row
         if sequence.num_cached == len(sequence.request.prompt_ids):
             if _encoding(sequence).normalize:
                 vector = vector / np.float32(max(float(np.linalg.norm(vector)), SMALLEST_NORM))
             sequence.finish = FinishReason.length
         sequence.vector = vector
-    return num_good
+    return num_valid

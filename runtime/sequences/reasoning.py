@@ -66,13 +66,13 @@ class Reasoning:
             text = self._texts.completion_text(sequence.request, ids)[: sequence.text_end]
             if not self.is_thinking(sequence):
                 return SplitText(reasoning=None, text=text)
-            return SplitText(reasoning=self._without_tags(text), text="")
-        thought = self._texts.decode(ids[: answer.num_tokens])
+            return SplitText(reasoning=self._strip_tags(text), text="")
+        reasoning = self._texts.decode(ids[: answer.num_tokens])
         is_structure = (
             sequence.request.grammar is not None and not answer.rest
         )  # the grammar defines how the text begins
         text = answer.rest + self._texts.completion_text(sequence.request, ids, answer.num_tokens)[: sequence.text_end]
-        return SplitText(reasoning=self._without_tags(thought), text=text if is_structure else text.lstrip())
+        return SplitText(reasoning=self._strip_tags(reasoning), text=text if is_structure else text.lstrip())
 
     @property
     def opening_grammar(self) -> str:
@@ -81,8 +81,8 @@ class Reasoning:
         tag = begin if self._begin_id is None else f"({begin} | <[{self._begin_id}]>)"
         return rf"start: /\s{{0,4}}/ {tag} /(.|\n)*/"
 
-    def _without_tags(self, thought: str) -> str:
-        return thought.partition(self._end)[0].strip().removeprefix(self._begin).strip()
+    def _strip_tags(self, reasoning: str) -> str:
+        return reasoning.partition(self._end)[0].strip().removeprefix(self._begin).strip()
 
     def _find_end(self, ids: Rows[int], num_new: int) -> Answer | None:
         """Looks for the end tag in the last `num_new` tokens, which have not been scanned yet."""
@@ -92,13 +92,13 @@ class Reasoning:
         window = CONTEXT_TOKENS + len(self._end.encode()) + num_new
         if self._end not in self._texts.decode(ids[-window:]):
             return None
-        least, most = 0, len(ids)  # bisect: the tag is complete within `most` tokens, not within `least`
+        low, high = 0, len(ids)  # bisect: the tag is complete within `most` tokens, not within `least`
         if self._end not in self._texts.decode(ids):
             return None
-        while most - least > 1:
-            middle = (least + most) // 2
-            least, most = (least, middle) if self._end in self._texts.decode(ids[:middle]) else (middle, most)
-        return Answer(num_tokens=most, rest=self._texts.decode(ids[:most]).partition(self._end)[2])
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._end in self._texts.decode(ids[:middle]) else (middle, high)
+        return Answer(num_tokens=high, rest=self._texts.decode(ids[:high]).partition(self._end)[2])
 
     def _decode_with_special(self, ids: Rows[int]) -> str:
         return self._texts.decode(ids, keeps_special=True)

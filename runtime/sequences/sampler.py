@@ -48,7 +48,7 @@ def bad_word_ids(
 ) -> list[list[int]]:
     """Token ids of each word at the start of a text and after a space, without special tokens, as transformers
     recommends for `bad_words_ids`. Other tokenizations of the same text are not banned."""
-    found: dict[tuple[int, ...], None] = {}
+    banned: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in (word, f" {word}"):
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -56,8 +56,8 @@ def bad_word_ids(
             require(max(ids) < vocab_size, f"sampling.bad_words: {word!r} has tokens outside the model's vocabulary")
             is_end = len(ids) == 1 and ids[0] in eos_token_ids
             require(not is_end, f"sampling.bad_words: {word!r} ends a completion; use sampling.ignore_eos=true")
-            found[tuple(ids)] = None
-    return [list(ids) for ids in found]
+            banned[tuple(ids)] = None
+    return [list(ids) for ids in banned]
 
 
 BAN_SETTINGS = (
@@ -151,16 +151,16 @@ class Sampler:
         logprobs = unpack_logprobs(drawn[:, STATUS_WIDTH:]) if self._config.logprobs else None
         for row, (token, is_finite, is_open) in enumerate(drawn[:, :STATUS_WIDTH].tolist()):
             sequence = sequences[row]
-            place = f"at new token {len(sequence.generated)} (pass {step})"
+            position = f"at new token {len(sequence.generated)} (pass {step})"
             guide_error = sequence.guide.error if sequence.guide is not None else None
             if guide_error is not None:
-                sequence.fail(f"its grammar cannot be followed {place}: {summarize_error(guide_error)}")
+                sequence.fail(f"its grammar cannot be followed {position}: {summarize_error(guide_error)}")
             elif not is_finite:
                 sequence.is_broken = True
-                sequence.fail(f"the model gave NaN or infinite logits {place}")
+                sequence.fail(f"the model gave NaN or infinite logits {position}")
             elif not is_open:
                 bans = [*self._bans, *(["its grammar"] if sequence.request.grammar is not None else [])]
-                sequence.fail(f"no token is left {place}: {', '.join(bans)} ban them all")
+                sequence.fail(f"no token is left {position}: {', '.join(bans)} ban them all")
             else:
                 sequence.generated.append(token)
                 sequence.logprobs += [logprobs[row]] if logprobs else []
@@ -170,7 +170,7 @@ class Sampler:
                     sequence.finish = FinishReason.stop
                 elif len(sequence.generated) >= sequence.request.max_new_tokens:
                     sequence.finish = FinishReason.length
-        self._grammars.begin([sequence for sequence in sequences if sequence.finish is None])
+        self._grammars.start_masks([sequence for sequence in sequences if sequence.finish is None])
 
     def _beam_scores(self, sequences: Rows[Sequence], logprobs_BV: torch.Tensor) -> torch.Tensor:
         scores_BV, last = self._processors(sequences, logprobs_BV), warpers(self._config, sequences[0].request)
@@ -224,14 +224,14 @@ class Sampler:
 
     def _choose_tokens(self, sequences: Rows[Sequence], scores_BV: torch.Tensor) -> torch.Tensor:
         """The tokens of rows with equal temperature and cut-offs."""
-        asked = sequences[0].request
-        if last := warpers(self._config, asked):
+        request = sequences[0].request
+        if last := warpers(self._config, request):
             if self._config.top_h is not None or self._config.eta_cutoff:
                 # One non-finite row makes these warpers raise for all: zero it, it becomes an error row. They wait for
                 # the device anyway.
                 scores_BV = torch.where(scores_BV.amax(-1, keepdim=True).isfinite(), scores_BV, 0.0)
             scores_BV = apply_processors(last, empty_history(scores_BV), scores_BV)
-        if asked.temperature == 0:
+        if request.temperature == 0:
             return scores_BV.argmax(-1)
         probabilities_BV = torch.softmax(scores_BV, -1).nan_to_num_(1.0)  # error rows: the token is discarded
         # Exponential race: the argmax of probability / noise is a sample. Bitwise equal to torch.multinomial, which

@@ -201,11 +201,11 @@ class Request:
         """Seed of this sample. Does not depend on batching, worker or restarts. A seed of the row itself is used
         unchanged for its first sample."""
         if self.own_seed is not None:
-            return self.own_seed if not self.sample_index else _digest(f"{self.own_seed}\0{self.sample_index}")
-        return _digest(f"{run_seed}\0{self.id}\0{self.sample_index}")
+            return self.own_seed if not self.sample_index else _hash_seed(f"{self.own_seed}\0{self.sample_index}")
+        return _hash_seed(f"{run_seed}\0{self.id}\0{self.sample_index}")
 
 
-def _digest(text: str) -> int:
+def _hash_seed(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "little") >> 1
 
 
@@ -293,7 +293,7 @@ class Sequence:
         if scoring.decoder_ids is not None:
             ids = (0, *scoring.decoder_ids)
         first = max(past, len(ids) - scoring.num_positions)
-        return [(ids[place + 1],) if place + 1 < len(ids) else scoring.last_ids for place in range(first, end)]
+        return [(ids[position + 1],) if position + 1 < len(ids) else scoring.last_ids for position in range(first, end)]
 
     def fail(self, error: str) -> None:
         self.finish, self.error = FinishReason.error, error

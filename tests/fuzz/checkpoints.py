@@ -96,7 +96,7 @@ def check_tokenizer(directory: Path, rng: random.Random) -> None:
         raise CheckpointError("none")
     model = tiny_model()
     found = tokenize_each(
-        LoadedModel(**{**vars(model), "tokenizer": tokenizer}), TEXTS, is_rendered=False, most_tokens=2048
+        LoadedModel(**{**vars(model), "tokenizer": tokenizer}), TEXTS, is_rendered=False, max_tokens=2048
     )
     if len(found) != len(TEXTS):
         raise OutsideError(f"{len(TEXTS)} texts gave {len(found)} results")

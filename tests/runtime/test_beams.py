@@ -36,7 +36,7 @@ def step(
     """The step in which the candidates of these ranks end."""
     rules = BeamRules(num_beams=2, length_penalty=penalty, early_stopping=stopping, num_ends=1)
     ended = [ENDED + str(rank) if rank in ranks else None for rank in range(len(scores))]
-    state = BeamState.first(2) if state is None else state
+    state = BeamState.initial(2) if state is None else state
     return Step(*advance_beams(rules, state, scores, ended, num_new=num_new, max_new=10))
 
 

@@ -121,7 +121,7 @@ def test_what_a_checkpoint_has_not_is_refused_by_name(checkpoint: Checkpoints) -
         masks.classify(["here"])
     with pytest.raises(ConfigError, match="LlamaForCausalLM fills no masks"):
         Runtime(config_for(checkpoint("llama", AutoModelForCausalLM))).fill_masks([[5]])
-    with pytest.raises(ConfigError, match="pooling is one of"):
+    with pytest.raises(ConfigError, match="pooling must be one of"):
         masks.embed(["here"], pooling="max")
 
 

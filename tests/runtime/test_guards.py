@@ -63,7 +63,7 @@ def test_attention_in_a_packed_lane_refuses_what_was_not_seen_at_load(
     name: str, made: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, why = NOT_PACKED[name]
-    monkeypatch.setattr(traits, "packed_lanes_refusal", lambda model: "")
+    monkeypatch.setattr(traits, "packed_lanes_obstacle", lambda model: "")
     ref = made(family)
     with pytest.raises(ConfigError, match=f"{why}.*model.lanes=padded"):
         Runtime(runtime_config(ref)).generate(ref.prompts)

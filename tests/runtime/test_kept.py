@@ -58,8 +58,8 @@ def test_weights_that_are_kept_give_the_tokens_of_those_read_anew(
     with Runtime(config, device=DEVICES[device]()) as runtime:
         assert tokens_of(runtime, ref.prompts) == ref.expected
         assert reads.take() == of_fresh
-        assert runtime._kept is not None
-        groups = [[runtime.model.shape.stages[i] for i in key] for key in runtime._kept.weights.stages.resident]
+        assert runtime._cache is not None
+        groups = [[runtime.model.shape.stages[i] for i in key] for key in runtime._cache.weights.stages.resident]
         resident = sum(extent.num_bytes for group in groups for extent in group_layout(group).extents)
         assert tokens_of(runtime, ref.prompts[2:3]) == ref.expected[2:3]
         reads.take()
@@ -76,8 +76,8 @@ def test_experts_in_host_memory_are_kept_too(reference: References, reads: Reads
     with Runtime(config, device=FakeDevice()) as runtime:
         assert tokens_of(runtime, ref.prompts) == ref.expected
         assert reads.take() > 0
-        assert runtime._kept is not None
-        assert runtime._kept.weights.experts.in_host
+        assert runtime._cache is not None
+        assert runtime._cache.weights.experts.in_host
         assert tokens_of(runtime, ref.prompts[1:]) == ref.expected[1:]
         assert reads.take() == 0
 
@@ -93,8 +93,8 @@ def test_between_calls_weights_are_held_and_nothing_else_and_after_the_end_nothi
     with Runtime(config_for(ref, tier=Tier[tier], resident_layers=1), device=device) as runtime:
         assert device.held_bytes == 0
         runtime.generate(ref.prompts)
-        assert runtime._kept is not None
-        weights = runtime._kept.weights
+        assert runtime._cache is not None
+        weights = runtime._cache.weights
         assert device.held_bytes == weights.compute_bytes + weights.pinned_bytes > 0
         runtime.generate(ref.prompts[:1])
         assert device.held_bytes == weights.compute_bytes + weights.pinned_bytes
@@ -111,8 +111,8 @@ def test_a_batch_that_takes_more_memory_keeps_fewer_weights_within_the_same_budg
             assert isinstance(request, Request)
             with runtime.open_with_backoff([request]) as (plan, _):
                 [ledger] = plan.placement.ledgers
-                assert runtime._kept is not None
-                kept.append(runtime._kept.weights.compute_bytes)
+                assert runtime._cache is not None
+                kept.append(runtime._cache.weights.compute_bytes)
                 resident = sum(e.num_bytes for e in ledger.entries if e.name in ("weights", "resident weights"))
                 assert (ledger.fits, resident) == (True, kept[-1])
     assert 0 < kept[0] < kept[1] > kept[2] == kept[0]

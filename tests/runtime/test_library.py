@@ -83,7 +83,7 @@ def test_whoever_breaks_off_ends_the_work_and_its_memory(is_open: bool, referenc
         assert result.is_ok
         break
     gc.collect()
-    done, kept = num_asked, runtime._kept.weights.compute_bytes if runtime._kept is not None else 0
+    done, kept = num_asked, runtime._cache.weights.compute_bytes if runtime._cache is not None else 0
     assert device.held_bytes == kept
     assert (kept > 0) is is_open
     assert num_asked == done
@@ -122,7 +122,7 @@ def test_an_input_without_an_end_is_read_in_windows(reference: References, reads
         if len(found) == 7:
             break
     assert (given, reads.take()) == (9, 0)
-    assert runtime._kept is None
+    assert runtime._cache is None
     assert all(tokens == ref.expected[index % len(ref.prompts)] for index, tokens in found.items())
 
 

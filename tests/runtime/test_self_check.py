@@ -84,7 +84,7 @@ WRONG: dict[str, Family] = {
 @pytest.fixture
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing looks at what a class does, and nothing is done about it."""
-    monkeypatch.setattr(traits, "packed_lanes_refusal", lambda model: "")
+    monkeypatch.setattr(traits, "packed_lanes_obstacle", lambda model: "")
     for guard in ("unsupported_argument", "custom_mask", "looks_ahead", "changed_kv", "hidden_window"):
         monkeypatch.setattr(guards, guard, lambda *args, **kwargs: "")
     monkeypatch.setattr(loading, "follow_lengths", lambda model: None)

@@ -473,7 +473,7 @@ def test_masks_are_computed_beside_the_pass_and_are_those_of_its_tokens(monkeypa
         token = tokenizer.encode(text, add_special_tokens=False)
         for row in (*given, *others):
             row.generated += token
-        ahead.begin(given[:2])
+        ahead.start_masks(given[:2])
         found, expected = ahead.masks(given), plain.masks(others)
         assert found is not None
         assert expected is not None

@@ -69,7 +69,7 @@ def _token_ids(model: LoadedModel, wanted: EncodingSpec, inputs: EncodeInputs) -
         return [_pair_ids(model, str(first), second) for first, second in inputs.pairs]
     every = [*inputs.texts, *inputs.second_texts]
     texts = [text for text in every if isinstance(text, str)]
-    found = iter(tokenize_each(model, texts, is_rendered=False, most_tokens=model.shape.context_tokens))
+    found = iter(tokenize_each(model, texts, is_rendered=False, max_tokens=model.shape.context_tokens))
     return [next(found) if isinstance(text, str) else text for text in every]
 
 

@@ -221,9 +221,9 @@ class Lane(ABC):
         assert targets is not None, "the pass generates"
         num_top = max((s.request.encoding.num_top for s in self.sequences if s.request.encoding is not None), default=0)
         scores = TokenScorer(targets, max(num_top, self._sampler.num_top), self._device)
-        for begin, logits_NV in sliced_logits(forward, upload(targets.places, self._device), self._head_rows):
+        for begin, logits_NV in sliced_logits(forward, upload(targets.positions, self._device), self._head_rows):
             scores.add(begin, logits_NV)
-        self._readout = scores.numbers
+        self._readout = scores.packed_scores
 
     def _marked_slice_rows(self, marks: torch.Tensor) -> list[bool] | None:
         """`marked_rows` for a slice of the head's input; None if the head gets no slice."""

@@ -152,7 +152,7 @@ class PackedLane(Lane):
         return torch.tensor([[n for s, past, new in items for n in self._lengths_of(s, range(past, past + new))]])
 
     def _forward(self) -> None:
-        if self._targets is not None and (self._targets.places or isinstance(self._targets, PoolingTargets)):
+        if self._targets is not None and (self._targets.positions or isinstance(self._targets, PoolingTargets)):
             self._read_targets(self._call_model)
             return
         out = self._call_model(self._cache.selected_B)

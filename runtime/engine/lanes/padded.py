@@ -148,7 +148,7 @@ class PaddedLane(RectangleLane):
             is_first=self._done < self._width,
         )
         arguments = inputs.make_arguments(self._model, self._cache)
-        if self._targets is not None and (self._targets.places or isinstance(self._targets, PoolingTargets)):
+        if self._targets is not None and (self._targets.positions or isinstance(self._targets, PoolingTargets)):
             all_positions = {**arguments, "logits_to_keep": 0} if "logits_to_keep" in arguments else arguments
             self._read_targets(lambda: self._model(**all_positions))
             return
