@@ -158,7 +158,7 @@ def measured_once() -> Iterator[None]:
         patch.setattr(planning, "measure_rates", rates_of)
         patch.setattr(loading, "measure_cache", once_for_each_config(loading.measure_cache))
         patch.setattr(loading, "probe_padding", once_for_each_config(loading.probe_padding))
-        patch.setattr(traits, "packed_lanes_refusal", once_for_each_config(traits.packed_lanes_obstacle))
+        patch.setattr(traits, "packed_lanes_obstacle", once_for_each_config(traits.packed_lanes_obstacle))
         yield
 
 

@@ -577,7 +577,7 @@ class Runtime(Closing):
         with ExitStack() as stack:
             if window is not None and self._cache is None:
                 self._cache = stack.enter_context(RuntimeCache(self.reader))
-                stack.callback(setattr, self, "_kept", None)
+                stack.callback(setattr, self, "_cache", None)
             for inputs in task.windows(values, window):
                 try:
                     yield from task.results(self.model, inputs, self._completions)
