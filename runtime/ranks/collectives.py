@@ -22,26 +22,25 @@ from ..store.reader import Reader
 from ..store.transfer import ChunkTiming, PendingTransfer
 from ..stream.device import ComputeDevice
 from ..stream.weight_reader import LocalReader, SessionResources, Transfer, WeightReader
-from .ranks import STOPPED, Ranks
+from .ranks import POLL_SECONDS, POLLS_PER_CHECK, STOPPED, Ranks
 
-POLL_SECONDS, NUM_POLLS = 1e-4, 20  # between two looks whether a piece is there; looks between two at the others
-CHECK_SECONDS = 0.02  # between two looks for a stop, or for one that has ended
+CHECK_SECONDS = 0.02  # between checks for a rank that stopped or ended
 
 
 class WeightGather(Closing, SessionResources):
-    """All-gathers shares of weights in one session. Not thread-safe, except `abandon`. It has its own process group, so
-    that it is not ordered with messages. All ranks gather pages in the schedule's order."""
+    """All-gather of weight shares in one session, in its own process group. All ranks must gather the same pages in the
+    same order. Not thread-safe, except `abandon`."""
 
     def __init__(self, ranks: Ranks):
-        """All ranks must call this together. Raises PeerEnded."""
+        """Must be called by all ranks together. Raises PeerEnded."""
         self.ranks = ranks
-        ranks.exchange({})  # all ranks are alive: creating a group would wait forever for one that ended
+        ranks.exchange({})  # creating a group would wait forever for a rank that has ended
         self._group = ranks.new_group()
         self._is_abandoned = Event()
-        self._failure = Interrupted(STOPPED)  # nothing can be gathered any more
+        self._failure = Interrupted(STOPPED)  # raised by gathers after `abandon`
 
     def close(self) -> None:
-        """Closes the connections. After `abandon`, it aborts them, so that peers stop waiting."""
+        """Closes the connections; after `abandon`, aborts them so that peers stop waiting."""
         if self._is_abandoned.is_set():
             self._group.abort()
         else:
@@ -52,24 +51,23 @@ class WeightGather(Closing, SessionResources):
 
     def abandon(self) -> None:
         """Makes pending and later gathers fail."""
-        # For good: after a skipped collective, ranks would take one page for another.
-        self._is_abandoned.set()
+        self._is_abandoned.set()  # for good: after a skipped collective, pages would be mixed up
 
     def gather(self, pieces: torch.Tensor) -> None:
-        """All-gathers equal pieces, uint8, in place, ordered by rank; this rank's piece is already in its place. Raises
-        PeerEnded or Interrupted if another rank cannot take part."""
+        """All-gathers equal pieces, uint8, in place; this rank's piece must be in its position. Raises PeerEnded, or
+        Interrupted if a rank stops."""
         own = pieces.chunk(self.ranks.size)[self.ranks.rank]
         if self._is_abandoned.is_set():
             raise self._failure
         try:
             work = dist.all_gather_single(pieces, own, group=self._group, async_op=True)
-            assert work is not None, "this rank is of the group"
-            num_looks = 0
+            assert work is not None, "this rank is in the group"
+            num_polls = 0
             while not work.is_completed():
                 if self._is_abandoned.is_set():
                     raise Interrupted(STOPPED)
-                num_looks += 1
-                if num_looks % NUM_POLLS == 0:
+                num_polls += 1
+                if num_polls % POLLS_PER_CHECK == 0:
                     self.ranks.require_running()
                 time.sleep(POLL_SECONDS)
             work.wait()
@@ -92,7 +90,7 @@ class GatheredReader(WeightReader):
 
     def __init__(self, collectives: WeightGather, device: ComputeDevice, reader: Reader):
         self._weight_gather, self._device, self._reader = collectives, device, reader
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shares-gathered")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-gather")
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
@@ -116,7 +114,7 @@ class GatheredReader(WeightReader):
         try:
             reading.wait()
         except BaseException:
-            self._weight_gather.abandon()  # a skipped gather would mix up pages
+            self._weight_gather.abandon()  # peers wait for this gather, and a later one would mix up pages
             raise
         begin = time.monotonic()
         if len(pieces):
@@ -125,7 +123,7 @@ class GatheredReader(WeightReader):
 
 
 class GatheredTransfer:
-    """A page in flight, of which each rank reads a share; `timing` is that of this rank's read."""
+    """A page in flight; each rank reads a share. `timing` covers this rank's read only."""
 
     def __init__(self, collectives: WeightGather, timings: Future[tuple[ChunkTiming, ChunkTiming]]):
         self._ranks, self._timings = collectives.ranks, timings
@@ -151,21 +149,21 @@ class GatheredTransfer:
 
 
 class AllGather(SessionResources):
-    """Collectives for tensor parallelism, by way of host memory. All ranks must make the same calls in the same order,
-    with equal shapes. Outside of its `with` block nothing is sent: results have the right shapes and wrong values.
-    `received_bytes`: from other ranks so far. Raises PeerEnded."""
+    """Collectives for tensor parallelism, over host memory. All ranks must make the same calls in the same order, with
+    equal shapes. Outside its `with` block nothing is sent: results have the right shapes and wrong values. Raises
+    PeerEnded."""
 
     def __init__(self, ranks: Ranks):
-        self.ranks, self.received_bytes = ranks, 0
+        self.ranks, self.received_bytes = ranks, 0  # bytes from other ranks so far
         self.index, self.count = ranks.rank, ranks.size
         self._is_active = False
 
     def __deepcopy__(self, memo: object) -> "AllGather":
-        """Returns itself: copies of a model use the same ranks."""
+        """Returns itself: copies of a model share the group."""
         return self
 
     def __enter__(self) -> Self:
-        """Starts communication: all ranks make the same calls from now on."""
+        """Starts communication."""
         self._is_active = True
         return self
 
@@ -202,7 +200,7 @@ class AllGather(SessionResources):
         return received.to(device)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """All-reduced sum. Each element may be nonzero on one rank only, so that the result is exact in any order."""
+        """All-reduce sum. Each element must be zero on all ranks but one: the result is then exact in any order."""
         if not self._is_active or part.is_meta:
             return part
         device, part = part.device, part.contiguous().cpu()
@@ -218,7 +216,7 @@ class PipelineLink:
     on the others. Transfers run in the background. Raises PeerEnded. Not thread-safe."""
 
     def __init__(self, ranks: Ranks):
-        """All ranks must call this together."""
+        """Must be called by all ranks together."""
         self.ranks = ranks
         self._group = ranks.new_group()
         self._waiter = TransferWaiter()
@@ -240,11 +238,11 @@ class PipelineLink:
         self._wait(self._receiving[item])
 
     def send(self, item: int, tensor: torch.Tensor) -> None:
-        """Starts sending; the tensor must not change until the pass ends."""
+        """Starts sending to the next rank; the tensor must not change until the pass ends."""
         self._start_send(self.ranks.rank + 1, item, tensor)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Sends to all other ranks, which call `receive_broadcast`, and ends the pass. For the last rank only."""
+        """Sends the last rank's tensor to all others, which call `receive_broadcast`, and ends the pass."""
         for other in range(self.ranks.size - 1):
             self._start_send(other, self._num_items, tensor)
         self._finish()
@@ -255,7 +253,6 @@ class PipelineLink:
         self._finish()
 
     def _finish(self) -> None:
-        """Waits until all sends are received."""
         for work, _ in self._sending:
             self._wait(work)
         self._sending, self._receiving = [], []
@@ -265,7 +262,7 @@ class PipelineLink:
             work = dist.irecv(target, group_src=source, group=self._group, tag=item)
         except RuntimeError as error:
             raise self.ranks.explain_failure(error) from error
-        assert work is not None, "every rank is of the group"
+        assert work is not None, "every rank is in the group"
         return work
 
     def _start_send(self, target: int, item: int, tensor: torch.Tensor) -> None:
@@ -273,7 +270,7 @@ class PipelineLink:
             work = dist.isend(tensor, group_dst=target, group=self._group, tag=item)
         except RuntimeError as error:
             raise self.ranks.explain_failure(error) from error
-        assert work is not None, "every rank is of the group"
+        assert work is not None, "every rank is in the group"
         self._sending.append((work, tensor))
 
     def _wait(self, work: dist.Work) -> None:
@@ -285,13 +282,13 @@ class PipelineLink:
 
 
 class TransferWaiter:
-    """Waits for one transfer at a time on a daemon thread. Gloo's own wait cannot be interrupted, and a wait with a
-    timeout breaks the connection."""
+    """Waits for one transfer at a time on a daemon thread. Gloo's wait cannot be interrupted, and a timeout breaks the
+    connection."""
 
     def __init__(self) -> None:
         self._pending = SimpleQueue[dist.Work | None]()
         self._results = SimpleQueue[RuntimeError | None]()
-        Thread(target=_wait_for_each, args=(self._pending, self._results), name="ranks-line", daemon=True).start()
+        Thread(target=_wait_for_each, args=(self._pending, self._results), name="pipeline-wait", daemon=True).start()
         weakref.finalize(self, self._pending.put, None)
 
     def begin(self, work: dist.Work) -> None:
@@ -310,10 +307,10 @@ class TransferWaiter:
 
 def _wait_for_each(pending: "SimpleQueue[dist.Work | None]", results: "SimpleQueue[RuntimeError | None]") -> None:
     while (work := pending.get()) is not None:
-        failed = None
+        failure = None
         try:
             work.wait()
         except RuntimeError as error:
-            failed = error.with_traceback(None)
-        del work  # released at exit, while this thread wakes, it would abort the process
-        results.put(failed)
+            failure = error.with_traceback(None)
+        del work  # a reference held at interpreter exit would abort the process
+        results.put(failure)

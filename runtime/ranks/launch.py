@@ -1,4 +1,4 @@
-"""What a launcher tells each process that it starts: which one it is, and where they meet."""
+"""Rank, world size and rendezvous URL from the environment of `torchrun` or `srun`."""
 
 import os
 import re
@@ -8,12 +8,12 @@ from urllib.parse import urlsplit
 
 from ..errors import ConfigError
 
-FIRST_PORT, NUM_PORTS = 20_000, 20_000  # of which a Slurm step takes one by its number
+FIRST_PORT, NUM_PORTS = 20_000, 20_000  # range of default ports for Slurm steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """`rank` of `size` processes, which meet at `url`; `env://` is for torchrun, whose agent waits there."""
+    """Rank, world size, and URL for `init_process_group`; `env://` under torchrun."""
 
     rank: int
     size: int
@@ -21,20 +21,19 @@ class Launch:
 
     @property
     def host(self) -> str:
-        """Where rank 0 can be reached."""
+        """Host name or address of rank 0."""
         if self.url == "env://":
             return os.environ.get("MASTER_ADDR", "localhost")
         return urlsplit(self.url).hostname or "localhost"
 
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> "Launch | None":
-        """What `torchrun` or `srun` has said; None where one process was started by itself. Raises ConfigError."""
+        """Reads the variables of `torchrun` or `srun`. Returns None without a launcher. Raises ConfigError."""
         try:
             if "RANK" in environment and "WORLD_SIZE" in environment:
                 return Launch(rank=int(environment["RANK"]), size=int(environment["WORLD_SIZE"]), url="env://")
             if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:
-                # The tasks of a step meet on its first node, at a port that no other step of this cluster is likely to
-                # have.
+                # Rendezvous on the step's first node, at a port that another step is unlikely to use.
                 job, step = int(environment.get("SLURM_JOB_ID", 0)), int(environment.get("SLURM_STEP_ID", 0))
                 nodes = environment.get("SLURM_STEP_NODELIST", "localhost")
                 host = environment.get("MASTER_ADDR") or first_host(nodes)
@@ -42,12 +41,12 @@ class Launch:
                 rank, size = int(environment["SLURM_PROCID"]), int(environment["SLURM_STEP_NUM_TASKS"])
                 return Launch(rank=rank, size=size, url=f"tcp://{host}:{port}")
         except ValueError as error:
-            raise ConfigError(f"RANK, WORLD_SIZE or Slurm's variables hold no number: {error}") from error
+            raise ConfigError(f"RANK, WORLD_SIZE, MASTER_PORT or Slurm variable: not an integer: {error}") from error
         return None
 
 
 def first_host(nodes: str) -> str:
-    """The first of a list of hosts as Slurm writes them: `gpu[03-07,11],login` begins with gpu03."""
+    """The first host of a Slurm node list: `gpu03` for `gpu[03-07,11],login`."""
     match = re.match(r"([^,\[]+)(?:\[([^\]]*)\])?([^,\[]*)", nodes)
     if match is None:
         raise ConfigError(f"SLURM_STEP_NODELIST names no host: {nodes!r}")

@@ -1,11 +1,11 @@
-"""A model of which this process computes some stages, that follow one another, and other ranks the rest.
+"""Pipeline parallelism: each rank computes consecutive stages of the model.
 
-The class's own forward runs in every rank. In front of the rank's stages embeddings are zeros of the right shape, and
-layers hand on what they are given; at the first of its layers hidden states take their place that the rank before has
-sent; and where the next rank's layers begin, the forward ends.
+Every rank runs the model class's own forward. Before the rank's stages, embeddings are zeros and layers return their
+input. The rank's first layer gets the hidden states that the previous rank sent. The forward ends at the next rank's
+first layer.
 
-That takes a class whose layers are handed one tensor by the layers before them. Which it is, is found by following, in
-a run without weights, what each tensor was made of.
+This requires that layers pass exactly one tensor to each other. A probe run without weights finds its argument: it
+tracks which layers each tensor was computed from.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,42 +27,40 @@ from ..probing.layer_lists import layer_lists
 from ..probing.padded_probe import cache_argument
 
 NUM_TOKENS = 2
-OUTER_WEIGHTS = -1  # where a number comes from: a weight outside of all layers, or the layer of that index
-ALTERNATIVES = "only the first rank of devices=pipeline has it: take devices=sharded, or devices=one"
+OUTER_WEIGHTS = -1  # origin of tensors computed from weights outside the layers; otherwise a layer index
 _FACTORIES = ("empty", "zeros", "ones", "full", "new_empty", "new_zeros", "new_ones", "new_full", "rand", "randn")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSignature:
-    """How a layer is called and what it returns: `place` of the hidden states among its arguments, a number or a name,
-    and how many things it gives, the hidden states first; 0: them alone, in no tuple."""
+    """Where a decoder layer takes hidden states and what it returns. `argument`: position or keyword. `num_outputs`:
+    length of the returned tuple, hidden states first; 0: a bare tensor."""
 
     argument: int | str
     num_outputs: int
 
     def hidden_states(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """The hidden states among the arguments of a call."""
         return args[self.argument] if isinstance(self.argument, int) else kwargs[self.argument]
 
     def with_hidden_states(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: torch.Tensor
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with other hidden states."""
+        """Returns the arguments with `hidden` as hidden states."""
         if isinstance(self.argument, int):
             return (*args[: self.argument], hidden, *args[self.argument + 1 :]), dict(kwargs)
         return tuple(args), {**kwargs, self.argument: hidden}
 
     def make_outputs(self, hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
-        """What a layer returns that leaves its hidden states as they are."""
+        """Return value of a layer that leaves its hidden states unchanged."""
         return (hidden, *[None] * (self.num_outputs - 1)) if self.num_outputs else hidden
 
 
 def layer_signatures(model: PreTrainedModel) -> tuple[LayerSignature, ...]:
-    """How hidden states come into each decoder layer. `model` must be whole, with parameters on the meta device,
-    and is not changed. Raises ConfigError where a layer needs more of those before it, by name."""
+    """Signature of each decoder layer. `model` must have all layers, with parameters on the meta device. Raises
+    ConfigError if a layer needs more than the hidden states of the layer before it."""
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "num_kv_shared_layers", 0):
-        raise _error(model, "some of its layers attend to keys and values of others (num_kv_shared_layers)")
+        raise _error(model, "layers share keys and values (num_kv_shared_layers)")
     try:
         return _probe(model, copy_on_meta(model), "meta")
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError, IndexError):
@@ -84,14 +82,14 @@ def _probe(model: PreTrainedModel, copy: PreTrainedModel, device: str) -> tuple[
     for call in calls:
         before = call.index - 1 if call.index else OUTER_WEIGHTS
         if list(call.argument_origins.values()) != [frozenset({before})] or not call.is_tensor:
-            what = ", ".join(f"{place} of {sorted(origins)}" for place, origins in call.argument_origins.items())
-            raise _error(model, f"layer {call.index} is handed more than the hidden states of the one before: {what}")
+            inputs = ", ".join(f"{name} from {sorted(found)}" for name, found in call.argument_origins.items())
+            raise _error(model, f"layer {call.index} needs more than the hidden states of the layer before: {inputs}")
         signatures.append(LayerSignature(argument=next(iter(call.argument_origins)), num_outputs=call.num_outputs))
     return tuple(signatures)
 
 
 class _OriginTracker(TorchDispatchMode):
-    """Says of tensors where their numbers come from; `of` gives nothing where they are the same in every process."""
+    """Tracks which layers each tensor was computed from. The set is empty for values that are equal on all ranks."""
 
     def __init__(self, weights: Iterator[torch.nn.Parameter]):
         super().__init__()
@@ -100,7 +98,7 @@ class _OriginTracker(TorchDispatchMode):
             self.mark(weight, frozenset({OUTER_WEIGHTS}))
 
     def mark(self, tensor: torch.Tensor, origins: frozenset[int]) -> None:
-        self._known[id(tensor)] = tensor, origins  # held, so that no other gets its id
+        self._known[id(tensor)] = tensor, origins  # a reference: the id must not be reused
 
     def origins_of(self, tensor: torch.Tensor) -> frozenset[int]:
         return self._known[id(tensor)][1] if id(tensor) in self._known else frozenset()
@@ -128,7 +126,7 @@ def _tensors(values: object) -> Iterator[torch.Tensor]:
 
 @dataclass
 class _LayerCall:
-    """One layer in the run: from where came what no other process has, by its place, and what it gave."""
+    """Record of one layer's call in the probe run. `argument_origins`: for arguments computed from weights."""
 
     tracker: _OriginTracker
     index: int
@@ -137,10 +135,10 @@ class _LayerCall:
     num_outputs: int = 0
 
     def enter(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for place, value in [*enumerate(args), *kwargs.items()]:
+        for argument, value in [*enumerate(args), *kwargs.items()]:
             origins = frozenset[int]().union(*map(self.tracker.origins_of, _tensors(value)))
             if origins:
-                self.argument_origins[place] = origins
+                self.argument_origins[argument] = origins
                 self.is_tensor = isinstance(value, torch.Tensor)
 
     def leave(self, layer: torch.nn.Module, args: tuple[Any, ...], out: Any) -> None:
@@ -151,19 +149,18 @@ class _LayerCall:
 
 def _error(model: PreTrainedModel, why: str) -> ConfigError:
     return ConfigError(
-        f"devices=pipeline: the layers of {type(model).__name__} cannot be divided among ranks: {why}; take "
-        "devices=sharded, or devices=one"
+        f"devices=pipeline: the layers of {type(model).__name__} cannot be split among ranks: {why}; set "
+        "devices=sharded or devices=one"
     )
 
 
 class _LocalStagesDone(Exception):
-    """The next layer is another rank's, which is handed what is in the run's `leaving`."""
+    """Ends the forward before the next rank's first layer; the run's `hidden_out` is sent to that rank."""
 
 
 def keep_stages(staged: StagedModel, part: range, layers: Sequence[LayerSignature], device: torch.device) -> None:
-    """Mutates the model: of its stages only those of `part` ask for weights from now on, and a run of
-    `until_it_leaves` ends behind them. `layers` as `handed_on` gives them, of decoder layers from stage 1 on;
-    on `device`."""
+    """Makes the model compute the stages of `part` only; run it with `run_local_stages`. `layers`: signatures of the
+    decoder layers, which are stages from 1 on. Mutates the model's modules."""
     for module in staged.modules:
         signature = layers[module.stage - 1] if 0 < module.stage <= len(layers) else None
         if module.stage == EMBEDDING and EMBEDDING not in part:
@@ -179,15 +176,18 @@ def keep_stages(staged: StagedModel, part: range, layers: Sequence[LayerSignatur
 
 
 def run_local_stages(forward: Callable[[], object]) -> None:
-    """Runs it up to where another rank goes on, or to its end."""
+    """Runs a forward to the end of this rank's stages."""
     with suppress(_LocalStagesDone):
         forward()
 
 
 def _placeholder_weights(module: StreamedModule, weights: Weights) -> Weights:
-    """Raises ConfigError where what is made of them would not be replaced by what the rank before sends."""
+    """Placeholder embeddings on a later rank. Raises ConfigError if layers use them after the rank's first layer."""
     if current_lane_run().hidden_in is not None:
-        raise ConfigError(f"model.path: {module.name} is asked for behind the first layer, and {ALTERNATIVES}")
+        raise ConfigError(
+            f"devices=pipeline: {module.name} is used after the first layer, but only rank 0 has it: set "
+            "devices=sharded or devices=one"
+        )
     return weights
 
 
@@ -198,8 +198,9 @@ def _skip_layer(signature: LayerSignature, args: tuple[Any, ...], kwargs: dict[s
 def _run_first_layer(
     module: StreamedModule, signature: LayerSignature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> object:
-    """Runs the layer on memory that is filled before the lane gets the layer's weights."""
+    """Runs the layer on a buffer that receives the previous rank's hidden states."""
     run = current_lane_run()
+    # The engine fills it before the layer gets its weights, so before it computes.
     run.hidden_in = torch.empty_like(signature.hidden_states(args, kwargs), memory_format=torch.contiguous_format)
     return module.run_inner(*signature.with_hidden_states(args, kwargs, run.hidden_in))
 

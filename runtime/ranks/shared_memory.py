@@ -29,12 +29,11 @@ from ..stream.device import ComputeDevice
 from ..stream.pinned import Pinnable, pin
 from ..stream.weight_reader import SessionResources, WeightReader
 from ..units import GIB, round_up
-from .ranks import Ranks
+from .ranks import POLL_SECONDS, POLLS_PER_CHECK, STOPPED, Ranks
 
 Mapped = TypeVar("Mapped", bound=mmap.mmap)
-FILE_BYTES = 16 * 1024 * GIB  # of addresses; only what is written takes memory
+FILE_BYTES = 16 * 1024 * GIB  # sparse: only written pages take memory
 PAGE_BYTES = 4096
-POLL_SECONDS, NUM_POLLS = 1e-4, 20  # between two looks at the cells; looks between two at the other processes
 
 
 class SharedMemory(Closing, SessionResources):
@@ -49,11 +48,11 @@ class SharedMemory(Closing, SessionResources):
 
     @staticmethod
     def create(ranks: Ranks) -> "SharedMemory":
-        """Creates the memory, on rank 0. Raises ConfigError if ranks are on several machines."""
+        """Creates the memory on rank 0. Raises ConfigError if ranks are on several machines."""
         require(
             ranks.is_on_one_machine,
-            "devices.gather=memory: ranks are on several machines, or in several containers, and see no memory in "
-            "common: set devices.gather=collective, or start all ranks on one node (srun --nodes=1)",
+            "devices.gather=memory: ranks are on several machines or in several containers, without common memory: set "
+            "devices.gather=collective, or start all ranks on one node (srun --nodes=1)",
         )
         descriptor = os.memfd_create("weightstream-weights")
         os.ftruncate(descriptor, FILE_BYTES)
@@ -61,13 +60,13 @@ class SharedMemory(Closing, SessionResources):
 
     @staticmethod
     def open(ranks: Ranks, address: tuple[int, int]) -> "SharedMemory":
-        """Opens the memory at another rank's `address`. Raises ConfigError."""
+        """Opens the memory of another rank. Raises ConfigError."""
         path = "/proc/{}/fd/{}".format(*address)
         try:
             return SharedMemory(ranks, os.open(path, os.O_RDWR | os.O_CLOEXEC))
         except OSError as error:
             raise ConfigError(
-                f"devices=sharded: rank {ranks.rank} cannot open the memory of rank 0, {path}: {error.strerror}"
+                f"devices=sharded: rank {ranks.rank} cannot open rank 0's shared memory {path}: {error.strerror}"
             ) from error
 
     @property
@@ -89,7 +88,7 @@ class SharedMemory(Closing, SessionResources):
         return SharedReader(self, device, reader, count=count)
 
     def cells(self, count: int) -> torch.Tensor:
-        """Shared int64 counters; each is written by one rank only and never decreases, so no lock is needed."""
+        """Shared int64 counters. No lock is needed: one rank writes each, and it never decreases."""
         return torch.frombuffer(self.map(8 * count), dtype=torch.int64)[:count]
 
 
@@ -104,9 +103,9 @@ class SharedReader(WeightReader):
         self._rank, self._size = memory.ranks.rank, size
         cells = memory.cells(2 * size * count).view(2, size, count).numpy()
         self._freed, self._arrived = cells[0], cells[1]
-        self._num_begun, self._num_freed = [0] * count, [0] * count  # fills and frees, as this rank orders them
+        self._num_begun, self._num_freed = [0] * count, [0] * count  # by slot, on this rank
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="share-read")
-        self._announcing = ThreadPoolExecutor(1, thread_name_prefix="share-there")
+        self._announcing = ThreadPoolExecutor(1, thread_name_prefix="share-announce")
         self._is_abandoned = threading.Event()
 
     def close(self) -> None:
@@ -153,18 +152,18 @@ class SharedReader(WeightReader):
         self._wait(self._arrived, number, count)
 
     def _wait(self, cells: NDArray[np.int64], number: int, count: int) -> None:
-        num_looks = 0
+        num_polls = 0
         while not (cells[:, number] >= count).all():
             if self._is_abandoned.is_set():
-                raise Interrupted("start the same command again to go on")
-            if num_looks % NUM_POLLS == 0:
+                raise Interrupted(STOPPED)
+            if num_polls % POLLS_PER_CHECK == 0:
                 self._memory.ranks.require_running()
-            num_looks += 1
+            num_polls += 1
             time.sleep(POLL_SECONDS)
 
 
 class SharedTransfer:
-    """A page in flight, of which each rank reads a share; `timing` is that of this rank's read."""
+    """A page in flight; each rank reads a share. `timing` covers this rank's read only."""
 
     def __init__(self, reader: SharedReader, read: Future[PendingTransfer], number: int, count: int):
         self._reader, self._read, self._number, self._count = reader, read, number, count

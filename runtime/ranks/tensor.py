@@ -1,11 +1,11 @@
-"""A model of which each of several ranks computes a part of every layer: rows of its matrices, and some of its heads.
+"""Tensor parallelism: each rank computes some rows of every matrix and some attention heads.
 
-transformers' plan of a class says whose numbers go on as parts, from one matrix to the next. Of a class without one,
-and where it does not hold, each matrix's numbers are made whole at once.
+Every matrix is split by rows, its output features. So one rank computes each output, in the order of a single device,
+and parts are concatenated, never summed: results are exact. Modules keep their classes; hooks gather inputs and
+outputs.
 
-Every matrix is cut by its rows, the numbers that it makes. So each number is summed by one rank, in the order in which
-a single device sums it, and parts are put side by side, never added up. Modules stay what they are: hooks make inputs
-and outputs whole.
+The class's tensor-parallel plan in transformers says which outputs stay split up to the next matrix. Without a plan, or
+if the model does not run with it, each output is gathered at once.
 """
 
 import logging
@@ -35,8 +35,7 @@ from .tensor_experts import describe_unsplit, split_experts
 
 log = logging.getLogger(__name__)
 
-NOT_SPLIT = "devices=tensor: {} cannot be split among {} ranks: {}"
-UNSPLIT_STYLES = re.compile("replicate|mla|all_reduce")  # styles of transformers' plans that leave a matrix as it is
+UNSPLIT_STYLES = re.compile("replicate|mla|all_reduce")  # styles in transformers' plans of matrices that are not split
 
 
 class Flow(Enum):
@@ -52,18 +51,17 @@ STYLES = {"colwise": Flow.full_to_part, "rowwise": Flow.part_to_full}
 
 @dataclass(frozen=True, kw_only=True)
 class SplitHeads:
-    """The KV heads of each layer, of which a rank caches its share and looks at it with the queries that belong to
-    it."""
+    """This rank's share of each layer's KV heads, which it caches and attends to with the matching query heads."""
 
     all_gather: AllGather
     num_kv_heads: Sequence[int]
 
     def has_all_heads(self, layer: int, states: torch.Tensor) -> bool:
-        """Whether keys or values (1, H, T, D) are of all heads."""
+        """True if keys or values (1, H, T, D) have all heads."""
         return states.shape[1] == self.num_kv_heads[layer]
 
     def select(self, layer: int, states: torch.Tensor) -> torch.Tensor:
-        """This rank's part of keys or values, which may be it already."""
+        """This rank's heads of keys or values, which may have all heads or only these."""
         return self.slice_heads(states, 1) if self.has_all_heads(layer, states) else states
 
     def slice_heads(self, states: torch.Tensor, dim: int) -> torch.Tensor:
@@ -75,20 +73,20 @@ class SplitHeads:
 
 
 class TensorSplit(ModelSplit):
-    """A model's division among the ranks of `all_gather`, as a loader asks for it."""
+    """Splits a model among the ranks of `all_gather` while it is loaded."""
 
     def __init__(self, all_gather: AllGather):
         self._all_gather, self.count = all_gather, all_gather.count
 
     def share_heads(self, cache: CacheShape, *, is_packed: bool) -> SplitHeads:
         count, heads = self.count, [num_heads for num_heads, *_ in cache.heads]
-        odd = [num_heads for num_heads in heads if num_heads % count or not num_heads]
-        why = f"{odd[0]} KV heads are no multiple of {count}" if odd else ""
-        why = "latents are of all heads" if cache.is_latent else why
-        why = why if is_packed else "padded lanes keep all heads"
+        uneven = [num_heads for num_heads in heads if num_heads % count or not num_heads]
+        why = f"{uneven[0]} KV heads are not a multiple of {count}" if uneven else ""
+        why = "MLA latents are not split by head" if cache.is_latent else why
+        why = why if is_packed else "padded lanes cache all heads"
         if why:
             raise ConfigError(
-                f"devices=tensor: keys and values cannot be shared by {count} ranks: {why}; take fewer ranks, or "
+                f"devices=tensor: KV heads cannot be split among {count} ranks: {why}; use fewer ranks, or "
                 "devices=sharded"
             )
         return SplitHeads(all_gather=self._all_gather, num_kv_heads=heads)
@@ -103,8 +101,8 @@ class TensorSplit(ModelSplit):
 
 
 class _ModelSplitter:
-    """`taken`: the parameters that are split already, `whole`: those of them that are experts of which this rank has
-    some. Experts are divided as rank 0 is asked to."""
+    """Splits one model. `cut_parameters`: split parameters by name; `whole_experts`: those of them split by expert. Rank
+    0's `devices.experts` decides how experts are split."""
 
     def __init__(self, model: PreTrainedModel, parameters: Mapping[str, Parameter], all_gather: AllGather):
         self._model, self._parameters, self._all_gather = model, parameters, all_gather
@@ -118,7 +116,7 @@ class _ModelSplitter:
         self._expert_division = DividedExperts(ranks.exchange({"experts": ranks.devices.experts.value})[0]["experts"])
 
     def split_linears(self) -> None:
-        """The matrices of layers, by the plan of the class or, where it does not run by that, each by itself."""
+        """Splits the layers' linear modules, by the class's plan if the model runs with it, else each on its own."""
         name = type(self._model).__name__
         failure: str | None = None
         for flows in (
@@ -132,10 +130,10 @@ class _ModelSplitter:
                     self._split_linear(module, flow)
                 return
             log.debug("%s by %s: %s", name, flows, failure)
-        raise self._error(name, f"its code looks at sizes of its own ({failure})")
+        raise self._error(name, f"its code depends on the sizes of its matrices ({failure})")
 
     def _linear_flows(self, plan: Mapping[str, str]) -> dict[str, Flow]:
-        """What flows through the matrices of layers that can be split, by the paths of their modules."""
+        """Flow of each linear module that can be split, by module path. `plan`: style by path, layer index as `*`."""
         flows = dict[str, Flow]()
         for layers in layer_lists(self._model):
             for path, module in layers.layers.named_modules(prefix=layers.path):
@@ -148,7 +146,7 @@ class _ModelSplitter:
         return flows
 
     def _find_failure(self, flows: Mapping[str, Flow]) -> str | None:
-        """What a class says that runs with these flows where nothing is computed but shapes."""
+        """Runs the split model on the meta device. Returns the error message, or None if it runs."""
         for path, flow in flows.items():
             height = self._linear(self._model, path).out_features
             if not self._share.divides(height):
@@ -164,22 +162,22 @@ class _ModelSplitter:
         return None
 
     def split_experts(self) -> None:
-        """Stacks of the matrices of all experts that run through our function."""
+        """Splits the stacked expert matrices of modules that run on Weightstream's experts function."""
         for path, module in self._model.named_modules():
             if not is_experts(module):
                 continue
             stacks = {name: self._parameters[f"{path}.{name}"] for name in matrix_names(module)}
             names = {name: self._names[id(module._parameters[name])] for name in stacks}
-            division = split_experts(module, stacks, self._all_gather, self._expert_division)
-            if not division.stacks:
-                raise self._error(path, division.why_not, division.alternative)
-            parts = {each: replace(part, name=each) for leaf, part in division.stacks.items() for each in names[leaf]}
+            split = split_experts(module, stacks, self._all_gather, self._expert_division)
+            if not split.stacks:
+                raise self._error(path, split.why_not, split.alternative)
+            parts = {full: replace(part, name=full) for leaf, part in split.stacks.items() for full in names[leaf]}
             self.cut_parameters |= parts
-            if division.own is not None:
+            if split.own is not None:
                 self.whole_experts |= parts
 
     def log_split(self) -> None:
-        """Logs what this rank holds."""
+        """Logs how many bytes of weights this rank holds."""
         rest = distinct_bytes(p for name, p in self._parameters.items() if name not in self.cut_parameters)
         experts = distinct_bytes(self._parameters[name] for name in self.whole_experts)
         cut_bytes = distinct_bytes(self._parameters.values()) - rest - experts
@@ -190,13 +188,13 @@ class _ModelSplitter:
         )
 
     def split_tables(self) -> None:
-        """The embeddings and the head, which may be one matrix: then both or none."""
+        """Splits the embeddings and the head. If they are tied, splits both or neither."""
         model, share = self._model, self._share
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
         table = table if isinstance(table, nn.Embedding) and share.divides(table.num_embeddings) else None
         head = head if isinstance(head, nn.Linear) and share.divides(head.out_features) else None
         for module in (table, head):
-            is_tied = module is not None and any(len(self._names[id(each)]) > 1 for each in module.parameters())
+            is_tied = module is not None and any(len(self._names[id(tensor)]) > 1 for tensor in module.parameters())
             if module is not None and ((table is not None and head is not None) or not is_tied):
                 self._cut_module(module)
         if isinstance(head, nn.Linear) and self._is_cut(head):
@@ -208,7 +206,7 @@ class _ModelSplitter:
         return any(name in self.cut_parameters for tensor in module.parameters() for name in self._names[id(tensor)])
 
     def _cut_module(self, module: nn.Module) -> None:
-        """Cuts the parameters of a module, by all names that they have."""
+        """Cuts a module's parameters, under all names of tied ones."""
         for tensor in module.parameters(recurse=False):
             for name in self._names[id(tensor)]:
                 found = cut_rows(self._parameters[name], self._share)
@@ -229,45 +227,47 @@ class _ModelSplitter:
         assert isinstance(module, nn.Linear)
         return module
 
-    def _error(self, what: str, why: str, instead: str = "") -> ConfigError:
-        others = f"take {instead}, or " if instead else "take fewer ranks, or "
-        return ConfigError(f"{NOT_SPLIT.format(what, self._all_gather.count, why)}; {others}devices=sharded")
+    def _error(self, what: str, why: str, alternative: str = "") -> ConfigError:
+        count, remedy = self._all_gather.count, f"set {alternative}" if alternative else "use fewer ranks"
+        return ConfigError(
+            f"devices=tensor: {what} cannot be split among {count} ranks: {why}; {remedy}, or devices=sharded"
+        )
 
 
 def shrink_parameters(module: nn.Module, height: int) -> None:
-    """Leaves the module's parameters so many rows. Mutates the module."""
-    for name, each in module._parameters.items():
-        if each is not None:
-            short = torch.empty(height, *each.shape[1:], dtype=each.dtype, device=each.device)
-            module._parameters[name] = nn.Parameter(short, requires_grad=False)
+    """Replaces the module's parameters by uninitialized ones of `height` rows. Mutates the module."""
+    for name, old in module._parameters.items():
+        if old is not None:
+            new = torch.empty(height, *old.shape[1:], dtype=old.dtype, device=old.device)
+            module._parameters[name] = nn.Parameter(new, requires_grad=False)
 
 
 def split_linear(module: nn.Linear, all_gather: AllGather, *, is_input_split: bool, is_output_split: bool) -> None:
-    """Makes it a map to this rank's numbers. `takes_part`: what comes is a part as well, and is made whole first.
-    `gives_part`: what goes on is one. Mutates the module."""
+    """Makes the module compute this rank's output features. It gathers its input first if `is_input_split`, and its
+    output unless `is_output_split`. Mutates the module."""
     module.out_features //= all_gather.count
     shrink_parameters(module, module.out_features)
     if is_input_split:
-        module.register_forward_pre_hook(lambda _, given: (all_gather.gather(given[0]), *given[1:]))
+        module.register_forward_pre_hook(lambda _, args: (all_gather.gather(args[0]), *args[1:]))
     if not is_output_split:
-        module.register_forward_hook(lambda _, given, out: all_gather.gather(cast(torch.Tensor, out)))
+        module.register_forward_hook(lambda _, args, out: all_gather.gather(cast(torch.Tensor, out)))
 
 
 def split_embedding(module: nn.Embedding, all_gather: AllGather) -> None:
-    """Makes it a table of this rank's rows, which looks up the others' with them. Mutates the module."""
+    """Makes the module hold this rank's rows; lookups add up the results of all ranks. Mutates the module."""
     module.num_embeddings //= all_gather.count
-    module.padding_idx = None  # matters to gradients alone, and may be another rank's
+    module.padding_idx = None  # only used for gradients, and may be out of range here
     shrink_parameters(module, module.num_embeddings)
-    lookup = _EmbeddingHooks(all_gather, module.num_embeddings)
-    module.register_forward_pre_hook(lookup.before)
-    module.register_forward_hook(lookup.after)
+    hooks = _EmbeddingHooks(all_gather, module.num_embeddings)
+    module.register_forward_pre_hook(hooks.before)
+    module.register_forward_hook(hooks.after)
 
 
 class _EmbeddingHooks:
-    """What lies around the look-up of token ids (B, T) in a table of `height` rows, which gives (B, T, D)."""
+    """Hooks of a split embedding: token ids (B, T) to local rows, and all-reduced outputs (B, T, D)."""
 
-    def __init__(self, all_gather: AllGather, height: int):
-        self._all_gather, self._num_rows, self._is_local = all_gather, height, torch.empty(0)
+    def __init__(self, all_gather: AllGather, num_rows: int):
+        self._all_gather, self._num_rows, self._is_local = all_gather, num_rows, torch.empty(0)
 
     def before(self, module: nn.Module, args: Any) -> tuple[Any, ...]:
         rows = args[0] - self._all_gather.index * self._num_rows

@@ -1,11 +1,10 @@
-"""What a rank has of the experts of a layer: rows of the matrices of each, or some of them whole.
+"""A rank's part of a mixture-of-experts layer: some rows of every expert's matrices, or some whole experts.
 
-Where matrices are cut by their rows, as all others are, each rank makes some numbers of every visit. Where each expert
-belongs to one rank, that one alone has its matrices. All ranks know who visits whom. Each multiplies the tokens that
-visit its experts, and hands each output to the rank that adds up that token's; what it adds up it tells all. Products
-and the order of sums are those of one process, so that sums are, to the bit.
+Split by rows, each rank computes some features of every expert's output. Split by expert (expert parallelism), each
+rank multiplies the tokens routed to its experts and sends each output to the rank that sums that token's outputs.
+Sums are then all-gathered. Products and the order of sums equal those of one process, so results are bit-identical.
 
-Letters as in experts.py; N and M are a rank's part of what lies between an expert's matrices, and of D.
+Letters as in experts.py; N and M are a rank's part of an expert's inner size and of D.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,33 +34,33 @@ from ..plan.shape.shapes import Parameter
 from .collectives import AllGather
 
 GATED: Any = MixtralExperts  # transformers' decorator adds `_apply_gate`
-MIN_BATCH_VISITS = 512  # whose numbers are made whole together
+MIN_BATCH_VISITS = 512  # visits of several experts that share one gather
 
-Stacks = Mapping[str, Parameter]  # by their names in an experts module
+Stacks = Mapping[str, Parameter]  # by name in the experts module
 
 
 def num_runs(module: nn.Module) -> int:
-    """The runs of rows of the first matrix that are cut each by itself: 2 where a gate and what it lets through lie one
-    below the other, and can be multiplied part by part."""
+    """Number of row ranges of the first matrix that are split separately: 2 for fused gate and up matrices that can be
+    multiplied part by part, else 1."""
     experts = cast("Experts", module)
-    is_usual = has_same_code(getattr(type(module), "_apply_gate", None), GATED._apply_gate)
-    return 2 if experts.has_gate and is_usual and not experts.has_bias else 1
+    is_default = has_same_code(getattr(type(module), "_apply_gate", None), GATED._apply_gate)
+    return 2 if experts.has_gate and is_default and not experts.has_bias else 1
 
 
 def _batch_experts(
     visits: Visits, hit: Iterable[tuple[int, Matrices]], most_visits: int
 ) -> Iterator[Sequence[tuple[int, Matrices]]]:
-    """Experts in their order, as many as have together no more visits than that, or one."""
-    run, num_visits = list[tuple[int, Matrices]](), 0
+    """Batches consecutive experts with at most `most_visits` visits together, or one expert."""
+    batch, num_visits = list[tuple[int, Matrices]](), 0
     for expert, matrices in hit:
         own = visits.expert_rows(expert)
-        if run and num_visits + own.stop - own.start > most_visits:
-            yield run
-            run, num_visits = [], 0
-        run.append((expert, matrices))
+        if batch and num_visits + own.stop - own.start > most_visits:
+            yield batch
+            batch, num_visits = [], 0
+        batch.append((expert, matrices))
         num_visits += own.stop - own.start
-    if run:
-        yield run
+    if batch:
+        yield batch
 
 
 def _add_bias(experts: Experts, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
@@ -70,7 +69,7 @@ def _add_bias(experts: Experts, name: str, expert: int, x: torch.Tensor) -> torc
 
 
 class ExpertRows(ExpertShare):
-    """Rows of the matrices of each expert."""
+    """Some rows of every expert's matrices."""
 
     def __init__(self, all_gather: AllGather):
         super().__init__()
@@ -79,12 +78,12 @@ class ExpertRows(ExpertShare):
     def mix_experts(
         self, module: nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
     ) -> torch.Tensor:
-        """Sums are made in the order of `mix_experts`."""
+        """Adds outputs in the order of the unsplit `mix_experts`."""
         experts = cast("Experts", module)
         is_last_whole = experts.has_bias or has_norm(experts)
         out_TM, width = None, 0
-        for run in _batch_experts(visits, hit, max(len(hidden_TD), MIN_BATCH_VISITS)):
-            for expert, output in self._outputs(module, run, hidden_TD, visits, is_whole=is_last_whole):
+        for batch in _batch_experts(visits, hit, max(len(hidden_TD), MIN_BATCH_VISITS)):
+            for expert, output in self._outputs(module, batch, hidden_TD, visits, is_whole=is_last_whole):
                 rows = visits.expert_rows(expert)
                 if out_TM is None:
                     width = output.shape[1]
@@ -97,35 +96,35 @@ class ExpertRows(ExpertShare):
     def _outputs(
         self,
         module: nn.Module,
-        run: Sequence[tuple[int, Matrices]],
+        batch: Sequence[tuple[int, Matrices]],
         hidden_TD: torch.Tensor,
         visits: Visits,
         *,
         is_whole: bool,
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """What each expert of a run makes of its visits, (V, D) where it `is_whole`, else this rank's (V, M)."""
+        """Outputs of each expert of a batch: (V, D) if `is_whole`, else this rank's features (V, M)."""
         experts, (up, down) = cast("Experts", module), matrix_names(module)
-        counts = [visits.expert_rows(expert).stop - visits.expert_rows(expert).start for expert, _ in run]
-        parts = [F.linear(hidden_TD[visits.tokens_V[visits.expert_rows(expert)]], own[up]) for expert, own in run]
+        counts = [visits.expert_rows(expert).stop - visits.expert_rows(expert).start for expert, _ in batch]
+        parts = [F.linear(hidden_TD[visits.tokens_V[visits.expert_rows(expert)]], own[up]) for expert, own in batch]
         if num_runs(module) == 2 or (not experts.has_gate and not experts.has_bias):
             inner_VH = self._all_gather.gather(torch.cat([apply_activation(experts, part) for part in parts]))
         else:
             whole = self._all_gather.gather(torch.cat(parts)).split(counts)
-            pairs = zip(run, whole, strict=True)
+            pairs = zip(batch, whole, strict=True)
             inner_VH = torch.cat(
                 [apply_activation(experts, _add_bias(experts, up, expert, x)) for (expert, _), x in pairs]
             )
-        pairs = zip(run, inner_VH.split(counts), strict=True)
+        pairs = zip(batch, inner_VH.split(counts), strict=True)
         outputs = [F.linear(inner, own[down]) for (_, own), inner in pairs]
         if is_whole:
             outputs = self._all_gather.gather(torch.cat(outputs)).split(counts)
-            outputs = [_add_bias(experts, down, expert, x) for (expert, _), x in zip(run, outputs, strict=True)]
+            outputs = [_add_bias(experts, down, expert, x) for (expert, _), x in zip(batch, outputs, strict=True)]
             outputs = [experts.post_expert_norm(x) for x in outputs] if has_norm(experts) else outputs
-        yield from zip((expert for expert, _ in run), outputs, strict=True)
+        yield from zip((expert for expert, _ in batch), outputs, strict=True)
 
 
 class WholeExperts(ExpertShare):
-    """Some experts, whose matrices no other rank has."""
+    """Some whole experts, which no other rank has."""
 
     def __init__(self, all_gather: AllGather, own: range):
         super().__init__(own)
@@ -134,7 +133,7 @@ class WholeExperts(ExpertShare):
     def mix_experts(
         self, module: nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
     ) -> torch.Tensor:
-        """`hit` yields this rank's experts alone."""
+        """`hit` yields this rank's experts only."""
         all_gather, num_experts = self._all_gather, cast("Experts", module).num_experts
         experts, tokens = split_evenly(num_experts, all_gather.count), split_evenly(len(hidden_TD), all_gather.count)
         own_experts, own_tokens = experts[all_gather.index], tokens[all_gather.index]
@@ -159,8 +158,7 @@ def _weighted_outputs(
     own: range,
     tokens: Sequence[range],
 ) -> tuple[torch.Tensor, list[int]]:
-    """The weighted outputs of this rank's experts, (V, D), by the rank that adds up the token's, and how many each
-    gets."""
+    """Weighted outputs of this rank's experts (V, D), ordered by summing rank, and the count for each rank."""
     begin, end = visits.expert_rows(own.start).start, visits.expert_rows(own[-1]).stop
     ends = torch.tensor([each.stop for each in tokens], device=visits.tokens_V.device)
     rank_V = torch.bucketize(visits.tokens_V[begin:end], ends, right=True)
@@ -175,8 +173,8 @@ def _weighted_outputs(
 
 
 class ExpertSplit(NamedTuple):
-    """This rank's part of an experts module, or why there is none. `own`: the experts that it has whole; `instead`: the
-    setting by which there would be one."""
+    """This rank's part of an experts module. `own`: its whole experts. If `stacks` is empty, the module cannot be split;
+    `why_not` is the reason and `alternative` a setting with which it can."""
 
     stacks: Stacks
     own: range | None = None
@@ -185,13 +183,15 @@ class ExpertSplit(NamedTuple):
 
 
 def split_experts(module: nn.Module, stacks: Stacks, all_gather: AllGather, requested: DividedExperts) -> ExpertSplit:
-    """Leaves the module this rank's part of its stacks. Mutates the module, unless there is none."""
+    """Splits an experts module and mutates it, unless the returned `stacks` are empty."""
     share = RowShare(index=all_gather.index, count=all_gather.count)
     rows, whole = _split_by_rows(module, stacks, share), _split_by_expert(stacks, share)
     if requested is DividedExperts.auto:
         inputs = stacks[matrix_names(module)[1]].shape[1:]
         hidden, inner = reversed(inputs) if cast("Experts", module).is_transposed else inputs
-        is_interleaved = any(piece.is_interleaved for stack in stacks.values() for piece in stack.slices)  # all is read
+        is_interleaved = any(
+            piece.is_interleaved for stack in stacks.values() for piece in stack.slices
+        )  # a row cut would read every byte
         prefers_whole = is_interleaved or whole_experts_send_less(hidden, inner, share.count)
         first, second = (whole, rows) if prefers_whole else (rows, whole)
         neither = ExpertSplit({}, why_not=f"{rows.why_not}, and {whole.why_not}")
@@ -214,14 +214,14 @@ def split_experts(module: nn.Module, stacks: Stacks, all_gather: AllGather, requ
 
 
 def describe_unsplit(parameter: Parameter) -> str:
-    """Why its rows cannot be shared out."""
+    """Reason why `cut_rows` returns None."""
     piece = parameter.pieces[0][0]
-    return f"rows of {piece.format or piece.dtype} of shape {piece.shape} do not lie apart in so many equal parts"
+    return f"its {piece.format or piece.dtype} rows of shape {piece.shape} cannot be cut into equal byte ranges"
 
 
 def _split_by_rows(module: nn.Module, stacks: Stacks, share: RowShare) -> ExpertSplit:
     if cast("Experts", module).is_transposed:
-        return ExpertSplit({}, why_not="its experts' matrices lie as (inputs, outputs)")
+        return ExpertSplit({}, why_not="expert matrices are stored as (inputs, outputs)")
     first, second = matrix_names(module)
     counts = {first: num_runs(module), second: 1}
     parts = {name: cut_rows(stacks[name], share, num_runs=count) for name, count in counts.items()}
@@ -234,9 +234,9 @@ def _split_by_rows(module: nn.Module, stacks: Stacks, share: RowShare) -> Expert
 def _split_by_expert(stacks: Stacks, share: RowShare) -> ExpertSplit:
     num_experts = min(stack.shape[0] for stack in stacks.values())
     if num_experts < share.count:
-        return ExpertSplit({}, why_not=f"it has {num_experts} experts")
+        return ExpertSplit({}, why_not=f"it has only {num_experts} experts")
     own = split_evenly(num_experts, share.count)[share.index]
     parts = {name: slice_experts(stack, own) for name, stack in stacks.items()}
     if None in parts.values():
-        return ExpertSplit({}, why_not="its experts' bytes do not lie apart")
+        return ExpertSplit({}, why_not="the bytes of its experts are interleaved")
     return ExpertSplit({name: part for name, part in parts.items() if part is not None}, own)

@@ -230,5 +230,5 @@ def test_layers_that_need_more_than_hidden_states_are_refused_by_name(num_shared
         **{"layer_types": ["full_attention"] * 4, "activation_sparsity_pattern": [0.0] * 4},
         num_kv_shared_layers=num_shared,
     )
-    with pytest.raises(ConfigError, match=r"devices=pipeline: the layers of Gemma3nForCausalLM cannot be divided"):
+    with pytest.raises(ConfigError, match=r"devices=pipeline: the layers of Gemma3nForCausalLM cannot be split"):
         layer_signatures(build_meta_model(config, torch.float32))

@@ -83,9 +83,9 @@ def test_two_ranks_come_to_the_tokens_of_transformers_or_refuse_by_name(referenc
         (config_for(flipped), flipped, AUTO),
     ]
     refused = {
-        "deepseek-v3": "latents are of all heads",
-        "bloom": "padded lanes keep all heads",
-        "gpt-oss": "lie as (inputs, outputs); take devices.experts=whole",
+        "deepseek-v3": "MLA latents are not split by head",
+        "bloom": "padded lanes cache all heads",
+        "gpt-oss": "stored as (inputs, outputs); set devices.experts=whole",
     }
     configs = [(config, ref.prompts, experts) for config, ref, experts in asked]
     configs += [(config_for(reference(family)), llama.prompts, ROWS) for family in refused]
@@ -120,8 +120,8 @@ def test_four_ranks_come_to_the_tokens_of_one_process(tmp_path: Path) -> None:
     few = replace(GREEDY, max_new_tokens=4)
     asked += [(config_for(_at(directory), sampling=few), ref.prompts, WHOLE) for directory in (published, stored)]
     refused = {
-        "2 KV heads are no multiple of 4": synthesize("llama", tmp_path / "two", num_key_value_heads=2),
-        "it has 3 experts; take devices.experts=rows": synthesize(
+        "2 KV heads are not a multiple of 4": synthesize("llama", tmp_path / "two", num_key_value_heads=2),
+        "it has only 3 experts; set devices.experts=rows": synthesize(
             "mixtral", tmp_path / "three", num_key_value_heads=4, num_local_experts=3
         ),
     }

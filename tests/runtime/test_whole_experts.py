@@ -90,7 +90,7 @@ def test_as_many_ranks_as_experts_have_one_each_and_more_are_refused(num_ranks: 
     handing = SimpleNamespace(index=num_ranks - 1, count=num_ranks)
     found = split_experts(module, stacks, handing, DividedExperts.whole)  # pyright: ignore[reportArgumentType]
     if num_ranks > NUM_EXPERTS:
-        assert found.why_not == f"it has {NUM_EXPERTS} experts"
+        assert found.why_not == f"it has only {NUM_EXPERTS} experts"
     else:
         assert found.own == range(NUM_EXPERTS - 1, NUM_EXPERTS)
         assert {stack.shape[0] for stack in found.stacks.values()} == {1}
