@@ -101,8 +101,8 @@ class TensorSplit(ModelSplit):
 
 
 class _ModelSplitter:
-    """Splits one model. `cut_parameters`: split parameters by name; `whole_experts`: those of them split by expert. Rank
-    0's `devices.experts` decides how experts are split."""
+    """Splits one model. `cut_parameters`: split parameters by name; `whole_experts`: those of them split by expert. Rank 0's
+    `devices.experts` decides how experts are split."""
 
     def __init__(self, model: PreTrainedModel, parameters: Mapping[str, Parameter], all_gather: AllGather):
         self._model, self._parameters, self._all_gather = model, parameters, all_gather

@@ -173,7 +173,7 @@ def _weighted_outputs(
 
 
 class ExpertSplit(NamedTuple):
-    """This rank's part of an experts module. `own`: its whole experts. If `stacks` is empty, the module cannot be split;
+    """This rank's part of an experts module. `own`: its whole experts. If `stacks` is empty, it cannot be split;
     `why_not` is the reason and `alternative` a setting with which it can."""
 
     stacks: Stacks
