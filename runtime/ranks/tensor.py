@@ -101,7 +101,7 @@ class TensorSplit(ModelSplit):
 
 
 class _ModelSplitter:
-    """Splits one model. `cut_parameters`: split parameters by name; `whole_experts`: those of them split by expert. Rank 0's
+    """Splits one model. `cut_parameters`: split parameters by name; `whole_experts`: those split by expert. Rank 0's
     `devices.experts` decides how experts are split."""
 
     def __init__(self, model: PreTrainedModel, parameters: Mapping[str, Parameter], all_gather: AllGather):

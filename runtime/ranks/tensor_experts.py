@@ -189,9 +189,8 @@ def split_experts(module: nn.Module, stacks: Stacks, all_gather: AllGather, requ
     if requested is DividedExperts.auto:
         inputs = stacks[matrix_names(module)[1]].shape[1:]
         hidden, inner = reversed(inputs) if cast("Experts", module).is_transposed else inputs
-        is_interleaved = any(
-            piece.is_interleaved for stack in stacks.values() for piece in stack.slices
-        )  # a row cut would read every byte
+        # Each rank would read all bytes of interleaved rows.
+        is_interleaved = any(piece.is_interleaved for stack in stacks.values() for piece in stack.slices)
         prefers_whole = is_interleaved or whole_experts_send_less(hidden, inner, share.count)
         first, second = (whole, rows) if prefers_whole else (rows, whole)
         neither = ExpertSplit({}, why_not=f"{rows.why_not}, and {whole.why_not}")
