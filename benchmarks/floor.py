@@ -1,5 +1,4 @@
-"""Pass times against a floor: the larger of the times to read the bytes and to compute the products, both measured on
-this machine."""
+"""Pass times against a floor: the longer of reading the bytes and computing the products, both measured here."""
 
 import time
 from collections import Counter
@@ -22,16 +21,16 @@ from .report import table
 from .runner import ask_worker
 from .task import BenchmarkTask, Result, random_prompts
 
-FEW_ROWS, MANY_ROWS = 64, 512  # at which products are measured: of a decode pass, and where more gain nothing
-VOCABULARY = 32000  # does not matter to lengths
+FEW_ROWS, MANY_ROWS = 64, 512  # of measured products: a decode pass, and where the rate no longer grows
+VOCABULARY = 32000  # any: only lengths are used
 WEIGHT_BYTES = 256 * MIB  # of each shape, more than a cache holds
-MOST_COPIES = 64  # small models stay in a cache in a run, too
-TRIES, LEAST_SECONDS = 3, 0.03  # of each way
+MOST_COPIES = 64  # a small model stays in the cache in a run, too
+TRIES, LEAST_SECONDS = 3, 0.03  # of each backend
 
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """The least and the measured seconds of one phase."""
+    """Minimum and measured seconds of one phase."""
 
     case: BlockCase
     phase: str
@@ -53,7 +52,7 @@ class ProductSeconds:
 
 
 def product_seconds(task: BenchmarkTask) -> dict[int, ProductSeconds]:
-    """The seconds by rows, measured in a separate process."""
+    """Seconds by number of rows, measured in a separate process."""
     question = {"path": task.path, "rows": [FEW_ROWS, MANY_ROWS], "num_threads": task.num_threads}
     seconds = ask_worker(__name__, question)
     return {int(num_rows): ProductSeconds(layers=layers, head=head) for num_rows, (layers, head) in seconds.items()}
@@ -66,9 +65,8 @@ def compute_floors(
     bytes_per_second: float,
     seconds: Mapping[int, ProductSeconds],
 ) -> list[Floor]:
-    """Prefill and decode floors, medians over rounds. Every pass reads the same bytes. Products of a decode pass take
-    the time for 64 or for 512 rows, in proportion, whichever is less; prefill computes the head for last tokens
-    only."""
+    """Prefill and decode floors, medians over rounds. Every pass reads the same bytes. Products of a decode pass scale
+    from the time for 64 or 512 rows, whichever gives less; prefill computes the head for last tokens only."""
     num_tokens = sum(map(len, random_prompts(task.num_prompts, VOCABULARY, task.prompt_tokens)))
     num_decodes = task.num_new_tokens - 1
     num_prefills = median(result.num_passes for result in results) - num_decodes

@@ -1,7 +1,6 @@
 """One measurement of an evaluation: a task of lm-evaluation-harness, scored by Weightstream or by the harness's
-transformers model, in its own process. Times everything from the harness's start to its results; a peer's loading
-before is not timed. Drops the checkpoint from the page cache first, and repeatedly for a peer that reads it layer by
-layer."""
+transformers model, in a separate process. Times from the harness's start to its results, without loading a peer. The
+checkpoint is dropped from the page cache first, and repeatedly for a peer that reads it layer by layer."""
 
 import tempfile
 import time
@@ -25,7 +24,7 @@ from .task import Result, forget_pages, forget_pages_repeatedly
 
 
 class HarnessContender(Enum):
-    """`unshared` computes every context whole; `hf` and `hf_disk` are the harness's transformers model in float32."""
+    """`unshared`: share_prefixes=off. `hf`, `hf_disk`: the harness's transformers model in float32."""
 
     weightstream = "weightstream, nvme"
     unshared = "weightstream, nvme, share_prefixes=off"
@@ -35,8 +34,8 @@ class HarnessContender(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessTask:
-    """The first `num_documents` of `task`, defined in `tasks`. `weight_share`: host memory as a fraction of the
-    checkpoint's bytes, for Weightstream's plan and the offloaded peer."""
+    """The first `num_documents` of `task`, defined in the directory `tasks`. `weight_share`: host memory as a fraction
+    of the checkpoint's bytes, for Weightstream's budget and the offloaded peer."""
 
     contender: str
     path: str
@@ -50,7 +49,7 @@ class HarnessTask:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Log-probabilities of each document's choices, and True if the right one has the highest."""
+    """Log-probabilities of each document's choices, and True if the right choice has the highest."""
 
     result: Result
     logprobs: list[list[float]]
@@ -71,7 +70,6 @@ def measure(task: HarnessTask) -> Scores:
 
 
 def _weightstream(task: HarnessTask, folder: Path) -> Scores:
-    """Scores like `jobs.evaluate`, with parts on disk."""
     from jobs.evaluating.harness import HarnessModel, RunAnswerer
 
     sharing = SharePrefixes.off if HarnessContender(task.contender) is HarnessContender.unshared else SharePrefixes.auto
@@ -91,7 +89,7 @@ def _hugging_face(task: HarnessTask, folder: str, *, is_offloaded: bool) -> Scor
     from lm_eval.models.huggingface import HFLM
 
     baseline = resident_bytes()
-    assert task.batch_size is not None, "given, or searched before"
+    assert task.batch_size is not None, "set by the task or by the search"
     arguments: dict[str, Any] = {
         "pretrained": task.path,
         "device": "cpu",

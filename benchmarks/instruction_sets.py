@@ -1,5 +1,5 @@
-"""A benchmark as on a processor that has less: what makes each of its processes, ours or a peer's, use no instructions
-beyond a set. Loads neither torch nor numba, which few peers have."""
+"""Restricts all processes of a benchmark, peers included, to an instruction set, as on an older processor. Imports
+neither torch nor numba, which few peers have."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from runtime.measure.machine_cache import cpu_flags
 
 
 class Isa(Enum):
-    """`avx2`: with FMA, as desktops have it. `avx512`: all of AVX-512 that the processor has, without AMX."""
+    """`avx2`: with FMA, as desktops have it. `avx512`: all of the processor's AVX-512, without AMX."""
 
     avx2 = "avx2"
     avx512 = "avx512"
@@ -22,7 +22,7 @@ class Isa(Enum):
         return {Isa.avx2: "AVX2", Isa.avx512: "AVX-512"}[self]
 
 
-REQUIRED_FLAGS = {  # by the flags of Linux
+REQUIRED_FLAGS = {  # as in /proc/cpuinfo
     Isa.avx2: ("avx2", "fma", "f16c", "bmi2"),
     Isa.avx512: ("avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"),
 }
@@ -36,7 +36,7 @@ ENVIRONMENTS: Mapping[Isa, Mapping[str, str]] = {  # our kernels, torch's, oneDN
     Isa.avx512: {
         ISA: "avx512",
         "ATEN_CPU_CAPABILITY": "avx512",
-        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",  # the last that oneDNN knows before AMX
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",  # oneDNN's widest set without AMX
         "MKL_ENABLE_INSTRUCTIONS": "AVX512",
     },
 }
@@ -46,14 +46,14 @@ GGML_OF_AVX512 = {"AVX512_VBMI": "avx512vbmi", "AVX512_VNNI": "avx512_vnni", "AV
 
 @contextmanager
 def restrict_instructions(isa: Isa | None) -> Iterator[None]:
-    """Lets processes that are started meanwhile use no more than these instructions; None: all that there are. Raises
-    ConfigError where the processor lacks them."""
+    """Sets variables for processes started within the context; None sets nothing. Raises ConfigError if the processor
+    lacks the instructions."""
     if isa is None:
         yield
         return
     missing = [flag for flag in REQUIRED_FLAGS[isa] if flag not in cpu_flags()]
     if missing:
-        raise ConfigError(f"isa={isa.value}: this processor has no {', '.join(missing)}; leave out isa")
+        raise ConfigError(f"isa={isa.value}: this processor lacks {', '.join(missing)}; set isa=null")
     before = {name: os.environ.get(name) for name in ENVIRONMENTS[isa]}
     os.environ.update(ENVIRONMENTS[isa])
     try:
@@ -67,13 +67,12 @@ def restrict_instructions(isa: Isa | None) -> Iterator[None]:
 
 
 def restriction() -> Isa | None:
-    """The set that this process is restricted to, by `restrict_instructions` here or in the process that started it."""
+    """The set that this process is restricted to, by `restrict_instructions` here or in its parent."""
     return next((isa for isa, wanted in ENVIRONMENTS.items() if wanted.items() <= os.environ.items()), None)
 
 
 def cmake_arguments(isa: Isa, flags: frozenset[str]) -> Sequence[str]:
-    """What makes llama.cpp's build one for this set, on a processor with these flags, rather than for all that the
-    processor has."""
+    """Arguments of llama.cpp's build for this set, instead of all that the processor has."""
     switches = dict.fromkeys(GGML_OF_AVX2, True) | {"AVX512": isa is Isa.avx512}
     switches |= {name: isa is Isa.avx512 and flag in flags for name, flag in GGML_OF_AVX512.items()}
     return ["-DGGML_NATIVE=OFF", *(f"-DGGML_{name}={'ON' if is_on else 'OFF'}" for name, is_on in switches.items())]

@@ -1,6 +1,5 @@
-"""A model that is larger than the machine's memory, in each form that `weightstream pack` makes of it, beside what else
-can run it. Forms are made one after the other, measured and deleted, so that the disk holds the model and one of them.
-"""
+"""A model that is larger than host memory, in each form of `weightstream pack`, against peers that can run it. Forms
+are made, measured and deleted one by one, so the disk needs room for the model and one form."""
 
 import shutil
 import tempfile
@@ -25,7 +24,7 @@ from .report import table
 from .runner import gguf_path
 from .task import BenchmarkTask, Result, SuiteResult, task_prompts
 
-SHARES: Mapping[Form, float] = {  # of the published bytes that a form takes, at most
+SHARES: Mapping[Form, float] = {  # upper limits of a form's bytes as a fraction of the published ones
     Form.published: 1.0, Form.lossless: 0.76, Form.int8: 0.52, Form.fp8: 0.52, Form.int4: 0.29,
 }  # fmt: skip
 GGUF_SHARES = {"F16": 1.0, "Q8_0": 0.54, "Q4_0": 0.29}
@@ -39,7 +38,7 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class FormResult:
-    """What was measured of one row of the table, in files of so many bytes."""
+    """Results of one row of the table, with the bytes of its weight files."""
 
     name: str
     num_bytes: int
@@ -48,8 +47,8 @@ class FormResult:
 
 
 def run_larger(config: BenchConfig, say: Say, measure: Measure) -> SuiteResult:
-    """Raises WeightstreamError where there is no room for the model, and where Weightstream fails; a peer that fails is
-    left out, and the table says why."""
+    """Measures all forms, then peers. Raises WeightstreamError if there is no room for the model or Weightstream fails;
+    a peer that fails is left out, and the table says why."""
     entries, refusals, larger = list[FormResult](), dict[str, str](), config.larger
     with _published_model(config, say) as folder:
         published = folder / Form.published.value
@@ -87,7 +86,7 @@ def _run_rounds(config: BenchConfig, name: str, task: BenchmarkTask, say: Say, m
 
 
 def _make_task(config: BenchConfig, contender: Contender, path: Path) -> BenchmarkTask:
-    """One block of all prompts, as large as it is, in memory that is the same for each of ours."""
+    """A block of all prompts, with the same memory budget for each form."""
     entry = CONTENDERS[contender]
     task = make_task(config, contender, str(path), config.num_prompts)
     if isinstance(entry, Peer):
@@ -98,7 +97,7 @@ def _make_task(config: BenchConfig, contender: Contender, path: Path) -> Benchma
 
 @contextmanager
 def _published_model(config: BenchConfig, say: Say) -> Iterator[Path]:
-    """A folder that holds the published form, and keeps it if the user named it."""
+    """Yields the directory with the published form, and deletes it unless the user set it."""
     named = config.larger.directory
     folder = Path(named) if named is not None else Path(tempfile.mkdtemp(prefix="larger-"))
     published = folder / Form.published.value
@@ -128,7 +127,7 @@ def _synthesize(config: BenchConfig, published: Path, say: Say) -> None:
 
 @contextmanager
 def _packed_form(published: Path, form: Form, say: Say) -> Iterator[Path]:
-    """The directory of a form, which is deleted if it was made here."""
+    """Yields the directory of a form, and deletes it if it was packed here."""
     path = published.parent / form.value
     is_made = form is not Form.published and not (path / "config.json").exists()
     if is_made:
@@ -145,7 +144,7 @@ def _packed_form(published: Path, form: Form, say: Say) -> Iterator[Path]:
 
 @contextmanager
 def _peer_copy(published: Path, peer: Contender, *, keeps: bool) -> Iterator[None]:
-    """Deletes at the end what the peer has written of a model that does not stay either."""
+    """Deletes the peer's GGUF file at the end, unless the model is kept."""
     kind = _gguf_kind(peer)
     try:
         yield
@@ -163,13 +162,13 @@ def _require_free_disk(folder: Path, num_bytes: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise WeightstreamError(
-            f"{folder} has {format_bytes(free)} left and {what} takes {format_bytes(num_bytes)}: make room, set "
-            "larger.directory to another disk, or fewer larger.num_layers"
+            f"{folder} has {format_bytes(free)} free, {what} takes {format_bytes(num_bytes)}: free disk space, set "
+            "larger.directory to another disk, or reduce larger.num_layers"
         )
 
 
 def _peer_share(published: Path, peer: Contender) -> float | None:
-    """What it writes besides, of the published bytes: a file of its own if there is none yet, or experts in stacks."""
+    """Disk space of the peer's own copy as a fraction of the published bytes; None if it needs none."""
     kind = _gguf_kind(peer)
     if kind is not None:
         return None if gguf_path(published, kind).exists() else GGUF_SHARES[kind]
@@ -200,8 +199,8 @@ def _prompt_tokens(config: BenchConfig) -> int:
 
 
 def larger_table(entries: Sequence[FormResult], num_prompt_tokens: int) -> str:
-    """Prefill's rate is that of prompt tokens, decode's of generated ones; ratios are of decode, to the first row's;
-    `equal` counts sequences equal to the first row's."""
+    """A row for each form or peer. Prefill rates count prompt tokens, decode rates generated ones. `decode, ratio` and
+    `equal` compare with the first row."""
     headings = ["contender", "weights on disk", "numbers", "prefill tokens/s", "decode tokens/s, median (min-max)"]
     headings += ["decode, ratio", "all, s", "peak memory above baseline", "read per run", "equal"]
     base, reference = median(map(_decode_rate, entries[0].results)), entries[0].results[0].tokens
@@ -226,8 +225,8 @@ def _row(entry: FormResult, num_prompt_tokens: int, base: float, reference: Sequ
 
 
 def _decode_rate(result: Result) -> float:
-    """The rate of all tokens but the first of each sequence, which come out of its prefill; of all where a peer does
-    not say how long that took."""
+    """The rate without the first token of each sequence, which prefill computes; of all tokens if the prefill time is
+    unknown."""
     num_tokens = sum(map(len, result.tokens))
     if not result.prefill_seconds:
         return num_tokens / result.seconds

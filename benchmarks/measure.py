@@ -1,6 +1,5 @@
-"""One measurement of one contender, in its own process. Only generation (prefill and decode) is timed, without
-loading. Peak memory counts from after the libraries are loaded. The checkpoint is dropped from the page cache
-first."""
+"""One measurement of one contender, in a separate process. Times generation (prefill and decode) only, not loading.
+Peak memory counts from after the libraries are loaded. The checkpoint is dropped from the page cache first."""
 
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from .reading import read_layers, sweep
 from .task import BenchmarkTask, Result, forget_pages
 from .weightstream import measure_generation, minimum_host_bytes, open_runtime
 
-ALL = 1 << 30  # prompts of a file
+ALL = 1 << 30  # more prompts than any file has
 NOTHING = Result(seconds=0.0, prefill_seconds=0.0, rate=0.0, peak_bytes=0, baseline_bytes=0, bytes_read=0, tokens=[])
 
 
@@ -50,8 +49,9 @@ def measure(task: BenchmarkTask) -> Result:
 def _within_share(
     task: BenchmarkTask, offload: OffloadConfig, trace: Trace | None = None
 ) -> tuple[Runtime, list[Request]]:
-    """The runtime and requests of a task. nvme's host budget is `weight_share` of the weights plus KV of the longest
-    requests that run at once, and at least what a run needs. Prompts of a file set one budget for all contenders."""
+    """Opens the runtime of a task. The host budget of nvme is `weight_share` of the weights plus KV of the longest
+    requests that run at once, but at least the minimum of a run. Prompts of a file set one budget for all contenders.
+    """
     if task.host_memory_gib is not None and offload.tier is Tier.nvme:
         return open_runtime(task, replace(offload, host_memory_gib=task.host_memory_gib), trace)
     runtime, requests = open_runtime(task, offload, trace)
@@ -59,21 +59,21 @@ def _within_share(
         return runtime, requests
     shape = runtime.model.shape
     num_slots = task.num_kv_slots or block_size(runtime.config.policy)
-    everything = requests if task.prompts_file is None else open_runtime(replace(task, num_prompts=ALL), offload)[1]
-    assigned = sorted(everything, key=lambda request: -request.size.capacity_tokens)[:num_slots]
+    candidates = requests if task.prompts_file is None else open_runtime(replace(task, num_prompts=ALL), offload)[1]
+    assigned = sorted(candidates, key=lambda request: -request.size.capacity_tokens)[:num_slots]
     positions = sum(request.size.capacity_tokens for request in assigned)
     budget = int(task.weight_share * shape.weight_bytes + positions * shape.kv_bytes_per_token)
-    asked = assigned if task.policy == PolicyKind.auto.value else requests
-    if task.policy != PolicyKind.hrm.value and (least := minimum_host_bytes(runtime, asked)) > budget:
-        line = f"{task.contender}: weight_share={task.weight_share:g} comes to {format_bytes(budget)} of host memory"
-        sys.stderr.write(f"{line}; it has the least that a run takes, {format_bytes(least)}\n")
-        budget = least
+    needed = assigned if task.policy == PolicyKind.auto.value else requests
+    if task.policy != PolicyKind.hrm.value and (minimum := minimum_host_bytes(runtime, needed)) > budget:
+        line = f"{task.contender}: weight_share={task.weight_share:g} is {format_bytes(budget)} of host memory"
+        sys.stderr.write(f"{line}; raised to {format_bytes(minimum)}, the minimum of a run\n")
+        budget = minimum
     return open_runtime(task, replace(offload, host_memory_gib=budget / GIB), trace)
 
 
 def _weightstream(task: BenchmarkTask, ours: OwnContender, folder: str) -> Result:
-    """Measures generation, including writing a trace, which happens between passes. A searched policy is stored in
-    `folder` only, so the next measurement searches again."""
+    """Measures generation, including the trace that is written between passes. A searched policy is stored in `folder`
+    only, so that the next measurement searches again."""
     trace = Trace() if ours.is_traced else None
     cache_dir = folder if task.policy != PolicyKind.fixed.value else None
     runtime, requests = _within_share(task, OffloadConfig(tier=ours.tier, cache_dir=cache_dir), trace)
@@ -84,7 +84,7 @@ def _weightstream(task: BenchmarkTask, ours: OwnContender, folder: str) -> Resul
     read_before = disk_read_bytes()
     with tracing(Path(folder) / "trace", trace) as write_trace:
         result = measure_generation(runtime, requests, after_pass=write_trace).result
-    return replace(result, bytes_read=disk_read_bytes() - read_before)  # as they are counted for peers
+    return replace(result, bytes_read=disk_read_bytes() - read_before)  # by the kernel, as for peers
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:

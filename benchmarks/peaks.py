@@ -1,4 +1,4 @@
-"""The most that a processor gives: multiply-adds of vectors that stay in registers, and memory that is only read."""
+"""Peak rates of a processor: multiply-adds of vectors in registers, and memory reads."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,13 +13,9 @@ from numba.extending import intrinsic
 
 from runtime.kernels.primitives import FLOATS, INT, LANES, Builder, Value, multiply_add
 
-NUM_SUMS = (
-    12 if LANES == 8 else 24
-)  # independent vectors, more than are in flight: two units, each four or five cycles deep
-TURNS, TRIES = (
-    1_000_000,
-    5,
-)  # of the loop, a few milliseconds, and of a rate: the first try compiles, and starts threads
+NUM_SUMS = 12 if LANES == 8 else 24  # independent sums, more than two units of four or five cycles have in flight
+TURNS = 1_000_000  # of the loop: a few milliseconds
+TRIES = 5  # of a rate: the first compiles and starts threads
 
 
 @intrinsic
@@ -34,7 +30,7 @@ def _multiply_adds(typing: Any, turns: Any) -> Any:
             for each in sums:
                 builder.store(multiply_add(builder, builder.load(each), number, number), each)
         total = builder.load(sums[0])
-        for each in sums[1:]:  # or the compiler would leave them out
+        for each in sums[1:]:  # without a use the compiler drops them
             total = builder.fadd(total, builder.load(each))
         return builder.extract_element(total, INT(0))
 
@@ -55,14 +51,14 @@ def _sum(numbers: np.ndarray) -> np.float32:
 
 
 def flops_per_second(num_threads: int) -> float:
-    """The rate of as many threads at once, each of which multiplies and adds alone."""
+    """The rate of `num_threads` threads that multiply and add in registers."""
     seconds = _seconds(lambda pool: pool.map(multiply_adds, [TURNS] * num_threads), num_threads)
     return 2.0 * LANES * NUM_SUMS * TURNS * num_threads / seconds
 
 
 def bytes_per_second(matrices: Sequence[torch.Tensor], num_threads: int) -> float:
-    """The rate at which float32 matrices, more than caches hold, are read once: by torch's sum, or by as many threads
-    with a compiled loop each, whichever is faster."""
+    """The rate of reading float32 matrices, larger than caches, once: the faster of torch's sum and a compiled loop per
+    thread."""
     parts = [matrix.view(-1).numpy() for each in matrices for matrix in each.chunk(num_threads)]
     by_threads = _seconds(lambda pool: pool.map(_sum, parts), num_threads)
     by_torch = _seconds(lambda _: (matrix.sum() for matrix in matrices), num_threads)
@@ -70,7 +66,7 @@ def bytes_per_second(matrices: Sequence[torch.Tensor], num_threads: int) -> floa
 
 
 def _seconds(make_work: Callable[[ThreadPoolExecutor], Any], num_threads: int) -> float:
-    """The shortest of a few times that all of what `act` yields takes."""
+    """The shortest of several times to exhaust the iterator that `make_work` returns."""
     with ThreadPoolExecutor(num_threads) as pool:
         times = []
         for _ in range(TRIES):

@@ -12,14 +12,14 @@ from .contenders import Contender
 from .report import table
 from .task import BenchmarkTask, Result
 
-SIZES = ((1, 4), (1, 2), (1, 1), (4, 4), (2, 2))  # micro-batches of a block, and which part of all prompts each has
+SIZES = ((1, 4), (1, 2), (1, 1), (4, 4), (2, 2))  # micro-batches of a block, and the divisor of prompts for each
 VARIANTS = (
     (Order.zigzag, Attention.device),
     (Order.zigzag, Attention.cpu),
     (Order.flexgen, Attention.device),
     (Order.module_batched, Attention.device),
 )
-NUM_REPEATED = 3  # of the grid, the fastest, that later rounds measure too
+NUM_REPEATED = 3  # fastest policies of the grid that later rounds repeat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +38,15 @@ class Attempt:
         task = self.task
         if self.is_searched:
             return "hrm"
-        where = "" if task.attention == Attention.device.value else ", attention on workers"
-        return f"{task.num_micro_batches} x {task.micro_batch_size}, {task.schedule}{where}"
+        attention = "" if task.attention == Attention.device.value else ", attention on workers"
+        return f"{task.num_micro_batches} x {task.micro_batch_size}, {task.schedule}{attention}"
 
     def __str__(self) -> str:
         return f"{Path(self.path).name} {self.name}"
 
 
 def policy_attempts(config: BenchConfig, path: str) -> Iterator[Attempt]:
-    """The search, then the grid, all with the budget of a block of all prompts."""
+    """The search, then the grid, all with the budget of one block of all prompts."""
     base = replace(make_task(config, Contender.nvme, path, config.num_prompts), num_kv_slots=config.num_prompts)
     yield Attempt(path=path, task=replace(base, policy=PolicyKind.hrm.value))
     for count, part in SIZES:

@@ -1,4 +1,4 @@
-"""How good predictions are: runs with their predicted and measured seconds, their median deviation and the worst."""
+"""Prediction quality: predicted and measured seconds of runs, their median and largest deviation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from .task import Result
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCase:
-    """A run of a block of so many sequences."""
+    """A run of one block of `num_sequences`."""
 
     path: str
     contender: str
@@ -22,14 +22,13 @@ class BlockCase:
 
     @property
     def name(self) -> str:
-        """The checkpoint's name; where it lies is nobody's business."""
+        """The checkpoint's directory name."""
         return Path(self.path).name
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionResult:
-    """Seconds of generation alone, predicted before it began and measured. The ratio says how much too long the
-    prediction was."""
+    """Predicted and measured seconds of generation, without loading. A ratio above 1: the prediction was too long."""
 
     case: BlockCase
     phase: str
@@ -42,12 +41,12 @@ class PredictionResult:
 
     @property
     def deviation(self) -> float:
-        """How far the prediction is from what was measured, as a share of it."""
+        """Relative error of the prediction."""
         return abs(self.ratio - 1)
 
 
 def median_predictions(case: BlockCase, results: Sequence[Result]) -> list[PredictionResult]:
-    """Prefill and decode, of each the round whose ratio is in the middle."""
+    """Prefill and decode, each of the round with the median ratio."""
     outcomes = []
     for phase in ("prefill", "decode"):
         rounds = [_prediction(case, phase, result) for result in results]

@@ -1,7 +1,5 @@
-"""Few-shot prompts, which begin alike: Weightstream from the disk in a share of the memory, with that computed once and
-by each prompt, beside vLLM's prefix cache in memory. Under one budget: how many rows share a read of the weights, and
-what was predicted of it.
-"""
+"""Few-shot prompts with a common prefix: Weightstream from disk, with and without prefix sharing, against vLLM's prefix
+cache in memory. Under one memory budget: rows that share a read of the weights, and predicted seconds."""
 
 import json
 import random
@@ -29,7 +27,7 @@ WORDS = ("river", "stone", "garden", "winter", "copper", "window", "morning", "b
 
 
 def few_shot_prompts(texts: Sequence[tuple[str, str]], num_examples: int) -> Iterator[str]:
-    """A prompt for each question but the first few, which stand in front of it with their answers."""
+    """Yields a prompt for each question after the first `num_examples`, which precede it with their answers."""
     shots = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in texts[:num_examples])
     for question, _ in texts[num_examples:]:
         yield f"{shots}Question: {question}\nAnswer:"
@@ -37,11 +35,13 @@ def few_shot_prompts(texts: Sequence[tuple[str, str]], num_examples: int) -> Ite
 
 @contextmanager
 def prompts_file(config: BenchConfig, path: str) -> Iterator[str]:
-    """The prompts' ids as a file, for as long. Raises ConfigError where there are fewer questions than prompts."""
+    """Yields a temporary JSON file of the prompts' token ids. Raises ConfigError if there are fewer questions than
+    prompts."""
     texts = _questions(config)
     require(
         len(texts) >= config.num_prompts + NUM_EXAMPLES,
-        f"questions={config.questions} has {len(texts):,}: num_prompts must be {len(texts) - NUM_EXAMPLES:,} or less",
+        f"questions={config.questions} has {len(texts):,} rows, {NUM_EXAMPLES} of them used as examples: num_prompts "
+        f"must be {len(texts) - NUM_EXAMPLES:,} or less",
     )
     tokenizer_path = config.tokenizer
     tokenizer = (
@@ -55,7 +55,7 @@ def prompts_file(config: BenchConfig, path: str) -> Iterator[str]:
 
 
 def _questions(config: BenchConfig) -> list[tuple[str, str]]:
-    """Questions with their answers, or made-up ones."""
+    """Questions with answers, from the file or synthetic."""
     if config.questions is not None:
         rows = [json.loads(line) for line in Path(config.questions).read_text().splitlines()]
         return [(row["question"], row["answer"]) for row in rows]
@@ -65,14 +65,14 @@ def _questions(config: BenchConfig) -> list[tuple[str, str]]:
 
 
 def make_prefix_task(config: BenchConfig, contender: Contender, path: str, file: str) -> BenchmarkTask:
-    """What the settings ask of one contender. Blocks are as large as the budget has room for."""
+    """The task of one contender, with the largest block that fits the budget."""
     task = make_task(config, contender, path, config.rows.get(contender, config.num_prompts))
     return replace(task, policy=PolicyKind.auto.value, num_kv_slots=config.kv_seats, prompts_file=file)
 
 
 def prefixes_table(rounds: Mapping[str, Sequence[Result]]) -> str:
-    """A row for each contender; rates are those of all its rows, which may be fewer than another's. `off` says how much
-    longer or shorter than predicted it took; `equal` counts rows equal to the first contender's."""
+    """A row for each contender. Rates count the contender's own rows. `off`: measured against predicted seconds.
+    `equal`: rows equal to the first contender's."""
     reference = next(iter(rounds.values()))[0].tokens
     headings = ["contender", "rows", "of a block", "predicted", "measured, median (min-max)", "off", "rows/s"]
     headings += ["generated tokens/s", "prompt tokens computed", "peak memory above baseline", "read per run", "equal"]

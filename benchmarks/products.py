@@ -1,8 +1,5 @@
-"""Products of float32 inputs with weights of each storage format, beside what multiply-adds and memory allow on this
-machine, measured in the same rounds.
-
-M rows of x, N of w, K inputs.
-"""
+"""Products of float32 inputs with weights of each storage format, against the peak rates of multiply-adds and memory
+reads in the same rounds. Dimensions: M rows of x, N of w, K inputs."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +29,7 @@ from .report import table
 from .runner import ask_worker
 
 WEIGHT_BYTES = 256 * MIB  # of each format, more than a cache holds
-SCALED_WIDTH = 128  # rows and columns that share a factor, as most have published them
+SCALED_WIDTH = 128  # rows and columns that share a scale, as in most published checkpoints
 TORCH_BACKENDS = (
     LinearBackend.weights_first,
     LinearBackend.inputs_first,
@@ -42,13 +39,13 @@ TORCH_FORMAT = "bf16"
 GIGA = 1e9
 
 Parts = tuple[torch.Tensor, ...]
-StoredForm = tuple[Parts, Callable[..., Block]]  # what is stored, and the weight that it makes
+StoredForm = tuple[Parts, Callable[..., Block]]  # stored tensors, and the function that builds a weight of them
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProductCase:
-    """Seconds of one of M rows in `num_bytes` of weights: the least, and the median of its rounds. `is_chosen`: by the
-    backend that the rule takes."""
+    """The shortest seconds of a product of M rows, and the median of the rounds' medians. `is_chosen`: by the backend
+    that a run chooses."""
 
     format: str
     backend: str
@@ -61,7 +58,7 @@ class ProductCase:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductMeasurements:
-    """What one worker found: `flops_per_second` and `bytes_per_second` are the most of all rounds."""
+    """All products, with the highest FLOP/s and bytes/s of all rounds."""
 
     outputs: int
     inputs: int
@@ -75,7 +72,7 @@ class ProductMeasurements:
         return 2.0 * product.num_rows * self.outputs * self.inputs
 
     def share(self, product: ProductCase) -> float:
-        """The floor, the longer of all its multiply-adds and of reading its weights, as a share of its best time."""
+        """The floor (the longer of multiplying and reading the weights) as a fraction of its shortest time."""
         floor = max(self.flops(product) / self.flops_per_second, product.num_bytes / self.bytes_per_second)
         return floor / product.best
 
@@ -93,7 +90,7 @@ def products_table(measured: ProductMeasurements) -> str:
     rows = sorted({product.num_rows for product in measured.products})
     lines: dict[tuple[str, bool, str], dict[int, ProductCase]] = {}
     for product in measured.products:
-        name = "" if product.is_chosen else product.backend  # what the rule takes may differ by rows
+        name = "" if product.is_chosen else product.backend  # the chosen backend may differ by rows
         lines.setdefault((product.format, product.is_chosen, name), {})[product.num_rows] = product
     body = []
     for (name, is_chosen, _), cells in lines.items():
@@ -118,8 +115,6 @@ def _cell(measured: ProductMeasurements, product: ProductCase) -> str:
 
 @dataclass(kw_only=True)
 class ProductTimer:
-    """A product that is measured in every round."""
-
     format: str
     backend: LinearBackend
     is_chosen: bool
@@ -144,8 +139,8 @@ class ProductTimer:
 def measure(
     *, outputs: int, inputs: int, rows: Sequence[int], num_threads: int, rounds: int, seconds: float = 0.1
 ) -> ProductMeasurements:
-    """`seconds` of each product in each round, behind a first one, which compiles."""
-    from .peaks import LANES, bytes_per_second, flops_per_second  # numba, which parents of workers need not load
+    """Measures each product for `seconds` in each round, after a warm-up that compiles."""
+    from .peaks import LANES, bytes_per_second, flops_per_second  # loads numba, for workers only
 
     torch.set_num_threads(num_threads)
     weights = {name: _copies(kind) for name, kind in _stored_forms(torch.randn(outputs, inputs) * 0.02).items()}
@@ -157,7 +152,7 @@ def measure(
     plain = [block for block in weights["fp32"][0] if isinstance(block, torch.Tensor)]
     peaks = list[tuple[float, float]]()
     for _ in range(rounds):
-        for name in weights:  # a processor's clock moves in a round too, and no product may be faster than the peak
+        for name in weights:  # clocks drift in a round, too: measure peaks next to each format's products
             peaks.append((flops_per_second(num_threads), bytes_per_second(plain, num_threads)))
             for case in (case for case in cases if case.format == name):
                 case.measure(seconds)
@@ -185,7 +180,7 @@ def measure(
 
 
 def _timers(name: str, copies: tuple[Sequence[Block], int], inputs: int, num_rows: int) -> Iterator[ProductTimer]:
-    """The products by the backend that the rule takes, and of bf16 by torch's."""
+    """A timer for the backend that a run chooses; for bf16, also for torch's backends."""
     (blocks, num_bytes), x_MK = copies, torch.randn(num_rows, inputs)
     chosen, weights = choose_backend(x_MK, blocks[:1]), cycle(blocks)
     others = [
@@ -205,14 +200,14 @@ def _timers(name: str, copies: tuple[Sequence[Block], int], inputs: int, num_row
 
 
 def _copies(kind: StoredForm) -> tuple[Sequence[Block], int]:
-    """The same weight at as many places as `WEIGHT_BYTES` have room for, and the bytes of one."""
+    """Copies of one weight that fill `WEIGHT_BYTES`, and the bytes of one."""
     parts, make_block = kind
     num_bytes = sum(part.nbytes for part in parts)
     return [make_block(*(part.clone() for part in parts)) for _ in range(max(2, WEIGHT_BYTES // num_bytes))], num_bytes
 
 
 def _stored_forms(numbers_NK: torch.Tensor) -> Mapping[str, StoredForm]:
-    """The formats of the table, each as the library has it in memory."""
+    """The formats of the table as runs hold them in memory."""
     return {
         TORCH_FORMAT: ((numbers_NK.bfloat16(),), _identity),
         "fp16": ((numbers_NK.half(),), _identity),
@@ -252,7 +247,7 @@ def _published_fp8(numbers_NK: torch.Tensor) -> StoredForm:
 
 
 def _gptq(num_rows: int, num_columns: int) -> StoredForm:
-    """Codes at random, of groups of `SCALED_WIDTH` columns, with zero points in the middle."""
+    """Random codes in groups of `SCALED_WIDTH` columns, zero points in the middle."""
     num_groups = num_columns // SCALED_WIDTH
     codes = torch.randint(0, 256, (num_columns // 8, 4 * num_rows), dtype=torch.uint8)
     zeros = torch.full((num_groups, num_rows // 2), 0x77, dtype=torch.uint8).view(torch.int32)

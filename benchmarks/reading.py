@@ -1,9 +1,6 @@
-"""What disk and memory give without a model's work: layers that are only read, memory that is only read, and decode
-attention over KV pages in it.
-
-The shape of the KV is a layer of Llama-3-8B: 64 sequences of 512 positions, 32 query heads over 8 KV heads of 128. So
-many layers lie side by side that a sweep over them finds nothing of the sweep before in any cache.
-"""
+"""Baselines without a model: layers that are only read from disk, memory that is only read, and decode attention over
+KV pages. The KV shape is a layer of Llama-3-8B: 64 sequences of 512 positions, 32 query heads, 8 KV heads of 128. There
+are so many layers that none is still cached in the next sweep."""
 
 import mmap
 import os
@@ -36,13 +33,13 @@ from .task import Result
 READ_PASSES = 4
 NUM_ROWS, NUM_POSITIONS, NUM_KV_HEADS, GROUP, HEAD_DIM = 64, 512, 8, 4, 128
 NUM_PAGES = NUM_ROWS * NUM_POSITIONS // PAGE_TOKENS
-SWEPT_BYTES = 1536 * MIB  # three times the largest cache that we met (480 MiB)
+SWEPT_BYTES = 1536 * MIB  # three times the largest cache of known processors (480 MiB)
 NUM_SWEEPS = 5
 
 
 def read_layers(runtime: Runtime, requests: Sequence[Request], *, is_plain: bool) -> Result:
-    """Reads every streamed layer READ_PASSES times: by the schedule without its `run` actions, or by a plain reader of
-    the same file ranges with as many threads."""
+    """Reads every streamed layer READ_PASSES times: by the schedule without its `run` actions, or with as many plain
+    threads over the same file ranges."""
     plan = runtime.plan(requests)
     shape, walk = runtime.model.shape, plan.placement.walk
     with runtime.reader() as reader:
@@ -62,7 +59,7 @@ def read_layers(runtime: Runtime, requests: Sequence[Request], *, is_plain: bool
 
 
 def _read_plainly(extents: Sequence[Extent], offload: OffloadConfig) -> tuple[float, int]:
-    """Seconds and bytes of threads that each read the next chunk into a buffer of their own."""
+    """Seconds and bytes of threads that each read the next chunk into their own buffer."""
     chunk = offload.read_chunk_mib * MIB
     files = {e.file: os.open(e.file, os.O_RDONLY | os.O_DIRECT) for e in extents}
     jobs = [
@@ -70,12 +67,12 @@ def _read_plainly(extents: Sequence[Extent], offload: OffloadConfig) -> tuple[fl
         for e in extents
         for at in range(0, e.num_bytes, chunk)
     ]
-    mine = local()
+    buffers = local()
 
     def read(job: tuple[int, int, int]) -> int:
-        if not hasattr(mine, "buffer"):
-            mine.buffer = mmap.mmap(-1, chunk)
-        return os.preadv(job[0], [memoryview(mine.buffer)[: job[2]]], job[1])
+        if not hasattr(buffers, "mine"):
+            buffers.mine = mmap.mmap(-1, chunk)  # page-aligned, as O_DIRECT requires
+        return os.preadv(job[0], [memoryview(buffers.mine)[: job[2]]], job[1])
 
     begin = time.monotonic()
     with ThreadPoolExecutor(offload.reader_threads) as pool:
@@ -87,8 +84,8 @@ def _read_plainly(extents: Sequence[Extent], offload: OffloadConfig) -> tuple[fl
 
 
 def sweep(entry: AttentionBaseline) -> Result:
-    """Goes NUM_SWEEPS times over SWEPT_BYTES of layers, with as many threads as torch has. The first time, which
-    compiles and takes up pages, is not counted."""
+    """Visits SWEPT_BYTES of layers NUM_SWEEPS times, with torch's number of threads, after a sweep that compiles and
+    touches all pages."""
     baseline, device, num_bytes = resident_bytes(), ComputeDevice("cpu"), layer_bytes(entry.dtype)
     layers = [_random_layer(device, entry.dtype) for _ in range(SWEPT_BYTES // num_bytes)]
     visit = _read if entry.access is KVAccess.read else _attention(entry)
@@ -123,7 +120,7 @@ def _torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def _random_layer(device: ComputeDevice, dtype: DType) -> torch.Tensor:
-    """(N, numbers of a page): keys, then values, in the memory that a run has its KV in."""
+    """Random KV pages (N, numbers of a page), keys before values, in the memory that runs use for KV."""
     num_bytes = layer_bytes(dtype)
     flat = device.zeros(num_bytes)[:num_bytes].view(_torch_dtype(dtype))
     return flat.uniform_(-1, 1).view(NUM_PAGES, -1)

@@ -1,4 +1,4 @@
-"""Tables and pictures of rounds of measurements: medians, spread, ratios, agreement; and where they were made."""
+"""Tables and pictures of measurements: medians, spread, ratios, equal tokens, and where they were measured."""
 
 import os
 import platform
@@ -20,24 +20,23 @@ from .gpu.task import GpuMachine, VariantMeasurement, VariantPhaseTimes
 from .instruction_sets import Isa
 from .task import Result
 
-LINK_BYTES_PER_SECOND = 16e9  # PCIe 4.0 with 8 lanes, or what 16 lanes of 3.0 give
+LINK_BYTES_PER_SECOND = 16e9  # PCIe 4.0 x8, or 3.0 x16
 BAR_PIXELS, FRAME_PIXELS = 34, 110
 OURS, OTHERS = "#4c78a8", "#bab0ac"
-GPU_BASE = "accelerate cpu_offload"  # that ratios are to; where it did not run, the first
+GPU_BASE = "accelerate cpu_offload"  # base of ratios; else the first variant
 
 Rounds = Mapping[str, Sequence[Result]]
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table in Markdown."""
+    """A Markdown table."""
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines).replace(" --- ", "---")
 
 
 def speed_table(rounds: Rounds) -> str:
-    """A row for each contender; `batch` is how many sequences a peer was given at once. Ratios are to the first
-    contender's median; `equal` counts sequences equal to transformers', or to the first contender's where transformers
-    did not take part."""
+    """A row for each contender. `batch`: a peer's batch size. `ratio`: to the first contender's median. `equal`:
+    sequences equal to those of transformers, or of the first contender without transformers."""
     first = next(iter(rounds.values()))
     base = median(result.rate for result in first)
     reference = rounds.get("transformers", first)[0].tokens
@@ -64,8 +63,8 @@ def speed_table(rounds: Rounds) -> str:
 
 
 def _attention_table(rounds: Rounds) -> str:
-    """Attention where the KV lies, measured, and what it takes on paper to only bring the same KV elsewhere."""
-    from .reading import layer_bytes  # with all that attention needs
+    """Measured attention over KV in host memory, and the computed time to copy the same KV over a link."""
+    from .reading import layer_bytes  # imports the attention kernels
 
     rows = []
     for contender, entry in CONTENDERS.items():
@@ -80,13 +79,13 @@ def _attention_table(rounds: Rounds) -> str:
                     f"{rate / LINK_BYTES_PER_SECOND:.2f}",
                 ]
             )
-    headings = ["one layer's KV", "its bytes", "attended, measured", "copied over 16 GB/s, on paper", "times faster"]
+    headings = ["one layer's KV", "its bytes", "attention, measured", "copy over 16 GB/s, computed", "times faster"]
     return "\n\n" + table(headings, rows) if rows else ""
 
 
 def gpu_table(machine: GpuMachine, measurements: Sequence[VariantMeasurement], device_memory_gib: float) -> str:
     """A row for each variant, and one for each phase of Weightstream's. Bytes over the link are counted by the streams;
-    for what a peer offloads, all weights in each forward."""
+    for a peer, they are all offloaded weights in each forward."""
     rounds: dict[str, list[VariantMeasurement]] = {}
     for each in measurements:
         if each.result is not None:
@@ -96,7 +95,7 @@ def gpu_table(machine: GpuMachine, measurements: Sequence[VariantMeasurement], d
     headings += ["device memory", "to the device", "of the pinned peak", "equal"]
     phases = [row for name, each in rounds.items() for row in _phase_rows(name, [one.phases for one in each])]
     parts = [
-        f"{machine.device}, of whose memory {device_memory_gib:g} GiB may be used; {machine.num_layers} layers of "
+        f"{machine.device}, limited to {device_memory_gib:g} GiB of its memory; {machine.num_layers} layers of "
         f"{machine.model}, {format_bytes(machine.weight_bytes)} of random bf16 in host memory.\n"
         f"{format_link(machine.link)}",
         table(headings, [[*_gpu_row(each, base, machine), _count_equal(each[0], rounds)] for each in rounds.values()]),
@@ -129,8 +128,8 @@ def _gpu_row(measured: Sequence[VariantMeasurement], base: float, machine: GpuMa
 
 
 def _count_equal(measured: VariantMeasurement, rounds: Mapping[str, Sequence[VariantMeasurement]]) -> str:
-    """How many sequences have the tokens of the first variant over the same layers; of rounded weights none is asked
-    to. In bf16 products of other shapes round otherwise, and one token that differs makes the next ones differ."""
+    """Counts sequences equal to those of the first exact variant with the same layers; `-` for rounded weights. In
+    bf16, products of other shapes round differently, and one different token changes the following ones."""
     if measured.is_rounded:
         return "-"
     exact = (each[0] for each in rounds.values() if not each[0].is_rounded)
@@ -154,7 +153,7 @@ PHASE_HEADINGS = (
 
 
 def _phase_rows(name: str, rounds: Sequence[Sequence[VariantPhaseTimes]]) -> list[list[object]]:
-    """A row for each phase: that of the round whose seconds are the median, so that its parts fit each other."""
+    """A row for each phase, from the round with the median seconds, so that its parts are consistent."""
     phases: dict[str, list[VariantPhaseTimes]] = {}
     for each in [each for times in rounds for each in times]:
         phases.setdefault(each.phase, []).append(each)
@@ -181,7 +180,7 @@ def _phase_row(name: str, times: VariantPhaseTimes) -> list[object]:
 
 
 def round_rows(rounds: Rounds) -> list[dict[str, object]]:
-    """A row for each measurement; sequences are counted, not listed."""
+    """A row for each measurement, with the number of tokens instead of the tokens."""
     return [
         {"measured": name, "round": number, **asdict(result), "tokens": sum(map(len, result.tokens))}
         for name, results in rounds.items()
@@ -190,8 +189,8 @@ def round_rows(rounds: Rounds) -> list[dict[str, object]]:
 
 
 def draw_rates(path: Path, rates: Mapping[str, Sequence[float]], peers: Sequence[str], title: str, unit: str) -> None:
-    """Publishes rates beside each other as bars, with the spread of their rounds, as svg or png by the suffix; raises
-    OutputError. The fastest stands on top; `peers` are grey."""
+    """Writes a bar chart of rates with the spread of their rounds, as svg or png by the suffix; `peers` are grey.
+    Raises OutputError."""
     from jobs.pictures.figure import figure  # matplotlib, which a plain image lacks
 
     names = sorted(rates, key=lambda name: median(rates[name]))
@@ -210,18 +209,18 @@ def draw_rates(path: Path, rates: Mapping[str, Sequence[float]], peers: Sequence
 
 
 def format_provenance(num_rounds: int, command: str) -> str:
-    """Where and how it was measured."""
+    """Rounds, command, hardware and commit of a table."""
     return f"{num_rounds} alternating rounds; `{command}`; {hardware()}; commit {commit()}."
 
 
 def format_restriction(machine: str, isa: Isa, contenders: Sequence[Contender]) -> str:
-    """What a table that was measured under it begins with: the processor, and who is restricted by what."""
+    """First line of a table measured with limited instructions: the processor, and what limits each contender."""
     peers = [entry for entry in map(CONTENDERS.__getitem__, contenders) if isinstance(entry, Peer)]
     restrictions = dict.fromkeys(
         peer.isolation.restriction_note for peer in peers if peer.isolation and peer.isolation.restriction_note
     )
-    ways = ["Weightstream by WEIGHTSTREAM_ISA", "torch, oneDNN and MKL by their variables", *restrictions]
-    return f"**{machine}, restricted to {isa.title}**: {', '.join(ways)}."
+    limits = ["Weightstream by WEIGHTSTREAM_ISA", "torch, oneDNN and MKL by their variables", *restrictions]
+    return f"**{machine}, restricted to {isa.title}**: {', '.join(limits)}."
 
 
 def hardware() -> str:

@@ -1,7 +1,5 @@
-"""What a run of many rows takes before its first token.
-
-It is `jobs.generate`'s own link, data set to plan file, with the tiny model; stopped where generation would begin.
-"""
+"""Start time and memory of `jobs.generate` with many rows: from data set to plan, up to the first pass of the tiny
+model."""
 
 import json
 import tempfile
@@ -33,13 +31,13 @@ class StartCase:
 
 
 def measure_start(case: StartCase) -> Result:
-    """Measures in a process of its own, whose start counts."""
+    """Measures in a separate process, including its start."""
     return Result(**ask_worker(__name__, {"begun": time.monotonic(), "rows": asdict(case)}))
 
 
 def measure(case: StartCase, start_time: float) -> Result:
-    """Seconds since `begun`, by the monotonic clock, until the first pass that would be kept. Memory counts from 0."""
-    from jobs.run.tasks.generate import generate  # torch, whose loading counts
+    """Seconds from `start_time` (time.monotonic) to the first pass of the run. Memory counts from 0."""
+    from jobs.run.tasks.generate import generate  # imports torch, which counts
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
@@ -50,13 +48,13 @@ def measure(case: StartCase, start_time: float) -> Result:
             dataset=DatasetConfig(kind=DatasetKind["jsonl"], path=str(path)),
             policy=PolicyConfig(kind=PolicyKind(case.policy)),
             sampling=SamplingConfig(max_new_tokens=1),
-            offload=OffloadConfig(cache_dir=str(Path(folder) / "cache")),  # nothing of an earlier search
+            offload=OffloadConfig(cache_dir=str(Path(folder) / "cache")),  # no earlier search
         )
         run = run_directory(config)
         seconds = peak = 0.0
 
         def is_planned() -> bool:
-            """Asked before every stage, also of the pass that a new block is tried with."""
+            """The stop check of `generate`, called before every stage; True once the schedule is written."""
             nonlocal seconds, peak
             if not (run / "schedule.txt").exists():
                 return False
@@ -79,7 +77,7 @@ def measure(case: StartCase, start_time: float) -> Result:
 
 
 def _write_rows(path: Path, count: int) -> None:
-    """Prompts of 12 to 80 bytes."""
+    """Writes prompts of 12 to 80 bytes."""
     with path.open("w", encoding="utf-8") as file:
         for index in range(count):
             file.write(json.dumps({"prompt": f"Question {index}: {'what comes next? ' * (index % 5)}"}) + "\n")

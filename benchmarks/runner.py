@@ -1,5 +1,5 @@
-"""Measurements in processes of their own, so that none finds what another has left behind: `worker.py`, run by our
-Python, or by that of a virtual environment that is made at a peer's first use (its versions are its own, not ours)."""
+"""Measurements in separate processes, so that none is affected by an earlier one. `worker.py` runs with our Python, or
+with that of a peer's virtual environment, created on first use with the peer's pinned versions."""
 
 import hashlib
 import json
@@ -31,12 +31,12 @@ from .worker import REFUSED
 
 log = logging.getLogger(__name__)
 
-ERROR = re.compile(r"(\[\w+\]: )?[\w.]*(Error|Exception)\b")  # the line of a traceback that says what
+ERROR = re.compile(r"(\[\w+\]: )?[\w.]*(Error|Exception)\b")  # last line of a traceback
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeLimit:
-    """The seconds that a worker may take, and what an error says of it past them."""
+    """Seconds that a worker may take, and the error message beyond them."""
 
     seconds: float
     message: str
@@ -44,8 +44,8 @@ class TimeLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerProcess:
-    """A process in which `module` answers `question`; errors call it `name`. `environment`: None is ours, as jobs set
-    it. `hides_stderr`: what it says there is shown by the error alone."""
+    """A process in which `module` answers `question`. `name`: its name in errors. `environment`: None is that of jobs.
+    `hides_stderr`: its stderr is only used for the error message."""
 
     name: str
     module: str
@@ -56,8 +56,8 @@ class WorkerProcess:
     hides_stderr: bool = False
 
     def lines(self) -> Iterator[str]:
-        """The answers as they come. The process ends with all that it has started, also where the iterator is left.
-        Raises WeightstreamError where it fails, with the error that it ended with, or passes its limit."""
+        """Yields answers as they come. Kills the process and all its children at the end, also if the iterator is
+        closed early. Raises WeightstreamError if the process fails or exceeds its limit."""
         command = [self.python, "-m", "benchmarks.worker", self.module, json.dumps(self.question)]
         environment = tuned_environment(os.environ) if self.environment is None else self.environment
         with (
@@ -88,13 +88,13 @@ class WorkerProcess:
 
 
 def ask_worker(module: str, question: Mapping[str, object]) -> dict[str, Any]:
-    """The last answer of `module` in a process of its own. Raises WeightstreamError where it fails."""
+    """Returns the last answer of `module` in a separate process. Raises WeightstreamError if it fails."""
     return json.loads(list(WorkerProcess(name=module, module=module, question=question).lines())[-1])
 
 
 def run_measurement(task: BenchmarkTask) -> Result:
-    """Raises WeightstreamError where the process fails, with the error it ended with, or takes longer than its limit.
-    What Weightstream says goes to stderr."""
+    """Runs a task in a separate process. Weightstream's output goes to stderr. Raises WeightstreamError if the process
+    fails or exceeds its limit."""
     peer = task.entry if isinstance(task.entry, Peer) else None
     limit = None
     if task.limit_minutes is not None:
@@ -114,8 +114,8 @@ def run_measurement(task: BenchmarkTask) -> Result:
 
 
 def _isolate(worker: WorkerProcess, task: BenchmarkTask, isolation: Isolation) -> WorkerProcess:
-    """The worker in its own environment, with the file that it reads and what libraries take from the environment
-    alone: how many threads, and what is loaded before them."""
+    """Moves the worker to the peer's environment: its Python, its GGUF file, and the variables that libraries read only
+    at their start, such as the number of threads."""
     python = install_environment(isolation)
     libraries = {"OMP_NUM_THREADS": str(task.num_threads), "TOKENIZERS_PARALLELISM": "false"}
     if isolation.preloaded:
@@ -133,27 +133,27 @@ def _isolate(worker: WorkerProcess, task: BenchmarkTask, isolation: Isolation) -
 
 
 def install_environment(isolation: Isolation) -> Path:
-    """The Python of its environment, which is made first where there is none; that can take minutes. Raises
-    WeightstreamError with what pip said."""
+    """The Python of the peer's environment. Creates the environment if it does not exist, which can take minutes.
+    Raises WeightstreamError with pip's message."""
     build = _build_environment(isolation)
     parts = (sys.version, *isolation.requirements, *isolation.unwanted, *build.values())
     key = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
     folder = cache_root() / "peers" / f"{isolation.name}-{key}"
     python, ready = folder / "bin" / "python", folder / ".ready"
     if not ready.exists():
-        wanted = ", ".join(isolation.requirements)
-        log.warning("installing %s into %s: this is done once, and may compile", wanted, folder)
+        requirements = ", ".join(isolation.requirements)
+        log.warning("installing %s into %s, once; this may compile for minutes", requirements, folder)
         venv.create(folder, with_pip=True, clear=True)
-        # pip keeps what it has compiled by its version alone: it would take a build for another instruction set
+        # pip's cache ignores CMAKE_ARGS: without --no-cache-dir it may install a build for another instruction set
         _pip(python, isolation, "install", *(["--no-cache-dir"] if build else []), *isolation.requirements)
         if isolation.unwanted:
             _pip(python, isolation, "uninstall", "--yes", *isolation.unwanted)
-        ready.touch()
+        ready.touch()  # last: an interrupted installation is repeated
     return python
 
 
 def _build_environment(isolation: Isolation) -> dict[str, str]:
-    """What the environment says to a build for less than this processor; nothing where it is for all of it."""
+    """Variables for a build that is restricted to an instruction set; empty without a restriction."""
     isa = restriction()
     if isa is None or not isolation.is_built_here:
         return {}
@@ -163,14 +163,14 @@ def _build_environment(isolation: Isolation) -> dict[str, str]:
 def _pip(python: Path, isolation: Isolation, *arguments: str) -> None:
     command = [str(python), "-m", "pip", "--quiet", *arguments]
     environment = {**os.environ, **_build_environment(isolation)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        last = " / ".join(done.stderr.strip().splitlines()[-3:])
-        raise WeightstreamError(f"{', '.join(isolation.requirements)} cannot be installed: {last}")
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if completed.returncode:
+        last = " / ".join(completed.stderr.strip().splitlines()[-3:])
+        raise WeightstreamError(f"pip cannot install {', '.join(isolation.requirements)}: {last}")
 
 
 def _export_gguf(checkpoint: Path, kind: str) -> Path:
-    """The checkpoint as a GGUF file, written once, for as long as its own files stay as they are."""
+    """The checkpoint as a GGUF file, written once."""
     from .peers.gguf_export import export_gguf  # torch, which few workers' parents need
 
     target = gguf_path(checkpoint, kind)
@@ -181,7 +181,7 @@ def _export_gguf(checkpoint: Path, kind: str) -> Path:
 
 
 def gguf_path(checkpoint: Path, kind: str) -> Path:
-    """Where it lies, as long as the checkpoint's files stay as they are."""
+    """The cached GGUF file of a checkpoint; another one after the checkpoint's files have changed."""
     files = sorted(file for file in checkpoint.iterdir() if file.is_file())
     state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     digest = hashlib.sha256(repr(state).encode()).hexdigest()[:12]
@@ -190,7 +190,7 @@ def gguf_path(checkpoint: Path, kind: str) -> Path:
 
 @contextmanager
 def _kill_after(limit: TimeLimit | None, session: int) -> Iterator[Event]:
-    """Ends the session past the limit, and sets the event then."""
+    """Kills the session after the limit; the event is then set."""
     is_late = Event()
 
     def end() -> None:
@@ -210,7 +210,7 @@ def _kill_after(limit: TimeLimit | None, session: int) -> Iterator[Event]:
 
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
-    """The worker has a session of its own, which a signal to ours does not reach: it must be ended on the way out."""
+    """Turns SIGTERM into SystemExit, so that `finally` kills the worker: its session gets no signals of ours."""
 
     def leave(number: int, _: FrameType | None) -> None:
         sys.exit(128 + number)
@@ -226,15 +226,15 @@ def _kill_session(session: int) -> None:
     try:
         os.killpg(session, signal.SIGKILL)
     except ProcessLookupError:
-        return  # all have ended by themselves
+        return  # all have exited
 
 
 def format_failure(exit_code: int, stderr: str) -> str:
-    """Why a worker failed, in one line: the refusal or the error that it said last."""
+    """One line on why a worker failed: its refusal, or the last error in stderr."""
     if exit_code < 0:
-        return f"was ended by {signal.Signals(-exit_code).name}"
+        return f"was killed by {signal.Signals(-exit_code).name}"
     lines = stderr.strip().splitlines() or ["see above"]
-    if refused := [place for place, line in enumerate(lines) if line.startswith(REFUSED)]:
-        return f"cannot run: {'; '.join(map(str.strip, lines[refused[-1] :])).removeprefix(REFUSED)}"
+    if refusals := [number for number, line in enumerate(lines) if line.startswith(REFUSED)]:
+        return f"cannot run: {'; '.join(map(str.strip, lines[refusals[-1] :])).removeprefix(REFUSED)}"
     error = next((line for line in reversed(lines) if ERROR.match(line)), lines[-1])
-    return f"ended with exit code {exit_code}: {error}"
+    return f"failed with exit code {exit_code}: {error}"

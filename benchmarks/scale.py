@@ -1,5 +1,4 @@
-"""What a token costs as a model and what is asked of it grow: layers, vocabulary, prompts, block, rows. The model is a
-small Llama, streamed whole from its files."""
+"""Cost of a token as layers, vocabulary, prompts, block and rows grow; the model is a small, streamed Llama."""
 
 import random
 import tempfile
@@ -34,7 +33,7 @@ from .task import Result, forget_pages
 from .weightstream import make_requests, measure_generation
 
 HEAD_DIM, LANE_SIZE, NUM_NEW_TOKENS = 64, 64, 9
-KV_BYTES = 2 * HEAD_DIM * 4  # of a position in a layer: one head of keys and one of values, in float32
+KV_BYTES = 2 * HEAD_DIM * 4  # of a position in a layer: one KV head in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ class ModelScale:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values at the end, in whole pages."""
+        """Bytes of all keys and values at the end, in whole pages."""
         return self.num_layers * self.block * round_up(self.prompt_tokens + NUM_NEW_TOKENS, PAGE_TOKENS) * KV_BYTES
 
     def __str__(self) -> str:
@@ -67,7 +66,7 @@ NUM_DOUBLINGS = 3
 
 
 def doubled_sizes(base: ModelScale) -> dict[str, list[ModelScale]]:
-    """The sizes by what is doubled, from `base` on: every quantity's first is the same."""
+    """`base` and its doublings, by the doubled quantity."""
     return {quantity: [base.doubled(quantity, turn) for turn in range(NUM_DOUBLINGS + 1)] for quantity in QUANTITIES}
 
 
@@ -78,7 +77,7 @@ Measurements = Mapping[ModelScale, Sequence[Result]]
 
 
 def measure_size(size: ModelScale, path: Path, num_threads: int) -> Result:
-    """Measures in a process of its own."""
+    """Measures in a separate process."""
     question = {"size": asdict(size), "path": str(path), "num_threads": num_threads}
     return Result(**ask_worker(__name__, question))
 
@@ -86,7 +85,7 @@ def measure_size(size: ModelScale, path: Path, num_threads: int) -> Result:
 def measure_sizes(
     base: ModelScale, num_rounds: int, num_threads: int, say: Say, measure: MeasureSize = measure_size
 ) -> dict[ModelScale, list[Result]]:
-    """Rounds alternate. Checkpoints lie in a temporary folder for as long."""
+    """Runs alternating rounds over all sizes, with checkpoints in a temporary directory."""
     rounds: dict[ModelScale, list[Result]] = {size: [] for each in doubled_sizes(base).values() for size in each}
     with tempfile.TemporaryDirectory() as folder:
         paths = {size: Path(folder) / f"{size.num_layers}-{size.vocab_size}-{size.prompt_tokens}" for size in rounds}
@@ -100,7 +99,7 @@ def measure_sizes(
 
 
 def measure_rows(say: Say, measure: MeasureRows = measure_start) -> dict[StartCase, Result]:
-    """Each once: what is asked is how it grows."""
+    """Measures the start with each number of rows once."""
     results: dict[StartCase, Result] = {}
     for rows in (StartCase(num_rows=count, policy=policy) for policy in ("auto", "hrm") for count in NUMBERS_OF_ROWS):
         results[rows] = measure(rows)
@@ -109,7 +108,7 @@ def measure_rows(say: Say, measure: MeasureRows = measure_start) -> dict[StartCa
 
 
 def scale_table(base: ModelScale, rounds: Measurements, rows: Mapping[StartCase, Result]) -> str:
-    """A row for each size, with medians of its rounds, and a row for each number of rows."""
+    """A row for each size with medians of its rounds, then a row for each number of rows."""
     headings = ["doubled", "to", "prefill, per token", "x", "decode, per token", "x", "all", "x"]
     headings += ["peak above baseline", "of it KV", "read"]
     lines = [
@@ -121,7 +120,7 @@ def scale_table(base: ModelScale, rounds: Measurements, rows: Mapping[StartCase,
 
 
 def rows_table(results: Mapping[StartCase, Result]) -> str:
-    """The seconds and MiB that a row adds are those beyond the fewest rows of the same policy."""
+    """A row for each start. Seconds and KiB per row are relative to the fewest rows of the same policy."""
     table_rows = []
     for rows, result in results.items():
         fewest = min((each for each in results if each.policy == rows.policy), key=lambda each: each.num_rows)
@@ -147,13 +146,13 @@ def _row(quantity: str, size: ModelScale, before: ModelScale | None, rounds: Mea
 
 
 def _layer_growth(base: ModelScale, rounds: Measurements) -> str:
-    """What doubling the layers does to time and to memory beside keys and values."""
+    """Growth of time and of memory without KV per doubling of the layers."""
     doubled = doubled_sizes(base)[QUANTITIES[0]]
     times = [_seconds(each, rounds[each]) for each in doubled]
     memory = [_peak_bytes(rounds[each]) - each.kv_bytes for each in doubled]
     return (
         f"Each doubling of the layers takes {_ratios(times)} times as long and {_ratios(memory)} times the memory "
-        "beside keys and values."
+        "without keys and values."
     )
 
 
@@ -166,7 +165,7 @@ def _prefill_seconds(size: ModelScale, results: Sequence[Result]) -> float:
 
 
 def _decode_seconds(size: ModelScale, results: Sequence[Result]) -> float:
-    """Prefill gives the first of each sequence's tokens."""
+    """Seconds per decoded token; the first of each sequence comes from prefill."""
     tokens = size.block * (NUM_NEW_TOKENS - 1)
     return median(each.seconds - each.prefill_seconds for each in results) / tokens
 
@@ -180,7 +179,7 @@ def _peak_bytes(results: Sequence[Result]) -> float:
 
 
 def synthesize(size: ModelScale, path: Path) -> None:
-    """Random weights in bfloat16; `path` must be empty or not there."""
+    """Writes random weights in bfloat16 to `path`, which must be empty or not exist."""
     architecture = {
         "vocab_size": size.vocab_size,
         "hidden_size": size.hidden_size,
@@ -195,7 +194,7 @@ def synthesize(size: ModelScale, path: Path) -> None:
 
 
 def measure(size: ModelScale, path: Path, num_threads: int) -> Result:
-    """No layer stays, whatever memory is free. The checkpoint's pages are dropped from the page cache first."""
+    """Measures with all layers streamed, regardless of free memory. Drops the checkpoint from the page cache first."""
     torch.set_num_threads(num_threads)
     forget_pages(path)
     runtime = Runtime(_config(size, path, num_threads))

@@ -1,4 +1,4 @@
-"""What is measured in which order: each suite's measurements, rounds of them, and its table."""
+"""The measurements, rounds and table of each suite."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -32,13 +32,13 @@ Measure = Callable[[BenchmarkTask], Result]
 Say = Callable[[str], object]
 Named = TypeVar("Named")
 
-SEARCH_PROMPTS, SEARCH_NEW_TOKENS = 128, 8  # at most, to find a batch size
+SEARCH_PROMPTS, SEARCH_NEW_TOKENS = 128, 8  # limits while a batch size is searched
 
 
 def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure = run_measurement) -> SuiteResult:
-    """`say` is told how each measurement went. Before the first round budgets are checked and batch sizes searched: of
-    speed and predictions, a contender that cannot run, or a peer that takes too long, is left out, and the table says
-    why. Raises WeightstreamError where none is left, and where Weightstream fails later."""
+    """Runs a suite; `say` gets a line for each measurement. Checks budgets and searches batch sizes before the first
+    round. With suite=speed and predictions, a contender that cannot run and a peer that exceeds its limit are left out,
+    and the table says why. Raises WeightstreamError if no contender is left or Weightstream fails later."""
     with restrict_instructions(config.isa):
         return _run_suite(config, paths, say, measure)
 
@@ -82,7 +82,7 @@ def _run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Mea
 
 
 def _run_policies(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure) -> SuiteResult:
-    """All of them once, then again those between which the others decide nothing."""
+    """Measures all policies once, then only the searched and the fastest ones."""
     rounds: dict[Attempt, list[Result]] = {attempt: [] for path in paths for attempt in policy_attempts(config, path)}
     for turn in range(config.rounds):
         again = select_repeated(rounds) if turn else rounds
@@ -91,7 +91,7 @@ def _run_policies(config: BenchConfig, paths: Sequence[str], say: Say, measure: 
 
 
 def _check_budgets(tasks: Mapping[Named, BenchmarkTask], say: Say, measure: Measure) -> dict[Named, str]:
-    """Why those of Weightstream did not run whose plans do not fit. Nothing is measured."""
+    """Plans Weightstream's tasks without measuring. Returns the errors of those that do not fit."""
     refusals: dict[Named, str] = {}
     for name, task in tasks.items():
         if isinstance(task.entry, OwnContender):
@@ -104,7 +104,7 @@ def _check_budgets(tasks: Mapping[Named, BenchmarkTask], say: Say, measure: Meas
 
 
 def _choose_batch_sizes(tasks: dict[Named, BenchmarkTask], say: Say, measure: Measure) -> dict[Named, str]:
-    """Puts them into `tasks`; why peers did not run."""
+    """Sets batch sizes in `tasks`. Returns the errors of peers that fail."""
     refusals: dict[Named, str] = {}
     for name, task in tasks.items():
         try:
@@ -116,8 +116,8 @@ def _choose_batch_sizes(tasks: dict[Named, BenchmarkTask], say: Say, measure: Me
 
 
 def choose_batch_size(task: BenchmarkTask, measure: Measure, say: Say) -> BenchmarkTask:
-    """`task` as it is where its batch size is given or it has none; else with the size after which the rate falls, or
-    after which the peer fails. Raises WeightstreamError where it fails with the smallest."""
+    """Returns the task with the size after which the rate falls or the peer fails; unchanged if its size is set or it
+    has none. Raises WeightstreamError if the peer fails with the smallest size."""
     entry = task.entry
     if task.batch_size is not None or not isinstance(entry, Peer) or not entry.batch_sizes:
         return task
@@ -187,14 +187,13 @@ def _run_prefixes(config: BenchConfig, path: str, say: Say, measure: Measure) ->
             left = {name: task for name, task in tasks.items() if name not in refusals}
             refusals |= _run_round(turn, left, rounds, say, measure)
     rounds = {name: results for name, results in rounds.items() if name not in refusals}
-    found = prefixes_table(rounds) if rounds else "Nothing ran."
-    found += "".join(f"\n\n{name} is left out: {why}" for name, why in refusals.items())
-    return _make_result(found, rounds, [name for name in rounds if isinstance(tasks[name].entry, Peer)])
+    text = prefixes_table(rounds) if rounds else "Nothing ran."
+    text += "".join(f"\n\n{name} is left out: {why}" for name, why in refusals.items())
+    return _make_result(text, rounds, [name for name in rounds if isinstance(tasks[name].entry, Peer)])
 
 
 def _run_floor(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure) -> SuiteResult:
-    """The plain reader takes part in every round, as the disk's speed changes. Products need numba's loops beside
-    them."""
+    """Measures the plain reader in every round, because the disk's speed varies; products only with a compiler."""
     tables: list[str] = []
     rounds: dict[BlockCase, list[Result]] = {}
     for path in paths:
@@ -210,8 +209,8 @@ def _run_floor(config: BenchConfig, paths: Sequence[str], say: Say, measure: Mea
         rounds |= own
     if has_compiler():
         sizes = asdict(config.products)
-        found = measure_products(**sizes, num_threads=config.num_threads, rounds=config.rounds)
-        tables.append(products_table(found))
+        products = measure_products(**sizes, num_threads=config.num_threads, rounds=config.rounds)
+        tables.append(products_table(products))
     return _make_result("\n\n".join(tables), rounds)
 
 
@@ -237,7 +236,7 @@ def _run_rounds(
 def _run_round(
     turn: int, tasks: Mapping[Named, BenchmarkTask], rounds: Mapping[Named, list[Result]], say: Say, measure: Measure
 ) -> dict[Named, str]:
-    """Why peers did not run."""
+    """Measures all tasks once. Returns the errors of peers that fail."""
     refusals: dict[Named, str] = {}
     for name, task in tasks.items():
         try:
@@ -252,7 +251,7 @@ def _run_round(
 
 
 def _peer_refusal(task: BenchmarkTask, error: WeightstreamError) -> str:
-    """Raises it where it is Weightstream's own."""
+    """The error of a peer as text; raises Weightstream's own errors."""
     if not isinstance(task.entry, Peer):
         raise error
     return str(error)

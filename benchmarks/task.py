@@ -1,4 +1,4 @@
-"""Question and answer of a measurement, and what all contenders share."""
+"""The question and answer of a measurement, and helpers that all contenders share."""
 
 import json
 import os
@@ -16,15 +16,15 @@ from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, res
 
 from .contenders import CONTENDERS, Contender, Entry
 
-FORGET_SECONDS = 0.5  # less than a step of any peer takes
+FORGET_SECONDS = 0.5  # shorter than a decode step of any peer
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkTask:
-    """`batch_size`: of a peer; None if it has none or it is not searched yet. `limit_minutes`: for its process.
-    `num_kv_slots`: sequences with KV in the budget; None: those of a block. `host_memory_gib`: budget instead of that
-    of `weight_share`. `prompts_file`: JSON of token ids, of which the first `num_prompts` are used; None: random
-    prompts."""
+    """One measurement. `batch_size`: of a peer; None: it has none, or the search has not run yet. `limit_minutes`: time
+    limit of its process. `num_kv_slots`: sequences with KV in the budget; None: the block's. `host_memory_gib`:
+    replaces the budget from `weight_share`. `prompts_file`: JSON list of token ids, of which the first `num_prompts`
+    are used; None: random prompts."""
 
     contender: str
     path: str
@@ -44,7 +44,7 @@ class BenchmarkTask:
     host_memory_gib: float | None = None
     limit_minutes: float | None = None
     prompts_file: str | None = None
-    is_check: bool = False  # of Weightstream's budgets alone: nothing is measured
+    is_check: bool = False  # only plans, to check Weightstream's budgets
 
     @property
     def entry(self) -> Entry:
@@ -53,8 +53,8 @@ class BenchmarkTask:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """`tokens` is empty for contenders that only read; their `rate` is in bytes per second. Only Weightstream has
-    predictions."""
+    """`tokens` is empty for contenders that only read; their `rate` is in bytes per second. Predictions are
+    Weightstream's only."""
 
     seconds: float
     prefill_seconds: float
@@ -65,19 +65,19 @@ class Result:
     tokens: list[list[int]]
     predicted_prefill_seconds: float = 0.0
     predicted_decode_seconds: float = 0.0
-    policy: str = ""  # that a search chose
+    policy: str = ""  # the searched policy
     num_passes: int = 0  # of Weightstream
-    batch_size: int | None = None  # of a peer that is told one
+    batch_size: int | None = None  # of peers with a batch size
     peak_device_bytes: int = 0
     bytes_copied: int = 0  # to the device
     bytes_returned: int = 0  # from it
     num_prompt_tokens: int = 0  # computed by Weightstream
-    num_block_rows: int = 0  # most sequences of a block of Weightstream's
+    num_block_rows: int = 0  # sequences of Weightstream's largest block
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteResult:
-    """The results of a suite. `rounds` by contender; `peers`: those that are not Weightstream; `draw` publishes the
+    """The results of a suite. `rounds`: by contender. `peers`: contenders other than Weightstream. `draw` writes the
     suite's picture. `is_interrupted`: measurements are missing."""
 
     table: str
@@ -90,8 +90,8 @@ class SuiteResult:
 def measure_peer(
     generate: Callable[[], Mapping[int, list[int]]], *, baseline_bytes: int, batch_size: int | None
 ) -> Result:
-    """Times `generate` of a peer, which returns new tokens by prompt number, and reads the kernel's counters.
-    `baseline_bytes`: memory of libraries, not counted in the peak."""
+    """Times a peer's `generate`, which returns new tokens by prompt number, and reads the kernel's counters.
+    `baseline_bytes`: memory of the libraries, subtracted from the peak in tables."""
     read_before = disk_read_bytes()
     reset_peak()
     begin = time.monotonic()
@@ -110,7 +110,6 @@ def measure_peer(
 
 
 def task_prompts(task: BenchmarkTask, vocab_size: int) -> list[list[int]]:
-    """The token ids of a task's prompts."""
     if task.prompts_file is None:
         return random_prompts(task.num_prompts, vocab_size, task.prompt_tokens)
     return json.loads(Path(task.prompts_file).read_text())[: task.num_prompts]
@@ -133,15 +132,15 @@ def forget_pages(path: Path) -> None:
     for file in [path] if path.is_file() else path.rglob("*"):
         if file.is_file():
             descriptor = os.open(file, os.O_RDONLY)
-            os.fdatasync(descriptor)
+            os.fdatasync(descriptor)  # DONTNEED skips dirty pages
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
 
 
 @contextmanager
 def forget_pages_repeatedly(directory: Path) -> Iterator[None]:
-    """Keeps dropping the files of `directory` from the page cache. For peers that read weights through it, where a
-    model larger than memory would not stay."""
+    """Drops the files of `directory` from the page cache twice a second, as if the model were larger than memory. For
+    peers that read weights through the page cache."""
     is_done = Event()
 
     def forget() -> None:

@@ -1,4 +1,4 @@
-"""Shared by all measurements of Weightstream; imports only what a plain image has."""
+"""Measures generation by Weightstream. Imports no optional package."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +38,6 @@ AMPLE = Budgets(host_bytes=1 << 60)
 
 
 def _policy(task: BenchmarkTask) -> PolicyConfig:
-    """The policy of the task; a search may choose all of it."""
     ours = task.entry if isinstance(task.entry, OwnContender) else OwnContender(tier=Tier.nvme)
     kind, admission, shares = PolicyKind(task.policy), ours.admission, ours.share_prefixes
     if kind is not PolicyKind.fixed:
@@ -61,8 +60,8 @@ class RuntimeFactory(Protocol):
 def open_runtime(
     task: BenchmarkTask, offload: OffloadConfig, trace: Trace | None = None, make: RuntimeFactory = Runtime
 ) -> tuple[Runtime, list[Request]]:
-    """The runtime of a task with weights placed by `offload`, and its requests. Raises WeightstreamError if a prompt
-    exceeds the model's context."""
+    """Returns the runtime of a task with weights placed by `offload`, and its requests. Raises WeightstreamError if a
+    prompt exceeds the model's context."""
     dtype = task.entry.dtype if isinstance(task.entry, OwnContender) else DType.float32
     config = RuntimeConfig(
         model=ModelConfig(name="bench", path=task.path, dtype=dtype),
@@ -80,15 +79,15 @@ def open_runtime(
     requests, longest = make_requests(runtime, ids), max(map(len, ids))
     if len(requests) < len(ids):
         raise WeightstreamError(
-            f"{len(ids) - len(requests)} of {len(ids)} prompts are too long for the model, up to {longest:,} with "
-            f"num_new_tokens={task.num_new_tokens}: take a tokenizer of larger tokens, or other questions"
+            f"{len(ids) - len(requests)} of {len(ids)} prompts exceed the model's context: the longest has {longest:,} "
+            f"tokens, plus num_new_tokens={task.num_new_tokens}; set another tokenizer or other questions"
         )
     return runtime, requests
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredGeneration:
-    """Results of all passes together and of each, and the rates used for predictions."""
+    """The result of all passes, their records, and the rates used for predictions."""
 
     result: Result
     passes: Sequence[PassRecord]
@@ -104,9 +103,9 @@ def measure_generation(
     say: Callable[[str], object] = lambda step: None,
     after_pass: Callable[[], object] = lambda: None,
 ) -> MeasuredGeneration:
-    """Generates in a session. Measures seconds of passes and of `after_pass`, and bytes moved by streams. `rates`:
-    None measures them. `is_warmed_up`: first generates two tokens of each request, so that kernels are compiled.
-    Calls `say` at the start of each step."""
+    """Generates in a session. Measures seconds of passes and of `after_pass`, and bytes moved by streams. `rates`: None
+    measures them. `is_warmed_up`: first generates two tokens of each request to compile kernels. Calls `say` at the
+    start of each step."""
     passes: list[PassRecord] = []
     seconds_between = 0.0
 
@@ -117,15 +116,15 @@ def measure_generation(
         after_pass()
         seconds_between += time.monotonic() - begin
 
-    say("kernels, compiled at their first use")
+    say("waiting for kernels to compile")
     runtime.wait_for_kernels()
-    say("planning, and bringing weights to their places")
+    say("planning and placing weights")
     with runtime.open_with_backoff(requests, rates=rates) as (plan, session):
         if is_warmed_up:
-            say("first passes, which do not count")
+            say("warm-up passes")
             for _ in session.generate([replace(each, max_new_tokens=min(2, each.max_new_tokens)) for each in requests]):
                 pass
-        say("passes that count")
+        say("measured passes")
         completions = [completion for _, completion in session.generate(requests, on_pass)]
     tokens = {int(completion.request.id): list(completion.token_ids) for completion in completions}
     seconds = sum(record.seconds for record in passes) + seconds_between
@@ -150,13 +149,13 @@ def measure_generation(
 
 
 def make_requests(runtime: Runtime, prompts: Iterable[Sequence[int]]) -> list[Request]:
-    """Requests named by their numbers, without those that the runtime rejects."""
+    """Requests with their number as id, without those that the runtime rejects."""
     requests = [runtime.request(str(number), prompt) for number, prompt in enumerate(prompts)]
     return [request for request in requests if isinstance(request, Request)]
 
 
 def minimum_host_bytes(runtime: Runtime, requests: Sequence[Request]) -> int:
-    """Bytes of host memory for these requests on a CPU, without resident weights and with all KV in memory."""
+    """Host memory for these requests on a CPU, without resident weights and with all KV in memory."""
     shape, sizes = runtime.model.shape, [request.size for request in requests]
     config = replace(runtime.config, kv=replace(runtime.config.kv, tier=KVTier.device))
     plan = plan_run(shape, config, AMPLE, sizes)
@@ -166,5 +165,5 @@ def minimum_host_bytes(runtime: Runtime, requests: Sequence[Request]) -> int:
 
 
 def prefill_seconds(passes: Iterable[PassRecord]) -> float:
-    """Seconds of prompts; a pass counts by its fraction of prompt tokens."""
+    """Seconds of prefill; a mixed pass counts by its fraction of prompt tokens."""
     return sum(p.seconds * p.counts.prompt_tokens / p.counts.real_tokens for p in passes)

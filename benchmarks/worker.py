@@ -1,5 +1,5 @@
-"""`python -m benchmarks.worker MODULE JSON`: runs MODULE's `answers` on the question JSON. Prints each answer as a
-line of JSON; output of libraries goes to stderr. Imports nothing else because peers run it with their own Python."""
+"""`python -m benchmarks.worker MODULE JSON`: runs MODULE's `answers` on the question JSON and prints each answer as a
+line of JSON; other output goes to stderr. Imports little, because peers run it with their own Python."""
 
 import json
 import os
@@ -10,12 +10,12 @@ from typing import TextIO
 
 from runtime.errors import WeightstreamError
 
-REFUSED = "error: "  # begins what a worker says last where Weightstream refuses
+REFUSED = "error: "  # prefix of a refusal, the last line on stderr
 
 
 def respond(arguments: Sequence[str], out: TextIO) -> None:
-    """Writes the answers of the module named first to the question named second. Raises SystemExit with one error on
-    stderr if Weightstream refuses."""
+    """Writes the answers of the first argument's module to the question in the second. Raises SystemExit after an
+    `error:` line if Weightstream refuses."""
     module, question = arguments
     try:
         for answer in import_module(module).answers(json.loads(question)):
@@ -28,7 +28,7 @@ def respond(arguments: Sequence[str], out: TextIO) -> None:
 
 def main() -> None:
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as out:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries that print must not break the JSON
         respond(sys.argv[1:], out)
 
 

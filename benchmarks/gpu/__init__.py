@@ -1,3 +1,1 @@
-"""The benchmark's setting of a device: random weights in host memory in front of it. Here belongs what a device alone
-needs, and nothing that a machine without Hydra or a network lacks.
-"""
+"""`suite=gpu`: random weights in host memory, streamed to a device. Must run without Hydra, pyarrow and a network."""

@@ -1,8 +1,6 @@
-"""`python -m benchmarks.gpu`: what `python -m jobs.bench suite=gpu` measures, where neither hydra nor omegaconf,
-datasets or pyarrow are installed. Settings are those of `gpu:` in conf/bench.yaml, as `gpu.minutes=4`.
-
-`toy` stands for a small model that takes the same path, to see in a minute or two that all of it runs.
-"""
+"""`python -m benchmarks.gpu`: `python -m jobs.bench suite=gpu` without hydra, omegaconf, datasets and pyarrow. Settings
+are those of `gpu:` in conf/bench.yaml, such as `gpu.minutes=4`. `toy` runs a small model through the same code in a
+minute or two."""
 
 import json
 import sys
@@ -28,12 +26,12 @@ TOY: Mapping[str, object] = {
     "device_memory_gib": 2.0,
     "minutes": 4.0,
 }
-INTERRUPTED = 75  # the exit code of all commands that could go on
+INTERRUPTED = 75  # exit code of interrupted commands
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSettings:
-    """Those keys of conf/bench.yaml that `suite=gpu` goes by."""
+    """The keys of conf/bench.yaml that `suite=gpu` uses."""
 
     gpu: GpuConfig = field(default_factory=GpuConfig)
     prompt_tokens: int = 60
@@ -45,24 +43,24 @@ class GpuSettings:
 
 
 def parse_settings(arguments: Sequence[str]) -> GpuSettings:
-    """The settings that the command line asks for. Raises ConfigError."""
-    gpu, others = dict(TOY) if "toy" in arguments else {}, dict[str, object]()
+    """Settings from the command line. Raises ConfigError."""
+    gpu, top_level = dict(TOY) if "toy" in arguments else {}, dict[str, object]()
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals and key != "toy":
-            raise ConfigError(f"{argument}: `toy` or KEY=VALUE is wanted, such as gpu.minutes=4")
+            raise ConfigError(f"{argument}: expected `toy` or KEY=VALUE, such as gpu.minutes=4")
         if equals and key.startswith("gpu."):
             gpu[key.removeprefix("gpu.")] = _value(value)
         elif equals:
-            others[key] = _value(value)
+            top_level[key] = _value(value)
     if "toy" in arguments:
         experts = {"num_local_experts": 4} if gpu.get("model", "mixtral") == "mixtral" else {}
         gpu.setdefault("shape", {**TOY_SHAPE, **experts})
-    return build(GpuSettings, {**others, "gpu": gpu})
+    return build(GpuSettings, {**top_level, "gpu": gpu})
 
 
 def _value(value: str) -> object:
-    """The value as JSON; a word that is no JSON is itself, as in `gpu.device=cuda:1`."""
+    """The value as JSON, or the word itself, as in `gpu.device=cuda:1`."""
     try:
         return json.loads(value)
     except ValueError:
@@ -71,19 +69,19 @@ def _value(value: str) -> object:
 
 def main() -> None:
     try:
-        wanted = parse_settings(sys.argv[1:])
-        measured = run_gpu(wanted.gpu, wanted.prompt_tokens, wanted.rounds, _say)
+        settings = parse_settings(sys.argv[1:])
+        measured = run_gpu(settings.gpu, settings.prompt_tokens, settings.rounds, _say)
     except WeightstreamError as error:
         _say(f"error: {error}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        _say("error: interrupted before the worker had said what machine this is")
+        _say("error: interrupted before the worker started measuring")
         sys.exit(INTERRUPTED)
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "table.md").write_text(measured.table + "\n", encoding="utf-8")
     rounds = {name: [asdict(result) for result in results] for name, results in measured.rounds.items()}
     (FOLDER / "rounds.json").write_text(json.dumps(rounds), encoding="utf-8")
-    sys.stdout.write(f"{measured.table}\n\nKept in {FOLDER}/table.md and rounds.json.\n")
+    sys.stdout.write(f"{measured.table}\n\nWritten to {FOLDER}/table.md and rounds.json.\n")
     if measured.is_interrupted:
         sys.exit(INTERRUPTED)
 

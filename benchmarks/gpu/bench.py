@@ -1,9 +1,6 @@
-"""Measures one variant after the other in one process, over random weights in host memory.
-
-Host memory holds two copies of the weights and no third: accelerate's, pageable as its users have them, and
-Weightstream's, pinned. torch keeps pinned memory that is freed, so only the first session pins; each draws its weights
-anew, which takes seconds and is not timed.
-"""
+"""Measures one variant after the other in one process, over random weights in host memory. Host memory has room for two
+copies of the weights: accelerate's, pageable as its users have them, and Weightstream's, pinned. torch keeps freed
+pinned memory, so only the first session pins; each session fills it with weights again, untimed."""
 
 import logging
 import math
@@ -55,19 +52,19 @@ from .task import GpuMachine, GpuTask, VariantMeasurement, phases_of
 
 log = logging.getLogger(__name__)
 
-MICRO_BATCHES = 4  # of a whole block; of one whose weights all lie in the device one, as a plan by itself has it
-CHUNK_TOKENS = 8192  # of prompts per lane and pass: a pass brings all weights, so a lane's prompts go in one
+MICRO_BATCHES = 4  # of a block with streamed weights
+CHUNK_TOKENS = 8192  # of prompts per lane and pass: each pass streams all weights, so prefill takes one pass
 NUM_COPIES = 2  # of the weights in host memory
-HOST_SHARE = 0.75  # of free memory, that they may take: buffers for what is read from disk come on top
-DEVICE_SHARE = 0.7  # of the device, that the weights of the cut model may take
-DISK_LAYERS, DISK_SHARE = 4, 0.5  # of the model on disk, at most, and of the disk's free bytes that it may take
-ANY_VOCAB_SIZE = 1000  # a vocabulary of any size gives prompts of the same lengths
-MAX_THREADS = 16  # that draw; more are no faster than memory
-HOST_STEPS = 8  # of a layer, in which a host budget grows until one is kept beside what is read
+HOST_SHARE = 0.75  # of free host memory for these copies; the rest is for read buffers
+DEVICE_SHARE = 0.7  # of device memory for the weights of the cut model
+DISK_LAYERS, DISK_SHARE = 4, 0.5  # limits of the model on disk: layers, and fraction of free disk space
+ANY_VOCAB_SIZE = 1000  # lengths of prompts do not depend on it
+MAX_THREADS = 16  # for random numbers; more are limited by memory
+HOST_STEPS = 8  # a host budget is searched in steps of 1/HOST_STEPS layer
 
 
 class GpuBench:
-    """Writes outlines of its models into `folder`. Not thread-safe."""
+    """Runs variants; writes outlines of its models into `folder`. Not thread-safe."""
 
     def __init__(self, task: GpuTask, folder: Path, device: ComputeDevice, progress: WorkerProgress):
         self._task, self._device, self._progress, gpu = task, device, progress, task.gpu
@@ -77,7 +74,7 @@ class GpuBench:
         most = gpu.num_layers or MODELS[gpu.model].num_layers
         num_layers = gpu.num_layers or size.layers_within(HOST_SHARE * free_bytes / NUM_COPIES, most)
         cut_layers = size.layers_within(DEVICE_SHARE * self._device_bytes, num_layers)
-        progress(f"drawing the numbers that weights are made of: {num_layers} layers, {cut_layers} in the device")
+        progress(f"generating random tiles for {num_layers} layers, {cut_layers} in the device")
         self._whole_model, self._cut_model = (outline_model(gpu, folder, n) for n in (num_layers, cut_layers))
         self._int4_model: RandomInitModel | None = None
         disk_bytes = DISK_SHARE * shutil.disk_usage(folder).free
@@ -85,9 +82,9 @@ class GpuBench:
         self._disk_model: RandomInitModel | None = None
         self._folder, self._layer_bytes = folder, size.layer_bytes
         self._weight_bytes = size.total_bytes(num_layers)
-        self._host_gib = (free_bytes - self._weight_bytes) / GIB  # later, what torch keeps pinned looks taken
+        self._host_gib = (free_bytes - self._weight_bytes) / GIB  # measured now: torch later keeps pinned memory
         self._runtimes: dict[Variant, Runtime] = {}
-        self._rates: MachineRates | None = None  # measured once for all: they only predict here, and decide nothing
+        self._rates: MachineRates | None = None  # measured once: used for predictions only
         self._batch_sizes: dict[Variant, int] = {}
         self._whole: DeviceModel | None = None
 
@@ -103,11 +100,11 @@ class GpuBench:
         )
 
     def measure(self, variant: Variant) -> VariantMeasurement:
-        """Raises what a peer raises, or WeightstreamError. Nobody gets more of the device than may be used."""
+        """Limits device memory for every variant alike. Raises the peer's exception, or WeightstreamError."""
         reset_memory(self._device)
         limit_memory(self._device, self._device_bytes)
         measured = self._peer(variant) if variant.is_peer else self._weightstream(variant)
-        assert measured.result is not None, "what raises nothing has a result"
+        assert measured.result is not None, "failures raise"
         peak_bytes = reserved_peak_bytes(self._device)
         return replace(measured, result=replace(measured.result, peak_device_bytes=peak_bytes))
 
@@ -116,13 +113,13 @@ class GpuBench:
             return self._write_disk_model()
         if variant.is_int4:
             if self._int4_model is None:
-                self._progress("rounding numbers to four bits, in groups that share a scale")
+                self._progress("rounding tiles to int4")
                 self._int4_model = outline_model(self._task.gpu, self._folder, self._whole_model.num_layers, INT4)
             return self._int4_model
         return self._cut_model if variant.is_cut else self._whole_model
 
     def _write_disk_model(self) -> RandomInitModel:
-        """Written when it is first asked for; none of it stays in the page cache."""
+        """Writes the model of few layers to disk on first use, and drops it from the page cache."""
         if self._disk_model is None:
             self._progress(f"writing {self._num_disk_layers} layers of {format_bytes(self._layer_bytes)} each to disk")
             self._disk_model = outline_model(self._task.gpu, self._folder, self._num_disk_layers)
@@ -147,8 +144,8 @@ class GpuBench:
         )
 
     def _limit_host_memory(self, runtime: Runtime, requests: Sequence[Request]) -> None:
-        """Limits host memory to the least with which some layers stay there and others are read from disk. On a CPU,
-        where host memory is what computes, nothing is changed. Raises BudgetError where there is no such limit."""
+        """Sets the smallest host budget with which some layers stay in host memory and others are read from disk. Does
+        nothing on a CPU, which computes in host memory. Raises BudgetError if there is no such budget."""
         if not self._device.is_accelerator or runtime.config.offload.host_memory_gib != self._host_gib:
             return
         step, walk = self._layer_bytes / HOST_STEPS, runtime.plan(requests, rates=self._rates).placement.walk
@@ -163,15 +160,14 @@ class GpuBench:
                 break
         from_disk = set(walk.streamed) - walk.in_host
         if not (walk.in_host and from_disk):
-            raise BudgetError(f"no host memory holds some of the {self._num_disk_layers} layers on disk beside others")
-        self._progress(f"of the layers {len(walk.in_host)} stay in host memory, {len(from_disk)} are read from disk")
+            raise BudgetError(f"no host budget keeps some of the {self._num_disk_layers} layers and streams the others")
+        self._progress(f"{len(walk.in_host)} layers stay in host memory, {len(from_disk)} are read from disk")
 
     def _runtime(self, variant: Variant) -> Runtime:
-        """The runtime of each variant, kept."""
         if variant not in self._runtimes:
             config, model = self._config(variant), self._model(variant)
             weights = None if variant.is_on_disk else model.weights
-            count = partial(self._progress.count_bytes, "synthesising")
+            count = partial(self._progress.count_bytes, "generating weights:")
             self._runtimes[variant] = RandomInitRuntime(config, self._device, weights, count)
         return self._runtimes[variant]
 
@@ -210,11 +206,11 @@ class GpuBench:
     def _peer(self, variant: Variant) -> VariantMeasurement:
         peer, ids = (self._in_device if variant.is_cut else self._offloaded)(variant), self._prompts(variant)
         if variant not in self._batch_sizes:
-            self._progress("trying batches, the largest first")
+            self._progress("searching the batch size, the largest first")
             self._batch_sizes[variant] = peer.largest_batch(ids, lambda: reset_memory(self._device))
             reset_memory(self._device)
         size = self._batch_sizes[variant]
-        self._progress(f"{size} sequences, which count")
+        self._progress(f"measured run of {size} sequences")
         result = peer.measure(ids[:size], self._task.gpu.num_new_tokens)
         if not variant.is_cut:
             result = replace(result, bytes_copied=peer.num_forwards * self._weight_bytes)
@@ -223,22 +219,22 @@ class GpuBench:
         )
 
     def _in_device(self, variant: Variant) -> DeviceModel:
-        """One tensor after the other, so that host memory holds no third copy."""
-        place, model = self._device.torch_device, self._model(variant)
-        self._progress(f"synthesising {model.num_layers} layers of {format_bytes(self._layer_bytes)} in the device")
-        there = {
-            name: tensor.to(place)
+        """Builds the model in device memory tensor by tensor, so that host memory holds no third copy."""
+        device, model = self._device.torch_device, self._model(variant)
+        self._progress(f"generating {model.num_layers} layers of {format_bytes(self._layer_bytes)} in the device")
+        tensors = {
+            name: tensor.to(device)
             for parameter in unique_parameters(self._runtime(variant))
             for name, tensor in model.weights.tensors([parameter], self._num_threads).items()
         }
-        held = build_model(model.path, there)
-        held.to(device=place)  # pyright: ignore[reportCallIssue] - its buffers
-        return DeviceModel(held, self._device)
+        module = build_model(model.path, tensors)
+        module.to(device=device)  # pyright: ignore[reportCallIssue] - its buffers
+        return DeviceModel(module, self._device)
 
     def _offloaded(self, variant: Variant) -> DeviceModel:
-        """Made once: it is the second copy of the weights."""
+        """Builds the offloaded model once: it is the second copy of the weights."""
         if self._whole is None:
-            self._progress(f"synthesising {format_bytes(self._weight_bytes)}, the peer's own copy")
+            self._progress(f"generating the peer's copy of {format_bytes(self._weight_bytes)}")
             tensors = self._model(variant).weights.tensors(unique_parameters(self._runtime(variant)), self._num_threads)
             model = build_model(self._model(variant).path, tensors)
             self._whole = (
@@ -254,16 +250,16 @@ class GpuBench:
 
 
 def _num_lanes(variant: Variant) -> int:
-    """Each lane is launched by itself, and where nothing is streamed that is most of a decode pass."""
+    """One lane for weights in the device: there, launches for each lane are most of a decode pass."""
     return 1 if variant.is_cut else MICRO_BATCHES
 
 
 def measurements(
     task: GpuTask, device: ComputeDevice, progress: WorkerProgress
 ) -> Iterator[GpuMachine | VariantMeasurement]:
-    """The machine, then rounds that alternate. A variant that cannot run is named once, and so is one that no time was
-    left for: none begins that takes longer than there is time left, by what it took before or, at first, by what the
-    slowest of its kind did, peers or ours."""
+    """Yields the machine, then alternating rounds. A variant that fails, or that no time is left for, is reported once.
+    None starts that would exceed the time left, estimated by its last round or by the slowest of its kind (peers or
+    ours)."""
     end = (time.monotonic() if task.start_time is None else task.start_time) + task.seconds
     with tempfile.TemporaryDirectory() as folder:
         bench = GpuBench(task, Path(folder), device, progress)
@@ -277,7 +273,7 @@ def measurements(
                 if begin + durations.get(variant, max(similar or durations.values(), default=0.0)) >= end:
                     if variant not in durations:
                         pending.remove(variant)
-                        yield VariantMeasurement(variant=variant.name, refusal=f"no time was left of {_minutes(task)}")
+                        yield VariantMeasurement(variant=variant.name, refusal=f"no time left of {_minutes(task)}")
                     continue
                 progress.begin_variant(f"{variant.name}, round {number}")
                 measurement = _measure_safely(bench, variant)
@@ -293,7 +289,7 @@ def _minutes(task: GpuTask) -> str:
 
 
 def _measure_safely(bench: GpuBench, variant: Variant) -> VariantMeasurement:
-    """Whatever it raises stops none of the others: the machine may be lent for these minutes alone."""
+    """Turns any exception into a refusal: the machine may be lent for these minutes only."""
     if variant.missing:
         return VariantMeasurement(variant=variant.name, refusal=f"{', '.join(variant.missing)} is not installed")
     try:
@@ -304,16 +300,16 @@ def _measure_safely(bench: GpuBench, variant: Variant) -> VariantMeasurement:
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Raises ConfigError where there is no such device."""
+    """Raises ConfigError if there is no such device."""
     task = build(GpuTask, question)
     progress = WorkerProgress(time.monotonic() if task.start_time is None else task.start_time)
-    progress(f"the worker has imported torch {torch.__version__}, and opens {task.gpu.device}")
+    progress(f"imported torch {torch.__version__}, opening {task.gpu.device}")
     if task.gpu.device != "cpu" and not torch.accelerator.is_available():
-        raise ConfigError(f"gpu.device={task.gpu.device}: torch {torch.__version__} finds no accelerator here")
+        raise ConfigError(f"gpu.device={task.gpu.device}: torch {torch.__version__} finds no accelerator")
     yield from map(asdict, measurements(task, ReportingDevice(task.gpu.device, progress), progress))
 
 
 def _partitioned(model: PreTrainedModel, device: ComputeDevice) -> DeviceModel:
-    from ..peers.zero_inference import partition_model  # which few environments have
+    from ..peers.zero_inference import partition_model  # imports deepspeed
 
     return partition_model(model, device)

@@ -8,8 +8,8 @@ from runtime.config.settings import require
 
 @dataclass(frozen=True, kw_only=True)
 class GpuModel:
-    """A model of the benchmark: transformers' model type, the layers of the published one, and its sizes where they
-    differ from the type's own."""
+    """A model of the benchmark. `num_layers`: of the published model. `shape`: sizes that differ from transformers'
+    defaults for `model_type`."""
 
     title: str
     model_type: str
@@ -33,12 +33,8 @@ MODELS: Mapping[str, GpuModel] = {
 
 @dataclass(frozen=True, kw_only=True)
 class GpuConfig:
-    """A model with random bf16 weights in host memory, and a device of which little may be used.
-
-    `device` is torch's name of it, `cpu` for trying out. `model`: one of MODELS, a mixture or a dense model.
-    `num_layers`: null takes as many as fit beside the copy that accelerate gets, up to the published number. `shape`
-    changes other keys of the model's config in transformers. No measurement begins that takes longer than there is
-    left of `minutes`, by what it or others took."""
+    """Settings of `suite=gpu`, explained in conf/bench.yaml: random bf16 weights in host memory, a device with limited
+    memory."""
 
     device: str = "cuda"
     model: str = "mixtral"
@@ -60,4 +56,4 @@ class GpuConfig:
         )
         for key in ("device_memory_gib", "minutes"):
             require(getattr(self, key) > 0, f"gpu.{key} must be above 0, got {getattr(self, key)}")
-        require("num_hidden_layers" not in self.shape, "gpu.shape.num_hidden_layers: set gpu.num_layers")
+        require("num_hidden_layers" not in self.shape, "gpu.shape.num_hidden_layers: set gpu.num_layers instead")

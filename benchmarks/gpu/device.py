@@ -1,5 +1,4 @@
-"""The device as measurements see it: what its link gives, and its memory: limited for all alike, its peak, and given
-back between them."""
+"""The device's link, and its memory: limit, peak, and release between measurements."""
 
 import gc
 from collections.abc import Mapping
@@ -15,8 +14,8 @@ NON_LINK_PROBES = (HOST_READ, HOST_COPY, DEVICE_COPY)
 
 
 def measure_link(device: ComputeDevice) -> dict[str, float]:
-    """GB/s of pinned memory in both directions, alone and at once, and of pageable memory: the fastest of some
-    readings; the first, which may be anything, is not counted. Empty on a CPU."""
+    """GB/s of pinned memory in both directions, alone and at once, and of pageable memory: the fastest of several
+    readings after a warm-up. Empty on a CPU."""
     probes = [probe for probe in memory_probes(device, num_bytes=COPY_BYTES) if probe.name not in NON_LINK_PROBES]
     return {probe.name: max([probe.read() for _ in range(NUM_READINGS)][1:]) for probe in probes}
 
@@ -26,23 +25,23 @@ def format_link(link: Mapping[str, float]) -> str:
 
 
 def limit_memory(device: ComputeDevice, num_bytes: int) -> None:
-    """Limits what torch's allocator may take in this process from now on. Nothing on a CPU."""
+    """Limits torch's allocator in this process. Does nothing on a CPU."""
     if device.torch_device.type == "cuda":
         device.set_memory_limit(num_bytes)
 
 
 def reset_memory(device: ComputeDevice) -> None:
-    """Frees what the last measurement left, so that the next one's peak is its own."""
-    gc.collect()  # an engine refers to itself
+    """Frees memory of the last measurement and resets the peak."""
+    gc.collect()  # engines have reference cycles
     if device.torch_device.type == "cpu":
         return
-    torch.accelerator.synchronize(device.torch_device)
+    torch.accelerator.synchronize(device.torch_device)  # kernels may still use freed blocks
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats(device.torch_device)
 
 
 def reserved_peak_bytes(device: ComputeDevice) -> int:
-    """Most that torch's allocator held since `reset_memory`, in use or not; 0 on a CPU."""
+    """Peak of memory reserved by torch's allocator since `reset_memory`; 0 on a CPU."""
     if device.torch_device.type == "cpu":
         return 0
     return torch.accelerator.max_memory_reserved(device.torch_device)

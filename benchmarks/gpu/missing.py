@@ -1,4 +1,4 @@
-"""What an environment lacks, and what `suite=gpu` then cannot measure: said before anything is measured."""
+"""Missing packages, and the variants of `suite=gpu` that are left out without them; reported before measuring."""
 
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -11,12 +11,12 @@ from packaging.requirements import Requirement
 from ..contenders import is_installed
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
-WHEELS = "docs/how-to/gpu-first-run.md says how to bring wheels along"
+WHEELS = "To bring wheels along, see docs/how-to/gpu-first-run.md"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackageNeed:
-    """A package that is imported as `module`. `cost`: what is not measured without it; None: nothing is."""
+    """A package, imported as `module`. `consequence`: variants left out without it; None: the package is required."""
 
     name: str
     module: str
@@ -39,22 +39,22 @@ NEEDS = (
 
 
 def missing_required() -> list[str]:
-    """Names of the packages without which nothing runs and that are not there."""
+    """Names of missing packages without which nothing runs."""
     return [need.name for need in NEEDS if need.consequence is None and not is_installed(need.module)]
 
 
 def missing_messages() -> Iterator[str]:
-    """One line for each package that is missing, or of a version that pyproject.toml does not name."""
+    """A line for each package that is missing or of a version outside pyproject.toml's range."""
     requirements = _requirements()
     for need in NEEDS:
         if not is_installed(need.module):
-            yield f"{need.name} is not installed: {need.consequence or 'nothing of Weightstream runs'}. {WHEELS}"
+            yield f"{need.name} is not installed: {need.consequence or 'Weightstream cannot run'}. {WHEELS}"
         elif (required := requirements.get(need.name)) and (installed := _version(need.name)) not in required.specifier:
             yield f"{need.name} {installed} is installed, pyproject.toml requires {required}: not a tested version"
 
 
 def _requirements() -> Mapping[str, Requirement]:
-    """What the checkout's pyproject.toml requires, by name; nothing where the package was installed without it."""
+    """Requirements of the checkout's pyproject.toml by name; empty for an installed package."""
     if not PYPROJECT.exists():
         return {}
     lines = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
@@ -62,7 +62,7 @@ def _requirements() -> Mapping[str, Requirement]:
 
 
 def _version(name: str) -> str:
-    """The version without a build's own mark, such as +cpu."""
+    """The version without a local label such as +cpu."""
     try:
         return version(name).partition("+")[0]
     except PackageNotFoundError:

@@ -1,5 +1,4 @@
-"""What the worker of `suite=gpu` says on stderr while it works: on a lent machine these lines are what is left of a
-measurement that did not come to its end."""
+"""Progress lines of `suite=gpu`'s worker on stderr: all that is left if a lent machine is taken back early."""
 
 import sys
 import time
@@ -10,44 +9,44 @@ import torch
 from runtime.stream.device import ComputeDevice
 from runtime.units import MIB, format_bytes
 
-SECONDS_BETWEEN = 5.0  # of two lines on the same amount
-MIN_REPORTED_BYTES = 64 * MIB  # to pin less is not told
+SECONDS_BETWEEN = 5.0  # two lines on the same total
+MIN_REPORTED_BYTES = 64 * MIB  # smaller pinned buffers are not reported
 
 
 class WorkerProgress:
-    """Lines with the seconds since `begun`, in `time.monotonic`'s time. Thread-safe."""
+    """Writes lines with the seconds since `start_time` (time.monotonic). Thread-safe."""
 
-    def __init__(self, begun: float):
-        self._begun, self._lock = begun, Lock()
-        self._done, self._told = dict[str, int](), dict[str, float]()
+    def __init__(self, start_time: float):
+        self._start_time, self._lock = start_time, Lock()
+        self._totals, self._reported_at = dict[str, int](), dict[str, float]()
 
     def __call__(self, line: str) -> None:
         with self._lock:
             self._write(line)
 
     def count_bytes(self, what: str, num_bytes: int) -> None:
-        """Tells of bytes as they are done: at once of the first, then now and then of all so far."""
+        """Adds bytes to a total, and writes the total at most every SECONDS_BETWEEN."""
         with self._lock:
-            self._done[what] = self._done.get(what, 0) + num_bytes
+            self._totals[what] = self._totals.get(what, 0) + num_bytes
             now = time.monotonic()
-            if now - self._told.get(what, -SECONDS_BETWEEN) >= SECONDS_BETWEEN:
-                self._told[what] = now
-                self._write(f"{what} {format_bytes(self._done[what])} so far")
+            if now - self._reported_at.get(what, -SECONDS_BETWEEN) >= SECONDS_BETWEEN:
+                self._reported_at[what] = now
+                self._write(f"{what} {format_bytes(self._totals[what])} so far")
 
     def begin_variant(self, line: str) -> None:
-        """Says a line from which on amounts are counted anew."""
+        """Writes a line and resets all totals."""
         with self._lock:
-            self._done.clear()
-            self._told.clear()
+            self._totals.clear()
+            self._reported_at.clear()
             self._write(line)
 
     def _write(self, line: str) -> None:
-        sys.stderr.write(f"{time.monotonic() - self._begun:6.1f} s  {line}\n")
+        sys.stderr.write(f"{time.monotonic() - self._start_time:6.1f} s  {line}\n")
         sys.stderr.flush()
 
 
 class ReportingDevice(ComputeDevice):
-    """Tells of large host memory before it is pinned, which takes a second for each 4 GiB or so."""
+    """A device that reports large host buffers before it pins them, at about 4 GiB/s."""
 
     def __init__(self, name: str, progress: WorkerProgress):
         super().__init__(name)

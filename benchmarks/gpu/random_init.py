@@ -1,9 +1,9 @@
-"""Random-init models that are on no disk: a checkpoint's outline, and random numbers at memory's speed for any of its
-bytes.
+"""Random-init models without weights on disk: a checkpoint's outline, and random bytes for any part of it at memory
+speed.
 
-Matrices are windows, each from a place of its own, of one tile of normal numbers per deviation: real numbers on a link
-and in products, which take a device more power than zeros do. The tile's length is prime, so no two rows are equal.
-A store of four bits is made of tiles too: of the normal numbers' codes in groups, and of the groups' scales.
+Each matrix is a window, at its own offset, into a tile of normal numbers with its standard deviation. Real numbers
+matter: zeros take less power in products and over the link. The tile's length is prime, so no two rows are equal. Int4
+weights come from tiles of codes and of scales.
 """
 
 import json
@@ -40,28 +40,27 @@ from runtime.units import GIB, MIB
 from .config import MODELS, GpuConfig
 
 TILE_ELEMENTS = 16_777_259  # 32 MiB of bf16
-TILE_GROUPS = 262_139  # of numbers that share a scale; prime too
+TILE_GROUPS = 262_139  # groups that share a scale; prime, too
 CHUNK_BYTES = 16 * MIB
 SHARD_BYTES = 5 * GIB
 INT4 = Rounding("int4")
 
-TileWindow = tuple[np.ndarray, int]  # bytes that are repeated without end, and where a tensor begins in them
+TileWindow = tuple[np.ndarray, int]  # bytes that repeat cyclically, and the tensor's offset in them
 
 
 class RandomInitWeights:
-    """Random numbers for `tensors` of the outline that `weights` draws: the same bytes whenever and wherever they are
-    asked for, and the same for a tensor of the same name in a model of fewer layers. `rounding`: by which those that
-    `weightstream pack` rounds are stored."""
+    """Random numbers for `tensors` of an outline: always the same bytes for the same tensor name, also in a model of
+    fewer layers. `weights`: the distributions. `rounding`: stores tensors as `weightstream pack` would round them."""
 
     def __init__(self, weights: RandomWeights, tensors: Mapping[str, TensorSlice], rounding: Rounding | None = None):
         self._files: dict[str, list[TensorSlice]] = {}
         for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
             self._files.setdefault(tensor.file, []).append(tensor)
         self._windows = dict(_tile_windows(weights, rounding))
-        assert self._windows.keys() == tensors.keys(), "the outline holds what is drawn"
+        assert self._windows.keys() == tensors.keys(), "the outline has the same tensors"
 
     def fill(self, file: str, offset: int, target: memoryview) -> None:
-        """Writes what `file` would hold from `offset` on; what is in no tensor stays as it is."""
+        """Fills `target` with the bytes of `file` from `offset`; bytes outside tensors are not changed."""
         tensors, end = self._files[file], offset + len(target)
         view = np.frombuffer(target, dtype=np.uint8)
         first = max(0, bisect_right(tensors, offset, key=lambda tensor: tensor.offset) - 1)
@@ -81,7 +80,7 @@ class RandomInitWeights:
             done += count
 
     def write(self, num_threads: int) -> None:
-        """Puts them into the outline's own files, for those who read a disk."""
+        """Writes all numbers into the outline's files, for variants that read from disk."""
         chunks = [
             (file, tensor.offset + begin, min(CHUNK_BYTES, tensor.num_bytes - begin))
             for file, tensors in self._files.items()
@@ -98,7 +97,7 @@ class RandomInitWeights:
             os.pwrite(target.fileno(), buffer, offset)
 
     def tensors(self, parameters: Sequence[Parameter], num_threads: int) -> dict[str, torch.Tensor]:
-        """The parameters by name, each in memory of its own, as a model of transformers has it."""
+        """The parameters by name, each in its own memory, as a transformers model needs them."""
         tensors = {p.name: torch.empty(p.shape, dtype=_dtype_of(p)) for p in parameters}
         chunks = [
             (piece.file, piece.offset + begin, view[begin : begin + CHUNK_BYTES])
@@ -112,7 +111,7 @@ class RandomInitWeights:
 
 
 def _tile_windows(weights: RandomWeights, rounding: Rounding | None) -> Iterator[tuple[str, TileWindow]]:
-    """The name of each tensor as it is stored, and its numbers."""
+    """Yields the name of each stored tensor and its window."""
     normal = torch.empty(TILE_ELEMENTS).normal_(generator=torch.Generator().manual_seed(0))
     tiles, rounded_tiles = dict[float, np.ndarray](), dict[float, tuple[np.ndarray, np.ndarray]]()
     for spec in weights.specs:
@@ -137,7 +136,7 @@ def _is_rounded(spec: TensorSpec, rounding: Rounding) -> bool:
 
 
 def _stored(spec: TensorSpec, rounding: Rounding) -> tuple[TensorSpec, TensorSpec]:
-    """The codes and the scales of a tensor that is rounded, as a packed store has them."""
+    """The codes and scales that a packed store has for a rounded tensor."""
     *rows, num_columns = spec.shape
     codes = (*rows, rounding.packed_columns(num_columns))
     scales = (*rows, rounding.num_groups(num_columns))
@@ -148,7 +147,7 @@ def _stored(spec: TensorSpec, rounding: Rounding) -> tuple[TensorSpec, TensorSpe
 
 
 class RandomInitReader(Reader):
-    """Answers reads of an outlined checkpoint with its random weights; `count` is told how many bytes each has."""
+    """A reader that fills buffers from random weights; calls `count` with the bytes of each read."""
 
     def __init__(self, weights: RandomInitWeights, num_threads: int, count: Callable[[int], object]):
         super().__init__(num_threads=num_threads, chunk_bytes=CHUNK_BYTES)
@@ -162,7 +161,7 @@ class RandomInitReader(Reader):
 
 
 def _slice_views(parameter: Parameter, tensor: torch.Tensor) -> list[tuple[TensorSlice, memoryview]]:
-    """Row blocks and experts lie one behind the other in a contiguous tensor."""
+    """The slices of a parameter, each with its part of a contiguous tensor: row blocks and experts are consecutive."""
     pieces = [piece for entry in parameter.pieces for piece in entry]
     assert sum(piece.num_bytes for piece in pieces) == tensor.nbytes, f"{parameter.name} is not made of plain rows"
     assert not parameter.is_transposed, f"{parameter.name} is stored transposed"
@@ -202,8 +201,7 @@ class ModelSize:
 
 
 def outline_model(gpu: GpuConfig, folder: Path, num_layers: int, rounding: Rounding | None = None) -> RandomInitModel:
-    """Writes the outline of the model into `folder`, which takes no disk to speak of; with `rounding` that of a packed
-    store of it."""
+    """Writes the outline of the model into `folder`, with sparse files; with `rounding`, that of its packed store."""
     path = Path(tempfile.mkdtemp(dir=folder))
     weights = _write_outline(gpu, path, num_layers)
     if rounding is not None:
@@ -219,14 +217,14 @@ def outline_model(gpu: GpuConfig, folder: Path, num_layers: int, rounding: Round
 
 
 def _zero_digests(num_bytes: int) -> dict[str, str]:
-    """What a packed shard says of itself, which a start looks at in the file: there are zeros."""
+    """Metadata of a packed shard of zeros, which opening a store checks."""
     num_whole, rest = divmod(num_bytes, PIECE_BYTES)
     sums = f"{crc32(bytes(PIECE_BYTES)):08x}" * num_whole + (f"{crc32(bytes(rest)):08x}" if rest else "")
     return {METADATA: json.dumps({"source": "random numbers", "crc32": sums, "tensors": {}})}
 
 
 def model_size(gpu: GpuConfig, folder: Path) -> ModelSize:
-    """The bytes of one layer and of what is around all of them. Writes the outline of a model of one."""
+    """Bytes of one layer, and of everything outside the layers. Writes the outline of a model of one layer."""
     specs = _write_outline(gpu, folder / "one", 1).specs
     layer = sum(spec.num_bytes for spec in specs if ".layers." in spec.name)
     return ModelSize(layer_bytes=layer, outer_bytes=sum(spec.num_bytes for spec in specs) - layer)
@@ -239,8 +237,8 @@ def _write_outline(gpu: GpuConfig, path: Path, num_layers: int) -> RandomWeights
 
 
 class RandomInitRuntime(Runtime):
-    """Reads no disk: its weights are random; without any, the files are read. `count` is told the bytes of each read
-    that draws some."""
+    """A runtime with `weights` instead of reads from disk; None reads the files. Calls `count` with the bytes of each
+    generated read."""
 
     def __init__(
         self,
@@ -259,5 +257,5 @@ class RandomInitRuntime(Runtime):
 
 
 def unique_parameters(runtime: Runtime) -> list[Parameter]:
-    """All parameters of its model, tied ones once."""
+    """All parameters of a runtime's model, tied ones once."""
     return list({p.name: p for stage in runtime.model.shape.stages for p in stage.parameters}.values())

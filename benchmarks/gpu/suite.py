@@ -1,4 +1,4 @@
-"""`suite=gpu`: its workers, and what becomes of their answers."""
+"""Runs the workers of `suite=gpu` and makes its table."""
 
 import json
 import time
@@ -19,43 +19,43 @@ from .missing import missing_messages, missing_required
 from .task import GpuMachine, GpuTask, VariantMeasurement
 
 Work = Callable[[GpuTask], Iterator[str]]
-MIN_SECONDS = 60.0  # that a worker needs before it measures
-GRACE_SECONDS, GRACE_SHARE = 45.0, 0.2  # beyond its time, the smaller of both, for what is being measured: then it ends
-INTERRUPTED = VariantMeasurement(variant="what came next", refusal="the command was interrupted")
+MIN_SECONDS = 60.0  # that a worker takes to start
+GRACE_SECONDS, GRACE_SHARE = 45.0, 0.2  # a worker is killed this long after its time; the smaller of both
+INTERRUPTED = VariantMeasurement(variant="the next variant", refusal="the command was interrupted")
 
 
 def run_gpu(
     gpu: GpuConfig, prompt_tokens: int, rounds: int, say: Callable[[str], object], work: Work | None = None
 ) -> SuiteResult:
-    """`say` is told what is missing, and how each measurement went. A worker that fails, runs out of time or is
-    interrupted ends nothing but itself: the table has what there is. Raises WeightstreamError where not even the
-    machine is known."""
+    """Runs all variants; `say` gets a line for each missing package and each measurement. If a worker fails, runs out
+    of time or is interrupted, the table has the measurements so far. Raises WeightstreamError if the worker fails
+    before it knows the machine."""
     work, start_time = work or read_worker_lines, time.monotonic()
     end = start_time + 60 * gpu.minutes
-    for complaint in missing_messages():
-        say(complaint)
+    for message in missing_messages():
+        say(message)
     if names := missing_required():
-        raise WeightstreamError(f"suite=gpu: {', '.join(names)} not installed, see above: nothing can be measured")
+        raise WeightstreamError(f"suite=gpu: not installed: {', '.join(names)}; install them first")
     task = GpuTask(gpu=gpu, prompt_tokens=prompt_tokens, rounds=rounds, seconds=60 * gpu.minutes, start_time=start_time)
-    say("starting the worker, which imports torch and transformers; its seconds are those since now")
+    say("starting the worker; it prints seconds since now")
     lines = work(task)
     machine = build(GpuMachine, json.loads(next(lines)))
     say(f"{machine.device}, {machine.num_layers} layers. {format_link(machine.link)}")
     measurements = list(_measurements("the worker", lines, say))
     alone = DEEPSPEED_VARIANT.name
     if DEEPSPEED_VARIANT.missing:
-        measurements.append(VariantMeasurement(variant=alone, refusal="it is not installed"))
+        measurements.append(VariantMeasurement(variant=alone, refusal="deepspeed is not installed"))
     elif end < time.monotonic() + MIN_SECONDS or measurements[-1:] == [INTERRUPTED]:
-        measurements.append(VariantMeasurement(variant=alone, refusal="no time is left for it"))
+        measurements.append(VariantMeasurement(variant=alone, refusal="no time left"))
     else:
         now = time.monotonic()
         lines = work(replace(task, seconds=end - now, start_time=now, is_alone=True))
         measurements += _measurements(alone, islice(lines, 1, None), say)
     results: dict[str, list[Result]] = {}
-    for each in measurements:
-        if each.result is not None:
-            results.setdefault(each.variant, []).append(each.result)
-    peers = [each.name for each in (*VARIANTS, DEEPSPEED_VARIANT) if each.is_peer and each.name in results]
+    for measurement in measurements:
+        if measurement.result is not None:
+            results.setdefault(measurement.variant, []).append(measurement.result)
+    peers = [variant.name for variant in (*VARIANTS, DEEPSPEED_VARIANT) if variant.is_peer and variant.name in results]
     return SuiteResult(
         table=gpu_table(machine, measurements, gpu.device_memory_gib),
         rounds=results,
@@ -65,7 +65,7 @@ def run_gpu(
 
 
 def _measurements(name: str, lines: Iterator[str], say: Callable[[str], object]) -> Iterator[VariantMeasurement]:
-    """The worker's measurements. Where it fails, those before count, and the last says why there are no more."""
+    """Yields the worker's measurements; if it fails, the last one is the refusal."""
     try:
         for line in lines:
             measurement = build(VariantMeasurement, json.loads(line))
@@ -79,8 +79,8 @@ def _measurements(name: str, lines: Iterator[str], say: Callable[[str], object])
 
 
 def read_worker_lines(task: GpuTask) -> Iterator[str]:
-    """The answers of the worker. Raises WeightstreamError where it fails or outlasts its time."""
+    """Yields the answers of the worker. Raises WeightstreamError if it fails or exceeds its time."""
     grace = min(GRACE_SECONDS, GRACE_SHARE * task.seconds)
-    complaint = f"was stopped {grace:.0f} s beyond its {task.seconds:.0f} s (gpu.minutes), in what it said last"
-    limit = TimeLimit(seconds=task.seconds + grace, message=complaint)
+    message = f"was killed {grace:.0f} s after its {task.seconds:.0f} s (gpu.minutes); its last line says in which step"
+    limit = TimeLimit(seconds=task.seconds + grace, message=message)
     return WorkerProcess(name="the worker", module="benchmarks.gpu.bench", question=asdict(task), limit=limit).lines()

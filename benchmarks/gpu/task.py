@@ -1,4 +1,4 @@
-"""What the worker of `suite=gpu` is asked, and what it answers with: first a `Machine`, then measurements."""
+"""The task of `suite=gpu`'s worker and its answers: first a `GpuMachine`, then measurements."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ from .config import MODELS, GpuConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GpuTask:
-    """Rounds of all variants within so many seconds from `begun` on, in `time.monotonic`'s time, which processes of a
-    machine share; None: from when the worker has it. `is_alone`: of the one that has a process of its own instead."""
+    """Rounds of all variants within `seconds` from `start_time` (time.monotonic, shared by processes); None: from the
+    worker's start. `is_alone`: only the variant with a separate process."""
 
     gpu: GpuConfig
     prompt_tokens: int
@@ -24,7 +24,7 @@ class GpuTask:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuMachine:
-    """The device by its name, its link in GB/s (see device.py), and the model: its name, layers and weights' bytes."""
+    """The device's name, its link in GB/s by direction, and the model's layers and bytes."""
 
     device: str
     link: dict[str, float]
@@ -35,8 +35,8 @@ class GpuMachine:
 
 @dataclass(frozen=True, kw_only=True)
 class VariantPhaseTimes:
-    """All passes of one kind. Seconds of `copy` and `read`: link and disk were busy; of `stall`: compute waited for
-    bytes, at most. Tokens are those computed: of prompts, or new ones."""
+    """All passes of one phase. `copy_seconds`, `read_seconds`: link and disk were busy; `stall_seconds`: upper limit of
+    compute's wait for bytes. `num_tokens`: computed tokens, of prompts or new ones."""
 
     phase: str
     num_passes: int
@@ -51,8 +51,8 @@ class VariantPhaseTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class VariantMeasurement:
-    """One round of a variant. `refusal`: why there is no result; then layers and sequences are 0. `phases`: where it
-    is Weightstream. `is_rounded`: its weights are other numbers than those of the others."""
+    """One round of a variant. `refusal`: the reason if there is no result. `phases`: of Weightstream only.
+    `is_rounded`: its weights differ from those of the other variants."""
 
     variant: str
     num_layers: int = 0

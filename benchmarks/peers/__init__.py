@@ -1,3 +1,2 @@
-"""What a user could pick instead of Weightstream, each as its users would run it: a module measures one library and is
-run as a worker (`answers`), where need be in a virtual environment that has that library.
-"""
+"""Alternatives to Weightstream, each run as its users would run it. A module measures one library as a worker
+(`answers`), some in a virtual environment with that library."""

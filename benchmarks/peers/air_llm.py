@@ -1,8 +1,5 @@
-"""AirLLM, in an environment of its own.
-
-It splits a checkpoint by layer, into a folder beside it that is gone with the process, and reads a layer when the
-forward comes to it. Splitting is not timed. Its layers' pages are dropped all along.
-"""
+"""AirLLM, in a separate environment. It splits a checkpoint by layer into a folder and reads each layer when its
+forward runs. Splitting is not timed. The folder is temporary; its pages are dropped from the page cache repeatedly."""
 
 import tempfile
 from collections.abc import Iterator
@@ -11,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from airllm import AutoModel  # pyright: ignore[reportMissingImports] - in this worker's environment alone
+from airllm import AutoModel  # pyright: ignore[reportMissingImports] - only in this worker's environment
 
 from runtime.stream.host_memory import resident_bytes
 

@@ -1,7 +1,5 @@
-"""A checkpoint as the file that llama.cpp reads: the same weights under its names, in its order of a head's numbers.
-
-For the models of the comparison, Llama and Mixtral; without a vocabulary, as token ids go in and come out.
-"""
+"""Writes a Llama or Mixtral checkpoint as the GGUF file that llama.cpp reads: its tensor names and its order of rotary
+dimensions. Contains no vocabulary, because measurements use token ids."""
 
 import json
 import math
@@ -30,7 +28,7 @@ EXPERT_NAMES = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps
 
 
 class TensorSource(NamedTuple):
-    """Where the weights of a tensor lie: the shards and names of one matrix, or of all experts', in their order."""
+    """The shards and names of a tensor's weights: one matrix, or those of all experts in order."""
 
     parts: Sequence[tuple[Path, str]]
     shape: Sequence[int]
@@ -38,17 +36,17 @@ class TensorSource(NamedTuple):
 
 
 def export_gguf(checkpoint: Path, target: Path, kind: str) -> None:
-    """`kind`: of matrices, "F16", "Q8_0" or "Q4_0"; vectors are F32. The header is written first, then one tensor after
-    the other, so it takes the memory of one and the disk of the file. Raises ConfigError for another model."""
+    """Writes `target`. `kind`: F16, Q8_0 or Q4_0 for matrices; vectors are F32. Needs memory for one tensor and disk
+    space for the file. Raises ConfigError for other models."""
     config = json.loads((checkpoint / "config.json").read_text())
     if config["model_type"] not in ("llama", "mixtral"):
-        raise ConfigError(f"{checkpoint}: llama.cpp is measured on Llama and Mixtral, this is {config['model_type']}")
+        raise ConfigError(f"{checkpoint}: llama.cpp is measured with llama and mixtral, got {config['model_type']}")
     part = target.with_suffix(".part")
     try:
         _write(part, checkpoint, config, kind)
-        part.replace(target)
+        part.replace(target)  # atomic: an interrupted export leaves no incomplete target
     finally:
-        part.unlink(missing_ok=True)  # it is as large as the model, and no later try goes on with it
+        part.unlink(missing_ok=True)  # as large as the model, and never resumed
 
 
 def _write(target: Path, checkpoint: Path, config: Mapping[str, Any], kind: str) -> None:
@@ -79,7 +77,7 @@ def _is_matrix(name: str, source: TensorSource) -> bool:
 
 
 def _numpy_layout(shape: Sequence[int], kind: Any) -> tuple[np.dtype[Any], Sequence[int]]:
-    """What numpy has such a tensor as."""
+    """The dtype and shape of a tensor's numpy array."""
     from gguf.quants import quant_shape_to_byte_shape
 
     if kind.name in ("F16", "F32"):
@@ -118,7 +116,7 @@ def _add_keys(writer: Any, config: Mapping[str, Any]) -> None:
 
 
 def _sources(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, TensorSource]:
-    """The tensors of the file, by llama.cpp's names."""
+    """The tensors of the file by llama.cpp's names."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     sources, stacks = dict[str, TensorSource](), dict[str, dict[int, TensorSource]]()
     for file in sorted(checkpoint.glob("*.safetensors")):
@@ -143,21 +141,20 @@ def _sources(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, TensorSou
 
 
 def _interleave_rotary_pairs(weights: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rotary pairs side by side, where transformers has them in halves."""
+    """Puts the two halves of transformers' rotary dimensions next to each other, as llama.cpp expects."""
     return weights.view(num_heads, 2, -1, weights.shape[1]).swapaxes(1, 2).reshape(weights.shape)
 
 
 def _frequency_factors(config: Mapping[str, Any]) -> np.ndarray | None:
-    """The factors by which Llama 3 divides the rotary frequencies of waves that are longer than its first context; None
-    of other models."""
+    """Llama 3's divisors of low rotary frequencies, for a context beyond its original one; None for other models."""
     if config["rope_parameters"]["rope_type"] != "llama3":
         return None
     rope = config["rope_parameters"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    first, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
+    original, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
     factors = []
     for number in range(0, dim, 2):
-        turns = first / (2 * math.pi * rope["rope_theta"] ** (number / dim))  # of this wave in the first context
-        share = min(1.0, max(0.0, (turns - low) / (high - low)))
+        periods = original / (2 * math.pi * rope["rope_theta"] ** (number / dim))  # in the original context
+        share = min(1.0, max(0.0, (periods - low) / (high - low)))
         factors.append(1 / ((1 - share) / rope["factor"] + share))
     return np.array(factors, np.float32)

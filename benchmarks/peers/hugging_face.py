@@ -1,5 +1,5 @@
-"""transformers' own `generate`, for all peers that are a transformers model in some disguise: in memory, or offloaded
-by accelerate, on the CPU or in front of a device."""
+"""transformers' `generate`, for all peers that are a transformers model: in memory or offloaded by accelerate, on the
+CPU or with a device."""
 
 import logging
 import tempfile
@@ -30,13 +30,13 @@ from ..task import BenchmarkTask, Result, batches_by_length, forget_pages_repeat
 
 log = logging.getLogger(__name__)
 
-GROUPED = "grouped_mm"  # transformers' own choice for experts; eager where a class does not take it
-GROUPED_IN_DECODE = "grouped_mm_in_place"  # the same under a name that `generate` leaves alone
+GROUPED = "grouped_mm"  # transformers' default for experts, if the model's class supports it
+GROUPED_IN_DECODE = "grouped_mm_in_place"  # the same kernel under a name that `generate` does not replace in decode
 
 
 def generate(peer: Peer, task: BenchmarkTask) -> Result:
-    """Measures a model with every decoder layer where `peer.tier` says; embeddings and head stay in memory: what users
-    of accelerate get for a model that does not fit."""
+    """Measures a model with all decoder layers in `peer.tier`; embeddings and head stay in memory, as accelerate places
+    them for a model that does not fit."""
     baseline, dtype = resident_bytes(), getattr(torch, peer.dtype.value)
     if peer.tier is Tier.nvme:
         return _generate_from_disk(task, dtype, baseline)
@@ -49,7 +49,8 @@ def generate(peer: Peer, task: BenchmarkTask) -> Result:
 
 
 def _generate_from_disk(task: BenchmarkTask, dtype: torch.dtype, baseline_bytes: int) -> Result:
-    """Never loads all of it. Weights that the checkpoint holds otherwise, as stacks of experts, are written anew."""
+    """Measures without loading the whole model. accelerate writes a copy of weights that the checkpoint stores in
+    another layout, such as stacked experts."""
     with tempfile.TemporaryDirectory(dir=Path(task.path).parent) as folder:
         model = AutoModelForCausalLM.from_pretrained(
             task.path, dtype=dtype, device_map=_layers_on_disk(Path(task.path)), offload_folder=folder
@@ -64,16 +65,16 @@ def _layers_on_disk(checkpoint: Path) -> dict[str, str]:
     model = build_meta_model(AutoConfig.from_pretrained(checkpoint), torch.float32)
     layers = cast("Iterable[torch.nn.Module]", model.get_decoder().layers)
     names = {module: name for name, module in model.named_modules()}
-    beside = [*model.children(), *model.get_decoder().children()]
-    outer = {names[each]: "cpu" for each in beside if each is not layers and each is not model.get_decoder()}
+    modules = [*model.children(), *model.get_decoder().children()]
+    outer = {names[module]: "cpu" for module in modules if module is not layers and module is not model.get_decoder()}
     return outer | {names[layer]: "disk" for layer in layers}
 
 
 def measure_generation(model: PreTrainedModel, task: BenchmarkTask, baseline_bytes: int) -> Result:
-    """Measures the task's prompts on the CPU, in batches of neighbours in length, the longest first."""
+    """Measures the task's prompts on the CPU, in batches of similar length, the longest first."""
     ids = random_prompts(task.num_prompts, model.config.get_text_config().vocab_size, task.prompt_tokens)
     size, prefill_seconds = task.batch_size, list[float]()
-    assert size is not None, "given, or searched before"
+    assert size is not None, "set by the task or by the search"
 
     def generate_all() -> dict[int, list[int]]:
         tokens: dict[int, list[int]] = {}
@@ -96,12 +97,12 @@ def generate_batch(
     device: torch.device,
     observer: StoppingCriteria | None = None,
 ) -> list[list[int]]:
-    """New tokens of left-padded prompts, greedy, past the end-of-sequence token; `observer` is asked after each."""
+    """Greedy new tokens of left-padded prompts, ignoring the end of sequence. Calls `observer` after each step."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + [*prompt] for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     config = GenerationConfig(max_new_tokens=num_new_tokens, do_sample=False, pad_token_id=0, eos_token_id=None)
-    model.generation_config = config  # or the checkpoint's end-of-sequence token takes the place of None
+    model.generation_config = config  # else eos_token_id=None is replaced by the checkpoint's
     criteria = StoppingCriteriaList([observer] if observer is not None else [])
     out = model.generate(  # pyright: ignore[reportCallIssue]
         ids, attention_mask=mask, generation_config=config, stopping_criteria=criteria
@@ -110,8 +111,8 @@ def generate_batch(
 
 
 class DeviceModel:
-    """A model in front of a device, or in it, which gets one batch as large as its memory allows: the next would go as
-    the first. `num_forwards`: those of the last measurement, or since."""
+    """A model that computes on a device, measured with one batch as large as memory allows. `num_forwards`: forwards
+    since the start of the last measurement."""
 
     def __init__(self, model: PreTrainedModel, device: ComputeDevice):
         self._model, self._device, self.num_forwards = model, device, 0
@@ -121,35 +122,35 @@ class DeviceModel:
         self.num_forwards += 1
 
     def largest_batch(self, prompts: Sequence[list[int]], free_memory: Callable[[], object]) -> int:
-        """How many sequences go through with the longest prompts, and decode: all, half of them, a quarter ..., each as
-        transformers does by itself and with experts in place, with memory freed between them. Trying warms up too.
-        Raises what one alone raises."""
+        """The largest number of the longest prompts that fits: all, half, a quarter ... Tries transformers' default
+        kernel for experts, then the one that copies no weights in decode; keeps the first that fits. Raises the
+        out-of-memory error of a single prompt. Also warms up."""
         longest, size = sorted(prompts, key=len, reverse=True), len(prompts)
         while True:
-            shortage = None
+            error = None
             for implementation in expert_implementations(self._model):
                 self._model.set_experts_implementation(implementation)
-                shortage = self._try_batch(longest[:size])
-                if shortage is None:
-                    log.warning("%d sequences fit, with experts as %s", size, implementation[""])
+                error = self._try_batch(longest[:size])
+                if error is None:
+                    log.warning("%d sequences fit, with the experts' kernel %s", size, implementation[""])
                     return size
                 free_memory()
-            if size == 1 and shortage is not None:
-                raise shortage
+            if size == 1 and error is not None:
+                raise error
             size //= 2
 
     def _try_batch(self, prompts: Sequence[list[int]]) -> Exception | None:
-        """What a prefill pass and one that decodes raise for want of memory."""
+        """Runs a prefill and a decode pass. Returns an out-of-memory error, or None if the batch fits."""
         try:
             generate_batch(self._model, prompts, 2, self._device.torch_device)
         except (MemoryError, RuntimeError) as error:
             if is_out_of_memory(error):
-                return error.with_traceback(None)  # its frames hold what is to be freed
+                return error.with_traceback(None)  # its frames keep the tensors that must be freed
             raise
         return None
 
     def measure(self, prompts: Sequence[list[int]], num_new_tokens: int) -> Result:
-        """Host seconds, between which the device is waited for."""
+        """Measures host seconds, with the device synchronized at both ends."""
         clock = FirstTokenClock(self._device.wait_for_compute)
 
         def generate_all() -> dict[int, list[int]]:
@@ -165,9 +166,9 @@ class DeviceModel:
 
 
 def expert_implementations(model: PreTrainedModel) -> Sequence[dict[str, str | None]]:
-    """That of transformers, and where there is such a choice the same with experts multiplied where they lie in all
-    passes. By itself `generate` does so in prefill, and on a device copies the weights of each visit in passes that
-    decode: fast for a few tokens, and 224 MiB of gates alone for each visit to Mixtral 8x7B."""
+    """transformers' default kernel for experts, and if it is grouped_mm, the same without copies in decode. By default
+    `generate` copies the weights of each routed expert in decode on a device: fast for a few tokens, but 224 MiB of
+    gate weights for each routed token of Mixtral 8x7B."""
     names = {GROUPED_IN_DECODE: GROUPED}
     own = {key: names.get(name or "", name) for key, name in model.get_experts_implementation().items()}
     if GROUPED not in own.values():
@@ -177,12 +178,12 @@ def expert_implementations(model: PreTrainedModel) -> Sequence[dict[str, str | N
 
 
 class FirstTokenClock(StoppingCriteria):
-    """Stops nobody; remembers when the first tokens were there."""
+    """Records the time of the first token; never stops generation."""
 
     def __init__(self, wait: Callable[[], object] = lambda: None):
         self._wait, self.seconds = wait, 0.0
 
-    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] - it promises a class that no tensor has
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] - its annotation is not a tensor
         self, input_ids: torch.Tensor, scores: object, **kwargs: object
     ) -> torch.Tensor:
         if not self.seconds:
@@ -192,18 +193,18 @@ class FirstTokenClock(StoppingCriteria):
 
 
 def build_model(path: Path, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """The model of a checkpoint's config with these tensors as its weights, by the names of its state dict; no copy."""
+    """A model of a checkpoint's config with these tensors as its weights, by state dict name; copies nothing."""
     from runtime.probing.meta import build_meta_model
 
     model = build_meta_model(AutoConfig.from_pretrained(path), next(iter(tensors.values())).dtype)
     model.load_state_dict(tensors, strict=False, assign=True)
     missing = [name for name, tensor in model.named_parameters() if tensor.is_meta]
-    assert not missing, f"there are no weights for {missing[0]}"
+    assert not missing, f"no weights for {missing[0]}"
     return model.eval().requires_grad_(False)
 
 
 def offload_model(model: PreTrainedModel, device: ComputeDevice) -> DeviceModel:
-    """The model with weights that stay where they are; accelerate brings a module's to the device for its forward."""
+    """Offloads with accelerate: weights stay in host memory, and each module's are copied for its forward."""
     from accelerate import cpu_offload
 
     cpu_offload(model, execution_device=device.torch_device)

@@ -1,9 +1,6 @@
-"""llama.cpp by way of llama-cpp-python, in an environment of its own.
-
-All weights in memory, or mapped where the peer says so; sequences decoded side by side: groups of `batch_size`
-neighbours in length, as its batch interface takes them. Its products round to half precision or less, so tokens may
-differ. Loading is not timed.
-"""
+"""llama.cpp through llama-cpp-python, in a separate environment. Weights are in memory or memory-mapped; groups of
+`batch_size` sequences of similar length are decoded together. Its products round to half precision or less, so tokens
+may differ. Loading is not timed."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -20,11 +17,11 @@ from ..contenders import Peer
 from ..instruction_sets import Isa, restriction
 from ..task import BenchmarkTask, Result, batches_by_length, forget_pages, measure_peer, random_prompts
 
-BATCH_TOKENS = 512  # of a call, its own default for prompts
+BATCH_TOKENS = 512  # of a call: llama.cpp's default for prompts
 
 
 def generate(task: BenchmarkTask) -> Result:
-    import llama_cpp as lib  # pyright: ignore[reportMissingImports] - it is in the environment of this worker alone
+    import llama_cpp as lib  # pyright: ignore[reportMissingImports] - only in this worker's environment
 
     file = Path(task.path)
     lib.llama_backend_init()
@@ -33,9 +30,9 @@ def generate(task: BenchmarkTask) -> Result:
     baseline = resident_bytes()
     model_params = lib.llama_model_default_params()
     is_mapped = isinstance(task.entry, Peer) and task.entry.is_mapped
-    # Into memory, or reading would be timed; a map is what a model takes that does not fit, and reading is its time.
+    # Loaded, so that reading is not timed; mapped for a model that does not fit, where reading is part of its time.
     model_params.load_mode = lib.LLAMA_LOAD_MODE_MMAP if is_mapped else lib.LLAMA_LOAD_MODE_NONE
-    model_params.use_extra_bufts = not is_mapped and _can_repack(task)  # copies, laid out anew
+    model_params.use_extra_bufts = not is_mapped and _can_repack(task)  # makes repacked copies
     forget_pages(file)
     model = lib.llama_model_load_from_file(str(file).encode(), model_params)
     if not model:
@@ -44,14 +41,14 @@ def generate(task: BenchmarkTask) -> Result:
     ids = random_prompts(task.num_prompts, vocab_size, task.prompt_tokens)
     width = round_up(max(map(len, ids)) + task.num_new_tokens, 256)
     params = lib.llama_context_default_params()
-    assert task.batch_size is not None, "given, or searched before"
+    assert task.batch_size is not None, "set by the task or by the search"
     params.n_seq_max = min(task.batch_size, len(ids))
     params.n_ctx = width * params.n_seq_max
     params.n_batch = params.n_ubatch = max(BATCH_TOKENS, params.n_seq_max)
     params.n_threads = params.n_threads_batch = task.num_threads
     context = lib.llama_init_from_model(model, params)
     if not context:
-        raise RuntimeError(f"llama.cpp makes no context of {params.n_ctx} positions")
+        raise RuntimeError(f"llama.cpp cannot create a context of {params.n_ctx} positions")
     run = BatchDecoder(lib, context, params.n_batch, vocab_size)
 
     def generate_all() -> dict[int, list[int]]:
@@ -65,29 +62,31 @@ def generate(task: BenchmarkTask) -> Result:
 
 
 def _can_repack(task: BenchmarkTask) -> bool:
-    """Whether weights may be laid out for its matrix-unit kernels. Not quantised ones: GCC 12 drops most of the tile
-    configuration that they load, and the processor refuses the rest."""
+    """True if weights may be repacked for llama.cpp's AMX kernels. Not quantized ones: GCC 12 drops most of the tile
+    configuration that they load, and the processor rejects the rest."""
     peer = task.entry
     return isinstance(peer, Peer) and peer.isolation is not None and peer.isolation.gguf_kind == "F16"
 
 
 class BatchDecoder:
+    """A llama.cpp context that decodes batches of at most `batch_tokens` tokens."""
+
     def __init__(self, lib: Any, context: Any, batch_tokens: int, vocab_size: int):
-        self._lib, self._context, self._most, self._vocab_size = lib, context, batch_tokens, vocab_size
+        self._lib, self._context, self._batch_tokens, self._vocab_size = lib, context, batch_tokens, vocab_size
         self._batch = lib.llama_batch_init(batch_tokens, 0, 1)
         self.prefill_seconds = 0.0
 
     def generate(self, prompts: Sequence[list[int]], num_new_tokens: int) -> list[list[int]]:
-        """Greedy, `num_new_tokens` each."""
+        """Greedy, `num_new_tokens` for each prompt."""
         begin = time.monotonic()
         last: dict[int, int] = {}
         entries = [
-            (token, place, row, place + 1 == len(prompt))
+            (token, position, row, position + 1 == len(prompt))
             for row, prompt in enumerate(prompts)
-            for place, token in enumerate(prompt)
+            for position, token in enumerate(prompt)
         ]
-        for start in range(0, len(entries), self._most):
-            last |= self._decode(entries[start : start + self._most])
+        for start in range(0, len(entries), self._batch_tokens):
+            last |= self._decode(entries[start : start + self._batch_tokens])
         self.prefill_seconds += time.monotonic() - begin
         tokens = [[last[row]] for row in range(len(prompts))]
         for turn in range(num_new_tokens - 1):
@@ -98,18 +97,18 @@ class BatchDecoder:
         return tokens
 
     def _decode(self, entries: Sequence[tuple[int, int, int, bool]]) -> dict[int, int]:
-        """The likeliest token of each row that asks for it. Entries: token, position, row, whether it asks."""
+        """The most likely next token by row. Entries: token, position, row, and True if its logits are needed."""
         batch = self._batch
         batch.n_tokens = len(entries)
-        for at, (token, place, row, asks) in enumerate(entries):
-            batch.token[at], batch.pos[at], batch.n_seq_id[at] = token, place, 1
-            batch.seq_id[at][0], batch.logits[at] = row, asks
+        for index, (token, position, row, needs_logits) in enumerate(entries):
+            batch.token[index], batch.pos[index], batch.n_seq_id[index] = token, position, 1
+            batch.seq_id[index][0], batch.logits[index] = row, needs_logits
         if self._lib.llama_decode(self._context, batch):
             raise RuntimeError("llama.cpp cannot decode")
         tokens = {}
-        for at, (_, _, row, asks) in enumerate(entries):
-            if asks:
-                logits = self._lib.llama_get_logits_ith(self._context, at)
+        for index, (_, _, row, needs_logits) in enumerate(entries):
+            if needs_logits:
+                logits = self._lib.llama_get_logits_ith(self._context, index)
                 tokens[row] = int(np.argmax(np.ctypeslib.as_array(logits, shape=(self._vocab_size,))))
         return tokens
 

@@ -1,8 +1,5 @@
-"""vLLM's CPU build, in an environment of its own.
-
-All weights and all requests at once, as its offline users do it, with what prompts begin with cached; loading and
-warming up are not timed.
-"""
+"""vLLM's CPU build, in a separate environment: all weights in memory and all requests at once, with prefix caching.
+Loading and warm-up are not timed."""
 
 import json
 import os
@@ -20,7 +17,7 @@ from ..task import BenchmarkTask, Result, measure_peer, task_prompts
 
 KV_GIB = 2
 LEAST_LENGTH = 1024  # positions of a sequence
-LIBRARY = re.compile(r"/vllm/(_C\w*)\.\S*so\s*$", re.MULTILINE)  # of those that its wheel has, in the maps of a process
+LIBRARY = re.compile(r"/vllm/(_C\w*)\.\S*so\s*$", re.MULTILINE)  # vLLM's libraries in /proc/PID/maps
 
 
 def generate(task: BenchmarkTask) -> Result:
@@ -47,24 +44,24 @@ def generate(task: BenchmarkTask) -> Result:
         enforce_eager=True,
     )
     if isa is Isa.avx2 and (loaded := set(LIBRARY.findall(Path("/proc/self/maps").read_text()))) != {"_C_AVX2"}:
-        raise RuntimeError(f"vLLM is not restricted to AVX2: it has loaded {', '.join(sorted(loaded)) or 'no library'}")
+        raise RuntimeError(f"vLLM is not restricted to AVX2: it loaded {', '.join(sorted(loaded)) or 'no library'}")
     sampling = SamplingParams(temperature=0.0, max_tokens=task.num_new_tokens, ignore_eos=True, detokenize=False)
 
     def generate_all() -> dict[int, list[int]]:
-        outputs = model.generate([{"prompt_token_ids": each} for each in ids], sampling, use_tqdm=False)
+        outputs = model.generate([{"prompt_token_ids": prompt} for prompt in ids], sampling, use_tqdm=False)
         return {number: list(output.outputs[0].token_ids) for number, output in enumerate(outputs)}
 
     return measure_peer(generate_all, baseline_bytes=baseline, batch_size=None)
 
 
 def hide_wider_instructions(isa: Isa, torch_cpu: Any) -> None:
-    """Lets vLLM find no more than this set: it takes one of its libraries (_C for AVX512-BF16 and AMX, _C_AVX512,
-    _C_AVX2) by what torch says of the processor, which no variable of torch's changes."""
+    """Restricts vLLM to this instruction set. vLLM chooses its library (_C for AVX512-BF16 and AMX, _C_AVX512, _C_AVX2)
+    by torch.cpu's functions, which ignore torch's variables; so they are replaced."""
     hidden = ["_is_amx_tile_supported", "_is_amx_fp16_supported"]
     if isa is Isa.avx2:
         hidden += ["_is_avx512_supported", "_is_avx512_bf16_supported", "_is_vnni_supported"]
     for name in hidden:
-        getattr(torch_cpu, name)  # fails where this torch calls it otherwise
+        getattr(torch_cpu, name)  # AttributeError if this torch renamed it
         setattr(torch_cpu, name, lambda: False)
 
 

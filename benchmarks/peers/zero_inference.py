@@ -1,9 +1,5 @@
-"""DeepSpeed's ZeRO-Inference: ZeRO stage 3 of one process, on the CPU in an environment of its own, or in front of a
-device.
-
-Parameters lie in host memory, or in files beside the checkpoint that are gone with the process, and are gathered when
-the forward comes to them.
-"""
+"""DeepSpeed's ZeRO-Inference: ZeRO stage 3 in one process, on the CPU in a separate environment, or with a device.
+Parameters are in host memory or in temporary files, and gathered for the forward of their module."""
 
 import os
 import socket
@@ -14,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import deepspeed  # pyright: ignore[reportMissingImports] - in few environments
+import deepspeed  # pyright: ignore[reportMissingImports] - only in some environments
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
@@ -38,7 +34,7 @@ def generate(task: BenchmarkTask) -> Result:
     baseline = resident_bytes()
     with tempfile.TemporaryDirectory(dir=Path(task.path).parent) as folder:
         config = _streamed_settings(peer.tier, Path(task.path), folder)
-        partitioning = HfDeepSpeedConfig(config)  # while it lives, models are loaded in pieces
+        partitioning = HfDeepSpeedConfig(config)  # while it lives, from_pretrained partitions as it loads
         model = AutoModelForCausalLM.from_pretrained(task.path, dtype=torch.float32)
         engine = deepspeed.initialize(model=model, config=config)[0]
         engine.eval()
@@ -52,7 +48,7 @@ def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def partition_model(model: PreTrainedModel, device: ComputeDevice) -> DeviceModel:
-    """The model in front of the device: its weights are copied to pinned memory, and fetched a layer ahead."""
+    """Offloads with ZeRO: weights are copied to pinned memory and fetched one layer ahead."""
     _set_single_process()
     layer_elements = sum(p.numel() for name, p in model.named_parameters() if ".layers.0." in name)
     settings = zero_settings(
@@ -69,10 +65,10 @@ def partition_model(model: PreTrainedModel, device: ComputeDevice) -> DeviceMode
 def zero_settings(
     offload: dict[str, object], *, persistent_elements: int, prefetched_elements: int, live_elements: int
 ) -> dict[str, object]:
-    """Settings of ZeRO stage 3 as in DeepSpeed's own examples of ZeRO-Inference: with its defaults a model of 10^9
-    parameters stays gathered. A parameter of at most so many elements always does."""
+    """Settings of ZeRO stage 3 as in DeepSpeed's examples of ZeRO-Inference; with its defaults, a model of 10^9
+    parameters stays gathered. Parameters of at most `persistent_elements` always stay gathered."""
     return {
-        "train_micro_batch_size_per_gpu": 1,  # it asks for one
+        "train_micro_batch_size_per_gpu": 1,  # required
         "zero_optimization": {
             "stage": 3,
             "stage3_prefetch_bucket_size": prefetched_elements,
@@ -84,7 +80,7 @@ def zero_settings(
 
 
 def _streamed_settings(tier: Tier, checkpoint: Path, folder: str) -> dict[str, object]:
-    """The settings for weights in memory or in files of `folder`, where a buffer holds the largest parameter."""
+    """Settings for weights in memory or in files of `folder`, with buffers for the largest parameter."""
     model_config = AutoConfig.from_pretrained(checkpoint)
     with torch.device("meta"):
         largest = max(weights.numel() for weights in AutoModelForCausalLM.from_config(model_config).parameters())
@@ -99,7 +95,7 @@ def _streamed_settings(tier: Tier, checkpoint: Path, folder: str) -> dict[str, o
 
 
 def _set_single_process() -> None:
-    """Tells torch's process groups that there is one process, this one."""
+    """Sets the variables of torch's process groups for a single process."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -107,8 +103,8 @@ def _set_single_process() -> None:
 
 
 def _set_extensions_folder(folder: Path) -> None:
-    """Has DeepSpeed's operators compiled, at their first use, into `folder` of its environment. A build that was
-    killed leaves a lock, for which the next would wait for ever; only this worker builds there."""
+    """Sets the folder for DeepSpeed's compiled operators, and removes locks of killed builds: another build would wait
+    for them forever. Only this worker builds there."""
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     for lock in folder.glob("*/lock"):
         lock.unlink()

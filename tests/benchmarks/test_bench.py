@@ -110,7 +110,7 @@ def test_attention_is_set_beside_a_link_on_paper() -> None:
     result = replace(measured_nothing(), rate=32e9)
     table = speed_table({"memory_read": [result], "attention_bfloat16": [result]})
     assert "| attention_bfloat16 | 128 MiB | 4.2 ms | 8.4 ms | 2.00 |" in table
-    assert "on paper" not in speed_table({"memory_read": [result]})
+    assert "computed" not in speed_table({"memory_read": [result]})
 
 
 def test_a_model_as_small_as_the_default_has_the_least_memory_that_its_weights_can_stream_in(
@@ -123,7 +123,7 @@ def test_a_model_as_small_as_the_default_has_the_least_memory_that_its_weights_c
     streamed, resident = (measure(task) for task in tasks)
     assert streamed.tokens == resident.tokens
     assert [len(tokens) for tokens in streamed.tokens] == [4] * 5
-    assert "nvme: weight_share=0.25 comes to" in capsys.readouterr().err
+    assert "nvme: weight_share=0.25 is" in capsys.readouterr().err
 
 
 def test_a_worker_that_cannot_run_says_why_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +141,7 @@ def test_what_a_refused_worker_says_last_is_told_in_one_line() -> None:
     why = format_failure(2, said)
     assert why == "cannot run: the run needs 2 GiB more; host memory:; total  9 GiB > 7 GiB"
     odd = "an error: of no matter\nValueError: odd\n"
-    assert format_failure(1, odd) == "ended with exit code 1: ValueError: odd"
+    assert format_failure(1, odd) == "failed with exit code 1: ValueError: odd"
 
 
 def test_every_contender_is_in_the_table_and_finding_out_what_it_is_loads_no_torch() -> None:

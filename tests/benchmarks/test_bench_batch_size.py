@@ -58,7 +58,7 @@ def test_a_peer_may_have_a_size_of_its_own() -> None:
     assert sizes[Contender.llama_cpp_f16] == 64
     assert sizes[Contender.transformers] == 16
     assert sizes[Contender.vllm] is None
-    with pytest.raises(ConfigError, match=r"batch_sizes must name peers.*nvme: 4"):
+    with pytest.raises(ConfigError, match=r"batch_sizes must be 1 or more each, for peers only.*nvme: 4"):
         BenchConfig(batch_sizes={Contender.nvme: 4})
 
 

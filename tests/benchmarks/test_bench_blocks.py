@@ -44,7 +44,7 @@ def test_the_table_has_both_knees_and_the_roofline() -> None:
     rounds = {1: [result(1.0, 1.0)], 2: [result(1.0, 1.0)], 4: [result(2.0, 1.0)]}
     table = blocks_table("llama", block_rates(rounds, 5), 37.2)
     assert "| 2 | 8.00 tok/s (8.00-8.00) | 2.00 | 8.00 tok/s | 1.00 |" in table
-    assert "measured 2, predicted none. Roofline (P2): from 37 sequences" in table
+    assert "measured 2, predicted none. Roofline (P2): with 37 sequences" in table
 
 
 def test_the_roofline_says_from_how_many_sequences_the_disk_no_longer_bounds_decode() -> None:
@@ -63,13 +63,13 @@ def test_the_suite_measures_each_block_draws_them_and_names_the_knee(
     config = BenchConfig(suite=Suite.blocks, num_prompts=2, num_new_tokens=3, rounds=1, weight_share=60.0)
     found = run_suite(config, [path], lambda line: None, measure)
     assert len(found.rounds) == 2
-    assert "Roofline (P2): from 2 sequences" in found.table or "from 3 sequences" in found.table
+    assert "Roofline (P2): with 2 sequences" in found.table or "with 3 sequences" in found.table
     assert found.draw is not None
     found.draw(tmp_path)
     assert (tmp_path / "blocks.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_one_new_token_has_no_decode_pass() -> None:
-    with pytest.raises(ConfigError, match=r"suite=blocks.*num_new_tokens"):
+    with pytest.raises(ConfigError, match=r"num_new_tokens.*suite=blocks"):
         BenchConfig(suite=Suite.blocks, num_new_tokens=1)
     assert replace(BenchConfig(), suite=Suite.scale).suite is Suite.scale

@@ -93,7 +93,7 @@ def test_a_set_that_the_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(instruction_sets, "cpu_flags", lambda: frozenset(REQUIRED_FLAGS[Isa.avx2]))
     with restrict_instructions(Isa.avx2):
         assert restriction() is Isa.avx2
-    with pytest.raises(ConfigError, match="isa=avx512: this processor has no avx512f, avx512cd, "):
+    with pytest.raises(ConfigError, match="isa=avx512: this processor lacks avx512f, avx512cd, "):
         run_suite(BenchConfig(isa=Isa.avx512), ["somewhere"], lambda line: None)
     assert restriction() is None
 
@@ -192,8 +192,8 @@ def test_a_table_begins_with_who_is_restricted_by_what() -> None:
         [Contender.nvme, Contender.vllm, Contender.llama_cpp_f16, Contender.llama_cpp_q8_0],
     )
     assert told.startswith("**a processor, 2 cores, restricted to AVX2**: Weightstream by WEIGHTSTREAM_ISA, ")
-    assert told.count("llama.cpp by a build of its own") == 1
-    assert "vLLM by its library for it" in told
+    assert told.count("llama.cpp by a separate build") == 1
+    assert "vLLM by its library for this set" in told
     assert "but not DeepSpeed's" in format_restriction("", Isa.avx2, [Contender.deepspeed_cpu])
 
 

@@ -71,12 +71,12 @@ def test_an_isolated_peer_gets_the_task_its_threads_and_libraries_and_answers_in
 def test_an_isolated_peer_that_fails_says_its_error_and_not_what_it_said_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(WeightstreamError, match=r"vllm ended with exit code 1: \[rank0\]: OSError: no such kernel$"):
+    with pytest.raises(WeightstreamError, match=r"vllm failed with exit code 1: \[rank0\]: OSError: no such kernel$"):
         asked_of(FAILING, tmp_path, monkeypatch)
 
 
 def test_an_isolated_peer_that_a_signal_ends_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WeightstreamError, match="vllm was ended by SIGABRT"):
+    with pytest.raises(WeightstreamError, match="vllm was killed by SIGABRT"):
         asked_of("import os; os.abort()", tmp_path, monkeypatch)
 
 

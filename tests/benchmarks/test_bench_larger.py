@@ -69,7 +69,7 @@ def test_a_named_directory_keeps_the_model_and_forms_that_were_there(tmp_path: P
 def test_a_disk_without_room_is_refused_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=12 << 20)
     monkeypatch.setattr(larger_than_memory.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(WeightstreamError, match=r"has 12 MiB left and the model takes 5.89 GiB: .*larger.num_layers"):
+    with pytest.raises(WeightstreamError, match=r"has 12 MiB free, the model takes 5.89 GiB: .*larger.num_layers"):
         run_suite(config(tmp_path, architecture={}), [], lambda _: None, result)
     peers = [Contender.llama_cpp_mmap_q8_0]
 
@@ -97,7 +97,7 @@ def test_a_peers_own_copy_that_is_there_needs_no_more_room(tmp_path: Path, monke
         return result(task)
 
     assert "it cannot run" in said_of_the_peer(1 << 40)
-    assert "left and llama_cpp_mmap_f16's own copy takes" in said_of_the_peer(0)
+    assert "free, llama_cpp_mmap_f16's own copy takes" in said_of_the_peer(0)
     copy = gguf_path(tmp_path / "published", "F16")
     copy.parent.mkdir(parents=True, exist_ok=True)
     copy.touch()

@@ -105,7 +105,7 @@ def python_of_ours(folder: Path, **_: object) -> None:
 def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(runner.venv, "create", python_of_ours)
-    with pytest.raises(WeightstreamError, match=r"nowhere\.whl cannot be installed: "):
+    with pytest.raises(WeightstreamError, match=r"pip cannot install .*nowhere\.whl: "):
         install_environment(Isolation(name="x", module="x", requirements=("/nowhere.whl",)))
 
 

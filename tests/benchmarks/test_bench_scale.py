@@ -68,7 +68,7 @@ def test_the_table_has_costs_per_token_beside_those_of_half_as_much() -> None:
     table = scale_table(TOY, rounds, {})
     assert "| num_layers | 2 | 12.500 ms | - | 50.000 ms | - | 1.00 s | - | 3 MiB | 0 MiB | 1 MiB |" in table
     assert "| num_layers | 4 | 12.500 ms | 1.00 | 112.500 ms | 2.25 | 2.00 s | 2.00 |" in table
-    assert "takes 2.00, 2.00, 2.00 times as long and 1.00, 1.00, 1.00 times the memory beside" in table
+    assert "takes 2.00, 2.00, 2.00 times as long and 1.00, 1.00, 1.00 times the memory without" in table
 
 
 @pytest.mark.parametrize("policy", ["auto", "hrm"])
