@@ -17,7 +17,7 @@ TimingCallback: TypeAlias = Callable[[float, float], None]  # called with the be
 
 
 class Reference(NamedTuple):
-    """An event and its host time. Renewed each pass: elapsed times are float32 milliseconds, and clocks drift."""
+    """An event and its host time, renewed each pass: elapsed times are float32 milliseconds, and clocks drift."""
 
     event: torch.Event
     seconds: float
@@ -32,9 +32,7 @@ class TimedWork(NamedTuple):
 
 class DeviceClock:
     """Times work on one device. Any thread may call `begin` and `end`; only the engine's thread calls `resolve`.
-
-    `new_event` makes timing events; None: a CPU's clock. References are recorded on `compute_stream`: without a stream,
-    an event would use the current device, which differs by thread."""
+    `new_event` makes timing events; None on a CPU."""
 
     def __init__(
         self,
@@ -42,25 +40,23 @@ class DeviceClock:
         compute_stream: Callable[[], torch.Stream | None] = lambda: None,
     ):
         self._new_event, self._compute_stream = new_event, compute_stream
-        self._spare_events: deque[torch.Event] = deque()  # of reported work
+        self._spare_events: deque[torch.Event] = deque()  # reusable: their work was reported
         self._reference: Reference | None = None
         self._reference_lock = threading.Lock()
         self._running: deque[TimedWork] = deque()  # append and popleft are atomic; swapping lists would lose work
 
     def begin(self, stream: torch.Stream | None = None) -> Moment:
-        """Marks the start of work on `stream`, after what it waits for is queued. Use the result for one `end` only,
-        which recycles its event."""
+        """Marks the start of work on `stream`, once its dependencies are queued. Pass the result to one `end` only."""
         if self._new_event is None:
             return time.monotonic()
         if self._reference is None:
-            with self._reference_lock:
+            with self._reference_lock:  # any thread may be the first to begin work
                 if self._reference is None:
                     self._reference = self._make_reference(self._new_event())
         return self._record_event(stream)
 
     def end(self, begin: Moment, then: TimingCallback, stream: torch.Stream | None = None) -> None:
-        """Marks the end of queued work. Calls `then` at once on a CPU; on an accelerator, the first `resolve` after the
-        work is done calls it."""
+        """Marks the end of queued work. Calls `then` at once on a CPU, else in the first `resolve` after the work."""
         if isinstance(begin, int | float):
             then(begin, time.monotonic())
             return
@@ -97,8 +93,8 @@ class DeviceClock:
         return event
 
     def _make_reference(self, event: torch.Event) -> Reference:
-        event.record(self._compute_stream())
-        event.synchronize()
+        event.record(self._compute_stream())  # not the current stream: its device differs by thread
+        event.synchronize()  # before reading the host time, so both are the same moment
         return Reference(event, time.monotonic())
 
 
@@ -112,13 +108,9 @@ def _by_stage() -> defaultdict[int, float]:
 
 @dataclass(kw_only=True)
 class StreamCounters:
-    """Transfer counters. By stage: `reads` and `copies` are busy seconds of disk and link, `stalls` are seconds that
-    compute waited, on an accelerator an upper bound, since queued compute may hide the host's waiting.
-
-    A hit is a streamed stage that had arrived when the first lane needed it. Of experts read one by one, `num_experts`
-    counts those of the layers passed and `num_experts_hit` those that a token visited, each once; `num_experts_read`
-    counts every read.
-    """
+    """Transfer counters. A hit is a streamed stage that had arrived when the first lane needed it. Expert counts are of
+    paged experts: in the stages passed, visited by a token (each once), and all reads. By stage: busy seconds of disk
+    (`reads`) and link (`copies`), and seconds that compute waited (`stalls`; an upper bound on an accelerator)."""
 
     bytes_read: int = 0  # disk -> host
     bytes_copied: int = 0  # host -> device

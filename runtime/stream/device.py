@@ -30,8 +30,7 @@ EXPANDABLE_SEGMENTS = "expandable_segments"
 
 
 def choose_device(name: str) -> torch.device:
-    """The torch device for `machine.device`, always with an index: the current device differs by thread, so a device
-    without an index would too. `auto` falls back to the CPU. Raises ConfigError."""
+    """The torch device for `machine.device`; `auto` falls back to the CPU. Raises ConfigError."""
     try:
         device = None if name == "auto" else torch.device(name)
     except RuntimeError as error:
@@ -58,7 +57,7 @@ def choose_device(name: str) -> torch.device:
             "use machine=cpu"
         )
     index, count = device.index, torch.accelerator.device_count()
-    if index is None:
+    if index is None:  # set it: without one, tensors would be on the current device, which differs by thread
         index = torch.accelerator.current_device_index()
     if index >= count:
         names = f"{device.type}:0 to {device.type}:{count - 1}"
@@ -69,7 +68,7 @@ def choose_device(name: str) -> torch.device:
 def _missing_feature(device: torch.device) -> str | None:
     """The required feature that torch lacks on this device, for an error message; None if there is none."""
     if not hasattr(torch.get_device_module(device), "mem_get_info"):
-        return "figure for free memory"
+        return "memory statistics"
     try:
         torch.Stream(device=device)
     except RuntimeError:
@@ -78,16 +77,14 @@ def _missing_feature(device: torch.device) -> str | None:
 
 
 def has_bfloat16_units(device: torch.device) -> bool:
-    """True if the device computes bfloat16 natively: NVIDIA from compute capability 8.0 on. Torch emulates it by
-    float32 on earlier ones."""
+    """True if the device computes bfloat16 natively (NVIDIA: compute capability 8.0). Otherwise torch emulates it."""
     if device.type != "cuda" or torch.version.hip is not None:
         return True
     return torch.get_device_module(device).get_device_capability(device) >= (8, 0)
 
 
 class DeviceMemory(NamedTuple):
-    """Device memory in bytes. `unreserved`: free for all processes. `reserved`: by torch, of which `allocated` is in
-    tensors."""
+    """Device memory in bytes: `unreserved` is free for all processes, `reserved` held by torch, `allocated` used."""
 
     unreserved: int
     reserved: int
@@ -99,8 +96,8 @@ class DeviceMemory(NamedTuple):
 
 
 def enable_expandable_segments(device: torch.device) -> None:
-    """Turns on torch's expandable segments, which avoid fragmentation by blocks of many sizes. Does nothing if the
-    allocator's environment variables are set; falls back with a warning if the device cannot map pages."""
+    """Turns on torch's expandable segments, against fragmentation. Does nothing if the allocator's environment
+    variables are set; falls back with a warning if the device does not support them."""
     if device.type != "cuda" or torch.version.hip is not None or any(map(os.environ.get, ALLOCATOR_VARIABLES)):
         return
     _configure(f"{EXPANDABLE_SEGMENTS}:True")
@@ -168,7 +165,7 @@ class ComputeDevice:
         return torch.Event(device=self.torch_device) if self.is_accelerator else NullEvent()
 
     def host_pages(self, num_bytes: int) -> torch.Tensor:
-        """uint8 host memory for copies only: pinned, not aligned for direct disk reads."""
+        """uint8 host memory for copies: pinned, not aligned for direct disk reads."""
         if not self.is_accelerator:
             return self.host_buffer(num_bytes)
         return allocate_pinned(num_bytes, is_aligned=False)
@@ -189,8 +186,7 @@ class ComputeDevice:
     def load_host_weights(
         self, extents: Sequence[Extent], num_bytes: int, read: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
-        """Host buffer with resident weights, filled by `read` here or by another process that shares them. Read-only
-        afterwards."""
+        """Read-only host buffer with resident weights, filled by `read` or by another process that shares them."""
         if self._shared is None:
             buffer = self.host_buffer(num_bytes)
             read(buffer)
@@ -205,16 +201,14 @@ class ComputeDevice:
         return torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=self.torch_device)
 
     def zeros(self, num_bytes: int) -> torch.Tensor:
-        """Zeroed uint8 compute memory for long-lived data. On a CPU it is mapped from the kernel and not taken from the
-        heap, which it would fragment; pages are zeroed at the first access."""
-        return (
-            self.compute_buffer(num_bytes).zero_() if self.is_accelerator else allocate_anonymous(num_bytes, huge=False)
-        )
+        """Zeroed uint8 compute memory for long-lived data."""
+        if self.is_accelerator:
+            return self.compute_buffer(num_bytes).zero_()
+        return allocate_anonymous(num_bytes, huge=False)  # not from the heap, which it would fragment
 
     def copy_ahead(self, parts: Sequence[CopyPart], *, after: Event, then: TimingCallback | None = None) -> None:
-        """Queues host-to-device copies on the copy stream, after the event `after`. Returns at once; `then` gets the
-        time of all of them."""
-        assert self.copy_stream is not None, "copies exist only where there is an accelerator"
+        """Queues host-to-device copies on the copy stream, as `copy_all`."""
+        assert self.copy_stream is not None, "only an accelerator has a copy stream"
         self.copy_all(parts, on=self.copy_stream, after=after, then=then)
 
     def copy(
@@ -226,25 +220,25 @@ class ComputeDevice:
         after: Event,
         then: TimingCallback | None = None,
     ) -> None:
-        """Queues a copy in either direction on stream `on`, after the event `after`. Returns at once; `then` gets its
-        time."""
+        """Queues one copy, as `copy_all`."""
         self.copy_all([CopyPart(source, target)], on=on, after=after, then=then)
 
     def copy_all(
         self, parts: Sequence[CopyPart], *, on: torch.Stream | None, after: Event, then: TimingCallback | None = None
     ) -> None:
-        """Queues several copies in order, as `copy` does."""
+        """Queues copies in either direction on stream `on`, after the event `after`. Returns at once; `then` gets the
+        begin and end of all of them. Both sides of each copy must stay alive and unchanged until it is done."""
         if on is not None:
-            self.wait(on, after)
+            self.wait(on, after)  # the stream waits, not the host
         begin = self.clock.begin(on) if then is not None else 0.0
         with self.on_stream(on):
             for part in parts:
-                part.target.copy_(part.source, non_blocking=on is not None)
+                part.target.copy_(part.source, non_blocking=on is not None)  # host memory is pinned
         if then is not None:
             self.clock.end(begin, then, on)
 
     def clear_all(self, targets: Sequence[torch.Tensor], *, on: torch.Stream | None, after: Event) -> None:
-        """Queues zeroing of the targets, as `copy_all` does copies."""
+        """Queues zeroing of the targets on stream `on`, after the event `after`."""
         if on is not None:
             self.wait(on, after)
         with self.on_stream(on):
@@ -272,9 +266,9 @@ class ComputeDevice:
     def record_graph(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """Captures the operators that `work` queues in a CUDA graph, without running them.
 
-        Returns the result of `work`, whose tensors each replay fills, and the replay function, which does not wait. All
-        graphs of a device share memory: results are valid until another graph is replayed. Raises RuntimeError if
-        `work` synchronizes with the device or memory runs out."""
+        Returns the result of `work`, with tensors that each replay fills, and the asynchronous replay function. Graphs
+        of a device share memory: results are valid until another graph is replayed. Raises RuntimeError if `work`
+        synchronizes with the device or memory runs out."""
         graph, previous_stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.torch_device)
         if self._graph_pool is None:
             self._graph_pool = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.torch_device)
@@ -298,14 +292,13 @@ class ComputeDevice:
             self.wait(stream, event)
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies tensors of one dtype to host memory in one transfer. Waits for all queued compute: the one host
-        synchronization of a pass."""
+        """Copies tensors of one dtype to host memory in one transfer. Waits for all queued compute."""
         if not self.is_accelerator:
             return list(tensors)
         joined = torch.cat([tensor.flatten() for tensor in tensors])
         on_host = self.host_pages(max(1, joined.nbytes))[: joined.nbytes].view(joined.dtype)
         on_host.copy_(joined, non_blocking=True)
-        self.wait_for_compute()
+        self.wait_for_compute()  # the host may read `on_host` only afterwards
         parts = on_host.split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
@@ -316,8 +309,8 @@ class ComputeDevice:
             self.clock.wait(stream)
 
     def synchronize(self) -> None:
-        """Blocks the host until all streams are done, prefetches included. Call it before their memory is freed; it
-        also reports all timed work, so that the clock keeps no callbacks."""
+        """Blocks the host until all streams are done, and reports their timed work. Required before their memory is
+        freed."""
         if self.is_accelerator:
             torch.accelerator.synchronize(self.torch_device)
             self.clock.resolve()
@@ -335,8 +328,7 @@ class ComputeDevice:
         return self.memory().free_bytes
 
     def set_memory_limit(self, num_bytes: int | None) -> None:
-        """Limits the memory of torch's allocator in this process; None removes the limit. Beyond it torch raises
-        OutOfMemoryError."""
+        """Limits torch's allocator in this process (beyond it, OutOfMemoryError); None removes the limit."""
         if self.is_accelerator:
             module = torch.get_device_module(self.torch_device)
             share = 1.0 if num_bytes is None else min(1.0, num_bytes / module.mem_get_info(self.torch_device)[1])

@@ -1,7 +1,6 @@
-"""Copies inputs of CPU attention to host memory and its outputs back, each way on its own stream.
+"""Copies inputs of CPU attention and CPU experts to host memory and outputs back, each way on its own stream.
 
-All copies are queued on the device. The attention thread waits only for the inputs of its own trip; compute waits for
-an output when its lane continues.
+A CPU worker waits only for the inputs of its own trip; compute waits for an output when its lane continues.
 """
 
 from collections import deque
@@ -20,15 +19,15 @@ from .device import ComputeDevice, CopyPart, Event
 
 
 class RoundTripMemory:
-    """Pinned memory of one trip. Events: `begun`: compute has produced the inputs; `arrived`: they are in host memory;
-    `left`: the output is in compute memory."""
+    """Pinned memory of one trip. Events: `produced` (compute has the inputs), `arrived` (they are in host memory),
+    `returned` (the output is in compute memory)."""
 
     def __init__(self, device: ComputeDevice, num_bytes: int):
         self.buffer = device.host_pages(num_bytes)
         self.produced, self.arrived, self.returned = (device.new_event() for _ in range(3))
 
     def views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Views of the buffer for tensors like these, one after another."""
+        """Views of the buffer with the shapes and dtypes of `tensors`, one after another."""
         views, begin = [], 0
         for tensor in tensors:
             end = begin + tensor.nbytes
@@ -39,7 +38,7 @@ class RoundTripMemory:
 
 
 class RoundTrip:
-    """Copies of one lane's attention in one layer. Any thread may call `wait_for_inputs` and `send_answer`."""
+    """Copies of one lane's attention in one layer. Any thread may call `wait_for_inputs` and `send_output`."""
 
     def __init__(
         self,
@@ -61,21 +60,19 @@ class RoundTrip:
 
     def send_output(self, output: torch.Tensor) -> None:
         """Queues the copy of the output into `out`. Call it after `wait_for_inputs`."""
-        # The pinned memory is free: compute waited for its last output before it produced the inputs of this trip.
+        # The pinned memory is free: compute waited for its last output before it produced this trip's inputs.
         self._output.copy_(output)
         self._exchange.send_output(self._layer, CopyPart(self._output, self.out), self._memory)
 
     def receive(self) -> torch.Tensor:
-        """The output, for compute queued from now on. Call it once, on the engine's thread, after `send_answer`."""
+        """The output, for compute queued from now on. Call it once, on the engine's thread, after `send_output`."""
         self._exchange.receive_output(self._memory, self.out.nbytes)
         return self.out
 
 
 class HostExchange:
-    """Round trips between compute and host memory; one per run. Not thread-safe, except `send_answer`.
-
-    `layer` counts decoder layers from 0; `first_stage` is the stage index of layer 0 in counters and traces, `label`
-    the name of the data in traces."""
+    """Round trips between compute and host memory; one per run. Not thread-safe, except `send_output`. `layer` counts
+    decoder layers from 0; `first_stage` is the stage index of layer 0, `label` names the data in traces."""
 
     def __init__(
         self,
@@ -100,10 +97,9 @@ class HostExchange:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Waits for copies in flight: their memory is freed next."""
         for stream in (self._to_host, self._to_device):
             if stream is not None:
-                stream.synchronize()
+                stream.synchronize()  # copies in flight use memory that is freed next
 
     def new_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A new, uninitialized tensor in compute memory."""
@@ -111,8 +107,7 @@ class HostExchange:
         return self._device.compute_buffer(num_bytes)[:num_bytes].view(dtype).view(*shape)
 
     def send(self, layer: int, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> RoundTrip:
-        """Queues copies of contiguous tensors to host memory. The output goes to `out`, compute memory used by nothing
-        else. The number of trips in flight is limited."""
+        """Queues copies of contiguous tensors to host memory. The output goes to `out`, which nothing else may use."""
         assert self._free, f"more than {self._size.num_round_trips} lanes attend on the CPU"
         memory = self._free.pop()
         round_trip = RoundTrip(self, layer, memory, tensors, out)
@@ -123,19 +118,18 @@ class HostExchange:
         return round_trip
 
     def send_output(self, layer: int, output: CopyPart, memory: RoundTripMemory) -> None:
-        """Queues the copy of an output to compute memory. The attention thread calls it."""
+        """Queues the copy of an output to compute memory. Any thread may call it."""
         self._copy_to_device("answer", layer, [output], memory.produced)
         memory.returned.record(self._to_device)
 
     def receive_output(self, memory: RoundTripMemory, output_bytes: int) -> None:
         self._device.compute_waits_for(memory.returned)
         self._counters.bytes_copied += output_bytes
-        self._free.append(memory)
+        self._free.append(memory)  # reused for inputs that compute produces after this wait
 
     def store(self, layer: int, copies: Sequence[CopyPart]) -> None:
         """Queues copies from compute memory to host memory. The sources must not change until they are done."""
-        # Compute waits for older stores, so that the memory of their sources is bounded.
-        while len(self._stored) >= STORES_IN_FLIGHT:
+        while len(self._stored) >= STORES_IN_FLIGHT:  # bounds the memory of sources, which `_stored` keeps alive
             self._device.compute_waits_for(self._stored.popleft()[0])
         self._queued.record(self._device.compute_stream())
         self._counters.bytes_returned += self._copy_to_host("store", layer, copies, self._queued)
@@ -147,7 +141,7 @@ class HostExchange:
         """Queues copies from host memory, after all earlier stores, for compute queued from now on."""
         self._queued.record(self._device.compute_stream())
         if self._to_device is not None and self._stored:
-            self._device.wait(self._to_device, self._stored[-1][0])
+            self._device.wait(self._to_device, self._stored[-1][0])  # may read what is still being stored
         self._counters.bytes_copied += self._copy_to_device("load", layer, copies, self._queued)
         self._loaded.record(self._to_device)
         self._device.compute_waits_for(self._loaded)

@@ -1,7 +1,4 @@
-"""Streams the experts of paged stages one by one, through slots of one expert each.
-
-Uses a `WeightStream` in which each expert is a stage.
-"""
+"""Streams the experts of paged stages one by one, with a `WeightStream` in which each expert is a stage."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -44,10 +41,8 @@ class ExpertBytes:
 
 
 class ExpertStream:
-    """Stream of experts; one per run. Not thread-safe: only the engine calls it.
-
-    `paging` is `hit` or `all`. With `all`, experts without tokens are read too, so that reads can start early.
-    """
+    """Stream of experts; one per run. Not thread-safe: only the engine calls it. `paging` is `hit` or `all`, which also
+    reads experts without tokens, so that reads can start early."""
 
     def __init__(
         self,
@@ -64,14 +59,14 @@ class ExpertStream:
         """`loaded` as for `WeightStream`."""
         assert num_slots >= MIN_SLOTS, f"{num_slots} expert slots cannot be computed and filled at the same time"
         assert paging in (ExpertPaging.hit, ExpertPaging.all), f"no experts are paged with {paging}"
-        assert not placement.paged & placement.resident, "resident stages keep their experts"
+        assert not placement.paged & placement.resident, "a resident stage cannot page its experts"
         self._shape, self._paging = shape, paging
         self._pages = ExpertPages.from_shape(shape, placement.paged)
         self.slot_bytes = max(slot_layout(page).num_bytes for page in self._pages.pages)
         walk = self._pages.walk(placement.walk, num_slots)
         self._walk, self._num_ahead = walk, walk.num_slots + walk.num_staging_slots
         self._started: deque[int] = deque()  # pages in flight, in order
-        self._num_copied = 0  # how many of them were copied out of staging
+        self._num_copied = 0  # of these, copied out of staging
         expert_placement = Placement(
             resident=frozenset(),
             walk=walk,
@@ -94,18 +89,16 @@ class ExpertStream:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Waits for reads in flight."""
         self._stream.__exit__(kind, value, traceback)
 
     def prefetch(self, stage: int) -> None:
-        """Starts reading the experts of the next paged stage, up to the number of slots. Drops reads of other stages.
+        """Starts reading experts of the next paged stage, as many as there are slots, and drops reads of other stages.
         Does nothing with `hit`: the routed experts are not known yet."""
         if self._paging is ExpertPaging.all:
             self._start(self._all_pages(stage)[: self._num_ahead])
 
     def experts(self, stage: int, hit: Sequence[int]) -> Generator[ExpertBytes]:
-        """Yields the experts `hit` (ascending) of a paged stage while the next ones are in flight. Raises
-        CheckpointError if a read fails."""
+        """Yields the experts `hit` (ascending) of a paged stage while later ones are read. Raises CheckpointError."""
         hit_pages = [self._pages.page(stage, expert) for expert in hit]
         pages = self._all_pages(stage) if self._paging is ExpertPaging.all else hit_pages
         self._requested_stages.add(stage)
@@ -141,8 +134,7 @@ class ExpertStream:
         return counters
 
     def _start(self, pages: Sequence[int]) -> None:
-        """Makes these pages, and no others, be in flight, up to the number of slots. Call it while no page is in
-        use."""
+        """Starts reading these pages, up to the number of slots; drops all others. No page may be in use."""
         if list(self._started) != list(pages[: len(self._started)]):
             self._stream.drop()
             self._started.clear()

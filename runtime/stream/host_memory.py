@@ -1,9 +1,6 @@
-"""Memory and I/O figures of this process and machine, and memory limits of its control groups (containers, Slurm
-steps). Linux only; all figures are in bytes.
-
-A limit applies to a group and all groups below it, so all groups up to the root count. Version 1 has a hierarchy for
-memory only, version 2 one for everything; a machine may mount both (cgroups(7)).
-"""
+"""Memory and I/O statistics of this process and machine in bytes, and memory limits of its control groups (containers,
+Slurm steps). Linux only. A cgroup's limit applies to all groups below it; version 1 has a hierarchy for memory only,
+version 2 one for everything, and a machine may mount both (cgroups(7))."""
 
 import ctypes
 import os
@@ -18,11 +15,11 @@ PROC = Path("/proc/self")
 
 @dataclass(frozen=True, kw_only=True)
 class _Version:
-    """File names of one cgroup version. `reclaimable`: the line of memory.stat with the page cache that the kernel
-    drops first; it is part of `usage` but does not limit allocation."""
+    """File names of one cgroup version. `reclaimable`: the entry of memory.stat for page cache that the kernel drops
+    first; `usage` includes it."""
 
     file_system: str
-    controllers: str  # as the group's line in /proc/self/cgroup names them, among others
+    controllers: str  # as in the group's line in /proc/self/cgroup
     limits: tuple[str, ...]
     usage: str
     reclaimable: str
@@ -134,18 +131,18 @@ def resident_bytes(num_sharers: int = 1) -> int:
 
 
 def peak_resident_bytes(num_sharers: int = 1) -> int:
-    """Peak resident memory since the start or `reset_peak`. Shared pages count as for `resident_bytes`, by the current
-    number of them."""
+    """Peak resident memory since the start or `reset_peak`. Shared pages count as 1 / `num_sharers`, by their current
+    number."""
     return (_read_field(STATUS, "VmHWM") - _other_sharers_kib(num_sharers)) * KIB
 
 
 def _other_sharers_kib(num_sharers: int) -> int:
-    """The share of shared pages that counts for the other processes, in KiB."""
+    """The share of shared pages that is attributed to the other processes, in KiB."""
     return 0 if num_sharers == 1 else _read_field(STATUS, "RssShmem") * (num_sharers - 1) // num_sharers
 
 
 def reset_peak() -> None:
-    """Resets the peak, best effort: some containers forbid it, and the peak then includes the start-up."""
+    """Resets the peak if the container allows it; otherwise the peak includes the start-up."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -153,8 +150,7 @@ def reset_peak() -> None:
 
 
 def trim_heap() -> None:
-    """Returns free heap memory to the kernel, so that later allocations show in `resident_bytes`. A no-op without
-    glibc."""
+    """Returns free heap memory to the kernel, so that `resident_bytes` excludes it. A no-op without glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -171,11 +167,10 @@ def disk_read_bytes() -> int:
 def set_allocator(*, is_budget_hard: bool) -> None:
     """Configures glibc's malloc for activations; a no-op with another C library.
 
-    Freed activations should stay in the heap for reuse: page faults cost a tenth of a prefill. But up to glibc 2.37,
-    aligned blocks leave slivers that the thread cache gives to small objects. A freed block then does not fit the next
-    one of its size, and the heap has grown to twice the need. Turning off the thread cache (`HEAP_TUNABLE`) and fast
-    bins prevents that. If the budget is hard and the thread cache is on, blocks from 1 MiB are mapped individually.
-    """
+    Freed activations should stay in the heap for reuse: page faults cost a tenth of a prefill. But up to glibc 2.37 the
+    thread cache gives slivers between aligned blocks to small objects; blocks then fit no longer and the heap doubles.
+    Turning off the thread cache (`HEAP_TUNABLE`) and fast bins prevents that. If the thread cache is on and the budget
+    is hard, blocks from 1 MiB are mapped individually instead."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return

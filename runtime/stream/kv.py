@@ -1,8 +1,7 @@
 """Transfers KV pages of offloaded layers between their tier and KV slots, by the schedule's fetch and store actions.
 
-Tier `cpu`: runs of pages are copied from and to pinned host memory, each way on its own stream. All copies are queued
-on the device and the host does not wait; without a device they are done at once. Tier `nvme`: one thread each way keeps
-the order of fetches and of stores; the file's own threads read and write.
+Tier `cpu`: runs of pages are copied from and to pinned host memory, each way on its own stream; the host does not wait.
+Tier `nvme`: one thread each way keeps the order of fetches and of stores; the file's own threads read and write.
 """
 
 import time
@@ -29,7 +28,7 @@ from .device import ComputeDevice, CopyPart, Event
 
 @dataclass(frozen=True, kw_only=True)
 class PendingStore:
-    """Pages of a layer being stored. `written` is done once the file has them; None: `KVSlot.free` signals it."""
+    """Pages of a layer being stored. `written` is done once they are in the file; None: `KVSlot.free` signals it."""
 
     layer: int
     pages: frozenset[int]
@@ -41,9 +40,8 @@ class PendingStore:
 
 
 class KVSlot:
-    """A slot for the pages of one lane in one layer. Events: `ready`: the pages have arrived; `free`: the last user,
-    compute or the copy out of the slot, is done. The disk reads into and writes from `staging`, which is `buffer`
-    itself on a CPU."""
+    """A slot for the pages of one lane in one layer. Events: `ready` (the pages have arrived) and `free` (compute and
+    the copy out of the slot are done). Disk I/O uses `staging`, which is `buffer` itself on a CPU."""
 
     def __init__(self, buffer: torch.Tensor, staging: torch.Tensor, device: ComputeDevice):
         self.buffer, self.staging = buffer, staging
@@ -87,11 +85,11 @@ class PinnedPages:
         self._is_stored = {layer: np.zeros(layout.num_pages, bool) for layer in layout.page_bytes}
 
     def fetch(self, slot: KVSlot, layer: int, pages: Sequence[int], after: Sequence[KVSlot]) -> int:
-        """Queues copies of `pages` into the slot, after the slots in `after` are free. Pages that were never stored are
-        zeroed. Returns the bytes to copy."""
+        """Queues copies of `pages` into the slot, after the slots in `after` are free, and zeroes pages that were never
+        stored. Returns the bytes to copy."""
         if self._fetch_stream is not None:
             for other in after:
-                self._device.wait(self._fetch_stream, other.free)
+                self._device.wait(self._fetch_stream, other.free)  # its stores end first: a page must not be stale
         slot.pending_store = None
         stride, numbers = self._layout.stride_bytes(layer), np.array(pages, np.int64)
         is_stored = self._is_stored[layer][numbers]
@@ -108,7 +106,7 @@ class PinnedPages:
         return len(known) * stride
 
     def store(self, slot: KVSlot, layer: int, slot_indices: Mapping[int, int]) -> int:
-        """Queues copies of pages (page number to place in the slot) to the tier, after `slot.free`, which then signals
+        """Queues copies of pages (page number -> index in the slot) to the tier, after `slot.free`, which then signals
         their end. Returns the bytes to copy."""
         stride = self._layout.stride_bytes(layer)
         on_copy = partial(self._on_copy, Resource.device_to_host, layer)
@@ -116,7 +114,7 @@ class PinnedPages:
         runs = find_page_runs(numbers, np.array([*slot_indices.values()], np.int64), self._segment_pages(layer))
         parts = [CopyPart(run.slot_bytes(slot, stride), self._run_memory(layer, run)) for run in runs]
         self._device.copy_all(parts, on=self._store_stream, after=slot.free, then=on_copy)
-        slot.free.record(self._store_stream)
+        slot.free.record(self._store_stream)  # the slot may be overwritten only after these copies
         slot.pending_store = PendingStore(layer=layer, pages=frozenset(slot_indices), written=None)
         self._is_stored[layer][numbers] = True
         return len(slot_indices) * stride
@@ -142,7 +140,7 @@ class PinnedPages:
 
 
 def find_page_runs(pages: np.ndarray, slot_indices: np.ndarray, segment_pages: int) -> list[PageRun]:
-    """Runs of pages at these places, ascending. No run crosses a boundary of `most` pages."""
+    """Runs of pages at these slot indices, ascending. No run crosses a segment boundary."""
     if not len(pages):
         return []
     order = np.argsort(pages)
@@ -173,8 +171,8 @@ class DiskPages:
         self._store_pool = ThreadPoolExecutor(1, thread_name_prefix="kv-store")
 
     def fetch(self, slot: KVSlot, layer: int, pages: Sequence[int], after: Sequence[KVSlot]) -> int:
-        """Starts reading `pages` into the slot, and copying them to the device, after the stores from the slots in
-        `after`. Returns the bytes to copy."""
+        """Starts reading `pages` into the slot and copying them to the device, after the stores of `after`. Returns the
+        bytes to copy."""
         pending_writes = [
             other.pending_store.written for other in after if other.pending_store and other.pending_store.written
         ]
@@ -182,7 +180,7 @@ class DiskPages:
         return len(pages) * self._layout.stride_bytes(layer) if slot.is_staged else 0
 
     def store(self, slot: KVSlot, layer: int, slot_indices: Mapping[int, int]) -> int:
-        """Starts writing pages (page number to place in the slot), after `slot.free`. Returns the bytes to copy."""
+        """Starts writing pages (page number -> index in the slot), after `slot.free`. Returns the bytes to copy."""
         stride = self._layout.stride_bytes(layer)
         if slot.is_staged:
             on_copy = partial(self._on_copy, Resource.device_to_host, layer)
@@ -198,7 +196,7 @@ class DiskPages:
         self._file.forget(pages)
 
     def close(self) -> None:
-        """Waits for transfers in flight: their memory is freed next. Errors are in the slots' futures."""
+        """Waits for transfers in flight: their memory is freed next. Errors stay in the slots' futures."""
         self._fetch_pool.shutdown(wait=True)
         self._store_pool.shutdown(wait=True)
         for stream in (self._fetch_stream, self._store_stream):
@@ -230,11 +228,8 @@ class DiskPages:
 
 
 class KVStream:
-    """Stream of KV pages; one per run. Not thread-safe. `file`: for the tier `nvme` only.
-
-    A KVFileError of a background thread is raised by a later call, at the latest on exit. `layer` counts decoder layers
-    from 0.
-    """
+    """Stream of KV pages; one per run. Not thread-safe. `file`: for the tier `nvme` only. `layer` counts decoder layers
+    from 0. A KVFileError of a background thread is raised by a later call, at the latest on exit."""
 
     def __init__(
         self,
@@ -279,9 +274,8 @@ class KVStream:
                 value.add_note(f"a KV transfer in flight failed too: {error}")
 
     def fetch(self, layer: int, lane: int, pages: Sequence[int]) -> None:
-        """Starts fetching these pages into a free slot, after pending stores of the same pages. Pages that were never
-        stored are zeros."""
-        assert (layer, lane) not in self._fetched, f"fetch of layer {layer} for lane {lane}, which has it"
+        """Starts fetching pages into a free slot, after pending stores of the same pages. New pages are zeros."""
+        assert (layer, lane) not in self._fetched, f"layer {layer} of lane {lane} is fetched already"
         assert len(pages) <= self._layout.slot_pages, f"{len(pages)} pages, slots have {self._layout.slot_pages}"
         self._collect_stores()
         slot = self._free_slots.pop(0)
@@ -303,8 +297,8 @@ class KVStream:
         return rows[:, : self._layout.page_bytes[layer]]
 
     def store(self, layer: int, lane: int, dirty: Sequence[int]) -> None:
-        """Starts storing the fetched pages at the places `dirty`, which may be empty. The slot can be fetched into
-        again; that fetch waits for the store."""
+        """Starts storing the fetched pages with indices `dirty`, possibly none, and frees the slot. The next fetch into
+        it waits for the store."""
         slot, pages = self._fetched.pop((layer, lane))
         self._finish_fetch(slot, layer)
         self._collect_stores()

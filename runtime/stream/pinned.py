@@ -1,9 +1,6 @@
-"""Pinned host memory.
-
-torch's pinned allocator rounds up to powers of two and caches freed memory: a KV cache of 33.6 GiB takes 64. So large
-buffers are mapped here and registered with the driver; they return to the system with the last tensor that uses them.
-Small, short-lived buffers come from torch.
-"""
+"""Pinned host memory. torch's pinned allocator rounds up to powers of two and caches freed memory: a KV cache of
+33.6 GiB takes 64. So large buffers are mapped here and registered with the driver; they return to the system with the
+last tensor that uses them. Small buffers come from torch."""
 
 import mmap
 from contextlib import suppress
@@ -22,8 +19,8 @@ PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
 def allocate_pinned(num_bytes: int, *, is_aligned: bool) -> torch.Tensor:
-    """Pinned uint8 memory, page-aligned if `is_aligned`. Raises MemoryError with a message about pinning, which the
-    driver's lacks; a system may pin less than it has (WSL 2: half)."""
+    """Pinned uint8 memory, page-aligned if `is_aligned`. Raises MemoryError: a system may pin less memory than it has
+    (WSL 2: half)."""
     try:
         if num_bytes >= REGISTERED_BYTES and torch.cuda.is_available():
             size = round_up(num_bytes, ALIGNMENT_BYTES)
@@ -64,14 +61,14 @@ def cuda_driver() -> Driver:
 
 
 class Pinnable(mmap.mmap):
-    """Memory map that may be registered with the driver. Tensors keep it alive; it unregisters itself when deleted."""
+    """Memory map that may be registered with the driver, until it is deleted. Tensors keep it alive."""
 
     registration: tuple[Driver, int] | None = None  # the driver and the registered address
 
     def __del__(self) -> None:
         if self.registration is not None:
             registrar, address = self.registration
-            registrar.cudaHostUnregister(address)
+            registrar.cudaHostUnregister(address)  # before the pages are unmapped
 
 
 def _register(memory: Pinnable, tensor: torch.Tensor) -> None:
@@ -85,8 +82,7 @@ def _register(memory: Pinnable, tensor: torch.Tensor) -> None:
 
 
 def pin(memory: Pinnable, tensor: torch.Tensor) -> None:
-    """Pins `memory`, which `tensor` covers, until both are deleted. Does nothing for small memory or without CUDA.
-    Raises MemoryError."""
+    """Pins `memory`, which `tensor` covers. A no-op for small memory or without CUDA. Raises MemoryError."""
     if tensor.nbytes < REGISTERED_BYTES or not torch.cuda.is_available():
         return
     try:
@@ -96,7 +92,7 @@ def pin(memory: Pinnable, tensor: torch.Tensor) -> None:
 
 
 def _clear_cuda_error() -> None:
-    """Clears CUDA's sticky error, which the next launch would report again."""
+    """Clears CUDA's last error, which the next launch would report again."""
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 

@@ -1,8 +1,8 @@
 """Weights in host memory shared by the processes of one machine: each piece is read once, by the first that needs it.
 
-The memory is an anonymous file (memfd_create(2)), which the kernel frees with its last process, even if that is killed.
-A table at its start lists the pieces. Each piece has an open file description lock (fcntl(2)), which ends with its
-process: if a process is killed while it reads a piece, the piece stays unmarked and the next process reads it.
+The memory is an anonymous file (memfd_create(2)), which the kernel frees with its last process. A table at its start
+lists the pieces. Each piece has an open file description lock (fcntl(2)), which ends with its process: a piece that a
+killed process was reading stays unmarked, and the next process reads it.
 """
 
 import fcntl
@@ -46,17 +46,16 @@ class _Piece(NamedTuple):
 
 
 class SharedWeights(Closing):
-    """View of the shared weights in one of `num_sharers` processes. The caller keeps `descriptor`, which is inherited.
-    Tensors of `get_or_fill` stay valid after `close`."""
+    """View of the shared weights in one of `num_sharers` processes. The caller owns the inherited `descriptor`. Tensors
+    of `get_or_fill` stay valid after `close`."""
 
     def __init__(self, descriptor: int, num_sharers: int):
         self.num_sharers = num_sharers
         # Opened anew: locks belong to an open file description, and all processes inherit the same one.
         self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        self._users: Counter[int] = Counter()  # tensors of this process, by place in the table
-        self._mutex = (
-            threading.RLock()
-        )  # reentrant: garbage collection may release a piece on any thread, even within `get_or_fill`
+        self._users: Counter[int] = Counter()  # tensors of this process, by table offset
+        # Reentrant: garbage collection may release a piece on any thread, even within `get_or_fill`.
+        self._mutex = threading.RLock()
         self._is_closed = False
 
     def close(self) -> None:
@@ -67,9 +66,8 @@ class SharedWeights(Closing):
     def get_or_fill(
         self, extents: Sequence[Extent], num_bytes: int, fill: Callable[[torch.Tensor], None], *, is_pinned: bool
     ) -> torch.Tensor:
-        """Page-aligned, read-only uint8 memory of at least `num_bytes` with `extents`, read by another process or by
-        `fill`. Waits while another process reads the same piece. Raises errors of `fill`, OSError, and MemoryError if
-        it cannot be pinned."""
+        """Page-aligned, read-only uint8 memory of at least `num_bytes` with `extents`, read by `fill` unless another
+        process has read it. Waits while one does. Raises errors of `fill`, OSError, MemoryError."""
         with self._mutex:
             # Identifies a piece within one model; all sharers use the same model.
             key = hashlib.sha256(repr((num_bytes, *extents)).encode()).digest()
@@ -86,7 +84,7 @@ class SharedWeights(Closing):
                     self._lock(fcntl.F_WRLCK, piece.offset)
                     if not self._is_full(piece):  # another process may have read it before this one got the lock
                         fill(buffer)
-                        self._mark(piece, is_full=True)
+                        self._mark(piece, is_full=True)  # after the bytes: a killed reader leaves it unmarked
                     self._lock(fcntl.F_RDLCK, piece.offset)
             except BaseException:
                 if not self._users[piece.table_offset]:
@@ -111,11 +109,11 @@ class SharedWeights(Closing):
                 if found_key == key:
                     return _Piece(table_offset, offset, found_bytes)
             if count == MAX_PIECES:
-                raise OSError(f"more than {MAX_PIECES:,} pieces of weights are shared")
+                raise OSError(f"the table of shared weights is full: {MAX_PIECES:,} pieces")
             os.ftruncate(self._descriptor, end + size)
             table_offset = COUNT.size + count * PIECE.size
             os.pwrite(self._descriptor, PIECE.pack(key, end, size, 0), table_offset)
-            os.pwrite(self._descriptor, COUNT.pack(count + 1), 0)  # last: a process killed before has changed nothing
+            os.pwrite(self._descriptor, COUNT.pack(count + 1), 0)  # last: a process killed before it added nothing
             return _Piece(table_offset, end, size)
         finally:
             self._lock(fcntl.F_UNLCK, 0)
@@ -133,7 +131,7 @@ class SharedWeights(Closing):
             if not self._users[piece.table_offset]:
                 with suppress(OSError):  # another process uses it
                     self._lock(fcntl.F_WRLCK, piece.offset, blocking=False)
-                    self._mark(piece, is_full=False)  # before the bytes go: it must never look full without them
+                    self._mark(piece, is_full=False)  # before the bytes are freed: it must never look full without them
                     memory.madvise(mmap.MADV_REMOVE)
                 self._lock(fcntl.F_UNLCK, piece.offset)
                 del self._users[piece.table_offset]

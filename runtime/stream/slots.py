@@ -1,7 +1,7 @@
 """Slots of streamed stages: in compute memory, and staging slots in host memory between disk and device.
 
-A read must wait until the last copy has left its memory, and a copy until its read is done. Both wait on their own
-threads, so that the engine's thread can queue compute meanwhile.
+A read waits for the last copy out of its memory, and a copy for its read, each on a thread of its own, so that the
+engine's thread can queue compute meanwhile.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +35,8 @@ class DeferredTransfer:
 
 
 class StagingSlot:
-    """Host memory that one stage is read into. `left`: the last copy out of it, done once that copy is queued; then the
-    event `free` signals its end. `is_used`: True after the first read."""
+    """Host memory that one stage is read into. `last_copy` out of it is done once the copy is queued; the event `free`
+    then signals its end. `is_used`: True after the first read."""
 
     def __init__(self, number: int, buffer: torch.Tensor, device: ComputeDevice):
         self.number, self.buffer, self.is_used = number, buffer, False
@@ -49,7 +49,7 @@ class Staging(Closing):
     """Staging slots of a weight stream. Not thread-safe. `close` waits for all transfers; errors stay in them."""
 
     def __init__(self, device: ComputeDevice, reader: WeightReader, *, num_slots: int, slot_bytes: int):
-        """`filling` reads into the slots; its numbers below `num_slots` are these slots'."""
+        """`reader` reads into the slots; they have its buffer numbers 0 to `num_slots` - 1."""
         self._device, self._reader = device, reader
         self._free = [StagingSlot(n, reader.buffer(slot_bytes), device) for n in range(num_slots)]
         self._staged: dict[int, StagingSlot] = {}  # by stage
@@ -57,11 +57,11 @@ class Staging(Closing):
         self._copy_pool = ThreadPoolExecutor(1, thread_name_prefix="weights-copy")
 
     def close(self) -> None:
-        self._copy_pool.shutdown(wait=True)
+        self._copy_pool.shutdown(wait=True)  # tasks use buffers that are freed next
         self._read_pool.shutdown(wait=True)
 
     def read(self, stage: int, page: int, extents: Sequence[Extent]) -> None:
-        """Queues a read, to start once its memory is free. Page 0 takes a slot."""
+        """Queues a read, which starts once its memory is free. Page 0 takes a slot."""
         if page == 0:
             self._staged[stage] = self._free.pop(0)
         slot = self._staged[stage]
@@ -90,7 +90,7 @@ class Staging(Closing):
                 yield stage, page, read
 
     def drop(self) -> None:
-        """Frees the slots of all reads in `waiting`, which must be done."""
+        """Frees the slots of all `pending_reads`, which must be done."""
         for slot in self._staged.values():
             slot.reads.clear()
             self._free.append(slot)
@@ -100,7 +100,7 @@ class Staging(Closing):
         self, slot: StagingSlot, page: int, last_copy: Future[Transfer] | None, extents: Sequence[Extent]
     ) -> Transfer:
         if last_copy is not None:
-            last_copy.result()  # the copy must be queued before `free` can be waited for
+            last_copy.result()  # only then is `free` recorded
         slot.free.synchronize()  # the copy may still read this memory
         if page == 0 and slot.is_used:
             self._reader.free(slot.number)
@@ -119,7 +119,7 @@ class Staging(Closing):
 
 
 class Slot:
-    """Compute memory of one streamed stage. Events: `free`: its last user is done; `ready`: its bytes have arrived.
+    """Compute memory of one streamed stage. Events: `free` (its last user is done), `ready` (its bytes have arrived).
     `is_fresh`: no lane has used them yet. `reads`: reads in flight, by page."""
 
     def __init__(self, number: int, buffer: torch.Tensor, device: ComputeDevice):

@@ -1,4 +1,4 @@
-"""Weights kept between sessions, so that the next session does not read them again."""
+"""Cache of weights between sessions, so that the next session does not read them again."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,8 +13,7 @@ from ..plan.shape.model import ModelShape
 
 @dataclass(frozen=True)
 class StageBytes:
-    """A stage's weights: valid from `WeightStream.acquire` until the stage's `free`. `key` identifies the buffer, to
-    cache views of it."""
+    """A stage's weights, valid until `WeightStream.free`. `key` identifies the buffer, to cache views of it."""
 
     buffer: torch.Tensor
     tensor_offsets: Mapping[str, int]
@@ -23,9 +22,8 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class StreamWeights:
-    """Weights that a stream holds. `resident`: groups of stages in compute memory, keyed by the indices of the stages
-    that share a buffer. `in_host`: stages in host memory, copied to the device in each pass. Only completely read
-    stages are added."""
+    """Completely read weights of a stream. `resident`: groups of stages in compute memory, by the indices of the stages
+    that share a buffer. `in_host`: stages in host memory, copied to the device in each pass."""
 
     resident: dict[tuple[int, ...], StageBytes] = field(default_factory=dict)
     in_host: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -36,16 +34,15 @@ class StreamWeights:
 
 
 class WeightCache:
-    """A model's weights between sessions: `stages`, and `experts` that are streamed one by one."""
+    """A model's weights between sessions: whole `stages`, and `experts` that are streamed one by one."""
 
     def __init__(self) -> None:
         self.stages, self.experts = StreamWeights(), StreamWeights()
         self._paged = frozenset[int]()
 
     def drop_unused(self, shape: ModelShape, placement: Placement) -> None:
-        """Drops weights that a session with this placement does not hold. Call it before the session allocates, so that
-        its ledgers are right."""
-        if placement.paged != self._paged:  # host memory then holds other parts of a stage, and other experts
+        """Drops weights that a session with this placement does not use. Call it before the session allocates."""
+        if placement.paged != self._paged:  # a stage's host memory then holds other tensors
             self.stages.in_host.clear()
             self.experts.clear()
             self._paged = placement.paged
@@ -61,7 +58,6 @@ class WeightCache:
                 del self.experts.in_host[page]
 
     def clear(self) -> None:
-        """Drops everything."""
         self.stages.clear()
         self.experts.clear()
 
@@ -76,7 +72,7 @@ class WeightCache:
         return sum(held.nbytes for held in (*self.stages.in_host.values(), *self.experts.in_host.values()))
 
     def make_room(self, num_bytes: int, budgets: Budgets) -> None:
-        """Drops everything if host or device memory has less than `num_bytes` left beside the kept weights."""
+        """Drops everything if the budgets leave less than `num_bytes` of host or device memory."""
         device_bytes = budgets.device_bytes
         in_host = self.pinned_bytes + (self.compute_bytes if device_bytes is None else 0)
         is_tight = in_host + num_bytes > budgets.host_bytes

@@ -1,6 +1,4 @@
-"""Readers of weight pages into host buffers: `LocalReader` reads alone; ranks bring readers of their own, with which
-each rank reads its share of every page.
-"""
+"""Readers of weight pages into host buffers: `LocalReader` reads alone; those of ranks read a share of every page."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -29,8 +27,8 @@ class Transfer(Protocol):
 
 
 class WeightReader(Closing):
-    """Reads weights into host buffers. Not thread-safe, except `abandon`. `number` identifies a slot, or a buffer that
-    is filled once; it must be the same on all ranks."""
+    """Reads weights into host buffers. Not thread-safe, except `abandon`. `number` identifies a buffer; it must be the
+    same on all ranks."""
 
     @abstractmethod
     def buffer(self, num_bytes: int) -> torch.Tensor:
@@ -38,10 +36,10 @@ class WeightReader(Closing):
 
     @abstractmethod
     def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> Transfer:
-        """Starts reading the extents into the buffer; returns at once."""
+        """Starts reading the extents into the buffer, which must stay alive until `wait`. Returns at once."""
 
     def load_once(self, number: int, extents: Sequence[Extent], num_bytes: int) -> torch.Tensor:
-        """Reads weights that stay into new memory. Blocks until done."""
+        """Reads resident weights into new memory. Blocks until done."""
         buffer = self.buffer(num_bytes)
         self.fill(number, extents, buffer).wait()
         return buffer
@@ -51,7 +49,7 @@ class WeightReader(Closing):
         return None
 
     def free(self, number: int) -> None:
-        """Declares the slot unused on this rank; it may be filled again."""
+        """Marks the buffer as unused on this rank: it may be filled again once all ranks have freed it."""
 
     def abandon(self) -> None:
         """Makes waits for pending reads fail. Any thread may call it."""
@@ -61,7 +59,7 @@ class WeightReader(Closing):
 
 
 class LocalReader(WeightReader):
-    """Reads by this process alone."""
+    """Reads without other ranks."""
 
     def __init__(self, device: ComputeDevice, reader: Reader):
         self._device, self._reader = device, reader
@@ -82,7 +80,7 @@ class LocalReader(WeightReader):
 
 
 class SessionResources(AbstractContextManager[object]):
-    """Resources that ranks share in one session; a context manager."""
+    """Context manager of resources that ranks share in one session."""
 
     @abstractmethod
     def weight_reader(self, device: ComputeDevice, reader: Reader, *, count: int) -> WeightReader:

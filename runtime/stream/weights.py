@@ -1,8 +1,5 @@
-"""Streams the weights of stages to compute memory, by the schedule's read, copy and free actions.
-
-Resident stages are read once at the start. Other stages pass through slots; of paged stages, only the dense part does.
-A stage is returned as a uint8 buffer and the offsets of its tensors.
-"""
+"""Streams the weights of stages to compute memory, by the schedule's read, copy and free actions. Resident stages are
+read once at the start; others pass through slots. Experts of paged stages are not included."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +32,7 @@ from .weight_reader import LocalReader, SessionResources, Transfer
 
 NUM_CACHED_MOVES = 4096  # cached moves of pieces of stages
 NUM_CACHED_LAYOUTS = 256  # cached; ten thousand experts as stages would take 30 MB
-IN_TIME_SECONDS = 50e-6  # between two events of a stream if it did not have to wait in between
+IN_TIME_SECONDS = 50e-6  # upper bound between two events of a stream that did not wait in between
 
 
 class WeightStream:
@@ -52,8 +49,8 @@ class WeightStream:
         loaded: StreamWeights | None = None,
         resources: SessionResources | None = None,
     ):
-        """`stage_name`: a stage's name in traces. `loaded`: weights that earlier streams have read; mutated: this one
-        adds its own. `resources`: of ranks that read together; None: this process reads alone."""
+        """`stage_name`: for traces. `loaded`: weights read by earlier streams; this one adds its own. `resources`: of
+        ranks that read together; None: this process reads alone."""
         shape = dense_shape(shape, placement.paged)
         self._shape, self._placement, self._device = shape, placement, device
         self._trace, self._stage_name = trace, stage_name
@@ -97,14 +94,14 @@ class WeightStream:
     ) -> None:
         """Waits for reads in flight: their threads write into buffers that are freed next."""
         if value is not None:
-            self._reader.abandon()
+            self._reader.abandon()  # other ranks may never finish their shares
         if self._staging is not None:
             self._staging.close()
         self._reader.close()
         for _, _, read in self._pending_reads():
             try:
                 read.wait()
-            except Exception as error:  # also a copy's
+            except Exception as error:  # of a read or a copy
                 if value is None:
                     raise
                 if error is not value:
@@ -124,8 +121,8 @@ class WeightStream:
         slot.reads[page or 0] = self._reader.fill(slot.number, extents, slot.buffer)
 
     def copy(self, stage: int, page: int | None = None) -> None:
-        """Queues the copy of a stage, or one page of it, from host to device, once it is read and the device slot is
-        free. Page 0 takes the device slot. Returns at once."""
+        """Queues the copy of a stage, or one page of it, from host to device, after its read and once the device slot
+        is free. Page 0 takes the device slot. Returns at once."""
         if not page:
             self._used_slots[stage] = self._free_slots.pop(0)
             self._used_slots[stage].is_fresh = True
@@ -133,7 +130,7 @@ class WeightStream:
         begin, end = (0, layout.num_bytes) if page is None else layout.page_bounds(page, self._num_pages)
         staging = None if stage in self._placement.walk.in_host else self._staging
         source = self._loaded.in_host[stage] if staging is None else staging.buffer(stage)
-        # In pieces, so that small urgent copies can get in between on a device with one copy engine.
+        # In pieces, so that urgent small copies can run in between on a device with one copy engine.
         parts = [
             _make_copy_part(0, source, move, slot.buffer)
             for first in range(begin // HOST_PIECE_BYTES * HOST_PIECE_BYTES, end, HOST_PIECE_BYTES)
@@ -152,13 +149,11 @@ class WeightStream:
         if stage in self._resident:
             return self._resident[stage]
         slot, copies = self._used_slots[stage], self._placement.walk.copies
-        if slot.is_fresh:
-            # First lane only. On a CPU, the host waits for the read. On an accelerator, it waits until the copy is
-            # queued, and compute waits for the copy.
+        if slot.is_fresh:  # first lane only
             slot.is_fresh = False
             if not copies:
                 self._counters.count_acquire(all(read.is_done for read in slot.reads.values()))
-            self._finish_reads(stage, slot)
+            self._finish_reads(stage, slot)  # waits for the read, or until the copy is queued and `ready` recorded
             if copies:
                 stream = self._device.compute_stream()
                 begin = self._device.clock.begin(stream)
@@ -175,7 +170,7 @@ class WeightStream:
     def free(self, stage: int) -> None:
         slot = self._used_slots.pop(stage)
         self._finish_reads(stage, slot)
-        slot.free.record(self._device.compute_stream())
+        slot.free.record(self._device.compute_stream())  # the next copy waits for compute queued so far
         if not self._device.is_accelerator:
             self._reader.free(slot.number)
         self._free_slots.append(slot)
@@ -213,7 +208,7 @@ class WeightStream:
     def _queue(self, stage: int, page: int, slot: Slot, parts: Sequence[CopyPart], is_last: bool) -> None:
         self._device.copy_ahead(parts, after=slot.free, then=partial(self._count_copy, stage, page))
         if is_last:
-            slot.ready.record(self._device.copy_stream)
+            slot.ready.record(self._device.copy_stream)  # after the stage's last page
 
     def _finish_reads(self, stage: int, slot: Slot) -> None:
         """Waits for the slot's reads and counts them."""
@@ -248,7 +243,7 @@ class WeightStream:
         self._counters.count_acquire(end - begin < IN_TIME_SECONDS)
 
     def _counter_index(self, stage: int) -> int:
-        """Stage index for counters; an expert that is streamed as a stage has the index of its layer."""
+        """Stage index for counters; an expert streamed as a stage counts for its layer."""
         return self._shape.stages[stage].index
 
     def _load_resident(self) -> None:
@@ -257,24 +252,20 @@ class WeightStream:
         missing = {key: group_layout(group) for key, group in groups.items() if key not in self._loaded.resident}
         largest = max((layout.num_bytes for layout in missing.values()), default=0)
         is_staged = self._device.is_accelerator and bool(missing)
-        # Staging memory for resident stages of a device.
-        number, staging = (
-            (next(self._buffer_numbers), self._reader.buffer(min(largest, LOADING_BYTES))) if is_staged else (0, None)
-        )
+        number = next(self._buffer_numbers) if is_staged else 0
+        staging = self._reader.buffer(min(largest, LOADING_BYTES)) if is_staged else None
         for key, layout in missing.items():
             if staging is None:
-                placed, buffer = (
-                    layout,
-                    self._reader.load_once(next(self._buffer_numbers), layout.extents, layout.num_bytes),
-                )
+                placed = layout
+                buffer = self._reader.load_once(next(self._buffer_numbers), layout.extents, layout.num_bytes)
             else:
-                buffer = self._device.compute_buffer(layout.num_bytes)
                 placed = device_layout(groups[key], layout)
+                buffer = self._device.compute_buffer(layout.num_bytes)
                 for begin, end, extents in layout.windows(len(staging)):
                     self._reader.fill(number, extents, staging).wait()
                     for move in placed.clip_moves(begin, end):
                         source, target = _make_copy_part(begin, staging, move, buffer)
-                        target.copy_(source)
+                        target.copy_(source)  # blocking: the next window reuses the staging memory
                     self._reader.free(number)
             self._loaded.resident[key] = StageBytes(buffer, placed.tensor_offsets, id(buffer))
         self._resident = {stage: self._loaded.resident[key] for key in groups for stage in key}

@@ -103,7 +103,7 @@ def without_streams(accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "Stream", refuse)
 
 
-@pytest.mark.parametrize("missing", ["figure for free memory", "streams"])
+@pytest.mark.parametrize("missing", ["memory statistics", "streams"])
 def test_a_device_that_cannot_be_streamed_to_is_left_for_the_cpu(
     missing: str,
     accelerator: FakeAccelerator,

@@ -108,10 +108,10 @@ def test_whoever_is_killed_as_it_reads_is_followed_by_the_one_who_waits(descript
 
 
 def test_more_pieces_than_the_table_has_lines_are_refused(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_weights, "MOST_PIECES", 1)
+    monkeypatch.setattr(shared_weights, "MAX_PIECES", 1)
     shared = SharedWeights(descriptor, 2)
     kept = filled(shared, 0, 7)
-    with pytest.raises(OSError, match="more than 1 pieces"):
+    with pytest.raises(OSError, match="full: 1 pieces"):
         filled(shared, 1, 7)
     assert int(kept[0]) == 7
 
