@@ -90,7 +90,7 @@ def test_columns_of_results_follow_the_settings() -> None:
     [
         (pa.table({"promt": ["a"]}), {}, "no column 'prompt'; its columns: 'promt': did you mean promt"),
         (pa.table({"prompt": [1]}), {}, "'prompt' holds int64: a prompt is a text, a list of token ids"),
-        (pa.table({"prompt": ["a"], "status": [1]}), {}, "already has result columns .*'status': rename them, or set prefix"),
+        (pa.table({"prompt": ["a"], "status": [1]}), {}, "has result columns .*'status': rename them, or set prefix"),
         (pa.table({"prompt": ["a"]}), {"overrides": {"max_new_token": "prompt"}}, "did you mean max_new_tokens"),
         (pa.table({"prompt": ["a"]}), {"overrides": {"seed": "prompt"}}, "'prompt' holds string: a row's own seed"),
         (pa.table({"prompt": ["a"], "id": [0.5]}), {"id": "id"}, "'id' holds double: ids are texts or whole numbers"),
