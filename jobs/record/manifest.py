@@ -78,10 +78,10 @@ class RunManifest:
             )
         if not semantic or stored.get("semantic_digest") != json_digest({**semantic, **facts}):
             raise DamagedRunError(f"{path} was changed after it was written: its digest does not fit its settings")
-        begun = replace(self, semantic=semantic, facts=facts)
-        recorded = {name: version for name, version in self.versions.items() if name in versions}
-        _require_same_identity(path.parent, begun, self, _diff(versions, recorded))
-        return begun
+        recorded = replace(self, semantic=semantic, facts=facts)
+        known_versions = {name: version for name, version in self.versions.items() if name in versions}
+        _require_same_identity(path.parent, recorded, self, _diff(versions, known_versions))
+        return recorded
 
 
 def run_name(semantic: Values) -> str:
@@ -92,15 +92,15 @@ def run_name(semantic: Values) -> str:
     return "-".join([*(word for word in words if word), json_digest(semantic)[:8]])
 
 
-def _require_same_identity(run: Path, begun: RunManifest, now: RunManifest, version_lines: list[str]) -> None:
+def _require_same_identity(run: Path, recorded: RunManifest, current: RunManifest, version_lines: list[str]) -> None:
     for line in version_lines:
         LOG.warning("%s was begun with other library versions; rounding may differ: %s", run, line)
-    was, values, defaults = begun.identity, now.identity, now.defaults
-    new = {key: value for key, value in now.semantic.items() if key not in was and key in defaults}
+    old_values, values, defaults = recorded.identity, current.identity, current.defaults
+    new = {key: value for key, value in current.semantic.items() if key not in old_values and key in defaults}
     by_default = {key for key, value in new.items() if canonical_json(defaults[key]) == canonical_json(value)}
-    unrecorded = _unrecorded_digests(run, was, values)
+    unrecorded = _unrecorded_digests(run, old_values, values)
     compared = {key: value for key, value in values.items() if key not in by_default | unrecorded}
-    lines = _diff(was, compared, now.sources)
+    lines = _diff(old_values, compared, current.sources)
     if any(line.startswith("transformers:") for line in version_lines):
         # Another version of transformers may know more or fewer keys of a model's config: no one has changed those.
         newly = [line for line in lines if ABSENT in line and _fact_source(line).endswith(".json")]
@@ -117,12 +117,12 @@ def _require_same_identity(run: Path, begun: RunManifest, now: RunManifest, vers
     raise RunMismatchError("\n".join([head, *shown, *more, tail]))
 
 
-def _unrecorded_digests(run: Path, was: Values, now: Values) -> set[str]:
+def _unrecorded_digests(run: Path, old_values: Values, new_values: Values) -> set[str]:
     """Weight digests in `now` that the run was begun without, by model.verify=sampled. Logs that they cannot be
     compared."""
-    if any(_fact_source(key) == WEIGHTS for key in was):
+    if any(_fact_source(key) == WEIGHTS for key in old_values):
         return set()
-    keys = {key for key in now if _fact_source(key) == WEIGHTS}
+    keys = {key for key in new_values if _fact_source(key) == WEIGHTS}
     if keys:
         LOG.warning(
             "%s was begun with model.verify=sampled: whether the other bytes of its weights are still as then cannot "
@@ -140,10 +140,10 @@ def _fact_source(key: str) -> str:
     return WEIGHTS if key.endswith(WEIGHTS_DIGEST_SUFFIX) else key
 
 
-def _diff(was: Values, now: Values, sources: Mapping[str, str] | None = None) -> list[str]:
+def _diff(old_values: Values, new_values: Values, sources: Mapping[str, str] | None = None) -> list[str]:
     places, lines = sources or {}, list[str]()
-    for key in sorted({*was, *now}):
-        old, new = _format_value(was, key), _format_value(now, key)
+    for key in sorted({*old_values, *new_values}):
+        old, new = _format_value(old_values, key), _format_value(new_values, key)
         if old != new:
             place = places.get(key, places.get(key.partition(" ")[0]))
             lines.append(

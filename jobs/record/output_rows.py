@@ -160,11 +160,11 @@ def column_schema(kinds: Mapping[str, AbstractSet[str]], fixed: pa.Schema) -> pa
         column_type = next((column_type for allowed, column_type in simple_types if kind <= allowed), None)
         encoding = b"json" if column_type is None else b"plain"
         metadata = {b"column": name.encode("utf-8", "surrogatepass"), b"encoding": encoding}
-        final = name
-        while name in fixed.names and final in taken:
-            final = f"row_{final}"
-        taken.add(final)
-        columns.append(pa.field(clean_text(final), column_type or pa.string(), metadata=metadata))
+        output_name = name
+        while name in fixed.names and output_name in taken:
+            output_name = f"row_{output_name}"
+        taken.add(output_name)
+        columns.append(pa.field(clean_text(output_name), column_type or pa.string(), metadata=metadata))
     return pa.schema(columns)
 
 

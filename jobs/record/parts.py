@@ -37,7 +37,7 @@ from .passes import THROUGHPUT_SCHEMA, PassRow, Status
 from .plan_file import PlannedRequest
 from .run_dir import RunDirectory
 from .stored_run import RunCopy
-from .success import log_remade_parts, recorded_parts, write_success
+from .success import log_regenerated_parts, recorded_parts, write_success
 
 LOG = logging.getLogger(__name__)
 NUM_STOPS = b"weightstream.num_stops"  # in the footer of a part whose block went on inside
@@ -132,20 +132,20 @@ class PartStore:
             for path, verdict in (*verdicts.items(), *throughput_checks.items()):
                 if isinstance(verdict, Exception):
                     move_to_quarantine(path, self.directory.quarantine, str(verdict))
-            found = {part.block: part for part in verdicts.values() if isinstance(part, PartInfo)}
-            if len(found) < len(self.blocks) and self.directory.success.exists():
+            parts = {part.block: part for part in verdicts.values() if isinstance(part, PartInfo)}
+            if len(parts) < len(self.blocks) and self.directory.success.exists():
                 move_to_quarantine(self.directory.success, self.directory.quarantine, "it lists parts that are gone")
         except OSError as error:
             raise output_error(self.directory.path, error) from error
         self.copy.upload_missing(
-            *map(self.directory.throughput_part, found), *map(self.directory.generations_part, found)
+            *map(self.directory.throughput_part, parts), *map(self.directory.generations_part, parts)
         )
-        return dict(sorted(found.items()))
+        return dict(sorted(parts.items()))
 
     def require_same_plan(self) -> None:
         """Raises DamagedRunError if a recomputed plan assigns rows to blocks differently from the existing parts. Moves
         nothing: a machine with less memory may plan differently."""
-        others: list[str] = []
+        mismatched: list[str] = []
         for path in self._window_files(self.directory.generations):
             try:
                 footer = parse_part(read_regular_file(path)[0]).schema.metadata or {}
@@ -154,12 +154,12 @@ class PartStore:
             block = self._block_by_name.get(path.name)
             ours = footer.get(b"weightstream.config") == self.manifest.digest.encode()
             if ours and (block is None or any(footer.get(key) != value for key, value in self._footer(block).items())):
-                others.append(path.name)
-        if others:
+                mismatched.append(path.name)
+        if mismatched:
             raise DamagedRunError(
-                f"{self.directory.plan} is gone, and computed again it seats rows otherwise than {len(others)} parts "
-                f"were made ({others[0]}): put it back, give the memory that the run began with "
-                f"(offload.host_memory_gib, offload.device_memory_gib), or choose another directory with run="
+                f"{self.directory.plan} is missing, and the recomputed plan does not match {len(mismatched)} existing parts "
+                f"({mismatched[0]}): restore the file, set offload.host_memory_gib and offload.device_memory_gib as when "
+                f"the run was started, or choose another directory with run="
             )
 
     def read_passes(self, blocks: Iterable[int] | None = None) -> list[PassRow]:
@@ -207,7 +207,7 @@ class PartStore:
         rows: Counter[Status] = Counter()
         for part in parts.values():
             rows.update(part.rows)
-        log_remade_parts(self.directory, {name: part.sha256 for name, part in parts.items()})
+        log_regenerated_parts(self.directory, {name: part.sha256 for name, part in parts.items()})
         listed: list[dict[str, JsonValue]] = [
             {"file": name, "block": part.block, "num_rows": part.num_rows, "sha256": part.sha256}
             for name, part in parts.items()
@@ -286,8 +286,8 @@ class PartStore:
             return error
 
     def _check_part(self, path: Path, recorded: Mapping[str, str]) -> PartInfo | Exception:
-        found = self._check_file(path, self._schema, recorded.get(path.name))
-        if isinstance(found, Exception):
-            return found
-        block, table, sha256 = found
+        checked = self._check_file(path, self._schema, recorded.get(path.name))
+        if isinstance(checked, Exception):
+            return checked
+        block, table, sha256 = checked
         return PartInfo(block=block, rows=Counter(table["status"].to_pylist()), sha256=sha256)

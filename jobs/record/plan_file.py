@@ -127,15 +127,15 @@ def read_plan_table(path: Path) -> pa.Table:
 
 def read_chunk_tokens(path: Path) -> int | None:
     """Prefill chunk size stored with the plan; None if there is none. Raises the errors of `read_plan_table`."""
-    found = _footer(path).get(CHUNK_TOKENS)
-    return int(found) if found is not None else None
+    stored = _footer(path).get(CHUNK_TOKENS)
+    return int(stored) if stored is not None else None
 
 
 def read_backends(path: Path, host: Host) -> BackendTable | None:
     """Linear backends stored with the plan, if they were chosen on this host; otherwise None. Raises the errors of
     `read_plan_table`."""
-    found = _footer(path).get(BACKENDS)
-    values = json.loads(found) if found is not None else {}
+    stored = _footer(path).get(BACKENDS)
+    values = json.loads(stored) if stored is not None else {}
     return BackendTable.from_plain(values["table"]) if values.get("host") == asdict(host) else None
 
 

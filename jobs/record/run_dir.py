@@ -188,11 +188,11 @@ def _read_bound_manifest(
         stored = read_json(run.manifest)
     except FileNotFoundError:
         names = sorted(entry.name for entry in run.path.iterdir()) if run.path.exists() else []
-        strangers = [name for name in names if not name.startswith(".") and not name.endswith(".log")]
-        if strangers:
+        foreign_names = [name for name in names if not name.startswith(".") and not name.endswith(".log")]
+        if foreign_names:
             raise ConfigError(
-                f"{run.path} is no run directory: it has no run.json but holds {len(strangers)} other entries "
-                f"({', '.join(map(json.dumps, strangers[:3]))}). Choose a new or empty directory with run="
+                f"{run.path} is no run directory: it has no run.json but holds {len(foreign_names)} other entries "
+                f"({', '.join(map(json.dumps, foreign_names[:3]))}). Choose a new or empty directory with run="
             ) from None
         stored = remote_manifest
     if stored is None:

@@ -40,7 +40,7 @@ from ..files.publishing import (
 from .part_files import PART_NAME, parse_part, visible_files
 from .plan_file import read_plan_table
 from .run_dir import RunDirectory
-from .stored_run import NUM_FETCHES, RUN, RUN_FILE
+from .stored_run import MANIFEST_NAME, NUM_FETCHES, RUN_FILE
 
 RETRY_SECONDS = 30.0  # somebody waits
 PLAIN_NAME = re.compile(r"[^/\\\0*?\[]*[^/\\\0*?\[.][^/\\\0*?\[]*")  # a folder's name: no pattern, and more than dots
@@ -60,7 +60,11 @@ def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
     base, pattern = f"{scheme}://{'/'.join(steps[:num_plain])}", "/".join(steps[num_plain:])
     store = ObjectStore(base, key, RetryPolicy(seconds=RETRY_SECONDS))
     files = store.list_files(is_deep=True)
-    names = [name.removesuffix(RUN).rstrip("/") for name in files if name == RUN or name.endswith(f"/{RUN}")]
+    names = [
+        name.removesuffix(MANIFEST_NAME).rstrip("/")
+        for name in files
+        if name == MANIFEST_NAME or name.endswith(f"/{MANIFEST_NAME}")
+    ]
 
     def order(name: str) -> tuple[str, int]:
         turn = TURN.fullmatch(PurePosixPath(name).name)
@@ -69,7 +73,7 @@ def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
     found = sorted((name for name in names if _matches_run(name, pattern)), key=order)
     if not found:
         runs = f"; {len(names)} runs lie below it, of which {url_child(base, names[0])} is one" if names else ""
-        raise ConfigError(f"{key}={url} is no run: there is no {RUN}{runs}")
+        raise ConfigError(f"{key}={url} is no run: there is no {MANIFEST_NAME}{runs}")
     folder = cache_root() / "runs" / hashlib.sha256(base.encode()).hexdigest()[:24] / steps[num_plain - 1]
     make_directory(folder.parent).chmod(PRIVATE_FOLDER_MODE)
     return [_fetch_run(store, name, files, folder / name) for name in found]

@@ -36,8 +36,8 @@ from .run_dir import RunDirectory
 
 log = logging.getLogger(__name__)
 
-KEY, RETRY_KEY = "output_url", "upload_retry_seconds"
-RUN, WRITER = "run.json", "writer.json"
+URL_KEY, RETRY_KEY = "output_url", "upload_retry_seconds"
+MANIFEST_NAME, WRITER_NAME = "run.json", "writer.json"
 # What is fetched of a run: files of its own kinds, in its own folders, whatever else is there.
 RUN_FILE = re.compile(r"(?:(?:generations|throughput)/)?[A-Za-z0-9_][A-Za-z0-9._-]*\.(?:json|jsonl|parquet|txt)")
 NUM_FETCHES = 8  # at once
@@ -81,23 +81,23 @@ class StoredRun(RunCopy):
 
     def __init__(self, store: ObjectStore, directory: RunDirectory):
         self._store, self._directory = store, directory
-        self._hasty = ObjectStore(store.url, store.key, RetryPolicy(seconds=0))
+        self._store_without_retries = ObjectStore(store.url, store.key, RetryPolicy(seconds=0))
         self._files: dict[str, StoredFile] = {**store.list_files(is_deep=True)}
-        self._begun = self._read_json(RUN) if RUN in self._files else None
+        self._manifest = self._read_json(MANIFEST_NAME) if MANIFEST_NAME in self._files else None
 
     @property
     def stored_manifest(self) -> Mapping[str, JsonValue] | None:
-        return self._begun
+        return self._manifest
 
     def attach(self) -> None:
-        writer = self._read_json(WRITER) if WRITER in self._files else {}
+        writer = self._read_json(WRITER_NAME) if WRITER_NAME in self._files else {}
         is_ours = writer.get("token") == self._token
         if writer and not is_ours:
             log.info("%s: taken over from %s, process %s", self._store.url, writer.get("host"), writer.get("pid"))
         record = {"token": self._token, "host": socket.gethostname(), "pid": os.getpid()}
-        self._store.write(WRITER, canonical_json(record).encode(), is_first=True)
+        self._store.write(WRITER_NAME, canonical_json(record).encode(), is_first=True)
         self._files = {**self._store.list_files(is_deep=True)}
-        names = [name for name in self._files if RUN_FILE.fullmatch(name) and name not in (RUN, WRITER)]
+        names = [name for name in self._files if RUN_FILE.fullmatch(name) and name not in (MANIFEST_NAME, WRITER_NAME)]
         try:
             with ThreadPoolExecutor(NUM_FETCHES) as pool:
                 num_fetched = sum(pool.map(partial(self._fetch, is_ours=is_ours), names))
@@ -143,7 +143,7 @@ class StoredRun(RunCopy):
     def try_upload(self, path: Path) -> None:
         name = self._stored_name(path)
         try:
-            self._hasty.write(name, path.read_bytes())
+            self._store_without_retries.write(name, path.read_bytes())
             self._files[name] = StoredFile(num_bytes=0, tag="")
         except (WeightstreamError, OSError) as error:
             log.warning("what is generated and not finished was saved here alone: %s", error)
@@ -152,7 +152,7 @@ class StoredRun(RunCopy):
         if self._files.pop(self._stored_name(path), None) is None:
             return
         try:
-            self._hasty.remove(self._stored_name(path))
+            self._store_without_retries.remove(self._stored_name(path))
         except WeightstreamError as error:
             log.warning("%s is of no more use and cannot be removed: %s", self._stored_name(path), error)
 
@@ -176,14 +176,14 @@ class StoredRun(RunCopy):
 
     def _require_writer(self) -> None:
         try:
-            writer = self._read_json(WRITER)
+            writer = self._read_json(WRITER_NAME)
         except FileNotFoundError as error:
             raise StorageError(
-                f"{self._store.url} ({KEY}) was emptied: start the same command again to take there what is here"
+                f"{self._store.url} ({URL_KEY}) was emptied: start the same command again to take there what is here"
             ) from error
         if writer.get("token") != self._token:
             raise RunInUseError(
-                f"{self._store.url} ({KEY}) was taken over by a start on {json.dumps(writer.get('host'))}, process "
+                f"{self._store.url} ({URL_KEY}) was taken over by a start on {json.dumps(writer.get('host'))}, process "
                 f"{writer.get('pid')}: this one ends. What is in {self._directory.path} stays; to go on here, stop "
                 "that one first"
             )
@@ -252,4 +252,4 @@ def open_copy(config: RunSettings, directory: Path, should_stop: Callable[[], bo
         return RunCopy()
     url = url_child(config.output_url, directory.relative_to(config.output_root).as_posix())
     retry = RetryPolicy(seconds=config.upload_retry_seconds, should_stop=should_stop, key=RETRY_KEY)
-    return StoredRun(ObjectStore(url, KEY, retry), RunDirectory(path=directory))
+    return StoredRun(ObjectStore(url, URL_KEY, retry), RunDirectory(path=directory))

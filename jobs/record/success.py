@@ -58,7 +58,7 @@ def is_finished(directory: RunDirectory) -> bool:
         return False
 
 
-def log_remade_parts(directory: RunDirectory, parts: Mapping[str, str]) -> None:
+def log_regenerated_parts(directory: RunDirectory, parts: Mapping[str, str]) -> None:
     """Logs, after damaged parts were made again, whether they equal those of the first finish, byte for byte. `parts`:
     SHA-256 by file name. Raises OSError."""
     earlier = sorted(directory.quarantine.glob(f"*{directory.success.name}.*"), key=lambda path: int(path.suffix[1:]))

@@ -63,7 +63,7 @@ class MemoryUse:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Busy:
+class BusyShares:
     """Share of the time in which a resource worked. Both link directions add up, and so do reader threads and CPU
     workers, so shares may exceed 1. `bubble_seconds`: compute idle during a pass."""
 
@@ -73,11 +73,11 @@ class Busy:
     bubble_seconds: float
 
     @staticmethod
-    def from_times(times: PhaseTimes) -> "Busy | None":
+    def from_times(times: PhaseTimes) -> "BusyShares | None":
         """The shares of these times; None if no time was spent."""
         if not times.seconds:
             return None
-        return Busy(
+        return BusyShares(
             disk=times.load_seconds / times.seconds,
             link=times.copy_seconds / times.seconds,
             compute=times.compute_seconds / times.seconds,
@@ -127,15 +127,17 @@ def _rate(tokens: float, seconds: float) -> float | None:
 class Utilization:
     """Utilization of resources; None for a phase without passes."""
 
-    prefill: Busy | None
-    decode: Busy | None
-    run: Busy | None
+    prefill: BusyShares | None
+    decode: BusyShares | None
+    run: BusyShares | None
 
     @staticmethod
     def from_times(times: RunTimes) -> "Utilization":
         whole = times.prefill.add(times.decode)
         return Utilization(
-            prefill=Busy.from_times(times.prefill), decode=Busy.from_times(times.decode), run=Busy.from_times(whole)
+            prefill=BusyShares.from_times(times.prefill),
+            decode=BusyShares.from_times(times.decode),
+            run=BusyShares.from_times(whole),
         )
 
 

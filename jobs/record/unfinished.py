@@ -77,9 +77,9 @@ NUM_LISTED = 10
 
 def missing_rows(run: RunReader) -> list[int]:
     """Input positions of planned rows without a part, in order."""
-    there = list(run.parts)
-    gone = [plan["row_index"].to_numpy()[~np.isin(plan["block"].to_numpy(), there)] for plan in run.plans()]
-    return np.unique(np.concatenate([np.empty(0, np.int64), *gone])).tolist()
+    committed = list(run.parts)
+    row_indices = [plan["row_index"].to_numpy()[~np.isin(plan["block"].to_numpy(), committed)] for plan in run.plans()]
+    return np.unique(np.concatenate([np.empty(0, np.int64), *row_indices])).tolist()
 
 
 def describe_unfinished(runs: Sequence[RunReader]) -> list[str]:

@@ -1,8 +1,6 @@
-"""Generates open blocks and commits each part once its last row is complete; a checkpoint keeps rows without a part. In
-waves, blocks run one after another; with continuous admission all are open together.
-
-Everything is recorded between two passes, when the rows of the last one are known.
-"""
+"""Generates open blocks and commits each part once its last row is complete; a checkpoint holds finished rows of open
+parts. In waves, blocks run one after another; with continuous admission all are open together. Parts and checkpoints
+are written between two passes."""
 
 import logging
 import time
@@ -33,7 +31,7 @@ Completions = Iterator[tuple[int, Completion]]
 
 
 class BlockSession(Protocol):
-    """The methods of `runtime.engine.session.Session` used here. Requests are positions in `requests`."""
+    """Subset of `runtime.engine.session.Session`. Integers are positions in `requests`."""
 
     def wave(
         self,
@@ -43,7 +41,7 @@ class BlockSession(Protocol):
         unfinished: Mapping[int, SequenceState],
         on_pass: OnPass,
     ) -> Completions:
-        """Like `stream`, for one block whose requests in `left` are admitted together."""
+        """`stream` for one block, with its `remaining` requests admitted together."""
         ...
 
     def stream(
@@ -53,8 +51,8 @@ class BlockSession(Protocol):
         unfinished: Mapping[int, SequenceState],
         on_pass: OnPass,
     ) -> Completions:
-        """Yields completions as they finish, of requests admitted in `order` and resumed from `unfinished`. `on_pass`
-        is called after each pass, once its completions have been taken. Raises Interrupted."""
+        """Admits requests in `order`, resumes those in `unfinished`, and yields completions as they finish. Calls
+        `on_pass` after each pass, once its completions are consumed. Raises Interrupted."""
         ...
 
     def snapshot(self) -> dict[int, SequenceState]:
@@ -63,13 +61,12 @@ class BlockSession(Protocol):
 
 
 class OpenParts:
-    """Rows of incomplete parts, and passes in no part yet. A part is committed once its last row is added; each pass
-    goes into the next committed part only."""
+    """Rows of incomplete parts, and passes that no part contains yet. A pass is recorded in the next committed part
+    only."""
 
     def __init__(self, store: PartStore, blocks: Sequence[Block]):
         self._store = store
-        # Earlier starts inside these blocks, for their parts to say; 0 where every part may have some.
-        self.num_stops = 0
+        self.num_stops = 0  # interruptions inside the block, in waves; recorded in its part
         self._block_of = {request.key: block.index for block in blocks for request in store.blocks[block.index]}
         self._num_missing = {block.index: len(store.blocks[block.index]) for block in blocks}
         self._complete: list[int] = []
@@ -80,7 +77,6 @@ class OpenParts:
         return len(self._num_missing)
 
     def add(self, row: GenerationRow) -> None:
-        """Adds a row; each row once."""
         assert row.key not in self.rows, f"{row.key} was added before"
         self.rows[row.key] = row
         block = self._block_of[row.key]
@@ -94,7 +90,7 @@ class OpenParts:
         for block in complete:
             keys = [request.key for request in self._store.blocks[block]]
             if self._store.commit(block, [self.rows[key] for key in keys], self.passes, num_stops=self.num_stops):
-                self.passes = []
+                self.passes = []  # in this part now: a pass must not be counted twice
             for key in keys:
                 del self.rows[key]
             del self._num_missing[block]
@@ -104,8 +100,8 @@ class OpenParts:
 
 @dataclass(kw_only=True, eq=False)
 class OpenBlocks:
-    """One start of the blocks that are open together: all remaining ones, or one in waves. Resumes from an earlier
-    checkpoint. `checkpoint_seconds`: None neither saves nor resumes. `start`: of the process."""
+    """The blocks that are open together in this process: all remaining ones, or one in waves. Resumes from a
+    checkpoint. `checkpoint_seconds`: interval; None neither saves nor resumes."""
 
     session: BlockSession
     blocks: Sequence[Block]
@@ -128,19 +124,18 @@ class OpenBlocks:
             plan=store.plan,
             block=blocks[0].index if self.is_wave else None,
         )
-        self._order = [i for each in blocks for i in each.members]
-        self._unfinished: dict[int, SequenceState] = {}  # of an earlier start, and not finished by this one
+        self._order = [i for block in blocks for i in block.members]
+        self._unfinished: dict[int, SequenceState] = {}  # from the checkpoint, not finished since
         self._num_passes = 1 + max(recorded, default=-1)
         if self.checkpoint_seconds is not None:
             self._restore(self._checkpoint.load(), recorded)
-        known = {i: len(self._unfinished[i].token_ids) if i in self._unfinished else 0 for i in self._order}
-        self.progress.open(blocks, known)
+        num_generated = {i: len(self._unfinished[i].token_ids) if i in self._unfinished else 0 for i in self._order}
+        self.progress.open(blocks, num_generated)
         self._saved_at = time.monotonic()
 
     def generate(self) -> None:
-        """Generates the open blocks and commits parts as they complete. Saves a checkpoint every `checkpoint_seconds`,
-        and on a WeightstreamError. Other exceptions may leave half a pass, so the previous checkpoint is kept. Raises
-        Interrupted or OutputError."""
+        """Generates the open blocks and commits parts as they complete. Saves checkpoints periodically and on a
+        WeightstreamError. Raises Interrupted or OutputError."""
         batch, session = self.batch, self.session
         stream = partial(session.wave, self.blocks[0]) if self.is_wave else session.stream
         try:
@@ -149,15 +144,15 @@ class OpenBlocks:
                     self._parts.add(row)
                 self._unfinished.pop(i, None)
                 self.progress.finish_row(i, completion)
-        except WeightstreamError:
+        except WeightstreamError:  # raised between passes; other exceptions may leave half a pass, so they save nothing
             self._save()
             raise
         self._commit_complete()
-        self._checkpoint.remove()
+        self._checkpoint.remove()  # after the commit: a crash in between only leaves an unused file
         self.store.copy.try_remove(self._checkpoint.path)
 
     def _restore(self, checkpoint: RunCheckpoint, recorded_passes: frozenset[int]) -> None:
-        """Restores a checkpoint without rows and passes that are in parts: it may be older than the commits."""
+        """Restores a checkpoint, which may be older than the parts: drops rows and passes that parts contain."""
         batch = self.batch
         positions = {batch.requests[member].key: (i, member) for i in self._order for member in batch.joined[i].members}
         finished = [(row, *positions[row.key]) for row in checkpoint.finished if row.key in positions]
@@ -174,7 +169,7 @@ class OpenBlocks:
         self._parts.num_stops = checkpoint.num_stops + has_begun if self.is_wave else 0
         if has_begun:
             log.info(
-                "going on: %d rows of open parts are finished, %d are begun, with %d tokens",
+                "resuming: %d rows of open parts are finished, %d are partly generated, with %d tokens",
                 len(self._parts.rows),
                 len(self._unfinished),
                 sum(len(unfinished.token_ids) for unfinished in self._unfinished.values()),
@@ -195,13 +190,13 @@ class OpenBlocks:
         self.progress.finish_blocks(self._parts.commit_complete())
 
     def _save(self) -> None:
-        """Includes sequences from an earlier start that wait for admission: they are not in the session's snapshot."""
         if self.checkpoint_seconds is None:
             return
-        known = {**self._unfinished, **self.session.snapshot()}
+        # The snapshot lacks restored sequences that still wait for admission.
+        states = {**self._unfinished, **self.session.snapshot()}
         checkpoint = RunCheckpoint(
             finished=list(self._parts.rows.values()),
-            unfinished={self.batch.computed[i].key: state for i, state in known.items()},
+            unfinished={self.batch.computed[i].key: state for i, state in states.items()},
             passes=self._parts.passes,
             num_stops=self._parts.num_stops,
         )

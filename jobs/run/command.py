@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Settings = TypeVar("Settings", bound=RunSettings)
 HOW_TO_READ_TURNS = """
-output: {folder}/turn-1/generations and so on, a run for each turn; as one file:
+output: {folder}/turn-*/generations, a run for each turn; as one file:
 
     weightstream export run={folder} out=answers.jsonl"""
 
@@ -27,10 +27,9 @@ def run_command(
     at: float,
     clock: float,
 ) -> int:
-    """Runs the job to its end, with workers or ranks as set, prints the result and returns the exit code. `load_task`
-    imports torch and returns a function from settings to the task and its adjusted settings. `print_results`: prints
-    results below the table. `at`, `clock`: start of the process, in Unix and monotonic seconds. Raises the errors of
-    runtime.errors."""
+    """Runs the job, prints the result and returns the exit code. `load_task` imports torch and returns a function from
+    settings to the task and its adjusted settings. `print_results`: prints results below the summary table. `at`,
+    `clock`: start of the process, in Unix and monotonic seconds. Raises the errors of runtime.errors."""
     if config.num_workers != 1:
         from ..workers.local import supervise_workers
 

@@ -1,4 +1,4 @@
-"""Objects shared by all windows of one start of a run."""
+"""State shared by all windows of a run in this process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +19,8 @@ from .tasks.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """`columns` are passed through from the input; `fixed_schema`: those that every row has. `worker`: this process as
-    an elastic worker, or None. `copy`: the run's copy in an object store. `checkpoint_seconds`: interval between
-    checkpoints; None saves none."""
+    """`columns`: schema of columns passed through from the input; `fixed_schema`: of all others. `worker`: this process
+    as an elastic worker, or None. `copy`: the run's copy in an object store. `checkpoint_seconds`: None saves none."""
 
     task: Task
     runtime: Runtime
@@ -35,7 +34,7 @@ class RunContext:
     checkpoint_seconds: float | None
 
     def open_store(self, planned: list[PlannedRequest]) -> PartStore:
-        """The store for the parts of a window, by its plan."""
+        """The store for the parts of a window with this plan."""
         return PartStore(
             directory=self.state.directory,
             manifest=self.state.manifest,

@@ -35,8 +35,8 @@ class Feedback:
     runtime: Runtime
     requests: Sequence[Request]
     policy: Policy | None = field(default=None, init=False)
-    _first: MachineRates | None = field(default=None, init=False)  # those that the first block was predicted with
-    _corrected: MachineRates | None = field(default=None, init=False)
+    _measured_rates: MachineRates | None = field(default=None, init=False)  # predicted the first block
+    _corrected_rates: MachineRates | None = field(default=None, init=False)
 
     def restore(self) -> None:
         """Loads the recorded rates and policy if they were recorded on this host with these settings. Raises
@@ -46,52 +46,51 @@ class Feedback:
         values = read_json(self.path)
         if any(values.get(key) != value for key, value in self._validity_key().items()):
             log.warning(
-                "%s was measured on another host or with other settings of offload, kv or prefetch; rates "
-                "are measured anew, and the policy is searched anew",
+                "%s was recorded on another host or with other settings of offload, kv or prefetch: "
+                "measuring rates and searching the policy again",
                 self.path,
             )
             return
         corrected_values = values.get("corrected")
-        self._first = self._parse("rates", values.get("rates"), MachineRates.from_plain)
+        self._measured_rates = self._parse("rates", values.get("rates"), MachineRates.from_plain)
         if corrected_values is not None:
-            self._corrected = self._parse("rates", corrected_values, MachineRates.from_plain)
+            self._corrected_rates = self._parse("rates", corrected_values, MachineRates.from_plain)
         self.policy = self._parse("policy", values.get("policy"), Policy.from_plain)
 
     @property
     def rates(self) -> MachineRates | None:
         """The corrected or the measured rates; None if not measured yet."""
-        return self._corrected or self._first
+        return self._corrected_rates or self._measured_rates
 
     def record(self, plan: RunPlan) -> None:
         """Saves the rates and policy of `plan` before the first block runs. Raises OutputError."""
-        self._first, self.policy = plan.rates, plan.searched_policy
+        self._measured_rates, self.policy = plan.rates, plan.searched_policy
         self._write()
 
     @property
-    def is_due(self) -> bool:
-        """True if the first block was predicted, and nothing has been learned from it yet."""
-        return self._first is not None and self._corrected is None
+    def is_pending(self) -> bool:
+        """True if the first block was predicted and its measured times have not been used yet."""
+        return self._measured_rates is not None and self._corrected_rates is None
 
     def revise_plan(self, plan: RunPlan, passes: Sequence[PassRow]) -> RunPlan:
-        """The plan of the remaining blocks, from the passes of the first block, which ran by `plan`. Raises
-        OutputError."""
-        assert self._first is not None, "nothing is due"
+        """The plan of the remaining blocks, given the passes of the first block under `plan`. Raises OutputError."""
+        assert self._measured_rates is not None, "record() was called"
         measured, predicted = busy_seconds(passes)
-        self._corrected = correct_rates(self._first, measured, predicted)
-        for resource in (each for each in measured if measured[each] and predicted[each]):
+        self._corrected_rates = correct_rates(self._measured_rates, measured, predicted)
+        for resource in [resource for resource in measured if measured[resource] and predicted[resource]]:
             log.info(
-                "policy: the first block kept %s busy for %.3g s where %.3g s were predicted",
+                "policy: in the first block %s was busy for %.3g s; %.3g s were predicted",
                 resource.value,
                 measured[resource],
                 predicted[resource],
             )
-        revised = self.runtime.revised(plan, self.requests, self._corrected)
+        revised = self.runtime.revised(plan, self.requests, self._corrected_rates)
         self.policy = revised.searched_policy
         self._write()
         return revised
 
     def _validity_key(self) -> Mapping[str, JsonValue]:
-        """Host and settings that the rates and the policy are valid for."""
+        """The host and settings for which rates and policy are valid."""
         config = self.runtime.config
         return {
             "host": asdict(self.runtime.host),
@@ -99,29 +98,28 @@ class Feedback:
         }
 
     def _parse(self, name: str, values: object, read: Callable[[Any], Plain]) -> Plain:
-        """Raises DamagedRunError if `read` rejects the values."""
         try:
             return read(values)
         except (KeyError, TypeError, ValueError) as error:
-            raise DamagedRunError(f"{self.path} holds no {name}: {error!r}. Move it away to measure anew") from error
+            raise DamagedRunError(f"{self.path} has no valid {name}: {error!r}. Remove it to measure again") from error
 
     def _write(self) -> None:
-        assert self._first is not None, "the run was planned with rates"
+        assert self._measured_rates is not None, "the run was planned with rates"
         assert self.policy is not None, "the run was planned by a search"
         values = {
             **self._validity_key(),
-            "rates": self._first.to_plain(),
-            "corrected": self._corrected.to_plain() if self._corrected is not None else None,
+            "rates": self._measured_rates.to_plain(),
+            "corrected": self._corrected_rates.to_plain() if self._corrected_rates is not None else None,
             "policy": self.policy.to_plain(),
         }
-        write_json(self.path, values, exclusive=False)  # pyright: ignore[reportArgumentType] - plain all through
+        write_json(self.path, values, exclusive=False)  # pyright: ignore[reportArgumentType] - plain JSON values
 
 
 def busy_seconds(passes: Sequence[PassRow]) -> tuple[dict[Resource, float], dict[Resource, float]]:
     """Busy seconds of each resource in these passes, measured and predicted. Attention counts in decode passes only; in
     prefill it is part of compute."""
 
-    def added(prefix: str) -> dict[Resource, float]:
+    def sum_seconds(prefix: str) -> dict[Resource, float]:
         def total(name: str, rows: Sequence[PassRow] = passes) -> float:
             return sum(getattr(row, f"{prefix}{name}_seconds") or 0.0 for row in rows)
 
@@ -134,4 +132,4 @@ def busy_seconds(passes: Sequence[PassRow]) -> tuple[dict[Resource, float], dict
             Resource.cpu_attention: total("attention", [row for row in passes if row.phase == "decode"]),
         }
 
-    return added(""), added("predicted_")
+    return sum_seconds(""), sum_seconds("predicted_")

@@ -36,15 +36,14 @@ PATH_KEYS = (
     "model.tokenizer",
     "dataset.path",
     *JUDGE_PATH_KEYS,
-)  # what lies there is known by digests, wherever it is
+)  # files may move: digests identify their contents
 LOCATION_KEYS = frozenset({"_name_or_path", "name_or_path", "is_local", "local_files_only", "backend"})
-VERSION_KEYS = frozenset({"transformers_version", "dtype"})  # the dtype is `model.dtype`, as it is computed with
-MAX_KEYS, MAX_CHARS = 64, 400  # of a mapping and of a value that are kept as they are; of larger ones a digest
+VERSION_KEYS = frozenset({"transformers_version", "dtype"})  # the compute dtype is recorded as `model.dtype`
+MAX_KEYS, MAX_CHARS = 64, 400  # larger mappings and values are stored as a digest
 
 
 def make_manifest(config: RunSettings, runtime: Runtime, digests: InputDigests) -> RunManifest:
-    """The manifest, with the resolved dtype and sampling: `auto` may differ between machines, which makes another
-    run."""
+    """The manifest, with resolved dtype and sampling, since `auto` may differ between machines."""
     settings, model = semantic(replace(config, sampling=runtime.config.sampling)), runtime.model
     resolved = {
         "model.dtype": str(model.compute_dtype).removeprefix("torch."),
@@ -68,9 +67,8 @@ def make_manifest(config: RunSettings, runtime: Runtime, digests: InputDigests) 
             "tokenizer_config.json": str(folder),
             "chat_template": str(template if template.exists() else folder / "tokenizer_config.json"),
             "input": config.dataset.path or f"dataset={config.dataset.kind.value}",
-            # Where no digest is, what would give one.
             **dict.fromkeys(
-                map(_digest_key, model.checkpoint.files), "model.verify=sampled; model.verify=full takes it"
+                map(_digest_key, model.checkpoint.files), "model.verify=sampled; set model.verify=full to record it"
             ),
             **{_digest_key(file): file for file in model.digests},
         },
@@ -82,9 +80,8 @@ def _digest_key(file: str) -> str:
 
 
 def model_facts(model: LoadedModel) -> dict[str, JsonValue]:
-    """Facts from all files that can change the output. Weight digests only with model.verify=full. Of
-    generation_config.json only keys that apply whatever `sampling` says; with `sampling.follow_model` the rest is in
-    the settings."""
+    """Facts from all files that can change the output. Weight digests only with model.verify=full. Sampling defaults of
+    generation_config.json are not facts: with `sampling.follow_model` they are in the settings."""
     facts = {f"config.json {key}": value for key, value in _flatten_values(model.config, VERSION_KEYS | LOCATION_KEYS)}
     facts |= _generation_facts(model)
     facts |= _adapter_facts(model.checkpoint.path)
@@ -112,7 +109,7 @@ def _generation_facts(model: LoadedModel) -> dict[str, JsonValue]:
 
 
 def _adapter_facts(checkpoint: Path) -> dict[str, JsonValue]:
-    """An adapter changes the identity of the model, although it is not applied."""
+    """Contents of adapter_config.json, with a warning: the adapter is not applied."""
     path = checkpoint / "adapter_config.json"
     try:
         values = read_json(path)
@@ -120,18 +117,18 @@ def _adapter_facts(checkpoint: Path) -> dict[str, JsonValue]:
         return {}
     except DamagedRunError as error:
         raise CheckpointError(f"{path} is no JSON object") from error
-    LOG.warning("%s: adapters are not applied, the model runs as it is without; merge it into the weights first", path)
+    LOG.warning("%s: adapters are not applied, the base model runs; merge the adapter into the weights first", path)
     return {f"adapter_config.json {key}": value for key, value in _flatten_values(values, frozenset())}
 
 
 def _flatten_values(
-    values: Mapping[str, object], without: frozenset[str], prefix: str = ""
+    values: Mapping[str, object], excluded: frozenset[str], prefix: str = ""
 ) -> Iterator[tuple[str, JsonValue]]:
     for key, value in values.items():
-        if str(key) in without:
+        if str(key) in excluded:
             continue
         if isinstance(value, Mapping) and 0 < len(value) <= MAX_KEYS:
-            yield from _flatten_values(value, without, f"{prefix}{key}.")
+            yield from _flatten_values(value, excluded, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", _value_or_digest(value)
 

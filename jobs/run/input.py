@@ -25,12 +25,12 @@ from ..record.output_rows import column_schema, infer_column_schema
 from ..record.run_dir import RunDirectory, run_directory_error
 
 log = logging.getLogger(__name__)
-WINDOW_KEY = "dataset.window_rows"  # among the settings of run.json, of a run in windows alone
+WINDOW_KEY = "dataset.window_rows"  # in run.json only if the run reads its input in windows
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputWindow:
-    """One of `count` windows of a run. `read` reads its rows, of this shard only. Raises DatasetError."""
+    """A window of a run's input. `read` returns its rows of this shard and raises DatasetError."""
 
     number: int
     count: int
@@ -41,12 +41,11 @@ class InputWindow:
         return self.number == self.count - 1
 
     def plan_path(self, directory: RunDirectory) -> Path:
-        """Path of its plan."""
         return directory.plan if self.count == 1 else directory.window_plan(self.number)
 
 
 class RunInput(Protocol):
-    """Interface of a run's input. `identity`: part of the run's identity besides settings and digests."""
+    """Interface of a run's input. `identity`: added to the run's identity, besides settings and digests."""
 
     @property
     def windows(self) -> Sequence[InputWindow]: ...
@@ -55,7 +54,7 @@ class RunInput(Protocol):
     def identity(self) -> Mapping[str, JsonValue]: ...
 
     def columns(self, fixed: pa.Schema) -> pa.Schema:
-        """The schema of passed-through columns, equal for all shards."""
+        """Schema of the passed-through columns, the same for all shards."""
         ...
 
     def all_rows(self) -> Iterable[Row]:
@@ -69,12 +68,12 @@ class RunInput(Protocol):
     def digests(self, columns: pa.Schema) -> InputDigests: ...
 
     def save_digests(self, directory: RunDirectory, digests: InputDigests) -> Path:
-        """Writes what later starts need to the run's directory; returns the file. Raises OutputError."""
+        """Saves digests, or the survey of windows, for resumed runs; returns the file. Raises OutputError."""
         ...
 
 
 class InMemoryRows:
-    """All rows of an input, in memory."""
+    """Input held in memory."""
 
     def __init__(self, rows: Sequence[Row], shard: ShardConfig):
         self._all, self._rows = rows, shard_rows(rows, shard)
@@ -108,7 +107,7 @@ class WindowedRows:
     settings: Mapping[str, JsonValue]
     stamps: Mapping[Path, tuple[int, int]]
     window_rows: int
-    is_begun: bool
+    is_resumed: bool
     _read_ahead: list[Sequence[Row]] = field(default_factory=list)
 
     @property
@@ -128,7 +127,7 @@ class WindowedRows:
 
     def preview_rows(self) -> Sequence[Row]:
         """The first window, kept until it is read again; empty for a resumed run."""
-        if self.is_begun:
+        if self.is_resumed:
             return ()
         self._read_ahead.append(self._read(0))
         return self._read_ahead[0]
@@ -148,7 +147,7 @@ class WindowedRows:
             return self._read_ahead.pop()
         changed = [path for path, stamp in self.stamps.items() if _file_stamp(path) != stamp]
         if changed:
-            raise DatasetError(f"{changed[0]} was changed while the run reads it; nothing of it was used since")
+            raise DatasetError(f"{changed[0]} was changed during the run; nothing read after the change was used")
         return self.rows.read(number)
 
 
@@ -158,7 +157,7 @@ def open_windowed_rows(
     should_stop: Callable[[], bool],
     remote_manifest: Mapping[str, JsonValue] | None = None,
 ) -> WindowedRows | None:
-    """The input of a run in windows; None if all rows are to be held in memory. `remote_manifest`: run.json of the
+    """The input of a run in windows; None to hold all rows in memory. `remote_manifest`: run.json of the
     run's copy. Raises DatasetError, Interrupted."""
     dataset, windowed = config.dataset, windowed_input(config.dataset)
     window_rows = _resolve_window_rows(config, directory, remote_manifest) if windowed is not None else None
@@ -169,10 +168,8 @@ def open_windowed_rows(
         return None
     examples = windowed.source.files(few_shot_config(dataset)) if dataset.few_shot_path is not None else []
     paths = [*windowed.source.files(dataset), *examples]
-    stamps, files = (
-        {path: _file_stamp(path) for path in paths},
-        _digest_files(paths, config.offload.cache_dir, should_stop),
-    )
+    stamps = {path: _file_stamp(path) for path in paths}  # before the digests: a change while digesting is noticed
+    files = _digest_files(paths, config.offload.cache_dir, should_stop)
     run = RunDirectory(path=directory)
     settings: dict[str, JsonValue] = {
         **{f"dataset.{key}": getattr(dataset, key) for key in ("limit", "max_row_bytes", "id_field", "keep_columns")},
@@ -184,7 +181,7 @@ def open_windowed_rows(
         parent = next(folder for folder in directory.absolute().parents if folder.is_dir())
         try:
             survey = make_survey(dataset, windowed, parent, should_stop)
-        except OSError as error:  # of where ids lie meanwhile: what cannot be read of the input is a DatasetError
+        except OSError as error:  # from the temporary file of ids; unreadable input is a DatasetError
             raise run_directory_error(run, error) from error
     return WindowedRows(
         rows=RowWindows(config=dataset, survey=survey, shard=config.shard, rows_per_window=num_rows_each),
@@ -192,30 +189,30 @@ def open_windowed_rows(
         settings=settings,
         stamps=stamps,
         window_rows=window_rows,
-        is_begun=remote_manifest is not None or run.manifest.exists(),
+        is_resumed=remote_manifest is not None or run.manifest.exists(),
     )
 
 
 def _resolve_window_rows(
     config: RunSettings, directory: Path, remote_manifest: Mapping[str, JsonValue] | None
 ) -> int | None:
-    """Output rows per window; None if all rows are held. Without a setting, a resumed run keeps its value. Raises
-    ConfigError if ranks are to resume a run in windows."""
+    """Output rows per window; None to hold all rows in memory. A resumed run uses its recorded value unless one is
+    set. Raises ConfigError if the recorded run has windows and `devices` does not support them."""
     requested, run = config.dataset.window_rows, RunDirectory(path=directory)
-    keeps_all = config.dataset.repeat > 1 or config.dataset.has_turns or config.devices.way is not Parallelism.one
-    keeps_all |= isinstance(config, ScoreConfig) and config.score.rolling
+    holds_all = config.dataset.repeat > 1 or config.dataset.has_turns or config.devices.way is not Parallelism.one
+    holds_all |= isinstance(config, ScoreConfig) and config.score.rolling
     if requested is None and (remote_manifest is not None or run.manifest.exists()):
-        begun_with, way = None, config.devices.way
-        with suppress(OSError, DamagedRunError):  # `open_run` says so
+        recorded, way = None, config.devices.way
+        with suppress(OSError, DamagedRunError):  # reported later by `open_run`
             settings = (remote_manifest or read_json(run.manifest)).get("semantic")
-            begun_with = settings.get(WINDOW_KEY) if isinstance(settings, dict) else None
+            recorded = settings.get(WINDOW_KEY) if isinstance(settings, dict) else None
         require(
-            begun_with is None or way is Parallelism.one,
-            f"devices={way.value} holds all rows as yet, and the run was begun in windows of {begun_with} "
-            "(dataset.window_rows): go on with devices=one, or choose another directory with run=",
+            recorded is None or way is Parallelism.one,
+            f"devices={way.value} does not support windows, but the run was started with {WINDOW_KEY}={recorded}: "
+            "resume it with devices=one, or choose another directory with run=",
         )
-        return begun_with if isinstance(begun_with, int) else None
-    return None if keeps_all else requested or WINDOW_ROWS
+        return recorded if isinstance(recorded, int) else None
+    return None if holds_all else requested or WINDOW_ROWS
 
 
 def _file_stamp(path: Path) -> tuple[int, int]:
@@ -242,7 +239,7 @@ def _survey_key(files: Mapping[str, str], settings: Mapping[str, JsonValue]) -> 
 
 
 def _load_survey(path: Path, key: str) -> Survey | None:
-    """The survey saved by an earlier start; None if there is none for this input, or it is damaged."""
+    """The saved survey; None if it is missing, damaged or of another input."""
     try:
         values = read_json(path)
         digest = values.pop("digest", None)
@@ -251,7 +248,7 @@ def _load_survey(path: Path, key: str) -> Survey | None:
     except FileNotFoundError:
         return None
     except (OSError, DamagedRunError, KeyError, TypeError, ValueError) as error:
-        log.warning("%s cannot be used (%s): the rows are looked through anew", path, error)
+        log.warning("%s cannot be used (%s): scanning the rows again", path, error)
         return None
-    log.warning("%s is of another input, or was edited: the rows are looked through anew", path)
+    log.warning("%s belongs to another input or was edited: scanning the rows again", path)
     return None

@@ -1,4 +1,4 @@
-"""Progress and remaining time of a run: a progress bar on a terminal, otherwise one log line per minute."""
+"""Progress and remaining time of a run: a progress bar on a terminal, otherwise a log line per minute."""
 
 import logging
 import sys
@@ -23,7 +23,7 @@ from ..record.passes import PassRow
 
 @dataclass(kw_only=True)
 class _Phase:
-    """`step_seconds`: predicted seconds of one step. The others: seconds of the steps done by this start."""
+    """`step_seconds`: predicted seconds of one step. The others: seconds of the steps that this process has done."""
 
     step_seconds: float
     predicted_seconds: float = 0.0
@@ -35,71 +35,69 @@ class _Phase:
 
 
 class Forecast:
-    """Estimates the remaining time from steps: prompt tokens in prefill; in decode, passes over a block in waves, else
-    tokens. Lengths of finished blocks or requests, relative to their limits, scale those that remain.
-
-    A block is waiting, open or done. Requests are positions in `requests`.
-    """
+    """Estimates the remaining time in steps. A prefill step is a prompt token. A decode step is a pass over a block in
+    waves, else a token; remaining decode steps are scaled by the actual length of finished ones relative to its limit.
+    Blocks are waiting, open or done. Requests are positions in `requests`."""
 
     def __init__(self, prediction: Prediction, requests: Sequence[Request], blocks: Sequence[Block], *, is_wave: bool):
         self._requests, self._is_wave = requests, is_wave
         self._members = {block.index: [i for i in block.members if requests[i].max_new_tokens] for block in blocks}
-        self._prompts = {index: sum(map(self._num_prompt_tokens, rows)) for index, rows in self._members.items()}
+        self._prompt_tokens = {index: sum(map(self._prompt_length, rows)) for index, rows in self._members.items()}
         limits = {index: {i: requests[i].max_new_tokens for i in rows} for index, rows in self._members.items()}
-        self._steps = {index: self._max_steps(most) for index, most in limits.items()}
+        self._steps = {index: self._max_steps(by_request) for index, by_request in limits.items()}
         self._waiting = set(self._members)
-        self._prefill = _Phase(step_seconds=_per_item(prediction.prefill.seconds, sum(self._prompts.values())))
+        self._prefill = _Phase(step_seconds=_per_item(prediction.prefill.seconds, sum(self._prompt_tokens.values())))
         self._decode = _Phase(step_seconds=_per_item(prediction.decode.seconds, sum(self._steps.values())))
-        self._skipped_seconds = 0.0  # predicted, of what earlier starts have done
-        self._open: dict[int, int] = {}  # by request that is not finished, the most tokens it may still get
-        self._num_prompts_left = 0
-        self._begun_most, self._num_steps_done = 0, 0.0  # steps of what is open: its limit, and those that are done
-        # Of what has ended. Of tokens a tenth is held as if it ran to its limit: what ends first is what is short.
-        self._finished_steps = self._finished_most = 0.0 if is_wave else sum(self._steps.values()) / 10
+        self._skipped_seconds = 0.0  # predicted, for work done before this process
+        self._open: dict[int, int] = {}  # remaining token limit of each unfinished request
+        self._prompt_tokens_left = 0
+        self._open_limit, self._num_steps_done = 0, 0.0  # decode steps of open blocks
+        # Short requests finish first: count a tenth of all tokens as finished at full length.
+        self._finished_steps = self._finished_limit = 0.0 if is_wave else sum(self._steps.values()) / 10
 
     def skip(self, blocks: Iterable[int]) -> None:
         """Marks blocks committed by an earlier start as done."""
         for index in self._waiting & set(blocks):
             self._waiting.remove(index)
-            self._skipped_seconds += self._predicted_seconds(self._prompts[index], self._steps[index])
+            self._skipped_seconds += self._predicted_seconds(self._prompt_tokens[index], self._steps[index])
 
-    def open(self, blocks: Iterable[int], known: Mapping[int, int]) -> None:
-        """Opens blocks with the remaining requests in `known`, by number of tokens generated before. Those are
-        prefilled again."""
+    def open(self, blocks: Iterable[int], num_generated: Mapping[int, int]) -> None:
+        """Opens blocks. `num_generated`: tokens generated before, which are prefilled again, by remaining request."""
         if self._is_wave:
-            self._finish(self._num_steps_done, self._begun_most)
+            self._finish(self._num_steps_done, self._open_limit)
         indices = self._waiting & set(blocks)
         self._waiting -= indices
-        self._open = {i: most for i, num in known.items() if (most := self._requests[i].max_new_tokens - num) > 0}
-        num_prompts, self._begun_most = sum(map(self._num_prompt_tokens, self._open)), self._max_steps(self._open)
-        self._num_prompts_left = num_prompts + sum(known[i] for i in self._open)
-        fresh_prompts = sum(self._prompts[index] for index in indices)
-        fresh_steps = sum(self._steps[index] for index in indices)
-        self._skipped_seconds += self._predicted_seconds(fresh_prompts - num_prompts, fresh_steps - self._begun_most)
+        limits = {i: self._requests[i].max_new_tokens - num for i, num in num_generated.items()}
+        self._open = {i: limit for i, limit in limits.items() if limit > 0}
+        prompt_tokens, self._open_limit = sum(map(self._prompt_length, self._open)), self._max_steps(self._open)
+        self._prompt_tokens_left = prompt_tokens + sum(num_generated[i] for i in self._open)
+        skipped_tokens = sum(self._prompt_tokens[index] for index in indices) - prompt_tokens
+        skipped_steps = sum(self._steps[index] for index in indices) - self._open_limit
+        self._skipped_seconds += self._predicted_seconds(skipped_tokens, skipped_steps)
 
     def advance(self, row: PassRow) -> None:
         """Counts a pass of the open blocks."""
         share, num_steps = row.prefill_share, float(row.decode_issued)
         if self._is_wave:
             num_steps = 1.0 if share < 1.0 else 0.0
-        self._num_prompts_left = max(0, self._num_prompts_left - row.prompt_tokens)
+        self._prompt_tokens_left = max(0, self._prompt_tokens_left - row.prompt_tokens)
         self._num_steps_done += num_steps
         self._prefill.add(row.prompt_tokens, share * row.seconds)
         self._decode.add(num_steps, (1 - share) * row.seconds)
 
     def finish_row(self, i: int, num_tokens: int) -> None:
-        """Removes a finished request; `num_tokens` includes those it had when opened."""
-        most = self._open.pop(i, None)
-        if most is not None and not self._is_wave:
-            self._begun_most -= most - 1
-            self._finish(num_tokens - (self._requests[i].max_new_tokens - most) - 1, most - 1)
+        """Removes a finished request; `num_tokens` includes those generated before it was opened."""
+        limit = self._open.pop(i, None)
+        if limit is not None and not self._is_wave:
+            self._open_limit -= limit - 1
+            self._finish(num_tokens - (self._requests[i].max_new_tokens - limit) - 1, limit - 1)
 
     @property
     def seconds_left(self) -> float:
         """Estimated seconds for the remaining work."""
-        num_prompts = self._num_prompts_left + sum(self._prompts[index] for index in self._waiting)
+        prompt_tokens = self._prompt_tokens_left + sum(self._prompt_tokens[index] for index in self._waiting)
         return (
-            self._correction(self._prefill) * self._prefill.step_seconds * num_prompts
+            self._correction(self._prefill) * self._prefill.step_seconds * prompt_tokens
             + self._correction(self._decode) * self._decode.step_seconds * self._num_steps_left
         )
 
@@ -107,44 +105,44 @@ class Forecast:
     def share_done(self) -> float:
         """Share of the run that is done, from 0 to 1, by predicted time."""
         done = self._skipped_seconds + self._prefill.predicted_seconds + self._decode.predicted_seconds
-        num_prompts = self._num_prompts_left + sum(self._prompts[index] for index in self._waiting)
-        left = self._predicted_seconds(num_prompts, self._num_steps_left)
+        prompt_tokens = self._prompt_tokens_left + sum(self._prompt_tokens[index] for index in self._waiting)
+        left = self._predicted_seconds(prompt_tokens, self._num_steps_left)
         return done / (done + left) if done + left else 1.0
 
     @property
     def _num_steps_left(self) -> float:
         waiting = sum(self._steps[index] for index in self._waiting)
-        most = self._max_steps(self._open) if self._is_wave else self._begun_most
-        likely = self._length_ratio * most - self._num_steps_done
-        return (max(1.0, likely) if self._open else 0.0) + self._length_ratio * waiting
+        limit = self._max_steps(self._open) if self._is_wave else self._open_limit
+        expected = self._length_ratio * limit - self._num_steps_done
+        return (max(1.0, expected) if self._open else 0.0) + self._length_ratio * waiting
 
     @property
     def _length_ratio(self) -> float:
         """Ratio of actual to maximum length, over finished requests or blocks."""
-        return self._finished_steps / self._finished_most if self._finished_most else 1.0
+        return self._finished_steps / self._finished_limit if self._finished_limit else 1.0
 
-    def _finish(self, num_steps: float, most: float) -> None:
+    def _finish(self, num_steps: float, limit: float) -> None:
         self._finished_steps += num_steps
-        self._finished_most += most
+        self._finished_limit += limit
         self._num_steps_done -= num_steps
 
     def _correction(self, phase: _Phase) -> float:
         """Measured over predicted seconds of a phase; of both phases if this one has not begun."""
         phases = (phase,) if phase.predicted_seconds else (self._prefill, self._decode)
-        predicted = sum(each.predicted_seconds for each in phases)
-        return sum(each.measured_seconds for each in phases) / predicted if predicted else 1.0
+        predicted = sum(item.predicted_seconds for item in phases)
+        return sum(item.measured_seconds for item in phases) / predicted if predicted else 1.0
 
-    def _predicted_seconds(self, num_prompts: float, num_steps: float) -> float:
-        return self._prefill.step_seconds * num_prompts + self._decode.step_seconds * num_steps
+    def _predicted_seconds(self, prompt_tokens: float, num_steps: float) -> float:
+        return self._prefill.step_seconds * prompt_tokens + self._decode.step_seconds * num_steps
 
-    def _num_prompt_tokens(self, i: int) -> int:
+    def _prompt_length(self, i: int) -> int:
         return len(self._requests[i].prompt_ids)
 
     def _max_steps(self, limits: Mapping[int, int]) -> int:
         """Decode steps up to these limits; the first token of each request comes from prefill."""
         if self._is_wave:
             return max(limits.values(), default=1) - 1
-        return sum(most - 1 for most in limits.values())
+        return sum(limit - 1 for limit in limits.values())
 
 
 def _per_item(seconds: float, count: int) -> float:
@@ -152,12 +150,12 @@ def _per_item(seconds: float, count: int) -> float:
 
 
 log = logging.getLogger(__name__)
-SECONDS_PER_LINE, SECONDS_PER_PICTURE = 60.0, 0.2
+SECONDS_PER_LINE, SECONDS_PER_REDRAW = 60.0, 0.2
 
 
 @dataclass(kw_only=True)
-class _Pace:
-    """Tokens of one phase computed by this start, and the seconds of its passes."""
+class _PhaseThroughput:
+    """Tokens of one phase computed by this process, and the seconds of its passes."""
 
     num_tokens: float = 0.0
     seconds: float = 0.0
@@ -167,11 +165,8 @@ class _Pace:
 
 
 class Progress:
-    """Context manager that displays progress; call `advance` after each pass. With overlapping blocks the first open
-    one is shown.
-
-    `clock`: monotonic seconds; `now`: the time of day.
-    """
+    """Context manager that displays progress; call `advance` after each pass. Shows the first open block. `clock`:
+    monotonic seconds; `now`: time of day."""
 
     def __init__(
         self,
@@ -191,8 +186,8 @@ class Progress:
         self._num_rows_done = 0
         self._num_rows = sum(len(block.members) for block in blocks)
         self._phase = "prefill"
-        self._paces = {"prefill": _Pace(), "decode": _Pace()}
-        self._last_line = self._last_picture = clock()
+        self._throughput = {"prefill": _PhaseThroughput(), "decode": _PhaseThroughput()}
+        self._last_line = self._last_redraw = clock()
 
     def __enter__(self) -> Self:
         self._bar = tqdm(
@@ -216,8 +211,7 @@ class Progress:
         self._stack.close()
 
     def expect(self, prediction: Prediction | None, done: Collection[int]) -> None:
-        """Uses this prediction of all blocks from now on; blocks in `done` are committed. Logs the estimate the first
-        time."""
+        """Sets the prediction for all blocks, with those in `done` committed. The first call logs the estimate."""
         is_first = self._forecast is None
         self._done_blocks = set(done)
         self._num_rows_done = sum(len(block.members) for block in self._blocks if block.index in self._done_blocks)
@@ -230,25 +224,25 @@ class Progress:
             log.info("generating %s: %s", format_count(num_left, "completion"), self._time_left_text)
         self._draw()
 
-    def open(self, blocks: Sequence[Block], known: Mapping[int, int]) -> None:
-        """Opens blocks with the remaining requests in `known`, by number of tokens generated before."""
-        self._num_rows_done += sum(len(block.members) for block in blocks) - len(known)
+    def open(self, blocks: Sequence[Block], num_generated: Mapping[int, int]) -> None:
+        """Opens blocks. `num_generated`: tokens generated before, by remaining request."""
+        self._num_rows_done += sum(len(block.members) for block in blocks) - len(num_generated)
         if self._forecast is not None:
-            self._forecast.open([block.index for block in blocks], known)
+            self._forecast.open([block.index for block in blocks], num_generated)
 
     def advance(self, row: PassRow) -> None:
-        """Counts a pass, once the rows that ended in it are finished."""
+        """Counts a pass; call it after `finish_row` for the rows that ended in it."""
         self._phase, share = row.phase, row.prefill_share
         for name, num_tokens, part in (
             ("prefill", row.prompt_tokens, share),
             ("decode", row.decode_useful, 1 - share),
         ):
-            self._paces[name].num_tokens += num_tokens
-            self._paces[name].seconds += part * row.seconds
+            self._throughput[name].num_tokens += num_tokens
+            self._throughput[name].seconds += part * row.seconds
         if self._forecast is not None:
             self._forecast.advance(row)
         now = self._clock()
-        if self._is_terminal and now - self._last_picture >= SECONDS_PER_PICTURE:
+        if self._is_terminal and now - self._last_redraw >= SECONDS_PER_REDRAW:
             self._draw()
         elif not self._is_terminal and now - self._last_line >= SECONDS_PER_LINE:
             self._last_line = now
@@ -263,10 +257,9 @@ class Progress:
         self._done_blocks |= set(indices)
 
     def _draw(self) -> None:
-        """Draws the bar. It never moves back, although estimates may grow."""
-        self._last_picture = self._clock()
+        self._last_redraw = self._clock()
         if self._forecast is not None:
-            self._bar.n = max(self._bar.n, self._forecast.share_done)
+            self._bar.n = max(self._bar.n, self._forecast.share_done)  # never moves back when the estimate grows
         self._bar.set_description_str(self._position_text, refresh=False)
         self._bar.set_postfix_str(self._state_text, refresh=True)
 
@@ -277,8 +270,8 @@ class Progress:
 
     @property
     def _state_text(self) -> str:
-        pace = self._paces["prefill" if self._phase == "prefill" else "decode"]
-        parts = (f"{self._num_rows_done:,} of {self._num_rows:,} rows", str(pace), self._time_left_text)
+        throughput = self._throughput["prefill" if self._phase == "prefill" else "decode"]
+        parts = (f"{self._num_rows_done:,} of {self._num_rows:,} rows", str(throughput), self._time_left_text)
         return ", ".join(filter(None, parts))
 
     @property

@@ -1,4 +1,4 @@
-"""Runs over several ranks: rank 0 executes the run, the other ranks compute their share and write nothing."""
+"""Runs over several ranks: rank 0 executes the run and writes files; the others compute their share."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ from .tasks.task import Task
 log = logging.getLogger(__name__)
 LAUNCH_EXAMPLES = "torchrun --nproc-per-node 2 -m jobs.generate devices=sharded ..., or srun --ntasks 2 ..."
 SEVERAL_PROCESSES = (
-    "devices=one is of one process, and torchrun has started several: set devices to sharded, tensor or pipeline, "
+    "devices=one runs in one process, but torchrun has started several: set devices to sharded, tensor or pipeline, "
     "or start the job without torchrun"
 )
 
@@ -31,17 +31,17 @@ def join_ranks(devices: DevicesConfig, should_stop: Callable[[], bool]) -> Itera
     disagree."""
     launch = Launch.from_environment(os.environ)
     if devices.way is Parallelism.one:
-        is_of_several = launch is not None and launch.size > 1 and launch.url == "env://"
-        require(not is_of_several, SEVERAL_PROCESSES)
+        has_other_ranks = launch is not None and launch.size > 1 and launch.url == "env://"
+        require(not has_other_ranks, SEVERAL_PROCESSES)
         yield None
         return
     if launch is None or launch.size < 2:
         way = devices.way.value
-        raise ConfigError(f"devices={way} is of several processes, and this one was started alone: {LAUNCH_EXAMPLES}")
+        raise ConfigError(f"devices={way} needs several processes, but one was started: use {LAUNCH_EXAMPLES}")
     ranks = Ranks(launch, should_stop, devices)
     num_machines = len({*ranks.machines})
     log.info("%d ranks on %d machine%s", ranks.size, num_machines, "s" if num_machines > 1 else "")
-    yield ranks  # where it raises, the end of the process tells the others
+    yield ranks  # no try/finally: after an error the other ranks notice the end of this process
     if not ranks.rank:
         end_sessions(ranks)
     ranks.close()

@@ -1,5 +1,4 @@
-"""Conversion between rows, requests, blocks and output rows: rows to requests, plans to blocks, completions to output
-rows."""
+"""Conversions: rows to requests, plans to blocks, completions to output rows."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -38,8 +37,8 @@ def has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:
 def require_template(
     tokenizer: PreTrainedTokenizerBase | None, config: DatasetConfig, rows: Sequence[Row] = ()
 ) -> None:
-    """Raises ConfigError if chats need a template and there is none, if it refuses `dataset.system_prompt`, or if it
-    fails with the same error for each of `rows`."""
+    """Raises ConfigError if chats need a template and there is none, or if the template rejects
+    `dataset.system_prompt` or all of `rows`."""
     are_chats = [row.messages is not None for row in rows if row.error is None]
     if not (config.chat_template or any(are_chats)):
         return
@@ -63,10 +62,10 @@ def require_template(
 
 
 def _require_renders(renderer: ChatRenderer, rows: Sequence[Row]) -> None:
-    """Raises ConfigError if the template fails for all rows with the same error. A single chat may itself be wrong, so
-    a plain question is tried as well."""
+    """Raises ConfigError if the template fails for all rows with the same error."""
     first: str | None = None
     chats = [(row.messages, row.template_kwargs) for row in rows if row.messages is not None]
+    # A single chat may itself be invalid, so a plain question is tried too.
     for messages, template_kwargs in [*chats, *([([QUESTION], chats[0][1])] if len(chats) == 1 else [])]:
         try:
             renderer.render(messages, template_kwargs)
@@ -78,22 +77,22 @@ def _require_renders(renderer: ChatRenderer, rows: Sequence[Row]) -> None:
     if first is not None:
         raise ConfigError(
             f"dataset.chat_template=true, but the model's chat template fails for all {len(chats):,} rows: {first}; "
-            "mend it, or set dataset.chat_template=false"
+            "fix the template, or set dataset.chat_template=false"
         )
 
 
-Prompt: TypeAlias = str | tuple[int, ...]  # a text, which a template has spelt out where the row is a chat, or tokens
-# What rows with these prompts ask of the engine: of each, in their order, its output rows, or why there are none.
+Prompt: TypeAlias = str | tuple[int, ...]  # text, rendered by the template for a chat, or token ids
+# Returns the requests of each row, in order, or the reason why a row has none.
 MakeRequests: TypeAlias = Callable[[Runtime, Sequence[tuple[Row, Prompt]]], Iterable[Sequence[Request | Rejected]]]
-ReadColumns: TypeAlias = Callable[[Completion], Mapping[str, object]]  # what was read off a prompt, as columns
-ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 1024, 1 << 20  # that are tokenised together; a tokenizer holds 200 bytes for each
+ReadColumns: TypeAlias = Callable[[Completion], Mapping[str, object]]  # output columns of an encoding
+CHUNK_ROWS, CHUNK_CHARACTERS = 1024, 1 << 20  # tokenized together; a tokenizer needs 200 bytes per character
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestBatch:
-    """Output rows of a list of input rows: `requests` to be computed and `rejected` ones, each by row, then sample,
-    with its input row. `slots`: of an existing plan, by key. Requests with different slots are computed separately.
-    `read_columns`: output columns of a request with an encoding."""
+    """Requests of a list of input rows, `requests` to compute and `rejected` ones, each with its input row and in input
+    order. `slots`: slots in an existing plan, by request key; requests with different slots are not joined.
+    `read_columns`: converts an encoding to output columns."""
 
     requests: Sequence[Request]
     request_rows: Sequence[Row]
@@ -104,7 +103,7 @@ class RequestBatch:
 
     @cached_property
     def joined(self) -> Sequence[JoinedRequest]:
-        """Distinct computations; each serves one or more members, positions in `requests`. Blocks hold positions in
+        """Distinct computations, each for one or more `members`, positions in `requests`. Blocks hold positions in
         this list."""
         return list(
             add_hidden_beams(join_requests(self.requests, [self.slots.get(request.key) for request in self.requests]))
@@ -113,17 +112,17 @@ class RequestBatch:
     @cached_property
     def computed(self) -> Sequence[Request]:
         """The requests of `joined`."""
-        return [each.request for each in self.joined]
+        return [joined.request for joined in self.joined]
 
     def with_plan_slots(self, planned: Iterable[PlannedRequest]) -> "RequestBatch":
-        """This batch with equal requests joined as in an existing plan."""
-        return replace(self, slots={each.key: each.slot for each in planned})
+        """This batch with requests joined as in an existing plan."""
+        return replace(self, slots={request.key: request.slot for request in planned})
 
 
 def completion_requests(
     runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]
 ) -> Iterator[Sequence[Request | Rejected]]:
-    """The `sampling.n` requests for completions of each prompt."""
+    """The requests for `n` completions of each prompt."""
     limits = {runtime.config.sampling.max_new_tokens, *(row.overrides.max_new_tokens for row, _ in prompts)}
     most_tokens = None if 0 in limits else runtime.model.shape.context_tokens
     for row, ids in tokenize_prompts(runtime, prompts, most_tokens):
@@ -145,22 +144,19 @@ def tokenize_prompts(
 
 
 def make_batch(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> RequestBatch:
-    """Tokenizes all rows and makes their requests. Rows that fail are rejected, not raised. Raises ConfigError for more
-    completions than a run may have."""
+    """Tokenizes all rows and makes their requests; rows that fail become rejected ones. Raises ConfigError for more
+    than `MAX_ROWS` requests."""
     num_samples = runtime.config.sampling.n
     counts = [num_samples if row.overrides.n is None else row.overrides.n for row in rows]
     if sum(counts) > MAX_ROWS:
         largest = counts.index(max(counts))
         raise ConfigError(
-            f"sampling.n={num_samples:,} times {len(rows):,} rows, or what rows ask for themselves, is above the "
-            f"{MAX_ROWS:,} that a run can have: {sum(counts):,} completions, the most of them, {counts[largest]:,}, of "
-            f"row {shorten(rows[largest].id)}"
+            f"sampling.n={num_samples:,}, or the rows' own n, gives {sum(counts):,} completions of {len(rows):,} rows; "
+            f"a run can have {MAX_ROWS:,}. Row {shorten(rows[largest].id)} asks for {counts[largest]:,}"
         )
-    requests_by_row = zip(rows, _requests(runtime, rows, make), strict=True)
+    requests_by_row = zip(rows, _requests_by_row(runtime, rows, make), strict=True)
     items_by_row = [(row, item) for row, items in requests_by_row for item in items]
-    require(
-        len(items_by_row) <= MAX_ROWS, f"{len(items_by_row):,} requests are above the {MAX_ROWS:,} that a run can have"
-    )
+    require(len(items_by_row) <= MAX_ROWS, f"{len(items_by_row):,} requests; a run can have {MAX_ROWS:,}")
     return RequestBatch(
         requests=[item for _, item in items_by_row if isinstance(item, Request)],
         request_rows=[row for row, item in items_by_row if isinstance(item, Request)],
@@ -169,7 +165,9 @@ def make_batch(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> Req
     )
 
 
-def _requests(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> Iterator[Sequence[Request | Rejected]]:
+def _requests_by_row(
+    runtime: Runtime, rows: Sequence[Row], make: MakeRequests
+) -> Iterator[Sequence[Request | Rejected]]:
     pending: list[tuple[Row, Prompt | Rejected]] = []
     num_characters = 0
     tokenizer = runtime.model.tokenizer
@@ -181,13 +179,13 @@ def _requests(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> Iter
             text = _render_prompt(renderer, row)
             pending.append((row, text))
             num_characters += len(text) if isinstance(text, str) else 0
-            if len(pending) == ROWS_AT_ONCE or num_characters > CHARACTERS_AT_ONCE:
-                yield from _make_requests(runtime, pending, make)
+            if len(pending) == CHUNK_ROWS or num_characters > CHUNK_CHARACTERS:
+                yield from _convert_chunk(runtime, pending, make)
                 pending, num_characters = [], 0
-    yield from _make_requests(runtime, pending, make)
+    yield from _convert_chunk(runtime, pending, make)
 
 
-def _make_requests(
+def _convert_chunk(
     runtime: Runtime, pending: Sequence[tuple[Row, Prompt | Rejected]], make: MakeRequests
 ) -> Iterator[Sequence[Request | Rejected]]:
     requests = iter(make(runtime, [(row, prompt) for row, prompt in pending if not isinstance(prompt, Rejected)]))
@@ -203,7 +201,7 @@ def _render_prompt(renderer: ChatRenderer | None, row: Row) -> Prompt | Rejected
     if row.messages is None:
         return row.prompt
     if renderer is None:
-        return Rejected(id=row.id, error="it is a chat, and the model's tokenizer has no chat template")
+        return Rejected(id=row.id, error="the row is a chat, and the model's tokenizer has no chat template")
     try:
         return renderer.render(row.messages, row.template_kwargs)
     except TemplateRefusal as error:
@@ -211,8 +209,8 @@ def _render_prompt(renderer: ChatRenderer | None, row: Row) -> Prompt | Rejected
 
 
 def plan_rows(batch: RequestBatch, blocks: Sequence[Block], first_block: int = 0) -> list[PlannedRequest]:
-    """The plan's rows. Requests computed as one share a slot. Rejected rows form an additional last block.
-    `first_block`: offset for the index of that block, the number of blocks before this window."""
+    """The plan's rows. Joined requests share a slot. Rejected rows form an additional last block. `first_block`: number
+    of blocks before this window."""
     planned = [
         _planned_request(batch.request_rows[member], batch.requests[member], block.index, micro_batch, position)
         for block in blocks
@@ -221,7 +219,7 @@ def plan_rows(batch: RequestBatch, blocks: Sequence[Block], first_block: int = 0
         for member in batch.joined[i].members
     ]
     pairs, rejects = zip(batch.rejected_rows, batch.rejected, strict=True), first_block + len(blocks)
-    return planned + [_planned_request(row, why, rejects, 0, position) for position, (row, why) in enumerate(pairs)]
+    return planned + [_planned_request(row, item, rejects, 0, position) for position, (row, item) in enumerate(pairs)]
 
 
 def _planned_request(row: Row, item: Request | Rejected, block: int, micro_batch: int, position: int) -> PlannedRequest:
@@ -239,8 +237,8 @@ def _planned_request(row: Row, item: Request | Rejected, block: int, micro_batch
 
 
 def blocks_from_plan(planned: Iterable[PlannedRequest], batch: RequestBatch) -> tuple[Block, ...]:
-    """The blocks of a plan that was read back; the inverse of `plan_rows` for the same rows."""
-    positions = {batch.requests[i].key: place for place, each in enumerate(batch.joined) for i in each.members}
+    """The blocks of a stored plan; the inverse of `plan_rows`."""
+    positions = {batch.requests[i].key: index for index, joined in enumerate(batch.joined) for i in joined.members}
     slots: dict[int, dict[int, dict[int, None]]] = {}
     for request in planned:
         if request.status == "planned" and request.key in positions:
@@ -258,7 +256,7 @@ def blocks_from_plan(planned: Iterable[PlannedRequest], batch: RequestBatch) -> 
 
 
 def completed_rows(batch: RequestBatch, position: int, completion: Completion) -> Iterator[GenerationRow]:
-    """The output rows of the members of the computation at `position` in `joined`."""
+    """The output rows of `batch.joined[position]`, one per member."""
     for i in batch.joined[position].members:
         row = _completed_row(batch.request_rows[i], batch.requests[i], completion)
         is_read = batch.requests[i].encoding is not None and completion.error is None
@@ -289,12 +287,12 @@ def _completed_row(row: Row, request: Request, completion: Completion) -> Genera
 def rejected_rows(batch: RequestBatch) -> list[GenerationRow]:
     return [
         GenerationRow(
-            id=why.id,
-            sample_index=why.sample_index,
+            id=reject.id,
+            sample_index=reject.sample_index,
             status="error",
-            error=why.error,
+            error=reject.error,
             columns=row.columns,
             source_file=row.source_file,
         )
-        for row, why in zip(batch.rejected_rows, batch.rejected, strict=True)
+        for row, reject in zip(batch.rejected_rows, batch.rejected, strict=True)
     ]

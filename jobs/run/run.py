@@ -38,7 +38,7 @@ from .window import WindowRun
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of a run. `summary` covers the whole run; `was_finished`: it was complete before this start."""
+    """Result of a run. `summary` covers the whole run; `was_finished`: it was complete before this call."""
 
     directory: Path
     summary: Summary
@@ -57,8 +57,8 @@ def run_task(
     ranks: Ranks | None = None,
     runtime: Runtime | None = None,
 ) -> Outcome:
-    """Runs or resumes the task that `config` describes. `start`: of the process; None is now. `ranks`: this process is
-    rank 0 of them. `runtime`: an open one with these settings, left open. Raises the errors of runtime.errors."""
+    """Runs or resumes a task. `start`: start of the process; None is now. `ranks`: set on rank 0 of several.
+    `runtime`: an open one with these settings; it stays open. Raises the errors of runtime.errors."""
     privacy = private_umask() if config.output_private else nullcontext()
     with privacy, shared_weights() as shared:
         device = ComputeDevice(config.machine.device, shared)
@@ -76,9 +76,8 @@ def open_model(
     device: ComputeDevice | None = None,
     runtime: Runtime | None = None,
 ) -> tuple[Runtime, RunInput]:
-    """Reads the data set and opens the model, on `device` or the configured one, unless `runtime` is given; writes
-    nothing. `remote_manifest`: run.json of the run's copy. Rows that need no tokenizer are read first, before a
-    possible download of the model."""
+    """Reads the data set and opens the model, unless `runtime` is given; writes nothing. Rows that need no tokenizer
+    are read before the model is downloaded. `remote_manifest`: run.json of the run's copy."""
     CACHE_DIR.set(config.offload.cache_dir)
     is_dataset, rows = task.rows is dataset_rows, None
     if is_dataset:
@@ -88,7 +87,7 @@ def open_model(
     if rows is not None and is_dataset:
         require_usable_row(task, config, rows.all_rows())
     if runtime is None:
-        # As many log-probabilities of each token as any row of the whole input asks for.
+        # The engine computes the largest number of log-probabilities that any row asks for.
         held_rows = rows.all_rows() if isinstance(rows, InMemoryRows) else ()
         num_logprobs = max(config.sampling.logprobs, *(row.overrides.logprobs or 0 for row in held_rows), 0)
         runtime = Runtime(
@@ -110,8 +109,8 @@ def open_model(
 
 
 def require_usable_row(task: Task, config: RunSettings, rows: Iterable[Row]) -> None:
-    """Raises DatasetError if none of the rows can be used; reading stops at the first usable row. OpenAI batches are
-    exempt: each bad line gets an error."""
+    """Raises DatasetError if no row can be used; reads up to the first usable one. OpenAI batches are exempt: each bad
+    line gets an error."""
     if config.is_batch and not isinstance(config, ScoreConfig):
         return
     num_rows, first = 0, ""
@@ -127,11 +126,11 @@ def require_usable_row(task: Task, config: RunSettings, rows: Iterable[Row]) -> 
 
 
 class Run:
-    """One start of a run: its windows in order, and their summary."""
+    """A run opened by this process: executes its windows in order and writes the summary."""
 
     def __init__(self, context: RunContext):
         self._context, self._directory = context, context.state.directory
-        # Of the windows that are done: a few bytes for each of their rows, as a pass serves many.
+        # Parts and passes of completed windows: a few bytes per row.
         self._parts: dict[int, PartInfo] = {}
         self._passes: list[PassRow] = []
 
@@ -162,8 +161,8 @@ class Run:
                 task.directory, manifest, is_shared=config.is_elastic, remote_manifest=copy.stored_manifest
             )
         except RunMismatchError as error:
-            known = RunDirectory(path=task.directory).row_digests
-            if (changed := describe_first_change(known, digests, rows.preview_rows())) is None:
+            stored = RunDirectory(path=task.directory).row_digests
+            if (changed := describe_first_change(stored, digests, rows.preview_rows())) is None:
                 raise
             raise RunMismatchError(f"{error}\n{changed}") from error
         directory, seconds = state.directory, config.lease_seconds
@@ -173,7 +172,7 @@ class Run:
             Worker(directory, seconds, should_stop) if config.is_elastic else nullcontext() as worker,
         ):
             if config.output_private:
-                directory.path.chmod(PRIVATE_FOLDER_MODE)  # of an earlier start it may be open
+                directory.path.chmod(PRIVATE_FOLDER_MODE)  # it may have been created without output_private
             copy.attach()
             copy.upload_missing(rows.save_digests(directory, digests))
             yield Run(
@@ -206,22 +205,21 @@ class Run:
         return outcome
 
     def finish(self) -> Outcome:
-        """Generates and commits the remaining windows and writes the summary. Completed windows are skipped; the last
-        is always planned, because the summary describes a plan."""
+        """Generates the remaining windows and writes the summary. The last window is always planned: the summary
+        describes a plan."""
         context, first_block = self._context, 0
         for window in context.windows[:-1]:
             store, first_block = WindowRun(context, window, first_block).generate()
             self._add_window(store)
-            gc.collect()  # an engine refers to itself
+            gc.collect()  # an engine is a reference cycle that holds the weights
         last = WindowRun(context, context.windows[-1], first_block)
         store, _ = last.generate()
         if context.worker is not None and not context.worker.acquire_closing():
-            return replace(
-                self._make_outcome(store, last, was_finished=True), was_finished=False
-            )  # another wrote it down
+            # Another worker has written the summary.
+            return replace(self._make_outcome(store, last, was_finished=True), was_finished=False)
         outcome = self._make_outcome(store, last, was_finished=False)
         facts = outcome.summary.plan
-        store.publish_success(None if facts is None else facts.numbers, self._parts)
+        store.publish_success(None if facts is None else facts.numbers, self._parts)  # after the summary
         context.copy.finish(is_new=True)
         return outcome
 

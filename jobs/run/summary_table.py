@@ -17,14 +17,14 @@ from .run import Outcome
 MAX_REASONS = 3
 NUMBER = re.compile(r"\d[\d,.]*")
 ZERO_SECONDS = format_seconds(0)
-Line = tuple[str, str, str]  # what it is, measured, and predicted or planned
+Line = tuple[str, str, str]  # label, measured, and predicted or planned value
 
 
 def format_table(summary: Summary) -> str:
     """Table of measured values, with predicted or planned ones in their own column. Rows that are zero in both are
     omitted."""
-    claims = "predicted" if summary.predicted is not None else "planned" if summary.planned is not None else ""
-    head = ("", "measured" if claims else "", claims)
+    title = "predicted" if summary.predicted is not None else "planned" if summary.planned is not None else ""
+    head = ("", "measured" if title else "", title)
     groups = (_count_lines(summary), _throughput_lines(summary), _time_lines(summary), _byte_lines(summary))
     lines = [line for group in groups if group for line in (("", "", ""), *group)]
     lines = [*lines[1 : 1 + len(groups[0])], ("", "", ""), head, *lines[2 + len(groups[0]) :]]
@@ -36,9 +36,9 @@ def format_table(summary: Summary) -> str:
 def _count_lines(summary: Summary) -> list[Line]:
     prompt, padded = summary.prompt_tokens, summary.padded_prompt_tokens
     issued, useful, spared = summary.issued_tokens, summary.useful_tokens, summary.spared_prompt_tokens
-    done = "generated tokens" if summary.totals is None else "scored tokens"
-    why = summary.plan.why_unshared if summary.plan is not None else None
-    unshared = [(f"prompt tokens spared by sharing, off: {why}", "0", "")] if why else []
+    label = "generated tokens" if summary.totals is None else "scored tokens"
+    reason = summary.plan.why_unshared if summary.plan is not None else None
+    unshared = [(f"prompt tokens spared by sharing, off: {reason}", "0", "")] if reason else []
     return [
         *((f"rows {status}", f"{count:,}", "") for status, count in summary.rows.items() if count or status == "ok"),
         *_elapsed_lines(summary),
@@ -46,8 +46,8 @@ def _count_lines(summary: Summary) -> list[Line]:
         *([("prompt tokens spared by sharing", f"{spared:,}", "")] if spared else unshared),
         *([("prompt tokens, padding included", f"{padded:,}", "")] if padded != prompt else []),
         *_loss_lines(summary),
-        (done, f"{useful:,}", ""),
-        *([(f"{done}, of ended rows too", f"{issued:,}", "")] if issued != useful else []),
+        (label, f"{useful:,}", ""),
+        *([(f"{label}, of ended rows too", f"{issued:,}", "")] if issued != useful else []),
     ]
 
 
@@ -61,7 +61,7 @@ def _loss_lines(summary: Summary) -> list[Line]:
 
 
 def _elapsed_lines(summary: Summary) -> list[Line]:
-    """Wall-clock times, if the passes record them, and rows per minute of passes."""
+    """Wall-clock times, if the passes recorded them, and rows per minute."""
     lines: list[Line] = []
     elapsed, rate = summary.elapsed, summary.rows_per_minute
     if elapsed is not None:
@@ -77,20 +77,20 @@ def _elapsed_lines(summary: Summary) -> list[Line]:
 
 
 def _throughput_lines(summary: Summary) -> list[Line]:
-    measured, claimed = summary.measured, summary.predicted or Rates()
+    measured, predicted = summary.measured, summary.predicted or Rates()
     return [
-        ("prefill", _rate_text(measured.prefill) or "-", _rate_text(claimed.prefill)),
-        *_rate_lines("decode", (measured.decode_issued, measured.decode_useful), claimed.decode_useful),
-        *_rate_lines("total", (measured.total_issued, measured.total_useful), claimed.total_useful),
+        ("prefill", _rate_text(measured.prefill) or "-", _rate_text(predicted.prefill)),
+        *_rate_lines("decode", (measured.decode_issued, measured.decode_useful), predicted.decode_useful),
+        *_rate_lines("total", (measured.total_issued, measured.total_useful), predicted.total_useful),
     ]
 
 
-def _rate_lines(name: str, rates: tuple[float | None, float | None], claim: float | None) -> list[Line]:
-    """One line, or two if issued and useful rates differ."""
+def _rate_lines(name: str, rates: tuple[float | None, float | None], predicted: float | None) -> list[Line]:
+    """A line, or two if issued and useful rates differ."""
     issued, useful = (_rate_text(rate) or "-" for rate in rates)
     if issued == useful:
-        return [(name, useful, _rate_text(claim))]
-    return [(f"{name}, issued", issued, ""), (f"{name}, useful", useful, _rate_text(claim))]
+        return [(name, useful, _rate_text(predicted))]
+    return [(f"{name}, issued", issued, ""), (f"{name}, useful", useful, _rate_text(predicted))]
 
 
 def _rate_text(rate: float | None) -> str:
@@ -98,20 +98,18 @@ def _rate_text(rate: float | None) -> str:
 
 
 def _time_lines(summary: Summary) -> list[Line]:
-    rate, measured, claimed = summary.hit_rate, summary.measured_times, summary.predicted_times
-    used, use_claimed, opening = summary.utilisation, summary.predicted_utilisation, summary.weights_seconds
+    rate, measured, predicted = summary.hit_rate, summary.measured_times, summary.predicted_times
+    used, predicted_use, opening = summary.utilisation, summary.predicted_utilisation, summary.weights_seconds
     return [
-        *_phase_lines("prefill", measured.prefill, claimed.prefill if claimed else None),
-        *_phase_lines("decode", measured.decode, claimed.decode if claimed else None),
-        *_busy_lines(used, use_claimed),
+        *_phase_lines("prefill", measured.prefill, predicted.prefill if predicted else None),
+        *_phase_lines("decode", measured.decode, predicted.decode if predicted else None),
+        *_busy_lines(used, predicted_use),
         *([("prefetched in time", f"{rate:.1%}", "")] if rate is not None else []),
         *([("weights opened in", format_seconds(opening), "")] if opening is not None else []),
     ]
 
 
-def _phase_lines(name: str, measured: PhaseTimes, claimed: PhaseTimes | None) -> list[Line]:
-    """The time of a phase, and how long compute stalled. Predicted attention on the compute device is part of its
-    time."""
+def _phase_lines(name: str, measured: PhaseTimes, predicted: PhaseTimes | None) -> list[Line]:
     parts = {
         f"{name} time": "seconds",
         f"{name}: attention": "attention_seconds",
@@ -119,23 +117,25 @@ def _phase_lines(name: str, measured: PhaseTimes, claimed: PhaseTimes | None) ->
     }
     lines: list[Line] = []
     for label, key in parts.items():
-        seconds, claim = getattr(measured, key), getattr(claimed, key) if claimed else None
-        is_part = key == "attention_seconds" and not claim
-        lines.append((label, format_seconds(seconds), "" if claim is None or is_part else format_seconds(claim)))
+        seconds, expected = getattr(measured, key), getattr(predicted, key) if predicted else None
+        is_in_compute = key == "attention_seconds" and not expected  # attention on the device is predicted as compute
+        lines.append(
+            (label, format_seconds(seconds), "" if expected is None or is_in_compute else format_seconds(expected))
+        )
     return [line for line in lines if set(line[1:]) - {ZERO_SECONDS, ""}]
 
 
-def _busy_lines(measured: Utilization | None, claimed: Utilization | None) -> list[Line]:
-    """Share of time that disk, link and compute were busy, and that compute was idle."""
-    run, claim = measured.run if measured else None, claimed.run if claimed else None
+def _busy_lines(measured: Utilization | None, predicted: Utilization | None) -> list[Line]:
+    """Shares of time in which disk, link and compute were busy, and compute idle."""
+    run, expected = measured.run if measured else None, predicted.run if predicted else None
     if run is None:
         return []
     shares: list[Line] = [
-        (f"{name} busy", f"{getattr(run, name):.0%}", "" if claim is None else f"{getattr(claim, name):.0%}")
+        (f"{name} busy", f"{getattr(run, name):.0%}", "" if expected is None else f"{getattr(expected, name):.0%}")
         for name in ("disk", "link", "compute")
-        if getattr(run, name) or (claim is not None and getattr(claim, name))
+        if getattr(run, name) or (expected is not None and getattr(expected, name))
     ]
-    idle = ("compute idle", f"{1 - run.compute:.0%}", "" if claim is None else f"{1 - claim.compute:.0%}")
+    idle = ("compute idle", f"{1 - run.compute:.0%}", "" if expected is None else f"{1 - expected.compute:.0%}")
     return [*shares, *([idle] if set(idle[1:]) - {"0%", "-0%", ""} else [])]
 
 
@@ -146,7 +146,7 @@ def _byte_lines(summary: Summary) -> list[Line]:
         "copied to the host": summary.bytes_copied_host,
         "written to disk": summary.bytes_written_disk,
     }
-    # Where experts are read one by one, and of decode passes alone: prompts visit nearly all.
+    # Decode passes only: prefill uses nearly all experts.
     shares = {} if summary.experts is None else {"hit": summary.experts.hit, "read": summary.experts.read}
     return [
         *((label, format_bytes(num_bytes), "") for label, num_bytes in moved.items() if num_bytes),
@@ -167,14 +167,13 @@ def _memory_lines(name: str, peak: MemoryUse, mean: MemoryUse | None, planned: M
 
 
 def format_outcome(outcome: Outcome) -> str:
-    """The summary table, followed by the reasons of error rows if there are any."""
+    """The summary table, and the most common errors if rows failed."""
     table = format_table(outcome.summary)
     return f"{table}\n\n{format_errors(outcome.directory)}" if outcome.summary.rows["error"] else table
 
 
 def format_errors(directory: Path) -> str:
-    """The most common errors of a run's rows, one line each. Errors that differ only in numbers count as one, shown by
-    the first."""
+    """The most common errors of a run's rows, one line each. Errors that differ only in numbers count as one."""
     counts, firsts = Counter[str](), dict[str, str]()
     for path in visible_files(directory / "generations"):
         for error in pq.read_table(path, columns=["error"])["error"].drop_null().to_pylist():

@@ -1,7 +1,5 @@
-"""One window of a run (most runs have one): writes its plan, generates its blocks and commits them.
-
-Blocks are numbered across all windows; a new plan's own numbers begin at 0.
-"""
+"""Execution of one window of a run (most runs have one): plans it, generates its blocks and commits them. Blocks are
+numbered across all windows; those of a new plan begin at 0 and are renumbered."""
 
 import logging
 import time
@@ -36,7 +34,7 @@ from .requests import RequestBatch, blocks_from_plan, make_batch, plan_rows, rej
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedSpans:
-    """One simulated pass of each phase, used for all its passes."""
+    """A simulated pass of each phase, which represents all passes of the phase."""
 
     passes: Mapping[Phase, SimulatedPass]
 
@@ -55,19 +53,19 @@ class PredictedSpans:
 
     def spans_at(self, phase: Phase, begin: float) -> list[Span]:
         """The predicted spans of a pass that began at second `begin`."""
-        played = self.passes.get(phase)
-        if played is None:
+        simulated = self.passes.get(phase)
+        if simulated is None:
             return []
-        late = begin - played.begin
-        return [Span(s.resource, str(s.action), s.begin + late, s.end + late) for s in played.spans]
+        offset = begin - simulated.begin
+        return [Span(s.resource, str(s.action), s.begin + offset, s.end + offset) for s in simulated.spans]
 
 
 log = logging.getLogger(__name__)
 
 
 class WindowRun:
-    """One start of a window; its blocks are numbered from `first_block`. `plan`: None if nothing is to be computed.
-    `weights_seconds`: time to open its session."""
+    """Execution of a window in this process; its blocks are numbered from `first_block`. `plan`: None if all requests
+    are rejected. `weights_seconds`: time to open the session."""
 
     def __init__(self, context: RunContext, window: InputWindow, first_block: int):
         self._context, self._window, self._first_block = context, window, first_block
@@ -82,7 +80,7 @@ class WindowRun:
         stored_plan = self._read_plan() if not self._window.is_last else None
         store = context.open_store(stored_plan) if stored_plan is not None else None
         if store is not None and not store.blocks.keys() - store.committed_parts().keys():
-            log.info("window %d of %d is committed", number, count)  # no row of it is read
+            log.info("window %d of %d is committed", number, count)  # its rows are not read
             return store, self._next_block(store)
         if count > 1:
             log.info("window %d of %d: reading its rows", number, count)
@@ -101,16 +99,16 @@ class WindowRun:
         return store, self._next_block(store)
 
     def _next_block(self, store: PartStore) -> int:
-        """A shard may have no rows in its last window, and so no block there."""
+        # A shard may have no rows, and so no blocks, in the last window.
         return 1 + max(store.blocks, default=self._first_block - 1)
 
     def _read_plan(self) -> list[PlannedRequest] | None:
         planned = self._context.stored_plan(self._window)
-        first_block = min((each.block for each in planned or ()), default=self._first_block)
+        first_block = min((request.block for request in planned or ()), default=self._first_block)
         if first_block != self._first_block:
             raise DamagedRunError(
-                f"{self._plan_path} begins with block {first_block}, where the plans before it end with "
-                f"{self._first_block - 1}: put back the one that was there, or choose another directory with run="
+                f"{self._plan_path} begins with block {first_block}, but the plans before it end with "
+                f"{self._first_block - 1}: restore the original file, or choose another directory with run="
             )
         return planned
 
@@ -119,16 +117,18 @@ class WindowRun:
         closed and the window resumes with that policy."""
         context, runtime = self._context, self._context.runtime
         feedback, is_wave = self._make_feedback(batch), runtime.config.policy.admission is Admission.wave
-        # Backends that the run was begun with on this host: of this window, or of the one before.
+        # A resumed run keeps the linear backends of this window, or of the one before: others round differently.
         plans = (self._plan_path, context.state.directory.window_plan(self._window.number - 1))
         while True:
             stored_backends = (read_backends(path, runtime.host) for path in plans)
-            fixed = self._read_plan()
+            stored_plan = self._read_plan()
             policy = feedback.policy if feedback is not None else None
             with runtime.open_with_backoff(
                 batch.computed,
                 rates=feedback.rates if feedback is not None else None,
-                blocks=_renumber(blocks_from_plan(fixed, batch), -self._first_block) if fixed is not None else None,
+                blocks=None
+                if stored_plan is None
+                else _renumber(blocks_from_plan(stored_plan, batch), -self._first_block),
                 known=policy,
                 chunk_tokens=read_chunk_tokens(self._plan_path) if policy is None else None,
                 backends=next((table for table in stored_backends if table is not None), None),
@@ -143,7 +143,7 @@ class WindowRun:
                 ):
                     for blocks, span_plan in self._spans(plan, store, feedback, progress):
                         if (span_plan.policy, span_plan.kv) != (plan.policy, plan.kv):
-                            log.info("policy: from now on %s", span_plan.searched_policy)
+                            log.info("policy: switching to %s", span_plan.searched_policy)
                             break
                         after_pass = self._make_trace_writer(span_plan, batch, write_trace)
                         for group in [[block] for block in blocks] if is_wave else [blocks]:
@@ -166,7 +166,7 @@ class WindowRun:
     def _make_trace_writer(
         self, plan: RunPlan, batch: RequestBatch, write: Callable[[Sequence[Span]], None]
     ) -> Callable[[PassRecord], None]:
-        """A callback that writes the predicted spans beside those of a finished pass."""
+        """Returns a callback that adds the predicted spans of a finished pass to the trace."""
         if self._context.runtime.trace is None:
             return ignore_pass
         shape, sizes = self._context.runtime.model.shape, [request.size for request in batch.computed]
@@ -174,8 +174,7 @@ class WindowRun:
         return lambda record: write(predicted.spans_at(record.phase, time.monotonic() - record.seconds))
 
     def _make_feedback(self, batch: RequestBatch) -> Feedback | None:
-        """Feedback from the first block, if the policy comes from a search and one process does all blocks; otherwise
-        None."""
+        """The feedback of a searched policy in waves; None for other policies, workers and ranks."""
         context, runtime = self._context, self._context.runtime
         policy = runtime.config.policy
         if (
@@ -193,11 +192,11 @@ class WindowRun:
     def _open_store(
         self, batch: RequestBatch, blocks: Sequence[Block], plan: RunPlan | None, *, is_planner: bool
     ) -> PartStore:
-        """The store of the plan's parts; publishes the plan, or checks it against the existing one."""
+        """Publishes the plan, or checks it against the existing one; returns the store of its parts."""
         context, planned = self._context, plan_rows(batch, blocks, self._first_block)
         store = context.open_store(planned)
         if not self._plan_path.exists():
-            store.require_same_plan()
+            store.require_same_plan()  # before publishing: parts may exist although the plan was lost
         publish_plan(
             self._plan_path,
             planned,
@@ -212,12 +211,12 @@ class WindowRun:
     def _spans(
         self, plan: RunPlan, store: PartStore, feedback: Feedback | None, progress: Progress
     ) -> Iterator[tuple[list[Block], RunPlan]]:
-        """Yields the remaining blocks in groups that use one plan, with that plan; the first block alone if the run
-        learns from it. The next group is requested once the previous one is committed."""
+        """Yields the remaining blocks in groups that share a plan, with that plan; the first block alone if there is
+        `feedback`. The caller commits a group before it takes the next one."""
         done = store.committed_parts()
         progress.expect(plan.prediction, done)
         if self._context.state.is_resumed:
-            log.info("going on: %d of %d blocks are committed", len(done), len(store.blocks))
+            log.info("resuming: %d of %d blocks are committed", len(done), len(store.blocks))
         directory, text = self._context.state.directory, schedule_text(plan).encode()
         publish(directory.schedule, lambda file: write_all(file, text), exclusive=False)
         remove_checkpoints(directory, done)
@@ -228,7 +227,7 @@ class WindowRun:
             feedback.record(plan)
             yield [first], plan
             left.remove(first)
-        if feedback is not None and feedback.is_due and left:
+        if feedback is not None and feedback.is_pending and left:
             plan = feedback.revise_plan(plan, store.read_passes([first.index]))
             progress.expect(plan.prediction, {*done, first.index})
         if self._context.worker is None:

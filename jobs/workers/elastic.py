@@ -18,7 +18,7 @@ from ..record.part_files import visible_files
 from ..record.run_dir import RunDirectory
 from ..record.unfinished import lease_name
 
-MOST_POLL_SECONDS = 2.0
+MAX_POLL_SECONDS = 2.0
 PLAN, CLOSING = "plan", "closing"  # leases beside those of blocks
 
 
@@ -27,7 +27,7 @@ class Worker(Closing):
 
     def __init__(self, directory: RunDirectory, lease_seconds: float, should_stop: Callable[[], bool]):
         self._directory, self._should_stop = directory, should_stop
-        self._poll_seconds = min(MOST_POLL_SECONDS, lease_seconds / 4)
+        self._poll_seconds = min(MAX_POLL_SECONDS, lease_seconds / 4)
         self._leases = Leases(make_directory(directory.leases), lease_seconds)
 
     def close(self) -> None:
@@ -75,5 +75,5 @@ class Worker(Closing):
 
     def _wait(self) -> None:
         if self._should_stop():
-            raise Interrupted("stopped while other workers were at work; the same command goes on from here")
+            raise Interrupted("stopped while other workers were at work; the same command resumes from here")
         time.sleep(self._poll_seconds)

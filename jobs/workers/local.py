@@ -29,17 +29,17 @@ from runtime.units import GIB, format_bytes
 from ..config.settings import RunSettings
 from ..config.signals import StopFlag
 
-SYSTEM = Path("/sys/devices/system")
+SYSFS = Path("/sys/devices/system")
 
 
-def processors_by_node(system: Path = SYSTEM, own: Collection[int] | None = None) -> list[list[int]]:
+def processors_by_node(system: Path = SYSFS, own: Collection[int] | None = None) -> list[list[int]]:
     """Processors of each NUMA node, hyperthreads of a core adjacent. `own`: None is this process's affinity. One node
     if the kernel lists none."""
     own = own if own is not None else os.sched_getaffinity(0)
-    listed = [_numbers(path) for path in sorted(system.glob("node/node[0-9]*/cpulist"))]
+    listed = [_parse_ranges(path) for path in sorted(system.glob("node/node[0-9]*/cpulist"))]
 
     def by_core(number: int) -> tuple[int, int]:
-        siblings = _numbers(system / f"cpu/cpu{number}/topology/thread_siblings_list")
+        siblings = _parse_ranges(system / f"cpu/cpu{number}/topology/thread_siblings_list")
         return min(siblings, default=number), number
 
     nodes = [sorted(set(node) & set(own), key=by_core) for node in listed]
@@ -56,7 +56,7 @@ def split_processors(nodes: Sequence[Sequence[int]], count: int) -> list[Sequenc
     return [flat[begin:end] or flat for begin, end in pairwise(bounds)]
 
 
-def _numbers(path: Path) -> list[int]:
+def _parse_ranges(path: Path) -> list[int]:
     """Parses a list such as `0-3,8`; empty if the file is missing."""
     try:
         ranges = [part.partition("-") for part in path.read_text().strip().split(",") if part]
@@ -75,7 +75,7 @@ POLL_SECONDS = 0.1
 PR_SET_PDEATHSIG = 1
 
 
-def starts_workers(config: RunSettings, words: Sequence[str]) -> bool:
+def should_start_workers(config: RunSettings, words: Sequence[str]) -> bool:
     """True if this process, called with `words`, is to start workers instead of working itself. Raises ConfigError."""
     if config.num_workers == 1 or WORKER_VARIABLE in os.environ:
         return False
@@ -94,7 +94,7 @@ def shared_weights() -> Iterator[SharedWeights | None]:
     descriptor, num_sharers, leader = map(int, os.environ[WORKER_VARIABLE].split())
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
     if os.getppid() != leader:  # it has ended in the moment before
-        raise Interrupted("the process that started this worker is gone; the same command goes on from here")
+        raise Interrupted("the process that started this worker is gone; the same command resumes from here")
     with SharedWeights(descriptor, num_sharers) as shared:
         yield shared
 
@@ -147,7 +147,7 @@ class WorkersResult(NamedTuple):
     error: str
 
 
-class _Worker:
+class _WorkerProcess:
     """A worker process. The first one writes to the terminal; the output of each other goes to temporary files, for
     `_result` to choose from."""
 
@@ -189,7 +189,7 @@ class _Worker:
 def supervise_workers(config: RunSettings, words: Sequence[str], command: Sequence[str]) -> WorkersResult | None:
     """Runs the job in worker processes started by `command`; None if this process is to work itself. Raises
     ConfigError."""
-    if not starts_workers(config, words):
+    if not should_start_workers(config, words):
         return None
     with StopFlag() as stop:
         return run_workers(config, command, stop)
@@ -202,10 +202,10 @@ def run_workers(config: RunSettings, command: Sequence[str], stop: StopFlag) -> 
     num_devices = 0 if device.type == "cpu" else torch.accelerator.device_count()
     worker_shares = machine_shares(config, device, processors_by_node(), num_devices)
     descriptor = new_shared_memory()
-    workers: list[_Worker] = []
+    workers: list[_WorkerProcess] = []
     try:
         for number, share in enumerate(worker_shares):
-            workers.append(_Worker(number, command, share, descriptor, len(worker_shares)))
+            workers.append(_WorkerProcess(number, command, share, descriptor, len(worker_shares)))
         gib = sum(share.host_memory_gib for share in worker_shares)
         log.info(
             "%d workers share this machine, %d processors each and %s of host memory in all",
@@ -214,7 +214,7 @@ def run_workers(config: RunSettings, command: Sequence[str], stop: StopFlag) -> 
             format_bytes(int(gib * GIB)),
         )
         _wait_for_exit(workers, stop)
-        return _result(workers)
+        return _combine_results(workers)
     finally:
         for worker in workers:
             worker.process.kill()  # where an error ended the loop: nobody is left behind
@@ -222,7 +222,7 @@ def run_workers(config: RunSettings, command: Sequence[str], stop: StopFlag) -> 
         os.close(descriptor)
 
 
-def _wait_for_exit(workers: Sequence[_Worker], stop: StopFlag) -> None:
+def _wait_for_exit(workers: Sequence[_WorkerProcess], stop: StopFlag) -> None:
     """Waits for all workers; forwards a stop signal once."""
     left, has_reported = list(workers), False
     while left:
@@ -237,7 +237,7 @@ def _wait_for_exit(workers: Sequence[_Worker], stop: StopFlag) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _result(workers: Sequence[_Worker]) -> WorkersResult:
+def _combine_results(workers: Sequence[_WorkerProcess]) -> WorkersResult:
     finished = [worker for worker in workers if worker.code in FINISHED]
     if finished:
         code = max(worker.process.returncode for worker in finished)
@@ -249,7 +249,7 @@ def _result(workers: Sequence[_Worker]) -> WorkersResult:
         return WorkersResult(
             code=code,
             output="",
-            error=f"interrupted: {workers[0].exit_description}; the same command goes on from here",
+            error=f"interrupted: {workers[0].exit_description}; the same command resumes from here",
         )
     worst = min(classified, key=lambda worker: WORST_FIRST.index(worker.process.returncode))
     return WorkersResult(

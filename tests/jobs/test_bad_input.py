@@ -198,7 +198,10 @@ def test_chats_of_several_turns_none_of_which_can_be_begun_are_refused_before_th
     [
         ([{"prompt": "p"}], r"there is no field 'target' \(score\.target_field\); its fields: 'prompt'"),
         ([{"prompt": "p", "target": None}], r"there is no field 'target' \(score\.target_field\)"),
-        ([{"prompt": "p", "target": 5}, {"prompt": ""}], "neither a text nor a list of texts is in the field 'target'"),
+        (
+            [{"prompt": "p", "target": 5}, {"prompt": ""}],
+            r"the field 'target' \(score\.target_field\) is neither a text nor",
+        ),
     ],
 )
 @pytest.mark.parametrize("window_rows", [None, 1])

@@ -218,7 +218,7 @@ def test_turns_that_cannot_be_asked_are_refused(tmp_path: Path, words: list[str]
 def test_turns_are_not_put_into_a_run_that_asks_one(tmp_path: Path, model: str) -> None:
     one: Outcome = generate(config_for(tmp_path, model, "dataset.turns=first"), never)
     assert one.exit_code == 3
-    with pytest.raises(ConfigError, match="holds a run that asks one turn"):
+    with pytest.raises(ConfigError, match="contains a run with a single turn"):
         next(iter(run_turns(config_for(tmp_path, model), never)))
 
 

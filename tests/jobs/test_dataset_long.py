@@ -213,7 +213,7 @@ def test_more_completions_than_a_run_can_have_are_refused_before_they_are_made(r
     many = [row(0, "one")] * (MAX_ROWS // 10_000 + 1)
     runtime = copy.copy(runtime)
     runtime.config = replace(runtime.config, sampling=SamplingConfig(n=10_000, temperature=1.0))
-    what = r"sampling\.n=10,000 times 5,001 rows, or what rows ask for themselves, is above the 50,000,000"
+    what = r"sampling\.n=10,000, or the rows' own n, gives 50,010,000"
     with pytest.raises(ConfigError, match=what):
         make_batch(runtime, many, completion_requests)
 

@@ -21,8 +21,8 @@ from jobs.workers.local import (
     machine_shares,
     processors_by_node,
     run_workers,
+    should_start_workers,
     split_processors,
-    starts_workers,
 )
 from runtime.config.settings import MachineConfig, OffloadConfig
 from runtime.errors import ConfigError
@@ -74,12 +74,12 @@ def test_workers_have_equal_shares_of_memory_and_threads_and_a_device_each() -> 
 
 
 def test_only_a_command_that_is_no_worker_itself_leads(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not starts_workers(GenerateConfig(), [])
-    assert starts_workers(elastic(2), [])
+    assert not should_start_workers(GenerateConfig(), [])
+    assert should_start_workers(elastic(2), [])
     with pytest.raises(ConfigError, match="--multirun"):
-        starts_workers(elastic(2), ["--multirun"])
+        should_start_workers(elastic(2), ["--multirun"])
     monkeypatch.setenv(WORKER_VARIABLE, "3 2 1")
-    assert not starts_workers(elastic(2), [])
+    assert not should_start_workers(elastic(2), [])
     for count, named in ((0, "num_workers must be 1"), (5000, "num_workers must be 1")):
         with pytest.raises(ConfigError, match=named):
             elastic(count)

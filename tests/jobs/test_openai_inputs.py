@@ -175,15 +175,15 @@ def test_a_rankers_score_is_that_of_transformers_and_a_classifier_has_none(make:
     body = scored["response"]["body"]
     assert [each["score"] for each in body["data"]] == pytest.approx(expected, abs=1e-5)
     assert (body["object"], body["data"][1]["index"], body["usage"]["total_tokens"]) == ("list", 1, 5)
-    assert "encode.output=classes reads no embeddings" in embedded["error"]["message"]
+    assert "encode.output=classes gives no embeddings" in embedded["error"]["message"]
     typed = ranker(make, tmp_path / "typed", has_types=True)
     done, failed = results(config_of(tmp_path / "three", *lines, model=typed, output=Readout.classes))
     assert done == []
-    assert "tells the two texts of a pair apart by token types" in failed[0]["error"]["message"]
+    assert "needs token types for the two texts of a pair" in failed[0]["error"]["message"]
     classes = ModelConfig(name="hf", path=str(make("bert", AutoModelForSequenceClassification)), dtype=DType.float32)
     done, failed = results(config_of(tmp_path / "two", *lines, model=classes, output=Readout.classes))
     assert done == []
-    assert "a score is the one class of a ranker, and this model has 3" in failed[0]["error"]["message"]
+    assert "scores need a reranker with one class, and this model has 3" in failed[0]["error"]["message"]
 
 
 def test_lines_for_the_other_job_are_errors_and_a_file_of_nothing_else_is_refused(tmp_path: Path) -> None:

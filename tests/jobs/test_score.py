@@ -131,7 +131,7 @@ def test_it_is_said_why_rows_have_errors_the_commonest_reason_first(tmp_path: Pa
     rows = [{"id": str(i), "prompt": "a b", "target": [" c"] if i == 0 else 1 if i > 3 else None} for i in range(9)]
     told = format_outcome(score(config_for(tmp_path, rows), never))
     first, second = told.splitlines()[-2:]
-    assert first.endswith("5 x neither a text nor a list of texts is in the field 'target' (score.target_field)")
+    assert first.endswith("5 x the field 'target' (score.target_field) is neither a text nor a list of texts")
     assert second.endswith("3 x there is no field 'target' (score.target_field)")
 
 

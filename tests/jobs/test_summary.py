@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jobs.record.passes import PassRow, Status, mean_pass
-from jobs.record.summary import Busy, Elapsed, ExpertUse, MemoryUse, Rates, summarize, write_summary
+from jobs.record.summary import BusyShares, Elapsed, ExpertUse, MemoryUse, Rates, summarize, write_summary
 from jobs.run.summary_table import format_table
 from runtime.plan.cost.predict import Prediction
 from runtime.plan.cost.simulator import PhaseTime
@@ -254,8 +254,10 @@ def test_resources_are_busy_for_a_share_of_each_phase_measured_beside_predicted(
     used = summarize([predicted(PREFILL, 2.0), predicted(DECODE, 2.0)], rows=ROWS)
     assert used.utilisation is not None
     assert used.predicted_utilisation is not None
-    assert used.utilisation.prefill == Busy(disk=0.5, link=0.0, compute=0.75, bubble_seconds=0.5)
-    assert used.predicted_utilisation.run == Busy(disk=0.55, link=0.0, compute=0.2, bubble_seconds=pytest.approx(3.2))
+    assert used.utilisation.prefill == BusyShares(disk=0.5, link=0.0, compute=0.75, bubble_seconds=0.5)
+    assert used.predicted_utilisation.run == BusyShares(
+        disk=0.55, link=0.0, compute=0.2, bubble_seconds=pytest.approx(3.2)
+    )
 
 
 def test_a_run_without_accelerator_or_disk_has_no_lines_of_nothing() -> None:

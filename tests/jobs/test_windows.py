@@ -320,7 +320,7 @@ def test_a_file_that_changes_while_the_run_goes_on_ends_it(case: WindowedInput) 
             path.write_text(path.read_text() + "\n")
         return False
 
-    with pytest.raises(DatasetError, match=r"a\.jsonl was changed while the run reads it"):
+    with pytest.raises(DatasetError, match=r"a\.jsonl was changed during the run"):
         generate(case.config("run", WINDOW), change)
 
 
@@ -373,7 +373,7 @@ def test_a_plan_that_is_not_the_next_ones_neighbour_is_refused(case: WindowedInp
     directory = case.directory("run")
     assert len(directory.plans) > 1
     directory.window_plan(1).write_bytes(directory.window_plan(0).read_bytes())
-    with pytest.raises(DamagedRunError, match="begins with block 0, where the plans before it end with"):
+    with pytest.raises(DamagedRunError, match="begins with block 0, but the plans before it end with"):
         case.run("run", WINDOW)
 
 
@@ -392,5 +392,5 @@ def test_ranks_hold_all_rows_and_refuse_windows_by_name(case: WindowedInput) -> 
     with pytest.raises(ConfigError, match=r"devices=sharded does not support dataset\.window_rows: set it to null"):
         case.config("run", WINDOW, devices=ranks)
     begun = {"semantic": {run_input.WINDOW_KEY: WINDOW}}
-    with pytest.raises(ConfigError, match=r"devices=sharded .* begun in windows of 7 \(dataset\.window_rows\)"):
+    with pytest.raises(ConfigError, match=r"devices=sharded .* started with dataset\.window_rows=7"):
         run_input.open_windowed_rows(case.config("run", None, devices=ranks), case.home / "run", lambda: False, begun)

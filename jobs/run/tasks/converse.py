@@ -20,18 +20,18 @@ from ..run import Outcome, require_usable_row, run_task
 from .generate import generation_task
 from .task import Task, dataset_rows
 
-ANSWERS = "answers"  # of a message between ranks
-TURN = "turn"  # the output's column; one of the input by that name becomes `row_turn`
+ANSWERS = "answers"  # key of a message between ranks
+TURN = "turn"  # output column; an input column of that name becomes `row_turn`
 
 
 def run_turns(
     config: GenerateConfig, should_stop: Callable[[], bool], start: Start | None = None, ranks: Ranks | None = None
 ) -> Iterator[Outcome]:
-    """Runs or resumes the turns in order and yields their outcomes. An elastic worker starts a turn once all rows of
-    the previous one are answered. `ranks`: this process is rank 0 of them. Raises the errors of runtime.errors."""
+    """Runs or resumes the turns in order and yields their outcomes. Elastic workers start a turn once the previous one
+    is complete. `ranks`: set on rank 0 of several. Raises the errors of runtime.errors."""
     directory = run_directory(config)
     if RunDirectory(path=directory).manifest.exists():
-        raise ConfigError(f"{directory} holds a run that asks one turn: choose another directory with run=")
+        raise ConfigError(f"{directory} contains a run with a single turn: choose another directory with run=")
     rows = dataset_rows(config, None)
     require_usable_row(generation_task(config), config, rows)
     num_turns = _num_turns(rows)
@@ -80,12 +80,10 @@ def _turn_task(config: GenerateConfig, rows: Sequence[Row], turn: int, num_turns
 
 
 def _read_answers(outcome: Outcome, config: GenerateConfig) -> Mapping[str, Mapping[str, str | None]]:
-    """Answers for the next turn's prompts by row id: the message's `content`, or an error. Parts are verified. Raises
-    DamagedRunError.
+    """Answers by row id: the message's `content`, or an error. Verifies the parts. Raises DamagedRunError.
 
-    A SentencePiece tokenizer decodes the first token after a prompt with a leading space, but not the first token of a
-    text. Templates of such models (Mistral's) write that space themselves, so it is removed from the message: otherwise
-    the next prompt would contain two, and other tokens than the model generated.
+    SentencePiece decodes the first token of a completion with a leading space. Templates of such models (Mistral's)
+    write that space themselves, so it is removed: the next prompt must have the tokens that the model generated.
     """
     (run,) = find_runs([str(outcome.directory)], "run")
     columns = ["id", "completion", "error", "token_ids"]
@@ -101,7 +99,7 @@ def _read_answers(outcome: Outcome, config: GenerateConfig) -> Mapping[str, Mapp
 
 
 def _next_turn_rows(rows: Sequence[Row], turn: int, answers: Mapping[str, Mapping[str, str | None]]) -> list[Row]:
-    """The rows that have another turn. Rows of other shards have no answer here; this shard does not generate them."""
+    """The rows that have another turn. Rows of other shards have no answer; this shard does not generate them."""
     continued: list[Row] = []
     for row in rows:
         if not row.later_turns:
@@ -110,8 +108,8 @@ def _next_turn_rows(rows: Sequence[Row], turn: int, answers: Mapping[str, Mappin
         answer = answers.get(row.id, {})
         error = answer.get("error")
         if row.error is not None or error is not None:
-            why = row.error or f"turn {turn} has no answer: {error}"
-            continued.append(replace(row, messages=None, later_turns=tuple(later), error=why))
+            error = row.error or f"turn {turn} has no answer: {error}"
+            continued.append(replace(row, messages=None, later_turns=tuple(later), error=error))
             continue
         messages = [*(row.messages or []), {"role": "assistant", "content": answer.get("content")}]
         messages.append({"role": "user", "content": prompt})

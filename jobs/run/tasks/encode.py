@@ -29,79 +29,77 @@ SIGMOID = "Sigmoid"
 
 
 def batch_line_requests(
-    wanted: EncodingSpec, runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]
+    spec: EncodingSpec, runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]
 ) -> Iterator[Sequence[Request | Rejected]]:
-    """The requests of each batch line, numbered by sample index: embeddings of its texts or of the first and second
-    texts of its pairs, or the score of each pair if classes are `wanted`."""
+    """The requests of each batch line, numbered by sample index: an embedding of each text, or with `Readout.classes` a
+    score of each pair."""
     for row, _ in prompts:
-        assert row.inputs is not None, "what a batch has for another job is an error row"
-        problem = _line_problem(runtime.model, wanted, row.inputs)
-        token_ids = [problem] if problem is not None else _token_ids(runtime.model, wanted, row.inputs)
-        requests = [_encoding_request(runtime.model, wanted, row.id, ids) for ids in token_ids]
-        yield [replace(each, sample_index=index) for index, each in enumerate(requests)]
+        assert row.inputs is not None, "lines for other endpoints are error rows"
+        problem = _line_problem(runtime.model, spec, row.inputs)
+        token_ids = [problem] if problem is not None else _token_ids(runtime.model, spec, row.inputs)
+        requests = [_encoding_request(runtime.model, spec, row.id, ids) for ids in token_ids]
+        yield [replace(request, sample_index=index) for index, request in enumerate(requests)]
 
 
-def _encoding_request(
-    model: LoadedModel, wanted: EncodingSpec, id: str, ids: Sequence[int] | str
-) -> Request | Rejected:
-    return Rejected(id=id, error=ids) if isinstance(ids, str) else make_encoding(model, id, ids, wanted)
+def _encoding_request(model: LoadedModel, spec: EncodingSpec, id: str, ids: Sequence[int] | str) -> Request | Rejected:
+    return Rejected(id=id, error=ids) if isinstance(ids, str) else make_encoding(model, id, ids, spec)
 
 
-def _line_problem(model: LoadedModel, wanted: EncodingSpec, inputs: EncodeInputs) -> str | None:
-    """The reason this model cannot answer such a line; None if it can."""
-    if wanted.readout is Readout.embedding:
+def _line_problem(model: LoadedModel, spec: EncodingSpec, inputs: EncodeInputs) -> str | None:
+    """The reason why the model cannot answer the line; None if it can."""
+    if spec.readout is Readout.embedding:
         return None
     if not inputs.second_texts:
-        return "encode.output=classes reads no embeddings: encode.output=embedding does"
+        return "encode.output=classes gives no embeddings: set encode.output=embedding"
     config = model.staged.model.config
     if config.num_labels != 1:
-        return f"a score is the one class of a ranker, and this model has {config.num_labels}"
+        return f"scores need a reranker with one class, and this model has {config.num_labels}"
     activation = (getattr(config, "sentence_transformers", None) or {}).get("activation_fn") or getattr(
         config, "sbert_ce_default_activation_function", None
     )
     is_sigmoid = activation is None or str(activation).endswith(SIGMOID)
-    return None if is_sigmoid else f"the checkpoint's scores are by {activation}, and here they are by {SIGMOID}"
+    return None if is_sigmoid else f"the checkpoint's scores use {activation}; only {SIGMOID} is supported"
 
 
-def _token_ids(model: LoadedModel, wanted: EncodingSpec, inputs: EncodeInputs) -> Iterable[Sequence[int] | str]:
+def _token_ids(model: LoadedModel, spec: EncodingSpec, inputs: EncodeInputs) -> Iterable[Sequence[int] | str]:
     """The token ids of each text or pair, or an error message."""
-    if wanted.readout is Readout.classes:
+    if spec.readout is Readout.classes:
         return [_pair_ids(model, str(first), second) for first, second in inputs.pairs]
-    every = [*inputs.texts, *inputs.second_texts]
-    texts = [text for text in every if isinstance(text, str)]
-    found = iter(tokenize_each(model, texts, is_rendered=False, max_tokens=model.shape.context_tokens))
-    return [next(found) if isinstance(text, str) else text for text in every]
+    inputs_in_order = [*inputs.texts, *inputs.second_texts]
+    texts = [text for text in inputs_in_order if isinstance(text, str)]
+    token_ids = iter(tokenize_each(model, texts, is_rendered=False, max_tokens=model.shape.context_tokens))
+    return [next(token_ids) if isinstance(text, str) else text for text in inputs_in_order]
 
 
 def _pair_ids(model: LoadedModel, first: str, second: str) -> Sequence[int] | str:
-    """Both texts as the tokenizer puts them into one."""
+    """Token ids of both texts, joined by the tokenizer, or an error message."""
     if model.tokenizer is None:
         return "texts need a tokenizer: set model.tokenizer"
     try:
-        made = model.tokenizer(first, second)
+        encoded = model.tokenizer(first, second)
     except PASS_ON:
         raise
     except BaseException as error:
-        return f"the model's tokenizer refuses the pair: {short_reason(error)}"
-    if any(made.get("token_type_ids", [])):
-        return "the model tells the two texts of a pair apart by token types, which are not passed on to it"
-    return made["input_ids"]
+        return f"the model's tokenizer cannot encode the pair: {short_reason(error)}"
+    if any(encoded.get("token_type_ids", [])):
+        return "the model needs token types for the two texts of a pair, which are not supported"
+    return encoded["input_ids"]
 
 
 FIRST_FIELDS = (
     pa.field("id", pa.string(), nullable=False),
-    pa.field("sample_index", pa.int32(), nullable=False),  # 0: by the name that all runs have
+    pa.field("sample_index", pa.int32(), nullable=False),  # always 0; all runs have the column
     pa.field("status", pa.string(), nullable=False),
 )
-READ_FIELDS = {  # null where there is an error
+READ_FIELDS = {  # null in error rows
     Readout.embedding: (pa.field("embedding", pa.list_(pa.float32())),),
-    Readout.classes: (  # likeliest first
-        pa.field("label", pa.string()),  # null where there is only one: its logit is a reward
+    Readout.classes: (  # most likely first
+        pa.field("label", pa.string()),  # null with one class, a reward model
         pa.field("labels", pa.list_(pa.string())),
         pa.field("logits", pa.list_(pa.float32())),
         pa.field("probabilities", pa.list_(pa.float64())),
     ),
-    Readout.masks: (  # a list for each mask, likeliest first
+    Readout.masks: (  # a list for each mask, most likely first
         pa.field("filled_text", pa.string()),
         pa.field("mask_token_ids", pa.list_(pa.list_(pa.int32()))),
         pa.field("mask_logprobs", pa.list_(pa.list_(pa.float32()))),
@@ -117,7 +115,6 @@ LAST_FIELDS = (
 
 
 def encode_schema(readout: Readout) -> pa.Schema:
-    """The output schema of an encoding run."""
     return pa.schema([*FIRST_FIELDS, *READ_FIELDS[readout], *LAST_FIELDS])
 
 
@@ -127,10 +124,10 @@ def encode(config: EncodeConfig, should_stop: Callable[[], bool], start: Start |
 
 
 def encoding_task(config: EncodeConfig) -> tuple[Task, EncodeConfig]:
-    """The task, with an output row for each prompt, and adjusted settings: no checkpoints, so an interrupted block
-    restarts. Embeddings of an OpenAI batch are normalized, as OpenAI's are."""
+    """The task, with an output row for each prompt, and its settings without checkpoints: interrupted blocks restart.
+    Embeddings of an OpenAI batch are normalized."""
     settings = config.encode
-    wanted = EncodingSpec(
+    spec = EncodingSpec(
         readout=settings.output,
         pooling=settings.pooling,
         normalize=settings.normalize or (config.is_batch and settings.output is Readout.embedding),
@@ -138,42 +135,42 @@ def encoding_task(config: EncodeConfig) -> tuple[Task, EncodeConfig]:
     )
 
     def check(runtime: Runtime) -> None:
-        require_readable(runtime.model, wanted)
+        require_readable(runtime.model, spec)
         most = runtime.model.shape.vocab_size
-        require(wanted.num_top <= most, f"encode.num_top={wanted.num_top:,} is above the model's {most:,} tokens")
+        require(spec.num_top <= most, f"encode.num_top={spec.num_top:,} exceeds the vocabulary size of {most:,}")
 
     task = Task(
         directory=run_directory(config),
         columns=lambda _: encode_schema(settings.output),
-        requests=partial(batch_line_requests if config.is_batch else encoding_requests, wanted),
+        requests=partial(batch_line_requests if config.is_batch else encoding_requests, spec),
         check=check,
-        make_reader=lambda runtime: partial(_read_columns, settings.num_top, wanted, runtime.model),
+        make_reader=lambda runtime: partial(_encoding_columns, settings.num_top, spec, runtime.model),
     )
     return task, replace(config, checkpoint_seconds=None)
 
 
 def encoding_requests(
-    wanted: EncodingSpec, runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]
+    spec: EncodingSpec, runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]
 ) -> Iterable[Sequence[Request | Rejected]]:
-    """The request for what is `wanted` of each prompt."""
+    """The encoding request of each prompt."""
     for row, ids in tokenize_prompts(runtime, prompts, runtime.model.shape.context_tokens):
-        yield [_encoding_request(runtime.model, wanted, row.id, ids)]
+        yield [_encoding_request(runtime.model, spec, row.id, ids)]
 
 
-def _read_columns(
-    num_top: int, wanted: EncodingSpec, model: LoadedModel, completion: Completion
+def _encoding_columns(
+    num_top: int, spec: EncodingSpec, model: LoadedModel, completion: Completion
 ) -> Mapping[str, object]:
-    """The output columns of an make_result prompt."""
-    result = make_result(model, wanted, 0, completion)
+    """Output columns of a finished encoding."""
+    result = make_result(model, spec, 0, completion)
     if isinstance(result, Embedded):
         return {"embedding": result.vector.tolist()}
     if isinstance(result, Classified):
-        order = sorted(range(len(result.logits)), key=lambda place: -result.logits[place])[:num_top]
+        order = sorted(range(len(result.logits)), key=lambda label: -result.logits[label])[:num_top]
         return {
             "label": result.label,
-            "labels": [result.labels[place] for place in order],
-            "logits": [result.logits[place] for place in order],
-            "probabilities": [result.probabilities[place] for place in order],
+            "labels": [result.labels[label] for label in order],
+            "logits": [result.logits[label] for label in order],
+            "probabilities": [result.probabilities[label] for label in order],
         }
     return {
         "filled_text": clean_text(result.text),

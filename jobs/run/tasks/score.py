@@ -28,14 +28,14 @@ from ..run import Outcome, run_task
 from .task import Task
 
 PERPLEXITIES = ("token_perplexity", "word_perplexity", "byte_perplexity")
-MAX_EXPONENT = 700.0  # of a number that a float64 holds
-MAX_PLAIN = 1e6  # a number above it is written with an exponent
+MAX_EXPONENT = 700.0  # exp() of more overflows float64
+MAX_PLAIN = 1e6  # larger numbers are printed with an exponent
 RequestLists: TypeAlias = Iterable[Sequence[Request | Rejected]]
 
 
 def scoring_task(config: ScoreConfig) -> tuple[Task, ScoreConfig]:
-    """The task, with an output row for each target, or each window of a document, and adjusted settings: at least one
-    top log-probability is requested, to tell whether a target is greedy."""
+    """The task, with an output row for each target or document window, and its settings with `logprobs` of at least 1,
+    which `is_greedy` needs."""
     sampling, settings = config.sampling, config.score
 
     def problem(row: Row) -> str | None:
@@ -62,12 +62,12 @@ def target_requests(settings: ScoreSettings, runtime: Runtime, prompts: Sequence
     """The requests for each row's targets, in order."""
     targets = [_read_targets(settings, row) for row, _ in prompts]
     pairs = [
-        TextPair(prompt=prompt, targets=() if isinstance(each, str) else each, is_rendered=row.messages is not None)
-        for (row, prompt), each in zip(prompts, targets, strict=True)
+        TextPair(prompt=prompt, targets=() if isinstance(texts, str) else texts, is_rendered=row.messages is not None)
+        for (row, prompt), texts in zip(prompts, targets, strict=True)
     ]
-    for (row, _), each, pair_ids in zip(prompts, targets, encode_pairs(runtime.model, pairs), strict=True):
-        if isinstance(each, str):
-            yield [Rejected(id=row.id, error=each)]
+    for (row, _), texts, pair_ids in zip(prompts, targets, encode_pairs(runtime.model, pairs), strict=True):
+        if isinstance(texts, str):
+            yield [Rejected(id=row.id, error=texts)]
         else:
             yield [_scoring_request(runtime, row, index, ids) for index, ids in enumerate(pair_ids)]
 
@@ -82,7 +82,7 @@ def _read_targets(settings: ScoreSettings, row: Row) -> list[str] | str:
     if texts and isinstance(targets, list) and len(texts) == len(targets):
         return texts
     if value is not None:
-        return f"neither a text nor a list of texts is in the field {name!r} (score.target_field)"
+        return f"the field {name!r} (score.target_field) is neither a text nor a list of texts"
     listed = "" if has_field(row.columns, name) else f"; {format_field_names(row.columns)}"
     return f"there is no field {name!r} (score.target_field){listed}"
 
@@ -91,8 +91,8 @@ def document_requests(settings: ScoreSettings, runtime: Runtime, prompts: Sequen
     """The requests for the windows of each row's prompt, scored as one document."""
     windows_by_row = document_windows(runtime.model, [prompt for _, prompt in prompts], settings.window_tokens)
     for (row, _), windows in zip(prompts, windows_by_row, strict=True):
-        found = [windows] if isinstance(windows, str) else windows
-        yield [_scoring_request(runtime, row, index, window) for index, window in enumerate(found)]
+        items = [windows] if isinstance(windows, str) else windows  # a text is an error message
+        yield [_scoring_request(runtime, row, index, item) for index, item in enumerate(items)]
 
 
 def _scoring_request(runtime: Runtime, row: Row, index: int, ids: PairIds | str) -> Request | Rejected:
@@ -104,8 +104,8 @@ def _scoring_request(runtime: Runtime, row: Row, index: int, ids: PairIds | str)
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Totals over the scored rows of a run. `logprob`: sum over `num_rows` targets or windows of `num_tokens` tokens.
-    `size`: of the documents, None if they are not texts that were scored completely."""
+    """Totals over the scored rows of a run, which are targets or windows. `logprob`: the sum. `size`: of the documents;
+    None without documents, or if some are not texts or not completely scored."""
 
     num_rows: int
     num_tokens: int
@@ -114,13 +114,12 @@ class Totals:
     size: TextSize | None = None
 
     def perplexity(self, count: int | None) -> float | None:
-        """Perplexity per token, word or byte, given their number; None for none."""
+        """Perplexity per token, word or byte, given their number; None without any."""
         return math.exp(min(-self.logprob / count, MAX_EXPONENT)) if count else None
 
     @staticmethod
     def from_parts(directory: Path, documents: Sequence[Row] = ()) -> "Totals":
-        """The totals of a run's parts, for rows of `documents` if given. A document with an error in any window does
-        not count."""
+        """The totals of a run's parts. A document with an error in any window does not count."""
         broken = (
             {row["row_index"] for row in _read_scores(directory) if row["logprob"] is None} if documents else set[int]()
         )
@@ -146,7 +145,7 @@ class Totals:
 
     @property
     def perplexities(self) -> dict[str, float | None]:
-        """Perplexities as defined by lm-eval: `exp` of minus the log-probability over the count in all documents."""
+        """Perplexities as in lm-eval: exp of minus the log-probability per token, word or byte of all documents."""
         size, counts = self.size, [self.num_tokens]
         counts += [size.num_words, size.num_bytes] if size is not None else []
         return {name: self.perplexity(count) for name, count in zip(PERPLEXITIES, counts, strict=False)}
@@ -159,17 +158,17 @@ class Totals:
 
 
 def _read_scores(directory: Path) -> Iterator[dict[str, Any]]:
-    """Output rows of a run, part by part, with the columns needed for totals."""
     columns = ["row_index", "logprob", "is_greedy", "num_target_tokens"]
     for path in visible_files(directory / "generations"):
         yield from pq.read_table(path, columns=columns).to_pylist()
 
 
 def format_totals(totals: Mapping[str, JsonValue]) -> str:
-    """A summary's `totals` of a scored run, as a sentence."""
+    """The `totals` of a scored run as a sentence."""
     values = [(key.split("_")[0], value) for key in PERPLEXITIES if isinstance(value := totals.get(key), float)]
-    found = [f"{value:{',.4f' if value < MAX_PLAIN else '.4g'}} per {unit}" for unit, value in values]
+    perplexities = [f"{value:{',.4f' if value < MAX_PLAIN else '.4g'}} per {unit}" for unit, value in values]
     return (
         f"{totals['num_rows']:,} targets of {totals['num_tokens']:,} tokens, {totals['num_greedy']:,} of them greedy; "
-        f"log-probability {totals['logprob']:,.4f}" + (f", perplexity {', '.join(found)}" if found else "")
+        f"log-probability {totals['logprob']:,.4f}"
+        + (f", perplexity {', '.join(perplexities)}" if perplexities else "")
     )

@@ -29,11 +29,11 @@ def dataset_rows(config: RunSettings, runtime: Runtime | None) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A run's task. `columns`: schema of the output rows with this sampling, without passed-through columns. `rows`:
-    called without a runtime first, unless settings need one. `totals`: values added to the summary, from the parts in a
-    directory and the input rows. `identity`: part of the run's identity besides its settings. `check`: raises
-    ConfigError if the model cannot do the task. `make_reader`: returns the function that converts completions with an
-    encoding to columns. `problem`: the reason a row cannot be used, whatever the model."""
+    """A run's task. `columns`: schema of the output rows, without passed-through columns. `rows`: reads rows; gets a
+    runtime only if settings need a tokenizer. `totals`: values for the summary, from the run directory and the input
+    rows. `identity`: added to the run's identity, besides settings. `check`: raises ConfigError if the model cannot do
+    the task. `make_reader`: returns a function that converts encodings to output columns. `problem`: the reason why a
+    row cannot be used with any model."""
 
     directory: Path
     columns: Callable[[SamplingConfig], pa.Schema]
