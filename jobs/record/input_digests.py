@@ -23,7 +23,7 @@ from ..files.publishing import (
 from .output_rows import encode_columns
 
 LOG = logging.getLogger(__name__)
-MAX_FILES_SHOWN = 1000  # one by one, in run.json
+MAX_FILES_SHOWN = 1000  # in run.json; with more files only their common digest
 ROW_SCHEMA = pa.schema(
     [pa.field("asked", pa.uint64(), nullable=False), pa.field("columns", pa.uint64(), nullable=False)]
 )
@@ -31,8 +31,8 @@ ROW_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class InputDigests:
-    """`prompts_digest`: of the prompts and settings of rows that can change the output. `facts`: the columns in order,
-    with type and digest. `rows`: digests per row by ROW_SCHEMA; None for input in windows, whose files are digested."""
+    """`prompts_digest`: digest of prompts and row settings that can change the output. `facts`: type and digest of each
+    column, and their order. `rows`: digests per row by ROW_SCHEMA; None for input in windows."""
 
     prompts_digest: str
     facts: Mapping[str, JsonValue]
@@ -40,7 +40,7 @@ class InputDigests:
 
 
 def digest_input(rows: Sequence[Row], columns: pa.Schema) -> InputDigests:
-    """Digests of rows in memory; columns are digested as they will be published."""
+    """Digests of rows in memory, with columns as published."""
     column_hashers = {column.name: hashlib.sha256() for column in columns}
     row_digests: list[int] = []
     for row in rows:
@@ -64,19 +64,18 @@ def digest_input(rows: Sequence[Row], columns: pa.Schema) -> InputDigests:
 
 
 def _column_names(columns: pa.Schema) -> dict[str, str]:
-    """The input's own column names, as JSON, by output name."""
+    """Column names of the input, as JSON, by output name."""
     return {column.name: json.dumps(column.metadata[b"column"].decode("utf-8", "surrogatepass")) for column in columns}
 
 
 def digest_input_files(files: Mapping[str, str], settings: Mapping[str, JsonValue], columns: pa.Schema) -> InputDigests:
-    """Digests of an input that is read in windows: its files by name and SHA-256, and `settings`, which select the
-    rows."""
+    """Digests of an input that is read in windows, from the SHA-256 of each file and `settings` that select rows."""
     names = _column_names(columns)
     facts: dict[str, JsonValue] = {f"input column {names[column.name]}": str(column.type) for column in columns}
     if len(files) <= MAX_FILES_SHOWN:
         facts |= {f"input file {name}": sha256 for name, sha256 in files.items()}
-    asked = json_digest([[*files.items()], {**settings}])
-    return InputDigests(prompts_digest=asked, facts=facts | {"input columns": list(names.values())})
+    prompts_digest = json_digest([[*files.items()], {**settings}])
+    return InputDigests(prompts_digest=prompts_digest, facts=facts | {"input columns": list(names.values())})
 
 
 def _to_uint64(digest: bytes) -> int:
@@ -91,7 +90,7 @@ def write_row_digests(path: Path, digests: InputDigests) -> None:
 
 
 def describe_first_change(path: Path, digests: InputDigests, rows: Sequence[Row]) -> str | None:
-    """A sentence about the first row that differs from the digests at `path`. None if none differs, or if the file is
+    """A sentence about the first row that differs from the digests at `path`; None if there is none, or if the file is
     missing or unreadable."""
     if digests.rows is None:
         return None
@@ -101,17 +100,16 @@ def describe_first_change(path: Path, digests: InputDigests, rows: Sequence[Row]
     except FileNotFoundError:
         return None
     except (*PARQUET_PROBLEMS, KeyError) as error:
-        LOG.warning("%s cannot be read (%s): the row that was changed cannot be named", path, error)
+        LOG.warning("%s cannot be read (%s): the changed row is unknown", path, error)
         return None
     current = [digests.rows.column(name).to_pylist() for name in ROW_SCHEMA.names]
     pairs = zip(zip(*stored, strict=True), zip(*current, strict=True), strict=False)
-    index = next((place for place, (old, new) in enumerate(pairs) if old != new), None)
+    index = next((i for i, (old, new) in enumerate(pairs) if old != new), None)
     if index is not None:
-        what = "what it asks" if stored[0][index] != current[0][index] else "a column that is passed through"
+        change = "its prompt or settings" if stored[0][index] != current[0][index] else "a passed-through column"
         row_id = rows[index].id if len(rows[index].id) <= 60 else f"{rows[index].id[:60]}..."
-        return f"The first row that differs is number {index}, id {json.dumps(row_id)}: {what}"
+        return f"The first row that differs is number {index}, id {json.dumps(row_id)}: {change}"
     if len(stored[0]) == len(rows):
         return None
-    return (
-        f"There were {len(stored[0])} rows and are {len(rows)}: the first {min(len(stored[0]), len(rows))} are the same"
-    )
+    num_equal = min(len(stored[0]), len(rows))
+    return f"The run has {len(stored[0])} rows, the input {len(rows)}; the first {num_equal} are equal"

@@ -1,4 +1,4 @@
-"""The identity of a run, kept in run.json: its settings and the digests of model and input, compared on each start."""
+"""Identity of a run in run.json: its settings and digests of model and input, compared on each start."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ FORMAT = 3
 MAX_DIFF_LINES = 20
 MAX_VALUE_CHARS = 80
 ABSENT = "(absent)"
-WEIGHTS_DIGEST_SUFFIX = " sha256"  # behind the name of a file
+WEIGHTS_DIGEST_SUFFIX = " sha256"  # of a key that begins with a file name
 WEIGHTS = "SHA-256 of weights"
 
 Values: TypeAlias = Mapping[str, JsonValue]
@@ -27,11 +27,11 @@ Values: TypeAlias = Mapping[str, JsonValue]
 @dataclass(frozen=True, kw_only=True)
 class RunManifest:
     """`semantic`: settings that can change the output, by dotted key, and digests of the files they name. `facts`:
-    values from files that can change the output, such as `config.json rms_norm_eps`. Both must be equal on resume.
+    values of files that can change the output, such as `config.json rms_norm_eps`. Both must be equal on resume.
 
     `operational`: settings that may change; recorded in each throughput part. `versions`: of Weightstream and
-    libraries; a change is logged. `defaults`: of `semantic`, for keys missing from an older run.json. `sources`: file
-    or directory of each key, or of all keys that begin with its first word; for messages.
+    libraries; a change is logged. `defaults`: default settings, for keys missing from an older run.json. `sources`:
+    file or directory of each key, or of keys with this first word; for messages.
     """
 
     semantic: Values
@@ -65,19 +65,19 @@ class RunManifest:
         }
 
     def with_stored_identity(self, stored: Values, path: Path) -> "RunManifest":
-        """This manifest with the identity from `stored`, the run.json at `path`; the footers of parts contain that one.
-        Raises RunMismatchError with a diff if the two are different runs, DamagedRunError if `stored` was edited. Logs
-        differences due to library versions."""
+        """This manifest with the identity of `stored`, the run.json at `path`, as in the footers of parts. Raises
+        RunMismatchError with a diff if the runs differ, DamagedRunError if `stored` was edited. Logs differences due to
+        library versions."""
         groups = (stored.get(key) for key in ("semantic", "facts", "versions"))
         semantic, facts, versions = (group if isinstance(group, dict) else {} for group in groups)
         number = stored.get("format")
         if number != FORMAT:
             raise RunMismatchError(
                 f"{path} has format {json.dumps(number)}, this version of Weightstream reads {FORMAT}. "
-                f"Finish the run with the version that began it, or choose another directory with run="
+                f"Finish the run with the version that started it, or choose another directory with run="
             )
         if not semantic or stored.get("semantic_digest") != json_digest({**semantic, **facts}):
-            raise DamagedRunError(f"{path} was changed after it was written: its digest does not fit its settings")
+            raise DamagedRunError(f"{path} was changed after it was written: its digest does not match its settings")
         recorded = replace(self, semantic=semantic, facts=facts)
         known_versions = {name: version for name, version in self.versions.items() if name in versions}
         _require_same_identity(path.parent, recorded, self, _diff(versions, known_versions))
@@ -94,7 +94,7 @@ def run_name(semantic: Values) -> str:
 
 def _require_same_identity(run: Path, recorded: RunManifest, current: RunManifest, version_lines: list[str]) -> None:
     for line in version_lines:
-        LOG.warning("%s was begun with other library versions; rounding may differ: %s", run, line)
+        LOG.warning("%s was started with other library versions; rounding may differ: %s", run, line)
     old_values, values, defaults = recorded.identity, current.identity, current.defaults
     new = {key: value for key, value in current.semantic.items() if key not in old_values and key in defaults}
     by_default = {key for key, value in new.items() if canonical_json(defaults[key]) == canonical_json(value)}
@@ -102,38 +102,36 @@ def _require_same_identity(run: Path, recorded: RunManifest, current: RunManifes
     compared = {key: value for key, value in values.items() if key not in by_default | unrecorded}
     lines = _diff(old_values, compared, current.sources)
     if any(line.startswith("transformers:") for line in version_lines):
-        # Another version of transformers may know more or fewer keys of a model's config: no one has changed those.
-        newly = [line for line in lines if ABSENT in line and _fact_source(line).endswith(".json")]
-        for line in newly:
-            LOG.warning("%s: another version of transformers says more or less of the model: %s", run, line)
-        lines = [line for line in lines if line not in newly]
+        # Another version of transformers may have more or fewer keys in a model's config.
+        by_version = [line for line in lines if ABSENT in line and _fact_source(line).endswith(".json")]
+        for line in by_version:
+            LOG.warning("%s: a config key added or removed by another transformers version: %s", run, line)
+        lines = [line for line in lines if line not in by_version]
     if not lines:
         return
     shown = [f"  {line}" for line in lines[:MAX_DIFF_LINES]]
     more = [f"  and {len(lines) - MAX_DIFF_LINES} more"] if len(lines) > MAX_DIFF_LINES else []
     verb = "differs" if len(lines) == 1 else "differ"
     head = f"{run} belongs to another run; {format_count(len(lines), 'value')} {verb} (key: was -> is):"
-    tail = "Nothing was written. Put them back as they were, or choose another directory with run="
+    tail = "Nothing was written. Restore the values, or choose another directory with run="
     raise RunMismatchError("\n".join([head, *shown, *more, tail]))
 
 
 def _unrecorded_digests(run: Path, old_values: Values, new_values: Values) -> set[str]:
-    """Weight digests in `now` that the run was begun without, by model.verify=sampled. Logs that they cannot be
-    compared."""
+    """Keys of weight digests that the run does not record because of model.verify=sampled. Logs that."""
     if any(_fact_source(key) == WEIGHTS for key in old_values):
         return set()
     keys = {key for key in new_values if _fact_source(key) == WEIGHTS}
     if keys:
         LOG.warning(
-            "%s was begun with model.verify=sampled: whether the other bytes of its weights are still as then cannot "
-            "be checked, in this start and in later ones",
+            "%s was started with model.verify=sampled: changes in unsampled bytes of its weights cannot be detected",
             run,
         )
     return keys
 
 
 def _fact_source(key: str) -> str:
-    """The file or kind that a fact belongs to, as text for messages."""
+    """The file or kind of a fact, for messages."""
     first, _, _ = key.partition(" ")
     if first.endswith(".json") or first == "input":
         return "input columns" if first == "input" else first
@@ -141,13 +139,13 @@ def _fact_source(key: str) -> str:
 
 
 def _diff(old_values: Values, new_values: Values, sources: Mapping[str, str] | None = None) -> list[str]:
-    places, lines = sources or {}, list[str]()
+    sources, lines = sources or {}, list[str]()
     for key in sorted({*old_values, *new_values}):
         old, new = _format_value(old_values, key), _format_value(new_values, key)
         if old != new:
-            place = places.get(key, places.get(key.partition(" ")[0]))
+            source = sources.get(key, sources.get(key.partition(" ")[0]))
             lines.append(
-                f"{key}: {_truncate(old)} -> {_truncate(new)}" + ("" if place is None else f"  (from {place})")
+                f"{key}: {_truncate(old)} -> {_truncate(new)}" + ("" if source is None else f"  (from {source})")
             )
     return lines
 

@@ -1,7 +1,5 @@
-"""Rows of the output: schemas, and the columns passed through from the input.
-
-Types of passed-through columns are inferred from all rows of a run, on each start, so that all parts have one schema.
-"""
+"""Output rows: schemas, and columns passed through from the input. Types of passed-through columns are inferred from
+all rows of a run on each start, so that all parts have one schema."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,11 +37,11 @@ GENERATION_SCHEMA = pa.schema(
 )
 
 
-# `num_prompt_tokens` are those that are computed, the target's but its last included.
+# `num_prompt_tokens` counts computed tokens: all of prompt and target but the last.
 SCORE_SCHEMA = pa.schema(
     [
         pa.field("id", pa.string(), nullable=False),
-        pa.field("sample_index", pa.int32(), nullable=False),  # as `target_index`, by the name that all runs have
+        pa.field("sample_index", pa.int32(), nullable=False),  # equals `target_index`; all runs have the column
         pa.field("target_index", pa.int32(), nullable=False),
         pa.field("status", pa.string(), nullable=False),
         pa.field("logprob", pa.float64()),
@@ -61,12 +59,12 @@ SCORE_SCHEMA = pa.schema(
 
 
 def score_schema(*, has_top: bool) -> pa.Schema:
-    """The columns of a scoring run. `has_top`: with the likeliest tokens at each position."""
+    """Columns of a scoring run. `has_top`: with the most likely tokens at each position."""
     return pa.schema([*SCORE_SCHEMA, *(LOGPROB_FIELDS[1:] if has_top else ())])
 
 
 def generation_schema(*, has_logprobs: bool, has_reasoning: bool = False, has_beams: bool = False) -> pa.Schema:
-    """The columns that every row of a generation run has, besides those passed through."""
+    """Columns of a generation run, without passed-through ones."""
     reasoning = [REASONING_FIELD] if has_reasoning else []
     beams = [BEAM_FIELD] if has_beams else []
     return pa.schema([*GENERATION_SCHEMA, *(LOGPROB_FIELDS if has_logprobs else ()), *reasoning, *beams])
@@ -74,12 +72,10 @@ def generation_schema(*, has_logprobs: bool, has_reasoning: bool = False, has_be
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRow:
-    """The result of one planned request. Block, micro-batch, row index and prompt length come from the plan.
-
-    `columns`: the input row's own; `source_file`: the file it was read from, if any. `error`: the cause if `status` is
-    not `ok`. Log-probabilities are empty unless requested. `reasoning`: text before the answer. `beam_score`: as in
-    `Completion`. `encoding`: columns with an embedding, classes or masks.
-    """
+    """The result of a planned request, without values that the plan has. `columns`: columns of the input row;
+    `source_file`: the file it was read from. `error`: the cause if `status` is not `ok`. Log-probabilities are empty
+    unless requested. `reasoning`: text before the answer. `beam_score`: as in `Completion`. `encoding`: columns with an
+    embedding, classes or masks."""
 
     id: str
     sample_index: int
@@ -102,7 +98,7 @@ class GenerationRow:
         return self.id, self.sample_index
 
     def values(self, request: PlannedRequest, columns: pa.Schema) -> dict[str, object]:
-        """The row by the column names of GENERATION_SCHEMA, LOGPROB_FIELDS and `columns`."""
+        """Values for all columns of GENERATION_SCHEMA, SCORE_SCHEMA, LOGPROB_FIELDS and `columns`."""
         is_ok, likeliest = self.status == "ok", [ids[0] for ids in self.top_token_ids if ids]
         return {
             "id": self.id,
@@ -123,7 +119,7 @@ class GenerationRow:
             "top_logprobs": list(self.top_logprobs),
             "beam_score": self.beam_score,
             "reasoning": None if self.reasoning is None else clean_text(self.reasoning),
-            # What SCORE_SCHEMA has beside. The likeliest token in place of each is there wherever tokens are scored.
+            # For SCORE_SCHEMA. Scoring always computes the most likely token of each position.
             "target_index": self.sample_index,
             "logprob": sum(self.logprobs) if is_ok else None,
             "is_greedy": likeliest == list(self.token_ids) if is_ok else None,
@@ -135,11 +131,9 @@ class GenerationRow:
 
 
 def infer_column_schema(rows: Iterable[Mapping[str, object]], fixed: pa.Schema = GENERATION_SCHEMA) -> pa.Schema:
-    """Schema of the passed-through columns over all rows of a run.
-
-    A column becomes string, int64, float64 or bool if all values agree, else a string of JSON. A name in `fixed` gets
-    the prefix `row_`. Field metadata holds the input's column name and the encoding.
-    """
+    """Schema of the passed-through columns over all rows of a run: string, int64, float64 or bool if all values agree,
+    else a string of JSON. A name in `fixed` gets the prefix `row_`. Field metadata holds the input's column name and
+    the encoding."""
     kinds = ColumnKinds()
     add_column_kinds(kinds, rows)
     return column_schema(kinds, fixed)
@@ -156,7 +150,6 @@ def column_schema(kinds: Mapping[str, AbstractSet[str]], fixed: pa.Schema) -> pa
         ({"int", "float"}, pa.float64()),
     )
     for name, kind in kinds.items():
-        # The simple type that all values have; None where they agree on none.
         column_type = next((column_type for allowed, column_type in simple_types if kind <= allowed), None)
         encoding = b"json" if column_type is None else b"plain"
         metadata = {b"column": name.encode("utf-8", "surrogatepass"), b"encoding": encoding}
@@ -169,7 +162,7 @@ def column_schema(kinds: Mapping[str, AbstractSet[str]], fixed: pa.Schema) -> pa
 
 
 def encode_columns(schema: pa.Schema, columns: Mapping[str, object]) -> dict[str, object]:
-    """One row's own columns as values of `schema`; missing columns are null."""
+    """Converts the columns of an input row to values of `schema`; missing columns are null."""
     return {column.name: _encode_value(column.metadata, columns) for column in schema}
 
 

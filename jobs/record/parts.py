@@ -1,8 +1,5 @@
-"""Parts: the output rows of one block, committed once. Generations parts are authoritative; throughput parts are only
-statistics.
-
-A generations part depends on the plan and the tokens alone, byte for byte: it contains no time, host or process.
-"""
+"""Parts: the output rows of one block, committed once. Generations parts are authoritative; throughput parts are
+statistics. The bytes of a generations part depend only on plan and tokens: it contains no time, host or process."""
 
 import errno
 import hashlib
@@ -40,12 +37,12 @@ from .stored_run import RunCopy
 from .success import log_regenerated_parts, recorded_parts, write_success
 
 LOG = logging.getLogger(__name__)
-NUM_STOPS = b"weightstream.num_stops"  # in the footer of a part whose block went on inside
+NUM_STOPS = b"weightstream.num_stops"  # in the footer of a part of an interrupted block
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartInfo:
-    """A committed generations part, verified as a whole."""
+    """A committed and verified generations part."""
 
     block: int
     rows: Mapping[Status, int]
@@ -58,20 +55,22 @@ class PartInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class PartStore:
-    """The parts of one run: commits them, verifies existing ones, finishes the run. The caller holds the run's lock."""
+    """The parts of a run: commits new ones, verifies existing ones. The caller holds the run's lock. `columns`: schema
+    of passed-through columns; `fixed_schema`: of the others. `is_shared`: other workers may be writing. `copy`: a block
+    is done once its part is there too. `is_window`: parts of blocks outside `plan` belong to other windows."""
 
     directory: RunDirectory
     manifest: RunManifest
     plan: Sequence[PlannedRequest]
-    columns: pa.Schema  # of the rows' own columns, from `output_rows.infer_column_schema`
-    fixed_schema: pa.Schema = GENERATION_SCHEMA  # of the others, from `output_rows.generation_schema`
-    is_shared: bool = False  # with other workers, which may be writing
-    copy: RunCopy = field(default_factory=RunCopy)  # where a part must be too before its block is done
-    is_window: bool = False  # its blocks are some of the run's: parts of others are let be
+    columns: pa.Schema
+    fixed_schema: pa.Schema = GENERATION_SCHEMA
+    is_shared: bool = False
+    copy: RunCopy = field(default_factory=RunCopy)
+    is_window: bool = False
 
     @cached_property
     def blocks(self) -> Mapping[int, Sequence[PlannedRequest]]:
-        """Planned requests by block; a part holds its block's rows in this order."""
+        """Planned requests by block, in the order of the part's rows."""
         blocks: dict[int, list[PlannedRequest]] = {}
         for request in self.plan:
             blocks.setdefault(request.block, []).append(request)
@@ -85,14 +84,12 @@ class PartStore:
         *,
         num_stops: int = 0,
     ) -> bool:
-        """Publishes a block's rows, in any order, one per planned request; the first commit wins. `num_stops`:
-        interruptions inside the block, recorded in the footer, since log-probabilities may then differ from other runs.
-
-        Returns False if the block was already committed; these rows are then discarded. Raises OutputError with nothing
-        committed, or errors of `RunCopy` with the part committed locally.
-        """
+        """Publishes the rows of a block, one per planned request in any order. Returns False and discards them if the
+        block was committed before. `num_stops`: interruptions inside the block, recorded in the footer, since
+        log-probabilities may then differ from other runs. Raises OutputError with nothing committed, or errors of
+        `RunCopy` with the part committed locally."""
         if self.directory.generations_part(block).exists():
-            LOG.info("block %d is committed already: the second result is discarded", block)
+            LOG.info("block %d was already committed: discarding the second result", block)
             return False
         planned, rows = self.blocks[block], {row.key: row for row in generations}
         assert len(rows) == len(generations) == len(planned), f"block {block}: not one row per planned request"
@@ -104,6 +101,7 @@ class PartStore:
         if num_stops:
             table = table.replace_schema_metadata({NUM_STOPS: str(num_stops).encode()})
         paths = self.directory.throughput_part(block), self.directory.generations_part(block)
+        # Throughput first: the generations part marks the block as done, so nothing may be missing after it.
         self._publish(paths[0], passes, block, exclusive=False)
         if not self._publish(paths[1], table, block, exclusive=True):
             return False
@@ -111,12 +109,9 @@ class PartStore:
         return True
 
     def committed_parts(self) -> dict[int, PartInfo]:
-        """Committed blocks, each part read and verified. Damaged parts, and parts that differ from `_SUCCESS.json`, are
-        moved to `quarantine/`.
-
-        Removes temporary files of killed writers. Raises OutputError if a file cannot be read or moved, and errors of
-        `RunCopy` if parts cannot be uploaded.
-        """
+        """Reads and verifies the parts; returns them by block. Moves damaged ones, and those that differ from
+        `_SUCCESS.json`, to `quarantine/`. Removes temporary files of killed writers. Raises OutputError if a file
+        cannot be read or moved, and errors of `RunCopy` if parts cannot be uploaded."""
         try:
             run = self.directory
             for folder in (run.path, run.generations, run.throughput, run.leases):
@@ -134,7 +129,7 @@ class PartStore:
                     move_to_quarantine(path, self.directory.quarantine, str(verdict))
             parts = {part.block: part for part in verdicts.values() if isinstance(part, PartInfo)}
             if len(parts) < len(self.blocks) and self.directory.success.exists():
-                move_to_quarantine(self.directory.success, self.directory.quarantine, "it lists parts that are gone")
+                move_to_quarantine(self.directory.success, self.directory.quarantine, "it lists missing parts")
         except OSError as error:
             raise output_error(self.directory.path, error) from error
         self.copy.upload_missing(
@@ -143,13 +138,13 @@ class PartStore:
         return dict(sorted(parts.items()))
 
     def require_same_plan(self) -> None:
-        """Raises DamagedRunError if a recomputed plan assigns rows to blocks differently from the existing parts. Moves
-        nothing: a machine with less memory may plan differently."""
+        """Raises DamagedRunError if the plan, recomputed, does not fit the existing parts. Moves no files: with other
+        memory limits the plan may fit."""
         mismatched: list[str] = []
         for path in self._window_files(self.directory.generations):
             try:
                 footer = parse_part(read_regular_file(path)[0]).schema.metadata or {}
-            except PARQUET_PROBLEMS:  # what cannot be read is not asked
+            except PARQUET_PROBLEMS:  # `committed_parts` handles damaged parts
                 continue
             block = self._block_by_name.get(path.name)
             ours = footer.get(b"weightstream.config") == self.manifest.digest.encode()
@@ -157,14 +152,14 @@ class PartStore:
                 mismatched.append(path.name)
         if mismatched:
             raise DamagedRunError(
-                f"{self.directory.plan} is missing, and the recomputed plan does not match {len(mismatched)} existing parts "
-                f"({mismatched[0]}): restore the file, set offload.host_memory_gib and offload.device_memory_gib as when "
-                f"the run was started, or choose another directory with run="
+                f"{self.directory.plan} is missing, and the recomputed plan does not fit {len(mismatched)} existing "
+                f"parts ({mismatched[0]}): restore the file, set offload.host_memory_gib and offload.device_memory_gib "
+                f"as at the run's start, or choose another directory with run="
             )
 
     def read_passes(self, blocks: Iterable[int] | None = None) -> list[PassRow]:
-        """Passes of the committed blocks among `blocks`; None means all blocks. A block whose throughput part is
-        damaged is skipped with a warning."""
+        """Passes of the committed blocks among `blocks`, or of all. Damaged throughput parts are skipped with a
+        warning."""
         rows: list[PassRow] = []
         for block in sorted(self.blocks if blocks is None else blocks):
             path = self.directory.throughput_part(block)
@@ -173,13 +168,13 @@ class PartStore:
             try:
                 table = self._parse_table(read_regular_file(path)[0], block, THROUGHPUT_SCHEMA)
             except PARQUET_PROBLEMS as error:
-                LOG.warning("the summary lacks block %d: %s: %s", block, path, error)
+                LOG.warning("the summary does not include block %d: %s: %s", block, path, error)
                 continue
             rows += [PassRow(**row) for row in table.drop_columns(["block", "operational"]).to_pylist()]
         return rows
 
     def _window_files(self, folder: Path) -> list[Path]:
-        """Files in `folder` to verify: all but parts of other windows. Raises OSError."""
+        """Files in `folder` without the parts of other windows. Raises OSError."""
         paths = visible_files(folder)
         if not self.is_window:
             return paths
@@ -188,14 +183,14 @@ class PartStore:
     def publish_success(
         self, numbers: Mapping[str, JsonValue] | None = None, earlier_parts: Mapping[int, PartInfo] | None = None
     ) -> None:
-        """Publishes `_SUCCESS.json` after everything else; `numbers` as in `write_success`. `earlier_parts`: parts of
-        previous windows. Raises OutputError if a planned block is missing."""
+        """Publishes `_SUCCESS.json`; call it last. `numbers`: as in `write_success`. `earlier_parts`: parts of previous
+        windows. Raises OutputError if a planned block is missing."""
         own = self.committed_parts()
         missing = sorted(set(self.blocks) - set(own))
         if missing:
             raise OutputError(
-                f"{self.directory.generations} lacks {len(missing)} of {len(self.blocks)} blocks (first: {missing[0]}) "
-                f"that were committed or never ran. Start the same command again to make them"
+                f"{self.directory.generations}: {len(missing)} of {len(self.blocks)} blocks are missing (first: "
+                f"{missing[0]}). Run the same command again to generate them"
             )
         parts = {self._part_name(block): part for block, part in {**(earlier_parts or {}), **own}.items()}
         try:
@@ -238,7 +233,7 @@ class PartStore:
             try:
                 self._parse_table(temp.read_bytes(), block, table.schema)
             except (pa.ArrowException, ValueError) as error:
-                raise OSError(errno.EIO, f"what was written reads back wrong: {error}") from error
+                raise OSError(errno.EIO, f"verification after writing failed: {error}") from error
 
         return publish(
             path,
@@ -249,37 +244,36 @@ class PartStore:
         )
 
     def _parse_table(self, data: bytes, block: int, schema: pa.Schema) -> pa.Table:
-        """The table in a part's bytes. Raises one of PARQUET_PROBLEMS when they are damaged or belong elsewhere."""
+        """Parses a part of this run and block. Raises one of PARQUET_PROBLEMS."""
         table = parse_part(data)
         footer = table.schema.metadata or {}
         wrong = [key.decode() for key, value in self._footer(block).items() if footer.get(key) != value]
         if wrong:
             raise ValueError(f"it belongs to another run or block: {', '.join(wrong)} differ")
         if not is_signed(table):
-            raise ValueError("it lacks the digest of its rows")
+            raise ValueError("it has no digest of its rows")
         if not table.schema.equals(schema):
             names = sorted({str(field) for field in table.schema} ^ {str(field) for field in schema})
-            raise ValueError(f"its columns are not those of the run: {', '.join(names) or 'their order'}")
+            raise ValueError(f"its columns differ from the run's: {', '.join(names) or 'their order'}")
         if schema.equals(self._schema):
             keys = list(zip(table["id"].to_pylist(), table["sample_index"].to_pylist(), strict=True))
             if keys != [request.key for request in self.blocks[block]]:
-                raise ValueError("its rows are not those of the plan")
+                raise ValueError("its rows differ from the plan")
         return table
 
     def _check_file(
         self, path: Path, schema: pa.Schema, recorded: str | None = None
     ) -> tuple[int, pa.Table, str] | Exception:
-        """The part's block, table and SHA-256, or the reason it cannot be used. OSError means a disk fault, not a
-        damaged part."""
+        """The part's block, table and SHA-256, or the reason why it cannot be used. Raises OSError on a disk fault."""
         if path.is_symlink():
             return ValueError("it is a symbolic link")
         data = path.read_bytes() if path.is_file() else b""
         sha256 = hashlib.sha256(data).hexdigest()
         if recorded not in (None, sha256):
-            return ValueError(f"its SHA-256 is not the one that {self.directory.success.name} records")
+            return ValueError(f"its SHA-256 differs from {self.directory.success.name}")
         block = self._block_by_name.get(path.name)
         if block is None:
-            return ValueError("no block of the plan has this file name")  # as with a copy
+            return ValueError("no block of the plan has this file name")  # such as a copied part
         try:
             return block, self._parse_table(data, block, schema), sha256
         except PARQUET_PROBLEMS as error:

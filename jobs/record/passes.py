@@ -1,4 +1,4 @@
-"""Statistics of passes: a row of `throughput/`, and the seconds of a phase by resource, measured or predicted."""
+"""Statistics of passes: rows of `throughput/`, and seconds by phase and resource, measured or predicted."""
 
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -22,13 +22,12 @@ Status: TypeAlias = Literal["ok", "error", "skipped"]
 class PassRow:
     """Statistics of one pass over the model. Prefill passes issue the first token of each sequence they finish.
 
-    Seconds, hits and experts are defined by the engine's `StageTimes`; `stage_*` has one value per stage, the others
-    are sums. `padded_tokens`: computed tokens including padding. `prompt_tokens`: the prefilled ones among
-    `real_tokens`. `pass_index` counts within a block, or within the run if blocks overlap. `predicted_*`: of an average
-    pass of this phase, None without a prediction. `host_bytes`, `device_bytes`: memory in use at its end. `started_at`:
-    start of the process, Unix seconds; `since_start_seconds`: from there to the end of the pass. `spared_tokens`:
-    prompt tokens not computed because of shared prefixes, minus those computed for several prompts. `worker`: JSON of
-    the lease holder.
+    The engine's `StageTimes` defines seconds, hits and experts; `stage_*` has a value per stage, the others are sums.
+    `padded_tokens`: computed tokens including padding. `prompt_tokens`: prefilled tokens among `real_tokens`.
+    `pass_index` counts within a block, or within the run if blocks overlap. `predicted_*`: of an average pass of this
+    phase; None without a prediction. `host_bytes`, `device_bytes`: memory in use at the end. `started_at`: start of the
+    process, Unix seconds; `since_start_seconds`: from there to the end of the pass. `spared_tokens`: prompt tokens not
+    computed because of shared prefixes, minus those computed for several prompts. `worker`: JSON of the lease holder.
     """
 
     pass_index: int
@@ -83,7 +82,7 @@ class PassRow:
 
     @property
     def decode_issued(self) -> int:
-        """Issued tokens of decoding rows, without first tokens, which come from prefill."""
+        """Issued tokens of decoding rows, without the first tokens, which prefill issues."""
         if self.phase == "mixed":
             return self.real_tokens - self.prompt_tokens
         return self.issued_tokens if self.phase == "decode" else 0
@@ -144,8 +143,8 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTimes:
-    """Seconds of a phase by resource. `attention_seconds`: predicted ones are CPU attention alone, measured ones
-    include attention in compute."""
+    """Seconds of a phase by resource. `attention_seconds`: of all attention if measured; of CPU attention if
+    predicted."""
 
     seconds: float
     compute_seconds: float
@@ -174,7 +173,7 @@ class PhaseTimes:
 
 
 def mean_pass(prediction: Prediction, prefill_share: float) -> PhaseTimes:
-    """Predicted times of one pass with this share of prefill, taking all passes of a phase as equal."""
+    """Predicted times of an average pass with this share of prefill."""
 
     def mean(phase: PhaseTime) -> PhaseTimes:
         return PhaseTimes.from_phase(phase).scale(1 / phase.num_passes if phase.num_passes else 0.0)
@@ -187,7 +186,7 @@ SEPARATE_FIELDS = ("block", "index", "phase", "counts", "times")
 
 
 def pass_row(record: PassRecord, pass_index: int, prediction: Prediction | None, start: Start) -> PassRow:
-    """The row of a pass that has just ended. `prediction` is of the whole run."""
+    """Converts the record of a pass that has just ended. `prediction`: of the whole run."""
     times = record.times
     lists = {f"stage_{name}": list(value) for name, value in vars(times).items() if isinstance(value, tuple)}
     sums = {name: value for name, value in vars(times).items() if isinstance(value, int)}

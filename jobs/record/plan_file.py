@@ -25,8 +25,8 @@ from ..files.publishing import (
 from ..files.row_digest import is_signed, require_intact, sign
 
 PlanStatus: TypeAlias = Literal["planned", "rejected"]
-CHUNK_TOKENS = b"weightstream.prefill_chunk_tokens"  # in the footer of a plan
-BACKENDS = b"weightstream.linear_backends"  # there too, with the host that they were chosen on
+CHUNK_TOKENS = b"weightstream.prefill_chunk_tokens"  # footer key
+BACKENDS = b"weightstream.linear_backends"  # footer key; the value includes the host
 RowSlot: TypeAlias = tuple[int, int, int]  # block, micro-batch, position
 HostBackends: TypeAlias = tuple[Host, BackendTable]
 
@@ -46,8 +46,7 @@ PLAN_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRequest:
-    """A planned output row. Rejected rows have a slot too: each row appears in the output exactly once. Rows computed
-    as one share a slot."""
+    """A planned output row. Rejected rows have a slot too. Rows with one computation share a slot."""
 
     row_id: str
     row_index: int
@@ -83,10 +82,8 @@ def publish_plan(
     backends: HostBackends | None = None,
 ) -> None:
     """Publishes the plan at `path`, or checks that an existing one is equal. `chunk_tokens` (prefill chunk size) and
-    `backends` (on the same host) are stored for resumed runs.
-
-    Raises RunMismatchError for a different plan, DamagedRunError if it is unreadable or edited, OutputError.
-    """
+    `backends` are stored for resumed runs. Raises RunMismatchError for a different plan, DamagedRunError for an
+    unreadable or edited one, OutputError."""
 
     def write(file: BinaryIO) -> None:
         columns = {name: [getattr(request, name) for request in requests] for name in PLAN_SCHEMA.names}
@@ -111,17 +108,17 @@ def read_plan_table(path: Path) -> pa.Table:
     try:
         data, _ = read_regular_file(path)
     except UnexpectedFileError as error:
-        raise DamagedRunError(f"{error}, where the plan of a run belongs: remove it") from error
+        raise DamagedRunError(f"{error}, not the plan of a run: remove it") from error
     try:
         table = parse_parquet(data)
         require_intact(table)
         if not is_signed(table):
-            raise ValueError("it lacks the digest that it was written with, as when another program has saved it")
+            raise ValueError("it has no digest of its values, as if another program had saved it")
         return table.cast(PLAN_SCHEMA.with_metadata(table.schema.metadata))
     except PARQUET_PROBLEMS as error:
         raise DamagedRunError(
-            f"{path} ({len(data)} bytes) was changed after it was written, or damaged: {error}. Put it back as it was, "
-            f"or move it away to have it computed again"
+            f"{path} ({len(data)} bytes) was changed after it was written, or damaged: {error}. Restore it, or "
+            f"remove it to have it computed again"
         ) from error
 
 
@@ -156,5 +153,5 @@ def _require_same_plan(path: Path, stored: Sequence[PlannedRequest], requests: S
         )
     raise RunMismatchError(
         f"{path} is the plan of another run ({difference}). "
-        f"Nothing was written; put the settings back, or choose another directory with run="
+        f"Nothing was written; restore the settings, or choose another directory with run="
     )

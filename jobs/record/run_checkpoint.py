@@ -1,8 +1,5 @@
-"""running.parquet, in waves running-<block>.parquet: checkpoint of finished rows without a part, and of unfinished
-sequences.
-
-Optional: without it, or if it is damaged or another run's, requests restart from their prompts.
-"""
+"""running.parquet, in waves running-<block>.parquet: checkpoint of finished rows of open parts, and of unfinished
+sequences. Optional: without a valid one, requests restart from their prompts."""
 
 import json
 import logging
@@ -34,15 +31,15 @@ from .passes import PassRow
 from .plan_file import PlannedRequest, plan_digest
 from .run_dir import RunDirectory
 
-if TYPE_CHECKING:  # they load torch, and who reads what a run has written needs none
+if TYPE_CHECKING:  # readers of runs must not load torch
     from runtime.sequences.beams import BeamState
     from runtime.sequences.sequence import BeamTrace, SequenceState
 
 
 LOG = logging.getLogger(__name__)
 FORMAT = "1"
-UNFINISHED = "running"  # in the place of the status of a finished row
-UNFINISHED_COLUMNS = frozenset({"generator_state", "search"})  # columns that finished rows have no value for
+UNFINISHED = "running"  # status of an unfinished sequence
+UNFINISHED_COLUMNS = frozenset({"generator_state", "search"})  # null for finished rows
 
 RequestKey: TypeAlias = tuple[str, int]  # id and sample index
 CheckpointRow: TypeAlias = dict[str, Any]  # a row of CHECKPOINT_SCHEMA
@@ -62,8 +59,8 @@ CHECKPOINT_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class RunCheckpoint:
-    """`finished` rows lack the passed-through columns. `passes`: those in no part yet. `num_stops`: earlier
-    interruptions of a wave's block."""
+    """`finished`: rows without passed-through columns. `passes`: those that no part contains. `num_stops`: earlier
+    interruptions of the block, in waves."""
 
     finished: Sequence[GenerationRow] = ()
     unfinished: "Mapping[RequestKey, SequenceState]"
@@ -85,8 +82,7 @@ class RunCheckpointFile:
         return self.directory.run_checkpoint if self.block is None else self.directory.block_checkpoint(self.block)
 
     def save(self, checkpoint: RunCheckpoint) -> bool:
-        """Replaces the previous checkpoint. Returns False after a warning if it cannot be written; the run
-        continues."""
+        """Replaces the previous checkpoint. Returns False, with a warning, if it cannot be written."""
         rows = [
             {
                 **{name: getattr(row, name) for name in CHECKPOINT_SCHEMA.names if hasattr(row, name)},
@@ -125,36 +121,35 @@ class RunCheckpointFile:
                 expected_bytes=table.nbytes,
             )
         except OutputError as error:
-            LOG.warning("what is generated and not finished was not saved: %s", error)
+            LOG.warning("the checkpoint was not saved: %s", error)
             return False
 
     def load(self) -> RunCheckpoint:
-        """The last checkpoint. An unusable file is moved to `quarantine/` with a warning, and the checkpoint is
-        empty."""
+        """The last checkpoint; an empty one if the file is missing or unusable. Moves an unusable file to `quarantine/`
+        with a warning."""
         path = self.path
         try:
             data, _ = read_regular_file(path)
         except FileNotFoundError:
             return RunCheckpoint(unfinished={})
         except OSError as error:
-            LOG.warning("%s cannot be read (%s): its requests begin again", path, error)
+            LOG.warning("%s cannot be read (%s): its requests restart", path, error)
             return RunCheckpoint(unfinished={})
         try:
             return self._parse(data)
         except (*PARQUET_PROBLEMS, TypeError) as error:  # TypeError: passes of another version of Weightstream
             try:
-                move_to_quarantine(path, self.directory.quarantine, f"{error}; its requests begin again")
+                move_to_quarantine(path, self.directory.quarantine, f"{error}; its requests restart")
             except OSError as fault:
-                LOG.warning("%s cannot be used (%s) nor moved away: %s", path, error, fault)
+                LOG.warning("%s cannot be used (%s) or moved to quarantine: %s", path, error, fault)
             return RunCheckpoint(unfinished={})
 
     def remove(self) -> None:
-        """Removes the checkpoint once all rows are in parts. A file that remains is harmless: rows of parts are dropped
-        on load."""
+        """Removes the checkpoint once all rows are in parts. If that fails, loading ignores its rows."""
         try:
             self.path.unlink(missing_ok=True)
         except OSError as error:
-            LOG.warning("%s is of no more use and cannot be removed: %s", self.path, error)
+            LOG.warning("%s is no longer needed but cannot be removed: %s", self.path, error)
 
     def _parse(self, data: bytes) -> RunCheckpoint:
         table = parse_parquet(data)
@@ -164,9 +159,9 @@ class RunCheckpointFile:
         if wrong:
             raise ValueError(f"it belongs to another run: {', '.join(wrong)} differ")
         if not table.schema.equals(CHECKPOINT_SCHEMA):
-            raise ValueError("its columns are not those of a checkpoint")
+            raise ValueError("its columns differ from a checkpoint's")
         if not is_signed(table):
-            raise ValueError("it lacks the digest of its rows")
+            raise ValueError("it has no digest of its rows")
         require_intact(table)
         rows: list[CheckpointRow] = table.to_pylist()
         return RunCheckpoint(
@@ -189,7 +184,7 @@ class RunCheckpointFile:
 
 
 def remove_checkpoints(directory: RunDirectory, blocks: Iterable[int]) -> None:
-    """Removes checkpoints of committed blocks, left by a kill between commit and removal. Raises OutputError."""
+    """Removes checkpoints of committed blocks, left by a kill after the commit. Raises OutputError."""
     for path in map(directory.block_checkpoint, blocks):
         try:
             path.unlink(missing_ok=True)
@@ -221,7 +216,7 @@ def parse_search(data: bytes | None) -> "BeamState[BeamTrace] | None":
     from runtime.sequences.beams import BeamState, Hypothesis
 
     values = json.loads(data)
-    hypotheses = (Hypothesis(score=each["score"], way=_read_beam_trace(each["way"])) for each in values["hypotheses"])
+    hypotheses = (Hypothesis(score=item["score"], way=_read_beam_trace(item["way"])) for item in values["hypotheses"])
     return BeamState(scores=tuple(values["scores"]), hypotheses=tuple(hypotheses))
 
 
@@ -231,8 +226,8 @@ def _read_beam_trace(values: Mapping[str, Any] | None) -> "BeamTrace | None":
     if values is None:
         return None
     logprobs = (
-        TokenLogprobs(own=each["own"], top_ids=tuple(each["top_ids"]), top=tuple(each["top"]))
-        for each in values["logprobs"]
+        TokenLogprobs(own=token["own"], top_ids=tuple(token["top_ids"]), top=tuple(token["top"]))
+        for token in values["logprobs"]
     )
     return BeamTrace(
         token_ids=tuple(values["token_ids"]),

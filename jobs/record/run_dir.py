@@ -1,4 +1,4 @@
-"""The run directory: paths of its files, the check of its identity, and its lock."""
+"""The run directory: paths of its files, check of its identity, and lock."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ from .manifest import RunManifest
 
 @dataclass(frozen=True, kw_only=True)
 class RunDirectory:
-    """All paths of a run. `generations` and `throughput` contain only Parquet parts and hidden files."""
+    """Paths of a run. `generations` and `throughput` contain only Parquet parts and hidden files."""
 
     path: Path
 
@@ -29,7 +29,6 @@ class RunDirectory:
         return self.path / "plan.parquet"
 
     def window_plan(self, number: int) -> Path:
-        """The plan of one window of a run in windows."""
         return self.path / f"plan-{number:05d}.parquet"
 
     @property
@@ -102,7 +101,7 @@ class RunDirectory:
 
     @property
     def store_token(self) -> Path:
-        """Identifies this directory to the run's copy in an object store."""
+        """File that identifies this directory to the run's copy in an object store."""
         return self.path / ".store_token.json"
 
     @property
@@ -110,7 +109,6 @@ class RunDirectory:
         return self.path / ".lock"
 
     def block_checkpoint(self, block: int) -> Path:
-        """The checkpoint of one block of a run in waves."""
         return self.path / f"running-{block:05d}.parquet"
 
     def generations_part(self, block: int) -> Path:
@@ -122,7 +120,7 @@ class RunDirectory:
 
 @dataclass(frozen=True, kw_only=True)
 class RunState(Closing):
-    """An open run directory; closing releases its lock. `manifest`: from its first start."""
+    """An open run directory; closing releases its lock. `manifest`: with the identity in run.json."""
 
     directory: RunDirectory
     manifest: RunManifest
@@ -140,21 +138,20 @@ def open_run(
     is_shared: bool = False,
     remote_manifest: Mapping[str, JsonValue] | None = None,
 ) -> RunState:
-    """Binds `path` to `manifest` on the first start, checks it on later ones, and takes the lock, exclusively or, if
-    `is_shared`, with other workers. `remote_manifest`: run.json of the run's copy, which must match too.
+    """Takes the lock of the run at `path`, shared with other workers if `is_shared`. Writes `manifest` as run.json on
+    the first start, and compares it on later ones. `remote_manifest`: run.json of the run's copy; must match too.
 
-    `run.json` is written before anything else; on errors nothing is written. Raises RunMismatchError (another run, with
-    a diff), ConfigError (not usable as a run directory), DamagedRunError (run.json unreadable, links in place of
-    files), RunInUseError, OutputError (disk fault: a retry may help).
+    Raises RunMismatchError (another run, with a diff), ConfigError (not usable as a run directory), DamagedRunError
+    (run.json unreadable, or symbolic links), RunInUseError, OutputError (disk fault: a retry may help).
     """
     run = RunDirectory(path=path)
     try:
-        # A run writes into its own directory alone.
-        for own in (run.lock, run.generations, run.throughput, run.quarantine, run.trace, run.leases):
-            if own.is_symlink():
+        # A run must write only below its own directory.
+        for child in (run.lock, run.generations, run.throughput, run.quarantine, run.trace, run.leases):
+            if child.is_symlink():
                 raise DamagedRunError(
-                    f"{own} is a symbolic link, to {own.readlink()}: a run writes only into its own directory. Remove "
-                    f"the link, or choose another directory with run="
+                    f"{child} is a symbolic link, to {child.readlink()}: a run writes only into its own directory. "
+                    f"Remove the link, or choose another directory with run="
                 )
         bound = _read_bound_manifest(run, manifest, remote_manifest)
         run.path.mkdir(parents=True, exist_ok=True)
@@ -165,11 +162,11 @@ def open_run(
         if not run.manifest.exists() and not write_json(
             run.manifest, remote_manifest or manifest.to_json(), exclusive=True
         ):
-            bound = _read_bound_manifest(run, manifest, remote_manifest)  # another process was first
+            bound = _read_bound_manifest(run, manifest, remote_manifest)  # another worker wrote it first
         for folder in (run.generations, run.throughput):
             folder.mkdir(exist_ok=True)
         fsync_directory(run.path)
-        fsync_directory(run.path.parent)
+        fsync_directory(run.path.parent)  # the name of a new run directory must survive a crash
     except OSError as error:
         lock.release()
         raise run_directory_error(run, error) from error
@@ -182,8 +179,8 @@ def open_run(
 def _read_bound_manifest(
     run: RunDirectory, manifest: RunManifest, remote_manifest: Mapping[str, JsonValue] | None
 ) -> RunManifest | None:
-    """The identity in run.json, here or in the run's copy; None if there is none. Raises if it or the directory is
-    another run's. Writes nothing."""
+    """`manifest` with the identity of run.json, here or in the run's copy; None without one. Raises if it differs or
+    the directory holds other files."""
     try:
         stored = read_json(run.manifest)
     except FileNotFoundError:
@@ -191,29 +188,27 @@ def _read_bound_manifest(
         foreign_names = [name for name in names if not name.startswith(".") and not name.endswith(".log")]
         if foreign_names:
             raise ConfigError(
-                f"{run.path} is no run directory: it has no run.json but holds {len(foreign_names)} other entries "
+                f"{run.path} is not a run directory: it has no run.json but {len(foreign_names)} other entries "
                 f"({', '.join(map(json.dumps, foreign_names[:3]))}). Choose a new or empty directory with run="
             ) from None
         stored = remote_manifest
     if stored is None:
         return None
     if remote_manifest is not None and remote_manifest.get("semantic_digest") != stored.get("semantic_digest"):
-        manifest.with_stored_identity(
-            remote_manifest, run.manifest
-        )  # says in what, where it is not in how versions wrote it down
+        manifest.with_stored_identity(remote_manifest, run.manifest)  # raises with a diff, if the values differ
         raise RunMismatchError(
-            f"{run.path} and its copy (output_url) were begun as two runs: choose another directory with run=, or "
-            f"another output_root"
+            f"{run.path} and its copy (output_url) were started as different runs: choose another directory with run= "
+            f"or output_root="
         )
     return manifest.with_stored_identity(stored, run.manifest)
 
 
 def run_directory_error(run: RunDirectory, error: OSError) -> WeightstreamError:
-    """ConfigError (exit 2) for errors that retrying cannot fix; OutputError (exit 75) for others, such as a full disk
-    or a file system remounted read-only during the run."""
+    """ConfigError for errors that retrying cannot fix; OutputError for others, such as a full disk, or a file system
+    that became read-only during the run."""
     was_writable = error.errno == errno.EROFS and run.manifest.exists()
     if error.errno not in PERMANENT_ERRNOS or was_writable:
         return output_error(run.path, error)
     is_name = error.errno == errno.ENAMETOOLONG or (run.path.exists() and not run.path.is_dir())
-    other = "one with run=" if is_name else "place for it with output_root="
-    return ConfigError(f"cannot use {run.path} as a run directory: {error.strerror or error}. Choose another {other}")
+    key = "run=" if is_name else "output_root="
+    return ConfigError(f"cannot use {run.path} as a run directory: {error.strerror or error}. Choose another {key}")

@@ -1,7 +1,5 @@
-"""Read-only access to runs on disk, finished or not, without the engine.
-
-`runs=` and `run=` name directories, URLs of object stores, or globs.
-"""
+"""Read-only access to runs, finished or not, without the engine. `runs=` and `run=` name directories, URLs of object
+stores, or globs."""
 
 import errno
 import fcntl
@@ -42,18 +40,17 @@ from .plan_file import read_plan_table
 from .run_dir import RunDirectory
 from .stored_run import MANIFEST_NAME, NUM_FETCHES, RUN_FILE
 
-RETRY_SECONDS = 30.0  # somebody waits
-PLAIN_NAME = re.compile(r"[^/\\\0*?\[]*[^/\\\0*?\[.][^/\\\0*?\[]*")  # a folder's name: no pattern, and more than dots
+RETRY_SECONDS = 30.0  # a user waits
+PLAIN_NAME = re.compile(r"[^/\\\0*?\[]*[^/\\\0*?\[.][^/\\\0*?\[]*")  # a folder name: no glob, and not only dots
 TURN = re.compile(r"turn-([1-9]\d*)")
 FETCH_RECORD = ".fetched.json"
 
 
 def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
-    """Fetches the run at `url`, its turns, or the runs that its pattern matches; `key` is the setting's name.
-    Returns each run's local directory and URL. Checkpoints are not fetched. Raises ConfigError, StorageError and
-    OutputError."""
-    scheme, _, place = url.rstrip("/").partition("://")
-    steps = place.split("/")
+    """Fetches the run at `url`, its turns, or the runs that its glob matches, without checkpoints. `key`: name of the
+    setting. Returns the local directory and URL of each. Raises ConfigError, StorageError, OutputError."""
+    scheme, _, location = url.rstrip("/").partition("://")
+    steps = location.split("/")
     num_plain = next((i for i, step in enumerate(steps) if not PLAIN_NAME.fullmatch(step)), len(steps))
     if num_plain == 0:
         raise ConfigError(f"{key}={url} names no bucket")
@@ -70,13 +67,13 @@ def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
         turn = TURN.fullmatch(PurePosixPath(name).name)
         return (name, 0) if turn is None else (str(PurePosixPath(name).parent), int(turn[1]))
 
-    found = sorted((name for name in names if _matches_run(name, pattern)), key=order)
-    if not found:
-        runs = f"; {len(names)} runs lie below it, of which {url_child(base, names[0])} is one" if names else ""
-        raise ConfigError(f"{key}={url} is no run: there is no {MANIFEST_NAME}{runs}")
+    matches = sorted((name for name in names if _matches_run(name, pattern)), key=order)
+    if not matches:
+        runs = f"; {len(names)} runs are below it, such as {url_child(base, names[0])}" if names else ""
+        raise ConfigError(f"{key}={url} is not a run: it has no {MANIFEST_NAME}{runs}")
     folder = cache_root() / "runs" / hashlib.sha256(base.encode()).hexdigest()[:24] / steps[num_plain - 1]
     make_directory(folder.parent).chmod(PRIVATE_FOLDER_MODE)
-    return [_fetch_run(store, name, files, folder / name) for name in found]
+    return [_fetch_run(store, name, files, folder / name) for name in matches]
 
 
 def _matches_run(name: str, pattern: str) -> bool:
@@ -89,22 +86,24 @@ def _matches_run(name: str, pattern: str) -> bool:
 
 
 def _fetch_run(store: ObjectStore, name: str, files: Mapping[str, StoredFile], path: Path) -> tuple[Path, str]:
-    """Fetches new and changed files, and removes local ones no longer in the store."""
+    """Fetches new and changed files, and removes local files that the store no longer has."""
     prefix = f"{name}/" if name else ""
-    there = {each.removeprefix(prefix): file for each, file in files.items() if each.startswith(prefix)}
-    there = {each: file for each, file in there.items() if RUN_FILE.fullmatch(each) and not each.startswith("running")}
-    record, here = make_directory(path) / FETCH_RECORD, dict[str, object]()
+    stored = {file.removeprefix(prefix): info for file, info in files.items() if file.startswith(prefix)}
+    stored = {
+        file: info for file, info in stored.items() if RUN_FILE.fullmatch(file) and not file.startswith("running")
+    }
+    record, fetched = make_directory(path) / FETCH_RECORD, dict[str, object]()
     with suppress(FileNotFoundError, DamagedRunError):
-        here.update(read_json(record))
-    listing = {each: [file.num_bytes, file.tag] for each, file in sorted(there.items())}
-    for each in here.keys() - listing.keys():
-        (path / each).unlink(missing_ok=True)
-    new = [each for each, value in listing.items() if here.get(each) != value or not (path / each).exists()]
+        fetched.update(read_json(record))
+    listing = {file: [info.num_bytes, info.tag] for file, info in sorted(stored.items())}
+    for file in fetched.keys() - listing.keys():
+        (path / file).unlink(missing_ok=True)
+    new = [file for file, value in listing.items() if fetched.get(file) != value or not (path / file).exists()]
 
     def fetch(name: str) -> None:
         try:
             data = store.read(f"{prefix}{name}")
-        except FileNotFoundError:  # since it was listed
+        except FileNotFoundError:  # removed since it was listed
             return
         target = path / name
         make_directory(target.parent)
@@ -112,12 +111,12 @@ def _fetch_run(store: ObjectStore, name: str, files: Mapping[str, StoredFile], p
 
     with ThreadPoolExecutor(NUM_FETCHES) as pool:
         list(pool.map(fetch, new))
-    write_json(record, listing, exclusive=False)
+    write_json(record, listing, exclusive=False)  # after the files: a crash only makes them be fetched again
     return path, url_child(store.url, name) if name else store.url
 
 
 class Condition(Enum):
-    """State of a run. `running`: another process holds its lock. `damaged`: `RunReader.problem` tells the user why."""
+    """State of a run. `running`: another process holds its lock. `damaged`: see `RunReader.problem`."""
 
     done = "done"
     running = "running"
@@ -139,18 +138,18 @@ class RunReader:
 
     @property
     def location(self) -> str:
-        """Its URL or path, for messages."""
+        """The run's URL or path, for messages."""
         return self.url or str(self.path)
 
     @cached_property
     def semantic(self) -> Mapping[str, JsonValue]:
-        found = self.manifest.get("semantic")
-        return found if isinstance(found, dict) else {}
+        values = self.manifest.get("semantic")
+        return values if isinstance(values, dict) else {}
 
     @cached_property
     def operational(self) -> Mapping[str, JsonValue]:
-        found = self.manifest.get("operational")
-        return found if isinstance(found, dict) else {}
+        values = self.manifest.get("operational")
+        return values if isinstance(values, dict) else {}
 
     @property
     def shard(self) -> tuple[int, int]:
@@ -161,18 +160,18 @@ class RunReader:
     @property
     def turn(self) -> int:
         """Number of the chat turn that this run generates, from 1."""
-        return found if isinstance(found := self.semantic.get("turn"), int) else 1
+        return turn if isinstance(turn := self.semantic.get("turn"), int) else 1
 
     @property
     def num_turns(self) -> int:
         """Number of turns of the longest chat, each a run of its own; 1 for single-turn data."""
-        return found if isinstance(found := self.semantic.get("num_turns"), int) else 1
+        return count if isinstance(count := self.semantic.get("num_turns"), int) else 1
 
     @cached_property
     def identity(self) -> Mapping[str, JsonValue]:
         """Settings common to all shards and turns of a run."""
-        own = {"shard.index", "shard.count", "input", "turn"}
-        return {key: value for key, value in self.semantic.items() if key not in own}
+        excluded = {"shard.index", "shard.count", "input", "turn"}
+        return {key: value for key, value in self.semantic.items() if key not in excluded}
 
     @property
     def is_planned(self) -> bool:
@@ -188,12 +187,12 @@ class RunReader:
     @property
     def num_windows(self) -> int:
         """Number of windows, each planned when it starts; 1 if all rows are held in memory."""
-        facts, each = self.manifest.get("facts"), self.semantic.get("dataset.window_rows")
+        facts, window_rows = self.manifest.get("facts"), self.semantic.get("dataset.window_rows")
         num_rows = facts.get("input rows") if isinstance(facts, dict) else None
-        if not isinstance(each, int) or not isinstance(num_rows, int):
+        if not isinstance(window_rows, int) or not isinstance(num_rows, int):
             return 1
-        num_samples = found if isinstance(found := self.semantic.get("sampling.n"), int) else 1
-        return -(-num_rows // (max(1, each // num_samples) * self.shard[1]))
+        num_samples = n if isinstance(n := self.semantic.get("sampling.n"), int) else 1
+        return -(-num_rows // (max(1, window_rows // num_samples) * self.shard[1]))
 
     @cached_property
     def rows_by_block(self) -> Mapping[int, int]:
@@ -205,17 +204,18 @@ class RunReader:
             except FileNotFoundError:
                 continue
             except PARQUET_PROBLEMS as error:
-                raise DamagedRunError(f"{plan} is damaged ({error}): the run's own command says what to do") from error
-            counts |= {each["values"]: each["counts"] for each in blocks.value_counts().to_pylist()}
+                raise DamagedRunError(
+                    f"{plan} is damaged ({error}): run the run's command to see what to do"
+                ) from error
+            counts |= {item["values"]: item["counts"] for item in blocks.value_counts().to_pylist()}
         return counts
 
     @cached_property
     def parts(self) -> Mapping[int, Path]:
         """Part files of the committed blocks, by block. Other file names are ignored."""
         with suppress(FileNotFoundError):
-            files = (
-                path for path in visible_files(self.directory.generations) if path.is_file()
-            )  # a pipe is read for ever
+            # is_file: reading a pipe would block.
+            files = (path for path in visible_files(self.directory.generations) if path.is_file())
             names = {path: PART_NAME.fullmatch(path.name) for path in files}
             return {int(name[1]): path for path, name in names.items() if name is not None}
         return {}
@@ -232,23 +232,21 @@ class RunReader:
 
     @cached_property
     def problem(self) -> str | None:
-        """Damage found from names, footers and the plan, as text; None if there is none."""
+        """Damage visible in file names, footers and the plan, as text; None without any."""
         try:
-            recorded: dict[
-                str, int
-            ] = {}  # rows by part, as _SUCCESS.json lists them; nothing before the run is finished
+            recorded: dict[str, int] = {}  # rows by part in _SUCCESS.json
             if self.directory.success.exists():
                 listed = read_json(self.directory.success).get("parts")
                 parts = [part for part in listed if isinstance(part, dict)] if isinstance(listed, list) else []
-                recorded = {str(each.get("file")): n for each in parts if isinstance(n := each.get("num_rows"), int)}
-            gone = sorted(set(recorded) - {path.name for path in self.parts.values()})
-            if gone:
-                return f"{self.directory.success.name} lists {gone[0]}, which is gone"
+                recorded = {str(part.get("file")): n for part in parts if isinstance(n := part.get("num_rows"), int)}
+            missing = sorted(set(recorded) - {path.name for path in self.parts.values()})
+            if missing:
+                return f"{self.directory.success.name} lists {missing[0]}, which is missing"
             paths = {name: self.directory.generations / name for name in recorded}
             if wrong := [name for name, path in paths.items() if recorded[name] != self._count_rows(path)]:
-                return f"{wrong[0]} has not the rows that {self.directory.success.name} lists"
+                return f"{wrong[0]}: number of rows differs from {self.directory.success.name}"
             if self.num_done > (self.num_rows if self.num_rows is not None else self.num_done):
-                return f"{self.num_done} rows are there, {self.num_rows} were planned"
+                return f"the parts have {self.num_done} rows, the plan {self.num_rows}"
         except (DamagedRunError, OSError) as error:
             return str(error)
         return None
@@ -262,16 +260,16 @@ class RunReader:
         return Condition.done if self.directory.success.exists() else Condition.interrupted
 
     def read_part(self, block: int) -> pa.Table:
-        """A part's rows, verified. Raises DamagedRunError."""
+        """Reads and verifies a part. Raises DamagedRunError."""
         path = self.parts[block]
         try:
             table = parse_part(read_regular_file(path)[0])
         except PARQUET_PROBLEMS as error:
-            raise DamagedRunError(f"{path} is damaged ({error}): the run's own command makes it again") from error
+            raise DamagedRunError(f"{path} is damaged ({error}): run the run's command to regenerate it") from error
         footer = table.schema.metadata or {}
         owner = {b"weightstream.config": self.manifest.get("semantic_digest"), b"weightstream.block": str(block)}
         if any(footer.get(key) != str(value).encode() for key, value in owner.items()):
-            raise DamagedRunError(f"{path} belongs to another run or block: the run's own command moves it aside")
+            raise DamagedRunError(f"{path} belongs to another run or block: the run's command quarantines it")
         return table
 
     def _count_rows(self, path: Path) -> int:
@@ -282,8 +280,8 @@ class RunReader:
 
 
 def is_locked(path: Path) -> bool:
-    """True if another process holds this lock; False on file systems without locks. Raises OSError if this process has
-    no file descriptor left."""
+    """True if another process holds this lock; False on file systems without locks. Raises OSError without free file
+    descriptors."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -292,7 +290,7 @@ def is_locked(path: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if RunDirectory(path=path.parent).leases.exists():  # of workers, who share it
+        if RunDirectory(path=path.parent).leases.exists():  # elastic workers hold the lock shared
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -304,36 +302,36 @@ def is_locked(path: Path) -> bool:
 
 
 def find_runs(names: Sequence[str], key: str) -> list[RunReader]:
-    """The runs that `names`, values of the setting `key`, refer to: run directories, directories of chat turns, globs,
-    or URLs, which are fetched. Each run once. Raises ConfigError, DamagedRunError, and the errors of `fetch_runs`."""
-    found: dict[Path, RunReader] = {}  # by what they are once links are followed
+    """Resolves `names`, values of the setting `key`, to distinct runs. Names are run directories, directories of chat
+    turns, globs, or URLs, which are fetched. Raises ConfigError, DamagedRunError, and the errors of `fetch_runs`."""
+    runs: dict[Path, RunReader] = {}  # by resolved path
     for name in names:
         if is_url(name):
-            places: Sequence[tuple[Path, str | None]] = fetch_runs(name, key)
+            locations: Sequence[tuple[Path, str | None]] = fetch_runs(name, key)
         else:
-            places = [(path, None) for path in _local_runs(name, key)]
-        for path, url in places:
+            locations = [(path, None) for path in _local_runs(name, key)]
+        for path, url in locations:
             directory = RunDirectory(path=path)
             run = RunReader(directory=directory, manifest=read_json(directory.manifest), url=url)
-            found.setdefault(path.resolve(), run)
-    return list(found.values())
+            runs.setdefault(path.resolve(), run)
+    return list(runs.values())
 
 
 def _local_runs(name: str, key: str) -> list[Path]:
-    """Local runs that `name` refers to, the turns of chats in order."""
+    """Local runs that `name` refers to, chat turns in order."""
     path = Path(name).expanduser()
     matches = [path] if path.exists() else [Path(match) for match in sorted(glob(str(path)))]  # noqa: PTH207
-    found: list[Path] = []
+    runs: list[Path] = []
     for match in matches:
         turns = {int(turn[1]): child for child in match.glob("turn-*") if (turn := TURN.fullmatch(child.name))}
-        runs = [match, *(turns[turn] for turn in sorted(turns))]
-        found += [run for run in runs if RunDirectory(path=run).manifest.is_file()]
-    if found:
-        return found
+        candidates = [match, *(turns[turn] for turn in sorted(turns))]
+        runs += [path for path in candidates if RunDirectory(path=path).manifest.is_file()]
+    if runs:
+        return runs
     if not matches:
         raise ConfigError(
-            f"{key}={name} does not exist (looked for {path.absolute()}): runs lie in <output_root>/generate"
+            f"{key}={name} does not exist (looked for {path.absolute()}): runs are in <output_root>/generate"
         )
     inside = [child for child in sorted(matches[0].glob("*")) if RunDirectory(path=child).manifest.is_file()]
-    hint = f": {len(inside)} runs lie in it, of which {inside[0]} is the first" if inside and len(matches) == 1 else ""
-    raise ConfigError(f"{key}={name} is no run: there is no run.json in {matches[0]}{hint}")
+    hint = f"; it contains {len(inside)} runs, such as {inside[0]}" if inside and len(matches) == 1 else ""
+    raise ConfigError(f"{key}={name} is not a run: there is no run.json in {matches[0]}{hint}")

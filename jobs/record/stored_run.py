@@ -1,8 +1,8 @@
 """A run's copy in an object store, from which another machine can continue.
 
-Work happens in the local directory. A file is uploaded once it is complete: the plan before the first block, a part
-before its block counts as done, `_SUCCESS.json` last. One directory at a time writes the copy: a start from another
-directory takes it over, and the previous one stops at its next part.
+Files are uploaded once they are complete: the plan before the first block, a part before its block counts as done,
+`_SUCCESS.json` last. One directory at a time writes the copy: a run started from another directory takes it over, and
+the previous one stops at its next part.
 """
 
 import json
@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 
 URL_KEY, RETRY_KEY = "output_url", "upload_retry_seconds"
 MANIFEST_NAME, WRITER_NAME = "run.json", "writer.json"
-# What is fetched of a run: files of its own kinds, in its own folders, whatever else is there.
+# Files that are fetched; others in the store are ignored.
 RUN_FILE = re.compile(r"(?:(?:generations|throughput)/)?[A-Za-z0-9_][A-Za-z0-9._-]*\.(?:json|jsonl|parquet|txt)")
-NUM_FETCHES = 8  # at once
+NUM_FETCHES = 8  # parallel downloads
 
 
 class RunCopy:
@@ -48,23 +48,23 @@ class RunCopy:
 
     @property
     def stored_manifest(self) -> Mapping[str, JsonValue] | None:
-        """The copy's run.json; None if there is none. Raises DamagedRunError if it is no object."""
+        """run.json of the copy; None without one. Raises DamagedRunError."""
         return None
 
     def attach(self) -> None:
         """Makes this directory the copy's writer and downloads missing files. The caller holds the run's lock.
 
-        This and the other methods raise OutputError and StorageError, with nothing lost, RunInUseError and Interrupted.
+        All methods raise OutputError and StorageError, with nothing lost, RunInUseError and Interrupted.
         """
 
     def upload_missing(self, *paths: Path) -> None:
         """Uploads immutable files that the copy does not have."""
 
     def upload_part(self, throughput: Path, generations: Path) -> None:
-        """Uploads a part made here. If the copy already has another one, that replaces the local one."""
+        """Uploads a new part. If the copy already has another one, that replaces the local one."""
 
     def finish(self, *, is_new: bool) -> None:
-        """Uploads the summary and `_SUCCESS.json` of a finished run. Not `is_new`: only if the copy has none."""
+        """Uploads the summary and `_SUCCESS.json` of a finished run; unless `is_new`, only if the copy has none."""
 
     def upload(self, *paths: Path) -> None:
         """Uploads files, replacing those in the copy; missing local files are skipped."""
@@ -93,9 +93,10 @@ class StoredRun(RunCopy):
         writer = self._read_json(WRITER_NAME) if WRITER_NAME in self._files else {}
         is_ours = writer.get("token") == self._token
         if writer and not is_ours:
-            log.info("%s: taken over from %s, process %s", self._store.url, writer.get("host"), writer.get("pid"))
+            log.info("%s: taking over from %s, pid %s", self._store.url, writer.get("host"), writer.get("pid"))
         record = {"token": self._token, "host": socket.gethostname(), "pid": os.getpid()}
         self._store.write(WRITER_NAME, canonical_json(record).encode(), is_first=True)
+        # List after taking over: the previous writer stops before its next upload.
         self._files = {**self._store.list_files(is_deep=True)}
         names = [name for name in self._files if RUN_FILE.fullmatch(name) and name not in (MANIFEST_NAME, WRITER_NAME)]
         try:
@@ -109,7 +110,7 @@ class StoredRun(RunCopy):
 
     def upload_missing(self, *paths: Path) -> None:
         new = self._missing_files(paths)
-        if len(new) > 1:  # other workers may have taken them there
+        if len(new) > 1:  # other workers may have uploaded them since
             self._files |= self._store.list_files(is_deep=True)
             self._drop_size_mismatches(new)
             new = self._missing_files(new)
@@ -121,7 +122,7 @@ class StoredRun(RunCopy):
     def upload_part(self, throughput: Path, generations: Path) -> None:
         self._require_writer()
         self._upload_file(throughput)
-        if self._stored_name(generations) in self._files:  # one that was damaged here, and made again
+        if self._stored_name(generations) in self._files:  # regenerated after local damage
             self._upload_file(generations)
         else:
             self._upload_exclusive(generations)
@@ -130,7 +131,7 @@ class StoredRun(RunCopy):
         run = self._directory
         if not is_new and self._stored_name(run.success) in self._files:
             return
-        self.upload(run.schedule, run.summary, run.success)
+        self.upload(run.schedule, run.summary, run.success)  # in this order: _SUCCESS.json last
         for name in [name for name in self._files if name.startswith("running")]:
             self.try_remove(run.path / name)
 
@@ -146,7 +147,7 @@ class StoredRun(RunCopy):
             self._store_without_retries.write(name, path.read_bytes())
             self._files[name] = StoredFile(num_bytes=0, tag="")
         except (WeightstreamError, OSError) as error:
-            log.warning("what is generated and not finished was saved here alone: %s", error)
+            log.warning("the checkpoint was saved locally but not uploaded: %s", error)
 
     def try_remove(self, path: Path) -> None:
         if self._files.pop(self._stored_name(path), None) is None:
@@ -154,13 +155,13 @@ class StoredRun(RunCopy):
         try:
             self._store_without_retries.remove(self._stored_name(path))
         except WeightstreamError as error:
-            log.warning("%s is of no more use and cannot be removed: %s", self._stored_name(path), error)
+            log.warning("%s is no longer needed but cannot be removed: %s", self._stored_name(path), error)
 
     def _missing_files(self, paths: Sequence[Path]) -> list[Path]:
         return [path for path in paths if self._stored_name(path) not in self._files and path.exists()]
 
     def _drop_size_mismatches(self, paths: Sequence[Path]) -> None:
-        """Treats files whose size in the store differs from the local one as missing."""
+        """Treats stored files of another size than the local ones as missing."""
         for path in paths:
             stored = self._files.get(self._stored_name(path))
             if stored is not None and stored.num_bytes != path.stat().st_size:
@@ -179,25 +180,25 @@ class StoredRun(RunCopy):
             writer = self._read_json(WRITER_NAME)
         except FileNotFoundError as error:
             raise StorageError(
-                f"{self._store.url} ({URL_KEY}) was emptied: start the same command again to take there what is here"
+                f"{self._store.url} ({URL_KEY}) was emptied: run the same command again to upload the local files"
             ) from error
         if writer.get("token") != self._token:
             raise RunInUseError(
-                f"{self._store.url} ({URL_KEY}) was taken over by a start on {json.dumps(writer.get('host'))}, process "
-                f"{writer.get('pid')}: this one ends. What is in {self._directory.path} stays; to go on here, stop "
-                "that one first"
+                f"{self._store.url} ({URL_KEY}) was taken over by pid {writer.get('pid')} on host "
+                f"{json.dumps(writer.get('host'))}: this process stops. The files in {self._directory.path} stay; to "
+                "resume here, stop the other process first"
             )
 
     def _fetch(self, name: str, *, is_ours: bool) -> bool:
-        """Downloads a file; returns True if it was fetched. Existing files that this directory uploaded are compared by
-        size only. Raises OSError."""
+        """Downloads a file if it differs; returns True if so. `is_ours`: this directory wrote the copy, so files are
+        compared by size only. Raises OSError."""
         path = self._directory.path / name
         if is_ours and path.exists():
             self._drop_size_mismatches([path])
             return False
         try:
             data = self._store.read(name)
-        except FileNotFoundError:  # what was offered is dropped in between
+        except FileNotFoundError:  # removed since it was listed
             return False
         if path.exists() and path.read_bytes() == data:
             return False
@@ -206,7 +207,7 @@ class StoredRun(RunCopy):
 
     def _replace(self, path: Path, data: bytes) -> None:
         if path.exists() and path.parent != self._directory.path:
-            move_to_quarantine(path, self._directory.quarantine, f"{self._store.url} had another one first")
+            move_to_quarantine(path, self._directory.quarantine, f"{self._store.url} already had another one")
         publish(path, lambda file: write_all(file, data), exclusive=False, expected_bytes=len(data))
 
     def _upload_exclusive(self, path: Path) -> None:
@@ -214,7 +215,7 @@ class StoredRun(RunCopy):
         data = path.read_bytes()
         try:
             self._store.write(name, data, exclusive=True)
-        except FileExistsError:  # of another worker, or by a call of ours that was thought to have failed
+        except FileExistsError:  # by another worker, or by our own call before a retry
             theirs = self._store.read(name)
             if theirs != data:
                 self._replace(path, theirs)
@@ -229,7 +230,6 @@ class StoredRun(RunCopy):
         return path.relative_to(self._directory.path).as_posix()
 
     def _read_json(self, name: str) -> dict[str, JsonValue]:
-        """Raises DamagedRunError, FileNotFoundError."""
         try:
             value = json.loads(self._store.read(name))
         except ValueError as error:
@@ -240,14 +240,13 @@ class StoredRun(RunCopy):
 
 
 def upload_batch_files(config: RunSettings, directory: Path) -> None:
-    """Uploads OpenAI's batch files of the finished run in `directory`. Raises the errors of `RunCopy`."""
+    """Uploads the OpenAI batch files of a finished run. Raises the errors of `RunCopy`."""
     run = RunDirectory(path=directory)
     open_copy(config, directory, never).upload(run.batch_output, run.batch_errors)
 
 
 def open_copy(config: RunSettings, directory: Path, should_stop: Callable[[], bool]) -> RunCopy:
-    """The copy of the run in `directory`, by the setting `output_url`. Raises ConfigError if the store cannot be
-    read."""
+    """The copy at `output_url` of the run in `directory`. Raises ConfigError if the store cannot be read."""
     if config.output_url is None:
         return RunCopy()
     url = url_child(config.output_url, directory.relative_to(config.output_root).as_posix())

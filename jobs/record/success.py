@@ -1,4 +1,4 @@
-"""_SUCCESS.json: marks a finished run, with the number formats of weights and KV cache and the SHA-256 of each part."""
+"""_SUCCESS.json, which marks a finished run: number formats of weights and KV cache, and SHA-256 of each part."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ def _read_listed_parts(path: Path) -> Mapping[str, str] | None:
         return None
     digest, parts = value.pop("digest", None), value.get("parts")
     if not isinstance(parts, list) or digest != json_digest(value):
-        LOG.warning("%s was changed after it was written: what it records of parts is not believed", path)
+        LOG.warning("%s was changed after it was written and is ignored", path)
         return None
     return {str(part.get("file")): str(part.get("sha256")) for part in parts if isinstance(part, dict)}
 
@@ -48,25 +48,25 @@ def is_finished(directory: RunDirectory) -> bool:
     """True if the parts are exactly those listed in `_SUCCESS.json`, by SHA-256."""
     try:
         recorded = recorded_parts(directory)
-        # A link is as good as no file: what it leads to is not the run's.
-        found = {
+        # A symbolic link counts as missing: its target is not part of the run.
+        digests = {
             path.name: file_sha256(path) if path.is_file() and not path.is_symlink() else None
             for path in visible_files(directory.generations)
         }
-        return recorded is not None and found == recorded
+        return recorded is not None and digests == recorded
     except OSError:
         return False
 
 
 def log_regenerated_parts(directory: RunDirectory, parts: Mapping[str, str]) -> None:
-    """Logs, after damaged parts were made again, whether they equal those of the first finish, byte for byte. `parts`:
-    SHA-256 by file name. Raises OSError."""
+    """Logs whether regenerated parts equal those of a quarantined `_SUCCESS.json`. `parts`: SHA-256 by name. Raises
+    OSError."""
     earlier = sorted(directory.quarantine.glob(f"*{directory.success.name}.*"), key=lambda path: int(path.suffix[1:]))
     listed = _read_listed_parts(earlier[-1]) if earlier else None
     if listed is None:
         return
     changed = [name for name, sha256 in parts.items() if listed.get(name, sha256) != sha256]
     if changed:
-        LOG.warning("parts that were made again are not those listed in %s: %s", earlier[-1], ", ".join(changed))
+        LOG.warning("regenerated parts differ from those listed in %s: %s", earlier[-1], ", ".join(changed))
     else:
-        LOG.info("the parts that were made again are byte for byte those listed in %s", earlier[-1])
+        LOG.info("regenerated parts are byte for byte those listed in %s", earlier[-1])

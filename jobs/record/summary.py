@@ -1,12 +1,12 @@
 """Summary of a run's passes: tokens per second by the papers' formulas, and bytes and memory per tier.
 
 prefill tokens/s = prompt tokens / prefill time; decode tokens/s = tokens from decode passes / decode time; total =
-generated tokens / (prefill + decode time). Issued tokens are all sampled ones, useful ones those up to the end of a
-row. The time is the sum over passes, so time in queues does not count.
+generated tokens / (prefill + decode time). Issued tokens are all sampled ones, useful tokens those up to the end of a
+row. Times are sums over passes, without time in queues.
 
-A mixed pass (prefill and decode together) is divided by computed tokens: its seconds and padding in proportion. A
-decoding row computes and issues one token, so the decode share issues as many tokens as it computes; useful ones are
-divided like issued ones. Tokens prefilled again, after a resume or preemption, count as prompt tokens.
+A mixed pass (prefill and decode together) is divided in proportion to computed tokens, including its seconds, padding
+and useful tokens; a decoding row computes and issues one token. Tokens prefilled again, after a resume or preemption,
+count as prompt tokens.
 """
 
 from collections import defaultdict
@@ -35,25 +35,25 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertUse:
-    """Experts used by decode passes, as shares of all experts in layers read expert by expert. An expert read by
-    several lanes counts several times, so shares may exceed 1."""
+    """Experts used by decode passes, as shares of the experts in layers that are read expert by expert. Shares may
+    exceed 1: an expert read by several lanes counts several times."""
 
     hit: float
     read: float
 
     @staticmethod
     def from_passes(passes: Sequence[PassRow]) -> "ExpertUse | None":
-        """The shares over these passes; None if no expert was read individually. A mixed pass counts by its decode
+        """Shares over these passes; None if no expert was read individually. A mixed pass counts by its decode
         share."""
 
-        def added(counts: Iterable[int]) -> float:
+        def weighted_sum(counts: Iterable[int]) -> float:
             return sum(count * (1.0 - row.prefill_share) for count, row in zip(counts, passes, strict=True))
 
-        total = added(row.experts_total for row in passes)
+        total = weighted_sum(row.experts_total for row in passes)
         if not total:
             return None
-        hit, read = added(row.experts_hit for row in passes), added(row.experts_read for row in passes)
-        return ExpertUse(hit=hit / total, read=read / total)
+        hit = weighted_sum(row.experts_hit for row in passes)
+        return ExpertUse(hit=hit / total, read=weighted_sum(row.experts_read for row in passes) / total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +64,8 @@ class MemoryUse:
 
 @dataclass(frozen=True, kw_only=True)
 class BusyShares:
-    """Share of the time in which a resource worked. Both link directions add up, and so do reader threads and CPU
-    workers, so shares may exceed 1. `bubble_seconds`: compute idle during a pass."""
+    """Shares of time in which resources were busy. Both link directions, reader threads and CPU workers add up, so
+    shares may exceed 1. `bubble_seconds`: time in which compute was idle."""
 
     disk: float
     link: float
@@ -74,7 +74,6 @@ class BusyShares:
 
     @staticmethod
     def from_times(times: PhaseTimes) -> "BusyShares | None":
-        """The shares of these times; None if no time was spent."""
         if not times.seconds:
             return None
         return BusyShares(
@@ -87,7 +86,7 @@ class BusyShares:
 
 @dataclass(frozen=True, kw_only=True)
 class RunTimes:
-    """The times of all passes of a run, by phase."""
+    """Times of all passes of a run, by phase."""
 
     prefill: PhaseTimes
     decode: PhaseTimes
@@ -96,7 +95,7 @@ class RunTimes:
     def from_passes(passes: Sequence[PassRow], columns: Sequence[str]) -> "RunTimes":
         """Sums of PASS_SECONDS or PREDICTED_SECONDS. Mixed passes are divided between the phases."""
 
-        def added(shares: Sequence[float]) -> PhaseTimes:
+        def weighted_sum(shares: Sequence[float]) -> PhaseTimes:
             sums = {
                 name: sum(getattr(row, column) * share for row, share in zip(passes, shares, strict=True))
                 for name, column in zip(PASS_SECONDS, columns, strict=True)
@@ -104,10 +103,10 @@ class RunTimes:
             return PhaseTimes(**sums)
 
         shares = [row.prefill_share for row in passes]
-        return RunTimes(prefill=added(shares), decode=added([1 - share for share in shares]))
+        return RunTimes(prefill=weighted_sum(shares), decode=weighted_sum([1 - share for share in shares]))
 
     def rates(self, passes: Sequence[PassRow]) -> Rates:
-        """The tokens of `passes` over these seconds, measured or predicted."""
+        """Tokens of `passes` over these seconds, measured or predicted."""
         prefill_seconds, decode_seconds = self.prefill.seconds, self.decode.seconds
         total_seconds = prefill_seconds + decode_seconds
         return Rates(
@@ -133,18 +132,18 @@ class Utilization:
 
     @staticmethod
     def from_times(times: RunTimes) -> "Utilization":
-        whole = times.prefill.add(times.decode)
+        total = times.prefill.add(times.decode)
         return Utilization(
             prefill=BusyShares.from_times(times.prefill),
             decode=BusyShares.from_times(times.decode),
-            run=BusyShares.from_times(whole),
+            run=BusyShares.from_times(total),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elapsed:
-    """Wall-clock time over all starts with at least one pass; overlapping starts count once. `first_token_seconds` and
-    `before_passes_seconds`: of the first start, until its first token and its first pass."""
+    """Wall-clock time over all processes with at least one pass; overlapping ones count once. `first_token_seconds` and
+    `before_passes_seconds`: from the start of the first process to its first token and first pass."""
 
     num_starts: int
     seconds: float
@@ -153,7 +152,6 @@ class Elapsed:
 
     @staticmethod
     def from_passes(passes: Sequence[PassRow]) -> "Elapsed | None":
-        """The times of these passes; None without passes."""
         starts: dict[float, list[PassRow]] = defaultdict(list)
         for row in passes:
             starts[row.started_at].append(row)
@@ -175,10 +173,10 @@ class Elapsed:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A run in numbers. `predicted` and `planned` are None without a prediction or plan; predictions are those made
-    before each block ran, over the tokens it computed. `plan`, `ledgers` (planned bytes of each memory) and
-    `weights_seconds` (opening the session) are of the last start. `mean` is weighted by pass time. `totals`: results of
-    the task, such as perplexities. `spared_prompt_tokens`: not computed because of shared prefixes."""
+    """Summary of a run. `predicted` and `planned` are None without a prediction or plan; predictions were made before
+    each block ran. `plan`, `ledgers` (planned bytes of each memory) and `weights_seconds` (opening the session) are of
+    the last process. `mean` is weighted by pass time. `totals`: results of the task, such as perplexities.
+    `spared_prompt_tokens`: not computed because of shared prefixes."""
 
     rows: Mapping[Status, int]
     num_passes: int
@@ -218,7 +216,7 @@ class Summary:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of streamed stages that were ready when first requested, from 0 to 1; None if nothing streamed."""
+        """Share of streamed stages that were ready when requested, from 0 to 1; None if nothing was streamed."""
         num_requests = self.prefetch_hits + self.prefetch_misses
         return self.prefetch_hits / num_requests if num_requests else None
 

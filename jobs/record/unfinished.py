@@ -1,4 +1,4 @@
-"""Messages about unfinished runs: missing rows and blocks, and the workers that hold leases."""
+"""Messages about unfinished runs: missing rows and blocks, and workers that hold leases."""
 
 import re
 import time
@@ -16,14 +16,13 @@ from .run_reader import Condition, RunReader
 
 
 def lease_name(block: int) -> str:
-    """The name of a block's lease."""
     return f"block-{block:06d}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeasedBlock:
-    """A block leased by a worker. `holder`: the process named in the lease. `since_seconds`, `heartbeat_seconds`: time
-    since the lease was taken and last renewed, by this machine's clock; for display only."""
+    """A block leased by a worker. `holder`: contents of the lease. `since_seconds`, `heartbeat_seconds`: time since it
+    was taken and renewed, by this machine's clock; for display only, since clocks differ."""
 
     block: int
     holder: Mapping[str, JsonValue]
@@ -32,7 +31,7 @@ class LeasedBlock:
 
     @property
     def slurm(self) -> dict[str, str]:
-        """The holder's ids in Slurm."""
+        """Slurm ids of the holder."""
         ids = self.holder.get("slurm")
         return {key: str(value) for key, value in ids.items()} if isinstance(ids, dict) else {}
 
@@ -41,7 +40,7 @@ class LeasedBlock:
 
 
 def format_slurm_ids(ids: Mapping[str, str]) -> str:
-    """The Slurm job or array task as text; empty outside Slurm."""
+    """Slurm job or array task as text; empty outside Slurm."""
     array, task = ids.get("SLURM_ARRAY_JOB_ID"), ids.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array is not None and task is not None else ids.get("SLURM_JOB_ID")
     restarts = ids.get("SLURM_RESTART_COUNT", "0")
@@ -56,9 +55,9 @@ def leased_blocks(folder: Path) -> list[LeasedBlock]:
     for path in sorted(folder.glob("block-*.json")):
         try:
             block, lease = re.fullmatch(r"block-(\d{6,})\.json", path.name), read_lease(path)
-        except UnexpectedFileError:  # nobody's
+        except UnexpectedFileError:  # not a lease
             continue
-        if block is None or lease is None:  # given back in between
+        if block is None or lease is None:  # released meanwhile
             continue
         since = lease.holder.get("since")
         leases.append(
@@ -83,7 +82,7 @@ def missing_rows(run: RunReader) -> list[int]:
 
 
 def describe_unfinished(runs: Sequence[RunReader]) -> list[str]:
-    """One sentence for each run that is neither done nor damaged."""
+    """A sentence for each run that is running or interrupted."""
     ended = (Condition.done, Condition.damaged)
     return [describe_missing_rows(run, missing_rows(run)) for run in runs if run.condition not in ended]
 
@@ -94,21 +93,21 @@ def describe_missing_rows(run: RunReader, rows: Sequence[int]) -> str:
     name = f"{run.location}" + (f" (shard {index} of {count})" if count > 1 else "")
     if run.condition is Condition.damaged:
         return f"{name} is damaged: {run.problem}"
-    state = "is being worked on by another process" if run.condition is Condition.running else "is not finished"
+    state = "is in use by another process" if run.condition is Condition.running else "is not finished"
     if run.num_rows is None:
-        return f"{name} {state}: nothing is planned yet"
+        return f"{name} {state}: it has no plan yet"
     texts = [f"{run.num_done:,} of {run.num_rows:,} rows are done"]
     if len(rows):
         missing = sorted(set(run.rows_by_block) - set(run.parts))
         blocks = f"{len(missing):,} of {format_count(len(run.rows_by_block), 'block')} ({format_ranges(missing)})"
-        texts.append(f"missing are rows {format_ranges(rows)}, in {blocks}")
+        texts.append(f"missing: rows {format_ranges(rows)}, in {blocks}")
     line = f"{name} {state}: {', '.join(texts)}"
-    # Of a run of one worker, or that nobody works on, there are no leases that mean anything.
+    # Leases are meaningful only while workers run.
     leased = leased_blocks(run.directory.leases) if run.condition is Condition.running else []
     if not leased:
         return line
     more = f" and {len(leased) - NUM_LISTED} more" if len(leased) > NUM_LISTED else ""
-    return f"{line}; leased are {', '.join(str(each) for each in leased[:NUM_LISTED])}{more}"
+    return f"{line}; leased: {', '.join(map(str, leased[:NUM_LISTED]))}{more}"
 
 
 def format_ranges(numbers: Sequence[int]) -> str:

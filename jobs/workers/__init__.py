@@ -1,1 +1,1 @@
-"""Worker processes: sharing of a run's blocks by leases, and starting several workers on one machine."""
+"""Worker processes: they share a run's blocks by leases; one command can start several on a machine."""

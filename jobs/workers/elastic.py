@@ -1,8 +1,6 @@
-"""Elastic workers: processes that join and leave at any time and share the blocks of one run by leases.
-
-The first worker writes the plan; the last one to find all blocks committed finishes the run. A worker without a free
-block waits, and takes over blocks of workers that end.
-"""
+"""Elastic workers: processes that join and leave a run at any time and share its blocks by leases. The first worker
+writes the plan, and one finishes the run once all blocks are committed. A worker without a free block waits, and takes
+over the blocks of workers that end."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +17,7 @@ from ..record.run_dir import RunDirectory
 from ..record.unfinished import lease_name
 
 MAX_POLL_SECONDS = 2.0
-PLAN, CLOSING = "plan", "closing"  # leases beside those of blocks
+PLAN, CLOSING = "plan", "closing"  # names of leases
 
 
 class Worker(Closing):
@@ -34,21 +32,21 @@ class Worker(Closing):
         self._leases.close()
 
     def acquire_plan(self, plan: Path) -> bool:
-        """Takes the lease for writing the plan at this path. Returns False once another worker has written it; waits
-        until then. The caller calls `release_plan` afterwards. Raises Interrupted, OutputError."""
+        """Takes the lease for writing the plan, until `release_plan`. Returns False, after waiting, if another worker has
+        written the plan. Raises Interrupted, OutputError."""
         return self._acquire_unless_done(PLAN, plan.exists)
 
     def release_plan(self) -> None:
         self._leases.release(PLAN)
 
     def acquire_closing(self) -> bool:
-        """Takes the lease for finishing the run. Returns False once another worker has finished it; waits until then.
-        Raises Interrupted, OutputError."""
+        """Takes the lease for finishing the run. Returns False, after waiting, if another worker has finished it. Raises
+        Interrupted, OutputError."""
         return self._acquire_unless_done(CLOSING, self._directory.success.exists)
 
     def lease_blocks(self, left: Sequence[Block]) -> Iterator[tuple[Block, set[int]]]:
-        """Yields blocks of `left` one after another, each leased by this worker while yielded, with the indices of
-        committed blocks. Ends when all blocks are committed. Raises Interrupted, OutputError."""
+        """Yields blocks of `left`, each leased until the next one is taken, with the indices of committed blocks, until
+        all are committed. Raises Interrupted, OutputError."""
         while True:
             names = {path.name for path in visible_files(self._directory.generations)}
             done = {int(name.split("-")[1].split(".")[0]) for name in names if name.startswith("part-")}
@@ -59,7 +57,8 @@ class Worker(Closing):
             if block is None:
                 self._wait()
                 continue
-            if not self._directory.generations_part(block.index).exists():  # since it was listed
+            # Race: another worker may have committed it after the listing and before the lease.
+            if not self._directory.generations_part(block.index).exists():
                 yield block, done
             self._leases.release(lease_name(block.index))
 
@@ -67,7 +66,7 @@ class Worker(Closing):
         while not is_done():
             if not self._leases.acquire(name):
                 self._wait()
-            elif not is_done():
+            elif not is_done():  # check again: it may have been done before the lease was free
                 return True
             else:
                 self._leases.release(name)
@@ -75,5 +74,5 @@ class Worker(Closing):
 
     def _wait(self) -> None:
         if self._should_stop():
-            raise Interrupted("stopped while other workers were at work; the same command resumes from here")
+            raise Interrupted("stopped while waiting for other workers; the same command resumes from here")
         time.sleep(self._poll_seconds)

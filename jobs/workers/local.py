@@ -1,8 +1,5 @@
-"""Workers started by one command on this machine: one per device or NUMA node, each with its share of threads and
-memory. Weights that stay in host memory are shared.
-
-The parent process only forwards signals and waits.
-"""
+"""Workers started by one command: one per device or NUMA node, each with its share of threads and host memory. They
+share the weights in host memory. The parent process only forwards signals and waits."""
 
 import ctypes
 import logging
@@ -33,8 +30,8 @@ SYSFS = Path("/sys/devices/system")
 
 
 def processors_by_node(system: Path = SYSFS, own: Collection[int] | None = None) -> list[list[int]]:
-    """Processors of each NUMA node, hyperthreads of a core adjacent. `own`: None is this process's affinity. One node
-    if the kernel lists none."""
+    """Processors of each NUMA node, hyperthreads of a core adjacent. `own`: allowed processors; None is this process's
+    affinity. One node if the kernel lists none."""
     own = own if own is not None else os.sched_getaffinity(0)
     listed = [_parse_ranges(path) for path in sorted(system.glob("node/node[0-9]*/cpulist"))]
 
@@ -47,8 +44,8 @@ def processors_by_node(system: Path = SYSFS, own: Collection[int] | None = None)
 
 
 def split_processors(nodes: Sequence[Sequence[int]], count: int) -> list[Sequence[int]]:
-    """Splits the processors into `count` shares: one per node if the counts match, otherwise contiguous ranges. With
-    fewer processors than shares each share has all of them."""
+    """Splits the processors into `count` shares: one per node if the counts match, otherwise contiguous ranges. A share
+    without processors gets all of them."""
     if count == len(nodes):
         return list(nodes)
     flat = [number for node in nodes for number in node]
@@ -66,9 +63,7 @@ def _parse_ranges(path: Path) -> list[int]:
 
 
 log = logging.getLogger(__name__)
-WORKER_VARIABLE = (
-    "WEIGHTSTREAM_WORKER"  # of the environment of such a worker: descriptor, number of sharers and leader's pid
-)
+WORKER_VARIABLE = "WEIGHTSTREAM_WORKER"  # value: descriptor, number of workers and pid of the parent
 FINISHED = (0, 3)
 WORST_FIRST = (InternalError.exit_code, 4, 2, Interrupted.exit_code)
 POLL_SECONDS = 0.1
@@ -76,25 +71,27 @@ PR_SET_PDEATHSIG = 1
 
 
 def should_start_workers(config: RunSettings, words: Sequence[str]) -> bool:
-    """True if this process, called with `words`, is to start workers instead of working itself. Raises ConfigError."""
+    """True if this process, with the arguments `words`, should start workers. Raises ConfigError."""
     if config.num_workers == 1 or WORKER_VARIABLE in os.environ:
         return False
     if {"--multirun", "-m"} & {*words}:
-        raise ConfigError(f"num_workers={config.num_workers} does not go with --multirun: start a command for each run")
+        raise ConfigError(
+            f"num_workers={config.num_workers} does not work with --multirun: start a command for each run"
+        )
     return True
 
 
 @contextmanager
 def shared_weights() -> Iterator[SharedWeights | None]:
-    """The weights shared with the other workers of this parent; None in a process without one. The process gets SIGTERM
-    when its parent ends."""
+    """Context manager: the weights shared with other workers; None in a process that is no worker. Arranges for SIGTERM
+    when the parent ends."""
     if WORKER_VARIABLE not in os.environ:
         yield None
         return
     descriptor, num_sharers, leader = map(int, os.environ[WORKER_VARIABLE].split())
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    if os.getppid() != leader:  # it has ended in the moment before
-        raise Interrupted("the process that started this worker is gone; the same command resumes from here")
+    if os.getppid() != leader:  # race: it ended before prctl took effect, so no signal will come
+        raise Interrupted("the process that started this worker has ended; the same command resumes from here")
     with SharedWeights(descriptor, num_sharers) as shared:
         yield shared
 
@@ -110,7 +107,7 @@ class WorkerShare:
 
     @property
     def settings(self) -> list[str]:
-        """The share as words for the worker's command line."""
+        """The share as overrides for the worker's command line."""
         return [
             f"offload.host_memory_gib={self.host_memory_gib:.6f}",
             *([] if self.device is None else [f"machine.device={self.device}"]),
@@ -125,7 +122,9 @@ def machine_shares(
     is_cpu, num_workers = device.type == "cpu", config.num_workers
     count = num_workers or (len(nodes) if is_cpu else num_devices)
     if not is_cpu and count > num_devices:
-        raise ConfigError(f"num_workers={count}, and torch finds {num_devices} of {device.type} here: a worker each")
+        raise ConfigError(
+            f"num_workers={count}: torch finds {num_devices} {device.type} devices; each worker needs one"
+        )
     gib = config.offload.host_memory_gib or usable_host_bytes(is_pinned=not is_cpu) / GIB
     threads = config.machine.num_threads
     return [
@@ -140,7 +139,7 @@ def machine_shares(
 
 
 class WorkersResult(NamedTuple):
-    """Combined result of all workers: exit code, and the stdout and stderr text that has not been shown yet."""
+    """Combined result of all workers: exit code, and text for stdout and stderr that was not shown yet."""
 
     code: int
     output: str
@@ -148,15 +147,14 @@ class WorkersResult(NamedTuple):
 
 
 class _WorkerProcess:
-    """A worker process. The first one writes to the terminal; the output of each other goes to temporary files, for
-    `_result` to choose from."""
+    """A worker process. The first one writes to the terminal, the others to temporary files."""
 
     def __init__(self, number: int, command: Sequence[str], share: WorkerShare, descriptor: int, num_workers: int):
         self.number = number
         self.output: IO[bytes] | None = tempfile.TemporaryFile() if number else None  # noqa: SIM115 - closed at the end
         self.errors: IO[bytes] | None = tempfile.TemporaryFile() if number else None  # noqa: SIM115
         own = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, share.processors)  # which it inherits
+        os.sched_setaffinity(0, share.processors)  # the child inherits it
         try:
             self.process = subprocess.Popen(
                 [*command, *share.settings, *(["log_level=warning"] if number else [])],
@@ -174,7 +172,6 @@ class _WorkerProcess:
 
     @property
     def exit_description(self) -> str:
-        """The exit of the worker as text."""
         code = self.process.returncode
         if code >= 0:
             return f"worker {self.number} ended with exit code {code}"
@@ -187,8 +184,7 @@ class _WorkerProcess:
 
 
 def supervise_workers(config: RunSettings, words: Sequence[str], command: Sequence[str]) -> WorkersResult | None:
-    """Runs the job in worker processes started by `command`; None if this process is to work itself. Raises
-    ConfigError."""
+    """Runs the job in worker processes started by `command`; None if this process should run it. Raises ConfigError."""
     if not should_start_workers(config, words):
         return None
     with StopFlag() as stop:
@@ -196,8 +192,8 @@ def supervise_workers(config: RunSettings, words: Sequence[str], command: Sequen
 
 
 def run_workers(config: RunSettings, command: Sequence[str], stop: StopFlag) -> WorkersResult:
-    """Starts the workers and waits until all have ended. The blocks of a killed worker are taken over by the others.
-    Raises ConfigError."""
+    """Starts the workers and waits until all have ended. The others take over the blocks of a killed worker. Raises
+    ConfigError."""
     device = choose_device(config.machine.device)
     num_devices = 0 if device.type == "cpu" else torch.accelerator.device_count()
     worker_shares = machine_shares(config, device, processors_by_node(), num_devices)
@@ -208,7 +204,7 @@ def run_workers(config: RunSettings, command: Sequence[str], stop: StopFlag) -> 
             workers.append(_WorkerProcess(number, command, share, descriptor, len(worker_shares)))
         gib = sum(share.host_memory_gib for share in worker_shares)
         log.info(
-            "%d workers share this machine, %d processors each and %s of host memory in all",
+            "%d workers share this machine: %d processors each, %s of host memory in total",
             len(worker_shares),
             len(worker_shares[0].processors),
             format_bytes(int(gib * GIB)),
@@ -217,7 +213,7 @@ def run_workers(config: RunSettings, command: Sequence[str], stop: StopFlag) -> 
         return _combine_results(workers)
     finally:
         for worker in workers:
-            worker.process.kill()  # where an error ended the loop: nobody is left behind
+            worker.process.kill()  # after an error, no worker may stay behind
             worker.close()
         os.close(descriptor)
 
@@ -230,10 +226,10 @@ def _wait_for_exit(workers: Sequence[_WorkerProcess], stop: StopFlag) -> None:
             has_reported = True
             for worker in left:
                 worker.process.send_signal(signal.Signals[stop.signal_name])
-        for worker in [each for each in left if each.code is not None]:
+        for worker in [worker for worker in left if worker.code is not None]:
             left.remove(worker)
             if worker.process.returncode < 0 and left:
-                log.warning("%s: the others do its blocks", worker.exit_description)
+                log.warning("%s: the other workers take over its blocks", worker.exit_description)
         time.sleep(POLL_SECONDS)
 
 

@@ -193,13 +193,13 @@ def test_an_unfinished_and_an_absent_shard_are_named_by_index_with_their_rows_an
         exported(case, "never.jsonl")
     message = str(refused.value)
     assert "shard 2 of 3 is not there" in message
-    assert "(shard 1 of 3) is not finished: 12 of 16 rows are done, missing are rows" in message
+    assert "(shard 1 of 3) is not finished: 12 of 16 rows are done, missing: rows" in message
     assert not (case.folder / "never.jsonl").exists()
 
     done = exported(case, "all.jsonl", partial=True)
     rows = {row["row_index"] for row in lines(done.out)}
     absent = sorted({i for i in range(24) if i % 3 != 2} - rows)
-    assert f"missing are rows {', '.join(map(str, absent))}" in message
+    assert f"missing: rows {', '.join(map(str, absent))}" in message
     assert len(done.missing) == 2
     assert done.num_rows == 28
 
@@ -213,7 +213,7 @@ def unfinish(case: ShardedRun, index: int) -> None:
 def test_a_run_that_another_process_works_on_is_said_to_be(case: ShardedRun) -> None:
     unfinish(case, 0)
     lock = RunLock(case.directory(0).lock)
-    with pytest.raises(ConfigError, match=r"shard 0 of 3\) is being worked on by another process"):
+    with pytest.raises(ConfigError, match=r"shard 0 of 3\) is in use by another process"):
         exported(case, "all.jsonl")
     lock.release()
 
@@ -275,7 +275,7 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(
 
 
 def test_a_directory_of_runs_is_no_run_and_says_which_are_in_it(whole: ShardedRun) -> None:
-    with pytest.raises(ConfigError, match=r"there is no run\.json in .*: 3 runs lie in it"):
+    with pytest.raises(ConfigError, match=r"there is no run\.json in .*; it contains 3 runs"):
         exported(whole, "all.jsonl", run=str(whole.folder))
 
 

@@ -142,8 +142,8 @@ INPUTS = {
     "a new column": ([row | {"new": 1} for row in ROWS], 'input column "new": (absent) -> ', 'number 0, id "r0"'),
     "a column gone": ([{k: v for k, v in row.items() if k != "tags"} for row in ROWS], "-> (absent)", 'id "r0"'),
     "their order": ([dict(reversed(row.items())) for row in ROWS], "input columns: [", 'number 0, id "r0"'),
-    "a prompt": (with_row(2, prompt="another"), 'input: "', 'number 2, id "r2": what it asks'),
-    "a row more": ([*ROWS, ROWS[0] | {"id": "new"}], 'input: "', "There were 6 rows and are 7"),
+    "a prompt": (with_row(2, prompt="another"), 'input: "', 'number 2, id "r2": its prompt or settings'),
+    "a row more": ([*ROWS, ROWS[0] | {"id": "new"}], 'input: "', "The run has 6 rows, the input 7"),
 }
 
 

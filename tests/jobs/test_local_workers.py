@@ -128,7 +128,7 @@ def test_workers_end_with_one_code_and_one_message(first: str, other: str, code:
 def test_where_all_are_killed_it_is_said_and_the_command_goes_on() -> None:
     code, output, error = run_two("kill -9 $$", "kill -9 $$")
     assert (code, output) == (75, "")
-    assert re.fullmatch(r"interrupted: worker 0 \(pid \d+\) was killed by SIGKILL; the same command goes on.*", error)
+    assert re.fullmatch(r"interrupted: worker 0 \(pid \d+\) was killed by SIGKILL; the same command resumes.*", error)
 
 
 @pytest.mark.parametrize(("name", "other"), [("SIGTERM", "SIGUSR1"), ("SIGUSR1", "SIGTERM")])
@@ -158,7 +158,7 @@ def test_workers_of_one_command_go_on_without_one_that_is_killed_and_make_the_ro
     os.kill(children(leader.pid)[0], signal.SIGKILL)
     output, errors = leader.communicate(timeout=120)
     assert leader.returncode == 0, errors
-    assert "was killed by SIGKILL: the others do its blocks" in errors
+    assert "was killed by SIGKILL: the other workers take over its blocks" in errors
     assert "rows ok" in output
     shared, alone = (read_generations(RunDirectory(path=tmp_path / "generate" / name)) for name in ("shared", "alone"))
     assert shared.equals(alone)

@@ -125,7 +125,7 @@ def test_a_part_that_is_not_the_recorded_one_is_made_again_and_never_recorded(
     _flip(store.directory.generations_part(1), _harmless_flip(store))
     assert not is_finished(store.directory)
     assert list(store.committed_parts()) == [0, 2]
-    assert "its SHA-256 is not the one that _SUCCESS.json records" in caplog.text
+    assert "its SHA-256 differs from _SUCCESS.json" in caplog.text
     store.commit(1, rows_of(1), PASSES)
     store.publish_success()
     assert (parts(store), store.directory.success.read_bytes()) == (before, recorded)
@@ -139,7 +139,7 @@ def test_a_remade_part_that_comes_out_otherwise_is_named(tmp_path: Path, caplog:
     store.committed_parts()
     store.commit(1, [replace(row, completion="other") for row in rows_of(1)], PASSES)
     store.publish_success()
-    assert "made again are not those listed in" in caplog.text
+    assert "regenerated parts differ from those listed in" in caplog.text
     assert "part-00001.parquet" in caplog.text.splitlines()[-1]
 
 
@@ -151,7 +151,7 @@ def test_what_a_damaged_success_records_is_not_believed(tmp_path: Path, caplog: 
     store.directory.success.write_text(good.replace(sha256, sha256[::-1]))
     assert not is_finished(store.directory)
     assert list(store.committed_parts()) == [0, 1, 2]
-    assert "is not believed" in caplog.text
+    assert "is ignored" in caplog.text
     store.publish_success()
     assert store.directory.success.read_text() == good
 
@@ -181,5 +181,5 @@ def test_rows_of_another_plan_under_the_right_footer_are_refused(tmp_path: Path)
     for others in (table.take([1, 0, 2, 3]), table.set_column(0, table.schema.field(0), pa.array(["x"] * 4))):
         buffer = io.BytesIO()
         write_parquet(sign(others, store._footer(1)), buffer)
-        with pytest.raises(ValueError, match="its rows are not those of the plan"):
+        with pytest.raises(ValueError, match="its rows differ from the plan"):
             store._parse_table(buffer.getvalue(), 1, store._schema)

@@ -108,7 +108,7 @@ def test_a_damaged_throughput_part_costs_numbers_and_no_rows(tmp_path: Path, cap
     store.directory.throughput_part(1).write_bytes(b"x")
     assert list(store.committed_parts()) == [0, 1, 2]
     assert store.read_passes() == PASSES * 2
-    assert "the summary lacks block 1" in caplog.text
+    assert "the summary does not include block 1" in caplog.text
 
 
 def test_an_unreadable_disk_is_no_verdict_on_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,11 +160,11 @@ def test_parts_that_a_plan_seats_otherwise_are_left_alone_and_need_a_person(tmp_
     store = committed_store(tmp_path)
     store.require_same_plan()
     others = [replace(request, block=(request.block + 1) % 3) for request in PLAN]
-    with pytest.raises(DamagedRunError, match="seats rows otherwise than 3 parts") as refused:
+    with pytest.raises(DamagedRunError, match="does not fit 3 existing parts") as refused:
         store_at(tmp_path, plan=others).require_same_plan()
     assert refused.value.exit_code == 4
     store.directory.generations_part(0).write_bytes(b"torn")
-    with pytest.raises(DamagedRunError, match="than 2 parts"):
+    with pytest.raises(DamagedRunError, match="does not fit 2 existing parts"):
         store_at(tmp_path, plan=others).require_same_plan()
     store.require_same_plan()
 
@@ -187,7 +187,7 @@ def test_success_lists_every_part_with_its_digest(tmp_path: Path) -> None:
 def test_finish_refuses_while_a_block_is_missing(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     store.commit(0, rows_of(0), PASSES)
-    with pytest.raises(OutputError, match=r"lacks 2 of 3 blocks \(first: 1\)"):
+    with pytest.raises(OutputError, match=r"2 of 3 blocks are missing \(first: 1\)"):
         store.publish_success()
     assert not store.directory.success.exists()
 

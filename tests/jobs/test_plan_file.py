@@ -35,7 +35,7 @@ def test_a_plan_without_its_digest_is_not_believed(tmp_path: Path) -> None:
     path = tmp_path / "plan.parquet"
     publish_plan(path, PLAN)
     pq.write_table(pq.ParquetFile(path).read().replace_schema_metadata(), path)
-    with pytest.raises(DamagedRunError, match="lacks the digest"):
+    with pytest.raises(DamagedRunError, match="has no digest"):
         publish_plan(path, PLAN)
 
 

@@ -97,7 +97,7 @@ def test_a_file_that_is_not_this_runs_moves_to_quarantine(
     assert plain(file.load()) == plain(NOTHING)
     assert [kept.read_bytes() for kept in file.directory.quarantine.iterdir()] == [damaged]
     assert not path.exists()
-    assert "its requests begin again" in caplog.text
+    assert "its requests restart" in caplog.text
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])

@@ -144,10 +144,10 @@ def test_hydras_folder_logs_and_temps_of_a_killed_start_are_no_strangers(tmp_pat
 @pytest.mark.parametrize(
     ("path", "key"),
     [
-        ("file", "one with run="),
-        ("n" * 300, "one with run="),
-        ("file/below", "place for it with output_root="),
-        ("/proc/nope/generate/mine", "place for it with output_root="),
+        ("file", "run="),
+        ("n" * 300, "run="),
+        ("file/below", "output_root="),
+        ("/proc/nope/generate/mine", "output_root="),
     ],
 )
 def test_a_path_that_can_never_be_a_directory_is_refused_by_the_key_that_helps(

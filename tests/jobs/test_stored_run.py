@@ -165,7 +165,7 @@ def test_a_start_elsewhere_takes_the_run_over_and_the_one_before_ends_at_its_nex
             run(tmp_path / "other", url)
         return False
 
-    with pytest.raises(RunInUseError, match="was taken over by a start on"):
+    with pytest.raises(RunInUseError, match="was taken over by pid"):
         generate(config(tmp_path / "one", url), take_over)
     assert rows(tmp_path / "other" / "generate" / "case").equals(rows(plain))
     before = files(url)
@@ -277,7 +277,7 @@ def test_status_and_export_read_a_run_in_the_store(
     export(ExportConfig(run=f"{url}/generate/case", out=str(tmp_path / "there.jsonl")))
     export(ExportConfig(run=str(plain), out=str(tmp_path / "here.jsonl")))
     assert (tmp_path / "there.jsonl").read_bytes() == (tmp_path / "here.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match=r"1 runs lie below it, of which .*/generate/case is one"):
+    with pytest.raises(ConfigError, match=r"1 runs are below it, such as .*/generate/case"):
         find_runs([url], "run")
 
 

@@ -42,7 +42,7 @@ def test_an_export_of_a_run_in_work_names_blocks_rows_and_who_has_leased_what(ca
     assert len(said) == 1
     assert said[0] in str(refused.value), "a report says the same"
     assert re.search(
-        r"missing are rows [\d, ]+, in 1 of 4 blocks \(2\); leased are block 2: pid \d+ on host", str(refused.value)
+        r"missing: rows [\d, ]+, in 1 of 4 blocks \(2\); leased: block 2: pid \d+ on host", str(refused.value)
     )
 
 
