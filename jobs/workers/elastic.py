@@ -32,15 +32,15 @@ class Worker(Closing):
         self._leases.close()
 
     def acquire_plan(self, plan: Path) -> bool:
-        """Takes the lease for writing the plan, until `release_plan`. Returns False, after waiting, if another worker has
-        written the plan. Raises Interrupted, OutputError."""
+        """Takes the lease for writing the plan, until `release_plan`. Waits; returns False if another worker has written
+        the plan. Raises Interrupted, OutputError."""
         return self._acquire_unless_done(PLAN, plan.exists)
 
     def release_plan(self) -> None:
         self._leases.release(PLAN)
 
     def acquire_closing(self) -> bool:
-        """Takes the lease for finishing the run. Returns False, after waiting, if another worker has finished it. Raises
+        """Takes the lease for finishing the run. Waits; returns False if another worker has finished it. Raises
         Interrupted, OutputError."""
         return self._acquire_unless_done(CLOSING, self._directory.success.exists)
 

@@ -174,7 +174,7 @@ def test_without_its_digests_of_rows_a_run_is_refused_without_the_row(
     place.run.row_digests.write_bytes(b"torn")
     with pytest.raises(RunMismatchError, match='input column "answer"'):
         place.start()
-    assert "the row that was changed cannot be named" in caplog.text
+    assert "the changed row is unknown" in caplog.text
     place.run.row_digests.unlink()
     with pytest.raises(RunMismatchError, match='input column "answer"'):
         place.start()

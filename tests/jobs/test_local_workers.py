@@ -69,7 +69,7 @@ def test_workers_have_equal_shares_of_memory_and_threads_and_a_device_each() -> 
     assert len(machine_shares(elastic(None), CPU, [[0], [1], [2]], 0)) == 3, "one for each node"
     devices = [share.settings[1] for share in machine_shares(elastic(None), torch.device("cuda"), [[0, 1]], 2)]
     assert devices == ["machine.device=cuda:0", "machine.device=cuda:1"]
-    with pytest.raises(ConfigError, match="num_workers=3, and torch finds 2 of cuda"):
+    with pytest.raises(ConfigError, match="num_workers=3: torch finds 2 cuda devices"):
         machine_shares(elastic(3), torch.device("cuda"), [[0]], 2)
 
 

@@ -23,7 +23,7 @@ def row(index: int, prompt: str | None) -> Row:
 def test_rows_ask_what_each_asks_alone_however_many_are_tokenised_at_once(
     rows_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requests, "ROWS_AT_ONCE", rows_at_once)
+    monkeypatch.setattr(requests, "CHUNK_ROWS", rows_at_once)
     runtime = Runtime(RuntimeConfig())
     rows = [row(index, prompt) for index, prompt in enumerate(PROMPTS)]
     asked = make_batch(runtime, rows, completion_requests)

@@ -142,4 +142,4 @@ def test_what_can_be_neither_used_nor_moved_is_a_warning(
 
     monkeypatch.setattr(os, "rename", fail)
     assert plain(file.load()) == plain(NOTHING)
-    assert "nor moved away" in caplog.text
+    assert "or moved to quarantine" in caplog.text
