@@ -32,8 +32,8 @@ class Worker(Closing):
         self._leases.close()
 
     def acquire_plan(self, plan: Path) -> bool:
-        """Takes the lease for writing the plan, until `release_plan`. Waits; returns False if another worker has written
-        the plan. Raises Interrupted, OutputError."""
+        """Takes the lease for writing the plan, until `release_plan`. Waits; returns False if another worker has
+        written the plan. Raises Interrupted, OutputError."""
         return self._acquire_unless_done(PLAN, plan.exists)
 
     def release_plan(self) -> None:
@@ -74,5 +74,5 @@ class Worker(Closing):
 
     def _wait(self) -> None:
         if self._should_stop():
-            raise Interrupted("stopped while waiting for other workers; the same command resumes from here")
+            raise Interrupted("stopped while waiting for other workers; start the same command again to resume")
         time.sleep(self._poll_seconds)

@@ -91,7 +91,7 @@ def shared_weights() -> Iterator[SharedWeights | None]:
     descriptor, num_sharers, leader = map(int, os.environ[WORKER_VARIABLE].split())
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
     if os.getppid() != leader:  # race: it ended before prctl took effect, so no signal will come
-        raise Interrupted("the process that started this worker has ended; the same command resumes from here")
+        raise Interrupted("the process that started this worker has ended; start the same command again to resume")
     with SharedWeights(descriptor, num_sharers) as shared:
         yield shared
 
@@ -245,7 +245,7 @@ def _combine_results(workers: Sequence[_WorkerProcess]) -> WorkersResult:
         return WorkersResult(
             code=code,
             output="",
-            error=f"interrupted: {workers[0].exit_description}; the same command resumes from here",
+            error=f"interrupted: {workers[0].exit_description}; start the same command again to resume",
         )
     worst = min(classified, key=lambda worker: WORST_FIRST.index(worker.process.returncode))
     return WorkersResult(

@@ -85,7 +85,7 @@ def _lock(path: Path, store: ObjectStore) -> Iterator[None]:
 
 def _raise_if_stopped(store: ObjectStore) -> None:
     if store.retry.should_stop():
-        raise Interrupted(f"stopped while {store.url} was copied; the same command resumes from here")
+        raise Interrupted(f"stopped while {store.url} was copied; start the same command again to resume")
 
 
 def _copy(

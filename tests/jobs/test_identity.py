@@ -135,9 +135,9 @@ def with_row(place: int, **values: object) -> list[dict[str, object]]:
 
 
 INPUTS = {
-    "a value of a column": (with_row(3, answer=777), 'input column "answer": "int64 ', 'number 3, id "r3": a column'),
-    "a value in a list": (with_row(5, tags=["b", 5]), 'input column "tags": "string ', 'number 5, id "r5": a column'),
-    "a type": ([row | {"answer": f"s{row['id']}"} for row in ROWS], '-> "string ', 'number 0, id "r0": a column'),
+    "a value of a column": (with_row(3, answer=777), 'input column "answer": "int64 ', 'number 3, id "r3": a passed'),
+    "a value in a list": (with_row(5, tags=["b", 5]), 'input column "tags": "string ', 'number 5, id "r5": a passed'),
+    "a type": ([row | {"answer": f"s{row['id']}"} for row in ROWS], '-> "string ', 'number 0, id "r0": a passed'),
     "a type of a later row": (with_row(4, answer=0.5), '-> "double ', 'number 4, id "r4"'),
     "a new column": ([row | {"new": 1} for row in ROWS], 'input column "new": (absent) -> ', 'number 0, id "r0"'),
     "a column gone": ([{k: v for k, v in row.items() if k != "tags"} for row in ROWS], "-> (absent)", 'id "r0"'),

@@ -128,7 +128,7 @@ def test_workers_end_with_one_code_and_one_message(first: str, other: str, code:
 def test_where_all_are_killed_it_is_said_and_the_command_goes_on() -> None:
     code, output, error = run_two("kill -9 $$", "kill -9 $$")
     assert (code, output) == (75, "")
-    assert re.fullmatch(r"interrupted: worker 0 \(pid \d+\) was killed by SIGKILL; the same command resumes.*", error)
+    assert re.fullmatch(r"interrupted: worker 0 \(pid \d+\) was killed by SIGKILL; start the same.*", error)
 
 
 @pytest.mark.parametrize(("name", "other"), [("SIGTERM", "SIGUSR1"), ("SIGUSR1", "SIGTERM")])
