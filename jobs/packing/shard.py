@@ -16,7 +16,7 @@ from runtime.errors import CheckpointError
 from runtime.formats.kinds.rounded import Rounding, Squares
 from runtime.formats.kinds.window4 import (
     ESCAPES,
-    MOST_ESCAPES,
+    MAX_ESCAPES,
     Window4,
     pack_pieces,
     packed_columns,
@@ -128,7 +128,7 @@ class _Shard:
 
     def _pack(self, tensor: TensorSlice, words: np.ndarray) -> str | None:
         """Returns the reason if packing does not pay; bytes written until then must be discarded."""
-        begin, matrices, most = self._file.tell(), list[list[Window4]](), MOST_ESCAPES * words.size
+        begin, matrices, most = self._file.tell(), list[list[Window4]](), MAX_ESCAPES * words.size
         num_escapes = 0
         for matrix in words if words.ndim == 3 else words[None]:
             matrices.append([])
@@ -137,7 +137,7 @@ class _Shard:
                 matrices[-1].append(piece.without_body())
                 num_escapes += len(piece.columns)
                 if num_escapes > most:
-                    return f"more than {MOST_ESCAPES:.1%} of its exponents lie outside of 15"
+                    return f"more than {MAX_ESCAPES:.1%} of its exponents lie outside of 15"
         beside = stack_escapes(matrices)
         if beside.nbytes > tensor.num_bytes // 8:
             return "its escapes would take more than it saves"

@@ -1,2 +1,1 @@
-"""Finds a model (a directory, a file or the hub) and validates its small files. Code that reads a checkpoint before its
-weights belongs here."""
+"""Finds a model (a directory, a file, a URL or the hub) and reads and validates everything but its weights."""

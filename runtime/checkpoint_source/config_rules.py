@@ -1,5 +1,5 @@
-"""Validation of config.json, and a safe view of a checkpoint's directory for transformers: vetted JSON and links to
-vocabularies. The view has no code, pickle or weights, and no setting that names any."""
+"""Validates config.json, and makes a safe copy of a checkpoint's directory for transformers: vetted JSON and links to
+vocabularies; no code, pickles or weights, and no setting that names any."""
 
 import json
 import math
@@ -16,14 +16,13 @@ from ..errors import CheckpointError
 from ..store.json_object import JsonObject, JsonValue, read_json_object, require_regular, type_name
 from ..units import MIB
 
-# Names of code, and where to get it: transformers would load it from the hub or the directory. Only what comes with the
-# installed packages runs, whichever of it our own settings choose.
+# Keys that name code, which transformers would load from the hub or the directory: only installed packages run.
 _CODE = re.compile(
     r"auto_map|trust_remote_code|code_revision|custom_generate|use_kernels|kernel_config"
     r"|_?(?:attn|attention|experts|mlp)_implementation(?:_internal)?"
 )
-# What the library shall answer with, and the labels of classifiers: nothing of a model that is none.
-_ANSWERS = re.compile(r"return_dict|use_return_dict|output_(?:attentions|hidden_states)|torchscript")
+# Keys that change the form of outputs, and labels, which only classifiers keep.
+_OUTPUTS = re.compile(r"return_dict|use_return_dict|output_(?:attentions|hidden_states)|torchscript")
 _LABELS = re.compile(r"num_labels|id2label|label2id|problem_type")
 _CLASSIFIER = "ForSequenceClassification"
 
@@ -34,13 +33,14 @@ TEMPLATES = "additional_chat_templates"
 MAX_SETTINGS_BYTES = 8 * MIB
 
 LARGEST = 2**31 - 1
-MOST_LABELS = 1_000_000  # transformers names each of them
-MOST_LAYERS = 256  # where the checkpoint has fewer tensors: an absent tower's layers; they are built in a second
+MAX_LABELS = 1_000_000  # transformers makes a name for each
+MIN_LAYER_LIMIT = 256  # even if the checkpoint has fewer tensors: layers of an absent tower, built in a second
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigRule:
-    """`is_valid` tests each number under a matching key, also in lists; null passes. `meaning` is for the message."""
+    """A check of the values under matching `keys`, also of each item of a list; null is valid. `meaning` completes
+    "must be ..." in messages."""
 
     keys: re.Pattern[str]
     meaning: str
@@ -52,12 +52,12 @@ def _integer_from(least: int) -> Callable[[JsonValue], bool]:
 
 
 def _number_between(*, least: float, most: float = math.inf) -> Callable[[JsonValue], bool]:
-    def holds(value: JsonValue) -> bool:
+    def is_between(value: JsonValue) -> bool:
         if not isinstance(value, int | float) or isinstance(value, bool):
             return False
         return least <= value <= most and value != math.inf
 
-    return holds
+    return is_between
 
 
 RULES = (
@@ -97,17 +97,17 @@ RULES = (
     ),
     ConfigRule(
         keys=re.compile(r"(?:(?:\w+_)?(?:bos|eos|pad)|decoder_start)_token_id"),
-        meaning="a token's number, or a list of them",
+        meaning="a token id, or a list of them",
         is_valid=_integer_from(-1),
     ),
     ConfigRule(
         keys=re.compile(r"num_labels"),
-        meaning=f"a whole number from 1 to {MOST_LABELS:,}",
-        is_valid=lambda value: type(value) is int and 1 <= value <= MOST_LABELS,
+        meaning=f"a whole number from 1 to {MAX_LABELS:,}",
+        is_valid=lambda value: type(value) is int and 1 <= value <= MAX_LABELS,
     ),
     ConfigRule(
         keys=re.compile(r"sliding_window"),
-        meaning="another number of tokens: with a window of 1 the caches of transformers keep every token",
+        meaning="more than 1 token: with a window of 1 the caches of transformers keep every token",
         is_valid=lambda value: type(value) is not int or value != 1,
     ),
     ConfigRule(
@@ -120,10 +120,10 @@ _LAYERS = re.compile(r"(?:\w+_)?num_(?:\w+_)?(?:layers|blocks)|n_layers?|layers|
 _OBJECTS = re.compile(r"quantization_config|compression_config|[a-z]\w*_config|rope_parameters|rope_scaling")
 
 
-def require_valid_config(values: JsonObject, place: Path, *, num_tensors: int | None = None) -> None:
-    """Raises CheckpointError with `place`, the dotted key, its value and the expectation. `num_tensors` in the
+def require_valid_config(values: JsonObject, file: Path, *, num_tensors: int | None = None) -> None:
+    """Raises CheckpointError with `file`, the dotted key, its value and the expectation. `num_tensors` in the
     checkpoint bounds the number of layers."""
-    most_layers = None if num_tensors is None else max(num_tensors, MOST_LAYERS)
+    max_layers = None if num_tensors is None else max(num_tensors, MIN_LAYER_LIMIT)
     for dotted, key, value in _leaves(values, ""):
         if value is None:
             continue
@@ -131,17 +131,17 @@ def require_valid_config(values: JsonObject, place: Path, *, num_tensors: int | 
             if rule.keys.fullmatch(key):
                 for item in value if isinstance(value, list) else [value]:
                     if not isinstance(item, list | Mapping) and not rule.is_valid(item):
-                        raise _invalid_value_error(place, dotted, item, rule.meaning)
+                        raise _invalid_value_error(file, dotted, item, rule.meaning)
         if _OBJECTS.fullmatch(key) and not isinstance(value, Mapping):
-            raise _invalid_value_error(place, dotted, value, f"an object, not {type_name(value)}")
-        if most_layers is not None and _LAYERS.fullmatch(key) and isinstance(value, int) and value > most_layers:
+            raise _invalid_value_error(file, dotted, value, f"an object, not {type_name(value)}")
+        if max_layers is not None and _LAYERS.fullmatch(key) and isinstance(value, int) and value > max_layers:
             raise _invalid_value_error(
-                place, dotted, value, f"{most_layers:,} at most: the weights hold {num_tensors:,} tensors"
+                file, dotted, value, f"{max_layers:,} at most: the weights hold {num_tensors:,} tensors"
             )
 
 
 def remove_code_keys(values: JsonObject) -> JsonObject:
-    """A copy without keys, on any level, that name code or change the form of outputs. Only a classifier keeps
+    """Returns a copy without keys, on any level, that name code or change the form of outputs. Only classifiers keep
     labels."""
     names = values.get("architectures")
     is_classifier = isinstance(names, list) and any(str(name).endswith(_CLASSIFIER) for name in names)
@@ -149,14 +149,10 @@ def remove_code_keys(values: JsonObject) -> JsonObject:
 
 
 def _filter_keys(values: JsonObject, *, has_labels: bool) -> JsonObject:
-    kept = {
-        key: value
-        for key, value in values.items()
-        if not (_CODE.fullmatch(key) or _ANSWERS.fullmatch(key) or (_LABELS.fullmatch(key) and not has_labels))
-    }
     return {
         key: _filter_keys(value, has_labels=has_labels) if isinstance(value, Mapping) else value
-        for key, value in kept.items()
+        for key, value in values.items()
+        if not (_CODE.fullmatch(key) or _OUTPUTS.fullmatch(key) or (_LABELS.fullmatch(key) and not has_labels))
     }
 
 
@@ -165,17 +161,15 @@ def code_keys(values: JsonObject) -> list[str]:
     return sorted({dotted for dotted, key, _ in _leaves(values, "") if _CODE.fullmatch(key)})
 
 
-def find_key(values: JsonObject, wanted: object) -> str | None:
-    """The dotted key with the text `wanted` as its value; None if there is none."""
-    return next(
-        (dotted for dotted, _, value in _leaves(values, "") if isinstance(value, str) and value == wanted), None
-    )
+def find_key(values: JsonObject, text: object) -> str | None:
+    """Returns the dotted key whose value is `text`, or None."""
+    return next((dotted for dotted, _, value in _leaves(values, "") if isinstance(value, str) and value == text), None)
 
 
-def _invalid_value_error(place: Path, dotted: str, value: JsonValue, meaning: str) -> CheckpointError:
-    shown = ascii(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
-    return CheckpointError(f"{place}: {dotted} must be {meaning}, got {shown}")
+def _invalid_value_error(file: Path, dotted: str, value: JsonValue, meaning: str) -> CheckpointError:
+    text = ascii(value)
+    text = text if len(text) <= 60 else f"{text[:60]}..."
+    return CheckpointError(f"{file}: {dotted} must be {meaning}, got {text}")
 
 
 def _leaves(values: JsonObject, prefix: str) -> Iterator[tuple[str, str, JsonValue]]:
@@ -190,8 +184,8 @@ def _leaves(values: JsonObject, prefix: str) -> Iterator[tuple[str, str, JsonVal
 
 @contextmanager
 def vetted_directory(directory: Path) -> Iterator[Path]:
-    """Yields a temporary directory that transformers may read. Raises CheckpointError with file and key; an error
-    inside the block is attributed to tokenizer.json if that file is broken."""
+    """Yields a temporary directory that transformers may read. Raises CheckpointError with file and key; a
+    CheckpointError of the block becomes one about tokenizer.json if that file is not valid JSON."""
     with TemporaryDirectory(prefix="weightstream-") as home:
         view = Path(home)
         for file in directory.iterdir():
@@ -209,5 +203,5 @@ def vetted_directory(directory: Path) -> Iterator[Path]:
             yield view
         except CheckpointError as error:
             if (directory / TOKENIZER).exists():
-                read_json_object(directory / TOKENIZER)  # at times it is this simple, and then the file has a name
+                read_json_object(directory / TOKENIZER)  # transformers' error would not name the broken file
             raise CheckpointError(str(error).replace(str(view), str(directory))) from error

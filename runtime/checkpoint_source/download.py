@@ -16,19 +16,19 @@ from .config_rules import find_key
 log = logging.getLogger(__name__)
 
 MAX_CHARACTERS = 240
-SENTENCES = (ValueError, OSError, RuntimeError, ImportError)  # whose text says enough
+SENTENCES = (ValueError, OSError, RuntimeError, ImportError)  # clear without the type of the exception
 PACKAGE, TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
-FOREIGN = PACKAGE / "foreign"  # classes of models that are not transformers': a stranger's code all the same
+FOREIGN = PACKAGE / "foreign"  # model classes that transformers lacks: treated as foreign code
 PASS_ON = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 @contextmanager
-def as_checkpoint_error(place: str, settings: JsonObject | None = None) -> Iterator[None]:
-    """Converts any exception inside into a CheckpointError that begins with `place`. Our own errors and interrupts
-    pass. If transformers does not know a name, `settings` tell which key has it.
+def as_checkpoint_error(prefix: str, settings: JsonObject | None = None) -> Iterator[None]:
+    """Converts exceptions into CheckpointErrors that begin with `prefix`. Weightstream's errors and interrupts pass.
+    `settings`: config.json, to find the key of a name that transformers does not know.
 
-    Catches BaseException, because untrusted files make libraries raise anything: KeyError, RecursionError, a panic of
-    tokenizers, which is not an Exception. Only put calls inside that read such a file.
+    Catches BaseException, since untrusted files make libraries raise anything: KeyError, RecursionError, a panic of
+    tokenizers, which is not an Exception. Put only calls inside that read such a file.
     """
     try:
         yield
@@ -37,13 +37,12 @@ def as_checkpoint_error(place: str, settings: JsonObject | None = None) -> Itera
     except BaseException as error:
         name = error.args[0] if isinstance(error, KeyError) and error.args else None
         key = find_key(settings, name) if settings is not None and isinstance(name, str) else None
-        reason = f"{key}={name!a} is nothing that transformers knows" if key is not None else short_reason(error)
-        raise CheckpointError(f"{place}: {reason}") from error
+        reason = f"{key}={name!a} is unknown to transformers" if key is not None else short_reason(error)
+        raise CheckpointError(f"{prefix}: {reason}") from error
 
 
 def short_reason(error: BaseException) -> str:
-    """The message of `error` in one line of at most `MAX_CHARACTERS`, after its type if the message alone is
-    unclear."""
+    """Formats an exception in one line of about `MAX_CHARACTERS`, with its type if the message alone is unclear."""
     text = " ".join(str(error).split())
     if len(text) > MAX_CHARACTERS:
         text = f"{text[:MAX_CHARACTERS]} ..."
@@ -53,15 +52,15 @@ def short_reason(error: BaseException) -> str:
 
 @contextmanager
 def as_config_error(name: str) -> Iterator[None]:
-    """Converts an exception of a model class into a ConfigError that names the class; the traceback goes to the debug
-    log. Our own errors, out-of-memory errors, and exceptions raised by this package alone pass.
+    """Converts an exception of a model class into a ConfigError that names the class, and logs the traceback at debug
+    level. Weightstream's errors, out-of-memory errors, and exceptions raised by this package alone pass.
 
-    Catches every Exception, because classes run in ways that their authors did not expect: without weights, on text
-    alone, token by token. Only put calls inside that run such code.
+    Catches every Exception, since classes run in unusual ways: without weights, on text alone, token by token. Put only
+    calls inside that run such code.
     """
     try:
         yield
-    except (WeightstreamError, MemoryError, OSError, AssertionError):  # the last are mistakes of ours
+    except (WeightstreamError, MemoryError, OSError, AssertionError):  # assertions are bugs of this package
         raise
     except Exception as error:
         frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
@@ -71,7 +70,7 @@ def as_config_error(name: str) -> Iterator[None]:
             raise
         log.debug("%s raised", name, exc_info=True)
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_CHARACTERS]
-        whose = f"what stands for its weights here ({outside_torch[-1].name})" if is_ours[-1] else "its code"
+        origin = f"Weightstream's replacement of a module ({outside_torch[-1].name})" if is_ours[-1] else "its code"
         raise ConfigError(
-            f"model.path: {name} cannot be run here: {whose} raised {reason}; use transformers itself for this class"
+            f"model.path: {name} is not supported: {origin} raised {reason}; use transformers itself for this class"
         ) from error

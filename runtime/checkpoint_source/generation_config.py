@@ -1,5 +1,5 @@
-"""A checkpoint's generation defaults, from generation_config.json, else config.json, as transformers' `generate` reads
-them; and `sampling=model`, which applies them."""
+"""Reads a checkpoint's generation defaults (generation_config.json, else config.json) as transformers' `generate` does,
+and applies them for `sampling=model`."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -20,10 +20,10 @@ from .download import as_checkpoint_error
 log = logging.getLogger(__name__)
 
 FILE = "generation_config.json"
-GGUF_ENDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")  # of a turn, of a message
+GGUF_ENDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")  # end of turn, end of message
 SAMPLING_KEYS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 SEARCH_KEYS = ("num_beams", "length_penalty", "early_stopping")
-UNSUPPORTED_KEYS: Mapping[str, tuple[object, ...]] = {  # with the values that request nothing
+UNSUPPORTED_KEYS: Mapping[str, tuple[object, ...]] = {  # with the values that have no effect
     "num_beam_groups": (1,), "diversity_penalty": (0,), "constraints": (), "force_words_ids": (),
     "penalty_alpha": (0,), "dola_layers": (), "guidance_scale": (1,), "watermarking_config": (),
     "token_healing": (False,), "encoder_repetition_penalty": (1,), "encoder_no_repeat_ngram_size": (0,),
@@ -40,7 +40,7 @@ DISABLED_VALUES: Mapping[str, object] = {
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-    """`values` of the checkpoint's `source` by transformers' keys, without those left open."""
+    """Settings of the file `source` by transformers' keys, without null values."""
 
     source: Path
     values: Mapping[str, object]
@@ -50,10 +50,10 @@ class GenerationDefaults:
         """Token ids that end a completion; empty if the checkpoint names none."""
         eos = self.values.get("eos_token_id")
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        known = frozenset(token for token in ids if isinstance(token, int))
-        if len(known) != len(set(map(str, ids))):
+        valid = frozenset(token for token in ids if isinstance(token, int))
+        if len(valid) != len(set(map(str, ids))):
             raise CheckpointError(f"{self.source}: eos_token_id must be a token id or a list of them, got {eos!r}")
-        return known
+        return valid
 
     @property
     def start_token_id(self) -> int:
@@ -66,13 +66,13 @@ class GenerationDefaults:
 
 
 def read_generation(path: Path, config: PreTrainedConfig) -> GenerationDefaults:
-    """The defaults of a directory or GGUF file. Raises CheckpointError with file, key, value and expectation."""
+    """Reads the defaults of a directory or GGUF file. Raises CheckpointError with file, key, value and expectation."""
     if is_gguf(path):
         return _read_gguf_generation(path, config)
     file = path / FILE
     try:
         values = read_json_object(file, max_bytes=MAX_SETTINGS_BYTES)
-    except FileNotFoundError:  # as in transformers what config.json says counts, not its class's defaults
+    except FileNotFoundError:  # as in transformers: the values of config.json, without the defaults of its class
         values = remove_code_keys(read_json_object(path / CONFIG, max_bytes=MAX_SETTINGS_BYTES))
         with as_checkpoint_error(str(path / CONFIG)):
             return _make_defaults(path / CONFIG, GenerationConfig.from_model_config({**values}))
@@ -82,28 +82,28 @@ def read_generation(path: Path, config: PreTrainedConfig) -> GenerationDefaults:
 
 
 def _read_gguf_generation(path: Path, config: PreTrainedConfig) -> GenerationDefaults:
-    """The defaults that transformers derives from the file, plus its end-of-turn and end-of-message tokens: without
-    them a chat model would write the next turns itself."""
-    found = _make_defaults(path, GenerationConfig.from_model_config(config))
-    metadata, ends = read_gguf(path).metadata, found.eos_token_ids
-    ids = range(int(metadata.get("tokenizer.ggml.tokens", 0)))  # others are nothing that a model can say
-    model_values = {key: int(metadata[key]) for key in GGUF_ENDS if metadata.get(key) in ids}
-    more = {key: token for key, token in model_values.items() if token not in ends}
+    """Reads transformers' defaults for the file and adds its end-of-turn and end-of-message tokens: without them a chat
+    model would go on with the next turns."""
+    defaults = _make_defaults(path, GenerationConfig.from_model_config(config))
+    metadata, ends = read_gguf(path).metadata, defaults.eos_token_ids
+    vocabulary = range(int(metadata.get("tokenizer.ggml.tokens", 0)))
+    gguf_ends = {key: int(metadata[key]) for key in GGUF_ENDS if metadata.get(key) in vocabulary}
+    more = {key: token for key, token in gguf_ends.items() if token not in ends}
     if not more:
-        return found
-    named = " and ".join(f"{key}={token}" for key, token in more.items())
-    log.info("%s: %s end a completion too, beside eos_token_id=%s", path, named, sorted(ends))
-    return replace(found, values={**found.values, "eos_token_id": sorted(ends.union(more.values()))})
+        return defaults
+    names = " and ".join(f"{key}={token}" for key, token in more.items())
+    log.info("%s: %s also end a completion, in addition to eos_token_id=%s", path, names, sorted(ends))
+    return replace(defaults, values={**defaults.values, "eos_token_id": sorted(ends.union(more.values()))})
 
 
 def _make_defaults(source: Path, config: GenerationConfig) -> GenerationDefaults:
-    given = {key: value for key, value in vars(config).items() if value is not None and not key.startswith("_")}
-    return GenerationDefaults(source=source, values=given)
+    values = {key: value for key, value in vars(config).items() if value is not None and not key.startswith("_")}
+    return GenerationDefaults(source=source, values=values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedSampling:
-    """`sampling` without open settings. `sentence` reports what came from the model, or what is ignored."""
+    """Sampling settings without None values. `sentence`: a log line about the model's defaults, used or ignored."""
 
     sampling: SamplingConfig
     sentence: str | None
@@ -111,20 +111,22 @@ class ResolvedSampling:
 
 
 def resolve_generation_defaults(config: RuntimeConfig, model: GenerationDefaults, vocab_size: int) -> RuntimeConfig:
-    """The config with `sampling` resolved for this model. Logs what came from the model, or is ignored."""
-    found = resolve_sampling(config.sampling, model, vocab_size)
-    if found.sentence is not None:
-        log.log(logging.WARNING if found.is_warning else logging.INFO, "%s", found.sentence)
-    return replace(config, sampling=found.sampling)
+    """Returns the config with `sampling` resolved for this model. Logs which defaults of the model are used or
+    ignored."""
+    resolved = resolve_sampling(config.sampling, model, vocab_size)
+    if resolved.sentence is not None:
+        log.log(logging.WARNING if resolved.is_warning else logging.INFO, "%s", resolved.sentence)
+    return replace(config, sampling=resolved.sampling)
 
 
 def resolve_sampling(sampling: SamplingConfig, model: GenerationDefaults, vocab_size: int) -> ResolvedSampling:
-    """The effective sampling of a run. Raises ConfigError if `sampling.follow_model` needs an unsupported setting, and
+    """Resolves the sampling of a run. Raises ConfigError if `sampling.follow_model` needs an unsupported setting,
     CheckpointError if the model's settings are malformed."""
     model_values = _model_settings(model, vocab_size, is_strict=sampling.follow_model)
-    asked = {key: model.values.get(key) for key in UNSUPPORTED_KEYS}
     unsupported = [
-        f"{key}={value}" for key, value in asked.items() if value is not None and value not in UNSUPPORTED_KEYS[key]
+        f"{key}={value}"
+        for key, neutral in UNSUPPORTED_KEYS.items()
+        if (value := model.values.get(key)) is not None and value not in neutral
     ]
     if model.values.get("cache_implementation") == "quantized":
         unsupported.append("cache_implementation=quantized")
@@ -132,8 +134,8 @@ def resolve_sampling(sampling: SamplingConfig, model: GenerationDefaults, vocab_
         return _without_model_defaults(sampling, model, model_values, unsupported)
     if unsupported:
         raise ConfigError(
-            f"sampling=model: {model.source} asks for {', '.join(unsupported)}, which cannot be followed: "
-            "choose sampling=greedy or sampling=sample, which say what they leave out"
+            f"sampling=model: {model.source} sets {', '.join(unsupported)}, which is not supported: use "
+            "sampling=greedy or sampling=sample, which log what they ignore"
         )
     return _with_model_defaults(sampling, model, model_values)
 
@@ -143,23 +145,23 @@ def _with_model_defaults(
 ) -> ResolvedSampling:
     """Merges as `generate` does: the caller's settings, then the model's, then the defaults of `generate`."""
     defaults = GenerationConfig._get_default_generation_params()
-    found = {key: model_values.get(key, defaults.get(key)) for key in CONVERTERS if getattr(sampling, key) is None}
-    if "temperature" in found and not model.values.get("do_sample"):
-        found["temperature"] = 0.0
-    elif found.get("temperature") == 0:
-        raise ConfigError(f"sampling=model: {model.source} asks for do_sample with temperature=0, which is neither")
-    if sampling.min_new_tokens is not None or found.get("min_new_tokens") is not None:
-        found.pop("min_length", None)
-    if "stop" in found:
-        found["stop"] = found["stop"] or []
+    values = {key: model_values.get(key, defaults.get(key)) for key in CONVERTERS if getattr(sampling, key) is None}
+    if "temperature" in values and not model.values.get("do_sample"):
+        values["temperature"] = 0.0
+    elif values.get("temperature") == 0:
+        raise ConfigError(f"sampling=model: {model.source} sets both do_sample=True and temperature=0")
+    if sampling.min_new_tokens is not None or values.get("min_new_tokens") is not None:
+        values.pop("min_length", None)
+    if "stop" in values:
+        values["stop"] = values["stop"] or []
     try:
-        made = replace(sampling, **found)  # pyright: ignore[reportArgumentType] - converted to the types of the fields
+        merged = replace(sampling, **values)  # pyright: ignore[reportArgumentType] - converted to the fields' types
     except ConfigError as error:
         raise ConfigError(f"sampling=model, with the settings of {model.source}: {error}") from error
-    unused = {*(SAMPLING_KEYS if made.is_greedy else ()), *(SEARCH_KEYS if (made.num_beams or 1) <= 1 else ())}
-    shown = [f"{key}={found[key]}" for key in found if _is_enabled(key, found[key]) and key not in unused]
+    unused = {*(SAMPLING_KEYS if merged.is_greedy else ()), *(SEARCH_KEYS if (merged.num_beams or 1) <= 1 else ())}
+    used = [f"{key}={values[key]}" for key in values if _is_enabled(key, values[key]) and key not in unused]
     return ResolvedSampling(
-        sampling=made, sentence=f"sampling=model: {', '.join(shown) or 'greedy'}; from {model.source} and its defaults"
+        sampling=merged, sentence=f"sampling=model: {', '.join(used) or 'greedy'}; from {model.source} and its defaults"
     )
 
 
@@ -167,40 +169,40 @@ def _without_model_defaults(
     sampling: SamplingConfig, model: GenerationDefaults, model_values: Mapping[str, object], unsupported: list[str]
 ) -> ResolvedSampling:
     is_sampled = bool(model.values.get("do_sample"))
-    left = ["do_sample=True"] if is_sampled and sampling.is_greedy else []
+    ignored = ["do_sample=True"] if is_sampled and sampling.is_greedy else []
     is_search = _is_enabled("num_beams", model_values.get("num_beams"))
     for key, value in model_values.items():
         has_effect = _is_enabled(key, value) and (is_sampled or key not in SAMPLING_KEYS)
         has_effect = has_effect and (is_search or key not in SEARCH_KEYS)
         if has_effect and value != getattr(sampling, key):
-            left.append(f"{key}={value}")
-    if not left and not unsupported:
+            ignored.append(f"{key}={value}")
+    if not ignored and not unsupported:
         return ResolvedSampling(sampling=sampling, sentence=None)
-    way = "sampling=model would" if not unsupported else f"nor can sampling=model ({', '.join(unsupported)})"
-    named = ", ".join([*left, *unsupported])
-    sentence = f"{model.source} says {named}: sampling does not follow it, {way}"
+    advice = "sampling=model applies it"
+    if unsupported:
+        advice = f"sampling=model does not support it either ({', '.join(unsupported)})"
+    sentence = f"{model.source} sets {', '.join([*ignored, *unsupported])}: ignored; {advice}"
     return ResolvedSampling(sampling=sampling, sentence=sentence, is_warning=True)
 
 
 def _model_settings(model: GenerationDefaults, vocab_size: int, *, is_strict: bool) -> dict[str, object]:
-    """The model's settings by our keys, without suppressed tokens outside the vocabulary. Raises CheckpointError for a
-    value of the wrong type; unless `is_strict`, keeps it."""
-    found: dict[str, object] = {}
+    """Returns the model's settings by our keys, without suppressed tokens outside the vocabulary. For a value of the
+    wrong type, raises CheckpointError if `is_strict`, else keeps it."""
+    settings: dict[str, object] = {}
     for key, convert in CONVERTERS.items():
-        theirs = "stop_strings" if key == "stop" else key
-        if theirs not in model.values:
+        model_key = "stop_strings" if key == "stop" else key
+        if model_key not in model.values:
             continue
-        value = model.values[theirs]
+        value = model.values[model_key]
         try:
-            found[key] = convert(value)
+            settings[key] = convert(value)
         except (TypeError, ValueError, IndexError) as error:
             if is_strict:
-                where = f"{model.source}: {theirs}={value!r}"
-                raise CheckpointError(f"{where} is not what generate takes: {error}") from error
-            found[key] = value
-    for key in found.keys() & {"suppress_tokens", "begin_suppress_tokens"}:
-        found[key] = [token for token in _list(found[key]) if isinstance(token, int) and 0 <= token < vocab_size]
-    return found
+                raise CheckpointError(f"{model.source}: invalid {model_key}={value!r}: {error}") from error
+            settings[key] = value
+    for key in settings.keys() & {"suppress_tokens", "begin_suppress_tokens"}:
+        settings[key] = [token for token in _list(settings[key]) if isinstance(token, int) and 0 <= token < vocab_size]
+    return settings
 
 
 def _is_enabled(key: str, value: object) -> bool:
@@ -209,25 +211,25 @@ def _is_enabled(key: str, value: object) -> bool:
 
 def _float(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError("a number is needed")
+        raise TypeError("expected a number")
     return float(value)
 
 
 def _int(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-        raise TypeError("a whole number is needed")
+        raise TypeError("expected a whole number")
     return int(value)
 
 
 def _bool(value: object) -> bool:
     if not isinstance(value, bool):
-        raise TypeError("true or false is needed")
+        raise TypeError("expected true or false")
     return value
 
 
 def _list(value: object) -> list[object]:
     if not isinstance(value, list | tuple):
-        raise TypeError("a list is needed")
+        raise TypeError("expected a list")
     return list(value)
 
 
@@ -235,16 +237,16 @@ def _ids(value: object) -> list[int]:
     return [_int(token) for token in _list(value)]
 
 
-def _texts(value: object) -> list[str]:
-    texts = [value] if isinstance(value, str) else _list(value)
-    if not all(isinstance(text, str) for text in texts):
-        raise TypeError("a text or a list of texts is needed")
-    return [str(text) for text in texts]
+def _strings(value: object) -> list[str]:
+    strings = [value] if isinstance(value, str) else _list(value)
+    if not all(isinstance(string, str) for string in strings):
+        raise TypeError("expected a string or a list of strings")
+    return [str(string) for string in strings]
 
 
 def _early_stopping(value: object) -> bool | str:
     if not isinstance(value, bool) and value != "never":
-        raise TypeError("true, false or never is needed")
+        raise TypeError("expected true, false or never")
     return value if isinstance(value, bool) else "never"
 
 
@@ -258,5 +260,5 @@ CONVERTERS: Mapping[str, Callable[[object], object]] = {
     "suppress_tokens": _ids, "begin_suppress_tokens": _ids, "forced_bos_token_id": _int,
     "forced_eos_token_id": lambda value: _ids(value) if isinstance(value, list) else _int(value),
     "exponential_decay_length_penalty": lambda value: [_float(number) for number in _list(value)],
-    "renormalize_logits": _bool, "stop": _texts,
+    "renormalize_logits": _bool, "stop": _strings,
 }  # fmt: skip

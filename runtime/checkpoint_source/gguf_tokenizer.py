@@ -1,9 +1,8 @@
-"""The tokenizer of a GGUF file. transformers builds it from vocabulary and merges; this module adds the
-pre-tokenization rule, which the file only names.
+"""Builds the tokenizer of a GGUF file: transformers reads vocabulary and merges, this module adds the pre-tokenization
+rule, which the file only names (`tokenizer.ggml.pre`).
 
-`tokenizer.ggml.pre` is that name. llama.cpp defines names and rules: https://github.com/ggml-org/llama.cpp,
-src/llama-vocab.cpp, read in November 2026 at 00ad355. If it notes the expression of the model's tokenizer.json next to
-one for its own engine, the former is used.
+llama.cpp defines names and rules: https://github.com/ggml-org/llama.cpp, src/llama-vocab.cpp, read in November 2026 at
+00ad355. If it notes the expression of the model's tokenizer.json next to its own, the former is used.
 """
 
 import logging
@@ -23,14 +22,14 @@ from .download import as_checkpoint_error
 log = logging.getLogger(__name__)
 
 MODEL, PRE, ADD_BOS, BOS = (f"tokenizer.ggml.{key}" for key in ("model", "pre", "add_bos_token", "bos_token_id"))
-BYTE_LEVEL = "gpt2"  # the kind of vocabulary that is cut by a rule
+BYTE_LEVEL = "gpt2"  # the kind of vocabulary that needs a pre-tokenization rule
 
 
 @dataclass(frozen=True)
 class SplitRule:
-    """Expressions that are applied in sequence; each splits the pieces of those before into matches and the text in
-    between. `ignores_merges`: a piece in the vocabulary is that token regardless of merges. `adds_bos`: prompts begin
-    with BOS unless the file says otherwise."""
+    """Regular expressions applied in sequence; each splits every piece into matches and the text between them.
+    `ignores_merges`: a piece in the vocabulary is that token regardless of merges. `adds_bos`: prompts begin with BOS
+    unless the file says otherwise."""
 
     splits: tuple[str, ...]
     ignores_merges: bool = False
@@ -59,7 +58,7 @@ DEEPSEEK3 = _any(
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
     r" ?[\p{P}\p{S}]+[\r\n]*", LINES, SPACES,
 )  # fmt: skip
-DEEPSEEK_LETTERS = (  # those that had cases when its rule was written
+DEEPSEEK_LETTERS = (  # the cased letters of Unicode when its rule was written
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373"
     "\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481"
     "\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b"
@@ -80,7 +79,7 @@ YOUTU = _any(
     HAN_KANA,
 )
 JAIS2_SPACES = _any(*(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4, "1,2")), r"\s{1}")
-RULES: Mapping[SplitRule, str] = {  # and the names that mean it
+RULES: Mapping[SplitRule, str] = {  # rule -> its names
     SplitRule((GPT2,)): (
         "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert mpt olmo jais trillion "
         "granite-docling exaone4"
@@ -123,41 +122,41 @@ RULES: Mapping[SplitRule, str] = {  # and the names that mean it
         )
     ): "exaone-moe",
 }  # fmt: skip
-BY_NAME: Mapping[str, SplitRule] = {name: cuts for cuts, names in RULES.items() for name in names.split()}
+BY_NAME: Mapping[str, SplitRule] = {name: rule for rule, names in RULES.items() for name in names.split()}
 
 
-def load_gguf_tokenizer(path: Path, header: GgufHeader, place: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of the file at `path`. Raises CheckpointError, beginning with `place`, if it cannot be built, or if
-    the file names an unknown rule: with another rule prompts would get other tokens."""
-    cuts = _find_split_rule(path, header)
-    given = {"add_bos_token": True} if cuts is not None and cuts.adds_bos and BOS in header.metadata else {}
-    with TemporaryDirectory(prefix="weightstream-") as view, as_checkpoint_error(place):
+def load_gguf_tokenizer(path: Path, header: GgufHeader, error_prefix: str) -> PreTrainedTokenizerBase:
+    """Builds the tokenizer of a GGUF file. Raises CheckpointError if it cannot be built, or if the pre-tokenization
+    rule is unknown: another rule would make other tokens."""
+    rule = _find_split_rule(path, header)
+    options = {"add_bos_token": True} if rule is not None and rule.adds_bos and BOS in header.metadata else {}
+    with TemporaryDirectory(prefix="weightstream-") as view, as_checkpoint_error(error_prefix):
         (Path(view) / path.name).symlink_to(path.absolute())
-        tokenizer = AutoTokenizer.from_pretrained(view, gguf_file=path.name, padding_side="left", **given)
-        if cuts is not None:
+        tokenizer = AutoTokenizer.from_pretrained(view, gguf_file=path.name, padding_side="left", **options)
+        if rule is not None:
             backend = tokenizer.backend_tokenizer
-            pieces = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in cuts.splits]
-            spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-            backend.pre_tokenizer = pre_tokenizers.Sequence([*pieces, spelled])
-            backend.model.ignore_merges = cuts.ignores_merges
+            splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in rule.splits]
+            byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+            backend.model.ignore_merges = rule.ignores_merges
     return tokenizer
 
 
 def _find_split_rule(path: Path, header: GgufHeader) -> SplitRule | None:
-    """The rule that the file names; None if it names none, or its vocabulary needs none."""
+    """Finds the file's rule. Returns None if the file names none or its vocabulary needs none."""
     if header.metadata.get(MODEL) != BYTE_LEVEL:
         return None
     name = str(header.metadata.get(PRE, "default"))
     if name == "default":
         log.warning(
-            "%s does not say by which rule text is cut into pieces (%s): GPT-2's is taken; if the model has another, "
-            "name its tokenizer: model.tokenizer=DIR_OR_HUB_ID",
+            "%s does not name its pre-tokenization rule (%s): using GPT-2's; if the model has another, set "
+            "model.tokenizer=DIR_OR_HUB_ID to its tokenizer",
             path, PRE,
         )  # fmt: skip
         return None
     if name not in BY_NAME:
         raise CheckpointError(
-            f"{path}: {PRE}={name!a:.60} names a rule for cutting text into pieces that is not known here, and any "
-            "other would make other tokens of it: name the model's own tokenizer, model.tokenizer=DIR_OR_HUB_ID"
+            f"{path}: {PRE}={name!a:.60}: unknown pre-tokenization rule; set model.tokenizer=DIR_OR_HUB_ID to the "
+            "model's own tokenizer"
         )
     return BY_NAME[name]

@@ -1,5 +1,4 @@
-"""Resolves `model.path` to a local directory or GGUF file. A separate module, so that jobs can report a wrong path
-before slow imports."""
+"""Resolves `model.path` to a local directory or GGUF file, without slow imports: jobs report a wrong path at once."""
 
 from pathlib import Path
 
@@ -9,28 +8,28 @@ from ..errors import CheckpointError
 from ..store.checkpoint import is_gguf
 
 FILE_SUFFIXES = (".gguf", ".safetensors", ".bin")
-PARTS = (*FILE_SUFFIXES, ".pt", ".pth", ".json", ".model", ".jinja")  # of files in a model's directory
+MODEL_FILES = (*FILE_SUFFIXES, ".pt", ".pth", ".json", ".model", ".jinja")  # suffixes in a model's directory
 
 
 def find_local_path(config: ModelConfig) -> Path | None:
-    """The directory or file of `model.path`; None for a URL, a hub id, or no path. Raises CheckpointError for a file
-    that is not a model, and for a path that does not exist."""
+    """Returns the directory or GGUF file of `model.path`, or None for a URL, a hub id or no path. Raises
+    CheckpointError for any other file and for a path that does not exist."""
     if config.path is None or is_url(config.path):
         return None
     path = Path(config.path).expanduser()
     if path.is_dir() or is_gguf(path):
         return path
     if path.is_file():
-        way = f"give its directory: model.path={path.parent}" if path.suffix in PARTS else "name one of those"
-        raise CheckpointError(f"model.path={config.path} is a file, neither a directory nor GGUF: {way}")
+        advice = f"set model.path={path.parent}" if path.suffix in MODEL_FILES else "set it to one of these"
+        raise CheckpointError(f"model.path={config.path} is a file, neither a directory nor GGUF: {advice}")
     if path.suffix in FILE_SUFFIXES or config.path.startswith((".", "/", "~")) or config.path.count("/") > 1:
         raise missing_weights_error(config, f"{path} is neither a directory nor a GGUF file")
     return None
 
 
 def missing_weights_error(config: ModelConfig, reason: str) -> CheckpointError:
-    """The error for a missing model, with three ways to get one."""
-    shape = config.name if config.name != ANY else "llama-3.2-1b"  # any with a shape: hf has none
+    """Makes the error for a missing model, with three ways to get one."""
+    shape = config.name if config.name != ANY else "llama-3.2-1b"  # model=hf has no shape to synthesize
     return CheckpointError(
         f"model={config.name}: no weights at model.path={config.path}: {reason}\n"
         f"choose one of:\n"

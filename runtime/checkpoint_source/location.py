@@ -1,4 +1,4 @@
-"""Finds a model's files: a directory of safetensors, a GGUF file, a URL or a hub id. Reads its config and tokenizer."""
+"""Finds and downloads a model's files (a directory, a GGUF file, a URL or a hub id); reads its config and tokenizer."""
 
 import json
 import logging
@@ -63,9 +63,9 @@ from .localize import find_local_path, missing_weights_error
 
 log = logging.getLogger(__name__)
 
-SETTINGS = ["*.json", "*.model", "*.txt", "*.jinja", "tokenizer*"]  # and tokenizers
-IN_FOLDERS = ["*/*"]  # a * of the hub matches slashes
-GGUF_WIDTHS = {  # metadata that transformers leaves out, so that its defaults would count
+SETTINGS = ["*.json", "*.model", "*.txt", "*.jinja", "tokenizer*"]  # config and tokenizer files
+IN_FOLDERS = ["*/*"]  # patterns of the hub match slashes with *
+GGUF_WIDTHS = {  # metadata that transformers ignores in favor of its defaults
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
@@ -75,24 +75,23 @@ GGUF_READER = "transformers.integrations.gguf"  # from 5.18 on
 
 
 def find_checkpoint(config: ModelConfig, cache_dir: str | None, should_stop: Callable[[], bool] = never) -> Path:
-    """A local directory or GGUF file, a model without files, a copy from a URL, or the hub's download or cache
-    entry."""
+    """Returns the local directory or GGUF file of a model; downloads it from a URL or the hub if necessary."""
     if config.path is None:
         if config.name == TINY:
             return BUNDLED
         if config.name == RANDOM:
             return random_checkpoint(cache_root(cache_dir) / "tiny")
         raise ConfigError(f"model={config.name} needs model.path: a local directory, a GGUF file or a hub id")
-    if (place := find_local_path(config)) is not None:
-        return place
+    if (path := find_local_path(config)) is not None:
+        return path
     if is_url(config.path):
-        # A copy of a GGUF file, or of a directory's settings, tokenizer and the weights that are read.
+        # Config and indices first: they tell which weights are read. A GGUF file is copied at once.
         url, key = config.path, "model.path"
-        head = _copy_from_url(url, key, [CONFIG, f"*{INDEX_SUFFIX}"], cache_dir, should_stop)
-        if head.is_file():
-            return head
+        copy = _copy_from_url(url, key, [CONFIG, f"*{INDEX_SUFFIX}"], cache_dir, should_stop)
+        if copy.is_file():
+            return copy
         names = ObjectStore(url, key, RetryPolicy(should_stop=should_stop)).list_files(is_deep=False)
-        entry = find_weights(head, names)
+        entry = find_weights(copy, names)
         if entry is None:
             raise no_weights_error(url, names, is_local=False)
         return _copy_from_url(url, key, [*SETTINGS, *map(escape, shard_names(entry))], cache_dir, should_stop)
@@ -100,39 +99,38 @@ def find_checkpoint(config: ModelConfig, cache_dir: str | None, should_stop: Cal
         return _download_model(config.path, config.revision)
     except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise missing_weights_error(config, f"the hub and its cache gave nothing for it: {reason}") from error
+        raise missing_weights_error(config, f"not found on the hub or in its cache: {reason}") from error
 
 
 def _download_model(model: str, revision: str | None) -> Path:
-    """Downloads a model, or finds it in the hub's cache: settings and tokenizer, then only the weight files that are
-    read."""
-    place = _download_settings(model, revision)
+    """Downloads a model or finds it in the hub's cache: settings and tokenizer, then only the weight files to read."""
+    snapshot = _download_settings(model, revision)
 
     def fetch(names: Sequence[str]) -> None:
-        # config.json is there: the client warns where it finds none of the names
-        snapshot_download(model, revision=place.name, allow_patterns=[CONFIG, *map(escape, names)])
+        # with config.json, which exists: the client warns if no file matches
+        snapshot_download(model, revision=snapshot.name, allow_patterns=[CONFIG, *map(escape, names)])
 
-    named = find_weights(place, names=())
+    named = find_weights(snapshot, names=())
     fetch([SINGLE if named is None else named.name])
-    entry = find_weights(place)
+    entry = find_weights(snapshot)
     if entry is None:
         try:
-            names = HfApi().list_repo_files(model, revision=place.name)
-        except Exception:  # of whichever library the client takes: there is an error to tell of already
-            names = list_names(place)  # those that are here
+            names = HfApi().list_repo_files(model, revision=snapshot.name)
+        except Exception:  # offline, or any error of the HTTP client: the missing weights are what is reported
+            names = list_names(snapshot)
         raise no_weights_error(model, names, is_local=False)
     if is_index(entry) and entry.is_file():
         fetch(shard_names(entry))
-    return place
+    return snapshot
 
 
 def _download_settings(model: str, revision: str | None) -> Path:
-    """The snapshot's directory. Its name is the commit, so later downloads use the same revision."""
-    place = Path(snapshot_download(model, revision=revision, allow_patterns=SETTINGS, ignore_patterns=IN_FOLDERS))
-    if (place / TOKENIZER_CONFIG).is_file():
+    """Returns the snapshot's directory. Its name is the commit, so later downloads use the same revision."""
+    snapshot = Path(snapshot_download(model, revision=revision, allow_patterns=SETTINGS, ignore_patterns=IN_FOLDERS))
+    if (snapshot / TOKENIZER_CONFIG).is_file():
         templates = [TOKENIZER_CONFIG, f"{TEMPLATES}/*.jinja"]
-        snapshot_download(model, revision=place.name, allow_patterns=templates)
-    return place
+        snapshot_download(model, revision=snapshot.name, allow_patterns=templates)
+    return snapshot
 
 
 def _copy_from_url(
@@ -155,9 +153,9 @@ def read_config(path: Path, *, num_tensors: int | None = None) -> PreTrainedConf
     try:
         values = read_json_object(file, max_bytes=MAX_SETTINGS_BYTES)
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: no usable config.json: there is none") from None
-    if named := code_keys(values):
-        log.info("%s: %s not followed: only code that is installed runs", file, ", ".join(named))
+        raise CheckpointError(f"{path}: no config.json") from None
+    if keys := code_keys(values):
+        log.info("%s: ignored: %s; only installed code runs", file, ", ".join(keys))
     values = remove_code_keys(values)
     require_valid_config(values, file, num_tensors=num_tensors)
     model_type = values.get("model_type")
@@ -169,7 +167,7 @@ def read_config(path: Path, *, num_tensors: int | None = None) -> PreTrainedConf
         raise CheckpointError(f"{file}: transformers {__version__} has no model type {model_type!a:.60}{hint}")
     with TemporaryDirectory(prefix="weightstream-") as home:
         (Path(home) / CONFIG).write_text(json.dumps(values), encoding="utf-8")
-        with as_checkpoint_error(f"{path}: no usable config.json"):
+        with as_checkpoint_error(f"{path}: unusable config.json"):
             config = AutoConfig.from_pretrained(home)
     config.name_or_path = str(path)
     return config
@@ -180,10 +178,10 @@ def _read_gguf_config(path: Path) -> PreTrainedConfig:
         raise ConfigError(f"model.path={path} is a GGUF file, which needs the extra: pip install 'weightstream[gguf]'")
     if find_spec(GGUF_READER) is None:
         raise ConfigError(
-            f"model.path={path} is a GGUF file, which transformers {__version__} reads in a way of its own: install "
-            "transformers 5.18 or newer, or name a directory of safetensors"
+            f"model.path={path} is a GGUF file, which needs transformers 5.18 or newer, not {__version__}: upgrade, or "
+            "use a directory of safetensors"
         )
-    with as_checkpoint_error(f"{path}: transformers makes no config of its metadata"):
+    with as_checkpoint_error(f"{path}: transformers cannot make a config from its metadata"):
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     header = read_gguf(path)
     for key, attribute in GGUF_WIDTHS.items():
@@ -194,54 +192,55 @@ def _read_gguf_config(path: Path) -> PreTrainedConfig:
 
 
 def find_tokenizer(config: ModelConfig, cache_dir: str | None) -> PreTrainedTokenizerBase | None:
-    """A model's tokenizer, without loading the model; None if it has none."""
+    """Loads a model's tokenizer without the model. Returns None if it has none."""
     return load_tokenizer(config.tokenizer, open_checkpoint(find_checkpoint(config, cache_dir)), cache_dir)
 
 
 def load_tokenizer(
-    wanted: str | None, checkpoint: Checkpoint, cache_dir: str | None = None
+    setting: str | None, checkpoint: Checkpoint, cache_dir: str | None = None
 ) -> PreTrainedTokenizerBase | None:
-    """The `wanted` tokenizer or the checkpoint's; None if it has none, and then only token ids can be prompts."""
+    """Loads the tokenizer of `setting` (model.tokenizer), else the checkpoint's. Returns None if it has none: prompts
+    must then be token ids."""
     path, gguf = checkpoint.path, checkpoint.gguf
     if gguf is not None:
         has_own = "tokenizer.ggml.tokens" in gguf.metadata
     else:
         has_own = any(any(path.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model"))
-    if wanted is None and not has_own:
+    if setting is None and not has_own:
         return None
-    place = f"model.tokenizer={wanted or path}: cannot be loaded"
-    if wanted is None and gguf is not None:
-        return load_gguf_tokenizer(path, gguf, place)
-    directory = path if wanted is None else _find_tokenizer_path(wanted, cache_dir)
+    error_prefix = f"model.tokenizer={setting or path}: cannot be loaded"
+    if setting is None and gguf is not None:
+        return load_gguf_tokenizer(path, gguf, error_prefix)
+    directory = path if setting is None else _find_tokenizer_path(setting, cache_dir)
     if (model := find_sentencepiece(directory)) is None:
-        return _load_tokenizer_directory(directory, place)
+        return _load_tokenizer_directory(directory, error_prefix)
     try:
         return load_local_tokenizer(model, TOKENIZER_KEY)
     except UnsupportedSentencePieceError:
-        if directory.is_dir():  # nothing else says how texts are cut: transformers may take the wrong class for it
-            tokenizer = _load_tokenizer_directory(directory, place)
+        if directory.is_dir():  # transformers may choose the wrong class: use its tokenizer only if it agrees
+            tokenizer = _load_tokenizer_directory(directory, error_prefix)
             if tokenizes_like_file(tokenizer, model, TOKENIZER_KEY):
                 return tokenizer
         raise
 
 
-def _load_tokenizer_directory(directory: Path, failed: str) -> PreTrainedTokenizerBase:
-    with vetted_directory(directory) as view, as_checkpoint_error(failed):
+def _load_tokenizer_directory(directory: Path, error_prefix: str) -> PreTrainedTokenizerBase:
+    with vetted_directory(directory) as view, as_checkpoint_error(error_prefix):
         tokenizer = AutoTokenizer.from_pretrained(view, padding_side="left")
     tokenizer.name_or_path = str(directory)
     return tokenizer
 
 
-def _find_tokenizer_path(wanted: str, cache_dir: str | None) -> Path:
-    """A directory, or a SentencePiece model file."""
-    if is_url(wanted):
-        return _copy_from_url(wanted, TOKENIZER_KEY, SETTINGS, cache_dir, never)
-    path = Path(wanted).expanduser()
+def _find_tokenizer_path(setting: str, cache_dir: str | None) -> Path:
+    """Returns the local directory or SentencePiece model file of `model.tokenizer`."""
+    if is_url(setting):
+        return _copy_from_url(setting, TOKENIZER_KEY, SETTINGS, cache_dir, never)
+    path = Path(setting).expanduser()
     if path.is_dir() or (path.is_file() and find_sentencepiece(path) is not None):
         return path
     if path.is_file():
         raise ConfigError(
-            f"model.tokenizer={wanted} is a file: give the directory it lies in, or a SentencePiece model (*.model)"
+            f"model.tokenizer={setting} is a file: set it to its directory, or to a SentencePiece model (*.model)"
         )
-    with as_checkpoint_error(f"model.tokenizer={wanted}: neither a directory nor a hub id that can be fetched"):
-        return _download_settings(wanted, None)
+    with as_checkpoint_error(f"model.tokenizer={setting}: neither a directory nor a hub id that can be downloaded"):
+        return _download_settings(setting, None)

@@ -1,3 +1,2 @@
-"""Storage formats of weights: how numbers are encoded in bytes and decoded again. Each module in `kinds/` is discovered
-and registered. Reading, products and packing all use these formats.
-"""
+"""Storage formats of weights: encodings of numbers in bytes, and their decoders. Each module in `kinds/` registers
+itself."""

@@ -1,4 +1,4 @@
-"""The registry of storage formats by name and of quantization methods by their name in configs, from `kinds/`."""
+"""Registry of storage formats and of quantization methods (`quant_method`) by name, from the modules in `kinds/`."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -8,15 +8,13 @@ from pkgutil import iter_modules
 from ..errors import CheckpointError
 from ..plan.shape.shapes import TensorSlice
 from . import kinds
+from .module_tensors import UNQUANTIZED
 from .storage_format import Loss, Method, StorageFormat
 
 MODULES = [import_module(f"{kinds.__name__}.{module.name}") for module in iter_modules(kinds.__path__)]
-FORMATS: Mapping[str, StorageFormat] = {each.name: each for module in MODULES for each in module.FORMATS}
-LOSSES: Mapping[str, Loss] = {name: each.loss for name, each in FORMATS.items()}
-
-
-# Several formats may share a method's name: each pairs the tensors that it knows.
-METHODS: dict[str, list[Method]] = {}
+FORMATS: Mapping[str, StorageFormat] = {format.name: format for module in MODULES for format in module.FORMATS}
+LOSSES: Mapping[str, Loss] = {name: format.loss for name, format in FORMATS.items()}
+METHODS: dict[str, list[Method]] = {}  # modules may share a method's name: each pairs the tensors that it knows
 for _module in MODULES:
     for _name, _method in getattr(_module, "METHODS", {}).items():
         METHODS.setdefault(_name, []).append(_method)
@@ -25,9 +23,8 @@ for _module in MODULES:
 def pair_companions(
     tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
 ) -> Mapping[str, TensorSlice]:
-    """Combines tensors into weights under the weights' own names and shapes, with formats and companions. If the config
-    names no method, all methods are tried on the tensors' names. Raises CheckpointError for companions that do not fit
-    their weight."""
+    """Combines tensors into weights with formats and companions. If the config names no method, tries all of them on
+    the tensors' names. Raises CheckpointError for companions that do not fit their weight."""
     named = str(quantization.get("quant_method") or "")
     for method in METHODS[named] if named else chain.from_iterable(METHODS.values()):
         tensors = method(tensors, quantization)
@@ -42,7 +39,6 @@ def require_readable(method: str) -> None:
     """Raises CheckpointError for an unsupported quantization method."""
     if method not in METHODS:
         raise CheckpointError(
-            f"model.path: its weights are quantized by {method!r:.80}, which cannot be read. Can be: "
-            f"{', '.join(sorted(METHODS))}, GGUF (model.path=FILE.gguf) and the unquantized checkpoint; most models "
-            "have one"
+            f"model.path: quantization method {method!r:.80} is not supported. Supported: "
+            f"{', '.join(sorted(METHODS))}, GGUF (model.path=FILE.gguf), and {UNQUANTIZED}"
         )

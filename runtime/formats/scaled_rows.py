@@ -1,5 +1,5 @@
-"""Rows of low-precision numbers with shared factors: integers with a zero point and scale per group of columns, also in
-32-bit words; FP8 and FP4 with a factor per block.
+"""Rows of low-precision numbers with shared factors: integers with a zero point and scale per group of columns, FP8 and
+FP4 with a factor per block.
 
 Shapes: N rows of K numbers, R of them selected; G groups of columns; W words.
 """
@@ -20,7 +20,7 @@ WORD_BITS = 32
 SCALES = "scales"
 FACTORS = ("F32", "F16", "BF16", "F64", "F8_E8M0", "F8_E4M3", "U8")
 ENCODINGS = {None: FLOAT4, torch.float8_e4m3fn: SCALED_FLOAT8}  # by dtype, None for FP4
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # FP4's magnitudes; the highest of its four bits is the sign
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # FP4's magnitudes; its highest bit is the sign
 RowSelection = slice | torch.Tensor  # a run of rows, or row numbers in order
 Write = Callable[[RowSelection, torch.Tensor], None]  # writes the codes of selected rows into (R, K) float32
 Factors = Callable[[RowSelection], torch.Tensor]  # returns (R, G) float32 for selected rows, or (1, 1) for all
@@ -43,8 +43,8 @@ class IntegerRows:
         *,
         codes: Callable[[], Codes],
     ):
-        """`width`: columns per group. `groups`: the group of each column, if groups are not consecutive: (K,), or (E,
-        K) for E equal runs of rows. `codes`: see `Rows`."""
+        """`width`: columns per group. `groups`: group of each column if not consecutive: (K,), or (E, K) for
+        E concatenated matrices. `codes`: see `Rows`."""
         self.shape, self.device = shape, device
         self._write, self._zeros, self._scales, self._width, self._groups = write, zeros, scales, width, groups
         self.codes = codes
@@ -59,12 +59,12 @@ class IntegerRows:
             if self._groups is None or self._groups.dim() == 1:
                 apply_by_group(out_RK, factors(rows), self._width, apply, self._groups)
             else:
-                # Each matrix assigns its columns to groups in its own way.
+                # Concatenated matrices with different groups.
                 assert isinstance(rows, slice), "rows of several matrices are selected by slices"
                 factors_RG, height = factors(rows), self.shape[0] // len(self._groups)
                 first, stop, _ = rows.indices(self.shape[0])
                 for matrix in range(first // height, -(-stop // height)):
-                    begin, end = (min(max(matrix * height + of, first), stop) - first for of in (0, height))
+                    begin, end = (min(max(edge * height, first), stop) - first for edge in (matrix, matrix + 1))
                     apply(out_RK[begin:end], factors_RG[begin:end].index_select(1, self._groups[matrix]))
 
 
@@ -94,7 +94,7 @@ def write_words(words_RW: torch.Tensor, num_bits: int, out_RK: torch.Tensor) -> 
 
 
 def write_pairs(pairs: torch.Tensor, bytes_RB: torch.Tensor, out_RK: torch.Tensor) -> None:
-    """Writes the two numbers of each byte, looked up in `pairs` (256,), whose 64-bit elements are two floats."""
+    """Writes the two numbers of each byte, looked up in `pairs` (256,): 64-bit elements of two floats."""
     numbers = bytes_RB.flatten().int()
     if out_RK.shape[1] == 2 * bytes_RB.shape[1]:
         torch.index_select(pairs, 0, numbers, out=out_RK.view(pairs.dtype).flatten())
@@ -159,9 +159,9 @@ class ScaledRows:
         self.device = raw_NB.device
 
     def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
-        numbers_of = byte_values(self._dtype, self.device)
-        out = out_RK.view(numbers_of.dtype).flatten()
-        torch.index_select(numbers_of, 0, self._raw_NB[rows].flatten().int(), out=out)
+        table = byte_values(self._dtype, self.device)
+        out = out_RK.view(table.dtype).flatten()
+        torch.index_select(table, 0, self._raw_NB[rows].flatten().int(), out=out)
         apply_by_group(out_RK, self._factors(rows), self._block_columns, torch.Tensor.mul_)
 
     def codes(self) -> Codes:
@@ -211,8 +211,8 @@ def attach_factors(tensor: TensorSlice, factors: TensorSlice, rows: int, columns
     """Returns the weight with a factor per block of `rows` x `columns`. Raises CheckpointError if they do not fit."""
     if len(tensor.shape) < 2 or factors.dtype not in FACTORS:
         raise CheckpointError(
-            f"{factors.file}: {factors.name!r} is {factors.dtype}, {tensor.name!r} has shape {tensor.shape}: need a "
-            f"matrix and factors in {', '.join(FACTORS)}"
+            f"{factors.file}: {factors.name!r} is {factors.dtype}, {tensor.name!r} has shape {tensor.shape}; expected "
+            f"a matrix and factors in {', '.join(FACTORS)}"
         )
     *stack, height, width = tensor.shape
     expected = (*stack, -(-height // rows), -(-width // columns))

@@ -45,10 +45,8 @@ def join_by_rows(matrices: Sequence[StoredMatrix]) -> StoredMatrix | None:
             if -(-num_rows // block) != len(parts[0]):
                 return None
             rows = torch.arange(num_rows, device=parts[0].device) // block
-            parts, block = (
-                [part.view(CONCAT_DTYPES.get(part.dtype, part.dtype))[rows].view(part.dtype) for part in parts],
-                1,
-            )
+            parts = [part.view(CONCAT_DTYPES.get(part.dtype, part.dtype))[rows].view(part.dtype) for part in parts]
+            block = 1
         tensors[companion.role] = concat_rows(parts)
         companions.append(replace(companion, block_rows=block))
     shape = (len(matrices) * num_rows, *first.shape[1:])
@@ -57,8 +55,8 @@ def join_by_rows(matrices: Sequence[StoredMatrix]) -> StoredMatrix | None:
 
 
 def join_by_columns(matrices: Sequence[StoredMatrix], num_words: int) -> StoredMatrix | None:
-    """Same as `join_by_rows` for transposed matrices: `num_words` rows of 32-bit words, whose columns are the matrix's
-    rows, as in their companions. One-dimensional companions are stacked, one row per matrix."""
+    """Same as `join_by_rows` for transposed matrices: `num_words` rows of 32-bit words, one column per row of the
+    matrix, as in their companions. One-dimensional companions are stacked, one row per matrix."""
     first, num_rows = matrices[0].piece, matrices[0].piece.shape[0]
     if not have_same_layout(matrices) or first.first_row or num_rows % WORD_ROWS:
         return None
@@ -88,7 +86,8 @@ class StorageFormat:
     `row_bytes(num_columns)`: bytes per row, with its share of the companions. `rows`: makes dequantizable rows of a
     stored matrix, on any device. `companions`: their roles. `is_output_major`: rows are outputs even if the model class
     stores its weight transposed, as GPT-2 does. `join`: concatenates matrices, so that a device decodes all experts of
-    a layer at once."""
+    a layer at once.
+    """
 
     name: str
     loss: Loss
@@ -100,11 +99,10 @@ class StorageFormat:
 
     def join_matrices(self, matrices: Sequence[StoredMatrix]) -> Rows | None:
         """Concatenates matrices of one shape by rows; None if they cannot form one matrix."""
-        found = self.join(matrices)
-        return self.rows(found) if isinstance(found, StoredMatrix) else found
+        joined = self.join(matrices)
+        return self.rows(joined) if isinstance(joined, StoredMatrix) else joined
 
 
-# A quantization method: (tensors, quantization config) -> tensors, with its weights under their own names and shapes,
-# with format and companions. Raises CheckpointError for tensors that do not fit each other and for unsupported
-# variants.
+# A quantization method: (tensors, quantization config) -> tensors, its weights combined, with format and companions.
+# Raises CheckpointError for tensors that do not fit each other and for unsupported variants.
 Method = Callable[[Mapping[str, TensorSlice], Mapping[str, object]], Mapping[str, TensorSlice]]

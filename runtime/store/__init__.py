@@ -1,3 +1,1 @@
-"""Files: validated safetensors and GGUF headers, direct reads of extents, and KV pages on disk. Bytes only, whatever
-they mean.
-"""
+"""Files as bytes: validated safetensors and GGUF headers, direct reads of extents, KV pages on disk."""

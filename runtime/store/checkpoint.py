@@ -1,6 +1,4 @@
-"""A checkpoint, which is a directory of safetensors or a GGUF file: which tensors it holds and where their bytes lie.
-
-No weight is read here."""
+"""Opens checkpoints (directories of safetensors, GGUF files): tensor names, shapes and file offsets, no weights."""
 
 import hashlib
 import logging
@@ -23,12 +21,12 @@ log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-CONFIG, NAMED = "config.json", "transformers_weights"  # its key that names another file or index
+CONFIG, NAMED = "config.json", "transformers_weights"  # the key of config.json that names another weights file or index
 INDEX_SUFFIX = ".index.json"
 ADAPTER = "adapter_config.json"
-MAX_NAME_BYTES = 255  # of a file, on Linux
+MAX_NAME_BYTES = 255  # Linux: of a file name
 SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
-OWN_FORM = re.compile(r"(original/.*|consolidated[^/]*)\.(safetensors|pth|pt)$")  # of Mistral's and Meta's programs
+VENDOR_FILES = re.compile(r"(original/.*|consolidated[^/]*)\.(safetensors|pth|pt)$")  # of Mistral's and Meta's programs
 WRITE_INDEX = (
     "import glob, json; from safetensors import safe_open; json.dump({{'metadata': {{}}, 'weight_map': {{t: f for f in "
     "sorted(glob.glob('{pattern}')) for t in safe_open(f, 'pt').keys()}}}}, open('{index}', 'w'))"
@@ -39,7 +37,7 @@ NUM_SAMPLES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """`duplicates`: of each tensor that lies in several files, the one that it is read from."""
+    """The tensors of a checkpoint. `duplicates`: for tensors stored in several files, the file that is read."""
 
     path: Path
     tensors: Mapping[str, TensorSlice]
@@ -51,8 +49,8 @@ class Checkpoint:
         return sorted({tensor.file for tensor in self.tensors.values()})
 
     def fingerprint(self) -> str:
-        """sha256 over each shard's name, size, header and some spread samples of its data: cheap, and independent of
-        where the files lie. It tells checkpoints apart; it does not prove that no bit has flipped."""
+        """SHA-256 over each shard's name, size, header and 16 samples of its data; independent of the directory. Tells
+        checkpoints apart, but does not detect every changed bit."""
         digest = hashlib.sha256()
         header_bytes: dict[str, int] = {}
         for tensor in self.tensors.values():
@@ -63,21 +61,21 @@ class Checkpoint:
                 digest.update(f"{file.name}:{size};".encode())
                 with file.open("rb") as handle:
                     begin = handle.read(8)
-                    # GGUF's magic number is no length. Tensors that are not read may lie behind the header.
+                    # min: a GGUF file begins with its magic number; a shard with tensors that are not read.
                     num_bytes = min(header_bytes[str(file)], 8 + int.from_bytes(begin, "little"))
                     digest.update(begin + handle.read(num_bytes - len(begin)))
-                    for turn in range(NUM_SAMPLES):
-                        handle.seek(max(0, size - SAMPLE_BYTES) * turn // (NUM_SAMPLES - 1))
+                    for sample in range(NUM_SAMPLES):
+                        handle.seek(max(0, size - SAMPLE_BYTES) * sample // (NUM_SAMPLES - 1))
                         digest.update(handle.read(SAMPLE_BYTES))
             except OSError as error:
-                raise read_error(file, "reading samples of it", error) from error
+                raise read_error(file, "reading samples", error) from error
         for name, file in sorted(self.duplicates.items()):
             digest.update(f"{name}:{Path(file).name};".encode())
         return digest.hexdigest()
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Headers of all shards, checked against the index. Raises CheckpointError naming the file and the disagreement."""
+    """Reads the headers of all shards and checks them against the index. Raises CheckpointError."""
     if is_gguf(path):
         header = read_gguf(path)
         return Checkpoint(path=path, tensors=header.tensors, gguf=header)
@@ -89,7 +87,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not is_index(entry):
         warn_of_unused_index(entry)
         return Checkpoint(path=path, tensors=read_header(entry))
-    # The index decides. A tensor that it does not list is one more that there is, as transformers has it.
+    # As in transformers: the index decides which shard a tensor is read from; unlisted tensors are read too.
     weight_map = read_index(entry)
     tensors, files = dict[str, TensorSlice](), dict[str, list[str]]()
     for file in shard_names(entry):
@@ -100,17 +98,18 @@ def open_checkpoint(path: Path) -> Checkpoint:
             files.setdefault(name, []).append(file)
         tensors |= shard_tensors(path / file, header, weight_map)
     duplicates = {name: tensors[name].file for name, several in files.items() if len(several) > 1}
-    for name, read in list(duplicates.items())[:1]:
-        others = ", ".join(file for file in files[name] if file != Path(read).name)
-        why = f"as {entry.name} says" if name in weight_map else f"the last, since {entry.name} does not list it"
-        count = f" ({len(duplicates)} tensors lie in several files)" if len(duplicates) > 1 else ""
-        log.warning("%s: %r lies in %s too: that of %s is read, %s%s", path, name, others, Path(read).name, why, count)
+    for name, chosen in list(duplicates.items())[:1]:
+        others = ", ".join(file for file in files[name] if file != Path(chosen).name)
+        reason = (
+            f"as {entry.name} says" if name in weight_map else f"the last shard, since {entry.name} does not list it"
+        )
+        count = f" ({len(duplicates)} tensors are in several shards)" if len(duplicates) > 1 else ""
+        log.warning("%s: %r is also in %s; read from %s, %s%s", path, name, others, Path(chosen).name, reason, count)
     return Checkpoint(path=path, tensors=tensors, duplicates=duplicates)
 
 
 def read_bytes(tensor: TensorSlice) -> bytes:
-    """Reads a tensor whole: one of a few bytes, which says how others are stored. Raises CheckpointError or
-    StorageError."""
+    """Reads a small tensor into memory. Raises CheckpointError or StorageError."""
     try:
         with Path(tensor.file).open("rb") as file:
             file.seek(tensor.offset)
@@ -120,10 +119,10 @@ def read_bytes(tensor: TensorSlice) -> bytes:
 
 
 def read_integers(tensor: TensorSlice) -> "array[int]":
-    """Reads one of I32 or I64, as `read_bytes` does. Raises CheckpointError for any other dtype."""
+    """Reads a small I32 or I64 tensor. Raises CheckpointError (also for other dtypes) or StorageError."""
     code = {"I32": "i", "I64": "q"}.get(tensor.dtype)
     if code is None:
-        raise CheckpointError(f"{tensor.file}: {tensor.name!r} is {tensor.dtype}; I32 or I64 is wanted")
+        raise CheckpointError(f"{tensor.file}: {tensor.name!r} has dtype {tensor.dtype}; expected I32 or I64")
     return array(code, read_bytes(tensor))
 
 
@@ -134,25 +133,27 @@ def is_gguf(path: Path) -> bool:
 def shard_tensors(
     shard: Path, header: Mapping[str, TensorSlice], weight_map: Mapping[str, str]
 ) -> dict[str, TensorSlice]:
-    """Those of a shard's tensors that are read of it: all that the index does not place in another. Raises
-    CheckpointError where it places one here that is not."""
+    """Returns the shard's tensors except those that the index assigns to another shard. Raises CheckpointError if a
+    tensor that the index assigns to this shard is missing."""
     missing = sorted(name for name, file in weight_map.items() if file == shard.name and name not in header)
     if missing:
-        raise CheckpointError(f"{shard} lacks {missing[0]!r} ({len(missing)} tensors), which the index places there")
+        raise CheckpointError(f"{shard} lacks {missing[0]!r} ({len(missing)} tensors), which the index lists there")
     return {name: tensor for name, tensor in header.items() if weight_map.get(name, shard.name) == shard.name}
 
 
 def find_weights(directory: Path, names: Collection[str] | None = None) -> Path | None:
-    """The file of weights, or the index, that transformers reads of a directory: the one that `transformers_weights` in
-    config.json names, else model.safetensors, else model.safetensors.index.json. None where there is none of them.
+    """Finds the weights file or index that transformers would read: `transformers_weights` of config.json, else
+    model.safetensors, else model.safetensors.index.json. Returns None if there is none.
 
-    `names`: of all files in the place that `directory` is a copy of, where it holds no weights yet. Raises
-    CheckpointError for a name that is no plain file's."""
+    `names`: the files of the repository if `directory` does not hold its weights yet. Raises CheckpointError if
+    `transformers_weights` is not a plain file name."""
     config = directory / CONFIG
     named = read_json_object(config).get(NAMED) if config.is_file() else None
     if named is not None:
         if not isinstance(named, str) or not named.endswith((".safetensors", ".safetensors.index.json")):
-            raise CheckpointError(f"{config}: {NAMED} names {named!a:.80}, neither *.safetensors nor their index")
+            raise CheckpointError(
+                f"{config}: {NAMED}={named!a:.80}; expected a name that ends in .safetensors or .safetensors.index.json"
+            )
         return directory / _require_plain_name(named, f"{config}: {NAMED}")
     for name in (SINGLE, INDEX):
         if name in names if names is not None else (directory / name).exists():
@@ -165,32 +166,35 @@ def is_index(entry: Path) -> bool:
 
 
 def shard_names(entry: Path) -> list[str]:
-    """The names of the files that are read, in order; `entry`: the file or the index that `find_weights` found."""
+    """Sorted names of the shards; `entry`: the weights file or index returned by `find_weights`."""
     return sorted(set(read_index(entry).values())) if is_index(entry) else [entry.name]
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """The shard of each tensor. Raises CheckpointError for what is no index or names a file elsewhere."""
+    """Returns the shard of each tensor. Raises CheckpointError if the index is malformed or names a file outside its
+    directory."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, Mapping):
-        raise CheckpointError(f"{index}: not a safetensors index: weight_map must be an object of tensors and files")
+        raise CheckpointError(f"{index}: not a safetensors index: weight_map must map tensor names to file names")
     names = {tensor: file for tensor, file in weight_map.items() if isinstance(file, str)}
     if len(names) < len(weight_map):
-        odd = next(tensor for tensor, file in weight_map.items() if not isinstance(file, str))
-        raise CheckpointError(f"{index}: not a safetensors index: {odd!a:.80} lies in {weight_map[odd]!a:.40}")
+        bad = next(tensor for tensor, file in weight_map.items() if not isinstance(file, str))
+        raise CheckpointError(
+            f"{index}: not a safetensors index: weight_map[{bad!a:.80}] is {weight_map[bad]!a:.40}, not a file name"
+        )
     for file in sorted(set(names.values())):
         _require_plain_name(file, f"{index}:")
     return names
 
 
 def warn_of_unused_index(single: Path) -> None:
-    """Names both where an index of other files lies beside the file that is read: their numbers may differ."""
+    """Logs a warning if an index of other shards is next to the file that is read: their weights may differ."""
     index, shards = single.with_name(INDEX), [single.name]
     with suppress(CheckpointError, OSError):
         shards = shard_names(index)
     if shards != [single.name]:
         log.warning(
-            "%s is read, as transformers does, and not %s with its %d shards beside it: to take those, move %s away",
+            "%s is read, as in transformers; %s and its %d shards are ignored: to read them instead, move %s away",
             single,
             INDEX,
             len(shards),
@@ -198,53 +202,53 @@ def warn_of_unused_index(single: Path) -> None:
         )
 
 
-def no_weights_error(place: str, names: Collection[str], *, is_local: bool = True) -> CheckpointError:
-    """The error for a place that holds no weights that can be read: says what is there and what to do. `names`: of its
-    files, those of folders with the folder's name in front; `is_local`: a directory, and no hub id or URL."""
-    fetched = "" if is_local else "fetch it, and "
+def no_weights_error(location: str, names: Collection[str], *, is_local: bool = True) -> CheckpointError:
+    """Makes the error for a location without readable weights: what is there and what to do. `names`: the relative
+    paths of its files; `is_local`: a directory, not a hub id or URL."""
+    fetch = "" if is_local else "download it, and "
     files = sorted(name for name in names if "/" not in name)
-    own_form = sorted(name for name in names if OWN_FORM.match(name))
-    weights = [name for name in files if name.endswith(".safetensors") and name not in own_form]
-    lacks = f"{place}: holds neither {SINGLE} nor {INDEX}"
+    vendor_files = sorted(name for name in names if VENDOR_FILES.match(name))
+    weights = [name for name in files if name.endswith(".safetensors") and name not in vendor_files]
+    problem = f"{location}: holds neither {SINGLE} nor {INDEX}"
     if ADAPTER in files:
         return CheckpointError(
-            f"{place}: an adapter ({ADAPTER}), which is no model by itself: merge it into its base model once, as "
-            "`merge_and_unload` of peft does, and give model.path the directory that this saves"
+            f"{location}: an adapter ({ADAPTER}), not a whole model: merge it into its base model once, with "
+            "`merge_and_unload` of peft, save that and set model.path to its directory"
         )
     if shards := [name for name in weights if SHARD.search(name)]:
-        return CheckpointError(f"{place}: {_describe_missing_index(place if is_local else None, shards)}")
+        return CheckpointError(f"{location}: {_describe_missing_index(location if is_local else None, shards)}")
     if pickles := [name for name in files if name.endswith(".bin")]:
         return CheckpointError(
-            f"{place}: only pickled weights ({pickles[0]} ...), which run code of whoever wrote them when they are "
-            "read. Take the safetensors that most models also have; only if you trust the writer as you trust a "
-            "program, convert them once, in a container without network:\n"
+            f"{location}: only pickled weights ({pickles[0]} ...), and loading a pickle can run code of its author. "
+            "Use the safetensors that most models also have; only if you trust the author, convert the weights once, "
+            "in a container without network:\n"
             f'  python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{place}', dtype='auto').save_pretrained('{place}-safetensors')\""
+            f"M.from_pretrained('{location}', dtype='auto').save_pretrained('{location}-safetensors')\""
         )
     if ggufs := [name for name in files if name.endswith(".gguf")]:
-        way = f"name one: model.path={place}" if is_local else "fetch one and name it: model.path=DIR"
-        return CheckpointError(f"{place}: holds GGUF files; {way}/{ggufs[0]}")
+        advice = f"set model.path={location}" if is_local else "download one and set model.path=DIR"
+        return CheckpointError(f"{location}: a directory of GGUF files; {advice}/{ggufs[0]}")
     if weights:
         more = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
-        link = f"ln -s {shlex.quote(weights[0])} {shlex.quote(f'{place}/{SINGLE}')}"
+        link = f"ln -s {shlex.quote(weights[0])} {shlex.quote(f'{location}/{SINGLE}')}"
         return CheckpointError(
-            f"{lacks}, but {weights[0]}{more}, which transformers reads only when told to. If that is the whole model, "
-            f"{fetched}give it the usual name{f': {link}' * is_local}"
+            f"{problem}, but {weights[0]}{more}, which transformers does not read by default. If that is the whole "
+            f"model, {fetch}give it the usual name{f': {link}' * is_local}"
         )
-    if own_form:
+    if vendor_files:
         return CheckpointError(
-            f"{lacks}, but {own_form[0]}, in the own form of Mistral's or Meta's programs, whose tensors have other "
-            f"names. Most such repositories hold transformers' form as well ({SINGLE}, or {INDEX} and its shards): "
-            "fetch that; where there is none, convert it once by the script that transformers has for this model"
+            f"{problem}, but {vendor_files[0]}, in the format of Mistral's or Meta's own programs, with other tensor "
+            f"names. Most such repositories also have the transformers format ({SINGLE}, or {INDEX} and its shards): "
+            "download that; otherwise convert the weights once with transformers' script for this model"
         )
-    if inside := sorted(name for name in names if name.rpartition("/")[2] in (SINGLE, INDEX)):
-        folder = inside[0].rpartition("/")[0]
-        return CheckpointError(f"{lacks}, but its folder {folder} does: {fetched}give that to model.path")
-    return CheckpointError(lacks)
+    if nested := sorted(name for name in names if name.rpartition("/")[2] in (SINGLE, INDEX)):
+        folder = nested[0].rpartition("/")[0]
+        return CheckpointError(f"{problem}, but its folder {folder} does: {fetch}set model.path to that folder")
+    return CheckpointError(problem)
 
 
 def list_names(directory: Path) -> list[str]:
-    """The files of a directory and of its folders, as `unreadable` takes them."""
+    """Relative paths of the files of a directory and of its direct subdirectories."""
     paths = [path for pattern in ("*", "*/*") for path in directory.glob(pattern)]
     return [path.relative_to(directory).as_posix() for path in paths if path.is_file()]
 
@@ -253,20 +257,20 @@ def _describe_missing_index(directory: str | None, shards: Sequence[str]) -> str
     expected = max(int(match[2]) for name in shards if (match := SHARD.search(name)))
     if len(shards) < expected:
         return (
-            f"{len(shards)} of {expected} shards ({shards[0]} ...) and no index ({INDEX}): fetch the others and the "
-            "index from where these come"
+            f"{len(shards)} of {expected} shards ({shards[0]} ...) and no index ({INDEX}): download the missing shards "
+            "and the index from the same source"
         )
-    found = f"{len(shards)} shards ({shards[0]} ...) and no index ({INDEX}), which says what lies where"
+    problem = f"{len(shards)} shards ({shards[0]} ...) and no index ({INDEX})"
     if directory is None:
-        return f"{found}: fetch them, and write it once, in the directory: model.path=DIR says how"
+        return f"{problem}: download them, set model.path=DIR, and the next error shows how to write an index"
     command = WRITE_INDEX.format(pattern=SHARD.sub("-*-of-*.safetensors", shards[0]), index=INDEX)
     return (
-        f"{found}: fetch it from where they come, or write it once:\n"
+        f"{problem}: download it from the same source, or write it once:\n"
         f'  cd {shlex.quote(directory)} && python -c "{command}"'
     )
 
 
-def _require_plain_name(file: str, where: str) -> str:
+def _require_plain_name(file: str, source: str) -> str:
     if Path(file).name != file or "\0" in file or len(file.encode("utf-8", "replace")) > MAX_NAME_BYTES:
-        raise CheckpointError(f"{where} names {file!a:.80}; only plain file names are allowed")
+        raise CheckpointError(f"{source} names {file!a:.80}; only plain file names are allowed")
     return file

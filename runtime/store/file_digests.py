@@ -1,7 +1,6 @@
-"""Integrity of weight files: cached SHA-256 of whole files, and CRC-32 of the pieces of a packed shard, checked in full
-or in a sample.
+"""Integrity of weight files: cached SHA-256 of whole files, CRC-32 of the pieces of packed shards.
 
-Digests are cached with the file's size and dates. Bit rot changes neither, and is found only once the cache is deleted.
+Digests are cached with the file's size and dates. Bit rot changes neither: delete the cache to find it.
 """
 
 import hashlib
@@ -27,11 +26,9 @@ log = logging.getLogger(__name__)
 BUFFER_BYTES = 8 << 20
 NUM_THREADS = 4
 PIECE_BYTES = 4 << 20
-NUM_SAMPLED = 8  # pieces that every start reads: 32 MiB at most
-METADATA = "weightstream"  # in a header: what is said of the original, and the sums
-SETTLED_SECONDS = (
-    2.0  # a file that was written just now may be written again within one tick of the file system's clock
-)
+NUM_SAMPLED = 8  # pieces read at each start: 32 MiB at most
+METADATA = "weightstream"  # key of a packed shard's header: a description of the original, and checksums
+SETTLED_SECONDS = 2.0  # a younger file may be written again within one tick of the file system's clock
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -60,25 +57,24 @@ def digest_files(
     *,
     setting: str = "model.verify=full",
 ) -> Mapping[str, str]:
-    """The SHA-256 of each of `files`, in hexadecimal digits: the kept one where the file is as it was then, else of all
-    its bytes, a few files at a time. `setting`: the setting that messages name.
+    """Returns the SHA-256 of each file in hexadecimal: from the cache if the file is unchanged, else by reading it.
+    `setting`: named in messages.
 
-    Raises CheckpointError, also for a blob of the Hugging Face cache that is not the one its name says and for a file
-    that is written meanwhile; StorageError for a fault that may pass; Interrupted when `should_stop` says so.
+    Raises CheckpointError (also if a blob of the Hugging Face cache differs from its name, or a file changes
+    meanwhile), StorageError for a transient fault, Interrupted if `should_stop` returns True.
     """
     stamps = {file: _stamp(file) for file in files}
-    found = {file: _find_digest(stamp, cache) for file, stamp in stamps.items()}
-    unknown = {file: stamp for file, stamp in stamps.items() if found[file] is None}
-    read = _digest_all(unknown, cache, should_stop, setting) if unknown else {}
-    digests = {file: digest or read[file] for file, digest in found.items()}
+    cached = {file: _find_digest(stamp, cache) for file, stamp in stamps.items()}
+    missing = {file: stamp for file, stamp in stamps.items() if cached[file] is None}
+    computed = _digest_all(missing, cache, should_stop, setting) if missing else {}
+    digests = {file: digest or computed[file] for file, digest in cached.items()}
     for file, digest in digests.items():
-        # The Hugging Face cache names a large file by the SHA-256 that the hub has of it.
-        blob = Path(file).resolve()
+        blob = Path(file).resolve()  # the Hugging Face cache names large files by their SHA-256 on the hub
         is_named = Path(file).is_symlink() and blob.parent.name == "blobs" and DIGEST.fullmatch(blob.name) is not None
         if is_named and blob.name != digest:
             raise CheckpointError(
-                f"{file}: its bytes are not those of the hub: expected sha256 {blob.name}, as its blob is named, found "
-                f"{digest}. Remove {blob} and the link, and fetch it again"
+                f"{file}: differs from the file on the hub: expected sha256 {blob.name} (the name of its blob), got "
+                f"{digest}. Remove {blob} and the link, and download it again"
             )
     return digests
 
@@ -93,8 +89,8 @@ def _digest_all(
     def read(file: str) -> str:
         digest = _digest_file(file, should_stop, setting)
         if _stamp(file) != stamps[file]:
-            raise CheckpointError(f"{file}: was written while its bytes were read for {setting}")
-        if stamps[file].is_settled:
+            raise CheckpointError(f"{file}: was written while it was read for {setting}")
+        if stamps[file].is_settled:  # else a write within the same clock tick would keep the stamp
             _store_digest(stamps[file], digest, cache)
         return digest
 
@@ -108,12 +104,10 @@ def _digest_file(file: str, should_stop: Callable[[], bool], setting: str) -> st
     digest, buffer = hashlib.sha256(), memoryview(bytearray(BUFFER_BYTES))
     try:
         with Path(file).open("rb", buffering=0) as handle:
-            while count := with_retries(lambda: handle.readinto(buffer), file, "reading all of it", time.sleep):
+            while count := with_retries(lambda: handle.readinto(buffer), file, "reading", time.sleep):
                 digest.update(buffer[:count])
                 if should_stop():
-                    raise Interrupted(
-                        f"{setting} was being read for its SHA-256; start the same command again to go on"
-                    )
+                    raise Interrupted(f"{setting}: interrupted; start the same command again to go on")
     except OSError as error:
         raise read_error(file, "opening it", error) from error
     return digest.hexdigest()
@@ -124,7 +118,7 @@ def _stamp(file: str) -> _Stamp:
         path = Path(file).resolve()
         stat = path.stat()
     except OSError as error:
-        raise read_error(file, "asking for its size and dates", error) from error
+        raise read_error(file, "stat", error) from error
     return _Stamp(
         path=str(path), size=stat.st_size, mtime_ns=stat.st_mtime_ns, ctime_ns=stat.st_ctime_ns, inode=stat.st_ino
     )
@@ -134,15 +128,15 @@ def _find_digest(stamp: _Stamp, cache: Path) -> str | None:
     """The cached digest if the file is unchanged, else None. Warns of an unreadable cache file."""
     path = stamp.cache_path(cache)
     try:
-        kept = json.loads(path.read_text())
-        stored, digest = kept["file"], kept["sha256"]
+        entry = json.loads(path.read_text())
+        stamp_then, digest = entry["file"], entry["sha256"]
         is_sound = isinstance(digest, str) and DIGEST.fullmatch(digest) is not None
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("%s cannot be used and is passed over: %s", path, error)
+        log.warning("%s: unreadable digest cache ignored: %s", path, error)
         return None
-    return digest if is_sound and stored == asdict(stamp) else None
+    return digest if is_sound and stamp_then == asdict(stamp) else None
 
 
 def _store_digest(stamp: _Stamp, digest: str, cache: Path) -> None:
@@ -151,13 +145,13 @@ def _store_digest(stamp: _Stamp, digest: str, cache: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temp.write_text(json.dumps({"file": asdict(stamp), "sha256": digest}, indent=1) + "\n")
-        temp.replace(path)
+        temp.replace(path)  # atomic: other processes may read or write the same entry
     except OSError as error:
-        log.warning("%s cannot be written, so the next start reads %s again: %s", path, stamp.path, error)
+        log.warning("%s: cannot be written, so the next start reads %s again: %s", path, stamp.path, error)
 
 
 def crc32_sums(path: Path, begin: int) -> str:
-    """Eight hexadecimal digits for each piece from `begin` on, one behind the other."""
+    """CRC-32 of each 4 MiB piece from offset `begin`: eight hexadecimal digits each, concatenated."""
     sums = list[str]()
     with path.open("rb") as file:
         file.seek(begin)
@@ -167,8 +161,8 @@ def crc32_sums(path: Path, begin: int) -> str:
 
 
 def read_packing_record(path: Path) -> tuple[Mapping[str, object], int]:
-    """Returns what the header of a packed shard says of its original, and where its data begins. Raises CheckpointError
-    for a file that is no such shard."""
+    """Returns a packed shard's record of its original and the offset of its data. Raises CheckpointError if the file is
+    not a packed shard."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -176,34 +170,35 @@ def read_packing_record(path: Path) -> tuple[Mapping[str, object], int]:
         record = json.loads(header["__metadata__"][METADATA])
         num_pieces = -(-(path.stat().st_size - 8 - length) // PIECE_BYTES)
         if len(record["crc32"]) != 8 * num_pieces:
-            raise ValueError("not a sum for each piece")
+            raise ValueError("not one checksum per piece")
         return record, 8 + length
     except OSError as error:
         raise read_error(path, "reading its header", error) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: no shard of a packed store, as `weightstream pack` writes them, or damaged: "
-            "pack the original anew"
+            f"{path}: not a shard that `weightstream pack` wrote, or damaged: pack the original again"
         ) from error
 
 
 def check_packed(files: Sequence[str], *, is_full: bool) -> None:
-    """Checks all pieces of a packed store's shards, or a few at equal distances. Raises CheckpointError."""
+    """Verifies the CRC-32 of all pieces of packed shards, or of up to 8 evenly spaced ones. Raises CheckpointError."""
     records = {file: read_packing_record(Path(file)) for file in files}
-    pieces = [(file, number) for file, (about, _) in records.items() for number in range(len(str(about["crc32"])) // 8)]
+    pieces = [
+        (file, number) for file, (record, _) in records.items() for number in range(len(str(record["crc32"])) // 8)
+    ]
     count = len(pieces) if is_full else min(NUM_SAMPLED, len(pieces))
-    chosen = [pieces[turn * len(pieces) // count] for turn in range(count)]
-    for file, (about, begin) in records.items():
-        sums = str(about["crc32"])
+    sample = [pieces[index * len(pieces) // count] for index in range(count)]
+    for file, (record, begin) in records.items():
+        sums = str(record["crc32"])
         try:
-            with Path(file).open("rb") as opened:
-                for number in (number for name, number in chosen if name == file):
-                    opened.seek(begin + number * PIECE_BYTES)
-                    found, packed = f"{zlib.crc32(opened.read(PIECE_BYTES)):08x}", sums[8 * number : 8 * number + 8]
-                    if found != packed:
+            with Path(file).open("rb") as handle:
+                for number in (number for name, number in sample if name == file):
+                    handle.seek(begin + number * PIECE_BYTES)
+                    actual, expected = f"{zlib.crc32(handle.read(PIECE_BYTES)):08x}", sums[8 * number : 8 * number + 8]
+                    if actual != expected:
                         raise CheckpointError(
-                            f"{file}: the 4 MiB at byte {begin + number * PIECE_BYTES:,} are not as packed (CRC-32 "
-                            f"{found}, not {packed}): pack the original anew"
+                            f"{file}: damaged: CRC-32 of the 4 MiB at byte {begin + number * PIECE_BYTES:,} is "
+                            f"{actual}, expected {expected}: pack the original again"
                         )
         except OSError as error:
-            raise read_error(file, "checking pieces of it", error) from error
+            raise read_error(file, "checking pieces", error) from error

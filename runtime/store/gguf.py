@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file, trusting nothing in it: metadata, and where each tensor's blocks lie.
+"""Reads and validates the header of an untrusted GGUF file: metadata, and the offset of each tensor.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Versions 2 and 3, little-endian.
 """
@@ -21,8 +21,8 @@ MAGIC, VERSIONS = b"GGUF", (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
-MAX_NAME_BYTES = 256  # of a setting or a tensor; the format allows 64 for the latter
-MAX_ENTRIES, MAX_TENSORS, MAX_STRINGS = 1 << 16, 1 << 17, 1 << 21  # of one header; the last: in all its arrays
+MAX_NAME_BYTES = 256  # of a metadata key or a tensor; the format allows 64 for tensors
+MAX_ENTRIES, MAX_TENSORS, MAX_STRINGS = 1 << 16, 1 << 17, 1 << 21  # per header; strings: in all arrays together
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 LENGTH = struct.Struct("<Q")
@@ -30,13 +30,13 @@ Value = int | float | bool | str
 
 
 class GgufBlock(NamedTuple):
-    """The unit of a tensor's data: `num_bytes` hold `num_numbers` of a row."""
+    """The unit of a tensor's data: `num_numbers` of a row, stored in `num_bytes`."""
 
     num_numbers: int
     num_bytes: int
 
 
-# By ggml's number of the type: its name, and its block.
+# ggml's type numbers: name and block.
 TYPES: Mapping[int, tuple[str, GgufBlock]] = {
     0: ("F32", GgufBlock(1, 4)), 1: ("F16", GgufBlock(1, 2)), 30: ("BF16", GgufBlock(1, 2)),
     28: ("F64", GgufBlock(1, 8)), 24: ("I8", GgufBlock(1, 1)), 25: ("I16", GgufBlock(1, 2)),
@@ -54,7 +54,7 @@ BLOCKS: Mapping[str, GgufBlock] = dict(TYPES.values())
 
 @dataclass(frozen=True, kw_only=True)
 class GgufHeader:
-    """`metadata` holds the length of an array in the place of the array."""
+    """A parsed header. `metadata` holds arrays by their length only."""
 
     tensors: Mapping[str, TensorSlice]
     metadata: Mapping[str, Value]
@@ -65,51 +65,51 @@ class GgufHeader:
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """Raises CheckpointError naming the file and what is wrong with it."""
+    """Reads the header of a GGUF file. Raises CheckpointError or StorageError."""
     try:
         require_regular(path)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Parser(path, data).header()
     except OSError as error:
         raise read_error(path, "reading its header", error) from error
-    except (struct.error, ValueError, OverflowError) as error:  # a header that ends too early; no UTF-8; an empty file
+    except (struct.error, ValueError, OverflowError) as error:  # end of file; invalid UTF-8; empty file
         raise CheckpointError(f"{path}: truncated, or not a GGUF file: {error}") from error
 
 
 class _Parser:
-    """Walks once through the header of one mapped file."""
+    """Parses the header of one memory-mapped file, once."""
 
     def __init__(self, path: Path, data: mmap.mmap):
         self._path, self._data, self._at, self._num_strings = path, data, 0, 0
 
     def header(self) -> GgufHeader:
         if self._data[:4] != MAGIC:
-            raise CheckpointError(f"{self._path}: not a GGUF file: it begins with {self._data[:4]!r}")
+            raise CheckpointError(f"{self._path}: not a GGUF file: begins with {self._data[:4]!r}")
         self._at = 4
         version = self._number("I")
         if version not in VERSIONS:
-            raise CheckpointError(f"{self._path}: GGUF version {version}; 2 and 3, little-endian, can be read")
+            raise CheckpointError(f"{self._path}: GGUF version {version}; supported: 2 and 3, little-endian")
         num_tensors, num_entries = self._number("Q"), self._number("Q")
         if num_tensors > MAX_TENSORS or num_entries > MAX_ENTRIES:
             raise CheckpointError(
-                f"{self._path}: claims {num_tensors:,} tensors and {num_entries:,} settings; {MAX_TENSORS:,} and "
-                f"{MAX_ENTRIES:,} are the most"
+                f"{self._path}: claims {num_tensors:,} tensors and {num_entries:,} metadata entries; limits: "
+                f"{MAX_TENSORS:,} and {MAX_ENTRIES:,}"
             )
         metadata: dict[str, Value] = {}
         for _ in range(num_entries):
             key = self._string(MAX_NAME_BYTES)
             if key in metadata:
-                raise CheckpointError(f"{self._path}: holds two settings {key!r}")
+                raise CheckpointError(f"{self._path}: holds the metadata key {key!r} twice")
             kind = self._number("I")
             if kind not in (STRING, ARRAY, *SCALARS):
-                raise CheckpointError(f"{self._path}: metadata of unknown type {kind}")
+                raise CheckpointError(f"{self._path}: metadata key {key!r} has unknown type {kind}")
             if kind in SCALARS:
                 metadata[key] = self._scalar(SCALARS[kind])
             else:
                 metadata[key] = self._string() if kind == STRING else self._skip_array()
         if int(metadata.get("split.count", 1)) > 1:
             raise CheckpointError(
-                f"{self._path}: one of {metadata['split.count']} parts; join them once: "
+                f"{self._path}: one of {metadata['split.count']} parts; merge them once: "
                 f"llama-gguf-split --merge {self._path} WHOLE.gguf"
             )
         return GgufHeader(tensors=self._tensors(num_tensors, metadata), metadata=metadata)
@@ -119,7 +119,7 @@ class _Parser:
         for _ in range(num_tensors):
             entry = self._tensor()
             if entry.name in entries:
-                raise CheckpointError(f"{self._path}: holds two tensors {entry.name!r}")
+                raise CheckpointError(f"{self._path}: holds the tensor {entry.name!r} twice")
             entries[entry.name] = entry
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
@@ -127,39 +127,42 @@ class _Parser:
                 f"{self._path}: general.alignment must be a power of two from 8 to {MAX_ALIGNMENT:,}, "
                 f"got {alignment!r:.40}"
             )
-        # Each begins where the one before it ends, rounded up: no byte is shared, and none is hidden.
-        end, before = 0, "the header"
+        # Each begins where the previous one ends, rounded up: no shared and no hidden bytes.
+        end, previous = 0, "the header"
         for tensor in sorted(entries.values(), key=lambda tensor: (tensor.offset, tensor.num_bytes)):
             if tensor.offset != round_up(end, alignment):
-                what = "shares bytes with" if tensor.offset < end else "does not lie right behind"
+                problem = "shares bytes with" if tensor.offset < end else "does not directly follow"
                 raise CheckpointError(
-                    f"{self._path}: tensor {tensor.name!r} at {tensor.offset:,} {what} {before}, which ends at {end:,} "
-                    f"(general.alignment={alignment})"
+                    f"{self._path}: tensor {tensor.name!r} at {tensor.offset:,} {problem} {previous}, which ends at "
+                    f"{end:,} (general.alignment={alignment})"
                 )
-            end, before = tensor.offset + tensor.num_bytes, f"tensor {tensor.name!r}"
+            end, previous = tensor.offset + tensor.num_bytes, f"tensor {tensor.name!r}"
         start = round_up(self._at, alignment)
         tensors = {name: replace(entry, offset=start + entry.offset) for name, entry in entries.items()}
         needed = max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=0)
         if needed > len(self._data):
             raise CheckpointError(
                 f"{self._path}: {len(self._data):,} bytes on disk but its header describes {needed:,}: truncated; "
-                "fetch the file again"
+                "download the file again"
             )
         return tensors
 
     def _tensor(self) -> TensorSlice:
-        """Its offset counted from the start of the data, which is not known yet."""
+        """Parses one tensor entry. Its offset is relative to the start of the data."""
         name, num_dimensions = self._string(MAX_NAME_BYTES), self._number("I")
         if num_dimensions > MAX_DIMENSIONS:
-            raise CheckpointError(f"{self._path}: tensor {name!r} claims {num_dimensions} dimensions")
-        shape = tuple(self._number("Q") for _ in range(num_dimensions))[::-1]  # the file has rows last
+            raise CheckpointError(
+                f"{self._path}: tensor {name!r} claims {num_dimensions} dimensions; at most {MAX_DIMENSIONS}"
+            )
+        shape = tuple(self._number("Q") for _ in range(num_dimensions))[::-1]  # the file lists rows last
         kind, offset = self._number("I"), self._number("Q")
         if kind not in TYPES:
-            raise CheckpointError(f"{self._path}: tensor {name!r} is of ggml type {kind}, which cannot be read")
+            raise CheckpointError(f"{self._path}: tensor {name!r} has unsupported ggml type {kind}")
         dtype, block = TYPES[kind]
         if not shape or shape[-1] % block.num_numbers:
             raise CheckpointError(
-                f"{self._path}: tensor {name!r} of shape {shape} has no whole {dtype} blocks of {block.num_numbers}"
+                f"{self._path}: tensor {name!r} of shape {shape}: rows are not whole {dtype} blocks of "
+                f"{block.num_numbers}"
             )
         num_bytes = prod(shape) // block.num_numbers * block.num_bytes
         return TensorSlice(
@@ -179,13 +182,15 @@ class _Parser:
         elif kind == STRING:
             self._num_strings += length
             if self._num_strings > MAX_STRINGS:
-                raise CheckpointError(f"{self._path}: claims {self._num_strings:,} texts; {MAX_STRINGS:,} are the most")
-            at, data = self._at, self._data
-            for _ in range(length):  # a million of them: no calls of ours
-                at += 8 + LENGTH.unpack_from(data, at)[0]
-            self._at = at
+                raise CheckpointError(
+                    f"{self._path}: claims {self._num_strings:,} strings in arrays; limit: {MAX_STRINGS:,}"
+                )
+            position, data = self._at, self._data
+            for _ in range(length):  # up to a million: no Python calls
+                position += 8 + LENGTH.unpack_from(data, position)[0]
+            self._at = position
         else:
-            raise CheckpointError(f"{self._path}: metadata holds an array of type {kind}, which cannot be read")
+            raise CheckpointError(f"{self._path}: metadata holds an array of unsupported type {kind}")
         return length
 
     def _scalar(self, letter: str) -> int | float | bool:
@@ -196,12 +201,10 @@ class _Parser:
     def _number(self, letter: str) -> int:
         return int(self._scalar(letter))
 
-    def _string(self, most_bytes: int | None = None) -> str:
+    def _string(self, max_bytes: int | None = None) -> str:
         length = self._number("Q")
-        if most_bytes is not None and most_bytes < length <= len(self._data):
-            raise CheckpointError(
-                f"{self._path}: a name of {length:,} bytes at {self._at:,}; {most_bytes} are the most"
-            )
+        if max_bytes is not None and max_bytes < length <= len(self._data):
+            raise CheckpointError(f"{self._path}: a name of {length:,} bytes at {self._at:,}; limit: {max_bytes}")
         if self._at + length > len(self._data):
             raise CheckpointError(f"{self._path}: truncated: a string of {length:,} bytes at {self._at:,}")
         self._at += length

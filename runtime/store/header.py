@@ -1,5 +1,4 @@
-"""Reads the header of one safetensors file, trusting nothing in it: sizes, names and offsets are checked against the
-file.
+"""Reads the header of an untrusted safetensors file and validates sizes, names and offsets.
 
 Format: https://github.com/huggingface/safetensors (8-byte little-endian header length, JSON, data).
 """
@@ -14,7 +13,7 @@ from ..units import MIB, format_bytes
 from .json_object import require_regular
 from .read_errors import read_error
 
-MAX_HEADER_BYTES = 32 * MIB  # the 92,000 tensors of DeepSeek-V3 need 11; in Python's hands it is up to 20 times as much
+MAX_HEADER_BYTES = 32 * MIB  # the 92,000 tensors of DeepSeek-V3 need 11; Python objects take up to 20 times as much
 MAX_TENSORS, MAX_DIMENSIONS = 1 << 20, 64
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
@@ -23,10 +22,10 @@ DTYPE_BITS = {
 
 
 def read_header(path: Path) -> dict[str, TensorSlice]:
-    """The tensors of `path` by name. Raises CheckpointError naming the file and what is wrong with it.
+    """Returns the tensors of a file by name. Raises CheckpointError or StorageError.
 
-    As strict as the format's own library: tensors lie one behind the other, share no byte and leave none out. A dtype
-    that was renamed to another of the same width cannot be noticed.
+    As strict as the safetensors library: tensors are contiguous and do not overlap. A dtype replaced by another of the
+    same width goes unnoticed.
     """
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -55,27 +54,26 @@ def read_header(path: Path) -> dict[str, TensorSlice]:
         raise CheckpointError(f"{path}: header is not a JSON object")
     metadata = entries.pop("__metadata__", {})
     if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
-        raise CheckpointError(f"{path}: __metadata__ must hold texts")
+        raise CheckpointError(f"{path}: __metadata__ must be an object of strings")
     if len(entries) > MAX_TENSORS:
-        raise CheckpointError(f"{path}: header lists {len(entries):,} tensors, {MAX_TENSORS:,} are the most")
+        raise CheckpointError(f"{path}: header lists {len(entries):,} tensors; limit: {MAX_TENSORS:,}")
     tensors = {name: _parse_entry(path, name, entry, 8 + length) for name, entry in entries.items()}
     expected = max((t.offset + t.num_bytes for t in tensors.values()), default=8 + length)
     if size != expected:
         raise CheckpointError(
             f"{path}: {size:,} bytes on disk but its header describes {expected:,}: "
-            f"{'truncated' if size < expected else 'trailing bytes'}; fetch the file again"
+            f"{'truncated' if size < expected else 'trailing bytes'}; download the file again"
         )
-    end, before = 8 + length, "the header"
+    end, previous = 8 + length, "the header"
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.num_bytes)):
         if tensor.offset != end:
-            what = "shares bytes with" if tensor.offset < end else "leaves a hole behind"
-            raise CheckpointError(f"{path}: tensor {tensor.name!r} {what} {before}; fetch the file again")
-        end, before = tensor.offset + tensor.num_bytes, f"tensor {tensor.name!r}"
+            problem = "shares bytes with" if tensor.offset < end else "leaves a gap after"
+            raise CheckpointError(f"{path}: tensor {tensor.name!r} {problem} {previous}; download the file again")
+        end, previous = tensor.offset + tensor.num_bytes, f"tensor {tensor.name!r}"
     return tensors
 
 
 def _shorten(value: object) -> str:
-    """A stranger's value for a message."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
@@ -86,16 +84,16 @@ def _parse_entry(path: Path, name: str, entry: object, data_start: int) -> Tenso
             raise TypeError("not a JSON object")
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         if any(type(number) is not int for number in (*shape, start, end)):
-            raise TypeError("sizes and offsets are whole numbers")
+            raise TypeError("sizes and offsets must be integers")
         if len(shape) > MAX_DIMENSIONS:
-            raise CheckpointError(f"{path}: tensor {name!r} claims {len(shape):,} dimensions")
+            raise CheckpointError(f"{path}: tensor {name!r} claims {len(shape):,} dimensions; limit: {MAX_DIMENSIONS}")
         num_bytes = prod(shape) * DTYPE_BITS[dtype] // 8
         is_sound = 0 <= start <= end and end - start == num_bytes and all(n >= 0 for n in shape)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: tensor {name!r} has a malformed header entry: {_shorten(entry)}") from error
     if not is_sound:
         raise CheckpointError(
-            f"{path}: tensor {name!r}: {dtype} {_shorten(shape)} does not fill its bytes {start}..{end}"
+            f"{path}: tensor {name!r}: {dtype} {_shorten(shape)} does not match its bytes {start}..{end}"
         )
     return TensorSlice(
         name=name, file=str(path), offset=data_start + start, num_bytes=num_bytes, dtype=dtype, shape=shape

@@ -1,4 +1,4 @@
-"""JSON that a stranger wrote: bounded in size and depth, and an object, before anyone looks inside."""
+"""Reads untrusted JSON objects, bounded in size and depth."""
 
 import json
 import stat
@@ -19,28 +19,28 @@ TYPE_NAMES = {type(None): "null", bool: "true or false", str: "text", list: "a l
 
 
 def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> JsonObject:
-    """Raises CheckpointError naming the file and what is wrong with it; FileNotFoundError where there is none.
+    """Reads a JSON object. Raises CheckpointError, or FileNotFoundError if there is no file.
 
-    Infinities are let through, which transformers writes (`time_step_limit` of Mamba-2); NaN is refused.
+    Accepts infinities, which transformers writes (`time_step_limit` of Mamba-2), but not NaN.
     """
 
-    def constant(text: str) -> float:
+    def parse_constant(text: str) -> float:
         if text == "NaN":
-            raise ValueError("NaN is no value of a setting")
+            raise ValueError("NaN is not allowed")
         return float(text)
 
     try:
         num_bytes = require_regular(path)
         if num_bytes > max_bytes:
-            raise CheckpointError(f"{path}: {format_bytes(num_bytes)} of JSON; {format_bytes(max_bytes)} are the most")
-        value = json.loads(path.read_bytes().decode("utf-8"), parse_constant=constant)
+            raise CheckpointError(f"{path}: {format_bytes(num_bytes)} of JSON; limit: {format_bytes(max_bytes)}")
+        value = json.loads(path.read_bytes().decode("utf-8"), parse_constant=parse_constant)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}{open_files_hint(error)}") from error
     except RecursionError:
         raise CheckpointError(f"{path}: nested deeper than {MAX_DEPTH} levels") from None
-    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError among them
+    except ValueError as error:  # includes UnicodeDecodeError and JSONDecodeError
         raise CheckpointError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must hold a JSON object, but holds {type_name(value)}")
@@ -54,16 +54,16 @@ def type_name(value: object) -> str:
 
 
 def require_regular(path: Path) -> int:
-    """Its size in bytes. Raises CheckpointError for what is no regular file (a device or a pipe may never end)."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+    """Returns the size in bytes. Raises CheckpointError if not a regular file: a device or pipe may never end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path}: cannot be read: not a regular file")
-    return found.st_size
+    return status.st_size
 
 
 def is_deeper_than(value: object, limit: int) -> bool:
-    """Level by level, without recursion."""
-    level = [value]
+    """True if lists and objects are nested deeper than `limit`."""
+    level = [value]  # breadth-first: recursion could overflow the stack
     for _ in range(limit + 1):
         containers = [item for item in level if isinstance(item, dict | list)]
         if not containers:

@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 MAX_VIEWS = 1024  # of one request: the kernel's IOV_MAX
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 NEVER_WRITTEN = -1  # no checksum
-ADVICE = "make room, name another directory by kv.directory, or lower policy.num_micro_batches or micro_batch_size"
+ADVICE = "free disk space, set kv.directory to another disk, or lower policy.num_micro_batches or micro_batch_size"
 
 
 class KVFile(Closing):
     """KV pages on disk. Owns the file and its threads. Any thread may call it, but not for pages in flight.
 
-    `directory`: None: the system's temporary directory (TMPDIR), since checkpoints and results are often on a network
-    or read-only. Raises ConfigError or BudgetError if there is no room for `layout`.
+    `directory`: None is the system's temporary directory (TMPDIR). Raises ConfigError or BudgetError if `layout` does
+    not fit.
     """
 
     def __init__(
@@ -49,46 +49,44 @@ class KVFile(Closing):
     ):
         self._layout, self._chunk_bytes = layout, chunk_bytes
         self.directory = directory or tempfile.gettempdir()
-        room = _describe_space(self.directory, layout.tier_bytes)
+        space = _describe_space(self.directory, layout.tier_bytes)
         if layout.tier_bytes > free_bytes(self.directory):
-            raise BudgetError(f"{self.directory}: {room}: {ADVICE}")
-        log.info("%s: %s", self.directory, room)
+            raise BudgetError(f"{self.directory}: {space}: {ADVICE}")
+        log.info("%s: %s", self.directory, space)
         self._file = open_unnamed(self.directory)
         self._is_direct = direct and make_direct(self._file, self.directory)
         self._threads = TransferThreads(num_threads, "kv-file")
         self._row = {layer: row for row, layer in enumerate(sorted(layout.page_bytes))}
-        self._checksums = np.full(
-            (len(self._row), layout.num_pages), NEVER_WRITTEN, dtype=np.int64
-        )  # see `CHECKSUM_BYTES`
+        self._checksums = np.full((len(self._row), layout.num_pages), NEVER_WRITTEN, dtype=np.int64)  # CHECKSUM_BYTES
         self._zeros = memoryview(bytes(max(map(layout.stride_bytes, layout.page_bytes), default=0)))
 
     def close(self) -> None:
         self._threads.close()
         self._file.close()
 
-    def read(self, layer: int, places: Mapping[int, int], slot: memoryview) -> PendingTransfer:
-        """Starts reading each page to `places[page]` of the page-aligned slot, which must stay alive until done. Pages
-        that were never written are zeros. Waiting raises KVFileError if a checksum does not match."""
+    def read(self, layer: int, positions: Mapping[int, int], slot: memoryview) -> PendingTransfer:
+        """Starts reading each page to `positions[page]` of the page-aligned slot, which must stay alive until done.
+        Pages never written read as zeros. Waiting raises KVFileError if a checksum does not match."""
         stride = self._layout.stride_bytes(layer)
-        known = self._checksums[self._row[layer]]
-        written = [page for page in places if known[page] != NEVER_WRITTEN]
-        for page in places.keys() - set(written):
-            slot[places[page] * stride : (places[page] + 1) * stride] = self._zeros[:stride]
+        checksums = self._checksums[self._row[layer]]
+        written = [page for page in positions if checksums[page] != NEVER_WRITTEN]
+        for page in positions.keys() - set(written):
+            _page_view(slot, positions[page], stride)[:] = self._zeros[:stride]
         return self._threads.begin(
             [
-                partial(self._read, layer, run, [_page_view(slot, places[page], stride) for page in run])
+                partial(self._read, layer, run, [_page_view(slot, positions[page], stride) for page in run])
                 for run in self._runs(written, stride)
             ]
         )
 
-    def write(self, layer: int, places: Mapping[int, int], slot: memoryview) -> PendingTransfer:
-        """Starts writing each page from its place in the slot, which must not change until done. Waiting may raise
+    def write(self, layer: int, positions: Mapping[int, int], slot: memoryview) -> PendingTransfer:
+        """Starts writing each page from its position in the slot, which must not change until done. Waiting may raise
         KVFileError."""
         stride = self._layout.stride_bytes(layer)
         return self._threads.begin(
             [
-                partial(self._write, layer, run, [_page_view(slot, places[page], stride) for page in run])
-                for run in self._runs(places, stride)
+                partial(self._write, layer, run, [_page_view(slot, positions[page], stride) for page in run])
+                for run in self._runs(positions, stride)
             ]
         )
 
@@ -102,32 +100,32 @@ class KVFile(Closing):
 
     def _read(self, layer: int, run: range, views: list[memoryview]) -> ChunkTiming:
         begin, offset = time.monotonic(), self._offset(layer, run[0])
-        wanted = sum(map(len, views))
+        num_bytes = sum(map(len, views))
         try:
-            done = transfer(os.preadv, self._file.fileno(), views, offset, wanted, is_direct=self._is_direct)
+            done = transfer(os.preadv, self._file.fileno(), views, offset, num_bytes, is_direct=self._is_direct)
         except OSError as error:
             raise self._io_error("reading", layer, run, error) from error
-        self._drop_page_cache(offset, wanted)
+        self._drop_page_cache(offset, num_bytes)
         for page, view in zip(run, views, strict=True):
-            if done < wanted or self._checksum(layer, view) != self._checksums[self._row[layer], page]:
+            if done < num_bytes or self._checksum(layer, view) != self._checksums[self._row[layer], page]:
                 raise KVFileError(
                     f"{self.directory}: page {page} of layer {layer}, {self._layout.page_bytes[layer]:,} bytes at "
-                    f"{self._offset(layer, page):,} of the file of keys and values, is not what was written there; "
-                    "see whether the disk is sound, or name another place by kv.directory"
+                    f"{self._offset(layer, page):,} of the KV file, does not match its checksum: check the disk, or "
+                    "set kv.directory to another one"
                 )
         return ChunkTiming(begin, time.monotonic(), done)
 
     def _write(self, layer: int, run: range, views: list[memoryview]) -> ChunkTiming:
         begin, offset = time.monotonic(), self._offset(layer, run[0])
-        wanted = sum(map(len, views))
+        num_bytes = sum(map(len, views))
         checksums = [self._checksum(layer, view) for view in views]
         try:
-            done = transfer(os.pwritev, self._file.fileno(), views, offset, wanted, is_direct=self._is_direct)
-            if done < wanted:
-                raise OSError(errno.EIO, f"only {done:,} bytes were taken")
+            done = transfer(os.pwritev, self._file.fileno(), views, offset, num_bytes, is_direct=self._is_direct)
+            if done < num_bytes:
+                raise OSError(errno.EIO, f"only {done:,} bytes were written")
         except OSError as error:
             raise self._io_error("writing", layer, run, error) from error
-        self._drop_page_cache(offset, wanted)
+        self._drop_page_cache(offset, num_bytes)
         self._checksums[self._row[layer], run.start : run.stop] = checksums
         return ChunkTiming(begin, time.monotonic(), done)
 
@@ -142,37 +140,34 @@ class KVFile(Closing):
         if not self._is_direct:
             os.posix_fadvise(self._file.fileno(), offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
-    def _io_error(self, doing: str, layer: int, run: range, error: OSError) -> KVFileError:
+    def _io_error(self, operation: str, layer: int, run: range, error: OSError) -> KVFileError:
         num_bytes = len(run) * self._layout.stride_bytes(layer)
         message = (
-            f"{self.directory}: {doing} {num_bytes:,} bytes at {self._offset(layer, run[0]):,} of the file of keys and "
-            f"values (layer {layer}, pages {run[0]} to {run[-1]}) failed: {error.strerror}"
+            f"{self.directory}: {operation} {num_bytes:,} bytes at {self._offset(layer, run[0]):,} of the KV file "
+            f"(layer {layer}, pages {run[0]} to {run[-1]}) failed: {error.strerror}"
         )
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             message += f"; {_describe_space(self.directory, self._layout.tier_bytes)}: {ADVICE}"
         return KVFileError(message)
 
 
-def _page_view(slot: memoryview, place: int, stride: int) -> memoryview:
-    return slot[place * stride : (place + 1) * stride]
+def _page_view(slot: memoryview, position: int, stride: int) -> memoryview:
+    return slot[position * stride : (position + 1) * stride]
 
 
 def _describe_space(directory: str, num_bytes: int) -> str:
-    return (
-        f"keys and values need up to {format_bytes(num_bytes)} on disk, {format_bytes(free_bytes(directory))} are free"
-    )
+    return f"the KV cache needs up to {format_bytes(num_bytes)} on disk, {format_bytes(free_bytes(directory))} are free"
 
 
 def open_unnamed(directory: str, *, key: str = "kv.directory") -> BinaryIO:
-    """Opens a file without a name for its owner alone (0600), unbuffered; the caller closes it. It is made with
-    O_TMPFILE, or where the file system knows no such thing, as a file whose name is removed at once. Warns when
-    `directory`, named by the setting `key`, lies in memory."""
+    """Opens an unbuffered anonymous file with mode 0600 (O_TMPFILE if supported); the caller closes it. Logs a warning
+    if `directory`, the value of setting `key`, is on an in-memory file system."""
     try:
         file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - the caller closes it
     except OSError as error:
         raise _directory_error(directory, key, error) from error
     if _is_memory(directory):
-        log.warning("%s=%s lies in memory: what is kept there is in no ledger; name a disk", key, directory)
+        log.warning("%s=%s is on an in-memory file system, outside of the memory budgets; use a disk", key, directory)
     return file
 
 
@@ -184,7 +179,7 @@ def make_direct(file: BinaryIO, directory: str) -> bool:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        log.warning("%s: this file system refuses O_DIRECT; keys and values go through the page cache", directory)
+        log.warning("%s: this file system refuses O_DIRECT; the KV cache goes through the page cache", directory)
         return False
     return True
 
@@ -197,11 +192,11 @@ def free_bytes(directory: str, *, key: str = "kv.directory") -> int:
 
 
 def _directory_error(directory: str, key: str, error: OSError) -> ConfigError:
-    return ConfigError(f"{key}={directory}: no file can be made there: {error.strerror}")
+    return ConfigError(f"{key}={directory}: cannot create a file there: {error.strerror}")
 
 
 def _is_memory(directory: str) -> bool:
     device = Path(directory).stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     mounts = [line.partition(" - ") for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    return any(place.split()[2] == number and kind.split()[0] in MEMORY_FILE_SYSTEMS for place, _, kind in mounts)
+    return any(mount.split()[2] == number and kind.split()[0] in MEMORY_FILE_SYSTEMS for mount, _, kind in mounts)

@@ -1,4 +1,5 @@
-"""Read errors of files: transient ones of a disk or network, which are retried, and permanent ones."""
+"""Read errors of files: retries transient ones of a disk or network, and converts errors to StorageError or
+CheckpointError."""
 
 import errno
 import logging
@@ -19,7 +20,7 @@ TRANSIENT_ERRNOS = frozenset(
         *(errno.ENETUNREACH, errno.ENETRESET, errno.ENFILE, errno.ENOBUFS),
     }
 )
-PAUSES_SECONDS = (0.5, 2.0, 5.0)  # between tries: a failover of a file server takes longer, and is for the next start
+PAUSES_SECONDS = (0.5, 2.0, 5.0)  # between tries; a failover of a file server takes longer: it ends the run with 75
 T = TypeVar("T")
 
 
@@ -32,7 +33,7 @@ def read_error(path: str | PathLike[str], what: str, error: OSError) -> Weightst
     name = errno.errorcode.get(error.errno or 0, "no errno")
     message = f"{path}: {what} failed: {error.strerror or error} ({name}){open_files_hint(error)}"
     if is_transient(error):
-        return StorageError(f"{message}. The storage of the weights is at fault; start the same command again")
+        return StorageError(f"{message}. Check the storage of the weights and start the same command again")
     return CheckpointError(message)
 
 
@@ -40,11 +41,11 @@ def open_files_hint(error: OSError) -> str:
     """Advice to append to the message of EMFILE (too many open files); empty for other errors."""
     if error.errno != errno.EMFILE:
         return ""
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65_536 if most == resource.RLIM_INFINITY else most
-    way = f"type `ulimit -n {wanted}` in this shell" if limit != most else "raise it for this account or container"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = 65_536 if hard == resource.RLIM_INFINITY else hard
+    advice = f"type `ulimit -n {target}` in this shell" if soft != hard else "raise it for this account or container"
     return (
-        f": this process may have {limit:,} files open (ulimit -n), and the weights take one for each shard: {way} and "
+        f": this process may have {soft:,} files open (ulimit -n), and each shard of the weights is one: {advice} and "
         "start the same command again"
     )
 
@@ -57,7 +58,7 @@ def with_retries(read: Callable[[], T], path: str, what: str, pause: Callable[[f
         except OSError as error:
             if not is_transient(error):
                 raise read_error(path, what, error) from error
-            log.warning("%s; once more in %.1f s", read_error(path, what, error), seconds)
+            log.warning("%s; trying again in %.1f s", read_error(path, what, error), seconds)
             pause(seconds)
     try:
         return read()

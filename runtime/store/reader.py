@@ -1,7 +1,7 @@
 """Reads extents from disk into host memory in the background: several threads, O_DIRECT `preadv`, a deep queue.
 
-Where a file system refuses O_DIRECT the page cache is used and told at read_once to forget what was read, so that a
-checkpoint larger than memory does not push everything else out.
+Without O_DIRECT, pages are dropped from the page cache after each read: a checkpoint larger than memory must not evict
+everything else.
 """
 
 import errno
@@ -22,7 +22,7 @@ from .transfer import Chunk, ChunkTiming, PendingTransfer, TransferThreads, tran
 
 log = logging.getLogger(__name__)
 
-PUT_BACK = "put the original file back and start the same command again"
+RESTORE_FILE = "restore the original file and start the same command again"
 
 
 class _File(NamedTuple):
@@ -32,7 +32,7 @@ class _File(NamedTuple):
     modified_ns: int
 
 
-Fill = Callable[[int, memoryview], None]  # writes what a file has from an offset on; it may end before the memory does
+Fill = Callable[[int, memoryview], None]  # fills memory with a file's bytes from an offset on, up to the file's end
 
 
 class Reader(Closing):
@@ -46,20 +46,20 @@ class Reader(Closing):
         direct: bool = True,
         virtual_files: Mapping[str, Fill] | None = None,
     ):
-        """`virtual_files`: functions that produce files that are not on disk, by name; called on reader threads."""
+        """`virtual_files`: by name, functions that generate the contents of files not on disk, on reader threads."""
         self._virtual_files = virtual_files or {}
         self._chunk_bytes = chunk_bytes
         self._direct = direct
         self._threads = TransferThreads(num_threads, "reader")
         self._lock = threading.Lock()
         self._files: dict[str, _File] = {}  # by path
-        self._first_seen: dict[str, _File] = {}
+        self._first_opened: dict[str, _File] = {}
         self._descriptors: list[int] = []
         self._closing = threading.Event()
 
     def close(self) -> None:
         self._closing.set()
-        self._threads.close()
+        self._threads.close()  # before the descriptors: a closed number may be reused by another file
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()
@@ -80,7 +80,7 @@ class Reader(Closing):
         return self._threads.begin(chunks)
 
     def _read(self, path: str, offset: int, view: memoryview, needed: int) -> ChunkTiming:
-        """Fills `view`, of which the file may lack what lies behind the `needed` bytes."""
+        """Fills `view`; the file may end after the first `needed` bytes."""
         begin = time.monotonic()
         if (fill := self._virtual_files.get(path)) is not None:
             fill(offset, view)
@@ -88,13 +88,12 @@ class Reader(Closing):
 
         def read_once() -> int:
             file = self._open(path)
-            wanted = min(len(view), file.num_bytes - offset)
+            num_bytes = min(len(view), file.num_bytes - offset)
             try:
-                return transfer(os.preadv, file.descriptor, [view], offset, wanted, is_direct=file.is_direct)
+                return transfer(os.preadv, file.descriptor, [view], offset, num_bytes, is_direct=file.is_direct)
             except OSError as error:
                 if error.errno == errno.ESTALE:
-                    # A handle that a file server has forgotten is good for nothing more: the next try opens the file
-                    # again. Its descriptor stays open: another thread may be reading.
+                    # The next try opens the file again. The stale descriptor stays open: other threads may use it.
                     with self._lock:
                         if self._files.get(path) is file:
                             del self._files[path]
@@ -103,9 +102,9 @@ class Reader(Closing):
         done = with_retries(read_once, path, f"reading {needed:,} bytes at {offset:,}", self._closing.wait)
         file = self._open(path)
         if done < needed:
-            found = os.fstat(file.descriptor).st_size
             raise CheckpointError(
-                f"{path}: changed while in use: expected {offset + needed:,} bytes or more, found {found:,}; {PUT_BACK}"
+                f"{path}: changed while in use: expected {offset + needed:,} bytes or more, found "
+                f"{os.fstat(file.descriptor).st_size:,}; {RESTORE_FILE}"
             )
         if not file.is_direct:
             os.posix_fadvise(file.descriptor, offset, done, os.POSIX_FADV_DONTNEED)
@@ -113,13 +112,13 @@ class Reader(Closing):
 
     def _open(self, path: str) -> _File:
         """Opens the file, or returns it if open. Raises CheckpointError if it was replaced since its first use."""
-        with self._lock:
+        with self._lock:  # several threads open shards
             if path not in self._files:
                 file = _open_file(path, self._direct)
                 self._descriptors.append(file.descriptor)
-                first = self._first_seen.setdefault(path, file)
+                first = self._first_opened.setdefault(path, file)
                 if (file.num_bytes, file.modified_ns) != (first.num_bytes, first.modified_ns):
-                    raise CheckpointError(f"{path}: was replaced while in use; {PUT_BACK}")
+                    raise CheckpointError(f"{path}: was replaced while in use; {RESTORE_FILE}")
                 self._files[path] = file
             return self._files[path]
 
@@ -141,5 +140,5 @@ def _open_file(path: str, direct: bool) -> _File:
 
 
 def _stat_file(descriptor: int, *, is_direct: bool) -> _File:
-    found = os.fstat(descriptor)
-    return _File(descriptor, is_direct, found.st_size, found.st_mtime_ns)
+    status = os.fstat(descriptor)
+    return _File(descriptor, is_direct, status.st_size, status.st_mtime_ns)

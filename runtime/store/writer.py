@@ -1,6 +1,6 @@
-"""Writing safetensors: one file or a sharded checkpoint, streamed, with never more than one tensor in memory.
+"""Writes safetensors: a file or a sharded checkpoint, streamed, with one tensor in memory at a time.
 
-Source of the format: the safetensors README (8-byte little-endian header length, JSON header, tensor bytes).
+Format: the safetensors README (8-byte little-endian header length, JSON header, tensor bytes).
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from ..units import format_bytes, round_up
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-PAGE_BYTES = 4096  # weights begin on a page of the file, so that O_DIRECT reads waste least
-PUBLISHED_ALIGNMENT_BYTES = 8  # where they begin in a file that safetensors writes
+PAGE_BYTES = 4096  # the data begins on a page, so that O_DIRECT reads waste least
+PUBLISHED_ALIGNMENT_BYTES = 8  # as the safetensors library aligns the data
 _LENGTH_BYTES = 8
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -42,7 +42,7 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """One tensor of a file to be written: what the header says about it."""
+    """Name, dtype and shape of a tensor to write."""
 
     name: str
     dtype: torch.dtype
@@ -57,11 +57,11 @@ class TensorSpec:
         return self.num_elements * self.dtype.itemsize
 
 
-Shards: TypeAlias = Mapping[str, Sequence[TensorSpec]]  # the tensors in each file, in order, by the files' names
+Shards: TypeAlias = Mapping[str, Sequence[TensorSpec]]  # file name -> its tensors, in order
 
 
 def plan_shards(specs: Sequence[TensorSpec], max_shard_bytes: int) -> Shards:
-    """Fill shards in order up to `max_shard_bytes` of tensor data; a larger tensor gets a shard of its own."""
+    """Fills shards in order up to `max_shard_bytes` of tensor data; a larger tensor gets a shard of its own."""
     groups: list[list[TensorSpec]] = [[]]
     used_bytes = 0
     for spec in specs:
@@ -80,10 +80,10 @@ def plan_shards(specs: Sequence[TensorSpec], max_shard_bytes: int) -> Shards:
 def write_checkpoint(
     directory: Path, shards: Shards, tensors: Iterable[torch.Tensor], *, alignment_bytes: int = PAGE_BYTES
 ) -> int:
-    """Write every shard and, when there are several, the index last; returns the bytes of all files written.
+    """Writes all shards, then the index if there are several. Returns the total bytes written.
 
-    `tensors` yields one tensor for each spec of each shard, in order; each is dropped before the next is asked for.
-    Raises OutputError when the directory cannot be written; files already published stay.
+    `tensors` yields one tensor for each spec of each shard, in order; each is freed before the next is requested.
+    Raises OutputError if the directory cannot be written; complete files stay.
     """
     iterator = iter(tensors)
     written_bytes = sum(
@@ -98,16 +98,14 @@ def write_checkpoint(
 def write_outline(
     directory: Path, shards: Shards, metadata: Callable[[int], Mapping[str, str]] = lambda num_bytes: {}
 ) -> None:
-    """Writes what `write_checkpoint` does, with holes where the tensors' bytes would be: they read as zeros and take no
-    disk. `metadata`: what headers say beside, given the bytes of a shard's tensors. Raises OutputError when the
-    directory cannot be written."""
+    """Writes the files of `write_checkpoint` with holes for tensor data, which read as zeros and take no disk space.
+    `metadata`: extra header entries as a function of a shard's data bytes. Raises OutputError."""
     for name, specs in shards.items():
         data_bytes = sum(spec.num_bytes for spec in specs)
         header = _encode_header(specs, PUBLISHED_ALIGNMENT_BYTES, metadata(data_bytes))
-        num_bytes = len(header) + data_bytes
         with atomic_write(directory / name, len(header)) as file:
             file.write(header)
-            file.truncate(num_bytes)
+            file.truncate(len(header) + data_bytes)
     if len(shards) > 1:
         _write_index(directory / INDEX_FILE, shards)
 
@@ -115,10 +113,10 @@ def write_outline(
 def write_safetensors(
     path: Path, specs: Sequence[TensorSpec], tensors: Iterable[torch.Tensor], *, alignment_bytes: int = PAGE_BYTES
 ) -> int:
-    """Write one file, published under `path` only when it is complete and on the disk; returns its bytes.
+    """Writes one file atomically. Returns its size in bytes.
 
-    Takes exactly `len(specs)` tensors from `tensors`, in order. The first begins at a multiple of `alignment_bytes`
-    in the file, each other where the one before ends. Raises OutputError when writing fails.
+    Takes exactly `len(specs)` tensors from `tensors`, in order. The data begins at a multiple of `alignment_bytes` and
+    is contiguous. Raises OutputError.
     """
     header = _encode_header(specs, alignment_bytes)
     num_bytes = len(header) + sum(spec.num_bytes for spec in specs)
@@ -150,19 +148,18 @@ def _encode_header(
 
 
 def _write_tensor(file: BinaryIO, spec: TensorSpec, tensors: Iterator[torch.Tensor]) -> None:
-    # The tensor's only name lives in this frame, so it is freed before the next one is made.
-    tensor = next(tensors)
+    tensor = next(tensors)  # the only reference: freed on return, before the next tensor is made
     assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), f"{spec}: {tensor.dtype} {tensor.shape}"
     if spec.num_bytes:
         file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _write_index(path: Path, shards: Shards) -> int:
-    every = [spec for specs in shards.values() for spec in specs]
+    all_specs = [spec for specs in shards.values() for spec in specs]
     index = {
         "metadata": {
-            "total_parameters": sum(spec.num_elements for spec in every),
-            "total_size": sum(spec.num_bytes for spec in every),
+            "total_parameters": sum(spec.num_elements for spec in all_specs),
+            "total_size": sum(spec.num_bytes for spec in all_specs),
         },
         "weight_map": {spec.name: name for name, specs in shards.items() for spec in specs},
     }
@@ -191,12 +188,12 @@ def atomic_write(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
         free = ""
         with contextlib.suppress(OSError):
             free = f", {format_bytes(shutil.disk_usage(path.parent).free)} are free"
-        why = f"{error.strerror or error}; it needs {format_bytes(num_bytes)}{free}"
-        raise OutputError(f"{path} cannot be written: {why}") from error
+        cause = f"{error.strerror or error}; it needs {format_bytes(num_bytes)}{free}"
+        raise OutputError(f"{path} cannot be written: {cause}") from error
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the directory's entries durable: after this, a published name survives a power cut."""
+    """Makes the directory's entries durable: a file renamed into it before survives a power cut."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

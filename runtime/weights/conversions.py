@@ -1,7 +1,6 @@
 """Converts checkpoint tensors into parameters with transformers' own code, for layouts that byte ranges cannot express.
 
-Results are written once, to a plain safetensors file in a cache directory named by the checkpoint's fingerprint. The
-file is published atomically.
+Results are written once, atomically, to a safetensors file in a cache directory named by the checkpoint's fingerprint.
 """
 
 import logging
@@ -24,8 +23,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """A conversion of `sources` to the parameters `targets` (full names), all of one dtype. `convert` reads and
-    converts the sources, and yields one tensor per target, in order."""
+    """A conversion of `sources` to the parameters `targets` (full names), all of one dtype. `convert` reads the sources
+    and yields one tensor per target, in order."""
 
     targets: tuple[str, ...]
     sources: tuple[TensorSlice, ...]

@@ -1,13 +1,12 @@
 """Maps the bytes of a GGUF file to parameters by running transformers' own tensor processing on row tags.
 
 llama.cpp stores some weights differently from transformers: query and key rows interleaved, gate and up split, norms
-increased by one. transformers undoes this on dequantized tensors. Here its code runs on **tags** instead: small integer
-arrays that hold a tensor number and a row number. The output shows which rows of which tensors form a parameter, so
-weights stay quantized. If the tags do not survive (arithmetic, moved columns), the tensor is converted once; see
-conversions.py.
+increased by one. transformers undoes this on dequantized tensors. Here its code runs on **tags**: small integer arrays
+of a tensor number and a row number. The output shows which rows of which tensors form a parameter, so weights stay
+quantized. If the tags do not survive (arithmetic, moved columns), the tensor is converted once; see conversions.py.
 
-Most architectures have a `TensorProcessor`, which takes one numpy array at a time; newer ones use the converters of
-safetensors. Both are private to transformers: only this file and conversions.py use them.
+Most architectures have a `TensorProcessor` for numpy arrays, newer ones use the converters of safetensors. Both are
+private to transformers: only this file and conversions.py use them.
 """
 
 import logging
@@ -107,10 +106,10 @@ def _row_runs(order: bytes) -> tuple[range, ...]:
 
 
 def _choose_processing(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[Processing, list[Conversion]]:
-    """Returns transformers' processing of this file, in two forms: a function from arrays by GGUF name to arrays by
-    parameter name, and conversions that run it on the real tensors. The function omits parameters that need the real
-    number of columns. Raises CheckpointError for an architecture that transformers does not support."""
-    assert checkpoint.gguf is not None, f"{checkpoint.path} is no GGUF file"
+    """Returns transformers' processing of this file: as a function from arrays by GGUF name to arrays by parameter
+    name, without parameters that need the real number of columns, and as conversions of the real tensors. Raises
+    CheckpointError for an architecture that transformers does not support."""
+    assert checkpoint.gguf is not None, f"{checkpoint.path} is not a GGUF file"
     architecture, tensors = checkpoint.gguf.architecture, checkpoint.tensors
     try:
         if architecture in GGUF_ARCHS:
@@ -118,7 +117,7 @@ def _choose_processing(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[
         processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
         return _from_processor(get_gguf_hf_weights_map(model, processor), processor, tensors)
     except (NotImplementedError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint.path}: architecture {architecture!r} cannot be read: {error}") from error
+        raise CheckpointError(f"{checkpoint.path}: unsupported architecture {architecture!r}: {error}") from error
 
 
 def _from_processor(
@@ -131,11 +130,11 @@ def _from_processor(
         results: dict[str, np.ndarray] = {}
         for name, array in arrays.items():
             try:
-                done = processor.process(weights=array, name=name, tensor_key_mapping=names, parsed_parameters=parsed)
+                result = processor.process(weights=array, name=name, tensor_key_mapping=names, parsed_parameters=parsed)
             except (ValueError, IndexError):  # needs the real number of columns
                 continue
-            if done.name in names:
-                results[names[done.name]] = done.weights
+            if result.name in names:
+                results[names[result.name]] = result.weights
         return results | {name: tensor.numpy() for name, tensor in parsed["tensors"].items()}
 
     def convert(target: str, source: TensorSlice, model: PreTrainedModel) -> Iterator[torch.Tensor]:
@@ -163,10 +162,10 @@ def _from_converters(
                 for pattern, tensors in use.collected.items()
             }
             try:
-                done = use.run_converter(model, collected)
+                converted = use.run_converter(model, collected)
             except (ValueError, IndexError, RuntimeError):  # needs the real number of columns
                 continue
-            results |= {target: done[target].numpy() for target in use.targets}
+            results |= {target: converted[target].numpy() for target in use.targets}
         return results
 
     return run, [use.conversion for use in uses]

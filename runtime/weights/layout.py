@@ -1,7 +1,7 @@
 """Maps checkpoint bytes to model parameters by reading transformers' renamings and converters instead of running them.
 
-A converter that stacks experts or concatenates rows only orders contiguous pieces: `pieces` holds that order, and
-nothing is copied. A converter that permutes elements cannot be expressed this way; it is returned as `inexpressible`.
+Stacking experts and concatenating rows only orders contiguous pieces: `pieces` holds that order, and nothing is copied.
+A converter that permutes elements cannot be expressed this way; it is returned as `inexpressible`.
 """
 
 import re
@@ -38,41 +38,37 @@ Collected = dict[str, list[TensorSlice]]
 def map_weights(
     model: PreTrainedModel, tensors: Mapping[str, TensorSlice], *, express: bool = True
 ) -> tuple[dict[str, Parameter], list[Conversion]]:
-    """Returns parameters by full name, and the inexpressible conversions, which must be run (see conversions.py).
-    `model` is on the meta device. With `express=False` every conversion counts as inexpressible (for tests).
+    """Returns parameters by full name, and the inexpressible conversions to run (see conversions.py). `model` is on the
+    meta device. With `express=False` (for tests) every conversion is inexpressible.
 
     Raises CheckpointError if a parameter has no tensor or a tensor's shape differs from its parameter's.
     """
     plain, uses = match_tensors(model, tensors, get_model_conversion_mapping(model))
-    wanted = model.state_dict().keys()
-    uses = [use for use in uses if not wanted.isdisjoint(use.targets)]
+    parameters = model.state_dict().keys()
+    uses = [use for use in uses if not parameters.isdisjoint(use.targets)]
     pieces: dict[str, Pieces] = {}
     stacked: set[str] = set()
     inexpressible = list[Conversion]()
-    for name, stored in plain.items():
-        tensor = stored
-        if (
-            name in wanted
-            and is_output_major(stored)
-            and isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D)
-        ):
-            tensor = replace(stored, is_transposed=True)  # Conv1D stores (in, out)
+    for name, tensor in plain.items():
+        module = model.get_submodule(name.rpartition(".")[0]) if name in parameters else None
+        if isinstance(module, Conv1D) and is_output_major(tensor):
+            tensor = replace(tensor, is_transposed=True)  # Conv1D stores (in, out)
         experts = expert_pieces(tensor)
         pieces[name] = experts or ((tensor,),)
         stacked.update([name] if experts else [])
     for use in uses:
-        found = _as_pieces(use) if express else None
-        if found is None:
+        targets = _as_pieces(use) if express else None
+        if targets is None:
             inexpressible.append(use.conversion)
         else:
-            pieces.update(found)
+            pieces.update(targets)
             if any(isinstance(op, MergeModulelist) for op in use.converter.operations):
-                stacked.update(found)
+                stacked.update(targets)
     return build_parameters(model, pieces, stacked, inexpressible), inexpressible
 
 
 def expert_pieces(tensor: TensorSlice) -> Pieces:
-    """Returns the matrices of a quantized or transposed stack; empty for any other tensor."""
+    """Returns the matrices of a quantized or transposed stack, () for any other tensor."""
     if len(tensor.shape) != 3 or (is_plain(tensor) and not tensor.is_transposed):
         return ()
     return tuple((tensor.expert(index),) for index in range(tensor.shape[0]))
@@ -99,11 +95,11 @@ def build_parameters(
             result[name] = Parameter(
                 name=name, shape=tuple(tensor.shape), pieces=pieces[source], is_stacked=source in stacked
             )
-            found = _combined_shape(result[name])
-            if _without_ones(found) != _without_ones(tensor.shape):
+            shape = _combined_shape(result[name])
+            if _without_ones(shape) != _without_ones(tensor.shape):
                 piece = pieces[source][0][0]
                 raise CheckpointError(
-                    f"{piece.file}: tensor {piece.name!r} makes a parameter of shape {found}, "
+                    f"{piece.file}: tensor {piece.name!r} makes a parameter of shape {shape}, "
                     f"but the model's {name!r} is {tuple(tensor.shape)}: does config.json belong to these weights?"
                 )
         elif name not in buffers and name not in later:
@@ -129,7 +125,7 @@ def match_tensors(
     grouped: dict[str, Collected] = {}
     for key in sorted(tensors, key=dot_natural_key):
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        if target not in state and key in state:  # the file has the class's own names, not the published ones
+        if target not in state and key in state:  # the file uses the class's own names
             plain[key] = tensors[key]
         elif pattern is None:
             plain[target] = tensors[key]
@@ -148,14 +144,14 @@ def _as_pieces(use: ConverterUse) -> dict[str, Pieces] | None:
     sources = [collected[pattern] for pattern in converter.source_patterns if pattern in collected]
     if kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
         if len({len(source) for source in sources}) != 1:
-            raise CheckpointError(f"{use.first_target}: some experts lack tensors that others have in the checkpoint")
+            raise CheckpointError(f"{use.first_target}: the checkpoint lacks tensors of some experts")
         return {use.first_target: tuple(zip(*sources, strict=True))}
     if kinds == [(Concatenate, 0)]:
         return {use.first_target: (tuple(piece for source in sources for piece in source),)}
     if kinds == [(Chunk, 0)] and len(sources) == 1 and len(sources[0]) == 1:
         parts = [sources[0][0].row_part(index, len(use.targets)) for index in range(len(use.targets))]
-        found = {target: ((part,),) for target, part in zip(use.targets, parts, strict=True) if part is not None}
-        return found if len(found) == len(parts) else None
+        pieces = {target: ((part,),) for target, part in zip(use.targets, parts, strict=True) if part is not None}
+        return pieces if len(pieces) == len(parts) else None
     return None
 
 
@@ -174,8 +170,8 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def init_computed_parameters(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Replaces parameters that the class computes and does not save (such as sinusoidal positions) by CPU buffers with
-    the class's own initial values, unless they are among the checkpoint's tensor `names`. Mutates `model`, which is on
+    """Replaces parameters that the class computes and does not save (such as sinusoidal positions), and that are not
+    among the checkpoint's tensor `names`, by CPU buffers with the class's initial values. Mutates `model`, which is on
     the meta device."""
     patterns = model._keys_to_ignore_on_save or ()
     for name in [name for name, _ in model.named_parameters()]:
@@ -192,16 +188,13 @@ def init_computed_parameters(model: PreTrainedModel, names: Collection[str]) -> 
 
 def pop_quantization_config(config: PreTrainedConfig) -> Mapping[str, object]:
     """Removes the quantization settings from `config`, so that the model is built unquantized, and returns them ({} if
-    there are none).
-
-    Raises CheckpointError for an unsupported method.
-    """
-    found: dict[str, object] = {}
+    there are none). Raises CheckpointError for an unsupported method."""
+    settings: dict[str, object] = {}
     for part in (config, config.get_text_config()):
         for key in ("quantization_config", "compression_config"):
-            found = found or dict(getattr(part, key, None) or {})
+            settings = settings or dict(getattr(part, key, None) or {})
             if hasattr(part, key):
                 delattr(part, key)
-    if found:
-        require_readable(str(found.get("quant_method") or "bitsandbytes"))
-    return found
+    if settings:
+        require_readable(str(settings.get("quant_method") or "bitsandbytes"))
+    return settings

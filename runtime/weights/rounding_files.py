@@ -1,7 +1,6 @@
 """Weights rounded while they are read: virtual files with the bytes that `weightstream pack` would write.
 
-A matrix is rounded when its first byte is read, and freed when its last byte has been read. Memory holds one rounded
-matrix for each that is being read.
+A matrix is rounded when its first byte is read, and freed when all its bytes have been read.
 """
 
 from collections.abc import Iterator, Mapping
@@ -54,7 +53,7 @@ class RoundedTensor:
         """Fills `view` with the file's bytes from `offset` on, up to its end. Rounds matrices as needed. Raises
         CheckpointError for non-finite weights and StorageError for read errors."""
         target = np.frombuffer(view, np.uint8)
-        with self._lock:
+        with self._lock:  # reader threads fill parts of the same matrix
             for (part, tensor), matrix in product(enumerate(self.tensors), range(self.num_matrices)):
                 num_bytes = tensor.num_bytes // self.num_matrices
                 begin = tensor.offset + matrix * num_bytes
@@ -75,7 +74,7 @@ class RoundedTensor:
             if piece is None:
                 raise CheckpointError(
                     f"{source.file}: {source.name!r} holds infinities or NaN, which model.quantize="
-                    f"{self._rounding.name} cannot encode: omit it, or use weightstream pack, which keeps such tensors"
+                    f"{self._rounding.name} cannot encode: unset it, or use weightstream pack, which keeps such tensors"
                 )
             codes.append(piece.codes_RB.numpy().reshape(-1))
             scales.append(piece.scales_RG.view(torch.uint8).numpy().reshape(-1))
@@ -111,7 +110,7 @@ def _read_runs(matrix: TensorSlice) -> Iterator[torch.Tensor]:
                 count = min(step, num_rows - first)
                 data = bytearray(file.read(count * row_bytes))
                 if len(data) < count * row_bytes:
-                    raise CheckpointError(f"{matrix.file}: ends inside {matrix.name!r}: put the original file back")
+                    raise CheckpointError(f"{matrix.file}: ends inside {matrix.name!r}: restore the original file")
                 yield torch.frombuffer(data, dtype=TORCH_DTYPES[matrix.dtype]).view(count, num_columns)
     except OSError as error:
         raise read_error(matrix.file, f"reading {matrix.name!r}", error) from error
@@ -119,7 +118,7 @@ def _read_runs(matrix: TensorSlice) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundedTensors:
-    """A checkpoint's tensors, some of them rounded while they are read. `fills` reads the virtual files of these."""
+    """A checkpoint's tensors, some of them rounded while they are read."""
 
     tensors: Mapping[str, TensorSlice]
     rounded: tuple[RoundedTensor, ...]
@@ -132,7 +131,7 @@ class RoundedTensors:
         if not rounded:
             reasons = {f"{reason}" for name, reason in skipped.items() if len(tensors[name].shape) > 1}
             listed = ", ".join(sorted(reasons))
-            raise CheckpointError(f"model.quantize={rounding.name}: none of its matrices can be rounded: {listed}")
+            raise CheckpointError(f"model.quantize={rounding.name}: no matrix of the model can be rounded: {listed}")
         result = {name: tensor for name, tensor in tensors.items() if skipped[name] is not None}
         result |= {tensor.name: tensor for pair in rounded for tensor in pair.tensors}
         return RoundedTensors(tensors=pair_companions(result, {"quant_method": METHOD}), rounded=rounded)

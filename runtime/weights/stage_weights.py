@@ -112,8 +112,8 @@ def is_plain(piece: TensorSlice) -> bool:
 
 def decoded_dtype(piece: TensorSlice) -> torch.dtype:
     """Returns a dtype that holds the tensor's numbers exactly: float32 if it is quantized, otherwise its own."""
-    is_itself = is_plain(piece) or FORMATS[piece.format].loss is Loss.lossless
-    return TORCH_DTYPES[piece.dtype] if is_itself else torch.float32
+    is_lossless = is_plain(piece) or FORMATS[piece.format].loss is Loss.lossless
+    return TORCH_DTYPES[piece.dtype] if is_lossless else torch.float32
 
 
 def _rows(buffer: torch.Tensor, offsets: Mapping[str, int], piece: TensorSlice) -> Block:
@@ -148,5 +148,5 @@ def _plain_view(buffer: torch.Tensor, offset: int, piece: TensorSlice) -> torch.
 
 def _byte_view(buffer: torch.Tensor, offset: int, piece: TensorSlice, alignment: int) -> torch.Tensor:
     raw = buffer[offset : offset + piece.num_bytes]
-    # An odd header length misaligns every tensor. Legal, though no published file has it: copy, as a view would fail.
+    # Legal, but not seen in published files: an odd header length misaligns every tensor. A view would fail: copy.
     return raw.clone() if offset % alignment else raw

@@ -168,7 +168,7 @@ def test_damage_is_found_as_the_model_is_opened(verify: Verify, model: Path, tmp
     packed(model, tmp_path / "packed")
     _flip(sorted((tmp_path / "packed").glob("*.safetensors"))[0])
     config = ModelConfig(name="test", path=str(tmp_path / "packed"), verify=verify)
-    with pytest.raises(CheckpointError, match=r"CRC-32.*pack the original anew"):
+    with pytest.raises(CheckpointError, match=r"CRC-32.*pack the original again"):
         load_model(config, torch.device("cpu"), str(tmp_path))
 
 
@@ -182,7 +182,7 @@ UNUSED = ("consolidated.00.pth", "model.fp16.safetensors", "pytorch_model.bin", 
 @pytest.mark.parametrize("told", ["5", "[]", "{}", "[" * 10**5, '{"crc32": 5}', '{"crc32": ""}', '{"crc32": "0123"}'])
 def test_a_shard_that_lacks_a_sum_of_a_piece_is_refused(told: str, tmp_path: Path) -> None:
     save_file({"a": torch.zeros(8)}, tmp_path / SINGLE, metadata={METADATA: told})
-    with pytest.raises(CheckpointError, match="no shard of a packed store"):
+    with pytest.raises(CheckpointError, match="not a shard that `weightstream pack` wrote"):
         check_packed([str(tmp_path / SINGLE)], is_full=False)
 
 
@@ -318,7 +318,7 @@ def test_shards_of_another_model_are_not_gone_on_with(model: Path, tmp_path: Pat
     save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"packed of another file than .*out="):
         packed(model, tmp_path / "packed")
-    with pytest.raises(CheckpointError, match="no shard of a packed store"):
+    with pytest.raises(CheckpointError, match="not a shard that `weightstream pack` wrote"):
         packed(model, shutil.copytree(model, tmp_path / "plain"))
 
 
@@ -385,4 +385,4 @@ def test_stacked_experts_have_room_for_the_escapes_of_the_one_with_the_most(tmp_
     found = pack_shard(
         tmp_path / "source.safetensors", tmp_path / "packed.safetensors", "", verify=True, progress=lambda done: None
     )
-    assert {each.name: each.raw_reason for each in found} == {"experts": None, "odd": "no matrix"}
+    assert {each.name: each.raw_reason for each in found} == {"experts": None, "odd": "not a matrix"}

@@ -249,7 +249,7 @@ def test_a_model_that_asks_for_beams_is_followed(beams: Callable[[str], Searched
         assert [list(one.token_ids) for one in each] == expected.tokens
     left_out = resolve_sampling(SamplingConfig(), source, vocab_size=640)
     assert left_out.is_warning
-    assert "num_beams=4, length_penalty=2.0: sampling does not follow it" in (left_out.sentence or "")
+    assert "num_beams=4, length_penalty=2.0: ignored" in (left_out.sentence or "")
 
 
 @pytest.mark.dealt

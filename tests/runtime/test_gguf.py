@@ -158,7 +158,7 @@ def test_the_end_of_a_turn_and_of_a_message_end_a_completion_too(
     found = runtime.generate(ref.prompts)
     assert runtime.model.eos_token_ids == {2, end}
     assert model_facts(runtime.model)["GGUF eos_token_id"] == sorted({2, end})
-    assert f"tokenizer.ggml.{key}={end} end a completion too, beside eos_token_id=[2]" in caplog.text
+    assert f"tokenizer.ggml.{key}={end} also end a completion, in addition to eos_token_id=[2]" in caplog.text
     for result, whole in zip(found, ref.expected, strict=True):
         assert isinstance(result, Completion)
         ends = [place for place, token in enumerate(whole) if token in {2, end}]

@@ -102,7 +102,7 @@ def test_blanks_before_a_digit_are_one_token_where_digits_are_cut_first(tmp_path
 
 @pytest.mark.parametrize("name", ["kimi-k2", "smollm9"])
 def test_a_rule_that_is_not_known_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=rf"tokenizer\.ggml\.pre='{name}' .*model\.tokenizer=DIR_OR_HUB_ID"):
+    with pytest.raises(CheckpointError, match=rf"tokenizer\.ggml\.pre='{name}': .*model\.tokenizer=DIR_OR_HUB_ID"):
         loaded(tmp_path, BLANKS, pre=name)
 
 
@@ -124,7 +124,7 @@ def test_a_file_that_names_no_rule_is_cut_by_that_of_gpt2_and_says_so(
     with caplog.at_level(logging.WARNING):
         tokenizer = loaded(tmp_path, BLANKS, **said)
     assert pieces(tokenizer, TEXT) == PIECES["gpt-2"].split("|")
-    assert "does not say by which rule text is cut" in caplog.text
+    assert "does not name its pre-tokenization rule" in caplog.text
 
 
 @pytest.mark.parametrize(("name", "first"), [("llama-bpe", "abc"), ("tekken", "abc"), ("gpt-2", "a"), ("qwen2", "a")])

@@ -59,10 +59,10 @@ BROKEN: dict[str, tuple[object, bytes, int | None, str]] = {
     "unknown dtype": (entry(dtype="F4"), bytes(24), None, "tensor 'a' has a malformed"),
     "unhashable dtype": (entry(dtype=["F32"]), bytes(24), None, "tensor 'a' has a malformed"),
     "three offsets": (entry(data_offsets=[0, 1, 2]), bytes(24), None, "tensor 'a' has a malformed"),
-    "offsets backwards": (entry(data_offsets=[24, 0]), bytes(24), None, "does not fill its bytes 24..0"),
-    "offset below zero": (entry(data_offsets=[-24, 0]), bytes(24), None, "does not fill its bytes -24..0"),
-    "offsets too wide": (entry(data_offsets=[0, 28]), bytes(28), None, r"F32 \(2, 3\) does not fill its bytes 0..28"),
-    "negative sizes": (entry(shape=[-2, -3]), bytes(24), None, "does not fill"),
+    "offsets backwards": (entry(data_offsets=[24, 0]), bytes(24), None, "does not match its bytes 24..0"),
+    "offset below zero": (entry(data_offsets=[-24, 0]), bytes(24), None, "does not match its bytes -24..0"),
+    "offsets too wide": (entry(data_offsets=[0, 28]), bytes(28), None, r"F32 \(2, 3\) does not match its bytes 0..28"),
+    "negative sizes": (entry(shape=[-2, -3]), bytes(24), None, "does not match"),
     "fractional shape": (entry(shape=[2.0, 3]), bytes(24), None, "tensor 'a' has a malformed"),
     "fractional offsets": (entry(data_offsets=[0.0, 24.0]), bytes(24), None, "tensor 'a' has a malformed"),
     "shape of strings": (entry(shape=["2", "3"]), bytes(24), None, "tensor 'a' has a malformed"),
@@ -86,10 +86,14 @@ UNTIDY = {
     "overlap": (second(16, 32), bytes(32), r"tensor 'b' shares bytes with tensor 'a'"),
     "the same bytes": (second(0, 24), bytes(24), "shares bytes with"),
     "one inside another": (second(4, 12), bytes(24), "tensor 'b' shares bytes with tensor 'a'"),
-    "a hole": (second(32, 40), bytes(40), "tensor 'b' leaves a hole behind tensor 'a'"),
-    "a hole at the front": ({"a": SOUND["a"] | {"data_offsets": [8, 32]}}, bytes(32), "a hole behind the header"),
-    "numbers in the metadata": ({"__metadata__": {"a": 3}} | SOUND, bytes(24), "__metadata__ must hold texts"),
-    "metadata is no object": ({"__metadata__": 3} | SOUND, bytes(24), "__metadata__ must hold texts"),
+    "a hole": (second(32, 40), bytes(40), "tensor 'b' leaves a gap after tensor 'a'"),
+    "a hole at the front": ({"a": SOUND["a"] | {"data_offsets": [8, 32]}}, bytes(32), "a gap after the header"),
+    "numbers in the metadata": (
+        {"__metadata__": {"a": 3}} | SOUND,
+        bytes(24),
+        "must be an object of strings",
+    ),
+    "metadata is no object": ({"__metadata__": 3} | SOUND, bytes(24), "must be an object of strings"),
 }
 
 
@@ -106,7 +110,7 @@ def test_it_is_as_strict_as_the_library_of_the_format(name: str, tmp_path: Path)
 def test_many_dimensions_take_no_time(tmp_path: Path) -> None:
     path = write(tmp_path / "bad.safetensors", entry(shape=[10**9] * 200_000))
     started = time.monotonic()
-    with pytest.raises(CheckpointError, match=r"tensor 'a' claims 200,000 dimensions$"):
+    with pytest.raises(CheckpointError, match=r"tensor 'a' claims 200,000 dimensions; limit: 64$"):
         read_header(path)
     assert time.monotonic() - started < 5
 

@@ -131,8 +131,11 @@ def test_short_transfers_are_continued(call: str, file: KVFile, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        (errno.ENOSPC, r"No space left.*need up to 480 KiB on disk, .* are free: .*kv\.directory"),
-        (errno.EIO, r"writing 4,096 bytes at 12,288 of the file .*layer 1, pages 3 to 3.* failed: Input/output error$"),
+        (errno.ENOSPC, r"No space left.*needs up to 480 KiB on disk, .* are free: .*kv\.directory"),
+        (
+            errno.EIO,
+            r"writing 4,096 bytes at 12,288 of the KV file .*layer 1, pages 3 to 3.* failed: Input/output",
+        ),
     ],
 )
 def test_a_write_that_fails_says_where_and_what_to_change(
@@ -150,26 +153,26 @@ def test_a_write_that_fails_says_where_and_what_to_change(
 
 def test_a_write_that_takes_nothing_is_an_error(file: KVFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwritev", lambda *args: 0)
-    with pytest.raises(KVFileError, match="only 0 bytes were taken"):
+    with pytest.raises(KVFileError, match="only 0 bytes were written"):
         put(file, 1, {3: 1})
 
 
 def test_a_disk_without_room_is_refused_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(kv_file.shutil, "disk_usage", lambda path: usage(free=LAYOUT.tier_bytes - 1))
-    with pytest.raises(BudgetError, match=r"need up to 480 KiB on disk, 480 KiB are free: .*kv\.directory"):
+    with pytest.raises(BudgetError, match=r"needs up to 480 KiB on disk, 480 KiB are free: .*kv\.directory"):
         KVFile(LAYOUT, directory=str(tmp_path))
 
 
 def test_the_room_is_stated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO), KVFile(LAYOUT, directory=str(tmp_path)):
-        assert "need up to 480 KiB on disk" in caplog.text
+        assert "needs up to 480 KiB on disk" in caplog.text
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     for name in ("gone", "plain"):
-        with pytest.raises(ConfigError, match=rf"kv\.directory={tmp_path / name}: no file can be made there"):
+        with pytest.raises(ConfigError, match=rf"kv\.directory={tmp_path / name}: cannot create a file there"):
             KVFile(LAYOUT, directory=str(tmp_path / name))
 
 
@@ -195,7 +198,7 @@ def test_a_directory_in_memory_is_warned_of(
 ) -> None:
     monkeypatch.setattr(kv_file, "_is_memory", lambda directory: True)
     with caplog.at_level(logging.WARNING), KVFile(LAYOUT, directory=str(tmp_path)):
-        assert "lies in memory" in caplog.text
+        assert "in-memory file system" in caplog.text
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_mount(), reason="needs a file system in memory")

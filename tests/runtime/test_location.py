@@ -121,12 +121,12 @@ def test_chat_templates_in_their_folder_are_fetched_too(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        (["consolidated.safetensors"], "consolidated.safetensors, in the own form of Mistral's"),
-        (["original/consolidated.00.pth"], "original/consolidated.00.pth, in the own form"),
-        (SHARDS, "3 shards .* and no index .*: fetch them, and write it once"),
+        (["consolidated.safetensors"], "consolidated.safetensors, in the format of Mistral's"),
+        (["original/consolidated.00.pth"], "original/consolidated.00.pth, in the format of"),
+        (SHARDS, "3 shards .* and no index .*: download them, set model.path=DIR"),
         (["pytorch_model.bin"], "only pickled weights .*pytorch_model.bin"),
-        (["small.gguf"], "holds GGUF files; fetch one and name it: model.path=DIR/small.gguf"),
-        ([f"checkpoint-5/{SINGLE}"], "its folder checkpoint-5 does: fetch it, and give that to model.path"),
+        (["small.gguf"], "a directory of GGUF files; download one and set model.path=DIR/small.gguf"),
+        ([f"checkpoint-5/{SINGLE}"], "its folder checkpoint-5 does: download it, and set model.path to that folder"),
     ],
 )
 def test_a_repository_without_weights_that_can_be_read_says_what_it_holds(
@@ -149,7 +149,7 @@ def test_what_lies_in_the_cache_is_found_without_network(tmp_path: Path, monkeyp
     for name, text in (SETTINGS | SHARDED).items():
         (place / name).write_text(text)
     assert find() == find(revision=COMMIT) == place
-    with pytest.raises(CheckpointError, match=r"no weights at model\.path=somebody/model: the hub and its cache gave"):
+    with pytest.raises(CheckpointError, match=r"no weights at model\.path=somebody/model: not found on the hub"):
         find(revision="v1")
 
 
@@ -171,18 +171,18 @@ def test_a_url_without_weights_that_can_be_read_says_what_is_there(tmp_path: Pat
     url = f"memory://{tmp_path.name}/model"
     for name in ("config.json", "consolidated.safetensors"):
         ObjectStore(url, "model.path").write(name, b"{}")
-    with pytest.raises(CheckpointError, match=rf"{url}: .*consolidated.safetensors, in the own form"):
+    with pytest.raises(CheckpointError, match=rf"{url}: .*consolidated.safetensors, in the format of"):
         find(url, cache_dir=tmp_path)
 
 
 @pytest.mark.parametrize(
     ("file", "said"),
     [
-        (f"m/{SINGLE}", "give its directory: model.path=m"),
-        (f"m/{SHARDS[0]}", "give its directory: model.path=m"),
-        ("m/config.json", "give its directory: model.path=m"),
-        (SINGLE, "give its directory: model.path=."),
-        ("prompts.csv", "name one of those"),
+        (f"m/{SINGLE}", "set model.path=m"),
+        (f"m/{SHARDS[0]}", "set model.path=m"),
+        ("m/config.json", "set model.path=m"),
+        (SINGLE, "set model.path=."),
+        ("prompts.csv", "set it to one of these"),
     ],
 )
 def test_a_file_that_is_no_model_is_said_to_be_one(

@@ -192,7 +192,7 @@ def test_disk_is_read_from_a_file_that_has_no_name(tmp_path: Path) -> None:
 
 def test_directory_that_cannot_be_written_is_refused_by_its_key(tmp_path: Path) -> None:
     with (
-        pytest.raises(ConfigError, match=r"measure\.directory=.*nowhere: no file can be made there"),
+        pytest.raises(ConfigError, match=r"measure\.directory=.*nowhere: cannot create a file there"),
         disk_probes(str(tmp_path / "nowhere"), CPU, file_bytes=MIB, piece_bytes=MIB),
     ):
         pass

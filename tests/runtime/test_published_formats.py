@@ -281,6 +281,6 @@ def test_what_a_config_says_is_not_told_whole(config: Mapping[str, object]) -> N
         require_readable(str(config["quant_method"]))
         pair_companions({}, config)
 
-    with pytest.raises(CheckpointError, match=r"which cannot be read\. Can be: ") as caught:
+    with pytest.raises(CheckpointError, match=r"which is not supported\. Supported: ") as caught:
         read()
     assert len(str(caught.value)) < 1000

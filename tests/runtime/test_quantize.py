@@ -213,7 +213,7 @@ def test_what_cannot_be_rounded_is_refused_by_name(models: Models, tmp_path: Pat
 def test_models_without_a_matrix_that_can_be_rounded_are_refused(
     tmp_path: Path, tiny_columns: Callable[[Path], Path]
 ) -> None:
-    with pytest.raises(CheckpointError, match=r"none of its matrices can be rounded: .*no multiple of 64"):
+    with pytest.raises(CheckpointError, match=r"no matrix of the model can be rounded: .*not a multiple of 64"):
         Models(published=tmp_path, stores=tmp_path).runtime(tiny_columns(tmp_path / "model"), Quantize.int8)
 
 

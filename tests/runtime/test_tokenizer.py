@@ -152,5 +152,5 @@ def test_a_file_that_is_no_sentencepiece_model_is_refused_as_a_tokenizer(
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"model\.tokenizer=.*a\.model is not a SentencePiece model"):
         load_tokenizer(str(tmp_path / "a.model"), checkpoint)
-    with pytest.raises(ConfigError, match=r"model\.tokenizer=.*tokenizer\.json is a file: give the directory"):
+    with pytest.raises(ConfigError, match=r"model\.tokenizer=.*tokenizer\.json is a file: set it to its directory"):
         load_tokenizer(str(tmp_path / "tokenizer.json"), checkpoint)

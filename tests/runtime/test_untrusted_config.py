@@ -149,9 +149,9 @@ NAMED = {
     "num_hidden_layers": (100_000, r"config\.json: num_hidden_layers must be 256 at most: the weights hold 39 tensors"),
     "hidden_size": ("x", r"config\.json: hidden_size must be a whole number from 1 .*, got 'x'"),
     "rms_norm_eps": ("x", r"config\.json: rms_norm_eps must be a finite number, 0 or more, got 'x'"),
-    "sliding_window": (1, r"config\.json: sliding_window must be another number of tokens: .*keep every token, got 1"),
-    "hidden_act": ("nosuch", r"hidden_act='nosuch' is nothing that transformers knows"),
-    "rope_parameters": ({"rope_type": "nosuch"}, r"rope_parameters\.rope_type='nosuch' is nothing"),
+    "sliding_window": (1, r"config\.json: sliding_window must be more than 1 token: .*keep every token, got 1"),
+    "hidden_act": ("nosuch", r"hidden_act='nosuch' is unknown to transformers"),
+    "rope_parameters": ({"rope_type": "nosuch"}, r"rope_parameters\.rope_type='nosuch' is unknown"),
     "model_type": ("lama", r"config\.json: transformers .* has no model type 'lama'; did you mean 'llama'"),
 }
 

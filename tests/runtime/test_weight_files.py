@@ -85,9 +85,9 @@ def write_other_forms_beside(directory: Path, right: Tensors, wrong: Tensors) ->
 
 
 LAYOUTS: Mapping[str, tuple[Write, str]] = {  # and what of it is said
-    "single beside shards": (write_single_beside_shards, rf"{SINGLE} is read, as transformers .* {INDEX} with its 2"),
+    "single beside shards": (write_single_beside_shards, rf"{SINGLE} is read, as in transformers; {INDEX} and its 2"),
     "one more than listed": (write_one_more_than_listed, ""),
-    "unlisted twice": (write_unlisted_twice, f"'{NORM}' lies in {ONE} too: that of {TWO} is read"),
+    "unlisted twice": (write_unlisted_twice, f"'{NORM}' is also in {ONE}; read from {TWO}"),
     "config names a file": (write_named_file, ""),
     "config names an index": (write_named_index, ""),
     "other forms beside": (write_other_forms_beside, ""),
@@ -144,19 +144,19 @@ THERE = {
     "shards": ([ONE, TWO], rf"2 shards \({ONE} \.\.\.\) and no index.*or write it once:\n  cd .*python -c"),
     "some of the shards": (
         ["model-00002-of-00003.safetensors"],
-        r"1 of 3 shards .* and no index .*: fetch the others and the index",
+        r"1 of 3 shards .* and no index .*: download the missing shards and the index",
     ),
-    "Mistral's": (["consolidated.safetensors"], rf"{NONE_OF_THEM}, but consolidated\.safetensors, in the own form"),
+    "Mistral's": (["consolidated.safetensors"], rf"{NONE_OF_THEM}, but consolidated\.safetensors, in the format of"),
     "Mistral's in shards": (
         ["consolidated-00001-of-00002.safetensors", "consolidated-00002-of-00002.safetensors"],
-        r"but consolidated-00001-of-00002\.safetensors, in the own form",
+        r"but consolidated-00001-of-00002\.safetensors, in the format of",
     ),
-    "Meta's": (["consolidated.00.pth", "params.json"], r"but consolidated\.00\.pth, in the own form"),
-    "Meta's in a folder": (["original/consolidated.00.pth"], r"but original/consolidated\.00\.pth, in the own form"),
-    "gpt-oss' own": ([f"original/{SINGLE}"], rf"but original/{SINGLE}, in the own form"),
+    "Meta's": (["consolidated.00.pth", "params.json"], r"but consolidated\.00\.pth, in the format of"),
+    "Meta's in a folder": (["original/consolidated.00.pth"], r"but original/consolidated\.00\.pth, in the format of"),
+    "gpt-oss' own": ([f"original/{SINGLE}"], rf"but original/{SINGLE}, in the format of"),
     "a variant": (["model.fp16.safetensors"], rf"but model\.fp16\.safetensors, .*ln -s model.fp16.saf.*/{SINGLE}"),
-    "a checkpoint inside": ([f"checkpoint-5/{SINGLE}"], "but its folder checkpoint-5 does: give that to model.path"),
-    "GGUF": (["small.gguf"], "holds GGUF files; name one: model.path=.*small.gguf"),
+    "a checkpoint inside": ([f"checkpoint-5/{SINGLE}"], "its folder checkpoint-5 does: set model.path to that folder"),
+    "GGUF": (["small.gguf"], "a directory of GGUF files; set model.path=.*small.gguf"),
 }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from ..scaled_rows import IntegerRows, RowSelection, row_numbers, select_columns
 from ..storage_format import Loss, StorageFormat, StoredMatrix, join_by_columns
 
 NAME, NUM_BITS, PER_WORD, USUAL_WIDTH = "awq-int4", 4, 8, 128
-PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds each of its eight rows
+NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of the eight rows in a word
 LEAVES = ("qweight", "qzeros", "scales")
 READABLE = "AWQ of 4 bits in version gemm"
 
@@ -51,7 +51,7 @@ def _rows(stored: StoredMatrix) -> Rows:
     def scales(rows: RowSelection) -> torch.Tensor:
         return select_columns(stored.companions[SCALES], rows, *position).t().float()
 
-    width = next(each.block_columns for each in piece.companions if each.role == SCALES)
+    width = next(companion.block_columns for companion in piece.companions if companion.role == SCALES)
     shape, device = (num_rows, num_columns), stored.raw.device
 
     def codes() -> Codes:
@@ -91,7 +91,7 @@ def _codes(words_KW: torch.Tensor, rows: RowSelection, num_rows: int, first_row:
 @lru_cache
 def _shifts(device: torch.device) -> torch.Tensor:
     """(8,): the shift to each row's code in a word. Cached: copying it to a device would synchronize."""
-    return (NUM_BITS * torch.tensor(PLACES, dtype=torch.int32)).to(device)
+    return (NUM_BITS * torch.tensor(NIBBLES, dtype=torch.int32)).to(device)
 
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
@@ -101,7 +101,7 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
     version = str(quantization.get("version") or quantization.get("checkpoint_format") or "gemm").lower()
     num_bits = get_integer(quantization, "bits", NUM_BITS)
     if version != "gemm" or num_bits != NUM_BITS:
-        raise unsupported_error(f"its weights are AWQ's with version {version!r} and bits {num_bits}", READABLE)
+        raise unsupported_error(f"its weights are AWQ of version {version!r} with {num_bits} bits", READABLE)
     weights = {module.path: _weight(module) for module in modules_with(tensors, "qweight")}
     return replace_tensors(tensors, weights, LEAVES)
 

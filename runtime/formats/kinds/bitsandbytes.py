@@ -43,15 +43,13 @@ LEAVES = (
     *(STATE + name for name in FOUR_BITS),
 )  # fmt: skip
 STORAGE = ("U8", *FLOATS)  # `bnb_4bit_quant_storage`: the same bytes as another dtype
-INVERSE_OF_127 = 7.874015718698502e-3  # as bitsandbytes has it
+INVERSE_OF_127 = 7.874015718698502e-3  # bitsandbytes' constant: the exact result needs the same rounding
 USUAL_BLOCK, USUAL_NESTED_BLOCK = 64, 256
 
 
 class FourBitRows:
-    """Rows of 4-bit codes times the factor of their block; see `rows.Rows`. Blocks may cross rows.
-
-    The `CODES` companion may have one row for each of E concatenated matrices.
-    """
+    """Rows of 4-bit codes times the factor of their block; see `rows.Rows`. Blocks may cross rows. `CODES` has one row
+    for each of E concatenated matrices."""
 
     def __init__(self, stored: StoredMatrix):
         self._bytes_NB, self._companions, self._piece = stored.raw_NB, stored.companions, stored.piece
@@ -140,8 +138,8 @@ def _join(matrices: Sequence[StoredMatrix]) -> StoredMatrix | None:
 def _four_bit_rows(stored: StoredMatrix) -> Rows:
     rows = FourBitRows(stored)
     num_groups, rest = divmod(rows.shape[1], int(stored.piece.constants[0]))
-    is_one = stored.companions[CODES].dim() == 1
-    if rest or not is_one or not has_tables() or not supports_row_codes(rows.shape, rows.device, num_groups):
+    is_single = stored.companions[CODES].dim() == 1
+    if rest or not is_single or not has_tables() or not supports_row_codes(rows.shape, rows.device, num_groups):
         return rows
     return RowCodes(rows, stored.raw_NB, TABLE_NIBBLES, num_groups, rows.zeros_and_scales, stored.companions[CODES])
 
@@ -179,16 +177,16 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
         for name in FOUR_BITS
         for module in modules_with(tensors, STATE + name)
     }
-    in_bytes = list(modules_with(tensors, "SCB"))
-    for module in in_bytes:
+    int8_modules = list(modules_with(tensors, "SCB"))
+    for module in int8_modules:
         weight, layout = module.require("weight", "I8"), module.find("weight_format")
         num_rows, _ = require_matrix(weight)
         if layout is not None and any(read_bytes(layout)):
-            raise unsupported_error(f"{weight.name!r} is laid out for a kernel (weight_format)", READABLE)
+            raise unsupported_error(f"{weight.name!r} is in the layout of a kernel (weight_format)", READABLE)
         scales = require_shape(module.require("SCB", *FLOATS), (num_rows,), f"{weight.name!r}")
         companion = Companion(role=SCALES, tensor=replace(scales, shape=(num_rows, 1)), block_rows=1)
         weights[module.path] = replace(weight, format=INT8, companions=(companion,))
-    if in_bytes:
+    if int8_modules:
         warn_activations("LLM.int8")
     return replace_tensors(tensors, weights, LEAVES)
 
@@ -201,14 +199,14 @@ def _four_bit_weight(module: ModuleTensors, name: str) -> TensorSlice:
         nested = int(values.get("nested_blocksize", 0))  # factors per block of factors; 0: not nested
         offset = float(values.get("nested_offset", 0.0))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{state.file}: {state.name!r} does not describe a matrix of 4 bits") from error
+        raise CheckpointError(f"{state.file}: {state.name!r} does not describe a 4-bit matrix") from error
     if min(height, width, block) < 1 or nested < 0:
         raise CheckpointError(f"{state.file}: {state.name!r} has sizes below 1")
     if width % 2 or words.num_bytes * 2 != height * width:
         raise unsupported_error(
             f"{words.name!r} has {words.num_bytes} bytes for {height} rows of {width} numbers", READABLE
         )
-    block = min(block, height * width)  # a larger block holds no more, and could overflow torch's integers
+    block = min(block, height * width)  # a larger block could overflow torch's integers
     num_blocks = -(-height * width // block)
     nested = min(nested, num_blocks)
     pairs = [(CODES, "weight.quant_map", "F32", 16), (SCALES, "weight.absmax", "U8" if nested else "F32", num_blocks)]

@@ -5,7 +5,7 @@
     weight in I8                          int-quantized, naive-quantized
     weight in F8                          float-quantized, mxfp8-quantized
 
-Modules in its `ignore` list have a plain `weight`, which is kept.
+Modules in its `ignore` list have a plain `weight`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,7 +51,7 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
     """See `Method`."""
     if quantization.get("quant_method") != "compressed-tensors":
         return tensors
-    groups = [each for each in get_mapping(quantization, "config_groups").values() if isinstance(each, Mapping)]
+    groups = [group for group in get_mapping(quantization, "config_groups").values() if isinstance(group, Mapping)]
     sparsity = get_mapping(quantization, "sparsity_config").get("format")
     if sparsity not in DENSE:
         raise unsupported_error(f"its weights are sparse ({sparsity!r})", READABLE)
@@ -59,9 +59,7 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
         if name in UNREADABLE:
             raise unsupported_error(f"its weights are in the format {name!r}", READABLE)
     if get_mapping(get_mapping(quantization, "transform_config"), "config_groups"):
-        raise unsupported_error(
-            "its weights are rotated (transform_config), and activations would have to be", READABLE
-        )
+        raise unsupported_error("it rotates weights and activations (transform_config)", READABLE)
     inputs = next(filter(None, (get_mapping(group, "input_activations") for group in groups)), None)
     if inputs is not None:
         kind = "dynamic" if inputs.get("dynamic") else "static"
@@ -70,7 +68,8 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
         warn_kv_cache()
     schemes = [get_mapping(group, "weights") for group in groups]
     modules = chain(modules_with(tensors, "weight_packed"), modules_with(tensors, "weight_scale"))
-    weights = {module.path: _weight(module, schemes) for module in {each.path: each for each in modules}.values()}
+    by_path = {module.path: module for module in modules}
+    weights = {path: _weight(module, schemes) for path, module in by_path.items()}
     return replace_tensors(tensors, weights, LEAVES)
 
 
@@ -107,11 +106,9 @@ def _word_weight(module: ModuleTensors, words: TensorSlice, schemes: Iterable[Ma
     candidates = [scheme for scheme in schemes if _num_words(shape, scheme) == num_words]
     num_bits = next((bits for scheme in candidates for bits in WORDS if scheme["num_bits"] == bits), None)
     if len(shape) != 2 or shape[0] != num_rows or num_bits is None:
-        what = f"{words.name!r} has {num_words} words in each of {num_rows} rows for weight_shape {[*shape]}"
-        raise unsupported_error(f"{what}, which matches no packing of 4 or 8 bits in its config_groups", READABLE)
-    groups = module.find(
-        "weight_g_idx"
-    )  # it is there where columns are ordered, whatever the config says of `actorder`
+        problem = f"{words.name!r} has {num_words} words in each of {num_rows} rows for weight_shape {[*shape]}"
+        raise unsupported_error(f"{problem}, which matches no packing of 4 or 8 bits in its config_groups", READABLE)
+    groups = module.find("weight_g_idx")  # decides, not `actorder` in the config
     if groups is not None or any(scheme.get("actorder") in ORDERED for scheme in candidates):
         groups = module.require("weight_g_idx", "I32")
     scales = module.require("weight_scale", *FLOATS)

@@ -15,7 +15,7 @@ from ..storage_format import Loss, StorageFormat, StoredMatrix
 
 NAME, DTYPES = "fp8", {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 SUFFIXES = ("_scale_inv", "_scale")
-OF_ACTIVATIONS = ("activation_scale", "input_scale", "input_scale_ub")
+ACTIVATION_SCALES = ("activation_scale", "input_scale", "input_scale_ub")
 DEFAULT_BLOCK = (128, 128)
 
 
@@ -26,8 +26,8 @@ def _rows(stored: StoredMatrix) -> Rows:
 
 
 def fp8_weight(tensor: TensorSlice, factors: TensorSlice, block: tuple[int, int]) -> TensorSlice:
-    """Returns the weight with its factors: one in all, or one per block, row, column, or equal group of a row's
-    columns. Raises CheckpointError for other shapes."""
+    """Returns the weight with its factors: one for all, or one per block, row, column, or group of a row's columns.
+    Raises CheckpointError for other shapes."""
     if len(tensor.shape) < 2:
         raise CheckpointError(f"{tensor.file}: {tensor.name!r} has shape {tensor.shape}; FP8 weights must be matrices")
     *stack, height, width = tensor.shape
@@ -58,7 +58,7 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
         factors = next((name + suffix for suffix in SUFFIXES if name + suffix in tensors), None)
         if tensor.dtype in DTYPES and factors is not None:
             result[name] = fp8_weight(tensor, result.pop(factors), block)
-            for leaf in OF_ACTIVATIONS:
+            for leaf in ACTIVATION_SCALES:
                 result.pop(name.removesuffix("weight") + leaf, None)
         elif tensor.dtype in DTYPES and str(quantization.get("quant_method")) in METHODS:
             raise CheckpointError(f"{tensor.file}: {name!r} is {tensor.dtype}, but {name + SUFFIXES[0]!r} is missing")

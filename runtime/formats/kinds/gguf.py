@@ -1,9 +1,8 @@
-"""GGUF's block formats, by type name. A block is a run of columns with their scales stored inside. Plain types are used
-here only for rows stored in another order.
+"""GGUF's block formats, by type name. A block is a run of columns together with its scales. Plain types are here only
+for rows stored in another order.
 
-Numbers are `scale * q + offset` for small integers q, whose bits lie in one or two places of the block; each decoder
-shows where. Types without a decoder use the numpy code of the package `gguf`, several times slower. Source of the
-layouts: ggml's block structures (ggml-common.h), as llama.cpp writes them.
+Numbers are `scale * q + offset` for small integers q. Types without a decoder use the numpy code of the package `gguf`,
+several times slower. Source of the layouts: ggml's block structures (ggml-common.h), as llama.cpp writes them.
 
 Shapes: n blocks of B bytes, each of G groups of W numbers with one scale.
 """
@@ -66,14 +65,14 @@ def decode(dtype: str, raw_RB: torch.Tensor, out_RK: torch.Tensor) -> None:
             out_nGW += groups.offset_nG[..., None]
 
 
-def _load_half(blocks_nB: torch.Tensor, at: int) -> torch.Tensor:
-    """Returns the float16 at byte `at` of each block, as float32: (n, 1)."""
-    return blocks_nB[:, at : at + 2].view(torch.float16).float()
+def _load_half(blocks_nB: torch.Tensor, offset: int) -> torch.Tensor:
+    """Returns the float16 at byte `offset` of each block, as float32: (n, 1)."""
+    return blocks_nB[:, offset : offset + 2].view(torch.float16).float()
 
 
 def _extract_fields(bytes_nB: torch.Tensor, num_bits: int, run: int) -> torch.Tensor:
-    """Splits bytes into fields of `num_bits`: first the lowest bits of `run` bytes, then their next bits, and so on;
-    then the next `run` bytes. Returns (n, B * 8 / num_bits)."""
+    """Splits bytes into fields of `num_bits`: for each `run` of bytes, first the lowest bits of all, then their next
+    bits. Returns (n, B * 8 / num_bits)."""
     bytes_ncr = bytes_nB.contiguous().unflatten(1, (-1, run))  # contiguous bytes shift ten times as fast
     fields = [bytes_ncr >> shift & ((1 << num_bits) - 1) for shift in range(0, 8, num_bits)]
     return torch.stack(fields, dim=2).flatten(1)
@@ -98,8 +97,8 @@ def _subtract_zero(q: torch.Tensor, zero: int, width: int) -> torch.Tensor:
 
 
 def _scales_and_minima(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the scales and minima of Q4_K and Q5_K, (n, 8) each: six bits; the second four keep their two highest
-    bits above the first four."""
+    """Returns the scales and minima of Q4_K and Q5_K, (n, 8) each: six bits; the two highest bits of the second four
+    are stored above the first four."""
     low, high, rest = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scale = torch.cat([low & 63, rest & 15 | low >> 6 << 4], dim=1)
     minimum = torch.cat([high & 63, rest >> 4 | high >> 6 << 4], dim=1)

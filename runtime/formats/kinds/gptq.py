@@ -38,7 +38,7 @@ from ..scaled_rows import WORD_BITS, IntegerRows, RowSelection, byte_halves, pac
 from ..storage_format import Loss, StorageFormat, StoredMatrix, join_by_columns
 
 BITS, LEAVES = (4, 8), ("qweight", "qzeros", "scales", "g_idx")
-ADDED_TO_ZEROS = {"gptq": 1, "gptq_v2": 0}  # by checkpoint_format
+ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # added to stored zero points, by checkpoint_format
 READABLE = "GPTQ of 4 or 8 bits with checkpoint_format gptq or gptq_v2"
 USUAL_WIDTH = 128
 ENCODINGS = {4: WORDS4, 8: WORDS8}
@@ -63,29 +63,29 @@ def _rows(num_bits: int, stored: StoredMatrix) -> Rows:
             first_word, last_word = (piece.first_row + start) // per_word, -(-(piece.first_row + stop) // per_word)
             words_GW = words_GW[:, first_word:last_word]
         codes = _byte_zeros(num_bits, zero_offset, stored.raw.device)
-        found_GN = codes.index_select(0, words_GW.contiguous().view(torch.uint8).flatten().int())
-        found_GN = found_GN.view(torch.float32).view(len(words_GW), -1)
-        return select_columns(found_GN, rows, num_rows, piece.first_row - first_word * per_word).t()
+        zeros_GN = codes.index_select(0, words_GW.contiguous().view(torch.uint8).flatten().int())
+        zeros_GN = zeros_GN.view(torch.float32).view(len(words_GW), -1)
+        return select_columns(zeros_GN, rows, num_rows, piece.first_row - first_word * per_word).t()
 
     def scales(rows: RowSelection) -> torch.Tensor:
         return select_columns(companions[SCALES], rows, *position).t().float()
 
-    width = next(each.block_columns for each in piece.companions if each.role == SCALES)
+    width = next(companion.block_columns for companion in piece.companions if companion.role == SCALES)
     shape, device, groups = (num_rows, num_columns), stored.raw.device, companions.get(GROUPS)
 
     def codes() -> Codes:
         begin, end = piece.first_row, piece.first_row + num_rows
         groups_EK = None if groups is None else groups.view(-1, num_columns)
-        in_matrices = (1 if groups_EK is None else len(groups_EK), -1)
-        body = words_WN.t()[begin:end].unflatten(0, in_matrices)
+        matrices = (1 if groups_EK is None else len(groups_EK), -1)
+        body = words_WN.t()[begin:end].unflatten(0, matrices)
         return Codes(
             encoding=ENCODINGS[num_bits],
             shape=(body.shape[1], num_columns),
             body=body,
-            scales=companions[SCALES].t()[begin:end].unflatten(0, in_matrices),
+            scales=companions[SCALES].t()[begin:end].unflatten(0, matrices),
             width=width,
             groups=groups_EK,
-            zeros=companions[ZEROS].t().unflatten(0, in_matrices),
+            zeros=companions[ZEROS].t().unflatten(0, matrices),
             zero_bits=num_bits,
             zero_offset=zero_offset,
             first_row=piece.first_row,
@@ -115,20 +115,22 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
     if words is not None and not quantization:
         raise CheckpointError(
             f"{tensors[words.path + 'qweight'].file}: {words.path + 'qweight'!r} is GPTQ's or AWQ's, but config.json "
-            "has no quantization_config: copy the contents of quantize_config.json there"
+            "has no quantization_config: add the contents of quantize_config.json under that key"
         )
     if quantization.get("quant_method") != "gptq":
         return tensors
     version = str(quantization.get("checkpoint_format") or quantization.get("format") or "gptq")
-    if version not in ADDED_TO_ZEROS or quantization.get("is_marlin_format"):
-        raise unsupported_error(f"its weights are GPTQ's with checkpoint_format {version!r}", READABLE)
-    modules = list(modules_with(tensors, "qweight"))
-    weights = {each.path: _weight(each, quantization, version) for each in modules}
-    if quantization.get("desc_act") or not all(_has_consecutive_groups(each, weights[each.path]) for each in modules):
-        for each in modules:
-            weight, words = weights[each.path], each.require("g_idx", "I32")
-            groups = column_groups(words, weight.shape[1], weight.companions[0].tensor.shape[0])
-            weights[each.path] = replace(weight, companions=(*weight.companions, groups))
+    if version not in ZERO_OFFSETS or quantization.get("is_marlin_format"):
+        raise unsupported_error(f"its weights are GPTQ with checkpoint_format {version!r}", READABLE)
+    modules = {module.path: module for module in modules_with(tensors, "qweight")}
+    weights = {path: _weight(module, quantization, version) for path, module in modules.items()}
+    if quantization.get("desc_act") or not all(
+        _has_consecutive_groups(module, weights[path]) for path, module in modules.items()
+    ):
+        for path, module in modules.items():
+            weight, indices = weights[path], module.require("g_idx", "I32")
+            groups = column_groups(indices, weight.shape[1], weight.companions[0].tensor.shape[0])
+            weights[path] = replace(weight, companions=(*weight.companions, groups))
     return replace_tensors(tensors, weights, LEAVES)
 
 
@@ -142,7 +144,7 @@ def _weight(module: ModuleTensors, quantization: Mapping[str, object], version: 
         raise unsupported_error(f"{words.name!r} has {num_bits} bits", READABLE)
     if num_rows * num_bits % WORD_BITS:
         raise unsupported_error(
-            f"{words.name!r} has {num_rows} columns, whose zero points of {num_bits} bits fill no words", READABLE
+            f"{words.name!r} has {num_rows} columns: their {num_bits}-bit zero points are not whole words", READABLE
         )
     num_columns = height * WORD_BITS // num_bits
     require_shape(scales, (num_groups, num_rows), f"{words.name!r}, {words.shape},")
@@ -163,7 +165,7 @@ def _weight(module: ModuleTensors, quantization: Mapping[str, object], version: 
             Companion(role=SCALES, tensor=scales, block_columns=width),
             Companion(role=ZEROS, tensor=zeros),
         ),
-        constants=(ADDED_TO_ZEROS[version],),
+        constants=(ZERO_OFFSETS[version],),
         is_interleaved=True,
     )
 
@@ -173,9 +175,9 @@ def _has_consecutive_groups(module: ModuleTensors, weight: TensorSlice) -> bool:
     groups = module.find("g_idx")
     if groups is None or not prod(groups.shape):
         return True
-    found = read_integers(groups)
-    width = weight.companions[0].block_columns
-    return len(found) == weight.shape[1] and bytes(found) == _consecutive_groups(len(found), width, found.itemsize)
+    indices = read_integers(groups)
+    expected = _consecutive_groups(len(indices), weight.companions[0].block_columns, indices.itemsize)
+    return len(indices) == weight.shape[1] and bytes(indices) == expected
 
 
 @lru_cache(maxsize=8)

@@ -46,8 +46,8 @@ def integers_in_words(
     num_groups = companions[0].tensor.shape[1]
     if zeros is not None and zeros.dtype == "I32":
         num_words = -(-num_rows * num_bits // WORD_BITS)
-        found = require_shape(zeros, (num_words, num_groups), f"{words.name!r} with {num_groups} groups")
-        companions.append(Companion(role=ZEROS, tensor=found, block_rows=WORD_BITS // num_bits))
+        require_shape(zeros, (num_words, num_groups), f"{words.name!r} with {num_groups} groups")
+        companions.append(Companion(role=ZEROS, tensor=zeros, block_rows=WORD_BITS // num_bits))
     elif zeros is not None:
         companions.append(row_factors(zeros, num_rows, ZEROS))
     if groups is not None:
@@ -56,8 +56,8 @@ def integers_in_words(
 
 
 def _scales(scales: TensorSlice, num_rows: int, num_columns: int) -> Companion:
-    found = row_factors(scales, num_rows)
-    return replace(found, block_columns=group_width(num_columns, found.tensor, found.tensor.shape[1]))
+    companion = row_factors(scales, num_rows)
+    return replace(companion, block_columns=group_width(num_columns, companion.tensor, companion.tensor.shape[1]))
 
 
 def _plain_rows(stored: StoredMatrix) -> Rows:
@@ -80,8 +80,8 @@ def _word_rows(num_bits: int, stored: StoredMatrix) -> Rows:
         return extract_fields(stored.companions[ZEROS].t(), numbers, num_bits).t().float()
 
     if ZEROS not in stored.companions or stored.companions[ZEROS].dtype != torch.int32:
-        added = 1 << (num_bits - 1)
-        return _integer_rows(stored, write, _plain_zeros(stored, added), ENCODINGS[num_bits], added)
+        offset = 1 << (num_bits - 1)
+        return _integer_rows(stored, write, _plain_zeros(stored, offset), ENCODINGS[num_bits], offset)
     return _integer_rows(stored, write, packed_zeros, ENCODINGS[num_bits], 0, zero_bits=num_bits)
 
 
@@ -94,38 +94,38 @@ def _integer_rows(
     groups, num_groups = stored.companions.get(GROUPS), scales.shape[1]
 
     def codes() -> Codes:
-        found, spread = stored.companions.get(ZEROS), (1, shape[0], num_groups)
-        if found is not None:
-            found = found[None] if zero_bits else found.expand(spread)
+        stored_zeros, expanded = stored.companions.get(ZEROS), (1, shape[0], num_groups)
+        if stored_zeros is not None:
+            stored_zeros = stored_zeros[None] if zero_bits else stored_zeros.expand(expanded)
         return Codes(
             encoding=encoding,
             shape=shape,
             body=stored.raw_NB[None],
-            scales=scales.expand(spread),
+            scales=scales.expand(expanded),
             width=width,
             groups=None if groups is None else groups[None],
-            zeros=found,
+            zeros=stored_zeros,
             zero_bits=zero_bits,
             zero_offset=zero_offset,
         )
 
-    of_rows = partial(_row_values, scales, 0)
-    rows = IntegerRows(shape, stored.raw.device, write, zeros, of_rows, width, groups, codes=codes)
+    row_scales = partial(_row_values, scales, 0)
+    rows = IntegerRows(shape, stored.raw.device, write, zeros, row_scales, width, groups, codes=codes)
     if groups is not None or not supports_row_codes(shape, rows.device, num_groups):
         return rows
     return RowCodes(rows, stored.raw_NB, encoding, num_groups, rows.zeros_and_scales)
 
 
 def _plain_zeros(stored: StoredMatrix, zero_offset: int) -> Factors:
-    """Zero points stored like scales, plus `zero_offset`; if there are none, `zero_offset` alone."""
+    """Zero points stored like scales (0 if there are none), plus `zero_offset`."""
     zeros = stored.companions.get(ZEROS)
     if zeros is None:
         zeros = torch.zeros(1, 1, device=stored.raw.device)
     return partial(_row_values, zeros, zero_offset)
 
 
-def _row_values(factors: torch.Tensor, added: int, rows: RowSelection) -> torch.Tensor:
-    return (factors if len(factors) == 1 else factors[rows]).float() + added
+def _row_values(factors: torch.Tensor, offset: int, rows: RowSelection) -> torch.Tensor:
+    return (factors if len(factors) == 1 else factors[rows]).float() + offset
 
 
 FORMATS = (

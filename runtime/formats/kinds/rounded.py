@@ -1,7 +1,7 @@
 """Weights rounded by `weightstream pack format=int8|int4|fp8`: codes with a scale per row or per group of columns.
 
 `X_int8-rows`, `X_int4-groups` or `X_fp8-rows` (uint8) with `X_scales`, bfloat16 (N, G); `linear/packed_rows.py` has the
-layout of codes. Weights of layers and experts are rounded a few rows at a time, in a few times their memory.
+layout of codes. Weights of layers and experts are rounded a few rows at a time.
 
 N rows of K numbers, R of them; G groups of W columns.
 """
@@ -24,8 +24,8 @@ from ..scaled_rows import SCALES
 from ..storage_format import Loss, StorageFormat
 
 ENCODINGS = {"int8": INT8, "int4": INT4, "fp8": FLOAT8}  # by the name in model.quantize and pack's format
-MOST_INT8, MOST_FLOAT8 = 127, 448
-CLIPS = (1.0, 0.93, 0.86, 0.79)  # clipping ratios tried for a group, of its largest number
+MAX_INT8, MAX_FLOAT8 = 127, 448
+CLIPS = (1.0, 0.93, 0.86, 0.79)  # clipping ratios tried for a group's largest number
 NUMBERS_AT_ONCE = 1 << 17  # fits a cache while all clipping ratios are tried
 USUAL_GROUP = 64  # columns
 LAYER_TENSOR = re.compile(r"\.\d+\.")
@@ -56,7 +56,7 @@ class Rounding:
     """A rounding by its name in `ENCODINGS`. `group_size`: columns per scale, for int4."""
 
     name: str
-    group_size: int = 64
+    group_size: int = USUAL_GROUP
 
     @property
     def encoding(self) -> int:
@@ -73,13 +73,13 @@ class Rounding:
     def skip_reason(self, name: str, dtype: str, shape: tuple[int, ...]) -> str | None:
         """Returns the reason why a tensor is not rounded; None if it is rounded."""
         if dtype not in FLOATS or len(shape) not in (2, 3) or 0 in shape:
-            return f"{dtype}, no matrix of floats"
+            return f"{dtype}, not a float matrix"
         if LAYER_TENSOR.search(name) is None:
-            return "of no layer: embeddings and head are not rounded"
+            return "not in a layer: embeddings and head are not rounded"
         if not ROUTERS.isdisjoint(name.split(".")):
-            return "chooses experts"
+            return "router of experts"
         if shape[-1] % GROUP_NUMBERS or (self.encoding == INT4 and shape[-1] % self.group_size):
-            return f"columns are no multiple of {max(GROUP_NUMBERS, self.group_size)}"
+            return f"columns not a multiple of {max(GROUP_NUMBERS, self.group_size)}"
         return None
 
     def num_groups(self, num_columns: int) -> int:
@@ -98,8 +98,7 @@ class Rounding:
                 continue
             scales_RG = self.choose_scales(numbers_RK)
             codes_RB = self.encode(numbers_RK, scales_RG)
-            found_RK = self.decode(codes_RB, scales_RG)
-            error = float((found_RK - numbers_RK).square().sum(dtype=torch.float64))
+            error = float((self.decode(codes_RB, scales_RG) - numbers_RK).square().sum(dtype=torch.float64))
             yield RoundedRows(codes_RB, scales_RG, error, float(numbers_RK.square().sum(dtype=torch.float64)))
 
     def decode(self, codes_RB: torch.Tensor, scales_RG: torch.Tensor) -> torch.Tensor:
@@ -114,20 +113,20 @@ class Rounding:
         groups_RGW = numbers_RK.unflatten(1, (self.num_groups(numbers_RK.shape[1]), -1))
         if self.encoding != INT4:
             largest_RG = groups_RGW.abs().amax(2)
-            exact = largest_RG / (MOST_INT8 if self.encoding == INT8 else MOST_FLOAT8)
-            found = exact.to(torch.bfloat16)
-            above = torch.nextafter(found, torch.full_like(found, torch.inf))
-            return torch.where(found.float() < exact, above, found)  # round scales up: no code may exceed the largest
+            exact = largest_RG / (MAX_INT8 if self.encoding == INT8 else MAX_FLOAT8)
+            nearest = exact.to(torch.bfloat16)
+            above = torch.nextafter(nearest, torch.full_like(nearest, torch.inf))
+            return torch.where(nearest.float() < exact, above, nearest)  # round up: no code may exceed the largest
         largest_RG = groups_RGW.gather(2, groups_RGW.abs().argmax(2, keepdim=True))[..., 0]
         best_RG = torch.full_like(largest_RG, torch.inf)
         scales_RG = torch.zeros_like(largest_RG, dtype=torch.bfloat16)
         rounded = torch.empty_like(groups_RGW)
-        for share in CLIPS:
-            found_RG = (largest_RG * (-share / INT4_MIDDLE)).to(torch.bfloat16)
-            _round_to(groups_RGW, found_RG, -INT4_MIDDLE, INT4_MIDDLE - 1, rounded)
-            errors_RG = rounded.mul_(found_RG.float()[..., None]).sub_(groups_RGW).square_().sum(2)
+        for ratio in CLIPS:
+            trial_RG = (largest_RG * (-ratio / INT4_MIDDLE)).to(torch.bfloat16)
+            _round_to(groups_RGW, trial_RG, -INT4_MIDDLE, INT4_MIDDLE - 1, rounded)
+            errors_RG = rounded.mul_(trial_RG.float()[..., None]).sub_(groups_RGW).square_().sum(2)
             is_better_RG = errors_RG < best_RG
-            scales_RG = torch.where(is_better_RG, found_RG, scales_RG)
+            scales_RG = torch.where(is_better_RG, trial_RG, scales_RG)
             best_RG = torch.where(is_better_RG, errors_RG, best_RG)
         return scales_RG
 
@@ -137,9 +136,9 @@ class Rounding:
         rounded = torch.empty_like(groups_RGW)
         if self.encoding == FLOAT8:
             torch.div(groups_RGW, _divisors(scales_RG), out=rounded)
-            return rounded.clamp_(-MOST_FLOAT8, MOST_FLOAT8).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
+            return rounded.clamp_(-MAX_FLOAT8, MAX_FLOAT8).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
         if self.encoding == INT8:
-            _round_to(groups_RGW, scales_RG, -MOST_INT8, MOST_INT8, rounded)
+            _round_to(groups_RGW, scales_RG, -MAX_INT8, MAX_INT8, rounded)
             return rounded.to(torch.int8).view(torch.uint8).flatten(1)
         _round_to(groups_RGW, scales_RG, -INT4_MIDDLE, INT4_MIDDLE - 1, rounded)
         halves = rounded.add_(INT4_MIDDLE).to(torch.uint8).flatten(1).unflatten(1, (-1, 2, CODE_RUN // 2))
@@ -167,10 +166,8 @@ def _weight(name: str, codes: TensorSlice, scales: TensorSlice) -> TensorSlice:
     if len(codes.shape) < 2 or scales.dtype != "BF16" or scales.shape[:-1] != codes.shape[:-1]:
         raise mismatch_error(codes, scales)
     *rows, num_bytes = codes.shape
-    num_columns, num_groups = (
-        num_bytes * GROUP_NUMBERS // code_bytes(ROUNDED_ENCODINGS[name], GROUP_NUMBERS),
-        scales.shape[-1],
-    )
+    num_columns = num_bytes * GROUP_NUMBERS // code_bytes(ROUNDED_ENCODINGS[name], GROUP_NUMBERS)
+    num_groups = scales.shape[-1]
     # One group per row, or equal groups of a power-of-two width from 32 to 256.
     width, rest = divmod(num_columns, max(1, num_groups))
     if num_columns % GROUP_NUMBERS or num_groups < 1 or (num_groups > 1 and (rest or width not in (32, 64, 128, 256))):

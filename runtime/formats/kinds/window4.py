@@ -3,7 +3,7 @@
 The weights of a layer use few exponents. A window of 15 consecutive exponents plus zero gets 4-bit codes. A number is a
 byte of sign and mantissa plus the code of its exponent; exponents outside the window (escapes) are stored separately.
 Published weights have an entropy of 2.6 bits per exponent (DFloat11, arXiv 2504.11651), so variable-length codes would
-save a few percent more. A matrix is packed a few rows at a time, in a few times their memory.
+save a few percent more. A matrix is packed a few rows at a time.
 
 N rows of K numbers, of which n escape; K is a multiple of GROUP_NUMBERS.
 """
@@ -24,11 +24,11 @@ from ..storage_format import Loss, StorageFormat, StoredMatrix
 
 ESCAPES = "escapes"  # the companion
 WINDOW = 15  # codes 1 to 15: consecutive exponents
-MOST_COLUMNS = 1 << 16  # an escape's column is stored in 16 bits
-MOST_ESCAPES = 0.003  # share of numbers; a product spends some 40 ns on each escape (EPYC Zen 5)
+MAX_COLUMNS = 1 << 16  # an escape's column is stored in 16 bits
+MAX_ESCAPES = 0.003  # fraction of numbers; a product spends some 40 ns on each escape (EPYC Zen 5)
 ROWS_AT_ONCE_NUMBERS = 1 << 20
 SAMPLE_NUMBERS = 1 << 20
-TYPICAL_ESCAPES = 0.0005  # share of numbers in published weights, as others measured: 0.0003 to 0.0005
+TYPICAL_ESCAPES = 0.0005  # fraction of numbers in published weights; measured elsewhere: 0.0003 to 0.0005
 ESCAPES_AT_ONCE = 4  # pads exponents to whole 32-bit words
 
 
@@ -51,7 +51,7 @@ class Window4(NamedTuple):
 
 
 def num_words(num_rows: int, num_escapes: int) -> int:
-    """Number of 32-bit words of the companion that holds the escapes."""
+    """Number of 32-bit words of the escapes companion."""
     return 2 + num_rows + _padded_count(num_escapes) // 4 * 3
 
 
@@ -96,8 +96,8 @@ def choose_base(words_NK: np.ndarray) -> int:
 
 
 def _pack_groups(words_RK: np.ndarray, codes_RK: np.ndarray) -> np.ndarray:
-    """Packs rows into bytes. Number 32 h + 16 t + 4 q + j of a group is stored at 16 q + 8 h + 2 j + t, because vector
-    shuffles work within 16 bytes and 32-bit words hold pairs. Codes of the second half are the high nibbles."""
+    """Packs rows into bytes. Number 32 h + 16 t + 4 q + j of a group is stored at 16 q + 8 h + 2 j + t: vector shuffles
+    work within 16 bytes, and 32-bit words hold pairs. Codes of the second half are the high nibbles."""
     R, K = words_RK.shape
     rest, codes = (
         part.reshape(R, K // GROUP_NUMBERS, 2, 2, 4, 4)
@@ -109,15 +109,15 @@ def _pack_groups(words_RK: np.ndarray, codes_RK: np.ndarray) -> np.ndarray:
     return np.concatenate([rest, nibbles], axis=2).reshape(R, -1)
 
 
-def escape_words(packed: Window4, most_escapes: int) -> np.ndarray:
-    """Returns the int32 companion: base, starts, columns and exponents of the escapes, zero-padded to `most_escapes`.
+def escape_words(packed: Window4, max_escapes: int) -> np.ndarray:
+    """Returns the int32 companion: base, starts, columns and exponents of the escapes, zero-padded to `max_escapes`.
     Padding belongs to no row."""
-    missing = _padded_count(most_escapes) - len(packed.columns)
+    padding = _padded_count(max_escapes) - len(packed.columns)
     parts = (
         np.array([packed.base], np.uint32),
         packed.starts,
-        np.pad(packed.columns, (0, missing)).view(np.uint32),
-        np.pad(packed.exponents, (0, missing)).view(np.uint32),
+        np.pad(packed.columns, (0, padding)).view(np.uint32),
+        np.pad(packed.exponents, (0, padding)).view(np.uint32),
     )
     return np.concatenate(parts).view(np.int32)
 
@@ -127,10 +127,10 @@ def skip_reason(dtype: str, shape: tuple[int, ...]) -> str | None:
     if dtype != "BF16":
         return f"{dtype}, not BF16"
     if len(shape) not in (2, 3) or 0 in shape:
-        return "no matrix"
+        return "not a matrix"
     if shape[-1] % GROUP_NUMBERS:
-        return f"columns are no multiple of {GROUP_NUMBERS}"
-    return f"more than {MOST_COLUMNS:,} columns" if shape[-1] > MOST_COLUMNS else None
+        return f"columns not a multiple of {GROUP_NUMBERS}"
+    return f"more than {MAX_COLUMNS:,} columns" if shape[-1] > MAX_COLUMNS else None
 
 
 def packed_columns(num_columns: int) -> int:
@@ -140,9 +140,9 @@ def packed_columns(num_columns: int) -> int:
 
 def stack_escapes(matrices: Sequence[Sequence[Window4]]) -> np.ndarray:
     """Returns the companions of all experts as one array, padded to the expert with the most escapes."""
-    wholes = [concat_pieces(pieces) for pieces in matrices]
-    most = max(len(whole.columns) for whole in wholes)
-    return np.stack([escape_words(whole, most) for whole in wholes])
+    packed = [concat_pieces(pieces) for pieces in matrices]
+    max_escapes = max(len(matrix.columns) for matrix in packed)
+    return np.stack([escape_words(matrix, max_escapes) for matrix in packed])
 
 
 def _rows(stored: StoredMatrix) -> Rows:
