@@ -10,13 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from huggingface_hub import HfApi, snapshot_download
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedConfig,
-    __version__,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, __version__
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..cache_root import cache_root

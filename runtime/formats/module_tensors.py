@@ -154,11 +154,7 @@ def part_name(weight: str, part: str) -> str:
 
 
 def pair_parts(
-    tensors: Mapping[str, TensorSlice],
-    quantization: Mapping[str, object],
-    part: str,
-    companion: str,
-    fit: MakeWeight,
+    tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object], part: str, companion: str, fit: MakeWeight
 ) -> Mapping[str, TensorSlice]:
     """Returns the tensors, with each pair of `X_part` and `X_companion` combined into weight X by `fit`.
 

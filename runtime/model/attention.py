@@ -167,14 +167,7 @@ def _decode(
     if isinstance(kv, QuantizedKV):
         return decode_quantized(q_BHD, kv, rows, reach, rule, num_threads)
     return decode_attention(
-        q_BHD,
-        kv.k_NPHD,
-        kv.v_NPHD,
-        kv.layout.tables_Bn,
-        rows.begins(reach),
-        rows.ends,
-        rule,
-        num_threads,
+        q_BHD, kv.k_NPHD, kv.v_NPHD, kv.layout.tables_Bn, rows.begins(reach), rows.ends, rule, num_threads
     )
 
 

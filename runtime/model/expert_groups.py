@@ -151,11 +151,7 @@ def _run_grouped(
     every_E = torch.arange(num_experts, device=index_TK.device, dtype=index_TK.dtype)
     ends_E = torch.searchsorted(experts_V, every_E, right=True, out_int32=True)
     out_VD = _compute_outputs(
-        module,
-        stacks,
-        hidden_TD[order_V // num_choices],
-        experts_V,
-        lambda x, part: grouped(x, part, offs=ends_E),
+        module, stacks, hidden_TD[order_V // num_choices], experts_V, lambda x, part: grouped(x, part, offs=ends_E)
     )
     places_V = torch.empty_like(order_V).scatter_(0, order_V, torch.arange(len(order_V), device=order_V.device))
     each_TKD = out_VD[places_V].view(num_tokens, num_choices, -1)

@@ -75,10 +75,7 @@ def expert_pieces(tensor: TensorSlice) -> Pieces:
 
 
 def build_parameters(
-    model: PreTrainedModel,
-    pieces: Mapping[str, Pieces],
-    stacked: Collection[str],
-    inexpressible: Sequence[Conversion],
+    model: PreTrainedModel, pieces: Mapping[str, Pieces], stacked: Collection[str], inexpressible: Sequence[Conversion]
 ) -> dict[str, Parameter]:
     """Returns parameters by full name, except targets of `inexpressible`. Raises CheckpointError if a parameter has no
     pieces or their combined shape differs."""

@@ -163,7 +163,7 @@ CHANGES: dict[str, tuple[str, str, torch.Tensor, str]] = {
     "a negative group": ("pack-quantized, ordered", "weight_g_idx", torch.full((K,), -1).int(), "groups -1 to -1"),
     "words of floats": ("awq", "qweight", torch.zeros(K, N // 8), "is F32; must be I32"),
     "factors of integers": ("pack-quantized", "weight_scale", torch.zeros(N, 3).int(), "must be F16 or BF16 or F32"),
-    "factors in U16": ("fbgemm_fp8", "weight_scale", torch.ones(N, 1).to(torch.uint16), "is U16, .* need a matrix"),
+    "factors in U16": ("fbgemm_fp8", "weight_scale", torch.ones(N, 1).to(torch.uint16), "is U16, .* expected a matrix"),
     "two factors for all": ("nvfp4-pack-quantized", "weight_global_scale", torch.ones(2), "must be one number"),
     "another shape": ("pack-quantized", "weight_shape", torch.tensor([N, 8 * K]), "no packing of 4 or 8 bits"),
     "no shape": ("pack-quantized", "weight_shape", torch.tensor([], dtype=torch.int64), "no packing of 4 or 8 bits"),
@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[str, Mapping[str, object], str]] = {
     "AWQ of 3 bits": ("awq", {"quant_method": "awq", "bits": 3}, "bits 3"),
     "sparse": ("pack-quantized", COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
     "marlin-24": ("pack-quantized", COMPRESSED | {"format": "marlin-24"}, "'marlin-24'"),
-    "rotated": ("pack-quantized", COMPRESSED | {"transform_config": {"config_groups": {"u": {}}}}, "rotated"),
+    "rotated": ("pack-quantized", COMPRESSED | {"transform_config": {"config_groups": {"u": {}}}}, "it rotates"),
     "5 bits": (
         "pack-quantized", COMPRESSED | {"config_groups": {"a": {"weights": {"num_bits": 5, "type": "int"}}}},
         "12 words in each of 48 rows",

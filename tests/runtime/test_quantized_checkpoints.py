@@ -144,7 +144,7 @@ def test_a_method_that_cannot_be_read_is_named_with_what_can(
     source = reference("llama").directory
     directory = write_checkpoint(source, tmp_path / "model", tensors_in(source), quantization_config=method)
     with pytest.raises(
-        CheckpointError, match=rf"quantization method '{named}'.*awq, .*gptq, .*mxfp4, .*GGUF .*unquantized"
+        CheckpointError, match=rf"method '{named}'.*awq, .*gptq, .*mxfp4, .*GGUF .*unquantized"
     ):
         shape_of(directory, tmp_path)
 

@@ -117,10 +117,7 @@ def _weight(module: ModuleTensors) -> TensorSlice:
         words,
         shape=(num_rows, num_columns),
         format=NAME,
-        companions=(
-            Companion(role=SCALES, tensor=scales, block_columns=width),
-            Companion(role=ZEROS, tensor=zeros),
-        ),
+        companions=(Companion(role=SCALES, tensor=scales, block_columns=width), Companion(role=ZEROS, tensor=zeros)),
         is_interleaved=True,
     )
 

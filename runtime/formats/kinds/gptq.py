@@ -161,10 +161,7 @@ def _weight(module: ModuleTensors, quantization: Mapping[str, object], version: 
         words,
         shape=(num_rows, num_columns),
         format=f"gptq-int{num_bits}",
-        companions=(
-            Companion(role=SCALES, tensor=scales, block_columns=width),
-            Companion(role=ZEROS, tensor=zeros),
-        ),
+        companions=(Companion(role=SCALES, tensor=scales, block_columns=width), Companion(role=ZEROS, tensor=zeros)),
         constants=(ZERO_OFFSETS[version],),
         is_interleaved=True,
     )
