@@ -1,2 +1,1 @@
-"""Transformers classes for models that were only published with remote code, which is never run. Only classes that
-transformers lacks belong here."""
+"""Model classes that transformers lacks, for checkpoints published only with remote code, which is never run."""

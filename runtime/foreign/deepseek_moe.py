@@ -1,6 +1,6 @@
-"""The first DeepSeek-MoE (16B, model type "deepseek"), which transformers has only as remote code: Llama's layers with
-Qwen2-MoE's router and experts. Sizes and tensor names are the published checkpoint's. Routing follows arXiv 2401.06066:
-softmax over all routed experts, top-k weighted by their scores, plus shared experts for every token."""
+"""The first DeepSeek-MoE (16B, model type "deepseek"), published only with remote code: Llama's layers with Qwen2-MoE's
+router and experts. Sizes and tensor names are the published checkpoint's. Routing follows arXiv 2401.06066: softmax
+over all routed experts, top-k weighted by their scores, plus shared experts for every token."""
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts, Qwen2MoeMLP, Qwen2MoeTopKRouter
 
 MODEL_TYPE = "deepseek"
-EXPERTS_LIKE = "qwen2_moe"  # the model type whose checkpoints hold experts under the same names
+EXPERTS_LIKE = "qwen2_moe"  # a model type with the same names of expert tensors
 
 
 class DeepseekConfig(LlamaConfig):
@@ -44,7 +44,7 @@ class DeepseekConfig(LlamaConfig):
 
     def __post_init__(self, **kwargs: object) -> None:
         if self.scoring_func != "softmax":
-            raise ValueError(f"scoring_func={self.scoring_func!r}: a deepseek model routes by 'softmax'")
+            raise ValueError(f"scoring_func={self.scoring_func!r} is not supported; must be 'softmax'")
         super().__post_init__(**kwargs)
 
     def is_sparse(self, layer_idx: int) -> bool:
@@ -52,7 +52,7 @@ class DeepseekConfig(LlamaConfig):
 
 
 class DeepseekMoE(nn.Module):
-    """Routed experts plus shared experts, which are stored as one wide MLP."""
+    """Routed experts plus shared experts; the latter are one wide MLP."""
 
     def __init__(self, config: DeepseekConfig):
         super().__init__()
@@ -62,8 +62,8 @@ class DeepseekMoE(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        _, weights, chosen = self.gate(tokens)
-        return self.experts(tokens, chosen, weights).view_as(hidden_states) + self.shared_experts(hidden_states)
+        _, weights, index = self.gate(tokens)
+        return self.experts(tokens, index, weights).view_as(hidden_states) + self.shared_experts(hidden_states)
 
 
 class DeepseekDecoderLayer(LlamaDecoderLayer):
@@ -79,8 +79,8 @@ class DeepseekPreTrainedModel(LlamaPreTrainedModel):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Always True. transformers looks for a decorator in this class's module, but the experts are in another; it
-        also caches the answer on the class, so an earlier Llama would answer for this one."""
+        """Always True. transformers would look for a decorator in this class's module, but the experts are in another;
+        it also caches the result on the class, so that Llama's would be used here."""
         return True
 
     @torch.no_grad()

@@ -1,2 +1,2 @@
-"""A transformers model as stages that weights are streamed through: loading without weights, splitting, and reading its
+"""A transformers model as stages whose weights are streamed: loads it without weights, splits it into stages, reads its
 properties. Code that touches the module tree belongs here."""

@@ -1,7 +1,7 @@
 """Attention over a packed lane: tokens of sequences of different lengths, concatenated, without padding or mask.
 
-Registered under its own name, so transformers builds no mask. Supports sliding windows, chunks, soft-capped scores
-(Gemma-2) and sinks (gpt-oss). Dimension letters as in cache/paged.py.
+Registered with transformers under its own name, so no mask is built. Supports sliding windows, chunks, soft-capped
+scores (Gemma-2) and sinks (gpt-oss). Dimension letters as in cache/paged.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,7 +50,8 @@ def ragged_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """query (1, H*G, T, D) -> (1, T, H*G, D). K and V, including the new ones, are in the lane's cache."""
+    """transformers' attention function: query (1, H*G, T, D) -> (1, T, H*G, D). K and V, including the new ones, are
+    already in the lane's cache."""
     if reason := guards.unsupported_argument(kwargs) or guards.custom_mask(attention_mask):
         raise _unsupported_error(module, reason)
     cache = current_lane_run().cache
@@ -70,47 +71,47 @@ def ragged_attention(
     num_threads = torch.get_num_threads()  # read here: a worker thread would report 1
     visit, view = cache.begin_host_attention(layer, query, key, value, rule.sinks), cache.view
     kv = None if cache.expands else cache.layer(layer, key, value)
-    seen = _PassView(kv, view.decoding, view.prompts, cache.is_on_accelerator)
-    compute = partial(_attend, seen, (query, key, value), reach, rule, num_threads, visit)
+    snapshot = _PassView(kv, view.decoding, view.prompts, cache.is_on_accelerator)
+    compute = partial(_attend, snapshot, (query, key, value), reach, rule, num_threads, visit)
     out = need_tensor(NeedAttention(compute, is_decode=not view.prompts.segments))
-    found = (visit.receive(out) if visit is not None else out).unsqueeze(0)
-    return found if heads is None else heads.gather_heads(found, 2), None
+    out = (visit.receive(out) if visit is not None else out).unsqueeze(0)
+    return out if heads is None else heads.gather_heads(out, 2), None
 
 
 class _LayerRule(NamedTuple):
-    """The attention parameters of a layer, without sinks, which come with its weights."""
+    """The attention parameters of a layer, without sinks, which belong to its weights."""
 
     layer: int
     reach: Reach
     rule: Rule
 
 
-_LAYER_RULES = WeakKeyDictionary[torch.nn.Module, tuple[tuple[object, ...], _LayerRule]]()  # and what it was asked with
+_LAYER_RULES = WeakKeyDictionary[torch.nn.Module, tuple[tuple[object, ...], _LayerRule]]()  # arguments and rule
 
 
 def _find_layer_rule(
     module: torch.nn.Module, scale: float, sliding_window: int | None, softcap: float | None, is_causal: object
 ) -> _LayerRule:
-    """The rule of a layer, cached, since all of its passes use the same arguments."""
-    words = scale, sliding_window, softcap, is_causal
-    known = _LAYER_RULES.get(module)
-    if known is None or known[0] != words:
+    """Returns the rule of a layer. Cached: every pass uses the same arguments."""
+    arguments = scale, sliding_window, softcap, is_causal
+    cached = _LAYER_RULES.get(module)
+    if cached is None or cached[0] != arguments:
         layer = layer_index(module)
         reach = Reach(sliding_window, chunk_size(module, layer))
         if reason := guards.looks_ahead(module, is_causal) or guards.hidden_window(module, layer, reach):
             raise _unsupported_error(module, reason)
-        known = _LAYER_RULES[module] = words, _LayerRule(layer, reach, Rule(scale, softcap))
-    return known[1]
+        cached = _LAYER_RULES[module] = arguments, _LayerRule(layer, reach, Rule(scale, softcap))
+    return cached[1]
 
 
 def _unsupported_error(module: torch.nn.Module, reason: str) -> ConfigError:
-    """The error for a class that the probe at load time did not catch."""
+    """Makes the error for a class that the probe at load time did not catch."""
     return ConfigError(f"{type(module).__name__} cannot run in packed lanes: {reason}; use model.lanes=padded")
 
 
 class _PassView(NamedTuple):
-    """A snapshot of the pass for one layer's attention: the lane may have moved on before a worker computes it. If `kv`
-    is None, key and value hold all cached positions."""
+    """A snapshot of the pass for one layer's attention: a worker may compute it after the lane has moved on. `kv`: None
+    if key and value hold all cached positions."""
 
     kv: LayerKV | QuantizedKV | None
     decoding: DecodeRows | None
@@ -123,34 +124,34 @@ class _PassView(NamedTuple):
 
 
 def _attend(
-    seen: _PassView,
+    snapshot: _PassView,
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     reach: Reach,
     rule: Rule,
     num_threads: int,
     visit: HostAttention | None,
 ) -> torch.Tensor:
-    """The attention output (T, H*G, D) of the pass. With a host visit, output of decoding rows is in the visit
-    instead."""
+    """Returns the attention output (T, H*G, D) of the pass. With a host visit, the output of decoding rows is in the
+    visit instead."""
     query, _, value = qkv
-    if visit is not None and not seen.segments:
+    if visit is not None and not snapshot.segments:
         return visit.attend(reach, scale=rule.scale, softcap=rule.softcap, num_threads=num_threads)
-    rows = seen.decoding
-    if rows is not None and not seen.segments:  # all that is in the pass, in its order
-        return _decode(seen, rows, query.squeeze(0).transpose(0, 1), qkv, reach, rule, num_threads)
+    rows = snapshot.decoding
+    if rows is not None and not snapshot.segments:  # decoding rows are the whole pass, in its order
+        return _decode(snapshot, rows, query.squeeze(0).transpose(0, 1), qkv, reach, rule, num_threads)
     out = value.new_empty(query.shape[2], query.shape[1], value.shape[-1])
     if rows is not None and visit is None:
         q_BHD = query[0, :, rows.tokens_B].transpose(0, 1)
-        out[rows.tokens_B] = _decode(seen, rows, q_BHD, qkv, reach, rule, num_threads)
-    for tokens, prefilled in _prefill(seen, qkv, reach, rule):
+        out[rows.tokens_B] = _decode(snapshot, rows, q_BHD, qkv, reach, rule, num_threads)
+    for tokens, prefilled in _prefill(snapshot, qkv, reach, rule):
         out[tokens] = prefilled
-    if visit is not None:  # behind the prompts, which a device computes meanwhile
+    if visit is not None:  # after the launches of prompts: the device computes them meanwhile
         visit.attend(reach, scale=rule.scale, softcap=rule.softcap, num_threads=num_threads)
     return out
 
 
 def _decode(
-    seen: _PassView,
+    snapshot: _PassView,
     rows: DecodeRows,
     q_BHD: torch.Tensor,
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -158,11 +159,11 @@ def _decode(
     rule: Rule,
     num_threads: int,
 ) -> torch.Tensor:
-    """(B, H*G, D) for the decoding rows."""
-    kv, (_, key, value) = seen.kv, qkv
+    """Returns (B, H*G, D) for the decoding rows."""
+    kv, (_, key, value) = snapshot.kv, qkv
     if kv is None:
         return _decode_expanded(q_BHD, key, value, rows, reach, rule)
-    if seen.is_on_accelerator:
+    if snapshot.is_on_accelerator:
         return decode_on_device(q_BHD, kv, rows, reach, rule)
     if isinstance(kv, QuantizedKV):
         return decode_quantized(q_BHD, kv, rows, reach, rule, num_threads)
@@ -187,39 +188,39 @@ def _decode_expanded(
 
 
 def _prefill(
-    seen: _PassView, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], reach: Reach, rule: Rule
+    snapshot: _PassView, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], reach: Reach, rule: Rule
 ) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor]]:
     """Yields tokens of the pass and their attention output (T, H, Dv), segment by segment."""
     query, key, value = qkv
-    if isinstance(seen.kv, QuantizedKV):
-        for segment in seen.segments:
+    if isinstance(snapshot.kv, QuantizedKV):
+        for segment in snapshot.segments:
             tokens = slice(segment.start, segment.start + segment.new)
-            k, v, hidden_TS = seen.kv.gather_for_segment(segment, reach)
+            k, v, hidden_TS = snapshot.kv.gather_for_segment(segment, reach)
             q = query[0, :, tokens]
             if rule.is_plain and (q.device.type == "cpu" or can_use_fused(q, v, rule)):
                 yield tokens, attend_fused(q, k, v, ~hidden_TS, rule.scale)
             else:
                 yield tokens, _prefill_by_head(q, k, v, hidden_TS, rule)
         return
-    if seen.is_on_accelerator and seen.segments:
-        found = prefill_flash(qkv, seen.kv, seen.prompts, reach, rule)
-        if found is not None:
-            yield from found
+    if snapshot.is_on_accelerator and snapshot.segments:
+        outputs = prefill_flash(qkv, snapshot.kv, snapshot.prompts, reach, rule)
+        if outputs is not None:
+            yield from outputs
             return
-    for segment in seen.segments:
+    for segment in snapshot.segments:
         tokens = slice(segment.start, segment.start + segment.new)
-        if seen.kv is not None and segment.past:
-            k, v = seen.kv.gather_row(segment)
+        if snapshot.kv is not None and segment.past:
+            k, v = snapshot.kv.gather_row(segment)
         else:
-            start = segment.start if seen.kv is not None else segment.kv_start
-            k, v = (each[0, :, start : start + segment.end] for each in (key, value))
+            start = segment.start if snapshot.kv is not None else segment.kv_start
+            k, v = (tensor[0, :, start : start + segment.end] for tensor in (key, value))
         view = segment.view(reach)
-        places = slice(0, segment.end) if view is None else slice(view.first, view.end)
-        qkv_HSD = query[0, :, tokens], k[:, places], v[:, places]
-        is_fused = not seen.is_on_accelerator or can_use_fused(query, value, rule)
+        positions = slice(0, segment.end) if view is None else slice(view.first, view.end)
+        qkv_HSD = query[0, :, tokens], k[:, positions], v[:, positions]
+        is_fused = not snapshot.is_on_accelerator or can_use_fused(query, value, rule)
         if not (rule.is_plain and is_fused):
             yield tokens, _prefill_by_head(*qkv_HSD, None if view is None else view.hidden, rule)
-        elif seen.is_on_accelerator:
+        elif snapshot.is_on_accelerator:
             yield tokens, prefill_fused(*qkv_HSD, segment, reach, rule.scale)
         else:
             q_HTD, k_HSD, v_HSD = qkv_HSD
@@ -238,7 +239,7 @@ def _prefill(
 def _prefill_by_head(
     q_HTD: torch.Tensor, k_HSD: torch.Tensor, v_HSD: torch.Tensor, hidden: torch.Tensor | None, rule: Rule
 ) -> torch.Tensor:
-    """Attention without a fused kernel, one KV head at a time to bound the memory of scores."""
+    """Computes attention without a fused kernel, one KV head at a time to bound the memory of scores."""
     num_heads, num_tokens, _ = q_HTD.shape
     if hidden is None and num_tokens > 1:
         hidden = torch.ones(num_tokens, k_HSD.shape[1], dtype=torch.bool, device=q_HTD.device).triu(1)
@@ -257,7 +258,7 @@ def register() -> None:
 
 
 def attention_method(model: PreTrainedModel, shape: ModelShape, device: ComputeDevice) -> AttentionMethod:
-    """The attention implementation for the ordinary layers of a loaded model."""
+    """Chooses the attention implementation for the ordinary layers of a loaded model."""
     if not (device.is_accelerator and shape.is_packed):
         return AttentionMethod.host
     softcap = getattr(decoder_config(model.config), "attn_logit_softcapping", None)

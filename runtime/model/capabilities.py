@@ -1,5 +1,5 @@
-"""Properties of a model class: packed or padded lanes, experts, cache, and the reasons; and the sizes of a staged model
-for planning."""
+"""Reads properties of a model class (packed or padded lanes, experts, cache) and the sizes of a staged model that the
+planner needs."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -36,14 +36,14 @@ log = logging.getLogger(__name__)
 
 NO_WINDOW = 2**30  # positions
 NO_LIMIT_TOKENS = 2**31
-COMPUTE_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}  # as safetensors calls them
+COMPUTE_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}  # safetensors' names
 PACKED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 class ExpertKind(Enum):
     none = "-"
-    sorted = "sorted"  # our function over stacked weights, through transformers' experts interface
-    own = "own loop"  # the class's own code
+    sorted = "sorted"  # Weightstream's function over stacked weights, by transformers' experts interface
+    own = "own loop"  # the class's code
 
 
 class CacheKind(Enum):
@@ -57,24 +57,24 @@ class CacheKind(Enum):
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
     """KV cache bytes: per position and layer, and per sequence regardless of length. `is_latent`: layers cache
-    compressed KV (MLA) and expand all of it whenever they attend. A decoder after an encoder also keeps
-    `cross_bytes_per_token` per encoder position."""
+    compressed KV (MLA) and expand all of it in each attention. `cross_bytes_per_token`: per encoder position, in an
+    encoder-decoder."""
 
     layer_bytes_per_token: tuple[int, ...]
     bytes_per_sequence: int
     is_latent: bool
     cross_bytes_per_token: int = 0
-    heads: tuple[tuple[int, int, int], ...] = ()  # of each layer: KV heads, sizes of a key and a value
-    layer_bytes_per_sequence: tuple[int, ...] = ()  # of each layer, where they were measured
-    is_kept: bool = True  # False of an encoder, which passes a prompt once
+    heads: tuple[tuple[int, int, int], ...] = ()  # per layer: KV heads, sizes of a key and a value
+    layer_bytes_per_sequence: tuple[int, ...] = ()  # per layer, if measured
+    is_kept: bool = True  # False for an encoder, which runs a prompt once
 
     @property
     def bytes_per_token(self) -> int:
         return sum(self.layer_bytes_per_token)
 
 
-def choose_lanes(model: PreTrainedModel, wanted: Lanes) -> tuple[bool, str]:
-    """True for packed lanes, and the reason against them or "". Raises ConfigError if packed lanes are required but
+def choose_lanes(model: PreTrainedModel, setting: Lanes) -> tuple[bool, str]:
+    """Returns whether lanes are packed, and the reason if not. Raises ConfigError if packed lanes are required but
     impossible, and for a class that is not a decoder."""
     types = set(layer_types(model))
     if "linear_attention" in types or "conv" in types or any(kind.startswith("hybrid") for kind in types):
@@ -88,11 +88,11 @@ def choose_lanes(model: PreTrainedModel, wanted: Lanes) -> tuple[bool, str]:
     else:
         reason = packed_lanes_obstacle(model)
     if reason == NO_DECODER:
-        raise ConfigError(f"model.path: {type(model).__name__} is no decoder: {reason}")
-    if wanted is Lanes.padded:
+        raise ConfigError(f"model.path: {type(model).__name__} is not a decoder: {reason}")
+    if setting is Lanes.padded:
         return False, reason or "model.lanes=padded"
-    if wanted is Lanes.packed and reason:
-        raise ConfigError(f"model.lanes=packed: {type(model).__name__} cannot: {reason}")
+    if setting is Lanes.packed and reason:
+        raise ConfigError(f"model.lanes=packed: not possible for {type(model).__name__}: {reason}; set auto or padded")
     return not reason, reason
 
 
@@ -137,50 +137,46 @@ def delta_rule(model: PreTrainedModel) -> DeltaRule | None:
 
 
 def measure_cache(model: PreTrainedModel) -> CacheShape:
-    """Measures the cache by a forward pass on the meta device.
-
-    Parameters must be on the meta device. If the class's code needs values, or there is an encoder, sizes are estimated
-    from the attention heads.
-    """
+    """Measures the cache by a forward pass on the meta device, or estimates it from the attention heads if the class's
+    code needs values or there is an encoder."""
     if model.config.is_encoder_decoder:
-        own = _estimated_cache(config_behind_encoder(model), model.dtype)
-        return replace(own, cross_bytes_per_token=own.bytes_per_token)
+        cache = _estimated_cache(config_behind_encoder(model), model.dtype)
+        return replace(cache, cross_bytes_per_token=cache.bytes_per_token)
     probe = copy_on_meta(model)
     try:
         two, three = (fill_cache(probe, num_tokens) for num_tokens in (2, 3))
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
-        log.debug("%s computes no shapes on the meta device (%s)", type(model).__name__, error)
+        log.debug("%s does not run on the meta device (%s); cache size estimated", type(model).__name__, error)
         return _estimated_cache(model.config, model.dtype)
-    of_two, of_three = (
+    bytes_2, bytes_3 = (
         [sum(t.nbytes for t in _layer_tensors(layer)) for layer in cache.layers] for cache in (two, three)
     )
-    per_token = tuple(three - two for two, three in zip(of_two, of_three, strict=True))
+    per_token = tuple(more - less for less, more in zip(bytes_2, bytes_3, strict=True))
     rank = latent_rank(model)
     heads = list[tuple[int, int, int]]()
     for layer in two.layers:
         k, v = getattr(layer, "keys", None), getattr(layer, "values", None)
         if k is not None and v is not None and k.ndim == 4:
             heads.append((k.shape[1], k.shape[3], v.shape[3]))
-        else:  # it keeps no keys and values
+        else:  # no keys and values
             heads.append((0, 0, 0))
     return CacheShape(
         layer_bytes_per_token=per_token,
-        bytes_per_sequence=sum(of_two) - 2 * sum(per_token),
-        layer_bytes_per_sequence=tuple(two - 2 * each for two, each in zip(of_two, per_token, strict=True)),
+        bytes_per_sequence=sum(bytes_2) - 2 * sum(per_token),
+        layer_bytes_per_sequence=tuple(two - 2 * token for two, token in zip(bytes_2, per_token, strict=True)),
         is_latent=any(is_latent(_layer_tensors(layer), rank) for layer in two.layers),
         heads=tuple(heads),
     )
 
 
 def encoder_cache_shape(model: PreTrainedModel) -> CacheShape:
-    """The empty cache of an encoder. Raises ConfigError if layers share weights, as in ALBERT: they cannot be streamed
-    one by one."""
-    [found] = layer_lists(model)
+    """Returns the empty cache of an encoder. Raises ConfigError if layers share weights, as in ALBERT."""
+    [layer_list] = layer_lists(model)
     num_layers = decoder_config(model.config).num_hidden_layers
-    if len(found.layers) != num_layers:
+    if len(layer_list.layers) != num_layers:
         raise ConfigError(
-            f"model.path: {type(model).__name__} has {num_layers} layers and {len(found.layers)} of them in "
-            f"{found.path}: layers that share weights cannot be streamed one by one"
+            f"model.path: {type(model).__name__} has {num_layers} layers but {len(layer_list.layers)} in "
+            f"{layer_list.path}: layers that share weights cannot be streamed"
         )
     return CacheShape(layer_bytes_per_token=(0,) * num_layers, bytes_per_sequence=0, is_latent=False, is_kept=False)
 
@@ -195,10 +191,10 @@ def _estimated_cache(config: PreTrainedConfig, dtype: torch.dtype) -> CacheShape
 
 @torch.inference_mode()
 def fill_cache(model: PreTrainedModel, num_tokens: int) -> Cache:
-    """Transformers' own cache after a pass of `num_tokens`, shapes only. The model is a `copy_on_meta`."""
+    """Returns transformers' cache after a pass of `num_tokens`, shapes only. The model is a `copy_on_meta`."""
     cache = DynamicCache(config=model.config)
     for layer in cache.layers:
-        if hasattr(layer, "sliding_window"):  # what a token costs, however few of them a window keeps
+        if hasattr(layer, "sliding_window"):  # a short window would hide the cost of a token
             setattr(layer, "sliding_window", NO_WINDOW)  # noqa: B010 - layers without a window do not declare it
     ids = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")
     model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
@@ -217,22 +213,20 @@ def _layer_tensors(layer: object) -> Iterator[torch.Tensor]:
 def make_shape(
     name: str, staged: StagedModel, parameters: Mapping[str, Parameter], cache: CacheShape, *, is_packed: bool
 ) -> ModelShape:
-    """`parameters` by full name; `cache` as measured before staging."""
+    """Reads the sizes of a staged model. `parameters`: by full name; `cache`: as measured before staging."""
     model = staged.model
     config = decoder_config(model.config)
     by_stage: list[list[Parameter]] = [[] for _ in staged.kinds]
     for full_name, parameter in parameters.items():
         if full_name in staged.stage_of:
             by_stage[staged.stage_of[full_name]].append(parameter)
-    # The widest feed-forward activation of a token. Of experts, which run one after the other, that of one: the down
-    # projection shows it, where gate and up may lie fused.
+    # The widest feed-forward activation of a token; of experts, that of one: `min`, as gate and up may be fused.
     in_layers = [p for group, kind in zip(by_stage, staged.kinds, strict=True) if kind.is_layer for p in group]
     dense = [max(p.shape) for p in in_layers if len(p.shape) == 2]
     narrow = [max(p.shape[-2:]) for p in in_layers if len(p.shape) == 3]
     num_heads = num_attention_heads(config)
     num_kv_heads = max_over_layers(config, "num_key_value_heads") or num_heads
-    # The rows of a table of positions, or what else bounds them. In one with a row for padding, as RoBERTa's, the first
-    # token's row is the one behind that.
+    # Number of positions. A table with a row for padding, as in RoBERTa, has its first position after that row.
     num_rows = getattr(config, "max_position_embeddings", None) or NO_LIMIT_TOKENS
     tables = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
     paddings = [t.padding_idx for name, t in tables if "position" in name and t.num_embeddings == num_rows]
@@ -251,22 +245,19 @@ def make_shape(
                 kind=kind,
                 parameters=tuple(group),
                 num_experts=max(counts, default=0),
-                # Layers may differ in both.
                 num_experts_per_token=min(per_token or max(counts, default=0), max(counts, default=0)),
             )
         )
     num_experts = max(stage.num_experts for stage in stages)
     require(
         not num_experts or per_token <= num_experts,
-        f"model.path: config.json sends each token to {per_token} experts (num_experts_per_tok), but a layer has "
-        f"{num_experts}: one of the two numbers is wrong",
+        f"model.path: config.json: num_experts_per_tok={per_token}, but layers have {num_experts} experts",
     )
     all_experts = [module for module in model.modules() if is_experts(module)]
-    # What a layer makes of the latents of one position, its own temporaries included.
-    expanded_width = 0
+    expanded_width = 0  # numbers that a layer expands the latents of one position to, with temporaries
     if cache.is_latent:
-        own = 2 * (config.qk_nope_head_dim + config.v_head_dim) + config.qk_rope_head_dim
-        expanded_width = config.num_attention_heads * own
+        head_width = 2 * (config.qk_nope_head_dim + config.v_head_dim) + config.qk_rope_head_dim
+        expanded_width = config.num_attention_heads * head_width
     return ModelShape(
         name=name,
         stages=tuple(stages),
@@ -287,7 +278,7 @@ def make_shape(
         cross_kv_bytes_per_token=cache.cross_bytes_per_token,
         expanded_kv_width=expanded_width,
         bounded_layers=frozenset() if is_packed or not cache.is_kept else bounded_layers(model),
-        has_fused_gates=not cache.bytes_per_sequence  # beside recurrent mixers, which may be as wide
+        has_fused_gates=not cache.bytes_per_sequence  # recurrent mixers may be as wide
         and all(has_fused_gate(m.inner) for m in staged.modules if staged.kinds[m.stage].is_layer),
         has_bare_experts=bool(all_experts) and all(map(is_bare, all_experts)),
         delta_rule=delta_rule(model),
@@ -296,7 +287,7 @@ def make_shape(
 
 
 def has_fused_gate(layer: nn.Module) -> bool:
-    """True if a layer's only feed-forward is ours and runs a few rows at a time."""
-    ours = [module for module in layer.modules() if isinstance(module, FusedGatedMLP)]
-    is_alone = len(ours) == 1 and not any(is_experts(module) for module in layer.modules())
-    return is_alone and ours[0].ops.mlp_rows is not None
+    """True if a layer's only feed-forward is a FusedGatedMLP that runs a few rows at a time."""
+    fused = [module for module in layer.modules() if isinstance(module, FusedGatedMLP)]
+    is_alone = len(fused) == 1 and not any(is_experts(module) for module in layer.modules())
+    return is_alone and fused[0].ops.mlp_rows is not None

@@ -1,9 +1,9 @@
-"""All experts of a layer in a few launches. One by one they would need a dozen launches each on an accelerator, or a
-thread barrier per product on a CPU.
+"""Runs all experts of a layer in a few launches. One by one they would need a dozen launches each on an accelerator, or
+a thread barrier per product on a CPU.
 
 Few visits run as one grouped product per stack, if torch or Triton has a kernel, without synchronizing with the device;
 experts stored as codes always do. Otherwise few tokens are multiplied by all experts, since reading the experts
-dominates, and each token picks its own. Else the host reads the visit counts once, and each expert costs one product
+dominates, and each token selects its own. Else the host reads the visit counts once, and each expert costs one product
 per stack and one sum.
 
 Shapes: T tokens of D numbers, each routed to K of E experts; V = T x K visits, sorted by expert; products have N
@@ -11,6 +11,7 @@ outputs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,12 +27,12 @@ from .experts import Experts, Visits, apply_activation, has_norm, matrix_names, 
 
 VECTOR_BYTES = 16  # alignment of rows and experts for torch's grouped kernel
 Spans = Sequence[tuple[int, slice]]  # experts, each with its rows among a run's visits
-MOST_GROUPS = 1023  # limit of torch's grouped kernel
+MAX_GROUPS = 1023  # limit of torch's grouped kernel
 GROUPING_PROCESSORS = (9, 10)  # major compute capabilities; on others torch synchronizes and loops
 
 
 class _Stacks(NamedTuple):
-    """The stacks in parts along their outputs: all plain tensors (E, inputs, N), or all `Codes` of E matrices."""
+    """Expert stacks, in parts along their outputs: all plain tensors (E, inputs, N), or all `Codes` of E matrices."""
 
     up: Sequence[Any]
     down: Sequence[Any]
@@ -44,15 +45,15 @@ Products = Callable[[torch.Tensor, Any], torch.Tensor]  # x (V, inputs), a part 
 def run_on_device(
     module: torch.nn.Module, hidden_TD: torch.Tensor, top_k_index_TK: torch.Tensor, top_k_weights_TK: torch.Tensor
 ) -> torch.Tensor | None:
-    """The weighted sum over each token's experts (T, D); None if the stacks have an unsupported layout. Sums are added
-    in the order of experts, as one by one."""
+    """Returns the weighted sum over each token's experts (T, D), added in the order of experts. Returns None if the
+    stacks have an unsupported layout."""
     stacks = _stacks(module, hidden_TD.dtype)
     if stacks is None:
         return None
     parts, routed = [*stacks.up, *stacks.down], (hidden_TD, top_k_index_TK, top_k_weights_TK)
     if stacks.are_codes:
-        most = max(1, GROUPED_VISITS // top_k_index_TK.shape[1])
-        runs = zip(*(each.split(most) for each in routed), strict=True)
+        max_tokens = max(1, GROUPED_VISITS // top_k_index_TK.shape[1])
+        runs = zip(*(tensor.split(max_tokens) for tensor in routed), strict=True)
 
         def products(x_VK: torch.Tensor, codes: Codes, *, offs: torch.Tensor) -> torch.Tensor:
             return device_codes.multiply_groups(x_VK, codes, len(offs), offs)
@@ -70,7 +71,7 @@ def run_on_device(
 
 
 def run_on_host(module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor | None:
-    """The same on a CPU; None if experts do not lie as in nn.Linear, are few, or have many visits. Products match those
+    """Same as `run_on_device` for a CPU; None if experts are transposed, few, or have many visits. Products match those
     of single experts. Each token's sum is added in the order of experts, in float32, and rounded once."""
     up, down = (getattr(module, name) for name in matrix_names(module))
     is_worth_it = can_multiply_in_groups(len(visits.tokens_V), len(visits.hit))
@@ -83,15 +84,15 @@ def run_on_host(module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits
         return grouped_linear(x, [(rows, stored.entries[expert]) for expert, rows in spans], stored.table)
 
     numbers, out_TD = visit_elements(hidden_TD.shape[1], down.shape[2]), torch.zeros(hidden_TD.shape)
-    most = GROUPED_BYTES // (hidden_TD.itemsize * numbers)
-    for _, tokens, found in _compute_runs(module, _Stacks([up], [down]), hidden_TD, visits, most, products):
-        out_TD.index_add_(0, tokens, found.float())
+    max_visits = GROUPED_BYTES // (hidden_TD.itemsize * numbers)
+    for _, tokens, outputs in _compute_runs(module, _Stacks([up], [down]), hidden_TD, visits, max_visits, products):
+        out_TD.index_add_(0, tokens, outputs.float())
     return out_TD.to(hidden_TD.dtype)
 
 
 def supports_grouped_mm(stacks: Sequence[torch.Tensor]) -> bool:
-    """True if torch multiplies these (E, inputs, N) in one launch without synchronizing: bfloat16 since Hopper. On a
-    CPU the operator exists, as a loop."""
+    """True if torch multiplies these (E, inputs, N) in one launch without synchronizing: bfloat16 since Hopper. Also
+    True on a CPU, where the operator is a loop."""
     first = stacks[0]
     if first.device.type == "cuda":
         major, _ = torch.cuda.get_device_capability(first.device)
@@ -99,7 +100,7 @@ def supports_grouped_mm(stacks: Sequence[torch.Tensor]) -> bool:
             return False
     elif not first.is_cpu:
         return False
-    if first.dtype != torch.bfloat16 or len(first) > MOST_GROUPS:
+    if first.dtype != torch.bfloat16 or len(first) > MAX_GROUPS:
         return False
     for stack in stacks:
         strides = [stride * stack.element_size() for stride in stack.stride() if stride != 1]
@@ -153,15 +154,15 @@ def _run_grouped(
     out_VD = _compute_outputs(
         module, stacks, hidden_TD[order_V // num_choices], experts_V, lambda x, part: grouped(x, part, offs=ends_E)
     )
-    places_V = torch.empty_like(order_V).scatter_(0, order_V, torch.arange(len(order_V), device=order_V.device))
-    each_TKD = out_VD[places_V].view(num_tokens, num_choices, -1)
-    return _sum_choices((each_TKD * weights_TK.gather(1, ranks_TK)[..., None]).to(hidden_TD.dtype))
+    inverse_V = torch.empty_like(order_V).scatter_(0, order_V, torch.arange(len(order_V), device=order_V.device))
+    out_TKD = out_VD[inverse_V].view(num_tokens, num_choices, -1)
+    return _sum_choices((out_TKD * weights_TK.gather(1, ranks_TK)[..., None]).to(hidden_TD.dtype))
 
 
 def _run_all_experts(
     module: torch.nn.Module, stacks: _Stacks, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
 ) -> torch.Tensor:
-    """Runs all tokens through every expert. Selects outputs by index, so NaN of other experts has no effect."""
+    """Runs all tokens through every expert and selects outputs by index, so that NaN of other experts has no effect."""
     (num_tokens, _), num_experts = index_TK.shape, len(stacks.up[0])
     ascending_TK, ranks_TK = index_TK.sort(dim=1)
     every_E = torch.arange(num_experts, device=index_TK.device)
@@ -172,15 +173,14 @@ def _run_all_experts(
 
     out_VD = _compute_outputs(module, stacks, hidden_TD, every_E.repeat_interleave(num_tokens), products)
     tokens_T = torch.arange(num_tokens, device=index_TK.device)
-    each_TKD = out_VD[ascending_TK * num_tokens + tokens_T[:, None]]
-    return _sum_choices((each_TKD * weights_TK.gather(1, ranks_TK)[..., None]).to(hidden_TD.dtype))
+    out_TKD = out_VD[ascending_TK * num_tokens + tokens_T[:, None]]
+    return _sum_choices((out_TKD * weights_TK.gather(1, ranks_TK)[..., None]).to(hidden_TD.dtype))
 
 
-def _sum_choices(each_TKD: torch.Tensor) -> torch.Tensor:
-    """Sums one choice at a time, for a fixed order of rounding."""
-    out_TD = each_TKD[:, 0].clone()
-    for choice in range(1, each_TKD.shape[1]):
-        out_TD += each_TKD[:, choice]
+def _sum_choices(out_TKD: torch.Tensor) -> torch.Tensor:
+    out_TD = out_TKD[:, 0].clone()
+    for choice in range(1, out_TKD.shape[1]):  # not `sum`: a fixed order, so that results round alike on all paths
+        out_TD += out_TKD[:, choice]
     return out_TD
 
 
@@ -193,10 +193,10 @@ def _run_one_by_one(module: torch.nn.Module, stacks: _Stacks, hidden_TD: torch.T
             torch.mm(x[rows], stack[expert], out=out[rows])
         return out
 
-    out_TD, most = torch.zeros_like(hidden_TD), max(len(hidden_TD), GROUPED_VISITS)
-    for spans, tokens, found in _compute_runs(module, stacks, hidden_TD, visits, most, products):
+    out_TD, max_visits = torch.zeros_like(hidden_TD), max(len(hidden_TD), GROUPED_VISITS)
+    for spans, tokens, outputs in _compute_runs(module, stacks, hidden_TD, visits, max_visits, products):
         for _, rows in spans:
-            out_TD.index_add_(0, tokens[rows], found[rows])
+            out_TD.index_add_(0, tokens[rows], outputs[rows])
     return out_TD
 
 
@@ -205,31 +205,26 @@ def _compute_runs(
     stacks: _Stacks,
     hidden_TD: torch.Tensor,
     visits: Visits,
-    most: int,
-    products: Callable[[torch.Tensor, Any, Spans], torch.Tensor],
+    max_visits: int,
+    products: Callable[..., torch.Tensor],  # (x, part, spans)
 ) -> Iterator[tuple[Spans, torch.Tensor, torch.Tensor]]:
-    """Yields runs of experts with up to `most` visits, or one expert: its spans, tokens and weighted outputs (V, D)."""
-    for run in _split_runs(visits, most):
+    """Yields runs of experts with up to `max_visits`, or one expert: spans, tokens and weighted outputs (V, D)."""
+    for run in _split_runs(visits, max_visits):
         begin, end = visits.expert_rows(run[0]).start, visits.expert_rows(run[-1]).stop
         rows = [visits.expert_rows(expert) for expert in run]
         spans = [(expert, slice(own.start - begin, own.stop - begin)) for expert, own in zip(run, rows, strict=True)]
-        tokens = visits.tokens_V[begin:end]
-
-        def mine(x: torch.Tensor, part: Any, spans: Spans = spans) -> torch.Tensor:
-            return products(x, part, spans)
-
-        found = _compute_outputs(module, stacks, hidden_TD[tokens], visits.experts_V[begin:end], mine)
-        found = (found * visits.weights_V[begin:end, None]).to(hidden_TD.dtype)
-        yield spans, tokens, found
+        tokens, run_products = visits.tokens_V[begin:end], partial(products, spans=spans)
+        outputs = _compute_outputs(module, stacks, hidden_TD[tokens], visits.experts_V[begin:end], run_products)
+        yield spans, tokens, (outputs * visits.weights_V[begin:end, None]).to(hidden_TD.dtype)
 
 
-def _split_runs(visits: Visits, most: int) -> Sequence[Sequence[int]]:
-    """Consecutive hit experts with up to `most` visits in total; a single expert may have more."""
+def _split_runs(visits: Visits, max_visits: int) -> Sequence[Sequence[int]]:
+    """Groups consecutive hit experts with up to `max_visits` in total; a single expert may have more."""
     runs, count = list[list[int]](), 0
     for expert in visits.hit:
         rows = visits.expert_rows(expert)
         count += rows.stop - rows.start
-        if not runs or count > most:
+        if not runs or count > max_visits:
             runs.append([])
             count = rows.stop - rows.start
         runs[-1].append(expert)
@@ -239,16 +234,14 @@ def _split_runs(visits: Visits, most: int) -> Sequence[Sequence[int]]:
 def _compute_outputs(
     module: torch.nn.Module, stacks: _Stacks, x_VD: torch.Tensor, experts_V: torch.Tensor, products: Products
 ) -> torch.Tensor:
-    """The output of each visit's expert for its token."""
+    """Returns the output of each visit's expert for its token."""
     experts, (up, down) = cast("Experts", module), matrix_names(module)
 
-    def projected(x: torch.Tensor, parts: Sequence[torch.Tensor], name: str) -> torch.Tensor:
-        found = [products(x, part) for part in parts]
-        out = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+    def project(x: torch.Tensor, parts: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+        outs = [products(x, part) for part in parts]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
         bias = stacked_bias(experts, name)
         return out if bias is None else out + bias[experts_V]
 
-    inner = projected(x_VD, stacks.up, up)
-    inner = apply_activation(experts, inner)
-    out = projected(inner, stacks.down, down)
+    out = project(apply_activation(experts, project(x_VD, stacks.up, up)), stacks.down, down)
     return experts.post_expert_norm(out) if has_norm(experts) else out

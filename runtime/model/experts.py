@@ -1,7 +1,7 @@
 """Mixture-of-experts feed-forward over stored weights: tokens sorted by expert, each expert's matrices used once.
 
-Registered with transformers' experts interface. It sends an event to the engine, which answers for one lane or several
-(engine/experts.py). The module still owns gating, activation and layout.
+Registered with transformers' experts interface. It sends an event to the engine, which computes it for one lane or
+several (engine/experts.py). The module still owns gating, activation and layout.
 
 Shapes: T tokens of D numbers, each routed to K experts; V = T x K visits.
 """
@@ -21,7 +21,7 @@ from .fused import FusedGate
 
 NAME = "weightstream_sorted"
 
-Matrices = Mapping[str, torch.Tensor]  # of one expert, by the name of their stack
+Matrices = Mapping[str, torch.Tensor]  # of one expert, by the name of the stack
 
 
 class Experts(Protocol):
@@ -33,7 +33,7 @@ class Experts(Protocol):
     is_transposed: bool
     act_fn: Callable[[torch.Tensor], torch.Tensor]
     _apply_gate: Callable[[torch.Tensor], torch.Tensor]
-    post_expert_norm: Callable[[torch.Tensor], torch.Tensor]  # only where `has_post_expert_norm` is there and true
+    post_expert_norm: Callable[[torch.Tensor], torch.Tensor]  # if `has_post_expert_norm`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +63,14 @@ class Visits:
         return [expert for expert, end in enumerate(self.ends) if end > self._begin(expert)]
 
     def select_tokens(self, tokens: range) -> "Visits":
-        """The visits of a range of tokens."""
-        is_theirs = (self.tokens_V >= tokens.start) & (self.tokens_V < tokens.stop)
-        experts_V = self.experts_V[is_theirs]
+        """Returns the visits of a range of tokens."""
+        is_selected = (self.tokens_V >= tokens.start) & (self.tokens_V < tokens.stop)
+        experts_V = self.experts_V[is_selected]
         every_E = torch.arange(len(self.ends), device=experts_V.device, dtype=experts_V.dtype)
         return Visits(
-            tokens_V=self.tokens_V[is_theirs],
+            tokens_V=self.tokens_V[is_selected],
             experts_V=experts_V,
-            weights_V=self.weights_V[is_theirs],
+            weights_V=self.weights_V[is_selected],
             ends=torch.searchsorted(experts_V, every_E, right=True).tolist(),
         )
 
@@ -82,7 +82,7 @@ class Visits:
 
 
 class ExpertShare(ABC):
-    """One rank's share of an experts module: its `own` experts, or a part of each if None."""
+    """A rank's share of an experts module: its `own` experts, or a part of each if None."""
 
     def __init__(self, own: range | None = None):
         self.own = own
@@ -91,29 +91,30 @@ class ExpertShare(ABC):
     def mix_experts(
         self, module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
     ) -> torch.Tensor:
-        """The output of `mix_experts` over all ranks' shares, (T, D). `hit` yields this rank's experts, ascending."""
+        """Returns the output of `mix_experts` over all ranks' shares, (T, D). `hit` yields this rank's experts,
+        ascending."""
 
 
-SHARE = "expert_share"  # the attribute of an experts module that ranks divide
+SHARE = "expert_share"  # attribute of an experts module that is divided among ranks
 
 
 def find_expert_share(module: torch.nn.Module) -> ExpertShare | None:
-    """This rank's share; None if it has all experts."""
+    """Returns this rank's share; None if it has all experts."""
     return getattr(module, SHARE, None)
 
 
 def experts_forward(
     self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """hidden_states (T, D), top_k_index and top_k_weights (T, K) -> (T, D)."""
+    """transformers' experts function: hidden_states (T, D), top_k_index and top_k_weights (T, K) -> (T, D)."""
     return need_tensor(NeedExperts(self, hidden_states, top_k_index, top_k_weights))
 
 
 def mix_experts(
     module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
 ) -> torch.Tensor:
-    """The weighted sum over each token's experts (T, D), added in the order of `hit`. Matrices of one expert are used
-    before the next is fetched."""
+    """Returns the weighted sum over each token's experts (T, D), added in the order of `hit`. Uses the matrices of one
+    expert before it fetches the next."""
     outputs = ((expert, expert_output(module, matrices, expert, hidden_TD, visits)) for expert, matrices in hit)
     return accumulate_outputs(hidden_TD, visits, outputs)
 
@@ -121,31 +122,31 @@ def mix_experts(
 def expert_output(
     module: torch.nn.Module, matrices: Matrices, expert: int, hidden_TD: torch.Tensor, visits: Visits
 ) -> torch.Tensor:
-    """An expert's output (V, D) for its own visits."""
+    """Returns an expert's output (V, D) for its visits."""
     return run_expert(module, matrices, expert, hidden_TD[visits.tokens_V[visits.expert_rows(expert)]])
 
 
 def accumulate_outputs(
     hidden_TD: torch.Tensor, visits: Visits, outputs: Iterable[tuple[int, torch.Tensor]]
 ) -> torch.Tensor:
-    """The weighted sum over each token's experts (T, D), added in the order of `outputs`."""
+    """Returns the weighted sum over each token's experts (T, D), added in the order of `outputs`."""
     out_TD = torch.zeros_like(hidden_TD)
     for expert, result in outputs:
-        mine = visits.expert_rows(expert)
-        out_TD.index_add_(0, visits.tokens_V[mine], (result * visits.weights_V[mine, None]).to(out_TD.dtype))
+        rows = visits.expert_rows(expert)
+        out_TD.index_add_(0, visits.tokens_V[rows], (result * visits.weights_V[rows, None]).to(out_TD.dtype))
     return out_TD
 
 
 def bound_matrices(module: torch.nn.Module, expert: int, overrides: Matrices | None = None) -> Matrices:
-    """An expert's matrices as bound to the module, except those in `overrides`."""
+    """Returns an expert's matrices: from `overrides`, else as bound to the module."""
     overrides = overrides or {}
     return {n: overrides[n] if n in overrides else getattr(module, n)[expert] for n in matrix_names(module)}
 
 
 def stack_names(model: PreTrainedModel) -> list[str]:
-    """Full names of all expert stacks that run through our function."""
-    found = [(path, module) for path, module in model.named_modules() if is_experts(module)]
-    return [f"{path}.{name}" for path, module in found for name in matrix_names(module)]
+    """Full names of all expert stacks that run through `experts_forward`."""
+    modules = [(path, module) for path, module in model.named_modules() if is_experts(module)]
+    return [f"{path}.{name}" for path, module in modules for name in matrix_names(module)]
 
 
 def is_experts(module: torch.nn.Module) -> bool:
@@ -162,17 +163,16 @@ def matrix_names(module: torch.nn.Module) -> tuple[str, str]:
 
 
 def run_expert(module: torch.nn.Module, matrices: Matrices, expert: int, x: torch.Tensor) -> torch.Tensor:
-    """An expert's output for its tokens x (V, D)."""
+    """Returns an expert's output for its tokens x (V, D)."""
     experts, (up, down) = cast("Experts", module), matrices
-    inner = _project(experts, matrices, up, expert, x)
-    inner = apply_activation(experts, inner)
+    inner = apply_activation(experts, _project(experts, matrices, up, expert, x))
     out = _project(experts, matrices, down, expert, inner)
     return experts.post_expert_norm(out) if has_norm(experts) else out
 
 
 def run_bare_expert(module: torch.nn.Module, matrices: Matrices, x: torch.Tensor) -> torch.Tensor:
-    """The same for an expert that `is_bare`. Reads no other parameter bound to the module, so the matrices may be
-    anywhere; the steps between products are transformers' own."""
+    """Same as `run_expert` for an expert that `is_bare`. Reads no parameter bound to the module, so the matrices may be
+    on another device; the steps between products are transformers' own."""
     experts, (up, down) = cast("Experts", module), matrices
     inner = _product(experts, x, matrices[up])
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
@@ -206,7 +206,7 @@ def _product(
 
 
 def stacked_bias(experts: Experts, name: str) -> torch.Tensor | None:
-    """The bias (E, N) of the stack `name`, or None."""
+    """Returns the bias (E, N) of the stack `name`, or None."""
     return cast(torch.Tensor, getattr(experts, f"{name}_bias")) if experts.has_bias else None
 
 

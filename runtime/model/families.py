@@ -1,5 +1,5 @@
-"""Model families that are tested token for token: a tiny config of each, for `jobs.models` and the tests. Other
-families may run too; only this table and its tests know families by name."""
+"""Tiny configs of the model families that are tested token for token, for `jobs.models` and the tests. No other code
+depends on families; other families may run too."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """`overrides` shrink transformers' default config of `model_type`. Layer patterns keep every kind of layer."""
+    """A tiny config: transformers' default for `model_type` with `overrides`, including every kind of layer."""
 
     name: str
     model_type: str
@@ -48,8 +48,8 @@ def make_family(name: str, model_type: str, *overrides: Mapping[str, object], **
 
 
 FAMILIES: dict[str, Family] = {
-    each.name: each
-    for each in (
+    family.name: family
+    for family in (
         make_family("gpt2", "gpt2", _GPT, n_positions=256),
         make_family("llama", "llama", _SIZES),
         make_family("llama, tied", "llama", _SIZES, tie_word_embeddings=True),

@@ -1,7 +1,7 @@
-"""Replacements for transformers modules that run several operations between two products: RMS norms, gated
-feed-forwards, attention with rotary embeddings, and gates of experts.
+"""Replaces transformers modules by fused ones: RMS norms, gated feed-forwards, attention with rotary embeddings, and
+gates of experts.
 
-A module is replaced if its class has the same bytecode, names and constants as the class of Llama, Mistral, Mixtral,
+A module is replaced if its class has the same bytecode, names and constants as a class of Llama, Mistral, Mixtral,
 Qwen2 or Qwen3 listed here, including the functions that it calls, and its activation is SiLU. A replacement has the
 original's parameters and children under the same names. Results differ in the last bits of float32.
 
@@ -31,17 +31,17 @@ Rotated = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class FusedOps:
-    """The operations of replacements. One returns None for tensors that it does not support; the replacement then runs
-    plain code. Feed-forwards take `mlp_rows` rows at a time; None: all at once."""
+    """The operations of replacements. They return None for unsupported tensors; the replacement then runs plain code.
+    Feed-forwards take `mlp_rows` rows at a time; None: all at once."""
 
     norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor | None]  # x (..., H), weight (H), eps -> (..., H)
-    gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]  # silu(gate) * up, where gate was or beside it
-    gate_halves: Callable[[torch.Tensor], torch.Tensor | None]  # (V, 2H) -> (V, H): silu of a half times the other
+    gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]  # silu(gate) * up, possibly in place of gate
+    gate_halves: Callable[[torch.Tensor], torch.Tensor | None]  # (V, 2H) -> (V, H): silu(first half) * second half
     rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Rotated | None]  # q, k, cos, sin -> q, k
     mlp_rows: int | None
 
     def make_replacement(self, parent: nn.Module, name: str, child: nn.Module) -> nn.Module | None:
-        """The replacement for `child` of `parent`; None if it stays."""
+        """Returns the replacement for `child` of `parent`; None if there is none."""
         forward = type(child).forward
         if has_same_code(forward, llama.LlamaRMSNorm.forward):
             return FusedRMSNorm(child, self)
@@ -50,7 +50,7 @@ class FusedOps:
         if name == "act_fn" and isinstance(child, SILU):
             is_known = has_same_code(getattr(type(parent), "_apply_gate", None), EXPERTS._apply_gate)
             return FusedGate(child, self) if is_known else None
-        code = next((each for each in _ATTENTION_CODES if has_same_code(forward, each.forward)), None)
+        code = next((code for code in _ATTENTION_CODES if has_same_code(forward, code.forward)), None)
         return FusedAttention(child, self, code) if code is not None and _calls_llama_functions(forward) else None
 
 
@@ -74,8 +74,7 @@ class FusedRMSNorm(_Replacement):
 
 
 class FusedGatedMLP(_Replacement):
-    """Llama's feed-forward, whose gate is applied in one pass. After Shazeer, "GLU Variants Improve Transformer"
-    (2020)."""
+    """Llama's feed-forward with a fused gate. After Shazeer, "GLU Variants Improve Transformer" (2020)."""
 
     gate_proj: nn.Module
     up_proj: nn.Module
@@ -129,8 +128,8 @@ _ATTENTION_CODES = (
 
 
 class FusedAttention(_Replacement):
-    """Attention of Llama and its kin, whose queries and keys are rotated in one pass. After Su et al., "RoFormer:
-    Enhanced Transformer with Rotary Position Embedding" (2021)."""
+    """Llama's attention with fused rotary embeddings. After Su et al., "RoFormer: Enhanced Transformer with Rotary
+    Position Embedding" (2021)."""
 
     def __init__(self, original: nn.Module, ops: FusedOps, code: _AttentionCode):
         super().__init__(original, ops)
@@ -144,13 +143,11 @@ class FusedAttention(_Replacement):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Maps (B, T, D) to the same. K and V go to `past_key_values`; the attention function of the config is
-        called."""
+        """Maps (B, T, D) to the same. Stores K and V in `past_key_values` and calls the config's attention function."""
         own: Any = self
         shape = hidden_states.shape[:-1]
-        q, k, v = (
-            project(hidden_states).view(*shape, -1, own.head_dim) for project in (own.q_proj, own.k_proj, own.v_proj)
-        )
+        projections = (own.q_proj, own.k_proj, own.v_proj)
+        q, k, v = (project(hidden_states).view(*shape, -1, own.head_dim) for project in projections)
         if self.has_norms:
             q, k = own.q_norm(q), own.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -165,16 +162,15 @@ class FusedAttention(_Replacement):
 
 def fuse(model: nn.Module, ops: FusedOps) -> Counter[str]:
     """Replaces supported modules in `model`. Returns their counts by kind."""
-    counts, made = Counter[str](), dict[nn.Module, nn.Module]()  # of one that has several places, one stand-in
-    for parent in reversed(list(model.modules())):  # children before what takes them over
+    replacements = dict[nn.Module, nn.Module]()  # one for each module, also if it has several parents
+    for parent in reversed(list(model.modules())):  # children first: a replacement shares its original's children
         for name, child in list(parent._modules.items()):
             if child is None:
                 continue
-            stand_in = made.get(child) or ops.make_replacement(parent, name, child)
-            if stand_in is not None:
-                made[child] = parent._modules[name] = stand_in
-    counts.update(_KINDS[type(stand_in)] for stand_in in made.values())
-    return counts
+            replacement = replacements.get(child) or ops.make_replacement(parent, name, child)
+            if replacement is not None:
+                replacements[child] = parent._modules[name] = replacement
+    return Counter(_KINDS[type(replacement)] for replacement in replacements.values())
 
 
 _KINDS: dict[type[nn.Module], str] = {
@@ -187,8 +183,7 @@ _KINDS: dict[type[nn.Module], str] = {
 
 def _calls_llama_functions(forward: Callable[..., object]) -> bool:
     """True if the functions that an attention class calls by name have Llama's code."""
-    known = {"apply_rotary_pos_emb": "rotate_half", "eager_attention_forward": "repeat_kv"}
-    for name, inner in known.items():
+    for name, inner in (("apply_rotary_pos_emb", "rotate_half"), ("eager_attention_forward", "repeat_kv")):
         function = _globals_of(forward).get(name)
         if not has_same_code(function, vars(llama)[name]):
             return False
@@ -204,10 +199,10 @@ def _globals_of(function: object) -> dict[str, object]:
 def has_same_code(function: object, known: object) -> bool:
     """True if two functions have the same bytecode, names and constants; defaults and docstrings may differ."""
     bodies = list[tuple[object, ...]]()
-    for each in (function, known):
-        code = getattr(each, "__code__", None)
+    for compared in (function, known):
+        code = getattr(compared, "__code__", None)
         if not isinstance(code, CodeType):
             return False
-        constants = [value for value in code.co_consts if value is not None and value != each.__doc__]
+        constants = [value for value in code.co_consts if value is not None and value != compared.__doc__]
         bodies.append((code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants))
     return bodies[0] == bodies[1]

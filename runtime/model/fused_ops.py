@@ -1,10 +1,9 @@
 """Fused operations: RMS norms, SiLU gates, rotary embeddings.
 
-On a CPU compiled kernels read and write each number once. They take float32 or bfloat16 in a processor's memory, rows
-one behind the other, and leave everything else to others. On an accelerator each operation is one kernel that
-`torch.compile` makes of its plain code. A norm is seven launches there, a gate two and a rotary embedding twelve;
-compiled, each is one. Results differ in the last bits of what lies between: kernels keep it in float32, where plain
-code rounds to the dtype of the tensors.
+On a CPU, compiled kernels read and write each number once; they support contiguous float32 and bfloat16. On an
+accelerator `torch.compile` makes one kernel of each operation: a norm is seven launches otherwise, a gate two, a rotary
+embedding twelve. Results differ in the last bits: kernels keep intermediate results in float32, plain code rounds them
+to the dtype of the tensors.
 
 T rows (tokens), H numbers of each; B sequences of T positions, h heads of D.
 """
@@ -31,14 +30,14 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def host_ops() -> FusedOps | None:
-    """The operations of a CPU; None without a compiler, where plain code is fastest."""
+    """Operations for a CPU; None without a compiler: plain code is fastest then."""
     if not can_compile():
         return None
     return FusedOps(norm=norm, gate=gate, gate_halves=gate_halves, rotate=rotate, mlp_rows=GATED_ROWS)
 
 
 def prepare_host_ops(dtype: torch.dtype = torch.float32) -> None:
-    """Loads, and on first use compiles, all kernels for a dtype of DTYPES, so that no pass spends time on it."""
+    """Loads all kernels for a dtype of DTYPES, and compiles them on first use, so that no pass spends time on it."""
     if has_compiler():
         rows_BThD = torch.ones(1, 1, 2, 2, dtype=dtype)
         norm(rows_BThD, rows_BThD[0, 0, 0], 0.0)
@@ -48,19 +47,17 @@ def prepare_host_ops(dtype: torch.dtype = torch.float32) -> None:
 
 @cache
 def _kernel() -> ModuleType:
-    """The kernel module. Imports numba, which takes 0.2 s, on first use."""
-    from ..kernels import rowwise
+    from ..kernels import rowwise  # on first use: numba takes 0.2 s to import
 
     return rowwise
 
 
 def _as_numpy(x: torch.Tensor) -> np.ndarray:
-    """A NumPy view: float32, or the bits of bfloat16."""
+    """Returns a NumPy view: float32, or the bits of bfloat16."""
     return x.detach().view(BITS[x.dtype]).numpy()
 
 
 def _as_rows(x: torch.Tensor) -> np.ndarray:
-    """A NumPy view of (..., H) as (T, H)."""
     return _as_numpy(x).reshape(-1, x.shape[-1])
 
 
@@ -69,16 +66,16 @@ def _can_run(*tensors: torch.Tensor) -> bool:
     dtype = tensors[0].dtype
     if dtype not in DTYPES or not has_compiler():
         return False
-    for each in tensors:
-        if type(each) not in (torch.Tensor, nn.Parameter) or each.dtype is not dtype or not each.is_cpu:
+    for tensor in tensors:
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.dtype is not dtype or not tensor.is_cpu:
             return False
-        if not each.is_contiguous() or not each.numel():
+        if not tensor.is_contiguous() or not tensor.numel():
             return False
     return True
 
 
 def norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor | None:
-    """Divides (..., H) by the root of its mean square and `eps`, and multiplies it by the weight."""
+    """RMS norm: divides (..., H) by the root of its mean square plus `eps`, and multiplies by the weight."""
     if not _can_run(x, weight_H) or weight_H.shape != x.shape[-1:]:
         return None
     out, norm_rows = torch.empty_like(x), _kernel().norm_rows
@@ -89,12 +86,12 @@ def norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor | 
 
 
 def gate(gate_TH: torch.Tensor, up_TH: torch.Tensor) -> torch.Tensor | None:
-    """Writes silu(gate) * up (T, H) over the gates."""
+    """Returns silu(gate) * up (T, H). Overwrites `gate_TH`."""
     return _apply_gate(gate_TH, up_TH, 0, gate_TH) if _can_run(gate_TH, up_TH) else None
 
 
 def gate_halves(gate_up_V2H: torch.Tensor) -> torch.Tensor | None:
-    """Makes (V, H) of rows that hold a gate and what it lets through, (V, 2H)."""
+    """Returns silu(gate) * up (V, H) of rows with both halves, (V, 2H)."""
     if gate_up_V2H.dim() != 2 or not _can_run(gate_up_V2H):
         return None
     num_rows, num_gates = gate_up_V2H.shape[0], gate_up_V2H.shape[1] // 2
@@ -102,8 +99,8 @@ def gate_halves(gate_up_V2H: torch.Tensor) -> torch.Tensor | None:
 
 
 def _apply_gate(gate_TN: torch.Tensor, up_TN: torch.Tensor, up_begin: int, out_TH: torch.Tensor) -> torch.Tensor:
-    """Writes silu(gate) * up, of H numbers from the first and from `up_begin` on, to `out_TH`, which may be `gate_TN`
-    itself."""
+    """Writes silu(gate) * up to `out_TH`, which may be `gate_TN`: H columns of `gate_TN`, and of `up_TN` from
+    `up_begin` on."""
     out, kernel = _as_numpy(out_TH), _kernel()
     arrays = (_as_numpy(gate_TN), _as_numpy(up_TN), up_begin, out)
     parallel_for_groups(out, 1, lambda rows: kernel.gate_rows(*arrays, *rows, np.empty(kernel.RUN, np.float32)))
@@ -111,9 +108,9 @@ def _apply_gate(gate_TN: torch.Tensor, up_TN: torch.Tensor, up_begin: int, out_T
 
 
 def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Rotated | None:
-    """Turns queries and keys (B, h, T, D) by angles (B, T, D): pairs of numbers that lie half a head apart."""
+    """Rotates queries and keys (B, h, T, D) by angles (B, T, D): pairs of numbers half a head apart."""
     B, _, T, D = q.shape
-    rows = [each.transpose(1, 2) for each in (q, k)]  # as products leave them
+    rows = [q.transpose(1, 2), k.transpose(1, 2)]  # contiguous, as products return them
     is_each_token = cos.shape == sin.shape == (k.shape[0], *k.shape[2:]) == (B, T, D)
     if not is_each_token or not _can_run(*rows, cos, sin):
         return None
@@ -121,7 +118,7 @@ def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     rotate_rows, rotated = _kernel().rotate_rows, list[torch.Tensor]()
     for x_BThD in rows:
         rotated.append(torch.empty_like(x_BThD))
-        x_ThD, out_ThD = (_as_numpy(each).reshape(-1, *each.shape[2:]) for each in (x_BThD, rotated[-1]))
+        x_ThD, out_ThD = (_as_numpy(tensor).reshape(-1, *tensor.shape[2:]) for tensor in (x_BThD, rotated[-1]))
         arrays = (x_ThD, cos_TD, sin_TD, out_ThD)
         parallel_for_groups(x_ThD, 1, lambda rows, arrays=arrays: rotate_rows(*arrays, *rows))
     return rotated[0].transpose(1, 2), rotated[1].transpose(1, 2)
@@ -131,22 +128,16 @@ BACKEND = "inductor"
 
 
 def require_accelerator(device: torch.device) -> None:
-    """Raises ConfigError on a CPU, which has steps of its own, and where the compiler's package is missing."""
+    """Raises ConfigError on a CPU, which has its own kernels, and on CUDA without Triton."""
     if device.type == "cpu":
-        raise ConfigError(
-            "model.compile=true is for an accelerator, and this is a CPU, whose steps are compiled anyway: "
-            "model.compile=false"
-        )
+        raise ConfigError("model.compile=true is for accelerators; a CPU has its own kernels: set model.compile=false")
     if device.type == "cuda" and find_spec("triton") is None:
-        raise ConfigError(
-            "model.compile=true needs the package triton, which torch's builds for CUDA bring along and which is not "
-            "installed here: install it, or model.compile=false"
-        )
+        raise ConfigError("model.compile=true needs the package triton: install it, or set model.compile=false")
 
 
 def compiled_ops() -> FusedOps:
-    """Operations that torch.compile turns into one kernel each. The first pass compiles, some seconds per operation,
-    and again for a pass of a single token."""
+    """Operations that torch.compile turns into one kernel each. Compiles in the first pass, and again for a pass of a
+    single token, some seconds per operation."""
     return FusedOps(
         norm=lambda x, weight, eps: _compile(plain_norm)(x, weight, eps),
         gate=lambda gate, up: _compile(plain_gate)(gate, up),
@@ -162,7 +153,7 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plain_norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
-    """Divides (..., H) by the root of its mean square and `eps`, in float32, and multiplies it by the weight."""
+    """RMS norm, in float32 up to the product with the weight."""
     wide = x.float()
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight_H * scaled.to(x.dtype)

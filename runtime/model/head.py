@@ -1,5 +1,5 @@
 """Runs the model's head on a slice of tokens at a time, so that logits of many tokens are never in memory together.
-Works with any class: its forward runs again per slice, with the base model's first output reused."""
+Works with any class: its forward runs again for each slice, with the base model's first output reused."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,24 +15,22 @@ from .stages import StagedModel
 
 
 class HasLogits(Protocol):
-    """The output of a class with a head."""
-
     logits: torch.Tensor
 
 
 class _HeadSkipped(Exception):
-    """Ends the forward after the base model, when the head is not needed."""
+    """Ends the forward after the base model if the head is not needed."""
 
 
 class BaseModelWrapper(torch.nn.Module):
-    """Wraps a module that may be the base model below the head; the first one that a pass calls is. Inside
-    `sliced_logits` it runs once and then returns its output for the current slice. Elsewhere it is transparent."""
+    """Wraps a candidate for the base model below the head: the first one called in a pass is. Inside `sliced_logits` it
+    runs once and then returns its output for the current slice. Elsewhere it is transparent."""
 
     def __init__(self, inner: torch.nn.Module):
         super().__init__()
         self.inner = inner
 
-    def __getattr__(  # pyright: ignore[reportIncompatibleMethodOverride] - a class reads whatever it likes
+    def __getattr__(  # pyright: ignore[reportIncompatibleMethodOverride] - model code reads any attribute
         self, name: str
     ) -> object:
         try:
@@ -63,17 +61,17 @@ def sliced_logits(
     run = current_lane_run()
     slices = run.head = HeadSlices(selected_N=selected_N)
     try:
-        for turn in slices.iterate(num_rows):
+        for rows in slices.iterate(num_rows):
             logits = forward().logits
-            assert slices.hidden_1ND is not None, "a class has reached its layers by another way than all its modules"
-            yield turn.start, logits.reshape(-1, logits.shape[-1])
+            assert slices.hidden_1ND is not None, "the forward ran the layers without calling a wrapped base model"
+            yield rows.start, logits.reshape(-1, logits.shape[-1])
     finally:
         run.head = None
 
 
 def hidden_states(forward: Callable[[], object], selected_N: torch.Tensor) -> HeadSlices:
-    """The last hidden states of the selected tokens, as the head gets them. Call inside a lane's run. `forward` as in
-    `sliced_logits`, or of a model without a head."""
+    """Computes the last hidden states of the selected tokens, the head's input. Call inside a lane's run. `forward`: as
+    in `sliced_logits`, or of a model without a head."""
     run = current_lane_run()
     slices = run.head = HeadSlices(selected_N=selected_N, skips_head=True)
     try:
@@ -86,14 +84,14 @@ def hidden_states(forward: Callable[[], object], selected_N: torch.Tensor) -> He
 
 
 def class_logits(model: torch.nn.Module, slices: HeadSlices, ids_N: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Float32 logits (N, C) of a decoder's classifier for the hidden states in `slices`; `ids_N` are their tokens. Each
-    is passed as a prompt of one token, since the class pools the last token."""
+    """Computes float32 logits (N, C) of a decoder's classifier for the hidden states in `slices`; `ids_N`: their
+    tokens. Each is passed as a prompt of one token, since the class pools the last token."""
     run, parts = current_lane_run(), list[torch.Tensor]()
     slices.skips_head, slices.as_rows = False, True
     run.head = slices
     try:
-        for turn in slices.iterate(num_rows):
-            out = model(input_ids=ids_N[turn, None], use_cache=False)
+        for rows in slices.iterate(num_rows):
+            out = model(input_ids=ids_N[rows, None], use_cache=False)
             parts.append(out.logits.float())
     finally:
         run.head = None
@@ -105,33 +103,32 @@ def slice_head(staged: StagedModel) -> None:
     layers."""
     if any(isinstance(module, BaseModelWrapper) for module in staged.model.modules()):
         return
-    # The places of modules that hold the decoder's layers and not the head, outer ones first: which of them a class
-    # calls is its own affair.
+    # All modules that contain the decoder's layers and not the head, outer ones first: a class may call any of them.
     last_layer = next(module for module in staged.modules if module.is_last_layer)
     head = staged.model.get_output_embeddings()
-    parent, places = staged.model, list[tuple[torch.nn.Module, str]]()
+    parent, candidates = staged.model, list[tuple[torch.nn.Module, str]]()
     while True:
         name, child = next((name, child) for name, child in parent.named_children() if _contains(child, last_layer))
         if isinstance(child, torch.nn.ModuleList):
             break
         if head is None or not _contains(child, head):
-            places.append((parent, name))
+            candidates.append((parent, name))
         parent = child
-    if not places:
+    if not candidates:
         name = type(staged.model).__name__
-        raise ConfigError(f"model.path: {name} has its layers and its head in one module, so it can score no tokens")
-    for parent, name in places:
+        raise ConfigError(f"model.path: {name} cannot score tokens: its layers and its head are in one module")
+    for parent, name in candidates:
         setattr(parent, name, BaseModelWrapper(getattr(parent, name)))
 
 
 def _contains(module: torch.nn.Module, other: torch.nn.Module) -> bool:
-    return any(each is other for each in module.modules())
+    return any(inner is other for inner in module.modules())
 
 
 def _select_hidden(output: object, selected_N: torch.Tensor) -> torch.Tensor:
-    """(1, N, D) of a base model's hidden states (B, T, D), which come first in what it returns."""
+    """Selects (1, N, D) of a base model's hidden states (B, T, D), the first item of its output."""
     hidden = output[0] if isinstance(output, tuple | ModelOutput) else output
-    assert isinstance(hidden, torch.Tensor), f"the model below the head gave {type(hidden).__name__}"
+    assert isinstance(hidden, torch.Tensor), f"the model below the head returned {type(hidden).__name__}"
     return hidden.flatten(0, 1)[selected_N][None]
 
 

@@ -1,4 +1,4 @@
-"""Loads a model without its weights: opens a checkpoint, maps its bytes to parameters, stages the model."""
+"""Loads a model without its weights: opens a checkpoint, maps its bytes to parameters, splits the model into stages."""
 
 import hashlib
 import logging
@@ -72,20 +72,20 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase | None
     generation: GenerationDefaults
     eos_token_ids: frozenset[int]
-    start_token_id: int | None  # a decoder's first token behind an encoder; None without one
+    start_token_id: int | None  # first decoder token of an encoder-decoder; None for others
     checkpoint: Checkpoint
     config: Mapping[str, object]
     fingerprint: str
     digests: Mapping[str, str]
-    expands_latents: bool  # see traits.CacheShape
+    expands_latents: bool  # CacheShape.is_latent
     padding: PaddingBehavior  # of a decoder in padded lanes
     head: Head
-    looks_ahead: bool  # attention is over the whole prompt, in both directions: an encoder's
+    looks_ahead: bool  # bidirectional attention over the whole prompt: an encoder
     stored: WeightStorage
-    rounded: RoundedTensors | None  # by model.quantize, while they are read
-    rope_lengths: RopeLengths | None  # of a model whose rotary embeddings depend on a sequence's length
-    split_heads: HeadShare | None = None  # of a model of which this is one rank's part
-    backends: BackendTable | None = None  # which linear backend is taken for what; None: by the rule
+    rounded: RoundedTensors | None  # rounded by model.quantize while they are read
+    rope_lengths: RopeLengths | None  # if rotary embeddings depend on a sequence's length
+    split_heads: HeadShare | None = None  # with tensor parallelism: this rank's heads
+    backends: BackendTable | None = None  # measured choice of linear backends; None: the default rule
 
     @property
     def numbers(self) -> WeightStorage:
@@ -94,18 +94,18 @@ class LoadedModel:
 
     @property
     def virtual_files(self) -> Mapping[str, Fill]:
-        """Weight files that exist only in memory, for a reader."""
+        """Weight files that exist only in memory, for `Reader`."""
         return {} if self.rounded is None else self.rounded.fills
 
     def for_device(self, device: ComputeDevice) -> "LoadedModel":
-        """The model with the attention method, and so the memory, of this device."""
-        way = attention.attention_method(self.staged.model, self.shape, device)
-        return replace(self, shape=replace(self.shape, attention_method=way))
+        """Returns the model with the attention method of this device, which determines its memory."""
+        method = attention.attention_method(self.staged.model, self.shape, device)
+        return replace(self, shape=replace(self.shape, attention_method=method))
 
     def weights_of(
         self, stage: Stage, buffer: torch.Tensor, tensor_offsets: Mapping[str, int], *, on_device: bool = False
     ) -> dict[str, torch.Tensor]:
-        """A stage's weights as views into `buffer`; see `stage_weights`."""
+        """Returns a stage's weights as views into `buffer`; see `stage_weights`."""
         return stage_weights(stage, buffer, tensor_offsets, self.dtypes, self.backends, on_device=on_device)
 
 
@@ -116,7 +116,7 @@ class ModelSplit(ABC):
 
     @abstractmethod
     def share_heads(self, cache: CacheShape, *, is_packed: bool) -> HeadShare:
-        """The heads of each rank. Raises ConfigError if lanes are not packed or heads cannot be divided."""
+        """Returns this rank's heads. Raises ConfigError if lanes are not packed or heads cannot be divided."""
 
     @abstractmethod
     def split_model(self, model: PreTrainedModel, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
@@ -143,15 +143,14 @@ def load_model(
     empty = _build_empty_model(config, device, cache_dir, truncated, should_stop, encodes=encodes)
     model, checkpoint, class_name = empty.model, empty.checkpoint, type(empty.model).__name__
 
-    # The class is run without weights to see what it does in lanes. An encoder's are rectangles without a cache, which
-    # pass the model once.
+    # Run the class without weights to probe its lanes. An encoder's lanes are padded, run once, and have no cache.
     is_encoder = model_head(model) is not Head.text and looks_ahead(model)
     if is_encoder and config.lanes is Lanes.packed:
-        raise ConfigError(f"model.lanes=packed: {class_name} cannot: {NO_DECODER}")
+        raise ConfigError(f"model.lanes=packed: not possible for {class_name}: {NO_DECODER}; set auto or padded")
     is_packed, reason, padding = False, "", PaddingBehavior()
     with as_config_error(class_name):
         if is_encoder:
-            padding = PaddingBehavior(whole_prompts="the class is an encoder, which sees all of a prompt at once")
+            padding = PaddingBehavior(whole_prompts="the class is an encoder, which needs the whole prompt at once")
             cache = encoder_cache_shape(model)
         else:
             is_packed, reason = choose_lanes(model, config.lanes) if truncated is None else (truncated.is_packed, "")
@@ -172,18 +171,12 @@ def load_model(
         parameters = split.split_model(model, parameters)
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict(keep_vars=True).items()}
 
-    # Stand-ins take the places of modules, where there are operations for this device.
     ops = compiled_ops() if config.compile else None
     if ops is None and empty.dtype in DTYPES and device.type == "cpu":
         ops = host_ops()
     if ops is not None:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(fuse(model, ops).items()))
-        found = (
-            f"{kinds} are fused, all else is transformers' own code"
-            if kinds
-            else "nothing is fused, as its code between products is that of no class known here"
-        )
-        log.debug("%s: %s", class_name, found)
+        log.debug("%s: fused modules: %s", class_name, kinds or "none, as none has the code of a supported class")
 
     rope_lengths = follow_lengths(model)
     with as_config_error(class_name):
@@ -214,7 +207,7 @@ def load_model(
         eos_token_ids=empty.generation.eos_token_ids,
         start_token_id=empty.generation.start_token_id if model.config.is_encoder_decoder else None,
         checkpoint=checkpoint,
-        config=empty.described,
+        config=empty.published_config,
         fingerprint=empty.fingerprint,
         digests=digests,
     )
@@ -222,28 +215,28 @@ def load_model(
 
 @dataclass(frozen=True, kw_only=True)
 class _EmptyWeights:
-    """A checkpoint and its model with parameters on the meta device. `described`: the config as published;
-    `quantization`: its storage settings."""
+    """A checkpoint and its model with parameters on the meta device. `published_config`: with `quantization`, its
+    quantization settings."""
 
     checkpoint: Checkpoint
     fingerprint: str
     model: PreTrainedModel
     dtype: torch.dtype
-    described: Mapping[str, object]
+    published_config: Mapping[str, object]
     quantization: Mapping[str, object]
     generation: GenerationDefaults
     zeroed_rows: Mapping[str, Sequence[int]]  # see `runtime.probing.meta`
 
     def make_rounded(self, config: ModelConfig) -> RoundedTensors | None:
-        """The checkpoint's tensors quantized by `model.quantize`. Raises CheckpointError if they are quantized
-        already."""
+        """Returns the checkpoint's tensors quantized by `model.quantize`, None if it is not set. Raises CheckpointError
+        if they are quantized already."""
         if config.quantize is None:
             return None
         stored = "GGUF" if self.checkpoint.gguf is not None else self.quantization.get("quant_method")
         if self.quantization or stored:
             raise CheckpointError(
-                f"model.quantize={config.quantize.value}: {self.checkpoint.path} is stored in fewer bytes already "
-                f"({stored or 'quantization_config'}): leave model.quantize out, or name the unquantised checkpoint"
+                f"model.quantize={config.quantize.value}: {self.checkpoint.path} is quantized already "
+                f"({stored or 'quantization_config'}): unset model.quantize, or use the unquantized checkpoint"
             )
         return RoundedTensors.from_rounding(self.checkpoint.tensors, Rounding(config.quantize.value))
 
@@ -251,12 +244,12 @@ class _EmptyWeights:
         self,
         rounded: RoundedTensors | None,
         config: ModelConfig,
-        kept: Path,
+        cache: Path,
         express: bool,
         should_stop: Callable[[], bool],
     ) -> tuple[dict[str, Parameter], dict[str, str]]:
-        """Byte ranges of all parameters by full name, and with model.verify=full the digests of files. Converts layouts
-        that byte ranges cannot express into a file in `kept`."""
+        """Returns byte ranges of all parameters by full name, and with model.verify=full the digests of files. Converts
+        layouts that byte ranges cannot express into a file in `cache`."""
         checkpoint, model = self.checkpoint, self.model
         if checkpoint.gguf is not None:
             parameters, conversions = map_gguf(model, checkpoint)
@@ -266,56 +259,49 @@ class _EmptyWeights:
         is_verified = config.verify is Verify.full
         if self.quantization.get("quant_method") == METHOD:
             check_packed(checkpoint.files, is_full=is_verified)
-        digests = dict(digest_files(checkpoint.files, kept, should_stop)) if is_verified else {}
+        digests = dict(digest_files(checkpoint.files, cache, should_stop)) if is_verified else {}
         conversions += self._zeroing_conversions(parameters)
-        made_here = {each.file for each in rounded.rounded} if rounded is not None else set[str]()
+        virtual = {tensor.file for tensor in rounded.rounded} if rounded is not None else set[str]()
         for conversion in conversions:
-            if any(source.file in made_here for source in conversion.sources):  # what is converted is a file
+            if any(source.file in virtual for source in conversion.sources):  # conversions read files on disk
                 name = config.quantize.value if config.quantize is not None else ""
                 raise ConfigError(
-                    f"model.quantize={name}: {conversion.targets[0]!r} lies in another layout than its class wants, "
-                    "and is converted once into a file: "
-                    f"weightstream pack out=OUT format={name} rounds it, then model.path=OUT"
+                    f"model.quantize={name}: {conversion.targets[0]!r} is stored in another layout than its class "
+                    f"needs: run weightstream pack out=OUT format={name}, then set model.path=OUT"
                 )
         if conversions:
-            # Files that differ outside the sampled places are converted apart, where that is known.
+            # The fingerprint samples bytes: with digests, files that differ elsewhere are converted separately.
             identity = "".join([self.fingerprint, *digests.values()])
             identity = hashlib.sha256(identity.encode()).hexdigest() if digests else identity
-            converted = convert_once(model, conversions, kept, identity)
+            converted = convert_once(model, conversions, cache, identity)
             tied = {name: parameters[name].pieces for name in converted if name in parameters}
             for name, parameter in parameters.items():
-                shared = next((each for each, pieces in tied.items() if pieces == parameter.pieces), name)
-                parameters[name] = replace(converted[shared], name=name) if shared in converted else parameter
+                source = next((target for target, pieces in tied.items() if pieces == parameter.pieces), name)
+                parameters[name] = replace(converted[source], name=name) if source in converted else parameter
             parameters |= converted
             if is_verified:
                 files = sorted({piece.file for parameter in converted.values() for piece in parameter.slices})
-                digests |= digest_files(files, kept, should_stop)
+                digests |= digest_files(files, cache, should_stop)
         parameters |= {name: replace(parameters[name], is_experts=True) for name in experts.stack_names(model)}
         return parameters, digests
 
     def _zeroing_conversions(self, parameters: Mapping[str, Parameter]) -> list[Conversion]:
-        """Conversions for rows that transformers sets to zero while loading. Raises ConfigError for a matrix in several
-        pieces."""
-        found = list[Conversion]()
-        class_name = type(self.model).__name__
+        """Makes conversions for rows that transformers sets to zero while loading. Raises ConfigError for a matrix in
+        several pieces."""
+        conversions, class_name = list[Conversion](), type(self.model).__name__
         for name, rows in self.zeroed_rows.items():
             pieces = parameters[name].slices if name in parameters else ()
             if len(pieces) != 1:
                 raise ConfigError(
-                    f"model.path: transformers sets rows {list(rows)} of {name!r} to zero as it loads {class_name}, "
-                    "which cannot be done here as the checkpoint holds it in parts: use transformers itself"
+                    f"model.path: transformers sets rows {list(rows)} of {name!r} to zero when it loads {class_name}; "
+                    "not supported for a matrix in several pieces: use transformers itself"
                 )
-            zeroed = make_zeroing(name, pieces[0], rows)
-            if zeroed is not None:
-                log.warning(
-                    "%s: transformers sets row %s of %r to zero as it loads the class, whatever the checkpoint holds, "
-                    "and so does this run",
-                    class_name,
-                    ", ".join(map(str, rows)),
-                    name,
-                )
-                found.append(zeroed)
-        return found
+            zeroing = make_zeroing(name, pieces[0], rows)
+            if zeroing is not None:
+                numbers = ", ".join(map(str, rows))
+                log.warning("%s: sets row %s of %r to zero, as transformers does", class_name, numbers, name)
+                conversions.append(zeroing)
+        return conversions
 
 
 def _build_empty_model(
@@ -334,14 +320,14 @@ def _build_empty_model(
     checkpoint = open_checkpoint(path)
     hf_config = read_config(path, num_tensors=len(checkpoint.tensors))
     generation = read_generation(path, hf_config)
-    described = hf_config.to_dict()
+    published_config = hf_config.to_dict()
     quantization = pop_quantization_config(hf_config)
     dtype = _compute_dtype(config.dtype, hf_config, device)
     if truncated is not None:
         truncated.shorten(hf_config)
-    most_tensors = 16 * len(checkpoint.tensors) + 8192  # several are fused in one of its own, or shared by many layers
-    with as_checkpoint_error(f"{path}: config.json makes no model", described):
-        model = build_meta_model(hf_config, dtype, max_tensors=most_tensors, encodes=encodes)
+    max_tensors = 16 * len(checkpoint.tensors) + 8192  # a stored tensor may be several fused or shared parameters
+    with as_checkpoint_error(f"{path}: config.json: cannot build the model", published_config):
+        model = build_meta_model(hf_config, dtype, max_tensors=max_tensors, encodes=encodes)
     with as_config_error(type(model).__name__):
         zeroed = zeroed_rows(model)
         drop_unused_modules(model)
@@ -353,29 +339,30 @@ def _build_empty_model(
         fingerprint=checkpoint.fingerprint(),
         model=model,
         dtype=dtype,
-        described=described,
+        published_config=published_config,
         quantization=quantization,
         generation=generation,
         zeroed_rows=zeroed,
     )
 
 
-def _compute_dtype(wanted: DType, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """The compute dtype; `auto` follows the rule of plans. On a device, other checkpoint dtypes are kept."""
-    if wanted is not DType.auto:
-        return getattr(torch, wanted.value)
+def _compute_dtype(setting: DType, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    """Resolves model.dtype; `auto` as in plans. On a device, keeps checkpoint dtypes that are not settings."""
+    if setting is not DType.auto:
+        return getattr(torch, setting.value)
     stored = getattr(config, "dtype", None)
     if not isinstance(stored, torch.dtype):
         return torch.float32
     has_device, name = device.type != "cpu", str(stored).removeprefix("torch.")
     if has_device and name not in STORED_DTYPES:
         return stored
-    known = DType(name) if name in STORED_DTYPES else DType.float32
-    chosen = resolve_auto_dtype(known, has_device=has_device, has_bfloat16=not has_device or has_bfloat16_units(device))
-    if has_device and chosen is not known:
+    published = DType(name) if name in STORED_DTYPES else DType.float32
+    has_bfloat16 = not has_device or has_bfloat16_units(device)
+    chosen = resolve_auto_dtype(published, has_device=has_device, has_bfloat16=has_bfloat16)
+    if has_device and chosen is not published:
         log.warning(
-            "model.dtype=auto: %s, not the checkpoint's %s, for which %s has no units; a row whose numbers pass 65,504 "
-            "becomes an error: model.dtype=float32 for a model with such numbers",
+            "model.dtype=auto: %s, not the checkpoint's %s, for which %s has no units; a row with numbers above 65,504 "
+            "becomes an error row: set model.dtype=float32 if the model has such numbers",
             chosen.value,
             name,
             torch.get_device_module(device).get_device_name(device),
@@ -384,20 +371,17 @@ def _compute_dtype(wanted: DType, config: PreTrainedConfig, device: torch.device
 
 
 def _register_functions(model: PreTrainedModel, *, is_packed: bool) -> None:
-    """Makes the class call our attention and expert functions."""
+    """Makes the class call Weightstream's attention and expert functions."""
     if expert_kind(model) is ExpertKind.sorted:
         experts.register()
         model.set_experts_implementation(experts.NAME)
-        assert model.config.get_text_config()._experts_implementation == experts.NAME, (
-            "experts run without our function"
-        )
+        assert model.config.get_text_config()._experts_implementation == experts.NAME, "the setting had no effect"
     if is_packed:
         attention.register()
         model.set_attn_implementation(attention.NAME)
         if model.config._attn_implementation != attention.NAME:
-            raise ConfigError(
-                f"model.lanes: {type(model).__name__} ignores attention functions; use model.lanes=padded"
-            )
+            name = type(model).__name__
+            raise ConfigError(f"model.lanes: {name} ignores attention functions; set model.lanes=padded")
 
 
 def fill_buffers(staged: StagedModel, parameters: Mapping[str, Parameter], device: torch.device) -> None:
@@ -407,8 +391,8 @@ def fill_buffers(staged: StagedModel, parameters: Mapping[str, Parameter], devic
         if name in parameters and name not in staged.stage_of:
             path, _, leaf = name.rpartition(".")
             pieces = [load_tensor(piece).reshape(-1) for blocks in parameters[name].pieces for piece in blocks]
-            read = torch.cat(pieces).to(buffer.dtype).reshape(buffer.shape)
-            staged.model.get_submodule(path)._buffers[leaf] = read
+            value = torch.cat(pieces).to(buffer.dtype).reshape(buffer.shape)
+            staged.model.get_submodule(path)._buffers[leaf] = value
     for module in staged.model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)

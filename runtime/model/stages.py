@@ -2,8 +2,8 @@
 `StreamedModule`. Dry runs find the outer modules that run before the layers.
 
 In the last decoder layer all tokens store K and V, but only tokens that the head needs continue: decoded ones, and the
-last of a finished prompt. With L layers this saves almost 1/L of a prefill. It is valid for any class, since packed
-lanes treat tokens independently outside of attention.
+last of a finished prompt. With L layers this saves almost 1/L of a prefill. It is valid for any class: outside of
+attention, tokens are independent.
 """
 
 import inspect
@@ -27,15 +27,15 @@ from ..plan.shape.shapes import StageKind
 from ..probing.layer_lists import encoder_config, layer_lists, stage_kinds
 
 EMBEDDING = 0
-NOTHING_GATHERED = nullcontext()
+NO_FUSION = nullcontext()
 ForwardOverride: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], object]
-_Tensors: TypeAlias = dict[str, torch.Tensor | None]  # of a module, by name
+_Tensors: TypeAlias = dict[str, torch.Tensor | None]  # a module's parameters or buffers, by name
 
 
 @dataclass(frozen=True, kw_only=True)
 class AbsentWeight:
-    """The attributes of a weight that is not loaded, for code outside its module. It has no device: `x.to(None)` leaves
-    x unmoved. `fetch` requests the weight from the engine."""
+    """Attributes of a weight that is not loaded, for code outside its module. The device is None: `x.to(None)` leaves x
+    unmoved. `fetch` requests the weight from the engine."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -43,7 +43,7 @@ class AbsentWeight:
     device: None = None
 
     def __getitem__(self, index: int | tuple[int, slice]) -> torch.Tensor:
-        """A row of an embedding table, such as Gemma-4's padding token."""
+        """Returns a row of an embedding table, such as Gemma-4's padding token."""
         row = index[0] if isinstance(index, tuple) else index
         weight = self.fetch()
         return torch.nn.functional.embedding(torch.tensor(row, device=weight.device), weight)
@@ -58,13 +58,13 @@ class StreamedModule(torch.nn.Module):
         self.name = name
         self.stage = stage
         self.is_last_layer = is_last_layer
-        self.parameter_names = tuple(inner.state_dict())  # in `inner`; in the stage's weights they are behind `name`
+        self.parameter_names = tuple(inner.state_dict())  # in the stage's weights with the prefix `name`
         self.binding = Binding(inner, self.parameter_names, f"{name}.")
         self.projections = FusedProjections()
-        self.instead: ForwardOverride | None = None  # of a forward where other ranks have layers, see part.py
-        self.stand_in: Callable[[], Weights] | None = None  # for weights that another rank has
+        self.instead: ForwardOverride | None = None  # replaces `forward` if another rank has this layer
+        self.stand_in: Callable[[], Weights] | None = None  # provides weights that another rank has
 
-    def __getattr__(  # pyright: ignore[reportIncompatibleMethodOverride] - the weights are elsewhere
+    def __getattr__(  # pyright: ignore[reportIncompatibleMethodOverride] - may return an AbsentWeight
         self, name: str
     ) -> torch.Tensor | torch.nn.Module | AbsentWeight:
         """Model code reads attributes such as `layer_type` or `weight.dtype` off its modules."""
@@ -88,48 +88,48 @@ class StreamedModule(torch.nn.Module):
     def run_inner(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Runs the module with its weights bound."""
         weights = self._weights()
-        inner = self._modules["inner"]  # which `__getattr__` would look for among all others
-        assert inner is not None, "it stands in no module's place"
+        inner = self._modules["inner"]  # faster than `__getattr__`
+        assert inner is not None, "no module is wrapped"
         stored = self.binding.enter(weights)
         try:
-            blocks: dict[str, Sequence[Block]] = {}  # of those that may be multiplied together
+            blocks: dict[str, Sequence[Block]] = {}  # of weights that may be multiplied together
             for name, weight in stored.items():
                 if weight.is_plain:
                     weight.projections, blocks[name] = (self.projections, name), weight.entries[0]
-            with self.projections.scope(blocks) if stored else NOTHING_GATHERED:
+            with self.projections.scope(blocks) if stored else NO_FUSION:
                 return forward_selected(inner, args, kwargs) if self.is_last_layer else inner(*args, **kwargs)
         finally:
             self.binding.leave()
 
 
 class Binding:
-    """Binds a stage's weights to a module's parameters while any lane is inside the module. `names` are parameters and
+    """Binds a stage's weights to a module's parameters while any lane is inside the module. `names`: parameters and
     buffers of `module`; their weights are keyed by `prefix` + name. Not thread-safe: all lanes share one thread.
 
-    `torch.func.functional_call` would not work: it restores parameters in LIFO order, but lanes leave a layer in FIFO
-    order, so the first to leave would unbind the weights of the others.
+    Not `torch.func.functional_call`, which restores parameters in LIFO order: lanes leave a layer in FIFO order, so the
+    first to leave would unbind the weights of the others.
     """
 
     def __init__(self, module: torch.nn.Module, names: Sequence[str], prefix: str = ""):
-        self._places: list[tuple[str, _Tensors, str]] = []  # names of weights, where their tensors are, and names there
+        self._targets: list[tuple[str, _Tensors, str]] = []  # key of the weight; dict of its module, and key there
         for name in names:
             path, _, leaf = name.rpartition(".")
             owner = module.get_submodule(path)
             tensors = owner._parameters if leaf in owner._parameters else owner._buffers
-            self._places.append((prefix + name, cast("_Tensors", tensors), leaf))  # plain ones stand in for parameters
+            self._targets.append((prefix + name, cast("_Tensors", tensors), leaf))
         self._num_inside = 0
-        self._absent: list[torch.Tensor | None] = []  # what stands in these places while nobody is inside
+        self._absent: list[torch.Tensor | None] = []  # the meta tensors, restored when the last lane leaves
         self._stored: dict[str, StoredWeight] = {}
 
     def enter(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, StoredWeight]:
-        """Binds the weights until as many lanes have left. Lanes inside at the same time must bring the same weights;
+        """Binds the weights until as many lanes have left. Lanes inside at the same time must pass the same weights;
         the first one's are used. Returns the weights that stay in their storage format."""
         self._num_inside += 1
         if self._num_inside > 1:
             return self._stored
         if not self._absent:
-            self._absent = [tensors.get(leaf) for _, tensors, leaf in self._places]
-        for name, tensors, leaf in self._places:
+            self._absent = [tensors.get(leaf) for _, tensors, leaf in self._targets]
+        for name, tensors, leaf in self._targets:
             if name in weights:
                 weight = tensors[leaf] = weights[name]
                 if weight.__class__ is not torch.Tensor and isinstance(weight, StoredWeight):
@@ -139,8 +139,8 @@ class Binding:
     def leave(self) -> None:
         self._num_inside -= 1
         if not self._num_inside:
-            for (_, tensors, leaf), absent in zip(self._places, self._absent, strict=True):
-                tensors[leaf] = absent
+            for (_, tensors, leaf), absent in zip(self._targets, self._absent, strict=True):
+                tensors[leaf] = absent  # no view stays: the engine may reuse the slot
             self._stored.clear()
 
     @contextmanager
@@ -155,8 +155,8 @@ class Binding:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedModel:
-    """A model that requests its weights by stage. `stage_of` maps full parameter names to stages; `kinds` has the kind
-    of each stage."""
+    """A model that requests its weights by stage. `stage_of`: stage by full parameter name; `kinds`: kind of each
+    stage."""
 
     model: PreTrainedModel
     kinds: tuple[StageKind, ...]
@@ -165,33 +165,30 @@ class StagedModel:
 
 
 def stage_model(model: PreTrainedModel) -> StagedModel:
-    """Wraps the layers and outer modules of `model`. Mutates it. Parameters must be on the meta device, buffers
-    real."""
+    """Wraps the layers and outer modules of `model`. Mutates it. Parameters must be on the meta device, buffers not."""
     state = dict(model.state_dict(keep_vars=True))
     lists = layer_lists(model)
     kinds = stage_kinds(lists)
     wrapped: list[StreamedModule] = []
-    for found in lists:
-        first = kinds.index(found.kind)
-        for index, layer in enumerate(found.layers):
-            is_last = found.kind is StageKind.layer and index == len(found.layers) - 1
-            wrapped.append(StreamedModule(layer, f"{found.path}.{index}", first + index, is_last_layer=is_last))
-            found.layers[index] = wrapped[-1]
-    outer = _wrap_outer(model, [found.path for found in lists], len(kinds))
+    for layer_list in lists:
+        path, layers, first = layer_list.path, layer_list.layers, kinds.index(layer_list.kind)
+        for index, layer in enumerate(layers):
+            is_last = layer_list.kind is StageKind.layer and index == len(layers) - 1
+            wrapped.append(StreamedModule(layer, f"{path}.{index}", first + index, is_last_layer=is_last))
+            layers[index] = wrapped[-1]
+    outer = _wrap_outer(model, [layer_list.path for layer_list in lists], len(kinds))
     _assign_outer_stages(model, outer, kinds)
     wrapped += outer
     stage_of = {f"{module.name}.{name}": module.stage for module in wrapped for name in module.parameter_names}
-    lost = sorted(
-        name for name, tensor in state.items() if name not in stage_of and isinstance(tensor, torch.nn.Parameter)
-    )
-    if lost:
-        raise ConfigError(f"model.path: {type(model).__name__} keeps {lost[0]!r} where no stage can provide it")
+    parameters = {name for name, tensor in state.items() if isinstance(tensor, torch.nn.Parameter)}
+    if missing := sorted(parameters - stage_of.keys()):
+        raise ConfigError(f"model.path: {type(model).__name__}: parameter {missing[0]!r} is not in any streamed module")
     return StagedModel(model=model, kinds=kinds, stage_of=stage_of, modules=tuple(wrapped))
 
 
 def _wrap_outer(model: PreTrainedModel, layer_paths: Sequence[str], first_number: int) -> list[StreamedModule]:
     """Wraps the topmost modules outside the layers that own parameters; each gets a provisional stage number."""
-    found: list[StreamedModule] = []
+    outer: list[StreamedModule] = []
 
     def visit(module: torch.nn.Module, path: str) -> None:
         for name, child in list(module.named_children()):
@@ -200,13 +197,13 @@ def _wrap_outer(model: PreTrainedModel, layer_paths: Sequence[str], first_number
                 continue
             is_owner = any(True for _ in child.parameters(recurse=False))
             if is_owner and not any(layers.startswith(f"{child_path}.") for layers in layer_paths):
-                found.append(StreamedModule(child, child_path, first_number + len(found)))
-                setattr(module, name, found[-1])
+                outer.append(StreamedModule(child, child_path, first_number + len(outer)))
+                setattr(module, name, outer[-1])
             else:
                 visit(child, child_path)
 
     visit(model, "")
-    return found
+    return outer
 
 
 def _assign_outer_stages(model: PreTrainedModel, outer: list[StreamedModule], kinds: tuple[StageKind, ...]) -> None:
@@ -218,29 +215,30 @@ def _assign_outer_stages(model: PreTrainedModel, outer: list[StreamedModule], ki
         encoder = model.get_encoder()
         before = _modules_before_layers(lambda: encoder(input_ids=ids), outer)
         before += [module for module in outer if module is model.get_input_embeddings()]  # T5 never calls them itself
-        # The bridge has what the encoder owns outside its layers, and what the decoder asks for before its own.
-        inside = set(encoder.modules())
+        # The bridge: outer modules of the encoder, and those that the decoder runs before its layers.
+        in_encoder = set(encoder.modules())
         encoded = (torch.zeros(1, 1, encoder_config(model.config).hidden_size, dtype=model.dtype),)
-        known = {"encoder_outputs": encoded, "decoder_input_ids": ids, "use_cache": False}
-        bridge = [*_modules_before_layers(lambda: model(**known), outer), *(each for each in outer if each in inside)]
+        inputs = {"encoder_outputs": encoded, "decoder_input_ids": ids, "use_cache": False}
+        bridge = _modules_before_layers(lambda: model(**inputs), outer)
+        bridge += [module for module in outer if module in in_encoder]
         stages |= dict.fromkeys(bridge, kinds.index(StageKind.bridge))
     else:
-        known = accepted_arguments(model.forward, {"input_ids": ids, "position_ids": ids, "use_cache": False})
-        before = _modules_before_layers(lambda: model(**known), outer)
+        inputs = accepted_arguments(model.forward, {"input_ids": ids, "position_ids": ids, "use_cache": False})
+        before = _modules_before_layers(lambda: model(**inputs), outer)
     stages |= dict.fromkeys(before, EMBEDDING)
     for module, stage in stages.items():
         module.stage = stage
 
 
 def accepted_arguments(forward: Callable[..., object], arguments: Mapping[str, object]) -> dict[str, object]:
-    """The arguments that `forward` accepts."""
+    """Returns the arguments that `forward` accepts."""
     parameters = inspect.signature(forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in arguments.items() if takes_any or name in parameters}
 
 
 def _modules_before_layers(forward: Callable[[], object], outer: list[StreamedModule]) -> list[StreamedModule]:
-    """The outer modules that run before the first layer. Weights are stride-0 zeros, so nothing is allocated."""
+    """Finds the outer modules that run before the first layer. Weights are stride-0 zeros, so nothing is allocated."""
     by_number = {module.stage: module for module in outer}
     before: list[StreamedModule] = []
     run = greenlet(forward)
@@ -250,18 +248,18 @@ def _modules_before_layers(forward: Callable[[], object], outer: list[StreamedMo
             before.append(by_number[event.stage])
             event = run.switch(_empty_weight(before[-1]))
     if run.dead:
-        raise ConfigError("model.path: text passes by the layers of this model, so they cannot be streamed one by one")
+        raise ConfigError("model.path: the model's forward does not run its layers, so they cannot be streamed")
     run.throw(GreenletExit)
     return before
 
 
 def empty_weights(staged: StagedModel, stage: int, device: torch.device) -> Weights:
-    """Stride-0 zeros for a stage's weights, for a run that only has to pass through it."""
-    found: dict[str, torch.Tensor] = {}
+    """Returns stride-0 zeros as a stage's weights, for a rank whose results of this stage are not used."""
+    weights: dict[str, torch.Tensor] = {}
     for module in staged.modules:
         if module.stage == stage:
-            found |= _empty_weight(module, device)
-    return found
+            weights |= _empty_weight(module, device)
+    return weights
 
 
 def _empty_weight(module: StreamedModule, device: torch.device | None = None) -> dict[str, torch.Tensor]:
@@ -274,26 +272,26 @@ def _empty_weight(module: StreamedModule, device: torch.device | None = None) ->
 
 
 def forward_selected(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The output of `layer(*args, **kwargs)`, with zeros for tokens that are not selected."""
+    """Returns `layer(*args, **kwargs)`, with zeros for tokens that are not selected."""
     run = getcurrent()
     cache = run.cache if isinstance(run, LaneRun) else None
     if not isinstance(cache, PagedKV) or not can_skip_unselected(cache.num_tokens, cache.num_selected):
         return layer(*args, **kwargs)
     indices: set[Any] = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
-    if len(indices) != 1:  # where it attends twice, as LongCat-Flash does, all tokens go on from the first attention
+    if len(indices) != 1:  # two attentions, as in LongCat-Flash: all tokens continue after the first one
         return layer(*args, **kwargs)
     selected_B, num_tokens = cache.selected_B, cache.num_tokens
     try:
-        few, few_named = (_select_tokens(arguments, selected_B, num_tokens) for arguments in (args, kwargs))
+        selected_args, selected_kwargs = (_select_tokens(values, selected_B, num_tokens) for values in (args, kwargs))
     except _NotByTokenError:
         return layer(*args, **kwargs)
     try:
         with cache.stop_after_storing(indices.pop()):
-            return layer(*args, **kwargs)  # it stores nothing, or not here, and has gone on
+            return layer(*args, **kwargs)  # not interrupted: the layer stored no K and V here
     except LayerStored:
         pass
     with cache.restrict_to_selected():
-        out = layer(*few, **few_named)
+        out = layer(*selected_args, **selected_kwargs)
     if isinstance(out, tuple):
         return (_scatter_tokens(out[0], selected_B, num_tokens), *out[1:])
     return _scatter_tokens(out, selected_B, num_tokens)
@@ -314,9 +312,9 @@ def _select_tokens(value: Any, selected_B: torch.Tensor, num_tokens: int) -> Any
             raise _NotByTokenError
         return value
     if isinstance(value, dict):
-        return {key: _select_tokens(each, selected_B, num_tokens) for key, each in value.items()}
+        return {key: _select_tokens(item, selected_B, num_tokens) for key, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_select_tokens(each, selected_B, num_tokens) for each in value)
+        return type(value)(_select_tokens(item, selected_B, num_tokens) for item in value)
     return value
 
 

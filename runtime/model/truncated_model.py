@@ -1,7 +1,7 @@
-"""A model cut to its first layers, to observe its class in little memory and time. Names and shapes match the
+"""Truncates a model to its first layers, to test its class in little memory and time. Names and shapes match the
 checkpoint. Windows, chunks and LongRoPE's limit are shortened so that a few tokens exceed them.
 
-Also drops the vision and audio towers of composite models, and their projections: with text prompts none is read.
+Also drops the vision and audio towers of composite models, and their projections, which text prompts do not use.
 """
 
 import logging
@@ -32,7 +32,7 @@ NO_CONTEXT = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class TruncatedModel:
-    """Keeps `num_layers` of each layer list, and the lane kind of the whole model."""
+    """A truncation to `num_layers` of each layer list, with the lane kind of the whole model."""
 
     num_layers: int
     is_packed: bool
@@ -44,7 +44,7 @@ class TruncatedModel:
             context = getattr(part, "max_position_embeddings", None) or NO_CONTEXT
             for name in WINDOWS:
                 window = getattr(part, name, None)
-                if isinstance(window, int) and SHORT_WINDOW < window < context:  # none that classes need not heed
+                if isinstance(window, int) and SHORT_WINDOW < window < context:  # a longer one may have no effect
                     setattr(part, name, SHORT_WINDOW)
             rope = getattr(part, "rope_parameters", None)
             for parameters in [rope, *rope.values()] if isinstance(rope, dict) else []:
@@ -55,7 +55,7 @@ class TruncatedModel:
             depths = {name: getattr(part, name, None) for name in LAYER_COUNTS}
             lengths = {depth for depth in depths.values() if isinstance(depth, int) and depth > self.num_layers}
             for name, value in list(vars(part).items()):
-                if isinstance(value, list | tuple) and len(value) in lengths:  # something of each layer
+                if isinstance(value, list | tuple) and len(value) in lengths:  # one item per layer
                     setattr(part, name, value[: self.num_layers])
             for name, depth in depths.items():
                 if isinstance(depth, int) and depth > self.num_layers:
@@ -63,12 +63,12 @@ class TruncatedModel:
 
     def cut(self, model: PreTrainedModel) -> None:
         """Removes layers that the shortened config did not. Mutates `model`."""
-        for found in layer_lists(model):
-            del found.layers[self.num_layers :]
+        for layer_list in layer_lists(model):
+            del layer_list.layers[self.num_layers :]
 
 
 def num_representative_layers(shape: ModelShape, config: PreTrainedConfig) -> int:
-    """The number of first layers that include every kind, by weights and by layer type; at least two, so that one layer
+    """Number of first layers that include every kind, by weights and by layer type; at least two, so that one layer
     feeds another."""
     layers = shape.layers
     types = getattr(config.get_text_config(decoder=True), "layer_types", None)
@@ -87,11 +87,11 @@ def _parameter_shapes(stage: Stage) -> frozenset[tuple[str, tuple[int, ...]]]:
 
 
 def dense_bytes(shape: ModelShape, num_layers: int) -> int:
-    """Bytes of the excerpt in float32, plus a copy of the largest weight, for assembling it."""
-    kept: list[Stage] = [stage for stage in shape.stages if not stage.kind.is_layer]
+    """Bytes of the truncated model in float32, plus a temporary copy of the largest weight."""
+    stages: list[Stage] = [stage for stage in shape.stages if not stage.kind.is_layer]
     for kind in (StageKind.encoder, StageKind.layer):
-        kept += shape.stages_of_kind(kind)[:num_layers]
-    sizes = [4 * parameter.num_elements for stage in kept for parameter in stage.parameters]
+        stages += shape.stages_of_kind(kind)[:num_layers]
+    sizes = [4 * parameter.num_elements for stage in stages for parameter in stage.parameters]
     return sum(sizes) + max(sizes, default=0)
 
 
@@ -103,21 +103,21 @@ def load_parameters(
 ) -> None:
     """Loads dense parameters and buffers from the checkpoint. Mutates `model`; equal bytes are read once.
     `virtual_files`: files that exist only in memory. Raises KeyError for a parameter missing in `parameters`."""
-    known: dict[tuple[str, ...], nn.Parameter] = {}  # a class may tie what a checkpoint holds twice
+    loaded: dict[tuple[str, ...], nn.Parameter] = {}  # by source: tied parameters share one tensor
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
         if isinstance(tensor, nn.Parameter) and tensor.is_meta:
-            bytes_of = tuple(f"{piece.file} {piece.name}" for piece in parameters[name].slices)
-            if bytes_of not in known or known[bytes_of].shape != tensor.shape:
-                found = parameters[name]
+            parameter = parameters[name]
+            source = tuple(f"{piece.file} {piece.name}" for piece in parameter.slices)
+            if source not in loaded or loaded[source].shape != tensor.shape:
                 entries = [
-                    torch.cat([load_tensor(piece, virtual_files) for piece in blocks]) for blocks in found.pieces
+                    torch.cat([load_tensor(piece, virtual_files) for piece in blocks]) for blocks in parameter.pieces
                 ]
-                whole = torch.stack(entries) if found.is_stacked else entries[0]
+                whole = torch.stack(entries) if parameter.is_stacked else entries[0]
                 whole = whole.to(tensor.dtype).reshape(tensor.shape)
-                known[bytes_of] = nn.Parameter(whole, requires_grad=False)
+                loaded[source] = nn.Parameter(whole, requires_grad=False)
             path, _, leaf = name.rpartition(".")
-            model.get_submodule(path)._parameters[leaf] = known[bytes_of]
+            model.get_submodule(path)._parameters[leaf] = loaded[source]
     if checkpoint.gguf is None:
         plain, _ = match_tensors(model, checkpoint.tensors, get_model_conversion_mapping(model))
         for name, buffer in model.named_buffers():
@@ -130,7 +130,7 @@ class UnusedModule(nn.Module):
 
     def __init__(self, inner: nn.Module, name: str):
         super().__init__()
-        self._inner = (inner,)  # no child: its parameters are none of the model's any more
+        self._inner = (inner,)  # in a tuple: not a child, so its parameters leave the model
         self._name = name
 
     def __getattr__(self, name: str):  # model code reads attributes of its modules
@@ -141,8 +141,8 @@ class UnusedModule(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         raise ConfigError(
-            f"model.path: {self._name} ({type(self._inner[0]).__name__}) is asked although all prompts are text, and "
-            "of a model that also sees or hears the text decoder alone is run"
+            f"model.path: the class runs {self._name} ({type(self._inner[0]).__name__}) although all prompts are text; "
+            "only the text decoder of a multimodal model is loaded"
         )
 
 
@@ -151,18 +151,18 @@ def drop_unused_modules(model: PreTrainedModel) -> None:
     decoder = model.get_decoder()
     if model.config.is_encoder_decoder or decoder_config(model.config) is model.config or decoder is model:
         return
-    kept = set(decoder.modules())
+    used = set(decoder.modules())
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        kept |= set(module.modules()) if module is not None else set()
-    _drop_weights(model, "", kept)
+        used |= set(module.modules()) if module is not None else set()
+    _drop_weights(model, "", used)
 
 
-def _drop_weights(module: nn.Module, path: str, kept: set[nn.Module]) -> None:
+def _drop_weights(module: nn.Module, path: str, used: set[nn.Module]) -> None:
     for name, _ in list(module.named_parameters(recurse=False)):
         module.register_parameter(name, None)
     for name, child in list(module.named_children()):
         child_path = f"{path}.{name}" if path else name
-        if child not in kept and not kept.isdisjoint(child.modules()):
-            _drop_weights(child, child_path, kept)
-        elif child not in kept and any(True for _ in child.parameters()):
+        if child not in used and not used.isdisjoint(child.modules()):
+            _drop_weights(child, child_path, used)
+        elif child not in used and any(True for _ in child.parameters()):
             setattr(module, name, UnusedModule(child, child_path))

@@ -67,7 +67,7 @@ def test_code_that_differs_stays() -> None:
 
 def test_a_cpu_refuses_it(reference: Callable[[str], Reference]) -> None:
     model = ModelConfig(name="test", path=str(reference("llama").directory), compile=True)
-    with pytest.raises(ConfigError, match=r"model\.compile=true is for an accelerator.*model\.compile=false"):
+    with pytest.raises(ConfigError, match=r"model\.compile=true is for accelerators.*model\.compile=false"):
         loading.load_model(model, torch.device("cpu"), None)
 
 

@@ -326,8 +326,8 @@ def test_a_layer_has_a_fused_gate_where_its_one_feed_forward_is_ours(family: str
 @pytest.mark.parametrize(
     ("family", "said"),
     [
-        ("llama", "LlamaForCausalLM: 9 RMS norms, 4 gated feed-forwards, 4 rotary embeddings are fused"),
-        ("gpt2", "GPT2LMHeadModel: nothing is fused"),
+        ("llama", "LlamaForCausalLM: fused modules: 9 RMS norms, 4 gated feed-forwards, 4 rotary embeddings"),
+        ("gpt2", "GPT2LMHeadModel: fused modules: none"),
     ],
 )
 def test_a_line_of_the_log_says_what_is_fused(

@@ -169,18 +169,18 @@ CHANGES: dict[str, tuple[str, str, torch.Tensor, str]] = {
     "no shape": ("pack-quantized", "weight_shape", torch.tensor([], dtype=torch.int64), "no packing of 4 or 8 bits"),
     "no state": (
         "bitsandbytes nf4", "weight.quant_state.bitsandbytes__nf4", torch.zeros(3, dtype=torch.uint8),
-        "does not describe a matrix",
+        "a 4-bit matrix",
     ),
     "endless rows": (
         "bitsandbytes nf4", "weight.quant_state.bitsandbytes__nf4",
-        torch.tensor([*b'{"shape": [Infinity, 1], "blocksize": 64}'], dtype=torch.uint8), "does not describe a matrix",
+        torch.tensor([*b'{"shape": [Infinity, 1], "blocksize": 64}'], dtype=torch.uint8), "a 4-bit matrix",
     ),
     "brackets": (
         "bitsandbytes nf4", "weight.quant_state.bitsandbytes__nf4", torch.tensor([*b"[" * 10**5], dtype=torch.uint8),
-        "does not describe a matrix",
+        "a 4-bit matrix",
     ),
     "nothing nested": ("bitsandbytes nf4", "weight.absmax", torch.zeros(72), "is F32; must be U8"),
-    "laid out for a kernel": ("bitsandbytes int8", "weight_format", torch.ones((), dtype=torch.uint8), "for a kernel"),
+    "laid out for a kernel": ("bitsandbytes int8", "weight_format", torch.ones((), dtype=torch.uint8), "of a kernel"),
     "FP8 of one dimension": ("fbgemm_fp8", "weight", torch.zeros(N).to(torch.float8_e4m3fn), "has shape \\(48,\\)"),
 }  # fmt: skip
 
@@ -231,7 +231,7 @@ REFUSED: dict[str, tuple[str, Mapping[str, object], str]] = {
     "GPTQ of 3 bits": ("gptq", {"quant_method": "gptq", "bits": 3}, "gptq or gptq_v2"),
     "AWQ's gemv": ("awq", {"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
     "AWQ's exllama": ("awq", {"quant_method": "awq", "bits": 4, "version": "exllama"}, "version 'exllama'"),
-    "AWQ of 3 bits": ("awq", {"quant_method": "awq", "bits": 3}, "bits 3"),
+    "AWQ of 3 bits": ("awq", {"quant_method": "awq", "bits": 3}, "with 3 bits"),
     "sparse": ("pack-quantized", COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
     "marlin-24": ("pack-quantized", COMPRESSED | {"format": "marlin-24"}, "'marlin-24'"),
     "rotated": ("pack-quantized", COMPRESSED | {"transform_config": {"config_groups": {"u": {}}}}, "it rotates"),
@@ -281,6 +281,6 @@ def test_what_a_config_says_is_not_told_whole(config: Mapping[str, object]) -> N
         require_readable(str(config["quant_method"]))
         pair_companions({}, config)
 
-    with pytest.raises(CheckpointError, match=r"which is not supported\. Supported: ") as caught:
+    with pytest.raises(CheckpointError, match=r"is not supported\. Supported: ") as caught:
         read()
     assert len(str(caught.value)) < 1000

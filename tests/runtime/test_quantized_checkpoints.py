@@ -143,9 +143,7 @@ def test_a_method_that_cannot_be_read_is_named_with_what_can(
 ) -> None:
     source = reference("llama").directory
     directory = write_checkpoint(source, tmp_path / "model", tensors_in(source), quantization_config=method)
-    with pytest.raises(
-        CheckpointError, match=rf"method '{named}'.*awq, .*gptq, .*mxfp4, .*GGUF .*unquantized"
-    ):
+    with pytest.raises(CheckpointError, match=rf"method '{named}'.*awq, .*gptq, .*mxfp4, .*GGUF .*unquantized"):
         shape_of(directory, tmp_path)
 
 
