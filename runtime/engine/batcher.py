@@ -45,9 +45,9 @@ def insert_prefixes(
     running: Mapping[int, Sequence],
     rule: SharingRule,
 ) -> list[list[Sequence]]:
-    """Builds lanes of the running members of each group. A sequence that computes a shared prefix stands before its
-    users, in the first lane that needs it. Prefixes depend on all members of `groups`, running or not, so a resumed
-    block shares the same ones. Mutates `running`."""
+    """Builds lanes of the running members of each group. The sequence that computes a shared prefix precedes its users,
+    in the first lane that needs it. Prefixes depend on all members of `groups`, so a resumed block shares the same
+    ones. Mutates `running`."""
     lanes = list[list[Sequence]]()
     for part in rule.sharing_groups(groups):
         members = [i for group in part for i in group]
@@ -75,8 +75,8 @@ def _open_prefix(
     opened: dict[SharedPrefix, SharedPages],
     lane: list[Sequence],
 ) -> SharedPages:
-    """Pages of the prefix, with one more user. The first user also inserts the sequence that computes the prefix into
-    `lane`, after those of its parents. `tokens`: the user's prompt."""
+    """Pages of the prefix, for one more user. The first also inserts the sequence that computes it into `lane`, after
+    those of its parents. `tokens`: the user's prompt."""
     if prefix not in opened:
         parent = shares.parents[prefix]
         parent_pages = _open_prefix(parent, shares, tokens, rule, opened, lane) if parent is not None else None
@@ -94,8 +94,7 @@ def _prefix_sequence(pages: SharedPages, tokens: tuple[int, ...], parent: Shared
 def make_prefix_sequence(
     prefix: SharedPrefix, parent: SharedPages | None, user: Sequence, rule: SharingRule
 ) -> Sequence:
-    """The sequence that computes a prefix of `user` in continuous batching. Its pages have one extra user, the caller,
-    who must release them."""
+    """The sequence that computes a prefix of `user` in continuous batching. The caller must release its pages, too."""
     pages = SharedPages(num_tokens=rule.num_shared(prefix), in_pass=rule.in_pass, num_users=1)
     if parent is not None:
         parent.num_users += 1
@@ -104,8 +103,7 @@ def make_prefix_sequence(
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The lanes of one pass. `new_tokens`: per lane, the number of tokens of each sequence; None: the lane decides.
-    `block` and `index` identify the pass in its record."""
+    """The lanes of pass `index` of a block. `new_tokens`: per lane, the tokens of each sequence; None: its choice."""
 
     block: int
     index: int
@@ -120,16 +118,14 @@ def empty_batch() -> Batch:
 
 
 class Batcher(Closing):
-    """Yields batches until every sequence has finished. Closing it closes the open lanes and frees their KV pages;
-    sequences keep their generated tokens."""
+    """Yields batches until every sequence has finished. `close` closes the open lanes and frees their KV pages."""
 
     def __init__(self, block: int = 0):
         self._block, self._num_passes = block, 0
 
     @abstractmethod
     def next_batch(self) -> Batch | None:
-        """The batch of the next pass, or None if no sequences are left. Moves sequences into and out of lanes, so the
-        last pass must have ended."""
+        """The batch of the next pass; None if no sequences are left. The last pass must have ended."""
 
     def _make_batch(self, phase: Phase, lanes: Rows[Lane], new_tokens: Rows[Rows[int] | None]) -> Batch:
         index, self._num_passes = self._num_passes, self._num_passes + 1
@@ -137,11 +133,11 @@ class Batcher(Closing):
 
 
 class StaticBatcher(Batcher):
-    """Lanes with a fixed set of sequences, each run to its end. If there are more lanes than `num_lanes`, the next one
-    starts when one ends. The result does not depend on interruptions."""
+    """Lanes with a fixed set of sequences. With more lanes than `num_lanes`, the next one starts when one ends. The
+    result does not depend on interruptions."""
 
     def __init__(self, queue: Iterator[Lane], *, num_lanes: int, block: int = 0):
-        """`line`: lanes to run, none empty; at most `num_lanes` are open at a time."""
+        """`queue`: lanes to run, none empty; at most `num_lanes` are open at a time."""
         super().__init__(block)
         self._queue, self._num_lanes = queue, num_lanes
         self._lanes: list[Lane] = []
@@ -193,13 +189,9 @@ class StaticBatcher(Batcher):
 
 
 class ContinuousBatcher(Batcher):
-    """Continuous batching in packed lanes: finished sequences leave and waiting ones enter between passes, and a pass
-    mixes prefill and decode. `plan_pass` decides, this class executes.
-
-    `sequences`: by request index, in order of admission; finished ones are skipped. `prefixes`: the shared prefix of
-    each request; empty disables sharing. A sequence of its own computes each prefix; it is retained as long as
-    `plan_pass` says.
-    """
+    """Continuous batching in packed lanes: executes the plans of `plan_pass`. `sequences`: by request index, in order
+    of admission; finished ones are skipped. `prefixes`: the shared prefix of each request; empty disables sharing. A
+    sequence of its own computes each prefix."""
 
     def __init__(
         self,
@@ -264,8 +256,7 @@ class ContinuousBatcher(Batcher):
             lane.close()
 
     def _enter(self, sequence: Sequence, prefix: SharedPrefix | None, lane: int) -> None:
-        """Adds a sequence to the lane, with its prefix as parent. Starts computing the prefix in this lane if it is not
-        cached."""
+        """Adds a sequence to the lane, and the sequences that compute its prefixes unless they are cached."""
         parent = None
         for key in prefix_keys(prefix, lane, self._limits.rule):
             if key not in self._prefixes_in_use:

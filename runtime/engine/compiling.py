@@ -1,8 +1,5 @@
-"""Compiles the model's CPU kernels on the first start on a host, in subprocesses: numba's lock allows one compilation
-per process at a time. The result is cached on disk for all processes.
-
-A subprocess loads as little as possible: this module imports neither torch nor transformers at the top.
-"""
+"""Compiles the model's CPU kernels on the first start on a host, into a cache on disk. Compiles in subprocesses, since
+numba's lock allows one compilation per process; to keep them small, this module does not import torch at the top."""
 
 import json
 import logging
@@ -28,12 +25,12 @@ log = logging.getLogger(__name__)
 COMPILING_SECONDS = 8.0  # upper bound, on a processor of 2024 with one process per part
 PROCESS_BYTES = 512 * MIB  # of one subprocess: torch, numba, LLVM
 POLL_SECONDS = 0.02
-TIMEOUT_SECONDS = 300.0  # then this process compiles by itself
-# bfloat16 weight bytes per second of plain operators: with one token, and, times tokens, with batches of 16 or more.
-# Two cores of an AMD EPYC (AVX-512) did 2.8e9 and 42e9.
+TIMEOUT_SECONDS = 300.0  # then this process compiles instead
+# bfloat16 weight bytes per second in plain operators: with one token, and (times tokens) in batches of 16 or more.
+# Two cores of an AMD EPYC (AVX-512) reach 2.8e9 and 42e9.
 ONE_TOKEN_BYTES_PER_SECOND, BATCH_BYTES_PER_SECOND = 2.5e9, 40e9
 MIN_BYTES = 4 * MIB  # lower bound per token, for the operators between products
-MIN_TOKENS = 64  # of a first try of a model: a prompt and its answer
+MIN_TOKENS = 64  # a short prompt and its answer
 HOST_OPS = "host_ops"  # compiled in this process in 0.5 s: a subprocess needs 4 s of imports
 
 
@@ -47,7 +44,7 @@ class KernelSet(NamedTuple):
 
 
 def prepare_kernels(part: KernelSet) -> None:
-    """Loads the kernels, and compiles those that are not cached on disk."""
+    """Loads the kernels from the cache, or compiles them."""
     import torch
 
     dtype = getattr(torch, part.dtype)
@@ -79,8 +76,8 @@ def estimate_plain_seconds(shape: ModelShape, tokens: Sequence[int]) -> float:
 
 
 class CompiledKernels(Closing):
-    """The kernels of some parts; cached ones are loaded at construction. Until the others are compiled, a session
-    either waits for them (`wait`) or uses plain operators (`use_plain_operators`)."""
+    """The kernels of a model; cached ones are loaded at construction. Until the others are compiled, a session either
+    waits (`wait`) or uses plain operators (`use_plain_operators`)."""
 
     def __init__(self, parts: Collection[KernelSet]):
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -99,7 +96,7 @@ class CompiledKernels(Closing):
         self._processes.clear()
 
     def begin(self) -> None:
-        """Starts the compiling subprocesses. They exit with this process, when their standard input closes."""
+        """Starts the compiling subprocesses. They exit with this process, as their standard input closes."""
         shares = _split_work([part for part in self._missing if part.kind != HOST_OPS])
         if self._processes or not shares:
             return
@@ -125,29 +122,27 @@ class CompiledKernels(Closing):
             self._processes.append(process)
 
     def use_plain_operators(self, seconds: float) -> bool:
-        """Returns True if the session should run in plain operators: kernels are missing, and this session and those
-        before it would end sooner than the compilation. `seconds`: estimated for plain operators. Then disables
-        compiled kernels."""
+        """Disables compiled kernels for a session that ends sooner without them. Returns True if it did. `seconds`:
+        estimate for the session in plain operators."""
         if self.are_ready or self._processes or self._plain_seconds + seconds > COMPILING_SECONDS:
             return False
         if not disable_kernels():
             return False
         if not self.are_disabled:
             log.info(
-                "kernels for this processor are not compiled yet; this run is short, so it uses plain torch operators"
+                "kernels for this processor are not compiled yet; using plain torch operators, as the run is short"
             )
         self._plain_seconds, self.are_disabled = self._plain_seconds + seconds, True
         return True
 
     def wait(self, should_stop: Callable[[], bool]) -> None:
-        """Compiles the missing kernels or waits for the subprocesses, then enables and loads all. Raises
-        Interrupted."""
+        """Compiles the missing kernels or waits for the subprocesses, then loads all. Raises Interrupted."""
         self.begin()
         if self._processes:
             with kernels_enabled():
                 for part in self._missing:
                     if part.kind == HOST_OPS:
-                        prepare_kernels(part)  # meanwhile
+                        prepare_kernels(part)  # while the subprocesses compile
         end = time.monotonic() + TIMEOUT_SECONDS
         while any(process.poll() is None for process in self._processes):
             if should_stop() or time.monotonic() >= end:
@@ -164,13 +159,13 @@ class CompiledKernels(Closing):
 
 
 def _load_if_cached(part: KernelSet) -> bool:
-    """Loads a part if it is cached on disk. Returns True if it was."""
+    """Loads kernels if they are cached on disk. Returns True if they are."""
     import torch
 
     from ..kernels.compiled import KernelNotCached, cached_kernels_only
 
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # preparing a kernel calls it once: on this thread alone
+    torch.set_num_threads(1)  # preparing calls each kernel once; do not start a thread team for it
     try:
         with cached_kernels_only():
             prepare_kernels(part)
@@ -182,7 +177,7 @@ def _load_if_cached(part: KernelSet) -> bool:
 
 
 def _split_work(parts: Sequence[KernelSet]) -> list[Sequence[KernelSet]]:
-    """The parts that each subprocess compiles. Empty if results cannot be cached or memory is short."""
+    """The kernels that each subprocess compiles. Empty if results cannot be cached or memory is short."""
     from ..kernels.compiled import COMPILATION
 
     if not parts or not COMPILATION.are_kept or not sys.executable:

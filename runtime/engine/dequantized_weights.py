@@ -1,5 +1,4 @@
-"""Scratch areas for dequantized weights: an accelerator dequantizes a stage once for all lanes, not once per
-product."""
+"""Scratch memory for dequantized weights: an accelerator dequantizes a stage once for all lanes of a pass."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -14,16 +13,15 @@ from ..stream.device import ComputeDevice
 
 @dataclass(eq=False)
 class _Area:
-    """Memory for the dequantized weights of one stage. `contents`: the stage, and whether all of its weights are there;
-    None if nothing valid is."""
+    """Memory for the dequantized weights of one stage. `contents`: (stage, True if all of its weights are included);
+    None if invalid."""
 
     buffer: torch.Tensor
     contents: tuple[int, bool] | None = None
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def fill(self, contents: tuple[int, bool], stored: Weights) -> None:
-        """Dequantizes these weights into the area. Its previous contents are lost even if that fails."""
-        self.invalidate()
+        self.invalidate()  # first: dequantizing may fail half-way
         self.weights = dequantize_all(stored, self.buffer)
         self.contents = contents
 
@@ -32,19 +30,18 @@ class _Area:
 
 
 class DequantizedWeights:
-    """Scratch areas, one for each stage that is computed at the same time. Not thread-safe: only the engine calls it.
-    Dequantized weights stay valid when the slot of their stage is refilled."""
+    """Scratch areas, one for each stage that is computed at the same time. Only the engine calls it. Dequantized
+    weights stay valid when the slot of their stage is refilled."""
 
     def __init__(self, device: ComputeDevice, size: DequantizedSize, dtype: torch.dtype, transposed: Collection[str]):
-        """`dtype`: the model's compute dtype, which areas are sized for. Matrices of another dtype are dequantized in
-        their products. `transposed`: names of expert stacks that store each expert as (inputs, outputs)."""
+        """`dtype`: the model's compute dtype; weights of other dtypes are dequantized in their products. `transposed`:
+        names of expert stacks that store each expert as (inputs, outputs)."""
         self._areas = [_Area(device.compute_buffer(size.area_bytes)) for _ in range(size.num_areas)]
         self._layers, self._dtype, self._transposed = size.stages, dtype, transposed
 
     def get(self, stage: int, stored: Weights, *, has_few_rows: bool) -> Weights:
-        """Returns a stage's weights with quantized ones replaced by dequantized ones. Valid until as many other stages
-        have been requested as there are areas. With `has_few_rows`, weights that the device has kernels for stay
-        quantized."""
+        """A stage's weights, dequantized. Valid until as many other stages have been requested as there are areas. With
+        `has_few_rows`, weights that the device has kernels for stay quantized."""
         if stage not in self._layers:
             return stored
         contents = (stage, not has_few_rows)
@@ -60,12 +57,11 @@ class DequantizedWeights:
                 quantized.pop(name, None)
             area.fill(contents, quantized)
         self._areas.remove(area)
-        self._areas.append(area)  # least recently used first: its products were queued on the same stream
+        self._areas.append(area)  # least recently used first; reuse is safe, as its products are on the same stream
         return {**stored, **area.weights}
 
     def _kernel_weights(self, stored: Weights) -> set[str]:
-        """Names of weights that device kernels multiply in their storage format. Expert stacks are multiplied together,
-        so either all of them are included or none."""
+        """Names of weights that device kernels multiply in their storage format: all expert stacks, or none."""
         names, stacks = set[str](), set[str]()
         for name, weight in stored.items():
             if weight.is_stacked if isinstance(weight, StoredWeight) else weight.dim() == 3:
@@ -77,7 +73,7 @@ class DequantizedWeights:
         return names if stacks <= names else names - stacks
 
     def invalidate(self) -> None:
-        """Forgets all contents, so the next pass dequantizes again. Required when other code may write to the areas."""
+        """Invalidates all areas. Required when a recorded graph may write to them."""
         for area in self._areas:
             area.invalidate()
 
@@ -88,8 +84,7 @@ def dequantized_bytes(stored: Weights) -> int:
 
 
 def dequantize_all(stored: Weights, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Dequantizes weights that products cannot use as stored. Returns plain tensors by name, placed in `buffer` one
-    after another."""
+    """Dequantizes weights that products cannot use as stored into `buffer`. Returns tensors by name."""
     weights, begin = dict[str, torch.Tensor](), 0
     for name, weight, num_bytes in _weights_to_dequantize(stored):
         weights[name] = weight.dequantize_into(buffer[begin : begin + num_bytes].view(weight.compute_dtype))

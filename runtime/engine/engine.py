@@ -38,17 +38,16 @@ Agree: TypeAlias = Callable[[int, Phase], tuple[int, Phase]]
 
 
 def agree_alone(num_lanes: int, phase: Phase) -> tuple[int, Phase]:
-    """Default for `agree`: a single rank needs no agreement on lanes and phase."""
+    """Default for `agree`, for a single rank."""
     return num_lanes, phase
 
 
 class Engine:
     """Runs passes over the model: owns stage order and weight residency, while transformers computes. Single-threaded.
+    After a pass that raises, it cannot run another.
 
-    `streams` must be open. `should_stop` is polled before every stage; True raises `Interrupted`. A pass that raises is
-    lost, and the engine cannot run another. `agree` maps this rank's lane count and phase to those that all ranks play.
-    `pipeline_link` connects pipeline-parallel ranks.
-    """
+    `streams` must be open. `should_stop` is polled before every stage; True raises `Interrupted`. `agree` maps this
+    rank's lane count and phase to those that all ranks play. `pipeline_link` connects pipeline-parallel ranks."""
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class Engine:
         self._dequantized = None
         if size is not None:
             self._dequantized = DequantizedWeights(device, size, loaded.compute_dtype, _transposed_stacks(loaded))
-        self._has_few_rows = False  # of all lanes of the pass together
+        self._has_few_rows = False  # in all lanes of the pass together
         misaligned = () if device.is_accelerator else loaded.shape.sizes.misaligned_bytes
         self._copied = {stage for stage, num_bytes in enumerate(misaligned) if num_bytes}
         self._schedule = lru_cache(_checked_schedule)
@@ -113,12 +112,10 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, batcher: Batcher, *, may_replay: bool = True) -> PassRecord | None:
-        """Runs one pass and distributes its tokens. Returns None when no rank has sequences left. Mutates the sequences
-        in the batcher's lanes. `may_replay=False` forbids recorded graphs, as module hooks do not run in a replay.
-
-        Raises Interrupted, BrokenModelError if no sequence gets finite logits, and any error of the streams.
-        """
-        assert not self._player.has_lost_a_pass, "an earlier pass of this session was lost: open another session"
+        """Runs one pass and appends its tokens to the sequences of the batcher's lanes. Returns None when no rank has
+        sequences left. `may_replay=False` forbids recorded graphs, in which module hooks do not run. Raises
+        Interrupted, BrokenModelError if no sequence gets finite logits, and any error of the streams."""
+        assert not self._player.has_lost_a_pass, "an earlier pass of this session failed: open another session"
         batch = batcher.next_batch() or empty_batch()
         num_lanes, phase = self._agree(len(batch.lanes), batch.phase)
         if not num_lanes:
@@ -126,10 +123,10 @@ class Engine:
         batch = replace(batch, phase=phase)
         begin, groups = time.monotonic(), [list(lane.sequences) for lane in batch.lanes]
         walk = self._placement.walk if phase is Phase.prefill else self._placement.decode_walk
-        is_whole = self._loaded.split_heads is None  # ranks with parts of experts multiply each by itself
+        is_whole = self._loaded.split_heads is None  # ranks with parts of experts multiply each separately
         self._has_few_rows = phase is Phase.decode and is_whole and sum(map(len, groups)) <= FEW_ROWS
         self._monitor.begin_pass()
-        self._streams.discard_pages(self.lanes.pages.pool.take_freed())  # before their next owner stores
+        self._streams.discard_pages(self.lanes.pages.pool.take_freed())  # before their next owner stores anything
         launch = partial(self._player.play, self._schedule(walk, num_lanes), walk, batch.lanes, batch.new_tokens)
         if self._recorded is not None and may_replay and phase is Phase.decode and num_lanes == 1:
             if self._dequantized is not None:
@@ -146,12 +143,11 @@ class Engine:
         return record
 
     def _postprocess(self, batch: Batch, begin: float) -> PassRecord:
-        """Samples the next tokens of all lanes, appends them, removes finished sequences and summarizes the pass. The
-        only point where a decode pass waits for the device."""
+        """Samples the next tokens of all lanes, appends them, removes finished sequences and summarizes the pass."""
         if self._peers is not None:
             drawn = self._peers.draw_tokens(batch.lanes)
         else:
-            drawn = self._device.to_host([lane.sample() for lane in batch.lanes])
+            drawn = self._device.to_host([lane.sample() for lane in batch.lanes])  # a decode pass waits only here
         counts = PassCounts.total([lane.end_pass(part) for lane, part in zip(batch.lanes, drawn, strict=True)])
         times = self._monitor.take_times(self._streams.counters)
         return PassRecord(
@@ -168,9 +164,8 @@ class Engine:
         )
 
     def _weights(self, stage: int) -> Weights:
-        """Returns the stage's weights once they are in compute memory. Views are cached per slot, as a slot holds a
-        stage's bytes at the same offsets every time. Views of stages with misaligned tensors are copies: kept for one
-        stage at a time."""
+        """The stage's weights in compute memory. Views are cached per slot, in which a stage always has the same
+        offsets. Views of stages with misaligned tensors are copies, cached for one stage at a time."""
         placed = self._streams.weights.acquire(stage)
         key = (stage, placed.key)
         if key not in self._views:
@@ -186,7 +181,7 @@ class Engine:
 
 
 def _transposed_stacks(loaded: LoadedModel) -> frozenset[str]:
-    """Full names of expert stacks that a class stores transposed, each expert as (inputs, outputs)."""
+    """Full names of expert stacks that store each expert as (inputs, outputs)."""
     return frozenset(
         ".".join(part for part in (streamed.name, path, name) if part)
         for streamed in loaded.staged.modules

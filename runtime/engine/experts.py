@@ -1,8 +1,5 @@
-"""Runs experts once for all lanes that wait at them (MoE-Gen's module batching), with resident or paged weights.
-
-The CPU may multiply some experts for an accelerator, next to their weights in host memory. The engine's thread sends
-the tokens down, queues the device's part, and multiplies while the device works.
-"""
+"""Runs experts once for all lanes that wait at them (MoE-Gen's module batching), with resident or paged weights. The
+CPU may multiply some experts for an accelerator, with weights in host memory, while the device computes others."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,13 +55,13 @@ class CpuExpertTask:
             first += num_visits
 
     def receive(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each expert with its output in compute memory, valid for compute that is queued from now on."""
+        """Each expert with its output in compute memory, for compute queued from now on."""
         yield from zip(self.experts, self.round_trip.receive().split(list(self.num_visits)), strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuExperts:
-    """The CPU's share of experts. One per engine, called by its thread. `shared`: stages with experts in host memory.
+    """The CPU's share of experts; only the engine's thread calls it. `shared`: stages with experts in host memory.
     `first_layer`: the stage of decoder layer 0."""
 
     loaded: LoadedModel
@@ -78,8 +75,7 @@ class CpuExperts:
     def send(
         self, stage: int, module: torch.nn.Module, path: str, hidden_TD: torch.Tensor, visits: Visits
     ) -> CpuExpertTask | None:
-        """Starts copying the tokens of the CPU's experts to the host. Returns None if the CPU has no share in this
-        stage."""
+        """Starts copying the tokens of the CPU's experts to the host. None if the CPU has no share in this stage."""
         num_visits = {
             expert: visits.expert_rows(expert).stop - visits.expert_rows(expert).start for expert in visits.hit
         }
@@ -99,15 +95,13 @@ class CpuExperts:
         )
 
     def outputs(self, task: CpuExpertTask) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each expert with its output (V, D) in compute memory, valid for compute that is queued from now on.
-        Multiplies on this thread and its helpers."""
+        """Multiplies on the CPU. Yields each expert with its output (V, D) in compute memory."""
         [x_VD] = task.round_trip.wait_for_inputs()
         task.round_trip.send_output(self.monitor.run_traced(task.name, lambda: self._multiply(task, x_VD)))
         yield from task.receive()
 
     def _multiply(self, task: CpuExpertTask, x_VD: torch.Tensor) -> torch.Tensor:
-        """Outputs for all tokens of the task. Multiplies in float32, which CPU kernels are made for, whatever the
-        device's dtype."""
+        """Outputs for all tokens of the task, computed in float32, which CPU kernels are made for."""
         out_VD, weights_of = torch.empty_like(x_VD), partial(host_weights, self.loaded)
         for expert, rows in task.expert_rows:
             matrices = self.stream.host_expert(task.stage, expert).matrices(weights_of, prefix=f"{task.path}.")
@@ -118,15 +112,14 @@ class CpuExperts:
 def host_weights(
     loaded: LoadedModel, expert: Stage, buffer: torch.Tensor, tensor_offsets: Mapping[str, int]
 ) -> dict[str, torch.Tensor]:
-    """The weights of one expert, as views of its bytes in host memory, for float32 products."""
+    """The weights of one expert, as views of host memory, for float32 products."""
     dtypes = {parameter.name: torch.float32 for parameter in expert.parameters}
     return stage_weights(expert, buffer, tensor_offsets, dtypes, loaded.backends)
 
 
 class BatchedExperts:
-    """Runs the experts of a stage. `stream`: open; None if no stage is paged. `is_together`: run available experts in
-    one grouped product, as suits an accelerator. `cpu`: multiplies the CPU's share, if any. Called by the engine
-    only."""
+    """Runs the experts of a stage; only the engine calls it. `stream`: open; None if no stage is paged. `is_grouped`:
+    run resident experts in one grouped product, as suits an accelerator. `cpu`: multiplies the CPU's share, if any."""
 
     def __init__(
         self,
@@ -148,18 +141,15 @@ class BatchedExperts:
         }
 
     def prefetch(self, stage: int) -> None:
-        """Announces the stage of the next `run`, to start its reads. Call it as early as the stage is known."""
+        """Starts reads for the next `run`. Call it as soon as its stage is known."""
         if self._stream is not None and stage in self._paged:
             self._stream.prefetch(stage)
 
     def run(self, stage: int, events: Sequence[NeedExperts]) -> list[torch.Tensor]:
-        """Runs one experts module for several parked lanes. Returns their outputs (T, D) in the order of `events`:
-        views of one tensor. All events must name the same module.
-
-        Each visited expert is used once, over its tokens of all lanes; a paged one is read once per call. A token's
-        outputs are summed over experts in ascending order, as in transformers, so results differ only by the shapes of
-        products. Raises CheckpointError if a read fails.
-        """
+        """Runs one experts module for all lanes that wait at it. Returns their outputs (T, D) in the order of `events`,
+        as views of one tensor. Each visited expert runs once, over its tokens of all lanes; a paged one is read once
+        per call. A token's outputs are summed in ascending order of experts, as in transformers, so results differ only
+        by the shapes of products. Raises CheckpointError if a read fails."""
         module = events[0].module
         assert all(each.module is module for each in events), "lanes wait at different experts modules"
         hidden_TD, index_TK, weights_TK = events[0].hidden_TD, events[0].top_k_index_TK, events[0].top_k_weights_TK
@@ -176,7 +166,7 @@ class BatchedExperts:
             task = cpu.send(stage, module, path, hidden_TD, visits) if cpu is not None and not is_split else None
             if cpu is None or task is None:
                 out_TD = self._mix(stage, module, hidden_TD, visits)
-            else:  # the sum runs in ascending order of experts, which keeps results exact
+            else:  # summed in ascending order of experts: another order would round differently
                 device_experts = [expert for expert in visits.hit if expert not in task.experts]
                 outputs = {
                     expert: expert_output(module, matrices, expert, hidden_TD, visits)
@@ -190,13 +180,11 @@ class BatchedExperts:
         """The weighted sum of each token's expert outputs. Other ranks may hold some experts, or parts of each."""
         share = find_expert_share(module)
         if share is None:
-            is_in_place = not self._is_grouped and stage not in self._paged
-            out_TD = run_on_host(module, hidden_TD, visits) if is_in_place else None
-            return (
-                mix_experts(module, hidden_TD, visits, self._hit_matrices(stage, module, visits.hit))
-                if out_TD is None
-                else out_TD
-            )
+            if not self._is_grouped and stage not in self._paged:
+                out_TD = run_on_host(module, hidden_TD, visits)
+                if out_TD is not None:
+                    return out_TD
+            return mix_experts(module, hidden_TD, visits, self._hit_matrices(stage, module, visits.hit))
         hit, first = visits.hit, 0
         if share.own is not None:
             hit, first = [expert for expert in hit if expert in share.own], share.own.start
@@ -205,8 +193,8 @@ class BatchedExperts:
     def _hit_matrices(
         self, stage: int, module: torch.nn.Module, hit: Sequence[int], first: int = 0
     ) -> Iterator[tuple[int, Matrices]]:
-        """Each hit expert with its matrices: read by the stream if the stage is paged, else those bound to the module,
-        whose first expert is number `first`."""
+        """Each hit expert with its matrices: read by the stream if the stage is paged, else bound to the module, which
+        begins with expert `first`."""
         if self._stream is None or stage not in self._paged:
             yield from ((expert, bound_matrices(module, expert - first)) for expert in hit)
             return

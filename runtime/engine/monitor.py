@@ -1,4 +1,4 @@
-"""Collects times per stage: the engine and its streams report during a pass, `take_times` sums up."""
+"""Collects times per stage: the engine and its streams report during a pass, `take_times` adds them up."""
 
 import time
 from collections import defaultdict, deque
@@ -19,17 +19,9 @@ T = TypeVar("T")
 class PassMonitor:
     """Times of one engine, called by its thread; only functions that `timed` returns run on others.
 
-    For each action that goes through a lane or the experts (run, pre, post, route, experts, end), the engine calls
-
-        begin = monitor.begin_compute()
-        ...                                       the lane advances
-        monitor.end_compute(stage, action, begin)
-
-    For attention it calls `workers.submit(monitor.timed(stage, action, event.compute))`, or `begin_compute` and
-    `end_attention` if it computes inline. After a pass, when the device has finished, it calls
-    `monitor.take_times([stream.take_counters, ...])`, which first resolves the device's events. Streams record their
-    own spans of reads and copies. `str(action)` is the name in the trace.
-    """
+    Actions of lanes and experts are enclosed in `begin_compute` and `end_compute`, inline attention in `begin_compute`
+    and `end_attention`; attention on workers is wrapped by `timed`. `take_times` ends a pass, once the device has
+    finished. Streams record their own spans. `str(action)` is the name in the trace."""
 
     def __init__(self, num_stages: int, device: ComputeDevice, trace: Trace | None = None):
         self._num_stages, self._device, self._trace = num_stages, device, trace
@@ -42,7 +34,7 @@ class PassMonitor:
         self._stream = self._device.compute_stream()
 
     def begin_compute(self) -> Moment:
-        """Marks the start of compute on the device's stream, after all work that is already queued there."""
+        """Marks the start of compute on the device's stream, after all work queued there."""
         return self._device.clock.begin(self._stream)
 
     def end_compute(self, stage: int, action: object, begin: Moment) -> None:

@@ -32,21 +32,18 @@ class NonFiniteSource:
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        held = f", whose {', '.join(self.tensors)} holds NaN or infinity" if self.tensors else ""
-        larger = (
-            "; float16 ends at 65,504: model.dtype=float32 has room for more" if self.dtype == torch.float16 else ""
-        )
-        return f"the first such number comes out of {self.module}{held}{larger}"
+        weights = f", whose weights {', '.join(self.tensors)} hold NaN or infinity" if self.tensors else ""
+        overflow = "; float16 overflows above 65,504: set model.dtype=float32" if self.dtype == torch.float16 else ""
+        return f"first in the output of {self.module}{weights}{overflow}"
 
     @property
     def is_in_weights(self) -> bool:
-        """True if the module's weights affect every sequence. An embedding only affects sequences that use the broken
-        rows."""
+        """True if broken weights affect every sequence; broken embedding rows affect only some."""
         return bool(self.tensors) and self.stage != EMBEDDING
 
 
 def to_prompt_sequence(sequence: Sequence, *, has_encoder: bool) -> Sequence:
-    """A new sequence whose prompt is everything known so far. With an encoder only the original prompt, as answers
+    """A new sequence with all known tokens as its prompt. With an encoder, only the original prompt: generated tokens
     cannot be prefilled."""
     known = sequence.request.prompt_ids if has_encoder else tuple(sequence.known_ids)
     return Sequence(request=replace(sequence.request, prompt_ids=known, max_new_tokens=1, num_beams=1))
@@ -66,11 +63,9 @@ class NonFiniteProbe:
         self._num_explained, self._is_probing = 0, False
 
     def explain(self, groups: Rows[Rows[Sequence]], counts: PassCounts) -> None:
-        """Reruns the broken sequences of a pass in as many lanes, and appends the source that it finds to their errors.
-        `groups`: the sequences of each lane; `counts`: those of the pass.
-
-        Raises BrokenModelError if all sequences of the pass are broken and the weights must be the cause.
-        """
+        """Reruns the broken sequences of a pass in as many lanes, and appends the source to their errors. `groups`: the
+        sequences of each lane; `counts`: those of the pass. Raises BrokenModelError if all sequences are broken and the
+        weights must be the cause."""
         broken = [[s for s in group if s.is_broken] for group in groups]
         all_broken = [s for group in broken for s in group]
         if self._is_probing or not all_broken or self._num_explained >= MAX_EXPLAINED_PASSES:
@@ -90,11 +85,11 @@ class NonFiniteProbe:
         if is_total and (num_prompts > 1 or any(origin.is_in_weights for origin in sources.values())):
             raise BrokenModelError(
                 f"model.path={self._model.checkpoint.path}: all {len(all_broken)} rows of a pass have failed, the "
-                f"first with: {all_broken[0].error}. What is committed stays good; mend the weights, or fetch them anew"
+                f"first with: {all_broken[0].error}. Committed rows stay valid; repair or download the weights again"
             )
 
     def _find_sources(self, groups: Rows[Rows[Sequence]]) -> Mapping[int, NonFiniteSource]:
-        """The source of each broken sequence, by its `id()`. Hooks check the output of each streamed module."""
+        """The source of each broken sequence, by `id()`. Hooks check the output of each streamed module."""
         lanes, sources = [self._lanes.lane(group) for group in groups], dict[int, NonFiniteSource]()
 
         def check_output(module: torch.nn.Module, inputs: object, output: object) -> None:

@@ -24,8 +24,8 @@ from .setup import Streams
 
 class PipelinePeers:
     """Pipeline-parallel transport: receives hidden states from the previous rank, sends them to the next, and
-    broadcasts the tokens that the last rank samples. `num_numbers`: int32 values per sampled row. An accelerator's
-    tensors are staged in host memory."""
+    broadcasts the tokens that the last rank samples. Tensors pass through host memory. `num_numbers`: int32 values per
+    sampled row."""
 
     def __init__(self, link: PipelineLink, num_numbers: int, device: ComputeDevice):
         self._link, self._num_numbers, self._device = link, num_numbers, device
@@ -33,7 +33,7 @@ class PipelinePeers:
         self._incoming: Sequence[torch.Tensor | None] = ()  # receive buffers by lane, in host memory
 
     def begin(self, lanes: Sequence[Lane]) -> None:
-        """Starts a pass: posts receives for lanes that wait at the first stage of this rank."""
+        """Starts a pass: posts receives for the lanes that wait for the previous rank."""
         self._lanes = lanes
         self._incoming = [lane.hidden_in for lane in lanes]
         if self._device.is_accelerator:  # receive in host memory, then copy
@@ -50,7 +50,7 @@ class PipelinePeers:
         self._link.receive(lane)
         received, hidden_in = self._incoming[lane], self._lanes[lane].hidden_in
         if received is not None and hidden_in is not None and received is not hidden_in:
-            hidden_in.copy_(received, non_blocking=True)
+            hidden_in.copy_(received, non_blocking=True)  # `_incoming` keeps the source alive until `draw_tokens`
 
     def send(self, lane: int) -> None:
         """Starts sending the lane's hidden states to the next rank."""
@@ -68,7 +68,7 @@ class PipelinePeers:
         counts = [lane.expect_tokens() for lane in lanes]
         tokens = torch.empty(sum(counts) * self._num_numbers, dtype=torch.int32)
         self._link.receive_broadcast(tokens)
-        self._device.wait_for_compute()  # receive buffers are free to reuse once their copies have ended
+        self._device.wait_for_compute()  # copies from the receive buffers must end before these are freed
         self._incoming = ()
         return tokens.view(-1, self._num_numbers).split(counts)
 
@@ -79,8 +79,7 @@ Stops: TypeAlias = tuple[type[Event], ...]
 
 
 class Player:
-    """Plays one pass after another on one thread. Remembers what the slots hold, so a pass can continue the prefetching
-    of the one before."""
+    """Plays passes on one thread. A pass continues the prefetching of the one before it."""
 
     def __init__(
         self,
@@ -93,9 +92,8 @@ class Player:
         first_layer: int,
         peers: PipelinePeers | None = None,
     ):
-        """`weights_of`: returns a stage's weights once they are in compute memory. `should_stop` is polled when a lane
-        enters a stage; True raises `Interrupted`. `first_layer`: the stage of decoder layer 0. `peers`: set if ranks
-        divide the layers."""
+        """`weights_of`: waits for a stage's weights in compute memory. `should_stop` is polled when a lane enters a
+        stage; True raises `Interrupted`. `first_layer`: the stage of decoder layer 0. `peers`: of a pipeline."""
         self._streams, self._weights_of, self._experts = streams, weights_of, experts
         self._monitor, self._should_stop = monitor, should_stop
         self._first_layer, self._pipeline = first_layer, peers
@@ -104,7 +102,7 @@ class Player:
         self._events: list[Event | None] = []
         self._offloaded_stages = frozenset[int]()
         self._attending: dict[int, Future[torch.Tensor]] = {}  # by lane
-        self._expert_outputs: dict[int, torch.Tensor] = {}  # expert outputs by lane
+        self._expert_outputs: dict[int, torch.Tensor] = {}  # by lane
         self._played: Schedule | None = None
         self.has_lost_a_pass = False
         self._handlers: dict[Op, Callable[[Action], None]] = {
@@ -128,13 +126,9 @@ class Player:
     def play(
         self, schedule: Schedule, walk: Walk, lanes: Rows[Lane], new_tokens: Rows[Rows[int] | None] | None = None
     ) -> None:
-        """Takes the lanes through all stages of a pass; their tokens can then be sampled. Mutates the lanes. The
-        schedule may have more lanes, which only other ranks have: their actions are skipped.
-
-        `new_tokens`: per lane, the number of tokens of each sequence; None: the lane's choice. Raises Interrupted and
-        any error of a lane or stream. The pass is then lost and the player unusable, as transfers may still be in
-        flight.
-        """
+        """Runs all stages of a pass; the lanes can then sample. Actions of lanes that only other ranks have are
+        skipped. `new_tokens`: per lane, the number of tokens of each sequence; None: the lane's choice. After an error
+        (Interrupted, of a lane or a stream) the player is unusable: transfers may still be in flight."""
         self._lanes, self._offloaded_stages = lanes, frozenset(walk.offloaded_kv)
         try:
             self._events = [
@@ -144,8 +138,7 @@ class Player:
                 self._peers.begin(lanes)
             actions = schedule.cycle
             if self._played is None or self._played.prologue != schedule.prologue:
-                # The slots do not hold what this schedule expects the last pass to have left in them.
-                self._streams.weights.drop()
+                self._streams.weights.drop()  # prefetched stages are not those that this schedule expects
                 actions = (*schedule.prologue, *schedule.cycle)
             for action in actions:
                 if action.lane is None or action.lane < len(lanes):
@@ -161,9 +154,8 @@ class Player:
         self._played = schedule
 
     def _advance(self, answer_to: Callable[[Action], Answer | None], stops: Stops, action: Action) -> None:
-        """Resumes a lane with the answer that it waits for, until it asks for another stage or for an event in `stops`.
-        Does nothing if there is no answer. A stage may consist of several modules, each of which asks for its
-        weights."""
+        """Resumes a lane with its answer, if any, until it needs another stage or an event in `stops`. A stage may
+        have several modules, each of which requests its weights."""
         answer = answer_to(action)
         if answer is None:
             return
@@ -185,15 +177,15 @@ class Player:
         return self._attend_here(stage, event)
 
     def _stage(self, action: Action) -> Weights:
-        """The weights of the stage that the lane enters. Binds its keys and values if they are offloaded."""
+        """The weights of the stage that the lane enters. Binds its KV pages if they are offloaded."""
         if self._should_stop():
             raise Interrupted(RESUME_HINT)
         stage, lane = action.turn
         event = self._events[lane]
         if not isinstance(event, NeedStage) or event.stage != stage:
             raise ConfigError(
-                f"model.path: this model's class asks for {event} where '{action}' is due: its layers do not follow "
-                "one another, so they cannot be streamed"
+                f"model.path: this model's class requests {event} at '{action}': its layers do not run in order, so "
+                "they cannot be streamed"
             )
         if stage in self._offloaded_stages:
             layer = self._layer(stage)
@@ -201,13 +193,12 @@ class Player:
         return self._weights_of(stage)
 
     def _whole_stage(self, action: Action) -> Weights:
-        """The weights of a stage that the lane runs through without a stop, experts included."""
+        """The weights of a stage that the lane runs without a stop, experts included."""
         self._experts.prefetch(action.stage_index)
         return self._stage(action)
 
     def _attention(self, action: Action) -> torch.Tensor | None:
-        """The result of the lane's attention, from a worker if one runs it. None if the lane does not wait for
-        attention."""
+        """The result of the lane's attention, from a worker if one runs it; None if the lane waits for none."""
         stage, lane = action.turn
         event = self._events[lane]
         if not isinstance(event, NeedAttention):
@@ -217,8 +208,7 @@ class Player:
         return pending.result() if pending is not None else self._attend_here(stage, event)
 
     def _attention_or_stage(self, action: Action) -> Answer | None:
-        """The answer that takes a lane to its router: attention, or the weights if the stage does not stop for
-        attention."""
+        """The answer that takes a lane to its router: attention, or weights if the stage has no attention stop."""
         if self._events[action.turn[1]] == NeedStage(action.stage_index):
             return self._whole_stage(action)
         return self._attention(action)
@@ -226,7 +216,7 @@ class Player:
     def _attend(self, action: Action) -> None:
         stage, lane = action.turn
         event = self._events[lane]
-        if isinstance(event, NeedAttention) and event.is_decode:  # some layers of some families have no attention
+        if isinstance(event, NeedAttention) and event.is_decode:  # some layers have no attention
             assert self._streams.workers is not None, f"'{action}': there are no CPU workers"
             compute = self._monitor.timed(stage, action, event.compute)
             self._attending[lane] = self._streams.workers.submit(compute)

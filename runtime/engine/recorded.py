@@ -1,9 +1,6 @@
-"""Decode passes recorded as CUDA graphs and replayed. With resident weights, launching a pass takes longer than running
-it.
-
-A recording is of one lane, with a fixed number of rows and of positions. Rows are padded by repeating the first one and
-positions by unused ones, so few recordings serve many passes. Sampling is not recorded.
-"""
+"""Decode passes as CUDA graphs: with resident weights, launching a pass takes longer than running it. A recording has
+one lane with a fixed number of rows and positions, padded so that few recordings serve many passes. Sampling is not
+recorded."""
 
 import logging
 from collections import Counter
@@ -38,7 +35,7 @@ class _RecordedInputs(NamedTuple):
     view: PassView
     rows: FixedRows
     selected_B: torch.Tensor
-    offsets_T: torch.Tensor  # the class may read it while being recorded
+    offsets_T: torch.Tensor  # kept alive and updated: the recorded graph may read it
 
     def fill(self, inputs: tuple[torch.Tensor, torch.Tensor], view: PassView) -> None:
         for target, source in zip(self.inputs, inputs, strict=True):
@@ -49,8 +46,8 @@ class _RecordedInputs(NamedTuple):
 
 
 class RecordedPasses:
-    """Plays decode passes from recordings. The first pass of a row count is launched normally, the second is recorded.
-    Raises ConfigError if the run cannot use recordings."""
+    """Plays decode passes. The first pass of a row count is launched normally, the second is recorded, later ones are
+    replayed. Raises ConfigError if the run cannot use recordings."""
 
     def __init__(
         self,
@@ -74,8 +71,8 @@ class RecordedPasses:
         self._recordings: dict[Key, tuple[_RecordedInputs, torch.Tensor, Callable[[], None]]] = {}
 
     def play(self, lane: Lane, new_tokens: Rows[int] | None, launch: Callable[[], None]) -> None:
-        """Takes a lane through a pass; its tokens can then be sampled. `launch` runs the pass operator by operator.
-        `new_tokens`: as for `begin_pass`."""
+        """Runs a pass of the lane, which can then sample. `launch` runs it operator by operator. `new_tokens`: as for
+        `begin_pass`."""
         if self._should_stop():
             raise Interrupted(RESUME_HINT)
         lane.prepare_pass(new_tokens)
@@ -111,7 +108,7 @@ class RecordedPasses:
         lane.substitute_inputs(fixed.inputs, fixed.view, fixed.selected_B)
         self._num_launches[num_rows] += 1
         if self._num_launches[num_rows] == 1:
-            launch()  # warm-up with the recorded shapes: kernels must be loaded before capture
+            launch()  # warm-up with the same shapes: kernels must be loaded before capture
             logits_BV = lane.take_logits()
             if self._logits_BV is None or len(self._logits_BV) < len(logits_BV):
                 self._logits_BV = torch.empty_like(logits_BV)
@@ -120,7 +117,7 @@ class RecordedPasses:
             del self._recordings[next(iter(self._recordings))]
         try:
             logits_BV, replay = self._device.record_graph(lambda: self._compute(lane))
-        except RuntimeError as error:  # torch's, out of memory among them
+        except RuntimeError as error:  # includes out of memory
             log.warning("decode passes of %d rows cannot be recorded: %s", num_rows, error)
             self._failed.add(num_rows)
             lane.abandon()
@@ -136,7 +133,7 @@ class RecordedPasses:
         lane.take_logits(logits_BV)
 
     def _compute(self, lane: PackedLane) -> torch.Tensor:
-        """Runs a pass and returns its logits. Does not call the monitor, whose events cannot be part of a recording."""
+        """Runs a pass and returns its logits. Does not use the monitor: its events cannot be recorded in a graph."""
         event: Event | None = lane.begin_pass()
         stage = 0
         while event is not None:
@@ -161,17 +158,15 @@ def _require_recordable(setup: Setup, *, is_alone: bool) -> None:
     loaded, placement, policy = setup.model, setup.placement, setup.config.policy
     num_lanes = policy.num_micro_batches
     requirements = {
-        f"{setup.device.torch_device} records nothing, CUDA devices do": setup.device.can_record,
-        "ranks hand each other what they compute; take devices=one": is_alone,
-        "weights, or keys and values, travel; take offload=none and kv=device where they fit": (
-            placement.is_fully_resident
-        ),
-        f"{num_lanes} lanes take turns; take policy.num_micro_batches=1": num_lanes in (None, 1),
+        f"{setup.device.torch_device} is not a CUDA device": setup.device.can_record,
+        "ranks exchange results; set devices=one": is_alone,
+        "weights or KV are offloaded; set offload=none and kv=device": placement.is_fully_resident,
+        f"there are {num_lanes} lanes; set policy.num_micro_batches=1": num_lanes in (None, 1),
         "this class runs in padded lanes": loaded.shape.is_packed,
         "this class caches latents": not loaded.expands_latents,
         "this class's rotary embeddings depend on a sequence's length": loaded.rope_lengths is None,
-        "pages are quantised; take kv.dtype=auto": not loaded.shape.kv_dtype.is_quantized,
+        "KV pages are quantized; set kv.dtype=auto": not loaded.shape.kv_dtype.is_quantized,
     }
     for reason, is_met in requirements.items():
         if not is_met:
-            raise ConfigError(f"model.graphs=true: passes cannot be recorded here, as {reason}; or model.graphs=false")
+            raise ConfigError(f"model.graphs=true: passes cannot be recorded: {reason}; or set model.graphs=false")

@@ -33,13 +33,10 @@ class PassCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """Times and traffic of one pass. Seconds are per stage, summed over lanes.
-
-    read, copy: time during which disk and link were busy. compute: inside lanes and experts, with inline attention and
-    waits for paged experts. attention: wherever it ran, summed over workers. stall: compute waited for bytes; an upper
-    bound on an accelerator. Bytes are those of weights, experts and KV together. Expert counts are of paged stages:
-    each expert, and each that a token visits, counts once per pass; reads count per request of a lane.
-    """
+    """Times and traffic of one pass. Seconds are per stage, summed over lanes: busy disk (read) and link (copy); lanes
+    and experts with inline attention and waits for paged experts (compute); attention on any thread; compute waiting
+    for bytes (stall; an upper bound on an accelerator). Bytes are of weights, experts and KV together. Expert counts
+    are of paged stages: in total, visited by a token (each once per pass), and all reads."""
 
     read_seconds: tuple[float, ...]
     copy_seconds: tuple[float, ...]

@@ -2,8 +2,8 @@
 tokens, on an excerpt of the model (a few layers and all modules outside of them).
 
 Runs in float32 on the CPU, where the two differ by rounding only. Two lanes of two rows of different lengths, chunked
-prefill, and more tokens than an excerpt's windows or LongRoPE limits exercise masks, windows, states and positions. Not
-covered: wrong mapping of checkpoint names to weights, as both sides share it, and accelerator code.
+prefill, and more tokens than the windows or LongRoPE limits cover masks, windows, states and positions. Not covered:
+accelerator code, and the mapping of checkpoint names to weights, which both sides share.
 """
 
 import gc
@@ -56,21 +56,20 @@ from .batcher import StaticBatcher
 from .engine import Engine
 from .setup import Setup, open_streams
 
-PROMPT_LENGTHS = (5, 14, 9, 3)  # shorter and longer than the windows and limits of excerpts, none a multiple of a chunk
+PROMPT_LENGTHS = (5, 14, 9, 3)  # below and above the windows and limits of excerpts, not multiples of a chunk
 NUM_NEW_TOKENS, CHUNK_TOKENS = 8, 8
 TOKEN_ID_SUFFIXES = ("token_id", "token_ids", "token_index")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherForcing:
-    """Requests with forced continuations: `tokens[id]` follow a request's prompt, whatever the model would generate."""
+    """Requests with forced continuations: `tokens[id]` are appended, whatever the model would generate."""
 
     requests: tuple[Request, ...]
     tokens: Mapping[str, tuple[int, ...]]
 
     def largest_difference(self, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> "Difference":
-        """The difference of the sequence that differs most, at its first token beyond rounding. Both mappings hold
-        logits (T, V) by request id."""
+        """The largest difference of a sequence, at its first token beyond rounding. Both hold logits (T, V) by id."""
         differences: list[Difference] = []
         for request in self.requests:
             own_TV, other_TV = ours[request.id], theirs[request.id]
@@ -84,7 +83,7 @@ class TeacherForcing:
 
 
 def make_teacher_forcing(model: LoadedModel, *, seed: int) -> TeacherForcing | None:
-    """Random tokens without a special meaning to the class. None if its context or vocabulary is too small."""
+    """Random tokens that are not special to the class. None if its context or vocabulary is too small."""
     config, special = model.staged.model.config, set[int]()
     for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
         for name, value in vars(part).items():
@@ -119,12 +118,9 @@ class _ForcedTokens(LogitsProcessor):
 def run_generate(
     opened: LoadedModel, truncated: TruncatedModel, forcing: TeacherForcing, scores: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Runs the class's own `generate`. Returns logits (T, V) by request id at each forced token and, with `scores`, the
-    tokens' log-probabilities (T,) from one forward over prompt and tokens.
-
-    Runs transformers' unchanged code on dense float32 weights, one prompt at a time. `opened`: the excerpt as lanes see
-    it, used to locate weights. May raise anything that the class raises.
-    """
+    """Runs the class's own `generate` on dense float32 weights, one prompt at a time. Returns logits (T, V) by request
+    id at each forced token and, with `scores`, the tokens' log-probabilities (T,) from one forward without a cache.
+    `opened`: the excerpt as lanes load it, to locate weights. May raise anything that the class raises."""
     config = read_config(opened.checkpoint.path)
     pop_quantization_config(config)
     truncated.shorten(config)
@@ -135,7 +131,7 @@ def run_generate(
     parameters = {p.name: p for stage in opened.shape.stages for p in stage.parameters}
     load_parameters(model, parameters, opened.checkpoint, opened.virtual_files)
     initialize_again(model)
-    model.generation_config = GenerationConfig()  # beams of the class's own config are not asked for
+    model.generation_config = GenerationConfig()  # the class's own may enable beams
     logits: dict[str, torch.Tensor] = {}
     logprobs: dict[str, torch.Tensor] = {}
     for request in forcing.requests:
@@ -157,7 +153,7 @@ def run_generate(
             logits_processor=LogitsProcessorList([_ForcedTokens(tokens, num_before)]),
         )
         logits[request.id] = torch.cat(out.logits).float()
-        if scores:  # of one forward without a cache
+        if scores:
             tokens_1T, start = torch.tensor([tokens]), opened.start_token_id
             if start is not None:
                 decoded_1T = torch.cat([torch.tensor([[start]]), tokens_1T[:, :-1]], 1)
@@ -170,15 +166,14 @@ def run_generate(
 
 
 class ForcedSampler(Sampler):
-    """Sampler that forces `tokens`, by request id, and collects `logits[id]`: one float32 row (V,) on the CPU per
-    token."""
+    """Sampler that forces `tokens`, by request id, and collects `logits[id]`: a float32 row (V,) per token."""
 
     def __init__(self, tokens: Mapping[str, Rows[int]]):
         self._tokens = tokens
         self.logits: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
 
     def sample(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
-        """Returns the raw logits. Passes that sample nothing still compute one row, which is cut off."""
+        """Returns the raw logits, without the extra row of passes that sample nothing."""
         return logits_BV[: len(sequences)].float().view(torch.int32)
 
     def accept(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
@@ -192,12 +187,9 @@ class ForcedSampler(Sampler):
 
 log = logging.getLogger(__name__)
 
-TOLERANCE = 3e-3  # of the deviation of logits: over all proven families rounding came to 1.2e-4 at most
-SCORE_TOLERANCE = 1e-4  # of a token's log-probability, and of the deviation of logits where that is above 1
-LONG_RUN_SECONDS, SMALL_EXCERPT_BYTES = (
-    120.0,
-    256 * MIB,
-)  # of a run, beside which so large an excerpt takes next to nothing
+TOLERANCE = 3e-3  # in standard deviations of logits; rounding reaches 1.2e-4 over all supported families
+SCORE_TOLERANCE = 1e-4  # of a token's log-probability, times the standard deviation of logits if that is above 1
+LONG_RUN_SECONDS, SMALL_EXCERPT_BYTES = 120.0, 256 * MIB  # the check then costs little compared to the run
 CPU = torch.device("cpu")
 
 
@@ -221,8 +213,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class _Comparison:
-    """Result of one comparison. `score`: the largest difference of a log-probability, as a multiple of the tolerance; 0
-    if the run scores nothing."""
+    """Result of one comparison. `score`: see `_Check._score`."""
 
     forcing: TeacherForcing
     plan: RunPlan
@@ -235,8 +226,8 @@ class _Comparison:
 
 
 def is_check_due(model: LoadedModel, mode: SelfCheck, run_seconds: float) -> bool:
-    """True if the model should be checked. With `auto`, proven families are checked only if that costs next to nothing,
-    and models without text generation never. `run_seconds`: estimated duration of the run; 0 if unknown."""
+    """True if the model should be checked. With `auto`, supported families are checked only if the check is cheap, and
+    models without text generation never. `run_seconds`: estimated duration of the run; 0 if unknown."""
     if mode is SelfCheck.auto and model.head is not Head.text:
         return False
     if mode is not SelfCheck.auto:
@@ -256,9 +247,8 @@ def check_lanes(
     *,
     scores: bool = False,
 ) -> None:
-    """Runs the self-check within the host budget, of which nothing may be in use yet. `scores`: the run scores given
-    tokens, so compare log-probabilities too. Raises ConfigError if lanes differ from the class by more than rounding;
-    logs a warning if the check is inconclusive."""
+    """Runs the self-check within the host budget, which must be unused. `scores`: compare log-probabilities too. Raises
+    ConfigError if lanes differ from the class by more than rounding; logs a warning if the check is inconclusive."""
     begin = time.monotonic()
     check = _Check(
         model=model, config=config, budgets=budgets, open_reader=open_reader, should_stop=should_stop, scores=scores
@@ -286,7 +276,7 @@ class _Check:
         """Returns a summary for the log if the check passes."""
         truncated, representative = self._choose_truncation()
         comparison = self._compare(truncated, seed=0)
-        if not comparison.is_rounding:  # two experts may have been as good as equal for a token
+        if not comparison.is_rounding:  # rounding may have changed the routing of a token between two equal experts
             comparison = self._compare(truncated, seed=1)
         if not comparison.worst.is_rounding:
             plan, worst = comparison.plan, comparison.worst
@@ -296,7 +286,7 @@ class _Check:
                 f"model.self_check: the logits of {type(self.model.staged.model).__name__} in "
                 f"{self._describe_lanes(plan)} differ from those of its own generate: the sequence of "
                 f"{len(worst.request.prompt_ids)} prompt tokens differs at new token {worst.step} by {worst.size:.2g} "
-                f"of its logits' deviation (tolerance {TOLERANCE}); lanes with prompts of {lengths} tokens, "
+                f"standard deviations of logits (tolerance {TOLERANCE}); lanes with prompts of {lengths} tokens, "
                 f"{truncated.num_layers} of {len(self.model.shape.layers)} layers, float32. "
                 f"{self._suggest_settings()}"
             )
@@ -318,10 +308,10 @@ class _Check:
     def _compare(self, truncated: TruncatedModel, seed: int) -> _Comparison:
         forcing = make_teacher_forcing(self.model, seed=seed)
         if forcing is None:
-            raise _Inconclusive(f"its context of {self.model.shape.context_tokens} tokens is too short to see anything")
+            raise _Inconclusive(f"its context of {self.model.shape.context_tokens} tokens is too short")
         opened = self._load_truncated(truncated)
         try:
-            with as_checkpoint_error(f"the class's own generate does not run its first {truncated.num_layers} layers"):
+            with as_checkpoint_error(f"its own generate fails with {truncated.num_layers} layers"):
                 logits, logprobs = run_generate(opened, truncated, forcing, self.scores)
         except CheckpointError as error:
             raise _Inconclusive(str(error)) from error
@@ -341,8 +331,7 @@ class _Check:
         logits: Mapping[str, torch.Tensor],
         logprobs: Mapping[str, torch.Tensor],
     ) -> float:
-        """The largest difference of a forced token's log-probability, as a multiple of the tolerance; 0 if the run
-        scores nothing."""
+        """The largest difference of a forced token's log-probability, divided by the tolerance; 0 without scores."""
         if not self.scores:
             return 0.0
         scorings = [make_scoring(self.model, r.id, r.prompt_ids, forcing.tokens[r.id]) for r in forcing.requests]
@@ -368,7 +357,7 @@ class _Check:
         fitting = [count for count, size in sizes.items() if size <= budget and count <= num_all]
         if not fitting:
             raise _Inconclusive(
-                f"one layer with all outside of the layers takes {format_bytes(min(sizes.values()))} in float32, "
+                f"one layer and the modules outside of layers take {format_bytes(min(sizes.values()))} in float32; "
                 f"offload.host_memory_gib allows {format_bytes(budget)}"
             )
         return TruncatedModel(num_layers=max(fitting), is_packed=shape.is_packed), representative
@@ -383,9 +372,9 @@ class _Check:
             raise _Inconclusive(str(error).partition("\n")[0]) from error
         except WeightstreamError:
             raise
-        except Exception as error:  # whatever a class raises at what lanes hand it, since by itself it runs
+        except Exception as error:  # a class may raise anything
             raise ConfigError(
-                f"model.self_check: {type(self.model.staged.model).__name__} runs by itself and not in "
+                f"model.self_check: {type(self.model.staged.model).__name__} runs alone but fails in "
                 f"{self._lane_kind} lanes: {short_reason(error)}; {self._suggest_settings()}"
             ) from error
 
@@ -393,8 +382,8 @@ class _Check:
         config = replace(self.config.model, dtype=DType.float32)
         try:
             return load_model(config, CPU, self.config.offload.cache_dir, truncated=truncated)
-        except (CheckpointError, ConfigError) as error:  # the whole model was opened before
-            raise _Inconclusive(f"it cannot be cut to {truncated.num_layers} layers: {error}") from error
+        except (CheckpointError, ConfigError) as error:  # the truncation's: the whole model has been loaded before
+            raise _Inconclusive(f"it cannot be truncated to {truncated.num_layers} layers: {error}") from error
 
     def _generate_in_lanes(
         self, model: LoadedModel, requests: Rows[Request], sampler: Sampler
@@ -435,5 +424,5 @@ class _Check:
         return f"{plan.num_lanes} {self._lane_kind} lanes of {plan.lane_size}"
 
     def _suggest_settings(self) -> str:
-        padded = "model.lanes=padded may be right; " if self.model.shape.is_packed else ""
-        return f"{padded}model.self_check=off runs it all the same, with tokens that may be wrong"
+        padded = "try model.lanes=padded; " if self.model.shape.is_packed else ""
+        return f"{padded}model.self_check=off runs it anyway, with tokens that may be wrong"

@@ -24,8 +24,8 @@ OnPass = Callable[[PassRecord], None]
 
 
 class LaneSlots(NamedTuple):
-    """Size of continuous batching: `num_lanes` lanes of `lane_size` sequences, each prefilling up to `chunk_tokens`
-    tokens per pass. `reserved_pages`: KV pages that belong to other ranks."""
+    """Size of continuous batching: `num_lanes` lanes of `lane_size` sequences, each with up to `chunk_tokens` prefill
+    tokens per pass. `reserved_pages`: KV pages of other ranks."""
 
     num_lanes: int
     lane_size: int
@@ -33,8 +33,8 @@ class LaneSlots(NamedTuple):
     reserved_pages: int = 0
 
     def share(self, num_shares: int, num_pages: int) -> "LaneSlots":
-        """The slots of one of `num_shares` ranks when the pool has `num_pages`: smaller lanes, and fewer lanes if there
-        are not enough sequences for one per lane."""
+        """The slots of one of `num_shares` ranks with a pool of `num_pages`: smaller lanes, and fewer of them if there
+        would be less than one sequence per lane."""
         num_lanes = max(1, min(self.num_lanes, self.num_lanes * self.lane_size // num_shares))
         return LaneSlots(
             num_lanes=num_lanes,
@@ -53,9 +53,7 @@ class Session:
     thread-safe.
 
     Requests are identified by their positions in `requests`, the list that the plan was made for. `on_pass` is called
-    after each pass, when all completions that ended in it have been consumed. `opening_seconds`: time spent on reading
-    resident weights and allocating memory.
-    """
+    after each pass, once its completions have been consumed. `opening_seconds`: time to open the session."""
 
     def __init__(
         self,
@@ -110,10 +108,8 @@ class Session:
         on_pass: OnPass = ignore_pass,
     ) -> Generator[tuple[int, Completion]]:
         """Generates the members of one block that are in `remaining`, and yields completions as they finish.
-
-        `unfinished`: saved states to resume from. With the same `remaining` and no saved states, the output of a block
-        is bitwise reproducible.
-        """
+        `unfinished`: saved states to resume from. Without them, the output for the same `remaining` is bitwise
+        reproducible."""
         remaining = drop_orphaned_beams(remaining, requests)
         lanes = list[dict[int, Running]]()
         device, is_packed = self._engine.torch_device, self._model.shape.is_packed
@@ -154,15 +150,13 @@ class Session:
                 on_pass(record)
 
     def snapshot(self) -> dict[int, SequenceState]:
-        """The state of every sequence that has generated tokens and is not finished. Also valid after an interrupted
-        `wave` or `stream`."""
+        """The state of every unfinished sequence with generated tokens, also after an interruption."""
         return {i: s.snapshot() for i, s in self._active.items() if s.generated and s.finish is None}
 
     def _with_shared_prefixes(
         self, block: Block, running: Mapping[int, Running], lanes: list[list[Running]]
     ) -> list[list[Running]]:
-        """Inserts the sequences that compute shared prefixes into `lanes`. Returns `lanes` unchanged if prefixes are
-        not shared."""
+        """`lanes` plus the sequences that compute shared prefixes."""
         rule = self._engine.lanes.sharing
         if not self._plan.prefixes or rule is None:
             return lanes
@@ -171,8 +165,7 @@ class Session:
     def _chunk_sizes(
         self, block: Block, requests: Sequence[Request], lanes: Sequence[Sequence[Running]]
     ) -> Sequence[int | None]:
-        """Prefill tokens per pass of each lane. None: the policy's chunk size. Resumed sequences may need smaller
-        chunks to fit."""
+        """Prefill tokens per pass of each lane; None: the policy's. Resumed sequences may need smaller chunks."""
         if not any(sequence.generated for lane in lanes for sequence in lane):
             return [None] * len(lanes)
         compute = next((each for each in self._plan.placement.ledgers if each.memory == "device"), None)

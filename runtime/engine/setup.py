@@ -34,8 +34,8 @@ from .compiling import HOST_OPS, CompiledKernels, KernelSet, prepare_kernels
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What the engine runs: model, settings, placement, device. `trace` records spans, `kept` are weights that an
-    earlier session has read, `together` is the group of ranks that read weights in common."""
+    """Model, settings, placement and device of an engine. `trace` records spans; `weight_cache` holds weights read by
+    earlier sessions; `resources` are shared by ranks that read weights together."""
 
     model: LoadedModel
     config: RuntimeConfig
@@ -53,7 +53,7 @@ def prepare_attention(model: LoadedModel) -> None:
 
 
 def compiled_kernels(model: LoadedModel) -> CompiledKernels:
-    """The kernels of a model on the CPU. Those in the on-disk cache are loaded."""
+    """A model's CPU kernels. Those in the on-disk cache are loaded."""
     parameters = (parameter for stage in model.shape.stages for parameter in stage.parameters)
     parts = [*attention_kernels(model), product_kernels(parameters, model.compute_dtype)]
     if model.compute_dtype in DTYPES:
@@ -84,26 +84,21 @@ def _name(dtype: torch.dtype) -> str:
 
 class AttentionWorkers(Closing):
     """Thread pool for CPU attention. Tasks start in the order of submission. Closing waits for running tasks and
-    cancels pending ones.
-
-    One worker by default: `decode_attention` splits each lane over threads, so the lane that the engine needs first
-    ends first. On 2 cores, 6 lanes of attention beside products on both cores took 149 ms this way, 189 ms with one
-    thread each in two workers, and 180 ms in sequence (best of 25, attention with threads of its own instead of
-    `shared_work`'s). torch operators in a worker use a single thread, as OpenMP would start a thread team per worker.
-    """
+    cancels pending ones. One worker by default: `decode_attention` splits each lane over threads, so the lane that the
+    engine needs first ends first."""
 
     def __init__(self, *, num_workers: int = 1, max_pending: int = 8):
         self._room = BoundedSemaphore(max_pending)
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="attend")
-        # torch's thread limit is per thread, but new threads inherit the last value set by any. So a worker reads it
-        # before setting its own, and the old value is restored afterwards.
+        # torch operators in a worker use one thread, as OpenMP would start a thread team per worker. The limit is per
+        # thread, but new threads inherit the last value set by any: workers set theirs, then the old one is restored.
         num_threads = torch.get_num_threads()
         all_started = Barrier(num_workers)
 
         def limit() -> None:
-            torch.get_num_threads()
+            torch.get_num_threads()  # initializes this thread's limit, which would overwrite a later one
             torch.set_num_threads(1)
-            all_started.wait()
+            all_started.wait()  # so that each task runs on another thread
 
         for started in [self._pool.submit(limit) for _ in range(num_workers)]:
             started.result()
@@ -131,9 +126,8 @@ def _run_inference(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """The open streams of an engine. `experts`: set if experts are paged; `kv`: if keys and values are offloaded;
-    `workers`: if attention runs on the CPU; `exchange`: if it does so for an accelerator; `round_trips`: if the CPU
-    multiplies experts for one."""
+    """The open streams of an engine. `experts`: set if experts are paged; `kv`: if KV is offloaded; `workers`: if
+    attention runs on the CPU; `exchange`: if it does so for an accelerator; `round_trips`: if CPU experts do."""
 
     weights: WeightStream
     experts: ExpertStream | None
@@ -164,7 +158,7 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
     if placement.host_layers:
         prepare_attention(setup.model)  # a policy search may have chosen host attention
     with ExitStack() as stack:
-        stack.callback(device.synchronize)  # runs last: pending device work may still use the streams' memory
+        stack.callback(device.synchronize)  # runs last: queued device work may still use the streams' memory
         experts = None
         if placement.paged:
             slots = placement.num_expert_slots

@@ -42,7 +42,7 @@ def test_a_model_that_gives_no_finite_number_stops_the_run_and_names_layer_and_t
         runtime_for(ref, SamplingConfig(max_new_tokens=3)).generate(ref.prompts)
     with pytest.raises(BrokenModelError):
         runtime_for(ref, SamplingConfig(max_new_tokens=3), chunk_tokens=7).generate(ref.prompts)
-    assert f"the first such number comes out of {module}, whose {tensor} holds NaN" in str(stopped.value)
+    assert f"first in the output of {module}, whose weights {tensor} hold NaN" in str(stopped.value)
     assert stopped.value.exit_code == 4
 
 
@@ -50,7 +50,7 @@ def test_numbers_too_large_for_float16_are_told_as_such(reference: References, t
     """As `model.dtype=auto` may come to it, where a checkpoint in bfloat16 meets a device without units for that."""
     ref = spoiled(reference("llama"), tmp_path / "model", "model.layers.1.mlp.down_proj.weight", 6e4, None)
     sampling = SamplingConfig(max_new_tokens=2, ignore_eos=True)
-    with pytest.raises(BrokenModelError, match=r"comes out of model\.layers\.1; float16 ends at 65,504: model\.dtype"):
+    with pytest.raises(BrokenModelError, match=r"model\.layers\.1; float16 overflows above 65,504: set model\.dtype"):
         runtime_for(ref, sampling, dtype=DType.float16).generate(ref.prompts)
     results = runtime_for(ref, sampling).generate(ref.prompts)
     assert all(isinstance(result, Completion) and result.error is None for result in results)
@@ -68,7 +68,7 @@ def test_one_poisoned_embedding_costs_the_rows_that_use_it_and_their_errors_name
     broken = results[1]
     assert isinstance(broken, Completion)
     assert broken.finish is FinishReason.error
-    assert f"comes out of {name}, whose {name}.weight holds NaN" in (broken.error or "")
+    assert f"in the output of {name}, whose weights {name}.weight hold NaN" in (broken.error or "")
     for n in untouched:
         healthy = results[n]
         assert isinstance(healthy, Completion)
@@ -103,7 +103,7 @@ def test_beams_of_one_broken_prompt_end_together_and_leave_others_alone(referenc
     own = spoiled(ref, tmp_path / "own", "model.embed_tokens.weight", float("nan"), ref.prompts[0][0])
     prompts = [prompt for prompt in ref.prompts if ref.prompts[0][0] not in prompt or prompt is ref.prompts[0]]
     broken, other, *healthy = runtime_for(own, sampling).generate(prompts)
-    assert all("comes out of model.embed_tokens" in (each.error or "") for each in (broken, other))
+    assert all("in the output of model.embed_tokens" in (each.error or "") for each in (broken, other))
     assert len(healthy) == 2 * (len(prompts) - 1) > 0
     assert all(isinstance(each, Completion) and each.error is None for each in healthy)
     (alone, _) = runtime_for(own, sampling).generate(prompts[:1])

@@ -129,7 +129,7 @@ def test_passes_that_cannot_be_recorded_are_launched_as_they_were(
     reference: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Full(Recorder):
-        def recorded(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+        def record_graph(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(fixed, "MIN_POSITIONS", 512)
@@ -140,12 +140,12 @@ def test_passes_that_cannot_be_recorded_are_launched_as_they_were(
 
 
 REFUSED = {
-    "records nothing, CUDA devices do": {"device": ComputeDevice("cpu")},
-    "take offload=none and kv=device": {"tier": Tier.cpu},
-    "take policy.num_micro_batches=1": {"lanes": 2},
+    "is not a CUDA device": {"device": ComputeDevice("cpu")},
+    "set offload=none and kv=device": {"tier": Tier.cpu},
+    "set policy.num_micro_batches=1": {"lanes": 2},
     "runs in padded lanes": {"family": "qwen3-next"},
     "caches latents": {"family": "deepseek-v3"},
-    "take kv.dtype=auto": {"kv_dtype": KVDType.int8},
+    "set kv.dtype=auto": {"kv_dtype": KVDType.int8},
 }
 
 
@@ -158,7 +158,7 @@ def test_what_cannot_be_recorded_is_refused_with_the_key_to_change(reason: str, 
     config = replace(config, kv=replace(config.kv, dtype=kv_dtype))
     if "tier" in asked:
         config = replace(config, offload=replace(config.offload, resident_layers=1))
-    with pytest.raises(ConfigError, match=f"model.graphs=true: .*{reason}.*; or model.graphs=false"):
+    with pytest.raises(ConfigError, match=f"model.graphs=true: .*{reason}.*; or set model.graphs=false"):
         tokens(config, ref.prompts, device)
 
 

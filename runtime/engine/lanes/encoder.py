@@ -1,7 +1,6 @@
 """Lanes of classes with an encoder, which reads whole prompts. An encoder-only model takes one pass and caches nothing.
-In an encoder-decoder the encoder runs in the first pass, with the decoder's first token; its output stays with the lane
-and later passes run the decoder only.
-"""
+In an encoder-decoder, the encoder runs in the first pass with the decoder's first token; later passes run the decoder
+only, on the stored encoder output."""
 
 from collections.abc import Sequence as Rows
 
@@ -22,8 +21,7 @@ from .padded import RectangleLane
 
 
 class WholePromptsLane(Lane):
-    """Lane of an encoder-only model: right-padded prompts with an attention mask. The class computes positions and
-    token types itself, as for one segment."""
+    """Lane of an encoder-only model: right-padded prompts with an attention mask, as one segment each."""
 
     def __init__(self, context: LaneContext, sequences: Rows[Sequence]):
         super().__init__(context, sequences)
@@ -31,7 +29,7 @@ class WholePromptsLane(Lane):
 
     @property
     def cache(self) -> None:
-        """Always None: nothing is cached."""
+        """None: nothing is cached."""
 
     @property
     def kv(self) -> KVCache:
@@ -118,9 +116,9 @@ class _NoKV(KVCache):
 
 class Seq2SeqLane(RectangleLane):
     """Lane of an encoder-decoder: right-padded prompts, and generated tokens without padding, as all rows start
-    together. Resumed rows have generated equally many tokens, which the decoder gets in chunks of columns, as its head
-    computes logits of every column. Scored targets are given to the decoder at once in the first pass, right-padded:
-    causal attention does not see the padding."""
+    together. Resumed rows have generated equally many tokens; the decoder gets them in chunks of columns, since its
+    head computes logits of every column. Targets to score are decoded in the first pass, right-padded: causal attention
+    does not see the padding."""
 
     def __init__(self, context: LaneContext, sequences: Rows[Sequence], start_token_id: int):
         width = max(len(s.request.prompt_ids) for s in sequences)
@@ -137,7 +135,7 @@ class Seq2SeqLane(RectangleLane):
 
     @property
     def is_prefilling(self) -> bool:
-        """True until the encoder has run. What follows is decoding, even of several tokens at once."""
+        """True until the encoder has run."""
         return self._encoded_BSD is None
 
     def _prompt(self, sequence: Sequence) -> Rows[int]:
@@ -148,8 +146,7 @@ class Seq2SeqLane(RectangleLane):
         return self._mask_BS if width == self._mask_BS.shape[1] else None
 
     def _prepare(self) -> None:
-        """Lays out the next columns of start token and generated tokens; usually only the last token."""
-        if self._reads_prompts:  # the decoder's whole input, and its targets
+        if self._reads_prompts:  # all targets at once
             rows = [[self._start_token_id, *s.request.decoder_ids] for s in self.sequences]
             width = max(map(len, rows))
             self._ids_BT = upload([row + [0] * (width - len(row)) for row in rows], self._device)
@@ -166,7 +163,7 @@ class Seq2SeqLane(RectangleLane):
         if self._targets is not None:
             self._read_targets(self._call_model)
             return
-        self._logits_BV = self._call_model().logits[:, -1].contiguous()  # a copy: frees the logits of other columns
+        self._logits_BV = self._call_model().logits[:, -1].contiguous()  # copied, to free the logits of other columns
 
     def _call_model(self) -> HasLogits:
         encoded = self._encoded_BSD

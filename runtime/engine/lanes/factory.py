@@ -1,4 +1,4 @@
-"""Creates the lane type that a model's class supports."""
+"""Creates lanes of the type that a model's class supports."""
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from .padded import PaddedLane, SeparateRowsLane
 
 @dataclass(frozen=True, kw_only=True)
 class LaneFactory:
-    """Creates the lanes of a run, which share `pages` and `context`. A closed lane frees its KV pages."""
+    """Creates the lanes of a run, which share `pages` and `context`."""
 
     model: LoadedModel
     context: LaneContext
@@ -29,8 +29,8 @@ class LaneFactory:
 
     @property
     def sharing(self) -> SharingRule | None:
-        """The rule for sharing prefixes. None if sequences cannot share: padded lanes have no pages, and keys of equal
-        tokens differ if rotary embeddings depend on a sequence's length."""
+        """The rule for sharing prefixes. None for padded lanes, which have no pages, and if rotary embeddings, and so
+        keys of equal tokens, depend on a sequence's length."""
         if not self.model.shape.is_packed or self.context.rope_lengths is not None:
             return None
         return self.rule

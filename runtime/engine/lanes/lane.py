@@ -1,6 +1,5 @@
-"""Base class of lanes: a lane takes one micro-batch through the model's own forward pass, in a greenlet that pauses
-whenever it needs the engine. Implementations: `PackedLane`, `PaddedLane`, `Seq2SeqLane` and others.
-"""
+"""Base class of lanes: a lane runs one micro-batch through the model's own forward pass, in a greenlet that pauses
+whenever it needs the engine."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -34,7 +33,7 @@ from ..records import PassCounts
 
 @dataclass(frozen=True, kw_only=True)
 class LaneContext:
-    """What all lanes of a run share. `offloaded_layers`: layers with keys and values in a KV tier. `rope_lengths`: set
+    """Settings of all lanes of a run. `offloaded_layers`: layers with keys and values in a KV tier. `rope_lengths`: set
     if rotary embeddings depend on a sequence's length."""
 
     model: PreTrainedModel
@@ -43,7 +42,7 @@ class LaneContext:
     pool: PagePool
     offloaded_layers: frozenset[int]
     prefill_chunk_tokens: int
-    has_whole_prompts: bool = False  # in padded lanes
+    has_whole_prompts: bool = False  # padded lanes prefill each prompt in one pass
     head_rows: int = 1  # scored positions per slice of the head
     last_stage: int = 0
     rope_lengths: RopeLengths | None = None
@@ -62,9 +61,7 @@ class Lane(ABC):
         self._logits_BV: torch.Tensor | None = None
         self._drawing: list[Sequence] = []
         self._head_rows, self._last_stage = context.head_rows, context.last_stage
-        self._targets: ScoringTargets | PoolingTargets | None = (
-            None  # positions that the prepared pass scores or pools; None if it generates
-        )
+        self._targets: ScoringTargets | PoolingTargets | None = None  # of the prepared pass; None if it generates
         self._readout: torch.Tensor | None = None  # scores or vectors of the targets
         self._num_passes = 0
         self._is_prepared = False
@@ -97,7 +94,7 @@ class Lane(ABC):
         return event
 
     def prepare_pass(self, new_tokens: Rows[int] | None = None) -> None:
-        """Lays out the tokens of the pass ahead of `begin_pass`, which then skips it."""
+        """Lays out the tokens of the pass. `begin_pass` calls it if it was not called before."""
         self._prepare()
         self._is_prepared = True
 
@@ -106,8 +103,7 @@ class Lane(ABC):
         return LaneRun(partial(run_local_stages, self._forward), self.cache, self._lengths())
 
     def advance(self, answer: Weights | torch.Tensor) -> Event | None:
-        """Resumes the forward pass with the answer to its last event. Returns the next event, or None when the pass has
-        ended."""
+        """Resumes the forward pass with the answer to its last event. Returns the next event; None at the end."""
         assert self._run is not None, "advance before begin_pass"
         event = self._run.switch(answer)
         return None if self._run.dead else event
@@ -122,14 +118,14 @@ class Lane(ABC):
         return self._run.hidden_out if self._run is not None else None
 
     def expect_tokens(self) -> int:
-        """Replaces `sample` if another rank samples. Returns the number of rows to expect."""
+        """Replaces `sample` if another rank samples. Returns the number of rows that `end_pass` expects."""
         self._drawing = self._sampled_sequences()
         self._sampler.expect(self._drawing)
         return len(self._drawing)
 
     def sample(self) -> torch.Tensor:
-        """Starts sampling the next tokens. Returns the rows that `end_pass` expects, one per sampled sequence, once
-        they are copied to host memory."""
+        """Queues the sampling of the next tokens. Returns one row per sampled sequence, for `end_pass` after a copy to
+        host memory."""
         if self._readout is not None and self._targets is not None:
             self._drawing, read, self._readout = list(self._targets.sequences), self._readout, None
             return read
@@ -155,10 +151,10 @@ class Lane(ABC):
         return self._run is run
 
     def abandon(self) -> None:
-        """Ends an unfinished pass. A paused greenlet would otherwise keep all of its tensors alive."""
+        """Ends an unfinished pass."""
         self._is_prepared = False
         if self._run is not None:
-            self._run.throw(GreenletExit)
+            self._run.throw(GreenletExit)  # a paused greenlet would keep all of its tensors alive
             self._run = None
 
     def _lengths_of(self, sequence: Sequence, positions: Rows[int]) -> list[int]:
@@ -168,8 +164,7 @@ class Lane(ABC):
         )
 
     def _needs_restart(self, sequence: Sequence) -> bool:
-        """True if the class's `generate` would recompute all keys after the newest token, as its rotary embeddings
-        change with length."""
+        """True if the class's `generate` would recompute all keys, as rotary embeddings change at this length."""
         lengths = self._rope_lengths
         if lengths is None or sequence.finish is not None or sequence.request.scoring is not None:
             return False
@@ -186,8 +181,7 @@ class Lane(ABC):
         return sum(sequence.finish is not FinishReason.error for sequence in returned)
 
     def _take_sources(self) -> list[int] | None:
-        """The row that each sequence continues, after a beam search has reordered its beams; None if no row moves.
-        Clears `source`."""
+        """Takes `source` of each sequence: the row that it continues after a beam search. None if no row moves."""
         if all(sequence.source is None for sequence in self.sequences):
             return None
         rows = {id(sequence): row for row, sequence in enumerate(self.sequences)}
@@ -204,19 +198,18 @@ class Lane(ABC):
     def _make_targets(
         self, parts: Iterable[tuple[Sequence, int, list[tuple[int, ...]]]]
     ) -> ScoringTargets | PoolingTargets:
-        """The positions that the pass scores or pools. `parts`: each sequence, the index after its last token, and the
-        target tokens of its last positions. A run either scores or pools, never both."""
+        """The positions that the pass scores or pools; a run never does both. `parts`: each sequence, the index after
+        its last token, and the target tokens of its last positions."""
         kind = ScoringTargets if any(s.request.num_scores for s in self.sequences) else PoolingTargets
         return kind.from_sequences((sequence, end - len(tokens), tokens) for sequence, end, tokens in parts)
 
     def _read_targets(self, forward: Callable[[], HasLogits]) -> None:
-        """Runs the model and reads scores or vectors. The head runs on a slice of the scored positions at a time; on
-        pooled hidden states it only runs for classes."""
+        """Runs the model and reads scores, with the head on a slice of the positions at a time, or vectors."""
         targets, text = self._targets, self._model.config.get_text_config()
         if isinstance(targets, PoolingTargets):
             num_rows = 1 if getattr(text, "pad_token_id", None) is None else self._head_rows
             self._readout = read_vectors(self._model, targets, forward, self._device, num_rows)
-            need_stage(self._last_stage)  # some classes never enter the last stage by themselves
+            need_stage(self._last_stage)  # some classes never enter the last stage themselves
             return
         assert targets is not None, "the pass generates"
         num_top = max((s.request.encoding.num_top for s in self.sequences if s.request.encoding is not None), default=0)
@@ -251,8 +244,7 @@ class Lane(ABC):
 
     @abstractmethod
     def marked_rows(self, marks: torch.Tensor) -> list[bool]:
-        """True for each sequence with a marked token. `marks`: bool, laid out like a hidden state of the
-        pass."""
+        """True for each sequence with a marked token. `marks`: bool, in the layout of the pass's hidden states."""
 
     @abstractmethod
     def _prepare(self) -> None: ...

@@ -37,12 +37,12 @@ class PackedLane(Lane):
 
     @property
     def is_prefilling(self) -> bool:
-        """True until all sequences have decoded once. Later restarts prefill while the others decode."""
+        """True until all sequences have decoded once; later restarts prefill while the others decode."""
         return not self._has_decoded and not self.is_prefilled
 
     def enter(self, sequence: Sequence, *, past: int = 0) -> None:
-        """Adds a sequence. Everything it has cached elsewhere is recomputed, except its shared prefix and, in profiling
-        passes, `past` positions that count as cached."""
+        """Adds a sequence and recomputes its cache, except a shared prefix. `past`: positions that count as cached, for
+        profiling."""
         sequence.num_cached = sequence.parent_prefix.num_tokens if sequence.parent_prefix is not None else past
         self.sequences.append(sequence)
         self._cache.table.add(past, owned_prefix=sequence.fills_prefix, prefix=sequence.parent_prefix)
@@ -64,8 +64,7 @@ class PackedLane(Lane):
             self.leave(sequence)
 
     def marked_rows(self, marks: torch.Tensor) -> list[bool]:
-        """True for each sequence with a marked token. The last layer may hold only the selected tokens, or
-        a dummy token if none is selected."""
+        # The last layer may hold only the selected tokens, or a dummy token if none is selected.
         if (sliced := self._marked_slice_rows(marks)) is not None:
             return sliced
         marked, counts = marks.flatten().cpu(), self._new
@@ -77,14 +76,14 @@ class PackedLane(Lane):
 
     def choose_tokens(self) -> list[int]:
         """The default number of tokens of each sequence in the next pass. Decode: one each. Prefill: prompts in order
-        until the chunk is full, the last one possibly in part; sequences that wait for their prefix get 0. Restarted
-        sequences fill the chunk while the others decode."""
+        until the chunk is full, the last one in part; 0 for sequences that wait for their prefix. Restarted sequences
+        fill the chunk while the others decode."""
         if self.is_prefilled:
             return [1] * len(self.sequences)
         decoding = 0 if self.is_prefilling else 1
         new, left = [], self._chunk_tokens
         if any(s.request.num_beams > 1 for s in self.sequences):
-            left = max(left, len(self.sequences))  # the last tokens of all beams may have to run together
+            left = max(left, len(self.sequences))  # the last tokens of all beams must run in one pass
         if decoding:
             left = max(left, len(self.sequences)) - sum(s.is_prefilled for s in self.sequences)
         for s in self.sequences:
@@ -114,13 +113,12 @@ class PackedLane(Lane):
     def substitute_inputs(
         self, inputs: tuple[torch.Tensor, torch.Tensor], view: PassView, selected_B: torch.Tensor
     ) -> None:
-        """Makes the prepared pass use these inputs instead: its own rows followed by padding rows."""
+        """Replaces the inputs of the prepared pass: its own rows followed by padding rows."""
         self._ids_1T, self._positions_1T = inputs
         self._cache.replace_view(view, selected_B)
 
     def take_logits(self, logits_BV: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the logits of the pass, or `logits_BV` if given, and keeps those of the lane's own rows for
-        sampling."""
+        """Returns the logits of the pass, or `logits_BV`, and keeps those of the lane's own rows for sampling."""
         all_logits_BV = self._logits_BV if logits_BV is None else logits_BV
         assert all_logits_BV is not None, "the pass has not ended"
         self._logits_BV = all_logits_BV[: len(self.sequences)]
@@ -205,8 +203,7 @@ class PackedLane(Lane):
 
 
 def _align_beams(sequences: Rows[Sequence], new: Rows[int]) -> list[int]:
-    """Holds back the last token of beams if other beams of the same search do not reach theirs in this pass: a search
-    advances all of its beams together."""
+    """Defers the last token of beams if other beams of the same search do not reach theirs in this pass."""
     ends = [s.num_cached + count == s.num_known for s, count in zip(sequences, new, strict=True)]
     waiting_ids = {s.request.id for s, end in zip(sequences, ends, strict=True) if s.request.num_beams > 1 and not end}
     if not waiting_ids:
@@ -216,8 +213,7 @@ def _align_beams(sequences: Rows[Sequence], new: Rows[int]) -> list[int]:
 
 
 def _num_skipped(sequence: Sequence, new: int) -> int:
-    """Prompt tokens that a shared prefix saves this sequence in its first pass. Negative for a sequence that computes a
-    prefix for others."""
+    """Prompt tokens that a shared prefix saves in this pass; negative for the sequence that computes a prefix."""
     if sequence.fills_prefix is not None:
         return -new
     begin = sequence.parent_prefix.num_tokens if sequence.parent_prefix is not None else 0

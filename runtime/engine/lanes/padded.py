@@ -1,7 +1,7 @@
 """Padded lanes: left-padded rectangles of prompts, for which the model builds its own masks.
 
-Used for classes that do not accept a foreign attention function, or that keep recurrent state, as only CUDA kernels
-know the boundaries of packed sequences there. Classes that give other tokens to padded rows get one rectangle per row.
+Used for classes that accept no other attention function, or that keep recurrent state, as only CUDA kernels know the
+boundaries of packed sequences there. Classes that give other tokens with padding get one rectangle per row.
 """
 
 from abc import abstractmethod
@@ -36,7 +36,7 @@ class RectangleLane(Lane):
         self._reset(cache, kv)
 
     def _reset(self, cache: Cache, kv: RectangleKV) -> None:
-        """Starts with an empty cache; all known tokens of the sequences become the prompts."""
+        """Starts with an empty cache. All known tokens of the sequences become the prompts."""
         self._cache, self._kv = cache, kv
         prompts = [torch.tensor(self._prompt(s), device=self._device) for s in self.sequences]
         masks = [torch.ones_like(prompt) for prompt in prompts]
@@ -67,11 +67,10 @@ class RectangleLane(Lane):
 
     @abstractmethod
     def _real_tokens(self, width: int) -> torch.Tensor | None:
-        """The padding mask of a hidden state of the pass that is `width` tokens wide; None if it has no padding."""
+        """The padding mask of a hidden state that is `width` tokens wide; None if it has no padding."""
 
     def _move_beams(self) -> None:
-        """Moves cached keys and values to the beams that continue them. Only generated tokens differ between the beams
-        of a prompt."""
+        """Moves keys and values of generated tokens to the beams that continue them."""
         if (sources := self._take_sources()) is not None:
             self._generated_cache.reorder_cache(upload(sources, self._device))  # pyright: ignore[reportArgumentType]
 
@@ -92,8 +91,8 @@ class RectangleLane(Lane):
 
 
 class PaddedLane(RectangleLane):
-    """Left-padded lane, prefilled in chunks of columns. If one row must restart, the whole rectangle does, in the same
-    memory: it was sized for prompts and answers together."""
+    """Left-padded lane, prefilled in chunks of columns. If one row must restart, the whole rectangle does: its memory
+    was sized for prompts and generated tokens together."""
 
     def __init__(self, context: LaneContext, sequences: Rows[Sequence]):
         self._context = context
@@ -188,9 +187,9 @@ class PaddedLane(RectangleLane):
 
 
 class SeparateRowsLane(Lane):
-    """Padded lane in which each row is a rectangle of its own, for classes that give other tokens to padded rows. Beams
-    of one request are equally long and share a rectangle without padding. The engine sees one lane: all rows pass a
-    stage in turn while its weights are loaded. Rows of finished sequences leave."""
+    """Padded lane in which each row is a rectangle of its own, for classes that give other tokens with padding. Beams
+    of one request are equally long and share a rectangle. All rows run a stage while its weights are loaded, so the
+    engine sees one lane. Rows of finished sequences leave."""
 
     def __init__(self, context: LaneContext, sequences: Rows[Sequence]):
         super().__init__(context, sequences)
@@ -200,7 +199,7 @@ class SeparateRowsLane(Lane):
 
     @property
     def cache(self) -> None:
-        """Always None: each row has its own cache."""
+        """None: each row has its own cache."""
 
     @property
     def kv(self) -> KVCache:
@@ -238,14 +237,14 @@ class SeparateRowsLane(Lane):
                     events[self._current_row] = _run_stage(run, events[self._current_row])
         finally:
             for run in runs:
-                run.throw(GreenletExit)
+                run.throw(GreenletExit)  # a paused greenlet would keep its tensors alive
             self._runs = []
 
     def sample(self) -> torch.Tensor:
         return torch.cat([row.sample() for row in self._rows])
 
     def _sampled_sequences(self) -> list[Sequence]:
-        """Empty: each row samples by itself."""
+        """Empty: each row samples its own."""
         return []
 
     def _finish(self, drawn: torch.Tensor) -> PassCounts:
@@ -260,9 +259,9 @@ class SeparateRowsLane(Lane):
 
 
 def _run_stage(run: LaneRun, event: Event | None) -> Event | None:
-    """Runs a row until it asks for the next stage. Forwards its events to the engine. Returns None when its forward
-    pass has ended."""
-    assert isinstance(event, NeedStage), f"a row waits for {event!r} before a stage"
+    """Runs a row until it needs the next stage, and returns that event; None when its forward pass has ended. Forwards
+    other events to the engine."""
+    assert isinstance(event, NeedStage), f"a row waits for {event!r} instead of a stage"
     stage = event.stage
     while event is not None and not (isinstance(event, NeedStage) and event.stage != stage):
         answer = need_stage(stage) if isinstance(event, NeedStage) else need_tensor(event)
