@@ -29,7 +29,7 @@ class WholePromptsLane(Lane):
 
     @property
     def cache(self) -> None:
-        """None: nothing is cached."""
+        """Always None: nothing is cached."""
 
     @property
     def kv(self) -> KVCache:

@@ -199,7 +199,7 @@ class SeparateRowsLane(Lane):
 
     @property
     def cache(self) -> None:
-        """None: each row has its own cache."""
+        """Always None: each row has its own cache."""
 
     @property
     def kv(self) -> KVCache:
