@@ -80,8 +80,8 @@ def steps(shape: ModelShape, on: Machine) -> Iterator[Step]:
 def best_of_way(shape: ModelShape, on: Machine, order: Order, attention: Attention) -> Policy:
     """The fastest by the roofline that fits."""
     every = GridAxes.from_config(shape, CONFIG, WORKLOAD.num_requests, has_device=True)
-    ways = [way for way in every.variants if way[:2] == (order, attention)]
-    grid = select_fitting(shape, on, WORKLOAD, CONFIG, replace(every, variants=ways).grid(WORKLOAD.num_requests))
+    variants = [way for way in every.variants if way[:2] == (order, attention)]
+    grid = select_fitting(shape, on, WORKLOAD, CONFIG, replace(every, variants=variants).grid(WORKLOAD.num_requests))
     return grid.policy(int(np.argmin(make_roofline(shape, on, WORKLOAD, CONFIG).seconds(grid))))
 
 

@@ -104,14 +104,14 @@ SCHEMAS: Mapping[str, Schema] = {
 
 def prompts(num_rows: int) -> list[Prompt]:
     """The schemas in turn: greedy documents without whitespace, drawn ones, then both with whitespace, and again."""
-    made = []
+    rows = []
     for row in range(num_rows):
         turn, place = divmod(row, len(SCHEMAS))
         schema = list(SCHEMAS.values())[place]
         if turn % 4 < 2:
             schema = {**schema, "x-guidance": {"whitespace_flexible": False}}
-        made.append(Prompt(f"Row {row}", json_schema=schema, temperature=float(turn % 2)))
-    return made
+        rows.append(Prompt(f"Row {row}", json_schema=schema, temperature=float(turn % 2)))
+    return rows
 
 
 def invalid(prompts: Sequence[Prompt], results: Sequence[Completion | Rejected]) -> list[str]:
@@ -133,10 +133,10 @@ def invalid(prompts: Sequence[Prompt], results: Sequence[Completion | Rejected])
 
 
 def main(num_rows: int) -> None:
-    asked = prompts(num_rows)
+    num_asked = prompts(num_rows)
     with Runtime(model="random", max_new_tokens=MAX_NEW_TOKENS) as runtime:
-        results = runtime.generate(asked)
-    wrong = invalid(asked, results)
+        results = runtime.generate(num_asked)
+    wrong = invalid(num_asked, results)
     print(f"{len(results)} rows over {len(SCHEMAS)} schemas, {len(results) - len(wrong)} valid")
     print(Counter(result.finish.value for result in results), *wrong[:5], sep="\n")
 

@@ -44,10 +44,10 @@ def planned(name: str, model: str, tier: Tier, policy: PolicyConfig) -> Planned 
         return None
 
 
-def cells(found: Planned) -> tuple[str, ...]:
-    run, predicted = found.run, found.prediction
+def cells(plan: Planned) -> tuple[str, ...]:
+    run, predicted = plan.run, plan.prediction
     lanes = f"{run.num_lanes} x {run.lane_size}, {run.policy.prefill_chunk_tokens:,}"
-    decode = found.throughput[1] or 0.0
+    decode = plan.throughput[1] or 0.0
     return (lanes, f"{predicted.prefill_seconds:.1f}", f"{decode:.1f}", f"{predicted.seconds:.1f}")
 
 

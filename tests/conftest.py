@@ -112,13 +112,13 @@ def reference(shared_home: Path) -> Callable[[str], Reference]:
 def opened() -> Callable[[RuntimeConfig], Runtime]:
     """`opened(config)`: the same runtime for all configs of one model, which is opened once. Valid until the next call
     for that model; the configs must agree in `machine` and `offload.cache_dir`."""
-    made: dict[ModelConfig, Runtime] = {}
+    runtimes: dict[ModelConfig, Runtime] = {}
 
     def get(config: RuntimeConfig) -> Runtime:
-        if config.model not in made:
-            made[config.model] = Runtime(config)
-        made[config.model].config = config
-        return made[config.model]
+        if config.model not in runtimes:
+            runtimes[config.model] = Runtime(config)
+        runtimes[config.model].config = config
+        return runtimes[config.model]
 
     return get
 
@@ -128,13 +128,13 @@ Found = TypeVar("Found")
 
 def once_for_each_config(look: Callable[[PreTrainedModel], Found]) -> Callable[[PreTrainedModel], Found]:
     """`look`, which finds out what a class does with a config, called once for each of them."""
-    found: dict[object, Found] = {}
+    cache: dict[object, Found] = {}
 
     def of(model: PreTrainedModel) -> Found:
         key = type(model), model.config.to_json_string(use_diff=False), model.dtype
-        if key not in found:
-            found[key] = look(model)
-        return found[key]
+        if key not in cache:
+            cache[key] = look(model)
+        return cache[key]
 
     return of
 

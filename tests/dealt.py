@@ -13,13 +13,13 @@ def dealt(cases: Sequence[Sequence[object]], by: int = 1) -> list[int]:
     several the one whose values were taken least often, so that the values of each parameter take turns."""
     values = [[*enumerate(map(repr, case))] for case in cases]
     shown = [{*combinations(case, by)} for case in values]
-    missing, taken, found = {each for case in shown for each in case}, Counter[object](), list[int]()
+    missing, taken, indexes = {each for case in shown for each in case}, Counter[object](), list[int]()
     while missing:
         best = max(range(len(cases)), key=lambda i: (len(shown[i] & missing), -sum(taken[each] for each in values[i])))
         taken.update(values[best])
         missing -= shown[best]
-        found.append(best)
-    return sorted(found)
+        indexes.append(best)
+    return sorted(indexes)
 
 
 def deal(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -34,8 +34,8 @@ def deal(config: pytest.Config, items: list[pytest.Item]) -> None:
         assert marker is not None
         names = marker.args or [*group[0].callspec.params]
         cases = [[item.callspec.params[name] for name in names] for item in group]
-        kept = {*dealt(cases, marker.kwargs.get("by", 1))}
-        others |= {item for position, item in enumerate(group) if position not in kept}
+        selected = {*dealt(cases, marker.kwargs.get("by", 1))}
+        others |= {item for position, item in enumerate(group) if position not in selected}
     if others:
         config.hook.pytest_deselected(items=[*others])
         items[:] = [item for item in items if item not in others]

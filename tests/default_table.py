@@ -191,15 +191,15 @@ def summary(rows: Sequence[Row]) -> str:
     )
 
 
-def rows_of(cases: Sequence[Case], kept: Path | None) -> Iterator[Row]:
+def rows_of(cases: Sequence[Case], path: Path | None) -> Iterator[Row]:
     """`kept`: a file of rows made before, one JSON object per line, which is added to."""
     known = {}
-    if kept is not None and kept.exists():
-        known = {row.case: row for row in (Row(**json.loads(line)) for line in kept.read_text().splitlines())}
+    if path is not None and path.exists():
+        known = {row.case: row for row in (Row(**json.loads(line)) for line in path.read_text().splitlines())}
     for case in cases:
         row = known.get(str(case)) or Row.of(case)
-        if kept is not None and str(case) not in known:
-            with kept.open("a") as file:
+        if path is not None and str(case) not in known:
+            with path.open("a") as file:
                 print(json.dumps(asdict(row)), file=file)
         yield row
 

@@ -33,12 +33,12 @@ def milliseconds(act: Callable[[], object], device: torch.device) -> float:
     """Of the device, for one of many launches that are queued behind a wait, so that the host is always ahead; the
     median of three rounds, after one that compiles."""
     act()
-    found = list[float]()
+    times = list[float]()
     for _ in range(3):
         start = time.perf_counter()
         if device.type != "cuda":
             act()
-            found.append((time.perf_counter() - start) * 1e3)
+            times.append((time.perf_counter() - start) * 1e3)
             continue
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(WAIT_CYCLES)
@@ -47,8 +47,8 @@ def milliseconds(act: Callable[[], object], device: torch.device) -> float:
             act()
         end.record()
         torch.cuda.synchronize(device)
-        found.append(begin.elapsed_time(end) / LAUNCHES)
-    return median(found)
+        times.append(begin.elapsed_time(end) / LAUNCHES)
+    return median(times)
 
 
 def stored(name: str, shape: tuple[int, int], device: torch.device, directory: Path) -> None:

@@ -65,7 +65,7 @@ def with_ray(table: pa.Table, folder: Path, *, is_killed: bool) -> pa.Table:
     if is_killed:
         Thread(target=kill_a_worker, args=(folder, killed), daemon=True).start()
     data = ray.data.from_arrow([table.slice(first, TABLE_ROWS) for first in range(0, len(table), TABLE_ROWS)])
-    found = data.map_batches(
+    output = data.map_batches(
         TableGenerator,
         fn_constructor_kwargs={**SETTINGS, "output_root": str(folder)},
         batch_format="pyarrow",
@@ -73,7 +73,7 @@ def with_ray(table: pa.Table, folder: Path, *, is_killed: bool) -> pa.Table:
         compute=ray.data.ActorPoolStrategy(size=NUM_WORKERS),
         num_cpus=1,
     ).materialize()
-    answered = pa.concat_tables(ray.get(found.to_arrow_refs()))
+    answered = pa.concat_tables(ray.get(output.to_arrow_refs()))
     if is_killed:
         now = parts(folder)
         assert killed, "nobody was killed"
@@ -156,11 +156,11 @@ def main(engine: str, *words: str) -> None:
     begin = time.monotonic()
     with TemporaryDirectory() as folder:
         more = {"is_killed": "kill" in words} if engine == "ray" else {}
-        found = ENGINES[engine](table, Path(folder), **more)
+        rows = ENGINES[engine](table, Path(folder), **more)
         num_tables = len(list(Path(folder).rglob("_SUCCESS.json")))
-    print(f"{engine}: {len(found):,} rows of {num_tables} tables in {time.monotonic() - begin:.1f} s")
+    print(f"{engine}: {len(rows):,} rows of {num_tables} tables in {time.monotonic() - begin:.1f} s")
     columns = ["key", "prompt", "status", "completion", "token_ids", "finish_reason", "num_prompt_tokens"]
-    assert found.select(columns).sort_by("key").to_pylist() == expected.select(columns).sort_by("key").to_pylist()
+    assert rows.select(columns).sort_by("key").to_pylist() == expected.select(columns).sort_by("key").to_pylist()
     print("equal, row by row")
 
 

@@ -89,10 +89,10 @@ def main() -> int:
             print(f"{name:32} no oracle")
             continue
         tensors = {leaf: each.contiguous() for leaf, each in published.quantise(matrix)[0].items()}
-        found, expected = ours(tensors, config), oracle(tensors, config)
-        is_equal = torch.equal(found.to(expected.dtype), expected)
+        actual, expected = ours(tensors, config), oracle(tensors, config)
+        is_equal = torch.equal(actual.to(expected.dtype), expected)
         all_equal &= is_equal
-        verdict = "equal" if is_equal else f"differs by {(found - expected).abs().max()}"
+        verdict = "equal" if is_equal else f"differs by {(actual - expected).abs().max()}"
         print(f"{name:32} {verdict:8} {oracle.__name__}")
     return 0 if all_equal else 1
 

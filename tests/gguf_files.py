@@ -191,8 +191,8 @@ def write_gguf(
     for key, token in ids.items():
         writer.add_uint32(f"tokenizer.ggml.{key}", token)
     processor = TENSOR_PROCESSORS.get(architecture.name, _Names)(config=config.to_dict())
-    found = get_gguf_hf_weights_map(model, processor, model_type=architecture.name)
-    names = {theirs: name for name, theirs in found.items()}
+    name_map = get_gguf_hf_weights_map(model, processor, model_type=architecture.name)
+    names = {theirs: name for name, theirs in name_map.items()}
     tied = set(model.all_tied_weights_keys)
     for turn, (key, tensor) in enumerate(model.state_dict().items()):
         name = names.get(processor.preprocess_name(key))

@@ -42,8 +42,8 @@ def main() -> None:
             print(f"| {family} | {errors} |", flush=True)
     print("\n| `model=tiny` | perplexity of stories | answers right | perplexity of answers |\n|---|---|---|---|")
     for dtype in (KVDType.auto, *LOSSY):
-        found = trained_scores(dtype)
-        stories, answers, right = perplexity(found.told), perplexity(found.asked), found.right.mean or 0.0
+        scores = trained_scores(dtype)
+        stories, answers, right = perplexity(scores.told), perplexity(scores.asked), scores.right.mean or 0.0
         print(f"| {dtype.value} | {stories:.4f} | {right:.1%} | {answers:.4f} |", flush=True)
 
 

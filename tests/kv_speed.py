@@ -18,17 +18,17 @@ NUM_POSITIONS, ROUNDS, KEPT = 512, 5, (KVDType.auto, KVDType.bfloat16, KVDType.f
 
 def rates(num_rows: int, num_layers: int, rounds: int) -> dict[KVDType, list[float]]:
     """Million positions per second of each dtype, of each round."""
-    device, found = ComputeDevice("cpu"), dict[KVDType, list[float]]()
+    device, results = ComputeDevice("cpu"), dict[KVDType, list[float]]()
     probes = {}
     for dtype in KEPT:
         shape = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.float32, kv_dtype=dtype)
         timed = decode_timer(shape, device, num_rows, NUM_POSITIONS, num_layers=num_layers)
         probes[dtype] = shape.position_bytes, timed
-        found[dtype] = []
+        results[dtype] = []
     for _ in range(rounds):
         for dtype, (position_bytes, timed) in probes.items():
-            found[dtype].append(timed.rate() / position_bytes / 1e6)
-    return found
+            results[dtype].append(timed.rate() / position_bytes / 1e6)
+    return results
 
 
 def main() -> None:
@@ -36,12 +36,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    asked = parser.parse_args()
-    found = rates(asked.rows, asked.layers, asked.rounds)
-    exact = median(found[KVDType.auto])
-    print(f"{asked.rows} rows of {NUM_POSITIONS} positions, {asked.layers} layers, {torch.get_num_threads()} threads")
+    arguments = parser.parse_args()
+    results = rates(arguments.rows, arguments.layers, arguments.rounds)
+    exact, threads = median(results[KVDType.auto]), torch.get_num_threads()
+    print(f"{arguments.rows} rows of {NUM_POSITIONS} positions, {arguments.layers} layers, {threads} threads")
     print("| kv.dtype | million positions/s | of float32's | least and most |\n|---|---|---|---|")
-    for dtype, each in found.items():
+    for dtype, each in results.items():
         name = "float32" if dtype is KVDType.auto else dtype.value
         print(f"| {name} | {median(each):.2f} | {median(each) / exact:.2f} | {min(each):.2f} to {max(each):.2f} |")
 

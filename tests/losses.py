@@ -72,9 +72,9 @@ def perplexity(scored: Sequence[Scored]) -> float:
     return math.exp(-sum(each.logprob for each in scored) / sum(each.num_target_tokens for each in scored))
 
 
-def nats_beyond(found: Sequence[Scored], exact: Sequence[Scored]) -> Estimate:
+def nats_beyond(scores: Sequence[Scored], exact: Sequence[Scored]) -> Estimate:
     """By how much the logarithm of the perplexity is more than that of `exact`, from what each target comes to."""
-    pairs = zip(found, exact, strict=True)
+    pairs = zip(scores, exact, strict=True)
     return estimate_groups(
         [
             [right - wrong for wrong, right in zip(mine.token_logprobs, theirs.token_logprobs, strict=True)]

@@ -49,11 +49,11 @@ def main(arguments: Sequence[str]) -> int:
         known[name] = verdict
         _keep(file, verdict)
         print(f"{len(known):4d} {_row(verdict)}", file=sys.stderr, flush=True)
-    found = [known[name] for name in names]
-    print("\n".join(map(_row, found)))
-    counts = Counter(verdict.outcome for verdict in found)
+    selected = [known[name] for name in names]
+    print("\n".join(map(_row, selected)))
+    counts = Counter(verdict.outcome for verdict in selected)
     print(", ".join(f"{counts[outcome]} {outcome.value}" for outcome in Outcome))
-    return int(any(verdict.outcome.is_failure for verdict in found))
+    return int(any(verdict.outcome.is_failure for verdict in selected))
 
 
 def _row(verdict: Verdict) -> str:

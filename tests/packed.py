@@ -32,10 +32,10 @@ def adversaries(shape: tuple[int, int]) -> Mapping[str, Words]:
         "rows of mixed scales": normal * np.exp(rng.normal(0, 1, (shape[0], 1))),
         "one row of another scale": normal * np.where(np.arange(shape[0]) == shape[0] // 2, 1e-12, 1)[:, None],
     }
-    found = {name: words_of(each) for name, each in numbers.items()}
-    found |= {"all patterns": np.resize(every, shape), "shuffled": np.resize(rng.permutation(every), shape)}
-    found |= {name: np.full(shape, word, np.uint16) for name, word in alone.items()}
-    return found | {"subnormal": rng.integers(0, 128, shape).astype(np.uint16) | np.uint16(0x8000)}
+    words = {name: words_of(each) for name, each in numbers.items()}
+    words |= {"all patterns": np.resize(every, shape), "shuffled": np.resize(rng.permutation(every), shape)}
+    words |= {name: np.full(shape, word, np.uint16) for name, word in alone.items()}
+    return words | {"subnormal": rng.integers(0, 128, shape).astype(np.uint16) | np.uint16(0x8000)}
 
 
 def packed_rows(words_NK: Words, spare_escapes: int = 0) -> Window4Rows:

@@ -37,13 +37,13 @@ NUM_COPIES, ROUNDS, TURNS, NUM_PROMPTS, NUM_NEW_TOKENS = 6, 30, 5, 64, 16
 def products(outputs: int, inputs: int) -> None:
     numbers = torch.distributions.StudentT(4.0).sample((outputs, inputs)).mul_(0.02)
     words = words_of(numbers.numpy())
-    ways: dict[str, list[Block]] = {
+    blocks: dict[str, list[Block]] = {
         "plain": [tensor_of(words.copy()) for _ in range(NUM_COPIES)],
         "window4": [packed_rows(words) for _ in range(NUM_COPIES)],
     } | {name: [rounded_rows(numbers, name) for _ in range(NUM_COPIES)] for name in ENCODINGS}
     for num_rows in (1, 8, 64, 256):
         x = torch.randn(num_rows, inputs)
-        best = _best({way: (lambda block, x=x: multiply_in_vectors(x, [block])) for way in ways}, ways)
+        best = _best({way: (lambda block, x=x: multiply_in_vectors(x, [block])) for way in blocks}, blocks)
         shown = ", ".join(f"{way} {took:.2f} ({took / best['plain'] - 1:+.1%})" for way, took in best.items())
         print(f"{outputs} x {inputs}, M = {num_rows}, ms: {shown}")
 
@@ -83,8 +83,8 @@ def runs(first: Path, second: Path, tier: Tier, dtype: DType) -> None:
 def _completions(runtime: Runtime, prompts: Sequence[list[int]], records: list[PassRecord]) -> list[Completion]:
     requests = [cast(Request, runtime.request(str(number), prompt)) for number, prompt in enumerate(prompts)]
     with runtime.open_with_backoff(requests) as (_, session):
-        found = dict(session.generate(requests, records.append))
-    return [found[number] for number in range(len(requests))]
+        completions = dict(session.generate(requests, records.append))
+    return [completions[number] for number in range(len(requests))]
 
 
 def _config(directory: Path, tier: Tier, dtype: DType, memory_gib: float | None) -> RuntimeConfig:

@@ -76,11 +76,11 @@ def main(num_rows: int, admission: Admission) -> None:
     for name, made in WORKLOADS.items():
         prompts = list(made(random.Random(7), num_rows))
         begin = time.process_time()
-        found = shared_prefixes(prompts, [len(prompt) - 1 for prompt in prompts])
+        prefixes = shared_prefixes(prompts, [len(prompt) - 1 for prompt in prompts])
         finding = time.process_time() - begin
         alone = [SequenceSize.interned(len(prompt), NEW_TOKENS) for prompt in prompts]
         del prompts
-        sizes = [size.with_prefix(prefix) for size, prefix in zip(alone, found, strict=True)]
+        sizes = [size.with_prefix(prefix) for size, prefix in zip(alone, prefixes, strict=True)]
         seconds = planned(alone, admission), planned(sizes, admission)
         print(f"| {name} | {finding:.1f} | {' | '.join(f'{each:.1f}' for each in seconds)} |", flush=True)
 

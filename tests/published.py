@@ -96,12 +96,12 @@ def _mtbench(
     machine: str,
     policies: tuple[tuple[int, int] | None, ...],
     others: tuple[tuple[float | None, ...], tuple[float | None, ...]],
-    found: tuple[float, ...],
+    values: tuple[float, ...],
     *,
     is_padded: bool,
     host_gib: int | None = None,
 ) -> Iterator[Setting]:
-    for length, policy, flexgen, deepspeed, tokens in zip(LENGTHS, policies, *others, found, strict=True):
+    for length, policy, flexgen, deepspeed, tokens in zip(LENGTHS, policies, *others, values, strict=True):
         workload = Workload.from_mean(NUM_REQUESTS, **MTBENCH, max_new_tokens=length)
         yield Setting(
             model=model,
@@ -175,9 +175,9 @@ def predicted(setting: Setting, policy: Policy, rates: MachineRates) -> Predicti
     on, block = machine_for(setting), replace(setting.workload, num_requests=policy.num_sequences)
     budgets = replace(on.budgets, host_bytes=8 * on.host_bytes)
     config = policy.apply(CONFIG, has_device=True)
-    found = plan_run(setting.shape, config, budgets, block.sizes(), rates=rates).prediction
-    assert found is not None, "a plan for a machine with rates predicts"
-    return found
+    prediction = plan_run(setting.shape, config, budgets, block.sizes(), rates=rates).prediction
+    assert prediction is not None, "a plan for a machine with rates predicts"
+    return prediction
 
 
 def choose(setting: Setting) -> SearchResult:

@@ -69,31 +69,31 @@ def gptq(
     """`added`: what the format's version takes from zero points before it stores them."""
     num_columns = matrix.shape[1]
     order = shuffled(num_columns) if ordered else torch.arange(num_columns)
-    found = affine(matrix, num_bits, WIDTH, torch.float16, symmetric=symmetric, order=order)
+    stored = affine(matrix, num_bits, WIDTH, torch.float16, symmetric=symmetric, order=order)
     groups = torch.empty(num_columns, dtype=torch.int32)
     groups[order] = (torch.arange(num_columns) // WIDTH).int()
-    zeros = found.zeros - added & ((1 << num_bits) - 1)
+    zeros = stored.zeros - added & ((1 << num_bits) - 1)
     tensors = {
-        "qweight": in_words(found.codes, num_bits).t().contiguous(),
+        "qweight": in_words(stored.codes, num_bits).t().contiguous(),
         "qzeros": in_words(zeros.t(), num_bits),
-        "scales": found.scales.t().contiguous(),
+        "scales": stored.scales.t().contiguous(),
         "g_idx": groups,
     }
-    return tensors, found.numbers
+    return tensors, stored.numbers
 
 
 def awq(matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    found = affine(matrix, 4, WIDTH, torch.float16, symmetric=False, order=None)
+    stored = affine(matrix, 4, WIDTH, torch.float16, symmetric=False, order=None)
 
     def packed(codes: torch.Tensor) -> torch.Tensor:
         return in_words(codes.t().unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1), 4)
 
     tensors = {
-        "qweight": packed(found.codes),
-        "qzeros": packed(found.zeros),
-        "scales": found.scales.t().contiguous(),
+        "qweight": packed(stored.codes),
+        "qzeros": packed(stored.zeros),
+        "scales": stored.scales.t().contiguous(),
     }
-    return tensors, found.numbers
+    return tensors, stored.numbers
 
 
 def packed_integers(
@@ -101,27 +101,27 @@ def packed_integers(
 ) -> tuple[Tensors, torch.Tensor]:
     num_columns = matrix.shape[1]
     order, width = shuffled(num_columns) if ordered else None, num_columns if by_row else WIDTH
-    found = affine(matrix, num_bits, width, torch.bfloat16, symmetric=symmetric, order=order)
+    stored = affine(matrix, num_bits, width, torch.bfloat16, symmetric=symmetric, order=order)
     tensors = {
-        "weight_packed": in_words(found.codes, num_bits),
-        "weight_scale": found.scales,
+        "weight_packed": in_words(stored.codes, num_bits),
+        "weight_scale": stored.scales,
         "weight_shape": torch.tensor(matrix.shape),
     }
     if not symmetric:
-        tensors["weight_zero_point"] = in_words(found.zeros.t(), num_bits).t().contiguous()
+        tensors["weight_zero_point"] = in_words(stored.zeros.t(), num_bits).t().contiguous()
     if order is not None:
         tensors["weight_g_idx"] = (order.argsort() // width).int()
-    return tensors, found.numbers
+    return tensors, stored.numbers
 
 
 def int8(matrix: torch.Tensor, *, whole: bool = False, symmetric: bool = True) -> tuple[Tensors, torch.Tensor]:
     """`whole`: one scale for all of the matrix."""
     rows = matrix.reshape(1, -1) if whole else matrix
-    found = affine(rows, 8, rows.shape[1], torch.bfloat16, symmetric=symmetric, order=None)
-    tensors = {"weight": (found.codes - 128).to(torch.int8).view(matrix.shape), "weight_scale": found.scales}
+    stored = affine(rows, 8, rows.shape[1], torch.bfloat16, symmetric=symmetric, order=None)
+    tensors = {"weight": (stored.codes - 128).to(torch.int8).view(matrix.shape), "weight_scale": stored.scales}
     if not symmetric:
-        tensors["weight_zero_point"] = (found.zeros - 128).to(torch.int8)
-    return tensors, found.numbers.view(matrix.shape)
+        tensors["weight_zero_point"] = (stored.zeros - 128).to(torch.int8)
+    return tensors, stored.numbers.view(matrix.shape)
 
 
 def fp8(matrix: torch.Tensor, *, whole: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensors, torch.Tensor]:
@@ -286,8 +286,8 @@ def write_published(
         if tensor.ndim != 2 or any(part in name for part in NOT_LINEAR):
             quantised[name] = plain[name] = tensor
             continue
-        found, numbers = format_.quantise(tensor.t() if transposes else tensor)
-        quantised |= {name.removesuffix("weight") + leaf: each.contiguous() for leaf, each in found.items()}
+        stored, numbers = format_.quantise(tensor.t() if transposes else tensor)
+        quantised |= {name.removesuffix("weight") + leaf: each.contiguous() for leaf, each in stored.items()}
         plain[name] = (numbers.t() if transposes else numbers).contiguous()
     config = dict(format_.config)
     return (

@@ -53,13 +53,13 @@ def kept_logits(model: PreTrainedModel, tokens: list[int], kv_dtype: KVDType | N
 @torch.inference_mode()
 def kept_greedy(model: PreTrainedModel, prompt: list[int], num_new: int, kv_dtype: KVDType) -> tuple[list[int], float]:
     """Greedy tokens, and by how much the closest of them was the choice."""
-    cache, found, margin = KeptCache(kv_dtype), list[int](), float("inf")
+    cache, tokens, margin = KeptCache(kv_dtype), list[int](), float("inf")
     pending = list(prompt)
-    while len(found) < num_new:
+    while len(tokens) < num_new:
         for token in pending:
             logits = model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0, -1]
         best = logits.topk(2)
         margin = min(margin, float(best.values[0] - best.values[1]))
         pending = [int(best.indices[0])]
-        found += pending
-    return found, margin
+        tokens += pending
+    return tokens, margin

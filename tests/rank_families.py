@@ -30,30 +30,30 @@ from tests.support import Reference
 EXACT, WRONG, SAME = "exact", "WRONG", "as above"
 
 
-class Asked(NamedTuple):
+class FamilyCase(NamedTuple):
     config: RuntimeConfig
     reference: Reference
     devices: DevicesConfig
     is_first: bool  # of the ways to divide experts
 
 
-def verdict(ranks: Ranks, asked: Asked) -> str:
+def verdict(ranks: Ranks, case: FamilyCase) -> str:
     """Says of one rank what its tokens are, or why there are none."""
-    ranks.devices, reference = asked.devices, asked.reference
-    times = ranks.size if asked.devices.way is Parallelism.sharded else 1  # as many rows, and pages, for each rank
+    ranks.devices, reference = case.devices, case.reference
+    times = ranks.size if case.devices.way is Parallelism.sharded else 1  # as many rows, and pages, for each rank
     try:
-        runtime = Runtime(asked.config, ranks=ranks)
-        if not asked.is_first and not runtime.model.shape.has_grouped_experts:
+        runtime = Runtime(case.config, ranks=ranks)
+        if not case.is_first and not runtime.model.shape.has_grouped_experts:
             return SAME
         results = runtime.generate([list(prompt) for prompt in reference.prompts] * times)
     except ConfigError as error:
         return f"refused: {str(error).partition(': ')[2]}"
-    found = [list(each.token_ids) for each in results if isinstance(each, Completion)]
-    return EXACT if found == [*reference.expected] * times else WRONG
+    tokens = [list(each.token_ids) for each in results if isinstance(each, Completion)]
+    return EXACT if tokens == [*reference.expected] * times else WRONG
 
 
-def verdicts(ranks: Ranks, asked: Sequence[Asked]) -> list[str]:
-    return [verdict(ranks, each) for each in asked]
+def verdicts(ranks: Ranks, cases: Sequence[FamilyCase]) -> list[str]:
+    return [verdict(ranks, each) for each in cases]
 
 
 def enough_heads(family: Family, num_ranks: int) -> Family:
@@ -66,21 +66,23 @@ def enough_heads(family: Family, num_ranks: int) -> Family:
 def main(arguments: Sequence[str]) -> int:
     options = dict(argument.split("=", 1) for argument in arguments)
     names = options["families"].split(";") if "families" in options else FAMILIES
-    way, num_ranks = Parallelism(options.get("way", "sharded")), int(options.get("ranks", 2))
+    parallelism, num_ranks = Parallelism(options.get("way", "sharded")), int(options.get("ranks", 2))
     tiers = [Tier(name) for name in options.get("tiers", "nvme").split(",")]
     divisions = [DividedExperts(name) for name in options.get("experts", "auto").split(",")]
     is_continuous = bool(int(options.get("continuous", "0")))
-    asked = dict[str, Asked]()
+    cases = dict[str, FamilyCase]()
     with tempfile.TemporaryDirectory() as home:
         for name in names:
-            made = Reference.make(enough_heads(FAMILIES[name], num_ranks), Path(home) / name)
+            reference = Reference.make(enough_heads(FAMILIES[name], num_ranks), Path(home) / name)
             for tier, experts in product(tiers, divisions):
-                config, devices = config_for(made, tier), DevicesConfig(way=way, experts=experts)
+                config, devices = config_for(reference, tier), DevicesConfig(way=parallelism, experts=experts)
                 config = continuous(config) if is_continuous else config
-                asked[f"{name}, {tier.value}, {experts.value}"] = Asked(config, made, devices, experts is divisions[0])
-        found = in_ranks(num_ranks, verdicts, [*asked.values()])
-    merged = [each[0] if len({*each}) == 1 else WRONG for each in zip(*found, strict=True)]
-    for name, each in zip(asked, merged, strict=True):
+                cases[f"{name}, {tier.value}, {experts.value}"] = FamilyCase(
+                    config, reference, devices, experts is divisions[0]
+                )
+        results = in_ranks(num_ranks, verdicts, [*cases.values()])
+    merged = [each[0] if len({*each}) == 1 else WRONG for each in zip(*results, strict=True)]
+    for name, each in zip(cases, merged, strict=True):
         print(f"{name:34} | {each}")
     counts = Counter(each.partition(":")[0] for each in merged)
     print(", ".join(f"{count} {what}" for what, count in counts.items()))

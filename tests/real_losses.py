@@ -51,17 +51,17 @@ def main() -> None:
                 tokenizer = runtime.model.tokenizer
                 assert tokenizer is not None
                 ids = [tokenizer(text)["input_ids"] for text in real_model.documents()]
-                found = runtime.score([(each[:1], each[1:]) for each in ids])
+                results = runtime.score([(each[:1], each[1:]) for each in ids])
                 error, kv_bytes = runtime.model.numbers.relative_error, runtime.model.shape.kv_bytes_per_token
             if exact is None:
-                exact = found
-                num_tokens = sum(each.num_target_tokens for each in found)
-                print(f"\n{len(found)} documents, {num_tokens:,} tokens\n\n| {file.stem} | {head} |\n|{'---|' * 6}")
-            beyond = nats_beyond(found, exact)
+                exact = results
+                num_tokens = sum(each.num_target_tokens for each in results)
+                print(f"\n{len(results)} documents, {num_tokens:,} tokens\n\n| {file.stem} | {head} |\n|{'---|' * 6}")
+            beyond = nats_beyond(results, exact)
             ratio, low, high = (math.exp(value or 0.0) for value in (beyond.mean, beyond.low, beyond.high))
             size = sum(each.stat().st_size for each in path.glob("*.safetensors")) / MIB
             off = "-" if error is None else f"{error:.2%}"
-            shown = f"{perplexity(found):.3f} | {ratio:.4f} ({low:.4f} to {high:.4f})"
+            shown = f"{perplexity(results):.3f} | {ratio:.4f} ({low:.4f} to {high:.4f})"
             print(f"| `{name}` | {size:,.0f} | {off} | {kv_bytes:,} | {shown} |", flush=True)
 
 

@@ -29,11 +29,11 @@ Ask = Callable[[Runtime], tuple[list[Request], int]]  # requests, and the tokens
 
 def checkpoint(directory: Path, tokenizer: Path) -> Path:
     """A model of one tiny layer that takes the tokenizer's tokens."""
-    made = load_local_tokenizer(tokenizer)
-    made.save_pretrained(directory)
+    tokenizer_object = load_local_tokenizer(tokenizer)
+    tokenizer_object.save_pretrained(directory)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=len(made), max_position_embeddings=8192, **sizes)
+    config = LlamaConfig(vocab_size=len(tokenizer_object), max_position_embeddings=8192, **sizes)
     LlamaForCausalLM(config).save_pretrained(directory)
     return directory
 

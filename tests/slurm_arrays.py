@@ -44,15 +44,15 @@ def num_parts(folder: Path) -> int:
 
 def disturbed(cluster: Cluster, folder: Path, size: int, num_more: int) -> str:
     """An array of so many tasks, two of which are disturbed behind the first new block, once `num_more` are there."""
-    wanted = num_parts(folder) + num_more
+    target = num_parts(folder) + num_more
     script = str(ROOT / "slurm/generate.sbatch")
     array = cluster.submit(folder, *OPTIONS, f"--array=0-{size - 1}", script, *settings(), **ENVIRONMENT)
-    until(folder, wanted - num_more + 1)
+    until(folder, target - num_more + 1)
     cluster.ask("scontrol", "requeue", f"{array}_0")
     cluster.signal(f"{array}_1", "TERM")
     for task in (f"{array}_0", f"{array}_1"):
         cluster.hurry(task)
-    until(folder, wanted)
+    until(folder, target)
     return array
 
 

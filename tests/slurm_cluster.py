@@ -22,8 +22,8 @@ POLL_SECONDS = 0.2
 
 
 def missing_programs() -> list[str]:
-    found = {name: shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") for name in (*DAEMONS, *COMMANDS)}
-    return [name for name, path in found.items() if path is None]
+    paths = {name: shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") for name in (*DAEMONS, *COMMANDS)}
+    return [name for name, path in paths.items() if path is None]
 
 
 @dataclass(frozen=True, kw_only=True)

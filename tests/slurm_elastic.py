@@ -111,11 +111,11 @@ def work(cluster: Cluster, run: Run) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    given = dict(word.split("=", 1) for word in words)
-    with tempfile.TemporaryDirectory(dir=given.get("home")) as home:
+    options = dict(word.split("=", 1) for word in words)
+    with tempfile.TemporaryDirectory(dir=options.get("home")) as home:
         (Path(home) / "slurm").mkdir()
         with running_cluster(Path(home) / "slurm", num_cpus=3) as cluster:
-            run = Run(cluster, Path(home), int(given.get("copies", "12")))
+            run = Run(cluster, Path(home), int(options.get("copies", "12")))
             work(cluster, run)
         shared, alone = run.rows("prompts"), run.alone()
     assert shared == alone, "the workers' rows are not those of one worker"

@@ -66,11 +66,11 @@ def main() -> None:
         urgent = cluster.submit(folder, "--partition=urgent", "--nodes=2", "--mem=3500M", "--wrap=sleep 1")
         cluster.wait(urgent, "COMPLETED", seconds=120)
         cluster.wait(job, "COMPLETED", seconds=300)
-        restarts, said = int(cluster.facts(job)["Restarts"]), log.read_text()
+        restarts, text = int(cluster.facts(job)["Restarts"]), log.read_text()
         assert restarts >= 1, "the urgent job takes its nodes"
-        assert "2 ranks on 2 machines" in said
-        assert "going on" in said
-        assert "Traceback" not in said, said[-4000:]
+        assert "2 ranks on 2 machines" in text
+        assert "going on" in text
+        assert "Traceback" not in text, text[-4000:]
         os.chdir(folder)
         generate(alone(), lambda: False)
         ranks, one = (read_generations(RunDirectory(path=folder / "outputs/generate" / n)) for n in ("ranks", "one"))

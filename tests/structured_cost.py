@@ -20,11 +20,11 @@ LONG: Schema = {"type": "array", "items": SCHEMAS["invoice"], "minItems": 1000}
 
 def decode_seconds(runtime: Runtime, num_rows: int) -> list[float]:
     """The seconds of each decode pass."""
-    found: list[float] = []
+    times: list[float] = []
 
     def on_pass(record: PassRecord) -> None:
         if record.phase is Phase.decode:
-            found.append(record.seconds)
+            times.append(record.seconds)
 
     prompts = [Prompt(f"Invoice number {row}") for row in range(num_rows)]
     made = [
@@ -35,7 +35,7 @@ def decode_seconds(runtime: Runtime, num_rows: int) -> list[float]:
     with runtime.open_with_backoff(requests) as (plan, session):
         for block in plan.blocks:
             session.run(block, requests, on_pass)
-    return found
+    return times
 
 
 def main(model: str, num_rows: int = 64, num_tokens: int = 24, num_rounds: int = 3) -> None:

@@ -86,8 +86,8 @@ def _bytes(each: Sequence[Held]) -> tuple[list[int], list[int]]:
 
 
 def main(words: Sequence[str]) -> None:
-    given = {name: int(value) for name, _, value in (word.partition("=") for word in words)}
-    hidden, num_layers, num_new = given.get("hidden", 1024), given.get("layers", 8), given.get("new_tokens", 8)
+    options = {name: int(value) for name, _, value in (word.partition("=") for word in words)}
+    hidden, num_layers, num_new = options.get("hidden", 1024), options.get("layers", 8), options.get("new_tokens", 8)
     sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": num_layers}
     mixed = {"hidden_size": hidden // 2, "intermediate_size": hidden, "num_hidden_layers": num_layers // 2}
     print("shape | ranks | weights, MiB | read, MiB | KV, B a token | received, B a token, in the mean of ranks")

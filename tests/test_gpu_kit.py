@@ -16,9 +16,9 @@ MOST_SECONDS = 580  # of a command on a lent machine, which has ten minutes
 
 
 def body_of(function: str) -> str:
-    found = re.search(rf"^{function}\(\) {{(.*?)^}}", TEXT, re.DOTALL | re.MULTILINE)
-    assert found is not None
-    return found[1]
+    match = re.search(rf"^{function}\(\) {{(.*?)^}}", TEXT, re.DOTALL | re.MULTILINE)
+    assert match is not None
+    return match[1]
 
 
 @pytest.mark.parametrize("half", ["first", "second"])

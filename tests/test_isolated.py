@@ -15,8 +15,8 @@ def end_or_answer(task: str) -> str:
 
 
 def test_a_process_that_ends_is_an_answer_and_others_go_on() -> None:
-    found = dict(each_isolated(end_or_answer, ["a", "end", "b"], num_processes=1, limit_seconds=60))
-    assert found == {"a": "A", "end": Ended(why="its process ended with exit code 3"), "b": "B"}
+    answers = dict(each_isolated(end_or_answer, ["a", "end", "b"], num_processes=1, limit_seconds=60))
+    assert answers == {"a": "A", "end": Ended(why="its process ended with exit code 3"), "b": "B"}
 
 
 def test_a_process_that_hangs_is_ended() -> None:

@@ -54,9 +54,9 @@ SELECTORS: dict[str, tuple[str, type[Enum]]] = {
 
 def tracked(*patterns: str) -> list[Path]:
     """Files of the project, without what the set-up and the runs leave in it."""
-    found = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    paths = [path for pattern in patterns for path in ROOT.glob(pattern)]
     generated = {".venv", "build", "__pycache__", "outputs"}
-    return sorted(path for path in found if not generated & set(path.relative_to(ROOT).parts[:-1]))
+    return sorted(path for path in paths if not generated & set(path.relative_to(ROOT).parts[:-1]))
 
 
 def relative(path: Path) -> str:

@@ -126,7 +126,7 @@ def _scored(
     lengths = [1 + 4 * (turn % 5) for turn in range(len(prompts))]
     targets = [torch.randint(5, vocab_size - 40, (length,), generator=generator).tolist() for length in lengths]
     try:
-        found = [own_logprobs(model, *pair) for pair in zip(prompts, targets, strict=True)]
+        scores = [own_logprobs(model, *pair) for pair in zip(prompts, targets, strict=True)]
     except Exception:  # a class may run in `generate` alone
         return []
     try:
@@ -134,7 +134,7 @@ def _scored(
             model.set_experts_implementation("eager")  # grouped products know no float64
         exact = [own_logprobs(model.double(), *pair) for pair in zip(prompts, targets, strict=True)]
     except Exception:  # or in float32
-        exact = found
+        exact = scores
     finally:
         model.float()
     return [
@@ -144,7 +144,7 @@ def _scored(
             logprobs=logprobs_T.tolist(),
             rounding=float((logprobs_T - exact_T).abs().max()),
         )
-        for prompt, target, logprobs_T, exact_T in zip(prompts, targets, found, exact, strict=True)
+        for prompt, target, logprobs_T, exact_T in zip(prompts, targets, scores, exact, strict=True)
     ]
 
 

@@ -65,10 +65,10 @@ SPACES, WORDS = normalizers.Replace(" ", "▁"), pre_tokenizers.Split("▁", "me
 
 def _sentencepiece(normalizer: normalizers.Normalizer, *last: decoders.Decoder) -> PreTrainedTokenizerFast:
     """BPE with byte fallback; its byte tokens are ordinary ones, as those of published tokenizers."""
-    made = Tokenizer(models.BPE(unk_token=SPECIAL[3], byte_fallback=True, fuse_unk=True))
-    made.normalizer = normalizer
+    tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL[3], byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizer
     decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *last])
-    state = json.loads(_trained(made, _bpe_trainer(*BYTE_TOKENS), decoder, WORDS).to_str())
+    state = json.loads(_trained(tokenizer, _bpe_trainer(*BYTE_TOKENS), decoder, WORDS).to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in SPECIAL]
     return _wrapped(Tokenizer.from_str(json.dumps(state)))
 
@@ -96,8 +96,8 @@ def t5() -> PreTrainedTokenizerFast:
     trainer = trainers.UnigramTrainer(
         vocab_size=VOCAB_SIZE, special_tokens=list(SPECIAL), unk_token=SPECIAL[3], show_progress=False
     )
-    made = _trained(Tokenizer(models.Unigram()), trainer, decoders.Metaspace(), pre_tokenizers.Metaspace())
-    return _wrapped(made)
+    tokenizer = _trained(Tokenizer(models.Unigram()), trainer, decoders.Metaspace(), pre_tokenizers.Metaspace())
+    return _wrapped(tokenizer)
 
 
 def wordpiece() -> PreTrainedTokenizerFast:
@@ -108,9 +108,9 @@ def wordpiece() -> PreTrainedTokenizerFast:
 
 def cleaned_wordpiece() -> PreTrainedTokenizerFast:
     """Spaces before punctuation go once the text is made."""
-    made = wordpiece()
-    made.clean_up_tokenization_spaces = True
-    return made
+    tokenizer = wordpiece()
+    tokenizer.clean_up_tokenization_spaces = True
+    return tokenizer
 
 
 def word_ends() -> PreTrainedTokenizerFast:
@@ -119,8 +119,8 @@ def word_ends() -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE, special_tokens=list(SPECIAL), end_of_word_suffix=suffix, show_progress=False
     )
-    made = Tokenizer(models.BPE(unk_token=SPECIAL[3], end_of_word_suffix=suffix))
-    return _wrapped(_trained(made, trainer, decoders.BPEDecoder(suffix), cut))
+    tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL[3], end_of_word_suffix=suffix))
+    return _wrapped(_trained(tokenizer, trainer, decoders.BPEDecoder(suffix), cut))
 
 
 def _of_gguf(kind: str, source: PreTrainedTokenizerFast) -> PreTrainedTokenizerBase:

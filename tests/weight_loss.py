@@ -125,9 +125,9 @@ def trained_rows(directory: Path) -> Iterator[Row]:
     exact = None
     for option, loss, config in options(directory):
         runtime = Runtime(config)
-        found = TrainedScores.of(runtime)
-        exact = exact or found
-        yield Row(option=option, loss=loss, numbers=runtime.model.numbers, found=found, exact=exact)
+        scores = TrainedScores.of(runtime)
+        exact = exact or scores
+        yield Row(option=option, loss=loss, numbers=runtime.model.numbers, found=scores, exact=exact)
 
 
 def main() -> None:

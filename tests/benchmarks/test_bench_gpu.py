@@ -372,7 +372,7 @@ def test_a_worker_whose_time_is_up_before_it_measured_has_a_table_that_says_so()
 
     done = run_gpu(GPU, 20, 1, lambda line: None, work)
     assert done.table.startswith("gpu, limited to ")
-    assert "the worker cannot run here: the worker was killed" in done.table
+    assert "the worker cannot run here: the worker was stopped" in done.table
     assert not done.is_interrupted
 
 

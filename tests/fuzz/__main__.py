@@ -9,11 +9,11 @@ from tests.fuzz.watch import Tally, watch
 
 
 def main(words: list[str]) -> int:
-    given = dict(word.split("=", 1) for word in words)
-    names = given["targets"].split(",") if "targets" in given else list(targets.BY_NAME)
-    seed, workers = int(given.get("seed", 0)), int(given.get("workers", 1))
-    case = int(given["case"]) if "case" in given else None
-    seconds = float(given.get("seconds", 60)) * workers / len(names)
+    options = dict(word.split("=", 1) for word in words)
+    names = options["targets"].split(",") if "targets" in options else list(targets.BY_NAME)
+    seed, workers = int(options.get("seed", 0)), int(options.get("workers", 1))
+    case = int(options["case"]) if "case" in options else None
+    seconds = float(options.get("seconds", 60)) * workers / len(names)
 
     def tally(name: str) -> Tally:
         if case is not None:

@@ -46,13 +46,13 @@ def parquet() -> bytes:
 
 def check(kind: DatasetKind, directory: Path, rng: random.Random) -> None:
     path = directory / f"in.{kind.value}"
-    given = rng.choice(SETTINGS)
-    config = DatasetConfig(kind=kind, path=str(path), max_row_bytes=MAX_ROW_BYTES, **given)  # pyright: ignore
+    settings = rng.choice(SETTINGS)
+    config = DatasetConfig(kind=kind, path=str(path), max_row_bytes=MAX_ROW_BYTES, **settings)  # pyright: ignore
     rows = read_rows(config)
     ids = [row.id for row in rows]
     if len(set(ids)) != len(ids):
         raise OutsideError(f"{len(ids)} rows share {len(set(ids))} ids")
-    if kind is DatasetKind.jsonl and not {"repeat", "dedupe"} & set(given):
+    if kind is DatasetKind.jsonl and not {"repeat", "dedupe"} & set(settings):
         lines = [line for line in path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip()]
         if len(lines) != len(rows) and (len(lines) < len(rows) or is_row(lines[0])):
             raise OutsideError(f"{len(lines)} lines gave {len(rows)} rows")

@@ -97,18 +97,18 @@ DATA = bytes(1024 + 32 * 34)
 
 
 def bad_gguf(home: Path) -> list[Files]:
-    found: list[bytes] = [b"", b"GGUF", b"GGUF" + b"\xff" * 100, gguf(META * 100_000, TENSORS, DATA)]
+    files: list[bytes] = [b"", b"GGUF", b"GGUF" + b"\xff" * 100, gguf(META * 100_000, TENSORS, DATA)]
     for kind, value in ((4, bytes(4)), (5, struct.pack("<i", -32)), (6, struct.pack("<f", float("nan"))), (7, b"\1")):
-        found.append(gguf([META[0], ("general.alignment", kind, value), *META[2:]], TENSORS, DATA))
+        files.append(gguf([META[0], ("general.alignment", kind, value), *META[2:]], TENSORS, DATA))
     for size in HUGE:
-        found += [gguf([("x", 9, struct.pack("<IQ", kind, size))], [], b"") for kind in (0, 4, 8, 9, 10, 99)]
-        found += [gguf(META, [("t", sizes, 0, 0)], DATA) for sizes in ([size], [size] * 4)]
-        found += [gguf(META, [("t", [32], 0, size)], DATA)]
-    found += [gguf([("x", 9, struct.pack("<IQ", 8, 4_000_000) + bytes(32_000_000))], [], b"")]
-    found += [gguf([("split.count", kind, value)], [], b"") for kind, value in ((8, text("x")), (6, b"\0\0\xc0\x7f"))]
-    found += [gguf(META, tensors, DATA) for tensors in (TENSORS[:1] * 2, [("t", [], 0, 0)], [("t", [32] * 5, 0, 0)])]
-    found += [gguf(META, [("t", [32, 8], 0, 0), ("u", [32, 8], 0, offset)], DATA) for offset in (0, 3, 512)]
-    return [{"x.gguf": content} for content in found]
+        files += [gguf([("x", 9, struct.pack("<IQ", kind, size))], [], b"") for kind in (0, 4, 8, 9, 10, 99)]
+        files += [gguf(META, [("t", sizes, 0, 0)], DATA) for sizes in ([size], [size] * 4)]
+        files += [gguf(META, [("t", [32], 0, size)], DATA)]
+    files += [gguf([("x", 9, struct.pack("<IQ", 8, 4_000_000) + bytes(32_000_000))], [], b"")]
+    files += [gguf([("split.count", kind, value)], [], b"") for kind, value in ((8, text("x")), (6, b"\0\0\xc0\x7f"))]
+    files += [gguf(META, tensors, DATA) for tensors in (TENSORS[:1] * 2, [("t", [], 0, 0)], [("t", [32] * 5, 0, 0)])]
+    files += [gguf(META, [("t", [32, 8], 0, 0), ("u", [32, 8], 0, offset)], DATA) for offset in (0, 3, 512)]
+    return [{"x.gguf": content} for content in files]
 
 
 TARGETS = (

@@ -82,18 +82,18 @@ def _changed(rng: random.Random, tree: Tree) -> Tree:
 
 
 def _containers(tree: Tree) -> list[list[Tree] | dict[str, Tree]]:
-    found: list[list[Tree] | dict[str, Tree]] = []
+    containers: list[list[Tree] | dict[str, Tree]] = []
     left = [tree]
     while left:
         item = left.pop()
         if isinstance(item, dict | list):
-            found.append(item)
+            containers.append(item)
             left += item.values() if isinstance(item, dict) else item
-    return found
+    return containers
 
 
 def _values(tree: Tree) -> list[Tree]:
-    found: list[Tree] = [None]
+    values: list[Tree] = [None]
     for container in _containers(tree):
-        found += container.values() if isinstance(container, dict) else container
-    return found
+        values += container.values() if isinstance(container, dict) else container
+    return values

@@ -82,8 +82,8 @@ def _published(name: str) -> Files:
     tensors = dict[str, torch.Tensor]()
     for index in range(NUM_MODULES):
         matrix = torch.rand(SHAPE, generator=torch.Generator().manual_seed(index)) * 2 - 1
-        found, _ = PUBLISHED[name].quantise(matrix)
-        tensors |= {f"layers.{index}.up_proj.{leaf}": tensor.contiguous() for leaf, tensor in found.items()}
+        stored, _ = PUBLISHED[name].quantise(matrix)
+        tensors |= {f"layers.{index}.up_proj.{leaf}": tensor.contiguous() for leaf, tensor in stored.items()}
     return {CONFIG: _config(dict(PUBLISHED[name].config)), SINGLE: save(tensors)}
 
 
@@ -111,23 +111,23 @@ def _zero_points(quantization: Mapping[str, object]) -> object:
 
 def bad_formats(home: Path) -> list[Files]:
     """Odd values of each key that a config has, odd tensors in the place of each that there is, and odd configs."""
-    found = list[Files]()
+    files = list[Files]()
     for seed in seeds_of_others(home):
-        said = json.loads(seed[CONFIG])["quantization_config"]
-        found += [{**seed, CONFIG: _config(changed)} for changed in _with_odd_values(said)]
-        found += [{**seed, CONFIG: _config(said | added)} for added in ADDED]
+        published = json.loads(seed[CONFIG])["quantization_config"]
+        files += [{**seed, CONFIG: _config(changed)} for changed in _with_odd_values(published)]
+        files += [{**seed, CONFIG: _config(published | added)} for added in ADDED]
     gptq = _published("gptq")
-    found += [{**gptq, CONFIG: _config(value)} for value in LONE]
-    return [*found, *({**seed, SINGLE: odd} for seed in seeds_of_others(home) for odd in _odd_tensors(seed))]
+    files += [{**gptq, CONFIG: _config(value)} for value in LONE]
+    return [*files, *({**seed, SINGLE: odd} for seed in seeds_of_others(home) for odd in _odd_tensors(seed))]
 
 
 def _with_odd_values(said: Tree) -> list[Tree]:
     """The tree with one value in it replaced, in each way."""
-    found = list[Tree]()
+    variants = list[Tree]()
     for key, value in said.items() if isinstance(said, dict) else ():
         assert isinstance(said, dict), "it has items"
-        found += [{**said, key: other} for other in (*ODD_VALUES.get(key, ()), *_with_odd_values(value))]
-    return found
+        variants += [{**said, key: other} for other in (*ODD_VALUES.get(key, ()), *_with_odd_values(value))]
+    return variants
 
 
 TWISTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -181,28 +181,28 @@ def check_of_others(directory: Path, rng: random.Random) -> None:
     zero_points, right = _right().get((directory / SINGLE).read_bytes(), (None, {}))
     for name, weight in weights.items():
         if weight.format:
-            found = _by_every_way(weight)
+            results = _by_every_way(weight)
             is_known = name in right and zero_points == _zero_points(quantization)
-            if is_known and not torch.equal(found, right[name]):
+            if is_known and not torch.equal(results, right[name]):
                 raise OutsideError(f"{name} is none of the numbers that its tensors are")
 
 
 def _by_every_way(weight: TensorSlice, *, are_same: bool = True) -> torch.Tensor:
     """The numbers of a weight: whole, rows one by one, and in a product, which `are_same`."""
-    found = load_tensor(weight)
+    loaded = load_tensor(weight)
     if not weight.format or len(weight.shape) != 2 or not all(weight.shape):
-        return found
+        return loaded
     rows = rows_of(weight)
-    one_by_one = torch.full(found.shape, 7.0)
+    one_by_one = torch.full(loaded.shape, 7.0)
     rows.dequantize(torch.arange(weight.shape[0]), one_by_one)
     x = torch.eye(weight.shape[1])[:3]
-    product = multiply_in_vectors(x, [rows]).t() if fits_vectors(x, [rows]) else found[:, :3]
-    is_usual = found.isfinite().all() and found.abs().max() < 1e30  # no step of a product is an infinity
-    if are_same and is_usual and not torch.equal(one_by_one, found.float()):
+    product = multiply_in_vectors(x, [rows]).t() if fits_vectors(x, [rows]) else loaded[:, :3]
+    is_usual = loaded.isfinite().all() and loaded.abs().max() < 1e30  # no step of a product is an infinity
+    if are_same and is_usual and not torch.equal(one_by_one, loaded.float()):
         raise OutsideError("rows one by one are other numbers than all of them")
-    if are_same and is_usual and not torch.equal(product, found[:, :3].float()):
+    if are_same and is_usual and not torch.equal(product, loaded[:, :3].float()):
         raise OutsideError("a product is of other numbers")
-    return found
+    return loaded
 
 
 @cache
@@ -212,13 +212,13 @@ def packed_stores(home: Path) -> list[Files]:
     overrides = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 640}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     synthesize_checkpoint(model="llama", overrides={**overrides, **heads}, directory=source, dtype=torch.bfloat16)
-    found = list[Files]()
+    stores = list[Files]()
     for format_ in Format:
         out = home / format_.value
         pack(PackConfig(model=SourceConfig(path=str(source)), out=str(out), format=format_), lambda done, total: None)
         files_ = {path.name: path.read_bytes() for path in out.iterdir() if path.suffix in (".json", ".safetensors")}
-        found.append(files_)
-    return found
+        stores.append(files_)
+    return stores
 
 
 def bad_stores(home: Path) -> list[Files]:
@@ -230,10 +230,10 @@ def bad_stores(home: Path) -> list[Files]:
     odd = [5, [], {}, None, "x", *(told | {"crc32": value} for value in (5, "", [], None, "0" * 8, told["crc32"] * 2))]
     metadata = [{}, *({METADATA: json.dumps(each)} for each in odd), {METADATA: "[" * 100_000}]
     config = json.loads(store[CONFIG])
-    said = [config | {"quantization_config": value} for value in ({}, {"quant_method": "gptq"}, None)]
+    configs = [config | {"quantization_config": value} for value in ({}, {"quant_method": "gptq"}, None)]
     return [
         *({**store, SINGLE: safetensors(header | {"__metadata__": each}, data)} for each in metadata),
-        *({**store, CONFIG: json.dumps(each).encode()} for each in said),
+        *({**store, CONFIG: json.dumps(each).encode()} for each in configs),
     ]
 
 
@@ -258,21 +258,21 @@ def _with_odd_bytes(rng: random.Random, content: bytes) -> bytes:
     for _ in range(rng.choice((1, 4, 64))):
         at = rng.randrange(begin, end) & ~3
         data[at : at + 4] = struct.pack("<I", rng.choice((0, 2**32 - 1, 2**31, 0xFFFF, rng.getrandbits(32))))
-    told = json.loads(header["__metadata__"][METADATA])
+    metadata = json.loads(header["__metadata__"][METADATA])
     pieces = (bytes(data[first : first + PIECE_BYTES]) for first in range(0, len(data), PIECE_BYTES))
-    told["crc32"] = "".join(f"{zlib.crc32(piece):08x}" for piece in pieces)
-    header["__metadata__"][METADATA] = json.dumps(told)
+    metadata["crc32"] = "".join(f"{zlib.crc32(piece):08x}" for piece in pieces)
+    header["__metadata__"][METADATA] = json.dumps(metadata)
     return safetensors(header, bytes(data))
 
 
 @cache
 def _numbers_by_sums(home: Path) -> dict[object, dict[str, torch.Tensor]]:
     """Those of the weights of each store, by the sums of its file."""
-    found = dict[object, dict[str, torch.Tensor]]()
+    numbers = dict[object, dict[str, torch.Tensor]]()
     for file in (home / format_.value / SINGLE for format_ in Format):
         weights = pair_companions(open_checkpoint(file.parent).tensors, {"quant_method": METHOD})
-        found[read_packing_record(file)[0]["crc32"]] = {name: load_tensor(weight) for name, weight in weights.items()}
-    return found
+        numbers[read_packing_record(file)[0]["crc32"]] = {name: load_tensor(weight) for name, weight in weights.items()}
+    return numbers
 
 
 def check_store(directory: Path, rng: random.Random) -> None:

@@ -97,8 +97,8 @@ def files_of(client: openai.OpenAI, batch: Batch) -> tuple[bytes, bytes]:
 
 def wait_for_parts(run: RunDirectory, most: int) -> None:
     deadline = time.monotonic() + SECONDS
-    while (found := num_parts(run)) < most:
-        assert time.monotonic() < deadline, f"{found} parts after {SECONDS:.0f} s"
+    while (count := num_parts(run)) < most:
+        assert time.monotonic() < deadline, f"{count} parts after {SECONDS:.0f} s"
         time.sleep(0.02)
 
 
@@ -116,12 +116,12 @@ def kill_job(run: RunDirectory) -> None:
 
 def check(output: bytes, errors: bytes, requests: list[str], num_bad: int) -> None:
     """Each answer is of the client's own types, and each line has one."""
-    asked = {line["custom_id"]: line["url"] for text in requests if (line := _parsed(text)) and "body" in line}
+    urls = {line["custom_id"]: line["url"] for text in requests if (line := _parsed(text)) and "body" in line}
     answers = [json.loads(text) for text in output.splitlines()]
     failures = [json.loads(text) for text in errors.splitlines()]
     assert (len(answers), len(failures)) == (len(requests) - num_bad, num_bad)
     for answer in answers:
-        kind = ChatCompletion if asked[answer["custom_id"]] == CHAT else Completion
+        kind = ChatCompletion if urls[answer["custom_id"]] == CHAT else Completion
         assert kind.model_validate(answer["response"]["body"], strict=True).choices
     assert all(failure["error"]["message"] for failure in failures)
 
@@ -155,8 +155,8 @@ def main(*, kills: int = 3, count: int = 1000, num_bad: int = 50) -> None:
                 wait_for_parts(run, most)
             kill_job(run)
         with serving(killed) as client:
-            found = files_of(client, finished(client, client.batches.retrieve(batch.id)))
-        for kind, (one, other) in zip(("output", "error"), zip(found, expected, strict=True), strict=True):
+            files = files_of(client, finished(client, client.batches.retrieve(batch.id)))
+        for kind, (one, other) in zip(("output", "error"), zip(files, expected, strict=True), strict=True):
             differing = [pair for pair in zip(one.splitlines(), other.splitlines(), strict=True) if pair[0] != pair[1]]
             assert not differing, f"{len(differing)} lines of the {kind} file differ, the first: {differing[0]}"
         print(f"the same {sum(map(len, expected)):,} bytes after {kills} kills")

@@ -207,9 +207,9 @@ def _seconds(run: RunDirectory) -> float:
 
 
 def main() -> None:
-    given = dict(argument.split("=", 1) for argument in sys.argv[1:])
+    options = dict(argument.split("=", 1) for argument in sys.argv[1:])
     kills, documents, seed = (
-        int(given.get(key, default)) for key, default in (("kills", 5), ("documents", 240), ("seed", 0))
+        int(options.get(key, default)) for key, default in (("kills", 5), ("documents", 240), ("seed", 0))
     )
     with tempfile.TemporaryDirectory(prefix="weightstream-kill-evaluate-") as home:
         case = Case(home=Path(home), num_documents=documents)

@@ -164,20 +164,20 @@ def _start(case: Case, name: str) -> None:
 
 def main() -> None:
     logging.basicConfig(level=logging.WARNING)
-    given = dict(argument.split("=", 1) for argument in sys.argv[1:])
+    options = dict(argument.split("=", 1) for argument in sys.argv[1:])
     with tempfile.TemporaryDirectory(prefix="weightstream-kill-loop-") as home:
         case = Case(
             home=Path(home),
-            job=given.get("job", "generate"),
-            window_rows=None if (rows := given.get("windows", "null")) == "null" else int(rows),
-            family=given.get("family", "llama"),
-            kv=KVTier(given.get("kv", "auto")),
-            checkpoint_seconds=float(given.get("seconds", "0.3")),
-            begin_alike=given.get("prompts", "bundled") == "shared",
-            admission=Admission(given.get("admission", "wave")),
+            job=options.get("job", "generate"),
+            window_rows=None if (rows := options.get("windows", "null")) == "null" else int(rows),
+            family=options.get("family", "llama"),
+            kv=KVTier(options.get("kv", "auto")),
+            checkpoint_seconds=float(options.get("seconds", "0.3")),
+            begin_alike=options.get("prompts", "bundled") == "shared",
+            admission=Admission(options.get("admission", "wave")),
         )
         kills, stops, seed = (
-            int(given.get(key, default)) for key, default in (("kills", 40), ("stops", 20), ("seed", 0))
+            int(options.get(key, default)) for key, default in (("kills", 40), ("stops", 20), ("seed", 0))
         )
         what = f"{case.job} windows={case.window_rows} {case.family}"
         title = f"{what} kv={case.kv.value} admission={case.admission.value}"

@@ -109,8 +109,8 @@ def status_of(case: Case) -> tuple[float, dict[str, object]]:
     """Seconds that the command takes, and what it says."""
     began = time.monotonic()
     words = [sys.executable, "-m", "jobs.status", f"run={case.directory.path}", "format=json"]
-    said = subprocess.run(words, capture_output=True, text=True, check=True)
-    return time.monotonic() - began, json.loads(said.stdout)[0]
+    process = subprocess.run(words, capture_output=True, text=True, check=True)
+    return time.monotonic() - began, json.loads(process.stdout)[0]
 
 
 def measure(many: Case, few: Case, num_windows: int) -> Iterator[str]:
@@ -128,8 +128,9 @@ def measure(many: Case, few: Case, num_windows: int) -> Iterator[str]:
     seconds = first.until(parts, many)
     assert first.process.poll() is None, "the run ended before it could be killed: ask for fewer windows"
     yield f"block {parts:,}, behind {num_windows} windows, after {seconds:.1f} s, peak {_above(first, small)}"
-    taken, said = status_of(many)
-    yield f"status while it runs: {taken:.1f} s, {said['num_rows_done']:,} rows done of {said['num_rows']:,} planned"
+    elapsed, status = status_of(many)
+    counts = f"{status['num_rows_done']:,} of {status['num_rows']:,} rows done"
+    yield f"status while it runs: {elapsed:.1f} s, {counts}"
     first.kill()
     assert first.peak_bytes - small.peak_bytes < MOST_ROWS, "rows take a GiB"
     num_parts = many.num_parts()
@@ -137,7 +138,7 @@ def measure(many: Case, few: Case, num_windows: int) -> Iterator[str]:
     seconds = again.until(num_parts + 1, many)
     yield f"killed with {num_parts:,} blocks; gone on: next block after {seconds:.1f} s, peak {_above(again, small)}"
     again.kill()
-    assert max(taken, status_of(many)[0]) < MOST_STATUS_SECONDS, "the status takes too long"
+    assert max(elapsed, status_of(many)[0]) < MOST_STATUS_SECONDS, "the status takes too long"
 
 
 def _above(one: Watched, other: Watched) -> str:
@@ -147,19 +148,19 @@ def _above(one: Watched, other: Watched) -> str:
 
 
 def main(words: Sequence[str]) -> None:
-    given = dict(word.split("=", 1) for word in words)
-    with tempfile.TemporaryDirectory(dir=given.get("folder")) as home:
+    options = dict(word.split("=", 1) for word in words)
+    with tempfile.TemporaryDirectory(dir=options.get("folder")) as home:
         cases = [
             Case(
                 home=Path(home),
                 name=name,
-                num_rows=int(given.get(key, default)),
-                window_rows=int(given.get("window_rows", "200000")),
-                kind=given.get("kind", "jsonl"),
+                num_rows=int(options.get(key, default)),
+                window_rows=int(options.get("window_rows", "200000")),
+                kind=options.get("kind", "jsonl"),
             )
             for name, key, default in (("many", "rows", "10000000"), ("few", "few", "1000"))
         ]
-        for line in measure(cases[0], cases[1], int(given.get("windows", "1"))):
+        for line in measure(cases[0], cases[1], int(options.get("windows", "1"))):
             print(line, flush=True)
 
 

@@ -207,13 +207,13 @@ def check(case: Case, num_rounds: int, num_stops: int, most_ranks: int, seed: in
 
 def main(words: Sequence[str]) -> None:
     named = {name: value for name, _, value in (word.partition("=") for word in words)}
-    way, given = Parallelism(named.pop("way", "sharded")), {name: int(value) for name, value in named.items()}
+    way, options = Parallelism(named.pop("way", "sharded")), {name: int(value) for name, value in named.items()}
     with tempfile.TemporaryDirectory() as home:
-        admission = Admission.continuous if given.get("continuous") else Admission.wave
-        tokens = given.get("tokens", 400)
+        admission = Admission.continuous if options.get("continuous") else Admission.wave
+        tokens = options.get("tokens", 400)
         case = Case(home=Path(home), num_rows=36, num_new_tokens=tokens, admission=admission, way=way)
-        rounds, stops = given.get("rounds", 10), given.get("stops", 1)
-        killed = check(case, rounds, stops, given.get("ranks", 2), given.get("seed", 0))
+        rounds, stops = options.get("rounds", 10), options.get("stops", 1)
+        killed = check(case, rounds, stops, options.get("ranks", 2), options.get("seed", 0))
     print(f"{killed} kills of a rank; {case.num_rows} rows, each once and as one process makes them")
 
 

@@ -102,9 +102,9 @@ class Soak:
 def lines(count: int, max_tokens: int) -> bytes:
     """Requests with a line among them that cannot be answered."""
     body = {"model": "m", "prompt": "Q: 1 + 1?\nA:", "max_tokens": max_tokens, "ignore_eos": True}
-    asked = [{"custom_id": f"r{n}", "method": "POST", "url": URL, "body": body} for n in range(count)]
-    asked[count // 2]["url"] = "/v1/nothing"
-    return "".join(f"{json.dumps(line)}\n" for line in asked).encode()
+    requests = [{"custom_id": f"r{n}", "method": "POST", "url": URL, "body": body} for n in range(count)]
+    requests[count // 2]["url"] = "/v1/nothing"
+    return "".join(f"{json.dumps(line)}\n" for line in requests).encode()
 
 
 def submit(soak: Soak) -> None:
@@ -118,8 +118,8 @@ def submit(soak: Soak) -> None:
                 kind = kinds.choice(["whole", "whole", "long", "cancelled", "empty"])
                 data = {"empty": b"\n", "long": lines(48, 60)}.get(kind, lines(kinds.randint(3, 24), 12))
                 file = client.files.create(file=("a.jsonl", io.BytesIO(data)), purpose="batch")
-                asked = {"endpoint": URL, "completion_window": "24h"}
-                batch = client.batches.create(input_file_id=file.id, metadata={"kind": kind}, **asked)  # pyright: ignore[reportArgumentType, reportCallIssue]
+                request = {"endpoint": URL, "completion_window": "24h"}
+                batch = client.batches.create(input_file_id=file.id, metadata={"kind": kind}, **request)  # pyright: ignore[reportArgumentType, reportCallIssue]
                 soak.counts["batches asked for"] += 1
                 if kind == "cancelled":
                     time.sleep(kinds.uniform(0, 20))
@@ -167,9 +167,9 @@ def crowd(soak: Soak, seed: int) -> None:
             elif mine.random() < 0.3:
                 idle.pop(mine.randrange(len(idle))).close()
             method, path, body, headers = mine.choice(cases)
-            status, said = soak.ask(method, path, body, **headers)
+            status, answer = soak.ask(method, path, body, **headers)
             if (method, path, status) == ("POST", "/v1/files", 200):
-                soak.ask("DELETE", f"/v1/files/{json.loads(said)['id']}", **key)
+                soak.ask("DELETE", f"/v1/files/{json.loads(answer)['id']}", **key)
             soak.counts[f"answers {status}"] += 1
             if status == 500:
                 soak.problems.append("an answer was 500")
@@ -257,17 +257,21 @@ def check(soak: Soak) -> None:
     for batch in client.batches.list(limit=100):
         kind = (batch.metadata or {}).get("kind", "?")
         soak.counts[f"{kind} batches {batch.status}"] += 1
-        asked = [json.loads(line)["custom_id"] for line in read(client, batch.input_file_id) if line.strip()]
+        expected_ids = [json.loads(line)["custom_id"] for line in read(client, batch.input_file_id) if line.strip()]
         done = [json.loads(line) for id in (batch.output_file_id, batch.error_file_id) for line in read(client, id)]
-        found = Counter(line["custom_id"] for line in done)
+        counts = Counter(line["custom_id"] for line in done)
         soak.counts["rows"] += len(done)
         expected = {"empty": ["failed"], "cancelled": ["cancelled", "completed"]}.get(kind, ["completed"])
         if batch.status not in expected:
             soak.problems.append(f"{batch.id} ({kind}) is {batch.status}: {batch.errors}")
         if batch.status == "failed" and not (batch.errors and batch.errors.data and batch.errors.data[0].message):
             soak.problems.append(f"{batch.id} has failed without a reason")
-        if max(found.values(), default=1) > 1 or (batch.status == "completed" and sorted(found) != sorted(asked)):
-            soak.problems.append(f"{batch.id} ({kind}) has {len(done)} results of {len(asked)} requests: {found}")
+        if max(counts.values(), default=1) > 1 or (
+            batch.status == "completed" and sorted(counts) != sorted(expected_ids)
+        ):
+            soak.problems.append(
+                f"{batch.id} ({kind}) has {len(done)} results of {len(expected_ids)} requests: {counts}"
+            )
     status, health = soak.ask("GET", "/health")
     if status != 200:
         soak.problems.append(f"/health is {status}: {health!r}")
@@ -277,10 +281,10 @@ def check(soak: Soak) -> None:
     soak.problems += [f"serve/files/{name} has no record" for name in lost]
     running = [run for run in (soak.folder / "generate").glob("batch_*") if is_locked(RunDirectory(path=run).lock)]
     soak.problems += [f"{run.name} is still in work" for run in running]
-    said = soak.log.read_text(errors="replace")
-    soak.counts["lines of the server's log"] = said.count("\n")
-    if "Traceback" in said:
-        soak.problems.append(f"a traceback in the log: {said[said.index('Traceback') :][:2000]}")
+    log = soak.log.read_text(errors="replace")
+    soak.counts["lines of the server's log"] = log.count("\n")
+    if "Traceback" in log:
+        soak.problems.append(f"a traceback in the log: {log[log.index('Traceback') :][:2000]}")
 
 
 def read(client: openai.OpenAI, file_id: str | None) -> list[bytes]:

@@ -57,43 +57,43 @@ def made(num_rows: int = 11) -> RequestBatch:
     return RequestBatch(requests=requests, request_rows=rows, rejected=[], rejected_rows=[])
 
 
-def blocks_of(asked: RequestBatch) -> tuple[Block, ...]:
-    lengths = [len(request.prompt_ids) for request in asked.requests]
+def blocks_of(batch: RequestBatch) -> tuple[Block, ...]:
+    lengths = [len(request.prompt_ids) for request in batch.requests]
     return plan_blocks(lengths, micro_batch_size=2, num_micro_batches=2, is_packed=True)
 
 
-def store_at(path: Path, asked: RequestBatch) -> PartStore:
-    run, planned = RunDirectory(path=path), plan_rows(asked, blocks_of(asked))
+def store_at(path: Path, batch: RequestBatch) -> PartStore:
+    run, planned = RunDirectory(path=path), plan_rows(batch, blocks_of(batch))
     for folder in (run.generations, run.throughput):
         folder.mkdir(parents=True, exist_ok=True)
     publish_plan(run.plan, planned)
     fixed = generation_schema(has_logprobs=True)
-    columns = infer_column_schema([row.columns for row in asked.request_rows], fixed)
+    columns = infer_column_schema([row.columns for row in batch.request_rows], fixed)
     return PartStore(directory=run, manifest=MANIFEST, plan=planned, columns=columns, fixed_schema=fixed)
 
 
 def start_waves(
-    path: Path, session: "FakeSession", *, asked: RequestBatch | None = None, checkpoint_seconds: float | None = 0.0
+    path: Path, session: "FakeSession", *, batch: RequestBatch | None = None, checkpoint_seconds: float | None = 0.0
 ) -> PartStore:
     """A start of the run in waves at `path`, up to its end."""
-    asked = asked or made()
-    store = store_at(path, asked)
+    batch = batch or made()
+    store = store_at(path, batch)
     done = store.committed_parts()
     remove_checkpoints(store.directory, done)
-    left = [block for block in blocks_of(asked) if block.index not in done]
-    generate_left(session, left, asked, store, Admission.wave, checkpoint_seconds)
+    left = [block for block in blocks_of(batch) if block.index not in done]
+    generate_left(session, left, batch, store, Admission.wave, checkpoint_seconds)
     store.publish_success()
     return store
 
 
 def run_at(
-    path: Path, session: "FakeSession", *, asked: RequestBatch | None = None, checkpoint_seconds: float = 0.0
+    path: Path, session: "FakeSession", *, batch: RequestBatch | None = None, checkpoint_seconds: float = 0.0
 ) -> PartStore:
     """A start of the run at `path`, up to its end."""
-    asked = asked or made()
-    store = store_at(path, asked)
-    left = [block for block in blocks_of(asked) if block.index not in store.committed_parts()]
-    generate_left(session, left, asked, store, Admission.continuous, checkpoint_seconds)
+    batch = batch or made()
+    store = store_at(path, batch)
+    left = [block for block in blocks_of(batch) if block.index not in store.committed_parts()]
+    generate_left(session, left, batch, store, Admission.continuous, checkpoint_seconds)
     store.publish_success()
     return store
 
@@ -101,17 +101,17 @@ def run_at(
 def generate_left(
     session: "FakeSession",
     left: Sequence[Block],
-    asked: RequestBatch,
+    batch: RequestBatch,
     store: PartStore,
     admission: Admission,
     checkpoint_seconds: float | None,
 ) -> None:
-    with Progress(asked.requests, blocks_of(asked), is_wave=admission is Admission.wave) as progress:
+    with Progress(batch.requests, blocks_of(batch), is_wave=admission is Admission.wave) as progress:
         for group in [[block] for block in left] if admission is Admission.wave else [left]:
             OpenBlocks(
                 session=session,
                 blocks=group,
-                batch=asked,
+                batch=batch,
                 store=store,
                 is_wave=admission is Admission.wave,
                 checkpoint_seconds=checkpoint_seconds,

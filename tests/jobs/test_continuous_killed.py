@@ -18,7 +18,7 @@ ASKED = case.made(NUM_ROWS)
 def start(path: Path) -> case.FakeSession:
     """A start of the run at `path`, up to its end."""
     session = case.FakeSession()
-    case.run_at(path, session, asked=ASKED)
+    case.run_at(path, session, batch=ASKED)
     return session
 
 

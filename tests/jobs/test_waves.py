@@ -152,14 +152,14 @@ def test_killed_at_every_step_and_again_while_resuming_a_run_ends_with_the_same_
     asked, kills = made(6), Kills(monkeypatch)
     session = FakeSession()
     with kills.copied(tmp_path / "whole", tmp_path / "killed") as killed:
-        expected = rows(start_waves(tmp_path / "whole", session, asked=asked))
+        expected = rows(start_waves(tmp_path / "whole", session, batch=asked))
     assert len(killed) > 40, len(killed)
     for number, path in enumerate(killed[::2]):
         final: dict[str, bytes] = {p.name: p.read_bytes() for p in path.glob("generations/part*")}
         with kills.copied(path, tmp_path / "again" / str(number), most=1 + number % 7) as again:
-            start_waves(path, FakeSession(), asked=asked)
+            start_waves(path, FakeSession(), batch=asked)
         last = FakeSession()
-        store = start_waves((again or [path])[-1], last, asked=asked)
+        store = start_waves((again or [path])[-1], last, batch=asked)
         assert rows(store).equals(expected)
         assert is_finished(store.directory)
         assert {name: part_support.parts(store)[name] for name in final} == final, "a committed part was changed"

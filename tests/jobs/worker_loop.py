@@ -167,13 +167,13 @@ def seconds_with(case: Case, num_workers: int) -> float:
 
 
 def main(words: Sequence[str]) -> None:
-    given = {name: int(value) for name, _, value in (word.partition("=") for word in words)}
+    options = {name: int(value) for name, _, value in (word.partition("=") for word in words)}
     disturbed, num_rounds, num_starts = Counter[str](), 0, 0
-    sizes = {"num_workers": given.get("workers", 6), "num_rows": given.get("rows", 96)}
-    began, first = time.monotonic(), given.get("seed", 0)
-    while not num_rounds or time.monotonic() - began < 60 * given.get("minutes", 0):
+    sizes = {"num_workers": options.get("workers", 6), "num_rows": options.get("rows", 96)}
+    began, first = time.monotonic(), options.get("seed", 0)
+    while not num_rounds or time.monotonic() - began < 60 * options.get("minutes", 0):
         with tempfile.TemporaryDirectory() as home:
-            case = Case(home=Path(home), num_kills=given.get("kills", 30), seed=first + num_rounds, **sizes)
+            case = Case(home=Path(home), num_kills=options.get("kills", 30), seed=first + num_rounds, **sizes)
             num_starts += check(case, disturbed)
         num_rounds += 1
     kinds = ", ".join(f"{disturbed[kind.name]} {kind.name}" for kind in KINDS)

@@ -29,11 +29,11 @@ def settings(model: str, home: str, name: str, num_rows: int) -> list[str]:
 
 
 def pids_below(pid: int) -> list[int]:
-    found = [pid]
+    pids = [pid]
     with suppress(OSError):
         for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            found += pids_below(int(word))
-    return found
+            pids += pids_below(int(word))
+    return pids
 
 
 def pss_bytes(pids: Sequence[int]) -> int:
@@ -60,8 +60,8 @@ def measured(commands: Sequence[Sequence[str]]) -> tuple[int, float]:
 
 
 def main(words: Sequence[str]) -> None:
-    model, given = words[0], {name: int(value) for name, _, value in (word.partition("=") for word in words[1:])}
-    count, num_rows = given.get("workers", 2), given.get("rows", 48)
+    model, options = words[0], {name: int(value) for name, _, value in (word.partition("=") for word in words[1:])}
+    count, num_rows = options.get("workers", 2), options.get("rows", 48)
     with tempfile.TemporaryDirectory() as home:
         one, own, common = (settings(model, home, name, num_rows) for name in ("one", "own", "common"))
         alone = [f"machine.num_threads={max(1, 2 // count)}"]

@@ -149,9 +149,9 @@ def searched(runtime: Runtime, of: Searched, sampling: SamplingConfig) -> Iterat
 
 def searched_requests(runtime: Runtime, prompts: Sequence[Sequence[int]]) -> list[JoinedRequest]:
     """The requests of all beams."""
-    made = [runtime.request(str(index), prompt) for index, prompt in enumerate(prompts)]
-    asked = [each for one in made for each in runtime.samples(one) if isinstance(each, Request)]
-    return list(add_hidden_beams(join_requests(asked)))
+    requests = [runtime.request(str(index), prompt) for index, prompt in enumerate(prompts)]
+    samples = [each for one in requests for each in runtime.samples(one) if isinstance(each, Request)]
+    return list(add_hidden_beams(join_requests(samples)))
 
 
 def require_equal(runtime: Runtime, of: Searched, places: Sequence[int]) -> None:

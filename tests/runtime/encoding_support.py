@@ -82,9 +82,9 @@ def hidden_states(model: PreTrainedModel, prompt: Sequence[int]) -> torch.Tensor
     return model.base_model(input_ids=torch.tensor([prompt]))[0][0]
 
 
-def require_embeddings(found: Sequence[Embedded], model: PreTrainedModel, pooling: Pooling) -> None:
-    assert [each.prompt_index for each in found] == list(range(len(PROMPTS)))
-    for each, prompt in zip(found, PROMPTS, strict=True):
+def require_embeddings(actual: Sequence[Embedded], model: PreTrainedModel, pooling: Pooling) -> None:
+    assert [each.prompt_index for each in actual] == list(range(len(PROMPTS)))
+    for each, prompt in zip(actual, PROMPTS, strict=True):
         assert each.error is None, each
         states = hidden_states(model, prompt)
         expected = {Pooling.last: states[-1], Pooling.mean: states.mean(0), Pooling.cls: states[0]}[pooling]
@@ -93,8 +93,8 @@ def require_embeddings(found: Sequence[Embedded], model: PreTrainedModel, poolin
 
 
 @torch.no_grad()
-def require_classes(found: Sequence[Classified], model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> None:
-    for each, prompt in zip(found, prompts, strict=True):
+def require_classes(actual: Sequence[Classified], model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> None:
+    for each, prompt in zip(actual, prompts, strict=True):
         assert each.error is None, each
         logits = model(input_ids=torch.tensor([prompt])).logits[0]
         assert each.logits == pytest.approx(logits.tolist(), abs=TOLERANCE)
@@ -103,8 +103,8 @@ def require_classes(found: Sequence[Classified], model: PreTrainedModel, prompts
 
 
 @torch.no_grad()
-def require_filled(found: Sequence[Filled], model: PreTrainedModel, num_top: int) -> None:
-    for each, prompt in zip(found, MASKED, strict=True):
+def require_filled(actual: Sequence[Filled], model: PreTrainedModel, num_top: int) -> None:
+    for each, prompt in zip(actual, MASKED, strict=True):
         assert each.error is None, each
         logprobs = model(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
         places = [place for place, token in enumerate(prompt) if token == MASK]

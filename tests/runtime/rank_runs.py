@@ -39,7 +39,7 @@ def faulted_once(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence
         Reader._read,
     )
     requests = [runtime.request(str(i), prompt) for i, prompt in enumerate(prompts)]
-    asked = [each for each in requests if isinstance(each, Request)]
+    valid = [each for each in requests if isinstance(each, Request)]
 
     def failing(reader: Reader, *arguments: Any) -> Any:
         if len(records) > 2:
@@ -52,10 +52,10 @@ def faulted_once(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence
 
     try:
         if ranks.rank:
-            list(runtime.follow(asked))
-        with mock.patch.object(Reader, "_read", failing), runtime.open_with_backoff(asked) as (_, session):
+            list(runtime.follow(valid))
+        with mock.patch.object(Reader, "_read", failing), runtime.open_with_backoff(valid) as (_, session):
             try:
-                list(session.generate(asked, noted))
+                list(session.generate(valid, noted))
             finally:
                 known.update(session.snapshot())
     except (Interrupted, StorageError) as error:

@@ -47,17 +47,17 @@ def runtime_for(
 
 def complete(runtime: Runtime, requests: Sequence[Request]) -> list[Completion]:
     """In the order of `requests`."""
-    made: dict[tuple[str, int], Completion] = {}
+    completions: dict[tuple[str, int], Completion] = {}
     with runtime.open_with_backoff(requests) as (plan, session):
         for block in plan.blocks:
-            made |= {completion.request.key: completion for completion in session.run(block, requests)}
-    return [made[request.key] for request in requests]
+            completions |= {completion.request.key: completion for completion in session.run(block, requests)}
+    return [completions[request.key] for request in requests]
 
 
 def request_of(runtime: Runtime, id: str, prompt: Sequence[int] | str, **overrides: object) -> Request:
-    made = runtime.request(id, prompt, overrides=SamplingOverrides(**overrides))  # pyright: ignore[reportArgumentType]
-    assert isinstance(made, Request), made
-    return made
+    request = runtime.request(id, prompt, overrides=SamplingOverrides(**overrides))  # pyright: ignore[reportArgumentType]
+    assert isinstance(request, Request), request
+    return request
 
 
 def transformers_answer(

@@ -46,14 +46,14 @@ def _clear_prompts(directory: Path) -> list[tuple[list[int], list[int]]]:
     model, random = transformers_model(directory), Random(0)
     stem, branch = random.choices(range(5, 600), k=STEM), random.choices(range(5, 600), k=BRANCH)
     stems = ([], stem, stem + branch)
-    made = list[tuple[list[int], list[int]]]()
+    pairs = list[tuple[list[int], list[int]]]()
     for which, num_own in LENGTHS:
         answer = None
         while answer is None:
             prompt = [*stems[which], *random.choices(range(5, 600), k=num_own)]
             answer = clear_tokens(model, prompt)
-        made.append((prompt, answer))
-    return [*made, made[-1], made[-1]]
+        pairs.append((prompt, answer))
+    return [*pairs, pairs[-1], pairs[-1]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,20 +68,20 @@ class Ran:
 
 def run_alike(runtime: Runtime, prompts: list[list[int]], *, num_kv_pages: int | None = None) -> Ran:
     """All blocks of the prompts, and what became of the pages, of which there are as many as planned or so many."""
-    made = [runtime.request(str(index), prompt) for index, prompt in enumerate(prompts)]
-    requests = [each for each in made if isinstance(each, Request)]
-    assert len(requests) == len(prompts), made
-    plan, passes, found = runtime.plan(requests), list[PassRecord](), dict[int, Completion]()
+    requests_or_errors = [runtime.request(str(index), prompt) for index, prompt in enumerate(prompts)]
+    requests = [each for each in requests_or_errors if isinstance(each, Request)]
+    assert len(requests) == len(prompts), requests_or_errors
+    plan, passes, completions = runtime.plan(requests), list[PassRecord](), dict[int, Completion]()
     if num_kv_pages is not None:
         placement = plan.placement
         plan = replace(plan, placement=replace(placement, kv=replace(placement.kv, num_pages=num_kv_pages)))
     with runtime.session(plan) as session:
-        found |= dict(session.generate(requests, passes.append))
+        completions |= dict(session.generate(requests, passes.append))
         pool = session._engine.lanes.pages.pool
     _require_as_planned(runtime, plan, requests, passes)
-    assert all(completion.is_ok for completion in found.values()), found
+    assert all(completion.is_ok for completion in completions.values()), completions
     return Ran(
-        tokens=[list(found[i].token_ids) for i in range(len(prompts))],
+        tokens=[list(completions[i].token_ids) for i in range(len(prompts))],
         num_computed=sum(record.counts.prompt_tokens for record in passes),
         num_spared=sum(record.counts.spared_tokens for record in passes),
         num_pages_left=pool.num_pages - pool.num_free,

@@ -257,14 +257,14 @@ def test_the_products_of_a_run_are_its_own(
     assert [each.flops for each in found] == sorted((each.flops for each in found), reverse=True)
 
 
-Asked = list[BackendTable | None]
+Comparisons = list[BackendTable | None]
 FOUND = always(LinearBackend.inputs_first)
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
+def comparisons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Comparisons:
     """Each comparison that a runtime asks for, by the table that its model had; it finds `FOUND`."""
-    comparisons: Asked = []
+    comparisons: Comparisons = []
 
     def compare(model: LoadedModel, host: object, usual: object) -> BackendTable:
         comparisons.append(model.backends)
@@ -280,10 +280,10 @@ def requests_of(runtime: Runtime, reference: References) -> list[Request]:
     return [request for request in made if isinstance(request, Request)]
 
 
-def test_a_run_that_is_over_in_seconds_compares_nothing(reference: References, asked: Asked) -> None:
+def test_a_run_that_is_over_in_seconds_compares_nothing(reference: References, comparisons: Comparisons) -> None:
     runtime = Runtime(config_for(reference("llama")))
     assert runtime.plan(requests_of(runtime, reference)).backends == DEFAULT_BACKENDS
-    assert not asked
+    assert not comparisons
 
 
 @pytest.fixture
@@ -292,9 +292,9 @@ def long_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_of_some_length_goes_by_what_its_comparison_finds(
-    reference: References, asked: Asked, long_runs: None, monkeypatch: pytest.MonkeyPatch
+    reference: References, comparisons: Comparisons, long_runs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured: Asked = []
+    measured: Comparisons = []
     measure_rates = planning.measure_rates
 
     def noted(loaded: LoadedModel, *rest: object) -> object:
@@ -309,7 +309,7 @@ def test_a_run_of_some_length_goes_by_what_its_comparison_finds(
         assert runtime.model.backends == FOUND
         assert measured == [None, FOUND], "rates are those of the backends that the run takes"
         assert runtime.plan(requests).backends == FOUND
-    assert asked == [None], "a runtime changes once"
+    assert comparisons == [None], "a runtime changes once"
     assert measured == [None, FOUND]
 
 
@@ -324,23 +324,27 @@ def test_what_a_run_really_compares_leaves_its_tokens_as_they_are(
     assert find_comparisons(runtime.host, contests._kernels_digest())
 
 
-def test_where_a_machine_was_measured_no_run_compares(reference: References, asked: Asked, long_runs: None) -> None:
+def test_where_a_machine_was_measured_no_run_compares(
+    reference: References, comparisons: Comparisons, long_runs: None
+) -> None:
     config = config_for(reference("llama"))
     save_rates(Runtime(config).host, RATES, always(LinearBackend.onednn))
     runtime = Runtime(config)
     assert runtime.plan(requests_of(runtime, reference)).backends == always(LinearBackend.onednn)
-    assert not asked
+    assert not comparisons
 
 
-def test_in_front_of_an_accelerator_no_run_compares(reference: References, asked: Asked, long_runs: None) -> None:
+def test_in_front_of_an_accelerator_no_run_compares(
+    reference: References, comparisons: Comparisons, long_runs: None
+) -> None:
     runtime = Runtime(config_for(reference("llama")), device=FakeDevice())
     assert runtime.plan(requests_of(runtime, reference)).backends is None
-    assert not asked
+    assert not comparisons
 
 
 @pytest.mark.parametrize("begun_with", [DEFAULT_BACKENDS, always(LinearBackend.onednn)], ids=["the rule", "a table"])
 def test_a_run_that_goes_on_keeps_what_it_was_begun_with(
-    begun_with: BackendTable, reference: References, asked: Asked, long_runs: None
+    begun_with: BackendTable, reference: References, comparisons: Comparisons, long_runs: None
 ) -> None:
     config = config_for(reference("llama"))
     save_rates(Runtime(config).host, RATES, always(LinearBackend.weights_first))
@@ -348,4 +352,4 @@ def test_a_run_that_goes_on_keeps_what_it_was_begun_with(
     plan = runtime.plan(requests_of(runtime, reference), backends=begun_with)
     assert plan.backends == begun_with
     assert runtime.model.backends == begun_with
-    assert not asked
+    assert not comparisons

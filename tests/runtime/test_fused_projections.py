@@ -19,7 +19,7 @@ BLOCKS = {
 }
 
 
-class Asked:
+class RecordedProducts:
     """What goes to products, by the heights of the weights."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
@@ -40,8 +40,8 @@ class Asked:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    return Asked(monkeypatch)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordedProducts:
+    return RecordedProducts(monkeypatch)
 
 
 def run(projections: FusedProjections, *names: str, turns_after: str = "") -> None:
@@ -54,41 +54,41 @@ def run(projections: FusedProjections, *names: str, turns_after: str = "") -> No
             x = torch.randn(M, K) if name == turns_after else x
 
 
-def test_what_met_the_same_inputs_at_first_is_multiplied_at_once(asked: Asked) -> None:
+def test_what_met_the_same_inputs_at_first_is_multiplied_at_once(recorded: RecordedProducts) -> None:
     projections = FusedProjections()
     run(projections, "q", "k", "v", "o", turns_after="v")
-    assert (asked.alone, asked.together) == ([64, 40, 33, 96], [])
+    assert (recorded.alone, recorded.together) == ([64, 40, 33, 96], [])
     for _ in range(2):
         run(projections, "q", "k", "v", "o", turns_after="v")
-    assert (asked.alone[4:], asked.together) == ([96, 96], [[64, 40, 33]] * 2)
+    assert (recorded.alone[4:], recorded.together) == ([96, 96], [[64, 40, 33]] * 2)
 
 
-def test_what_is_not_asked_for_again_is_not_made_again(asked: Asked) -> None:
+def test_what_is_not_asked_for_again_is_not_made_again(recorded: RecordedProducts) -> None:
     projections = FusedProjections()
     run(projections, "q", "k", "v")
     run(projections, "q", "k")
-    assert asked.together == [[64, 40, 33]]
+    assert recorded.together == [[64, 40, 33]]
     run(projections, "q", "k", "v")
-    assert (asked.alone[3:], asked.together) == ([64, 40, 33], [[64, 40, 33]])
+    assert (recorded.alone[3:], recorded.together) == ([64, 40, 33], [[64, 40, 33]])
 
 
-def test_other_inputs_get_products_of_their_own(asked: Asked) -> None:
+def test_other_inputs_get_products_of_their_own(recorded: RecordedProducts) -> None:
     """As where keys and values come from an encoder, but did not at first."""
     projections = FusedProjections()
     run(projections, "q", "k", "v")
     run(projections, "q", "k", "v", turns_after="q")
-    assert (asked.alone[3:], asked.together) == ([40, 33], [[64, 40, 33]])
+    assert (recorded.alone[3:], recorded.together) == ([40, 33], [[64, 40, 33]])
 
 
-def test_one_weight_that_meets_the_same_inputs_twice_is_multiplied_twice(asked: Asked) -> None:
+def test_one_weight_that_meets_the_same_inputs_twice_is_multiplied_twice(recorded: RecordedProducts) -> None:
     projections = FusedProjections()
     for _ in range(2):
         run(projections, "o", "o", "k")
-    assert asked.alone.count(96) == 3
-    assert asked.together == [[96, 40]]
+    assert recorded.alone.count(96) == 3
+    assert recorded.together == [[96, 40]]
 
 
-def test_lanes_that_are_inside_at_the_same_time_do_not_mix(asked: Asked) -> None:
+def test_lanes_that_are_inside_at_the_same_time_do_not_mix(recorded: RecordedProducts) -> None:
     projections = FusedProjections()
     run(projections, "q", "k")
     xs = [torch.randn(M, K) for _ in range(2)]
@@ -100,7 +100,7 @@ def test_lanes_that_are_inside_at_the_same_time_do_not_mix(asked: Asked) -> None
         torch.testing.assert_close(out, xs[lane] @ BLOCKS[name][0].float().t(), rtol=1e-5, atol=1e-4)
 
 
-def test_neither_weights_nor_inputs_are_kept(asked: Asked) -> None:
+def test_neither_weights_nor_inputs_are_kept(recorded: RecordedProducts) -> None:
     projections = FusedProjections()
     for names in (("q", "k", "v"), ("q", "k", "v"), ("q", "k")):
         run(projections, *names)
@@ -110,7 +110,7 @@ def test_neither_weights_nor_inputs_are_kept(asked: Asked) -> None:
         assert not projections._blocks
 
 
-def test_a_failure_inside_leaves_nothing_behind(asked: Asked) -> None:
+def test_a_failure_inside_leaves_nothing_behind(recorded: RecordedProducts) -> None:
     projections = FusedProjections()
     with pytest.raises(KeyError), projections.scope(BLOCKS):
         projections.multiply(torch.randn(M, K), torch.randn(M, K), "unknown")
@@ -118,11 +118,11 @@ def test_a_failure_inside_leaves_nothing_behind(asked: Asked) -> None:
 
 
 def test_a_llama_makes_four_products_of_a_layers_seven(
-    asked: Asked, reference: References, opened: Runtimes, backend_is: Callable[[LinearBackend], None]
+    recorded: RecordedProducts, reference: References, opened: Runtimes, backend_is: Callable[[LinearBackend], None]
 ) -> None:
     ref = reference("llama")
     runtime = opened(config_for(ref, Tier.none))
     backend_is(LinearBackend.vectors)
     assert tokens(runtime, ref.prompts) == ref.expected
-    groups = {tuple(heights) for heights in asked.together}
+    groups = {tuple(heights) for heights in recorded.together}
     assert sorted(map(len, groups)) == [2, 3]

@@ -40,7 +40,7 @@ from tests.support import NUM_NEW_TOKENS, Reference
 
 PIPELINE = DevicesConfig(way=Parallelism.pipeline)
 LONG = 40  # new tokens, with which rows outgrow the pages that they enter with
-Asked = tuple[RuntimeConfig, Sequence[Sequence[int]]]
+RunCase = tuple[RuntimeConfig, Sequence[Sequence[int]]]
 Generated = list[list[list[int]]]
 References = Callable[[str], Reference]
 FAMILIES = {  # all of them, in every tier: python -m tests.rank_families way=pipeline
@@ -51,15 +51,15 @@ FAMILIES = {  # all of them, in every tier: python -m tests.rank_families way=pi
 }
 
 
-def generated(ranks: Ranks, asked: Sequence[Asked]) -> Generated:
+def generated(ranks: Ranks, cases: Sequence[RunCase]) -> Generated:
     """What each of several runs generates, one after another."""
     ranks.devices = PIPELINE
-    return [completed(Runtime(config, ranks=ranks), prompts) for config, prompts in asked]
+    return [completed(Runtime(config, ranks=ranks), prompts) for config, prompts in cases]
 
 
-def played(ranks: Ranks, asked: Sequence[Asked], coming: Sequence[Asked]) -> tuple[Generated, list[Admitted]]:
+def played(ranks: Ranks, cases: Sequence[RunCase], coming: Sequence[RunCase]) -> tuple[Generated, list[Admitted]]:
     """What several runs generate, and how others admit their rows."""
-    return generated(ranks, asked), [admitted(ranks, *each) for each in coming]
+    return generated(ranks, cases), [admitted(ranks, *each) for each in coming]
 
 
 @pytest.mark.slow("runtime/test_pipeline.py::test_four_ranks_come_to_the_draws_of_one_process")
@@ -68,7 +68,7 @@ def test_tokens_of_two_ranks_are_those_of_transformers_however_a_pass_is_played(
     values that travel, experts together and one by one, several blocks, and a policy that is open. Then rows that enter
     as others end, one of them behind others that gave way, where one rank has fewer pages than the other."""
     pairs = [(reference(family), tier) for family, tier in FAMILIES.items()]
-    asked = [(config_for(each, tier), each.prompts) for each, tier in pairs]
+    cases = [(config_for(each, tier), each.prompts) for each, tier in pairs]
     ref, experts = reference("llama"), reference("qwen3-moe")
     plain, batched = config_for(ref, Tier.cpu), config_for(experts)
     policies = [
@@ -77,15 +77,15 @@ def test_tokens_of_two_ranks_are_those_of_transformers_however_a_pass_is_played(
         replace(plain.policy, micro_batch_size=2, num_micro_batches=1),
         replace(plain.policy, schedule=Order.cgopipe, attention=Attention.cpu),
     ]
-    asked += [(replace(plain, policy=policy), ref.prompts) for policy in policies]
-    asked += [(replace(plain, kv=KVConfig(tier=KVTier.nvme, device_fraction=0.0)), ref.prompts)]
-    asked += [(replace(batched, policy=replace(batched.policy, schedule=Order.module_batched)), experts.prompts)]
-    asked += [(replace(batched, offload=replace(batched.offload, expert_paging=ExpertPaging.hit)), experts.prompts)]
+    cases += [(replace(plain, policy=policy), ref.prompts) for policy in policies]
+    cases += [(replace(plain, kv=KVConfig(tier=KVTier.nvme, device_fraction=0.0)), ref.prompts)]
+    cases += [(replace(batched, policy=replace(batched.policy, schedule=Order.module_batched)), experts.prompts)]
+    cases += [(replace(batched, offload=replace(batched.offload, expert_paging=ExpertPaging.hit)), experts.prompts)]
     expected = [each.expected for each, _ in pairs] + [ref.expected] * 5 + [experts.expected] * 2
     padded, disk = reference("bloom"), config_for(ref, Tier.nvme)
     coming = [(continuous(plain, LONG), ref.prompts), (continuous(disk), ref.prompts)]
     coming += [(continuous(config_for(padded)), padded.prompts)]
-    first, second = in_ranks(2, played, asked, coming)
+    first, second = in_ranks(2, played, cases, coming)
     assert first == second, "all admit the same rows"
     assert first[0] == expected
     long, *others = first[1]

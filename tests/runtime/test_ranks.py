@@ -64,13 +64,13 @@ def counted_reads() -> Iterator[ReadBytes]:
         yield found
 
 
-Asked = tuple[RuntimeConfig, Sequence[Sequence[int]], Gather]
+RunCase = tuple[RuntimeConfig, Sequence[Sequence[int]], Gather]
 
 
-def generated(ranks: Ranks, asked: Sequence[Asked]) -> list[list[list[int]]]:
+def generated(ranks: Ranks, cases: Sequence[RunCase]) -> list[list[list[int]]]:
     """What each of several runs generates, one after another."""
     found = list[list[list[int]]]()
-    for config, prompts, gather in asked:
+    for config, prompts, gather in cases:
         ranks.devices = replace(ranks.devices, gather=gather)
         found.append(completed(Runtime(config, ranks=ranks), prompts))
     return found
@@ -87,8 +87,8 @@ def test_tokens_of_ranks_are_those_of_transformers_for_all_kinds_of_families(
     pairs = [(reference(family), TIERS[turn % 2]) for turn, family in enumerate(families)]
     expected = [each.expected for each, _ in pairs]
     gather_of = {Tier.nvme: Gather.collective if size == 2 else Gather.memory, Tier.cpu: Gather.memory}
-    asked = [(config_for(each, tier), each.prompts, gather_of[tier]) for each, tier in pairs]
-    for found in in_ranks(size, generated, asked):
+    cases = [(config_for(each, tier), each.prompts, gather_of[tier]) for each, tier in pairs]
+    for found in in_ranks(size, generated, cases):
         assert found == expected
 
 
@@ -110,9 +110,9 @@ def test_tokens_of_ranks_are_those_of_transformers_however_a_pass_is_played(refe
     configs += [replace(plain, policy=replace(plain.policy, admission=Admission.continuous))] * 2
     configs += [replace(plain, kv=KVConfig(tier=tier, device_fraction=0.0)) for tier in (KVTier.cpu, KVTier.nvme)]
     ways = (Gather.collective, Gather.memory)
-    asked = [(config, ref.prompts, ways[turn % 2]) for turn, config in enumerate(configs)]
-    asked += [(plain, ref.prompts[:2], way) for way in ways]
-    for found in in_ranks(3, generated, asked):
+    cases = [(config, ref.prompts, ways[turn % 2]) for turn, config in enumerate(configs)]
+    cases += [(plain, ref.prompts[:2], way) for way in ways]
+    for found in in_ranks(3, generated, cases):
         assert found == [*(ref.expected for _ in configs), ref.expected[:2], ref.expected[:2]]
 
 
@@ -142,13 +142,13 @@ def bytes_read(ranks: Ranks, directory: Path) -> tuple[int, int]:
     config = config_for(Reference(directory=directory, prompts=[], expected=[], sampled=[]))
     runtime, records = Runtime(config, ranks=ranks), list[PassRecord]()
     requests = [runtime.request(str(i), [7 + i, 8, 9]) for i in range(6)]
-    asked = [each for each in requests if isinstance(each, Request)]
+    cases = [each for each in requests if isinstance(each, Request)]
     with counted_reads() as read:
         if ranks.rank:
-            list(runtime.follow(asked))
+            list(runtime.follow(cases))
         else:
-            with runtime.open_with_backoff(asked) as (_, session):
-                list(session.generate(asked, records.append))
+            with runtime.open_with_backoff(cases) as (_, session):
+                list(session.generate(cases, records.append))
             end_sessions(ranks)
     assert ranks.rank or sum(record.times.bytes_read_disk for record in records) <= read.num_bytes
     return read.num_bytes, len(records)
@@ -212,8 +212,8 @@ def test_what_ranks_cannot_do_yet_is_refused_by_name(changes: dict[str, Any], na
 
 @pytest.mark.parametrize("way", Parallelism)
 def test_a_setting_that_is_for_another_way_is_refused_by_name(way: Parallelism) -> None:
-    asked = [("gather", Gather.memory, Parallelism.sharded), ("experts", DividedExperts.whole, Parallelism.tensor)]
-    for key, value, other in asked:
+    cases = [("gather", Gather.memory, Parallelism.sharded), ("experts", DividedExperts.whole, Parallelism.tensor)]
+    for key, value, other in cases:
         if way is other:
             kept = DevicesConfig(way=way, **{key: value})
             assert kept.for_parallelism(way) == kept

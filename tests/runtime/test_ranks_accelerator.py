@@ -32,7 +32,7 @@ from tests.support import Reference
 __all__ = ["shape", "tensors"]  # fixtures
 
 References = Callable[[str], Reference]
-Asked = tuple[DevicesConfig, RuntimeConfig, Sequence[Sequence[int]]]
+RunCase = tuple[DevicesConfig, RuntimeConfig, Sequence[Sequence[int]]]
 WAYS = (
     DevicesConfig(way=Parallelism.sharded, gather=Gather.memory),
     DevicesConfig(way=Parallelism.sharded, gather=Gather.collective),
@@ -41,11 +41,11 @@ WAYS = (
 )
 
 
-def generated(ranks: Ranks, asked: Sequence[Asked]) -> list[tuple[list[list[int]], int]]:
+def generated(ranks: Ranks, cases: Sequence[RunCase]) -> list[tuple[list[list[int]], int]]:
     """What each of several runs generates, and how many bytes this rank has read. Copies are late in every other
     rank."""
     found = list[tuple[list[list[int]], int]]()
-    for devices, config, prompts in asked:
+    for devices, config, prompts in cases:
         ranks.devices = devices
         device = FakeDevice((False, ranks.rank % 2 == 0))
         with counted_reads() as read:
@@ -59,7 +59,7 @@ def test_tokens_of_ranks_with_accelerators_are_those_of_transformers_in_every_wa
     reads its share."""
     ref, moe = reference("llama"), reference("qwen3-moe")
     configs = [config_for(ref, tier=Tier.nvme, resident_layers=1), config_for(ref, tier=Tier.cpu, resident_layers=0)]
-    asked = [(way, config, ref.prompts) for way in WAYS for config in configs]
+    cases = [(way, config, ref.prompts) for way in WAYS for config in configs]
     mixtures = (
         WAYS[0],
         *(
@@ -67,18 +67,18 @@ def test_tokens_of_ranks_with_accelerators_are_those_of_transformers_in_every_wa
             for experts in (DividedExperts.rows, DividedExperts.whole)
         ),
     )
-    asked += [(way, config_for(moe, tier=Tier.cpu, resident_layers=1), moe.prompts) for way in mixtures]
-    ranks = in_ranks(2, generated, asked)
+    cases += [(way, config_for(moe, tier=Tier.cpu, resident_layers=1), moe.prompts) for way in mixtures]
+    ranks = in_ranks(2, generated, cases)
     for found in ranks:
         assert [tokens for tokens, _ in found] == [*[ref.expected] * len(WAYS) * 2, *[moe.expected] * len(mixtures)]
-    for (way, *_), (_, first), (_, second) in zip(asked, *ranks, strict=True):
+    for (way, *_), (_, first), (_, second) in zip(cases, *ranks, strict=True):
         if way.way is Parallelism.sharded:
             assert first == pytest.approx(second, rel=0.05)
 
 
-def on_cuda(ranks: Ranks, asked: Sequence[Asked]) -> list[list[list[int]]]:
+def on_cuda(ranks: Ranks, cases: Sequence[RunCase]) -> list[list[list[int]]]:
     found = list[list[list[int]]]()
-    for devices, config, prompts in asked:
+    for devices, config, prompts in cases:
         ranks.devices = devices
         found.append(completed(Runtime(replace(config, machine=CUDA), ranks=ranks), prompts))
     return found
@@ -89,9 +89,9 @@ def on_cuda(ranks: Ranks, asked: Sequence[Asked]) -> list[list[list[int]]]:
 def test_two_cards_come_to_the_tokens_of_one_in_every_way(reference: References) -> None:
     ref = reference("llama")
     configs = [config_for(ref, tier=Tier.nvme, resident_layers=1), config_for(ref, tier=Tier.cpu, resident_layers=0)]
-    asked = [(way, config, ref.prompts) for way in WAYS for config in configs]
-    for found in in_ranks(2, on_cuda, asked):
-        assert found == [on_the_device(ref)] * len(asked)
+    cases = [(way, config, ref.prompts) for way in WAYS for config in configs]
+    for found in in_ranks(2, on_cuda, cases):
+        assert found == [on_the_device(ref)] * len(cases)
 
 
 def test_of_devices_together_each_has_slots_and_weights_that_stay(shape: ModelShape) -> None:

@@ -27,43 +27,45 @@ from tests.tensor_bytes import TENSOR, held_each
 from tests.weight_loss import packed
 
 References = Callable[[str], Reference]
-Asked = tuple[RuntimeConfig, Sequence[Sequence[int]], DividedExperts]
+RunCase = tuple[RuntimeConfig, Sequence[Sequence[int]], DividedExperts]
 Coming = tuple[RuntimeConfig, Sequence[Sequence[int]]]
 AUTO, ROWS, WHOLE = DividedExperts.auto, DividedExperts.rows, DividedExperts.whole
 FAMILIES = ("llama, tied", "qwen3-moe", "gemma-3", "phi-3")  # more: python -m tests.rank_families way=tensor
 
 
-class Found(NamedTuple):
+class RunResult(NamedTuple):
     """What a rank has come to: the tokens of a run, or why there are none."""
 
     tokens: Sequence[Sequence[int]]
     error: str = ""
 
 
-def together(ranks: Ranks, asked: Sequence[Asked]) -> list[Found]:
-    return [_found(ranks, *each) for each in asked]
+def together(ranks: Ranks, cases: Sequence[RunCase]) -> list[RunResult]:
+    return [run_result(ranks, *each) for each in cases]
 
 
 def played(
-    ranks: Ranks, asked: Sequence[Asked], coming: Sequence[Coming], drawn: RuntimeConfig
-) -> tuple[list[Found], list[Admitted], Found]:
+    ranks: Ranks, cases: Sequence[RunCase], coming: Sequence[Coming], drawn: RuntimeConfig
+) -> tuple[list[RunResult], list[Admitted], RunResult]:
     """What several runs come to, how others admit their rows, and what one does that each rank draws with a seed of its
     own."""
-    found, entered = together(ranks, asked), [admitted(ranks, *each) for each in coming]
+    found, entered = together(ranks, cases), [admitted(ranks, *each) for each in coming]
     seeded = replace(drawn, sampling=replace(drawn.sampling, seed=ranks.rank))
-    return found, entered, _found(ranks, seeded, coming[0][1], AUTO)
+    return found, entered, run_result(ranks, seeded, coming[0][1], AUTO)
 
 
-def _found(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]], experts: DividedExperts) -> Found:
+def run_result(
+    ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]], experts: DividedExperts
+) -> RunResult:
     ranks.devices = replace(TENSOR, experts=AUTO if ranks.rank else experts)  # rank 0's counts
     try:
-        return Found(completed(Runtime(config, ranks=ranks), prompts))
+        return RunResult(completed(Runtime(config, ranks=ranks), prompts))
     except ConfigError as error:
-        return Found([], str(error))
+        return RunResult([], str(error))
 
 
-def of_one(asked: Sequence[Asked]) -> list[Found]:
-    return [Found(completed(Runtime(config), prompts)) for config, prompts, _ in asked]
+def of_one(cases: Sequence[RunCase]) -> list[RunResult]:
+    return [RunResult(completed(Runtime(config), prompts)) for config, prompts, _ in cases]
 
 
 @pytest.mark.slow("runtime/test_ranks_features.py::test_every_way_comes_to_the_completions_of_one_process")
@@ -74,9 +76,9 @@ def test_two_ranks_come_to_the_tokens_of_transformers_or_refuse_by_name(referenc
     refs = [reference(family) for family in FAMILIES]
     llama, moe = refs[0], refs[1]
     plain, mixture = config_for(llama), config_for(moe)
-    asked = [(config_for(ref, tier), ref, ROWS) for ref, tier in zip(refs, [Tier.cpu, *[Tier.nvme] * 3], strict=True)]
+    cases = [(config_for(ref, tier), ref, ROWS) for ref, tier in zip(refs, [Tier.cpu, *[Tier.nvme] * 3], strict=True)]
     flipped, batched = reference("gpt-oss"), replace(mixture.policy, schedule=Order.module_batched)
-    asked += [
+    cases += [
         (replace(plain, kv=KVConfig(tier=KVTier.nvme, device_fraction=0.0)), llama, AUTO),
         (replace(plain, policy=replace(plain.policy, prefill_chunk_tokens=7)), llama, AUTO),
         (replace(mixture, policy=batched), moe, WHOLE),
@@ -87,15 +89,15 @@ def test_two_ranks_come_to_the_tokens_of_transformers_or_refuse_by_name(referenc
         "bloom": "padded lanes cache all heads",
         "gpt-oss": "stored as (inputs, outputs); set devices.experts=whole",
     }
-    configs = [(config, ref.prompts, experts) for config, ref, experts in asked]
+    configs = [(config, ref.prompts, experts) for config, ref, experts in cases]
     configs += [(config_for(reference(family)), llama.prompts, ROWS) for family in refused]
     coming = [(continuous(config_for(llama, tier)), llama.prompts) for tier in (Tier.cpu, Tier.nvme)]
     drawn = config_for(llama, sampling=replace(GREEDY, temperature=0.8))
     first, second = in_ranks(2, played, configs, coming, drawn)
     assert first == second, "all admit the same rows"
     found, entered, unlike = first
-    assert [each.tokens for each in found[: len(asked)]] == [ref.expected for _, ref, _ in asked]
-    for each, why in zip(found[len(asked) :], refused.values(), strict=True):
+    assert [each.tokens for each in found[: len(cases)]] == [ref.expected for _, ref, _ in cases]
+    for each, why in zip(found[len(cases) :], refused.values(), strict=True):
         assert "devices=tensor" in each.error
         assert why in each.error
     assert [each.tokens for each in entered] == [llama.expected] * 2
@@ -112,24 +114,24 @@ def test_four_ranks_come_to_the_tokens_of_one_process(tmp_path: Path) -> None:
     drawn = config_for(ref, sampling=replace(GREEDY, temperature=0.8, top_p=0.95))
     kept = config_for(ref, Tier.cpu)
     rounded = replace(kept, model=replace(kept.model, quantize=Quantize.int8), kv=KVConfig(dtype=KVDType.int8))
-    asked = [(config, ref.prompts, AUTO) for config in (plain, drawn, rounded)]
+    cases = [(config, ref.prompts, AUTO) for config in (plain, drawn, rounded)]
     mixtral = synthesize("mixtral", tmp_path / "mixtral", num_key_value_heads=4)
     published, _ = write_published(mixtral, tmp_path, PUBLISHED["gptq"])
     uneven = synthesize("qwen3-moe", tmp_path / "uneven", num_key_value_heads=4, num_experts=6)
     stored = packed(uneven, Format.lossless, tmp_path / "packed")
     few = replace(GREEDY, max_new_tokens=4)
-    asked += [(config_for(_at(directory), sampling=few), ref.prompts, WHOLE) for directory in (published, stored)]
+    cases += [(config_for(_at(directory), sampling=few), ref.prompts, WHOLE) for directory in (published, stored)]
     refused = {
         "2 KV heads are not a multiple of 4": synthesize("llama", tmp_path / "two", num_key_value_heads=2),
         "it has only 3 experts; set devices.experts=rows": synthesize(
             "mixtral", tmp_path / "three", num_key_value_heads=4, num_local_experts=3
         ),
     }
-    expected = of_one(asked)
+    expected = of_one(cases)
     refused_asked = [(config_for(_at(directory)), ref.prompts, WHOLE) for directory in refused.values()]
-    for found in in_ranks(4, together, [*asked, *refused_asked]):
-        assert found[: len(asked)] == expected
-        for each, why in zip(found[len(asked) :], refused, strict=True):
+    for found in in_ranks(4, together, [*cases, *refused_asked]):
+        assert found[: len(cases)] == expected
+        for each, why in zip(found[len(cases) :], refused, strict=True):
             assert why in each.error
 
 
@@ -143,8 +145,8 @@ def test_each_rank_reads_its_part_of_the_weights_and_caches_its_part_of_the_head
     wide = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2, "num_key_value_heads": 4}
     dense = synthesize("llama", tmp_path / "wide", **wide)
     mixture = synthesize("mixtral", tmp_path / "mixture", **wide | {"intermediate_size": 512}, num_local_experts=6)
-    asked = [dense, mixture], 2, WHOLE
-    [whole], parts = in_ranks(1, held_each, *asked), in_ranks(4, held_each, *asked)
+    cases = [dense, mixture], 2, WHOLE
+    [whole], parts = in_ranks(1, held_each, *cases), in_ranks(4, held_each, *cases)
     of_all, expert_bytes = (5 * 1024 * 2, (5 + 2 * 6) * 1024 * 2), 2 * 3 * 1024 * 512 * 2
     for rank, part in enumerate(parts):
         for all_, own, common, experts, along in zip(whole, part, of_all, (0, expert_bytes), (0.02, 0.05), strict=True):

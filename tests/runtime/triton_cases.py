@@ -40,9 +40,9 @@ def codes_of(rows: Rows) -> Codes:
     return codes
 
 
-def are_equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    assert found.dtype == expected.dtype
-    return bool(((found == expected) | (found.isnan() & expected.isnan())).all())
+def are_equal(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    assert actual.dtype == expected.dtype
+    return bool(((actual == expected) | (actual.isnan() & expected.isnan())).all())
 
 
 def exact_product(x_MK: torch.Tensor, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,13 +85,13 @@ def test_products_are_those_of_the_numbers(name: str, tmp_path: Path) -> None:
     numbers = numbers_of(rows).nan_to_num(0, 0, 0)
     for num_rows, dtype in ((1, torch.float32), (19, torch.bfloat16)):
         x = random(num_rows, rows.shape[1]).to(dtype)
-        found = multiply(x, codes_of(rows))
+        actual = multiply(x, codes_of(rows))
         if "E4M3" in name or "E5M2" in name:  # infinities and NaN are among all bytes
             is_plain = numbers_of(rows).to(dtype).isfinite().all(1)
-            assert not bool(found[:, ~is_plain].isfinite().any())
-            assert_product(found[:, is_plain], x, numbers.to(dtype)[is_plain])
+            assert not bool(actual[:, ~is_plain].isfinite().any())
+            assert_product(actual[:, is_plain], x, numbers.to(dtype)[is_plain])
         else:
-            assert_product(found, x, numbers.to(dtype))
+            assert_product(actual, x, numbers.to(dtype))
 
 
 @pytest.mark.parametrize("name", ["gptq_v2, zero points", "awq", "bitsandbytes fp4", "pack-quantized, zero points"])
@@ -164,11 +164,11 @@ def assert_grouped(products, numbers_ENK: torch.Tensor, all_counts: list[list[in
     for counts in all_counts:
         x = random(sum(counts), numbers_ENK.shape[2]).to(numbers_ENK.dtype)
         ends = torch.tensor(counts).cumsum(0).int()
-        found = products(x, ends)
-        assert found.shape == (len(x), numbers_ENK.shape[1])
+        actual = products(x, ends)
+        assert actual.shape == (len(x), numbers_ENK.shape[1])
         for expert, count in enumerate(counts):
             rows = slice(int(ends[expert]) - count, int(ends[expert]))
-            assert_product(found[rows], x[rows], numbers_ENK[expert])
+            assert_product(actual[rows], x[rows], numbers_ENK[expert])
 
 
 def window4_experts(count: int, shape: tuple[int, int]) -> list[Window4Rows]:

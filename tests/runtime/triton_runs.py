@@ -44,9 +44,9 @@ def test_tokens_of_layers_that_kernels_decode_are_those_of_the_numbers(
     stored, plain = written(ref, family, name, tmp_path)
     prompts = [prompt[:9] for prompt in ref.prompts[:2]]
     with device_codes.interpreted():
-        found = tokens(on_a_device(ref, stored, Dequantize.stage), prompts, FakeDevice((False, True)))
+        actual = tokens(on_a_device(ref, stored, Dequantize.stage), prompts, FakeDevice((False, True)))
     assert launched, "kernels decode"
-    assert found == expected_tokens(plain, prompts)
+    assert actual == expected_tokens(plain, prompts)
 
 
 @pytest.mark.parametrize(("family", "name"), [("llama", "int4"), ("mixtral", "fp8"), ("gpt-oss", "mxfp4")])
