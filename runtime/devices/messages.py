@@ -140,7 +140,7 @@ def requests_digest(requests: Sequence[Request]) -> str:
     return digest.hexdigest()
 
 
-SESSION, OVER = "session", "over"
+SESSION, END = "session", "end"
 UNSUPPORTED = "devices={} does not support {}: {}"
 
 
@@ -165,13 +165,12 @@ def plan_from_broadcast(message: Values, planner: Planner, requests: Sequence[Re
     BudgetError."""
     if message["requests"] != requests_digest(requests):
         raise ConfigError(
-            "devices: this rank has read other rows than rank 0: all ranks need the same data set, "
-            "tokenizer and settings"
+            "devices: this rank has other requests than rank 0: use the same data, tokenizer and settings"
         )
     if message["weights"] != planner.model.fingerprint:
         raise ConfigError(
-            "devices: this rank finds other weights than rank 0 at model.path: copy the same checkpoint to "
-            "each machine, or read it where all see it"
+            "model.path: this rank has other weights than rank 0: copy the same checkpoint to each machine, or use a "
+            "shared directory"
         )
     kv, prefetch = KVConfig(**message["kv"]), PrefetchConfig(**message["prefetch"])
     policy = replace(PolicyConfig(**message["policy"]), kind=PolicyKind.fixed, pin=None)
@@ -186,15 +185,15 @@ def plan_from_broadcast(message: Values, planner: Planner, requests: Sequence[Re
         num_pages, needed = plan.placement.kv.num_pages, _max_request_pages(requests)
         if num_pages and needed > num_pages:
             raise BudgetError(
-                f"policy.admission=continuous: keys and values of the longest request take {needed} pages of "
-                f"{num_pages}: raise policy.num_micro_batches or offload.host_memory_gib, or set policy.admission=wave"
+                f"policy.admission=continuous: the longest request needs {needed} KV pages of {num_pages}: "
+                "raise policy.num_micro_batches or offload.host_memory_gib, or set policy.admission=wave"
             )
     return plan
 
 
 def num_admitting_ranks(plan: RunPlan, requests: Sequence[Request], num_ranks: int) -> int:
-    """Number of ranks that admit rows independently, each into an equal share of the KV pages: as many as leave room
-    for the longest request in each share."""
+    """Number of ranks that admit rows, each into an equal share of the KV pages: as many as leave room for the longest
+    request in each share."""
     num_pages = plan.placement.kv.num_pages
     if not num_pages:
         return num_ranks
@@ -202,11 +201,10 @@ def num_admitting_ranks(plan: RunPlan, requests: Sequence[Request], num_ranks: i
 
 
 def _max_request_pages(requests: Sequence[Request]) -> int:
-    """KV pages of the longest request."""
     tokens = max((max_cached_tokens(len(each.prompt_ids), each.max_new_tokens) for each in requests), default=0)
     return -(-tokens // PAGE_TOKENS)
 
 
 def end_sessions(ranks: Ranks) -> None:
     """Announces, from rank 0, that there will be no more sessions."""
-    ranks.broadcast({KIND: OVER})
+    ranks.broadcast({KIND: END})

@@ -1,10 +1,10 @@
 """Synchronization of ranks between passes: lanes of the next pass, finished sequences, and stopping.
 
-A rank that stops says so in the next exchange, whatever the others exchange there; they answer the same until all have.
-Within a pass, `Ranks.stop` wakes ranks that wait for bytes.
+A rank that stops sends STOPPING in the next exchange, whatever the others send there; they answer with STOPPING until
+all have. Within a pass, `Ranks.stop` wakes ranks that wait for bytes.
 
 Ranks that split a model run the same passes of the same rows. With tensor parallelism all ranks sample the same tokens;
-in a pipeline the last rank samples and broadcasts them. So only rank 0 writes results.
+in a pipeline the last rank samples and broadcasts them.
 """
 
 import zlib
@@ -30,13 +30,13 @@ from .messages import (
     encode_states,
 )
 
-MINIMUM = "least"
+MINIMUM = "minimum"
 
 
 class RankSync:
     """Synchronizes the ranks of one session. All ranks must make the same calls in the same order, except `stop` and
-    `all_states`, which the others answer within their own calls. The session must set `rows` (this rank's unfinished
-    sequences) and `states` (the states of those that have started)."""
+    `all_states`, which the others answer within their own calls. The session sets `rows` (this rank's unfinished
+    sequences) and `states` (their states, once started)."""
 
     def __init__(self, ranks: Ranks, should_stop: Callable[[], bool]):
         self.ranks, self._local_should_stop = ranks, should_stop
@@ -50,7 +50,7 @@ class RankSync:
         return self.ranks.is_stopping or self._local_should_stop()
 
     def agree_on_lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
-        """Agrees on the next pass: the largest number of lanes of any rank and the common phase. Raises Interrupted."""
+        """Agrees on the next pass: the most lanes of any rank, and the common phase or `mixed`. Raises Interrupted."""
         while True:
             if self.should_stop():
                 raise Interrupted(STOPPED)
@@ -70,13 +70,13 @@ class RankSync:
         message = {KIND: ENDED, "counts": values, "finished": encode_completions(finished)}
         replies = [each for each in self.ranks.exchange(message) if each[KIND] == ENDED]
         completions = [pair for each in replies for pair in decode_completions(each["finished"], requests)]
-        for place, _ in completions:
-            self._peer_states.pop(place, None)
+        for index, _ in completions:
+            self._peer_states.pop(index, None)
         return PassCounts.total(PassCounts(**each["counts"]) for each in replies if each["counts"]), completions
 
     def all_states(self) -> dict[int, SequenceState]:
         """Sequence states of all ranks, for rank 0 between passes or after the last one. Uses the last known states of
-        ranks that no longer answer."""
+        ranks that have ended."""
         try:
             if not self._has_stopped and not self.ranks.is_stopping:
                 self._exchange({KIND: STATES})
@@ -86,19 +86,19 @@ class RankSync:
         return {**self._peer_states, **self.states()}
 
     def stop(self) -> None:
-        """Makes all live ranks stop, and waits until they have."""
+        """Stops all live ranks and waits until they have."""
         self.ranks.stop()
         while not self._has_stopped:
             try:
                 replies = self.ranks.exchange({**self._own_states(), KIND: STOPPING})
-            except Interrupted:  # one of them has ended
+            except Interrupted:  # a rank has ended
                 self._has_stopped = True
                 return
             self._has_stopped = all(each.get(KIND) == STOPPING for each in replies)
             self._store_states([each for each in replies if each.get(KIND) == STOPPING])
 
     def abort_pass(self) -> None:
-        """Stops after an error within a pass, in which other ranks may wait for this one."""
+        """Stops after an error within a pass, while other ranks may wait for this one."""
         self.stop()
 
     def _exchange(self, message: Message) -> list[Message]:
@@ -118,38 +118,38 @@ class RankSync:
 
 
 class SyncBetweenPasses(RankSync):
-    """Synchronizes ranks that split a model, before each pass only: within a pass each waits for others."""
+    """Synchronizes ranks that split a model. They stop only between passes, since within a pass each waits for
+    others."""
 
     def should_stop(self) -> bool:
         return False
 
     def abort_pass(self) -> None:
-        """Sends nothing: the others wait within the pass and will notice that this process ends."""
+        """Sends nothing: the others wait within the pass and notice that this process ends."""
         self._has_stopped = True
 
     def min_over_ranks(self, counts: Sequence[int | None]) -> list[int | None]:
-        """Minimum of each count over all ranks; None, as the policy says, if any rank has None."""
-        replies = [each[MINIMUM] for each in self.ranks.exchange({KIND: MINIMUM, MINIMUM: counts})]
-        return [min(each) if None not in each else None for each in zip(*replies, strict=True)]
+        """Minimum of each count over all ranks; None (the policy's value) if any rank has None."""
+        replies = [reply[MINIMUM] for reply in self.ranks.exchange({KIND: MINIMUM, MINIMUM: counts})]
+        return [None if None in values else min(values) for values in zip(*replies, strict=True)]
 
 
 class PassSync(SyncBetweenPasses):
     """Synchronizes tensor-parallel ranks; checks that all run the same pass with the same tokens."""
 
     def agree_on_lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
-        """Returns its arguments. Raises Interrupted if a rank was asked to stop, PeerEnded, and ConfigError if a rank
-        has sampled other tokens."""
+        """Returns its arguments. Raises PeerEnded, Interrupted if a rank was asked to stop, and ConfigError if ranks
+        have sampled different tokens."""
         # Checksum of the last tokens of unfinished rows.
         last = [(i, len(each.generated), each.generated[-1]) for i, each in self.rows().items() if each.generated]
         checksum = zlib.crc32(repr(last).encode())
-        own = {KIND: LANES, "lanes": num_lanes, "phase": phase.value, "drawn": checksum}
+        own = {KIND: LANES, "lanes": num_lanes, "phase": phase.value, "checksum": checksum}
         replies = self.ranks.exchange({**own, STOPPING: self._local_should_stop()})
         if any(each[STOPPING] for each in replies):
             self._has_stopped = True
             raise Interrupted(STOPPED)
-        differing = [
-            rank for rank, each in enumerate(replies) if {**each, STOPPING: False} != {**replies[0], STOPPING: False}
-        ]
+        first = {**replies[0], STOPPING: False}
+        differing = [rank for rank, reply in enumerate(replies) if {**reply, STOPPING: False} != first]
         if differing:
             self._has_stopped = True
             raise ConfigError(
@@ -159,7 +159,7 @@ class PassSync(SyncBetweenPasses):
         return num_lanes, phase
 
     def stop(self) -> None:
-        """Has the others stop before their next pass, unless all are about to."""
+        """Stops the others before their next pass, unless all stop already."""
         if not self._has_stopped:
             self._has_stopped = True
             self.ranks.exchange({KIND: LANES, STOPPING: True})
@@ -170,7 +170,7 @@ class PassSync(SyncBetweenPasses):
 
 
 class PipelineSync(SyncBetweenPasses):
-    """Synchronizes pipeline ranks, only for stopping. The last rank, which has the generators, reports all states."""
+    """Synchronizes pipeline ranks, only for stopping. The last rank samples, so it reports all states."""
 
     def __init__(self, link: PipelineLink, local_should_stop: Callable[[], bool]):
         super().__init__(link.ranks, local_should_stop)
@@ -193,10 +193,10 @@ class PipelineSync(SyncBetweenPasses):
                 self._store_states(self.ranks.exchange(self._own_states()))
         except Interrupted:
             self._has_stopped = True
-        return {place: self._peer_states[place] for place in self.states() if place in self._peer_states}
+        return {index: self._peer_states[index] for index in self.states() if index in self._peer_states}
 
     def stop(self) -> None:
-        """Has the others stop before their next pass, unless all are about to."""
+        """Stops the others before their next pass, unless all stop already."""
         try:
             if not self._has_stopped:
                 self._exchange_or_stop({KIND: LANES, STOPPING: True})

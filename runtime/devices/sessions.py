@@ -1,6 +1,5 @@
-"""Sessions of several ranks: rank 0 announces the next block, each rank computes its part of every micro-batch, and all
-get the results. With continuous admission each rank admits its part of the rows, and all run passes until no rank has
-rows left.
+"""Sessions of several ranks. Rank 0 announces a block or a stream of rows, each rank computes its part of the rows, and
+all get the results. All run passes until no rank has rows left.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -25,7 +24,7 @@ WAVE, STREAM, CLOSED = "wave", "stream", "closed"
 
 class RankSession(Session):
     """Session that splits rows among ranks. Rank 0 calls `wave` and `stream`, the others `follow`. Pass records have
-    the tokens of all ranks, and this rank's times and bytes."""
+    the tokens of all ranks, but times and bytes of this rank."""
 
     def __init__(
         self,
@@ -125,7 +124,7 @@ class RankSession(Session):
 
     def _generate(self, batcher: Batcher, on_pass: OnPass) -> Generator[tuple[int, Completion]]:
         try:
-            yield from self._exchange_results(None)[1]
+            yield from self._exchange_results(None)[1]  # sequences that finished without a pass
             with batcher:
                 while True:
                     try:
@@ -151,12 +150,12 @@ class RankSession(Session):
 
 
 class SameRowsSession(RankSession):
-    """Session in which every rank has all rows (tensor and pipeline). All use the smallest rank's limits, so they admit
-    the same rows. Pass records have this rank's times and bytes."""
+    """Session in which every rank has all rows (tensor and pipeline). All use the smallest limits of any rank, to admit
+    the same rows."""
 
     @property
     def _sync(self) -> SyncBetweenPasses:
-        assert isinstance(self._rank_sync, SyncBetweenPasses), "ranks have the same rows"
+        assert isinstance(self._rank_sync, SyncBetweenPasses), "this session needs ranks with the same rows"
         return self._rank_sync
 
     def _own_rows(self, block: Block, remaining: Sequence[int]) -> tuple[Block, Sequence[int]]:

@@ -41,14 +41,14 @@ from .messages import (
 from .rank_sync import PassSync, PipelineSync, RankSync
 from .sessions import RankSession, SameRowsSession
 
-LANES_PER_RANK = 4  # so that a rank waits for lanes of others in a fifth of a pass at most
-MAX_ROWS = 64  # of a lane, where the policy leaves that open
-MAX_WEIGHT_SHARE = 0.5  # of the smallest budget, which weights take at most that are divided by time instead of memory
+LANES_PER_RANK = 4  # limits the pipeline bubble to a fifth of a pass
+MAX_ROWS = 64  # per lane, unless policy.micro_batch_size is set
+MAX_WEIGHT_SHARE = 0.5  # of the smallest budget; above it, stages are split by bytes instead of time
 
 
 def choose_rank_device(ranks: Ranks | None, name: str) -> ComputeDevice:
-    """The device of this process. Each rank on a machine takes its own accelerator; if the launcher makes only one
-    visible, that one. Raises ConfigError."""
+    """The device of this process. Each rank on a machine gets its own accelerator, or the only one that the launcher
+    makes visible. Raises ConfigError."""
     if ranks is None:
         return ComputeDevice(name)
     device = choose_device(name)
@@ -60,8 +60,7 @@ def choose_rank_device(ranks: Ranks | None, name: str) -> ComputeDevice:
 
 
 def accelerator_index(local_rank: int, num_local_ranks: int, count: int) -> int:
-    """Index of the accelerator for rank `place` of `num_here` on a machine with `count` accelerators. Raises
-    ConfigError."""
+    """Index of the accelerator of a rank on a machine with `count` accelerators. Raises ConfigError."""
     require(
         num_local_ranks <= count,
         f"devices: {num_local_ranks} ranks on this machine, but torch finds {count} accelerators: start one rank for "
@@ -74,25 +73,25 @@ def require_same_devices(ranks: Ranks, model: LoadedModel, device: ComputeDevice
     """Checks that ranks have separate devices of equal kind and dtype; all ranks must call it together. Raises
     ConfigError."""
     torch_device, kind = device.torch_device, "accelerator" if device.is_accelerator else "processor"
-    name, identity = "a processor", ""  # processors of one kind cannot be told apart here
+    name, identity = "a processor", ""
     if torch_device.type != "cpu":
         name = str(torch.get_device_module(torch_device).get_device_name(torch_device))
-    if torch_device.type == "cuda":  # the name of an accelerator by which all processes know it
+    if torch_device.type == "cuda":  # the UUID is the same in all processes
         identity = str(torch.cuda.get_device_properties(torch_device).uuid)
     dtype = str(model.compute_dtype).removeprefix("torch.")
     replies = ranks.exchange({"kind": kind, "dtype": dtype, "device": identity, "name": name})
-    known = Counter((ranks.machines[rank], each["device"]) for rank, each in enumerate(replies) if each["device"])
-    shared = [device for (_, device), times in known.items() if times > 1]
+    users = Counter((ranks.machines[rank], each["device"]) for rank, each in enumerate(replies) if each["device"])
+    shared = [device for (_, device), count in users.items() if count > 1]
     require(
         not shared,
-        f"devices: several ranks of a machine have the same accelerator ({', '.join(shared)}): leave its number out of "
-        "machine.device, and start as many ranks as there are accelerators",
+        f"devices: several ranks on a machine use the same accelerator ({', '.join(shared)}): set machine.device "
+        "without a number, and start one rank for each accelerator",
     )
     for rank, each in enumerate(replies):
-        _require_same(rank, each["kind"], kind, "on", "set machine=cpu, or machine.device")
+        _require_same(rank, each["kind"], kind, "on", "set machine=cpu or machine.device")
         _require_same(rank, each["dtype"], dtype, "in", "set model.dtype")
         if ranks.devices.way is Parallelism.tensor:
-            _require_same(rank, each["name"], name, "on", "take devices=sharded or pipeline")
+            _require_same(rank, each["name"], name, "on", "set devices=sharded or pipeline")
 
 
 def _require_same(rank: int, peer: str, own: str, how: str, remedy: str) -> None:
@@ -101,8 +100,8 @@ def _require_same(rank: int, peer: str, own: str, how: str, remedy: str) -> None
 
 
 class SharedRun(ABC):
-    """This rank's part of a run of several ranks. All make the same calls in the same order, except that rank 0 plans
-    and begins sessions while the others receive the plan and join.
+    """This rank's part of a run. All ranks make the same calls in the same order, except that rank 0 plans and begins
+    sessions while the others receive the plan and join.
 
     `all_gather` and `line`: transports. `split`: how the model's matrices are split. `budgets`: shared by all ranks for
     planning; None: each rank has its own."""
@@ -118,17 +117,16 @@ class SharedRun(ABC):
 
     @staticmethod
     def from_ranks(ranks: Ranks) -> "SharedRun":
-        return {Parallelism.tensor: TensorRun, Parallelism.pipeline: PipelineRun}.get(ranks.devices.way, ShardedRun)(
-            ranks
-        )
+        kinds = {Parallelism.tensor: TensorRun, Parallelism.pipeline: PipelineRun}
+        return kinds.get(ranks.devices.way, ShardedRun)(ranks)
 
     def rank_config(self, config: RuntimeConfig) -> RuntimeConfig:
         """`config` without features that need a single process. Raises ConfigError."""
         return config_for_ranks(config, self.way)
 
     def divide_model(self, model: LoadedModel, offload: OffloadConfig, device: ComputeDevice) -> LoadedModel:
-        """This rank's part of the model, which may be mutated. Raises ConfigError if the ranks cannot share it."""
-        encoder = UNSUPPORTED.format(self.way.value, "an encoder in front of a decoder", "take devices=one")
+        """Returns this rank's part of the model, which may be mutated. Raises ConfigError if it cannot be split."""
+        encoder = UNSUPPORTED.format(self.way.value, "encoder-decoder models", "set devices=one")
         require(not model.shape.has_encoder, encoder)
         require_same_devices(self.ranks, model, device)
         return model
@@ -136,8 +134,8 @@ class SharedRun(ABC):
     def share_memory(self, offload: OffloadConfig, device: ComputeDevice) -> None:
         """Sets `budgets` to what all ranks may use together; all ranks must call it together, after loading.
 
-        With shared memory it is the machine's memory. Otherwise it is the smallest rank's memory times the number of
-        ranks, since all get equally many rows; with tensor parallelism it counts once. Devices likewise."""
+        With shared memory it is the machine's memory, otherwise the smallest rank's memory times the number of ranks,
+        since all get equally many rows. With tensor parallelism it is the smallest rank's. Devices likewise."""
         own, ranks = make_budgets(offload, device), self.ranks
         replies = ranks.exchange({"host_bytes": own.host_bytes, "device_bytes": own.device_bytes})
         least = min(
@@ -153,12 +151,12 @@ class SharedRun(ABC):
             own = replace(own, host_bytes=ranks.size * least, num_copies=ranks.size)
         self.budgets = own
 
-    def agree_on_backends(self, found: BackendTable | None) -> BackendTable | None:
-        """Matrix-product backends of this rank, given the ones measured as fastest."""
-        return found
+    def agree_on_backends(self, measured: BackendTable | None) -> BackendTable | None:
+        """Returns the matrix-product backends to use, given the fastest ones on this rank."""
+        return measured
 
     def full_shape(self, shape: ModelShape) -> ModelShape | None:
-        """Shape of the whole model, given this rank's part, for a check against transformers; None: no check."""
+        """Shape of the whole model, for a check against transformers; None: no check. `shape`: this rank's part."""
         return shape
 
     def plan(
@@ -184,21 +182,21 @@ class SharedRun(ABC):
 
     @abstractmethod
     def rank_sync(self, should_stop: Callable[[], bool]) -> RankSync:
-        """The synchronization of ranks for one session."""
+        """Creates the synchronization of ranks for one session."""
 
     def require_broadcastable(self, requests: Sequence[Request]) -> None:
         """Raises ConfigError if a request needs results that ranks cannot exchange."""
-        # Only the last rank in a pipeline comes to them.
-        is_all = self.way is not Parallelism.pipeline or all(request.generates for request in requests)
-        others = "take devices=sharded, tensor or one"
-        require(is_all, UNSUPPORTED.format(self.way.value, "scores and embeddings", others))
+        # Only a pipeline's last rank has scores and embeddings.
+        is_supported = self.way is not Parallelism.pipeline or all(request.generates for request in requests)
+        remedy = "set devices=sharded, tensor or one"
+        require(is_supported, UNSUPPORTED.format(self.way.value, "scores and embeddings", remedy))
 
     def _broadcast(self, message: Values, **more: object) -> None:
         self.ranks.broadcast({KIND: SESSION, "plan": message, **more})
 
 
 class ShardedRun(SharedRun):
-    """Data-parallel ranks: each reads a share of every layer and computes its part of the rows."""
+    """Data-parallel ranks with sharded weights: each reads a share of every layer and computes its part of the rows."""
 
     session_kind = RankSession
 
@@ -208,8 +206,8 @@ class ShardedRun(SharedRun):
         return self._begin_session(memory)
 
     def join(self, message: Message) -> SessionResources:
-        place = message["memory"]
-        return self._begin_session(None if place is None else SharedMemory.open(self.ranks, place))
+        address = message["memory"]
+        return self._begin_session(None if address is None else SharedMemory.open(self.ranks, address))
 
     def _begin_session(self, memory: SharedMemory | None) -> SessionResources:
         self.ranks.begin_session()
@@ -227,9 +225,9 @@ class TensorRun(SharedRun):
         self.all_gather = AllGather(ranks)
         self.split = TensorSplit(self.all_gather)
 
-    def agree_on_backends(self, found: BackendTable | None) -> BackendTable | None:
-        """Rank 0's backends, so that all ranks compute products in the same way."""
-        table = self.ranks.exchange({"table": None if found is None else found.to_plain()})[0]["table"]
+    def agree_on_backends(self, measured: BackendTable | None) -> BackendTable | None:
+        """Returns rank 0's backends, so that all ranks compute products in the same way."""
+        table = self.ranks.exchange({"table": None if measured is None else measured.to_plain()})[0]["table"]
         return None if table is None else BackendTable.from_plain(table)
 
     def full_shape(self, shape: ModelShape) -> None:
@@ -240,13 +238,13 @@ class TensorRun(SharedRun):
 
 
 class PipelineRun(SharedRun):
-    """Pipeline-parallel ranks: each holds some layers. Rank 0 plans for each rank with its shape and budget, and takes
-    the blocks of the rank that holds the fewest sequences."""
+    """Pipeline-parallel ranks: each holds some layers. Rank 0 plans for each with its shape and budget, and uses the
+    blocks of the rank that fits the fewest sequences."""
 
     def __init__(self, ranks: Ranks):
         super().__init__(ranks)
         self._full_shape: ModelShape | None = None
-        self._shapes: tuple[ModelShape, ...] = ()  # the model as each rank sees it
+        self._shapes: tuple[ModelShape, ...] = ()  # of each rank's part
         self._budgets: tuple[Budgets, ...] = ()
 
     def divide_model(self, model: LoadedModel, offload: OffloadConfig, device: ComputeDevice) -> LoadedModel:
@@ -255,15 +253,15 @@ class PipelineRun(SharedRun):
         model, ranks, way = super().divide_model(model, offload, device), self.ranks, self.way.value
         require(
             not model.padding.separate_rows,
-            UNSUPPORTED.format(way, f"rows apart ({model.padding.separate_rows})", "take devices=one"),
+            UNSUPPORTED.format(way, f"one row at a time ({model.padding.separate_rows})", "set devices=one"),
         )
         own = make_budgets(offload, device)
         own = replace(own, host_bytes=own.host_bytes // ranks.num_local_ranks)
         replies = ranks.exchange({"budgets": vars(own), "weights": model.fingerprint})
         is_same = all(each["weights"] == replies[0]["weights"] for each in replies)
-        require(is_same, f"devices={way}: ranks have other weights than rank 0 at model.path")
+        require(is_same, f"model.path: with devices={way} all ranks need the same weights as rank 0")
         self._full_shape, self._budgets = model.shape, tuple(Budgets(**each["budgets"]) for each in replies)
-        # No rank takes longer than it must, or where weights may not fit that way, none holds more than it must.
+        # Balance compute time; if weights may not fit then, balance bytes.
         parts = split_stages(model.shape.stages, ranks.size)
         heaviest = max(restrict_to_stages(model.shape, part).weight_bytes for part in parts)
         if heaviest > MAX_WEIGHT_SHARE * min(each.compute_bytes for each in self._budgets):
@@ -286,8 +284,7 @@ class PipelineRun(SharedRun):
     def plan(
         self, planner: Planner, requests: Sequence[Request], blocks: tuple[Block, ...] | None, chunk_tokens: int | None
     ) -> Values:
-        """Plans for all ranks and returns the message to broadcast. Raises BudgetError if one of them has no room."""
-        # As many lanes as keep all ranks busy, where the policy leaves their number open.
+        """Plans for all ranks and returns the message to broadcast. Raises BudgetError if a rank has no room."""
         config, policy = planner.config, planner.config.policy
         count = policy.num_micro_batches or LANES_PER_RANK * self.ranks.size
         rows = policy.micro_batch_size or min(MAX_ROWS, max(1, -(-len(requests) // count)))
@@ -317,13 +314,13 @@ class PipelineRun(SharedRun):
         return replace(planner, model=model, fixed_budgets=self._budgets[rank])
 
     def rank_sync(self, should_stop: Callable[[], bool]) -> PipelineSync:
-        assert self.pipeline_link is not None, "it is there once the model is"
+        assert self.pipeline_link is not None, "`divide_model` creates the link"
         return PipelineSync(self.pipeline_link, should_stop)
 
 
 @contextmanager
 def _name_rank_in_errors(rank: int) -> Generator[None]:
-    """Adds the rank to messages of BudgetError."""
+    """Adds the rank to the message of a BudgetError."""
     try:
         yield
     except BudgetError as error:

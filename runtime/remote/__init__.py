@@ -1,1 +1,1 @@
-"""Files of object stores by URL: whole reads and writes with retries, and local copies."""
+"""Files in object stores, by URL: reads and writes with retries, and local copies."""

@@ -25,29 +25,29 @@ from .object_store import ObjectStore, StoredFile
 log = logging.getLogger(__name__)
 
 RANGE_BYTES = 16 * MIB
-NUM_RANGES = 8  # that are asked for at once
+NUM_RANGES = 8  # read at once
 SECONDS_PER_LINE, SECONDS_PER_LOOK = 10.0, 0.5
 NAME = re.compile(r"[^/\\\0]+")
 
 
 def local_copy(store: ObjectStore, cache: Path, patterns: Sequence[str], error_type: type[WeightstreamError]) -> Path:
-    """The file, or the directory of those files whose names `patterns` match, that lies at the store's URL, as a copy
-    below `cache`. Hidden files and folders inside are passed over.
-
-    Raises `error_type` where nothing is there, or no room here; StorageError, ConfigError and Interrupted.
-    """
+    """Copies the file at the store's URL, or the directory's files that match `patterns`, to `cache` and returns the
+    path. Skips hidden files and subdirectories. Raises `error_type` if there is no such file or no room, StorageError,
+    ConfigError and Interrupted."""
     files = store.list_files(is_deep=False)
     selected = files if "" in files else {name: files[name] for name in files if _is_selected(name, patterns)}
     if not selected:
-        what = f"{format_count(len(files), 'file')} and none of {', '.join(patterns)}" if files else "nothing there"
-        raise error_type(f"{store.key}={store.url}: there is {what}")
+        problem = (
+            f"none of {format_count(len(files), 'file')} matches {', '.join(patterns)}" if files else "no such file"
+        )
+        raise error_type(f"{store.key}={store.url}: {problem}")
     name = store.url.rstrip("/").rpartition("/")[2]
     listing = [store.url, *([each, file.num_bytes, file.tag] for each, file in sorted(selected.items()))]
     folder = cache / "copies" / hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:24]
     root = folder / name if "" not in selected else folder
     targets = {each: root / (each or name) for each in selected}
     if not all(target.exists() for target in targets.values()):
-        try:  # others have no look at what may be private in its store
+        try:  # mode 0700: the files may be private in their store
             root.parents[0].mkdir(parents=True, exist_ok=True)
             root.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
@@ -64,7 +64,7 @@ def _is_selected(name: str, patterns: Sequence[str]) -> bool:
 
 @contextmanager
 def _lock(path: Path, store: ObjectStore) -> Iterator[None]:
-    """Locks the copy against other processes; waits until the holder is done or has ended."""
+    """Locks the copy against other processes. The lock ends with its process."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         has_logged = False
@@ -74,7 +74,7 @@ def _lock(path: Path, store: ObjectStore) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if not has_logged:
-                    log.info("another process copies %s", store.url)
+                    log.info("waiting for another process that copies %s", store.url)
                 has_logged = True
                 _raise_if_stopped(store)
                 time.sleep(SECONDS_PER_LOOK)
@@ -85,7 +85,7 @@ def _lock(path: Path, store: ObjectStore) -> Iterator[None]:
 
 def _raise_if_stopped(store: ObjectStore) -> None:
     if store.retry.should_stop():
-        raise Interrupted(f"stopped while {store.url} was copied; start the same command again to resume")
+        raise Interrupted(f"stopped while copying {store.url}; start the same command again to resume")
 
 
 def _copy(
@@ -94,7 +94,7 @@ def _copy(
     targets: Mapping[str, Path],
     error_type: type[WeightstreamError],
 ) -> None:
-    """Fetches the files that are not at their targets yet. The caller holds the copy's lock."""
+    """Fetches the missing files. The caller must hold the copy's lock."""
     missing = {name: file for name, file in files.items() if not targets[name].exists()}
     partial_bytes = sum(_file_bytes(_partial_path(targets[name])) for name in missing)
     done_bytes, all_bytes = 0, sum(file.num_bytes for file in missing.values()) - partial_bytes
@@ -102,8 +102,8 @@ def _copy(
     free = shutil.disk_usage(folder).free
     if free < all_bytes:
         raise error_type(
-            f"{store.key}={store.url} takes {format_bytes(all_bytes)} of copies, and {format_bytes(free)} are free in "
-            f"{folder}: make room, or set XDG_CACHE_HOME or offload.cache_dir"
+            f"{store.key}={store.url}: a local copy needs {format_bytes(all_bytes)}, and {folder} has "
+            f"{format_bytes(free)} free: make room, or set offload.cache_dir or XDG_CACHE_HOME"
         )
     log.info("copying %s, %s of %s", store.url, format_count(len(missing), "file"), format_bytes(all_bytes))
     logged_at = time.monotonic()
@@ -120,16 +120,16 @@ def _copy(
                         done_bytes += len(data)
                         if time.monotonic() - logged_at >= SECONDS_PER_LINE:
                             logged_at = time.monotonic()
-                            done, whole = format_bytes(done_bytes), format_bytes(all_bytes)
-                            log.info("copying %s: %s of %s", store.url, done, whole)
+                            progress = format_bytes(done_bytes), format_bytes(all_bytes)
+                            log.info("copying %s: %s of %s", store.url, *progress)
                 out.flush()
-                os.fsync(out.fileno())
+                os.fsync(out.fileno())  # before the rename: a crash must not leave an incomplete target
         except OSError as error:
-            raise StorageError(f"{partial} cannot be written: {error.strerror or error}") from error
+            raise StorageError(f"{partial}: cannot write: {error.strerror or error}") from error
         if store.list_files(is_deep=False).get(name) != file or _file_bytes(partial) != file.num_bytes:
             partial.unlink()
-            raise StorageError(f"{store.url} was written while it was copied ({name}): start the command again")
-        partial.replace(targets[name])  # after fsync and the size check: a target is always complete
+            raise StorageError(f"{store.url}: {name} changed while it was copied: start the same command again")
+        partial.replace(targets[name])  # atomic: a target is always complete
 
 
 def _read_range(
@@ -140,9 +140,9 @@ def _read_range(
     try:
         data = store.read(name, begin, end)
     except FileNotFoundError as error:
-        raise error_type(f"{store.key}={store.url}: {name} went away while it was copied") from error
+        raise error_type(f"{store.key}={store.url}: {name} was deleted while it was copied") from error
     if len(data) != end - begin:
-        raise StorageError(f"{store.url} gave {len(data):,} of {end - begin:,} bytes of {name}")
+        raise StorageError(f"{store.url}: {name}: read {len(data):,} of {end - begin:,} bytes")
     return data
 
 

@@ -20,7 +20,7 @@ from ..errors import ConfigError, Interrupted, StorageError, WeightstreamError
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
-STOP_CHECK_SECONDS = 0.2  # how often a pause looks whether the job shall stop
+STOP_CHECK_SECONDS = 0.2  # between checks of `should_stop`
 MAX_CHARACTERS = 200
 T = TypeVar("T")
 
@@ -31,18 +31,16 @@ def never() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """Retry time in seconds and the function that can end it. `key`: the setting of the time, for messages."""
+    """How long to retry, and a function that can end it. `key`: the setting of `seconds`, for messages."""
 
     seconds: float = 300.0
     should_stop: Callable[[], bool] = never
     key: str | None = None
 
     def run(self, action: str, call: Callable[[], T], *, permanent: tuple[type[Exception], ...] = ()) -> T:
-        """What `call` comes to, which does `what`. Errors of ours, FileExistsError and `permanent` ones pass at once.
-
-        Every other Exception is a failure that may pass, since what the libraries of stores raise has no common root.
-        Raises StorageError when time is up, Interrupted when the job shall stop.
-        """
+        """Returns `call()`, retried with exponential backoff. Raises WeightstreamError, FileExistsError and `permanent`
+        at once, StorageError after `seconds`, and Interrupted. `action` describes the call in messages."""
+        # Retries every other Exception: those of store libraries have no common base class.
         deadline, pause = time.monotonic() + self.seconds, FIRST_PAUSE_SECONDS
         while True:
             try:
@@ -54,8 +52,8 @@ class RetryPolicy:
                 if remaining <= 0:
                     key = f" ({self.key})" if self.key is not None else ""
                     raise StorageError(
-                        f"{action} failed: {describe_error(error)}; it was tried for {self.seconds:g} s{key}. "
-                        "Nothing is lost: start the same command again"
+                        f"{action} failed: {describe_error(error)}; retried for {self.seconds:g} s{key}; nothing is "
+                        "lost: start the same command again"
                     ) from error
                 pause = min(pause, remaining)
                 log.warning(
@@ -76,9 +74,9 @@ def describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}  # of ours, by scheme
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}  # extras of this package, by scheme
 TAGS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "created")
-PERMANENT_ERRORS = (FileNotFoundError, PermissionError)  # where nothing was begun: a mistake in the command
+PERMANENT_ERRORS = (FileNotFoundError, PermissionError)  # in a first call: the URL or credentials are wrong
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +89,11 @@ class StoredFile:
 
 
 class ObjectStore:
-    """What lies below `url`, which the setting `key` names. Names of files are what follows on the URL and a slash.
-
-    All of it raises StorageError where the store fails for longer than `retry`, and Interrupted.
-    """
+    """Files below `url`, the value of the setting `key`, by their path relative to it. All methods raise Interrupted,
+    and StorageError if the store fails for longer than `retry`."""
 
     def __init__(self, url: str, key: str, retry: RetryPolicy | None = None):
-        """Raises ConfigError for a URL with credentials, of an unknown scheme, or whose library is not installed."""
+        """Raises ConfigError if the URL has credentials or an unknown scheme, or its library is not installed."""
         require_plain_url(url, key)
         self.url, self.key, self.retry = url.rstrip("/"), key, retry or RetryPolicy()
         scheme = self.url.partition("://")[0]
@@ -105,26 +101,26 @@ class ObjectStore:
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url, **options)
         except ImportError as error:
-            extra = f"'weightstream[{EXTRAS[scheme]}]'" if scheme in EXTRAS else "what it names"
+            extra = f"'weightstream[{EXTRAS[scheme]}]'" if scheme in EXTRAS else "that library"
             raise ConfigError(
-                f"{key}={self.url} needs a library ({describe_error(error)}): pip install {extra}"
+                f"{key}={self.url}: a library is missing ({describe_error(error)}): pip install {extra}"
             ) from error
         except ValueError as error:
-            raise ConfigError(f"{key}={self.url} is of no scheme that fsspec knows: {describe_error(error)}") from error
+            raise ConfigError(f"{key}={self.url}: fsspec does not know the scheme: {describe_error(error)}") from error
 
     def list_files(self, *, is_deep: bool) -> Mapping[str, StoredFile]:
-        """The files below the URL, by name; `is_deep`: those in folders too. The name of a URL that is a file is empty.
-        Nothing where there is none. Raises ConfigError where nobody may look."""
+        """Files below the URL, by name, with subdirectories if `is_deep`. If the URL is a file, its name is empty.
+        Empty if nothing exists. Raises ConfigError if access is denied."""
         return self._call_first("listing", lambda: self._list(is_deep), {})
 
     def read(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
-        """The bytes of a file, or those in a range. Raises FileNotFoundError."""
+        """Reads a file or a byte range of it. Raises FileNotFoundError."""
         call = partial(self._fs.cat_file, self._path(name), start=begin, end=end)
         return self._call("reading", name, call, permanent=(FileNotFoundError,))
 
     def write(self, name: str, data: bytes, *, exclusive: bool = False, is_first: bool = False) -> None:
-        """Puts a file there, of which a reader sees all or nothing. `exclusive`: raises FileExistsError where one is
-        there. `is_first`: of all that is written, so that a bucket that is not there, or not ours, is a ConfigError."""
+        """Writes a file atomically. `exclusive`: raises FileExistsError if it exists. `is_first`: the run's first
+        write, so that a missing bucket or denied access raises ConfigError."""
         call = partial(self._write, self._path(name), data, exclusive)
         if is_first:
             self._call_first(f"writing {name}", call, None)
@@ -132,7 +128,7 @@ class ObjectStore:
             self._call("writing", name, call)
 
     def remove(self, name: str) -> None:
-        """Takes a file away, which may be gone already."""
+        """Deletes a file if it exists."""
         with suppress(FileNotFoundError):
             self._call("removing", name, partial(self._fs.rm_file, self._path(name)), permanent=(FileNotFoundError,))
 
@@ -144,7 +140,8 @@ class ObjectStore:
         return self.retry.run(f"{action} {url} ({self.key})", call, permanent=permanent)
 
     def _call_first(self, action: str, call: Callable[[], T], absent: T | None) -> T:
-        """A call that is among the first: what cannot pass is refused at once, but for `absent` where that is given."""
+        """Runs a first call: permanent errors raise ConfigError. Returns `absent` for a missing file, unless it is
+        None."""
         try:
             return self.retry.run(f"{action} at {self.url} ({self.key})", call, permanent=PERMANENT_ERRORS)
         except PERMANENT_ERRORS as error:
@@ -169,7 +166,7 @@ class ObjectStore:
         fs = self._fs
         if exclusive and fs.exists(path):
             raise FileExistsError(path)
-        if isinstance(fs, LocalFileSystem):  # whose readers would see a half
+        if isinstance(fs, LocalFileSystem):  # rename: readers must not see a partial file
             folder, _, name = path.rpartition("/")
             temp = f"{folder}/.{name}.{secrets.token_hex(4)}.tmp"
             fs.pipe_file(temp, data)

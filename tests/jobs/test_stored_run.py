@@ -258,7 +258,7 @@ def test_a_url_that_gives_a_secret_away_is_refused_without_it(
 
 
 def test_a_place_that_cannot_be_is_refused_before_anything_is_generated(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no scheme that fsspec knows"):
+    with pytest.raises(ConfigError, match="fsspec does not know the scheme"):
         run(tmp_path, "nonsense://bucket/prefix")
     assert not list(tmp_path.iterdir())
 

@@ -165,8 +165,8 @@ def test_a_model_and_a_data_set_at_urls_give_the_rows_of_their_copies(
 
 def test_a_model_that_is_not_there_is_refused_by_url_and_key(server: S3Server, cache: Path, tmp_path: Path) -> None:
     for place in (f"s3://{BUCKET}/nothing", "s3://nowhere/model"):
-        with pytest.raises(CheckpointError, match=f"model.path={place}: there is nothing there"):
+        with pytest.raises(CheckpointError, match=f"model.path={place}: no such file"):
             run(tmp_path, None, model=ModelConfig(name="hf", path=place))
     path = f"s3://{BUCKET}/nothing.jsonl"
-    with pytest.raises(DatasetError, match=f"dataset.path={path}: there is nothing there"):
+    with pytest.raises(DatasetError, match=f"dataset.path={path}: no such file"):
         run(tmp_path, None, dataset=DatasetConfig(kind=DatasetKind["jsonl"], path=path))

@@ -86,7 +86,7 @@ def test_what_is_written_while_it_is_copied_is_no_copy(tmp_path: Path, place: Pl
         return read(name, begin, end)
 
     place.read = writing  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(StorageError, match="was written while it was copied"):
+    with pytest.raises(StorageError, match="changed while it was copied"):
         copied(place, tmp_path)
     assert list(tmp_path.rglob("*.safetensors*")) == []
 
@@ -101,7 +101,7 @@ def test_a_copy_that_has_no_room_is_refused_with_numbers(
 ) -> None:
     usage = copies.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(copies.shutil, "disk_usage", lambda path: usage._replace(free=512))
-    with pytest.raises(CheckpointError, match=r"model\.path=memory://.* takes .* of copies, and 512 B.* are free"):
+    with pytest.raises(CheckpointError, match=r"model\.path=memory://.* a local copy needs .* has 512 B.* free"):
         copied(place, tmp_path)
 
 
