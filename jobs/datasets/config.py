@@ -1,6 +1,5 @@
-"""Dataset settings and the entry point `read_rows`. `KINDS` collects the input kinds that the modules in `kinds/`
-define; `conf/dataset/*.yaml` mirrors `DatasetConfig` key for key.
-"""
+"""Dataset settings and the entry point `read_rows`. `KINDS`: the input kinds of the modules in `kinds/`.
+`conf/dataset/*.yaml` mirrors `DatasetConfig` key for key."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -35,7 +34,7 @@ class DatasetKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetConfig(DatasetFields):
-    """Settings of one dataset. Refuses a key that the chosen kind does not use, so none is silently ignored."""
+    """Settings of one dataset. Raises ConfigError for a key that the kind does not use: none is silently ignored."""
 
     kind: DatasetKind = DatasetKind["tasks"]
 
@@ -44,27 +43,26 @@ class DatasetConfig(DatasetFields):
         for field in fields(self):
             unused = field.name in _KIND_SPECIFIC_KEYS - kind.keys
             is_set = getattr(self, field.name) != field.default
-            others = ", ".join(each for each, other in KINDS.items() if field.name in other.keys)
-            why = f"dataset.{field.name} has no meaning for {name}: it has for dataset={others}"
+            others = ", ".join(other for other, spec in KINDS.items() if field.name in spec.keys)
+            error = f"dataset.{field.name} is not supported by {name}, only by dataset={others}"
             if unused and is_set and field.name == "path" and (other := kind_from_suffix(self.path or "")):
-                why += f"; did you mean dataset={other}?"
-            require(not (unused and is_set), why)
+                error += f"; did you mean dataset={other}?"
+            require(not (unused and is_set), error)
         require("path" not in kind.keys or bool(self.path), f"{name} needs {kind.needs}")
-        why = f"dataset.chat_template has no meaning for {name}: its rows say themselves whether they are chats"
-        require(not (kind.has_chats and self.chat_template), why)
+        error = f"dataset.chat_template is not supported by {name}: each request defines whether it is a chat"
+        require(not (kind.has_chats and self.chat_template), error)
         is_chat = kind.has_chats or self.chat_template
         for key in self.chat_only_keys:
             require(is_chat, f"dataset.{key} needs dataset.chat_template=true")
         is_default = (self.num_examples, self.trial) == (DatasetFields.num_examples, DatasetFields.trial)
         require(
             "few_shot_path" not in kind.keys or self.few_shot_path is not None or is_default,
-            "dataset.num_examples and dataset.trial choose examples: they need dataset.few_shot_path",
+            "dataset.num_examples and dataset.trial need dataset.few_shot_path",
         )
         require("prompt" not in kind.keys or bool(self.prompt), f"{name} needs dataset.prompt='TEXT'")
         require(
             self.window_rows is None or self.repeat == 1,
-            f"dataset.window_rows reads each row once, and dataset.repeat={self.repeat} holds them: sampling.n asks "
-            "a row several times",
+            f"dataset.window_rows does not support dataset.repeat={self.repeat}: set sampling.n instead",
         )
         super().__post_init__()
 
@@ -75,32 +73,29 @@ class DatasetConfig(DatasetFields):
 
 
 def input_kind_hint(config: DatasetConfig) -> str:
-    """Hint for an input without usable rows: names another kind if its first file looks like one. Empty if not."""
+    """A hint for an input without usable rows: the kind that its first file looks like. Empty if there is none."""
     kind = config.kind.name
     if not config.path or is_url(config.path) or kind == "hub":
         return ""
     path = Path(config.path).expanduser()
-    first_file = (
-        path if path.is_file() else next((each for each in sorted(path.glob("[!._]*")) if each.is_file()), None)
-    )
-    return "" if first_file is None else other_kind_hint(first_file, kind if kind in ("csv", "parquet") else "jsonl")
+    files = [path] if path.is_file() else [file for file in sorted(path.glob("[!._]*")) if file.is_file()]
+    return other_kind_hint(files[0], kind if kind in ("csv", "parquet") else "jsonl") if files else ""
 
 
 def read_rows(config: DatasetConfig, *, count_tokens: CountTokens | None = None, encodes: bool = False) -> list[Row]:
     """Reads all rows of a dataset: limited, repeated, with unique ids, in an order that depends on the input only.
 
-    `encodes`: True for jobs that encode instead of generate. `count_tokens` counts a rendered prompt's tokens; only
-    `dataset.window_tokens` needs it.
+    `encodes`: True for jobs that encode instead of generate. `count_tokens`: required with `dataset.window_tokens`.
 
-    Raises ConfigError if `count_tokens` is needed and missing. Raises DatasetError if the dataset cannot be used: not
-    found, unreadable, empty, a missing column, duplicate ids (`dedupe=refuse`), a bad row (`on_bad_row=fail`).
+    Raises ConfigError without a required `count_tokens`. Raises DatasetError if the dataset cannot be used: not found,
+    unreadable, empty, a missing column, duplicate ids (`dedupe=refuse`), a bad row (`on_bad_row=fail`).
     """
     rows = list(islice(KINDS[config.kind.name].rows(config, count_tokens), config.limit))
     if not rows:
-        raise DatasetError(f"dataset.path={config.path} holds no rows (dataset.kind={config.kind.value})")
+        raise DatasetError(f"dataset.path={config.path} has no rows (dataset.kind={config.kind.value})")
     require(
         len(rows) * config.repeat <= MAX_ROWS,
-        f"dataset.repeat={config.repeat:,} times {len(rows):,} rows is above the {MAX_ROWS:,} that a run can have",
+        f"dataset.repeat={config.repeat:,} times {len(rows):,} rows is above the limit of {MAX_ROWS:,} rows per run",
     )
     rows = KINDS[config.kind.name].reject_other_job(rows, encodes)
     reject_bad_rows(rows, config.on_bad_row)

@@ -100,13 +100,12 @@ class DatasetFields:
     reserve_tokens: int = 64  # reserved for the completion: sampling.max_new_tokens
 
     chat_template: bool = False  # render prompts with the model's chat template
-    chat_template_kwargs: dict[str, bool | int | float | str] | None = (
-        None  # extra template arguments, e.g. enable_thinking
-    )
+    # extra template arguments, e.g. enable_thinking
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     system_prompt: str | None = None
     keep_columns: bool = True  # copy the row's other fields to the output
     max_row_bytes: int = 8 * MIB  # per row as stored: a longer row becomes an error row and is not kept in memory
-    window_rows: int | None = None  # output rows in memory at a time; null: WINDOW_ROWS, or as begun
+    window_rows: int | None = None  # output rows in memory at a time; null: WINDOW_ROWS, or as the run was started
     limit: int | None = None  # rows read, before repeat
     repeat: int = 1  # copies of each row; replicas of `a` are `a#1`, `a#2` ...
     dedupe: DuplicatePolicy = DuplicatePolicy.refuse
@@ -120,7 +119,7 @@ class DatasetFields:
 
     @property
     def has_turns(self) -> bool:
-        """True if a row may be a multi-turn chat; each later turn is a run of its own."""
+        """True if a row may be a multi-turn chat; each later turn is a separate run."""
         return self.turns_field is not None or self.turns is Turns.all
 
     def __post_init__(self) -> None:
@@ -135,33 +134,32 @@ class DatasetFields:
             require(getattr(self, key) != "", f"dataset.{key} is empty; use null to leave it unset")
         # exactly one source of the prompt, with all keys that it needs
         chats = [key for key in ("messages_field", "turns_field") if getattr(self, key) is not None]
-        require(len(chats) < 2, "dataset.messages_field and dataset.turns_field both have chats: set one of them")
+        require(len(chats) < 2, "dataset.messages_field and dataset.turns_field exclude each other: set one of them")
         for key in ("template", "few_shot_path"):
-            is_chat = bool(chats) and getattr(self, key) is not None
-            require(not is_chat, f"dataset.{key} makes prompts, dataset.{''.join(chats)} has chats: set one of them")
+            has_both = bool(chats) and getattr(self, key) is not None
+            require(not has_both, f"dataset.{key} and dataset.{''.join(chats)} exclude each other: set one of them")
         is_named = self.prompt_field != DatasetFields.prompt_field
         require(
             self.template is None or not is_named,
-            f"dataset.prompt_field={self.prompt_field} has no effect beside dataset.template: set one of them",
+            f"dataset.prompt_field={self.prompt_field} has no effect with dataset.template: set one of them",
         )
         require(
             (self.few_shot_path is None) == (self.few_shot_template is None),
-            "dataset.few_shot_path and dataset.few_shot_template need each other: which examples, and how one looks, "
+            "dataset.few_shot_path and dataset.few_shot_template must be set together, "
             "e.g. 'dataset.few_shot_template=\"Question: {question}\\nAnswer: {answer}\"'",
         )
-        taken = sorted(TEMPLATE_KEYWORDS & (self.chat_template_kwargs or {}).keys())
-        require(not taken, f"dataset.chat_template_kwargs.{''.join(taken[:1])} is set by the run itself")
+        reserved = sorted(TEMPLATE_KEYWORDS & (self.chat_template_kwargs or {}).keys())
+        require(not reserved, f"dataset.chat_template_kwargs.{''.join(reserved[:1])} is reserved: leave it out")
         delimiter = self.csv_delimiter
         require(
             len(delimiter) == 1 and delimiter.isascii() and delimiter not in '"\r\n\0',
             f"dataset.csv_delimiter must be one ASCII character, got {delimiter!r}",
         )
-        limit = self.limit
-        is_possible = limit is None or 1 <= limit <= MAX_INPUT_ROWS
-        require(is_possible, f"dataset.limit must be 1 to {MAX_INPUT_ROWS:,} rows, got {limit}")
-        window = self.window_rows
-        is_possible = window is None or 1 <= window <= MAX_ROWS
-        require(is_possible, f"dataset.window_rows must be 1 to {MAX_ROWS:,} rows, or null, got {window}")
+        limit, window = self.limit, self.window_rows
+        is_valid = limit is None or 1 <= limit <= MAX_INPUT_ROWS
+        require(is_valid, f"dataset.limit must be 1 to {MAX_INPUT_ROWS:,} rows, got {limit}")
+        is_valid = window is None or 1 <= window <= MAX_ROWS
+        require(is_valid, f"dataset.window_rows must be 1 to {MAX_ROWS:,} rows, or null, got {window}")
         require(1 <= self.repeat <= MAX_ROWS, f"dataset.repeat must be 1 to {MAX_ROWS:,}, got {self.repeat}")
         require(
             1 <= self.max_row_bytes <= GIB,

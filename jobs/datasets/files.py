@@ -23,21 +23,16 @@ from runtime.remote.object_store import ObjectStore
 from runtime.units import MIB
 
 CHUNK_BYTES, HEAD_BYTES = MIB, MIB // 16
-COMPRESSION_MAGIC = {
-    b"\x1f\x8b": "gzip",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ\0": "xz",
-    b"\x28\xb5\x2f\xfd": "zstd",
-}  # magic bytes
+COMPRESSION_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 PARQUET, TAR, TAR_OFFSET = b"PAR1", b"ustar", 257
 UNSUPPORTED_MAGIC = {  # formats with rows that are not text, by magic bytes
-    PARQUET: "Parquet: dataset=parquet",
-    b"ARROW1": "an Arrow file: write it as Parquet, and take dataset=parquet",
+    PARQUET: "Parquet: set dataset=parquet",
+    b"ARROW1": "an Arrow file: convert it to Parquet, and set dataset=parquet",
     b"PK\x03\x04": "a zip archive or a spreadsheet: unpack it, or save it as CSV",
     b"7z\xbc\xaf\x27\x1c": "a 7z archive: unpack it",
-    b"\x04\x22\x4d\x18": "packed by lz4: unpack it with lz4 -d",
-    b"\x89HDF": "an HDF5 file: write it as Parquet, and take dataset=parquet",
+    b"\x04\x22\x4d\x18": "compressed by lz4: unpack it with lz4 -d",
+    b"\x89HDF": "an HDF5 file: convert it to Parquet, and set dataset=parquet",
 }
 KIND_BY_SUFFIX = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
@@ -45,18 +40,17 @@ KIND_BY_SUFFIX = {
     ".parquet": "parquet",
 }
 KIND_NAMES = {"csv": "CSV", "jsonl": "JSON", "parquet": "Parquet"}
-CACHE_DIR: ContextVar[str | None] = ContextVar("COPIES", default=None)  # `offload.cache_dir` of the run that reads rows
+CACHE_DIR: ContextVar[str | None] = ContextVar("COPIES", default=None)  # offload.cache_dir of the run
 
 
 def require_existing_path(path: str, key: str = "path") -> Path:
-    """Returns the path of a dataset. Raises DatasetError if it does not exist, or is a URL where only a path is
-    allowed."""
+    """Returns the path of a dataset. Raises DatasetError if it does not exist or is a URL."""
     if is_url(path):
-        raise DatasetError(f"dataset.{key}={path} is a URL: copy what is there, and name the copy")
+        raise DatasetError(f"dataset.{key}={path} is a URL, not a path: download it, and set the path of the copy")
     root = Path(path).expanduser()
     if not root.exists():
         is_glob = any(sign in path for sign in "*?[")
-        hint = "; a pattern is not taken: name a file, or a directory, of which all files are read" if is_glob else ""
+        hint = "; patterns are not supported: set a file, or a directory to read all its files" if is_glob else ""
         raise DatasetError(f"dataset.{key}={path} does not exist (looked for {root.absolute()}){hint}")
     return root
 
@@ -71,7 +65,9 @@ def list_files(path: str, suffixes: tuple[str, ...], key: str = "path") -> list[
     if root.is_file():
         return [root]
     if not root.is_dir():
-        raise DatasetError(f"dataset.{key}={path} is neither a file nor a directory: devices and pipes may never end")
+        raise DatasetError(
+            f"dataset.{key}={path} is neither a file nor a directory; devices and pipes are not supported"
+        )
     names = (entry for entry in root.iterdir() if not entry.name.startswith((".", "_")))
     files = sorted(entry for entry in names if entry.name.endswith(suffixes) and entry.is_file())
     if not files:
@@ -86,8 +82,8 @@ def _download_copy(url: str, suffixes: tuple[str, ...], key: str) -> Path:
 
 
 def open_bytes(path: Path) -> io.BufferedReader:
-    """Opens a file for reading. Decompresses by magic bytes, whatever the name; converts UTF-16 with a byte order mark
-    to UTF-8. Raises DatasetError if the file is not text, and OSError."""
+    """Opens a file for reading. Decompresses by magic bytes, not by name; converts UTF-16 with a byte order mark to
+    UTF-8. Raises DatasetError if the file is not text, and OSError."""
     compression = detect_compression(path)
     stream: io.BufferedReader
     if compression == "zstd":
@@ -99,9 +95,9 @@ def open_bytes(path: Path) -> io.BufferedReader:
         stream = path.open("rb")
     try:
         head = stream.peek(TAR_OFFSET + len(TAR))
-        unsupported = next((told for magic, told in UNSUPPORTED_MAGIC.items() if head.startswith(magic)), None)
+        unsupported = next((hint for magic, hint in UNSUPPORTED_MAGIC.items() if head.startswith(magic)), None)
         if unsupported is None and head[TAR_OFFSET:].startswith(TAR):
-            unsupported = "a tar archive: unpack it, and name a file in it"
+            unsupported = "a tar archive: unpack it, and set the path of a file in it"
         if unsupported is not None:
             raise DatasetError(f"{path} is {unsupported}")
         is_utf16 = stream.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
@@ -118,7 +114,7 @@ def detect_compression(path: Path) -> str | None:
         head = file.read(max(map(len, COMPRESSION_MAGIC)))
     compression = next((name for magic, name in COMPRESSION_MAGIC.items() if head.startswith(magic)), None)
     if head and compression is None and path.name.endswith(COMPRESSED_SUFFIXES):
-        raise OSError(f"its name ends in {path.suffix}, and it is not packed so: rename it")
+        raise OSError(f"its name ends in {path.suffix}, but its content is not compressed that way: rename it")
     return compression
 
 
@@ -135,7 +131,7 @@ def _transcode_utf16(stream: io.BufferedReader) -> Iterator[bytes]:
         while chunk := stream.read(CHUNK_BYTES):
             yield decoder.decode(chunk).encode("utf-8", "surrogatepass")
     if decoder.getstate()[0]:
-        raise EOFError("it is UTF-16 and ends within a character")
+        raise EOFError("UTF-16 text that ends inside a character")
 
 
 class _ChunkStream(io.RawIOBase):
@@ -173,7 +169,7 @@ def skip_bytes(stream: io.BufferedReader, num_bytes: int) -> None:
 
 
 def other_kind_hint(path: Path, kind: str) -> str:
-    """Message suffix that names the kind a file looks like, if it is not `kind`; else empty."""
+    """A message suffix with the kind that a file looks like; empty if that is `kind` or unknown."""
     other = ""
     with suppress(DatasetError), translate_read_errors(path):
         with path.open("rb") as file:
@@ -181,9 +177,8 @@ def other_kind_hint(path: Path, kind: str) -> str:
         if not other:
             with open_bytes(path) as stream:
                 text = stream.read(HEAD_BYTES).decode("utf-8", "replace").removeprefix("\ufeff").lstrip()
-            is_csv = kind_from_suffix(path.name) == "csv" or any(
-                _has_equal_columns(text, delimiter) for delimiter in ",\t;|"
-            )
+            has_columns = any(_has_equal_columns(text, delimiter) for delimiter in ",\t;|")
+            is_csv = kind_from_suffix(path.name) == "csv" or has_columns
             other = "jsonl" if text.startswith(("{", "[")) else "csv" if is_csv else ""
     return f"; {path.name} looks like {KIND_NAMES[other]}: dataset={other}" if other and other != kind else ""
 

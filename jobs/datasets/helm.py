@@ -1,6 +1,4 @@
-"""Helpers for HELM inputs: in-context example selection, and parsing and hashing of the requests that its dry run
-writes.
-"""
+"""Helpers for HELM inputs: selection of in-context examples; parsing and hashing of requests of its dry run."""
 
 import hashlib
 import json
@@ -32,8 +30,7 @@ ItemT = TypeVar("ItemT", bound=Item)
 
 
 def choose_examples(items: Sequence[ItemT], count: int, trial: int) -> list[ItemT]:
-    """Selects HELM's in-context examples: `count` of `items`, or all if there are fewer; the same for all prompts of a
-    trial.
+    """Selects HELM's in-context examples for all prompts of a trial: `count` of `items`, or all if there are fewer.
 
     Classes (answers) take turns, the most frequent first, ties in random order; each turn takes one random item of its
     class. Draws match Python's `random` seeded with `trial`.
@@ -77,18 +74,18 @@ REQUEST_DEFAULTS: Mapping[str, Json] = {  # of HELM's `Request`, without model n
     "response_format": None,
 }
 UNSUPPORTED_FIELDS: Mapping[str, str] = {  # error message for a non-default value
-    "embedding": "asks for an embedding, and this run generates",
-    "echo_prompt": "asks for the scores of its prompt, and this run generates: weightstream score scores texts",
-    "presence_penalty": "cannot be honoured",
-    "frequency_penalty": "cannot be honoured",
-    "multimodal_prompt": "is more than text",
-    "image_generation_parameters": "asks for a picture",
-    "response_format": "cannot be honoured for a single request: sampling.json_schema binds all of a run",
+    "embedding": "is not supported: this run generates text",
+    "echo_prompt": "is not supported: use weightstream score for scores of a prompt",
+    "presence_penalty": "is not supported",
+    "frequency_penalty": "is not supported",
+    "multimodal_prompt": "is not supported: only text is",
+    "image_generation_parameters": "is not supported: only text is generated",
+    "response_format": "is not supported per request: set sampling.json_schema for the whole run",
 }
 
 
 def request_digest(request: Mapping[str, Json]) -> str:
-    """Hash (32 characters) of everything a request asks, except the model; equal requests have equal digests."""
+    """Hash (32 characters) of all fields of a request except the model; equal requests have equal digests."""
     values = {key: request.get(key, default) for key, default in REQUEST_DEFAULTS.items()}
     integers = {key: int(value) for key, value in values.items() if isinstance(value, float) and value.is_integer()}
     text = json.dumps({**values, **integers}, sort_keys=True)
@@ -98,9 +95,9 @@ def request_digest(request: Mapping[str, Json]) -> str:
 def read_request(request: Fields, *, may_be_chat: bool) -> tuple[Content, SamplingOverrides]:
     """Parses a HELM request: content and sampling overrides. Raises BadRecord naming the field."""
     fields = {key: REQUEST_DEFAULTS[key] if request.get(key) is None else request[key] for key in REQUEST_DEFAULTS}
-    for key, why in UNSUPPORTED_FIELDS.items():
+    for key, reason in UNSUPPORTED_FIELDS.items():
         if fields[key] != REQUEST_DEFAULTS[key]:
-            raise BadRecord(f"request.{key}={shorten(str(fields[key]))} {why}")
+            raise BadRecord(f"request.{key}={shorten(str(fields[key]))} {reason}")
     stops = fields["stop_sequences"]
     if not isinstance(stops, list):
         raise BadRecord("request.stop_sequences is not a list of texts")
@@ -125,6 +122,6 @@ def read_request(request: Fields, *, may_be_chat: bool) -> tuple[Content, Sampli
 def _read_number(fields: Fields, key: str, least: float, most: float = sys.float_info.max) -> float:
     value = fields[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        wanted = f"of {least} or more" if most == sys.float_info.max else f"from {least} to {most:,}"
-        raise BadRecord(f"request.{key}={shorten(str(value))} is not a number {wanted}")
+        allowed = f"of {least} or more" if most == sys.float_info.max else f"from {least} to {most:,}"
+        raise BadRecord(f"request.{key}={shorten(str(value))} is not a number {allowed}")
     return value

@@ -51,7 +51,7 @@ SAMPLING_FIELDS = frozenset(
     {"max_tokens", "temperature", "top_p", "stop", "n", "seed", "logprobs", *STRUCTURE_FIELDS, *VLLM_FIELDS}
 )
 ALTERNATIVES = {  # supported ways to get the same effect
-    "reasoning_effort": "body.chat_template_kwargs, where the model's template knows it",
+    "reasoning_effort": "body.chat_template_kwargs, if the model's template has it"
 }
 
 ParsedRequest: TypeAlias = tuple[Content, SamplingOverrides]
@@ -73,21 +73,18 @@ def read_chat(body: Fields) -> ParsedRequest:
         raise BadRecord("body.chat_template_kwargs is not an object")
     reserved = sorted(TEMPLATE_KEYWORDS & kwargs.keys())
     if reserved:
-        raise BadRecord(f"body.chat_template_kwargs.{reserved[0]} is set by the run itself")
+        raise BadRecord(f"body.chat_template_kwargs.{reserved[0]} is reserved: leave it out")
     tools = check_objects(fields["tools"], "body.tools") if "tools" in fields else []
     if tools and fields.get("tool_choice") != "none":
         kwargs = {**kwargs, "tools": [*tools]}
-    has_logprobs, num_top = (
-        fields.get("logprobs", False),
-        _read_integer(fields, "top_logprobs", maximum=MAX_TOP_LOGPROBS),
-    )
+    has_logprobs = fields.get("logprobs", False)
+    num_top = _read_integer(fields, "top_logprobs", maximum=MAX_TOP_LOGPROBS)
     if not isinstance(has_logprobs, bool):
         raise BadRecord("body.logprobs is not true or false")
     if num_top is not None and not has_logprobs:
         raise BadRecord("body.top_logprobs needs body.logprobs=true")
-    return Content(messages=chat, template_kwargs=kwargs), _read_overrides(
-        fields, max(1, num_top or 0) if has_logprobs else None
-    )
+    overrides = _read_overrides(fields, max(1, num_top or 0) if has_logprobs else None)
+    return Content(messages=chat, template_kwargs=kwargs), overrides
 
 
 def read_completion(body: Fields) -> ParsedRequest:
@@ -100,14 +97,14 @@ def read_completion(body: Fields) -> ParsedRequest:
 
 def _read_prompt(value: Json) -> Content:
     """Reads one string or one list of token ids, alone or as the only item of a list."""
-    one = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list) else value
-    if not isinstance(one, list):
-        return Content(prompt=check_text(one, "body.prompt"))
-    ids = parse_token_ids(one)
+    prompt = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list) else value
+    if not isinstance(prompt, list):
+        return Content(prompt=check_text(prompt, "body.prompt"))
+    ids = parse_token_ids(prompt)
     if ids is None:
-        is_several = len(one) > 1 and all(isinstance(each, str | list) for each in one)
-        why = "one prompt is read, so give each a line of its own" if is_several else "neither texts nor token ids"
-        raise BadRecord(f"body.prompt is a list: {why}")
+        is_several = len(prompt) > 1 and all(isinstance(item, str | list) for item in prompt)
+        reason = "has several prompts: write a line for each" if is_several else "is not a text or list of token ids"
+        raise BadRecord(f"body.prompt {reason}")
     return Content(prompt_ids=ids)
 
 
@@ -130,32 +127,27 @@ def supported_fields(
         if key == "model" or key in known | CALLER_FIELDS:
             continue
         if key not in without_effect:
-            hint = f": {ALTERNATIVES[key]} does" if key in ALTERNATIVES else ""
-            raise BadRecord(f"body.{shorten(key)[1:-1]} cannot be honoured for a single line{hint}")
+            hint = f": set {ALTERNATIVES[key]}" if key in ALTERNATIVES else ""
+            raise BadRecord(f"body.{shorten(key)[1:-1]} is not supported{hint}")
         # compare types too: 0 == False in Python
-        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in without_effect[key]):
-            raise BadRecord(f"body.{key}={shorten(str(value))} cannot be honoured: leave it out")
+        if not any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in without_effect[key]):
+            raise BadRecord(f"body.{key}={shorten(str(value))} is not supported: leave it out")
     check_text(fields.get("model"), "body.model")
     return fields
 
 
 def _read_overrides(fields: Fields, logprobs: int | None) -> SamplingOverrides:
-    max_tokens, max_completion_tokens = (
-        _read_integer(fields, "max_tokens"),
-        _read_integer(fields, "max_completion_tokens"),
-    )
-    if max_tokens is not None and max_completion_tokens is not None and max_tokens != max_completion_tokens:
-        raise BadRecord(
-            f"body.max_tokens={max_tokens} and body.max_completion_tokens={max_completion_tokens} are two limits"
-        )
+    max_tokens, max_completion = _read_integer(fields, "max_tokens"), _read_integer(fields, "max_completion_tokens")
+    if max_tokens is not None and max_completion is not None and max_tokens != max_completion:
+        raise BadRecord(f"body.max_tokens={max_tokens} and body.max_completion_tokens={max_completion} differ: set one")
     stop = fields.get("stop")
     stops = stop if isinstance(stop, list) else [stop]
     return SamplingOverrides(
-        max_new_tokens=max_tokens if max_completion_tokens is None else max_completion_tokens,
+        max_new_tokens=max_tokens if max_completion is None else max_completion,
         temperature=_read_number(fields, "temperature", minimum=0, maximum=2),
         top_p=_read_number(fields, "top_p", minimum=0, maximum=1),
         stop=None if stop is None else [check_text(text, "a stop string of body.stop") for text in stops],
-        # -1 is vLLM's value for all tokens, 0 ours
+        # all tokens: -1 in vLLM, 0 here
         top_k=None if (top_k := _read_integer(fields, "top_k", minimum=-1)) is None else max(0, top_k),
         min_p=_read_number(fields, "min_p", minimum=0, maximum=1),
         repetition_penalty=_read_number(fields, "repetition_penalty", minimum=0, maximum=sys.float_info.max),
@@ -178,8 +170,7 @@ class _StructuredOutput(TypedDict, total=False):
 
 
 def _read_structured_output(fields: Fields) -> _StructuredOutput:
-    """Reads the constraint from OpenAI's or vLLM's fields; at most one may be set. Schemas are compiled later, with the
-    run's other requests."""
+    """Reads the constraint from OpenAI's or vLLM's fields; at most one may be set. Schemas are compiled later."""
     structures: list[tuple[str, Json, str]] = [
         (GUIDED_FIELDS[key], fields[key], f"body.{key}") for key in GUIDED_FIELDS if key in fields
     ]
@@ -188,7 +179,7 @@ def _read_structured_output(fields: Fields) -> _StructuredOutput:
     if "response_format" in fields:
         structures += _parse_response_format(fields["response_format"])
     if len(structures) > 1:
-        raise BadRecord(f"{' and '.join(where for _, _, where in structures)} are two structures")
+        raise BadRecord(f"{' and '.join(key for _, _, key in structures)} exclude each other: set one of them")
     return _read_structure(*structures[0]) if structures else {}
 
 
@@ -198,7 +189,7 @@ def _vllm_structures(value: Json) -> list[tuple[str, Json, str]]:
         raise BadRecord(f"{where} is not an object")
     values = {key: item for key, item in value.items() if item is not None and item is not False}
     for key in values.keys() - {*GUIDED_FIELDS.values(), "json_object"}:
-        raise BadRecord(f"{where}.{shorten(key)[1:-1]} cannot be honoured: leave it out")
+        raise BadRecord(f"{where}.{shorten(key)[1:-1]} is not supported: leave it out")
     return [(key, item, f"{where}.{key}") for key, item in values.items()]
 
 
@@ -206,16 +197,16 @@ def _parse_response_format(value: Json) -> list[tuple[str, Json, str]]:
     where = "body.response_format"
     if not isinstance(value, dict):
         raise BadRecord(f"{where} is not an object")
-    kind, described = value.get("type"), value.get("json_schema")
+    kind, named_schema = value.get("type"), value.get("json_schema")
     if kind == "text":
         return []
     if kind == "json_object":
         return [("json_object", True, where)]
     if kind != "json_schema":
         raise BadRecord(f"{where}.type must be text, json_object or json_schema, got {shorten(str(kind))}")
-    if not isinstance(described, dict):
+    if not isinstance(named_schema, dict):
         raise BadRecord(f"{where}.json_schema is not an object with a name and a schema")
-    return [("json", described.get("schema"), f"{where}.json_schema.schema")]
+    return [("json", named_schema.get("schema"), f"{where}.json_schema.schema")]
 
 
 def _read_structure(kind: str, value: Json, where: str) -> _StructuredOutput:
@@ -280,7 +271,7 @@ INPUT_FIELDS = frozenset({"input", "text_1", "text_2"})
 def read_embeddings(body: Fields) -> EncodeInputs:
     """Parses an embeddings body: strings or token ids. Raises BadRecord naming the field."""
     if body.get("dimensions") is not None:
-        raise BadRecord("body.dimensions cannot be honoured: a vector has as many numbers as the model's hidden states")
+        raise BadRecord("body.dimensions is not supported: vectors have the model's hidden size")
     fields = supported_fields(body, {"input", "encoding_format"}, ENCODE_NO_EFFECT_VALUES)
     if fields.get("encoding_format", "float") not in FORMATS:
         raise BadRecord(f"body.encoding_format must be {' or '.join(FORMATS)}")
@@ -298,8 +289,8 @@ def read_score(body: Fields) -> EncodeInputs:
     firsts, seconds = _read_texts(fields, "text_1"), _read_texts(fields, "text_2")
     if len(firsts) not in (1, len(seconds)):
         raise BadRecord(
-            f"body.text_1 has {len(firsts):,} texts and body.text_2 {len(seconds):,}: pairs are made of one text with "
-            "each, or of as many on both sides"
+            f"body.text_1 has {len(firsts):,} texts and body.text_2 {len(seconds):,}: text_1 needs one, or as many as "
+            "text_2"
         )
     return EncodeInputs(texts=firsts, second_texts=seconds)
 
@@ -311,15 +302,13 @@ ENCODE_ENDPOINTS: Mapping[str, Callable[[Fields], EncodeInputs]] = {
 
 
 def parse_endpoint(url: Json) -> str | None:
-    """Maps a line's url to an endpoint; also Azure's form without `/v1`, and with a trailing slash. Returns None if
-    unknown."""
-    path = url.rstrip("/") if isinstance(url, str) else ""
-    return next((each for each in (path, f"/v1{path}") if each in {*ENDPOINTS, *ENCODE_ENDPOINTS}), None)
+    """Maps a url to an endpoint, also without `/v1` (Azure) or with a trailing slash. Returns None if unknown."""
+    path, known = url.rstrip("/") if isinstance(url, str) else "", {*ENDPOINTS, *ENCODE_ENDPOINTS}
+    return next((endpoint for endpoint in (path, f"/v1{path}") if endpoint in known), None)
 
 
 def summarize_body(body: Fields) -> Fields:
-    """Body to store in each output row. A list of several inputs is replaced by its length and digest, since each input
-    has a row."""
+    """The body to store in each output row: a list of several inputs, which have a row each, becomes a digest."""
     summary = dict(body)
     for key in INPUT_FIELDS & body.keys():
         value = body[key]
@@ -329,7 +318,7 @@ def summarize_body(body: Fields) -> Fields:
 
 
 def count_inputs(summary: Json) -> int:
-    """Number of inputs of a field of `summarize_body`."""
+    """The number of inputs in a field of `summarize_body`."""
     count = summary.get("count") if isinstance(summary, dict) else None
     return count if isinstance(count, int) else 1
 

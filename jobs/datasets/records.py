@@ -1,4 +1,4 @@
-"""One record of an input: validates its id, prompt, columns and sampling overrides, or reports why it is unusable."""
+"""Validation of one input record: id, prompt, columns and sampling overrides; raises BadRecord if it is unusable."""
 
 import json
 import math
@@ -28,7 +28,7 @@ TYPE_NAMES = {
 }
 NUM_FIELDS_LISTED = 8
 MAX_INDEX_DIGITS = 9
-SHAREGPT_ROLES = {  # by what ShareGPT's files and their like have at `from`
+SHAREGPT_ROLES = {  # by the value of `from` in ShareGPT-like files
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "model"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
@@ -44,10 +44,8 @@ class BadRecord(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One item of an input: its fields, or the error that kept them from being read.
-
-    `name` is `file:line`; `location` is the prefix of every error about the record.
-    """
+    """An item of an input: its fields, or the error if it cannot be read. `name`: `file:line`. `location`: prefix of
+    every error about the record."""
 
     name: str
     location: str
@@ -63,7 +61,7 @@ class Record:
 @dataclass(frozen=True, kw_only=True)
 class Content:
     """Request of a record: a prompt as text or token ids (`prompt_ids`), or messages with an empty prompt. `reference`:
-    answer that came with it; `template_kwargs`: extra arguments of the chat template; `later_turns`: user messages of
+    the record's own answer. `template_kwargs`: extra arguments of the chat template. `later_turns`: user messages of
     the following turns."""
 
     prompt: str = ""
@@ -78,12 +76,12 @@ ReadContent: TypeAlias = Callable[[Fields], Content]
 
 
 def too_long_record(name: str, location: str, num_bytes: int, max_row_bytes: int) -> Record:
-    error = f"{location}: the row has {num_bytes:,} bytes, dataset.max_row_bytes={max_row_bytes:,} are the most"
+    error = f"{location}: the row has {num_bytes:,} bytes, above dataset.max_row_bytes={max_row_bytes:,}"
     return Record(name=name, location=location, error=error)
 
 
 def num_text_bytes(value: object) -> int:
-    """Lower bound for the bytes of all strings in a row, counting one byte per character."""
+    """A lower bound for the bytes of all strings in a row: one byte per character."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Mapping):
@@ -128,23 +126,21 @@ def read_field(fields: Fields, name: str, key: str) -> Json:
 
 
 def format_field_names(fields: Fields) -> str:
-    """Formats the first field names for a message."""
     return f"its fields: {', '.join(shorten(name, 30) for name in list(fields)[:NUM_FIELDS_LISTED]) or 'none'}"
 
 
 def check_text(value: Json, what: str, may_be_empty: bool = False) -> str:
-    """Returns `value` if it is a valid prompt text: a string, not empty, without NUL or lone surrogates. Raises
-    BadRecord."""
+    """Returns `value` if it is a nonempty string without NUL or lone surrogates, else raises BadRecord."""
     if not isinstance(value, str):
         raise BadRecord(f"{what} is {TYPE_NAMES[type(value)]}, not text")
     if not value and not may_be_empty:
         raise BadRecord(f"{what} is empty")
     if "\0" in value:
-        raise BadRecord(f"{what} holds a NUL character at position {value.index(chr(0))}")
+        raise BadRecord(f"{what} has a NUL character at position {value.index(chr(0))}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise BadRecord(f"{what} holds a lone surrogate, which UTF-8 cannot encode") from None
+        raise BadRecord(f"{what} has a lone surrogate, which UTF-8 cannot encode") from None
     return value
 
 
@@ -162,11 +158,12 @@ def read_messages(fields: Fields, name: str) -> list[Message]:
         try:
             value = parse_json(value)
         except ValueError as error:
-            raise BadRecord(f"{what} is a text and no JSON of a list of messages: {error}") from None
+            raise BadRecord(f"{what} is text, but not a JSON list of messages: {error}") from None
     if not isinstance(value, list) or not value:
         raise BadRecord(f"{what} is not a list of messages")
     where = shorten(name)
-    return check_messages([_from_sharegpt(each, f"message {i} of {where}") for i, each in enumerate(value)], where)
+    messages = [_from_sharegpt(message, f"message {i} of {where}") for i, message in enumerate(value)]
+    return check_messages(messages, where)
 
 
 def _from_sharegpt(message: Json, what: str) -> Json:
@@ -175,7 +172,7 @@ def _from_sharegpt(message: Json, what: str) -> Json:
         return message
     role, more = message["from"], {key: value for key, value in message.items() if key not in ("from", "value")}
     if not isinstance(role, str) or role not in SHAREGPT_ROLES:
-        raise BadRecord(f"{what} is from {shorten(str(role))}: known are {', '.join(SHAREGPT_ROLES)}")
+        raise BadRecord(f"{what} is from {shorten(str(role))}; known: {', '.join(SHAREGPT_ROLES)}")
     return {**more, "role": SHAREGPT_ROLES[role], "content": message["value"]}
 
 
@@ -183,7 +180,7 @@ def check_messages(value: list[Json], where: str) -> list[Message]:
     """Validates a chat: each message has a role and a content.
 
     A content is a string, or parts of type text, which are joined by newlines; with `tool_calls` it may be missing.
-    Other keys go to the template unchanged; null ones are dropped, since tables have every key in every message.
+    Other keys go to the template unchanged, without null ones: tables have every key in every message.
     """
     return [_check_message(message, f"message {number} of {where}") for number, message in enumerate(value)]
 
@@ -215,14 +212,14 @@ def _join_content_parts(value: Json, what: str) -> str:
         if not isinstance(part, dict):
             raise BadRecord(f"{where} is {TYPE_NAMES[type(part)]}, not an object of type 'text'")
         if part.get("type") != "text":
-            raise BadRecord(f"{where} is of type {shorten(str(part.get('type')))}: text alone is read")
+            raise BadRecord(f"{where} is of type {shorten(str(part.get('type')))}; only 'text' is supported")
         texts.append(check_text(part.get("text"), f"the text of {where}", True))
     return "\n".join(texts)
 
 
 def _parse_tool_calls(value: Json, what: str) -> list[Json]:
-    """Decodes the JSON arguments of tool calls to objects, as templates expect; missing arguments become {}. JSON of
-    another type is passed on decoded, as inference servers do."""
+    """Decodes the JSON arguments of tool calls to objects, as templates expect; missing arguments become {}. Other JSON
+    values are passed on decoded, as in inference servers."""
     calls: list[Json] = []
     for call in check_objects(value, what):
         function = call.get("function")
@@ -231,7 +228,7 @@ def _parse_tool_calls(value: Json, what: str) -> list[Json]:
             try:
                 arguments = parse_json(arguments) if isinstance(arguments, str) and arguments.strip() else arguments
             except ValueError as error:
-                raise BadRecord(f"the arguments of {what} are no JSON: {error}") from None
+                raise BadRecord(f"the arguments of {what}: {error}") from None
             is_empty = arguments is None or (isinstance(arguments, str) and not arguments.strip())
             call = {**call, "function": {**function, "arguments": {} if is_empty else arguments}}
         calls.append(call)
@@ -244,7 +241,7 @@ def check_objects(value: Json, what: str) -> list[dict[str, Json]]:
         raise BadRecord(f"{what} is {TYPE_NAMES[type(value)]}, not a list of objects")
     objects = [item for item in value if isinstance(item, dict)]
     if len(objects) < len(value):
-        raise BadRecord(f"{what} holds something else than objects")
+        raise BadRecord(f"{what} has items that are not objects")
     _check_texts(value, what)
     return objects
 
@@ -303,28 +300,27 @@ def configured_fields(config: DatasetFields) -> list[tuple[str, str]]:
     keys = ["id_field", "messages_field", "turns_field", "tools_field", *OVERRIDE_FIELDS]
     if config.messages_field is None and config.turns_field is None and config.template is None:
         keys.append("prompt_field")
-    found = [(key, name) for key in keys if (name := getattr(config, key)) is not None]
-    with suppress(ValueError):  # of a template that cannot be read
-        found += [("template", name) for _, name, _, _ in list(Formatter().parse(config.template or "")) if name]
-    return found
+    fields = [(key, name) for key in keys if (name := getattr(config, key)) is not None]
+    with suppress(ValueError):  # malformed template
+        fields += [("template", name) for _, name, _, _ in list(Formatter().parse(config.template or "")) if name]
+    return fields
 
 
 def check_columns(names: list[str], config: DatasetFields, location: str) -> None:
     """Raises DatasetError if a table lacks a configured column or has duplicate column names."""
     if len(set(names)) != len(names):
-        raise DatasetError(f"{location} has two columns of the same name: {', '.join(map(shorten, names))}")
+        raise DatasetError(f"{location} has two columns with the same name: {', '.join(map(shorten, names))}")
     for key, name in configured_fields(config):
         if not (name in names or name.partition(".")[0] in names):
             listed = ", ".join(map(shorten, names))
-            raise DatasetError(f"{location} has no column {shorten(name)} (dataset.{key}); its columns: {listed}")
+            raise DatasetError(f"{location} has no column {shorten(name)} (dataset.{key}); columns: {listed}")
 
 
 def read_overrides(fields: Fields, config: DatasetFields) -> SamplingOverrides:
     """Reads a record's sampling overrides from the columns named by `dataset.*_field`.
 
-    A missing, null or empty value keeps the run's setting; CSV files have empty text for null. Numbers may be text, as
-    in CSV files; integers may be stored as 12.0, as pandas does in columns with nulls. Raises BadRecord naming the
-    column and its key.
+    A missing, null or empty (CSV) value keeps the run's setting. Numbers may be text, as in CSV files; integers may be
+    stored as 12.0, as pandas does in columns with nulls. Raises BadRecord naming the column and its key.
     """
     overrides: dict[str, Any] = {}
     for key, read in zip(OVERRIDE_FIELDS, OVERRIDE_READERS, strict=True):
@@ -358,13 +354,12 @@ def _read_number(value: Json, what: str) -> float:
 
 
 def _read_stops(value: Json, what: str) -> list[str]:
-    """Reads one stop string or a list of them."""
     items = value if isinstance(value, list) else [value]
     return [check_text(item, f"a stop string of {what}") for item in items]
 
 
 def _read_schema(value: Json, what: str) -> str:
-    """Returns the JSON of an object; text is taken as JSON already."""
+    """Returns the JSON of an object; text is JSON already."""
     if not isinstance(value, dict):
         return check_text(value, what)
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,6 +1,5 @@
-"""Conversion of records to rows, shared by all dataset kinds. Rows are numbered from 0 in input order; an error in a
-record becomes the error of its row.
-"""
+"""Conversion of records to rows, for all dataset kinds. Rows are numbered from 0 in input order; an error in a record
+becomes the error of its row."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,8 +36,7 @@ MAX_RANGE_ROWS = 8192  # per RowRange
 
 @dataclass(frozen=True, kw_only=True)
 class SeekPoint:
-    """Position of a row in the input: the index of its file, and the number of rows, lines and bytes of that file
-    before it."""
+    """Position of a row: the index of its file, and the numbers of rows, lines and bytes before it in that file."""
 
     file: int
     row: int
@@ -48,7 +46,7 @@ class SeekPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class RowRange:
-    """Consecutive rows of one file from `start` on: the fields of each, None if it cannot be read."""
+    """Consecutive rows of one file from `start` on; None for a row that cannot be read."""
 
     start: SeekPoint
     rows: list[Fields | None]
@@ -80,12 +78,10 @@ class RowSource:
         return False
 
     def row_ranges(self, config: DatasetFields) -> Iterator[RowRange]:
-        """All rows of the input, in order."""
         for numbered in enumerate(self.files(config)):
             yield from self.scan(config, numbered)
 
     def records_from(self, config: DatasetFields, start: SeekPoint) -> Iterator[Record]:
-        """The records from `start` to the end of the input."""
         for number, path in islice(enumerate(self.files(config)), start.file, None):
             yield from self.read_records(config, path, start if number == start.file else SeekPoint(file=number, row=0))
 
@@ -97,15 +93,15 @@ TABLE_KEYS = frozenset(
     {"path", "prompt_field", "id_field", *OVERRIDE_FIELDS}
     | {"template", "few_shot_path", "few_shot_template", "num_examples", "trial"}
 )
-KIND_BY_FIELDS = {"openai_batch": {"custom_id", "body"}, "mtbench": {"question_id", "turns"}}  # kinds by their fields
+KIND_BY_FIELDS = {"openai_batch": {"custom_id", "body"}, "mtbench": {"question_id", "turns"}}
 CHAT_KEYS = frozenset({"messages_field", "turns_field", "tools_field"})  # for tables with list values
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputKind:
-    """One kind of dataset. `keys`: config keys it supports, beyond those that all kinds share. `has_chats`: its rows
-    decide whether they are chats, whatever `chat_template` is. `reject_other_job`: replaces rows that another job
-    answers by error rows; its second argument is True for jobs that encode."""
+    """A kind of dataset. `keys`: config keys it supports, beyond those of all kinds. `has_chats`: each row defines
+    whether it is a chat, not `chat_template`. `reject_other_job`: turns requests of another job into error rows; its
+    second argument is True for jobs that encode."""
 
     rows: Callable[[DatasetFields, CountTokens | None], Iterator[Row]]
     keys: frozenset[str] = frozenset()
@@ -117,19 +113,19 @@ class InputKind:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowedReader:
-    """Reads a kind in windows: its source, and the conversion of numbered records to rows."""
+    """Reads a kind in windows: the source, and the conversion of numbered records to rows."""
 
     source: RowSource
     rows: Callable[[Iterable[tuple[int, Record]], DatasetFields], Iterator[Row]]
 
     def all_rows(self, config: DatasetFields) -> Iterator[Row]:
-        """All rows of the input, including those with a duplicate id."""
+        """Yields the rows of the input, including those with a duplicate id."""
         return self.rows(enumerate(self.source.records_from(config, SeekPoint(file=0, row=0))), config)
 
     def records(
         self, config: DatasetFields, seek_points: Sequence[tuple[int, SeekPoint]], first: int
     ) -> Iterator[tuple[int, Record]]:
-        """The numbered records from the last seek point at or before row `first` on. `seek_points`: (row number,
+        """Yields numbered records from the last seek point at or before row `first` on. `seek_points`: (row number,
         position) pairs, sorted by row."""
         number, start = seek_points[bisect_right([number for number, _ in seek_points], first) - 1]
         yield from enumerate(self.source.records_from(config, start), start=number)
@@ -157,20 +153,17 @@ class ConfiguredFieldCheck:
     def require_all(self) -> None:
         """Raises DatasetError for a field that no record has, if at least one record could be read."""
         if self._left and self._first is not None:
-            (key, name), (place, fields), count = self._left[0], self._first, format_count(self._num_records, "row")
+            (key, name), (location, fields), count = self._left[0], self._first, format_count(self._num_records, "row")
             kind = next((kind for kind, names in KIND_BY_FIELDS.items() if names <= fields.keys()), None)
-            hint = f"; they look like those of dataset={kind}" if kind is not None else ""
+            hint = f"; they look like dataset={kind}" if kind is not None else ""
             raise DatasetError(
-                f"no row has the field {shorten(name)} ({count}); the first: {place}: there is no field "
+                f"no row has the field {shorten(name)} ({count}); the first: {location}: there is no field "
                 f"{shorten(name)} (dataset.{key}); {format_field_names(fields)}{hint}"
             )
 
 
 def prompt_kind(
-    read: ReadRecords,
-    keys: frozenset[str] = frozenset(),
-    needs: str = InputKind.needs,
-    source: RowSource | None = None,
+    read: ReadRecords, keys: frozenset[str] = frozenset(), needs: str = InputKind.needs, source: RowSource | None = None
 ) -> InputKind:
     """Builds a kind with one row per record of `read`: prompt or messages, and sampling overrides from the configured
     fields. `keys`: supported config keys in addition to `TABLE_KEYS`. With `source`, rows can be read in windows."""
@@ -179,9 +172,9 @@ def prompt_kind(
         return make_rows(records, config, make_content_reader(config, read), config.id_field)
 
     def rows(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-        named, records = ConfiguredFieldCheck(config), islice(read(config), config.limit)
-        yield from make_prompt_rows(enumerate(map(named.observe_record, records)), config)
-        named.require_all()
+        field_check, records = ConfiguredFieldCheck(config), islice(read(config), config.limit)
+        yield from make_prompt_rows(enumerate(map(field_check.observe_record, records)), config)
+        field_check.require_all()
 
     if source is None:
         return InputKind(rows=rows, keys=TABLE_KEYS | keys, needs=needs)
@@ -192,8 +185,8 @@ def prompt_kind(
 def make_rows(
     records: Iterable[tuple[int, Record]], config: DatasetFields, read_content: ReadContent, id_field: str | None
 ) -> Iterator[Row]:
-    """Yields a row for each numbered record. `read_content` reads its request and may raise BadRecord. A row with an
-    error keeps its own id if that can be read."""
+    """Yields a row for each numbered record. `read_content` reads its request and may raise BadRecord. An error row has
+    the record's id if that can be read."""
     for index, record in records:
         row_id = str(index) if id_field is None else bad_row_id(index)
         fields, columns, error = record.fields, Fields(), ""
@@ -206,8 +199,8 @@ def make_rows(
                 content, overrides = read_content(fields), read_overrides(fields, config)
                 yield make_row(index, row_id, content, columns, config, overrides, record.source)
                 continue
-            except BadRecord as found:
-                error = f"{record.location}: {found}"
+            except BadRecord as bad:
+                error = f"{record.location}: {bad}"
         yield Row(
             index=index, id=row_id, prompt="", messages=None, columns=columns, error=error, source_file=record.source
         )
@@ -222,7 +215,7 @@ def make_row(
     overrides: SamplingOverrides = NO_OVERRIDES,
     source_file: str | None = None,
 ) -> Row:
-    """Builds the row for `content`, as a chat if the config says so."""
+    """Builds the row for `content`, as a chat if `dataset.chat_template` is set."""
     chat = to_chat_content(content, config) if config.chat_template else content
     if content.reference is not None and config.keep_columns:
         columns = {**columns, "reference": content.reference}
@@ -241,7 +234,7 @@ def make_row(
 
 
 def bad_row_id(index: int) -> str:
-    """Fallback id of a row without a readable id."""
+    """The id of a row without a readable one."""
     return f"bad-row-{index}"
 
 

@@ -21,7 +21,7 @@ NUM_DUPLICATES_LISTED = 10
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeInputs:
-    """Inputs of a row to encode: `texts` (strings or token ids) to embed, or, with `second_texts`, pairs to score."""
+    """Inputs of a row to encode: `texts` (strings or token ids) to embed, or pairs with `second_texts` to score."""
 
     texts: tuple[str | tuple[int, ...], ...]
     second_texts: tuple[str, ...] = ()
@@ -35,14 +35,13 @@ class EncodeInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One prompt with its id. Replicas share their `columns` and `messages`: treat both as read-only.
+    """A prompt with its id. Replicas share their `columns` and `messages`: treat both as read-only.
 
     `index`: position in the whole input after limit, repeat and dedupe, the same in every shard. `messages`: set if and
-    only if the chat template applies; includes the system prompt. `error`: reason and location if the row cannot be
+    only if the chat template applies; includes the system prompt. `error`: location and reason if the row cannot be
     used; `prompt` is then "". `template_kwargs`: extra arguments of the chat template. `source_file`: file name or Hub
-    dataset that it was read from; None if no input is read. `prompt_ids`: the prompt as token ids, instead of text.
-    `later_turns`: user messages of the turns after the first, which later runs answer. `inputs`: texts to encode,
-    instead of a prompt.
+    dataset; None if no input is read. `prompt_ids`: token ids, instead of `prompt`. `later_turns`: user messages after
+    the first; later runs answer them. `inputs`: texts to encode, instead of a prompt.
     """
 
     index: int
@@ -60,7 +59,7 @@ class Row:
 
 
 def reject_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
-    """Raises DatasetError if `policy` is `fail` and a row is bad. With `error_row` logs the number of bad rows."""
+    """If rows are bad: raises DatasetError with `fail`, logs their number with `error_row`."""
     errors = [row.error for row in rows if row.error is not None]
     if errors and policy is BadRowPolicy.fail:
         raise bad_rows_error(len(errors), len(rows), errors[0])
@@ -71,7 +70,7 @@ def reject_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
 def bad_rows_error(num_bad: int, num_rows: int, first: str) -> DatasetError:
     """Builds the error for `on_bad_row=fail`."""
     report = _format_bad_rows(num_bad, num_rows, first)
-    return DatasetError(f"{report}. dataset.on_bad_row=error_row turns them into error rows of the output")
+    return DatasetError(f"{report}. Set dataset.on_bad_row=error_row to get error rows in the output instead")
 
 
 def _format_bad_rows(num_bad: int, num_rows: int, first: str) -> str:
@@ -79,7 +78,7 @@ def _format_bad_rows(num_bad: int, num_rows: int, first: str) -> str:
 
 
 def warn_about_empty_fields(rows: Sequence[Row], config: DatasetFields) -> None:
-    """Warns of each configured override field that is null in all rows."""
+    """Warns about each configured override field that is null in all rows."""
     for key in OVERRIDE_FIELDS:
         name = getattr(config, key)
         if name is not None and all(getattr(row.overrides, key.removesuffix("_field")) is None for row in rows):
@@ -87,7 +86,7 @@ def warn_about_empty_fields(rows: Sequence[Row], config: DatasetFields) -> None:
 
 
 def repeat_rows(rows: Sequence[Row], times: int) -> list[Row]:
-    """Repeats the whole list `times` times. Replica r of id `a` is `a#r`; replica 0 keeps `a`."""
+    """Repeats the whole list `times` times. Replica r of id `a` has id `a#r`, the first one `a`."""
     return [*rows, *(replace(row, id=f"{row.id}#{replica}") for replica in range(1, times) for row in rows)]
 
 
@@ -120,7 +119,7 @@ def reject_duplicates(
     raise DatasetError(
         f"{format_count(num_ids, 'id')} {'is' if num_ids == 1 else 'are'} used by more than one row "
         f"({format_count(num_dropped, 'row')} too many): {texts}{' ...' if num_ids > len(listed) else ''}. "
-        "Give dataset.id_field a field that is unique, or keep the first of each with dataset.dedupe=first"
+        "Set dataset.id_field to a unique field, or set dataset.dedupe=first to keep the first row of each id"
     )
 
 
@@ -134,11 +133,8 @@ def shard_rows(rows: Sequence[Row], shard: ShardConfig) -> list[Row]:
 
 
 def input_digest(rows: Sequence[Row]) -> str:
-    """SHA-256 over everything that can change a row's output: id, prompt, messages or inputs, error flag, and
-    overrides.
-
-    Excludes the text of an error: it quotes the JSON parser, which differs between Python versions.
-    """
+    """SHA-256 over everything that can change a row's output: id, prompt, messages or inputs, error flag, overrides.
+    Excludes error texts: they quote Python's JSON parser, which differs between versions."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(row_digest_bytes(row))
@@ -165,13 +161,13 @@ def add_column_kinds(kinds: ColumnKinds, rows: Iterable[Mapping[str, object]]) -
     """Adds the value kinds of these rows' columns to `kinds`, in place. Null values are ignored."""
     for row in rows:
         for name, value in row.items():
-            known = kinds.get(name)
-            if known is None:
-                known = kinds[name] = set()
-            if type(value) is str:  # nearly always
-                known.add("string")
+            column = kinds.get(name)
+            if column is None:
+                column = kinds[name] = set()
+            if type(value) is str:  # fast path: nearly always
+                column.add("string")
             elif value is not None:
-                known.add(_value_kind(value))
+                column.add(_value_kind(value))
 
 
 def _value_kind(value: object) -> str:

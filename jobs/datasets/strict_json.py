@@ -1,6 +1,5 @@
-"""Strict JSON parser for rows: no NaN, infinities or duplicate keys, and bounded nesting. Values parsed here can be
-written again and do not depend on the parser.
-"""
+"""Strict JSON parser for rows: no NaN, infinities or duplicate keys, and bounded nesting, so that values can be
+written again and do not depend on the parser."""
 
 import json
 from typing import TypeAlias
@@ -10,7 +9,7 @@ from runtime.store.json_object import is_deeper_than
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 MAX_DEPTH = 100
-MAX_SHOWN = 60  # characters of a text, in a message
+MAX_SHOWN = 60  # characters of a quoted text
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
 
 
@@ -37,7 +36,7 @@ def _unique_keys(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     if len(fields) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {shorten(twice)} occurs twice in one object")
+        raise ValueError(f"duplicate key {shorten(twice)} in an object")
     return fields
 
 

@@ -61,19 +61,17 @@ class Template:
 def read_template(text: str, key: str) -> Template:
     r"""Parses a format string: `{field}` is a field, dotted for nested ones; `{{` and `}}` are braces; `\n` is a
     newline and `\\n` a literal backslash and n. Raises ConfigError naming `key`."""
-    unescaped = re.sub(r"\\(\\n|n)", lambda found: "\n" if found[1] == "n" else r"\n", text)
+    unescaped = re.sub(r"\\(\\n|n)", lambda match: "\n" if match[1] == "n" else r"\n", text)
     try:
         parsed: list[tuple[str, str | None, str | None, str | None]] = list(Formatter().parse(unescaped))
     except ValueError as error:
-        raise ConfigError(
-            f"dataset.{key}: {error}; a brace that is no field's is written twice: {{{{ and }}}}"
-        ) from None
+        raise ConfigError(f"dataset.{key}: {error}; write literal braces as {{{{ and }}}}") from None
     for _, name, form, conversion in parsed:
         if name == "" or form or conversion:
-            raise ConfigError(f"dataset.{key}: between braces stands a field's name alone, got {shorten(name or '')}")
+            raise ConfigError(f"dataset.{key}: only a field name is allowed between braces, got {shorten(name or '')}")
     template = Template(key=key, parts=tuple((literal, name) for literal, name, _, _ in parsed))
     if not template.names:
-        raise ConfigError(f"dataset.{key}={shorten(text)} names no field: every row would be the same")
+        raise ConfigError(f"dataset.{key}={shorten(text)} has no {{field}}: all prompts would be equal")
     return template
 
 
@@ -91,17 +89,16 @@ def make_content_reader(config: DatasetFields, read: ReadRecords) -> ReadContent
     template = read_template(config.template, "template") if config.template is not None else None
     prefix = _few_shot_prefix(config, read)
 
-    def content_of(fields: Fields) -> Content:
+    def read_content(fields: Fields) -> Content:
         prompt = template.fill(fields) if template is not None else read_prompt(fields, config.prompt_field)
         checked = check_text(prompt, "the prompt")
         return Content(prompt=prefix + checked, template_kwargs=read_tools(fields, config.tools_field))
 
-    return content_of
+    return read_content
 
 
 def _few_shot_prefix(config: DatasetFields, read: ReadRecords) -> str:
-    """Few-shot examples to prepend to every prompt: sampled with seed `trial`, in file order, each followed by a blank
-    line."""
+    """The few-shot examples before every prompt: sampled with seed `trial`, in file order, separated by blank lines."""
     if config.few_shot_path is None or config.few_shot_template is None:
         return ""
     where, count = f"dataset.few_shot_path={config.few_shot_path}", config.num_examples
@@ -110,11 +107,11 @@ def _few_shot_prefix(config: DatasetFields, read: ReadRecords) -> str:
         raise DatasetError(f"{where} does not exist (looked for {path.absolute()})")
     records = list(read(few_shot_config(config)))
     if len(records) < count:
-        raise DatasetError(f"{where} has {len(records):,} rows, dataset.num_examples={count} asks for more")
+        raise DatasetError(f"{where} has {len(records):,} rows, fewer than dataset.num_examples={count}")
     template = read_template(config.few_shot_template, "few_shot_template")
     indices = sorted(random.Random(config.trial).sample(range(len(records)), count))
     prefix = ""
-    for record in (records[place] for place in indices):
+    for record in (records[index] for index in indices):
         if record.fields is None:
             raise DatasetError(f"{where}: {record.error}")
         try:
@@ -125,8 +122,7 @@ def _few_shot_prefix(config: DatasetFields, read: ReadRecords) -> str:
 
 
 def few_shot_config(config: DatasetFields) -> DatasetFields:
-    """Config to read the examples file: same format as the rows, but with the fields of the examples' own template
-    only."""
+    """The config to read the examples file: the rows' format, with `few_shot_path` and no other fields."""
     shared_keys = ("json_field", "csv_delimiter", "max_row_bytes", "hub_config", "hub_split", "hub_revision")
     same = {key: getattr(config, key) for key in shared_keys}
     return DatasetFields(path=config.few_shot_path, template=config.few_shot_template, **same)

@@ -1,5 +1,5 @@
-"""Reads large inputs in windows of rows, with the same result as `read_rows`. A survey scans the input once before the
-run and keeps no rows: it counts them, collects column kinds, finds duplicate ids, and stores seek points.
+"""Reads large inputs in windows of rows, with the same result as `read_rows`. Before the run a survey scans the input
+once: it counts rows, collects column kinds, finds duplicate ids, and stores seek points.
 """
 
 import logging
@@ -39,14 +39,11 @@ ENTRY = np.dtype([("high", np.int64), ("low", np.int64), ("row", np.int64)])
 
 
 class DuplicateFinder(Closing):
-    """Finds duplicate ids among any number of rows, with 24 bytes per row on disk. A context manager; its files are
-    unlinked, so even a kill leaves none.
-
-    Ids are compared by 128 bits of Python's keyed hash; collisions are negligible. Raises OSError if the disk is full.
-    """
+    """Finds duplicate ids, with 24 bytes per row on disk. A context manager; its files are unlinked, so even a kill
+    leaves none. Compares ids by 128 bits of Python's keyed hash; collisions are negligible. Raises OSError if the disk
+    is full."""
 
     def __init__(self, folder: Path):
-        """`folder`: directory for the temporary files."""
         self._stack = ExitStack()
         files = (tempfile.TemporaryFile(dir=folder) for _ in range(NUM_FILES))  # noqa: SIM115 - the stack closes them
         self._files: list[BinaryIO] = [self._stack.enter_context(file) for file in files]
@@ -68,7 +65,7 @@ class DuplicateFinder(Closing):
             file.write(entries[order[begin:end]].tobytes())
 
     def find_duplicates(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the sorted numbers of rows with a duplicate id, and the number of the first row with each such id."""
+        """Returns the sorted numbers of later rows with a duplicate id, and for each the first row with that id."""
         rows, firsts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for file in self._files:
             file.seek(0)
@@ -86,8 +83,8 @@ class DuplicateFinder(Closing):
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """Result of scanning an input. `num_rows`: rows of the run; `num_read`: including dropped duplicates, whose numbers
-    are `dropped`. `kinds`: value kinds of each column. `seek_points`: (row number, position) pairs."""
+    """Result of scanning an input. `num_rows`: rows of the run. `num_read`: rows including duplicates; `dropped`: row
+    numbers of those. `kinds`: value kinds of each column. `seek_points`: (row number, position) pairs."""
 
     num_rows: int
     num_read: int
@@ -123,10 +120,9 @@ class Survey:
 def make_survey(
     config: DatasetFields, windowed: WindowedReader, folder: Path, should_stop: Callable[[], bool]
 ) -> Survey:
-    """Scans an input. `folder`: directory for temporary files. Raises DatasetError as `read_rows` does, and
-    Interrupted."""
+    """Scans an input. `folder`: for temporary files. Raises DatasetError as `read_rows` does, and Interrupted."""
     began, kinds, seek_points, num_rows = time.monotonic(), ColumnKinds(), list[tuple[int, SeekPoint]](), 0
-    log.info("looking through the rows, which are more than dataset.window_rows, for columns and ids")
+    log.info("scanning the input for columns and ids: it has more rows than dataset.window_rows")
     if config.on_bad_row is BadRowPolicy.fail:
         _reject_any_bad_row(config, windowed, should_stop)
     field_check = ConfiguredFieldCheck(config)
@@ -136,27 +132,24 @@ def make_survey(
             seek_points.append((num_rows, span.start))
             for row in span.rows:
                 field_check.observe_fields(row, str(config.path))
-            add_column_kinds(
-                kinds, (output_columns(row, config, config.id_field) for row in span.rows if row is not None)
-            )
-            if config.id_field is not None:
-                ids.add(
-                    [_id_or_fallback(row, num_rows + i, config.id_field) for i, row in enumerate(span.rows)], num_rows
-                )
+            columns = (output_columns(row, config, config.id_field) for row in span.rows if row is not None)
+            add_column_kinds(kinds, columns)
+            if (id_field := config.id_field) is not None:
+                ids.add([_id_or_fallback(row, num_rows + i, id_field) for i, row in enumerate(span.rows)], num_rows)
             num_rows += len(span.rows)
         field_check.require_all()
         dropped, first_rows = ids.find_duplicates()
     survey = Survey(
         num_rows=num_rows - len(dropped),
         num_read=num_rows,
-        kinds={name: frozenset(each) for name, each in kinds.items()},
+        kinds={name: frozenset(values) for name, values in kinds.items()},
         seek_points=seek_points,
         dropped=dropped,
     )
     if len(dropped):
         counts = Counter(first_rows.tolist())
         indices = sorted(counts)[:NUM_DUPLICATES_LISTED]
-        listed = [(_reread_id(config, windowed, seek_points, place), 1 + counts[place]) for place in indices]
+        listed = [(_reread_id(config, windowed, seek_points, index), 1 + counts[index]) for index in indices]
         reject_duplicates(config.dedupe, len(survey.dropped), len(counts), listed)
     log.info("found %s rows in %.1f s", f"{survey.num_rows:,}", time.monotonic() - began)
     return survey
@@ -164,7 +157,7 @@ def make_survey(
 
 def _raise_if_stopped(should_stop: Callable[[], bool]) -> None:
     if should_stop():
-        raise Interrupted("stopped while the rows were looked through; the same command begins that again")
+        raise Interrupted("stopped while scanning the input; start the same command again to repeat the scan")
 
 
 def _limit_ranges(spans: Iterator[RowRange], limit: int | None) -> Iterator[RowRange]:
@@ -186,7 +179,7 @@ def _id_or_fallback(row: Fields | None, number: int, id_field: str) -> str:
 
 
 def _reject_any_bad_row(config: DatasetFields, windowed: WindowedReader, should_stop: Callable[[], bool]) -> None:
-    """Reads every row as the run would. Raises DatasetError if one is bad."""
+    """Reads every row as the run does. Raises DatasetError if one is bad."""
     num_bad, num_rows, first = 0, 0, ""
     for row in windowed.all_rows(config):
         if num_rows == config.limit:
@@ -203,11 +196,10 @@ def _reject_any_bad_row(config: DatasetFields, windowed: WindowedReader, should_
 def _reread_id(
     config: DatasetFields, windowed: WindowedReader, seek_points: Sequence[tuple[int, SeekPoint]], index: int
 ) -> str:
-    """Reads the id of one row again."""
     for number, record in windowed.records(config, seek_points, index):
         if number == index:
             return next(windowed.rows([(number, record)], config)).id
-    raise DatasetError(f"dataset.path={config.path} was changed while it was read: row {index} is gone")
+    raise DatasetError(f"dataset.path={config.path} changed while it was read: row {index} is missing")
 
 
 def windowed_input(config: DatasetConfig) -> WindowedReader | None:
@@ -216,17 +208,16 @@ def windowed_input(config: DatasetConfig) -> WindowedReader | None:
 
 
 def has_more_than(config: DatasetConfig, num_rows: int) -> bool:
-    """True if the dataset has more than `num_rows` rows; its kind must be readable in windows. Parses no rows. Raises
-    DatasetError."""
+    """True if the dataset, of a kind that is readable in windows, has more rows. Parses none. Raises DatasetError."""
     windowed = windowed_input(config)
-    assert windowed is not None, "its rows can be counted"
+    assert windowed is not None, "the kind can be read in windows"
     is_cut = config.limit is not None and config.limit <= num_rows
     return not is_cut and windowed.source.has_more_than(config, num_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowWindows:
-    """Windows of one shard, each of `rows_per_window` rows of the shard except the last."""
+    """The windows of one shard, each of `rows_per_window` rows of the shard except the last."""
 
     config: DatasetConfig
     survey: Survey
@@ -238,7 +229,7 @@ class RowWindows:
 
     @property
     def _window_span(self) -> int:
-        """Rows of the whole input that one window spans."""
+        """The number of rows of the whole input in one window."""
         return self.rows_per_window * self.shard.count
 
     @property
@@ -248,7 +239,7 @@ class RowWindows:
         return windowed
 
     def all_rows(self) -> Iterator[Row]:
-        """All rows of the input, of all shards, including those with a duplicate id."""
+        """Yields the rows of the input, of all shards, including those with a duplicate id."""
         return islice(self._windowed.all_rows(self.config), self.survey.num_read)
 
     def read(self, number: int) -> list[Row]:
@@ -258,15 +249,15 @@ class RowWindows:
         indices = range(first + (self.shard.index - first) % self.shard.count, end, self.shard.count)
         rows = list(self._windowed.rows(self._records(indices), self.config))
         if len(rows) < len(indices):
-            num_gone = len(indices) - len(rows)
-            raise DatasetError(f"{self.config.source_name} was changed while it was read: {num_gone:,} rows are gone")
+            num_missing = len(indices) - len(rows)
+            raise DatasetError(f"{self.config.source_name} changed while it was read: {num_missing:,} rows are missing")
         if len(self.survey.dropped):
-            rows = [replace(row, index=place) for row, place in zip(rows, indices, strict=True)]
+            rows = [replace(row, index=index) for row, index in zip(rows, indices, strict=True)]
         reject_bad_rows(rows, BadRowPolicy.error_row)
         return rows
 
     def _records(self, indices: range) -> Iterator[tuple[int, Record]]:
-        """The records at these row indices, each with its number in the input."""
+        """Yields the records at these row indices, with their numbers in the input."""
         if not indices:
             return
         input_indices = map(self._input_index, indices)
@@ -279,7 +270,7 @@ class RowWindows:
                 number = following
 
     def _input_index(self, index: int) -> int:
-        """Number in the input of row `index`, which does not count dropped rows."""
+        """The number in the input of row `index`, which does not count dropped rows."""
         number = index
         while (shifted := index + int(np.searchsorted(self.survey.dropped, number, side="right"))) != number:
             number = shifted

@@ -1,3 +1,2 @@
-"""Adapters for evaluation harnesses: their requests become runs or library calls. Harness prompts that are rows are
-dataset kinds (`jobs/datasets`).
-"""
+"""Adapters for evaluation harnesses: their requests become runs or library calls. Harness prompts read from files are
+dataset kinds (`jobs/datasets`)."""

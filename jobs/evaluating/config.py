@@ -32,7 +32,8 @@ class HarnessConfig:
             require(value is None or value >= 0, f"harness.{key} must be 0 or more, got {value}")
         require(self.limit is None or self.limit > 0, f"harness.limit must be above 0, got {self.limit}")
         is_chat = self.apply_chat_template
-        require(is_chat or not self.fewshot_as_multiturn, "harness.fewshot_as_multiturn needs apply_chat_template")
+        why = "harness.fewshot_as_multiturn needs harness.apply_chat_template=true"
+        require(is_chat or not self.fewshot_as_multiturn, why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +45,12 @@ class EvaluateConfig(GenerateConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        way = self.devices.way
-        require(way is Parallelism.one, f"devices={way.value} is not of jobs.evaluate as yet: take devices=one")
-        require(bool(self.tasks), "tasks is not set: names of the harness's tasks, e.g. tasks=[gsm8k,hellaswag]")
-        require(self.dataset == DatasetConfig(), "dataset has no meaning for an evaluation: tasks bring their own data")
-        require(self.shard.count == 1, "shard has no meaning for an evaluation: give each job tasks of its own")
-        require(self.output_url is None, "output_url has no meaning for an evaluation: its results lie in output_root")
-        require(self.sampling.n == 1, f"sampling.n={self.sampling.n}: a task says by its repeats how often it asks")
+        way, unsupported = self.devices.way, "is not supported by weightstream evaluate"
+        require(way is Parallelism.one, f"devices={way.value} {unsupported}: set devices=one")
+        require(bool(self.tasks), "tasks is not set: names of harness tasks, e.g. tasks=[gsm8k,hellaswag]")
+        require(
+            self.dataset == DatasetConfig(), f"dataset {unsupported}: leave it out, tasks have their own data"
+        )
+        require(self.shard.count == 1, f"shard {unsupported}: start a job for each subset of tasks")
+        require(self.output_url is None, f"output_url {unsupported}: leave it out, results are in output_root")
+        require(self.sampling.n == 1, f"sampling.n={self.sampling.n} {unsupported}: tasks set the number of samples")

@@ -69,8 +69,8 @@ class GenerationRequest:
 
 
 def to_generate_config(config: GenerateConfig) -> GenerateConfig:
-    """Settings for the runs of an evaluation."""
-    return GenerateConfig(**{each.name: getattr(config, each.name) for each in fields(GenerateConfig)})
+    """The settings of `config` without those of the evaluation itself."""
+    return GenerateConfig(**{field.name: getattr(config, field.name) for field in fields(GenerateConfig)})
 
 
 class RunAnswerer:
@@ -94,7 +94,7 @@ class RunAnswerer:
         # sampled requests are never merged, even if identical
         keys = [(request, index if request.temperature else None) for index, request in enumerate(requests)]
         distinct = dict(zip(keys, requests, strict=True))
-        rows = [each.row(index) for index, each in enumerate(distinct.values())]
+        rows = [request.row(index) for index, request in enumerate(distinct.values())]
         task = replace(
             generation_task(config),
             directory=self.directory / kind,
@@ -106,19 +106,19 @@ class RunAnswerer:
 
     def score(self, kind: str, targets: Sequence[tuple[TokenIds, TokenIds]]) -> list[tuple[float, bool]]:
         """Returns (log-probability, is greedy) of each target given its context, in order; neither may be empty.
-        Targets with the same last tokens, such as single-token choices, share one forward."""
+        Targets with the same context, such as single-token choices, may share a forward pass."""
         requests: list[Request] = []
         for context_ids, target_ids in targets:
-            made = make_scoring(self.model, "", context_ids, target_ids)
-            if isinstance(made, Rejected):
-                raise EvaluationError(f"a target of {len(target_ids):,} tokens cannot be scored: {made.error}")
-            requests.append(made)
+            scoring_request = make_scoring(self.model, "", context_ids, target_ids)
+            if isinstance(scoring_request, Rejected):
+                raise EvaluationError(f"cannot score a target of {len(target_ids):,} tokens: {scoring_request.error}")
+            requests.append(scoring_request)
         joined, rows = join_requests(requests), list[Row]()
-        for index, request in enumerate(each.request for each in joined):
-            assert request.scoring is not None, "its tokens are scored"
+        for index, request in enumerate(group.request for group in joined):
+            assert request.scoring is not None, "made by make_scoring"
             parts = (request.scoring.last_ids, request.scoring.decoder_ids or ())
             last, decoder = ("-".join(map(str, ids)) for ids in parts)
-            # the id encodes what is scored, so that a resumed run scores the same
+            # the id encodes the scored tokens: a resumed run must score the same ones
             name = f"{index}/{request.scoring.num_positions}/{last}{decoder and f'/{decoder}'}"
             rows.append(replace(_ROW, index=index, id=name, prompt_ids=request.prompt_ids))
         sampling = replace(self._config.sampling, logprobs=1, max_new_tokens=0)
@@ -131,35 +131,37 @@ class RunAnswerer:
         columns = ["token_logprobs", "top_token_ids"]
         answers = self._run_task(task, replace(self._config, sampling=sampling), columns)
         scores: dict[int, tuple[float, bool]] = {}
-        for each, answer in zip(joined, answers, strict=True):
-            for member in each.members:
-                scoring, request = each.request.scoring, requests[member]
-                assert scoring is not None, "it was joined of scored ones"
-                assert request.scoring is not None, "its tokens are scored"
-                places = scoring.positions_of(request.scoring)
-                likeliest = [answer["top_token_ids"][place][0] for place in places]
-                logprob = math.fsum(answer["token_logprobs"][place] for place in places)
-                scores[member] = (logprob, likeliest == list(request.target_ids))
+        for group, answer in zip(joined, answers, strict=True):
+            for member in group.members:
+                scoring, request = group.request.scoring, requests[member]
+                assert scoring is not None, "joined from scored requests"
+                assert request.scoring is not None, "made by make_scoring"
+                positions = scoring.positions_of(request.scoring)
+                greedy_ids = [answer["top_token_ids"][position][0] for position in positions]
+                logprob = math.fsum(answer["token_logprobs"][position] for position in positions)
+                scores[member] = (logprob, greedy_ids == list(request.target_ids))
         return [scores[member] for member in range(len(targets))]
 
     def _run_task(self, task: Task, config: GenerateConfig, columns: Sequence[str]) -> list[dict[str, Any]]:
         """Runs a task and returns its answers in row order."""
         outcome = run_task(task, config, self._should_stop, self._start)
-        read = pq.read_table(RunDirectory(path=outcome.directory).generations, columns=["row_index", "error", *columns])
-        answers = read.sort_by("row_index").to_pylist()
-        broken = [answer for answer in answers if answer["error"] is not None]
-        if broken:
-            what = f"{len(broken)} of {len(answers)} requests have no answer; request {broken[0]['row_index']}: "
-            raise EvaluationError(f"{outcome.directory}: {what}{broken[0]['error']}")
+        table = pq.read_table(
+            RunDirectory(path=outcome.directory).generations, columns=["row_index", "error", *columns]
+        )
+        answers = table.sort_by("row_index").to_pylist()
+        failed = [answer for answer in answers if answer["error"] is not None]
+        if failed:
+            first = f"request {failed[0]['row_index']}: {failed[0]['error']}"
+            raise EvaluationError(f"{outcome.directory}: {len(failed)} of {len(answers)} requests failed; {first}")
         return answers
 
 
 def _requests_with_completion_stops(
-    runtime: Runtime, asked: Sequence[tuple[Row, Prompt]]
+    runtime: Runtime, rows: Sequence[tuple[Row, Prompt]]
 ) -> Iterator[list[Request | Rejected]]:
     """Builds requests that match stop strings in the completion only, as the harness' own models do."""
-    for made in completion_requests(runtime, asked):
-        yield [replace(each, stops_begin_in_prompt=False) if isinstance(each, Request) else each for each in made]
+    for requests in completion_requests(runtime, rows):
+        yield [replace(r, stops_begin_in_prompt=False) if isinstance(r, Request) else r for r in requests]
 
 
 class HarnessModel(TemplateLM):
@@ -170,7 +172,7 @@ class HarnessModel(TemplateLM):
         self._answerer = answerer
         model = answerer.model
         if model.tokenizer is None:
-            raise ConfigError(f"{model.checkpoint.path} has no tokenizer, and tasks are texts: set model.tokenizer")
+            raise ConfigError(f"{model.checkpoint.path} has no tokenizer, which tasks need: set model.tokenizer")
         self.tokenizer: PreTrainedTokenizerBase = model.tokenizer
         self.backend = "seq2seq" if model.start_token_id is not None else "causal"
         self.max_length = model.shape.context_tokens
@@ -187,7 +189,7 @@ class HarnessModel(TemplateLM):
     def _special_token_id(self, name: str) -> int:
         token = getattr(self.tokenizer, f"{name}_id")
         if not isinstance(token, int):
-            raise ConfigError(f"the tokenizer of {self.tokenizer_name} has no {name}, which a harness needs")
+            raise ConfigError(f"the tokenizer of {self.tokenizer_name} has no {name}, which the harness needs")
         return token
 
     @property
@@ -195,7 +197,7 @@ class HarnessModel(TemplateLM):
         return self._answerer.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
-        """Returns token ids. By default adds special tokens, unless the text already begins with the first of them."""
+        """Returns token ids. By default adds special tokens, unless the text already begins with BOS."""
         if add_special_tokens is None:
             add_special_tokens = not has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
@@ -213,8 +215,7 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **kwargs: object
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each target given its context, and True if greedy decoding would produce it. Truncates
-        from the left."""
+        """Log-probability of each target given its context, and True if it is greedy. Truncates from the left."""
         targets = [self._target(context, target) for _, context, target in requests]
         scores = self._answerer.score("loglikelihood", targets)
         for (pair, _, _), score in zip(requests, scores, strict=True):
@@ -237,23 +238,22 @@ class HarnessModel(TemplateLM):
         return [sum(next(scores)[0] for _ in windows) for windows in targets]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The completion of each context, cut at the first stop string. Requests with equal sampling settings share a
-        run."""
-        asked = [self._generation(*instance.args) for instance in requests]
+        """The completion of each context, cut at the first stop string. Requests with equal sampling share a run."""
+        generations = [self._generation(*instance.args) for instance in requests]
         texts: dict[int, str] = {}
-        order = sorted(range(len(asked)), key=lambda index: asked[index].sampling)
-        for number, (_, members) in enumerate(groupby(order, key=lambda index: asked[index].sampling)):
+        order = sorted(range(len(generations)), key=lambda index: generations[index].sampling)
+        for number, (_, members) in enumerate(groupby(order, key=lambda index: generations[index].sampling)):
             indices = list(members)
-            found = self._answerer.generate(f"generate_until-{number}", [asked[index] for index in indices])
-            for index, ids in zip(indices, found, strict=True):
-                # Decoded alone as in the harness' `hf` model, whose numbers these are: a SentencePiece decoder strips a
-                # first space here, which `completion` has.
+            token_ids = self._answerer.generate(f"generate_until-{number}", [generations[i] for i in indices])
+            for index, ids in zip(indices, token_ids, strict=True):
+                # Decoded without the prompt, for equal results to the harness' `hf` model: a SentencePiece decoder then
+                # strips a first space, which the `completion` column has.
                 text = str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
-                texts[index] = postprocess_generated_text(text, list(asked[index].stop), None)
-        return [texts[index] for index in range(len(asked))]
+                texts[index] = postprocess_generated_text(text, list(generations[index].stop), None)
+        return [texts[index] for index in range(len(generations))]
 
     def _target(self, context: Sequence[int], target: Sequence[int]) -> tuple[TokenIds, TokenIds]:
-        if self.backend == "seq2seq":  # the target goes to the decoder, with a context of its own
+        if self.backend == "seq2seq":  # context and target have separate limits
             return tuple(context[-self.max_length :]), tuple(target)
         ids = [*context, *target][-(self.max_length + 1) :]
         return tuple(ids[: len(ids) - len(target)]), tuple(target)
@@ -261,30 +261,28 @@ class HarnessModel(TemplateLM):
     def _generation(self, context: str, gen_kwargs: dict[str, object]) -> GenerationRequest:
         settings = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
-        most = int(str(settings["max_gen_toks"]))
-        if most >= self.max_length:
+        max_new_tokens = int(str(settings["max_gen_toks"]))
+        if max_new_tokens >= self.max_length:
             raise ConfigError(
-                f"a task wants {most:,} new tokens of a model whose context has {self.max_length:,}: "
-                f"harness.gen_kwargs={{max_gen_toks: ...}} says fewer"
+                f"a task needs {max_new_tokens:,} new tokens, above the model's context of {self.max_length:,} tokens: "
+                "set fewer with harness.gen_kwargs={max_gen_toks: ...}"
             )
         unknown = sorted(settings.keys() - GENERATION_KWARGS - SAMPLING_KWARGS.keys())
         if unknown:
-            raise ConfigError(f"a task generates with {', '.join(unknown)}, which evaluations do not know yet")
+            raise ConfigError(f"a task sets {', '.join(unknown)}, which weightstream evaluate does not support")
         temperature = float(str(settings.get("temperature") or 0.0)) if settings["do_sample"] else 0.0
-        given = (
-            [(name, settings[key]) for key, name in SAMPLING_KWARGS.items() if key in settings] if temperature else []
-        )
+        sampling = ((name, settings[key]) for key, name in SAMPLING_KWARGS.items() if key in settings and temperature)
         return GenerationRequest(
-            context_ids=tuple(self.tok_encode(context)[most - self.max_length :]),
-            max_new_tokens=most,
+            context_ids=tuple(self.tok_encode(context)[max_new_tokens - self.max_length :]),
+            max_new_tokens=max_new_tokens,
             stop=tuple(handle_stop_sequences(settings["until"], eos=eos)),  # pyright: ignore[reportArgumentType]
             temperature=temperature,
-            sampling=tuple(given),
+            sampling=tuple(sampling),
         )
 
 
 log = logging.getLogger(__name__)
-UNNAMED_KEYS = frozenset({"bootstrap_iters", "confirm_run_unsafe_code", "include_path"})  # what is asked is the same
+UNNAMED_KEYS = frozenset({"bootstrap_iters", "confirm_run_unsafe_code", "include_path"})  # do not change requests
 UNSTABLE = frozenset({"date", "git_hash", "start_time", "end_time", "total_evaluation_time_seconds"})
 
 
@@ -298,23 +296,21 @@ class Evaluation:
 
     @property
     def lines(self) -> list[str]:
-        """Summary lines for the user."""
         return [*self.tables, f"output: {self.directory}"]
 
 
 def evaluation_directory(config: EvaluateConfig) -> Path:
-    """The directory `run`, or one named after the tasks and all that can change what is asked or answered."""
+    """The output directory: named `run`, or after model, tasks and all settings that can change requests or answers."""
     harness = {f"harness.{key}": value for key, value in vars(config.harness).items() if key not in UNNAMED_KEYS}
     model = Path(config.model.path or "hf").name if config.model.name == "hf" else config.model.name
     digest = json_digest({**semantic(to_generate_config(config)), **harness, "tasks": list(config.tasks)})
-    return (
-        Path(config.output_root) / "evaluate" / (config.run or f"{model}-{'-'.join(config.tasks)[:80]}-{digest[:10]}")
-    )
+    name = config.run or f"{model}-{'-'.join(config.tasks)[:80]}-{digest[:10]}"
+    return Path(config.output_root) / "evaluate" / name
 
 
 def evaluate(config: EvaluateConfig, should_stop: Callable[[], bool], start: Start) -> Evaluation:
-    """Runs the tasks and writes the harness' results. Raises the errors of runtime.errors; errors of the harness, such
-    as a task that cannot be loaded, become EvaluationError."""
+    """Runs the tasks and writes the harness' results. Raises the errors of runtime.errors; EvaluationError for those of
+    the harness, such as a task that cannot be loaded."""
     directory, harness = evaluation_directory(config), config.harness
     manager = _make_task_manager(config.tasks, [*harness.include_path])
     model = HarnessModel(RunAnswerer(config, directory, should_stop, start))
@@ -347,10 +343,10 @@ def evaluate(config: EvaluateConfig, should_stop: Callable[[], bool], start: Sta
         raise EvaluationError(
             f"lm-evaluation-harness {lm_eval.__version__}: {type(error).__name__}: {error}"
         ) from error
-    assert results is not None, "this is the only process"
+    assert results is not None, "None only on ranks above 0"
     all_results: dict[str, Any] = dict(results)
     samples = all_results.pop("samples", {})
-    stable = {key: value for key, value in all_results.items() if key not in UNSTABLE}  # however often it is repeated
+    stable = {key: value for key, value in all_results.items() if key not in UNSTABLE}  # equal on each start
     text = json.dumps(stable, indent=2, sort_keys=True, default=handle_non_serializable, ensure_ascii=False)
     publish(directory / "results.json", lambda file: write_all(file, text.encode()), exclusive=False)
     tracker.save_results_aggregated(results=all_results, samples=samples)
@@ -361,8 +357,8 @@ def evaluate(config: EvaluateConfig, should_stop: Callable[[], bool], start: Sta
 
 
 def _make_task_manager(tasks: list[str], include_path: list[str | Path]) -> TaskManager:
-    """Returns a manager that knows the tasks. Skips indexing the harness' bundled tasks, which takes seconds, if the
-    user's directories have all of them. Raises ConfigError naming the closest task."""
+    """Returns a manager that knows the tasks. Skips indexing the bundled tasks, which takes seconds, if `include_path`
+    has all of `tasks`. Raises ConfigError naming the closest task."""
     own = TaskManager(include_path=include_path, include_defaults=False) if include_path else None
     if own is not None and all(_is_known(task, own) for task in tasks):
         return own
@@ -370,8 +366,8 @@ def _make_task_manager(tasks: list[str], include_path: list[str | Path]) -> Task
     manager = own if own is not None and any(near) else TaskManager(include_path=include_path or None)
     for task in tasks:
         close = get_close_matches(task, manager.all_tasks, n=1)
-        hint = f"did you mean {close[0]}?" if close else "harness.include_path names directories with tasks of your own"
-        require(_is_known(task, manager), f"tasks: {task!r} is not known: {hint}")
+        hint = f"did you mean {close[0]}?" if close else "set harness.include_path for your own tasks"
+        require(_is_known(task, manager), f"tasks: unknown task {task!r}: {hint}")
     return manager
 
 

@@ -25,22 +25,21 @@ FATAL = ErrorFlags(is_retriable=False, is_fatal=True)
 
 
 class RunClient(Client):
-    """Answers requests from a finished run of `weightstream generate dataset=helm`. `run`: its directory, or a pattern
-    for its shards, `outputs/generate/mine-*`."""
+    """Answers requests from a finished run of `weightstream generate dataset=helm`. `run`: its directory, or a glob for
+    its shards, `outputs/generate/mine-*`."""
 
     def __init__(self, run: str, **kwargs: object):
         self._run = run
         self._rows = dict(_read_rows_by_id(run))
 
     def make_request(self, request: Request) -> RequestResult:
-        """Returns the completions of a request, whatever its model. A request that is missing or failed in the run is a
-        fatal error."""
+        """Returns the completions of a request, for any model name. A missing or failed request is a fatal error."""
         rows = self._rows.get(request_digest(asdict(request)))
         if rows is None:
-            return _error_result(f"{self._run} has no such request: was it made of this suite's dry run?")
-        broken = [row["error"] for row in rows if row["error"] is not None]
-        if broken:
-            return _error_result(f"{self._run}: {broken[0]}")
+            return _error_result(f"{self._run} has no such request: is it a run of this suite's dry run?")
+        errors = [row["error"] for row in rows if row["error"] is not None]
+        if errors:
+            return _error_result(f"{self._run}: {errors[0]}")
         completions: list[GeneratedOutput] = []
         for row in rows:
             logprobs = row["logprobs"]
@@ -70,7 +69,7 @@ def _read_rows_by_id(run: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         if not (directory / "_SUCCESS.json").exists():
             raise ValueError(f"run={directory} is not finished: start its command again")
         table = pq.read_table(directory / "generations", columns=list(COLUMNS))
-        found: dict[str, list[dict[str, Any]]] = {}
+        rows_by_id: dict[str, list[dict[str, Any]]] = {}
         for row in table.sort_by([("id", "ascending"), ("sample_index", "ascending")]).to_pylist():
-            found.setdefault(row["id"], []).append(row)
-        yield from found.items()
+            rows_by_id.setdefault(row["id"], []).append(row)
+        yield from rows_by_id.items()

@@ -1,7 +1,7 @@
-"""A model for lighteval: `lighteval custom NAME lighteval_model.py TASKS`, over the library, since lighteval and Hydra
-need two versions of one package. Keywords of `Runtime` are in the environment, `WEIGHTSTREAM="model=DIR offload=nvme"`.
+"""A model for lighteval: `lighteval custom NAME lighteval_model.py TASKS`. Uses the library: lighteval and Hydra need
+different versions of a package. The variable `WEIGHTSTREAM="model=DIR offload=nvme"` sets `Runtime` keywords.
 
-lighteval loads this file by its path, so it has no package to import from relatively.
+lighteval loads this file by its path, so relative imports do not work.
 """
 
 import os
@@ -25,13 +25,13 @@ VARIABLE = "WEIGHTSTREAM"
 
 def parse_settings(words: str) -> dict[str, object]:
     """Parses `key=value` words into keyword arguments; values are YAML. Raises ConfigError for any other word."""
-    found: dict[str, object] = {}
+    settings: dict[str, object] = {}
     for word in shlex.split(words):
-        key, is_set, value = word.partition("=")
-        if not is_set:
-            raise ConfigError(f"{VARIABLE} holds {word!r}, which is not key=value")
-        found[key] = yaml.safe_load(value)
-    return found
+        key, sign, value = word.partition("=")
+        if not sign:
+            raise ConfigError(f"{VARIABLE}: {word!r} is not key=value")
+        settings[key] = yaml.safe_load(value)
+    return settings
 
 
 class _NoCache:
@@ -52,7 +52,7 @@ class WeightstreamModel(LightevalModel):
         self._runtime = Runtime(**words)  # pyright: ignore[reportArgumentType]
         model = self._runtime.model
         if model.tokenizer is None:
-            raise ConfigError(f"{model.checkpoint.path} has no tokenizer, and tasks are texts")
+            raise ConfigError(f"{model.checkpoint.path} has no tokenizer, which tasks need: set tokenizer=")
         self._tokenizer = model.tokenizer
         self._is_chat = uses_chat_template(tokenizer=self._tokenizer, override_chat_template=template)
         self._prompts = PromptManager(
@@ -75,50 +75,49 @@ class WeightstreamModel(LightevalModel):
         """Completions of each prompt, up to its stop sequences; sampled if `temperature` is set. Truncates long prompts
         from the left."""
         prompts: list[list[int]] = []
-        repeated: list[Prompt] = []
+        samples: list[Prompt] = []
         for doc in docs:
             ids = self._tokenizer.encode(self._prompts.prepare_prompt(doc), add_special_tokens=self.add_special_tokens)
-            most = min(doc.generation_size or max(1, self.max_length - len(ids)), self.max_length - 1)
-            prompts.append(list(ids)[most - self.max_length :])  # which leaves room for what is generated
+            max_new_tokens = min(doc.generation_size or max(1, self.max_length - len(ids)), self.max_length - 1)
+            prompts.append(list(ids)[max_new_tokens - self.max_length :])  # leaves room for the completion
             if doc.num_samples > 1 and not self._runtime.config.sampling.temperature:
-                why = f"{doc.num_samples} samples are asked for, and greedy ones are all the same: set temperature"
-                _raise_error(doc, why)
-            asked = Prompt(token_ids=prompts[-1], max_new_tokens=most, stop=list(self._stop(doc)))
-            repeated += [asked] * doc.num_samples
-        owners = [index for index, doc in enumerate(docs) for _ in range(doc.num_samples)]
-        found: dict[int, list[tuple[int, ...]]] = {index: [] for index in range(len(docs))}
-        for owner, result in zip(owners, self._runtime.generate(repeated), strict=True):
-            found[owner].append(result.token_ids if result.is_ok else _raise_error(docs[owner], result.error))
+                _raise_error(doc, f"{doc.num_samples} samples per prompt need temperature > 0")
+            prompt = Prompt(token_ids=prompts[-1], max_new_tokens=max_new_tokens, stop=list(self._stop(doc)))
+            samples += [prompt] * doc.num_samples
+        doc_indices = [index for index, doc in enumerate(docs) for _ in range(doc.num_samples)]
+        completions: list[list[tuple[int, ...]]] = [[] for _ in docs]
+        for index, result in zip(doc_indices, self._runtime.generate(samples), strict=True):
+            completions[index].append(result.token_ids if result.is_ok else _raise_error(docs[index], result.error))
         return [
             ModelResponse(
                 input_tokens=ids,
-                output_tokens=[list(own) for own in found[index]],
-                text=[self._text(own, self._stop(doc)) for own in found[index]],
+                output_tokens=[list(completion) for completion in doc_completions],
+                text=[self._text(completion, self._stop(doc)) for completion in doc_completions],
             )
-            for index, (doc, ids) in enumerate(zip(docs, prompts, strict=True))
+            for doc, ids, doc_completions in zip(docs, prompts, completions, strict=True)
         ]
 
     def loglikelihood(self, docs: list[Doc]) -> list[ModelResponse]:
-        """Log-probability of each choice given its prompt, and True if greedy decoding would produce it."""
+        """Log-probability of each choice given its prompt, and True if it is the greedy one."""
         pairs: list[tuple[int, list[int], list[int]]] = []
         for index, doc in enumerate(docs):
             encoded = self.tok_encode_pair(self._prompts.prepare_prompt(doc), doc.choices, pairwise=True)
             for context, choice in zip(*encoded, strict=True):
-                begin = max(0, len(context) + len(choice) - self.max_length)  # what is too long loses its beginning
+                begin = max(0, len(context) + len(choice) - self.max_length)  # truncates from the left
                 pairs.append((index, list(context)[begin:], list(choice)))
         scores = self._runtime.score([(context, choice) for _, context, choice in pairs])
         responses: list[ModelResponse] = []
-        for index, group in groupby(zip(pairs, scores, strict=True), key=lambda each: each[0][0]):
-            own = list(group)
-            for _, score in own:
+        for index, group in groupby(zip(pairs, scores, strict=True), key=lambda scored: scored[0][0]):
+            choices = list(group)
+            for _, score in choices:
                 if not score.is_ok:
                     _raise_error(docs[index], score.error)
             responses.append(
                 ModelResponse(
-                    input_tokens=own[0][0][1],
-                    output_tokens=[choice for (_, _, choice), _ in own],
-                    logprobs=[score.logprob for _, score in own],
-                    argmax_logits_eq_gold=[score.is_greedy for _, score in own],
+                    input_tokens=choices[0][0][1],
+                    output_tokens=[choice for (_, _, choice), _ in choices],
+                    logprobs=[score.logprob for _, score in choices],
+                    argmax_logits_eq_gold=[score.is_greedy for _, score in choices],
                 )
             )
         return responses
@@ -148,5 +147,5 @@ class WeightstreamModel(LightevalModel):
         return text
 
 
-def _raise_error(doc: Doc, why: str | None) -> tuple[int, ...]:
-    raise EvaluationError(f"{doc.task_name}, {doc.id}: {why}")
+def _raise_error(doc: Doc, reason: str | None) -> tuple[int, ...]:
+    raise EvaluationError(f"{doc.task_name}, {doc.id}: {reason}")

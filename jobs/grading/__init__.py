@@ -1,3 +1,1 @@
-"""Grades finished runs: per-row metrics against references or from a judge's ratings, and means with confidence
-intervals.
-"""
+"""Grades finished runs: metrics per row, by references or a judge's ratings, and means with confidence intervals."""

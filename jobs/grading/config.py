@@ -29,11 +29,11 @@ class MetricsConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.runs) and all(self.runs), "run is not set: a run's directory, e.g. run=outputs/generate/mine")
-        require(bool(self.metrics), "metric is empty: name some, e.g. metric=[exact_match,rouge]")
-        require(len(set(self.metrics)) == len(self.metrics), "metric names one twice")
-        is_alone = Metric.judge not in self.metrics or len(self.metrics) == 1
-        require(is_alone, "metric=judge reads ratings, the others compare answers with references: ask for it alone")
-        require(bool(self.reference_field), "reference_field is empty: the column that has the right answers")
+        require(bool(self.metrics), "metric is empty: set one or several, e.g. metric=[exact_match,rouge]")
+        require(len(set(self.metrics)) == len(self.metrics), "metric has the same value twice")
+        is_valid = Metric.judge not in self.metrics or len(self.metrics) == 1
+        require(is_valid, "metric=judge reads ratings, the others need references: set metric=judge alone")
+        require(bool(self.reference_field), "reference_field is empty: set the column of the correct answers")
 
     @property
     def runs(self) -> list[str]:

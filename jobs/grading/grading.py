@@ -37,7 +37,7 @@ Scorer: TypeAlias = Callable[[str, str], Mapping[str, float]]  # a completion an
 
 @dataclass(kw_only=True)
 class GradingResult:
-    """Scores by row. `num_samples`: graded completions; errors and rows without a reference are counted separately."""
+    """Scores by row. `num_samples`: graded completions, without error rows and rows without a reference."""
 
     out: Path | None = None
     rows: list[dict[str, object]] = field(default_factory=list)
@@ -47,7 +47,7 @@ class GradingResult:
     num_without_reference: int = 0
 
     def estimates(self) -> dict[str, Estimate]:
-        """Mean and interval of each metric; a row's value is the mean over its samples."""
+        """The mean and interval of each metric; a row's value is the mean over its samples."""
         return {
             name: estimate([sum(values) / len(values) for values in by_row.values()])
             for name, by_row in self.scores.items()
@@ -57,14 +57,13 @@ class GradingResult:
 def grade(config: MetricsConfig) -> GradingResult:
     """Grades the run and writes the scores. Raises ConfigError if something is missing, DamagedRunError, and
     OutputError; an older file then stays unchanged."""
-    score = make_scorers(config.metrics)
+    scorers = make_scorers(config.metrics)
     shards = require_complete_run(config)
-    graded = grade_tables(read_tables(shards, partial=config.partial), config.reference_field, score)
+    graded = grade_tables(read_tables(shards, partial=config.partial), config.reference_field, scorers)
     if not graded.num_samples:
         raise ConfigError(
             f"run={','.join(config.runs)}: no row has both a completion and a reference: "
-            f"{format_count(graded.num_errors, 'row')} with an error, "
-            f"{format_count(graded.num_without_reference, 'row')} without a value of "
+            f"{format_count(graded.num_errors, 'row')} with an error, {graded.num_without_reference:,} without "
             f"reference_field={config.reference_field}"
         )
     graded.out = write_scores(config, shards, graded.rows)
@@ -72,7 +71,7 @@ def grade(config: MetricsConfig) -> GradingResult:
 
 
 def require_complete_run(config: MetricsConfig) -> list[RunReader]:
-    """Returns the shards of the run. Raises ConfigError if the run is incomplete (without `partial`), or `out` is a
+    """Returns the shards of the run. Raises ConfigError if the run is incomplete and not `partial`, or if `out` is a
     file that no job wrote."""
     if config.out is not None:
         require_replaceable([Path(config.out).expanduser()], f"out={config.out}")
@@ -96,16 +95,14 @@ def grade_tables(tables: Iterable[pa.Table], reference_field: str, scorers: Sequ
     for table in tables:
         column = find_column(table.schema, reference_field)
         if column is None:
-            raise ConfigError(
-                f"reference_field={reference_field}: no such column among "
-                f"{', '.join(original_name(field) for field in table.schema)}"
-            )
+            columns = ", ".join(original_name(field) for field in table.schema)
+            raise ConfigError(f"reference_field={reference_field}: no such column; columns: {columns}")
         references = table[column.name].to_pylist()
         if is_json_column(column):
-            references = [decode_json(each) if isinstance(each, str) else each for each in references]
+            references = [decode_json(value) if isinstance(value, str) else value for value in references]
         for row, reference in zip(table.select(COLUMNS).to_pylist(), references, strict=True):
-            wanted = reference if isinstance(reference, list) else [reference]
-            texts = [str(each) for each in wanted if each is not None]
+            alternatives = reference if isinstance(reference, list) else [reference]
+            texts = [str(text) for text in alternatives if text is not None]
             values: dict[str, float] = {}
             if row["status"] != "ok":
                 graded.num_errors += 1
@@ -115,7 +112,7 @@ def grade_tables(tables: Iterable[pa.Table], reference_field: str, scorers: Sequ
                 graded.num_samples += 1
                 for scorer in scorers:
                     scores = [scorer(str(row["completion"]), text) for text in texts]
-                    values |= {name: max(each[name] for each in scores) for name in scores[0]}
+                    values |= {name: max(score[name] for score in scores) for name in scores[0]}
             identity = {"id": row["id"], "sample_index": row["sample_index"], "status": row["status"]}
             graded.rows.append({**identity, **values})
             for name, value in values.items():
@@ -124,7 +121,7 @@ def grade_tables(tables: Iterable[pa.Table], reference_field: str, scorers: Sequ
 
 
 def find_column(schema: pa.Schema, name: str) -> pa.Field | None:
-    """Finds a column by the input's name; parts may store it under another one. None if there is none."""
+    """Finds a column by its name in the input, which may differ from that in parts. Returns None if there is none."""
     return next((column for column in schema if original_name(column) == name), None)
 
 
@@ -137,8 +134,8 @@ def read_tables(shards: Sequence[RunReader], *, partial: bool) -> Iterator[pa.Ta
 
 
 def format_grading(graded: GradingResult) -> list[str]:
-    """Summary lines: one per metric, then the counts."""
-    lines = [f"{name:<14} {format_estimate(found)}" for name, found in graded.estimates().items()]
+    """Formats a line per metric, then the counts."""
+    lines = [f"{name:<14} {format_estimate(mean)}" for name, mean in graded.estimates().items()]
     counts = f"{format_count(graded.num_samples, 'completion')} compared"
     if graded.num_errors:
         counts += f", {graded.num_errors:,} with an error left out"
@@ -147,22 +144,22 @@ def format_grading(graded: GradingResult) -> list[str]:
     return [*lines, counts, *([f"scores by row: {graded.out}"] if graded.out else [])]
 
 
-def format_estimate(found: Estimate) -> str:
+def format_estimate(result: Estimate) -> str:
     """Formats mean and interval: `75.0% (95% interval 58.9% to 86.2%, 36 rows)`."""
-    if found.mean is None or found.low is None or found.high is None:
+    if result.mean is None or result.low is None or result.high is None:
         return "-"
-    rows = format_count(found.num_rows, "row")
-    return f"{found.mean:.1%} (95% interval {found.low:.1%} to {found.high:.1%}, {rows})"
+    rows = format_count(result.num_rows, "row")
+    return f"{result.mean:.1%} (95% interval {result.low:.1%} to {result.high:.1%}, {rows})"
 
 
 def format_task_answers(generations: Path) -> str:
     """Formats one answer per task of a run of dataset=tasks, and its accuracy."""
     table = pq.read_table(generations)
     graded = grade_tables([table], "reference", make_scorers([Metric.exact_match]))
-    first_of_task = {row["task"]: row for row in reversed(table.sort_by("row_index").to_pylist())}
-    lines = [f"{row['prompt']}{row['completion']}".replace("\n", " ") for row in reversed(first_of_task.values())]
-    found = graded.estimates().get("exact_match")
-    return "\n".join([*lines, "", f"right answers: {format_estimate(found)}" if found else "nothing to compare"])
+    first_rows = {row["task"]: row for row in reversed(table.sort_by("row_index").to_pylist())}
+    lines = [f"{row['prompt']}{row['completion']}".replace("\n", " ") for row in reversed(first_rows.values())]
+    accuracy = graded.estimates().get("exact_match")
+    return "\n".join([*lines, "", f"right answers: {format_estimate(accuracy)}" if accuracy else "nothing to compare"])
 
 
 def is_exact_match(completion: str, reference: str) -> bool:
@@ -172,16 +169,16 @@ def is_exact_match(completion: str, reference: str) -> bool:
 
 def is_gsm8k_match(completion: str, reference: str) -> bool:
     """Compares as numbers: 18 equals 18.00, and 1,000 equals 1000 (Cobbe et al., arXiv 2110.14168)."""
-    answer, wanted = parse_gsm8k_answer(completion), parse_gsm8k_answer(reference)
-    return answer is not None and answer == wanted
+    answer = parse_gsm8k_answer(completion)
+    return answer is not None and answer == parse_gsm8k_answer(reference)
 
 
 def parse_gsm8k_answer(text: str) -> Decimal | None:
     """The number after the first `####`, else the last number; None if there is none."""
     marked = MARKED_NUMBER.search(text)
-    found = [marked.group(1)] if marked else NUMBER.findall(text)
+    numbers = [marked.group(1)] if marked else NUMBER.findall(text)
     try:
-        return Decimal(found[-1].replace(",", "")) if found else None
+        return Decimal(numbers[-1].replace(",", "")) if numbers else None
     except InvalidOperation:
         return None
 
@@ -193,12 +190,12 @@ def is_bbh_match(completion: str, reference: str) -> bool:
 
 def parse_bbh_answer(text: str) -> str:
     """The rest of the line after the first `the answer is`, else the whole text."""
-    found = ANSWER_IS.search(text)
-    return (found.group(1) if found else text).strip().removesuffix(".").strip()
+    match = ANSWER_IS.search(text)
+    return (match.group(1) if match else text).strip().removesuffix(".").strip()
 
 
 def make_scorers(metrics: Sequence[Metric]) -> list[Scorer]:
-    """A scorer for each metric. Raises ConfigError if an extra is not installed."""
+    """Returns a scorer for each metric. Raises ConfigError if an extra is not installed."""
     return [_rouge_scorer() if metric is Metric.rouge else _binary_scorer(metric) for metric in metrics]
 
 
@@ -208,7 +205,7 @@ def _binary_scorer(metric: Metric) -> Scorer:
 
 
 def _rouge_scorer() -> Scorer:
-    """ROUGE F-measures with stemming, as HELM computes them."""
+    """Returns a scorer of ROUGE F-measures with stemming, as in HELM."""
     if find_spec("rouge_score") is None:
         raise ConfigError("metric=rouge needs the extra: pip install 'weightstream[eval]'")
     from rouge_score.rouge_scorer import RougeScorer

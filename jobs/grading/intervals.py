@@ -1,6 +1,4 @@
-"""Means with 95% confidence intervals. The unit of resampling is the row: samples of one row are not independent, so
-only their mean counts.
-"""
+"""Means with 95% confidence intervals. Samples of one row are not independent: a row counts with their mean."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Z = 1.959964  # of a normal distribution, at 97.5 %
+Z = 1.959964  # 97.5 % quantile of the normal distribution
 NUM_RESAMPLES, SEED = 2000, 0
 
 
@@ -23,8 +21,8 @@ class Estimate:
 
 
 def estimate(row_values: Sequence[float]) -> Estimate:
-    """Wilson interval if all values are 0 or 1, else a percentile bootstrap over rows with a fixed seed (Wilson 1927;
-    Efron 1979)."""
+    """The mean, with a Wilson interval if all values are 0 or 1, else a percentile bootstrap over rows with a fixed
+    seed (Wilson 1927; Efron 1979)."""
     values = np.asarray(row_values, dtype=np.float64)
     if not len(values):
         return Estimate(num_rows=0)
@@ -35,14 +33,14 @@ def estimate(row_values: Sequence[float]) -> Estimate:
 
 
 def estimate_groups(groups: Sequence[Sequence[float]]) -> Estimate:
-    """Mean of all values, with a percentile bootstrap over groups, since values of a group are not independent. Groups
+    """The mean of all values, with a percentile bootstrap over groups: values of a group are not independent. Groups
     must not be empty. `num_rows` counts values."""
     if not groups:
         return Estimate(num_rows=0)
     sums, counts = np.array([sum(group) for group in groups]), np.array([len(group) for group in groups])
     generator = np.random.default_rng(SEED)
-    drawn = generator.integers(0, len(groups), (NUM_RESAMPLES, len(groups)))
-    low, high = np.percentile(sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1), (2.5, 97.5))
+    indices = generator.integers(0, len(groups), (NUM_RESAMPLES, len(groups)))
+    low, high = np.percentile(sums[indices].sum(axis=1) / counts[indices].sum(axis=1), (2.5, 97.5))
     num_values = int(counts.sum())
     return Estimate(num_rows=num_values, mean=float(sums.sum() / num_values), low=float(low), high=float(high))
 

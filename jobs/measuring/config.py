@@ -1,5 +1,4 @@
-"""The settings of `jobs.measure`; mirrors conf/measure.yaml. Separate so that they are checked before torch is
-loaded."""
+"""The settings of `jobs.measure`; mirrors conf/measure.yaml. Separate, to check them before torch is imported."""
 
 from dataclasses import dataclass, field
 
@@ -11,8 +10,7 @@ from ..config.settings import LogLevel
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureJobConfig:
-    """What to measure. Only device and threads of `machine` are used: another machine's profile cannot be measured
-    here."""
+    """All settings of `jobs.measure`. Only device and threads of `machine` are used; rejects a profile."""
 
     machine: MachineConfig = field(default_factory=MachineConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
@@ -21,5 +19,5 @@ class MeasureJobConfig:
     def __post_init__(self) -> None:
         require(
             self.machine.sheet is None and self.machine.rates is None,
-            f"machine={self.machine.name} is a profile: measure with machine=auto, cpu or cuda",
+            f"machine={self.machine.name} is a profile of another machine: set machine=auto, cpu or cuda",
         )

@@ -1,5 +1,4 @@
-"""Measures this machine for `jobs.measure`: the hardware itself, and the engine's overhead, with a model so small
-that little else takes time."""
+"""Measures this machine for `jobs.measure`: the hardware, and the engine's overhead with a tiny model."""
 
 import sys
 import time
@@ -36,7 +35,7 @@ from runtime.units import GIB
 
 from .report import Measurement
 
-TURN, PASS = "a turn: one lane in one stage", "a pass, beside its turns"
+TURN, PASS = "a turn: one lane in one stage", "a pass, without its turns"
 NUM_LANES, NUM_NEW_TOKENS = 8, 6
 Advance = Callable[[str, int], object]
 
@@ -44,24 +43,21 @@ Advance = Callable[[str, int], object]
 @torch.inference_mode()
 def measure_machine(machine: MachineConfig, config: MeasureConfig, advance: Advance) -> Measurement:
     """Measures all rates. Calls `advance` with the name of each finished probe and the number of all. Raises
-    ConfigError."""
+    ConfigError if the device is missing."""
     begin = time.monotonic()
     device = ComputeDevice(machine.device)
     if machine.num_threads is not None:
         torch.set_num_threads(machine.num_threads)
     host_gib = usable_host_bytes(is_pinned=device.is_accelerator) / GIB
     device_gib = device.free_bytes() * FREE_SHARE / GIB if device.is_accelerator else None
-    with machine_probes(config, device) as (found, by_dtype, notes), turn_probes(machine, device) as turns:
-        probes = [*found, *turns]
+    with machine_probes(config, device) as (hardware, by_dtype, notes), turn_probes(machine, device) as turns:
+        probes = [*hardware, *turns]
         total = len(probes) * (config.num_rounds + 1)
         measured = measure(
-            probes,
-            num_rounds=config.num_rounds,
-            seconds=config.seconds,
-            advance=lambda name: advance(name, total),
+            probes, num_rounds=config.num_rounds, seconds=config.seconds, advance=lambda name: advance(name, total)
         )
     figures = measured.figures
-    dtypes = {dtype: dtype_rates(dtype, each, config.gemm_rows, figures, device) for dtype, each in by_dtype.items()}
+    dtypes = {dtype: dtype_rates(dtype, names, config.gemm_rows, figures, device) for dtype, names in by_dtype.items()}
     link_in, link_out = (figures[name].value if name in figures else None for name in (LINK_IN, LINK_OUT))
     rates = MeasuredRates(
         host_memory_gib=host_gib,
@@ -79,23 +75,18 @@ def measure_machine(machine: MachineConfig, config: MeasureConfig, advance: Adva
     products = None if device.is_accelerator else fastest_backends(config.gemm_rows, figures)
     if measured.num_rounds < config.num_rounds:
         notes.append(
-            f"{measured.num_rounds} of measure.num_rounds={config.num_rounds}: a round takes "
-            f"{measured.round_seconds:.1f} s, and measure.seconds={config.seconds:g} has room for no more"
+            f"only {measured.num_rounds} of measure.num_rounds={config.num_rounds}: a round takes "
+            f"{measured.round_seconds:.1f} s, and measure.seconds={config.seconds:g}"
         )
     return Measurement(
-        host=host,
-        rates=rates,
-        figures=figures,
-        products=products,
-        seconds=time.monotonic() - begin,
-        notes=notes,
+        host=host, rates=rates, figures=figures, products=products, seconds=time.monotonic() - begin, notes=notes
     )
 
 
 @contextmanager
 def turn_probes(machine: MachineConfig, device: ComputeDevice) -> Iterator[list[Probe]]:
-    """Probes of decode passes with a tiny random model: the time of one more lane in a stage, and the time of a pass
-    apart from its turns. Layers with experts take longer, by the calls of experts."""
+    """Yields probes of decode passes with a tiny random model: the time of one more lane in a stage, and of a pass
+    without its turns. Layers with experts take longer."""
     config = RuntimeConfig(
         model=ModelConfig(name=RANDOM),
         machine=replace(machine, sheet=None, rates=None),
@@ -104,19 +95,19 @@ def turn_probes(machine: MachineConfig, device: ComputeDevice) -> Iterator[list[
     )
     runtime = Runtime(config, device=device)
     runtime.wait_for_kernels()
-    made = [runtime.request(str(index), [5, 6, 7]) for index in range(NUM_LANES)]
-    requests = [request for request in made if isinstance(request, Request)]
+    lanes = [runtime.request(str(index), [5, 6, 7]) for index in range(NUM_LANES)]
+    requests = [request for request in lanes if isinstance(request, Request)]
     num_stages = len(runtime.model.shape.stages)
     with ExitStack() as stack:
-        one = _TimedPasses(stack, runtime, requests[:1])
+        one_lane = _TimedPasses(stack, runtime, requests[:1])
         all_lanes = _TimedPasses(stack, runtime, requests)
 
         def turn() -> float:
-            return max(0.0, (all_lanes.seconds() - one.seconds()) / (num_stages * (NUM_LANES - 1)))
+            return max(0.0, (all_lanes.seconds() - one_lane.seconds()) / (num_stages * (NUM_LANES - 1)))
 
         yield [
             Probe(name=TURN, unit="s", read=turn),
-            Probe(name=PASS, unit="s", read=lambda: max(0.0, one.seconds() - num_stages * turn())),
+            Probe(name=PASS, unit="s", read=lambda: max(0.0, one_lane.seconds() - num_stages * turn())),
         ]
 
 
@@ -128,7 +119,7 @@ class _TimedPasses:
         self._requests = requests
 
     def seconds(self) -> float:
-        """The median time of a decode pass, in seconds."""
+        """Runs the requests; returns the median time of a decode pass."""
         records: list[PassRecord] = []
         session: Session = self._session
         session.run(self._plan.blocks[0], self._requests, records.append)
@@ -137,7 +128,7 @@ class _TimedPasses:
 
 @contextmanager
 def progress_bar() -> Iterator[Advance]:
-    """A progress bar for the steps of a measurement; nothing if stderr is not a terminal."""
+    """Context manager of a progress bar for `measure_machine`; shows nothing if stderr is not a terminal."""
     with tqdm(unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
 
         def advance(name: str, total: int) -> None:

@@ -1,4 +1,4 @@
-"""A measurement as a table and as YAML of the `machine` group, and warnings about figures far from earlier ones or
+"""Formats a measurement as a table and as YAML of the `machine` group; warns about figures far from earlier ones or
 from the device's data sheet."""
 
 import math
@@ -15,9 +15,9 @@ from runtime.measure.timing import Figure
 from ..config.settings import read_yaml
 from ..config.typed import build
 
-SPREAD = "spread: how far a round was from the median of the rounds, at most"
-MAX_RATIO = 3.0  # times: other torches, clocks and neighbours explain less, a slip in measuring often more
-SHORTEST_SECONDS = 1e-5  # of a turn: shorter ones differ by what starts and stops a clock
+SPREAD = "spread: the largest deviation of a round from the median"
+MAX_RATIO = 3.0  # above differences by torch versions, clocks and other load; wrong measurements often exceed it
+SHORTEST_SECONDS = 1e-5  # of a turn: shorter ones are dominated by the clock's overhead
 MACHINES = Path(__file__).resolve().parents[2] / "conf" / "machine"
 
 
@@ -26,13 +26,13 @@ class Measurement:
     host: Host
     rates: MeasuredRates
     figures: Mapping[str, Figure]
-    products: BackendTable | None  # None where an accelerator computes
-    seconds: float  # that it took
-    notes: Sequence[str]  # on what was not measured, and why
+    products: BackendTable | None  # None if an accelerator computes
+    seconds: float  # duration of the measurement
+    notes: Sequence[str]  # figures that were not measured, with the reason
 
     def to_yaml(self, name: str, *, command: str, date: str, versions: Mapping[str, str], device_choice: str) -> str:
-        """A file of the `machine` group, called `name`, with each figure and its spread in a comment.
-        `device_choice`: the value of `machine.device`."""
+        """The text of a file of the `machine` group, with figures and spreads as comments. `device_choice`: the value
+        of `machine.device`."""
         host, figures = self.host, self.figures
         width = max(map(len, figures))
         comments = [
@@ -54,18 +54,18 @@ class Measurement:
 
 
 def format_table(times: Sequence[Mapping[str, Figure]]) -> str:
-    """A row for each figure. Of several measurements, its values side by side and whether they agree; figures that
+    """Formats a row for each figure. With several measurements: the values in columns, and if they agree; figures that
     one of them lacks are not compared."""
     head = ["", *(["measured", "spread"] * len(times)), "unit", *(["agree"] if len(times) > 1 else [])]
     lines = [head]
     for name in dict.fromkeys(name for figures in times for name in figures):
         row = [figures.get(name) for figures in times]
-        found = [figure for figure in row if figure is not None]
+        measured = [figure for figure in row if figure is not None]
         values = [
             ("-", "-") if figure is None else (format_value(figure.value), f"{figure.spread:.0%}") for figure in row
         ]
-        agree = "-" if len(found) < len(row) else "yes" if _agree(found) else "no"
-        lines.append([name, *chain(*values), found[0].unit, *([agree] if len(times) > 1 else [])])
+        agree = "-" if len(measured) < len(row) else "yes" if _agree(measured) else "no"
+        lines.append([name, *chain(*values), measured[0].unit, *([agree] if len(times) > 1 else [])])
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     is_left = [column in (0, 1 + 2 * len(times)) for column in range(len(head))]
     return "\n".join(
@@ -78,7 +78,7 @@ def format_table(times: Sequence[Mapping[str, Figure]]) -> str:
 
 
 def format_agreement(times: Sequence[Mapping[str, Figure]]) -> str:
-    """A line: how many figures agree between all measurements, within their spreads."""
+    """Formats the number of figures that agree between all measurements."""
     names = [name for name in times[0] if all(name in figures for figures in times)]  # measured each time
     num_agreeing = sum(_agree([figures[name] for figures in times]) for name in names)
     return f"{num_agreeing} of {len(names)} figures agree within their spreads"
@@ -125,12 +125,10 @@ class Value:
 
 
 def find_suspicious_rates(rates: MeasuredRates, before: MeasuredRates | None, host: Host) -> list[str]:
-    """A sentence for each rate that differs by more than `MAX_RATIO` times from `before` or from the data sheet of
-    the device. `before`: the rates kept for this host, if any."""
-    found = _list_values(rates)
-    sentences = (
-        list(_find_outliers(found, _list_values(before), "in the measurement that was kept before")) if before else []
-    )
+    """Returns a warning for each rate that differs by more than `MAX_RATIO` times from `before`, the stored rates of
+    this host, or from the data sheet of the device."""
+    measured, stored = _list_values(rates), _list_values(before) if before else {}
+    warnings = list(_find_outliers(measured, stored, "in the stored measurement"))
     for path in sorted(MACHINES.glob("*.yaml")):
         values = read_yaml(path).get("sheet")
         if not isinstance(values, dict) or not matches_device(path.stem, host.device):
@@ -138,39 +136,39 @@ def find_suspicious_rates(rates: MeasuredRates, before: MeasuredRates | None, ho
         sheet = build(DataSheet, values, f"{path.stem}.sheet.")
         if sheet.num_devices > 1:
             continue
-        # Of the device alone: the host around it is another one. Products reach the peaks with the most rows.
-        link, most = Value(number=sheet.host_link_gb_per_second, unit="GB/s"), rates.gemm_rows[-1]
+        # Only figures of the device: the host differs. Matrix products reach the peak with the most rows.
+        link, num_rows = Value(number=sheet.host_link_gb_per_second, unit="GB/s"), rates.gemm_rows[-1]
         peaks = {"memory_gb_per_second": Value(number=sheet.memory_gb_per_second, unit="GB/s")}
         peaks |= {"link_in_gb_per_second": link, "link_out_gb_per_second": link}
         tflops = {"float32": sheet.float32_tflops, "float16": sheet.float16_tflops, "bfloat16": sheet.bfloat16_tflops}
         for dtype, peak in tflops.items():
             if peak is not None:
-                peaks[f"{dtype}.gemm_gflops (M={most})"] = Value(number=1e3 * peak, unit="GFLOP/s")
-        sentences += _find_outliers(found, peaks, f"on the data sheet, machine={path.stem}")
-    return sentences
+                peaks[f"{dtype}.gemm_gflops (M={num_rows})"] = Value(number=1e3 * peak, unit="GFLOP/s")
+        warnings += _find_outliers(measured, peaks, f"on the data sheet, machine={path.stem}")
+    return warnings
 
 
 def matches_device(profile: str, device: str) -> bool:
-    """True if a profile of the machine group is of the named device, such as a100-40 of "NVIDIA A100-SXM4-40GB". A
-    suffix such as Ti or Super is another card."""
+    """True if a profile of the machine group is of this device, e.g. a100-40 and "NVIDIA A100-SXM4-40GB". A suffix such
+    as Ti or Super is another card."""
     parts = [re.sub(r"(?<=[a-z])(?=\d)", " ?", part) for part in profile.split("-")]
     pattern = r".*\b".join(f"{part}(gb)?\\b" for part in parts)
     return re.search(rf"\b{pattern}(?! (ti|super|laptop|d)\b)", re.sub(r"[^a-z0-9]+", " ", device.lower())) is not None
 
 
-def _find_outliers(found: Mapping[str, Value], others: Mapping[str, Value], where: str) -> Iterator[str]:
-    """Yields a sentence for each outlier; of products that differ in rows only, the farthest."""
+def _find_outliers(measured: Mapping[str, Value], others: Mapping[str, Value], where: str) -> Iterator[str]:
+    """Yields a warning for each outlier; for products that differ only in rows, for the farthest."""
     farthest: dict[str, tuple[float, str]] = {}
-    for name in found.keys() & others.keys():
-        one, other = found[name], others[name]
-        ratio = max(one.number / other.number, other.number / one.number)
+    for name in measured.keys() & others.keys():
+        value, other = measured[name], others[name]
+        ratio = max(value.number / other.number, other.number / value.number)
         if ratio > MAX_RATIO:
-            sentence = (
-                f"machine.rates.{name} is {one}, and {other} {where}: {format_value(ratio)} times as much or "
-                "as little. Measure again on an idle machine before planning by it: python -m jobs.measure"
+            warning = (
+                f"machine.rates.{name} is {value}, but {other} {where}: a factor of {format_value(ratio)}. Measure "
+                "again on an idle machine before planning with it: python -m jobs.measure"
             )
             key = name.partition(" ")[0]
-            farthest[key] = max(farthest.get(key, (0.0, "")), (ratio, sentence))
+            farthest[key] = max(farthest.get(key, (0.0, "")), (ratio, warning))
     yield from (farthest[key][1] for key in sorted(farthest))
 
 
@@ -181,13 +179,13 @@ def _list_values(rates: MeasuredRates) -> dict[str, Value]:
         "link_in_gb_per_second": rates.link_in_gb_per_second,
         "link_out_gb_per_second": rates.link_out_gb_per_second,
     }
-    found = {key: Value(number=number, unit="GB/s") for key, number in speeds.items() if number is not None}
+    values = {key: Value(number=number, unit="GB/s") for key, number in speeds.items() if number is not None}
     if rates.turn_seconds >= SHORTEST_SECONDS:
-        found["turn_seconds"] = Value(number=rates.turn_seconds, unit="s")
-    for dtype, each in rates.dtypes.items():
-        for num_rows, gflops in zip(rates.gemm_rows, each.gemm_gflops, strict=False):
-            found[f"{dtype}.gemm_gflops (M={num_rows})"] = Value(number=gflops, unit="GFLOP/s")
+        values["turn_seconds"] = Value(number=rates.turn_seconds, unit="s")
+    for name, dtype in rates.dtypes.items():
+        for num_rows, gflops in zip(rates.gemm_rows, dtype.gemm_gflops, strict=False):
+            values[f"{name}.gemm_gflops (M={num_rows})"] = Value(number=gflops, unit="GFLOP/s")
         for key in ("attention_gb_per_second", "cpu_attention_gb_per_second"):
-            found[f"{dtype}.{key}"] = Value(number=getattr(each, key), unit="GB/s")
-        found[f"{dtype}.prefill_attention_gflops"] = Value(number=each.prefill_attention_gflops, unit="GFLOP/s")
-    return found
+            values[f"{name}.{key}"] = Value(number=getattr(dtype, key), unit="GB/s")
+        values[f"{name}.prefill_attention_gflops"] = Value(number=dtype.prefill_attention_gflops, unit="GFLOP/s")
+    return values

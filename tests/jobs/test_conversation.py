@@ -199,14 +199,14 @@ def test_a_column_called_turn_keeps_its_value_under_another_name(tmp_path: Path,
     [
         (["sampling={n: 2, temperature: 1}"], "sampling.n=2 .* dataset.repeat"),
         (["dataset.chat_template=false"], "dataset.turns=all needs dataset.chat_template=true"),
-        (["dataset=jsonl"], "dataset.turns has no meaning for dataset.kind=jsonl"),
+        (["dataset=jsonl"], "dataset.turns is not supported by dataset.kind=jsonl"),
         (
             ["dataset=jsonl", "dataset.turns=first", "dataset.turns_field=t", "dataset.messages_field=m"],
             "messages_field and dataset.turns_field",
         ),
         (
             ["dataset=jsonl", "dataset.turns=first", "dataset.turns_field=t", "dataset.template='{t}'"],
-            "dataset.template makes prompts, dataset.turns_field has chats",
+            "dataset.template and dataset.turns_field exclude each other",
         ),
     ],
 )

@@ -46,7 +46,7 @@ BAD_LINES = {
     "infinity": (b'{"id": "x", "prompt": "p", "score": -Infinity}', "-Infinity is not JSON"),
     "overflow": (b'{"id": "x", "prompt": "p", "score": 1e999}', "out of range"),
     "endless integer": (b'{"id": "x", "prompt": "p", "score": ' + b"1" * 5000 + b"}", "limit"),
-    "duplicate keys": (b'{"id": "x", "prompt": "p", "prompt": "q"}', "'prompt' occurs twice"),
+    "duplicate keys": (b'{"id": "x", "prompt": "p", "prompt": "q"}', "duplicate key 'prompt'"),
 }
 
 
@@ -148,12 +148,12 @@ def test_a_bad_item_of_a_document_is_an_error_row(tmp_path):
     ("name", "content", "settings", "message"),
     [
         ("in.json", b'{"rows": []}', {}, r"no list of rows at dataset\.json_field=null; its fields: 'rows'"),
-        ("in.json", b'{"rows": 1}', {"json_field": "data"}, r"nothing at 'data' of dataset\.json_field=data"),
+        ("in.json", b'{"rows": 1}', {"json_field": "data"}, r"no field 'data' of dataset\.json_field=data"),
         ("in.json", b"5", {}, "single value"),
         ("in.json", GOOD + b" " + GOOD[:9], {}, r"not one JSON document"),
         ("in.json", b"\xff", {}, "not one JSON document"),
-        ("in.jsonl", b"\n\n", {}, "holds no rows"),
-        ("in.jsonl", b"", {}, "holds no rows"),
+        ("in.jsonl", b"\n\n", {}, "has no rows"),
+        ("in.jsonl", b"", {}, "has no rows"),
         ("in.jsonl.gz", gzip.compress(GOOD * 50, mtime=0)[:-12], {}, r"cannot read .*in\.jsonl\.gz"),
         ("in.jsonl.gz", GOOD, {}, r"cannot read .*in\.jsonl\.gz"),
     ],
@@ -292,9 +292,9 @@ def test_an_object_that_does_not_end_costs_no_other(tmp_path, broken, max_row_by
 
 
 FOREIGN = {
-    "Parquet: dataset=parquet": b"PAR1" + b"\0" * 99,
+    "Parquet: set dataset=parquet": b"PAR1" + b"\0" * 99,
     "a zip archive or a spreadsheet": b"PK\x03\x04" + b"\0" * 99,
-    "packed by lz4": b"\x04\x22\x4d\x18" + b"\0" * 99,
+    "compressed by lz4": b"\x04\x22\x4d\x18" + b"\0" * 99,
     "a tar archive": b"a.jsonl".ljust(257, b"\0") + b"ustar\x0000",
     "a tar archive: unpack it": gzip.compress(b"a.jsonl".ljust(257, b"\0") + b"ustar\x0000"),
 }
@@ -314,8 +314,12 @@ def test_what_is_no_text_is_refused_once_by_what_it_is(tmp_path, kind, what, con
         ("in.jsonl.xz", lzma.compress(PLAIN.encode())[:-40], "in.jsonl.xz"),
         ("in.jsonl.bz2", bz2.compress(PLAIN.encode())[:-40], "in.jsonl.bz2"),
         ("in.jsonl.zst", b"\x28\xb5\x2f\xfd" + b"garbage" * 9, "in.jsonl.zst"),
-        ("in.jsonl", PLAIN.encode("utf-16")[:-1], "it is UTF-16 and ends within a character"),
-        ("in.jsonl.zst", PLAIN.encode(), r"its name ends in \.zst, and it is not packed so: rename it"),
+        ("in.jsonl", PLAIN.encode("utf-16")[:-1], "UTF-16 text that ends inside a character"),
+        (
+            "in.jsonl.zst",
+            PLAIN.encode(),
+            r"its name ends in \.zst, but its content is not compressed that way: rename it",
+        ),
     ],
 )
 def test_a_damaged_file_is_refused_by_name(tmp_path, name, content, why):

@@ -120,7 +120,7 @@ def test_a_long_object_of_several_lines_is_an_error_row_and_those_behind_it_are_
     first, long, last = read(tmp_path / "in.jsonl", DatasetKind.jsonl)
     assert [first.id, last.id, first.error, last.error] == ["a", "c", None, None]
     assert (long.error is None) == (num_bytes < MOST)
-    assert long.error is None or long.error.endswith(f"bytes, dataset.max_row_bytes={MOST:,} are the most")
+    assert long.error is None or long.error.endswith(f"bytes, above dataset.max_row_bytes={MOST:,}")
 
 
 def test_a_long_document_is_refused_with_what_to_change(tmp_path: Path) -> None:
@@ -221,5 +221,5 @@ def test_more_completions_than_a_run_can_have_are_refused_before_they_are_made(r
 def test_more_rows_than_a_run_can_have_are_refused_before_they_are_made(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(lines(["a"] * 3))
     config = DatasetConfig(kind=DatasetKind.jsonl, path=str(tmp_path / "in.jsonl"), repeat=MAX_ROWS)
-    with pytest.raises(ConfigError, match=r"dataset\.repeat=50,000,000 times 3 rows is above the 50,000,000"):
+    with pytest.raises(ConfigError, match=r"dataset\.repeat=50,000,000 times 3 rows is above the limit of 50,000,000"):
         read_rows(config)

@@ -123,7 +123,7 @@ def test_the_digest_sees_them_and_a_row_without_any_keeps_its_own(tmp_path: Path
 
 @pytest.mark.parametrize("key", FIELDS)
 def test_data_sets_without_fields_take_no_such_key(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"dataset\.{key} has no meaning for dataset.kind=tasks"):
+    with pytest.raises(ConfigError, match=rf"dataset\.{key} is not supported by dataset.kind=tasks"):
         DatasetConfig(**{key: "x"})  # pyright: ignore
     with pytest.raises(ConfigError, match=rf"dataset\.{key} is empty"):
         DatasetConfig(kind=DatasetKind.jsonl, path="x", **{key: ""})  # pyright: ignore

@@ -211,14 +211,14 @@ def test_arguments_of_a_call_are_objects_and_none_at_all_is_an_empty_one(tmp_pat
 @pytest.mark.parametrize(
     ("message", "why"),
     [
-        ({"from": "narrator", "value": "x"}, "message 1 of 'chat' is from 'narrator': known are human, user, gpt"),
+        ({"from": "narrator", "value": "x"}, "message 1 of 'chat' is from 'narrator'; known: human, user, gpt"),
         ({"from": ["human"], "value": "x"}, "is from \"['human']\""),
         ({"from": "human", "value": None}, "'content' of message 1 of 'chat' is null"),
-        ({"role": "user", "content": "x", "more": {"a": ["\0"]}}, "'more' of message 1 of 'chat' holds a NUL"),
+        ({"role": "user", "content": "x", "more": {"a": ["\0"]}}, "'more' of message 1 of 'chat' has a NUL"),
         *(
             ({"role": "assistant", "tool_calls": [{"function": {**FUNCTION, "arguments": arguments}}]}, why)
             for arguments, why in (
-                ("{a: 1}", "the arguments of tool_calls of message 1 of 'chat' are no JSON"),
+                ("{a: 1}", "the arguments of tool_calls of message 1 of 'chat': not JSON"),
                 ("[" * 900 + "]" * 900, "nested deeper than 100 levels"),
                 ('{"a": "\\ud800"}', "lone surrogate"),
                 ('{"a": 1' + "0" * 5000 + "}", "limit"),

@@ -108,10 +108,10 @@ def test_bad_csv_rows_are_error_rows_in_their_places(tmp_path):
     assert [row.id for row in rows] == ["a", "bad-row-1", "bad-row-2", "d", "bad-row-4", "f"]
     assert [row.error for row in rows] == [
         None,
-        "in.csv, row 1: 1 fields where the header has 2",
+        "in.csv, row 1: 1 fields, but the header has 2",
         "in.csv, row 2: not UTF-8: byte 0xff",
         None,
-        "in.csv, row 4: 3 fields where the header has 2",
+        "in.csv, row 4: 3 fields, but the header has 2",
         "in.csv, row 5: the prompt 'prompt' is empty",
     ]
 
@@ -156,7 +156,9 @@ def test_csv_is_read_from_any_form_that_tells_what_it_is(tmp_path, name, content
 
 def test_a_pattern_is_no_path(tmp_path):
     (tmp_path / "in.csv").write_bytes(CSV)
-    with pytest.raises(DatasetError, match=r"does not exist .*; a pattern is not taken: name a file, or a directory"):
+    with pytest.raises(
+        DatasetError, match=r"does not exist .*; patterns are not supported: set a file, or a directory"
+    ):
         read_csv(tmp_path / "*.csv")
 
 
@@ -165,21 +167,21 @@ def test_a_pattern_is_no_path(tmp_path):
     [
         (DatasetKind.csv, b'{"id": "a", "prompt": "p"}\n', "'id'.*; in.data looks like JSON: dataset=jsonl"),
         (DatasetKind.csv, b'\xef\xbb\xbf[{"id": "a"}]', "'id'.*; in.data looks like JSON: dataset=jsonl"),
-        (DatasetKind.csv, b"PAR1", "in.data is Parquet: dataset=parquet"),
+        (DatasetKind.csv, b"PAR1", "in.data is Parquet: set dataset=parquet"),
         (DatasetKind.parquet, b'{"id": "a", "prompt": "p"}\n', "cannot read.*; in.data looks like JSON: dataset=jsonl"),
         (DatasetKind.parquet, gzip.compress(CSV, mtime=0), "cannot read.*; in.data looks like CSV: dataset=csv"),
         (DatasetKind.parquet, b"id;prompt\r\na;x\r\n", "cannot read.*; in.data looks like CSV: dataset=csv"),
         (DatasetKind.parquet, b"PAR1 but no footer", r"cannot read .*in\.data"),
         (DatasetKind.parquet, b"", r"cannot read .*in\.data"),
         (DatasetKind.csv, b"", "no column 'id'"),
-        (DatasetKind.csv, b"id,prompt,id\n1,2,3\n", "two columns of the same name"),
+        (DatasetKind.csv, b"id,prompt,id\n1,2,3\n", "two columns with the same name"),
         (
             DatasetKind.csv,
             b"id,text\n1,2\n",
-            r"no column 'prompt' \(dataset\.prompt_field\); its columns: 'id', 'text'",
+            r"no column 'prompt' \(dataset\.prompt_field\); columns: 'id', 'text'",
         ),
         (DatasetKind.csv, b"id,pr\xff\n1,2\n", r"cannot read .*in\.data"),
-        (DatasetKind.csv, b"id,prompt\n", "holds no rows"),
+        (DatasetKind.csv, b"id,prompt\n", "has no rows"),
     ],
 )
 def test_a_table_that_cannot_be_used_as_a_whole_raises(tmp_path, kind, content, message):

@@ -109,7 +109,7 @@ def test_our_own_prompts_have_a_place_for_everything(files: dict[str, Any]) -> N
 
 
 def test_what_cannot_be_judged_is_named(files: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="answers none of the questions"):
+    with pytest.raises(DatasetError, match="has no answer to any question"):
         rows_of(files, answers_path=write_lines(tmp_path / "none.jsonl", [answer(1, "x")]))
     with pytest.raises(DatasetError, match="no choices with turns"):
         rows_of(files, answers_path=write_lines(tmp_path / "bad.jsonl", [{"question_id": 81}]))

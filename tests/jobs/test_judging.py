@@ -20,7 +20,7 @@ def test_ratings_are_averaged_by_model_and_turn_and_what_has_none_is_counted() -
         ["good", "all", "turns"],
         ["bad", "turn", "1"],
     ]
-    assert lines[-1] == "6 judgments, left out: 1 with an error and 1 without what was asked for"
+    assert lines[-1] == "6 judgments, left out: 1 with an error and 1 without a rating or verdict"
 
 
 def test_a_pair_is_won_by_who_wins_in_both_orders() -> None:
@@ -39,7 +39,7 @@ def test_a_pair_is_won_by_who_wins_in_both_orders() -> None:
     assert found.outcomes["mine"] == {"model_1": 1, "tie": 1, "model_2": 1}
     assert found.estimates("mine")[1].mean == 0.5
     assert found.num_unparsed == 1
-    assert "beside theirs: 1 won, 1 tied, 1 lost" in format_judging(found)[1]
+    assert "against theirs: 1 won, 1 tied, 1 lost" in format_judging(found)[1]
 
 
 def test_an_interval_of_groups_of_one_is_that_of_their_values() -> None:

@@ -143,8 +143,8 @@ def test_program_prints_keeps_and_writes(
 def test_rates_far_from_those_that_were_kept_before_are_named_with_both() -> None:
     rates = replace(RATES, disk_gb_per_second=0.25, memory_gb_per_second=3000.0)
     assert find_suspicious_rates(rates, RATES, FOUND.host) == [
-        "machine.rates.disk_gb_per_second is 0.25 GB/s, and 0.9 GB/s in the measurement that was kept before: 3.6 "
-        "times as much or as little. Measure again on an idle machine before planning by it: python -m jobs.measure"
+        "machine.rates.disk_gb_per_second is 0.25 GB/s, but 0.9 GB/s in the stored measurement: a factor of 3.6. "
+        "Measure again on an idle machine before planning with it: python -m jobs.measure"
     ]
     assert find_suspicious_rates(rates, None, FOUND.host) == []
 
@@ -191,7 +191,7 @@ def test_a_profile_is_of_the_device_that_has_its_name(profile: str, device: str,
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("machine=l4", "machine=l4 is a profile: measure with machine=auto, cpu or cuda"),
+        ("machine=l4", "machine=l4 is a profile of another machine: set machine=auto, cpu or cuda"),
         ("measure.out=mine.txt", "measure.out must end in .yaml, got mine.txt"),
         ("measure.times=0", "measure.times must be 1 or more, got 0"),
         ("measure.matrix_width=300", "measure.matrix_width must be a multiple of 256, got 300"),

@@ -123,7 +123,7 @@ def test_the_best_of_several_references_counts() -> None:
 
 
 def test_a_column_that_is_not_there_is_named_with_those_that_are() -> None:
-    with pytest.raises(ConfigError, match=r"reference_field=answer: no such column among .*reference"):
+    with pytest.raises(ConfigError, match=r"reference_field=answer: no such column; columns: .*reference"):
         grade_tables([part(["a"], ["a"])], "answer", make_scorers([Metric.exact_match]))
 
 

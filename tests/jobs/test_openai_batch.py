@@ -91,11 +91,11 @@ def test_what_a_body_asks_is_what_its_row_asks(
         (TEXT, {"top_k": -2}, r"body\.top_k must be -1 or more"),
         (TEXT, {"min_p": 2}, r"body\.min_p must be 0 to 1, got 2"),
         (TEXT, {"ignore_eos": 1}, r"body\.ignore_eos is not true or false"),
-        (TEXT, {"stop_token_ids": [5]}, r"body\.stop_token_ids='\[5\]' cannot be honoured"),
-        (TEXT, {"wings": 2}, r"body\.wings cannot be honoured"),
-        (CHAT, {"best_of": 2}, r"body\.best_of='2' cannot"),
-        (CHAT, {"stream": True}, r"body\.stream='True' cannot"),
-        (CHAT, {"stream": 0}, r"body\.stream='0' cannot"),
+        (TEXT, {"stop_token_ids": [5]}, r"body\.stop_token_ids='\[5\]' is not supported"),
+        (TEXT, {"wings": 2}, r"body\.wings is not supported"),
+        (CHAT, {"best_of": 2}, r"body\.best_of='2' is not"),
+        (CHAT, {"stream": True}, r"body\.stream='True' is not"),
+        (CHAT, {"stream": 0}, r"body\.stream='0' is not"),
         (CHAT, {"presence_penalty": 0.5}, r"body\.presence_penalty"),
         (
             CHAT,
@@ -116,33 +116,33 @@ def test_what_a_body_asks_is_what_its_row_asks(
         (
             TEXT,
             {"structured_outputs": {"json": {}, "regex": "a"}},
-            r"outputs\.json and body\.structured_outputs\.regex are",
+            r"outputs\.json and body\.structured_outputs\.regex exclude",
         ),
-        (TEXT, {"guided_regex": "a", "response_format": {"type": "json_object"}}, "are two structures"),
+        (TEXT, {"guided_regex": "a", "response_format": {"type": "json_object"}}, "exclude each other"),
         (
             TEXT,
             {"structured_outputs": {"structural_tag": "x"}},
-            r"structured_outputs\.structural_tag cannot be honoured",
+            r"structured_outputs\.structural_tag is not supported",
         ),
         (TEXT, {"guided_choice": "yes"}, r"body\.guided_choice is not a list of texts"),
         (TEXT, {"guided_choice": ["yes", 3]}, r"a text of body\.guided_choice is a number"),
         (TEXT, {"guided_regex": ["a"]}, r"body\.guided_regex is a list"),
         (CHAT, {"tool_choice": "required"}, r"body\.tool_choice"),
-        (CHAT, {"tools": ["x"]}, r"body\.tools holds something else than objects"),
-        (CHAT, {"prompt": "x"}, r"body\.prompt cannot be honoured"),
-        (TEXT, {"messages": HI}, r"body\.messages cannot be honoured"),
+        (CHAT, {"tools": ["x"]}, r"body\.tools has items that are not objects"),
+        (CHAT, {"prompt": "x"}, r"body\.prompt is not supported"),
+        (TEXT, {"messages": HI}, r"body\.messages is not supported"),
         (CHAT, {"messages": []}, r"body\.messages is not a list of messages"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "type 'input_audio'"),
-        (TEXT, {"prompt": ["a", "b"]}, r"body\.prompt is a list"),
-        (TEXT, {"prompt": [[1], [2]]}, r"body\.prompt is a list: one prompt is read, so give each a line of its own"),
-        (TEXT, {"prompt": [1, True]}, r"body\.prompt is a list: neither texts nor token ids"),
-        (TEXT, {"prompt": [1, "a"]}, r"body\.prompt is a list: neither texts nor token ids"),
-        (TEXT, {"prompt": []}, r"body\.prompt is a list: neither texts nor token ids"),
-        (TEXT, {"prompt": [[]]}, r"body\.prompt is a list: neither texts nor token ids"),
+        (TEXT, {"prompt": ["a", "b"]}, r"body\.prompt has several"),
+        (TEXT, {"prompt": [[1], [2]]}, r"body\.prompt has several prompts: write a line for each"),
+        (TEXT, {"prompt": [1, True]}, r"body\.prompt is not a text or list of token ids"),
+        (TEXT, {"prompt": [1, "a"]}, r"body\.prompt is not a text or list of token ids"),
+        (TEXT, {"prompt": []}, r"body\.prompt is not a text or list of token ids"),
+        (TEXT, {"prompt": [[]]}, r"body\.prompt is not a text or list of token ids"),
         (TEXT, {"model": None}, r"body\.model is null"),
         (TEXT, {"max_tokens": 1.5}, r"body\.max_tokens is '1\.5', not a whole number"),
         (TEXT, {"max_tokens": True}, r"body\.max_tokens is 'True'"),
-        (CHAT, {"max_tokens": 1, "max_completion_tokens": 2}, "are two limits"),
+        (CHAT, {"max_tokens": 1, "max_completion_tokens": 2}, "differ: set one"),
         (TEXT, {"temperature": 2.5}, r"body\.temperature must be 0 to 2, got 2\.5"),
         (TEXT, {"top_p": "x"}, r"body\.top_p is 'x', not a number"),
         (TEXT, {"n": 0}, r"body\.n must be 1 to 10000, got 0"),
@@ -155,7 +155,7 @@ def test_what_a_body_asks_is_what_its_row_asks(
         (CHAT, {"top_logprobs": 2}, r"body\.top_logprobs needs body\.logprobs=true"),
         (CHAT, {"logprobs": 3}, r"body\.logprobs is not true or false"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, r"body\.top_logprobs must be 0 to 20"),
-        (CHAT, {"chat_template_kwargs": {"messages": 1}}, r"chat_template_kwargs\.messages is set by the run"),
+        (CHAT, {"chat_template_kwargs": {"messages": 1}}, r"chat_template_kwargs\.messages is reserved"),
     ],
 )
 def test_a_field_that_cannot_be_honoured_is_an_error_of_its_line_that_names_it(
@@ -177,7 +177,7 @@ BAD_LINES = {
     '{"custom_id": 5, "method": "POST", "url": "/v1/completions", "body": {}}': "custom_id is a number, not text",
     '{"method": "POST", "url": "/v1/completions", "body": {}}': "custom_id is null, not text",
     '{"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": {}, "y": 1}': "unknown field 'y'",
-    json.dumps(line("good")): "custom_id 'good' is that of request 0 too",
+    json.dumps(line("good")): "custom_id 'good' is already used by request 0",
     json.dumps(line("bad-row-11", prompt="")): "body.prompt is empty",
 }
 
@@ -214,9 +214,9 @@ def test_settings_that_would_be_ignored_are_refused() -> None:
     batch = DatasetKind["openai_batch"]
     with pytest.raises(ConfigError, match=r"needs dataset\.path=requests\.jsonl"):
         DatasetConfig(kind=batch)
-    with pytest.raises(ConfigError, match=r"dataset\.chat_template has no meaning for dataset\.kind=openai_batch"):
+    with pytest.raises(ConfigError, match=r"dataset\.chat_template is not supported by dataset\.kind=openai_batch"):
         DatasetConfig(kind=batch, path="x", chat_template=True)
-    with pytest.raises(ConfigError, match=r"output=openai_batch .* needs dataset=openai_batch, got tasks"):
+    with pytest.raises(ConfigError, match=r"output=openai_batch needs dataset=openai_batch, got dataset=tasks"):
         GenerateConfig(output=Output.openai_batch)
     kept = DatasetConfig(kind=batch, path="x", keep_columns=False)
     with pytest.raises(ConfigError, match=r"output=openai_batch needs dataset\.keep_columns=true"):

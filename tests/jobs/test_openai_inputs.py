@@ -81,17 +81,17 @@ def test_what_a_body_has_encoded(url: str, body: dict[str, object], inputs: Enco
         (EMBEDDINGS, {"input": ["Hi", 3]}, r"input 1 of body\.input is a number"),
         (EMBEDDINGS, {"input": [1, "Hi"]}, r"body\.input is neither a text nor"),
         (EMBEDDINGS, {"input": [[1], [True]]}, r"input 1 of body\.input is neither"),
-        (EMBEDDINGS, {"input": "Hi", "dimensions": 64}, r"body\.dimensions cannot be honoured: a vector has as many"),
+        (EMBEDDINGS, {"input": "Hi", "dimensions": 64}, r"body\.dimensions is not supported: vectors have"),
         (EMBEDDINGS, {"input": "Hi", "encoding_format": "int8"}, r"body\.encoding_format must be float or base64"),
-        (EMBEDDINGS, {"input": "Hi", "normalize": False}, r"body\.normalize='False' cannot be honoured"),
-        (EMBEDDINGS, {"input": "Hi", "temperature": 1}, r"body\.temperature cannot be honoured"),
+        (EMBEDDINGS, {"input": "Hi", "normalize": False}, r"body\.normalize='False' is not supported"),
+        (EMBEDDINGS, {"input": "Hi", "temperature": 1}, r"body\.temperature is not supported"),
         (EMBEDDINGS, {"input": "Hi", "model": None}, r"body\.model is null"),
         (SCORE, {"text_1": "a"}, r"body\.text_2 is null, not text"),
         (SCORE, {"text_1": "a", "text_2": []}, r"body\.text_2 is an empty list"),
         (
             SCORE,
             {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]},
-            r"body\.text_1 has 2 texts and body\.text_2 3: pairs",
+            r"body\.text_1 has 2 texts and body\.text_2 3: text_1",
         ),
         (SCORE, {"text_1": {"content": []}, "text_2": "b"}, r"body\.text_1 is an object, not text"),
     ],
@@ -192,10 +192,10 @@ def test_lines_for_the_other_job_are_errors_and_a_file_of_nothing_else_is_refuse
     assert [row.error is None for row in encoded] == [True, False]
     assert [row.error is None for row in generated] == [False, True]
     assert "weightstream generate, in a run of its own" in str(encoded[1].error)
-    assert "/v1/score and /score are answered by weightstream encode" in str(generated[0].error)
-    with pytest.raises(DatasetError, match=r"to /v1/embeddings .* which weightstream encode answers"):
+    assert "/v1/score and /score need weightstream encode" in str(generated[0].error)
+    with pytest.raises(DatasetError, match=r"to /v1/embeddings .*: use weightstream encode"):
         generate(GenerateConfig(dataset=dataset(tmp_path, both[0]), output_root=str(tmp_path)), lambda: False)
-    with pytest.raises(DatasetError, match=r"to /v1/chat/completions .* which weightstream generate answers"):
+    with pytest.raises(DatasetError, match=r"to /v1/chat/completions .*: use weightstream generate"):
         encode(config_of(tmp_path, both[1]), lambda: False)
     with pytest.raises(ConfigError, match=r"encode\.output=masks does not support dataset=openai_batch"):
         config_of(tmp_path, both[0], output=Readout.masks)

@@ -105,7 +105,7 @@ def test_examples_may_be_a_table_like_the_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shots", "num_examples", "why"),
     [
-        (SHOTS[:2], 3, r"few_shot_path=.* has 2 rows, dataset\.num_examples=3"),
+        (SHOTS[:2], 3, r"few_shot_path=.* has 2 rows, fewer than dataset\.num_examples=3"),
         ([*SHOTS[:1], {"question": "?"}], 2, r"few_shot_path=.*line 2.*no field 'answer'"),
     ],
 )
@@ -122,14 +122,14 @@ def test_examples_that_cannot_be_used_end_the_run(
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"template": "{a}", "prompt_field": "b"}, r"prompt_field=b has no effect beside dataset\.template"),
-        ({"template": "{a}", "messages_field": "m", "chat_template": True}, "messages_field has chats"),
-        ({"few_shot_path": "x"}, "need each other"),
-        ({"few_shot_template": "{x}"}, "need each other"),
-        ({"num_examples": 3}, r"they need dataset\.few_shot_path"),
+        ({"template": "{a}", "prompt_field": "b"}, r"prompt_field=b has no effect with dataset\.template"),
+        ({"template": "{a}", "messages_field": "m", "chat_template": True}, "messages_field exclude each other"),
+        ({"few_shot_path": "x"}, "must be set together"),
+        ({"few_shot_template": "{x}"}, "must be set together"),
+        ({"num_examples": 3}, r"need dataset\.few_shot_path"),
         ({"tools_field": "t"}, r"tools_field needs dataset\.chat_template=true"),
         ({"chat_template_kwargs": {"a": 1}}, r"chat_template_kwargs needs dataset\.chat_template=true"),
-        ({"chat_template_kwargs": {"messages": 1}, "chat_template": True}, r"kwargs\.messages is set by the run"),
+        ({"chat_template_kwargs": {"messages": 1}, "chat_template": True}, r"kwargs\.messages is reserved"),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(settings: dict, why: str) -> None:
@@ -148,10 +148,10 @@ def test_dotted_fields_reach_into_a_batch_request(tmp_path: Path) -> None:
     ("message", "read"),
     [
         ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "a\nb"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "is of type 'image_url': text alone"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "is of type 'image_url'; only 'text'"),
         ({"role": "user", "content": ["a"]}, "part 0 .* is text, not an object"),
         ({"role": "user", "content": None}, "is null, not text"),
-        ({"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": "{"}}]}, "are no JSON"),
+        ({"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": "{"}}]}, "not JSON"),
     ],
 )
 def test_a_content_may_be_parts_of_text(message: dict, read: str, tmp_path: Path) -> None:

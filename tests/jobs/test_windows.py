@@ -378,10 +378,10 @@ def test_a_plan_that_is_not_the_next_ones_neighbour_is_refused(case: WindowedInp
 
 
 def test_what_holds_its_rows_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"dataset.window_rows has no meaning for dataset.kind=csv"):
+    with pytest.raises(ConfigError, match=r"dataset.window_rows is not supported by dataset.kind=csv"):
         DatasetConfig(kind=DatasetKind["csv"], path="rows.csv", window_rows=7)
     jsonl = DatasetConfig(kind=DatasetKind["jsonl"], path="rows.jsonl", window_rows=7)
-    with pytest.raises(ConfigError, match=r"dataset.repeat=2 holds them"):
+    with pytest.raises(ConfigError, match=r"dataset.window_rows does not support dataset.repeat=2"):
         replace(jsonl, repeat=2)
     with pytest.raises(ConfigError, match="multi-turn chats"):
         GenerateConfig(dataset=replace(jsonl, turns_field="turns", chat_template=True))

@@ -17,7 +17,7 @@ from ..rows import Row
 from .jsonl import read_jsonl
 
 STATE_FILE = "scenario_state.json"
-NEEDS = f"dataset.path=benchmark_output/runs/SUITE (what helm-run --dry-run wrote), or one {STATE_FILE}"
+NEEDS = f"dataset.path=benchmark_output/runs/SUITE (written by helm-run --dry-run), or one {STATE_FILE}"
 
 
 def read_requests(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
@@ -25,7 +25,7 @@ def read_requests(config: DatasetFields, count_tokens: CountTokens | None) -> It
     path = Path(config.path or "")
     files = sorted(path.glob(f"**/{STATE_FILE}")) if path.is_dir() else [path]
     if not files:
-        raise DatasetError(f"dataset.path={config.path} has no {STATE_FILE} in it: {NEEDS}")
+        raise DatasetError(f"dataset.path={config.path} contains no {STATE_FILE}: set {NEEDS}")
     known = set[str]()
     for file in files:
         for record in read_jsonl(str(file), "request_states", max_row_bytes=config.max_row_bytes):
@@ -42,17 +42,17 @@ def _make_row(record: Record, index: int, run: str, config: DatasetFields) -> Ro
     fields = record.fields or {}
     request = fields.get("request")
     if not isinstance(request, dict):
-        error = record.error or f"{record.location}: there is no request: not a state of HELM's"
+        error = record.error or f"{record.location}: no request: not a request state of HELM"
         return Row(index=index, id=record.name, prompt="", messages=None, columns={}, error=error)
     columns: Fields = {}
-    if config.keep_columns:  # where a request comes from, and the first of its right answers
-        references = [each for each in _as_list(_get(fields, "instance.references")) if isinstance(each, dict)]
-        right = [_get(each, "output.text") for each in references if "correct" in _as_list(each.get("tags"))]
+    if config.keep_columns:  # origin of the request, and its first correct reference
+        references = [ref for ref in _as_list(_get(fields, "instance.references")) if isinstance(ref, dict)]
+        correct = [_get(ref, "output.text") for ref in references if "correct" in _as_list(ref.get("tags"))]
         columns = {
             "helm_run": run,
             "instance_id": _get(fields, "instance.id"),
             "split": _get(fields, "instance.split"),
-            "reference": right[0] if right else None,
+            "reference": correct[0] if correct else None,
         }
     id = request_digest(request)
     try:
@@ -66,7 +66,7 @@ def _as_list(value: Json) -> list[Json]:
     return value if isinstance(value, list) else []
 
 
-def _get(fields: Fields, place: str) -> Json:
+def _get(fields: Fields, path: str) -> Json:
     with suppress(KeyError):
-        return value_at(fields, place)
+        return value_at(fields, path)
     return None

@@ -52,7 +52,7 @@ def build_prompts(
 
 
 def generate_items(mode: ReasoningMode) -> Iterator[Item]:
-    """All 11,000 items: train, then validation, then test."""
+    """Yields the 11,000 items: train, then validation, then test."""
     rng = np.random.RandomState(SEED)
     for _ in range(NUM_TRAIN + NUM_VALID + NUM_TEST):
         yield _generate_item(mode, rng)

@@ -25,25 +25,24 @@ def read_summarization(config: DatasetFields, count_tokens: CountTokens | None) 
     """Yields prompts with in-context examples, truncated to the window. Raises ConfigError if `count_tokens` is needed
     and missing."""
     if config.window_tokens is not None and count_tokens is None:
-        raise ConfigError("dataset.window_tokens needs a tokenizer to count with; pass count_tokens, or set it to null")
+        raise ConfigError("dataset.window_tokens needs a tokenizer: pass count_tokens, or set it to null")
     counter = count_tokens or len
     max_bytes = config.max_row_bytes
     records = list(read_jsonl(config.path or "", config.json_field, max_row_bytes=max_bytes))
     if config.examples_path is None:
-        chosen = select_examples(records, config)
-        prompt_records = ((number, record) for number, record in enumerate(records) if number not in chosen)
+        selected = select_examples(records, config)
+        prompt_records = ((number, record) for number, record in enumerate(records) if number not in selected)
     else:
-        example_records = list(
-            read_jsonl(config.examples_path, config.json_field, key="examples_path", max_row_bytes=max_bytes)
-        )
-        chosen = select_examples(example_records, config)
+        path, key = config.examples_path, "examples_path"
+        candidates = list(read_jsonl(path, config.json_field, key=key, max_row_bytes=max_bytes))
+        selected = select_examples(candidates, config)
         prompt_records = enumerate(records)
-    examples = list(chosen.values())
+    examples = list(selected.values())
 
-    def content_of(fields: Fields) -> Content:
+    def read_content(fields: Fields) -> Content:
         return build_content(read_item(fields, config), examples, config, counter)
 
-    yield from make_rows(prompt_records, config, content_of, config.id_field)
+    yield from make_rows(prompt_records, config, read_content, config.id_field)
 
 
 KINDS = {
@@ -52,7 +51,7 @@ KINDS = {
         keys=HELM_KEYS
         | {"path", "id_field", "json_field", "examples_path", "article_field", "summary_field"}
         | {"window_tokens", "reserve_tokens"},
-        needs="dataset.path=articles.jsonl (articles with summaries; they are not bundled)",
+        needs="dataset.path=articles.jsonl (articles with summaries; not bundled)",
     )
 }
 
@@ -65,10 +64,8 @@ def read_item(fields: Fields, config: DatasetFields) -> Item:
 
 
 def select_examples(records: Sequence[Record], config: DatasetFields) -> dict[int, Item]:
-    """The in-context examples by their position in `records`, in prompt order.
-
-    Candidates are readable records with an article of 50 to 150 words.
-    """
+    """Selects in-context examples among readable records with an article of 50 to 150 words. Returns them by position
+    in `records`, in prompt order."""
     candidates: list[_Example] = []
     for position, record in enumerate(records):
         try:
@@ -84,8 +81,8 @@ def select_examples(records: Sequence[Record], config: DatasetFields) -> dict[in
 def build_content(item: Item, examples: Sequence[Item], config: DatasetFields, count_tokens: CountTokens) -> Content:
     """Fits a prompt into the window: drops examples from the end, then words from the end of the article.
 
-    HELM truncates a prompt without examples from the right, request included; here the request stays. This differs only
-    if an article alone exceeds the window. Raises BadRecord if not even one word fits.
+    Differs from HELM only if an article alone exceeds the window: HELM then truncates from the right, request included;
+    here the request stays. Raises BadRecord if not even one word fits.
     """
 
     def fits(prompt: str) -> bool:
@@ -96,14 +93,14 @@ def build_content(item: Item, examples: Sequence[Item], config: DatasetFields, c
         if fits(prompt):
             return Content(prompt=prompt, reference=item.answer)
     words = item.input.split()
-    low, high = 0, len(words)  # `high` words don't fit; find the most that do
+    low, high = 0, len(words)  # `high` words do not fit; find the most that do
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(_build_prompt(" ".join(words[:middle]), [])) else (low, middle)
     if low == 0:
         raise BadRecord(
-            f"no word of the article fits dataset.window_tokens={config.window_tokens} "
-            f"with dataset.reserve_tokens={config.reserve_tokens}"
+            f"no word of the article fits in dataset.window_tokens={config.window_tokens} minus "
+            f"dataset.reserve_tokens={config.reserve_tokens}"
         )
     return Content(prompt=_build_prompt(" ".join(words[:low]), []), reference=item.answer)
 

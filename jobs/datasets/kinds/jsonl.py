@@ -1,7 +1,4 @@
-"""Reads JSON lines, one record at a time: an invalid line affects only its own record.
-
-Lines end at byte 10 only.
-"""
+"""Reads JSON lines, one record at a time: an invalid line affects only its own record. Lines end at byte 10 only."""
 
 import codecs
 import json
@@ -36,7 +33,7 @@ MAX_DOCUMENT_ROWS = 64  # rows of maximum length in memory at once
 MAX_RANGE_BYTES = 32 * MIB
 MIN_ROW_BYTES = 3  # `{}` and a newline
 _SUFFIXES = with_compressed_suffixes(".jsonl", ".ndjson", ".json")
-_ANY_JSON = json.JSONDecoder()  # finds the end of a value; rows are validated later
+_ANY_JSON = json.JSONDecoder()  # to find the end of a value; rows are validated later
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[][{}]')  # matches strings too, to skip brackets inside them
 
 
@@ -58,8 +55,8 @@ def read_jsonl(
     """Reads the records of a file, or of a directory's files in order.
 
     The layout is detected from the content: JSON lines, multi-line objects, or one document (a list of objects; with
-    `json_field`, the list at that dotted path). Compressed files are decompressed; offsets count decompressed bytes.
-    Raises DatasetError for errors that affect a whole file.
+    `json_field`, the list at that dotted path). Decompresses files; offsets count decompressed bytes. Raises
+    DatasetError for errors that affect a whole file.
     """
     for file in list_files(path, _SUFFIXES, key):
         yield from _read_file(file, json_field, max_row_bytes, SeekPoint(file=0, row=0))
@@ -82,8 +79,7 @@ def _read_file(file: Path, json_field: str | None, max_row_bytes: int, start: Se
 
 
 def _detect_layout(file: Path, json_field: str | None, max_row_bytes: int) -> _Layout:
-    """Detects the layout from the head of a file. If that is not conclusive, as with an invalid first line, the name
-    decides."""
+    """Detects the layout from the head of a file, or from its name if the head is inconclusive (invalid first line)."""
     is_named = strip_compression_suffix(file.name).endswith(".json")
     default = _Layout.document if is_named else _Layout.lines
     if json_field is not None:
@@ -127,19 +123,16 @@ def _layout_of_head(text: str, *, is_whole: bool, is_named: bool) -> _Layout | N
 
 
 def read_jsonl_path(config: DatasetFields) -> Iterator[Record]:
-    """Reads the records at `dataset.path`."""
     return read_jsonl(config.path or "", config.json_field, max_row_bytes=config.max_row_bytes)
 
 
 def _count_rows(config: DatasetFields, file: Path, max_rows: int) -> int:
-    """Counts rows, up to `max_rows`. Lines are counted without parsing. A document is parsed, unless it is too short
-    for `max_rows`."""
+    """Counts rows, up to `max_rows`. Lines are not parsed. A document is, unless it is too short for `max_rows`."""
     with translate_read_errors(file):
         layout = _detect_layout(file, config.json_field, config.max_row_bytes)
         if layout is not _Layout.document:
-            return sum(
-                1 for _ in islice(_row_texts(file, layout, config.max_row_bytes, SeekPoint(file=0, row=0)), max_rows)
-            )
+            texts = _row_texts(file, layout, config.max_row_bytes, SeekPoint(file=0, row=0))
+            return sum(1 for _ in islice(texts, max_rows))
         num_bytes = file.stat().st_size
         if not detect_compression(file) and num_bytes < MIN_ROW_BYTES * max_rows:
             return num_bytes // MIN_ROW_BYTES
@@ -188,7 +181,6 @@ KINDS = {"jsonl": prompt_kind(read_jsonl_path, CHAT_KEYS | {"json_field"}, sourc
 
 
 def _row_texts(file: Path, layout: _Layout, max_row_bytes: int, start: SeekPoint) -> Iterator[_RowText]:
-    """The texts of the rows, from `start` on."""
     with open_bytes(file) as stream:
         skip_bytes(stream, start.offset_bytes)
         lines = _split_lines(stream, start.line, start.offset_bytes, max_row_bytes)
@@ -196,7 +188,7 @@ def _row_texts(file: Path, layout: _Layout, max_row_bytes: int, start: SeekPoint
 
 
 def _split_lines(stream: BufferedReader, number: int, offset_bytes: int, max_row_bytes: int) -> Iterator[_RowText]:
-    """The lines that are not blank, after line `number`."""
+    """Yields the nonblank lines after line `number`."""
     for line, num_bytes in read_bounded_lines(stream, max_row_bytes):
         number += 1
         text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
@@ -208,8 +200,8 @@ def _split_lines(stream: BufferedReader, number: int, offset_bytes: int, max_row
 
 
 def _join_objects(lines: Iterator[_RowText], max_row_bytes: int) -> Iterator[_RowText]:
-    """Joins lines to objects; an object ends with the line that closes its last bracket. If that never comes, each line
-    that begins with a bracket starts a new object, since printers indent all others."""
+    """Joins lines to objects; an object ends with the line that closes its last bracket. Without such a line, each line
+    that begins with a bracket starts a new object: printers indent the others."""
     pending, num_bytes, depth = list[_RowText](), 0, 0
     for line in lines:
         pending.append(line)
@@ -218,36 +210,33 @@ def _join_objects(lines: Iterator[_RowText], max_row_bytes: int) -> Iterator[_Ro
             continue
         if depth > 0:
             *complete, pending = _split_at_brackets(pending)
-            yield from (_join_lines(each, max_row_bytes) for each in complete)
+            yield from (_join_lines(lines, max_row_bytes) for lines in complete)
             depth = sum(map(_nesting_change, pending)) if complete else depth
-            pending = (
-                [_join_lines(pending, max_row_bytes)] if sum(each[3] for each in pending) > max_row_bytes else pending
-            )
-            num_bytes = sum(each[3] for each in pending)
+            num_bytes = sum(num_line_bytes for *_, num_line_bytes in pending)
+            pending = [_join_lines(pending, max_row_bytes)] if num_bytes > max_row_bytes else pending
         if depth <= 0:
             yield _join_lines(pending, max_row_bytes)
             pending, num_bytes, depth = [], 0, 0
-    yield from (_join_lines(each, max_row_bytes) for each in _split_at_brackets(pending) if each)
+    yield from (_join_lines(lines, max_row_bytes) for lines in _split_at_brackets(pending) if lines)
 
 
 def _nesting_change(line: _RowText) -> int:
     """Net number of brackets that a line opens; negative if it closes more."""
-    brackets = (found[0] for found in _BRACKETS.finditer(line[2] or b""))
-    return sum(1 if each in (b"{", b"[") else -1 if each in (b"}", b"]") else 0 for each in brackets)
+    tokens = (match[0] for match in _BRACKETS.finditer(line[2] or b""))
+    return sum(1 if token in (b"{", b"[") else -1 if token in (b"}", b"]") else 0 for token in tokens)
 
 
 def _split_at_brackets(lines: list[_RowText]) -> list[list[_RowText]]:
     """Splits lines before each line that begins with a bracket."""
-    begins = [place for place, line in enumerate(lines) if place and (line[2] or b"").startswith((b"{", b"["))]
+    begins = [index for index, line in enumerate(lines) if index and (line[2] or b"").startswith((b"{", b"["))]
     return [lines[begin:end] for begin, end in pairwise([0, *begins, len(lines)])]
 
 
 def _join_lines(lines: list[_RowText], max_row_bytes: int) -> _RowText:
     """Joins lines to one row; its text is None if it is too long."""
-    texts, num_bytes = [line[2] for line in lines], sum(line[3] for line in lines)
-    known = [text for text in texts if text is not None]
-    is_short = num_bytes <= max_row_bytes and len(known) == len(texts)
-    return lines[0][0], lines[0][1], b"\n".join(known) if is_short else None, num_bytes
+    texts, num_bytes = [line[2] for line in lines if line[2] is not None], sum(line[3] for line in lines)
+    is_short = num_bytes <= max_row_bytes and len(texts) == len(lines)
+    return lines[0][0], lines[0][1], b"\n".join(texts) if is_short else None, num_bytes
 
 
 def _read_document(file: Path, json_field: str | None, max_row_bytes: int) -> Iterator[Record]:
@@ -257,7 +246,7 @@ def _read_document(file: Path, json_field: str | None, max_row_bytes: int) -> It
     if len(content) > max_bytes:
         raise DatasetError(
             f"{file} is one JSON document of more than {max_bytes:,} bytes, {MAX_DOCUMENT_ROWS} times "
-            "dataset.max_row_bytes: raise that, or write JSON lines, which are read one by one"
+            "dataset.max_row_bytes: raise that, or convert the file to JSON lines"
         )
     try:
         value = parse_json(content.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
@@ -265,11 +254,11 @@ def _read_document(file: Path, json_field: str | None, max_row_bytes: int) -> It
         raise DatasetError(f"{file} is not one JSON document: {error}") from error
     for step in json_field.split(".") if json_field else ():
         if not isinstance(value, dict) or step not in value:
-            raise DatasetError(f"{file} has nothing at {shorten(step)} of dataset.json_field={json_field}")
+            raise DatasetError(f"{file} has no field {shorten(step)} of dataset.json_field={json_field}")
         value = value[step]
     if not isinstance(value, list):
         hint = f"its fields: {', '.join(map(shorten, value))}" if isinstance(value, dict) else "it is a single value"
-        raise DatasetError(f"{file} holds no list of rows at dataset.json_field={json_field or 'null'}; {hint}")
+        raise DatasetError(f"{file} has no list of rows at dataset.json_field={json_field or 'null'}; {hint}")
     for number, item in enumerate(value):
         yield _check_record(item, f"{file.name}:{number}", f"{file.name}, item {number}", max_row_bytes)
 
@@ -291,9 +280,8 @@ def _check_record(value: Json, name: str, location: str, max_row_bytes: int | No
     try:
         num_bytes = len(json.dumps(value, ensure_ascii=False).encode("utf-8"))
     except UnicodeEncodeError:
-        return Record(
-            name=name, location=location, error=f"{location}: holds a lone surrogate, which UTF-8 cannot encode"
-        )
+        error = f"{location}: has a lone surrogate, which UTF-8 cannot encode"
+        return Record(name=name, location=location, error=error)
     if max_row_bytes is not None and num_bytes > max_row_bytes:
         return too_long_record(name, location, num_bytes, max_row_bytes)
     return Record(name=name, location=location, fields=value)

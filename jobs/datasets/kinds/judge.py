@@ -21,12 +21,10 @@ from ..rows import Row
 from .jsonl import read_jsonl
 
 log = logging.getLogger(__name__)
-REFERENCE_CATEGORIES = frozenset(
-    {"math", "reasoning", "coding", "arena-hard-200"}
-)  # FastChat's categories with reference answers
-MAX_TURNS = 2  # number of turns in the judge prompts
+REFERENCE_CATEGORIES = frozenset({"math", "reasoning", "coding", "arena-hard-200"})  # with references in FastChat
+MAX_TURNS = 2  # in the judge prompts
 KEYS = frozenset({"path", "answers_path", "baseline_path", "references_path", "judge_prompts_path"})
-NEEDS = "dataset.path=question.jsonl and dataset.answers_path=<a run, or FastChat's answers>"
+NEEDS = "dataset.path=question.jsonl and dataset.answers_path=<run directory or FastChat answers>"
 BUNDLED_PROMPTS = Path(__file__).parents[2] / "data" / "judge_prompts.jsonl"
 ERROR = "$ERROR$"  # FastChat's marker for a failed answer
 # (kind, has a reference, turn) -> (bundled prompt, FastChat's prompt)
@@ -56,9 +54,8 @@ class JudgePrompt:
         filled = ""
         for text, name, _, _ in Formatter().parse(self.template):
             if name is not None and name not in values:
-                known = ", ".join(values)
                 raise DatasetError(
-                    f"the judge's prompt {self.name} has an unknown field {{{name}}}; known fields: {known}"
+                    f"judge prompt {self.name} has an unknown field {{{name}}}; known fields: {', '.join(values)}"
                 )
             filled += text + (values[name] if name is not None else "")
         return filled
@@ -81,19 +78,18 @@ def read_judge_prompts(path: str | None) -> dict[str, JudgePrompt]:
 
 
 def read_answers(path: str, key: str) -> dict[str, AnswersByQuestion]:
-    """Reads each model's answers by question: from a run, whose directory names the model, or from FastChat files, each
-    named after its model. Verifies the checksums of a run's parts. Raises DatasetError, also if the run is not
-    finished."""
+    """Reads each model's answers by question, from a run or from FastChat files; the name of the directory or file is
+    the model's name. Verifies checksums of parts. Raises DatasetError, also if the run is not finished."""
     root = require_existing_path(path, key)
     directories = [root, *(root / f"turn-{turn}" for turn in range(1, 3))]  # a run, or the runs of its turns
-    runs = [place for place in directories if (place / "run.json").is_file()] if root.is_dir() else []
+    runs = [directory for directory in directories if (directory / "run.json").is_file()]
     if not runs:
         files = list_files(path, (".jsonl",), key)
         return {file.name.removesuffix(".jsonl"): read_answer_file(str(file), key) for file in files}
     answers: dict[str, list[str | None]] = {}
     for run in runs:
         if not (run / "_SUCCESS.json").is_file():
-            raise DatasetError(f"dataset.{key}={path}: {run} is not finished; the run's own command goes on with it")
+            raise DatasetError(f"dataset.{key}={path}: {run} is not finished: start its command again")
         columns = ["id", "sample_index", "status", "completion"]
         table = pq.read_table(run / "generations", columns=columns, page_checksum_verification=True)
         for row in table.to_pylist():
@@ -111,9 +107,7 @@ def read_answer_file(path: str, key: str) -> AnswersByQuestion:
         first = choices[0] if isinstance(choices, list) and choices else None
         turns = first.get("turns") if isinstance(first, dict) else None
         if not isinstance(turns, list):
-            raise DatasetError(
-                f"{record.location}: no choices with turns, which FastChat's answers have (dataset.{key})"
-            )
+            raise DatasetError(f"{record.location}: no choices with turns: not a FastChat answer (dataset.{key})")
         answers[str(fields.get("question_id"))] = [None if turn == ERROR else str(turn) for turn in turns]
     return answers
 
@@ -135,18 +129,16 @@ def read_judge_rows(config: DatasetFields, count_tokens: CountTokens | None) -> 
         models = read_answers(config.baseline_path, "baseline_path")
         if len(models) > 1:
             raise DatasetError(
-                f"dataset.baseline_path={config.baseline_path} has {len(models)} models: name one's file"
+                f"dataset.baseline_path={config.baseline_path} has {len(models)} models: set the file of one"
             )
         baseline = next(iter(models.items()))
     index = 0
     for model, answers in read_answers(config.answers_path, "answers_path").items():
         answered = [question for question in questions if question.id in answers]
         if not answered:
-            raise DatasetError(f"dataset.answers_path={config.answers_path}: {model} answers none of the questions")
+            raise DatasetError(f"dataset.answers_path={config.answers_path}: {model} has no answer to any question")
         if len(answered) < len(questions):
-            log.warning(
-                "%s answers %d of %d questions; the others are not judged", model, len(answered), len(questions)
-            )
+            log.warning("%s answers %d of %d questions: only these are judged", model, len(answered), len(questions))
         for question in answered:
             for row in _make_rows(question, model, answers[question.id], baseline, prompts, config):
                 yield replace(row, index=index)
@@ -169,7 +161,7 @@ class _Question:
 
 
 def _read_questions(config: DatasetFields) -> list[_Question]:
-    """Raises DatasetError if a question has another format: without it, nothing could be judged."""
+    """Raises DatasetError if a question has another format."""
     references_by_id: AnswersByQuestion = {}
     if config.references_path is not None:
         references_by_id = read_answer_file(config.references_path, "references_path")
@@ -178,20 +170,19 @@ def _read_questions(config: DatasetFields) -> list[_Question]:
         fields = _require_fields(record)
         turns, id, reference = fields.get("turns"), fields.get("question_id"), fields.get("reference")
         if not isinstance(turns, list) or not turns or id is None:
-            raise DatasetError(f"{record.location}: no question_id and turns: not a question in MT-Bench's form")
-        own = reference if isinstance(reference, list) else [reference]  # one for each turn
-        known = [text or "" for text in references_by_id.get(str(id), [])] or [
-            text for text in own if isinstance(text, str)
-        ]
-        references = known if fields.get("category") in REFERENCE_CATEGORIES else ()
+            raise DatasetError(f"{record.location}: no question_id and turns: not an MT-Bench question")
+        own = [text for text in (reference if isinstance(reference, list) else [reference]) if isinstance(text, str)]
+        references = [text or "" for text in references_by_id.get(str(id), [])] or own  # one per turn
+        references = references if fields.get("category") in REFERENCE_CATEGORIES else ()
         questions.append(
             _Question(record=record, id=str(id), turns=[str(turn) for turn in turns], references=references)
         )
-    without = sum(each.fields.get("category") in REFERENCE_CATEGORIES and not each.references for each in questions)
-    if without:
+    needing = [question for question in questions if question.fields.get("category") in REFERENCE_CATEGORIES]
+    if num_without := sum(not question.references for question in needing):
         log.warning(
-            "%d questions of %s have no reference answer, and are judged without: dataset.references_path names a file",
-            without,
+            "%d questions of the categories %s have no reference answer and are judged without: set "
+            "dataset.references_path",
+            num_without,
             ", ".join(sorted(REFERENCE_CATEGORIES)),
         )
     return questions
@@ -213,16 +204,14 @@ def _make_rows(
             "baseline": None if baseline is None else baseline[0],
             "turn": turn,
         }
+        id = f"{model}/{question.id}/{turn}"
         if baseline is None:
-            shown = {"answer": answers}
-            yield _make_row(
-                question, f"{model}/{question.id}/{turn}", shown, prompts, {**columns, "game": None}, config
-            )
+            yield _make_row(question, id, {"answer": answers}, prompts, {**columns, "game": None}, config)
             continue
         other = baseline[1].get(question.id, ())
         for game, (first, second) in enumerate(((answers, other), (other, answers)), start=1):
-            shown, id = {"answer_a": first, "answer_b": second}, f"{model}/{question.id}/{turn}/{game}"
-            yield _make_row(question, id, shown, prompts, {**columns, "game": game}, config)
+            pair = {"answer_a": first, "answer_b": second}
+            yield _make_row(question, f"{id}/{game}", pair, prompts, {**columns, "game": game}, config)
 
 
 def _make_row(
@@ -238,12 +227,12 @@ def _make_row(
     path = config.judge_prompts_path
     name = PROMPT_NAMES[kind, bool(question.references), turn][path is not None]
     if name not in prompts:
-        raise DatasetError(f"dataset.judge_prompts_path={path} has no prompt {name}; it has {', '.join(prompts)}")
+        raise DatasetError(f"dataset.judge_prompts_path={path} has no prompt {name}; its prompts: {', '.join(prompts)}")
     prompt = prompts[name]
     columns = {**columns, "prompt_name": prompt.name, "user_prompt": None}
     try:
         values = _template_values(question, answers_by_name, turn)
-        text = check_text(prompt.fill(values), "the judge's prompt")
+        text = check_text(prompt.fill(values), "the judge prompt")
     except BadRecord as error:
         return Row(
             index=0,

@@ -33,9 +33,8 @@ def read_batch(config: DatasetFields, count_tokens: CountTokens | None) -> Itera
 
 def _make_row(record: Record, index: int, first_lines: Mapping[str, int], config: DatasetFields) -> Row:
     fields = record.fields
-    columns = (
-        {key: (fields or {}).get(key) for key in FIELDS} if config.keep_columns else {}
-    )  # the export of results needs all of them
+    # the export of results needs all four
+    columns = {key: (fields or {}).get(key) for key in FIELDS} if config.keep_columns else {}
     row = Row(index=index, id="", prompt="", messages=None, columns=columns, error=None)
     if fields is None:
         return replace(row, id=_unused_id(index, first_lines), error=record.error or f"{record.location}: not readable")
@@ -44,7 +43,7 @@ def _make_row(record: Record, index: int, first_lines: Mapping[str, int], config
     except BadRecord as error:
         return replace(row, id=_unused_id(index, first_lines), error=f"{record.location}: {error}")
     if first_lines[custom_id] != index:
-        error = f"{record.location}: custom_id {shorten(custom_id)} is that of request {first_lines[custom_id]} too"
+        error = f"{record.location}: custom_id {shorten(custom_id)} is already used by request {first_lines[custom_id]}"
         return replace(row, id=_unused_id(index, first_lines), error=error)
     try:
         return _with_request(replace(row, id=custom_id), *_parse_url_and_body(fields), config)
@@ -53,7 +52,7 @@ def _make_row(record: Record, index: int, first_lines: Mapping[str, int], config
 
 
 def _with_request(row: Row, url: str, body: Fields, config: DatasetFields) -> Row:
-    """The row with its line's request. Raises BadRecord."""
+    """Returns the row with the request of its line. Raises BadRecord."""
     if url in ENCODE_ENDPOINTS:
         columns = {**row.columns, "body": summarize_body(body)} if config.keep_columns else row.columns
         return replace(row, inputs=ENCODE_ENDPOINTS[url](body), columns=columns)
@@ -80,7 +79,7 @@ def _unused_id(index: int, first_lines: Mapping[str, int]) -> str:
 def _parse_url_and_body(fields: Fields) -> tuple[str, Fields]:
     unknown = sorted(fields.keys() - {*FIELDS})
     if unknown:
-        raise BadRecord(f"unknown field {shorten(unknown[0])}: a line has custom_id, method, url and body")
+        raise BadRecord(f"unknown field {shorten(unknown[0])}; allowed: custom_id, method, url and body")
     method = fields.get("method")
     if method is not None and not (isinstance(method, str) and method.upper() == "POST"):
         raise BadRecord(f"method must be 'POST', got {shorten(str(method))}")
@@ -94,14 +93,14 @@ def _parse_url_and_body(fields: Fields) -> tuple[str, Fields]:
 
 
 def reject_other_job(rows: Sequence[Row], encodes: bool) -> list[Row]:
-    """Replaces requests that the other job answers by error rows. Raises DatasetError if no valid request is left."""
+    """Turns requests to endpoints of the other job into error rows. Raises DatasetError if no valid request is left."""
     answered, foreign_endpoints = (ENCODE_ENDPOINTS, ENDPOINTS) if encodes else (ENDPOINTS, ENCODE_ENDPOINTS)
     urls, job = " and ".join(foreign_endpoints), "generate" if encodes else "encode"
     valid = [row for row in rows if row.error is None]
     foreign = {row.index for row in valid if (row.inputs is None) == encodes}
     if foreign and len(foreign) == len(valid):
-        raise DatasetError(f"all requests of this file are to {urls}, which weightstream {job} answers")
-    error = f"{urls} are answered by weightstream {job}, in a run of its own: this one answers {' and '.join(answered)}"
+        raise DatasetError(f"all requests of this file are to {urls}: use weightstream {job}")
+    error = f"{urls} need weightstream {job}, in a separate run: this one answers {' and '.join(answered)}"
     return [
         replace(row, prompt="", messages=None, inputs=None, error=error) if row.index in foreign else row
         for row in rows

@@ -1,6 +1,4 @@
-"""MT-Bench questions, the bundled questions in the same schema, the bundled model's tasks, and a prompt from the
-command line.
-"""
+"""MT-Bench questions, bundled questions in the same schema, the bundled model's tasks, and `dataset.prompt`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,16 +17,16 @@ MT_BENCH_ID = "question_id"
 
 
 def _read_questions(read: ReadRecords, config: DatasetFields) -> Iterator[Row]:
-    """Yields the first turn of each question as raw text, as MoE-Lightning runs it; its id is `question_id`. With
+    """Yields the first turn of each question as raw text, as MoE-Lightning does, with `question_id` as id. With
     `turns=all` the other turns follow."""
 
-    def content_of(fields: Fields) -> Content:
+    def read_content(fields: Fields) -> Content:
         turns = fields.get("turns")
         if not isinstance(turns, list) or not turns:
-            raise BadRecord("the field 'turns' is not a list of texts: not a question in MT-Bench's schema")
+            raise BadRecord("the field 'turns' is not a list of texts: not an MT-Bench question")
         return make_turns_content(turns if config.turns is Turns.all else turns[:1], "turn")
 
-    return make_rows(enumerate(read(config)), config, content_of, MT_BENCH_ID)
+    return make_rows(enumerate(read(config)), config, read_content, MT_BENCH_ID)
 
 
 def _read_tasks(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
@@ -37,7 +35,6 @@ def _read_tasks(config: DatasetFields, count_tokens: CountTokens | None) -> Iter
 
 
 def _read_prompt_setting(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-    """Yields `dataset.prompt` as the only row."""
     try:
         prompt = check_text(config.prompt, "dataset.prompt")
     except BadRecord as error:
@@ -52,6 +49,6 @@ KINDS = {
     "mtbench": InputKind(
         rows=lambda config, _: _read_questions(read_jsonl_path, config),
         keys=frozenset({"path", "turns"}),
-        needs="dataset.path=question.jsonl (MT-Bench's questions; they are not bundled)",
+        needs="dataset.path=question.jsonl (MT-Bench questions; not bundled)",
     ),
 }

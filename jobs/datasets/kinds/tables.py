@@ -1,9 +1,8 @@
 """Reads Parquet, CSV and Hugging Face Hub datasets.
 
-Files are read with pyarrow, not through `datasets`: its cache of local files is keyed by path and modification time. A
-file replaced with its old time kept (`rsync -a`, `cp -p`, `tar`) would give stale rows, and a resumed run must see what
-is on disk. The Hub goes through `datasets`, whose cache is keyed by revision there (for a local directory of kind
-`hub`, by modification time).
+Files are read with pyarrow, not with `datasets`: its cache is keyed by path and modification time. A file replaced by
+one with the same time (`rsync -a`, `cp -p`, `tar`) would give stale rows, and a resumed run must see the file on disk.
+Hub datasets are read with `datasets`; their cache is keyed by revision.
 """
 
 import base64
@@ -42,7 +41,7 @@ _FIRST_CSV_ROW = 2  # pyarrow's number of the first row below the header
 
 
 def read_parquet(config: DatasetFields) -> Iterator[Record]:
-    """Rows of a Parquet file, or of a directory's files by name. Verifies page checksums if present."""
+    """Reads a Parquet file, or a directory's files by name. Verifies page checksums if present."""
     for path in _parquet_files(config):
         yield from _parquet_records(config, path, SeekPoint(file=0, row=0))
 
@@ -52,7 +51,7 @@ def _parquet_files(config: DatasetFields) -> list[Path]:
 
 
 def _parquet_records(config: DatasetFields, path: Path, start: SeekPoint) -> Iterator[Record]:
-    """Records from `start` on; skips whole row groups before it."""
+    """Yields the records from `start` on; skips row groups before it."""
     with _translate_arrow_errors(path, "parquet"), pq.ParquetFile(path, page_checksum_verification=True) as file:
         rows = _parquet_rows(config, file, path, start.row, NUM_ROWS_PER_BATCH)
         yield from _make_records(rows, path.name, config.max_row_bytes, start.row)
@@ -72,7 +71,7 @@ def _parquet_rows(
     return islice(_iter_rows(batches), first - skipped, None)
 
 
-def _count_parquet(config: DatasetFields, path: Path, most: int) -> int:
+def _count_parquet(config: DatasetFields, path: Path, max_rows: int) -> int:
     with _translate_arrow_errors(path, "parquet"):
         return pq.read_metadata(path).num_rows
 
@@ -81,25 +80,23 @@ def _scan_parquet(config: DatasetFields, numbered: NumberedFile) -> Iterator[Row
     number, path = numbered
     with _translate_arrow_errors(path, "parquet"), pq.ParquetFile(path, page_checksum_verification=True) as file:
         rows = _parquet_rows(config, file, path, 0, MAX_RANGE_ROWS)
-        first, at_once = 0, _rows_per_batch(file, MAX_RANGE_ROWS)
-        while found := list(islice(rows, at_once)):
-            fields = [_to_fields(row) if num_text_bytes(row) <= config.max_row_bytes else None for row in found]
+        first, batch_rows = 0, _rows_per_batch(file, MAX_RANGE_ROWS)
+        while batch := list(islice(rows, batch_rows)):
+            fields = [_to_fields(row) if num_text_bytes(row) <= config.max_row_bytes else None for row in batch]
             yield RowRange(start=SeekPoint(file=number, row=first), rows=fields)
-            first += len(found)
+            first += len(batch)
 
 
 def read_csv(config: DatasetFields) -> Iterator[Record]:
-    """Rows of a CSV file with a header line, or of a directory's files by name. Every value is text: `007` stays `007`.
-
-    A row with too few or too many fields, or with invalid UTF-8, is a bad record; the others are still read.
-    """
+    """Reads a CSV file with a header line, or a directory's files by name. Every value is text: `007` stays `007`. A
+    row with too few or too many fields, or with invalid UTF-8, becomes a bad record."""
     for path in list_files(config.path or "", with_compressed_suffixes(".csv", ".tsv")):
         with _translate_arrow_errors(path, "csv"):
             yield from _read_csv_file(path, config)
 
 
 def read_hub(config: DatasetFields) -> Iterator[Record]:
-    """Rows of `datasets.load_dataset` for a Hub id or a local directory. Raises DatasetError with its message."""
+    """Reads `datasets.load_dataset` for a Hub id or a local directory. Raises DatasetError with its message."""
     import datasets  # slow to import, and needed by this kind only
     from datasets.exceptions import DatasetsError
 
@@ -116,11 +113,10 @@ def read_hub(config: DatasetFields) -> Iterator[Record]:
         ) from error
     assert isinstance(loaded, datasets.Dataset)
     check_columns(loaded.column_names, config, location)
-    selected = (
-        loaded if config.keep_columns else loaded.select_columns(_configured_columns(config, loaded.column_names))
-    )
+    if not config.keep_columns:
+        loaded = loaded.select_columns(_configured_columns(config, loaded.column_names))
     # The arrow format keeps images and audio as stored instead of decoding them.
-    batches = selected.with_format("arrow").iter(batch_size=NUM_ROWS_PER_BATCH)
+    batches = loaded.with_format("arrow").iter(batch_size=NUM_ROWS_PER_BATCH)
     yield from _make_records(_iter_rows(batches), Path(config.path or "").name, config.max_row_bytes)
 
 
@@ -177,11 +173,11 @@ def _make_records(
     rows: Iterator[dict[str, object]], source: str, max_row_bytes: int, first: int = 0
 ) -> Iterator[Record]:
     for number, row in enumerate(rows, start=first):
-        name, place, num_bytes = f"{source}:{number}", f"{source}, row {number}", num_text_bytes(row)
+        name, location, num_bytes = f"{source}:{number}", f"{source}, row {number}", num_text_bytes(row)
         if num_bytes > max_row_bytes:
-            yield too_long_record(name, place, num_bytes, max_row_bytes)
+            yield too_long_record(name, location, num_bytes, max_row_bytes)
             continue
-        yield Record(name=name, location=place, fields=_to_fields(row))
+        yield Record(name=name, location=location, fields=_to_fields(row))
 
 
 def _to_fields(row: Mapping[str, object]) -> Fields:
@@ -189,20 +185,18 @@ def _to_fields(row: Mapping[str, object]) -> Fields:
 
 
 def _read_csv_file(path: Path, config: DatasetFields) -> Iterator[Record]:
-    bad: dict[int, str] = {}
+    errors: dict[int, str] = {}
 
-    def skip_bad(row: pa_csv.InvalidRow) -> str:
-        bad[row.number] = f"{row.actual_columns} fields where the header has {row.expected_columns}"
+    def record_error(row: pa_csv.InvalidRow) -> str:
+        errors[row.number] = f"{row.actual_columns} fields, but the header has {row.expected_columns}"
         return "skip"
 
     content = _csv_content(path)
     delimiter = config.csv_delimiter
     is_tsv = delimiter == DatasetFields.csv_delimiter and strip_compression_suffix(path.name).endswith(".tsv")
-    if (
-        is_tsv and b"\t" in content.lstrip().partition(b"\n")[0]
-    ):  # the delimiter is the default, and the header has tabs
+    if is_tsv and b"\t" in content.lstrip().partition(b"\n")[0]:  # in the header
         delimiter = "\t"
-    parse = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=skip_bad)
+    parse = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=record_error)
     lines = (line.decode("utf-8") for line in io.BytesIO(content.removeprefix(codecs.BOM_UTF8)))
     names = next((names for names in csv.reader(lines, delimiter=delimiter) if names), list[str]())
     is_text = True
@@ -222,12 +216,12 @@ def _read_csv_file(path: Path, config: DatasetFields) -> Iterator[Record]:
     as_bytes = pa_csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.binary()), strings_can_be_null=False)
     table = pa_csv.read_csv(pa.BufferReader(content), whole, parse, as_bytes)
     cells = (row for batch in table.to_batches(NUM_ROWS_PER_BATCH) for row in batch.to_pylist())
-    for number in range(table.num_rows + len(bad)):
-        name, place = f"{path.name}:{number}", f"{path.name}, row {number}"
-        reason = bad.get(number + _FIRST_CSV_ROW)
+    for number in range(table.num_rows + len(errors)):
+        name, location = f"{path.name}:{number}", f"{path.name}, row {number}"
+        reason = errors.get(number + _FIRST_CSV_ROW)
         row = {} if reason else next(cells)
         if num_text_bytes(row) > config.max_row_bytes:
-            yield too_long_record(name, place, num_text_bytes(row), config.max_row_bytes)
+            yield too_long_record(name, location, num_text_bytes(row), config.max_row_bytes)
             continue
         try:
             decoded = (cell.decode("utf-8") for cell in row.values())
@@ -235,7 +229,7 @@ def _read_csv_file(path: Path, config: DatasetFields) -> Iterator[Record]:
             fields: Fields | None = None if reason else dict(zip(names, texts, strict=True))
         except UnicodeDecodeError as error:
             fields, reason = None, f"not UTF-8: byte 0x{error.object[error.start]:02x}"
-        yield Record(name=name, location=place, fields=fields, error=f"{place}: {reason}" if reason else None)
+        yield Record(name=name, location=location, fields=fields, error=f"{location}: {reason}" if reason else None)
 
 
 def _csv_content(path: Path) -> bytes:
@@ -244,8 +238,7 @@ def _csv_content(path: Path) -> bytes:
         while chunk := stream.read(CHUNK_BYTES):
             content += chunk
             if len(content) >= _MAX_CSV_BLOCK_BYTES:
-                most = f"{_MAX_CSV_BLOCK_BYTES:,} bytes"
-                raise DatasetError(f"{path} has {most} or more, which CSV is read at once: divide it")
+                raise DatasetError(f"{path}: CSV files must be below {_MAX_CSV_BLOCK_BYTES:,} bytes: split it")
     return bytes(content)
 
 
