@@ -145,9 +145,8 @@ class RunAnswerer:
     def _run_task(self, task: Task, config: GenerateConfig, columns: Sequence[str]) -> list[dict[str, Any]]:
         """Runs a task and returns its answers in row order."""
         outcome = run_task(task, config, self._should_stop, self._start)
-        table = pq.read_table(
-            RunDirectory(path=outcome.directory).generations, columns=["row_index", "error", *columns]
-        )
+        path = RunDirectory(path=outcome.directory).generations
+        table = pq.read_table(path, columns=["row_index", "error", *columns])
         answers = table.sort_by("row_index").to_pylist()
         failed = [answer for answer in answers if answer["error"] is not None]
         if failed:

@@ -109,9 +109,7 @@ def format_judging(result: JudgingResult) -> list[str]:
     for model in sorted(estimates, key=lambda model: (-(overall[model].mean or 0.0), model)):
         for turn, value in estimates[model].items():
             name = f"turn {turn}" if turn != ALL_TURNS else "all turns"
-            mean, low, high = (
-                f"{number:{form}}" for number in (value.mean, value.low, value.high) if number is not None
-            )
+            mean, low, high = (f"{part:{form}}" for part in (value.mean, value.low, value.high) if part is not None)
             interval = f"(95% interval {low} to {high}, {format_count(value.num_rows, 'judgment')})"
             lines.append(f"{model:<24} {name:<10} {mean} {interval}")
         if result.baseline is not None:

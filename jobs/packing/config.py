@@ -9,8 +9,8 @@ GROUP_SIZES = (32, 64, 128)  # columns that share a scale
 
 
 class Format(Enum):
-    """`lossless`: bfloat16 in 12 bits. `int8`: a scale for each row. `int4`: a scale for each group of columns of a
-    row. `fp8`: E4M3, a scale for each row. Tensors that the last three do not round are packed losslessly."""
+    """`lossless`: bfloat16 in 12 bits. `int8`, `fp8` (E4M3): a scale per row. `int4`: a scale per group of columns of a
+    row. Tensors that the last three do not round are packed losslessly."""
 
     lossless = "lossless"
     int8 = "int8"
@@ -43,5 +43,5 @@ class PackConfig:
         )
         require(
             self.verify or not self.replace,
-            "replace=true with verify=false would delete weights whose packed form was never compared: verify=true",
+            "replace=true deletes the original weights, which needs verify=true",
         )

@@ -1,4 +1,4 @@
-"""Packs a model shard by shard. Published shards stay, so the same command resumes after a kill."""
+"""Packs a model shard by shard. Published shards stay: the same command resumes after a kill."""
 
 import logging
 import time
@@ -27,13 +27,13 @@ from .source import CONFIG, PackSource, fingerprint_file, format_index, open_sou
 log = logging.getLogger(__name__)
 LOCK = ".pack.lock"
 COPY_BYTES = 4 << 20
-MOST_NAMES = 6  # of files left out, in a line
+MAX_NAMES = 6  # of unused files, in the closing table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """`num_kept`: shards packed by earlier starts. `num_deleted`: deleted shards of the original. `unused_files`:
-    files and folders of the original that no run reads."""
+    """Result of packing. `num_kept`: shards packed by earlier starts. `num_deleted`: deleted original shards.
+    `unused_files`: files and folders of the original that no run reads."""
 
     out: Path
     tensors: Sequence[PackedTensor]
@@ -50,57 +50,53 @@ class Packing:
         reasons = dict[str, list[PackedTensor]]()
         for packed in raw:
             reasons.setdefault(str(packed.raw_reason), []).append(packed)
-        kept = f", {self.num_kept} of them packed before" if self.num_kept else ""
-        gone = f", {self.num_deleted} of the original deleted" if self.num_deleted else ""
+        kept = f", {self.num_kept} packed before" if self.num_kept else ""
+        deleted = f", {self.num_deleted} of the original deleted" if self.num_deleted else ""
         rounded = [packed for packed in self.tensors if packed.squares is not None]
         num_lossless = len(self.tensors) - len(raw) - len(rounded)
         lines = [
-            f"{self.out}: {format_count(self.num_shards, 'shard')}{kept}{gone}",
+            f"{self.out}: {format_count(self.num_shards, 'shard')}{kept}{deleted}",
             f"bytes      {before:,} before, {after:,} after: {after / max(1, before):.3f}",
             f"tensors    {f'{len(rounded):,} rounded, ' * bool(rounded)}{num_lossless:,} packed without loss, "
-            f"{len(raw):,} as they were",
+            f"{len(raw):,} unchanged",
         ]
         if rounded:
             worst = max(rounded, key=lambda packed: compute_relative_error([packed]) or 0)
             lines.append(
-                f"error      {compute_relative_error(rounded) or 0:.3%} of the weights' root mean square; "
-                f"{compute_relative_error([worst]) or 0:.3%} at most, of {worst.name}"
+                f"error      {compute_relative_error(rounded) or 0:.3%} relative RMS error of the weights; "
+                f"{compute_relative_error([worst]) or 0:.3%} at most, in {worst.name}"
             )
-        for why, found in sorted(reasons.items()):
-            lines.append(f"  {len(found):,} ({sum(p.num_bytes for p in found):,} bytes): {why}, e.g. {found[0].name}")
+        for reason, same in sorted(reasons.items()):
+            lines.append(f"  {len(same):,} ({sum(p.num_bytes for p in same):,} bytes): {reason}, e.g. {same[0].name}")
         if self.unused_files:
-            names, more = self.unused_files[:MOST_NAMES], len(self.unused_files) - MOST_NAMES
-            lines.append(f"left out   {', '.join(names)}{f' and {more} more' * (more > 0)}: no run reads them")
+            names, more = self.unused_files[:MAX_NAMES], len(self.unused_files) - MAX_NAMES
+            lines.append(f"not copied {', '.join(names)}{f' and {more} more' * (more > 0)}: no run reads them")
         return lines
 
 
 def pack(config: PackConfig, progress: Callable[[int, int], None]) -> Packing:
-    """Packs the model of `config`. Calls `progress` with bytes done and bytes of all. Raises ConfigError,
-    CheckpointError, OutputError; shards published before stay valid."""
+    """Packs the model of `config`. Calls `progress` with the bytes done and in total. Raises ConfigError,
+    CheckpointError, OutputError; published shards stay valid."""
     out = Path(config.out or "").expanduser()
     source = open_source(Path(config.model.path or "").expanduser(), out, replace=config.replace)
     is_lossless = config.format is Format.lossless
     rounding = None if is_lossless else Rounding(config.format.value, config.group_size)
     if rounding is None:
-        there = [source.directory / name for name in source.shards if (source.directory / name).exists()]
-        dtypes = {tensor.dtype for path in there for tensor in read_header(path).values() if len(tensor.shape) > 1}
-        if there and "BF16" not in dtypes:
+        paths = [source.directory / name for name in source.shards if (source.directory / name).exists()]
+        dtypes = {tensor.dtype for path in paths for tensor in read_header(path).values() if len(tensor.shape) > 1}
+        if paths and "BF16" not in dtypes:
             raise CheckpointError(
-                f"model.path={source.directory}: none of its matrices are bfloat16 ({', '.join(sorted(dtypes))}): "
-                "format=lossless packs bfloat16 alone"
+                f"model.path={source.directory}: format=lossless needs bfloat16 matrices, these are "
+                f"{', '.join(sorted(dtypes))}"
             )
     elif config.replace:
-        log.warning(
-            "replace=true deletes the weights of %s, and format=%s keeps rounded ones: nothing can be packed otherwise "
-            "from them later",
-            source.directory,
-            config.format.value,
-        )
+        text = "replace=true deletes the weights of %s; format=%s keeps only rounded ones, which cannot be packed again"
+        log.warning(text, source.directory, config.format.value)
     make_directory(out)
     try:
-        lock = RunLock(out / LOCK)  # one process at a time writes a store
+        lock = RunLock(out / LOCK)  # only one process may write a store
     except OSError as error:
-        raise OutputError(f"{out / LOCK} cannot be written: {error.strerror or error}; choose another out=") from error
+        raise OutputError(f"cannot write {out / LOCK}: {error.strerror or error}; set another out") from error
     try:
         sweep_temps(out, is_only_writer=True)
         return _Packer(source, out, config, rounding, progress).run()
@@ -132,12 +128,10 @@ class _Packer:
                 _copy(path, self._out / path.relative_to(self._source.directory))
         if self._source.shards != [SINGLE]:
             _publish(self._out / INDEX, format_index(self._out, self._source.shards))
-        about = (
-            {}
-            if self._rounding is None
-            else {"format": str(self._rounding), RELATIVE_ERROR: compute_relative_error(tensors)}
-        )
-        _publish(self._out / CONFIG, packed_config(self._source, about))  # last: now it is a model
+        extra: dict[str, object] = {}
+        if self._rounding is not None:
+            extra = {"format": str(self._rounding), RELATIVE_ERROR: compute_relative_error(tensors)}
+        _publish(self._out / CONFIG, packed_config(self._source, extra))  # last: it makes the directory a model
         return Packing(
             out=self._out,
             tensors=tensors,
@@ -155,10 +149,10 @@ class _Packer:
             self._require_same(original, target, tensors)
             self._num_kept += 1
             self._advance(original.stat().st_size if original.exists() else 0)
-            found = read_packed_sizes(target, before)
+            packed = read_packed_sizes(target, before)
         else:
-            begun, is_verified = self._done, self._config.verify
-            found = pack_shard(
+            done, is_verified = self._done, self._config.verify
+            packed = pack_shard(
                 original,
                 target,
                 self._stamp(original),
@@ -167,28 +161,28 @@ class _Packer:
                 verify=is_verified,
                 progress=self._advance,
             )
-            self._advance(begun + original.stat().st_size - self._done)
+            self._advance(done + original.stat().st_size - self._done)
         if self._config.replace and original.exists():
             if not is_verified:
                 compare(tensors, target, str(target), self._rounding)
-            original.unlink()  # its packed form is on the disk and was compared with it just now
+            original.unlink()  # only here: the packed form is on disk and was compared with it
             sync_directory(original.parent)
             self._num_deleted += 1
-        return found
+        return packed
 
     def _require_same(self, original: Path, target: Path, tensors: Collection[str]) -> None:
-        """Raises CheckpointError if `target` was packed from another file or in another format. `tensors`: those read
-        from the original, which a changed index can alter."""
+        """Raises CheckpointError if `target` was packed from another file or in another format. `tensors`: those that
+        the index names now."""
         record, _ = read_packing_record(target)
-        found = record.get("tensors")
+        packed = record.get("tensors")
         is_same = record.get("source") == self._stamp(original) if original.exists() else True
-        if not is_same or (original.exists() and isinstance(found, Mapping) and found.keys() != set(tensors)):
+        if not is_same or (original.exists() and isinstance(packed, Mapping) and packed.keys() != set(tensors)):
             raise CheckpointError(
-                f"{target}: packed of another file than {original}, or that was changed since, or in another format: "
-                "remove it, or choose another directory with out="
+                f"{target}: packed from another file than {original}, from an older version of it, or in another "
+                "format: remove it, or set out to another directory"
             )
         if not str(record.get("source")).endswith(self._stamped):
-            raise CheckpointError(f"{target}: packed in another format: choose another directory with out=")
+            raise CheckpointError(f"{target}: packed in another format: set out to another directory")
 
     def _stamp(self, original: Path) -> str:
         return fingerprint_file(original) + self._stamped
@@ -204,7 +198,7 @@ def _publish(path: Path, data: bytes) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copies a file in pieces and renames it into place once it is complete."""
+    """Copies a file in pieces; the target appears once it is complete."""
     make_directory(target.parent)
     sweep_temps(target.parent, is_only_writer=True)
     buffer = memoryview(bytearray(COPY_BYTES))
@@ -219,17 +213,16 @@ def _copy(source: Path, target: Path) -> None:
 
 @contextmanager
 def _name_file_on_out_of_memory(path: Path) -> Iterator[None]:
-    """Names the file that was being packed when memory ran out. Raises BudgetError."""
+    """Context manager that converts out-of-memory errors to BudgetError naming the file."""
     try:
         yield
-    except Exception as error:  # torch, numpy and the system each have their own
-        if not any(each is not None and is_out_of_memory(each) for each in (error, error.__cause__)):
+    except Exception as error:  # torch, numpy and the system have different ones
+        if not any(cause is not None and is_out_of_memory(cause) for cause in (error, error.__cause__)):
             raise
         size = f" ({format_bytes(path.stat().st_size)})" if path.exists() else ""
         raise BudgetError(
-            f"{path}{size}: this process was given no more memory ({first_line(error)}): "
-            "raise what limits it (ulimit -v, a container's or a job's memory); the same command goes on behind the "
-            "shards that are packed"
+            f"{path}{size}: out of memory ({first_line(error)}): raise the limit of the process (ulimit -v), container "
+            "or job, and start the same command again to continue after the last packed shard"
         ) from error
 
 

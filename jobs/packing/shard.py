@@ -1,5 +1,5 @@
-"""Packs one shard: streams tensors through memory a few rows at a time, compares them with the original and publishes
-the file."""
+"""Packs one shard: streams tensors through memory a few rows at a time, compares with the original, publishes the
+file."""
 
 import hashlib
 import json
@@ -38,26 +38,25 @@ from runtime.weights.stage_weights import TORCH_DTYPES
 
 PAGE_BYTES, COPY_BYTES = 4096, 16 << 20
 PANEL_NUMBERS = 4 << 20  # decoded at once
-MOST_ENTRY_BYTES = 640  # of a tensor in a header, beside twice its name, its shape and what is said of it
+MAX_ENTRY_BYTES = 640  # of a tensor in a header, without its names, shape and record
 
 
 def map_numbers(tensor: TensorSlice) -> torch.Tensor:
-    """A memory-mapped view of the file, in the tensor's dtype and shape."""
+    """Returns a memory-mapped view of the file, in the tensor's dtype and shape."""
     return torch.from_numpy(map_bytes(tensor)).view(TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
 
 
 def map_bytes(piece: TensorSlice) -> np.ndarray:
-    """A memory-mapped view of the file. Mapped copy-on-write because torch requires writable memory; nothing writes
-    to it."""
+    """Returns a memory-mapped view of the file; do not write to it."""
     if not piece.num_bytes:
         return np.zeros(0, np.uint8)
-    return np.memmap(piece.file, np.uint8, "c", piece.offset, (piece.num_bytes,))
+    return np.memmap(piece.file, np.uint8, "c", piece.offset, (piece.num_bytes,))  # "c": torch needs writable memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTensor:
-    """A tensor's bytes before and after, and the reason if it was copied unchanged. `squares`: sums of squared errors
-    and of squared numbers of a rounded tensor."""
+    """A tensor's bytes before and after packing. `raw_reason`: why it was copied unchanged. `squares`: sums of squared
+    errors and of squared numbers of a rounded tensor."""
 
     name: str
     num_bytes: int
@@ -67,7 +66,7 @@ class PackedTensor:
 
 
 class _Shard:
-    """A shard that is being written. Its header is written last, into space reserved at the start."""
+    """A shard being written. The header is written last, into space reserved at the start."""
 
     def __init__(self, file: BinaryIO, header_bytes: int, rounding: Rounding | None, progress: Callable[[int], None]):
         self._file, self._begin, self._rounding, self._progress = file, header_bytes, rounding, progress
@@ -105,8 +104,8 @@ class _Shard:
         self._file.truncate()
 
     def _round(self, tensor: TensorSlice) -> Squares | None:
-        """Returns the sums of squares; None if the tensor is not to be rounded or holds values without a code. Bytes
-        written until then must be discarded."""
+        """Writes the rounded tensor. Returns its sums of squares, or None if it must not be rounded or a value has no
+        code; the caller must then discard the bytes written."""
         if self._rounding is None or self._rounding.skip_reason(tensor.name, tensor.dtype, tensor.shape) is not None:
             return None
         begin, scales, error, size = self._file.tell(), list[bytes](), 0.0, 0.0
@@ -127,8 +126,9 @@ class _Shard:
         return error, size
 
     def _pack(self, tensor: TensorSlice, words: np.ndarray) -> str | None:
-        """Returns the reason if packing does not pay; bytes written until then must be discarded."""
-        begin, matrices, most = self._file.tell(), list[list[Window4]](), MAX_ESCAPES * words.size
+        """Writes the losslessly packed tensor. Returns the reason if that saves nothing; the caller must then discard
+        the bytes written."""
+        begin, matrices, max_escapes = self._file.tell(), list[list[Window4]](), MAX_ESCAPES * words.size
         num_escapes = 0
         for matrix in words if words.ndim == 3 else words[None]:
             matrices.append([])
@@ -136,17 +136,17 @@ class _Shard:
                 self._file.write(piece.body.data)
                 matrices[-1].append(piece.without_body())
                 num_escapes += len(piece.columns)
-                if num_escapes > most:
-                    return f"more than {MAX_ESCAPES:.1%} of its exponents lie outside of 15"
-        beside = stack_escapes(matrices)
-        if beside.nbytes > tensor.num_bytes // 8:
-            return "its escapes would take more than it saves"
-        beside = beside if words.ndim == 3 else beside[0]
+                if num_escapes > max_escapes:
+                    return f"more than {MAX_ESCAPES:.1%} of its exponents are outside of a window of 15"
+        escapes = stack_escapes(matrices)
+        if escapes.nbytes > tensor.num_bytes // 8:
+            return "its escapes would take more bytes than packing saves"
+        escapes = escapes if words.ndim == 3 else escapes[0]
         shape = (*tensor.shape[:-1], packed_columns(tensor.shape[-1]))
         self._add_entry(part_name(tensor.name, WINDOW4), "U8", shape, begin)
         begin = self._file.tell()
-        self._file.write(beside.data)
-        self._add_entry(part_name(tensor.name, ESCAPES), "I32", beside.shape, begin)
+        self._file.write(escapes.data)
+        self._add_entry(part_name(tensor.name, ESCAPES), "I32", escapes.shape, begin)
         return None
 
     def _add_entry(self, name: str, dtype: str, shape: tuple[int, ...], begin: int) -> None:
@@ -159,7 +159,7 @@ class _Shard:
         record = {"source": stamp, "crc32": crc32_sums(Path(self._file.name), self._begin), "tensors": self.record}
         metadata = {"format": "pt", METADATA: json.dumps(record, separators=(",", ":"))}
         text = json.dumps({"__metadata__": metadata, **self.entries}, separators=(",", ":")).encode()
-        assert len(text) <= self._begin - 8, f"a header of {len(text)} bytes in room for {self._begin}"
+        assert len(text) <= self._begin - 8, f"header of {len(text)} bytes, {self._begin} reserved"
         self._file.seek(0)
         self._file.write((self._begin - 8).to_bytes(8, "little") + text.ljust(self._begin - 8))
         self._file.flush()
@@ -175,41 +175,40 @@ def pack_shard(
     verify: bool,
     progress: Callable[[int], None],
 ) -> list[PackedTensor]:
-    """Writes `target` and renames it into place once it is complete, on disk and, with `verify`, equal to `source`.
-    `tensors`: those of the source to pack; None: all. Raises CheckpointError if they differ, OutputError."""
+    """Writes `target`, which appears once it is complete, on disk and, with `verify`, equal to `source`. `tensors`:
+    those of the source to pack; None: all. Raises CheckpointError if they differ, OutputError."""
     tensors = read_header(source) if tensors is None else tensors
     size = source.stat().st_size
 
-    def turn(tensor: TensorSlice) -> int:
-        """Sort key: losslessly packed tensors first, then rounded ones. A tensor of odd length would misalign those
-        after it."""
+    def order(tensor: TensorSlice) -> int:
+        """Sort key: losslessly packed tensors, then rounded, then raw ones. One of odd length misaligns the next."""
         if rounding is not None and rounding.skip_reason(tensor.name, tensor.dtype, tensor.shape) is None:
             return 1
         return 0 if skip_reason(tensor.dtype, tensor.shape) is None else 2
 
-    names = sum(6 * len(json.dumps(name)) + MOST_ENTRY_BYTES + 40 * len(t.shape) for name, t in tensors.items())
-    most_header_bytes = round_up(4096 + names + 12 * (size // PIECE_BYTES + 2), PAGE_BYTES)
+    names = sum(6 * len(json.dumps(name)) + MAX_ENTRY_BYTES + 40 * len(t.shape) for name, t in tensors.items())
+    header_bytes = round_up(4096 + names + 12 * (size // PIECE_BYTES + 2), PAGE_BYTES)
     with atomic_write(target, size) as file:
-        shard = _Shard(file, most_header_bytes, rounding, progress)
-        found = [shard.add(tensor) for tensor in sorted(tensors.values(), key=turn)]
+        shard = _Shard(file, header_bytes, rounding, progress)
+        packed = [shard.add(tensor) for tensor in sorted(tensors.values(), key=order)]
         shard.finish(stamp)
         if verify:
             compare(tensors, Path(file.name), str(target), rounding)
-    return found
+    return packed
 
 
 def compare(tensors: Mapping[str, TensorSlice], packed: Path, name: str, rounding: Rounding | None = None) -> None:
     """Decodes all of `packed`; `name` is its final name for errors. Rounded tensors must equal the original rounded
-    to the stored scales. Raises CheckpointError that names the first tensor that differs."""
-    found = pair_companions(read_header(packed), {"quant_method": METHOD})
-    if found.keys() != tensors.keys():
-        others = ", ".join(sorted(found.keys() ^ tensors.keys())[:3])
+    with the stored scales. Raises CheckpointError naming the first tensor that differs."""
+    stored = pair_companions(read_header(packed), {"quant_method": METHOD})
+    if stored.keys() != tensors.keys():
+        others = ", ".join(sorted(stored.keys() ^ tensors.keys())[:3])
         raise CheckpointError(f"{name}: has other tensors than its original: {others}")
-    for each, tensor in tensors.items():
-        if not _is_same(tensor, found[each], rounding):
+    for key, tensor in tensors.items():
+        if not _is_same(tensor, stored[key], rounding):
             raise CheckpointError(
-                f"{name}: {each!r} does not decode to the original in {tensor.file}: memory or disk is at fault. "
-                "It was not published, and nothing was deleted; start the same command again"
+                f"{name}: {key!r} does not decode to the original in {tensor.file}: faulty memory or disk. Nothing was "
+                "published or deleted; start the same command again"
             )
 
 
@@ -222,7 +221,7 @@ def _is_same(tensor: TensorSlice, packed: TensorSlice, rounding: Rounding | None
         return False
     if len(tensor.shape) == 3:
         return all(_is_same(tensor.expert(e), packed.expert(e), rounding) for e in range(tensor.shape[0]))
-    companions = {each.role: map_numbers(each.tensor) for each in packed.companions}
+    companions = {companion.role: map_numbers(companion.tensor) for companion in packed.companions}
     raw, height = torch.from_numpy(map_bytes(packed)), max(1, PANEL_NUMBERS // tensor.shape[1])
     if packed.format in ROUNDED_ENCODINGS:
         parts = (map_numbers(tensor), raw.view(tensor.shape[0], -1), companions[SCALES])
@@ -233,35 +232,26 @@ def _is_same(tensor: TensorSlice, packed: TensorSlice, rounding: Rounding | None
     rows = FORMATS[packed.format].rows(StoredMatrix(packed, raw, companions))
     words_NK = map_bytes(tensor).view(np.uint16).reshape(tensor.shape)
     for first in range(0, len(words_NK), height):
-        right = words_NK[first : first + height]
-        out = torch.empty(right.shape)
-        rows.dequantize(slice(first, first + len(right)), out)
-        if not np.array_equal(out.numpy().view(np.uint32), right.astype(np.uint32) << 16):
+        original = words_NK[first : first + height]
+        out = torch.empty(original.shape)
+        rows.dequantize(slice(first, first + len(original)), out)
+        if not np.array_equal(out.numpy().view(np.uint32), original.astype(np.uint32) << 16):  # bit for bit
             return False
     return True
 
 
 def read_packed_sizes(path: Path, tensors: Mapping[str, int]) -> list[PackedTensor]:
-    """Sizes of the tensors of a shard that was packed before. `tensors`: their original bytes; if the original is
-    gone, 16 bits per number are assumed."""
-    record, header = (
-        read_packing_record(path)[0]["tensors"],
-        pair_companions(read_header(path), {"quant_method": METHOD}),
-    )
+    """Reads the sizes of a packed shard's tensors. `tensors`: original bytes by name; without an original, 16 bits per
+    number are assumed."""
+    record = read_packing_record(path)[0]["tensors"]
+    header = pair_companions(read_header(path), {"quant_method": METHOD})
     assert isinstance(record, Mapping), "our own header"
-    found = list[PackedTensor]()
-    for name, about in record.items():
+    packed = list[PackedTensor]()
+    for name, entry in record.items():
         tensor = header[name]
         after = sum(part.num_bytes for part in tensor.with_companions())
         before = tensors.get(name, 2 * prod(tensor.shape) if tensor.format else after)
-        squares = about.get("squares")
-        found.append(
-            PackedTensor(
-                name=name,
-                num_bytes=before,
-                packed_bytes=after,
-                raw_reason=about.get("raw"),
-                squares=tuple(squares) if squares else None,
-            )
-        )
-    return found
+        squares = tuple(entry["squares"]) if entry.get("squares") else None
+        reason = entry.get("raw")
+        packed.append(PackedTensor(name=name, num_bytes=before, packed_bytes=after, raw_reason=reason, squares=squares))
+    return packed

@@ -1,4 +1,4 @@
-"""The model to pack: its shards, its config and reasons to refuse it; config and index of the packed store."""
+"""The model to pack: its shards, its config and reasons to refuse it. Config and index of the packed store."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ from runtime.store.json_object import read_json_object
 
 CONFIG = "config.json"
 SAMPLE_BYTES, NUM_SAMPLES = 4096, 16
-QUANTISED = ("quantization_config", "compression_config")
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 WEIGHT_SUFFIXES = frozenset(
     {
         *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".gguf", ".h5", ".msgpack", ".npz"),
@@ -41,8 +41,8 @@ WEIGHT_SUFFIXES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class PackSource:
-    """`shards`: files with weights that a run reads, including those packed and deleted before. `weight_map`: the
-    shard of each tensor, from the index."""
+    """Files of the model. `shards`: weight files that a run reads, including those already packed and deleted.
+    `weight_map`: the shard of each tensor, from the index."""
 
     directory: Path
     config: Mapping[str, object]
@@ -81,32 +81,32 @@ class PackSource:
 def open_source(path: Path, out: Path, *, replace: bool) -> PackSource:
     """Finds the files of the model. Raises ConfigError or CheckpointError if it cannot be packed."""
     if is_gguf(path):
-        raise CheckpointError(f"model.path={path}: a GGUF file, whose numbers are quantised already; pack the original")
+        raise CheckpointError(f"model.path={path} is a GGUF file, which is already quantized: pack the original")
     if not path.is_dir():
-        raise ConfigError(f"model.path={path}: no directory; name the one that holds config.json and safetensors")
+        raise ConfigError(f"model.path={path} is not a directory: set the one with config.json and safetensors files")
     if out.resolve() == path.resolve():
-        raise ConfigError(f"out={out} is model.path itself: name another directory")
+        raise ConfigError(f"out={out} is the same directory as model.path: set another one")
     try:
         config = read_json_object(path / CONFIG)
     except FileNotFoundError:
-        raise CheckpointError(f"model.path={path}: holds no {CONFIG}") from None
-    method = next((found for key in QUANTISED if (found := config.get(key))), None)
+        raise CheckpointError(f"model.path={path} has no {CONFIG}") from None
+    method = next((value for key in QUANTIZATION_KEYS if (value := config.get(key))), None)
     if method is not None:
         name = method.get("quant_method", "bitsandbytes") if isinstance(method, Mapping) else method
-        what = "is packed already" if name == METHOD else f"is quantised already, by {name!r}"
-        raise CheckpointError(f"model.path={path}: {what} (quantization_config in {CONFIG}); pack the original")
+        state = "already packed" if name == METHOD else f"already quantized by {name!r}"
+        raise CheckpointError(f"model.path={path} is {state} (quantization_config in {CONFIG}): pack the original")
     shards, weight_map = _shards(path, out, replace=replace)
     links = [name for name in shards if (path / name).is_symlink()]
     if replace and links:
         raise ConfigError(
-            f"replace=true: {path / links[0]} is a link, as in the Hugging Face cache, whose deletion frees nothing: "
-            "replace=false, or name a directory of the files themselves"
+            f"replace=true: {path / links[0]} is a link, as in the Hugging Face cache; deleting it frees nothing: set "
+            "replace=false, or set model.path to a directory with the files themselves"
         )
     return PackSource(directory=path, config=config, shards=shards, weight_map=weight_map)
 
 
 def _shards(path: Path, out: Path, *, replace: bool) -> tuple[list[str], Mapping[str, str]]:
-    """The shards, and the shard of each tensor in the index."""
+    """Returns the shards, and the shard of each tensor in the index."""
     entry = find_weights(path)
     if entry is None and (out / SINGLE).exists():
         return [SINGLE], {}
@@ -115,40 +115,40 @@ def _shards(path: Path, out: Path, *, replace: bool) -> tuple[list[str], Mapping
     weight_map = read_index(entry) if is_index(entry) else {}
     names = shard_names(entry)
     if not names:
-        raise CheckpointError(f"{entry}: not a safetensors index: weight_map must be an object of tensors and files")
+        raise CheckpointError(f"{entry} is not a safetensors index: weight_map must be an object of tensors and files")
     if not is_index(entry):
         warn_of_unused_index(entry)
     if replace and names == [SINGLE] and (path / INDEX).exists() and shard_names(path / INDEX) != names:
         raise ConfigError(
-            f"replace=true: {path} holds {SINGLE}, which is packed, and {INDEX}, whose shards would be read in its "
-            f"place once it is deleted: move {INDEX} away first"
+            f"replace=true: {path} has both {SINGLE} and {INDEX}; once {SINGLE} is deleted, the other shards would be "
+            f"read: move {INDEX} away first"
         )
     other = out / (INDEX if names == [SINGLE] else SINGLE)
     if other.exists():
         raise CheckpointError(
-            f"{other}: packed of other files than {', '.join(names[:2])}{' ...' * (len(names) > 2)}: remove it, or "
-            "choose another directory with out="
+            f"{other}: packed from other files than {', '.join(names[:2])}{' ...' * (len(names) > 2)}: remove it, or "
+            "set out to another directory"
         )
-    lost = [name for name in names if not (path / name).exists() and not (out / name).exists()]
-    if lost:
-        raise CheckpointError(f"{path / lost[0]}: missing, but {entry.name} names it")
+    missing = [name for name in names if not (path / name).exists() and not (out / name).exists()]
+    if missing:
+        raise CheckpointError(f"{path / missing[0]} is missing, but {entry.name} names it")
     return names, weight_map
 
 
 def fingerprint_file(path: Path) -> str:
-    """SHA-256 of a file's size and spread samples, including its header."""
+    """SHA-256 of a file's size and of evenly spaced samples; the first one has the header."""
     size, digest = path.stat().st_size, hashlib.sha256()
     digest.update(f"{size};".encode())
     with path.open("rb") as file:
-        for turn in range(NUM_SAMPLES):
-            file.seek(max(0, size - SAMPLE_BYTES) * turn // (NUM_SAMPLES - 1))
+        for sample in range(NUM_SAMPLES):
+            file.seek(max(0, size - SAMPLE_BYTES) * sample // (NUM_SAMPLES - 1))
             digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
 
 
-def packed_config(source: PackSource, about: Mapping[str, object]) -> bytes:
-    """The model's config.json with the storage formats and the fields of `about`."""
-    values = {**source.config, "quantization_config": {"quant_method": METHOD, **about}}
+def packed_config(source: PackSource, extra: Mapping[str, object]) -> bytes:
+    """The text of config.json: the model's, with the storage format and the fields of `extra`."""
+    values = {**source.config, "quantization_config": {"quant_method": METHOD, **extra}}
     values.pop(NAMED, None)  # the store has its files under the usual names
     return json.dumps(values, indent=2).encode() + b"\n"
 

@@ -1,1 +1,1 @@
-"""Pictures and traces for all jobs. Code that only draws or exports belongs here."""
+"""Pictures and traces for all jobs: code that only draws or exports."""

@@ -16,18 +16,19 @@ STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "weightstream",  # the same picture is the same file
+    "svg.fonttype": "none",  # text, not outlines
+    "svg.hashsalt": "weightstream",  # equal pictures give equal files
 }
 
 
 @contextmanager
 def figure(path: Path, height_pixels: float) -> Iterator[Figure]:
-    """A new figure, published at `path` as svg or png, by its suffix, when the context ends. Replaces an older file.
+    """Context manager of a figure, published at `path` at the end, as svg or png by the suffix; replaces an older file.
     Raises OutputError."""
+    size = WIDTH_PIXELS / PIXELS_PER_INCH, height_pixels / PIXELS_PER_INCH
     with rc_context(STYLE):
-        made = Figure(figsize=(WIDTH_PIXELS / PIXELS_PER_INCH, height_pixels / PIXELS_PER_INCH), dpi=PIXELS_PER_INCH)
-        yield made
+        drawing = Figure(figsize=size, dpi=PIXELS_PER_INCH)
+        yield drawing
         kind = path.suffix[1:]
-        metadata = {"Date": None} if kind == "svg" else None
-        publish_named(path, lambda file: made.savefig(file, format=kind, metadata=metadata))
+        metadata = {"Date": None} if kind == "svg" else None  # equal pictures give equal files
+        publish_named(path, lambda file: drawing.savefig(file, format=kind, metadata=metadata))

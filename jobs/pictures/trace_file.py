@@ -1,5 +1,5 @@
 """Traces of runs as Chrome trace events: a JSON array for ui.perfetto.dev and chrome://tracing. Each start and each
-worker writes its own file and closes the array after every pass, so the file is always valid JSON, unless the process
+worker writes its own file. It closes the array after every pass, so that the file is valid JSON, except if the process
 is killed during a write. Errors of traces never stop a run."""
 
 import json
@@ -20,20 +20,19 @@ from runtime.trace import Span, Trace
 from ..files.named import publish_named
 from ..files.publishing import read_regular_file, write_all
 
-MAX_TRACKS = 1000  # of a row: what tells the tracks of two rows apart
-RUN, PREDICTED = "Weightstream", "Weightstream, predicted"  # the processes that viewers show spans under
-PROCESSES = {RUN: 1, PREDICTED: 2}  # their numbers; files of different numbers can be put into one
+MAX_TRACKS = 1000  # per row; thread ids are row * MAX_TRACKS + track
+RUN, PREDICTED = "Weightstream", "Weightstream, predicted"  # process names in viewers
+PROCESSES = {RUN: 1, PREDICTED: 2}  # process ids
 
 
 class Tracks:
-    """Assigns overlapping spans of a row to separate tracks, because viewers drop spans that overlap within a
-    track."""
+    """Assigns overlapping spans of a row to separate tracks: viewers drop spans that overlap within a track."""
 
     def __init__(self) -> None:
         self._ends: dict[Resource, list[float]] = {row: [] for row in Resource}
 
     def place(self, span: Span) -> int:
-        """The first track of the row that is free at the span's begin. Place spans in order of begin."""
+        """Returns the first track of the row that is free at the span's begin. Call in order of begin."""
         ends = self._ends[span.resource]
         for track, end in enumerate(ends):
             if end <= span.begin:
@@ -44,14 +43,14 @@ class Tracks:
 
 
 class TraceEvents:
-    """The events of one file, under one of `PROCESSES`. `begin`: the second that is 0 in the file."""
+    """Formats the events of one file, under one of `PROCESSES`. `begin`: time of the file's origin, in seconds."""
 
     def __init__(self, process: str, begin: float):
         self._process, self._number, self._begin = process, PROCESSES[process], begin
         self._tracks, self._named = Tracks(), set[int]()
 
     def format_header(self) -> list[str]:
-        """Events that name the process and every row."""
+        """Formats the events that name the process and every row."""
         rows = (row for row in Resource if row is not Resource.host_memory)
         return [self._event_of_name("process_name", 0, self._process), *(self._track_name(row, 0) for row in rows)]
 
@@ -59,8 +58,8 @@ class TraceEvents:
         return [event for span in sorted(spans, key=lambda span: span.begin) for event in self._events(span)]
 
     def _events(self, span: Span) -> list[str]:
-        """The event of a span, after that of its track's name if new. Formatted by hand because there is one for each
-        action: 1.7 us instead of 5.6 us with `json.dumps`."""
+        """The event of a span, after that of its track's name if new. Formatted by hand, since there is one per action:
+        1.7 us instead of 5.6 us with `json.dumps`."""
         row, name, begin, end = span
         track = self._tracks.place(span)
         tid = _tid(row, track)
@@ -88,7 +87,7 @@ OPEN, BETWEEN, CLOSE = b"[\n", b",\n", b"\n]\n"
 
 
 class TraceFile(Closing):
-    """A trace file as a context manager. `begin`: the second that is 0 in the file, as `Trace.begin`."""
+    """A trace file as a context manager. `begin`: time of the file's origin in seconds, as `Trace.begin`."""
 
     def __init__(self, folder: Path, begin: float, name: str = "start"):
         """Creates `<folder>/<name>-00000.json`, or the next free number."""
@@ -108,8 +107,8 @@ class TraceFile(Closing):
             self._give_up(folder, error)
 
     def write(self, spans: Sequence[Span], predicted: Sequence[Span] = ()) -> None:
-        """Appends spans, predicted ones under a separate process, and closes the array. On a disk error it logs a
-        warning and ignores further calls."""
+        """Appends spans, predicted ones under a separate process, and closes the array. On a disk error, logs a warning
+        and ignores further calls."""
         if self._descriptor < 0 or not (spans or predicted):
             return
         head = self._predicted.format_header() if predicted and not self._has_predicted else []
@@ -125,7 +124,7 @@ class TraceFile(Closing):
             try:
                 os.close(descriptor)
             except OSError as error:
-                log.warning("%s: the end of the trace may be missing: %s", self.path, error.strerror or error)
+                log.warning("%s: the trace may lack its end: %s", self.path, error.strerror or error)
 
     def _append(self, before: bytes, events: Sequence[str]) -> None:
         data = before + _lines(events)
@@ -133,8 +132,8 @@ class TraceFile(Closing):
         self._end += len(data)
 
     def _give_up(self, path: Path, error: OSError) -> None:
-        log.warning("%s: no trace is written from here on: %s", path, error.strerror or error)
-        with suppress(OSError):  # put the end back that the failed write went over
+        log.warning("%s: tracing stopped: %s", path, error.strerror or error)
+        with suppress(OSError):  # restore the array's end, which the failed write has overwritten
             if self._end:
                 os.ftruncate(self._descriptor, self._end)
                 _write(self._descriptor, CLOSE, self._end)
@@ -143,9 +142,9 @@ class TraceFile(Closing):
 
 @contextmanager
 def tracing(folder: Path, trace: Trace | None, *, is_worker: bool = False) -> Iterator[Callable[..., None]]:
-    """Yields a function that writes the spans collected by `trace`, and predicted spans given to it. The end of the
-    context writes the rest, including those of an interrupted pass. The file of one of several workers is named by
-    host and process. Does nothing without a trace."""
+    """Yields a function that writes the spans collected by `trace`, and its argument, predicted spans. The end of the
+    context writes the rest, including those of an interrupted pass. With `is_worker` the file is named by host and
+    process. Does nothing without a trace."""
     if trace is None:
         yield lambda predicted=(): None
         return
@@ -165,14 +164,13 @@ def publish_trace(path: Path, process: str, spans: Sequence[Span]) -> None:
 
 
 def find_trace_files(path: Path) -> list[Path]:
-    """The file at `path`, or all trace files of a run, its turns, or a trace folder. Raises ConfigError if there are
-    none."""
+    """The file at `path`, or all trace files of a run, its turns, or a trace folder. Raises ConfigError for none."""
     if not path.is_dir():
         return [path]
-    found = [file for folder in (".", "trace", "turn-*/trace") for file in sorted(path.glob(f"{folder}/*-?????.json"))]
-    if not found:
-        raise ConfigError(f"path={path} holds no trace: trace=true has a run write them")
-    return found
+    files = [file for folder in (".", "trace", "turn-*/trace") for file in sorted(path.glob(f"{folder}/*-?????.json"))]
+    if not files:
+        raise ConfigError(f"path={path} has no trace: start the run with trace=true")
+    return files
 
 
 def read_trace(path: Path) -> list[Span]:
@@ -181,20 +179,14 @@ def read_trace(path: Path) -> list[Span]:
 
 
 def read_processes(path: Path) -> dict[str, list[Span]]:
-    """The spans of a trace file by process name, measured before predicted. Raises ConfigError if it is not a
-    trace."""
+    """The spans of a trace file by process name, measured before predicted. Raises ConfigError for other files."""
     try:
         events = json.loads(read_regular_file(path)[0])
         if not isinstance(events, list):
             raise ValueError("not an array of events")
         return {
             process: [
-                Span(
-                    Resource(event["cat"]),
-                    str(event["name"]),
-                    event["ts"] / 1e6,
-                    event["ts"] / 1e6 + event["dur"] / 1e6,
-                )
+                Span(Resource(event["cat"]), str(event["name"]), begin := event["ts"] / 1e6, begin + event["dur"] / 1e6)
                 for event in events
                 if event["ph"] == "X" and event["pid"] == number
             ]
@@ -202,25 +194,25 @@ def read_processes(path: Path) -> dict[str, list[Span]]:
             if any(event["pid"] == number for event in events)
         }
     except OSError as error:
-        raise ConfigError(f"path={path} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"cannot read path={path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"path={path} is no trace of ours, or cut short ({error!r})") from error
+        raise ConfigError(f"path={path} is not a trace of Weightstream, or truncated ({error!r})") from error
 
 
 def read_all(paths: Sequence[Path]) -> list[tuple[Path, dict[str, list[Span]]]]:
     """`read_processes` of each file. Skips truncated files of killed workers with a warning. Raises ConfigError if
     none can be read."""
-    found, refused = list[tuple[Path, dict[str, list[Span]]]](), list[ConfigError]()
+    traces, errors = list[tuple[Path, dict[str, list[Span]]]](), list[ConfigError]()
     for path in paths:
         try:
-            found.append((path, read_processes(path)))
+            traces.append((path, read_processes(path)))
         except ConfigError as error:
-            refused.append(error)
-    if not found:
-        raise refused[0]
-    for error in refused:
-        log.warning("left out: %s", error)
-    return found
+            errors.append(error)
+    if not traces:
+        raise errors[0]
+    for error in errors:
+        log.warning("skipped: %s", error)
+    return traces
 
 
 def _lines(events: Sequence[str]) -> bytes:

@@ -24,7 +24,7 @@ from .published import PLAIN, PUBLISHED
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadConfig:
-    """Number and length of prompts. Those of a data set are in conf/workload; None: unknown."""
+    """Number and length of prompts; None: unknown. conf/workload has those of bundled data sets."""
 
     num_requests: int | None = None
     mean_prompt_tokens: float | None = None
@@ -33,15 +33,13 @@ class WorkloadConfig:
     def __post_init__(self) -> None:
         for key, value in vars(self).items():
             require(value is None or value >= 1, f"workload.{key} must be 1 or more, got {value}")
-        mean, most = self.mean_prompt_tokens, self.max_prompt_tokens
-        require(
-            mean is None or most is None or mean <= most,
-            f"workload.mean_prompt_tokens={mean} is above workload.max_prompt_tokens={most}",
-        )
+        mean, longest = self.mean_prompt_tokens, self.max_prompt_tokens
+        is_valid = mean is None or longest is None or mean <= longest
+        require(is_valid, f"workload.mean_prompt_tokens={mean} is above workload.max_prompt_tokens={longest}")
 
 
 class Sweep(Enum):
-    """The quantity that a sweep varies."""
+    """Quantity varied by a sweep."""
 
     memory = "memory"
     batch = "batch"
@@ -60,15 +58,14 @@ class PackedFormat(Enum):
     fp8 = "fp8"
 
 
-FORMATS = (*(each.value for each in PackedFormat), PLAIN, *PUBLISHED)
+FORMATS = (*PackedFormat.__members__, PLAIN, *PUBLISHED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOutputConfig:
-    """What is printed about a plan and written to `directory`. `num_actions`: lines of the schedule, from its start.
-    `format`: one of `FORMATS`; None: as the model is published. `num_ranks`: of a multi-rank `devices`; None: one for
-    each device of the machine. `sweep_points`: GiB, sequences, tokens, GB/s or ranks; empty: a range around the
-    configured value."""
+    """Output of `jobs.plan`; files are written to `directory`. `num_actions`: printed lines of the schedule. `format`:
+    one of `FORMATS`; None: as the model is published. `num_ranks`: for a multi-rank `devices`; None: one per device of
+    the machine. `sweep_points`: GiB, sequences, tokens, GB/s or ranks; empty: a range around the configured value."""
 
     num_actions: int = 40
     timeline: bool = False
@@ -89,34 +86,33 @@ class PlanOutputConfig:
             f"{did_you_mean(self.format or '', FORMATS)}",
         )
         require(self.num_actions >= 0, f"plan.num_actions must be 0 or more, got {self.num_actions}")
-        require(
-            self.num_ranks is None or self.num_ranks >= 1, f"plan.num_ranks must be 1 or more, got {self.num_ranks}"
-        )
-        require(bool(self.directory.strip()), "plan.directory is empty: name one for tables and pictures")
+        is_valid = self.num_ranks is None or self.num_ranks >= 1
+        require(is_valid, f"plan.num_ranks must be 1 or more, got {self.num_ranks}")
+        require(bool(self.directory.strip()), "plan.directory is empty: set one for tables and pictures")
         points = self.sweep_points
         require(
             not points or self.sweep is not None,
-            "plan.sweep_points without plan.sweep: choose memory, batch, prompt, bandwidth or devices",
+            "plan.sweep_points needs plan.sweep=memory, batch, prompt, bandwidth or devices",
         )
         require(
             all(point > 0 for point in points) and points == sorted(set(points)),
-            f"plan.sweep_points must be above 0 and rise, got {points}",
+            f"plan.sweep_points must be above 0 and ascending, got {points}",
         )
         require(
             not points or self.sweep is not Sweep.format,
-            "plan.sweep_points are numbers, which plan.sweep=format does not vary: leave them out",
+            "plan.sweep_points has no effect with plan.sweep=format: leave it out",
         )
-        is_whole = self.sweep is not Sweep.batch or all(point >= 1 and point == int(point) for point in points)
-        require(is_whole, f"plan.sweep_points are sequences of a block with plan.sweep=batch: 1 or more, got {points}")
-        is_ranks = self.sweep is not Sweep.devices or all(point >= 2 and point == int(point) for point in points)
-        require(is_ranks, f"plan.sweep_points are ranks with plan.sweep=devices: 2 or more, got {points}")
-        is_long = self.sweep is not Sweep.prompt or all(point >= 1 for point in points)
-        require(is_long, f"plan.sweep_points are tokens with plan.sweep=prompt: 1 or more, got {points}")
+        is_valid = self.sweep is not Sweep.batch or all(point >= 1 and point == int(point) for point in points)
+        require(is_valid, f"plan.sweep_points must be 1 or more sequences with plan.sweep=batch, got {points}")
+        is_valid = self.sweep is not Sweep.devices or all(point >= 2 and point == int(point) for point in points)
+        require(is_valid, f"plan.sweep_points must be 2 or more ranks with plan.sweep=devices, got {points}")
+        is_valid = self.sweep is not Sweep.prompt or all(point >= 1 for point in points)
+        require(is_valid, f"plan.sweep_points must be 1 or more tokens with plan.sweep=prompt, got {points}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """All settings of `jobs.plan`; mirrors conf/plan.yaml. Only the kind of `dataset` is used: no prompt is read."""
+    """All settings of `jobs.plan`; mirrors conf/plan.yaml. Only the kind of `dataset` is used; reads no prompts."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -132,27 +128,20 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         lanes = self.model.lanes
-        require(lanes is Lanes.auto, f"model.lanes={lanes.value}: jobs.plan knows the named models with lanes=auto")
-        require(
-            self.sampling.max_new_tokens >= 1, "sampling.max_new_tokens=0 generates nothing: there is nothing to plan"
-        )
+        require(lanes is Lanes.auto, f"model.lanes={lanes.value} is not supported by weightstream plan: set auto")
+        require(self.sampling.max_new_tokens >= 1, "sampling.max_new_tokens must be 1 or more for a plan, got 0")
         way, num_beams = self.devices.way, self.sampling.num_beams or 1
         require(
             way is Parallelism.one or num_beams == 1,
-            f"devices={way.value} does not go with sampling.num_beams={num_beams} as yet: leave beams out, or take "
-            "devices=one",
+            f"devices={way.value} does not support sampling.num_beams={num_beams}: leave it out, or set devices=one",
         )
         quantize, packed = self.model.quantize, self.plan.format
         require(
             quantize is None or packed in (None, PLAIN),
-            f"plan.format={packed} is of packed weights, and "
-            f"model.quantize={quantize and quantize.value} rounds published ones while they are read: leave one out",
+            f"plan.format={packed} and model.quantize={quantize and quantize.value} exclude each other: leave one out",
         )
         missing = [f"workload.{key}" for key, value in vars(self.workload).items() if value is None]
-        require(
-            not missing,
-            f"nothing is known of the prompts of dataset={self.dataset.get('kind')}: set {', '.join(missing)}",
-        )
+        require(not missing, f"unknown prompts of dataset={self.dataset.get('kind')}: set {', '.join(missing)}")
 
     @property
     def runtime(self) -> RuntimeConfig:

@@ -1,4 +1,4 @@
-"""Shapes of published architectures, without a checkpoint: transformers builds the model without weights.
+"""Shapes of published architectures, without a checkpoint: transformers builds the model on the meta device.
 `jobs.models` writes those of the architectures in `conf` to jobs/data/shapes.jsonl."""
 
 import copy
@@ -29,15 +29,14 @@ from ..files.publishing import json_digest, publish, write_all
 from .packed_shapes import Publication, published_shape
 from .shapes import ShapeRow, to_row
 
-STORED_DTYPE = DType.bfloat16  # what nearly all are published in
-QUANTIZATION_KEY = "quantization_config"  # the key of an architecture that says it of the others
+STORED_DTYPE = DType.bfloat16  # of nearly all published models
+QUANTIZATION_KEY = "quantization_config"  # in the architecture of a model published quantized
 
 
 def build_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, ModelShape]:
-    """The shapes of a model by compute dtype, as `load_model` has them for a checkpoint in `STORED_DTYPE`. The
-    tensors are those that transformers would write, laid out in a file that does not exist. Savings by CPU kernels of
-    the host are not included. `architecture`: keys of transformers' config, including `model_type`; its quantization
-    is ignored.
+    """The shapes of a model by compute dtype, as `load_model` gives them for a checkpoint in `STORED_DTYPE` with the
+    tensors that transformers would write. Without savings by CPU kernels of the host. `architecture`: keys of
+    transformers' config, including `model_type`; its quantization is ignored.
 
     Takes seconds and little memory. Raises ConfigError for an impossible architecture."""
     model = _build(architecture, STORED_DTYPE)
@@ -45,10 +44,10 @@ def build_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, M
     is_packed, _ = choose_lanes(model, Lanes.auto)
     cache = measure_cache(model)
     parameters, conversions = map_weights(model, _lay_out_tensors(specs))
-    # As the file of what was converted once would hold them.
+    # Converted tensors are stored once, in a separate file.
     converted = _lay_out_tensors(target_specs(model, conversions), file="converted")
     parameters |= {name: Parameter(name=name, shape=t.shape, pieces=((t,),)) for name, t in converted.items()}
-    parameters |= {each: replace(parameters[each], is_experts=True) for each in experts.stack_names(model)}
+    parameters |= {stack: replace(parameters[stack], is_experts=True) for stack in experts.stack_names(model)}
     shape = make_shape(name, stage_model(model), parameters, cache, is_packed=is_packed)
     cache = measure_cache(_build(architecture, DType.float32))
     wide = replace(
@@ -62,7 +61,7 @@ def build_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, M
 
 
 def _build(architecture: Mapping[str, object], dtype: DType) -> PreTrainedModel:
-    keys = copy.deepcopy({**architecture})  # some config classes change what they are given
+    keys = copy.deepcopy({**architecture})  # some config classes mutate their arguments
     model_type = str(keys.pop("model_type"))
     keys.pop(QUANTIZATION_KEY, None)
     model = build_meta_model(make_config(model_type, keys), getattr(torch, dtype.value))
@@ -92,8 +91,8 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 def architectures() -> dict[str, dict[str, object]]:
     """The architectures of the named models, by name."""
-    found = {path.stem: read_yaml(path).get("architecture") for path in sorted((CONF / "model").glob("*.yaml"))}
-    return {name: architecture for name, architecture in found.items() if isinstance(architecture, dict)}
+    values = {path.stem: read_yaml(path).get("architecture") for path in sorted((CONF / "model").glob("*.yaml"))}
+    return {name: architecture for name, architecture in values.items() if isinstance(architecture, dict)}
 
 
 def architecture_digest(architecture: Mapping[str, object]) -> str:
@@ -102,18 +101,14 @@ def architecture_digest(architecture: Mapping[str, object]) -> str:
 
 def make_row(name: str, architecture: Mapping[str, object]) -> ShapeRow:
     """The line of a model in the file of shapes. Raises ConfigError for an unknown quantization method."""
-    shapes, quantization = build_shapes(name, architecture), architecture.get(QUANTIZATION_KEY)
-    published = (
-        published_shape(shapes[STORED_DTYPE], Publication.from_config(quantization))
-        if isinstance(quantization, Mapping)
-        else None
-    )
+    shapes, quantization, published = build_shapes(name, architecture), architecture.get(QUANTIZATION_KEY), None
+    if isinstance(quantization, Mapping):
+        published = published_shape(shapes[STORED_DTYPE], Publication.from_config(quantization))
     return to_row(shapes, architecture_digest(architecture), published)
 
 
 def write_shapes(path: Path) -> Iterator[str]:
-    """Yields each model's name once its shape is computed. Publishes the file after the last one. Raises
-    OutputError."""
+    """Yields each model's name once its shape is computed, then publishes the file. Raises OutputError."""
     lines: list[str] = []
     for name, architecture in architectures().items():
         lines.append(json.dumps(make_row(name, architecture), separators=(",", ":")) + "\n")

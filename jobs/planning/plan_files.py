@@ -29,7 +29,7 @@ from .planning import Planned
 from .sweep import RANKS, Axis, SweepPoint, sweep, sweep_axes
 
 HEIGHT_PIXELS = 560
-COLOURS = {
+COLORS = {
     Resource.disk: "#b279a2",
     Resource.host_to_device: "#4c78a8",
     Resource.device_to_host: "#72b7b2",
@@ -43,9 +43,9 @@ MARGIN = 2**0.25  # beside the first and the last value
 WEIGHT_ROADS = (Resource.disk, Resource.host_to_device, Resource.host_memory)
 NUM_LAYERS_SHOWN = 3  # in the panel that looks closer
 ROOFS_HEIGHT_PIXELS = 720
-ROOF_COLOURS = {"device memory": "#f58518", "host memory": "#54a24b", "link": "#4c78a8", "disk": "#b279a2"}
+ROOF_COLORS = {"device memory": "#f58518", "host memory": "#54a24b", "link": "#4c78a8", "disk": "#b279a2"}
 MARKS = (("o", "#e45756"), ("s", "#333333"))
-POINT_COLOUR = "#666666"
+POINT_COLOR = "#666666"
 LEFT_OCTAVES, RIGHT_OCTAVES = 2, 2  # of the intensities that matter
 TERA = 1e12
 
@@ -71,10 +71,10 @@ def draw_sweep(path: Path, outcomes: Sequence[SweepPoint], title: str, marks: Ma
             Line2D([], [], color=LINE, linestyle="-", label="total, generated"),
             Line2D([], [], color=LINE, linestyle="--", label="decode"),
         ]
-        for resource, colour in COLOURS.items():
+        for resource, color in COLORS.items():
             if resource in bound:
                 label = f"{resource.value} binds decode"
-                handles.append(Line2D([], [], color=colour, marker="o", linestyle="", label=label))
+                handles.append(Line2D([], [], color=color, marker="o", linestyle="", label=label))
         if any(each.planned is None for each in outcomes):
             handles.append(Patch(color=REFUSED, label="does not fit"))
         made.legend(handles=handles, loc="lower center", ncols=8, frameon=False)
@@ -98,10 +98,10 @@ def _panel(axes: Axes, axis: Axis, outcomes: Sequence[SweepPoint]) -> None:
     decode, total = _rates(fitting)
     for rates, style in ((decode, "--"), (total, "-")):
         axes.plot(where, rates, color=LINE, linewidth=1.4, linestyle=style, zorder=2)
-    for resource, colour in COLOURS.items():
+    for resource, color in COLORS.items():
         bound = [at for at, each in enumerate(fitting) if each.binding is resource]
         for rates in (decode, total):
-            axes.scatter([where[at] for at in bound], [rates[at] for at in bound], color=colour, s=34, zorder=3)
+            axes.scatter([where[at] for at in bound], [rates[at] for at in bound], color=color, s=34, zorder=3)
     _mark(axes, axis.base_value, "the plan", "#888888")
 
 
@@ -111,13 +111,13 @@ def _rates(outcomes: Sequence[SweepPoint]) -> tuple[list[float], list[float]]:
     return [decode or 0.0 for _, decode, _ in found], [total or 0.0 for _, _, total in found]
 
 
-def _mark(axes: Axes, value: float, name: str, colour: str, height: float = 0.03) -> None:
+def _mark(axes: Axes, value: float, name: str, color: str, height: float = 0.03) -> None:
     """Draws a labeled line at a value of the axis."""
     low, high = axes.get_xlim()
     if low <= value <= high:
-        axes.axvline(value, color=colour, linewidth=1, linestyle=":")
+        axes.axvline(value, color=color, linewidth=1, linestyle=":")
         place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": "right"}
-        axes.annotate(name, (value, height), (-3, 3), color=colour, **place)
+        axes.annotate(name, (value, height), (-3, 3), color=color, **place)
 
 
 def draw_roofline(path: Path, roofs: RooflineReport, title: str) -> None:
@@ -134,28 +134,28 @@ def draw_roofline(path: Path, roofs: RooflineReport, title: str) -> None:
         for roof in roofs.roofs:
             intensities = np.array([begin, min(roof.ridge, end), end])
             heights = np.asarray(roof.level.attainable(intensities))
-            axes.plot(intensities, heights, color=ROOF_COLOURS[roof.link], linewidth=2, label=roof.text)
+            axes.plot(intensities, heights, color=ROOF_COLORS[roof.link], linewidth=2, label=roof.text)
         for name, flops in peaks.items():
             text = f"{name}: {flops / TERA:,.3g} TFLOP/s"
             axes.annotate(text, (end, flops), (-4, 4), textcoords="offset points", ha="right", va="bottom")
         for point in roofs.turning_points:
             at, height = point.intensity, point.flops_per_second
-            axes.plot([at, at], [bottom, height], color=POINT_COLOUR, linewidth=1, linestyle=":")
-            axes.plot([at], [height], marker="D", color=POINT_COLOUR, markersize=6, linestyle="", zorder=5)
-            axes.annotate(point.text, (at, height), (6, -14), textcoords="offset points", color=POINT_COLOUR)
-        for operation, (marker, colour) in zip(roofs.operations, MARKS, strict=True):
-            _operation(axes, operation, marker, colour)
+            axes.plot([at, at], [bottom, height], color=POINT_COLOR, linewidth=1, linestyle=":")
+            axes.plot([at], [height], marker="D", color=POINT_COLOR, markersize=6, linestyle="", zorder=5)
+            axes.annotate(point.text, (at, height), (6, -14), textcoords="offset points", color=POINT_COLOR)
+        for operation, (marker, color) in zip(roofs.operations, MARKS, strict=True):
+            _operation(axes, operation, marker, color)
         axes.legend(loc="lower right", frameon=True, framealpha=0.9)
 
 
-def _operation(axes: Axes, operation: Operation, marker: str, colour: str) -> None:
+def _operation(axes: Axes, operation: Operation, marker: str, color: str) -> None:
     """Marks an operation at its intensity over the link. A hollow mark is its intensity over its own memory."""
     rate = operation.flops_per_second
-    style = {"marker": marker, "color": colour, "markersize": 9, "linestyle": "", "zorder": 5}
+    style = {"marker": marker, "color": color, "markersize": 9, "linestyle": "", "zorder": 5}
     axes.plot([operation.intensity], [rate], label=operation.text, **style)
     if operation.own_intensity != operation.intensity:
         own = operation.own_intensity
-        axes.plot([operation.intensity, own], [rate, rate], color=colour, linewidth=1, linestyle="--", zorder=4)
+        axes.plot([operation.intensity, own], [rate, rate], color=color, linewidth=1, linestyle="--", zorder=4)
         axes.plot([own], [rate], label=operation.own_text, fillstyle="none", **style)
 
 

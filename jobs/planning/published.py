@@ -1,5 +1,5 @@
 """Storage formats of published models by the names of `plan.format`, and measured rounding errors of the bundled
-model. Separate from formats and tables, so that a plan loads no torch and a sweep no transformers."""
+model. Separate, so that a plan imports no torch and a sweep no transformers."""
 
 import json
 from collections.abc import Mapping
@@ -8,11 +8,11 @@ from typing import TypedDict
 
 from runtime.store.gguf import BLOCKS
 
-PLAIN = "bfloat16"  # nothing is stored in fewer bytes
-EXPERTS_ONLY = "mxfp4"  # gpt-oss's method stores experts alone so
+PLAIN = "bfloat16"  # unquantized
+EXPERTS_ONLY = "mxfp4"  # gpt-oss's method: only experts are quantized
 GGUF = tuple(name for name, block in BLOCKS.items() if block.num_numbers > 1)
-# Storage formats by name. Formats of compressed-tensors are called as its config.json calls them, too; `fp8` and `int8`
-# alone are those that `weightstream pack` writes.
+# Storage formats by name; those of compressed-tensors also by their names in config.json. `fp8` and `int8` are the
+# formats of `weightstream pack`.
 PUBLISHED: Mapping[str, str] = {
     EXPERTS_ONLY: "mxfp4",
     "fp8-blocks": "fp8",
@@ -25,15 +25,13 @@ PUBLISHED: Mapping[str, str] = {
     "nvfp4": "nvfp4", "nvfp4-modelopt": "nvfp4-modelopt",
     **{name: name for name in GGUF},
 }  # fmt: skip
-INTERLEAVED = ("gptq-int4", "gptq-int8", "awq-int4")  # words hold numbers of several rows
-
-
+INTERLEAVED = ("gptq-int4", "gptq-int8", "awq-int4")  # a word has numbers of several rows
 LOSSES = Path(__file__).resolve().parents[1] / "data" / "weight_losses.jsonl"
 
 
 class LossRow(TypedDict):
-    """Effect of a storage format on the bundled model: relative RMS error of weights, perplexity of stories relative
-    to exact weights, and fraction of correct answers."""
+    """Effect of a storage format on the bundled model: relative RMS error of weights, perplexity relative to exact
+    weights, and fraction of correct answers (`right`)."""
 
     format: str
     weight_error: float

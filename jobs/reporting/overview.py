@@ -191,7 +191,7 @@ def _memory(host_bytes: int, device_bytes: int) -> str:
 
 
 BAR_PIXELS, FRAME_PIXELS = 26, 110
-COLOURS = {"prefill": "#4c78a8", "decode": "#f58518"}
+COLORS = {"prefill": "#4c78a8", "decode": "#f58518"}
 
 
 def write_overview(overview: Overview, directory: Path) -> list[Path]:
@@ -221,7 +221,7 @@ def draw_rates(path: Path, runs: Sequence[RunFigures]) -> None:
     with figure(path, FRAME_PIXELS + BAR_PIXELS * len(names)) as picture:
         panels = picture.subplots(1, 2, sharey=True)
         for axes, (phase, values) in zip(panels, rates.items(), strict=True):
-            bars = axes.barh(range(len(names)), values, color=COLOURS[phase])
+            bars = axes.barh(range(len(names)), values, color=COLORS[phase])
             axes.bar_label(bars, [f"{value:,.1f}" if value else "-" for value in values], padding=4)
             axes.set_xlim(0, 1.18 * max(max(values), 1e-9))
             axes.set_xlabel("tokens/s")

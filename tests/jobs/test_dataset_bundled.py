@@ -72,5 +72,5 @@ def test_well_known_files_are_read_without_an_error_row(name, settings, num_rows
 
 @pytest.mark.parametrize(("prompt", "why"), [("a\udcff", "lone surrogate"), ("a\0", "NUL character")])
 def test_a_prompt_that_no_tokenizer_takes_is_refused_by_its_key(prompt, why):
-    with pytest.raises(DatasetError, match=rf"^dataset\.prompt holds a {why}"):
+    with pytest.raises(DatasetError, match=rf"^dataset\.prompt has a {why}"):
         read_rows(DatasetConfig(kind=DatasetKind.prompt, prompt=prompt))

@@ -153,16 +153,16 @@ def test_of_products_the_rows_that_are_farthest_are_named() -> None:
     assert RATES.float32 is not None
     slow = replace(RATES, float32=replace(RATES.float32, gemm_gflops=[0.5, 1.0]))
     (doubt,) = find_suspicious_rates(slow, RATES, FOUND.host)
-    assert doubt.startswith("machine.rates.float32.gemm_gflops (M=8) is 1 GFLOP/s, and 600000 GFLOP/s in the")
+    assert doubt.startswith("machine.rates.float32.gemm_gflops (M=8) is 1 GFLOP/s, but 600000 GFLOP/s in the")
 
 
 def test_rates_far_from_the_devices_data_sheet_are_named_with_both() -> None:
     """By the name that the device has of itself; the host around it is another one."""
     slow = replace(RATES, memory_gb_per_second=290.0, link_in_gb_per_second=1.5, link_out_gb_per_second=12.0)
     (products, link) = find_suspicious_rates(slow, None, replace(FOUND.host, device="Tesla T4"))
-    assert products.startswith("machine.rates.float32.gemm_gflops (M=8) is 600000 GFLOP/s, and 8100 GFLOP/s on the")
+    assert products.startswith("machine.rates.float32.gemm_gflops (M=8) is 600000 GFLOP/s, but 8100 GFLOP/s on the")
     assert link.startswith(
-        "machine.rates.link_in_gb_per_second is 1.5 GB/s, and 16 GB/s on the data sheet, machine=t4: 10.7 times"
+        "machine.rates.link_in_gb_per_second is 1.5 GB/s, but 16 GB/s on the data sheet, machine=t4: a factor of 10.7"
     )
 
 

@@ -191,7 +191,7 @@ def test_lines_for_the_other_job_are_errors_and_a_file_of_nothing_else_is_refuse
     encoded, generated = (read_rows(dataset(tmp_path, *both), encodes=encodes) for encodes in (True, False))
     assert [row.error is None for row in encoded] == [True, False]
     assert [row.error is None for row in generated] == [False, True]
-    assert "weightstream generate, in a run of its own" in str(encoded[1].error)
+    assert "weightstream generate, in a separate run" in str(encoded[1].error)
     assert "/v1/score and /score need weightstream encode" in str(generated[0].error)
     with pytest.raises(DatasetError, match=r"to /v1/embeddings .*: use weightstream encode"):
         generate(GenerateConfig(dataset=dataset(tmp_path, both[0]), output_root=str(tmp_path)), lambda: False)

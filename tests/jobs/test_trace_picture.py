@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from jobs.pictures.trace_picture import COLOURS, Bar, TimeWindow, draw, lay_out
+from jobs.pictures.trace_picture import COLORS, Bar, TimeWindow, draw, lay_out
 from runtime.plan.schedule.schedule import Op
 from runtime.resources import Resource
 from runtime.trace import Span
@@ -71,5 +71,5 @@ def test_the_suffix_says_what_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("op", [op.value for op in Op if op not in (Op.free, Op.sync)])
-def test_every_op_has_a_colour_of_its_own(op: str) -> None:
-    assert [other for other in COLOURS if COLOURS[other] == COLOURS[op]] == [op]
+def test_every_op_has_a_color_of_its_own(op: str) -> None:
+    assert [other for other in COLORS if COLORS[other] == COLORS[op]] == [op]
