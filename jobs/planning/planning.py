@@ -28,8 +28,8 @@ from .shapes import read_shape
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A plan with its inputs. `dtype`: compute dtype. With several ranks, `run` is the plan of one, described by
-    `view`; `machine`, `sizes` and predictions are of all."""
+    """A plan with its inputs. `dtype`: compute dtype. With several ranks, `run` is the plan of the rank described by
+    `view`; `machine`, `sizes` and predictions are of all ranks."""
 
     config: RuntimeConfig
     machine: Machine
@@ -37,7 +37,7 @@ class Planned:
     dtype: DType
     sizes: Sequence[SequenceSize]
     run: RunPlan
-    warnings: tuple[str, ...]  # about what is known of the machine
+    warnings: tuple[str, ...]  # about the machine's rates
     stored: WeightStorage
 
     @property
@@ -47,12 +47,12 @@ class Planned:
 
     @cached_property
     def peer_wait_share(self) -> float:
-        """The fraction of the time that a rank waits for other ranks."""
+        """Fraction of the time that a rank waits for other ranks."""
         return self.view.waiting_share(self.run, self.view.sizes(self.sizes), self.config.policy.admission)
 
     @property
     def prediction(self) -> Prediction:
-        assert self.run.prediction is not None, "a machine has rates"
+        assert self.run.prediction is not None, "the machine has rates"
         return self.run.prediction
 
     @property
@@ -61,7 +61,7 @@ class Planned:
 
     @property
     def throughput(self) -> tuple[float | None, float | None, float | None]:
-        """Tokens per second as runs count them: prompt tokens of prefill passes, new tokens of decode passes, and new
+        """Tokens per second, as measured in runs: prompt tokens of prefill passes, new tokens of decode passes, and new
         tokens over both. None without such passes."""
         predicted = self.prediction
         prefill = _per_second(self.num_prompt_tokens, predicted.prefill_seconds)
@@ -87,20 +87,20 @@ def _per_second(num_tokens: int, seconds: float) -> float | None:
 
 
 def make_plan(config: PlanConfig) -> Planned:
-    """Plans the run of `config`. Raises ConfigError for unknown names, BudgetError if even the smallest block does
-    not fit."""
-    described = config.machine
-    if described.sheet is None and described.rates is None:  # what `jobs.measure` last kept of this host
-        described = replace(described, rates=find_latest_rates(described.device))
-    planned = plan_for_machine(make_machine(described, config.model.dtype), config)
-    missing = described.rates.missing_rates_warning(planned.dtype.value) if described.rates is not None else None
-    return replace(planned, warnings=(missing,) if missing is not None else ())
+    """Plans the run of `config`. Raises ConfigError for unknown names, BudgetError if not even the smallest block
+    fits."""
+    machine = config.machine
+    if machine.sheet is None and machine.rates is None:  # use the latest measurement of this host by `jobs.measure`
+        machine = replace(machine, rates=find_latest_rates(machine.device))
+    planned = plan_for_machine(make_machine(machine, config.model.dtype), config)
+    warning = machine.rates.missing_rates_warning(planned.dtype.value) if machine.rates is not None else None
+    return replace(planned, warnings=(warning,) if warning is not None else ())
 
 
 def plan_for_machine(machine: Machine, config: PlanConfig) -> Planned:
     """Plans as `make_plan` does, for any machine."""
     has_device, dtype, offload = machine.device_bytes is not None, config.model.dtype, config.offload
-    if dtype is DType.auto:  # as `make_machine` takes it
+    if dtype is DType.auto:  # as in `make_machine`
         dtype = resolve_auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=machine.has_bfloat16)
     shape, stored = _stored_shape(config, dtype)
     shape = with_kv_dtype(shape, config.kv.dtype)
@@ -109,34 +109,30 @@ def plan_for_machine(machine: Machine, config: PlanConfig) -> Planned:
     longest = max(size.num_prompt_tokens + size.max_new_tokens for size in sizes)
     require(
         longest <= shape.context_tokens,
-        f"model={shape.name} knows {shape.context_tokens:,} positions, and the longest prompt comes to {longest:,} "
-        "with its answer: workload.max_prompt_tokens, sampling.max_new_tokens",
+        f"workload.max_prompt_tokens plus sampling.max_new_tokens is {longest:,} tokens, above model={shape.name}'s "
+        f"context of {shape.context_tokens:,}: lower one of them",
     )
-    runtime, way, asked = config.runtime, config.devices.way, config.plan.num_ranks
-    if way is not Parallelism.one and offload.expert_paging is ExpertPaging.auto:  # ranks read layers whole
+    runtime, way, num_ranks = config.runtime, config.devices.way, config.plan.num_ranks
+    if way is not Parallelism.one and offload.expert_paging is ExpertPaging.auto:  # ranks read whole layers
         runtime = replace(runtime, offload=replace(offload, expert_paging=ExpertPaging.off))
-    most = machine.fabric.num_devices * machine.fabric.num_nodes
+    num_devices = machine.fabric.num_devices * machine.fabric.num_nodes
     require(
-        asked is not None or way is Parallelism.one or most > 1,
-        f"devices={way.value} is of several ranks, and machine={machine.name} names one device: set plan.num_ranks",
+        num_ranks is not None or way is Parallelism.one or num_devices > 1,
+        f"devices={way.value} needs several ranks, but machine={machine.name} has one device: set plan.num_ranks",
     )
-    num_ranks = asked if asked is not None else 1 if way is Parallelism.one else most
+    if num_ranks is None:
+        num_ranks = 1 if way is Parallelism.one else num_devices
     host, device = offload.host_memory_gib, offload.device_memory_gib
-    usable = replace(  # what the run may use of the host and of each device, where nothing is said all that there is
+    usable = replace(  # memory limits of the run; default: all memory of the machine
         machine,
         host_bytes=machine.host_bytes if host is None else gib_to_bytes(host),
         device_bytes=machine.device_bytes if device is None or not has_device else gib_to_bytes(device),
     )
     view = RankView.from_shape(usable, shape, way, num_ranks, config.devices.experts)
-    problem = Problem(
-        shape=view.shape,
-        config=runtime,
-        budgets=view.machine.budgets,
-        sizes=view.sizes(sizes),
-        rates=view.machine.rates,
-    )
+    budgets, rates = view.machine.budgets, view.machine.rates
+    problem = Problem(shape=view.shape, config=runtime, budgets=budgets, sizes=view.sizes(sizes), rates=rates)
     find = find_policy
-    if runtime.policy.kind is not PolicyKind.fixed and runtime.policy.pin is not None:  # kept by runs of this user
+    if runtime.policy.kind is not PolicyKind.fixed and runtime.policy.pin is not None:  # a cached policy
         find = partial(plan_with_cached_policy, policies_directory(offload.cache_dir), None)
     run = view.plan(problem, find)
     return Planned(
@@ -145,29 +141,29 @@ def plan_for_machine(machine: Machine, config: PlanConfig) -> Planned:
 
 
 def _stored_shape(config: PlanConfig, dtype: DType) -> tuple[ModelShape, WeightStorage]:
-    """The shape of the model with weights as they are stored, and their formats. Raises ConfigError for a format that
-    this model cannot have."""
-    name, asked, quantize = config.model.name, config.plan.format, config.model.quantize
-    shape = read_shape(name, dtype, is_plain=asked is not None)
+    """The shape of the model with weights as stored, and their formats. Raises ConfigError if the format does not
+    fit the model."""
+    name, packed, quantize = config.model.name, config.plan.format, config.model.quantize
+    shape = read_shape(name, dtype, is_plain=packed is not None)
     stored = WeightStorage.from_losses(shape, {})
-    if asked in (None, PLAIN) and quantize is None:
+    if packed in (None, PLAIN) and quantize is None:
         return shape, stored
     require(
-        asked is not None or shape == read_shape(name, dtype, is_plain=True),
-        f"model.quantize={quantize and quantize.value}: model={name} is published in fewer bytes already "
-        f"({stored.names}): leave model.quantize out, or set plan.format={PLAIN} to plan for an unquantised checkpoint",
+        packed is not None or shape == read_shape(name, dtype, is_plain=True),
+        f"model.quantize={quantize and quantize.value}: model={name} is already published quantized ({stored.names}): "
+        f"leave model.quantize out, or set plan.format={PLAIN} to plan for an unquantized checkpoint",
     )
-    from runtime.formats.registry import LOSSES  # loads torch, which no other plan needs
+    from runtime.formats.registry import LOSSES  # imports torch, which other plans do not need
 
     from .packed_shapes import packed_shape, shape_in_format
 
-    found = packed_shape(shape, quantize) if quantize is not None else shape_in_format(shape, asked or PLAIN)
-    return found, WeightStorage.from_losses(found, LOSSES)
+    shape = packed_shape(shape, quantize) if quantize is not None else shape_in_format(shape, packed or PLAIN)
+    return shape, WeightStorage.from_losses(shape, LOSSES)
 
 
 def _choose_attention_method(machine: Machine, shape: ModelShape, dtype: DType) -> AttentionMethod:
-    """The attention kernels of the machine. Devices with bfloat16 units also run flash kernels. A model's soft cap is
-    not known here, and kernels support only sinks."""
+    """The attention kernels of the machine: flash kernels on devices with bfloat16 units. Shapes do not have a model's
+    soft cap, which kernels do not support."""
     if machine.device_bytes is None or not shape.is_packed:
         return AttentionMethod.host
     if shape.score_heads:
@@ -178,16 +174,16 @@ def _choose_attention_method(machine: Machine, shape: ModelShape, dtype: DType) 
 
 def _sizes(config: PlanConfig) -> list[SequenceSize]:
     workload = config.workload
-    count, mean, most = workload.num_requests, workload.mean_prompt_tokens, workload.max_prompt_tokens
-    assert count is not None, "the config class has checked it"
-    assert mean is not None, "the config class has checked it"
-    assert most is not None, "the config class has checked it"
+    count, mean, longest = workload.num_requests, workload.mean_prompt_tokens, workload.max_prompt_tokens
+    assert count is not None, "checked by PlanConfig"
+    assert mean is not None, "checked by PlanConfig"
+    assert longest is not None, "checked by PlanConfig"
     try:
         num_beams = config.sampling.num_beams or 1
         sizes = Workload.from_mean(
             count * (config.sampling.n if num_beams == 1 else 1),
             mean=mean,
-            longest=most,
+            longest=longest,
             max_new_tokens=config.sampling.max_new_tokens,
         ).sizes()
         return [beam for size in sizes for beam in [replace(size, num_beams=num_beams)] * num_beams]

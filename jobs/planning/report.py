@@ -15,20 +15,20 @@ from .shapes import ITEM_BYTES
 
 
 def format_plan(planned: Planned, num_actions: int) -> str:
-    """The ledgers, the policy, the prediction, notes, and `num_actions` lines of the schedule."""
+    """Formats the ledgers, the policy, the prediction, notes, and `num_actions` lines of the schedule."""
     run, view, machine, sizes = planned.run, planned.view, planned.machine, planned.sizes
     predicted, phases, (prefill, decode, total) = planned.prediction, planned.prediction.phases, planned.throughput
     longest, mean = max(size.num_prompt_tokens for size in sizes), planned.num_prompt_tokens / len(sizes)
     head = (
         f"{view.whole.name} ({format_bytes(view.whole.weight_bytes)} as stored) on {machine.name}: "
-        f"{format_count(len(sizes), 'prompt')} of {mean:.0f} tokens in the mean and {longest:,} at most, "
+        f"{format_count(len(sizes), 'prompt')} of {mean:.0f} tokens on average and {longest:,} at most, "
         f"{format_count(sizes[0].max_new_tokens, 'new token')} each"
     )
-    ranks = [  # rates that are predicted below are those of all together
-        f"ranks: {view.num_ranks}, devices={view.parallelism.value}; memory and schedule per rank, tokens/s of all",
+    ranks = [
+        f"ranks: {view.num_ranks}, devices={view.parallelism.value}; memory and schedule of one rank, tokens/s of all",
         f"  weights   each rank reads {format_bytes(view.weight_bytes)} of {format_bytes(view.whole.weight_bytes)}",
-        f"  KV        each rank keeps {format_bytes(view.kv_bytes_per_token)} of a token, in the mean",
-        f"  others    {planned.peer_wait_share:.0%} of the time goes into what other ranks bring",
+        f"  KV        each rank stores {format_bytes(view.kv_bytes_per_token)} per token, on average",
+        f"  others    {planned.peer_wait_share:.0%} of the time is spent waiting for other ranks",
     ]
     prediction = [
         "predicted:",
@@ -39,19 +39,19 @@ def format_plan(planned: Planned, num_actions: int) -> str:
     ]
 
     def share(phase: PhaseTime, resource: Resource) -> str:
-        """How much of a phase a resource works, and how long it waits during passes (bubbles)."""
+        """Formats the busy fraction of a resource in a phase, and its waiting time during passes (bubbles)."""
         waits = format_seconds(phase.bubble_seconds(resource))
         limit = ", the limit" if resource is phase.binding else ""
         return f"{f'{phase.busy_seconds[resource] / phase.seconds:4.0%}, waits {waits}{limit}':<34}"
 
-    used = [each for each in Resource if any(phase.busy_seconds[each] for phase in phases.values())]
+    used = [resource for resource in Resource if any(phase.busy_seconds[resource] for phase in phases.values())]
     busy = [
         f"{'busy:':<18}{''.join(f'{name:<34}' for name in phases)}".rstrip(),
-        *(f"  {each.value:<16}{''.join(share(phase, each) for phase in phases.values())}".rstrip() for each in used),
+        *(f"  {row.value:<16}{''.join(share(phase, row) for phase in phases.values())}".rstrip() for row in used),
     ]
     notes = plan_warnings(planned.config, planned.shape, run, has_device=machine.device_bytes is not None)
     parts = [
-        "\n".join([head, *_stored(view.whole)]),
+        "\n".join([head, *_format_storage(view.whole)]),
         *(["\n".join(ranks)] if view.num_ranks > 1 else []),
         *map(str, run.placement.ledgers),
         str(planned.resolved_settings),
@@ -64,9 +64,9 @@ def format_plan(planned: Planned, num_actions: int) -> str:
     return "\n\n".join(parts)
 
 
-def _stored(shape: ModelShape) -> list[str]:
-    """A line for each format and dtype of a model stored in fewer bytes, with its modules; those of layers once.
-    Empty for an unquantized model."""
+def _format_storage(shape: ModelShape) -> list[str]:
+    """Formats a line for each format and dtype of a quantized model, with its modules; nothing for an unquantized
+    one."""
     num_bytes, modules, seen = Counter[str](), dict[str, dict[str, dict[str, None]]](), set[str]()
     for parameter in (parameter for stage in shape.stages for parameter in stage.parameters):
         is_vector = len(parameter.shape) < 2
@@ -80,12 +80,12 @@ def _stored(shape: ModelShape) -> list[str]:
     if set(num_bytes) <= set(ITEM_BYTES):
         return []
 
-    def listed(group: str, inside: Iterable[str]) -> str:
-        names = ", ".join(filter(None, inside))
+    def format_group(group: str, members: Iterable[str]) -> str:
+        names = ", ".join(filter(None, members))
         return f"{group} ({names})" if names else group
 
     return [
-        f"  {name:<12}{format_bytes(count):>9}  {', '.join(listed(*each) for each in modules[name].items())}"
+        f"  {name:<12}{format_bytes(count):>9}  {', '.join(format_group(*item) for item in modules[name].items())}"
         for name, count in num_bytes.most_common()
     ]
 

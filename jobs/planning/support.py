@@ -1,5 +1,5 @@
-"""The tables of `jobs.models`: what the runtime does with each proven model family, found with a tiny model without
-weights, and the storage formats of weights."""
+"""The tables of `jobs.models`: capabilities of the runtime for each tested model family, from a tiny model on the meta
+device, and storage formats of weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ from .published import read_losses
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyCapabilities:
-    """A row of the support table. If the installed transformers lacks the family, `note` says so and the rest is
-    None. Otherwise `note` is the reason for padded lanes, and empty for packed ones."""
+    """A row of the support table. `note`: the reason for padded lanes. If the installed transformers lacks the family,
+    `note` is that reason, and the others are None."""
 
     name: str
     model_type: str
@@ -35,7 +35,7 @@ class FamilyCapabilities:
 
     @staticmethod
     def from_family(family: Family) -> "FamilyCapabilities":
-        """Inspects a tiny model of the family. Takes a few hundredths of a second and little memory."""
+        """Inspects a tiny model of the family, in a few hundredths of a second."""
         deepseek_moe.register()
         if family.model_type not in CONFIG_MAPPING:
             note = f"not in transformers {transformers.__version__}"
@@ -55,7 +55,6 @@ class FamilyCapabilities:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The cells below `_HEAD`."""
         if self.lanes is None or self.experts is None or self.cache is None:
             return self.name, self.model_type, self.note, "", "", "no"
         lanes = f"{self.lanes.value}: {self.note}" if self.note else self.lanes.value
@@ -70,13 +69,12 @@ _FOOT = "Tested: equals transformers' generate, token for token, in every tier (
 
 
 def find_families(part: str | None) -> list[Family]:
-    """The families with `part` in name or model type, in table order; all for None. Raises ConfigError if there are
-    none."""
-    chosen = [family for family in FAMILIES.values() if part is None or part in f"{family.name} {family.model_type}"]
-    if not chosen:
+    """The families with `part` in name or model type, in table order; all for None. Raises ConfigError for none."""
+    matches = [family for family in FAMILIES.values() if part is None or part in f"{family.name} {family.model_type}"]
+    if not matches:
         types = ", ".join(dict.fromkeys(family.model_type for family in FAMILIES.values()))
-        raise ConfigError(f"family={part} is in no family's name or model_type; the types are {types}")
-    return chosen
+        raise ConfigError(f"family={part} matches no name or model_type of a family; model types: {types}")
+    return matches
 
 
 def support_table(rows: Sequence[FamilyCapabilities], shape: TableFormat) -> str:
@@ -84,7 +82,7 @@ def support_table(rows: Sequence[FamilyCapabilities], shape: TableFormat) -> str
 
 
 def format_table(shape: TableFormat) -> str:
-    """A row for each storage format: bytes per number in rows of 4,096, and measured losses."""
+    """Formats a row for each storage format: bytes per number in rows of 4,096, and measured losses."""
     losses = {
         row["format"]: f"weights off by {row['weight_error']:.2%}, perplexity x {row['perplexity_ratio']:.4f}, "
         f"{row['right']:.1%} of answers right"
@@ -92,20 +90,20 @@ def format_table(shape: TableFormat) -> str:
     }
     cells = [
         (
-            each.name,
-            f"{each.row_bytes(_USUAL_COLUMNS) / _USUAL_COLUMNS:.2f}",
-            each.loss.value,
-            ", ".join(each.companions),
-            losses.get(each.name, ""),
+            name,
+            f"{spec.row_bytes(_USUAL_COLUMNS) / _USUAL_COLUMNS:.2f}",
+            spec.loss.value,
+            ", ".join(spec.companions),
+            losses.get(name, ""),
         )
-        for each in FORMATS.values()
+        for name, spec in FORMATS.items()
     ]
     methods = ", ".join(sorted(METHODS))
     return _table([_FORMATS_HEAD, *cells], shape, f"quant_method of config.json: {methods}; and GGUF files.")
 
 
 def _table(cells: list[tuple[str, ...]], shape: TableFormat, foot: str) -> str:
-    """Formats rows as a table; the first row is the head."""
+    """Formats rows as a table; the first row is its head."""
     if shape is TableFormat.markdown:
         cells.insert(1, ("---",) * len(cells[0]))
         lines = [f"| {' | '.join(line)} |" for line in cells]

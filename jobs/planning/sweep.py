@@ -20,15 +20,15 @@ from .shapes import read_shape
 GIGA = 1e9
 RANKS = "ranks"
 STEP = 2**0.5
-AHEAD, BLOCKS = range(-4, 7), range(-8, 9)  # steps below and above what is configured
-MEMORY_STEP, MEMORIES = 2**0.25, range(-6, 5)
-LIMIT_SHARE = 0.05  # how exactly the largest block that fits is found
+STEPS, BLOCK_STEPS = range(-4, 7), range(-8, 9)  # below and above the configured value
+MEMORY_STEP, MEMORY_STEPS = 2**0.25, range(-6, 5)
+LIMIT_SHARE = 0.05  # relative precision of the largest block that fits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A varied quantity; `base_value` is its value in the original plan. `is_open`: values go up until a plan does
-    not fit. `note`: about its values."""
+    """A varied quantity. `base_value`: its value in the original plan. `is_open`: stop at the first value that does not
+    fit. `note`: about the values."""
 
     name: str
     unit: str
@@ -50,30 +50,30 @@ class Axis:
             fitting = value
 
     def try_value(self, value: float) -> "SweepPoint":
-        """The plan of one value, or why there is none."""
+        """Plans one value; an error becomes the point's `refusal`."""
         try:
             return SweepPoint(axis=self, value=value, planned=self.plan(value))
         except (BudgetError, ConfigError) as error:  # too large for the memory, or for the model's context
             return SweepPoint(axis=self, value=value, planned=None, refusal=str(error).splitlines()[0])
 
     def _limit(self, fitting: float, refused: float) -> Iterator["SweepPoint"]:
-        """Bisects whole numbers, to 5 %. Yields the largest value that fits, unless that is `fitting`, and the
-        smallest that does not."""
-        best, worst = None, self.try_value(refused)
+        """Bisects whole numbers. Yields the largest value that fits, unless it is `fitting`, and the smallest that does
+        not."""
+        largest, smallest = None, self.try_value(refused)
         low, high = fitting, refused
         while high - low > max(1, LIMIT_SHARE * low):
             point = self.try_value((low + high) // 2)
             if point.planned is None:
-                worst, high = point, point.value
+                smallest, high = point, point.value
             else:
-                best, low = point, point.value
-        yield from [best] if best is not None else []
-        yield worst
+                largest, low = point, point.value
+        yield from [largest] if largest is not None else []
+        yield smallest
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """`planned` is None if the value does not fit; `refusal` says why."""
+    """The plan of one value; None if it does not fit, with the reason in `refusal`."""
 
     axis: Axis
     value: float
@@ -87,8 +87,7 @@ class SweepPoint:
 
 
 def sweep(axes: Sequence[Axis]) -> Iterator[SweepPoint]:
-    """Yields plans as they are made, each with a search if policy=hrm. Raises ConfigError for values that make no
-    plan."""
+    """Yields plans as they are made, each with a search if policy=hrm."""
     for axis in axes:
         yield from axis.points()
 
@@ -96,8 +95,8 @@ def sweep(axes: Sequence[Axis]) -> Iterator[SweepPoint]:
 def sweep_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
     """The axes of `config.plan.sweep`, around `planned`. Raises ConfigError if there is nothing to vary."""
     kind = config.plan.sweep
-    assert kind is not None, "no sweep is asked for"
-    axes = {
+    assert kind is not None, "plan.sweep is set"
+    make_axes = {
         Sweep.memory: _memory_axes,
         Sweep.batch: _block_axes,
         Sweep.prompt: _prompt_axes,
@@ -105,13 +104,11 @@ def sweep_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
         Sweep.format: _format_axes,
         Sweep.devices: _parallelism_axes,
     }
-    found = axes[kind](config, planned)
-    points = config.plan.sweep_points
-    if kind is Sweep.devices:
-        found, alone = found[1:], found[:1]
-    else:
-        alone = list[Axis]()
-    return [*alone, *(replace(axis, values=points, is_open=False) for axis in found)] if points else [*alone, *found]
+    axes, points = make_axes[kind](config, planned), config.plan.sweep_points
+    if not points:
+        return axes
+    fixed = axes[:1] if kind is Sweep.devices else []  # one process
+    return [*fixed, *(replace(axis, values=points, is_open=False) for axis in axes[len(fixed) :])]
 
 
 def _memory_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
@@ -123,7 +120,7 @@ def _memory_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
             name=f"{ledger.memory} memory",
             unit="GiB",
             base_value=ledger.budget_bytes / GIB,
-            values=_steps(ledger.budget_bytes / GIB, MEMORIES, MEMORY_STEP),
+            values=_steps(ledger.budget_bytes / GIB, MEMORY_STEPS, MEMORY_STEP),
             plan=partial(plan, f"{ledger.memory}_memory_gib"),
         )
         for ledger in reversed(planned.run.placement.ledgers)
@@ -131,53 +128,49 @@ def _memory_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
 
 
 def _block_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
-    """One block of N requests, with micro-batches and placement like those of the plan."""
+    """An axis of the number of sequences in one block, with micro-batches and placement like those of the plan."""
     has_device = planned.machine.device_bytes is not None
-    choice, runtime = planned.run.choice, planned.config
-    way = choice.best.policy.apply(runtime, has_device=has_device) if choice is not None else runtime
-    most = planned.run.lane_size
+    choice, base = planned.run.choice, planned.config
+    base = choice.best.policy.apply(base, has_device=has_device) if choice is not None else base
 
     def plan(num_sequences: float) -> Planned:
-        count = ceil(num_sequences / most)
+        count = ceil(num_sequences / planned.run.lane_size)
         policy = replace(
-            way.policy,
-            kind=PolicyKind.fixed,
-            micro_batch_size=ceil(num_sequences / count),
-            num_micro_batches=count,
+            base.policy, kind=PolicyKind.fixed, micro_batch_size=ceil(num_sequences / count), num_micro_batches=count
         )
         block = replace(
             config,
             policy=policy,
-            kv=way.kv,
+            kv=base.kv,
             workload=replace(config.workload, num_requests=round(num_sequences)),
             sampling=replace(config.sampling, n=1, num_beams=None),
         )
         return plan_for_machine(planned.machine, block)
 
-    here = max(len(block.members) for block in planned.run.blocks)
-    sizes = sorted({max(1, round(size)) for size in _steps(here, BLOCKS)})
-    return [Axis(name="block", unit="sequences", base_value=here, values=sizes, plan=plan, is_open=True)]
+    base_value = max(len(block.members) for block in planned.run.blocks)
+    sizes = sorted({max(1, round(size)) for size in _steps(base_value, BLOCK_STEPS)})
+    return [Axis(name="block", unit="sequences", base_value=base_value, values=sizes, plan=plan, is_open=True)]
 
 
 def _prompt_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
-    """Mean prompt length; the longest prompt grows in proportion."""
+    """An axis of the mean prompt length; the longest prompt grows in proportion."""
     workload = config.workload
-    mean, most = workload.mean_prompt_tokens, workload.max_prompt_tokens
-    assert mean is not None, "the config class has checked it"
-    assert most is not None, "the config class has checked it"
-    room = planned.shape.context_tokens - config.sampling.max_new_tokens
+    mean, longest = workload.mean_prompt_tokens, workload.max_prompt_tokens
+    assert mean is not None, "checked by PlanConfig"
+    assert longest is not None, "checked by PlanConfig"
+    limit = planned.shape.context_tokens - config.sampling.max_new_tokens
 
     def plan(tokens: float) -> Planned:
-        longest = max(ceil(tokens), round(most * tokens / mean))
-        changed = replace(workload, mean_prompt_tokens=tokens, max_prompt_tokens=longest)
+        max_prompt_tokens = max(ceil(tokens), round(longest * tokens / mean))
+        changed = replace(workload, mean_prompt_tokens=tokens, max_prompt_tokens=max_prompt_tokens)
         return plan_for_machine(planned.machine, replace(config, workload=changed))
 
-    values = [tokens for tokens in _steps(mean, AHEAD) if tokens >= 1 and most * tokens / mean <= room]
+    values = [tokens for tokens in _steps(mean, STEPS) if tokens >= 1 and longest * tokens / mean <= limit]
     return [Axis(name="mean prompt", unit="tokens", base_value=mean, values=values, plan=plan)]
 
 
 def _bandwidth_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
-    """Bandwidth of the links that the plan uses."""
+    """An axis for the bandwidth of each link that the plan uses."""
     rates, phases = planned.machine.rates, planned.prediction.phases.values()
     links = {
         "disk": (Resource.disk, rates.disk_bytes_per_second),
@@ -189,52 +182,52 @@ def _bandwidth_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
         if name == "disk":
             changed = replace(rates, disk_bytes_per_second=rate)
         else:  # both directions
-            back = rates.link_out_bytes_per_second * rate / rates.link_in_bytes_per_second
-            changed = replace(rates, link_in_bytes_per_second=rate, link_out_bytes_per_second=back)
+            out_rate = rates.link_out_bytes_per_second * rate / rates.link_in_bytes_per_second
+            changed = replace(rates, link_in_bytes_per_second=rate, link_out_bytes_per_second=out_rate)
         return plan_for_machine(replace(planned.machine, rates=changed), config)
 
-    found = [
+    axes = [
         Axis(
             name=f"{name} bandwidth",
             unit="GB/s",
             base_value=rate / GIGA,
-            values=_steps(rate / GIGA, AHEAD),
+            values=_steps(rate / GIGA, STEPS),
             plan=partial(plan, name),
         )
         for name, (resource, rate) in links.items()
         if rate < inf and any(phase.busy_seconds[resource] for phase in phases)
     ]
-    if not found:
+    if not axes:
         raise ConfigError(
-            "plan.sweep=bandwidth: this plan moves nothing over a disk or a link; set offload=cpu, offload=nvme "
-            "or less memory with offload.device_memory_gib or offload.host_memory_gib"
+            "plan.sweep=bandwidth: this plan moves nothing over a disk or a link; set offload=cpu or offload=nvme, or "
+            "lower offload.device_memory_gib or offload.host_memory_gib"
         )
-    return found
+    return axes
 
 
 def _format_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
-    """One axis for each format that users can make; its only value is the size of the weights. On a CPU products have
-    the speed of published weights."""
-    from runtime.formats.registry import LOSSES  # loads torch, which no other sweep needs
+    """An axis for each format of `weightstream pack`, with the bytes of the weights as only value. On a CPU, matrix
+    products have the speed of published weights."""
+    from runtime.formats.registry import LOSSES  # imports torch, which other sweeps do not need
 
     from .packed_shapes import shape_in_format
 
     measured = {row["format"]: row["weight_error"] for row in read_losses()}
 
     def note(stored: ModelShape) -> str:
-        """The formats, and if they round, the RMS error measured on the bundled model."""
-        numbers = WeightStorage.from_losses(stored, LOSSES)
-        errors = [f"{measured[name]:.2%}" for name in numbers.formats if name in measured]
-        return f"{numbers.names}: lossy, RMS error {errors[0]} for model=tiny" if errors else str(numbers)
+        """Formats the storage formats and, if they round, the RMS error measured on the bundled model."""
+        storage = WeightStorage.from_losses(stored, LOSSES)
+        errors = [f"{measured[name]:.2%}" for name in storage.formats if name in measured]
+        return f"{storage.names}: lossy, RMS error {errors[0]} for model=tiny" if errors else str(storage)
 
     def plan(changed: PlanConfig, _: float) -> Planned:
         return plan_for_machine(planned.machine, changed)
 
     shape, plain = (read_shape(planned.shape.name, planned.dtype, is_plain=is_plain) for is_plain in (False, True))
-    unquantised = [PLAIN] if shape != plain else []
+    unquantized = [PLAIN] if shape != plain else []
     published = replace(config, model=replace(config.model, quantize=None))
-    found = []
-    for name in (None, *unquantised, *(each.value for each in PackedFormat)):
+    axes = []
+    for name in (None, *unquantized, *PackedFormat.__members__):
         stored = shape if name is None else shape_in_format(plain, name)
         changed = replace(published, plan=replace(config.plan, format=name))
         axis = Axis(
@@ -245,25 +238,23 @@ def _format_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
             plan=partial(plan, changed),
             note=note(stored),
         )
-        found.append(axis)
-    return found
+        axes.append(axis)
+    return axes
 
 
 def _parallelism_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
-    """One process, then each kind of parallelism with 2, 4 ... ranks, up to all devices."""
+    """An axis for one process, and for each kind of parallelism with 2, 4 ... ranks, up to all devices."""
     fabric = planned.machine.fabric
-    most = fabric.num_devices * fabric.num_nodes
-    counts = [2**power for power in range(1, most.bit_length()) if 2**power <= most]
+    num_devices = fabric.num_devices * fabric.num_nodes
+    counts = [2**power for power in range(1, num_devices.bit_length()) if 2**power <= num_devices]
     require(
         bool(counts or config.plan.sweep_points),
-        f"plan.sweep=devices: machine={planned.machine.name} names one device: set plan.sweep_points to ranks",
+        f"plan.sweep=devices: machine={planned.machine.name} has one device: set plan.sweep_points to numbers of ranks",
     )
 
     def plan(way: Parallelism, num_ranks: float) -> Planned:
-        shown = replace(config.plan, num_ranks=round(num_ranks))
-        return plan_for_machine(
-            planned.machine, replace(config, devices=config.devices.for_parallelism(way), plan=shown)
-        )
+        devices, output = config.devices.for_parallelism(way), replace(config.plan, num_ranks=round(num_ranks))
+        return plan_for_machine(planned.machine, replace(config, devices=devices, plan=output))
 
     return [
         Axis(
@@ -278,5 +269,5 @@ def _parallelism_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
 
 
 def _steps(base_value: float, steps: range, step: float = STEP) -> list[float]:
-    """Values around `base_value`, rounded to three digits; `base_value` itself is exact."""
+    """Returns values around `base_value`, rounded to three digits; `base_value` itself is exact."""
     return [float(f"{base_value * step**number:.3g}") if number else base_value for number in steps]

@@ -1,2 +1,1 @@
-"""Compares runs in a table, shows a run as an HTML page, and reports progress. Code that reads files of runs for
-people belongs here."""
+"""Reports about runs, from their files: a table that compares them, an HTML page of one, and progress."""

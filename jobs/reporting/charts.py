@@ -1,5 +1,4 @@
-"""Data of a page's charts: tokens per second over time, busy fractions of resources, and predicted against measured
-figures."""
+"""Data of a page's charts: tokens per second over time, busy fractions of resources, predicted and measured figures."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from ..record.passes import PassRow, PhaseTimes
 from .figures import RunFigures
 
 NUM_BINS = 240  # of time
-NOTHING_SECONDS = 1e-9  # what sums round to
+NOTHING_SECONDS = 1e-9  # rounding error of sums
 TIME_PARTS = {
     "computing": "compute_seconds",
     "reading": "load_seconds",
@@ -23,15 +22,15 @@ TIME_PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseLine:
-    """A line of the throughput chart. `tokens`: tokens of a pass; `share`: the fraction of its time spent on them."""
+    """A line of the throughput chart. `tokens`: tokens of a pass. `share`: fraction of its time spent on them."""
 
     name: str
     tokens: Callable[[PassRow], float]
     share: Callable[[PassRow], float]
 
     def binned(self, passes: Sequence[PassRow]) -> list[float | None]:
-        """Tokens per second in each of NUM_BINS equal intervals; None in intervals without the phase. A pass is
-        divided among the intervals that it spans."""
+        """Tokens per second in each of NUM_BINS equal intervals; None in intervals without the phase. Divides a pass
+        among its intervals."""
         total = sum(row.seconds for row in passes)
         tokens, seconds, now = [0.0] * NUM_BINS, [0.0] * NUM_BINS, 0.0
         for row in passes:
@@ -50,15 +49,15 @@ PHASES = (
 )
 
 
-def round_axis_limit(most: float) -> float:
-    """The end of an axis: 1, 2, 2.5 or 5 times a power of ten, at least `most`."""
-    power = 10 ** len(f"{most:.0f}")
-    tops = [power / 100 * step for step in (1, 2, 2.5, 5, 10, 20, 25, 50, 100)]
-    return next((top for top in tops if top >= most and top > 0), power)
+def round_axis_limit(maximum: float) -> float:
+    """The end of an axis: 1, 2, 2.5 or 5 times a power of ten, at least `maximum`."""
+    power = 10 ** len(f"{maximum:.0f}")
+    limits = [power / 100 * step for step in (1, 2, 2.5, 5, 10, 20, 25, 50, 100)]
+    return next((limit for limit in limits if limit >= maximum and limit > 0), power)
 
 
 def busy_shares(spans: Sequence[Span], seconds: float) -> list[float]:
-    """The fraction of each of NUM_BINS equal intervals covered by at least one span."""
+    """The fraction of each of NUM_BINS equal intervals that spans cover."""
     busy, until = [0.0] * NUM_BINS, 0.0
     for span in sorted(spans, key=lambda span: span.begin):
         begin, end = max(span.begin, until) / seconds * NUM_BINS, span.end / seconds * NUM_BINS
@@ -70,7 +69,7 @@ def busy_shares(spans: Sequence[Span], seconds: float) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A measured and a predicted figure; `predicted` is None without a prediction. `whole`: value of a full bar."""
+    """A measured and a predicted figure, if there is one. `whole`: value of a full bar."""
 
     name: str
     measured: float
@@ -95,34 +94,35 @@ class Pair:
 def compare_predictions(figures: RunFigures) -> Iterator[Pair]:
     """Yields rates, times and memory of a run, in this order."""
     summary, planned = figures.summary, figures.recorded_summary.get("planned")
-    measured, claimed = summary.measured, summary.predicted
-    for name, rate, claim in (
-        ("prefill", measured.prefill, claimed.prefill if claimed else None),
-        ("decode", measured.decode_useful, claimed.decode_useful if claimed else None),
+    measured, forecast = summary.measured, summary.predicted
+    for name, rate, predicted in (
+        ("prefill", measured.prefill, forecast.prefill if forecast else None),
+        ("decode", measured.decode_useful, forecast.decode_useful if forecast else None),
     ):
         if rate is not None:
-            yield Pair(name=name, measured=rate, predicted=claim, unit="tokens/s", whole=max(rate, claim or 0.0))
+            whole = max(rate, predicted or 0.0)
+            yield Pair(name=name, measured=rate, predicted=predicted, unit="tokens/s", whole=whole)
     times, expected = summary.measured_times, summary.predicted_times
-    yield from _phase("prefill time", times.prefill, expected.prefill if expected else None)
-    yield from _phase("decode time", times.decode, expected.decode if expected else None)
+    yield from _phase_pairs("prefill time", times.prefill, expected.prefill if expected else None)
+    yield from _phase_pairs("decode time", times.decode, expected.decode if expected else None)
     for name, peak in (("host", summary.peak.host_bytes), ("device", summary.peak.device_bytes)):
-        claim = planned.get(f"{name}_bytes") if isinstance(planned, dict) else None
-        predicted = float(claim) if isinstance(claim, int | float) else None
+        value = planned.get(f"{name}_bytes") if isinstance(planned, dict) else None
+        predicted = float(value) if isinstance(value, int | float) else None
         if peak:
             whole = max(peak, predicted or 0.0)
             yield Pair(name=f"peak {name} memory", measured=peak, predicted=predicted, unit="B", whole=whole)
 
 
-def _phase(name: str, times: PhaseTimes, expected: PhaseTimes | None) -> Iterator[Pair]:
+def _phase_pairs(name: str, times: PhaseTimes, expected: PhaseTimes | None) -> Iterator[Pair]:
     """Yields the time of a phase and of the resources in it, without lines of two zeros."""
     whole = max(times.seconds, expected.seconds if expected else 0.0)
     if not whole:
         return
-    claim = expected.seconds if expected else None
-    yield Pair(name=name, measured=times.seconds, predicted=claim, unit="s", whole=whole)
+    predicted = expected.seconds if expected else None
+    yield Pair(name=name, measured=times.seconds, predicted=predicted, unit="s", whole=whole)
     for part, key in TIME_PARTS.items():
-        seconds, claim = getattr(times, key), getattr(expected, key) if expected else None
-        is_within = key == "attention_seconds" and not claim  # predicted as a part of computing
-        if max(seconds, claim or 0.0) > NOTHING_SECONDS:
-            predicted = None if is_within else claim
+        seconds, predicted = getattr(times, key), getattr(expected, key) if expected else None
+        if max(seconds, predicted or 0.0) > NOTHING_SECONDS:
+            if key == "attention_seconds" and not predicted:  # predicted as a part of computing
+                predicted = None
             yield Pair(name=part, measured=seconds, predicted=predicted, unit="s", whole=whole, is_part=True)

@@ -1,5 +1,5 @@
-"""The settings of `jobs.report` and `jobs.status`; mirrors conf/report.yaml and conf/status.yaml. Separate so that
-they are checked before slow imports."""
+"""The settings of `jobs.report` and `jobs.status`; mirrors conf/report.yaml and conf/status.yaml. Separate, to check
+them before slow imports."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -25,7 +25,7 @@ class ReportConfig:
         )
         for name in self.names:
             require_plain_url(name, "runs")
-        require(self.directory != "", "directory is empty: name one, or null")
+        require(self.directory != "", "directory is empty: set one, or null")
         require(0 <= self.samples <= MAX_SAMPLES, f"samples must be 0 to {MAX_SAMPLES:,} rows, got {self.samples}")
 
     @property

@@ -33,7 +33,7 @@ class RunFigures:
 
     @cached_property
     def passes(self) -> Sequence[PassRow]:
-        """All recorded passes, in order of execution."""
+        """The recorded passes, in order of execution."""
         rows: list[PassRow] = []
         for block in sorted(self.run.parts):
             path = self.run.directory.throughput_part(block)
@@ -41,7 +41,7 @@ class RunFigures:
                 with pq.ParquetFile(pa.BufferReader(read_regular_file(path)[0])) as file:
                     rows += [PassRow(**row) for row in file.read(PASS_COLUMNS).to_pylist()]
             except PARQUET_PROBLEMS as error:
-                log.warning("the figures lack the passes of block %d: %s: %s", block, path, error)
+                log.warning("figures without the passes of block %d: cannot read %s: %s", block, path, error)
         return rows
 
     @cached_property
@@ -52,7 +52,7 @@ class RunFigures:
             try:
                 counts.update(pq.read_table(path, columns=["status"])["status"].to_pylist())
             except PARQUET_PROBLEMS as error:
-                log.warning("the figures lack the rows of %s: %s", path, error)
+                log.warning("figures without the rows of %s: %s", path, error)
         return counts
 
     @cached_property
@@ -69,7 +69,7 @@ class RunFigures:
 
     @property
     def num_rows(self) -> int | None:
-        """The number of planned rows; None if the plan is absent or damaged."""
+        """The number of planned rows; None without a plan or with a damaged one."""
         try:
             return self.run.num_rows
         except DamagedRunError:
@@ -82,7 +82,7 @@ class RunFigures:
 
     @property
     def elapsed_seconds(self) -> float | None:
-        """The wall-clock time of all starts; None before the first pass has ended."""
+        """The wall-clock time of all starts; None before the end of the first pass."""
         return self.summary.elapsed.seconds if self.summary.elapsed is not None else None
 
     @property

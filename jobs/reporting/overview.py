@@ -1,4 +1,4 @@
-"""A comparison of runs: settings that differ and results, with shards grouped by run. Printed as text and written as
+"""A comparison of runs: differing settings and results, with shards grouped by run. Printed as text and written as
 Markdown, Parquet and a picture of rates."""
 
 import re
@@ -18,7 +18,7 @@ from ..record.run_reader import Condition
 from .figures import RunFigures
 
 SHARD_NAME = re.compile(r"-\d{5}-of-\d{5}$")
-# They tell nothing of how fast a run is, or follow from others.
+# No effect on speed, or derived from other settings.
 IGNORED_SETTINGS = frozenset({"shard.index", "shard.count", "input", "output_root", "run", "log_level"})
 MAX_CHARS = 40  # of a setting in the table
 MEASURED = (
@@ -29,13 +29,13 @@ MEASURED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Overview:
-    """`keys`: the settings that differ."""
+    """A comparison of runs. `keys`: the settings that differ."""
 
     runs: Sequence[RunFigures]
     keys: Sequence[str]
 
     def text(self) -> str:
-        """The table in columns."""
+        """Formats the table in columns."""
         head, rows = self._cells()
         widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
         num_left = 2 + len(self.keys)
@@ -55,15 +55,15 @@ class Overview:
         return "\n".join(f"| {' | '.join(row)} |" for row in escaped) + "\n"
 
     def table(self) -> pa.Table:
-        """A row for each run and shard, with unformatted numbers; settings are text."""
+        """Returns a row for each run and shard, with unformatted numbers; settings are text."""
         return pa.Table.from_pylist([self._values(run) for run in self.runs])
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
         """The head, and a row for each run, each shard, and the totals of a run's shards."""
-        last = [key.rpartition(".")[2] for key in self.keys]  # which stands for a key where no other ends in it
+        last = [key.rpartition(".")[2] for key in self.keys]  # the short name of a key, if it is unique
         names = [word if last.count(word) == 1 else key for key, word in zip(self.keys, last, strict=True)]
         rows: list[list[str]] = []
-        for name, shards in _by_run(self.runs):
+        for name, shards in _group_shards(self.runs):
             count = shards[0].run.shard[1]
             if len(shards) > 1 or count > 1:
                 rows.append([name, *[""] * len(self.keys), *_combined_cells(shards)])
@@ -101,38 +101,33 @@ class Overview:
 
 
 def make_overview(runs: Iterable[RunFigures]) -> Overview:
-    known = list(runs)
-    return Overview(runs=known, keys=differing_keys([run.settings for run in known]))
+    figures = list(runs)
+    return Overview(runs=figures, keys=differing_keys([run.settings for run in figures]))
 
 
 def differing_keys(settings: Sequence[Mapping[str, JsonValue]]) -> list[str]:
-    """Keys with different values, in the order of the config; a key that a run lacks has its default."""
+    """Keys with different values, in the order of the config; a missing key has its default."""
     defaults = flatten(GenerateConfig())
-    filled = [{**defaults, **each} for each in settings]
-    keys = dict.fromkeys((*defaults, *(key for each in settings for key in each)))
-    return [
-        key
-        for key in keys
-        if key not in IGNORED_SETTINGS and len({canonical_json(each.get(key)) for each in filled}) > 1
-    ]
+    runs = [{**defaults, **values} for values in settings]
+    keys = dict.fromkeys(key for values in (defaults, *settings) for key in values if key not in IGNORED_SETTINGS)
+    return [key for key in keys if len({canonical_json(values.get(key)) for values in runs}) > 1]
 
 
 def format_setting(value: JsonValue) -> str:
-    """A setting's value as on a command line; as JSON if it has several lines or control characters."""
+    """Formats a value as on a command line; as JSON if it has several lines or control characters."""
     return value if isinstance(value, str) and value.isprintable() else canonical_json(value)
 
 
-def _by_run(runs: Sequence[RunFigures]) -> list[tuple[str, list[RunFigures]]]:
+def _group_shards(runs: Sequence[RunFigures]) -> list[tuple[str, list[RunFigures]]]:
     """Groups shards by the name of their run, or by its path if the name is not unique."""
     groups: dict[Path, list[RunFigures]] = {}
     for run in runs:
-        named = run.run.path.parent.parent / run.name if run.run.num_turns > 1 else run.run.path
+        path = run.run.path.parent.parent / run.name if run.run.num_turns > 1 else run.run.path
         if run.run.shard[1] > 1:
-            named = Path(*(SHARD_NAME.sub("", part) for part in named.parts))
-        groups.setdefault(named, []).append(run)
-    names = [
-        f"{path.parent.name}/{path.name}" if runs[0].run.num_turns > 1 else path.name for path, runs in groups.items()
-    ]
+            path = Path(*(SHARD_NAME.sub("", part) for part in path.parts))
+        groups.setdefault(path, []).append(run)
+    has_turns = [shards[0].run.num_turns > 1 for shards in groups.values()]
+    names = [f"{p.parent.name}/{p.name}" if turns else p.name for p, turns in zip(groups, has_turns, strict=True)]
     return [
         (name if names.count(name) == 1 else str(path), sorted(shards, key=lambda run: run.run.shard))
         for name, (path, shards) in zip(names, groups.items(), strict=True)
@@ -147,46 +142,46 @@ def _cells(run: RunFigures) -> list[str]:
         f"{run.num_errors:,}",
         "-" if run.elapsed_seconds is None else format_seconds(run.elapsed_seconds),
         format_seconds(run.seconds),
-        _rate(run.rows_per_minute),
-        _rate(summary.measured.prefill),
-        _rate(summary.measured.decode_useful),
+        _format_rate(run.rows_per_minute),
+        _format_rate(summary.measured.prefill),
+        _format_rate(summary.measured.decode_useful),
         f"{summary.useful_tokens:,}",
-        _memory(summary.peak.host_bytes, summary.peak.device_bytes),
+        _format_memory(summary.peak.host_bytes, summary.peak.device_bytes),
     ]
 
 
 def _combined_cells(shards: Sequence[RunFigures]) -> list[str]:
-    """Sums over shards, and states by index. Rates are those of the shards, which may have run at different times."""
+    """Sums over shards, and states by index. No rates: shards may have run at different times."""
     count = shards[0].run.shard[1]
-    peak = [run.summary.peak for run in shards]
+    peaks = [run.summary.peak for run in shards]
     return [
         shard_states(shards, count),
         f"{sum(run.num_done for run in shards):,}",
         f"{sum(run.num_errors for run in shards):,}",
         *[""] * 5,
         f"{sum(run.summary.useful_tokens for run in shards):,}",
-        _memory(max(use.host_bytes for use in peak), max(use.device_bytes for use in peak)),
+        _format_memory(max(peak.host_bytes for peak in peaks), max(peak.device_bytes for peak in peaks)),
     ]
 
 
 def shard_states(shards: Sequence[RunFigures], count: int) -> str:
-    """How many shards are done, and the states of the others by index."""
-    of = {run.run.shard[0]: run.run.condition for run in shards}
-    done = sum(condition is Condition.done for condition in of.values())
+    """Formats the number of finished shards, and the states of the others by index."""
+    conditions = {run.run.shard[0]: run.run.condition for run in shards}
+    done = sum(condition is Condition.done for condition in conditions.values())
     others = {
-        condition.value: [str(index) for index, found in sorted(of.items()) if found is condition]
+        condition.value: [str(index) for index, state in sorted(conditions.items()) if state is condition]
         for condition in Condition
         if condition is not Condition.done
-    } | {"not there": [str(index) for index in range(count) if index not in of]}
+    } | {"missing": [str(index) for index in range(count) if index not in conditions]}
     named = [f"{', '.join(indexes)} {name}" for name, indexes in others.items() if indexes]
     return "; ".join([f"{done} of {count} shards done", *named])
 
 
-def _rate(rate: float | None) -> str:
+def _format_rate(rate: float | None) -> str:
     return "-" if rate is None else f"{rate:,.1f}"
 
 
-def _memory(host_bytes: int, device_bytes: int) -> str:
+def _format_memory(host_bytes: int, device_bytes: int) -> str:
     return format_bytes(host_bytes) + (f" + {format_bytes(device_bytes)} device" if device_bytes else "")
 
 
@@ -196,7 +191,7 @@ COLORS = {"prefill": "#4c78a8", "decode": "#f58518"}
 
 def write_overview(overview: Overview, directory: Path) -> list[Path]:
     """Publishes table.md, table.parquet and, if there are measurements, rates.png; replaces earlier ones. Raises
-    ConfigError if one of them is not ours to replace, OutputError."""
+    ConfigError if one of the files was not written by a job, OutputError."""
     markdown, table, picture = (directory / name for name in ("table.md", "table.parquet", "rates.png"))
     require_replaceable((markdown, table, picture), f"directory={directory}")
     make_directory(directory)
@@ -211,7 +206,7 @@ def write_overview(overview: Overview, directory: Path) -> list[Path]:
 
 def draw_rates(path: Path, runs: Sequence[RunFigures]) -> None:
     """Publishes bars of prefill and decode tokens per second, in table order."""
-    from ..pictures.figure import figure  # matplotlib, which is loaded only to draw
+    from ..pictures.figure import figure  # imports matplotlib
 
     names = [run.name for run in runs]
     rates = {

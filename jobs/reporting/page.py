@@ -1,4 +1,4 @@
-"""A run as one self-contained HTML page: no script, font or request. Rows of a run are untrusted text; the template
+"""A run as a self-contained HTML page, without scripts, fonts and requests. Rows are untrusted text; the template
 escapes them."""
 
 import logging
@@ -26,12 +26,11 @@ from .samples import failed_rows, good_rows
 
 log = logging.getLogger(__name__)
 NUM_FAILED = 50
-RESOLVED_SETTINGS = {"model.dtype"}  # recorded as what `auto` came to: whether anybody has set it is not known
+RESOLVED_SETTINGS = {"model.dtype"}  # recorded with `auto` resolved: unknown if it was set
 
 
 def escape_control_characters(value: object) -> object:
-    """Replaces control characters by their escapes. Browsers drop some, and bidirectional marks would reorder the
-    text."""
+    """Escapes control characters: browsers drop some, and bidirectional marks would reorder the text."""
     if not isinstance(value, str) or hasattr(value, "__html__"):
         return value
     return "".join(char if char.isprintable() or char in "\n\t " else ascii(char)[1:-1] for char in value)
@@ -49,20 +48,20 @@ ENVIRONMENT.globals |= {"nice_top": round_axis_limit, "num_bins": NUM_BINS, "pha
 
 
 def write_page(figures: RunFigures, num_samples: int, directory: Path | None) -> Path:
-    """Publishes report.html in `directory`, else in the run's directory, or for a run at a URL in the current one;
-    replaces an earlier one. Raises ConfigError if the file is not ours to replace, OutputError."""
+    """Publishes report.html in `directory`, by default in the run's directory, or the current one for a run at a URL;
+    replaces an earlier one. Raises ConfigError if the file was not written by a job, OutputError."""
     folder = make_directory(directory) if directory is not None else Path() if figures.run.url else figures.run.path
     path = folder / "report.html"
     if directory is not None or figures.run.url:
         require_replaceable([path], f"directory={folder}")
-    text = _html(figures, num_samples) + "\n"
+    text = _render_page(figures, num_samples) + "\n"
     publish_named(path, lambda file: write_all(file, text.encode()))
     return path
 
 
-def _html(figures: RunFigures, num_samples: int) -> str:
+def _render_page(figures: RunFigures, num_samples: int) -> str:
     data = files("jobs").joinpath("data")
-    # without what indents it: spaces between elements would be seen
+    # without indentation: browsers show spaces between elements
     template = "".join(map(str.strip, data.joinpath("report.html").read_text(encoding="utf-8").splitlines()))
     settings, defaults, plan = figures.settings, flatten(GenerateConfig()), figures.recorded_summary.get("plan")
     known = {key: settings[key] for key in defaults if key in settings and key not in RESOLVED_SETTINGS}
@@ -73,9 +72,13 @@ def _html(figures: RunFigures, num_samples: int) -> str:
     ]
     if isinstance(model := settings.get("model.path"), str):
         subject[:1] = [model.rstrip("/").rpartition("/")[2]]
-    versions, pairs, spans = figures.run.manifest.get("versions"), list(compare_predictions(figures)), _spans(figures)
+    versions, pairs, spans = (
+        figures.run.manifest.get("versions"),
+        list(compare_predictions(figures)),
+        _read_spans(figures),
+    )
     traced_seconds = max((span.end for span in spans), default=0.0)
-    by_resource = {each: [span for span in spans if span.resource is each] for each in Resource}
+    by_resource = {row: [span for span in spans if span.resource is row] for row in Resource}
     return ENVIRONMENT.from_string(template).render(
         figures=figures,
         style=data.joinpath("report.css").read_text(encoding="utf-8"),
@@ -102,8 +105,8 @@ def _html(figures: RunFigures, num_samples: int) -> str:
     )
 
 
-def _spans(figures: RunFigures) -> Sequence[Span]:
-    """The trace of the last start with a readable one."""
+def _read_spans(figures: RunFigures) -> Sequence[Span]:
+    """Reads the trace of the last start that has a readable one."""
     for path in sorted(figures.run.directory.trace.glob("start-*.json"), reverse=True):
         try:
             if spans := read_trace(path):
@@ -114,24 +117,27 @@ def _spans(figures: RunFigures) -> Sequence[Span]:
 
 
 def _objects(value: JsonValue) -> list[Mapping[str, JsonValue]]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _ledger(ledger: Mapping[str, JsonValue]) -> dict[str, object]:
     """The planned content of a memory, with position and width of each entry in the bar."""
 
-    def size_of(value: JsonValue) -> float:
+    def to_float(value: JsonValue) -> float:
         return float(value) if isinstance(value, int | float) else 0.0
 
     entries = _objects(ledger.get("entries"))
-    names, sizes = [str(each.get("name")) for each in entries], [size_of(each.get("num_bytes")) for each in entries]
+    names, sizes = (
+        [str(entry.get("name")) for entry in entries],
+        [to_float(entry.get("num_bytes")) for entry in entries],
+    )
     whole = max(sum(sizes), 1.0)
     begins = accumulate((1000 * size / whole for size in sizes), initial=0.0)
-    equations = [str(each.get("equation", "")) for each in entries]
+    equations = [str(entry.get("equation", "")) for entry in entries]
     return {
         "memory": ledger.get("memory"),
         "key": ledger.get("budget_key"),
-        "budget": size_of(ledger.get("budget_bytes")),
+        "budget": to_float(ledger.get("budget_bytes")),
         "total": sum(sizes),
         "label": ", ".join(f"{name} {format_bytes(size)}" for name, size in zip(names, sizes, strict=True)),
         "entries": [

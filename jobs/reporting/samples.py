@@ -1,4 +1,4 @@
-"""Rows of a run to read: some that succeeded, and those that failed."""
+"""Rows of a run for its page: a sample of successful ones, and failed ones."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -17,17 +17,17 @@ from ..datasets.templates import Template, read_template
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_regular_file
 from .figures import RunFigures
 
-OURS = (
+OUTPUT_COLUMNS = (
     *("id", "row_index", "status", "completion", "error", "finish_reason"),
     *("num_prompt_tokens", "num_completion_tokens"),
 )
-FIELDS_OF_PROMPTS = ("dataset.messages_field", "dataset.prompt_field", "dataset.article_field")
+PROMPT_SETTINGS = ("dataset.messages_field", "dataset.prompt_field", "dataset.article_field")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRow:
-    """`prompt`: the prompt as answered, as in the input, or the input columns by name; None if the run kept none.
-    Runs that score or encode have no completion."""
+    """A row. `prompt`: the prompt, or input columns that may contain it, by name; None without input columns. Runs that
+    score or encode have no completion."""
 
     id: str
     row_index: int
@@ -41,36 +41,37 @@ class SampleRow:
 
 
 def good_rows(figures: RunFigures, count: int) -> list[SampleRow]:
-    """Rows with status ok from all parts of the run, because a block holds rows of similar length."""
+    """A sample of rows with status ok from parts of the whole run: rows of one part have similar lengths."""
     paths = list(figures.run.parts.values())
-    chosen = [paths[i * len(paths) // min(count, len(paths))] for i in range(min(count, len(paths)))]
-    found: list[SampleRow] = []
-    for i, path in enumerate(chosen):
-        rows = [row for row in _rows(figures, path) if row.status == "ok"]
-        wanted = (count * (i + 1)) // len(chosen) - len(found)
-        found += [rows[k * len(rows) // wanted] for k in range(wanted)] if len(rows) > wanted else rows
-    return sorted(found, key=attrgetter("row_index"))
+    selected = [paths[i * len(paths) // min(count, len(paths))] for i in range(min(count, len(paths)))]
+    samples: list[SampleRow] = []
+    for i, path in enumerate(selected):
+        rows = [row for row in _read_rows(figures, path) if row.status == "ok"]
+        number = (count * (i + 1)) // len(selected) - len(samples)
+        samples += [rows[k * len(rows) // number] for k in range(number)] if len(rows) > number else rows
+    return sorted(samples, key=attrgetter("row_index"))
 
 
 def failed_rows(figures: RunFigures, count: int) -> list[SampleRow]:
     """The first rows with another status than ok, in input order."""
     if not figures.num_errors:
         return []
-    rows = (row for path in figures.run.parts.values() for row in _rows(figures, path) if row.status != "ok")
+    rows = (row for path in figures.run.parts.values() for row in _read_rows(figures, path) if row.status != "ok")
     return nsmallest(count, rows, key=attrgetter("row_index"))
 
 
-def _rows(figures: RunFigures, path: Path) -> Iterator[SampleRow]:
+def _read_rows(figures: RunFigures, path: Path) -> Iterator[SampleRow]:
     try:
         with pq.ParquetFile(pa.BufferReader(read_regular_file(path)[0])) as file:
             prompts = _Prompts.from_part(file, figures.settings)
-            # an input's column may have the name of one of ours that this run has not
-            ours = [column.name for column in file.schema_arrow if not _is_input_column(column) and column.name in OURS]
-            rows = file.read([*ours, *prompts.columns]).to_pylist()
+            # an input column may have the name of an output column that this run lacks
+            names = [column.name for column in file.schema_arrow if not _is_input_column(column)]
+            names = [name for name in names if name in OUTPUT_COLUMNS]
+            rows = file.read([*names, *prompts.columns]).to_pylist()
     except PARQUET_PROBLEMS:
         return
     for row in rows:
-        yield SampleRow(prompt=prompts.prompt_text(row), **{name: row[name] for name in ours})
+        yield SampleRow(prompt=prompts.prompt_text(row), **{name: row[name] for name in names})
 
 
 def _is_input_column(column: pa.Field) -> bool:
@@ -79,9 +80,9 @@ def _is_input_column(column: pa.Field) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Prompts:
-    """Finds the prompts of rows in the input columns of a part. `columns`: input name of each column, and True if it
-    is JSON. `template` is filled with them, after `prefix`. Without a template: candidates, the most likely first; if
-    there are none, `is_listed` and all columns are shown by name."""
+    """Finds the prompts of rows in the input columns of a part. `columns`: input name of each column, and True if it is
+    JSON. With a `template`, it is filled with them, after `prefix`. Without one, the first column with a value is the
+    prompt, or with `is_listed` all columns are listed by name."""
 
     columns: Mapping[str, tuple[str, bool]]
     template: Template | None = None
@@ -90,55 +91,55 @@ class _Prompts:
 
     @staticmethod
     def from_part(file: pq.ParquetFile, settings: Mapping[str, JsonValue]) -> "_Prompts":
-        kept: dict[str, tuple[str, bool]] = {}
+        inputs: dict[str, tuple[str, bool]] = {}
         for column in file.schema_arrow:
             if _is_input_column(column):
                 name = column.metadata[b"column"].decode("utf-8", "surrogatepass")
-                kept[column.name] = (name, column.metadata.get(b"encoding") == b"json")
+                inputs[column.name] = (name, column.metadata.get(b"encoding") == b"json")
         if isinstance(text := settings.get("dataset.template"), str):
             template = read_template(text, "template")
-            needed = {
-                each: value for each, value in kept.items() if any(_is_column_of(value[0], n) for n in template.names)
+            used = {
+                key: value for key, value in inputs.items() if any(_is_column_of(value[0], n) for n in template.names)
             }
-            if all(any(_is_column_of(name, wanted) for name, _ in needed.values()) for wanted in template.names):
-                front = "[examples of dataset.few_shot_path]\n\n" if settings.get("dataset.few_shot_path") else ""
-                return _Prompts(columns=needed, template=template, prefix=front)
+            if all(any(_is_column_of(name, field) for name, _ in used.values()) for field in template.names):
+                prefix = "[examples of dataset.few_shot_path]\n\n" if settings.get("dataset.few_shot_path") else ""
+                return _Prompts(columns=used, template=template, prefix=prefix)
         else:
-            likely = [*(settings.get(key) for key in FIELDS_OF_PROMPTS), "turns"]
-            found = {each: value for wanted in likely for each, value in kept.items() if value[0] == wanted}
-            if found:
-                return _Prompts(columns=found)
-        return _Prompts(columns=kept, is_listed=True)
+            likely = [*(settings.get(key) for key in PROMPT_SETTINGS), "turns"]
+            candidates = {key: value for field in likely for key, value in inputs.items() if value[0] == field}
+            if candidates:
+                return _Prompts(columns=candidates)
+        return _Prompts(columns=inputs, is_listed=True)
 
     def prompt_text(self, row: Mapping[str, Any]) -> str | None:
         """The prompt of a row of the part; None if the part has no input columns."""
         if self.template is not None:
             fields = {
-                name: json.loads(str(row[each])) if is_json and row[each] is not None else row[each]
-                for each, (name, is_json) in self.columns.items()
+                name: json.loads(str(row[key])) if is_json and row[key] is not None else row[key]
+                for key, (name, is_json) in self.columns.items()
             }
             with suppress(BadRecord):
                 return self.prefix + self.template.fill(fields)
             return None
-        there = {each: value for each, value in self.columns.items() if row[each] is not None}
-        texts = {name: _text(row[each], is_json) for each, (name, is_json) in there.items()}
+        columns = self.columns.items()
+        texts = {name: _format_value(row[key], is_json) for key, (name, is_json) in columns if row[key] is not None}
         if self.is_listed:
             return "\n".join(f"{name}: {text}" for name, text in texts.items()) or None
         return next(iter(texts.values()), None)
 
 
-def _is_column_of(name: str, wanted: str) -> bool:
+def _is_column_of(name: str, field: str) -> bool:
     """True if a template field is this column or nested in it."""
-    return wanted == name or wanted.startswith(f"{name}.")
+    return field == name or field.startswith(f"{name}.")
 
 
-def _text(value: object, is_json: bool) -> str:
-    """A chat as its messages, a question of several turns as the first."""
+def _format_value(value: object, is_json: bool) -> str:
+    """Formats a prompt: a chat as its messages, a question with several turns as the first."""
     if not is_json:
         return str(value)
     loaded = json.loads(str(value))
-    if isinstance(loaded, list) and loaded and all(isinstance(each, dict) for each in loaded):
-        return "\n\n".join(f"{each.get('role')}: {each.get('content')}" for each in loaded)
+    if isinstance(loaded, list) and loaded and all(isinstance(message, dict) for message in loaded):
+        return "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in loaded)
     if isinstance(loaded, list) and loaded and isinstance(loaded[0], str):
         return loaded[0]
     return loaded if isinstance(loaded, str) else str(value)

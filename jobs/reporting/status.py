@@ -1,5 +1,5 @@
-"""Progress of runs, from the names of parts, the plan and leases; speed of workers, from the passes of the last
-parts. Reads no rows, so it is fast for large runs."""
+"""Progress of runs, from the names of parts, the plan and leases; speed of workers, from the passes of recent parts.
+Reads no rows, so it is fast for large runs."""
 
 import json
 import logging
@@ -18,12 +18,12 @@ from ..record.unfinished import LeasedBlock, format_slurm_ids, leased_blocks
 from ..run.progress import format_rounded
 
 log = logging.getLogger(__name__)
-NUM_PARTS, NUM_PARTS_OF_PACE = 100, 20  # the last ones, so that many are read quickly
+NUM_RECENT_PARTS, NUM_PACE_PARTS = 100, 20  # the last parts, for speed with many
 
 
 @dataclass(kw_only=True)
 class WorkerRate:
-    """Work of one process in the last parts. `num_rows`: its share of their rows, by seconds of its passes."""
+    """Work of one process in recent parts. `num_rows`: its share of their rows, by seconds of its passes."""
 
     holder: Mapping[str, JsonValue]
     num_parts: int = 0
@@ -45,33 +45,31 @@ class WorkerRate:
 
 
 def worker_rates(run: RunReader, rows_by_block: Mapping[int, int]) -> list[WorkerRate]:
-    """The workers of the last parts, fastest first. Unreadable parts are skipped with a warning."""
+    """The workers of recent parts, fastest first. Skips unreadable parts with a warning."""
     last = sorted((path.stat().st_mtime, block) for block, path in run.parts.items() if block in rows_by_block)
     rates: dict[str, WorkerRate] = {}
-    for _, block in last[-NUM_PARTS:]:
+    for _, block in last[-NUM_RECENT_PARTS:]:
         path = run.directory.throughput_part(block)
         try:
             with pq.ParquetFile(pa.BufferReader(read_regular_file(path)[0])) as file:
                 passes = file.read(["worker", "seconds", "useful_tokens"]).to_pylist()
         except PARQUET_PROBLEMS as error:
-            log.warning("the rates lack %s: %s", path, error)
+            log.warning("rates without %s: %s", path, error)
             continue
-        seconds = sum(each["seconds"] for each in passes)
-        for name in {each["worker"] for each in passes}:
-            own = [each for each in passes if each["worker"] == name]
-            rate, own_seconds = (
-                rates.setdefault(name, WorkerRate(holder=_parse_holder(name))),
-                sum(x["seconds"] for x in own),
-            )
+        seconds = sum(row["seconds"] for row in passes)
+        for name in {row["worker"] for row in passes}:
+            own = [row for row in passes if row["worker"] == name]
+            own_seconds = sum(row["seconds"] for row in own)
+            rate = rates.setdefault(name, WorkerRate(holder=_parse_holder(name)))
             rate.num_parts += 1
             rate.num_rows += rows_by_block[block] * own_seconds / seconds if seconds else 0.0
-            rate.num_tokens += sum(each["useful_tokens"] for each in own)
+            rate.num_tokens += sum(row["useful_tokens"] for row in own)
             rate.seconds += own_seconds
     return sorted(rates.values(), key=lambda rate: -rate.rows_per_second)
 
 
 def _parse_holder(text: str) -> Mapping[str, JsonValue]:
-    """The process named in the column; empty if the value is damaged, which is harmless."""
+    """Parses the column `worker`; empty if the value is damaged, which is harmless."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -81,7 +79,7 @@ def _parse_holder(text: str) -> Mapping[str, JsonValue]:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
-    """`rate`: None before its first part. `leased`: None for a worker without a block, which waits or has ended."""
+    """A worker. `rate`: None before its first part. `leased`: None if it waits or has ended."""
 
     holder: Mapping[str, JsonValue]
     rate: WorkerRate | None
@@ -89,16 +87,15 @@ class WorkerStatus:
 
     def __str__(self) -> str:
         ids, rate, leased = self.holder.get("slurm"), self.rate, self.leased
-        name = format_holder(self.holder) + format_slurm_ids(
-            {k: str(v) for k, v in ids.items()} if isinstance(ids, dict) else {}
-        )
+        slurm_ids = {key: str(value) for key, value in ids.items()} if isinstance(ids, dict) else {}
+        name = format_holder(self.holder) + format_slurm_ids(slurm_ids)
         texts = ["no part yet"]
         if rate is not None:
             texts = [format_count(rate.num_parts, "part"), f"{rate.rows_per_second:.3g} rows/s"]
             texts += [f"{rate.tokens_per_second:.3g} tokens/s"] if rate.num_tokens else []
         if leased is not None:
-            age, sign = format_rounded(leased.since_seconds), format_rounded(leased.heartbeat_seconds)
-            texts.append(f"at work on block {leased.block} for {age}, last sign {sign} ago")
+            age, heartbeat = format_rounded(leased.since_seconds), format_rounded(leased.heartbeat_seconds)
+            texts.append(f"on block {leased.block} for {age}, last heartbeat {heartbeat} ago")
         return f"  {name}: {', '.join(texts)}"
 
     def to_plain(self) -> dict[str, object]:
@@ -115,10 +112,10 @@ class WorkerStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """`state`: done, running or interrupted; unfinished in an object store, which has no information about workers.
-    Planned blocks and rows are None before the plan is fixed; `num_windows_planned` of `num_windows` windows have a
-    plan. `rows_per_second`: of the active workers or, without leases, of the last parts; None with too few parts and
-    in an object store."""
+    """Status of a run. `state`: done, running or interrupted; unfinished in an object store, where workers are unknown.
+    Blocks and rows are None without a plan; `num_windows_planned` of `num_windows` windows have one.
+    `rows_per_second`: of the active workers or, without leases, of the last parts; None with too few parts and in an
+    object store."""
 
     run: str
     state: str
@@ -134,8 +131,8 @@ class RunStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """The remaining time at `rows_per_second`; windows without a plan count as large as planned ones. None
-        without active workers."""
+        """The remaining time at `rows_per_second`, with windows without a plan as large as planned ones. None without
+        active workers."""
         if self.state != "running" or not self.rows_per_second or self.num_rows is None:
             return None
         num_rows = self.num_rows * self.num_windows / max(1, self.num_windows_planned)
@@ -146,57 +143,56 @@ def read_status(run: RunReader) -> RunStatus:
     """The status of a run. Raises DamagedRunError if the plan cannot be read."""
     rows = run.rows_by_block
     done = {block: path for block, path in run.parts.items() if block in rows}
-    is_running, here = is_locked(run.directory.lock), run.url is None
+    is_running, is_local = is_locked(run.directory.lock), run.url is None
     num_planned = len(run.directory.plans)
     is_done = run.directory.success.exists() and len(done) == len(rows) and num_planned == run.num_windows
     leased = leased_blocks(run.directory.leases) if is_running else []
     rates = worker_rates(run, rows)
-    at_work = [
-        WorkerStatus(
-            holder=each.holder, rate=next((rate for rate in rates if rate.is_holder(each.holder)), None), leased=each
-        )
-        for each in leased
+    holder_rates = [next((rate for rate in rates if rate.is_holder(block.holder)), None) for block in leased]
+    active = [
+        WorkerStatus(holder=block.holder, rate=rate, leased=block)
+        for block, rate in zip(leased, holder_rates, strict=True)
     ]
-    known = [each.rate for each in at_work if each.rate is not None]
-    ended = [WorkerStatus(holder=rate.holder, rate=rate, leased=None) for rate in rates if rate not in known]
-    # One at work that has no part yet counts as the mean of those that have.
-    own = [rate.rows_per_second for rate in known or rates]
-    last = sorted((path.stat().st_mtime, rows[block]) for block, path in done.items())[-NUM_PARTS_OF_PACE:]
+    active_rates = [rate for rate in holder_rates if rate is not None]
+    ended = [WorkerStatus(holder=rate.holder, rate=rate, leased=None) for rate in rates if rate not in active_rates]
+    # An active worker without a part counts as the mean of the others.
+    speeds = [rate.rows_per_second for rate in active_rates or rates]
+    last = sorted((path.stat().st_mtime, rows[block]) for block, path in done.items())[-NUM_PACE_PARTS:]
     pace = None
     if len(last) > 1 and last[-1][0] > last[0][0]:
         pace = sum(num_rows for _, num_rows in last[1:]) / (last[-1][0] - last[0][0])
     return RunStatus(
         run=run.location,
-        state="running" if is_running else "done" if is_done else "interrupted" if here else "unfinished",
+        state="running" if is_running else "done" if is_done else "interrupted" if is_local else "unfinished",
         num_blocks=len(rows) or None,
         num_blocks_done=len(done),
         num_rows=sum(rows.values()) or None,
         num_rows_done=sum(rows[block] for block in done),
-        rows_per_second=((len(leased) * sum(own) / len(own) if own else None) or pace) if here else None,
+        rows_per_second=((len(leased) * sum(speeds) / len(speeds) if speeds else None) or pace) if is_local else None,
         leased=leased,
-        workers=at_work + ended,
+        workers=active + ended,
         num_windows=run.num_windows,
         num_windows_planned=num_planned,
     )
 
 
 def format_text(statuses: Sequence[RunStatus]) -> str:
-    """A line for each run and one for each of its workers."""
-    return "\n\n".join("\n".join(_lines(status)) for status in statuses)
+    """Formats the progress of each run and a line for each of its workers."""
+    return "\n\n".join("\n".join(_format_lines(status)) for status in statuses)
 
 
 def format_json(statuses: Sequence[RunStatus]) -> str:
-    """A list with an object for each run."""
-    return json.dumps([_values(status) for status in statuses], indent=2)
+    """Formats a JSON list with an object for each run."""
+    return json.dumps([_to_plain(status) for status in statuses], indent=2)
 
 
-def _values(status: RunStatus) -> dict[str, object]:
-    leased = [{**asdict(each), "holder": format_holder(each.holder), "slurm": each.slurm} for each in status.leased]
+def _to_plain(status: RunStatus) -> dict[str, object]:
+    leased = [{**asdict(block), "holder": format_holder(block.holder), "slurm": block.slurm} for block in status.leased]
     workers = [worker.to_plain() for worker in status.workers]
     return {**vars(status), "leased": leased, "workers": workers, "seconds_left": status.seconds_left}
 
 
-def _lines(status: RunStatus) -> list[str]:
+def _format_lines(status: RunStatus) -> list[str]:
     if status.num_blocks is None or status.num_rows is None:
         return [f"{status.run}: {status.state}, no plan yet"]
     left = status.num_blocks - status.num_blocks_done - len(status.leased)
@@ -206,13 +202,12 @@ def _lines(status: RunStatus) -> list[str]:
         f"blocks  {status.num_blocks_done:,} of {status.num_blocks:,} done, {len(status.leased)} leased, {left:,} left",
     ]
     if status.num_windows > 1:
-        lines.append(
-            f"windows {status.num_windows_planned:,} of {status.num_windows:,} planned: the rows above are theirs"
-        )
+        planned = f"{status.num_windows_planned:,} of {status.num_windows:,}"
+        lines.append(f"windows {planned} planned: the rows above are those of planned windows")
     if status.seconds_left is not None and status.rows_per_second is not None:
         by = f" with {format_count(len(status.leased), 'worker')}" if status.leased else ""
         left_text = format_rounded(status.seconds_left)
         lines.append(f"pace    {status.rows_per_second:.3g} rows/s, about {left_text} left{by}")
     if status.workers:
-        lines.append("workers, by the last parts:")
+        lines.append("workers, from recent parts:")
     return lines + [str(worker) for worker in status.workers]

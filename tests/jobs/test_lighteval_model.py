@@ -105,7 +105,7 @@ def test_choices_have_the_scores_of_the_library_and_texts_those_of_their_windows
 
 def test_samples_are_drawn_or_refused(adapter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     doc = Doc("What is 94 + 78?", num_samples=3)
-    with pytest.raises(EvaluationError, match=r"addition, 3: 3 samples .* set temperature"):
+    with pytest.raises(EvaluationError, match=r"addition, 3: 3 samples .* need temperature"):
         model(adapter, monkeypatch, "model=tiny chat_template=false").greedy_until([doc])
     drawn = model(adapter, monkeypatch, "model=tiny chat_template=false temperature=3.0").greedy_until([doc])
     assert len(set(drawn[0].text)) > 1
@@ -116,7 +116,7 @@ def test_settings_are_words_of_the_environment(adapter: ModuleType) -> None:
     path = "model='/some dir' offload=nvme host_memory_gib=1.5 chat_template=false"
     expected = {"model": "/some dir", "offload": "nvme", "host_memory_gib": 1.5, "chat_template": False}
     assert adapter.parse_settings(path) == expected
-    with pytest.raises(ConfigError, match="WEIGHTSTREAM holds 'tiny'"):
+    with pytest.raises(ConfigError, match="WEIGHTSTREAM: 'tiny' is not key=value"):
         adapter.parse_settings("tiny")
 
 

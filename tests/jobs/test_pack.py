@@ -215,7 +215,7 @@ def test_other_files_are_copied_but_for_weights_and_pickles_that_no_run_reads(mo
     own = {path.name for path in model.iterdir() if path.is_file()} - {*UNUSED, "pytorch_model.bin.index.json"}
     assert found - {".pack.lock"} == own | wanted.keys() | {"additional_chat_templates"}
     assert all((tmp_path / "packed" / name).read_bytes() == text for name, text in wanted.items())
-    assert [line for line in packing.lines if line.startswith("left out")] == [
+    assert [line for line in packing.lines if line.startswith("not copied")] == [
         "not copied checkpoint-5/, consolidated.00.pth, model.fp16.safetensors, original/, pytorch_model.bin, "
         "training_args.bin: no run reads them"
     ]
@@ -342,7 +342,7 @@ def test_what_cannot_be_packed_is_refused_by_name(model: Path, tmp_path: Path) -
     wide = write_checkpoint(model, tmp_path / "wide", {n: t.float() for n, t in tensors_in(model).items()})
     with pytest.raises(CheckpointError, match=r"format=lossless needs bfloat16 matrices, these are F32"):
         packed(wide, tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"is model\.path itself"):
+    with pytest.raises(ConfigError, match=r"is the same directory as model\.path"):
         packed(model, model)
     link = tmp_path / "linked"
     shutil.copytree(model, link)

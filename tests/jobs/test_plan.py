@@ -131,12 +131,12 @@ def test_prompts_of_which_nothing_is_known_are_asked_for() -> None:
 
 
 def test_where_nothing_is_generated_there_is_nothing_to_plan() -> None:
-    with pytest.raises(ConfigError, match=r"sampling\.max_new_tokens=0"):
+    with pytest.raises(ConfigError, match=r"sampling.max_new_tokens must be 1 or more"):
         config_of("model=gpt2", "sampling.max_new_tokens=0")
 
 
 def test_prompts_longer_than_the_model_knows_are_refused() -> None:
-    with pytest.raises(ConfigError, match="model=gpt2 knows 1,024 positions"):
+    with pytest.raises(ConfigError, match="above model=gpt2's context of 1,024"):
         plan("model=gpt2", "dataset=helm_summarization")
 
 
@@ -189,10 +189,10 @@ def test_link_and_attention_on_the_cpu_share_the_memory_channels_of_the_host() -
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["plan.sweep_points=[1,2]"], "plan.sweep_points without plan.sweep"),
-        (["plan.sweep=batch", "plan.sweep_points=[8,4]"], r"above 0 and rise, got \[8.0, 4.0\]"),
-        (["plan.sweep=memory", "plan.sweep_points=[0,4]"], r"above 0 and rise, got \[0.0, 4.0\]"),
-        (["plan.sweep=batch", "plan.sweep_points=[1.5]"], "sequences of a block"),
+        (["plan.sweep_points=[1,2]"], "plan.sweep_points needs plan.sweep="),
+        (["plan.sweep=batch", "plan.sweep_points=[8,4]"], r"above 0 and ascending, got \[8.0, 4.0\]"),
+        (["plan.sweep=memory", "plan.sweep_points=[0,4]"], r"above 0 and ascending, got \[0.0, 4.0\]"),
+        (["plan.sweep=batch", "plan.sweep_points=[1.5]"], "1 or more sequences with plan.sweep=batch"),
         (["plan.sweep=prompt", "plan.sweep_points=[0.5]"], "tokens with plan.sweep=prompt"),
         (["plan.sweep=speed"], "plan.sweep"),
         (["plan.directory=' '"], "plan.directory is empty"),

@@ -124,5 +124,5 @@ def test_lines_are_what_transformers_makes_today(name: str) -> None:
 
 
 def test_a_model_without_a_line_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"model=hf has no sizes to plan with; these have: .*mixtral"):
+    with pytest.raises(ConfigError, match=r"model=hf has no stored sizes to plan with; models with sizes: .*mixtral"):
         read_shape("hf", DType.bfloat16)

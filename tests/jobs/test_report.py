@@ -53,7 +53,7 @@ def test_shards_stand_under_their_run_with_their_states(case: ShardedRun) -> Non
     shutil.rmtree(case.directory(2).path)
     lock = RunLock(case.directory(0).lock)
     lines = cells(make_overview(figures(case.folder / "x-*")).text())
-    assert lines["x"][0] == "0 of 3 shards done; 0 running; 1 interrupted; 2 not there"
+    assert lines["x"][0] == "0 of 3 shards done; 0 running; 1 interrupted; 2 missing"
     assert lines["shard 0 of 3"][0] == "running, 16 of 16 rows"
     assert lines["shard 1 of 3"][:2] == ["interrupted, 12 of 16 rows", "12 of 16"]
     assert lines["x"][1:3] == ["28", "0"]

@@ -68,7 +68,7 @@ def test_a_running_one_says_who_has_which_block_and_how_long_the_rest_takes(
     lock.release()
     assert (found.state, found.rows_per_second, found.seconds_left) == ("running", 2.0, 4.0)
     assert "blocks  2 of 4 done, 1 leased, 1 left" in format_text([found])
-    line = rf"pid {os.getpid()} on host .*, Slurm job 4711: no part yet, at work on block 2 for 1 s, last sign"
+    line = rf"pid {os.getpid()} on host .*, Slurm job 4711: no part yet, on block 2 for 1 s, last heartbeat"
     assert re.search(line, format_text([found]))
     values = json.loads(format_json([found]))[0]
     assert (values["leased"][0]["block"], values["workers"][0]["block"]) == (2, 2)

@@ -149,14 +149,14 @@ def test_each_worker_writes_a_trace_and_a_run_shows_all_of_them(
     assert mine.name not in other.with_suffix(".svg").read_text()
     assert command(monkeypatch, f"path={cut}") == 2
     assert command(monkeypatch, f"path={directory.generations}") == 2
-    assert "holds no trace: trace=true has a run write them" in capsys.readouterr().err
+    assert "has no trace: start the run with trace=true" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "path is not set"),
-        (["path=nowhere.json"], "path=nowhere.json cannot be read: No such file"),
+        (["path=nowhere.json"], "cannot read path=nowhere.json: No such file"),
         (["path=x", "begin=2", "end=1"], "end must be after begin=2.0 s, got 1.0"),
         (["path=x", "out=picture.pdf"], "out must end in .svg or .png, got picture.pdf"),
         (["path={trace}", "begin=1e6"], "begin=1e+06 s is not before the end of the window: the trace ends at "),
