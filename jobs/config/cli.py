@@ -95,7 +95,7 @@ def _run_job(entry: Callable[[], None], schema: type) -> NoReturn:
         print_error(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        print_error(Interrupted("start the same command again to continue"))
+        print_error(Interrupted("start the same command again to resume"))
         sys.exit(RESUMABLE)
     except Exception as error:
         if _is_hydra_error(error):

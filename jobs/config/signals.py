@@ -79,7 +79,7 @@ class StopFlag:
 
     def __enter__(self) -> Self:
         self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
+        os.set_blocking(self._writer, False)  # a signal handler must not wait for space in the pipe
         self._old_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._old_handlers = {number: signal.signal(number, _do_nothing) for number in stop_signals()}
         for number in self._old_handlers:
@@ -96,7 +96,7 @@ class StopFlag:
             return
         self._restore()
         os.write(self._writer, bytes([STOP_BYTE]))  # closing is not enough: a forked child may hold the pipe open
-        self._thread.join()
+        self._thread.join()  # before closing: the thread reads from the pipe
         os.close(self._writer)
         os.close(self._reader)
 

@@ -222,7 +222,7 @@ def _name_file_on_out_of_memory(path: Path) -> Iterator[None]:
         size = f" ({format_bytes(path.stat().st_size)})" if path.exists() else ""
         raise BudgetError(
             f"{path}{size}: out of memory ({first_line(error)}): raise the limit of the process (ulimit -v), container "
-            "or job, and start the same command again to continue after the last packed shard"
+            "or job, and start the same command again to resume after the last packed shard"
         ) from error
 
 

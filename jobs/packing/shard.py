@@ -155,7 +155,7 @@ class _Shard:
 
     def finish(self, stamp: str) -> None:
         """Writes the header into its reserved space."""
-        self._file.flush()
+        self._file.flush()  # crc32_sums opens the file by name
         record = {"source": stamp, "crc32": crc32_sums(Path(self._file.name), self._begin), "tensors": self.record}
         metadata = {"format": "pt", METADATA: json.dumps(record, separators=(",", ":"))}
         text = json.dumps({"__metadata__": metadata, **self.entries}, separators=(",", ":")).encode()

@@ -99,7 +99,7 @@ class TraceFile(Closing):
             folder.mkdir(exist_ok=True)
             for number in count():
                 self.path = folder / f"{name}-{number:05d}.json"
-                with suppress(FileExistsError):
+                with suppress(FileExistsError):  # O_EXCL: starts and workers may try the same number
                     self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
                     break
             self._append(OPEN, self._events.format_header())
@@ -128,7 +128,7 @@ class TraceFile(Closing):
 
     def _append(self, before: bytes, events: Sequence[str]) -> None:
         data = before + _lines(events)
-        _write(self._descriptor, data + CLOSE, self._end)
+        _write(self._descriptor, data + CLOSE, self._end)  # over the previous end of the array
         self._end += len(data)
 
     def _give_up(self, path: Path, error: OSError) -> None:

@@ -289,7 +289,7 @@ def _windows(planned: Planned, timeline: Timeline) -> list[TimeWindow]:
     """The whole timeline, and some layers in the middle of the last pass."""
     last = timeline.passes[-1]
     title = f"{planned.shape.name} on {planned.machine.name}, predicted: {timeline.description}"
-    marks = [(each.begin, name) for each, name in zip(timeline.passes, timeline.names, strict=True)]
+    marks = [(one.begin, name) for one, name in zip(timeline.passes, timeline.names, strict=True)]
     whole = TimeWindow(begin=0.0, end=last.end, title=title, marks=marks)
     half = (last.end - last.begin) * NUM_LAYERS_SHOWN / (2 * len(planned.shape.stages))
     middle = (last.begin + last.end) / 2

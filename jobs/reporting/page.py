@@ -72,11 +72,8 @@ def _render_page(figures: RunFigures, num_samples: int) -> str:
     ]
     if isinstance(model := settings.get("model.path"), str):
         subject[:1] = [model.rstrip("/").rpartition("/")[2]]
-    versions, pairs, spans = (
-        figures.run.manifest.get("versions"),
-        list(compare_predictions(figures)),
-        _read_spans(figures),
-    )
+    versions, spans = figures.run.manifest.get("versions"), _read_spans(figures)
+    pairs = list(compare_predictions(figures))
     traced_seconds = max((span.end for span in spans), default=0.0)
     by_resource = {row: [span for span in spans if span.resource is row] for row in Resource}
     return ENVIRONMENT.from_string(template).render(
@@ -88,16 +85,14 @@ def _render_page(figures: RunFigures, num_samples: int) -> str:
         changed=changed,
         rest={key: value for key, value in known.items() if key not in changed},
         bound={
-            "What each auto came to": plan if isinstance(plan, dict) else {},
-            "What the run is bound to": {
-                key: value for key, value in figures.run.semantic.items() if key not in hidden
-            },
+            "Values chosen for auto": plan if isinstance(plan, dict) else {},
+            "Fixed for the whole run": {key: value for key, value in figures.run.semantic.items() if key not in hidden},
         },
         pairs=pairs,
-        has_claims=any(pair.predicted is not None for pair in pairs),
-        strips={each.value: busy_shares(own, traced_seconds) for each, own in by_resource.items() if own},
+        has_predictions=any(pair.predicted is not None for pair in pairs),
+        strips={row.value: busy_shares(group, traced_seconds) for row, group in by_resource.items() if group},
         traced_seconds=traced_seconds,
-        ledgers=[_ledger(each) for each in _objects(figures.recorded_summary.get("ledgers"))],
+        ledgers=[_ledger(item) for item in _objects(figures.recorded_summary.get("ledgers"))],
         failed=failed_rows(figures, NUM_FAILED),
         num_failed=NUM_FAILED,
         samples=good_rows(figures, num_samples) if num_samples else [],
@@ -127,10 +122,8 @@ def _ledger(ledger: Mapping[str, JsonValue]) -> dict[str, object]:
         return float(value) if isinstance(value, int | float) else 0.0
 
     entries = _objects(ledger.get("entries"))
-    names, sizes = (
-        [str(entry.get("name")) for entry in entries],
-        [to_float(entry.get("num_bytes")) for entry in entries],
-    )
+    names = [str(entry.get("name")) for entry in entries]
+    sizes = [to_float(entry.get("num_bytes")) for entry in entries]
     whole = max(sum(sizes), 1.0)
     begins = accumulate((1000 * size / whole for size in sizes), initial=0.0)
     equations = [str(entry.get("equation", "")) for entry in entries]

@@ -105,7 +105,7 @@ def test_a_sweep_ends_with_its_worst_code_and_a_stopped_job_stops_it(codes: tupl
         ("too_big", 2, ["error: the plan needs 9 GiB and offload.host_memory_gib is 4"]),
         ("damaged", 4, ["error: part 7 is not ours"]),
         ("stopped", 75, ["interrupted: stopped at block 3"]),
-        ("ctrl_c", 75, ["interrupted: start the same command again to continue"]),
+        ("ctrl_c", 75, ["interrupted: start the same command again to resume"]),
     ],
 )
 def test_job_ends_with_its_own_code_and_at_most_one_line(

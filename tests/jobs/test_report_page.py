@@ -160,7 +160,7 @@ def test_a_sample_shows_what_was_asked_or_the_columns_that_were_kept(
     assert sample.prompt == prompt
     text = "\n".join(page(run.path, tmp_path).texts)
     assert "dataset.keep_columns=true does" not in text
-    assert "float32" in text.partition("What the run is bound to")[2], "nobody has changed it"
+    assert "float32" in text.partition("Fixed for the whole run")[2], "nobody has changed it"
 
 
 def test_a_scored_run_has_samples_without_a_completion(tmp_path: Path) -> None:
