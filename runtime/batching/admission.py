@@ -1,14 +1,11 @@
 """Continuous batching: decides before each pass which sequences enter, which are preempted, and how many tokens each
 computes. Pure.
 
-Requests enter in the order of the plan, none overtakes, and the last one that entered is preempted first. So the first
-request always progresses, and every request finishes.
+Requests enter in the order of the plan, and the last one that entered is preempted first. So the first request always
+progresses, and every request finishes. A shared prefix is computed by a sequence of its own, which takes no slot.
 
 Sources: iteration-level scheduling from Orca (Yu et al. 2022); chunked prefill under one token budget with decode from
-Sarathi (Agrawal et al. 2023); preemption with recomputation from vLLM (Kwon et al. 2023).
-
-A shared prefix is computed by a sequence of its own, which takes no slot. Its pages are retained (`prefixes.py`).
-"""
+Sarathi (Agrawal et al. 2023); preemption with recomputation from vLLM (Kwon et al. 2023)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,8 +15,8 @@ from .prefixes import WITHIN_LANES, CachedPrefix, PrefixKey, RetainedPrefixes, S
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """A request without a slot. `num_known`: prompt tokens and those generated before its last preemption;
-    `max_cached`: see `max_cached_tokens`; `prefix`: its shared prefix."""
+    """A request without a slot. `num_known`: prompt tokens and tokens generated before a preemption; `max_cached`: see
+    `max_cached_tokens`."""
 
     request: int
     num_known: int
@@ -29,8 +26,8 @@ class Waiting:
 
 @dataclass(slots=True, kw_only=True)
 class SlotState:
-    """A request in a lane, between two passes. `num_cached`: known tokens with stored KV, including its shared prefix
-    whether that is stored yet or not. Mutable, for simulations."""
+    """A request in a lane, between two passes. `num_cached`: known tokens with stored KV, including its whole shared
+    prefix, stored or not. Mutable, for simulations."""
 
     request: int
     lane: int
@@ -47,9 +44,8 @@ class SlotState:
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionLimits:
-    """`lane_size`: sequences per lane; `lane_tokens`: tokens per lane and pass, decode included; `page_tokens`:
-    positions per KV page; `rule`: how prefixes are shared, in whole pages; `reserved_pages`: free pages that belong to
-    others."""
+    """Limits of lanes. `lane_size`: sequences per lane; `lane_tokens`: tokens per lane and pass, decode included;
+    `page_tokens`: positions per KV page; `reserved_pages`: free pages of other ranks."""
 
     num_lanes: int
     lane_size: int
@@ -68,8 +64,8 @@ class AdmissionLimits:
         page_tokens: int,
         reserved_pages: int = 0,
     ) -> "AdmissionLimits":
-        """Limits of lanes that prefill `chunk_tokens` per pass and can always decode all sequences. `rule`: that of
-        blocks. Here only whole pages are shared, so sharing never takes more pages than not sharing."""
+        """Limits of lanes that prefill `chunk_tokens` per pass and can always decode all sequences. Only whole pages of
+        prefixes are shared, so sharing never takes more pages than not sharing."""
         return AdmissionLimits(
             num_lanes=num_lanes,
             lane_size=lane_size,
@@ -85,13 +81,10 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class PassPlan:
-    """What to do before the next pass, in this order, and what the pass computes.
-
-    `preempted`: requests that free their pages and return to the head of the queue, in its order. `dropped`: prefixes
-    that free theirs. `admitted`: (request, lane), oldest first; prefixes that are not cached yet start with them.
-    `new_tokens`: known tokens per request in the pass; `prefix_tokens`: the same for prefixes. A running request
-    without tokens waits for its lane's budget or its prefix.
-    """
+    """Actions before the next pass, in this order, and its tokens. `preempted`: requests that free their pages and
+    return to the head of the queue, in its order. `dropped`: prefixes that free their pages. `admitted`: (request,
+    lane), oldest first, with prefixes that are not cached yet. `new_tokens`: known tokens per request in the pass;
+    `prefix_tokens`: per prefix. A running request without tokens waits for its lane's budget or its prefix."""
 
     preempted: tuple[int, ...]
     admitted: tuple[tuple[int, int], ...]
@@ -101,9 +94,8 @@ class PassPlan:
 
 
 def max_cached_tokens(num_prompt_tokens: int, max_new_tokens: int) -> int:
-    """KV positions of a sequence at its length limit. The last token is never fed back. Plans must refuse requests that
-    need more pages than there are."""
-    return num_prompt_tokens + max(0, max_new_tokens - 1)
+    """KV positions of a sequence at its length limit. Plans must refuse requests that need more than all pages."""
+    return num_prompt_tokens + max(0, max_new_tokens - 1)  # the last token is never fed back
 
 
 def plan_pass(
@@ -113,13 +105,12 @@ def plan_pass(
     limits: AdmissionLimits,
     cached: Iterable[CachedPrefix] = (),
 ) -> PassPlan:
-    """Plans the next pass. `waiting`: head of the queue, in order; `running`: in order of admission; `held`: cached
+    """Plans the next pass. `waiting`: head of the queue, in order; `running`: in order of admission; `cached`:
     prefixes, oldest first.
 
     A request enters if the free pages suffice for the known tokens of every running request plus one more page each (up
-    to its limit), so preemption is rare. If a pass still lacks pages, unused prefixes are dropped first, then the
-    youngest requests are preempted, and none enters.
-    """
+    to its limit), so preemption is rare. If a pass still lacks pages, unused prefixes are dropped, then the youngest
+    requests are preempted, and none enters."""
     prefixes = RetainedPrefixes(cached, limits.rule, limits.page_tokens)
     remaining, preempted, free = list(running), list[SlotState](), free_pages
     if prefixes:
@@ -132,7 +123,7 @@ def plan_pass(
         else:
             assert len(remaining) > 1, f"request {remaining[0].request} alone needs {needed} KV pages, {free} are free"
             youngest = remaining.pop()
-            # Only pages that it does not share become free.
+            # Pages of its shared prefix stay in use.
             free += limits.pages(youngest.num_cached) - limits.pages(limits.rule.num_shared(youngest.prefix))
             preempted.insert(0, youngest)
         assigned = _assign_tokens(remaining, prefixes, limits)
@@ -176,8 +167,8 @@ def _needed_pages(
 def _assign_tokens(
     running: Iterable[SlotState], prefixes: RetainedPrefixes, limits: AdmissionLimits
 ) -> tuple[dict[int, int], dict[PrefixKey, int]]:
-    """Distributes each lane's token budget: decode first, then prefixes lane by lane, as a lane may use those of lanes
-    before it, then prompt chunks, oldest first."""
+    """Distributes each lane's token budget: to decode, then to prefixes (in order of lanes, as a lane may use those of
+    lanes before it), then to prompt chunks, oldest first."""
     budgets, rule = [limits.lane_tokens] * limits.num_lanes, limits.rule
     new_tokens, filled = dict[int, int](), dict[PrefixKey, int]()
 
@@ -217,8 +208,7 @@ def _admit(
     free_pages: int,
     limits: AdmissionLimits,
 ) -> list[SlotState]:
-    """Admits waiting requests, each into the lane with a free slot and the fewest tokens, counting uncached prefix
-    tokens."""
+    """Admits waiting requests, each to the lane with a free slot and the fewest tokens, uncached prefixes included."""
     if not waiting or len(running) == limits.num_lanes * limits.lane_size:
         return []
     num_assigned, num_tokens = [0] * limits.num_lanes, [0] * limits.num_lanes

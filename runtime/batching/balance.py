@@ -1,8 +1,5 @@
-"""Divides requests into blocks and micro-batches of even length. Pure and deterministic.
-
-BatchLLM (Zheng et al. 2024) schedules groups that share a prefix together. Here a group larger than a lane is split
-into similar lanes, and a smaller one shares a lane with others.
-"""
+"""Divides requests into blocks and micro-batches of even length. Pure and deterministic. Requests that share a prefix
+are scheduled together, as in BatchLLM (Zheng et al. 2024)."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -26,7 +23,7 @@ class Block:
 
 @dataclass(kw_only=True)
 class Group:
-    """Sequences of one lane. `num_tokens`: their KV positions, without the prefix that the whole group shares."""
+    """Sequences of one lane. `num_tokens`: their KV positions, without a prefix that all of them share."""
 
     members: list[int] = field(default_factory=list)
     num_tokens: int = 0
@@ -57,11 +54,9 @@ def plan_blocks(
     """Assigns every request to exactly one block. Longest first, ties by position, so the result is deterministic.
 
     Packed lanes have no padding, so blocks get about equal KV: sorted requests are distributed in serpentine order.
-    Padded lanes are as long as their longest sequence, so requests of similar length stay together. Requests that share
+    Padded lanes are as wide as their longest sequence, so requests of similar length stay together. Requests that share
     a prefix stay together, and whole lanes are distributed; with `is_continuous`, lanes of one prefix are consecutive
-    across blocks. With `num_beams`, each run of that many requests is one beam search and stays in one micro-batch,
-    even a smaller one.
-    """
+    across blocks. With `num_beams`, that many consecutive requests are one beam search and stay in one micro-batch."""
     if num_beams > 1:
         return _plan_beam_blocks(num_tokens, prefixes, micro_batch_size, num_micro_batches, is_packed, num_beams)
     if any(prefixes):
@@ -142,10 +137,8 @@ def _snake_index(position: int, width: int) -> int:
 
 
 def balance(members: Sequence[int], num_tokens: Sequence[int], micro_batch_size: int) -> list[list[int]]:
-    """MoE-Lightning's Algorithm 2: longest first, each into the micro-batch with room and the fewest tokens.
-
-    `members` must be sorted longest first. Uses as few micro-batches as the size allows.
-    """
+    """MoE-Lightning's Algorithm 2: longest first, each into the micro-batch with room and the fewest tokens. `members`
+    must be sorted longest first. Uses as few micro-batches as the size allows."""
     groups: list[list[int]] = [[] for _ in range(-(-len(members) // micro_batch_size))]
     with_room = [(0, group) for group in range(len(groups))]  # heap of (tokens, group)
     for member in members:
@@ -161,9 +154,8 @@ def balance(members: Sequence[int], num_tokens: Sequence[int], micro_batch_size:
 def group_by_prefix(
     num_tokens: Sequence[int], prefixes: Sequence[SharedPrefix | None], *, num_lanes: int, lane_size: int
 ) -> list[Group]:
-    """Assigns every sequence to one of `num_lanes` lanes of up to `lane_size`; some may stay empty. `num_tokens`: per
-    sequence, prefix included. A prefix group that fits a lane stays whole; a larger one is split into lanes no fuller
-    than an even distribution."""
+    """Assigns every sequence to one of `num_lanes` lanes of up to `lane_size`, some possibly empty. `num_tokens`: per
+    sequence, prefix included. A prefix group that fits a lane stays whole; a larger one is split evenly."""
     width = -(-len(num_tokens) // num_lanes)
     rows = defaultdict[SharedPrefix | None, list[int]](list)
     child_groups = defaultdict[SharedPrefix | None, list[Group]](list)

@@ -1,19 +1,17 @@
-"""Shared prompt prefixes, which are computed once: how they are found, and how long they stay cached. Pure.
+"""Finds shared prompt prefixes, and decides how long they stay cached. Pure.
 
 The prompts of a run form a trie, as in BatchLLM (Zheng et al. 2024); inner nodes that save enough become prefixes. The
-result depends on prompts only, so a resumed run shares the same prefixes.
-
-A prefix is opened by its first user. It is retained while running requests use it, or waiting ones that may soon enter.
-If pages run short, prefixes without running users are dropped first, the one needed last before others.
-"""
+result depends on prompts only, so a resumed run shares the same prefixes. A prefix is opened by its first user and
+retained while running or waiting requests need it. If pages run short, prefixes without running users are dropped, the
+one needed last first."""
 
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-# Minimum length of a prefix beyond its parent: one page. So sharing never takes more pages than not sharing: the only
-# extra page of a prefix is its last, partial one.
+# Minimum length of a prefix beyond its parent: one page. So sharing never takes more pages than not sharing: a prefix
+# adds at most one partial page.
 MIN_PREFIX_TOKENS = 16
 TOKEN_BYTES = 4
 
@@ -36,9 +34,8 @@ class SharedPrefix:
 
 @dataclass(frozen=True, kw_only=True)
 class SharingRule:
-    """How prefixes may be shared. `among_lanes`: between lanes, not only within one. `in_pass`: users may start in the
-    pass that computes the prefix. `page_tokens`: page size if partial pages cannot be copied, so only whole pages are
-    shared."""
+    """Rule for sharing prefixes. `among_lanes`: between lanes, not only within one. `in_pass`: users may start in the
+    pass that computes the prefix. `page_tokens`: page size if only whole pages can be shared, else 1."""
 
     among_lanes: bool
     in_pass: bool = True
@@ -58,16 +55,15 @@ WITHIN_LANES = SharingRule(among_lanes=False)
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixSharing:
-    """Prefixes shared within a subset of prompts. `prefixes`: per prompt, the longest one that another prompt has too;
-    `parents`: of each prefix, parents first."""
+    """Prefixes shared within a subset of prompts. `prefixes`: the longest of each prompt; `parents`: of each prefix,
+    parents first."""
 
     prefixes: Sequence[SharedPrefix | None]
     parents: Mapping[SharedPrefix, SharedPrefix | None]
 
     @staticmethod
     def from_prefixes(prefixes: Sequence[SharedPrefix | None]) -> "PrefixSharing":
-        """`prefixes`: those of the whole run, for this subset of prompts. Prefixes with a single user here are left
-        out, and those at which no prompts diverge."""
+        """Leaves out prefixes with one user in this subset, or at which no prompts diverge. `prefixes`: of the run."""
         ends, counts = Counter(prefixes), Counter[SharedPrefix]()
         ends.pop(None, None)
         for prefix, count in ends.items():
@@ -119,8 +115,7 @@ class _Node:
 
 
 def shared_prefixes(prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> list[SharedPrefix | None]:
-    """Longest shared prefix of each prompt, within its first `most` tokens. Costs a sort of the prompts and comparing
-    neighbors."""
+    """Longest shared prefix of each prompt within its first `limits` tokens. Sorts the prompts, compares neighbors."""
     heads = [array("i", prompt[:limit]).tobytes() for prompt, limit in zip(prompts, limits, strict=True)]
     order = sorted(range(len(heads)), key=heads.__getitem__)
     prefixes = list[SharedPrefix | None]([None] * len(heads))
@@ -254,18 +249,17 @@ class RetainedPrefixes:
     def drop_unused(self, assigned: Assigned, queue: Queue) -> int:
         """Drops prefixes that neither running nor waiting requests use. Returns the number of freed pages."""
         idle = self._idle_keys(assigned)
-        first_uses = _first_uses(queue) if idle else {}  # rarely any is idle, and the queue is long
+        first_uses = _first_uses(queue) if idle else {}  # usually none is idle, and the queue is long
         return sum(self._drop(key) for key in self._eviction_order(idle, first_uses) if key[0] not in first_uses)
 
     def drop_least_urgent(self, assigned: Assigned, queue: Queue) -> int | None:
-        """Drops the prefix without running users that is needed last. Returns the freed pages, or None if there is no
-        such prefix."""
+        """Drops the prefix without running users that is needed last. Returns the freed pages; None without any."""
         idle = self._eviction_order(self._idle_keys(assigned), _first_uses(queue))
         return self._drop(idle[0]) if idle else None
 
     def make_room(self, num_pages: int, assigned: Assigned, queue: Queue) -> int | None:
-        """Drops prefixes until `num_pages` pages, stored or pending, are released. Returns their number, or None if all
-        unused prefixes together have fewer; then none is dropped."""
+        """Drops idle prefixes until `num_pages` pages, stored or pending, are released. Returns their number; None, and
+        drops nothing, if they have fewer."""
         idle, num_dropped = self._eviction_order(self._idle_keys(assigned), _first_uses(queue)), 0
         if sum(map(self._num_pages, idle)) < num_pages:
             return None
@@ -283,7 +277,7 @@ class RetainedPrefixes:
 
     @staticmethod
     def _eviction_order(idle: Iterable[PrefixKey], first_uses: Mapping[SharedPrefix, int]) -> list[PrefixKey]:
-        """Needed last first; a prefix before its parent."""
+        """Keys sorted by first use, latest first; a prefix before its parent."""
         return sorted(idle, key=lambda place: (first_uses.get(place[0], NOT_QUEUED), place[0].num_tokens), reverse=True)
 
     def _drop(self, key: PrefixKey) -> int:

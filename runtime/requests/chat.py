@@ -1,8 +1,5 @@
-"""Renders chats with the model's own template, including its special tokens.
-
-A template is untrusted code from the model. It runs in a subprocess, in jinja's sandbox, with limits on CPU time and
-memory per chat. Exceeding them, or any other failure, fails only that chat.
-"""
+"""Renders chats with the model's own template, including its special tokens. A template is untrusted code: it runs in a
+subprocess, in jinja's sandbox, with limits on CPU time and memory per chat. A failure fails only that chat."""
 
 import json
 import select
@@ -21,7 +18,7 @@ CPU_SECONDS = 5  # CPU time per chat
 WALL_SECONDS = 180  # per chat and for startup, on a busy machine
 MEMORY_BYTES = 512 * 2**20  # in addition to the process at startup
 TEXT_CHARS = 16 * 2**20  # limit of a rendered chat
-MAX_CRASHES = 3  # before anything was rendered
+MAX_CRASHES = 3  # without a rendered chat
 
 
 class TemplateRefusal(ValueError):
@@ -29,13 +26,12 @@ class TemplateRefusal(ValueError):
 
     @property
     def as_error(self) -> str:
-        """Error message for the row."""
         return f"the model's chat template refuses the messages: {self}"
 
 
 class ChatRenderer(Closing):
     """Renders chats in a subprocess, started on first use and restarted after a crash. `cpu_seconds`: limit per chat.
-    `purpose` and `alternative`: used in error messages that concern all chats."""
+    `purpose` and `alternative`: for error messages that concern all chats."""
 
     def __init__(
         self,
@@ -70,13 +66,13 @@ class ChatRenderer(Closing):
             raise TemplateRefusal("there are no messages")
         if self._process is None:
             self._start()
-        assert self._process is not None, "it was just started"
+        assert self._process is not None, "started above"
         request = {"messages": [dict(message) for message in messages], "variables": dict(variables or {})}
         response = _exchange(self._process, request)
-        if response is None:  # it crashed, or hit a limit
+        if response is None:  # it crashed or hit a limit
             raise self._crash_error()
         if "text" not in response:
-            raise TemplateRefusal(response.get("error", "its process gave no answer"))
+            raise TemplateRefusal(response.get("error", "its process sent no text"))
         self._num_rendered += 1
         return response["text"]
 
@@ -88,7 +84,7 @@ class ChatRenderer(Closing):
         if _exchange(self._process, self._settings) is None:
             self.close()
             raise ConfigError(
-                f"{self._purpose}: the process that renders chats did not begin within {WALL_SECONDS} s: "
+                f"{self._purpose}: the process that renders chats did not start within {WALL_SECONDS} s: "
                 f"try {' '.join(command)} by hand"
             )
 
@@ -97,15 +93,14 @@ class ChatRenderer(Closing):
         code = self._process.poll()
         self.close()
         self._num_crashes += 1
-        timeout = f"it takes more than {self._cpu_seconds} s of processor time"
-        crash = (
-            f"it ends its process ({'no answer' if code is None else signal.Signals(-code).name if code < 0 else code})"
-        )
-        reason = timeout if code in (None, -signal.SIGXCPU) else crash
+        if code in (None, -signal.SIGXCPU):
+            reason = f"it takes more than {self._cpu_seconds} s of processor time"
+        else:
+            reason = f"it ends its process ({signal.Signals(-code).name if code < 0 else code})"
         if self._num_rendered == 0 and self._num_crashes >= MAX_CRASHES:
             return ConfigError(
-                f"{self._purpose}, but the model's chat template made no text of the first "
-                f"{self._num_crashes} chats: {reason}; mend it, or {self._alternative}"
+                f"{self._purpose}, but the model's chat template rendered none of the first "
+                f"{self._num_crashes} chats: {reason}; repair it, or {self._alternative}"
             )
         return TemplateRefusal(reason)
 

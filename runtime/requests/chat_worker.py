@@ -1,6 +1,5 @@
-"""Renders chats with transformers' renderer, in a subprocess of `chat.py`: templates are untrusted, and must not use
-the run's time and memory. Run as a file; imports nothing of the project.
-"""
+"""Renders chats with transformers' renderer, in a subprocess of `chat.py`. Run as a file; imports nothing of the
+project."""
 
 import json
 import math
@@ -19,7 +18,7 @@ def main() -> None:
     """Reads a line of JSON per chat and writes one: `text` or `error`. The first line holds the settings."""
     settings = json.loads(sys.stdin.readline())
     num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])  # current address space
-    _limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + settings["memory_bytes"])
+    _limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + settings["memory_bytes"])  # templates are untrusted
     _limit(resource.RLIMIT_CORE, 0)
     _write_line({"ready": True})
     for line in sys.stdin:
@@ -45,7 +44,7 @@ def _render(settings: dict, line: str) -> dict[str, str]:
     except Exception as error:  # an untrusted template may raise anything
         return {"error": _in_one_line(f"{type(error).__name__}: {error}").removesuffix(":")}
     if len(text) > settings["text_chars"]:
-        return {"error": f"it makes {len(text):,} characters of them, {settings['text_chars']:,} are allowed"}
+        return {"error": f"it renders {len(text):,} characters; the limit is {settings['text_chars']:,}"}
     return {"text": text}
 
 

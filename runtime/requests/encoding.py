@@ -35,8 +35,8 @@ OUTPUTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingSpec:
-    """What to read from each prompt. `pooling` None: the checkpoint's own, else mean for encoders and last token for
-    decoders. `num_top`: tokens per mask."""
+    """Readout of each prompt. `pooling` None: the checkpoint's own, else mean for encoders and last token for decoders.
+    `num_top`: tokens per mask."""
 
     readout: Readout = Readout.embedding
     pooling: Pooling | None = None
@@ -51,8 +51,8 @@ def require_text(model: LoadedModel) -> None:
     name = type(model.staged.model).__name__
     output = OUTPUTS[model.head]
     raise ConfigError(
-        f"model.path: {name} generates no text: in Python, ask {CALLS[model.head]}; "
-        f"for the rows of a data set, weightstream encode encode.output={output.value}"
+        f"model.path: {name} generates no text: in Python, call {CALLS[model.head]}; "
+        f"for the rows of a data set, run weightstream encode encode.output={output.value}"
     )
 
 
@@ -60,24 +60,17 @@ def require_readable(model: LoadedModel, spec: EncodingSpec) -> None:
     """Raises ConfigError if the class or tokenizer does not support `spec`."""
     name = type(model.staged.model).__name__
     encoder = encoder_class(model.staged.model.config)
-    hint = (
-        "transformers has no class of this one's encoder alone" if encoder is None else "Runtime(encodes=True) opens it"
-    )
-    require(
-        model.start_token_id is None,
-        f"model.path: {name} is an encoder-decoder, and what is pooled is an encoder's: {hint}",
-    )
+    hint = "transformers has no class for its encoder" if encoder is None else "open its encoder: Runtime(encodes=True)"
+    is_single = model.start_token_id is None
+    require(is_single, f"model.path: {name} is an encoder-decoder; only an encoder's states are pooled: {hint}")
     if (model.checkpoint.path / DENSE_FOLDER).exists():
-        log.warning(
-            "%s: the layer that sentence-transformers applies to a vector, %s, is not applied",
-            model.checkpoint.path,
-            DENSE_FOLDER,
-        )
+        path = model.checkpoint.path
+        log.warning("%s: the dense layer of sentence-transformers in %s is not applied to vectors", path, DENSE_FOLDER)
     if spec.readout is Readout.classes:
-        require(model.head is Head.classes, f"model.path: {name} has no classes; a *ForSequenceClassification has")
+        require(model.head is Head.classes, f"model.path: {name} has no classes; use a *ForSequenceClassification")
     if spec.readout is Readout.masks:
-        require(model.head is Head.masks, f"model.path: {name} fills no masks; a *ForMaskedLM does")
-        require(mask_id(model) is not None, "the tokenizer has no mask token: set model.tokenizer to one that has")
+        require(model.head is Head.masks, f"model.path: {name} fills no masks; use a *ForMaskedLM")
+        require(mask_id(model) is not None, "the tokenizer has no mask token; set model.tokenizer to one with it")
 
 
 def mask_id(model: LoadedModel) -> int | None:
@@ -91,11 +84,11 @@ def make_encoding(model: LoadedModel, id: str, prompt_ids: Rows[int], spec: Enco
     if not ids:
         error = "the prompt has no tokens"
     elif len(ids) > context:
-        error = f"the prompt has {len(ids):,} tokens; the model's context has room for {context:,}"
+        error = f"the prompt has {len(ids):,} tokens; the limit is the model's context of {context:,}"
     else:
         error = vocabulary_error(model, ids)
     if error is None and spec.readout is Readout.masks and mask_id(model) not in ids:
-        error = f"the prompt has no mask: {getattr(model.tokenizer, 'mask_token', None)!r} stands for one"
+        error = f"the prompt has no mask token {getattr(model.tokenizer, 'mask_token', None)!r}"
     if error is not None:
         return Rejected(id=id, error=error, num_prompt_tokens=len(ids))
     if spec.readout is Readout.masks:
@@ -115,8 +108,7 @@ def make_encoding(model: LoadedModel, id: str, prompt_ids: Rows[int], spec: Enco
 
 
 def checkpoint_pooling(model: LoadedModel) -> Pooling:
-    """The pooling in the checkpoint's sentence-transformers config, or the default. Raises ConfigError if it is not
-    supported."""
+    """The pooling in the checkpoint's sentence-transformers config, or the default. Raises ConfigError."""
     path = model.checkpoint.path / POOLING_FILE
     if not path.is_file():
         return Pooling.mean if model.looks_ahead else Pooling.last

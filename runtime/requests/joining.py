@@ -16,9 +16,8 @@ class JoinedRequest:
 
 
 def join_requests(requests: Rows[Request], slots: Rows[object] | None = None) -> list[JoinedRequest]:
-    """Merges scoring requests with equal context into one with the first one's id: they compute the same positions, and
-    their last tokens are scored from the same logits. Other requests stay alone. `slots`: only requests with equal
-    slots merge."""
+    """Merges scoring requests with equal context, which compute the same positions, into one with the first one's id.
+    Other requests stay alone. `slots`: only requests with equal slots merge."""
     groups: dict[object, list[int]] = {}
     for i, (request, slot) in enumerate(zip(requests, slots or [None] * len(requests), strict=True)):
         scoring = request.scoring
@@ -40,14 +39,13 @@ def join_requests(requests: Rows[Request], slots: Rows[object] | None = None) ->
 def member_scores(member: Request, completion: Completion) -> tuple[TokenScore, ...]:
     """Scores of one member of a merged request; empty if it failed."""
     own, joined = member.scoring, completion.request.scoring
-    assert own is not None, "its tokens are scored"
-    assert joined is not None, "it was joined of scored ones"
+    assert own is not None, "not a scoring request"
+    assert joined is not None, "not merged from scoring requests"
     return tuple(completion.scores[index] for index in joined.positions_of(own)) if completion.is_ok else ()
 
 
 def add_hidden_beams(joined: Iterable[JoinedRequest]) -> Iterator[JoinedRequest]:
-    """Yields all requests and, after the last sample of each prompt, the beams that are not returned. Samples of a
-    prompt must be adjacent."""
+    """Yields all requests and, after the samples of each prompt, which must be adjacent, its hidden beams."""
     last: JoinedRequest | None = None
     for each in joined:
         if last is not None and last.request.id != each.request.id:
@@ -65,14 +63,14 @@ def _hidden_beams(last: Request) -> Iterator[JoinedRequest]:
 
 
 def drop_orphaned_beams(indices: Iterable[int], requests: Rows[Request]) -> list[int]:
-    """Removes hidden beams from `left` if no returned beam of their search is in it."""
+    """Removes hidden beams from `indices` if no returned beam of their search is in it."""
     remaining = list(indices)
     returned = {requests[i].id for i in remaining if requests[i].is_returned}
     return [i for i in remaining if requests[i].id in returned]
 
 
 def with_hidden_beams(indices: Iterable[int], requests: Rows[Request]) -> dict[int, None]:
-    """`places` in order, each followed by its hidden beams."""
+    """`indices` in order, each followed by its hidden beams."""
     extended = dict[int, None]()
     for index in indices:
         extended[index] = None

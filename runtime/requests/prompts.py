@@ -16,36 +16,29 @@ CUT_TOKENS = 256  # upper bound of the error at a cut between segments
 
 
 def tokenize(model: LoadedModel, texts: Sequence[str], *, is_rendered: bool = False) -> list[tuple[int, ...]]:
-    """Token ids of each text. Special tokens are added unless `is_rendered` (a chat template has added them). Equal ids
-    share one int object, to save memory."""
+    """Token ids of each text. Special tokens are added unless `is_rendered` (a chat template has added them)."""
     if not texts:
         return []
     if model.tokenizer is None:
         raise CheckpointError(f"{model.checkpoint.path} has no tokenizer; set model.tokenizer, or give token ids")
-    if not texts:
-        return []
     token_lists = model.tokenizer(
         list(texts), add_special_tokens=not is_rendered, return_attention_mask=False, return_token_type_ids=False
     )["input_ids"]
-    shared: dict[int, int] = {}
+    shared: dict[int, int] = {}  # equal ids share one int object, to save memory
     return [tuple(map(shared.setdefault, ids, ids)) for ids in token_lists]
 
 
 def tokenize_each(
     model: LoadedModel, texts: Sequence[str], *, is_rendered: bool, max_tokens: int | None
 ) -> list[tuple[int, ...] | str]:
-    """Token ids of each text, or the reason why it has none: certainly more than `most_tokens`, or a tokenizer error.
-
-    Catches everything that a tokenizer raises, even BaseException (panics of the tokenizers library), so one text does
-    not fail the others.
-    """
+    """Token ids of each text, or an error: of the tokenizer, or for certainly more than `max_tokens`."""
     try:
         results: list[tuple[int, ...] | str] = [_length_error(model, text, max_tokens) or "" for text in texts]
         short = [index for index, reason in enumerate(results) if not reason]
         ids = tokenize(model, [texts[index] for index in short], is_rendered=is_rendered)
     except (*PASS_ON, CheckpointError):
         raise
-    except BaseException as error:
+    except BaseException as error:  # panics of the tokenizers library, too: one text must not fail the others
         if len(texts) == 1:
             return [f"the model's tokenizer refuses the prompt: {short_reason(error)}"]
         return [tokenize_each(model, [text], is_rendered=is_rendered, max_tokens=max_tokens)[0] for text in texts]
@@ -55,8 +48,7 @@ def tokenize_each(
 
 
 def _length_error(model: LoadedModel, text: str, max_tokens: int | None) -> str:
-    """Error for a text that is certainly too long, counted in segments; empty otherwise. A single segment is not
-    counted."""
+    """Error for a text that is certainly too long, counted in segments; "" otherwise, and for a single segment."""
     if max_tokens is None or len(text) <= SEGMENT_CHARACTERS:
         return ""
     num_tokens = 0
@@ -66,7 +58,7 @@ def _length_error(model: LoadedModel, text: str, max_tokens: int | None) -> str:
         if num_tokens > max_tokens:
             return (
                 f"the prompt has {len(text):,} characters and more than {num_tokens:,} tokens; the model's context of "
-                f"{max_tokens:,} leaves none to generate"
+                f"{max_tokens:,} leaves no room to generate"
             )
     return ""
 
@@ -76,8 +68,7 @@ MAX_SHOWN = 200  # characters of a row's overrides in a message
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """A prompt that cannot be used, with the reason. Has the attributes of a completion that failed before its first
-    token."""
+    """A prompt that cannot be used, and the reason. Has the attributes of a failed completion."""
 
     id: str
     error: str
@@ -117,27 +108,24 @@ class Rejected:
 def make_request(
     model: LoadedModel, sampling: SamplingConfig, id: str, prompt: str | Rows[int], overrides: SamplingOverrides
 ) -> Request | Rejected:
-    """The request for the first sample of a prompt. Raises ConfigError if the run's settings are at fault, not the
-    prompt."""
+    """The request for the first sample of a prompt. Raises ConfigError for invalid settings of the run."""
     try:
         own = sampling.with_overrides(overrides)
         grammar = make_grammar(own)
     except ConfigError as error:
         shown = str(overrides.given)
         shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
-        return Rejected(id=id, error=f"its own {shown}: {error}")
+        return Rejected(id=id, error=f"its own settings {shown}: {error}")
     if grammar is not None:
         llguidance_tokenizer(model.tokenizer, model.shape.vocab_size, model.eos_token_ids)
-    require(
-        not own.stop or model.tokenizer is not None, "stop strings need a tokenizer to see text; set model.tokenizer"
-    )
+    require(not own.stop or model.tokenizer is not None, "stop strings need a tokenizer; set model.tokenizer")
     if prompt == "":
         return Rejected(id=id, error="the prompt is empty")
     ids = tokenize(model, [prompt])[0] if isinstance(prompt, str) else tuple(prompt)
     context = model.shape.context_tokens
     error = None if ids else "the prompt has no tokens"
     if own.max_new_tokens > 0 and len(ids) >= context:
-        error = f"the prompt has {len(ids):,} tokens; the model's context of {context:,} leaves none to generate"
+        error = f"the prompt has {len(ids):,} tokens; the model's context of {context:,} leaves no room to generate"
     error = error or vocabulary_error(model, ids)
     if error is not None:
         return Rejected(id=id, error=error, num_prompt_tokens=len(ids))

@@ -1,6 +1,5 @@
-"""Requests that score given tokens. The boundary between prompt and target tokens, and the windows of long documents,
-are as in lm-eval, so results are comparable.
-"""
+"""Requests that score target tokens. The boundary between prompt and target, and the windows of long documents, are as
+in lm-eval, so results are comparable."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -18,8 +17,8 @@ from .prompts import Rejected, tokenize_each, vocabulary_error
 def make_scoring(
     model: LoadedModel, id: str, prompt_ids: Rows[int], target_ids: Rows[int], *, index: int = 0
 ) -> Request | Rejected:
-    """The request that scores `target_ids` after the prompt. All but the last target token must fit the model's
-    context. `index`: the sample index."""
+    """The request that scores `target_ids` after the prompt. All but the last target token must fit the context.
+    `index`: the sample index."""
     num_prompt, (*known, last) = len(prompt_ids), target_ids or (-1,)
     has_encoder = model.start_token_id is not None
     ids = tuple(prompt_ids) if has_encoder else (*prompt_ids, *known)
@@ -34,18 +33,18 @@ def make_scoring(
 
 def _size_error(model: LoadedModel, prompt_ids: Rows[int], target_ids: Rows[int], *, num_tokens: int) -> str | None:
     if not prompt_ids:
-        return "the prompt has no tokens, and the first of the target follows on nothing"
+        return "the prompt has no tokens: the first target token needs one before it"
     if not target_ids:
         return "the target has no tokens"
     context = model.shape.context_tokens
     if model.start_token_id is not None:
         if max(len(prompt_ids), len(target_ids)) > context:
             sizes = f"the prompt has {len(prompt_ids):,} tokens and the target {len(target_ids):,}"
-            return f"{sizes}; the model's encoder and decoder have room for {context:,} each"
+            return f"{sizes}; the limit of the model's encoder and decoder is {context:,} each"
     elif num_tokens > context:
         return (
-            f"prompt and target have {num_tokens + 1:,} tokens; the model's context has room for "
-            f"{context:,} and the one that follows"
+            f"prompt and target have {num_tokens + 1:,} tokens; the limit is the model's context of {context:,}, plus "
+            "the last target token"
         )
     return vocabulary_error(model, (*prompt_ids, *target_ids))
 
@@ -62,8 +61,7 @@ class TokenizerInput(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TextPair:
-    """A prompt and its targets. `is_rendered`: the prompt comes from a chat template and contains its special
-    tokens."""
+    """A prompt and its targets. `is_rendered`: the prompt already contains special tokens, from a chat template."""
 
     prompt: str | Rows[int] | TemplateRefusal
     targets: Rows[Target]
@@ -74,8 +72,8 @@ PairIds: TypeAlias = tuple[Rows[int], Rows[int]]  # of a prompt, and of its targ
 
 
 class _PairTexts(NamedTuple):
-    """Inputs for the ids of a target. `whole`: prompt and target as one text, whose ids are split at the prompt's
-    length; empty if the target is tokenized alone."""
+    """Texts or ids of a target and its prompt. `whole`: prompt and target as one text, split after as many tokens as
+    the prompt has; empty if the target is tokenized alone."""
 
     prompt: TokenizerInput | Rows[int]
     target: TokenizerInput | Rows[int] = ()
@@ -87,8 +85,7 @@ def encode_pairs(model: LoadedModel, pairs: Rows[TextPair]) -> list[list[PairIds
 
     Trailing whitespace of a prompt moves to the target. Both are tokenized as one text and split after as many tokens
     as the prompt has alone. With an encoder, or token ids on either side, each is tokenized alone. An empty prompt
-    becomes the BOS token. Raises CheckpointError without a tokenizer.
-    """
+    becomes the BOS token. Raises CheckpointError without a tokenizer."""
     inputs = [[_pair_texts(model, pair, target) for target in pair.targets] for pair in pairs]
     parts = (part for each in inputs for one in each if not isinstance(one, str) for part in one)
     ids = _tokenize_texts(model, [part for part in parts if isinstance(part, TokenizerInput)])
@@ -110,7 +107,7 @@ def _pair_texts(model: LoadedModel, pair: TextPair, target: Target) -> _PairText
         return _PairTexts(prompt=TokenizerInput(kept, is_rendered), whole=TokenizerInput(kept + moved, is_rendered))
     start = text_start(model)
     if start is None:
-        return "the prompt is empty, and the tokenizer has no token that texts begin with"
+        return "the prompt is empty, and the tokenizer has neither a BOS nor an EOS token"
     return _PairTexts(prompt=(start,), target=TokenizerInput(moved, True))
 
 
@@ -146,21 +143,18 @@ def text_start(model: LoadedModel) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TextSize:
-    """Units of perplexity as in lm-eval: pieces between whitespace, including empty ones at the ends, and UTF-8
-    bytes."""
+    """Units of perplexity as in lm-eval: UTF-8 bytes, and pieces between whitespace (empty ones at the ends count)."""
 
     num_words: int
     num_bytes: int
 
     @staticmethod
     def from_text(text: str) -> "TextSize":
-        """The size of a text; 0 for an empty one."""
         num_words = len(re.split(r"\s+", text)) if text else 0
         return TextSize(num_words=num_words, num_bytes=len(text.encode("utf-8", "surrogatepass")))
 
     @staticmethod
     def total(sizes: Iterable["TextSize"]) -> "TextSize":
-        """The sum of several sizes."""
         counts = [(size.num_words, size.num_bytes) for size in sizes]
         return TextSize(num_words=sum(words for words, _ in counts), num_bytes=sum(num for _, num in counts))
 
@@ -187,7 +181,7 @@ def document_windows(
 def rolling_windows(tokens: Rows[int], start: int, max_tokens: int) -> list[PairIds]:
     """Windows that score each token of a document once, with as much context before it as fits `max_tokens`. The first
     window begins with `start`. Equals lm-eval's `get_rolling_token_windows` (context 1) with `make_disjoint_window`."""
-    require(max_tokens >= 1, f"a window must have room for 1 token or more, got {max_tokens}")
+    require(max_tokens >= 1, f"max_tokens must be 1 or more, got {max_tokens}")
     known, windows = [start, *tokens], list[PairIds]()
     for begin in range(0, len(tokens), max_tokens):
         end = min(begin + max_tokens, len(tokens))

@@ -1,8 +1,5 @@
-"""Beam search in lanes: selects candidates on the logits' device and advances the searches.
-
-The beams of one request are neighbors in its lane, best first, and take part in the same passes. The first beam holds
-the state of the search.
-"""
+"""Beam search in lanes: selects candidates on the logits' device and advances the searches. The beams of one request
+are neighbors in its lane, best first, and run in the same passes. The first beam holds the state of the search."""
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
@@ -20,8 +17,8 @@ EndCheck = Callable[[Sequence, Rows[int]], tuple[FinishReason, int | None] | Non
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """The best continuations of a search: beam, token and cumulative log-probability of each. `own` and `top`:
-    log-probabilities of the token and of the top tokens, if requested."""
+    """The best continuations of a search: beam, token and cumulative log-probability of each. If requested, `own` and
+    `top`: log-probabilities of the token and of the top tokens."""
 
     beams: Rows[int]
     tokens: Rows[int]
@@ -38,8 +35,7 @@ class Candidates:
 
 class BeamSearch:
     """All beam searches of a run. `sample` and `accept` as in `Sampler`. `scores`: applies processors to
-    log-probabilities; `num_top`: top log-probabilities per token; `bans`: settings that may forbid tokens, for
-    messages."""
+    log-probabilities; `num_top`: top log-probabilities per token; `bans`: settings that ban tokens, for messages."""
 
     def __init__(
         self,
@@ -55,7 +51,7 @@ class BeamSearch:
         self._vocab_size, self._num_top, self._bans = vocab_size, num_top, bans
 
     def sample(self, sequences: Rows[Sequence], logits_BV: torch.Tensor, slice_bytes: int) -> torch.Tensor:
-        """Returns a finite flag for each row, and the candidates of its search: int32 (B, numbers)."""
+        """Returns a finite flag per row, and the candidates of its search: int32 (B, numbers)."""
         size = self._rules.num_beams
         num_rows = size * max(1, slice_bytes // (4 * logits_BV.shape[-1] * size))
         slices = [slice(start, start + num_rows) for start in range(0, len(sequences), num_rows)]
@@ -80,7 +76,7 @@ class BeamSearch:
             if not all(is_finite):
                 _fail_beams(beams, f"the model gave NaN or infinite logits {position}", is_finite)
             elif not candidates.scores[0] > -torch.inf:
-                _fail_beams(beams, f"no token is left {position}: {', '.join(self._bans)} ban them all", is_finite)
+                _fail_beams(beams, f"every token is banned {position} by {', '.join(self._bans)}", is_finite)
             else:
                 advance_search(beams, candidates, self._rules, self._ends)
 
@@ -96,7 +92,7 @@ def split_searches(sequences: Rows[Sequence]) -> Iterator[Rows[Sequence]]:
     begin = 0
     while begin < len(sequences):
         end = begin + sequences[begin].request.num_beams
-        assert len({s.request.id for s in sequences[begin:end]}) == 1, "beams of one request are neighbours"
+        assert len({s.request.id for s in sequences[begin:end]}) == 1, "beams of one request must be neighbors"
         yield sequences[begin:end]
         begin = end
 
@@ -137,8 +133,8 @@ def read_candidates(numbers: torch.Tensor, rules: BeamRules, vocab_size: int, nu
 
 
 def advance_search(beams: Rows[Sequence], candidates: Candidates, rules: BeamRules, ends: EndCheck) -> None:
-    """Advances one search by a token. Mutates its beams: they get the tokens of the candidates that continue, and
-    `source` names the beam whose KV cache to take over. If the search is over, returned beams get its completions."""
+    """Advances one search by a token. Mutates its beams: appends the tokens of continued candidates and sets `source`,
+    the beam to copy the KV cache from. If the search is over, returned beams get its completions."""
     candidates_of = [(beams[beam], token) for beam, token in zip(candidates.beams, candidates.tokens, strict=True)]
     completed = list[BeamTrace | None]()
     for rank, (beam, token) in enumerate(candidates_of):
@@ -162,7 +158,7 @@ def advance_search(beams: Rows[Sequence], candidates: Candidates, rules: BeamRul
             if not beam.request.is_returned:
                 beam.finish = FinishReason.length
             elif trace is None:
-                beam.fail("its beam search came to fewer completions than sampling.n: too few tokens may come next")
+                beam.fail("its beam search found fewer completions than sampling.n: too few tokens are allowed")
             else:
                 beam.generated, beam.logprobs = list(trace.token_ids), list(trace.logprobs)
                 beam.finish, beam.text_end, beam.beam_score = trace.finish, trace.text_end, hypothesis.score

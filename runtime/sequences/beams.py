@@ -1,6 +1,5 @@
-"""The beam search of one prompt, as in transformers' `_beam_search`. Pure. Uses small tensors, so that float32 rounding
-and ties match transformers.
-"""
+"""The beam search of one prompt, as in transformers' `_beam_search`. Pure; in float32 tensors, so that rounding and
+ties match transformers."""
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class BeamRules:
-    """Settings of a beam search. `early_stopping`: True ends once `num_beams` hypotheses exist, False once no beam is
-    likely to beat them, "never" once none can. `num_ends`: number of EOS tokens."""
+    """Settings of a beam search. `early_stopping`: True ends it once `num_beams` hypotheses exist, False once no beam
+    is likely to beat them, "never" once none can. `num_ends`: number of EOS tokens."""
 
     num_beams: int
     length_penalty: float = 1.0
@@ -25,7 +24,7 @@ class BeamRules:
 
     @property
     def num_candidates(self) -> int:
-        """Candidates per step: enough that `num_beams` continue even if all others end."""
+        """Candidates per step: enough for `num_beams` to continue if all others end."""
         return self.candidates_per_beam * self.num_beams
 
     @property
@@ -51,17 +50,15 @@ class Hypothesis(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class BeamState(Generic[T]):
-    """State of a search between two passes: cumulative log-probabilities of the beams, best first, and the best
-    hypotheses."""
+    """State of a search: cumulative log-probabilities of the beams, best first, and the best hypotheses."""
 
     scores: tuple[float, ...]
     hypotheses: tuple[Hypothesis[T], ...]
 
     @staticmethod
     def initial(num_beams: int) -> "BeamState[T]":
-        """The initial state: all beams hold the prompt, and only the first counts, or all would continue
-        identically."""
-        return BeamState(scores=(0.0, *(NO_SCORE,) * (num_beams - 1)), hypotheses=(Hypothesis(),) * num_beams)
+        scores = (0.0, *(NO_SCORE,) * (num_beams - 1))  # one beam: all hold the prompt and would continue identically
+        return BeamState(scores=scores, hypotheses=(Hypothesis(),) * num_beams)
 
 
 def advance_beams(
@@ -82,7 +79,7 @@ def advance_beams(
     running_K = scores_K + is_completed_K.float() * NO_SCORE
     continued_B = running_K.topk(rules.num_beams).indices
     hypotheses = _merge_hypotheses(rules, state.hypotheses, scores_K, completed, num_new)
-    # The search goes on while the best beam could still beat the worst hypothesis or fill a free slot.
+    # The search continues while the best beam may beat the worst hypothesis or fill a free slot.
     worst = torch.tensor([each.score for each in hypotheses], dtype=torch.float32).min()
     bars = torch.where(torch.tensor([each.way is not None for each in hypotheses]), worst, NO_SCORE)
     best = rules.normalize(running_K[continued_B][:1], rules.best_length(num_new, max_new))

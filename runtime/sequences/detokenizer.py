@@ -1,6 +1,5 @@
-"""Detokenization in context, and stop strings. Tokens may decode differently alone: SentencePiece strips the first
-space of a text, and a character may span several tokens.
-"""
+"""Detokenization in context, and stop strings. Alone, tokens may decode differently: SentencePiece strips the first
+space of a text, and a character may span several tokens."""
 
 import re
 from collections.abc import Sequence as Rows
@@ -23,8 +22,7 @@ BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # b
 
 @dataclass(frozen=True, kw_only=True)
 class Spelling:
-    """The bytes that a token adds within a text. `is_byte`: a byte-fallback token, which only decodes with its
-    neighbors."""
+    """The bytes that a token adds within a text. `is_byte`: a byte-fallback token, which decodes with its neighbors."""
 
     text: bytes = b""
     is_known: bool = True
@@ -61,23 +59,21 @@ class Detokenizer:
         return request.prompt_ids if self._start_token_id is None else (self._start_token_id,)
 
     def completion_text(self, request: "Request", ids: Rows[int], begin: int = 0) -> str:
-        """The text that `ids[begin:]` add to the prompt and the ids before them. With a grammar, the text that the
-        grammar saw, where no leading space is dropped."""
+        """The text that `ids[begin:]` add to the prompt and the ids before them. With a grammar, as the grammar saw it:
+        no leading space is dropped."""
         if request.grammar is not None:
             return self.join_spellings(ids[begin:])
         prompt = self.prompt_ids(request)
         return self.added_text([*prompt, *ids], len(prompt) + begin)
 
     def added_text(self, ids: Rows[int], begin: int, end: int | None = None) -> str:
-        """The text of `ids[:end]` minus that of `ids[:begin]`. If the cut is within a character, only the common prefix
-        is removed, so no text is lost."""
+        """The text of `ids[:end]` minus its common prefix with that of `ids[:begin]`, which may end in a character."""
         context = self._context(ids, begin)
         before, both = self.decode(context), self.decode([*context, *ids[begin:end]])
         return both[_num_common(before, both) :]
 
     def _context(self, ids: Rows[int], end: int) -> list[int]:
-        """The last tokens of `ids[:end]`: enough for later tokens to decode as after all of them. Does not cut a run of
-        byte tokens."""
+        """The last tokens of `ids[:end]`, enough to decode later tokens. Does not cut a run of byte tokens."""
         tail: list[int] = []
         num_tokens = CONTEXT_TOKENS
         for position in range(end - 1, -1, -1):
@@ -106,8 +102,7 @@ class Detokenizer:
         return self.decode([token]).encode()
 
     def spelling(self, token: int) -> Spelling:
-        """The bytes that a token adds within a text, as in transformers' `StopStringCriteria`. Special tokens by name.
-        Cached."""
+        """The bytes of a token within a text, as in transformers' `StopStringCriteria`. Special tokens by name."""
         spelling = self._spellings.get(token)
         if spelling is None:
             spelling = self._spellings[token] = self._spelling(token)
@@ -127,15 +122,15 @@ class Detokenizer:
 
     @cached_property
     def _mode(self) -> str | None:
-        """How the vocabulary stores bytes, read from the decoder's JSON state."""
+        """The byte encoding of the vocabulary, from the decoder's JSON state."""
         decoder = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "decoder", None)
         state = bytes(decoder.__getstate__()) if decoder is not None else b""
         return next((kind for kind in ("ByteFallback", "ByteLevel") if f'"{kind}"'.encode() in state), None)
 
     @cached_property
     def _prefix(self) -> tuple[list[int], str]:
-        """Token ids and text that precede a token to be spelled: transformers' own, or the first token with text if the
-        tokenizer cannot encode it."""
+        """Context in which a token is spelled: transformers' own, or the first token with text if the tokenizer cannot
+        encode that."""
         ids = list(self._tokenizer(STATIC_PREFIX, add_special_tokens=False)["input_ids"])
         if STATIC_PREFIX in self._tokens_to_string(ids):
             return ids, STATIC_PREFIX
@@ -149,8 +144,7 @@ class Detokenizer:
         return self._tokenizer.convert_tokens_to_string([name for name in names if isinstance(name, str)])
 
     def offsets(self, ids: Rows[int], *, begins_text: bool) -> list[int]:
-        """Character offset of each token in the text of `ids`; partial characters count as at their start.
-        `begins_text`: `ids` start a text."""
+        """Character offset of each token in the text of `ids`. `begins_text`: `ids` start a text."""
         context = [] if begins_text else self._prefix[0]
         known, offsets, num_characters = [*context, *ids], list[int](), 0
         first = len(context)
@@ -179,8 +173,7 @@ UNKNOWN = b"\xff"  # replaces ids that the tokenizer lacks; in no UTF-8 stop str
 
 class StopStrings:
     """Finds stop strings at the same token as transformers' `StopStringCriteria`: in the concatenated spellings of
-    tokens, special tokens by name. So a stop string may span tokens, name a special token, or begin in the prompt,
-    which gives an empty completion."""
+    tokens. So a stop string may span tokens, name a special token, or begin in the prompt (an empty completion)."""
 
     def __init__(self, detokenizer: Detokenizer):
         self._detokenizer = detokenizer

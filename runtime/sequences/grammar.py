@@ -1,6 +1,5 @@
-"""Grammars of structured output: `sampling.json_schema`, `regex`, `choice` and `grammar` in llguidance's form,
-validated by llguidance. The library is an extra.
-"""
+"""Grammars of structured output: `sampling.json_schema`, `regex`, `choice` and `grammar`, compiled by llguidance, which
+is an optional dependency."""
 
 # pyright: reportMissingImports=false
 
@@ -30,10 +29,7 @@ if TYPE_CHECKING:
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # bounded, or a weak model might emit whitespace forever
 SPECIAL = b"\xff"  # llguidance's prefix of token names without text; invalid in UTF-8
-SPELLED_DECODERS = (
-    "Metaspace",
-    "WordPiece",
-)  # unknown to llguidance; a token's text does not depend on context
+SPELLED_DECODERS = ("Metaspace", "WordPiece")  # unsupported by llguidance; a token's text is the same in any context
 NUM_CACHED_GRAMMARS = 1024  # compiled grammars in the cache
 
 
@@ -65,8 +61,8 @@ def schema_text(schema: str | Mapping[str, object]) -> str:
 
 
 def make_grammar(sampling: SamplingConfig) -> str | None:
-    """The grammar of a completion in llguidance's form; None if unconstrained. File names of schemas must be resolved
-    before. Raises ConfigError."""
+    """The grammar of a completion in llguidance's form; None if unconstrained. Call `resolve_schema` before. Raises
+    ConfigError."""
     for key in STRUCTURES:
         value = getattr(sampling, key)
         if value is not None:
@@ -110,11 +106,11 @@ def summarize_error(problem: str) -> str:
 def llguidance_tokenizer(
     tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: frozenset[int]
 ) -> "LLTokenizer":
-    """The vocabulary for llguidance. Takes about a second for a large one; cached. Raises ConfigError if the tokenizer
-    or model does not support structured output."""
+    """The vocabulary for llguidance, cached: a large one takes a second. Raises ConfigError if the tokenizer or model
+    does not support structured output."""
     require(tokenizer is not None, "structured output needs a tokenizer: set model.tokenizer")
-    require(bool(eos_token_ids), "structured output needs an EOS token, and the model's config names none")
-    assert tokenizer is not None, "just seen"
+    require(bool(eos_token_ids), "structured output needs an EOS token, but the model's config has none")
+    assert tokenizer is not None, "checked above"
     return _make_llguidance_tokenizer(tokenizer, vocab_size, tuple(sorted(eos_token_ids)))
 
 
@@ -165,11 +161,8 @@ class _SpelledVocabulary:
 
 
 class Grammars:
-    """Manages the grammar guides of a run's sequences. The tokenizer is prepared on first use.
-
-    With `reasoning`, a thinking sequence has no guide until its end tag, after which the grammar applies. A new
-    sequence may start with the tag or with the structure.
-    """
+    """Manages the grammar guides of a run's sequences. The tokenizer is prepared on first use. With `reasoning`, a new
+    sequence may start with the begin tag or the structure, and the grammar applies after the end tag."""
 
     def __init__(
         self,
@@ -182,8 +175,8 @@ class Grammars:
         self._compiled = lru_cache(NUM_CACHED_GRAMMARS)(self._compile)
 
     def masks(self, sequences: Rows[Sequence]) -> torch.Tensor | None:
-        """Masks of allowed next tokens, int32 (B, words) in host memory; None if no row is constrained. Mutates the
-        sequences' guides. Rows of guides with errors are undefined."""
+        """Masks of allowed next tokens, int32 (B, words) in host memory; None if no row is constrained. Updates the
+        guides. Rows of guides with errors are undefined."""
         guides = [self._update_guide(sequence) for sequence in sequences]
         if all(guide is None for guide in guides):
             return None
@@ -196,8 +189,7 @@ class Grammars:
         return masks_BW
 
     def start_masks(self, sequences: Rows[Sequence]) -> None:
-        """Starts computing the next masks on a thread, to overlap with weight reads and compute. llguidance releases
-        the GIL."""
+        """Starts computing the next masks on a thread, to overlap with reads and compute (without the GIL)."""
         all_guides = (self._update_guide(sequence) for sequence in sequences)
         guides = [guide for guide in all_guides if guide is not None and guide.error is None]
         if guides:

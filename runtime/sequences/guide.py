@@ -1,6 +1,4 @@
-"""Position of a sequence in the grammar of its completion, and the tokens that may come next. Depends on tokens only,
-so it can be rebuilt when a sequence resumes.
-"""
+"""State of a sequence in its grammar, and masks of allowed tokens. Depends on tokens only, so it can be rebuilt."""
 
 # pyright: reportMissingImports=false
 # The library is an extra.
@@ -20,9 +18,9 @@ BITS = 32  # tokens per mask word
 
 @dataclass(kw_only=True)
 class Guide:
-    """Mutable; owned by its sequence. `num_reported`: tokens that `matcher` has consumed or that precede the structure.
+    """Grammar state, owned by its sequence. `num_reported`: tokens consumed by `matcher` or before the structure.
     `opening`: matcher of a reasoning tag that may come instead of the structure. `pending_mask`: a future of masks with
-    this guide's row. Its thread owns both matchers until it is done."""
+    this guide's row; its thread owns both matchers until it is done."""
 
     matcher: "LLMatcher"
     opening: "LLMatcher | None" = None
@@ -30,11 +28,11 @@ class Guide:
     pending_mask: tuple[Future[torch.Tensor], int] | None = None
 
     def accept(self, generated: Rows[int]) -> None:
-        """Consumes the tokens that it has not seen yet."""
+        """Consumes new tokens."""
         if self.num_reported < len(generated):
-            self.mask()
+            self.mask()  # waits: until then the mask's thread owns the matchers
             tokens = list(generated[self.num_reported :])
-            if self.opening is not None:  # structure, tag, or both while the tokens fit both
+            if self.opening is not None:  # structure or tag, undecided while the tokens fit both
                 if self.opening.validate_tokens(tokens) < len(tokens):
                     self.opening = None
                 elif self.matcher.validate_tokens(tokens) < len(tokens):
@@ -53,14 +51,13 @@ class Guide:
 
     @property
     def error(self) -> str | None:
-        """The error of the matcher: a limit of llguidance, or a token outside the grammar. None if it has none."""
-        self.mask()
+        """The matcher's error, if any: a limit of llguidance, or a token outside the grammar."""
+        self.mask()  # waits for the mask's thread
         return self.matcher.get_error() if self.matcher.is_error() else None
 
 
 def fill_masks(executor: "LLExecutor", guides: Rows[Guide | None], vocab_size: int) -> torch.Tensor:
-    """Computes masks of allowed next tokens, int32 (guides, words), one bit per token. Rows without a guide allow
-    all."""
+    """Masks of allowed next tokens, int32 (guides, words), one bit per token. Rows without a guide allow all."""
     num_words = -(-vocab_size // BITS)
     masks_BW = torch.full((len(guides), num_words), -1, dtype=torch.int32)
     matchers = [(guide.matcher, row) for row, guide in enumerate(guides) if guide is not None]

@@ -1,5 +1,4 @@
-"""transformers' logits processors, in the order of `GenerationMixin._get_logits_processor`, for rows of unequal
-length."""
+"""transformers' logits processors for rows of unequal length, in the order of `_get_logits_processor`."""
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
@@ -44,8 +43,7 @@ NUM_PENALTIES = 256  # distinct penalties with cached processors
 
 @dataclass(frozen=True, kw_only=True)
 class LengthStep:
-    """A processor that depends on nothing but a row's length. `length`: the length to pass for a row; None skips the
-    row."""
+    """A processor that depends only on a row's length. `length`: the length to pass for a row; None skips it."""
 
     processor: LogitsProcessor
     length: Callable[[Sequence], int | None]
@@ -65,10 +63,8 @@ class LengthStep:
 
 
 class Processors:
-    """Penalties, bans and forced tokens, which apply with and without sampling. Settings of the run, for every row.
-
-    `bad_words`: token ids of `config.bad_words`. All ids must be within the vocabulary.
-    """
+    """Penalties, bans and forced tokens of the run, which apply with and without sampling. `bad_words`: token ids of
+    `config.bad_words`. All ids must be within the vocabulary."""
 
     def __init__(
         self,
@@ -80,7 +76,7 @@ class Processors:
     ):
         """`device`: of the logits. Lookup tensors are created there, before the first pass."""
         self._start_token_id = start_token_id
-        self._device: Any = device  # torch takes it where transformers asks for a str
+        self._device: Any = device  # transformers annotates it as a str
         eos = torch.tensor(sorted(eos_token_ids), device=device) if eos_token_ids else None
         self._history_steps = lru_cache(NUM_PENALTIES)(lambda penalty: _history_steps(config, bad_words, eos, penalty))
         self._run_penalty = config.repetition_penalty
@@ -112,12 +108,12 @@ class Processors:
         steps = self._history_steps(penalty)
         if not steps:
             return logits_BV
-        # Token ids of each row, left-padded with an id that no row contains. With an encoder, without the prompt.
+        # Token ids of each row (with an encoder, without the prompt), left-padded with an id that no row contains.
         start, pad = self._start_token_id, logits_BV.shape[-1]
         known = [[*(s.request.prompt_ids if start is None else (start,)), *s.generated] for s in sequences]
         width = max(map(len, known))
         ids_BT = upload([[pad] * (width - len(row)) + row for row in known], logits_BV.device)
-        return apply_processors(steps, ids_BT, F.pad(logits_BV, (0, 1)))[:, :-1]  # the pad has a column too
+        return apply_processors(steps, ids_BT, F.pad(logits_BV, (0, 1)))[:, :-1]  # a column for the pad id
 
     def _length_steps(self, config: SamplingConfig, eos: torch.Tensor | None) -> Iterator[LengthStep]:
         min_length, min_new = config.min_length or 0, config.min_new_tokens or 0
@@ -127,7 +123,7 @@ class Processors:
                 length=lambda row: self._length(row) if self._length(row) < min_length and _can_end(row) else None,
             )
         if eos is not None:
-            yield LengthStep(  # bans EOS for every row that it gets
+            yield LengthStep(  # bans EOS in the rows that it gets
                 processor=MinNewTokensLengthLogitsProcessor(0, MAX_NEW_TOKENS, eos),
                 length=lambda row: (
                     _num_new(row) if _num_new(row) < _min_new_tokens(row, min_new) and _can_end(row) else None
@@ -162,7 +158,7 @@ class Processors:
             )
 
     def _num_before_begin(self, row: Sequence, is_forced: bool) -> int:
-        """1 if `forced_bos_token_id` adds a token before the first one that counts, else 0."""
+        """1 if `forced_bos_token_id` precedes the first chosen token, else 0."""
         return int(is_forced and self._length(row) - _num_new(row) == 1)
 
     def _length(self, row: Sequence) -> int:
@@ -199,7 +195,7 @@ def _history_steps(
 
 
 def warpers(config: SamplingConfig, request: Request) -> LogitsProcessorList:
-    """The warpers that transformers applies last, independent of history. Greedy rows only get the normalization."""
+    """The warpers, which transformers applies last; they ignore history. Greedy rows only get the normalization."""
     processors = LogitsProcessorList()
     if request.temperature != 0:
         processors.extend(_sampling_warpers(config, request))

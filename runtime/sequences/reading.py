@@ -1,6 +1,4 @@
-"""Readout of prompts without generation: scores of target tokens (float32 log-softmax of raw logits), and vectors
-(pooled hidden states or class logits).
-"""
+"""Readout of prompts without generation: scores of target tokens, and vectors (pooled hidden states, class logits)."""
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
@@ -20,8 +18,8 @@ STATUS_WIDTH = 2  # greedy token id, finite flag
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringTargets:
-    """The tokens that a pass scores. `places`: positions whose logits are needed, within the hidden state. Per score:
-    `rows` (index into `places`), `tokens` (the target) and `sequences`."""
+    """The tokens that a pass scores. `positions`: of the needed logits, within the hidden state. Per score: `rows`
+    (index into `positions`), `tokens` (the target) and `sequences`."""
 
     positions: Rows[int]
     rows: Rows[int]
@@ -83,8 +81,8 @@ class TokenScorer:
 
 
 def record_scores(sequences: Rows[Sequence], numbers: torch.Tensor, step: int) -> int:
-    """Appends a score to the sequence of each row of `numbers`, and finishes sequences with all of their scores.
-    Mutates them. Returns the number of valid scores. A row with non-finite logits becomes an error row."""
+    """Appends a score to the sequence of each row of `numbers`, and finishes sequences that have all scores. Returns
+    the number of valid scores. A row with non-finite logits becomes an error row."""
     num_valid = 0
     logprobs = unpack_logprobs(numbers[:, STATUS_WIDTH:])
     rows = zip(sequences, numbers[:, :STATUS_WIDTH].tolist(), logprobs, strict=True)
@@ -107,8 +105,8 @@ SMALLEST_NORM = 1e-12  # lower bound of the divisor, as in `torch.nn.functional.
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingTargets:
-    """The hidden states that a pass pools. `places`: positions within the hidden state, with their `owners`. `counts`:
-    number of contiguous positions of each of `sequences`."""
+    """The hidden states that a pass pools. `positions`: within the hidden state, with their `owners`. `counts`: number
+    of contiguous positions of each of `sequences`."""
 
     positions: Rows[int]
     owners: Rows[Sequence]
@@ -159,10 +157,10 @@ def read_vectors(
     device: torch.device,
     class_rows: int,
 ) -> torch.Tensor:
-    """Runs the model and pools. Returns packed vectors for `record_vectors`, int32 (sequences, numbers). `class_rows`:
-    prompts per call of a classification head."""
+    """Runs the model and pools. Returns packed vectors, int32 (sequences, numbers), for `record_vectors`.
+    `class_rows`: prompts per call of a classification head."""
     slices = hidden_states(forward, upload(targets.positions, device))
-    assert slices.hidden_1ND is not None, "the class did not run its decoder through its own modules"
+    assert slices.hidden_1ND is not None, "the class did not call its decoder as a module"
     if not targets.sequences:
         return torch.empty(0, 1, dtype=torch.int32, device=device)
     if not _encoding(targets.sequences[0]).has_classes:
@@ -172,8 +170,8 @@ def read_vectors(
 
 
 def record_vectors(sequences: Rows[Sequence], numbers: torch.Tensor, step: int) -> int:
-    """Adds each row of `numbers` to its sequence's vector, and finishes sequences with complete prompts. Mutates them.
-    Returns the number of valid rows. A non-finite row becomes an error row."""
+    """Adds each row of `numbers` to its sequence's vector, and finishes sequences with complete prompts. Returns the
+    number of valid rows. A non-finite row becomes an error row."""
     num_valid = 0
     for sequence, row in zip(sequences, numbers.contiguous().view(torch.float32).cpu().numpy(), strict=True):
         if sequence.finish is FinishReason.error:

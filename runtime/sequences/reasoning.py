@@ -1,6 +1,5 @@
-"""Splits reasoning from the answer: models write it between two tags such as `<think>` and `</think>`. The chat
-template may already put the first tag at the end of the prompt.
-"""
+"""Splits reasoning, between two tags such as `<think>` and `</think>`, from the answer. The chat template may already
+put the first tag at the end of the prompt."""
 
 import json
 import logging
@@ -32,15 +31,15 @@ class SplitText:
 
 
 class Reasoning:
-    """Finds the end of reasoning in a completion, by the tag's token id or its text. A special token appears in no
-    text. `start_token_id`: see `Detokenizer`."""
+    """Finds the end of reasoning in a completion, by the tag's token id, as special tokens have no text, or its text.
+    `start_token_id`: see `Detokenizer`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, begin: str, end: str, start_token_id: int | None = None):
         self._texts, self._begin, self._end = Detokenizer(tokenizer, start_token_id), begin, end
         self._begin_id, self._end_id = (added_token_ids(tokenizer).get(tag) for tag in (begin, end))
 
     def find_answer(self, sequence: Sequence) -> Answer | None:
-        """Where the answer begins; None if no reasoning has ended, or if a grammar applies from the first token on, as
+        """The start of the answer; None if no reasoning has ended, or if a grammar applies from the first token on, as
         structured text may contain the end tag. Call it after each token or after all of them. Mutates the sequence."""
         num_new, sequence.num_scanned = len(sequence.generated) - sequence.num_scanned, len(sequence.generated)
         if sequence.answer is None and num_new > 0 and (sequence.request.grammar is None or self.is_thinking(sequence)):
@@ -68,9 +67,7 @@ class Reasoning:
                 return SplitText(reasoning=None, text=text)
             return SplitText(reasoning=self._strip_tags(text), text="")
         reasoning = self._texts.decode(ids[: answer.num_tokens])
-        is_structure = (
-            sequence.request.grammar is not None and not answer.rest
-        )  # the grammar defines how the text begins
+        is_structure = sequence.request.grammar is not None and not answer.rest  # keeps leading whitespace
         text = answer.rest + self._texts.completion_text(sequence.request, ids, answer.num_tokens)[: sequence.text_end]
         return SplitText(reasoning=self._strip_tags(reasoning), text=text if is_structure else text.lstrip())
 
@@ -85,14 +82,14 @@ class Reasoning:
         return reasoning.partition(self._end)[0].strip().removeprefix(self._begin).strip()
 
     def _find_end(self, ids: Rows[int], num_new: int) -> Answer | None:
-        """Looks for the end tag in the last `num_new` tokens, which have not been scanned yet."""
+        """Looks for the end tag in the last `num_new` tokens."""
         new = list(ids[len(ids) - num_new :])
         if self._end_id in new:
             return Answer(num_tokens=len(ids) - num_new + new.index(self._end_id) + 1)
         window = CONTEXT_TOKENS + len(self._end.encode()) + num_new
         if self._end not in self._texts.decode(ids[-window:]):
             return None
-        low, high = 0, len(ids)  # bisect: the tag is complete within `most` tokens, not within `least`
+        low, high = 0, len(ids)  # bisect: the tag is complete within `high` tokens, not within `low`
         if self._end not in self._texts.decode(ids):
             return None
         while high - low > 1:
@@ -115,8 +112,8 @@ def make_reasoning(
     """The reasoning splitter; None if disabled or no known tags are found. Raises ConfigError without a tokenizer."""
     if config.reasoning is None:
         return None
-    require(tokenizer is not None, "sampling.reasoning needs a tokenizer to find tags; set model.tokenizer")
-    assert tokenizer is not None, "just seen"
+    require(tokenizer is not None, "sampling.reasoning needs a tokenizer; set model.tokenizer")
+    assert tokenizer is not None, "checked above"
     if not isinstance(config.reasoning, str):
         begin, end = config.reasoning
         return Reasoning(tokenizer, begin, end, start_token_id)
@@ -124,5 +121,7 @@ def make_reasoning(
     tags = next((tags for tags in KNOWN_TAGS if tags[1] in added or tags[1] in template), None)
     if tags is None:
         known = ", ".join(end for _, end in KNOWN_TAGS)
-        log.warning("sampling.reasoning=auto: neither the tokenizer nor its chat template knows one of %s", known)
+        log.warning(
+            "sampling.reasoning=auto: tokenizer and chat template have none of %s; reasoning is not split", known
+        )
     return Reasoning(tokenizer, *tags, start_token_id) if tags is not None else None

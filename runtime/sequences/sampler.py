@@ -1,8 +1,5 @@
-"""Samples the next token of each sequence, with transformers' logits processors in transformers' order.
-
-Every sequence has its own seeded generator: it gets the tokens of `generate(do_sample=True)` for this prompt alone
-after `torch.manual_seed` with the same seed.
-"""
+"""Samples the next token of each sequence, with transformers' logits processors in transformers' order. Each sequence
+has a seeded generator and gets the tokens of `generate(do_sample=True)` for this prompt alone with this seed."""
 
 from collections.abc import Sequence as Rows
 
@@ -46,8 +43,8 @@ def require_known_tokens(config: SamplingConfig, vocab_size: int) -> None:
 def bad_word_ids(
     words: Rows[str], tokenizer: PreTrainedTokenizerBase, eos_token_ids: frozenset[int], vocab_size: int
 ) -> list[list[int]]:
-    """Token ids of each word at the start of a text and after a space, without special tokens, as transformers
-    recommends for `bad_words_ids`. Other tokenizations of the same text are not banned."""
+    """Token ids of each word at the start of a text and after a space, as transformers recommends for `bad_words_ids`.
+    Other tokenizations of the same text are not banned."""
     banned: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in (word, f" {word}"):
@@ -55,7 +52,7 @@ def bad_word_ids(
             require(bool(ids), f"sampling.bad_words: {word!r} has no tokens")
             require(max(ids) < vocab_size, f"sampling.bad_words: {word!r} has tokens outside the model's vocabulary")
             is_end = len(ids) == 1 and ids[0] in eos_token_ids
-            require(not is_end, f"sampling.bad_words: {word!r} ends a completion; use sampling.ignore_eos=true")
+            require(not is_end, f"sampling.bad_words: {word!r} is an EOS token; to ignore it: sampling.ignore_eos=true")
             banned[tuple(ids)] = None
     return [list(ids) for ids in banned]
 
@@ -69,12 +66,9 @@ SLICE_BYTES = 4 * MIB  # of float32 logits per slice: sorting takes several time
 
 
 class Sampler:
-    """Samples for all lanes of a run. `sample` is called once per lane and pass, `accept` with its result on the host;
-    neither waits for a device.
-
-    `start_token_id`: decoder start token of an encoder-decoder, else None. Raises ConfigError if the vocabulary or
-    tokenizer does not support the settings.
-    """
+    """Samples for all lanes of a run: once per lane and pass, `sample`, then `accept` with its result on the host.
+    Neither waits for a device. `start_token_id`: decoder start token of an encoder-decoder, else None. Raises
+    ConfigError if the vocabulary or tokenizer does not support the settings."""
 
     def __init__(
         self,
@@ -86,12 +80,10 @@ class Sampler:
         start_token_id: int | None = None,
         device: torch.device | None = None,
     ):
-        require(
-            not config.bad_words or tokenizer is not None, "sampling.bad_words needs a tokenizer; set model.tokenizer"
-        )
-        require(
-            config.logprobs <= vocab_size, f"sampling.logprobs={config.logprobs} is above the vocabulary's {vocab_size}"
-        )
+        has_words = tokenizer is not None or not config.bad_words
+        require(has_words, "sampling.bad_words needs a tokenizer; set model.tokenizer")
+        is_within = config.logprobs <= vocab_size
+        require(is_within, f"sampling.logprobs={config.logprobs} is above the vocabulary's {vocab_size}")
         require_known_tokens(config, vocab_size)
         self._config = config
         self._eos = frozenset() if config.ignore_eos else eos_token_ids
@@ -118,8 +110,8 @@ class Sampler:
         )
 
     def sample(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
-        """Samples a token for each row of logits. Returns int32 (B, row_width) on the logits' device, for `accept`.
-        Advances the sequences' generators."""
+        """Samples a token per row of logits, and advances the generators. Returns int32 (B, row_width) on the logits'
+        device, for `accept`."""
         if _is_beam_search(sequences):
             return self._beam_search.sample(sequences, logits_BV, SLICE_BYTES)
         num_rows = max(1, SLICE_BYTES // (4 * logits_BV.shape[-1]))
@@ -136,15 +128,12 @@ class Sampler:
         return torch.cat(parts) if parts else logits_BV.new_empty(0, self.row_width, dtype=torch.int32)
 
     def expect(self, sequences: Rows[Sequence]) -> None:
-        """Prepares grammar guides as `sample` does, if another rank samples."""
+        """Updates grammar guides as `sample` does, if another rank samples."""
         self._grammars.masks(sequences)
 
     def accept(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
-        """Appends the sampled tokens and marks finished sequences. Mutates the sequences. `drawn`: result of `sample`,
-        in host memory.
-
-        A row with non-finite logits or without an allowed token becomes an error row: argmax would hide it.
-        """
+        """Appends the sampled tokens and marks finished sequences. `drawn`: result of `sample`, in host memory. A row
+        with non-finite logits or without an allowed token becomes an error row."""
         if _is_beam_search(sequences):
             self._beam_search.accept(sequences, drawn, step)
             return
@@ -160,7 +149,7 @@ class Sampler:
                 sequence.fail(f"the model gave NaN or infinite logits {position}")
             elif not is_open:
                 bans = [*self._bans, *(["its grammar"] if sequence.request.grammar is not None else [])]
-                sequence.fail(f"no token is left {position}: {', '.join(bans)} ban them all")
+                sequence.fail(f"every token is banned {position} by {', '.join(bans)}")
             else:
                 sequence.generated.append(token)
                 sequence.logprobs += [logprobs[row]] if logprobs else []
@@ -200,7 +189,7 @@ class Sampler:
         self, sequences: Rows[Sequence], logits_BV: torch.Tensor, masks_BW: torch.Tensor | None
     ) -> torch.Tensor:
         """Token, finite flag, open flag and log-probabilities of each row. `masks_BW`: bits of allowed tokens; None:
-        all. They are applied between processors and warpers, where transformers applies a caller's own processors."""
+        all. Applied between processors and warpers, as transformers applies custom processors."""
         scores_BV = self._processors(sequences, logits_BV)
         if masks_BW is not None:
             scores_BV = apply_masks(scores_BV, masks_BW)
@@ -227,18 +216,16 @@ class Sampler:
         request = sequences[0].request
         if last := warpers(self._config, request):
             if self._config.top_h is not None or self._config.eta_cutoff:
-                # One non-finite row makes these warpers raise for all: zero it, it becomes an error row. They wait for
-                # the device anyway.
+                # A non-finite row, an error row later, would make these warpers raise for all.
                 scores_BV = torch.where(scores_BV.amax(-1, keepdim=True).isfinite(), scores_BV, 0.0)
             scores_BV = apply_processors(last, empty_history(scores_BV), scores_BV)
         if request.temperature == 0:
             return scores_BV.argmax(-1)
         probabilities_BV = torch.softmax(scores_BV, -1).nan_to_num_(1.0)  # error rows: the token is discarded
-        # Exponential race: the argmax of probability / noise is a sample. Bitwise equal to torch.multinomial, which
-        # would wait for the device to validate the row.
+        # Exponential race, bitwise equal to torch.multinomial, which would wait for the device to validate the row.
         noise_BV = torch.empty_like(probabilities_BV)
         for sequence, row in zip(sequences, noise_BV, strict=True):
-            if sequence.generator is None:  # per sequence: a restarted request must repeat its draws
+            if sequence.generator is None:  # one per sequence: a restarted request must repeat its draws
                 sequence.generator = torch.Generator(row.device).manual_seed(sequence.request.seed(self._config.seed))
             row.exponential_(1, generator=sequence.generator)
         return probabilities_BV.div_(noise_BV).argmax(-1)

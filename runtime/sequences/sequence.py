@@ -1,8 +1,5 @@
-"""Requests, running sequences, completions and resumable state.
-
-Log-probabilities are log-softmax in float32 of the head's raw logits, before any processor, temperature or cut-off;
-transformers calls these logits `output_logits`.
-"""
+"""Requests, running sequences, completions and resumable state. Log-probabilities are log-softmax in float32 of the
+head's raw logits, before processors, temperature and cut-offs (`output_logits` in transformers)."""
 
 import hashlib
 import logging
@@ -35,8 +32,8 @@ class TokenLogprobs:
 
 
 def pack_logprobs(logits_BV: torch.Tensor, tokens_B: torch.Tensor, num_top: int) -> torch.Tensor:
-    """Packs the log-probabilities of each row's token and of the top tokens into int32 (B, packed_width(num_top)), so
-    one transfer brings them to the host. `logits_BV` is float32. Inverse: `unpack_logprobs`."""
+    """Packs the log-probabilities of each row's token and of the top tokens into int32 (B, packed_width(num_top)), for
+    one transfer to the host. `logits_BV` is float32. Inverse: `unpack_logprobs`."""
     logprobs_BV = torch.log_softmax(logits_BV, -1)
     own_B1 = logprobs_BV.gather(-1, tokens_B[:, None])
     top = logprobs_BV.topk(num_top, -1)
@@ -61,17 +58,15 @@ def unpack_logprobs(numbers: torch.Tensor) -> list[TokenLogprobs]:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScore(TokenLogprobs):
-    """Log-probability of a given target token, the top tokens at its position if requested, and the most likely
-    token."""
+    """Log-probability of a target token, the top tokens at its position if requested, and the most likely token."""
 
     greedy_id: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """The target tokens of a scoring request: those after each of the last `num_positions` prompt positions. After the
-    very last position, each of `last_ids` is scored. In an encoder-decoder all of `decoder_ids` are scored after the
-    start token."""
+    """Target tokens of a scoring request: the next token at each of the last `num_positions` prompt positions, and each
+    of `last_ids` at the last one. In an encoder-decoder, `decoder_ids` after the start token."""
 
     num_positions: int
     last_ids: tuple[int, ...]
@@ -90,8 +85,8 @@ class Scoring:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """Readout of a prompt without generation: a vector pooled from hidden states, class logits, or, with `masked`, the
-    `num_top` most likely tokens at these positions. `num_read`: number of hidden states used, counted from the end."""
+    """Readout of a prompt: a vector pooled from the last `num_read` hidden states, class logits, or, with `masked`, the
+    `num_top` most likely tokens at these positions."""
 
     num_read: int
     pooling: Pooling = Pooling.last
@@ -123,12 +118,10 @@ class Request:
     """A prompt with its sampling options. `prompt_ids` must not be empty. `key` (`id`, `sample_index`) is unique in a
     run.
 
-    `temperature` 0 is greedy. `top_p` and the options after it default to the run's if None. A request with `scoring`
-    or `encoding` generates nothing and has `max_new_tokens` 1, as its result comes with the last prefill pass.
-    `grammar`: in llguidance's form. With `num_beams`, that many requests with one id are the beams of one search; those
-    that are not `is_returned` produce no completion. `stops_begin_in_prompt`: a stop string may begin in the prompt and
-    end in the completion, as in transformers' `generate`.
-    """
+    `temperature` 0 is greedy. Sampling options of None are the run's. A request with `scoring` or `encoding` generates
+    nothing and has `max_new_tokens` 1, as its result comes with the last prefill pass. `grammar`: in llguidance's form.
+    With `num_beams`, that many requests with one id are the beams of one search, of which those with `is_returned`
+    produce completions. `stops_begin_in_prompt`: a stop string may begin in the prompt, as in transformers."""
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -198,8 +191,7 @@ class Request:
         return self.scoring is None and self.encoding is None
 
     def seed(self, run_seed: int) -> int:
-        """Seed of this sample. Does not depend on batching, worker or restarts. A seed of the row itself is used
-        unchanged for its first sample."""
+        """Seed of this sample, independent of batching and restarts. `own_seed` is used unchanged for sample 0."""
         if self.own_seed is not None:
             return self.own_seed if not self.sample_index else _hash_seed(f"{self.own_seed}\0{self.sample_index}")
         return _hash_seed(f"{run_seed}\0{self.id}\0{self.sample_index}")
@@ -211,8 +203,8 @@ def _hash_seed(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Start of the answer after reasoning: `num_tokens` tokens, up to and including the end tag, precede it. `rest`:
-    text of the last of them after the tag."""
+    """Start of the answer after reasoning: `num_tokens` tokens precede it, including the end tag. `rest`: text of the
+    last of these tokens after the tag."""
 
     num_tokens: int
     rest: str = ""
@@ -220,8 +212,7 @@ class Answer:
 
 @dataclass(kw_only=True)
 class Sequence:
-    """A running request. Mutable, owned by one lane. `num_cached` counts known tokens, prompt and generated, with
-    stored KV."""
+    """A running request, owned by one lane. `num_cached` counts known (prompt and generated) tokens with stored KV."""
 
     request: Request
     generated: list[int] = field(default_factory=list)
@@ -272,8 +263,8 @@ class Sequence:
         return self.fills_prefix is not None and self.num_cached == self.num_known
 
     def num_selected(self, new: int) -> int:
-        """Number of the next `new` tokens that need logits: the last known token, or the scored positions. Must agree
-        with `SequenceSize.num_selected`, which plans use."""
+        """Number of the next `new` tokens that need logits: the last known token, or the scored positions. Must equal
+        `SequenceSize.num_selected`, which plans use."""
         if self.fills_prefix is not None:
             return 0
         if self.request.generates:
@@ -281,8 +272,8 @@ class Sequence:
         return len(self.target_tokens(self.num_cached, new))
 
     def target_tokens(self, past: int, new: int) -> list[tuple[int, ...]]:
-        """Target tokens of each scored or pooled position among `new` tokens after `past` ones: one token, several for
-        the last position, or none if hidden states are pooled."""
+        """Target tokens of each scored or pooled position among `new` tokens after `past`: one, several for the last
+        position, or none if hidden states are pooled."""
         if self.fills_prefix is not None:
             return []
         scoring, encoding = self.request.scoring, self.request.encoding
@@ -312,11 +303,10 @@ class Sequence:
 class Completion:
     """The result of a request. `error` is set if and only if `finish` is error.
 
-    `text` ends before a stop string or EOS; `token_ids` and `logprobs` cover everything generated. With
-    `sampling.reasoning`, `reasoning` and `text` are separate. `scores`: of target tokens or masked positions. `vector`:
-    float32, if the request has an `encoding`. `beam_score`: sum of processed log-probabilities, normalized by length.
-    `prompt_index`: position of the prompt in the input of `Runtime.generate` or `Runtime.stream`.
-    """
+    `text` ends before a stop string or EOS; `token_ids` and `logprobs` cover everything generated. `reasoning` is
+    separated from `text` with `sampling.reasoning`. `scores`: of target tokens or masked positions. `vector`: float32,
+    for an `encoding`. `beam_score`: sum of processed log-probabilities, normalized by length. `prompt_index`: position
+    of the prompt in the input of `Runtime.generate` or `Runtime.stream`."""
 
     request: Request
     token_ids: tuple[int, ...]
@@ -349,8 +339,8 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceState:
-    """Saved state of an unfinished sequence, sufficient to resume it in another process. `generator_state` is torch's;
-    None if nothing has been sampled. `search`: state of the beam search that the sequence belongs to."""
+    """State of an unfinished sequence, to resume it in another process. `generator_state` is torch's; None before the
+    first draw. `search`: state of its beam search."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
@@ -367,8 +357,7 @@ def start_sequence(request: Request) -> Sequence:
 
 
 def resume_sequence(request: Request, unfinished: SequenceState | None, device: torch.device) -> Sequence:
-    """Resumes a sequence from its state. Restarts from the prompt if there is none, or if its generator state is of
-    another device type."""
+    """Resumes a sequence; from its prompt if there is no state, or the generator is of another device type."""
     if unfinished is None or (request.num_beams > 1 and unfinished.search is None):
         return start_sequence(request)
     generator = None
@@ -377,9 +366,7 @@ def resume_sequence(request: Request, unfinished: SequenceState | None, device: 
             generator = torch.Generator(device)
             generator.set_state(torch.frombuffer(bytearray(unfinished.generator_state), dtype=torch.uint8))
         except RuntimeError as error:
-            log.warning(
-                "row %r begins again: the state of its generator does not fit %s: %s", request.id, device, error
-            )
+            log.warning("row %r restarts: the state of its generator does not fit %s: %s", request.id, device, error)
             return start_sequence(request)
     return Sequence(
         request=request,
@@ -394,11 +381,11 @@ def resume_sequence(request: Request, unfinished: SequenceState | None, device: 
 def resume_lane(
     requests: Rows[Request], unfinished: Rows[SequenceState | None], device: torch.device, *, is_packed: bool
 ) -> list[Sequence]:
-    """Resumes the sequences of one micro-batch. In padded lanes all rows must have generated equally many tokens, or
-    the rectangle would be wider than planned: then all restart."""
+    """Resumes the sequences of one micro-batch. In a padded lane all restart unless they have generated equally many
+    tokens: the rectangle would be wider than planned."""
     pairs = zip(requests, unfinished, strict=True)
     sequences = [resume_sequence(request, state, device) for request, state in pairs]
     if is_packed or len({len(s.generated) for s in sequences if s.finish is None}) <= 1:
         return sequences
-    log.warning("%d rows begin again: padded lanes cannot go on from unequally many tokens", len(sequences))
+    log.warning("%d rows restart: rows of a padded lane resume only with equally many tokens", len(sequences))
     return [start_sequence(request) for request in requests]

@@ -139,7 +139,7 @@ def test_a_text_has_at_most_so_many_characters(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("runtime.requests.chat.TEXT_CHARS", 5)
     fits, exceeds = render(tokenizer_with("{{ messages[0].content }}"), chat("12345"), chat("123456"))
     assert fits == "12345"
-    assert "6 characters of them, 5 are allowed" in exceeds
+    assert "renders 6 characters; the limit is 5" in exceeds
 
 
 def test_whatever_a_template_fails_with_costs_that_chat_alone(real_renderers: None) -> None:

@@ -100,13 +100,13 @@ def test_a_prompt_has_as_much_room_as_the_table_of_positions(checkpoint: Checkpo
     fits, too_long = runtime.embed([[5] * 128, [5] * 129], pooling="mean")
     assert fits.error is None
     assert too_long.error is not None
-    assert "129 tokens; the model's context has room for 128" in too_long.error
+    assert "129 tokens; the limit is the model's context of 128" in too_long.error
     assert too_long.vector.size == 0
 
 
 def test_what_a_checkpoint_has_not_is_refused_by_name(checkpoint: Checkpoints) -> None:
     masks = Runtime(config_for(checkpoint("bert", AutoModelForMaskedLM)))
-    with pytest.raises(ConfigError, match=r"ask Runtime\.fill_masks .*weightstream encode encode\.output=masks"):
+    with pytest.raises(ConfigError, match=r"call Runtime\.fill_masks .*weightstream encode encode\.output=masks"):
         masks.generate(["here"])
     plain = masks.request("0", [5, 6])
     assert isinstance(plain, Request)
@@ -117,7 +117,7 @@ def test_what_a_checkpoint_has_not_is_refused_by_name(checkpoint: Checkpoints) -
         pass
     with pytest.raises(ConfigError, match="BertForMaskedLM generates no text"):
         masks.score([("here", "there")])
-    with pytest.raises(ConfigError, match=r"BertForMaskedLM has no classes; a \*ForSequenceClassification has"):
+    with pytest.raises(ConfigError, match=r"BertForMaskedLM has no classes; use a \*ForSequenceClassification"):
         masks.classify(["here"])
     with pytest.raises(ConfigError, match="LlamaForCausalLM fills no masks"):
         Runtime(config_for(checkpoint("llama", AutoModelForCausalLM))).fill_masks([[5]])
@@ -127,12 +127,15 @@ def test_what_a_checkpoint_has_not_is_refused_by_name(checkpoint: Checkpoints) -
 
 @pytest.mark.parametrize(
     ("family", "encodes", "why"),
-    [("t5", False, r"Runtime\(encodes=True\) opens it"), ("bart", True, "transformers has no class of this one's")],
+    [
+        ("t5", False, r"open its encoder: Runtime\(encodes=True\)"),
+        ("bart", True, "transformers has no class for its encoder"),
+    ],
 )
 def test_what_reads_an_encoder_decoder_is_said(family: str, encodes: bool, why: str, tmp_path: Path) -> None:
     path = saved(AutoModelForSeq2SeqLM.from_config(tiny_config(family)), tmp_path)
     runtime = Runtime(config_for(path), encodes=encodes)
-    with pytest.raises(ConfigError, match=f"is an encoder-decoder, and what is pooled is an encoder's: {why}"):
+    with pytest.raises(ConfigError, match=f"is an encoder-decoder; only an encoder's states are pooled: {why}"):
         runtime.embed([[5, 6]])
 
 

@@ -424,8 +424,8 @@ def test_a_schema_in_a_file_is_the_schema(tmp_path: Path) -> None:
 def test_a_setting_that_bans_all_that_the_grammar_wants_makes_an_error_row() -> None:
     (result,) = runtime_of(choice=["ab"], min_new_tokens=5).generate(["x"])
     assert result.error is not None
-    assert result.error.startswith("no token is left at new token 2")
-    assert "sampling.min_new_tokens, its grammar ban them all" in result.error
+    assert result.error.startswith("every token is banned at new token 2")
+    assert "by sampling.min_new_tokens, its grammar" in result.error
 
 
 def test_tokens_that_are_not_of_the_grammar_make_an_error_row() -> None:
@@ -554,5 +554,5 @@ def test_a_tokenizer_that_cannot_be_followed_is_refused_by_name() -> None:
         llguidance_tokenizer(PreTrainedTokenizerFast(tokenizer_object=ends), 3, frozenset([2]))
     with pytest.raises(ConfigError, match=r"needs a tokenizer: set model\.tokenizer"):
         llguidance_tokenizer(None, 300, frozenset([2]))
-    with pytest.raises(ConfigError, match="the model's config names none"):
+    with pytest.raises(ConfigError, match="the model's config has none"):
         llguidance_tokenizer(byte_level_tokenizer(300), 300, frozenset())
