@@ -1,2 +1,1 @@
-"""Atomic publishing of files, locks and leases between processes, file permissions, and digests. This package does not
-know the contents of files."""
+"""Atomic publishing of files, locks and leases between processes, permissions and digests. Knows no file contents."""

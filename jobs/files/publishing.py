@@ -1,8 +1,6 @@
-"""Atomic, durable publishing of files: a reader sees a complete file or none, after any kill.
-
-A file is written under a hidden temporary name in the same directory, fsynced, and then renamed or linked. Hidden means
-a leading dot: Parquet readers, `datasets` and shell globs skip it.
-"""
+"""Atomic, durable publishing of files: readers see a complete file or none, after any kill. A file is written under a
+hidden temporary name in the same directory, fsynced, and then renamed or linked. Hidden means a leading dot: Parquet
+readers, `datasets` and shell globs skip it."""
 
 import errno
 import fcntl
@@ -30,12 +28,12 @@ JsonValue: TypeAlias = "str | int | float | bool | Sequence[JsonValue] | Mapping
 
 LOG = logging.getLogger(__name__)
 TEMP_SUFFIX = ".tmp"
-MAX_JSON_BYTES = 256 * MIB  # of one record; the list of a run of a million parts has less
+MAX_JSON_BYTES = 256 * MIB  # enough for _SUCCESS.json of a million parts
 PERMANENT_ERRNOS = frozenset(
     {errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR}
     | {errno.ENOENT}
-)  # of a path that cannot be written, which no waiting heals
-PARQUET_PROBLEMS = (pa.ArrowException, OSError, ValueError)  # what `parse_parquet` raises on damaged bytes
+)  # a retry cannot help
+PARQUET_PROBLEMS = (pa.ArrowException, OSError, ValueError)  # raised by `parse_parquet` for damaged bytes
 
 
 def publish(
@@ -46,22 +44,18 @@ def publish(
     check: Callable[[Path], None] | None = None,
     expected_bytes: int = 0,
 ) -> bool:
-    """Writes `path` so that it is complete and durable once visible. Returns False if `exclusive` and the file already
-    existed.
-
-    `exclusive`: the first writer wins; otherwise an older file is replaced. `check` rereads the temporary file and
-    raises OSError if it is wrong. `expected_bytes` is used in the error message of a full disk. Raises OutputError; an
-    older file is then intact.
-    """
+    """Writes `path` so that it is complete and durable once visible. `exclusive`: returns False if the file exists;
+    otherwise an older file is replaced. `check` rereads the temporary file and raises OSError if it is wrong.
+    `expected_bytes`: for the message of a full disk. Raises OutputError; an older file is then unchanged."""
     try:
         with _temp_file(path) as file:
             write(file)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before the name is visible: a crash must not leave an empty file
             temp = Path(file.name)
             if check is not None:
                 check(temp)
-            if exclusive:  # `os.rename` would silently replace another's commit; `os.link` refuses
+            if exclusive:  # `link` fails if another process was first; `rename` would replace its file
                 try:
                     os.link(temp, path)
                 except FileExistsError:
@@ -69,7 +63,7 @@ def publish(
                 temp.unlink()
             else:
                 temp.replace(path)
-            fsync_directory(path.parent)
+            fsync_directory(path.parent)  # makes the name durable too
             return True
     except OSError as error:
         raise output_error(path, error, expected_bytes=expected_bytes) from error
@@ -77,25 +71,25 @@ def publish(
 
 @contextmanager
 def _temp_file(path: Path) -> Iterator[BinaryIO]:
-    """A new hidden file, locked until the process ends, so that `sweep_temps` skips files in use."""
+    """Context manager: a new hidden file, locked so that `sweep_temps` skips it."""
     temp = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMP_SUFFIX}")
     file = temp.open("xb")
     try:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file.fileno()).st_nlink == 0:  # swept in the moment before it was locked
-            with _temp_file(path) as another:
-                yield another
+        if os.fstat(file.fileno()).st_nlink == 0:  # race: swept before it was locked
+            with _temp_file(path) as new_file:
+                yield new_file
         else:
             yield file
     finally:
-        with suppress(OSError):  # gone after a replace; one that stays is hidden, and swept later
+        with suppress(OSError):  # already renamed; a remaining one is swept later
             temp.unlink()
-        file.close()
+        file.close()  # last: closing releases the lock
 
 
 def fsync_directory(directory: Path) -> None:
-    """Makes the names in `directory` durable. Raises OSError."""
+    """Makes new and removed names in `directory` durable. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -104,30 +98,29 @@ def fsync_directory(directory: Path) -> None:
 
 
 def make_directory(directory: Path) -> Path:
-    """Creates the directory and its parents if missing; returns it. Raises ConfigError if that is impossible there,
+    """Creates the directory and its parents if missing; returns it. Raises ConfigError if a retry cannot help,
     OutputError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         if error.errno in PERMANENT_ERRNOS:
-            raise ConfigError(f"the directory {directory} cannot be made: {error.strerror}: choose another") from error
+            raise ConfigError(f"cannot create directory {directory}: {error.strerror}; choose another") from error
         raise output_error(directory, error) from error
     return directory
 
 
 def sweep_temps(directory: Path, name: str | None = None, *, is_only_writer: bool = False) -> int:
-    """Removes temporary files of killed writers, for the file `name` or for all; returns their number. Files locked by
-    a live writer stay. `is_only_writer`: no other process writes here, so all are removed, even without file locks.
-    Raises OSError."""
+    """Removes temporary files of killed writers, of the file `name` or of all files; returns their number. Files locked
+    by a live writer stay, unless `is_only_writer`: no other process writes here. Raises OSError."""
     pattern = f".*{TEMP_SUFFIX}" if name is None else f".{escape(name)}.*{TEMP_SUFFIX}"
     return sum(_sweep(entry, is_only_writer=is_only_writer) for entry in directory.glob(pattern) if entry.is_file())
 
 
 def _sweep(temp: Path, *, is_only_writer: bool) -> bool:
-    """Removes a temporary file that no live process has locked; returns True if removed."""
+    """Removes a temporary file unless a live process has locked it; returns True if removed."""
     try:
         descriptor = os.open(temp, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:  # published in between, or swept by another
+    except FileNotFoundError:  # published meanwhile, or swept by another process
         return False
     try:
         if not is_only_writer:
@@ -153,7 +146,7 @@ def move_to_quarantine(path: Path, folder: Path, reason: str) -> None:
 
 
 def output_error(path: Path, error: OSError, *, expected_bytes: int = 0) -> OutputError:
-    """The error for a `path` that cannot be written, with the cause, the free space and what to change."""
+    """The error for a `path` that cannot be written: cause, free space and remedy."""
     name = errno.errorcode.get(error.errno or 0, type(error).__name__)
     free = "free space unknown"
     for parent in path.parents:
@@ -196,20 +189,19 @@ def write_all(file: BinaryIO, data: bytes) -> None:
 
 
 class UnexpectedFileError(OSError):
-    """The path holds no regular file (a pipe, a device, a link to one) or one that is too large to be ours; reading it
-    might block."""
+    """The path is no regular file (a pipe, a device, a link to one), so that reading could block, or is too large."""
 
 
 def read_regular_file(
     path: Path, *, max_bytes: int | None = None, follow_links: bool = True
 ) -> tuple[bytes, os.stat_result]:
-    """Contents and status of a regular file; never blocks. `follow_links`: symbolic links too. Raises
-    FileNotFoundError, UnexpectedFileError for anything else and for more than `max_bytes`, OSError."""
+    """Contents and status of a regular file; never blocks. Raises UnexpectedFileError for other files, more than
+    `max_bytes` or, without `follow_links`, symbolic links; FileNotFoundError, OSError."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags)
     except OSError as error:
-        if path.is_symlink():  # one that leads nowhere too: its name is taken
+        if path.is_symlink():  # including dangling ones, which raise FileNotFoundError
             raise UnexpectedFileError(f"{path} is a symbolic link, to {path.readlink()}") from error
         if error.errno == errno.ENXIO:
             raise UnexpectedFileError(f"{path} is a socket or a device") from error
@@ -220,7 +212,7 @@ def read_regular_file(
             raise UnexpectedFileError(f"{path} is no regular file")
         if max_bytes is not None and status.st_size > max_bytes:
             raise UnexpectedFileError(
-                f"{path} is {format_bytes(status.st_size)} large, above {format_bytes(max_bytes)}"
+                f"{path} has {format_bytes(status.st_size)}; the limit is {format_bytes(max_bytes)}"
             )
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(-1 if max_bytes is None else max_bytes), status
@@ -229,17 +221,16 @@ def read_regular_file(
 
 
 def read_json(path: Path) -> dict[str, JsonValue]:
-    """The JSON object in `path`. Raises DamagedRunError if it is empty, truncated, no object or no regular file,
-    OSError if it cannot be read."""
+    """The JSON object in `path`. Raises DamagedRunError for other contents or files, OSError."""
     try:
         data, _ = read_regular_file(path, max_bytes=MAX_JSON_BYTES)
     except UnexpectedFileError as error:
-        raise DamagedRunError(f"{error}, where Weightstream keeps a file of its own: move it away") from error
+        raise DamagedRunError(f"{error}, in place of a file of Weightstream: remove it") from error
     return parse_json(data, path)
 
 
 def parse_json(data: bytes, path: Path) -> dict[str, JsonValue]:
-    """The JSON object in the bytes of `path`. Raises DamagedRunError."""
+    """Parses a JSON object, the contents of `path`. Raises DamagedRunError."""
 
     def refuse(name: str) -> NoReturn:
         raise ValueError(f"{name} is not JSON")
@@ -256,19 +247,18 @@ def parse_json(data: bytes, path: Path) -> dict[str, JsonValue]:
 def _damaged_error(path: Path, num_bytes: int, reason: str) -> DamagedRunError:
     what = "is empty" if num_bytes == 0 else f"({num_bytes} bytes) is not valid: {reason}"
     return DamagedRunError(
-        f"{path} {what}. Weightstream never leaves such a file: look at the directory, "
-        f"then move it away, or choose another one with run="
+        f"{path} {what}. Weightstream never leaves such a file: check the directory, "
+        f"then remove the file, or choose another directory with run="
     )
 
 
 def write_parquet(table: pa.Table, file: BinaryIO) -> None:
-    """Writes a table with page checksums and without statistics: checksums do not cover statistics, and readers use
-    them to skip rows."""
+    """Writes a table with page checksums. Omits statistics: readers skip rows by them, but no checksum covers them."""
     pq.write_table(table, file, write_page_checksum=True, write_statistics=False)
 
 
 def parse_parquet(data: bytes) -> pa.Table:
-    """The whole table, with all page checksums verified. Raises one of PARQUET_PROBLEMS."""
+    """Reads a table and verifies all page checksums. Raises one of PARQUET_PROBLEMS."""
     table = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True).read()
     table.validate(full=True)
     return table

@@ -1,5 +1,5 @@
-"""Digest over all values of a table. Parquet's checksums cover pages but not headers and footer, where a flipped bit
-can change rows or their number unnoticed."""
+"""Digest over all values of a table. Parquet's checksums cover pages only: a flipped bit in a header or footer could
+change rows unnoticed."""
 
 import hashlib
 from collections import defaultdict
@@ -10,25 +10,25 @@ import pyarrow.compute as pc
 
 from .publishing import json_digest
 
-KEY = b"weightstream.values"  # in the metadata of a table that is signed
+DIGEST_KEY = b"weightstream.values"  # in the metadata of a signed table
 Hashers = defaultdict[str, "hashlib._Hash"]
 
 
 def sign(table: pa.Table, metadata: Mapping[bytes, bytes]) -> pa.Table:
-    """The table with this metadata and a digest of the metadata and all values."""
+    """Returns the table with this metadata and a digest of metadata and values."""
     signed = table.replace_schema_metadata(metadata)
-    return signed.replace_schema_metadata({**metadata, KEY: values_digest(signed).encode()})
+    return signed.replace_schema_metadata({**metadata, DIGEST_KEY: values_digest(signed).encode()})
 
 
 def is_signed(table: pa.Table) -> bool:
     """True if the table carries a digest."""
-    return KEY in (table.schema.metadata or {})
+    return DIGEST_KEY in (table.schema.metadata or {})
 
 
 def require_intact(table: pa.Table) -> None:
     """Raises ValueError if a signed table differs from what was written."""
-    if is_signed(table) and table.schema.metadata[KEY] != values_digest(table).encode():
-        raise ValueError("its rows are not those that were written: their digest differs")
+    if is_signed(table) and table.schema.metadata[DIGEST_KEY] != values_digest(table).encode():
+        raise ValueError("its rows were changed after they were written: their digest differs")
 
 
 def values_digest(table: pa.Table) -> str:
@@ -37,7 +37,7 @@ def values_digest(table: pa.Table) -> str:
     for number, column in enumerate(table.columns):
         for chunk in column.chunks:
             _update(hashers, str(number), chunk)
-    metadata = {key.hex(): value.hex() for key, value in (table.schema.metadata or {}).items() if key != KEY}
+    metadata = {key.hex(): value.hex() for key, value in (table.schema.metadata or {}).items() if key != DIGEST_KEY}
     values = {name: hasher.hexdigest() for name, hasher in hashers.items()}
     return json_digest({"metadata": metadata, "names": table.schema.names, "values": values, "rows": table.num_rows})
 

@@ -1,7 +1,7 @@
-"""Routes of OpenAI's Files and Batches API. Every refusal is an error object; tracebacks never leave the server."""
+"""Routes of OpenAI's Files and Batches API. Errors are JSON objects; tracebacks never leave the server."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# The libraries are an extra.
+# The libraries come with an extra.
 
 import errno
 import json
@@ -32,13 +32,13 @@ from .keeper import Keeper
 from .store import FINAL, STATUSES, UPLOAD_PURPOSE, URLS, BatchStore, FileInUseError, JsonRecord, UploadLimitError
 
 log = logging.getLogger(__name__)
-FORM_BYTES = MIB // 4  # beside a file's own bytes, and of a request without one
-RECEIVE_SECONDS = 60.0  # within which each piece of a request must come
-DRAIN_SECONDS, DRAIN_PAUSE_SECONDS = 30.0, 2.0  # in which the rest of a refused request is read, and its next piece
-MAX_METADATA_KEYS, MAX_KEY_CHARACTERS, MAX_VALUE_CHARACTERS = 16, 64, 512  # as OpenAI has them
+FORM_BYTES = MIB // 4  # limit of a request, without the bytes of its file
+RECEIVE_SECONDS = 60.0  # timeout of each piece of a request
+DRAIN_SECONDS, DRAIN_PAUSE_SECONDS = 30.0, 2.0  # timeouts for the rest of a rejected request, and for each piece
+MAX_METADATA_KEYS, MAX_KEY_CHARACTERS, MAX_VALUE_CHARACTERS = 16, 64, 512  # OpenAI's limits
 MAX_FILENAME_CHARACTERS = 255
 MAX_BATCHES_LISTED, MAX_FILES_LISTED = 100, 10_000
-DEFAULT_BATCHES_LISTED = 20  # where nobody says how many
+DEFAULT_BATCHES_LISTED = 20
 HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNSUPPORTED_PATHS = ("/v1/responses", "/v1/moderations", "/v1/images/generations", *URLS)
@@ -47,8 +47,7 @@ UNSUPPORTED_PATHS = ("/v1/responses", "/v1/moderations", "/v1/images/generations
 def make_app(
     config: ServeConfig, store: BatchStore, keeper: Keeper, key: str | None = None, models: Sequence[str] = ()
 ) -> Starlette:
-    """Builds the application over `store`; it wakes `keeper` for new work. `key`: the required API key. `models`:
-    served model names."""
+    """Builds the application over `store`; new work wakes `keeper`. `key`: required API key. `models`: served names."""
     routes = _Routes(config, store, keeper, models)
     return Starlette(
         routes=[
@@ -91,7 +90,7 @@ def _error_response(
 
 
 async def _handle_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "it is registered for these"
+    assert isinstance(error, HTTPException), "registered for this type"
     message, headers = str(error.detail), error.headers or {}
     if "endpoint" not in request.scope:
         listed = [
@@ -100,33 +99,33 @@ async def _handle_http_error(request: Request, error: Exception) -> Response:
             for method in sorted(route.methods - {"HEAD"})
             if route.path not in UNSUPPORTED_PATHS
         ]
-        message = f"there is no {shorten(request.scope['path'])}, there are {', '.join(listed)}"
+        message = f"there is no route {shorten(request.scope['path'])}; routes: {', '.join(listed)}"
     elif error.status_code == 405:
-        message = f"{request.method} is not for {request.scope['path']}: {headers.get('Allow')}"
+        message = f"{request.scope['path']} does not allow {request.method}; allowed: {headers.get('Allow')}"
     return _error_response(error.status_code, message, headers=headers)
 
 
 async def _handle_disconnect(request: Request, error: Exception) -> Response:
     log.debug("%s %s: the client left", request.method, shorten(request.scope["path"]))
-    return Response(status_code=400)  # which nobody reads
+    return Response(status_code=400)  # never sent
 
 
 async def _handle_timeout(request: Request, error: Exception) -> Response:
-    return _error_response(408, f"nothing of the request came within {RECEIVE_SECONDS:.0f} s")
+    return _error_response(408, f"no data of the request was received for {RECEIVE_SECONDS:.0f} s")
 
 
 async def _handle_os_error(request: Request, error: Exception) -> Response:
-    """Response to resource errors that a retry may pass: a full disk, no file descriptors."""
+    """Response to transient resource errors: a full disk, no file descriptors."""
     cause = error.__cause__ if isinstance(error, OutputError) else error
     is_full = isinstance(cause, OSError) and cause.errno in DISK_FULL_ERRNOS
     log.error("%s %s: %s", request.method, shorten(request.scope["path"]), error)
-    why = "the server's disk has no room" if is_full else "the server lacks the means for now; its log says which"
-    return _error_response(507 if is_full else 503, f"{why}; nothing was stored", "server_error")
+    reason = "the server's disk is full" if is_full else "the server lacks a resource, see its log"
+    return _error_response(507 if is_full else 503, f"{reason}; nothing was stored", "server_error")
 
 
 async def _handle_exception(request: Request, error: Exception) -> Response:
     log.error("%s %s: %s: %s", request.method, shorten(request.scope["path"]), type(error).__name__, error)
-    return _error_response(500, "the server made a mistake; its log says which", "server_error")
+    return _error_response(500, "internal error, see the server's log", "server_error")
 
 
 class _Guard:
@@ -135,7 +134,7 @@ class _Guard:
     def __init__(self, app: ASGIApp, config: ServeConfig, key: str | None):
         self._app, self._config = app, config
         self._authorization = None if key is None else f"Bearer {key}".encode()
-        # What a client on this machine calls it: a page that makes its own name lead here is refused.
+        # Names of this host: against DNS rebinding, a web page whose host name resolves to this machine is rejected.
         self._names = {"localhost", "127.0.0.1", "[::1]", config.host, f"[{config.host}]"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,66 +142,66 @@ class _Guard:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
-        body = _RequestBody(receive, is_asked_for=request.headers.get("expect", "").lower() == "100-continue")
+        body = _RequestBody(receive, waits_for_continue=request.headers.get("expect", "").lower() == "100-continue")
 
-        async def answer(message: Message) -> None:
+        async def respond(message: Message) -> None:
+            # Drain before responding: a client that is still sending would see a reset instead of the response.
             if message["type"] == "http.response.start" and not await body.drain():
                 message["headers"] = [*message.get("headers", []), (b"connection", b"close")]
             await send(message)
 
-        await (self._reject(request) or self._app)(scope, body.receive, answer)
+        await (self._reject(request) or self._app)(scope, body.receive, respond)
 
     def _reject(self, request: Request) -> Response | None:
         headers, config = request.headers, self._config
         host = HOST.fullmatch(headers.get("host", ""))
         is_named = host is not None and (not config.is_loopback or host[1].lower() in self._names)
         if "origin" in headers or headers.get("sec-fetch-site", "none") != "none" or not is_named:
-            return _error_response(403, "requests of web pages are not answered")
-        given = headers.get("authorization", "").encode()
-        is_open = self._authorization is None or request.scope["path"] == "/health"
-        if not is_open and not secrets.compare_digest(given, self._authorization or b""):
-            message = "the api_key is not this server's: it is in the file that the server names when it starts"
+            return _error_response(403, "requests from web pages are rejected")
+        authorization = headers.get("authorization", "").encode()
+        is_public = self._authorization is None or request.scope["path"] == "/health"
+        if not is_public and not secrets.compare_digest(authorization, self._authorization or b""):
+            message = "wrong api_key: the server logs the path of its key file when it starts"
             bearer = {"WWW-Authenticate": "Bearer"}
             return _error_response(401, message, "authentication_error", "invalid_api_key", bearer)
         if request.method == "POST":
             is_file = request.scope["path"] == "/v1/files"
-            most = (config.max_file_bytes if is_file else 0) + FORM_BYTES
+            max_bytes = (config.max_file_bytes if is_file else 0) + FORM_BYTES
             length = headers.get("content-length", "")
             if not (length.isascii() and length.isdigit()):
                 return _error_response(411, "a request needs a Content-Length")
-            if int(length[:20]) > most:
+            if int(length[:20]) > max_bytes:
                 limit = f"max_file_mib={config.max_file_mib}" if is_file else f"{FORM_BYTES:,} bytes"
-                return _error_response(413, f"the request has {int(length[:20]):,} bytes, {limit} is the most")
+                return _error_response(413, f"the request has {int(length[:20]):,} bytes; the limit is {limit}")
         return None
 
 
 class _RequestBody:
-    """The unread rest of a request. `is_asked_for`: the client waits for `100 Continue` before it sends the body."""
+    """Receiver of a request's body. `waits_for_continue`: the client sends the body after `100 Continue`."""
 
-    def __init__(self, receive: Receive, *, is_asked_for: bool):
-        self._receive, self._is_asked_for, self._is_done = receive, is_asked_for, False
+    def __init__(self, receive: Receive, *, waits_for_continue: bool):
+        self._receive, self._waits_for_continue, self._is_done = receive, waits_for_continue, False
 
     async def receive(self, seconds: float = RECEIVE_SECONDS) -> Message:
         """Raises TimeoutError if the client sends nothing for `seconds`."""
         if self._is_done:
             return await self._receive()
-        self._is_asked_for = False
+        self._waits_for_continue = False
         with anyio.fail_after(seconds):
             message = await self._receive()
         self._is_done = not message.get("more_body", False)
         return message
 
     async def drain(self) -> bool:
-        """Reads the rest of the body. Returns True if it is complete; a client still sending at close would see a
-        reset, not the answer."""
+        """Discards the rest of the body. Returns True if it was received completely."""
         with anyio.move_on_after(DRAIN_SECONDS), suppress(TimeoutError):
-            while not (self._is_done or self._is_asked_for):
+            while not (self._is_done or self._waits_for_continue):
                 await self.receive(DRAIN_PAUSE_SECONDS)
         return self._is_done
 
 
 class _Routes:
-    """Route handlers. Those that are not coroutines run in threads, since they may block on disk."""
+    """Route handlers. Starlette runs the synchronous ones in threads, since they may block on disk."""
 
     def __init__(self, config: ServeConfig, store: BatchStore, keeper: Keeper, models: Sequence[str]):
         self._config, self._store, self._keeper, self._models = config, store, keeper, models
@@ -218,19 +217,19 @@ class _Routes:
                     if form.get("purpose") != UPLOAD_PURPOSE:
                         raise HTTPException(400, "purpose must be 'batch'")
                     if upload is None or isinstance(upload, str):
-                        raise HTTPException(400, "there is no file")
+                        raise HTTPException(400, "file is missing")
                     name = (upload.filename or "requests.jsonl")[:MAX_FILENAME_CHARACTERS]
                     name = _check_text(name, "the file's name", MAX_FILENAME_CHARACTERS)
                     return _record_response(await run_in_threadpool(self._store.add_upload, upload.file, name))
         except UploadLimitError as error:
             raise HTTPException(413, str(error)) from None
         except UnicodeError:
-            raise HTTPException(400, "the form is not in the charset that its Content-Type names") from None
+            raise HTTPException(400, "the form does not match the charset of its Content-Type") from None
 
     def files(self, request: Request) -> Response:
         records, purpose = self._store.files(), request.query_params.get("purpose")
-        found = [record for record in records if purpose in (None, record["purpose"])]
-        return _list_page(request, found, MAX_FILES_LISTED, MAX_FILES_LISTED)
+        selected = [record for record in records if purpose in (None, record["purpose"])]
+        return _list_page(request, selected, MAX_FILES_LISTED, MAX_FILES_LISTED)
 
     def file(self, request: Request) -> Response:
         return _record_response(_require_found(self._store.file(request.path_params["id"]), "file"))
@@ -247,40 +246,42 @@ class _Routes:
     def content(self, request: Request) -> Response:
         path = Path(str(_require_found(self._store.file(request.path_params["id"]), "file")["path"]))
         if not path.is_file():
-            raise HTTPException(404, "the content of this file is gone")
+            raise HTTPException(404, "the content of this file is missing")
         return FileResponse(path, media_type="application/jsonl")
 
     async def add_batch(self, request: Request) -> Response:
         try:
-            asked = json.loads(await request.body())
+            body = json.loads(await request.body())
         except (ValueError, RecursionError):
             raise HTTPException(400, "the body is not JSON") from None
-        if not isinstance(asked, dict):
+        if not isinstance(body, dict):
             raise HTTPException(400, "the body is not an object")
-        return await run_in_threadpool(self._create_batch, asked)
+        return await run_in_threadpool(self._create_batch, body)
 
-    def _create_batch(self, asked: Mapping[str, object]) -> Response:
+    def _create_batch(self, body: Mapping[str, object]) -> Response:
         """Validates the whole request before anything is stored."""
         known = {"input_file_id", "endpoint", "completion_window", "metadata"}
-        unknown = sorted(key for key in asked.keys() - known if asked[key] is not None)
+        unknown = sorted(key for key in body.keys() - known if body[key] is not None)
         if unknown:
-            raise HTTPException(400, f"{unknown[0][:60]!r} cannot be honoured: {', '.join(sorted(known))} can")
-        endpoint, window = asked.get("endpoint"), asked.get("completion_window")
+            raise HTTPException(400, f"{unknown[0][:60]!r} is not supported; supported: {', '.join(sorted(known))}")
+        endpoint, window = body.get("endpoint"), body.get("completion_window")
         if not isinstance(endpoint, str) or endpoint not in URLS:
             raise HTTPException(400, f"endpoint must be one of {', '.join(URLS)}")
         window = "24h" if window is None else _check_text(window, "completion_window", MAX_KEY_CHARACTERS)
-        metadata = _check_metadata(asked.get("metadata"))
-        file_id = _check_text(asked.get("input_file_id"), "input_file_id", MAX_FILENAME_CHARACTERS)
+        metadata = _check_metadata(body.get("metadata"))
+        file_id = _check_text(body.get("input_file_id"), "input_file_id", MAX_FILENAME_CHARACTERS)
         source = _require_found(self._store.file(file_id), "file")
         if source["purpose"] != UPLOAD_PURPOSE:
-            raise HTTPException(400, "input_file_id names a file that was not uploaded for a batch")
+            raise HTTPException(400, "input_file_id: the file was not uploaded with purpose 'batch'")
         if len(self._store.unfinished_batches()) >= self._config.max_batches:
-            raise HTTPException(429, f"max_batches={self._config.max_batches:,} batches wait or run already")
+            raise HTTPException(
+                429, f"max_batches={self._config.max_batches:,} unfinished batches: wait, or cancel some"
+            )
         try:
             with Path(str(source["path"])).open("rb") as file:
                 total = sum(1 for line in file if line.strip())
         except FileNotFoundError:
-            raise HTTPException(404, "the content of this file is gone") from None
+            raise HTTPException(404, "the content of this file is missing") from None
         record = _require_found(self._store.add_batch(str(source["id"]), endpoint, window, metadata, total), "file")
         self._keeper.wake()
         return _record_response(record)
@@ -296,7 +297,7 @@ class _Routes:
         if record["status"] != "cancelling":
             record = self._store.set_status(str(record["id"]), "cancelling")
         if record["status"] != "cancelling":
-            raise HTTPException(409, f"the batch is {record['status']} already")
+            raise HTTPException(409, f"the batch is already {record['status']}")
         self._keeper.wake()
         return _record_response(record)
 
@@ -305,12 +306,12 @@ class _Routes:
 
     def model(self, request: Request) -> Response:
         if (name := request.path_params["id"]) not in self._models:
-            raise HTTPException(404, f"the model is {', '.join(self._models)}: what a request names is not looked at")
+            raise HTTPException(404, f"the model is {', '.join(self._models)}; requests may name any")
         return JSONResponse(_model(name))
 
     def health(self, request: Request) -> Response:
         is_alive = self._keeper.is_alive()
-        status = "ok" if is_alive else "batches are not worked on: start the server again"
+        status = "ok" if is_alive else "batches are not processed: restart the server"
         return JSONResponse({"status": status}, 200 if is_alive else 503)
 
     def metrics(self, request: Request) -> Response:
@@ -320,23 +321,23 @@ class _Routes:
         )
 
     def reject_single_request(self, request: Request) -> Response:
-        raise HTTPException(404, "batches only: upload a file to POST /v1/files, then POST /v1/batches")
+        raise HTTPException(404, "only batches are supported: upload a file to POST /v1/files, then POST /v1/batches")
 
 
-def _require_found(record: JsonRecord | None, what: str) -> JsonRecord:
+def _require_found(record: JsonRecord | None, kind: str) -> JsonRecord:
     if record is None:
-        raise HTTPException(404, f"there is no such {what}")
+        raise HTTPException(404, f"there is no such {kind}")
     return record
 
 
-def _check_text(value: object, what: str, most: int, *, may_be_empty: bool = False) -> str:
-    """Returns `value` if it is text that can be stored and returned. Raises HTTPException."""
+def _check_text(value: object, name: str, max_characters: int, *, may_be_empty: bool = False) -> str:
+    """Returns `value` if it is valid text of limited length. Raises HTTPException."""
     if not isinstance(value, str):
-        raise HTTPException(400, f"{what} is no text")
-    if len(value) > most:
-        raise HTTPException(400, f"{what} has {len(value):,} characters, {most:,} is the most")
+        raise HTTPException(400, f"{name} is not text")
+    if len(value) > max_characters:
+        raise HTTPException(400, f"{name} has {len(value):,} characters; the limit is {max_characters:,}")
     try:
-        return check_text(value, what, may_be_empty)
+        return check_text(value, name, may_be_empty)
     except BadRecord as error:
         raise HTTPException(400, str(error)) from None
 
@@ -363,23 +364,23 @@ def _public_fields(record: JsonRecord) -> JsonRecord:
     return {key: value for key, value in record.items() if key not in ("path", "tokens")}
 
 
-def _list_page(request: Request, records: Sequence[JsonRecord], usual: int, most: int) -> Response:
-    """Page of `records` (the oldest first) by the query parameters `limit`, `after` and `order`."""
-    asked = request.query_params
-    limit, order, after = asked.get("limit", str(usual)), asked.get("order", "desc"), asked.get("after")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= most):
-        raise HTTPException(400, f"limit must be 1 to {most:,}")
+def _list_page(request: Request, records: Sequence[JsonRecord], default: int, max_limit: int) -> Response:
+    """Page of `records` (oldest first) by the query parameters `limit`, `after` and `order`."""
+    query = request.query_params
+    limit, order, after = query.get("limit", str(default)), query.get("order", "desc"), query.get("after")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= max_limit):
+        raise HTTPException(400, f"limit must be 1 to {max_limit:,}")
     if order not in ("asc", "desc"):
         raise HTTPException(400, "order must be asc or desc")
     ordered = records if order == "asc" else records[::-1]
     start = 0
     if after is not None:
-        start = 1 + next((at for at, record in enumerate(ordered) if record["id"] == after), -1)
+        start = 1 + next((i for i, record in enumerate(ordered) if record["id"] == after), -1)
         if not start:
-            raise HTTPException(400, "after names none of these")
-    shown = [_public_fields(record) for record in ordered[start : start + int(limit)]]
-    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
-    return JSONResponse({"object": "list", "data": shown, "has_more": start + len(shown) < len(ordered), **ends})
+            raise HTTPException(400, "after is not the id of a listed object")
+    page = [_public_fields(record) for record in ordered[start : start + int(limit)]]
+    ids = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return JSONResponse({"object": "list", "data": page, "has_more": start + len(page) < len(ordered), **ids})
 
 
 def _model(name: str) -> Mapping[str, object]:
@@ -393,15 +394,15 @@ def _format_metrics(store: BatchStore, *, is_alive: bool) -> Iterator[str]:
     tokens: Counter[str] = Counter()
     for batch in batches:
         for total, name in ((rows, "request_counts"), (tokens, "tokens")):
-            found = batch.get(name)
-            counts = found if isinstance(found, dict) and batch["status"] in FINAL else {}
+            value = batch.get(name)
+            counts = value if isinstance(value, dict) and batch["status"] in FINAL else {}
             total.update({key: count for key, count in counts.items() if type(count) is int})
     statuses = Counter(str(batch["status"]) for batch in batches)
     sizes: Counter[str] = Counter()
     for file in files:
         sizes[str(file["purpose"])] += int(str(file["bytes"]))
     families = [
-        ("keeper_alive", "1 while batches are worked on.", "", {"": int(is_alive)}),
+        ("keeper_alive", "1 while batches are processed.", "", {"": int(is_alive)}),
         ("batches", "Batches by status.", "status", {name: statuses[name] for name in sorted(STATUSES)}),
         ("rows", "Rows of ended batches.", "result", {name: rows[name] for name in ("completed", "failed")}),
         (
@@ -410,7 +411,7 @@ def _format_metrics(store: BatchStore, *, is_alive: bool) -> Iterator[str]:
             "kind",
             {kind: tokens[f"{kind}_tokens"] for kind in ("prompt", "completion")},
         ),
-        ("files", "Files that are kept.", "purpose", Counter(str(file["purpose"]) for file in files)),
+        ("files", "Stored files.", "purpose", Counter(str(file["purpose"]) for file in files)),
         ("file_bytes", "Bytes of these files.", "purpose", sizes),
     ]
     for name, help, label, values in families:

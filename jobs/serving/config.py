@@ -1,6 +1,4 @@
-"""Settings of the batch server and its jobs; conf/serve.yaml mirrors them. A separate module, so that the command can
-read it before slow imports.
-"""
+"""Settings of the batch server and its jobs; conf/serve.yaml mirrors them. Separate from slow imports."""
 
 import ipaddress
 from collections.abc import Mapping, Sequence
@@ -17,27 +15,28 @@ from ..config.settings import LogLevel
 
 MAX_PORT, MAX_FILE_MIB, MAX_GIB, MAX_COUNT = 65_535, 100_000, 1_000_000, 1_000_000
 SERVER_KEYS = ("run", "output", "output_root", "shard", "dataset", "prompt", "trace")
-PATHS = ("model.path", "model.tokenizer", "sampling.json_schema")  # of jobs; a path that does not exist may be a Hub id
+ALLOWED_KEYS = ("dataset.limit", "dataset.max_row_bytes")
+PATHS = ("model.path", "model.tokenizer", "sampling.json_schema")  # if such a path does not exist, it may be a Hub id
 
 
 def job_settings(job: str, settings: Sequence[str]) -> list[str]:
     """Filters `settings` to those that the job accepts."""
-    is_own = job == "encode"
-    return [each for each in settings if is_own or not each.lstrip("+~").startswith("encode.")]
+    is_encode = job == "encode"
+    return [setting for setting in settings if is_encode or not setting.lstrip("+~").startswith("encode.")]
 
 
 def absolute_path_settings(values: Mapping[str, object]) -> list[str]:
     """Overrides that make the paths in `values` absolute, since jobs run in another directory."""
-    found = []
+    overrides = []
     for key in (*PATHS, "offload.cache_dir"):
         value = values.get(key)
         if not isinstance(value, str) or is_url(value):
             continue
         path = Path(value).expanduser()
-        with suppress(OSError, ValueError):  # a schema as text is no path at all
+        with suppress(OSError, ValueError):  # a JSON schema given as text is not a valid path
             if not path.is_absolute() and (key not in PATHS or path.exists()):
-                found.append(f"{key}={quote(str(path.absolute()))}")
-    return found
+                overrides.append(f"{key}={quote(str(path.absolute()))}")
+    return overrides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +56,7 @@ class ServeConfig:
     log_level: LogLevel = LogLevel.info
 
     def __post_init__(self) -> None:
-        require(bool(self.host), "host is empty: 127.0.0.1 is this machine alone")
+        require(bool(self.host), "host is empty: set host=127.0.0.1 for this machine only")
         limits = {
             "port": (MAX_PORT, ""),
             "max_file_mib": (MAX_FILE_MIB, " MiB"),
@@ -65,22 +64,22 @@ class ServeConfig:
             "max_uploads_gib": (MAX_GIB, " GiB"),
             "max_batches": (MAX_COUNT, ""),
         }
-        for key, (most, unit) in limits.items():
+        for key, (limit, unit) in limits.items():
             value = getattr(self, key)
-            require(1 <= value <= most, f"{key} must be 1 to {most:,}{unit}, got {value}")
+            require(1 <= value <= limit, f"{key} must be 1 to {limit:,}{unit}, got {value}")
         require(bool(self.output_root.strip()), "output_root is empty: name a directory, e.g. output_root=outputs")
         require(
             self.require_api_key or self.is_loopback,
-            f"require_api_key=false would let everybody in who reaches host={self.host}: it needs host=127.0.0.1",
+            f"require_api_key=false needs host=127.0.0.1: anyone who reaches host={self.host} could use it",
         )
         for setting in self.settings:
             key, sign, value = setting.lstrip("+~").partition("=")
-            is_own = key.partition(".")[0] in SERVER_KEYS and key not in ("dataset.limit", "dataset.max_row_bytes")
-            require(bool(sign), f"settings holds {setting!r}: each is key=value of weightstream generate")
-            require(not is_own, f"settings holds {setting!r}, which the server sets for each batch")
+            is_reserved = key.partition(".")[0] in SERVER_KEYS and key not in ALLOWED_KEYS
+            require(bool(sign), f"settings: {setting!r} is not key=value, as for weightstream generate")
+            require(not is_reserved, f"settings: {setting!r} is not allowed: the server sets it for each batch")
             require(
                 key != "output_private" or value.lower() == "true",
-                f"settings holds {setting!r}: batches of the server are its owner's alone; "
+                f"settings: {setting!r} is not allowed: batches are readable only by the server's user; "
                 "copy or export a run for others",
             )
 

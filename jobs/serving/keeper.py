@@ -1,6 +1,5 @@
-"""Runs the job of each batch, one at a time, in its own process; cancels jobs on request, and finds jobs that an
-earlier server started.
-"""
+"""Runs the jobs of batches, one at a time, each in its own process; cancels jobs on request, and adopts jobs that an
+earlier server started."""
 
 import fcntl
 import json
@@ -33,15 +32,15 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 EXIT_INTERRUPTED = 75  # exit code of a resumable job
 FINAL_EXIT_CODES = (2, 4, 70)  # permanent failures; 1 and 120 are Python's own, e.g. on a full disk
-MAX_FAILURES, MAX_PAUSE_SECONDS = 20, 300.0  # without progress: an hour in all, pauses double from 1 s
-MAX_MESSAGE = 2_000  # characters of a job's error that a record keeps
+MAX_FAILURES, MAX_PAUSE_SECONDS = 20, 300.0  # without progress, about an hour: pauses double from 1 s
+MAX_MESSAGE = 2_000  # characters of a job's error in a record
 LOG_TAIL_BYTES = 64 * KIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class _RetryState:
-    """Failures of a batch since it last made progress. `num_failures`: exits of its job, limited by `MAX_FAILURES`.
-    `retry_at`: monotonic time of the next try; ignored if the status has changed since."""
+    """Failures of a batch since its last progress. `num_tries`: all failed steps; `num_failures`: those that ended the
+    job. `retry_at`: monotonic time of the next try; ignored if the status has changed since."""
 
     num_tries: int = 0
     num_failures: int = 0
@@ -54,21 +53,18 @@ class _RetryState:
 
 
 class Keeper(threading.Thread):
-    """Thread that runs batches until `stop`, the oldest first; a running job continues after it. `settings`: overrides
-    for every job; those of `encode.*` apply only to encode jobs.
-
-    No exception ends the thread. Transient failures (a full disk, no descriptors, an interrupted or killed job) are
-    retried after a pause, after the other batches.
-    """
+    """Thread that runs batches until `stop`, the oldest first; a running job continues after `stop`. `settings`:
+    overrides for every job; `encode.*` apply only to encode jobs. No exception ends the thread. Transient failures (a
+    full disk, no descriptors, an interrupted or killed job) are retried after a pause, after the other batches."""
 
     def __init__(self, store: BatchStore, settings: list[str], output_root: Path):
         super().__init__(daemon=True, name="batches")
         self._store, self._settings, self._output_root = store, settings, output_root.absolute()
         self._stop_event, self._wake_event = threading.Event(), threading.Event()
-        self._current: str | None = None  # the batch whose job runs
+        self._current: str | None = None  # batch with the running job
         self._process: subprocess.Popen[bytes] | None = None  # None if an earlier server started the job
         self._log_start = 0  # offset of the current job's output in its log
-        self._is_stop_requested = False  # the job of the current one has been asked to stop
+        self._is_stop_requested = False  # the current job got a stop signal
         self._retry_states: dict[str, _RetryState] = {}
 
     def wake(self) -> None:
@@ -81,22 +77,23 @@ class Keeper(threading.Thread):
 
     def run(self) -> None:
         while not self._stop_event.is_set():
-            self._wake_event.clear()
+            self._wake_event.clear()  # before the step: a wake during it must not be lost
             try:
                 seconds = self._step()
-            except Exception as error:  # whatever it is: the other batches can still be done
-                log.error("batches are looked at again: %s", _format_error(error))
+            except Exception as error:  # the thread must not end
+                log.error("retrying all batches: %s", _format_error(error))
                 seconds = POLL_SECONDS
             self._wake_event.wait(seconds)
 
     def _step(self) -> float | None:
-        """Does all work that is due. Returns the seconds until the next step; None to wait for `wake`."""
-        left = self._store.unfinished_batches()
-        begun = (batch for batch in left if batch["status"] != "validating")  # whose job may run unknown to this server
-        running = next((batch for batch in left if batch["id"] == self._current), None) or next(
-            (batch for batch in begun if self._is_running(batch)), None
+        """Advances all batches. Returns the seconds until the next step; None to wait for `wake`."""
+        unfinished = self._store.unfinished_batches()
+        # An earlier server may have started the job of a batch.
+        started = (batch for batch in unfinished if batch["status"] != "validating")
+        running = next((batch for batch in unfinished if batch["id"] == self._current), None) or next(
+            (batch for batch in started if self._is_running(batch)), None
         )
-        now, waiting = time.monotonic(), [batch for batch in left if batch is not running]
+        now, waiting = time.monotonic(), [batch for batch in unfinished if batch is not running]
         waits = [self._retry_state(str(batch["id"])).seconds_left(batch, now) for batch in waiting]
         ready = [batch for batch, seconds in zip(waiting, waits, strict=True) if seconds <= 0]
         cancelling = [batch for batch in ready if batch["status"] == "cancelling" and not self._is_running(batch)]
@@ -109,18 +106,18 @@ class Keeper(threading.Thread):
         return 0.0 if ready or running is not None else min(waits, default=None)
 
     def _is_running(self, batch: JsonRecord) -> bool:
-        """True if a process works on the batch: its job, or any other process in its run directory. Raises OSError."""
+        """True if a job of the batch or another process in its run directory is running. Raises OSError."""
         return is_locked(self._store.log_path(str(batch["id"]))) or is_locked(self._run_directory(batch).lock)
 
     def _attempt(self, batch: JsonRecord) -> None:
-        """Advances a batch by one step. Postpones it after a transient failure; fails it after any other. Raises
+        """Advances a batch by one step. Postpones it after a transient failure and fails it after others. Raises
         OutputError if that cannot be recorded."""
         id = str(batch["id"])
         try:
             self._advance(id, batch)
         except Exception as error:
             if id == self._current and (self._process is None or self._process.poll() is not None):
-                self._current = self._process = None  # the next attempt finds on disk what it has come to
+                self._current = self._process = None  # the next attempt reads the result from disk
             if isinstance(error, WeightstreamError) and error.exit_code != EXIT_INTERRUPTED:
                 self._fail(id, str(error))
             else:
@@ -130,7 +127,7 @@ class Keeper(threading.Thread):
         run, is_cancelled = self._run_directory(batch), batch["status"] == "cancelling"
         process = self._process if id == self._current else None
         code = process.poll() if process is not None else None
-        # of our own job, which has ended: workers that it left behind
+        # After our own job has ended, its workers may still hold the lock.
         is_running = self._is_running(batch) if process is None else code is None or is_locked(run.lock)
         if is_running:
             if id != self._current or code is not None:
@@ -146,21 +143,23 @@ class Keeper(threading.Thread):
             self._start(id, batch)
             return
         else:
-            words = _last_error(self._store.log_path(id), self._log_start)
-            if code in FINAL_EXIT_CODES and words is not None:
-                self._fail(id, words)
+            message = _last_error(self._store.log_path(id), self._log_start)
+            if code in FINAL_EXIT_CODES and message is not None:
+                self._fail(id, message)
             elif code < 0:
                 self._retry(batch, run, f"its job was killed by signal {-code} ({signal.strsignal(-code)})")
             else:
-                self._retry(batch, run, words or f"exit code {code} without a word, see {self._store.log_path(id)}")
+                self._retry(
+                    batch, run, message or f"exit code {code} without a message, see {self._store.log_path(id)}"
+                )
         if id == self._current:
             self._current = self._process = None
 
     def _start(self, id: str, batch: JsonRecord) -> None:
         source = self._store.content_path(str(batch["input_file_id"]))
         if not source.is_file():
-            raise ConfigError(f"its file {batch['input_file_id']} is gone")
-        own = [
+            raise ConfigError(f"the input file {batch['input_file_id']} is missing")
+        overrides = [
             "dataset=openai_batch",
             f"dataset.path={quote(str(source.absolute()))}",
             f"run={id}",
@@ -168,28 +167,28 @@ class Keeper(threading.Thread):
             "output_private=true",
         ]
         job = _job_name(batch)
-        # a job elsewhere imports the same code as this process
+        # The job runs in another directory and must import the same code as this process.
         paths = [str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         root = Path(__file__).resolve().parents[2]
-        if root.name not in ("site-packages", "dist-packages"):  # a checkout, which need not be installed
+        if root.name not in ("site-packages", "dist-packages"):  # a checkout that may not be installed
             paths.append(str(root))
-        begun: JsonRecord = {"status": "in_progress", "in_progress_at": int(time.time())}
-        now = self._store.update_batch(id, lambda record: begun if record["status"] == "validating" else {})
-        if now["status"] != "in_progress":
-            return  # cancelled in the meantime
+        changes: JsonRecord = {"status": "in_progress", "in_progress_at": int(time.time())}
+        record = self._store.update_batch(id, lambda record: changes if record["status"] == "validating" else {})
+        if record["status"] != "in_progress":
+            return  # cancelled meanwhile
         with self._store.log_path(id).open("ab") as log_file:
             self._log_start = log_file.tell()
-            # Race: the lock belongs to the open file, so it is held for as long as a process of the job has this as its
-            # output, the server's end included: no second job begins, also before the first has locked its run.
+            # The lock belongs to the open file: processes of the job hold it while this is their output, even after
+            # the server has ended. So no second job starts before the first has locked its run.
             try:
                 fcntl.flock(log_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return  # it runs: the next step finds it
+                return  # a job is running: the next step finds it
             except OSError:  # a file system without locks
                 pass
             self._process = subprocess.Popen(
-                # -P and a folder of ours: the current folder holds no code for the job, nor a library's settings
-                [sys.executable, "-P", "-m", f"jobs.{job}", *job_settings(job, self._settings), *own],
+                # -P and a private cwd: no code or library settings from the current folder
+                [sys.executable, "-P", "-m", f"jobs.{job}", *job_settings(job, self._settings), *overrides],
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,
@@ -198,64 +197,63 @@ class Keeper(threading.Thread):
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             )
         self._current, self._is_stop_requested = id, False
-        log.info("%s begins", id)
+        log.info("%s: job started", id)
 
     def _finish(self, id: str, run: RunDirectory, status: str) -> None:
-        """Exports the finished rows as output files of the API."""
+        """Exports the finished rows as output files of the API and sets the status."""
         try:
             if run.manifest.exists():
                 write_batch_files(run.path, partial=status == "cancelled")
         except ConfigError:
             if status == "completed":
-                raise
-            # nothing is done yet
-        found: JsonRecord = {}
+                raise  # a cancelled run may have no rows
+        files: JsonRecord = {}
         counts, tokens = {"completed": 0, "failed": 0}, {"prompt_tokens": 0, "completion_tokens": 0}
         pairs = {"output": (run.batch_output, "completed"), "errors": (run.batch_errors, "failed")}
         for kind, (path, count) in pairs.items():
             if path.exists() and path.stat().st_size:
                 file_id = f"{id.replace('batch_', 'file-')}-{kind}"
                 self._store.add_file(file_id, path, f"{id}_{kind}.jsonl", RESULT_PURPOSE)
-                found["output_file_id" if kind == "output" else "error_file_id"] = file_id
+                files["output_file_id" if kind == "output" else "error_file_id"] = file_id
                 with path.open("rb") as lines:
                     for line in lines:
                         counts[count] += 1
                         body = (json.loads(line).get("response") or {}).get("body") or {}
                         for name in tokens:
                             tokens[name] += (body.get("usage") or {}).get(name, 0)
-        known = (self._store.batch(id) or {}).get("request_counts")
-        total = known.get("total") if isinstance(known, dict) else 0
+        recorded = (self._store.batch(id) or {}).get("request_counts")
+        total = recorded.get("total") if isinstance(recorded, dict) else 0
         counts["total"] = max(sum(counts.values()), total if isinstance(total, int) else 0)
-        self._store.set_status(id, status, request_counts={**counts}, tokens=tokens, **found)
+        self._store.set_status(id, status, request_counts={**counts}, tokens=tokens, **files)
         self._retry_states.pop(id, None)
-        log.info("%s is %s", id, status)
+        log.info("%s: %s", id, status)
 
     def _fail(self, id: str, message: str) -> None:
         problem: JsonRecord = {"code": "job_failed", "message": message[:MAX_MESSAGE], "line": None, "param": None}
         self._store.set_status(id, "failed", errors={"object": "list", "data": [problem]})
         self._retry_states.pop(id, None)
-        log.error("%s has failed: %s", id, message)
+        log.error("%s failed: %s", id, message)
 
     def _retry(self, batch: JsonRecord, run: RunDirectory, reason: str) -> None:
-        """Restarts an interrupted or killed job, as long as it makes progress."""
+        """Postpones an interrupted or killed job; fails it after `MAX_FAILURES` without progress."""
         id = str(batch["id"])
-        trouble, num_parts = self._retry_state(id), sum(1 for _ in run.generations.glob("part-*"))
-        if num_parts > trouble.num_parts:
-            trouble = _RetryState(num_parts=num_parts)
-        trouble = self._retry_states[id] = replace(trouble, num_failures=trouble.num_failures + 1)
-        if trouble.num_failures < MAX_FAILURES:
+        state, num_parts = self._retry_state(id), sum(1 for _ in run.generations.glob("part-*"))
+        if num_parts > state.num_parts:
+            state = _RetryState(num_parts=num_parts)
+        state = self._retry_states[id] = replace(state, num_failures=state.num_failures + 1)
+        if state.num_failures < MAX_FAILURES:
             self._postpone(batch, reason)
         else:
-            self._fail(id, f"its job ended {MAX_FAILURES} times without getting further; the last time: {reason}")
+            self._fail(id, f"its job ended {MAX_FAILURES} times without progress; the last time: {reason}")
 
     def _postpone(self, batch: JsonRecord, reason: str) -> None:
         id = str(batch["id"])
-        trouble = self._retry_state(id)
-        pause = min(2.0 ** min(trouble.num_tries, 10), MAX_PAUSE_SECONDS)
+        state = self._retry_state(id)
+        pause = min(2.0 ** min(state.num_tries, 10), MAX_PAUSE_SECONDS)
         self._retry_states[id] = replace(
-            trouble, num_tries=trouble.num_tries + 1, retry_at=time.monotonic() + pause, status=str(batch["status"])
+            state, num_tries=state.num_tries + 1, retry_at=time.monotonic() + pause, status=str(batch["status"])
         )
-        log.warning("%s is tried again in %.0f s: %s", id, pause, reason)
+        log.warning("%s: retry in %.0f s: %s", id, pause, reason)
 
     def _retry_state(self, id: str) -> _RetryState:
         return self._retry_states.get(id, _RetryState())
@@ -270,10 +268,10 @@ def _job_name(batch: JsonRecord) -> str:
 
 
 def _request_stop(job: "subprocess.Popen[bytes] | None", run: RunDirectory) -> bool:
-    """Asks a job to stop after its current pass. Returns False if it is not ready for signals yet."""
+    """Sends SIGTERM: the job stops at the end of its pass. Returns False if it is not ready for signals yet."""
     with suppress(OSError, DamagedRunError):
         if not is_locked(run.lock):
-            return False  # it has not seen to stop signals yet
+            return False  # it may not handle signals before it locks the run
         if job is not None:
             job.terminate()
             return True
@@ -286,7 +284,7 @@ def _request_stop(job: "subprocess.Popen[bytes] | None", run: RunDirectory) -> b
 
 
 def _last_error(path: Path, start: int) -> str | None:
-    """Returns the last error in a job's log after `start`; None if there is none, e.g. after a full disk."""
+    """The last error in a job's log after `start`; None without one, e.g. after a full disk."""
     with path.open("rb") as file:
         file.seek(max(start, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
         for line in reversed(file.read().decode("utf-8", errors="replace").splitlines()):
@@ -296,7 +294,7 @@ def _last_error(path: Path, start: int) -> str | None:
 
 
 def _format_error(error: Exception) -> str:
-    """Formats an error, with a traceback if it was unexpected."""
+    """The message of an expected error; the traceback of others."""
     if isinstance(error, OSError | WeightstreamError):
         return str(error)
     return "".join(traceback.format_exception(error))

@@ -27,33 +27,33 @@ from .store import BatchStore
 
 log = logging.getLogger(__name__)
 MIN_KEY_CHARACTERS = 16
-IDLE_SECONDS = 60  # in which a connection must have asked something, also behind an answer
-SHUTDOWN_SECONDS = 10  # for answers that are on their way
+IDLE_SECONDS = 60  # after which a connection without a request is closed
+SHUTDOWN_SECONDS = 10  # for responses in progress
 MAX_CONNECTIONS = 500
 REPEAT_SECONDS = 60.0
 
 
 def serve(config: ServeConfig, output_root: Path, models: Sequence[str] = ()) -> None:
-    """Serves until interrupted. A running job continues, and the next server adopts it. `models`: names of the served
-    models. Raises ConfigError, OutputError."""
+    """Serves until interrupted. A running job continues, and the next server adopts it. `models`: served model names.
+    Raises ConfigError, OutputError."""
     make_directory(output_root)
     with private_umask(), _lock_server_folder(output_root, config) as folder:
-        key = _api_key(config, folder) if config.require_api_key else None  # whoever finds it listening finds the key
+        key = _api_key(config, folder) if config.require_api_key else None  # before listening: clients read it
         with _open_listener(config) as listener:
             for handler in logging.getLogger().handlers:
                 handler.addFilter(_RepeatFilter())
-            logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of each form that is refused
+            logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of each rejected form
             store = BatchStore(folder)
             keeper = Keeper(store, config.settings, output_root)
             url = f"http://{listener.getsockname()[0]}:{config.port}/v1"
-            log.info("serving %s; batches lie in %s", url, output_root / "generate")
+            log.info("serving %s; batches are in %s", url, output_root / "generate")
             if key is None:
                 log.warning("require_api_key=false: every user of this machine can start batches and read every file")
             else:
-                place = config.api_key_file or folder / "api_key"
-                log.info('clients need a key: export OPENAI_BASE_URL=%s OPENAI_API_KEY="$(cat %s)"', url, place)
+                key_path = config.api_key_file or folder / "api_key"
+                log.info('clients need a key: export OPENAI_BASE_URL=%s OPENAI_API_KEY="$(cat %s)"', url, key_path)
             if not config.is_loopback:
-                log.warning("host=%s: what clients send over the network, the key too, is not encrypted", config.host)
+                log.warning("host=%s: network traffic, including the key, is not encrypted", config.host)
             keeper.start()
             try:
                 uvicorn.Server(
@@ -77,13 +77,13 @@ def serve(config: ServeConfig, output_root: Path, models: Sequence[str] = ()) ->
 
 @contextmanager
 def _lock_server_folder(output_root: Path, config: ServeConfig) -> Iterator[Path]:
-    """Context manager: locks and returns the folder of this server's records."""
+    """Context manager: creates, locks and returns the folder of the server's records."""
     folder = make_directory(output_root / "serve")
     try:
         lock = RunLock(folder / ".lock")
     except RunInUseError as error:
         raise ConfigError(
-            f"another server has output_root={config.output_root}: stop it, or choose another output_root= ({error})"
+            f"another server uses output_root={config.output_root}: stop it, or choose another output_root= ({error})"
         ) from error
     except OSError as error:
         raise ConfigError(f"output_root={config.output_root} cannot be used: {error}") from error
@@ -105,24 +105,24 @@ def _open_listener(config: ServeConfig) -> Iterator[socket.socket]:
 
 
 def _api_key(config: ServeConfig, folder: Path) -> str:
-    """Reads the API key from the user's file, or from ours, which is created if missing."""
+    """Reads the API key from `api_key_file`, or from a file in `folder`, which is created if missing."""
     path = Path(config.api_key_file).expanduser() if config.api_key_file else folder / "api_key"
     if config.api_key_file is None and not path.exists():
-        made = secrets.token_urlsafe(32)
-        publish(path, lambda file: write_all(file, f"{made}\n".encode()), exclusive=True)
+        new_key = secrets.token_urlsafe(32)
+        publish(path, lambda file: write_all(file, f"{new_key}\n".encode()), exclusive=True)
     try:
         mode = path.stat().st_mode
-        require(stat.S_ISREG(mode), f"api_key_file={path} is no file")
+        require(stat.S_ISREG(mode), f"api_key_file={path} is not a file")
         require(
             not mode & GROUP_AND_OTHERS,
-            f"api_key_file={path} is open to others (mode {mode & 0o777:o}): chmod 600 {path}",
+            f"api_key_file={path} is accessible to other users (mode {mode & 0o777:o}): chmod 600 {path}",
         )
         key = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"api_key_file={path} cannot be read: {error}") from error
     require(
         len(key) >= MIN_KEY_CHARACTERS and key.isprintable() and " " not in key,
-        f"api_key_file={path} must hold one word of {MIN_KEY_CHARACTERS} characters or more",
+        f"api_key_file={path} must contain one word of {MIN_KEY_CHARACTERS} characters or more",
     )
     return key
 
@@ -134,23 +134,24 @@ def _max_connections() -> int:
 
 
 class _Connection(H11Protocol):
-    """uvicorn connection with limits: closed when idle; above the connection limit, the longest idle one is closed."""
+    """uvicorn connection that is closed when idle; above the connection limit, the longest idle one is closed."""
 
-    heard_at: float = 0.0
+    last_received_at: float = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.heard_at = self.loop.time()
+        self.last_received_at = self.loop.time()
         self.loop.call_later(IDLE_SECONDS, self._close_if_idle)
         if len(self.connections) > _max_connections():
-            log.warning("more than %d connections: the one that is silent the longest is closed", _max_connections())
-            sending = [each for each in self.connections if isinstance(each, _Connection) and not each.is_responding]
-            silent = min(sending, key=lambda each: each.heard_at, default=self)
-            self.connections.discard(silent)
-            silent.transport.abort()
+            log.warning("more than %d connections: closing the longest idle one", _max_connections())
+            open_connections = [other for other in self.connections if isinstance(other, _Connection)]
+            candidates = [other for other in open_connections if not other.is_responding]
+            idle = min(candidates, key=lambda other: other.last_received_at, default=self)
+            self.connections.discard(idle)
+            idle.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        self.heard_at = self.loop.time()
+        self.last_received_at = self.loop.time()
         super().data_received(data)
 
     @property
@@ -166,14 +167,14 @@ class _Connection(H11Protocol):
     def _close_if_idle(self) -> None:
         if self.transport.is_closing():
             return
-        if not self.has_request and self.heard_at + IDLE_SECONDS <= self.loop.time():
+        if not self.has_request and self.last_received_at + IDLE_SECONDS <= self.loop.time():
             self.transport.abort()
         else:
             self.loop.call_later(IDLE_SECONDS, self._close_if_idle)
 
 
 class _RepeatFilter(logging.Filter):
-    """Logs an identical warning once per `REPEAT_SECONDS`, then with its number of repeats: without descriptors,
+    """Logs an identical warning once per `REPEAT_SECONDS`, with the number of repeats: without free descriptors,
     asyncio repeats one thousands of times a minute."""
 
     def __init__(self) -> None:
@@ -184,12 +185,12 @@ class _RepeatFilter(logging.Filter):
         if record.levelno < logging.WARNING:
             return True
         now, text = time.monotonic(), record.getMessage()
-        self._seen = {message: each for message, each in self._seen.items() if each[0] + 2 * REPEAT_SECONDS > now}
+        self._seen = {message: seen for message, seen in self._seen.items() if seen[0] + 2 * REPEAT_SECONDS > now}
         logged_at, num_repeats = self._seen.get(text, (-REPEAT_SECONDS, 0))
         if now - logged_at < REPEAT_SECONDS:
             self._seen[text] = (logged_at, num_repeats + 1)
             return False
         self._seen[text] = (now, 0)
         if num_repeats:
-            record.msg, record.args = f"{text} ({num_repeats} times more in between)", ()
+            record.msg, record.args = f"{text} ({num_repeats} repeats)", ()
         return True

@@ -1,4 +1,4 @@
-"""Persistent files and batches: a JSON record each, in the API's format, and the content of each uploaded file."""
+"""Store of files and batches: JSON records in the API's format, and the contents of uploaded files."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 FINAL = frozenset({"completed", "failed", "cancelled"})
 STATUSES = FINAL | {"validating", "in_progress", "cancelling"}
 URLS = (*ENDPOINTS, *ENCODE_ENDPOINTS)
-UPLOAD_PURPOSE, RESULT_PURPOSE = "batch", "batch_output"  # a file's purpose in the API
+UPLOAD_PURPOSE, RESULT_PURPOSE = "batch", "batch_output"  # values of `purpose` in the API
 FILE_FIELDS = {"bytes": int, "created_at": int, "filename": str, "purpose": str, "path": str}
 BATCH_FIELDS = {
     "created_at": int,
@@ -50,22 +50,22 @@ JsonRecord = dict[str, JsonValue]
 
 
 class UploadLimitError(Exception):
-    """An upload would exceed a limit on all uploads."""
+    """An upload would exceed the limits on uploads."""
 
 
 class FileInUseError(Exception):
-    """A file is the input of a batch that has not ended."""
+    """The file is the input of an unfinished batch."""
 
 
 class BatchStore:
-    """Records below `directory`; this process must be the only writer. Records are cached in memory; a change is on
-    disk before it is visible. Thread-safe: records are replaced, never mutated."""
+    """Records below `directory`; this process must be the only writer. A change is on disk before it is visible in
+    memory. Thread-safe: records are replaced, never mutated."""
 
     def __init__(self, directory: Path):
         """Removes incomplete uploads of a killed server. Raises OutputError, OSError."""
         self._files = make_directory(directory / "files")
         self._batches = make_directory(directory / "batches")
-        self.jobs = make_directory(directory / "jobs")  # the current folder of jobs: nobody else can write there
+        self.jobs = make_directory(directory / "jobs")  # cwd of jobs, writable only by this user
         for folder in (directory, self._files, self._batches, self.jobs):
             folder.chmod(PRIVATE_FOLDER_MODE)
             sweep_temps(folder, is_only_writer=True)
@@ -78,25 +78,23 @@ class BatchStore:
         self._num_receiving = self._receiving_bytes = 0
 
     def content_path(self, id: str) -> Path:
-        """Path of an uploaded file's content."""
         return self._files / f"{id}.jsonl"
 
     def log_path(self, batch_id: str) -> Path:
-        """Log of a batch's job; the job holds a lock on it while it runs."""
+        """Path of a job's log; the job holds a lock on it while it runs."""
         return self._batches / f"{batch_id}.log"
 
     @contextmanager
     def reserve_space(self, num_bytes: int, max_files: int, max_bytes: int) -> Iterator[None]:
-        """Context manager: counts an upload of `num_bytes` toward the limits while it is received. Raises
-        UploadLimitError."""
+        """Context manager: counts an upload toward the limits while it is received. Raises UploadLimitError."""
         with self._lock:
             sizes = [_int(file["bytes"]) for file in self._file_records.values() if file["purpose"] == UPLOAD_PURPOSE]
             if len(sizes) + self._num_receiving >= max_files:
-                raise UploadLimitError(f"max_files={max_files:,} uploaded files are kept already: DELETE some")
+                raise UploadLimitError(f"max_files={max_files:,} is reached: DELETE uploaded files")
             if (used := sum(sizes) + self._receiving_bytes) + num_bytes > max_bytes:
                 raise UploadLimitError(
-                    f"uploaded files have {used:,} bytes already, {num_bytes:,} more would be above "
-                    f"max_uploads_gib ({max_bytes:,} bytes): DELETE some"
+                    f"uploaded files have {used:,} bytes; {num_bytes:,} more exceed max_uploads_gib "
+                    f"({max_bytes:,} bytes): DELETE uploaded files"
                 )
             self._num_receiving += 1
             self._receiving_bytes += num_bytes
@@ -108,7 +106,7 @@ class BatchStore:
                 self._receiving_bytes -= num_bytes
 
     def add_upload(self, source: BinaryIO, filename: str) -> JsonRecord:
-        """Stores a new file and returns its record. Raises OutputError and leaves nothing behind."""
+        """Stores a new file and returns its record. Raises OutputError; nothing is stored then."""
         id = new_id("file-")
         path = self.content_path(id)
         try:
@@ -130,7 +128,7 @@ class BatchStore:
             "path": str(path.absolute()),
         }
         with self._lock:
-            write_json(self._files / f"{id}.json", record, exclusive=False)
+            write_json(self._files / f"{id}.json", record, exclusive=False)  # on disk first
             self._file_records[id] = record
         return record
 
@@ -138,7 +136,7 @@ class BatchStore:
         return self._file_records.get(id)
 
     def files(self) -> list[JsonRecord]:
-        """All files, the oldest first."""
+        """All files, oldest first."""
         return _by_age(self._file_records)
 
     def delete_file(self, id: str) -> bool:
@@ -149,9 +147,9 @@ class BatchStore:
                 return False
             for batch in self._batch_records.values():
                 if batch["input_file_id"] == id and batch["status"] not in FINAL:
-                    raise FileInUseError(f"{batch['id']} is {batch['status']} and reads this file: cancel it first")
+                    raise FileInUseError(f"batch {batch['id']} ({batch['status']}) reads this file: cancel it first")
             (self._files / f"{id}.json").unlink(missing_ok=True)
-            fsync_directory(self._files)
+            fsync_directory(self._files)  # a record must not return after a crash without its content
             del self._file_records[id]
             Path(str(record["path"])).unlink(missing_ok=True)
         return True
@@ -182,28 +180,28 @@ class BatchStore:
         return self._batch_records.get(id)
 
     def batches(self) -> list[JsonRecord]:
-        """All batches, the oldest first."""
+        """All batches, oldest first."""
         return _by_age(self._batch_records)
 
     def unfinished_batches(self) -> list[JsonRecord]:
-        """Batches that have not ended, the oldest first."""
-        left = {id: batch for id, batch in list(self._batch_records.items()) if batch["status"] not in FINAL}
-        return _by_age(left)
+        """Unfinished batches, oldest first."""
+        unfinished = {id: batch for id, batch in list(self._batch_records.items()) if batch["status"] not in FINAL}
+        return _by_age(unfinished)
 
     def update_batch(self, id: str, changes: Callable[[JsonRecord], Mapping[str, JsonValue]]) -> JsonRecord:
-        """Merges `changes(record)` into the batch, atomically, and returns it; a batch that has ended stays unchanged.
-        Raises OutputError."""
+        """Merges `changes(record)` into the batch, atomically, and returns it; ended batches stay unchanged. Raises
+        OutputError."""
         with self._lock:
             record = self._batch_records[id]
-            if record["status"] not in FINAL and (found := changes(record)):
-                record = {**record, **found}
+            if record["status"] not in FINAL and (new_values := changes(record)):
+                record = {**record, **new_values}
                 write_json(self._batches / f"{id}.json", record, exclusive=False)
                 self._batch_records[id] = record
             return record
 
-    def set_status(self, id: str, status: str, **more: JsonValue) -> JsonRecord:
-        """Sets the batch's status and the time of the change."""
-        return self.update_batch(id, lambda record: {"status": status, f"{status}_at": int(time.time()), **more})
+    def set_status(self, id: str, status: str, **values: JsonValue) -> JsonRecord:
+        """Sets the batch's status, the time of the change and other values."""
+        return self.update_batch(id, lambda record: {"status": status, f"{status}_at": int(time.time()), **values})
 
 
 def new_id(prefix: str) -> str:
@@ -220,35 +218,37 @@ def _int(value: JsonValue) -> int:
 
 def _load_records(folder: Path, ids: re.Pattern[str], fields: Mapping[str, type]) -> dict[str, JsonRecord]:
     """Loads the records in `folder`; skips invalid ones with a warning."""
-    found: dict[str, JsonRecord] = {}
+    records: dict[str, JsonRecord] = {}
     for path in folder.glob("*.json"):
         if not ids.fullmatch(path.stem):
             continue
         try:
-            found[path.stem] = _read_record(path, fields)
+            records[path.stem] = _read_record(path, fields)
         except (DamagedRunError, OSError, ValueError) as error:
-            log.warning("%s is left out, with what it records: %s", path, error)
-    return found
+            log.warning("%s is ignored: %s", path, error)
+    return records
 
 
 def _read_record(path: Path, fields: Mapping[str, type]) -> JsonRecord:
-    """Reads a record. Raises ValueError if it is invalid or cannot be sent as JSON."""
+    """Reads a record. Raises ValueError if it is invalid or cannot be sent as JSON; DamagedRunError, OSError."""
     if not path.is_file() or path.stat().st_size > MAX_RECORD_BYTES:
-        raise ValueError(f"it is no regular file of up to {MAX_RECORD_BYTES // KIB} KiB")
+        raise ValueError(f"not a regular file of up to {MAX_RECORD_BYTES // KIB} KiB")
     record = read_json(path)
     if record.get("id") != path.stem:
-        raise ValueError("its id is not its name's")
+        raise ValueError("its id differs from the file name")
     if wrong := next((name for name, kind in fields.items() if type(record.get(name)) is not kind), None):
-        raise ValueError(f"its {wrong} is missing or of another type")
+        raise ValueError(f"{wrong} is missing or has another type")
     if "endpoint" in fields:
         counts, metadata = record["request_counts"], record.get("metadata")
         if record["status"] not in STATUSES or record["endpoint"] not in URLS:
-            raise ValueError("there is no such status or endpoint")
+            raise ValueError("unknown status or endpoint")
         if not FILE_ID.fullmatch(str(record["input_file_id"])):
-            raise ValueError("its input_file_id is none")
+            raise ValueError("input_file_id is not a file id")
         if not isinstance(counts, dict) or any(type(count) is not int for count in counts.values()):
-            raise ValueError("its request_counts are no numbers")
+            raise ValueError("request_counts are not numbers")
         if metadata is not None and not isinstance(metadata, dict):
-            raise ValueError("its metadata is no object")
-    json.dumps(record, ensure_ascii=False, allow_nan=False).encode()  # a lone surrogate, or a number beyond floats
+            raise ValueError("metadata is not an object")
+    json.dumps(
+        record, ensure_ascii=False, allow_nan=False
+    ).encode()  # raises for a lone surrogate or an infinite number
     return record

@@ -113,7 +113,7 @@ def test_a_limit_on_file_sizes_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["/proc/nope/generate/run", "/dev/full/generate/run", "{tmp_path}/file/run"])
 def test_a_directory_that_can_never_be_made_is_refused(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"cannot be made: .*: choose another"):
+    with pytest.raises(ConfigError, match=r"cannot create directory .*; choose another"):
         make_directory(Path(place.format(tmp_path=tmp_path)))
 
 
@@ -176,7 +176,7 @@ def test_damaged_json_is_named_and_needs_a_person(tmp_path: Path, data: bytes) -
 def test_what_is_no_file_is_never_waited_for_and_needs_a_person(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "run.json"
     ODD_FILES[kind](path)
-    with pytest.raises(DamagedRunError, match=f"{path} is .*where Weightstream keeps a file of its own: move it away"):
+    with pytest.raises(DamagedRunError, match=f"{path} is .*in place of a file of Weightstream: remove it"):
         read_json(path)
 
 
@@ -186,7 +186,7 @@ def test_a_record_without_end_is_not_read_and_one_that_is_not_there_is_said_to_b
         read_json(path)
     path.touch()
     os.truncate(path, 1 << 40)  # no byte of it is written
-    with pytest.raises(DamagedRunError, match="is 1024 GiB large, above 256 MiB"):
+    with pytest.raises(DamagedRunError, match="has 1024 GiB; the limit is 256 MiB"):
         read_json(path)
 
 

@@ -54,7 +54,7 @@ def test_file_system_without_locks_warns(
 
     monkeypatch.setattr("fcntl.flock", refuse)
     RunLock(tmp_path / ".lock").release()
-    assert "only one process" in caplog.text
+    assert "start one process per run" in caplog.text
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])

@@ -54,7 +54,7 @@ def test_a_file_of_ours_is_replaced_and_one_that_is_not_there_is_made(tmp_path: 
 def test_a_file_of_ours_that_was_changed_since_is_the_users_own(change: Callable[[Path], None], tmp_path: Path) -> None:
     path = published(tmp_path / "a.jsonl")
     change(path)
-    with pytest.raises(ConfigError, match=r"^out=x: .*a\.jsonl is there, and was not written by Weightstream"):
+    with pytest.raises(ConfigError, match=r"^out=x: .*a\.jsonl exists, and was not written by Weightstream"):
         require_replaceable([tmp_path / "b.jsonl", path], "out=x")
 
 
@@ -115,7 +115,7 @@ WRITES: Mapping[str, Callable[[ShardedRun, Path], object]] = {
 def test_no_job_replaces_a_file_that_it_did_not_write(name: str, case: ShardedRun, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(MINE)
-    with pytest.raises(ConfigError, match="stays as it is"):
+    with pytest.raises(ConfigError, match="was not written by Weightstream or was changed since"):
         WRITES[name](case, tmp_path)
     assert path.read_bytes() == MINE
     assert {each.name for each in tmp_path.iterdir()} == {name, "runs"}

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.files.publishing import PARQUET_PROBLEMS, file_sha256, write_parquet
-from jobs.files.row_digest import KEY, sign, values_digest
+from jobs.files.row_digest import DIGEST_KEY, sign, values_digest
 from jobs.record.parts import PartStore
 from jobs.record.success import is_finished
 from runtime.errors import DamagedRunError
@@ -80,7 +80,7 @@ def test_other_values_under_the_right_footer_are_noticed_before_and_after_the_en
     with pytest.raises(DamagedRunError, match="their digest differs"):
         read_generations(store.directory)
     assert list(store.committed_parts()) == [0, 2]
-    assert "its rows are not those that were written" in caplog.text
+    assert "its rows were changed after they were written" in caplog.text
     store.commit(1, rows_of(1), PASSES)
     store.publish_success()
     assert parts(store) == before
@@ -91,7 +91,7 @@ def test_a_part_without_its_digest_is_not_believed(tmp_path: Path) -> None:
     store = committed_store(tmp_path)
     path = store.directory.generations_part(1)
     table = pq.ParquetFile(path).read()
-    metadata = {key: value for key, value in table.schema.metadata.items() if key != KEY}
+    metadata = {key: value for key, value in table.schema.metadata.items() if key != DIGEST_KEY}
     with path.open("wb") as file:
         write_parquet(table.replace_schema_metadata(metadata), file)
     assert list(store.committed_parts()) == [0, 2]

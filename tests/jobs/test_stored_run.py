@@ -100,7 +100,7 @@ def test_what_is_generated_of_an_open_block_goes_on_elsewhere(
     with caplog.at_level("INFO"):
         folder = run(tmp_path / "other", url)
     assert "resuming:" in caplog.text
-    assert "are begun, with" in caplog.text
+    assert "are partly generated, with" in caplog.text
     assert rows(folder).select(["id", "token_ids"]).equals(rows(plain).select(["id", "token_ids"]))
     assert not [name for name in files(url) if name.startswith("running")]
 
