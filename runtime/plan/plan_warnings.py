@@ -1,7 +1,6 @@
 """Warnings about settings that have no effect, or less than expected, in a given plan.
 
-Each is one sentence: the key, the reason, and what to do. `jobs.config.settings.doubtful_settings` covers warnings that
-need no plan.
+Each is one sentence: the key, the reason, and what to set. `jobs.config.settings` has warnings that need no plan.
 """
 
 from collections.abc import Iterator
@@ -28,11 +27,10 @@ from .placement.walks import cpu_attends
 from .planner import RunPlan
 from .shape.model import ModelShape
 
-ROOM_FOR_ALL = "there is room for all keys and values where compute happens"
+ROOM_FOR_ALL = "the whole KV cache fits in compute memory"
 
 
 def plan_warnings(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_device: bool) -> list[str]:
-    """Returns all warnings for a plan."""
     return [*ineffective_settings(config, shape, plan, has_device=has_device), *slow_settings(config, plan)]
 
 
@@ -48,20 +46,20 @@ def ineffective_settings(config: RuntimeConfig, shape: ModelShape, plan: RunPlan
 
 
 def slow_settings(config: RuntimeConfig, plan: RunPlan) -> list[str]:
-    """Returns warnings about slow plans that the user can avoid."""
+    """Returns warnings about slow plans that other settings avoid."""
     warnings, placement, layout = list[str](), plan.placement, plan.placement.kv
     if config.kv.tier is KVTier.auto and layout.tier is KVTier.nvme and layout.page_bytes:
         keys = " or ".join(ledger.budget_key for ledger in placement.ledgers)
         warnings.append(
-            f"kv=auto keeps keys and values of {len(layout.page_bytes)} layers on disk, which is slow: memory has no "
-            f"room for more; raise {keys}, or lower policy.micro_batch_size or sampling.max_new_tokens"
-            + ("; with a loss, kv.dtype=int8 keeps them in fewer bytes" if layout.can_be_quantized else "")
+            f"kv=auto stores the KV cache of {len(layout.page_bytes)} layers on disk, as memory is full, which is "
+            f"slow; raise {keys}, or lower policy.micro_batch_size or sampling.max_new_tokens"
+            + (", or set kv.dtype=int8, which is smaller but lossy" if layout.can_be_quantized else "")
         )
     is_by_rule = plan.searched_policy is None
     if placement.paged and plan.num_lanes > 1 and not placement.decode_walk.batched_experts and is_by_rule:
         warnings.append(
-            f"offload.expert_paging={placement.paging.value} reads an expert up to {plan.num_lanes} times in a pass: "
-            f"each of {plan.num_lanes} micro-batches asks by itself; policy.schedule={BATCHED.value} reads it once"
+            f"offload.expert_paging={placement.paging.value} reads an expert up to {plan.num_lanes} times per pass, "
+            f"once for each micro-batch; policy.schedule={BATCHED.value} reads it once for all"
         )
     return warnings
 
@@ -71,101 +69,97 @@ def _weight_warnings(config: RuntimeConfig, shape: ModelShape, *, has_device: bo
     keeps_all = tier is Tier.none or (tier is Tier.cpu and not has_device)
     is_stored = DequantizedSize.from_shape(shape, frozenset(), 1) is not None
     if offload.dequantize is not Dequantize.auto and not (has_device and is_stored):
-        why = "all weights lie as they are multiplied" if has_device else "compute happens in host memory"
-        yield f"offload.dequantize={offload.dequantize.value} has no effect: {why}; leave it auto"
+        why = "no weights are stored quantized" if has_device else "there is no accelerator"
+        yield f"offload.dequantize={offload.dequantize.value} has no effect: {why}; set auto"
     if offload.tier is Tier.cpu and not has_device:
-        yield "offload=cpu is as offload=none here: compute happens in host memory; offload=nvme streams from disk"
+        yield "offload=cpu is the same as offload=none without an accelerator; offload=nvme streams from disk"
     if offload.resident_layers is not None and keeps_all:
         yield (
-            f"offload.resident_layers={offload.resident_layers} has no effect: offload={offload.tier.value} keeps "
-            "every layer; leave it null"
+            f"offload.resident_layers={offload.resident_layers} has no effect: offload={offload.tier.value} keeps all "
+            "layers in memory; set null"
         )
     if offload.device_memory_gib is not None and not has_device:
-        yield (
-            f"offload.device_memory_gib={offload.device_memory_gib:g} has no effect: compute happens in host memory; "
-            "offload.host_memory_gib limits that"
-        )
+        key = f"offload.device_memory_gib={offload.device_memory_gib:g}"
+        yield f"{key} has no effect without an accelerator; set offload.host_memory_gib"
 
 
 def _compute_warnings(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_device: bool) -> Iterator[str]:
-    """Yields warnings about CUDA graphs, experts and attention. A device without CUDA graphs is rejected before."""
+    """Yields warnings about CUDA graphs, experts and attention."""
     placement, order, paging = plan.placement, config.policy.schedule, config.offload.expert_paging
     if config.model.graphs and has_device:
         if not placement.is_fully_resident:
             yield (
-                "model.graphs=true is refused by a run of this plan: weights, or keys and values, travel; offload=none "
-                "and kv=device where they fit, or model.graphs=false"
+                "model.graphs=true fails with this plan, which streams weights or KV; set offload=none and kv=device "
+                "if they fit, or model.graphs=false"
             )
         elif plan.num_lanes > 1:
-            yield f"model.graphs=true has no effect: {plan.num_lanes} lanes take turns; policy.num_micro_batches=1"
+            yield f"model.graphs=true has no effect with {plan.num_lanes} micro-batches; set policy.num_micro_batches=1"
     if order is not None and order.style.batches_experts and not placement.decode_walk.batched_experts:
         why = "the model runs its experts in its own code" if shape.has_experts else "the model has no experts"
-        yield f"policy.schedule={order.value} has no effect: {why}; policy.schedule={PLAIN.value} is the same"
+        yield f"policy.schedule={order.value} has no effect: {why}; set policy.schedule={PLAIN.value}"
     if paging in (ExpertPaging.hit, ExpertPaging.all) and placement.paging is ExpertPaging.off:
         why = "every layer stays in memory"
         if not shape.has_experts:
             why = "the model has no experts"
         elif not pageable_stages(shape):
-            why = "this checkpoint's experts share bytes or scales, so none can be read by itself"
-        yield f"offload.expert_paging={paging.value} has no effect: {why}; leave it auto"
+            why = "this checkpoint's experts share bytes or scales and cannot be read one by one"
+        yield f"offload.expert_paging={paging.value} has no effect: {why}; set auto"
     if config.policy.attention is Attention.cpu and not cpu_attends(shape, config, has_device=has_device):
         why = "padded lanes attend in the model's own code"
         if shape.is_packed:
-            why = "an accelerator expands this model's latents in its own memory"
-        yield f"policy.attention=cpu has no effect: {why}; policy.attention=device is the same"
+            why = "the accelerator expands this model's latents (MLA) in its memory"
+        yield f"policy.attention=cpu has no effect: {why}; set policy.attention=device"
 
 
 def _kv_warnings(config: RuntimeConfig, shape: ModelShape, placement: Placement, *, has_device: bool) -> Iterator[str]:
     kv, layout = config.kv, placement.kv
     if kv.tier is KVTier.cpu and not has_device:
-        yield ("kv=cpu is as kv=device here: compute happens in host memory; kv=nvme keeps keys and values elsewhere")
+        yield "kv=cpu is the same as kv=device without an accelerator; kv=nvme stores the KV cache on disk"
     if layout.page_bytes and not layout.stays_in_host:
         if kv.directory is not None and layout.tier is not KVTier.nvme:
-            yield f"kv.directory={kv.directory} has no effect: keys and values lie in host memory; kv=nvme uses it"
+            yield f"kv.directory={kv.directory} has no effect: the KV cache is in host memory; set kv=nvme to use it"
         return
     if layout.stays_in_host:
-        why = "policy.attention=cpu attends where all keys and values are"
+        why = "with policy.attention=cpu the whole KV cache stays in host memory"
     elif not shape.kv_bytes_per_token:
-        why = "the model keeps no keys and values"
+        why = "the model has no KV cache"
     elif kv.tier is KVTier.device or (kv.tier is KVTier.cpu and not has_device):
-        why = f"kv={kv.tier.value} keeps all keys and values where compute happens"
+        why = f"kv={kv.tier.value} keeps the whole KV cache in compute memory"
     elif kv.tier is KVTier.auto or kv.device_fraction is None:
         why = ROOM_FOR_ALL
     else:
-        why = f"no layer's keys and values are left to kv={kv.tier.value}"
+        why = "it leaves no layer to offload"
     if kv.tier in (KVTier.cpu, KVTier.nvme) and kv.device_fraction is None and why == ROOM_FOR_ALL:
-        yield f"kv={kv.tier.value} has no effect: {why}; kv.device_fraction=0 keeps them elsewhere nevertheless"
+        yield f"kv={kv.tier.value} has no effect: {why}; set kv.device_fraction=0 to offload it anyway"
     if kv.device_fraction is not None:
-        yield f"kv.device_fraction={kv.device_fraction:g} has no effect: {why}; leave it null"
+        yield f"kv.device_fraction={kv.device_fraction:g} has no effect: {why}; set null"
     if kv.num_slots != KVConfig.num_slots:
-        yield f"kv.num_slots={kv.num_slots} has no effect: {why}; leave it {KVConfig.num_slots}"
+        yield f"kv.num_slots={kv.num_slots} has no effect: {why}; set {KVConfig.num_slots}"
     if kv.directory is not None:
-        yield f"kv.directory={kv.directory} has no effect: {why}; leave it null, or choose kv=nvme"
+        yield f"kv.directory={kv.directory} has no effect: {why}; set null, or kv=nvme"
 
 
 def _prefetch_warnings(config: RuntimeConfig, placement: Placement) -> Iterator[str]:
     prefetch, kind = config.prefetch, config.prefetch.kind
     if not placement.walk.streamed:
         if prefetch != PrefetchConfig():
-            yield f"prefetch={kind.value} has no effect: every stage stays in memory; leave the group prefetch out"
+            yield f"prefetch={kind.value} has no effect: every stage stays in memory; remove it"
         return
     depth, block_layers = prefetch.depth, prefetch.block_layers
     if depth != PrefetchConfig.depth:
         if kind is Prefetch.cost_aware:
-            yield f"prefetch.depth={depth} has no effect: prefetch=cost_aware finds one; prefetch=lookahead takes it"
+            yield f"prefetch.depth={depth} has no effect: prefetch=cost_aware chooses it; set prefetch=lookahead"
         elif kind is not Prefetch.lookahead and not placement.paged:  # experts have slots by depth
-            yield f"prefetch.depth={depth} has no effect beside prefetch={kind.value}; prefetch=lookahead takes it"
+            yield f"prefetch.depth={depth} has no effect with prefetch={kind.value}; set prefetch=lookahead"
     if block_layers != PrefetchConfig.block_layers and kind is not Prefetch.block:
-        yield (
-            f"prefetch.block_layers={block_layers} has no effect beside prefetch={kind.value}; prefetch=block takes it"
-        )
+        yield f"prefetch.block_layers={block_layers} has no effect with prefetch={kind.value}; set prefetch=block"
 
 
 def _policy_warnings(policy: PolicyConfig, shape: ModelShape) -> Iterator[str]:
     if policy.admission is Admission.continuous and not shape.is_packed:
         yield (
-            "policy.admission=continuous goes by whole micro-batches: padded lanes cannot be joined, so requests enter "
-            "as the last of a micro-batch ends; a smaller policy.micro_batch_size lets them enter earlier"
+            "policy.admission=continuous admits whole micro-batches: requests cannot join padded lanes, so they wait "
+            "for the last sequence of a micro-batch; a smaller policy.micro_batch_size admits them earlier"
         )
     if policy.kind is PolicyKind.fixed and policy.pin is not None:
-        yield f"policy.pin={policy.pin} has no effect beside policy=fixed; policy=auto takes it"
+        yield f"policy.pin={policy.pin} has no effect with policy=fixed; set policy=auto"

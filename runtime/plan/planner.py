@@ -1,6 +1,6 @@
 """Plans a run from requests and budgets: its blocks, the placement of its weights, and its predicted duration. Pure.
 
-Block composition can change generated text, as products of other shapes round differently. A resumed run therefore
+The composition of blocks can change generated text, as matrix products of other shapes round differently. A resumed run
 keeps its blocks, and its prefill chunks while they fit; its placement may change.
 """
 
@@ -31,14 +31,12 @@ from .search.policy import Policy
 from .shape.model import ModelShape
 
 WORTHWHILE = 0.02  # of a run's time, that a non-default micro-batch size must save
-MIN_SEARCHED_SECONDS = 4.0  # predicted of a run by rule: a search takes about one, and may halve it
+MIN_SEARCHED_SECONDS = 4.0  # predicted for the default plan: a search takes about one and may halve it
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """The plan of a run. `rates`: None if nothing was measured; then `prediction` is None too. `choice`: the result of
-    a search for this plan. `searched_policy`: the policy of this or an earlier search. `backends`: linear backends of a
-    CPU; None if not chosen."""
+    """The plan of a run."""
 
     blocks: tuple[Block, ...]
     budgets: Budgets
@@ -46,12 +44,12 @@ class RunPlan:
     policy: PolicyConfig  # resolved: fixed, with attention and prefill chunks set
     kv: KVConfig  # resolved with it
     prefetch: PrefetchConfig  # resolved: cost_aware became a depth
-    rates: MachineRates | None
-    prediction: Prediction | None
-    choice: SearchResult | None = None
-    searched_policy: Policy | None = None
+    rates: MachineRates | None  # None: not measured
+    prediction: Prediction | None  # None: no rates
+    choice: SearchResult | None = None  # of the search for this plan
+    searched_policy: Policy | None = None  # of this or an earlier search
     prefixes: Sequence[SharedPrefix | None] = ()  # by request, if any are shared
-    backends: BackendTable | None = None
+    backends: BackendTable | None = None  # of a CPU's linear layers; None: not chosen
 
     @property
     def block_size(self) -> int:
@@ -79,26 +77,26 @@ def plan_run(
     blocks: tuple[Block, ...] | None = None,
     num_halvings: int = 0,
 ) -> RunPlan:
-    """Makes the problem and returns its `plan_policy`."""
+    """Same as `plan_policy` of a `Problem` with these values."""
     problem = Problem(shape=shape, config=config, budgets=budgets, sizes=sizes, rates=rates)
     return plan_policy(problem, blocks=blocks, num_halvings=num_halvings)
 
 
 def plan_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, num_halvings: int = 0) -> RunPlan:
-    """Returns the plan of the configured policy; open settings get defaults.
+    """Returns the plan of the configured policy; settings left open get defaults.
 
-    `blocks`: those of a resumed run. `num_halvings`: number of out-of-memory errors so far; chunks then stay minimal.
-    Raises BudgetError, with the ledger, if not even the smallest block fits.
+    `blocks`: of a resumed run. `num_halvings`: number of out-of-memory errors so far; chunks then stay minimal. Raises
+    BudgetError, with the ledger, if not even the smallest block fits.
     """
     if problem.config.policy.schedule is not None:
         return _plan_with_order(problem, blocks, num_halvings)
-    best, refusal, config = None, None, problem.config
+    best, last_error, config = None, None, problem.config
     for order in default_orders(problem.shape, has_device=problem.budgets.has_device):
         try:
             ordered = replace(config, policy=replace(config.policy, schedule=order))
             plan = _plan_with_order(replace(problem, config=ordered), blocks, num_halvings)
         except BudgetError as error:
-            refusal = error
+            last_error = error
             continue
         if best is None:
             best = plan
@@ -107,27 +105,25 @@ def plan_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, nu
         elif plan.block_size > best.block_size:  # without rates: more sequences per load of the weights
             best = plan
     if best is None:
-        raise refusal or AssertionError("there is a default order")
+        raise last_error or AssertionError("there is a default order")
     return best
 
 
 def find_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, num_halvings: int = 0) -> RunPlan:
-    """Returns the plan of the fastest policy that a search finds within the settings; of `policy=auto` only if
-    `is_search_worthwhile`.
+    """Returns the plan of the fastest policy found by a search, or of the default policy if not `is_search_worthwhile`.
 
-    With `blocks` of a resumed run, only the variant is searched. `num_halvings` as for `plan_policy`. Raises
+    With `blocks` of a resumed run, only the policy's variant is searched. `num_halvings` as for `plan_policy`. Raises
     BudgetError, with the ledger, if not even the smallest block fits.
     """
     default_plan = plan_policy(problem, blocks=blocks, num_halvings=num_halvings)
     if not is_search_worthwhile(problem.config.policy.kind, default_plan):
         return default_plan
-    choice, run, prediction = search(
-        problem, blocks=blocks, default=None if blocks else _make_policy(default_plan, problem.shape)
-    )
+    default = None if blocks else _make_policy(default_plan, problem.shape)
+    choice, run, prediction = search(problem, blocks=blocks, default=default)
     best = choice.best.policy.halve(num_halvings)
     if num_halvings:
         fixed = problem.with_policy(best)
-        if blocks is None:  # all requests in blocks of its sizes
+        if blocks is None:
             blocks = fixed.blocks(best.micro_batch_size, best.num_micro_batches)
         plan = plan_policy(fixed, blocks=blocks)
     else:
@@ -136,8 +132,8 @@ def find_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, nu
 
 
 def is_search_worthwhile(kind: PolicyKind, default_plan: RunPlan) -> bool:
-    """True if a search should replace the default policy: with `auto`, if the default run takes several times as long
-    as a search. False without rates or requests."""
+    """True with `policy=hrm`, or with `auto` if the default plan takes several times as long as a search. False without
+    rates or requests."""
     if kind is PolicyKind.fixed or default_plan.prediction is None or not default_plan.blocks:
         return False
     return kind is PolicyKind.hrm or default_plan.prediction.seconds >= MIN_SEARCHED_SECONDS
@@ -145,13 +141,12 @@ def is_search_worthwhile(kind: PolicyKind, default_plan: RunPlan) -> bool:
 
 def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -> RunPlan:
     model, policy, quantize = problem.config.model, run.config.policy, problem.config.model.quantize
-    # Weights read in every pass would be quantized again each time.
     num_read = len({*run.placement.walk.from_disk, *run.placement.decode_walk.from_disk})
     require(
         quantize is None or not num_read,
-        f"model.quantize={quantize and quantize.value} rounds weights as they are read, and offload="
-        f"{problem.config.offload.tier.value} would read {num_read} stages every pass. Pack them once: "
-        f"{model.pack_command}; or offload=auto, which keeps what it has read",
+        f"model.quantize={quantize and quantize.value} with offload={problem.config.offload.tier.value} would quantize "
+        f"{num_read} stages again in every pass: pack the weights once ({model.pack_command}), or set offload=auto, "
+        "which keeps quantized weights in memory",
     )
     feedforward = policy.feedforward or FeedForward.device
     return RunPlan(
@@ -168,16 +163,15 @@ def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -
 
 
 def _plan_with_order(problem: Problem, blocks: tuple[Block, ...] | None, num_halvings: int) -> RunPlan:
-    """Returns the plan of a policy with a given order."""
     starts = _initial_runs(problem, num_halvings) if blocks is None else [place_existing_blocks(problem, blocks)]
     starts[0].placement.require_fit(problem.config)
     if not num_halvings:
         starts = [tune_chunks(problem, run) for run in starts]
     best, shortest = starts[0], problem.predict(starts[0])
     for run in starts[1:]:  # prefer the first, unless another is clearly faster
-        found = problem.predict(run)
-        if found is not None and shortest is not None and found.seconds < (1 - WORTHWHILE) * shortest.seconds:
-            best, shortest = run, found
+        prediction = problem.predict(run)
+        if prediction and shortest and prediction.seconds < (1 - WORTHWHILE) * shortest.seconds:
+            best, shortest = run, prediction
     return _run_plan(problem, best, shortest)
 
 
@@ -188,18 +182,18 @@ def _initial_runs(problem: Problem, num_halvings: int) -> list[PlacedRun]:
     weights in less memory. Rates decide; without them the large one is preferred if everything is resident.
     """
 
-    def run(widths: tuple[int, ...]) -> PlacedRun:
-        chunk, blocks = choose_blocks(problem, widths, num_halvings)
+    def place(sizes: tuple[int, ...]) -> PlacedRun:
+        chunk, blocks = choose_blocks(problem, sizes, num_halvings)
         return problem.place_blocks(blocks, chunk)
 
-    widths = micro_batch_sizes(problem.shape, problem.config, problem.budgets)[-1 if num_halvings else 0 :]
-    largest = run(widths)
-    if not problem.budgets.has_device or len(widths) == 1:
+    sizes = micro_batch_sizes(problem.shape, problem.config, problem.budgets)[-1 if num_halvings else 0 :]
+    largest = place(sizes)
+    if not problem.budgets.has_device or len(sizes) == 1:
         return [largest]
-    usual = run(widths[-1:])
-    if usual.blocks == largest.blocks or not usual.placement.fits:
+    smallest = place(sizes[-1:])
+    if smallest.blocks == largest.blocks or not smallest.placement.fits:
         return [largest]
-    return [largest, usual] if largest.placement.is_fully_resident else [usual, largest]
+    return [largest, smallest] if largest.placement.is_fully_resident else [smallest, largest]
 
 
 def _make_policy(plan: RunPlan, shape: ModelShape) -> Policy:

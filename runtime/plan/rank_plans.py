@@ -39,28 +39,23 @@ class RankView:
         num_ranks: int,
         experts: DividedExperts = DividedExperts.auto,
     ) -> "RankView":
-        """Makes the view of each of `num_ranks`. Raises ConfigError if the model or machine cannot be divided among
-        them."""
-        if (num_ranks == 1) is not (parallelism is Parallelism.one):
-            raise ConfigError(
-                f"plan.num_ranks={num_ranks}: devices={parallelism.value} runs in "
-                + (
-                    "one process; choose devices=sharded, tensor or pipeline"
-                    if parallelism is Parallelism.one
-                    else "several processes; set it to 2 or more"
-                )
-            )
+        """Raises ConfigError if the model or the machine cannot be divided among `num_ranks`."""
+        is_one, key = parallelism is Parallelism.one, f"devices={parallelism.value}"
+        if (num_ranks == 1) is not is_one:
+            processes = "one process; set devices=sharded, tensor or pipeline"
+            processes = processes if is_one else "several processes; set it to 2 or more"
+            raise ConfigError(f"plan.num_ranks={num_ranks}: {key} runs in {processes}")
         require(
-            parallelism is Parallelism.one or not shape.has_encoder,
-            f"devices={parallelism.value}: model={shape.name} has an encoder, unsupported with ranks: devices=one",
+            is_one or not shape.has_encoder,
+            f"{key}: model={shape.name} has an encoder, which several ranks do not support: set devices=one",
         )
         machine_share = rank_machine(machine, shape, parallelism, num_ranks, experts)
         shares = {
             Parallelism.tensor: partial(tensor_parallel_shape, experts=experts),
             Parallelism.pipeline: pipeline_shape,
         }
-        own = shares[parallelism](shape, num_ranks) if parallelism in shares else shape
-        return RankView(parallelism=parallelism, num_ranks=num_ranks, whole=shape, shape=own, machine=machine_share)
+        part = shares[parallelism](shape, num_ranks) if parallelism in shares else shape
+        return RankView(parallelism=parallelism, num_ranks=num_ranks, whole=shape, shape=part, machine=machine_share)
 
     def sizes(self, sizes: Sequence[SequenceSize]) -> Sequence[SequenceSize]:
         """Returns the requests that the rank computes."""
@@ -68,21 +63,17 @@ class RankView:
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of weights that the rank reads per pass, if none are resident."""
-        return (
-            self.whole.weight_bytes // self.num_ranks
-            if self.parallelism is Parallelism.sharded
-            else self.shape.weight_bytes
-        )
+        """Bytes of weights that the rank reads per pass, if none are resident."""
+        is_sharded = self.parallelism is Parallelism.sharded
+        return self.whole.weight_bytes // self.num_ranks if is_sharded else self.shape.weight_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """The mean KV bytes per rank for each token of the run."""
-        count = self.num_ranks if self.parallelism is Parallelism.sharded else 1
-        return self.shape.kv_bytes_per_token // count
+        """Mean KV bytes per rank for each token of the run."""
+        return self.shape.kv_bytes_per_token // (self.num_ranks if self.parallelism is Parallelism.sharded else 1)
 
     def add_waiting(self, prediction: Prediction, run: RunPlan) -> Prediction:
-        """Returns one rank's prediction plus its waits for other ranks."""
+        """Returns one rank's prediction plus the time that it waits for other ranks."""
         if self.parallelism is not Parallelism.pipeline:
             return prediction
         prefill = self._pipeline_phase(prediction.prefill, run, chunk_tokens(run.policy))
@@ -91,8 +82,8 @@ class RankView:
     def _pipeline_phase(self, phase: PhaseTime, run: RunPlan, tokens: int) -> PhaseTime:
         """Returns a phase's time over all pipeline ranks.
 
-        Fully resident, a lane leaves the first rank after its share of compute: GPipe's bubble (Huang et al. 2019).
-        With streamed weights all lanes finish a layer before the next, so a lane leaves only in the last layer.
+        Adds GPipe's bubble (Huang et al. 2019). With resident weights a lane leaves the first rank after its share of
+        compute; with streamed weights all lanes run each layer together, so a lane leaves only in the last layer.
         """
         if not phase.seconds:
             return phase
@@ -105,8 +96,8 @@ class RankView:
         return replace(phase, seconds=phase.seconds + (self.num_ranks - 1) * (ahead + sent))
 
     def plan(self, problem: Problem, make_plan: Callable[[Problem], RunPlan]) -> RunPlan:
-        """Returns the plan that `find` makes for the rank, waits included. For a pipeline, tries more and smaller lanes
-        too, and returns the fastest: a single rank's search does not see their benefit."""
+        """Returns the plan that `make_plan` makes for the rank, waits included. For a pipeline, also tries more and
+        smaller lanes and returns the fastest, as the search of a single rank does not see their benefit."""
         best = self._plan_with_waiting(problem, make_plan)
         if self.parallelism is not Parallelism.pipeline:
             return best
@@ -116,9 +107,7 @@ class RankView:
             if size >= min(best.lane_size, policy.micro_batch_size or best.lane_size):
                 continue
             smaller = replace(problem.config, policy=replace(policy, micro_batch_size=size))
-            found = self._plan_with_waiting(replace(problem, config=smaller), make_plan)
-            if _seconds(found) < _seconds(best):
-                best = found
+            best = min(best, self._plan_with_waiting(replace(problem, config=smaller), make_plan), key=_seconds)
         return best
 
     def _plan_with_waiting(self, problem: Problem, make_plan: Callable[[Problem], RunPlan]) -> RunPlan:

@@ -1,4 +1,4 @@
-"""Resolved values of all `auto` settings of a run, for the log and the run's record."""
+"""All `auto` settings of a run as resolved, for the log and the run's record."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,24 +14,19 @@ from .shape.model import ModelShape
 
 
 def prefix_sharing_obstacle(config: RuntimeConfig, shape: ModelShape, *, has_rope_lengths: bool) -> str | None:
-    """Returns why prompts share no prefixes; None if they may. Padded lanes have no pages; with length-dependent rotary
-    embeddings, equal tokens of two sequences have different keys."""
+    """Returns why prompts share no prefixes; None if they may. `has_rope_lengths`: keys depend on the prompt length."""
     if config.policy.share_prefixes is SharePrefixes.off:
         return "policy.share_prefixes=off"
     if not shape.is_packed:
-        return "this model's lanes are padded"
+        return "this model runs in padded lanes, without KV pages"
     if has_rope_lengths:
-        return "this model's rotary embeddings know each prompt's length"
+        return "this model's rotary embeddings depend on the prompt length"
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedSettings:
-    """Values for JSON, mostly config values; `str` returns a few lines for the log.
-
-    `prefetch_depth`: stages read ahead of compute; the block size for block prefetch, 0 without prefetch. `numbers`:
-    storage formats of weights and KV cache, and their error class.
-    """
+    """Values for JSON, mostly config values; `str` returns a few lines for the log."""
 
     dtype: str
     weights: str
@@ -39,20 +34,20 @@ class ResolvedSettings:
     num_resident_stages: int
     num_host_stages: int  # held in host memory and copied to the device
     prefetch: str
-    prefetch_depth: int
+    prefetch_depth: int  # stages read ahead of compute; the block size for block prefetch, 0 without prefetch
     num_slots: int
     expert_paging: str
     num_paged_stages: int
-    feedforward: str  # cpu: the CPU computes some of the experts in host memory
+    feedforward: str  # cpu: the CPU computes some experts in host memory
     kv: str
     num_kv_layers: int
-    num_travelling_layers: int  # of those, with KV outside of compute memory
+    num_travelling_layers: int  # of those, with KV outside compute memory
     schedule: str
     attention: str
     admission: str
     num_blocks: int
     num_lanes: int
-    lane_size: int  # most sequences of a micro-batch
+    lane_size: int  # maximum sequences of a micro-batch
     prefill_chunk_tokens: int  # maximum per micro-batch and pass
     sharing: str = ""  # scope of prefix sharing: block, run (continuous admission), micro-batch, or off
     why_unshared: str | None = None
@@ -78,7 +73,7 @@ class ResolvedSettings:
         why = prefix_sharing_obstacle(config, shape, has_rope_lengths=has_rope_lengths)
         members, spared_rule = [block.micro_batches for block in plan.blocks], rule
         if not is_wave:
-            # An upper bound: each prefix is cached until its last use, once for all lanes.
+            # Upper bound: each prefix stays cached until its last use, once for all lanes.
             members = [[[i for block in plan.blocks for i in block.members]]]
             spared_rule = SharingRule(among_lanes=True, page_tokens=PAGE_TOKENS)
         attention = Attention.cpu if walk.cpu_attention else Attention.device
@@ -119,7 +114,7 @@ class ResolvedSettings:
         each = ", each" if self.num_blocks > 1 else ""
         lanes = "1 micro-batch" if self.num_lanes == 1 else f"{self.num_lanes} micro-batches"
         size = format_count(self.lane_size, "sequence")
-        streaming = ": all fit in compute memory, and are read once"
+        streaming = ": all in compute memory, read once"
         if self.num_resident_stages != self.num_stages:
             in_host = f", {self.num_host_stages} in host memory" if self.num_host_stages else ""
             streaming = (
@@ -128,36 +123,36 @@ class ResolvedSettings:
             )
         paging = f" in {self.num_paged_stages} stages" if self.num_paged_stages else ""
         if paging and self.feedforward == FeedForward.cpu.value:
-            paging += ", multiplied on the CPU too"
-        away = f": {self.num_travelling_layers} of {self.num_kv_layers} layers, the others where compute happens"
+            paging += ", some computed on the CPU"
+        kv = f"{self.kv}: {self.num_travelling_layers} of {self.num_kv_layers} layers, the others in compute memory"
         return "\n".join(
             [
                 "plan:",
                 f"  blocks    {format_count(self.num_blocks, 'block')}{each} of up to {lanes} of {size}, "
                 f"admission={self.admission}, {self.dtype}",
-                f"  prompts   up to {self.prefill_chunk_tokens:,} tokens of a micro-batch in one pass",
-                f"  sharing   {self._sharing}",
+                f"  prefill   chunks of up to {self.prefill_chunk_tokens:,} tokens per micro-batch",
+                f"  prefixes  {self._sharing}",
                 f"  schedule  {self.schedule}, decode attention={self.attention}",
                 f"  weights   {self.weights}{streaming}",
                 f"  experts   paging={self.expert_paging}{paging}",
-                f"  KV        {self.kv}{away if self.num_travelling_layers else ''}",
-                f"  numbers   weights {self.weights_text}; KV {self.kv_text}",
+                f"  KV        {kv if self.num_travelling_layers else self.kv}",
+                f"  precision weights {self.weights_text}; KV {self.kv_text}",
             ]
         )
 
     @property
     def _sharing(self) -> str:
         if self.why_unshared:
-            return f"off: {self.why_unshared}"
-        where = "over the run" if self.sharing == "run" else f"in each {self.sharing}"
+            return f"not shared: {self.why_unshared}"
+        scope = "over the run" if self.sharing == "run" else f"within each {self.sharing}"
         if not self.num_spared_tokens:
-            return f"{where}: no prompts are known to begin alike"
+            return f"shared {scope}: no common prefixes known"
         most = "up to " if self.admission == Admission.continuous.value else ""
-        return f"{where}: {most}{self.num_spared_tokens:,} tokens that prompts begin with are spared"
+        return f"shared {scope}: saves {most}{self.num_spared_tokens:,} prompt tokens"
 
     @property
     def numbers(self) -> Mapping[str, str | float | Sequence[str] | None]:
-        """Storage of weights and KV cache and their error classes, for the record of a finished run."""
+        """Storage formats of weights and KV cache with their error classes, for the record of a finished run."""
         keys = ("weight_formats", "weight_loss", "weight_error", "kv_dtype", "kv_loss")
         return {key: getattr(self, key) for key in keys}
 
@@ -168,4 +163,4 @@ class ResolvedSettings:
 
     @property
     def kv_text(self) -> str:
-        return f"{'as computed' if self.kv_dtype == KVDType.auto.value else self.kv_dtype}: {self.kv_loss}"
+        return f"{'compute dtype' if self.kv_dtype == KVDType.auto.value else self.kv_dtype}: {self.kv_loss}"

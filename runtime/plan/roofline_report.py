@@ -23,7 +23,7 @@ GIGA, TERA = 1e9, 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class PeakLine:
-    """One roof: FLOP/s of a processor if every byte comes over `link`."""
+    """A roof: the FLOP/s of a processor if all bytes come over `link`."""
 
     level: Level
     link: str
@@ -40,11 +40,11 @@ class PeakLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """`intensity`: FLOPs per byte over the limiting link; `own_intensity`: FLOPs per byte touched where it runs."""
+    """An operation in the roofline diagram."""
 
     name: str
-    intensity: float
-    own_intensity: float
+    intensity: float  # FLOPs per byte over the limiting link
+    own_intensity: float  # FLOPs per byte of the processor's own memory
     flops_per_second: float
 
     @property
@@ -53,7 +53,7 @@ class Operation:
 
     @property
     def own_text(self) -> str:
-        return f"the same: {_number(self.own_intensity)} FLOPs per byte of its own memory"
+        return f"{self.name}: {_number(self.own_intensity)} FLOPs per byte of its own memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,33 +75,32 @@ def _number(intensity: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RooflineReport:
-    """`turning_points`: the known ones above 0. `needed_sequences`: block size that reaches P2."""
+    """Contents of the roofline diagram of a plan."""
 
     roofs: Sequence[PeakLine]
     operations: Sequence[Operation]
-    turning_points: Sequence[TurningPoint]
-    needed_sequences: float
+    turning_points: Sequence[TurningPoint]  # the known ones above 0
+    needed_sequences: float  # block size that reaches P2
     num_sequences: int
-    num_rows: int  # processed at once by feed-forward layers
+    num_rows: int  # per feed-forward product
 
     @property
     def intensities(self) -> list[float]:
         """The intensities of all operations, turning points and ridges."""
-        ridges = [roof.ridge for roof in self.roofs]
-        asked = [value for each in self.operations for value in (each.intensity, each.own_intensity)]
-        turning = [each.intensity for each in self.turning_points]
-        return [value for value in (*ridges, *asked, *turning) if 0 < value < inf]
+        values = [roof.ridge for roof in self.roofs] + [point.intensity for point in self.turning_points]
+        values += [value for op in self.operations for value in (op.intensity, op.own_intensity)]
+        return [value for value in values if 0 < value < inf]
 
     @property
     def peaks(self) -> dict[str, float]:
-        """The known FLOP/s of each processor."""
+        """Peak FLOP/s of each processor, if known."""
         levels = [roof.level for roof in self.roofs]
         return {level.name: level.flops_per_second for level in levels if isfinite(level.flops_per_second)}
 
     def lowest(self, intensity: float) -> float:
         """Returns the lowest FLOP/s of any operation, or of any roof at this intensity."""
-        over = [float(roof.level.attainable(intensity)) for roof in self.roofs]
-        return min([each.flops_per_second for each in self.operations] + over)
+        at_roofs = [float(roof.level.attainable(intensity)) for roof in self.roofs]
+        return min([operation.flops_per_second for operation in self.operations] + at_roofs)
 
 
 def make_roofline_report(shape: ModelShape, machine: Machine, plan: RunPlan) -> RooflineReport:
@@ -110,7 +109,7 @@ def make_roofline_report(shape: ModelShape, machine: Machine, plan: RunPlan) -> 
     is_batched = plan.placement.decode_walk.order.style.batches_experts
     num_rows = num_sequences if is_batched else plan.lane_size
     point = operating_point(work, machine, reads=reads, num_sequences=num_sequences, num_rows=num_rows)
-    links = {  # P1 is about the link, P2 about the whole path of streamed weights
+    links = {  # P1: the link; P2: the whole path of streamed weights
         "P1": (point.p1, machine.rates.link_in_bytes_per_second),
         "P2": (point.p2, link_bytes_per_second(machine, reads=reads)),
     }
@@ -131,37 +130,36 @@ def make_roofline_report(shape: ModelShape, machine: Machine, plan: RunPlan) -> 
 def _peak_lines(work: LayerWork, machine: Machine) -> list[PeakLine]:
     rates, compute = machine.rates, compute_level(work, machine.rates)
 
-    def over(link: str, bytes_per_second: float) -> PeakLine:
+    def roof_over(link: str, bytes_per_second: float) -> PeakLine:
         level = Level(name="compute", flops_per_second=compute.flops_per_second, bytes_per_second=bytes_per_second)
         return PeakLine(level=level, link=link)
 
-    disk = over("disk", rates.disk_bytes_per_second)
+    disk = roof_over("disk", rates.disk_bytes_per_second)
     if machine.device_bytes is None:
-        return [over("host memory", compute.bytes_per_second), disk]
+        return [roof_over("host memory", compute.bytes_per_second), disk]
     cpu = host_level(rates) or Level(
         name="CPU", flops_per_second=inf, bytes_per_second=rates.cpu_attention_bytes_per_second
     )
     roofs = [
-        over("device memory", compute.bytes_per_second),
+        roof_over("device memory", compute.bytes_per_second),
         PeakLine(level=replace(cpu, name="CPU"), link="host memory"),
-        over("link", rates.link_in_bytes_per_second),
+        roof_over("link", rates.link_in_bytes_per_second),
         disk,
     ]
     return [roof for roof in roofs if roof.level.bytes_per_second < inf]
 
 
 def _attention(point: OperatingPoint, machine: Machine, plan: RunPlan) -> Operation:
-    """Returns decode attention, per byte of KV."""
     rates, placement = machine.rates, plan.placement
     if placement.decode_walk.cpu_attention:
-        where, rate = "on the CPU", rates.cpu_attention_bytes_per_second
+        place, rate = "on the CPU", rates.cpu_attention_bytes_per_second
     elif placement.decode_walk.offloaded_kv:
         links = (rates.attention_bytes_per_second, link_bytes_per_second(machine, reads=False))
-        where, rate = "KV comes over", min(links)
+        place, rate = "KV streamed", min(links)
     else:
-        where, rate = "beside its KV", rates.attention_bytes_per_second
+        place, rate = "KV resident", rates.attention_bytes_per_second
     return Operation(
-        name=f"attention, {where}",
+        name=f"attention, {place}",
         intensity=point.attention,
         own_intensity=point.attention,
         flops_per_second=rate * point.attention,
@@ -171,8 +169,7 @@ def _attention(point: OperatingPoint, machine: Machine, plan: RunPlan) -> Operat
 def _feed_forward(
     point: OperatingPoint, work: LayerWork, machine: Machine, reads: bool, plan: RunPlan, num_rows: int
 ) -> Operation:
-    """Returns the feed-forward weights, shared by many sequences. If all are resident, only their own memory limits
-    them."""
+    """Returns the products with feed-forward weights. If all are resident, only their own memory limits them."""
     own = num_rows * work.ffn_flops_per_token / work.ffn_bytes / hit_share(work, num_rows)
     attained = float(compute_level(work, machine.rates).attainable(own))
     if not plan.placement.decode_walk.streamed:

@@ -20,7 +20,7 @@ NUM_DECODE_PASSES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """`description`: the passes shown, in words. They start with empty slots, at second 0."""
+    """Simulated passes with their `names`. They start with empty slots, at second 0."""
 
     description: str
     names: Sequence[str]
@@ -28,17 +28,17 @@ class Timeline:
 
     @property
     def spans(self) -> list[SimulatedSpan]:
-        return [span for each in self.passes for span in each.spans]
+        return [span for simulated in self.passes for span in simulated.spans]
 
 
 def make_timeline(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> Timeline:
-    """Returns the timeline of the first block: its first prefill pass and first decode passes, in sequence. For
-    continuous admission, passes from the middle of the run."""
+    """Returns the first prefill pass and the first decode passes of the first block; for continuous admission, passes
+    from the middle of the run."""
     placement, chunk = plan.placement, chunk_tokens(plan.policy)
     if plan.policy.admission is Admission.continuous and shape.is_packed:
-        found, count = mixed_spans(placement, plan.blocks, sizes, chunk), NUM_DECODE_PASSES + 1
-        description = f"{count} passes like the one in the middle of the run, prompts beside tokens that are decoded"
-        names, ranges = ["mixed pass"] * count, [found[len(found) // 2]] * count
+        groups, count = mixed_spans(placement, plan.blocks, sizes, chunk), NUM_DECODE_PASSES + 1
+        description = f"{count} mixed passes of prefill and decode, as in the middle of the run"
+        names, shown = ["mixed pass"] * count, [groups[len(groups) // 2]] * count
     else:
         lanes = [[sizes[i] for i in group] for group in plan.blocks[0].micro_batches if group]
         prompts = block_prefills(shape, lanes, chunk, placement.sharing_rule)
@@ -49,16 +49,14 @@ def make_timeline(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize
         decode = f" and decode passes 1 to {num_shown} of {num_decode:,}" if num_shown else ""
         description = f"prefill pass 1 of {max(map(len, prompts)):,}{decode} of the first block"
         names = ["prefill pass", *(f"decode pass {number + 1}" for number in range(num_shown))]
-        ranges = [
-            PassGroup(
-                num_passes=1, lanes=[work for work in each if work is not None], prefill_share=0.0 if number else 1.0
-            )
-            for number, each in enumerate(works)
+        shown = [
+            PassGroup(lanes=[work for work in lane_works if work is not None], prefill_share=0.0 if turn else 1.0)
+            for turn, lane_works in enumerate(works)
         ]
     passes = list[tuple[Schedule, Durations]]()
-    for each in ranges:
-        walk = placement.walk if each.is_prefill else placement.decode_walk
-        passes.append((make_schedule(walk, len(each.lanes)), make_durations(shape, placement, walk, each.lanes, rates)))
+    for group in shown:
+        walk, lanes = placement.walk if group.is_prefill else placement.decode_walk, group.lanes
+        passes.append((make_schedule(walk, len(lanes)), make_durations(shape, placement, walk, lanes, rates)))
     return Timeline(description=description, names=names, passes=simulate_passes(passes, rates.pass_seconds))
 
 
@@ -68,22 +66,20 @@ MAX_ACTIONS = 20_000  # some 200 KB; 80 layers and 16 lanes make about 3,000
 def schedule_text(plan: RunPlan, *, max_actions: int = MAX_ACTIONS) -> str:
     """Returns the schedule of the first block: the actions before its first pass, one prefill pass and one decode pass.
 
-    `parse_action` reads every line that does not start with `#`. Lists the first `max_actions`; a last line counts the
-    rest.
+    Lists the first `max_actions`, for `parse_action`; other lines start with `#`.
     """
     num_lanes = len(plan.blocks[0].micro_batches) if plan.blocks else plan.num_lanes
     of_lanes = f"of {num_lanes} micro-batch{'es' if num_lanes > 1 else ''}"
     prefill, decode = (make_schedule(walk, num_lanes) for walk in (plan.placement.walk, plan.placement.decode_walk))
     sections = [("before the first prefill pass", prefill.prologue), (f"a prefill pass {of_lanes}", prefill.cycle)]
-    if decode.prologue != prefill.prologue:  # otherwise the slots hold what the prefill pass has read ahead
+    if decode.prologue != prefill.prologue:  # otherwise the prefill pass already filled the slots
         sections.append(("before the first decode pass", decode.prologue))
     sections.append((f"a decode pass {of_lanes}", decode.cycle))
-    lines: list[str] = []
-    num_actions = 0
+    lines, num_actions = list[str](), 0
     for heading, actions in sections:
         shown = actions[: max(0, max_actions - num_actions)]
         num_actions += len(actions)
         lines += [f"# {heading}: {len(actions):,} actions", *map(str, shown)]
     if num_actions > max_actions:
-        lines.append(f"# the other {num_actions - max_actions:,} of {num_actions:,} actions are left out")
+        lines.append(f"# {num_actions - max_actions:,} of {num_actions:,} actions are omitted")
     return "\n".join(lines) + "\n"

@@ -225,8 +225,8 @@ def test_a_finished_run_says_in_which_class_of_error_it_is(tmp_path: Path, caplo
     pack(PackConfig(model=SourceConfig(path=str(BUNDLED)), out=str(tmp_path / "store")), lambda *_: None)
     packed = ModelConfig(name="packed", path=str(tmp_path / "store"))
     table = format_table(run(tmp_path, model=packed, kv=KVConfig(dtype=KVDType.int8)).summary)
-    said = {"weights": "window4: lossless, bit by bit the published numbers", "keys and values": "int8: lossy"}
-    assert f"numbers   weights {said['weights']}; KV {said['keys and values']}" in caplog.text
+    said = {"weights": "window4: lossless, same bits as published", "keys and values": "int8: lossy"}
+    assert f"precision weights {said['weights']}; KV {said['keys and values']}" in caplog.text
     lines = {line.partition("  ")[0]: line.rpartition("  ")[2].strip() for line in table.splitlines()}
     assert lines.items() >= said.items()
     directory = RunDirectory(path=tmp_path / "generate" / "case")

@@ -74,7 +74,7 @@ def test_the_page_names_the_formats_that_a_model_is_published_in_with_their_byte
     assert bf16.split()[:3] == ["BF16", "4.04", "GiB"]
     assert "embed_tokens, vectors, self_attn (q_proj, k_proj, v_proj, o_proj), mlp (router, " in bf16
     assert empty == ""
-    assert "numbers   weights mxfp4, BF16: exact to the published numbers" in text
+    assert "precision weights mxfp4, BF16: exact, as published" in text
     plain = format_plan(plan(*settings, "plan.format=bfloat16", "offload=cpu"), num_actions=0)
     assert plain.startswith("gpt-oss-120b (218 GiB as stored) on h100")
     assert "mxfp4" not in plain
@@ -83,7 +83,7 @@ def test_the_page_names_the_formats_that_a_model_is_published_in_with_their_byte
 def test_a_model_is_planned_as_others_publish_it() -> None:
     text = format_plan(plan("model=llama-3.3-70b", "machine=h100", "policy=fixed", "plan.format=gptq"), num_actions=0)
     assert text.startswith("llama-3.3-70b (37 GiB as stored) on h100")
-    assert "numbers   weights gptq-int4, BF16: exact to the published numbers" in text
+    assert "precision weights gptq-int4, BF16: exact, as published" in text
 
 
 def test_a_format_that_cannot_be_read_is_refused_with_those_that_can() -> None:

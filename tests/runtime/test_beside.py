@@ -164,5 +164,5 @@ def test_where_the_cpu_cannot_attend_keys_and_values_are_where_kv_says(family: s
 def test_keys_and_values_that_are_not_beside_the_cpu_are_refused(tier: KVTier, reference: References) -> None:
     ref = reference("llama")
     config = replace(beside(ref), kv=KVConfig(tier=tier))
-    with pytest.raises(ConfigError, match=f"policy.attention=cpu .* kv={tier.value} keeps them elsewhere: kv=cpu"):
+    with pytest.raises(ConfigError, match=f"policy.attention=cpu .* not kv={tier.value}: set kv=cpu"):
         Runtime(config, device=FakeDevice((False,))).generate(ref.prompts)

@@ -169,7 +169,7 @@ def test_ledgers_count_what_goes_to_the_cpu_and_back_and_what_is_made_there() ->
     assert names[0]["experts on the CPU"] == 2 * visits * token_bytes
     assert names[1]["experts on the CPU"] >= round_trip_size(toy_mixture(), placement.cpu_share).round_trip_bytes
     assert round_trip_size(toy_mixture(), placement.cpu_share).round_trip_bytes >= 2 * visits * token_bytes
-    assert names[1]["products on the CPU"] > 0
+    assert names[1]["CPU products"] > 0
 
 
 NUM_EXPERTS = 64

@@ -240,7 +240,7 @@ def test_where_the_grid_lets_through_too_much_the_block_shrinks_until_it_fits(mo
 
 
 def test_when_nothing_fits_the_equation_says_why() -> None:
-    with pytest.raises(BudgetError, match="host memory than it may use"):
+    with pytest.raises(BudgetError, match="host memory than its budget"):
         choose(SHAPES["dense"], replace(WITHOUT, host_bytes=60 * MIB), config())
 
 

@@ -38,7 +38,7 @@ def test_the_refusal_has_the_shortfall_every_term_the_key_and_the_advice() -> No
     with pytest.raises(BudgetError) as error:
         ledger(2 * GIB).require_fit("lower policy.micro_batch_size")
     assert str(error.value).splitlines() == [
-        "the run needs 512 MiB more host memory than it may use",
+        "the run needs 512 MiB more host memory than its budget",
         "host memory:",
         "  slots         2 GiB  = 2 x 1,073,741,824 B",
         "  KV cache    512 MiB  = 1,024 positions x 524,288 B",

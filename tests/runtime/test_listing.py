@@ -49,5 +49,5 @@ def test_a_long_one_is_cut_and_says_so(max_actions: int) -> None:
     assert len(whole) < MAX_ACTIONS
     text = schedule_text(plan(), max_actions=max_actions)
     assert actions_of(text) == whole[:max_actions]
-    assert text.splitlines()[-1] == f"# the other {len(whole) - max_actions:,} of {len(whole):,} actions are left out"
+    assert text.splitlines()[-1] == f"# {len(whole) - max_actions:,} of {len(whole):,} actions are omitted"
     assert schedule_text(plan(), max_actions=len(whole)) == schedule_text(plan())

@@ -190,7 +190,7 @@ def test_layers_are_divided_so_that_the_heaviest_rank_is_as_light_as_can_be(
 
 
 def test_more_ranks_than_layers_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"devices=pipeline: 3 ranks cannot divide 2 layers"):
+    with pytest.raises(ConfigError, match=r"devices=pipeline: 3 ranks for 2 layers"):
         split_stages(_stages([4, 4, 4, 4]), 3)
 
 

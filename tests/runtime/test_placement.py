@@ -149,7 +149,7 @@ def test_tied_weights_count_once() -> None:
 
 def test_slots_are_as_large_as_the_largest_streamed_stage() -> None:
     placement = placed(toy_shape(), HOST, resident_layers=0, prefetch=PrefetchConfig(depth=2))
-    assert terms(placement, "host")["slots"] == 3 * placement.slot_bytes == 3 * 4 * MIB
+    assert terms(placement, "host")["weight slots"] == 3 * placement.slot_bytes == 3 * 4 * MIB
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -181,10 +181,10 @@ def test_embeddings_and_head_are_streamed_where_they_do_not_fit_and_resident_lay
 @pytest.mark.parametrize(
     ("tier", "host"),
     [
-        (Tier.none, {"staging slots": 0, "loading": 32 * MIB}),
-        (Tier.auto, {"staging slots": 0, "loading": 16 * MIB, "weights": 8 * 4 * MIB}),
-        (Tier.cpu, {"staging slots": 0, "loading": 16 * MIB, "weights": 8 * 4 * MIB}),
-        (Tier.nvme, {"staging slots": 2 * 4 * MIB, "loading": 16 * MIB}),
+        (Tier.none, {"staging slots": 0, "load buffer": 32 * MIB}),
+        (Tier.auto, {"staging slots": 0, "load buffer": 16 * MIB, "weights": 8 * 4 * MIB}),
+        (Tier.cpu, {"staging slots": 0, "load buffer": 16 * MIB, "weights": 8 * 4 * MIB}),
+        (Tier.nvme, {"staging slots": 2 * 4 * MIB, "load buffer": 16 * MIB}),
     ],
 )
 def test_an_accelerators_host_memory_holds_what_the_tier_says(tier: Tier, host: dict[str, int]) -> None:
@@ -239,7 +239,7 @@ def test_who_gave_no_budget_of_pinned_memory_hears_what_it_is(budgets: Budgets, 
     placement = choose_placement(toy_shape(), config, budgets, Load.from_lanes(toy_shape(), BLOCK, 512))
     with pytest.raises(BudgetError) as error:
         placement.require_fit(config)
-    said = "Unset, offload.host_memory_gib is at most 75% of host memory, as it is pinned" in str(error.value)
+    said = "Its default is at most 75% of host memory" in str(error.value)
     assert said is (budgets is SMALL_HOST and asked_gib is None)
 
 

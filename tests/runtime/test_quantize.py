@@ -193,7 +193,7 @@ def test_weights_that_would_be_read_in_every_pass_are_packed_instead(models: Mod
 def test_where_there_is_no_room_to_keep_them_the_plan_says_how_to_pack_them(models: Models) -> None:
     runtime = models.runtime(models.published, Quantize.int4, Tier.auto)
     runtime.config = replace(runtime.config, offload=replace(runtime.config.offload, host_memory_gib=0.0001))
-    with pytest.raises(BudgetError, match=r"use offload=nvme with weights that are rounded once.*out=OUT format=int4"):
+    with pytest.raises(BudgetError, match=r"use offload=nvme with packed weights .*out=OUT format=int4"):
         tokens_of(runtime, PROMPTS)
 
 

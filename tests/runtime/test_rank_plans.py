@@ -72,8 +72,12 @@ def test_ranks_of_a_cpu_gather_as_fast_as_gloo_was_measured() -> None:
 @pytest.mark.parametrize(
     ("way", "num_ranks", "message"),
     [
-        (Parallelism.tensor, 16, "plan.num_ranks=16 does not go onto one host: up to 8 of its devices"),
-        (Parallelism.tensor, 8, "devices=tensor: model=toy has 2 KV heads, which 8 ranks cannot share equally"),
+        (Parallelism.tensor, 16, "plan.num_ranks=16: one host has 8 devices"),
+        (
+            Parallelism.tensor,
+            8,
+            "devices=tensor: model=toy has 2 KV heads, not divisible by plan.num_ranks=8",
+        ),
         (Parallelism.pipeline, 1, "plan.num_ranks=1: devices=pipeline runs in several processes; set it to 2 or more"),
         (Parallelism.one, 2, "plan.num_ranks=2: devices=one runs in one process"),
     ],
@@ -82,11 +86,11 @@ def test_what_cannot_be_shared_out_is_refused_by_name(way: Parallelism, num_rank
     with pytest.raises(ConfigError, match=message):
         seen(way, num_ranks)
     for other in (Parallelism.sharded, Parallelism.tensor, Parallelism.pipeline):
-        with pytest.raises(ConfigError, match="model=toy has an encoder, unsupported with ranks"):
+        with pytest.raises(ConfigError, match="model=toy has an encoder, which several ranks do not support"):
             seen(other, 2, shape=toy_shape(num_encoder_layers=2))
-    with pytest.raises(ConfigError, match="model=toy has padded lanes, which keep all heads"):
+    with pytest.raises(ConfigError, match="model=toy runs in padded lanes, so its heads cannot be divided"):
         tensor_parallel_shape(toy_shape(is_packed=False), 2)
-    with pytest.raises(ConfigError, match="model=toy has latents, which are of all heads"):
+    with pytest.raises(ConfigError, match="model=toy caches latents shared by all heads"):
         tensor_parallel_shape(replace(toy_shape(), expanded_kv_width=64), 2)
     with pytest.raises(ConfigError, match="has 8 layers for 9 ranks"):
         pipeline_shape(toy_shape(), 9)

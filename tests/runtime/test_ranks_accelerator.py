@@ -101,7 +101,7 @@ def test_of_devices_together_each_has_slots_and_weights_that_stay(shape: ModelSh
         budgets = Budgets(host_bytes=GIB, device_bytes=count * GIB, num_devices=count)
         device, _ = choose_placement(shape, config, budgets, Load.from_lanes(shape, [], 512)).ledgers
         found[count] = {entry.name: entry.num_bytes for entry in device.entries}
-    for name in ("resident weights", "slots"):
+    for name in ("resident weights", "weight slots"):
         assert found[2][name] == 2 * found[1][name] > 0
 
 

@@ -223,7 +223,7 @@ def test_the_ledger_of_the_device_counts_recordings(reference: References) -> No
     for graphs in (False, True):
         runtime = Runtime(replace(config, model=replace(config.model, graphs=graphs)), device=Recorder())
         (device, _) = runtime.plan([runtime.request("0", [1, 2, 3])]).placement.ledgers
-        found = [entry.num_bytes for entry in device.entries if entry.name == "recordings"]
+        found = [entry.num_bytes for entry in device.entries if entry.name == "CUDA graphs"]
         assert len(found) == graphs
         num_bytes.append(device.total_bytes)
     assert num_bytes[1] == num_bytes[0] + found[0]

@@ -116,13 +116,13 @@ def test_what_prompts_spare_is_said_or_why_they_spare_nothing() -> None:
 
     found = sharing(toy_shape())
     assert (found.sharing, found.num_spared_tokens, found.why_unshared) == ("block", 5 * 20, None)
-    assert "in each block: 100 tokens that prompts begin with are spared" in str(found)
+    assert "shared within each block: saves 100 prompt tokens" in str(found)
     travelling = sharing(toy_shape(), replace(NVME, kv=KVConfig(tier=KVTier.nvme, device_fraction=0.0)))
     assert (travelling.sharing, travelling.num_spared_tokens) == ("micro-batch", 4 * 20)
     continuous = sharing(toy_shape(), replace(NVME, policy=replace(POLICY, admission=Admission.continuous)))
     assert (continuous.sharing, continuous.num_spared_tokens) == ("run", 5 * PAGE_TOKENS)
-    assert "over the run: up to 80 tokens that prompts begin with are spared" in str(continuous)
-    assert "in each block: no prompts are known to begin alike" in str(facts(NVME))
+    assert "shared over the run: saves up to 80 prompt tokens" in str(continuous)
+    assert "shared within each block: no common prefixes known" in str(facts(NVME))
     off = {
         "policy.share_prefixes=off": sharing(
             toy_shape(), replace(NVME, policy=replace(POLICY, share_prefixes=SharePrefixes.off))
@@ -136,7 +136,7 @@ def test_what_prompts_spare_is_said_or_why_they_spare_nothing() -> None:
 
 
 def test_keys_and_values_that_lose_something_are_said_to() -> None:
-    assert str(facts(NVME)).endswith("KV as computed: exact")
+    assert str(facts(NVME)).endswith("KV compute dtype: exact")
     lossy = facts(NVME, with_kv_dtype(toy_shape(is_packed=True), KVDType.int8))
     assert (lossy.numbers["kv_dtype"], lossy.numbers["kv_loss"]) == ("int8", "lossy")
     assert str(lossy).splitlines()[-1].endswith("; KV int8: lossy")
@@ -157,9 +157,9 @@ def stored_as(*formats: str, relative_error: float | None = None) -> WeightStora
 
 def test_a_models_class_of_error_is_the_worst_of_its_matrices() -> None:
     """Two of the toy's stages are twice as large as the others."""
-    assert str(stored_as()) == "F32: exact to the published numbers"
-    assert str(stored_as("published")) == "F32, published: exact to the published numbers"
-    assert str(stored_as("published", "packed")) == "F32, published, packed: lossless, bit by bit the published numbers"
+    assert str(stored_as()) == "F32: exact, as published"
+    assert str(stored_as("published")) == "F32, published: exact, as published"
+    assert str(stored_as("published", "packed")) == "F32, published, packed: lossless, same bits as published"
     found = stored_as("", "rounded", "packed", relative_error=0.00456)
     assert (found.loss, str(found)) == (
         Loss.lossy,

@@ -1,10 +1,10 @@
-"""Default micro-batch sizes, prefill chunks and compute orders, where the config leaves them open.
+"""Default micro-batch sizes, prefill chunks and compute orders, for settings left open.
 
-On a CPU no transfer can overlap another lane's compute, and products with more rows are faster. In decode, one packed
-lane of 256 gave 1.25 times the tokens of four of 64 (llama-3.2-1b's shape, two cores with AVX-512); one of 128 gave 1.1
-times those of two of 64. On an accelerator each lane has its own launches, so the same holds while everything is
-resident. While the CPU attends for one lane another is computed. Padded lanes stay small, as every row is padded to the
-longest.
+On a CPU few large lanes are faster: transfers do not overlap another lane's compute, and products with more rows take
+less time per row. One packed lane of 256 decoded 1.25 times the tokens of four of 64 (llama-3.2-1b's shape, two cores
+with AVX-512); one of 128 gave 1.1 times those of two of 64. The same holds on an accelerator if everything is resident,
+as each lane has its own launches. With CPU attention one lane attends while another is computed. Padded lanes stay
+small, as every row is padded to the longest.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from .placement import Budgets, Placement
 from .walks import cpu_attends
 
 MICRO_BATCH_SIZE, NUM_MICRO_BATCHES, CHUNK_TOKENS = 64, 4, 512
-LARGE_MICRO_BATCHES = (256, 128)  # tried first, if the memory is not needed for something else
+LARGE_MICRO_BATCHES = (256, 128)  # tried first, if the KV cache fits in compute memory
 
 
 def block_size(policy: PolicyConfig) -> int:
@@ -41,9 +41,9 @@ def micro_batch_sizes(shape: ModelShape, config: RuntimeConfig, budgets: Budgets
 def chunk_sizes(shape: ModelShape, policy: PolicyConfig, blocks: Sequence[Block]) -> tuple[int, ...]:
     """Returns candidate prefill chunks in tokens of a micro-batch, the best first; a search may find a better one.
 
-    One large micro-batch replaces four and gets four times the chunk, so that weights are read no more often. If that
-    does not fit, it gets twice the chunk and reads the weights twice as often. For a dense model on a CPU that takes
-    less time than its products; for experts with few tokens it may not.
+    One large micro-batch replaces four and gets four times the chunk, so that weights are read no more often; or twice
+    the chunk if that does not fit. On a CPU the second read of a dense model hides behind its products; that of experts
+    with few tokens may not.
     """
     if policy.prefill_chunk_tokens is not None:
         return (policy.prefill_chunk_tokens,)
@@ -54,7 +54,6 @@ def chunk_sizes(shape: ModelShape, policy: PolicyConfig, blocks: Sequence[Block]
 
 
 def chunk_tokens(policy: PolicyConfig) -> int:
-    """Returns the tokens of a prefill chunk: as configured, or the default."""
     return policy.prefill_chunk_tokens or CHUNK_TOKENS
 
 
@@ -65,8 +64,8 @@ def with_chunk_tokens(config: RuntimeConfig, num_tokens: int) -> RuntimeConfig:
 def has_all_kv_in_compute(placement: Placement) -> bool:
     """True if the whole KV cache fits in compute memory.
 
-    Experts may still be paged: 256 sequences of mixtral-s with paged experts decoded 1.26 times as fast as 64 at a time
-    with whole layers, in one run of each from disk (two cores with AVX-512).
+    Experts may be paged: 256 sequences of mixtral-s with paged experts decoded 1.26 times as fast as 64 at a time with
+    whole layers, in one run of each from disk (two cores with AVX-512).
     """
     return not placement.kv.page_bytes
 
@@ -75,13 +74,12 @@ MANY_EXPERTS = 32
 
 
 def default_orders(shape: ModelShape, *, has_device: bool) -> tuple[Order, ...]:
-    """Returns candidate compute orders, the default first; another is used if predicted faster or if it admits more
-    sequences.
+    """Returns candidate compute orders, the default first; another is used if predicted faster, or without rates if it
+    allows larger blocks.
 
-    On an accelerator many experts get few tokens each, so every micro-batch alone takes as long at them as all
-    together. By the simulator, four of 64 together were never slower. They were 1.3 to 1.4 times as fast with olmoe's
-    weights resident (`machine=rtx4090`, `a100-40`), and 3.9 times with gpt-oss-120b's experts read one by one
-    (`machine=rtx3060 offload=nvme`).
+    On an accelerator, many experts with few tokens each take one micro-batch as long as all together. By the simulator,
+    batching four of 64 was never slower: 1.3 to 1.4 times as fast with olmoe's weights resident (`machine=rtx4090`,
+    `a100-40`), 3.9 times with gpt-oss-120b's experts read one by one (`machine=rtx3060 offload=nvme`).
     """
     num_experts = max((stage.num_experts for stage in shape.layers), default=0)
     if has_device and shape.has_grouped_experts and num_experts >= MANY_EXPERTS:

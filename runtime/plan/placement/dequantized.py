@@ -15,19 +15,17 @@ ALIGNMENT = 256  # bytes, preferred by matrix kernels
 
 @dataclass(frozen=True, kw_only=True)
 class DequantizedSize:
-    """Scratch memory for the dequantized weights of `stages`: `num_areas` of `area_bytes`, one per stage computed at
-    once."""
+    """Scratch memory for the dequantized weights of `stages`."""
 
-    num_areas: int
+    num_areas: int  # one per stage computed at the same time
     area_bytes: int
     stages: frozenset[int]
 
     @staticmethod
     def from_shape(shape: ModelShape, paged: Collection[int], num_open: int) -> "DequantizedSize | None":
-        """Returns the size for a model's layers, without the experts of `paged` ones; None if no weights are stored
-        quantized.
+        """Returns the size for a model's layers, without the experts of `paged` ones; None if nothing is quantized.
 
-        Not counted are embeddings, which are looked up by row, and the head, which runs once per pass.
+        Excludes embeddings, which are looked up by row, and the head, which runs once per pass.
         """
         sizes, dtype, item = dict[int, int](), shape.compute_dtype, shape.compute_dtype_bytes
         for stage in shape.stages:
@@ -44,20 +42,16 @@ class DequantizedSize:
     @property
     def entry(self) -> Entry:
         num_bytes = self.num_areas * self.area_bytes + DEQUANTIZING_BYTES
-        equation = f"{self.num_areas} x {self.area_bytes:,} B of a layer + {DEQUANTIZING_BYTES:,} B of temporaries"
+        equation = f"{self.num_areas} x {self.area_bytes:,} B per layer + {DEQUANTIZING_BYTES:,} B of temporaries"
         return Entry(name="dequantized weights", num_bytes=num_bytes, equation=equation)
 
 
 def needs_dequantizing(parameter: Parameter, compute_dtype: str) -> bool:
-    """True if a matrix, or a stack of them, is stored in a storage format or another dtype than `compute_dtype`
-    (safetensors name; empty if unknown)."""
-    if len(parameter.shape) < 2:
-        return False
-    return any(
-        piece.format or (compute_dtype in FLOATS and piece.dtype in FLOATS and piece.dtype != compute_dtype)
-        for blocks in parameter.pieces
-        for piece in blocks
-    )
+    """True if a matrix or stack is stored quantized, or in another dtype than `compute_dtype` (safetensors name; empty
+    if unknown)."""
+    pieces = [piece for entry in parameter.pieces for piece in entry if len(parameter.shape) > 1]
+    others = {*FLOATS} - {compute_dtype} if compute_dtype in FLOATS else ()
+    return any(piece.format or piece.dtype in others for piece in pieces)
 
 
 def area_bytes(num_bytes: int) -> int:

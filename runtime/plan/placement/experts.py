@@ -1,7 +1,6 @@
-"""Experts read one by one: which stages support it, when it pays, and the memory it takes.
+"""Expert paging: experts read one by one; which stages support it, when it pays, and the memory it takes.
 
-The slot of a paged stage holds its dense part only. Each of its experts is a stage in a walk of its own, with slots for
-one expert each.
+The slot of a paged stage holds its dense part only. Its experts are stages of a second walk, with slots for one expert.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,25 +16,23 @@ from ..shape.stage_sizes import ExpertSizes
 from .ledger import Entry
 from .memory import INNER_VECTORS, exchanged_elements, visit_elements
 
-WORTHWHILE_SHARE = 0.9  # of the experts: reading fewer, one by one, beats one sequential read of all
+WORTHWHILE_SHARE = 0.9  # of the experts: reading fewer one by one beats one sequential read of all
 NUM_STAGING_SLOTS = 2
-FULL_TOKENS = 64  # multiplied by all experts: up to this many, reading the weights takes longer than the products
+FULL_TOKENS = 64  # up to this many tokens, reading all experts takes longer than multiplying by them
 GROUPED_VISITS = 2048  # visits per grouped product on an accelerator, or a lane's tokens if that is more
 RUNNING_HIDDEN, RUNNING_INNER = 5, 4  # temporary vectors per token of experts batched over all lanes
 INDEX_BYTES = 8  # torch numbers experts and tokens in int64
 
 
 def expected_hits(num_experts: int, num_experts_per_token: int, num_tokens: Numbers) -> Numbers:
-    """Returns the expected distinct experts of `num_tokens`, if each token picks its experts uniformly and
-    independently. Trained routers are less even and hit fewer."""
+    """Returns the expected distinct experts of `num_tokens` under uniform routing. Trained routers hit fewer."""
     missed = (1 - num_experts_per_token / num_experts) ** num_tokens
     return num_experts * (1 - missed)  # pyright: ignore[reportReturnType] - the power of a number is one
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPhase:
-    """Equal passes: in each, a layer's experts run `num_requests` times, for `num_tokens` each time. With batched
-    experts they run once, for all lanes."""
+    """Equal passes: in each, a layer's experts run `num_requests` times (lanes; 1 if batched) for `num_tokens`."""
 
     num_passes: float
     num_requests: int
@@ -43,11 +40,10 @@ class ExpertPhase:
 
     @property
     def total_requests(self) -> float:
-        """The number of runs of a layer's experts over all passes."""
         return self.num_passes * self.num_requests
 
     def hits(self, num_experts: int, num_experts_per_token: int) -> float:
-        """Returns the experts hit, counted each time."""
+        """Returns the experts hit over all requests."""
         return self.total_requests * expected_hits(num_experts, num_experts_per_token, self.num_tokens)
 
 
@@ -56,11 +52,11 @@ def choose_paging(
 ) -> ExpertPaging:
     """Resolves `offload.expert_paging=auto` for a layer, from the bytes that all passes of a run read.
 
-    Only hit experts are read if that saves a tenth of the layer's bytes. Otherwise the whole layer is read once per
-    pass, ahead of its turn. If the slots cannot hold it, all its experts are read one by one for each lane, which at
-    least does not wait for the routers.
+    `hit`, reading only hit experts, must save a tenth of the bytes. Otherwise the whole layer is read once per pass
+    ahead of its turn (`off`), or if the slots cannot hold it, all experts for each lane (`all`), without waiting for
+    the routers.
     """
-    hits = sum(phase.hits(num_experts, num_experts_per_token) for phase in phases)  # experts read
+    hits = sum(phase.hits(num_experts, num_experts_per_token) for phase in phases)
     layers = sum(phase.num_passes for phase in phases)
     requests = sum(phase.total_requests for phase in phases)
     if hits < WORTHWHILE_SHARE * num_experts * layers:
@@ -75,7 +71,7 @@ def pageable_stages(shape: ModelShape) -> frozenset[int]:
 
 
 def dense_shape(shape: ModelShape, paged: Collection[int]) -> ModelShape:
-    """Returns the model as its slots hold it: paged stages without their experts."""
+    """Returns the model with `paged` stages without their experts."""
     return replace(shape, stages=tuple(stage.dense if stage.index in paged else stage for stage in shape.stages))
 
 
@@ -104,12 +100,11 @@ class ExpertPages:
         return f"{stage} expert {page - self.first_page[stage]}"
 
     def as_shape(self, shape: ModelShape) -> ModelShape:
-        """Returns `shape` with the pages as its stages, so that they can be streamed like stages."""
+        """Returns `shape` with the pages as its stages, to stream them."""
         return replace(shape, stages=self.pages)
 
     def in_host(self, outer: Walk) -> frozenset[int]:
-        """Returns the pages held in host memory."""
-        return frozenset(page for page, each in enumerate(self.pages) if each.index in outer.in_host)
+        return frozenset(number for number, page in enumerate(self.pages) if page.index in outer.in_host)
 
     def walk(self, outer: Walk, num_slots: int) -> Walk:
         """Returns the walk of the pages, given the walk of the stages."""
@@ -126,16 +121,14 @@ class ExpertPages:
 
 
 def slot_entry(paged: Collection[ExpertSizes], num_slots: int) -> Entry:
-    """Returns the ledger entry of expert slots in compute memory."""
     size = max(stage.slot_bytes for stage in paged)
-    return Entry(
-        name="expert slots", num_bytes=num_slots * size, equation=f"{num_slots} x {size:,} B, the largest expert"
-    )
+    equation = f"{num_slots} x {size:,} B, the largest expert"
+    return Entry(name="expert slots", num_bytes=num_slots * size, equation=equation)
 
 
 def host_entries(paged: Mapping[int, ExpertSizes], outer: Walk, share: Callable[[Entry], Entry]) -> tuple[Entry, ...]:
-    """Returns the host memory for experts with an accelerator: staging slots for those read from disk, and the others,
-    which stay pinned; `share` scales the latter."""
+    """Returns the host memory for experts with an accelerator: staging slots for those read from disk, and pinned
+    memory for the others, scaled by `share`."""
     if not outer.copies:
         return ()
     read = [sizes for stage, sizes in paged.items() if stage not in outer.in_host]
@@ -154,9 +147,8 @@ def host_entries(paged: Mapping[int, ExpertSizes], outer: Walk, share: Callable[
 def batch_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
     """Returns the compute memory for experts batched over `num_tokens` of all lanes.
 
-    Waiting lanes hold the residual, the experts' input, shared experts' output and the routing. Then one layer's
-    experts run over all tokens. The worst case is one expert visited by all tokens: its input, gate and up, their
-    product twice, output and weighted output.
+    Waiting lanes hold the residual, the experts' input, the shared experts' output and the routing. The worst case of
+    the experts is one visited by all tokens: input, gate and up, their product twice, output and weighted output.
     """
     size = shape.compute_dtype_bytes
     num_experts = max((stage.num_experts for stage in shape.stages), default=0)
@@ -164,23 +156,15 @@ def batch_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
     waiting = (3 * shape.hidden_size + num_experts) * size + choices * (size + INDEX_BYTES)
     vectors = RUNNING_HIDDEN * shape.hidden_size + RUNNING_INNER * shape.intermediate_size + exchanged_elements(shape)
     running = vectors * size + choices * 3 * (size + INDEX_BYTES)
-    return (
-        Entry(
-            name="lanes at their experts",
-            num_bytes=num_tokens * waiting,
-            equation=f"{num_tokens:,} tokens of all lanes x {waiting:,} B",
-        ),
-        Entry(
-            name="batched experts",
-            num_bytes=num_tokens * running,
-            equation=f"{num_tokens:,} tokens of all lanes x {running:,} B",
-        ),
+    return tuple(
+        Entry(name=name, num_bytes=num_tokens * each, equation=f"{num_tokens:,} tokens of all lanes x {each:,} B")
+        for name, each in (("waiting lanes", waiting), ("batched experts", running))
     )
 
 
 def multiplies_all_experts(num_tokens: int, num_choices: int, num_experts: int) -> bool:
-    """True if an accelerator without a grouped kernel multiplies the tokens by all experts: most are hit, and the rest
-    costs less than waiting for the routing."""
+    """True if an accelerator without a grouped kernel multiplies the tokens by all experts, as most are hit and waiting
+    for the routing takes longer than the others."""
     return (
         num_tokens <= FULL_TOKENS
         and num_tokens * num_choices >= num_experts
@@ -189,25 +173,23 @@ def multiplies_all_experts(num_tokens: int, num_choices: int, num_experts: int) 
 
 
 def visit_entries(shape: ModelShape, num_tokens: int, *, is_batched: bool) -> tuple[Entry, ...]:
-    """Returns the memory of experts run at once on an accelerator, beyond the feed-forward already counted in a lane's
-    activations or in `batch_entries`."""
+    """Returns the memory of experts run together on an accelerator, minus what a lane's activations or `batch_entries`
+    count already."""
     choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
     if not choices:
         return ()
     size = shape.compute_dtype_bytes
     experts = max(stage.num_experts for stage in shape.stages)
-    all_expert_tokens = min(num_tokens, FULL_TOKENS, GROUPED_VISITS // experts)  # tokens, by all experts
-    all_expert_visits = (
-        all_expert_tokens * experts if multiplies_all_experts(all_expert_tokens, choices, experts) else 0
-    )
-    num_visits = max(min(num_tokens * choices, max(num_tokens, GROUPED_VISITS)), all_expert_visits)
+    num_full = min(num_tokens, FULL_TOKENS, GROUPED_VISITS // experts)  # tokens multiplied by all experts
+    num_full_visits = num_full * experts if multiplies_all_experts(num_full, choices, experts) else 0
+    num_visits = max(min(num_tokens * choices, max(num_tokens, GROUPED_VISITS)), num_full_visits)
     numbers = visit_elements(shape.hidden_size, shape.expert_inner_size)
     counted = RUNNING_INNER * shape.intermediate_size + RUNNING_HIDDEN * shape.hidden_size if is_batched else 0
     if not is_batched and not shape.has_fused_gates:
         counted = INNER_VECTORS * shape.intermediate_size
     return (
         Entry(
-            name="experts at once",
+            name="expert activations",
             num_bytes=max(0, num_visits * numbers - num_tokens * counted) * size,
             equation=f"({num_visits:,} visits x {numbers:,} - {num_tokens:,} tokens x {counted:,} counted) x {size} B",
         ),

@@ -2,7 +2,7 @@
 
 A **page** is `PAGE_TOKENS` positions of one sequence in one layer; its number is the same in every layer.
 
-If the CPU attends, KV stays in host memory: the device sends queries and new keys and values, and receives the outputs.
+With CPU attention KV stays in host memory: the device sends queries and new keys and values, and receives the outputs.
 A **round trip** is that exchange for one lane in one layer.
 """
 
@@ -20,21 +20,19 @@ from .ledger import Entry
 from .load import Load
 from .memory import PAGE_TOKENS
 
-SEGMENT_BYTES = 16 * MIB  # of pinned memory: a lane's pages then lie in few segments
-
+SEGMENT_BYTES = 16 * MIB  # of pinned memory, so that a lane's pages are in few segments
 CHECKSUM_BYTES = 8  # per page in the file
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVLayout:
-    """Pages of the layers with KV in another tier: `num_pages` per layer, at most `slot_pages` of one lane per slot.
-    Without slots they stay in host memory, where the CPU attends."""
+    """Pages of the layers with offloaded KV."""
 
     tier: KVTier  # cpu or nvme
     page_bytes: Mapping[int, int]  # by offloaded layer
-    num_pages: int
-    slot_pages: int
-    num_slots: int
+    num_pages: int  # per layer
+    slot_pages: int  # maximum pages of a lane
+    num_slots: int  # 0: KV stays in host memory, where the CPU attends
     is_quantized: bool = False
     can_be_quantized: bool = False  # kv.dtype is auto, and the model supports a quantized one
 
@@ -43,7 +41,7 @@ class KVLayout:
         return bool(self.page_bytes) and not self.num_slots
 
     def stride_bytes(self, layer: int) -> int:
-        """Returns the bytes from one page to the next, in tier and slot. Direct I/O needs whole disk blocks."""
+        """Returns the distance of pages in tier and slot. Direct I/O needs whole disk blocks."""
         size = self.page_bytes[layer]
         return round_up(size, ALIGNMENT_BYTES) if self.tier is KVTier.nvme else size
 
@@ -52,8 +50,8 @@ class KVLayout:
         return self.num_pages * sum(self.stride_bytes(other) for other in self.page_bytes if other < layer)
 
     def segment_pages(self, layer: int) -> tuple[int, ...]:
-        """Returns the pages of each pinned segment of the layer. CPU attention needs all rows in one segment."""
-        if self.stays_in_host:
+        """Returns the pages of each pinned segment of the layer."""
+        if self.stays_in_host:  # CPU attention needs all rows in one segment
             return (self.num_pages,)
         most = max(1, SEGMENT_BYTES // self.stride_bytes(layer))
         whole, rest = divmod(self.num_pages, most)
@@ -70,25 +68,21 @@ class KVLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class KVCost:
-    """Ledger entries of the KV cache; without a device, `compute` is the host's. `disk_bytes`: maximum size of the
-    file."""
+    """Ledger entries of the KV cache."""
 
-    compute: tuple[Entry, ...]
+    compute: tuple[Entry, ...]  # of the host without a device
     host: tuple[Entry, ...] = ()
-    disk_bytes: int = 0
+    disk_bytes: int = 0  # maximum size of the file
 
 
 def offloaded_kv_layers(shape: ModelShape, tier: KVTier, fraction: float, *, has_device: bool) -> tuple[int, ...]:
-    """Returns the decoder layers, from 0, with KV in `tier`.
-
-    The share `fraction` stays in compute memory, evenly spaced over the depth, and so do sliding-window caches of
-    padded lanes. Without a device, host memory is compute memory.
-    """
-    assert tier is not KVTier.auto, "a plan resolves the tier first"
+    """Returns the decoder layers, from 0, with KV in `tier`. The share `fraction`, evenly spaced over the
+    depth, stays in compute memory, and so do sliding-window caches of padded lanes."""
+    assert tier is not KVTier.auto, "the tier must be resolved"
     if tier is KVTier.device or (tier is KVTier.cpu and not has_device):
         return ()
     layers = [layer for layer, size in enumerate(shape.kv_layer_bytes) if size and layer not in shape.bounded_layers]
-    in_compute = {layers[place] for place in evenly_spaced(len(layers), round(fraction * len(layers)))}
+    in_compute = {layers[index] for index in evenly_spaced(len(layers), round(fraction * len(layers)))}
     return tuple(layer for layer in layers if layer not in in_compute)
 
 
@@ -119,13 +113,13 @@ def kv_layout(
 
 
 def kv_cost(shape: ModelShape, layout: KVLayout, *, has_device: bool) -> KVCost:
-    """Returns the memory of `layout.num_pages` pages, including the layers in compute memory."""
+    """Returns the memory of all pages, including those of layers in compute memory."""
     in_compute_bytes = sum(size for layer, size in enumerate(shape.kv_layer_bytes) if layer not in layout.page_bytes)
     positions, num_offloaded = layout.num_pages * PAGE_TOKENS, len(layout.page_bytes)
     equation = f"{positions:,} positions x {in_compute_bytes:,} B"
     if num_offloaded:
         num_layers = sum(1 for size in shape.kv_layer_bytes if size)
-        equation += f" of {num_layers - num_offloaded} of {num_layers} layers"
+        equation += f" in {num_layers - num_offloaded} of {num_layers} layers"
     compute = [Entry(name="KV cache", num_bytes=positions * in_compute_bytes, equation=equation)]
     if not num_offloaded:
         return KVCost(compute=tuple(compute))
@@ -138,7 +132,7 @@ def kv_cost(shape: ModelShape, layout: KVLayout, *, has_device: bool) -> KVCost:
         pages = Entry(
             name="KV pages",
             num_bytes=sum(pinned_bytes(pages * size, is_aligned=False) for pages, size in segments),
-            equation=f"{layout.num_pages:,} pages x {sum(layout.page_bytes.values()):,} B of {num_offloaded} layers, "
+            equation=f"{layout.num_pages:,} pages x {sum(layout.page_bytes.values()):,} B in {num_offloaded} layers, "
             "pinned",
         )
         return KVCost(compute=tuple(compute), host=(pages,))
@@ -166,7 +160,7 @@ class ExchangeSize:
 
 
 def exchange_size(shape: ModelShape, kv: KVLayout, walk: Walk, load: Load) -> ExchangeSize:
-    """Returns the buffers for CPU attention; `walk` is that of decode passes. Empty if no KV stays in host memory."""
+    """Returns the buffers for CPU attention; empty if no KV stays in host memory. `walk`: of decode passes."""
     if not kv.stays_in_host:
         return ExchangeSize(num_round_trips=0, round_trip_bytes=0)
     sinks = shape.num_heads * 4 + ROUND_TRIP_PARTS * PART_ALIGNMENT_BYTES
@@ -191,8 +185,8 @@ def exchange_host_entry(size: ExchangeSize) -> Entry:
 
 
 def exchange_device_entry(shape: ModelShape, kv: KVLayout, size: ExchangeSize, load: Load) -> Entry:
-    """Returns the device memory of the exchange: the buffers' device side, prompts' KV not yet copied to the host, and
-    the cached KV of the longest row, which a resumed prompt copies back."""
+    """Returns the device memory of CPU attention: device buffers, prompts' KV on its way to the host, and the KV of the
+    longest row, which a resumed prompt copies back."""
     per_position = _position_bytes(shape, kv)
     positions = (STORES_IN_FLIGHT + 1) * load.max_tokens + load.max_positions
     return Entry(

@@ -1,7 +1,4 @@
-"""Memory of a run against its budget, term by term; checked before the first weight is read.
-
-Allowances for the device's libraries, which a plan cannot count, are stated here and not measured.
-"""
+"""Memory of a run against its budget, term by term; checked before the first weight is read."""
 
 from dataclasses import dataclass
 
@@ -18,11 +15,11 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """One memory, `host` or `device`. `budget_key`: the config key of its budget."""
+    """Terms of one memory and its budget."""
 
-    memory: str
+    memory: str  # host or device
     budget_bytes: int
-    budget_key: str
+    budget_key: str  # in the config
     entries: tuple[Entry, ...]
 
     @property
@@ -46,11 +43,12 @@ class Ledger:
 
     def require_fit(self, advice: str) -> None:
         if not self.fits:
-            short = format_bytes(self.total_bytes - self.budget_bytes)
-            raise BudgetError(f"the run needs {short} more {self.memory} memory than it may use\n{self}\n{advice}")
+            missing = format_bytes(self.total_bytes - self.budget_bytes)
+            raise BudgetError(f"the run needs {missing} more {self.memory} memory than its budget\n{self}\n{advice}")
 
 
 PINNED_SHARE = 0.75  # of host memory with an accelerator: pinned memory cannot be swapped out
+# Allowances for the libraries of a device, which a plan cannot count.
 KERNELS_BYTES = 256 * MIB  # modules of torch and its libraries, loaded on first use, outside of torch's allocator
 WORKSPACE_BYTES = 64 * MIB  # of cuBLAS and cuBLASLt; torch gives each 32 MiB on Hopper, less elsewhere
 BLOCKS_BYTES = 64 * MIB  # reserved by torch's allocator beyond its tensors, in blocks of 2 to 20 MiB
@@ -59,13 +57,7 @@ LIBRARY_BYTES = KERNELS_BYTES + WORKSPACE_BYTES + BLOCKS_BYTES
 
 def library_entry(num_bytes: int) -> Entry:
     """Returns the entry for the libraries of one device or several."""
-    parts = " + ".join(
-        f"{what} {part // MIB} MiB"
-        for what, part in (
-            ("kernels", KERNELS_BYTES),
-            ("BLAS workspaces", WORKSPACE_BYTES),
-            ("allocator's blocks", BLOCKS_BYTES),
-        )
-    )
+    parts = f"kernels {KERNELS_BYTES // MIB} MiB + BLAS workspaces {WORKSPACE_BYTES // MIB} MiB"
+    parts += f" + allocator blocks {BLOCKS_BYTES // MIB} MiB"
     count = num_bytes // LIBRARY_BYTES
     return Entry(name="libraries", num_bytes=num_bytes, equation=parts if count == 1 else f"{count} x ({parts})")

@@ -10,26 +10,22 @@ from .memory import PAGE_TOKENS, MicroBatch, kv_tokens, lane_entries, pass_token
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Worst-case demand. `max_...` is the maximum of any lane in any block, `block_...` of any block; both may exceed
-    those of `lanes`.
-
-    `lanes` share `num_kv_pages`, with prefixes shared within each lane; sharing across lanes saves `num_spared_pages`.
-    `full_pages` lets every sequence run to its limit.
-    """
+    """Worst-case demand. `max_*` and `block_*` are maxima over the lanes of all blocks, and over all blocks; both may
+    exceed those of `lanes`, the block that takes most memory."""
 
     shape: ModelShape
     lanes: Sequence[MicroBatch]
     chunk_tokens: int
-    num_kv_pages: int
+    num_kv_pages: int  # of all lanes, with prefixes shared within each
     max_pages: int  # KV pages per lane
     max_rows: int  # sequences per lane
     max_tokens: int  # per lane and pass
     max_positions: int  # KV positions per sequence
     block_rows: int  # sequences per block
     block_tokens: int  # per block and pass
-    num_spared_pages: int  # of `num_kv_pages`, saved if lanes share prefixes
-    full_pages: int
-    num_prefill_passes: float  # of the run or of one block: only the ratio to decode passes matters
+    num_spared_pages: int  # of `num_kv_pages`, saved if prefixes are shared across lanes
+    full_pages: int  # for every sequence to run to its limit
+    num_prefill_passes: float  # of a block, or of the run: only the ratio to decode passes matters
     num_decode_passes: float
 
     @staticmethod
@@ -57,11 +53,8 @@ class Load:
 
     @staticmethod
     def from_blocks(shape: ModelShape, blocks: Iterable[Sequence[MicroBatch]], chunk_tokens: int) -> "Load":
-        """Makes the load of consecutive blocks, with the lanes of the block that takes most memory. The KV pages are
-        the maximum over blocks, as the pool must hold each."""
-        loads = [Load.from_lanes(shape, lanes, chunk_tokens) for lanes in blocks] or [
-            Load.from_lanes(shape, [], chunk_tokens)
-        ]
+        """Makes the load of consecutive blocks. KV pages are the maximum over blocks, as one pool serves all."""
+        loads = [Load.from_lanes(shape, lanes, chunk_tokens) for lanes in [*blocks] or [[]]]
         heaviest = max(loads, key=lambda load: load.lane_bytes)
         num_kv_pages = max(load.num_kv_pages for load in loads)
         return replace(
@@ -78,19 +71,19 @@ class Load:
 
     @cached_property
     def lane_bytes(self) -> int:
-        """The compute memory of lanes, without the KV cache."""
+        """Compute memory of the lanes without KV cache."""
         return sum(entry.num_bytes for entry in lane_entries(self.shape, self.lanes, self.chunk_tokens))
 
     @property
     def keys_at_minimum(self) -> frozenset[str]:
-        """The keys that cannot lower the load any further."""
-        is_least = {
+        """Config keys that cannot lower the load any further."""
+        is_at_minimum = {
             "policy.micro_batch_size": self.max_rows <= 1,
             "policy.num_micro_batches": self.block_rows <= self.max_rows,
             "policy.prefill_chunk_tokens": self.max_tokens <= self.max_rows,
             "sampling.max_new_tokens": self.num_decode_passes <= 0,
         }
-        return frozenset(key for key, found in is_least.items() if found)
+        return frozenset(key for key, is_least in is_at_minimum.items() if is_least)
 
     @property
     def has_enough_pages(self) -> bool:

@@ -1,7 +1,6 @@
-"""Ledger terms: bytes of a placement and a block of sequences in each memory.
+"""Ledger terms of lanes and their KV cache: upper bounds from shapes alone.
 
-Every term is an upper bound from shapes alone. Activations are counted for one lane in one stage; between stages a lane
-keeps only its hidden states.
+Activations are counted for one lane in one stage; between stages a lane keeps only its hidden states.
 """
 
 from collections.abc import Sequence
@@ -22,49 +21,43 @@ from ..shape.dtypes import PAGE_TOKENS as PAGE_TOKENS
 from ..shape.model import ModelShape
 from .ledger import Entry
 
-PANEL_BYTES = 16 * MIB  # of weights converted for a product, at most
-DEQUANTIZED_AT_ONCE = 1 << 24  # elements that a device dequantizes at once, see linear/stored.py
-# Up to this many rows of all lanes, a device kernel multiplies 16-bit activations with quantized codes. On an H100 more
-# rows are faster with weights dequantized once for all lanes: 8 lanes of 16 rows decode as much as one of 128.
+PANEL_BYTES = 16 * MIB  # maximum of weights converted for a product
+DEQUANTIZED_AT_ONCE = 1 << 24  # elements per step on a device, see linear/stored.py
+# Up to this many rows of all lanes, device kernels multiply 16-bit activations with quantized codes. On an H100 more
+# rows are faster with weights dequantized once for all lanes.
 FEW_ROWS = 128
-DEQUANTIZING_BYTES = 4 * 4 * DEQUANTIZED_AT_ONCE  # float32 elements and temporaries of the operators
-INNER_VECTORS = 3  # feed-forward vectors per token: gate, up and their product
+DEQUANTIZING_BYTES = 4 * 4 * DEQUANTIZED_AT_ONCE  # float32 elements and temporaries
+INNER_VECTORS = 3  # per token: gate, up and their product
 GATED_ROWS = 512  # tokens per block of our fused feed-forward, see model/fused.py
-GROUPED_BYTES = 16 * MIB  # inputs and outputs of experts run at once on a CPU, see model/expert_groups.py
+GROUPED_BYTES = 16 * MIB  # inputs and outputs of a group of experts on a CPU, see model/expert_groups.py
 PACKED_INPUT_BYTES, KERNEL_SCRATCH_BYTES = (
     24 * MIB,
     8 * MIB,
 )  # packed inputs of CPU kernels, threads' scratch
-# Temporaries of sampling, which takes a few rows of logits at once, see sequences/sampler.py.
-SAMPLING_BYTES = 24 * MIB
+SAMPLING_BYTES = 24 * MIB  # temporaries for a few rows of logits, see sequences/sampler.py
 SEARCH_FACTOR = 6  # times the logits of beams scored together: scores and copies
-HEAD_SLICE_BYTES = 64 * MIB  # of float32 logits made at once for scored tokens
+HEAD_SLICE_BYTES = 64 * MIB  # of float32 logits per slice of scored tokens
 ALLOCATOR_SLACK_BYTES = 48 * MIB  # measured: heap fragmentation, libraries' buffers (docs/explanation/memory.md)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSize:
-    """The size of one request: `num_prompt_tokens` to prefill, at most `max_new_tokens` to generate.
-
-    With `num_scored`, the last tokens of the prompt are scored, and the one new token is given, not generated.
-    `prefix`: the prefix that other requests of the run have too. `num_beams` neighboring sequences of the run are the
-    beams of one search.
-    """
+    """The size of one request."""
 
     num_prompt_tokens: int
     max_new_tokens: int
-    num_scored: int = 0
-    prefix: SharedPrefix | None = None
-    num_beams: int = 1
+    num_scored: int = 0  # last prompt tokens to score; then nothing is generated
+    prefix: SharedPrefix | None = None  # shared with other requests of the run
+    num_beams: int = 1  # neighboring sequences that are the beams of one search
 
     @cached_property
     def capacity_tokens(self) -> int:
-        """KV positions reserved for the sequence."""
+        """KV positions at the sequence's limit, in whole pages."""
         num_new = 0 if self.num_scored else self.max_new_tokens
         return round_up(self.num_prompt_tokens + num_new, PAGE_TOKENS)
 
     def num_selected(self, past: int, new: int) -> int:
-        """Returns how many of the `new` prompt tokens after `past` need logits; these are the last ones."""
+        """Returns how many of the `new` prompt tokens after `past` need logits."""
         first = self.num_prompt_tokens - max(1, self.num_scored)
         return max(0, past + new - max(past, first))
 
@@ -77,7 +70,7 @@ class SequenceSize:
         prefix: SharedPrefix | None = None,
         num_beams: int = 1,
     ) -> "SequenceSize":
-        """Returns one object for all requests of this size: a run may have 100,000 of a few hundred sizes."""
+        """Returns the same object for all requests of this size: a run may have 100,000 of a few hundred sizes."""
         return SequenceSize(
             num_prompt_tokens=num_prompt_tokens,
             max_new_tokens=max_new_tokens,
@@ -87,34 +80,30 @@ class SequenceSize:
         )
 
     def with_prefix(self, prefix: SharedPrefix | None) -> "SequenceSize":
-        """Returns the size with this prefix."""
         if prefix is self.prefix:
             return self
-        return SequenceSize.interned(
-            self.num_prompt_tokens, self.max_new_tokens, self.num_scored, prefix, self.num_beams
-        )
+        numbers = self.num_prompt_tokens, self.max_new_tokens, self.num_scored
+        return SequenceSize.interned(*numbers, prefix, self.num_beams)
 
 
 MicroBatch = Sequence[SequenceSize]
 
 
 def kv_tokens(shape: ModelShape, micro_batches: Sequence[MicroBatch], *, among_lanes: bool = False) -> int:
-    """Returns the KV positions of a block after every sequence ran to its limit.
+    """Returns the KV positions of a block if every sequence runs to its limit.
 
-    A padded lane is as wide as its longest prompt plus its longest output; an encoder-decoder's decoder caches the
-    output only. Positions shared within a lane, or with `among_lanes` within the block, count once: whole pages, and
-    one partial page.
+    A padded lane is as wide as its longest prompt plus its longest output; an encoder-decoder caches outputs only.
+    Prefixes shared within a lane, or with `among_lanes` within the block, count once, in whole pages.
     """
     if shape.is_packed:
-        sharing = [[size for lane in micro_batches for size in lane]] if among_lanes else micro_batches
-        return sum(size.capacity_tokens for lane in micro_batches for size in lane) - sum(
-            map(_spared_positions, sharing)
-        )
+        sizes = [size for lane in micro_batches for size in lane]
+        groups = [sizes] if among_lanes else micro_batches  # that share prefixes
+        return sum(size.capacity_tokens for size in sizes) - sum(map(_spared_positions, groups))
     return sum(len(lane) * _row_positions(shape, lane) for lane in micro_batches if lane)
 
 
 def _spared_positions(lane: MicroBatch) -> int:
-    """Returns the KV positions saved by prefix sharing within the lane."""
+    """Returns the KV positions saved by prefix sharing."""
     shares = prefix_shares(lane)
     if shares is None:
         return 0
@@ -131,7 +120,7 @@ def _whole_page_tokens(num_tokens: int) -> int:
 
 
 def prefix_shares(lane: MicroBatch) -> PrefixSharing | None:
-    """Returns the prefixes shared within a lane; None if there are none."""
+    """Returns the prefixes shared within a lane, or None."""
     if all(size.prefix is None for size in lane):
         return None
     shares = PrefixSharing.from_prefixes([size.prefix for size in lane])
@@ -140,10 +129,8 @@ def prefix_shares(lane: MicroBatch) -> PrefixSharing | None:
 
 def computed_tokens(lane: MicroBatch) -> int:
     """Returns the prompt tokens that the lane computes; shared prefixes count once."""
-    shares, num_tokens = prefix_shares(lane), sum(size.num_prompt_tokens for size in lane)
-    if shares is None:
-        return num_tokens
-    return num_tokens - shares.num_spared()
+    shares = prefix_shares(lane)
+    return sum(size.num_prompt_tokens for size in lane) - (shares.num_spared() if shares is not None else 0)
 
 
 def _row_positions(shape: ModelShape, lane: MicroBatch) -> int:
@@ -156,7 +143,7 @@ def _row_positions(shape: ModelShape, lane: MicroBatch) -> int:
 
 
 def _may_restart(shape: ModelShape, size: SequenceSize) -> bool:
-    """True if the sequence may reach the length at which all its keys are recomputed."""
+    """True if the sequence may reach the length at which all its keys are recomputed (LongRoPE)."""
     limit = shape.restart_tokens
     return limit is not None and size.num_prompt_tokens < limit < size.num_prompt_tokens + size.max_new_tokens
 
@@ -166,16 +153,11 @@ def _prompt_width(lane: MicroBatch) -> int:
 
 
 def chunk_columns(num_rows: int, width: int, chunk_tokens: int) -> int:
-    """Returns the columns of a padded rectangle per prefill pass; the last chunk may have fewer.
-
-    No chunk has a single column, unless the prompt has: recurrent layers take that for a decode step, which has no
-    padding.
-    """
+    """Returns the columns of a padded rectangle per prefill pass; the last chunk may have fewer. No chunk of a longer
+    prompt has a single column: recurrent layers would take it for a decode step, which has no padding."""
     max_columns = min(width, max(2, chunk_tokens // num_rows))
-    fitting = (
-        columns for columns in (*range(max_columns, 1, -1), *range(max_columns + 1, width)) if width % columns != 1
-    )
-    return next(fitting, width)
+    candidates = (*range(max_columns, 1, -1), *range(max_columns + 1, width))
+    return next((columns for columns in candidates if width % columns != 1), width)
 
 
 def prompt_columns(shape: ModelShape, num_rows: int, width: int, chunk_tokens: int) -> int:
@@ -184,11 +166,11 @@ def prompt_columns(shape: ModelShape, num_rows: int, width: int, chunk_tokens: i
 
 
 def pass_tokens(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) -> int:
-    """Returns the maximum tokens of a lane in one pass. Prefix sharing may lower the actual number."""
+    """Returns the maximum tokens of a lane in one pass, without prefix sharing."""
     if not lane:
         return 0
     if shape.is_packed:
-        # A sequence that may restart recomputes all of its keys in one pass.
+        # A restart recomputes all keys of a sequence in one pass.
         row_tokens = (
             shape.restart_tokens or 0 if _may_restart(shape, size) else size.num_prompt_tokens for size in lane
         )
@@ -206,13 +188,13 @@ def prefill_passes(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: in
 
 
 def head_rows(vocab_size: int) -> int:
-    """Returns how many scored tokens get logits at once."""
+    """Returns the scored tokens per slice of logits."""
     return max(1, HEAD_SLICE_BYTES // (4 * vocab_size))
 
 
 def _logits_entry(shape: ModelShape, micro_batches: Sequence[MicroBatch], tokens: Sequence[int]) -> Entry:
-    """Returns the entry for logits, a row per sequence. For scored tokens it counts a slice of logits and the hidden
-    states of the other slices. `tokens`: maximum tokens of each lane in a pass."""
+    """Returns the entry for logits: a row per sequence; for scored tokens, a slice of rows and all hidden states.
+    `tokens`: maximum tokens of each lane in a pass."""
     num_rows = max((len(lane) for lane in micro_batches), default=0)
     pairs = zip(micro_batches, tokens, strict=True)
     num_scored = max((min(most, sum(size.num_scored for size in lane)) for lane, most in pairs), default=0)
@@ -227,7 +209,7 @@ def _logits_entry(shape: ModelShape, micro_batches: Sequence[MicroBatch], tokens
     return Entry(
         name="logits",
         num_bytes=logits + sampling + hidden,
-        equation=f"{num_rows:,} rows x {shape.vocab_size:,} x 4 B + {sampling / MIB:.1f} MiB to draw from them"
+        equation=f"{num_rows:,} rows x {shape.vocab_size:,} x 4 B + {sampling / MIB:.1f} MiB for sampling"
         + (f" + {num_scored:,} hidden states {hidden / MIB:.1f} MiB" if num_scored else ""),
     )
 
@@ -248,13 +230,13 @@ def lane_entries(
     inner = vectors * shape.intermediate_size
     widest_step = max(3 * largest * heads, inner)  # queries, keys and values, plus copies
     numbers = 4 * largest * width + widest_step
-    between = 2 * width + 2 * shape.head_dim  # the embeddings stay alive until the pass ends
+    between = 2 * width + 2 * shape.head_dim  # per token between stages; the embeddings live until the pass ends
     attention = _attention_bytes(shape, micro_batches, prefill_chunk_tokens)
     widest = max(width, heads, shape.intermediate_size)
-    laid_out = min(PACKED_INPUT_BYTES, 6 * largest * widest) + KERNEL_SCRATCH_BYTES
-    products = max(PANEL_BYTES, laid_out + min(PANEL_BYTES, 4 * width * widest))  # few rows, then many
+    packed = min(PACKED_INPUT_BYTES, 6 * largest * widest) + KERNEL_SCRATCH_BYTES
+    products = max(PANEL_BYTES, packed + min(PANEL_BYTES, 4 * width * widest))  # few rows, then many
     choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
-    if shape.has_decode_kernel and choices:  # experts that are multiplied at once on a CPU
+    if shape.has_decode_kernel and choices:  # groups of experts on a CPU
         visits = in_flight * choices * visit_elements(width, shape.expert_inner_size)
         products += min(GROUPED_BYTES, visits * size)
     entries = list[Entry]()
@@ -262,11 +244,10 @@ def lane_entries(
         equation = f"{num_rows:,} sequences x {per_row:,} B"
         entries.append(Entry(name="states", num_bytes=num_rows * per_row, equation=equation))
     if per_row := shape.kv_tail_bytes_per_sequence:
-        # Partial pages of each sequence and of each shared prefix: at least one prefix per lane, as it may be added
-        # while the lane runs.
+        # Partial pages of sequences and shared prefixes: at least one prefix per lane, as a running lane may get one.
         shares = map(prefix_shares, micro_batches)
-        num_tails = num_rows + sum(max(1, len(each.parents)) if each is not None else 1 for each in shares)
-        equation = f"{num_tails:,} sequences x {per_row:,} B of {PAGE_TOKENS} positions as they are computed"
+        num_tails = num_rows + sum(max(1, len(share.parents)) if share is not None else 1 for share in shares)
+        equation = f"{num_tails:,} sequences x {per_row:,} B of {PAGE_TOKENS} unquantized positions"
         entries.append(Entry(name="KV tails", num_bytes=num_tails * per_row, equation=equation))
     if shape.has_encoder:
         entries += _encoder_entries(shape, micro_batches)
@@ -276,36 +257,36 @@ def lane_entries(
         entries.append(_gather_entry(shape, largest, micro_batches))
     equation = f"{in_flight:,} tokens in flight x {between:,} x {size} B"
     entries.append(Entry(name="hidden states", num_bytes=in_flight * between * size, equation=equation))
-    if shape.rank_stages is not None:  # received from the previous rank and sent to the next, for all lanes of a pass
+    if shape.rank_stages is not None:  # received from the previous rank and sent to the next
         equation = f"2 x {in_flight:,} tokens in flight x {width:,} x {size} B"
-        entries.append(Entry(name="handed over", num_bytes=2 * in_flight * width * size, equation=equation))
-    equation = f"{largest:,} tokens of the largest lane, {numbers:,} x {size} B + attention {attention:,} B"
+        entries.append(Entry(name="rank transfers", num_bytes=2 * in_flight * width * size, equation=equation))
+    equation = f"{largest:,} tokens of the largest lane: {numbers:,} x {size} B + attention {attention:,} B"
     entries.append(Entry(name="activations", num_bytes=numbers * size + attention, equation=equation))
     entries.append(_logits_entry(shape, micro_batches, tokens))
-    equation = f"products {products / MIB:.1f} MiB + slack {slack_bytes // MIB} MiB"
+    equation = f"matrix products {products / MIB:.1f} MiB + slack {slack_bytes // MIB} MiB"
     entries.append(Entry(name="workspace", num_bytes=products + slack_bytes, equation=equation))
     return tuple(entries)
 
 
 def _gather_entry(shape: ModelShape, num_tokens: int, micro_batches: Sequence[MicroBatch]) -> Entry:
-    """Returns the gather buffers of tensor-parallel ranks, received and concatenated, or those of whole experts."""
+    """Returns the buffers of tensor-parallel ranks: parts received and concatenated, or whole experts' exchange."""
     size, inner = shape.compute_dtype_bytes, min(num_tokens, GATED_ROWS) if shape.has_fused_gates else num_tokens
     heads = shape.num_parts * shape.num_heads * shape.head_dim
     numbers = max(num_tokens * max(heads, shape.hidden_size), inner * shape.intermediate_size)
     numbers = max(numbers, max(map(len, micro_batches), default=0) * shape.vocab_size)
     numbers = max(2 * numbers, num_tokens * exchanged_elements(shape))
-    return Entry(name="parts made whole", num_bytes=numbers * size, equation=f"{numbers:,} x {size} B")
+    return Entry(name="gather buffers", num_bytes=numbers * size, equation=f"{numbers:,} x {size} B")
 
 
 def visit_elements(hidden_size: int, inner_size: int) -> int:
-    """Returns the elements per expert visit of a token: input, gate and up, their product twice, and output, unweighted
-    and weighted, once in float32."""
+    """Returns the elements per visit of an expert: input, gate and up, twice their product, and outputs, unweighted,
+    weighted and in float32."""
     return 6 * hidden_size + 4 * inner_size
 
 
 def exchanged_elements(shape: ModelShape) -> int:
-    """Returns the elements per token that ranks with whole experts exchange. Worst case: all visited experts are on
-    this rank. Also counted are outputs received for the tokens that this rank sums, and the sums, sent and received."""
+    """Returns the elements per token that ranks with whole experts exchange, if all visited ones are on this rank: their
+    outputs, those received for tokens that it sums, and the sums sent and received."""
     if not shape.num_whole_experts:
         return 0
     choices = max(stage.num_experts_per_token for stage in shape.layers)
@@ -315,10 +296,10 @@ def exchanged_elements(shape: ModelShape) -> int:
 def _delta_rule_entry(
     shape: ModelShape, rule: DeltaRule, micro_batches: Sequence[MicroBatch], chunk_tokens: int
 ) -> Entry:
-    """Returns the entry of the lane that takes most: many short rows are padded to many columns."""
+    """Returns the entry of the lane that takes most."""
     size, lanes = shape.compute_dtype_bytes, list(filter(None, micro_batches))
     rectangles = [(len(lane), prompt_columns(shape, len(lane), _prompt_width(lane), chunk_tokens)) for lane in lanes]
-    rows, columns = max(rectangles, key=lambda each: rule.num_bytes(*each, size), default=(0, 0))
+    rows, columns = max(rectangles, key=lambda rectangle: rule.num_bytes(*rectangle, size), default=(0, 0))
     return Entry(
         name="delta rule",
         num_bytes=rule.num_bytes(rows, columns, size),
@@ -328,7 +309,7 @@ def _delta_rule_entry(
 
 
 def _encoder_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> tuple[Entry, ...]:
-    """Returns the encoder's output, and a lane's position bias and mask for each pair of positions."""
+    """Returns the entries of the encoder's output, and of the position bias and mask for pairs of positions."""
     size = shape.compute_dtype_bytes
     rectangles = [(len(lane), _prompt_width(lane)) for lane in micro_batches if lane]
     positions = sum(rows * width for rows, width in rectangles)
@@ -344,17 +325,14 @@ def _encoder_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> 
         Entry(
             name="position bias",
             num_bytes=pairs,
-            equation=f"{shape.num_heads} heads x {size} B and a mask, of each lane's pairs of positions",
+            equation=f"({shape.num_heads} heads x {size} B + mask) x pairs of positions of each lane",
         ),
     )
 
 
 def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chunk_tokens: int) -> int:
-    """Returns the attention memory of the lane that takes most.
-
-    On the host it counts the scores of a decode step, or the masks, scores and gathered KV of a prefill chunk; and
-    latents expanded to keys and values.
-    """
+    """Returns the attention memory of the lane that takes most: scores of a decode step; masks, scores and gathered KV
+    of a prefill chunk; expanded latents."""
     size = shape.compute_dtype_bytes
     worst = 0
     for lane in filter(None, micro_batches):
@@ -371,7 +349,7 @@ def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chu
                 item_bytes=size,
                 num_rows=len(lane),
                 num_tokens=tokens,
-                num_positions=sum(each.capacity_tokens for each in lane),
+                num_positions=sum(row.capacity_tokens for row in lane),
                 longest=longest,
             )
             prefill = device_attention_bytes(shape.attention_method, sizes)
@@ -380,9 +358,8 @@ def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chu
             prefill = min(chunk_tokens, longest) * longest * (2 + size * (1 + 3 * shape.score_heads))
             prefill += 2 * longest * shape.num_kv_heads * shape.head_dim * size
         if shape.kv_dtype.is_quantized:
-            # Dequantizing pages takes three float32 copies, of a prompt or of the rows gathered at once on an
-            # accelerator; and masks over the pages of a pass, which are attended both as quantized and
-            # as computed.
+            # Three float32 copies of a prompt, or of the rows gathered at a time on an accelerator; and masks over the
+            # pages of a pass, which it attends to both quantized and unquantized.
             width, new = shape.num_kv_heads * shape.head_dim, min(tokens, longest)
             most = GATHERED_BYTES // (2 * width * size)
             positions = longest if shape.has_decode_kernel else max(longest, min(len(lane) * longest, most))
@@ -397,12 +374,11 @@ def resumed_chunks(
 ) -> tuple[int, ...]:
     """Returns the maximum tokens of each lane in a prefill pass after a resume.
 
-    `planned`: the lanes before anything was generated. `resumed`: the remaining sequences, with generated tokens as
-    part of their prompts. `spare_bytes`: unused compute memory in the ledger.
+    `planned`: the lanes of the plan. `resumed`: the remaining sequences, with generated tokens in their prompts.
+    `spare_bytes`: unused compute memory in the ledger.
     """
     if shape.has_encoder:
-        # An encoder-decoder's head makes logits of every token: as many as fit into the freed activations of the
-        # encoder, and no more than the tokens those had.
+        # An encoder-decoder's head makes logits for every token: as many as fit into the encoder's freed activations.
         room = [
             len(lane) + (encoder_activation_bytes(shape, lane) + spare_bytes) // (4 * shape.vocab_size)
             for lane in planned
@@ -435,11 +411,11 @@ PASS_ENTRIES = frozenset({"hidden states", "activations", "logits"})
 
 
 def recordings_entry(shape: ModelShape, lanes: Sequence[MicroBatch]) -> Entry:
-    """Returns the memory of CUDA graphs. They share one private pool; their inputs and outputs lie outside of it."""
+    """Returns the memory of CUDA graphs, which share one private pool, and of their inputs and outputs."""
     entries = lane_entries(shape, lanes, prefill_chunk_tokens=1, slack_bytes=0)
     pass_bytes = round(RECORDING_HEADROOM * sum(entry.num_bytes for entry in entries if entry.name in PASS_ENTRIES))
     return Entry(
-        name="recordings",
+        name="CUDA graphs",
         num_bytes=pass_bytes + NUM_RECORDINGS * RECORDING_BYTES,
         equation=f"a decode pass {pass_bytes:,} B + {NUM_RECORDINGS} x {RECORDING_BYTES // MIB} MiB",
     )

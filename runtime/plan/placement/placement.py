@@ -1,6 +1,4 @@
-"""Placement of weights and KV cache, the slots for streamed stages, and the resulting ledgers; and advice on which
-config keys make a run fit.
-"""
+"""Placement of weights and KV cache with its ledgers, and advice on config keys that make a run fit."""
 
 import math
 from collections.abc import Sequence
@@ -19,20 +17,14 @@ from .memory import PAGE_TOKENS
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """Bytes that a run may use. `device_bytes` is None without a device; `library_bytes` of them go to the device's
-    libraries.
+    """Bytes that a run may use."""
 
-    `num_sharers` processes share weights in host memory, and each counts its part. With `num_copies`, `host_bytes` is
-    for several processes together, each with its own weights and slots. With `num_devices`, `device_bytes` is for
-    several devices, each with all weights.
-    """
-
-    host_bytes: int
-    device_bytes: int | None = None
-    library_bytes: int = 0
-    num_sharers: int = 1
-    num_copies: int = 1
-    num_devices: int = 1
+    host_bytes: int  # of `num_copies` processes together
+    device_bytes: int | None = None  # of `num_devices` devices together; None: no device
+    library_bytes: int = 0  # of device_bytes, for the device's libraries
+    num_sharers: int = 1  # processes that share weights in host memory, each counting its part
+    num_copies: int = 1  # processes with their own weights and slots
+    num_devices: int = 1  # devices with all weights each
 
     @property
     def has_device(self) -> bool:
@@ -40,69 +32,62 @@ class Budgets:
 
     @property
     def compute_bytes(self) -> int:
-        """The budget of the memory that compute uses."""
         return self.host_bytes if self.device_bytes is None else self.device_bytes
 
     def count_per_process(self, entry: Entry) -> Entry:
-        """Returns the entry multiplied by the processes that each hold a copy."""
+        """Returns the entry times the processes that hold a copy."""
         return _multiply_entry(entry, self.num_copies, "processes")
 
     def count_per_device(self, entry: Entry) -> Entry:
-        """Returns the entry in compute memory, multiplied by the devices (or processes) that each hold a copy."""
+        """Returns an entry in compute memory times the devices (or processes) that hold a copy."""
         return _multiply_entry(entry, self.num_devices, "devices") if self.has_device else self.count_per_process(entry)
 
     def count_shared(self, entry: Entry) -> Entry:
-        """Returns the entry of resident host weights, divided by the processes that share them."""
+        """Returns an entry of host weights divided by the processes that share them."""
         if self.num_sharers == 1:
             return self.count_per_process(entry)
-        num_bytes, equation = self.shared_bytes(entry.num_bytes), f"{entry.equation}, of {self.num_sharers} processes"
-        return replace(entry, num_bytes=num_bytes, equation=equation)
+        equation = f"{entry.equation}, shared by {self.num_sharers} processes"
+        return replace(entry, num_bytes=self.shared_bytes(entry.num_bytes), equation=equation)
 
     def shared_bytes(self, num_bytes: int) -> int:
         return -(-num_bytes * self.num_copies // self.num_sharers)
 
 
-def _multiply_entry(entry: Entry, count: int, what: str) -> Entry:
+def _multiply_entry(entry: Entry, count: int, owners: str) -> Entry:
     if count == 1:
         return entry
-    return replace(entry, num_bytes=entry.num_bytes * count, equation=f"{entry.equation}, in each of {count} {what}")
+    return replace(entry, num_bytes=entry.num_bytes * count, equation=f"{entry.equation}, in each of {count} {owners}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Placement of a run. `resident` stages stay in compute memory; the others follow `walk`, or `decode_walk` in
-    decode passes, through slots of `slot_bytes`.
+    """Placement of weights and KV cache for a run."""
 
-    Of `paged` stages only the dense part follows the walk; their experts have `num_expert_slots` of their own.
-    `cpu_share`: which experts in host memory the CPU computes; None: none. `host_layers` have KV in host memory, where
-    the CPU attends via `exchange`.
-    """
-
-    resident: frozenset[int]
-    walk: Walk
+    resident: frozenset[int]  # stages in compute memory; the others pass through slots
+    walk: Walk  # of prefill passes
     decode_walk: Walk
     slot_bytes: int
     ledgers: tuple[Ledger, ...]
     kv: KVLayout
-    exchange: ExchangeSize
-    paged: frozenset[int] = frozenset()
+    exchange: ExchangeSize  # buffers for CPU attention to `host_layers`
+    paged: frozenset[int] = frozenset()  # streamed stages with experts in `num_expert_slots` instead
     paging: ExpertPaging = ExpertPaging.off
     num_expert_slots: int = 0
-    cpu_share: CpuShare | None = None
+    cpu_share: CpuShare | None = None  # experts in host memory that the CPU computes
     dequantized: DequantizedSize | None = None  # None: dequantized within each product
-    keys_at_minimum: frozenset[str] = frozenset()  # keys that no lower value helps
+    keys_at_minimum: frozenset[str] = frozenset()  # config keys that cannot lower the load further
 
     @property
     def host_layers(self) -> frozenset[int]:
+        """Layers with KV in host memory, where the CPU attends."""
         return frozenset(self.kv.page_bytes) if self.kv.stays_in_host else frozenset()
 
     @property
     def sharing_rule(self) -> SharingRule:
-        """The rule for sharing prefixes between prompts.
+        """Which prompts may share prefixes.
 
-        With KV in host memory, lanes share pages, but not in the pass that computes them. Offloaded KV is fetched for
-        one lane at a time, so it is shared within a lane only. Quantized pages are shared whole; a partial page belongs
-        to the lane that computed it.
+        With KV in host memory, lanes share pages, except in the pass that computes them. Offloaded KV is fetched per
+        lane and shared within a lane only. Quantized pages are shared whole.
         """
         in_host = self.kv.stays_in_host
         among_lanes, by_page = in_host or not self.kv.page_bytes, in_host or self.kv.is_quantized
@@ -110,7 +95,7 @@ class Placement:
 
     @property
     def cpu_expert_stages(self) -> frozenset[int]:
-        """The stages with some experts computed on the CPU."""
+        """Stages with some experts computed on the CPU."""
         return frozenset() if self.cpu_share is None else self.paged & self.walk.in_host
 
     @property
@@ -132,14 +117,16 @@ class Placement:
         for ledger in self.ledgers:
             advice = fit_advice(ledger, self.walk, self.kv, config or RuntimeConfig(), self.keys_at_minimum)
             if self.has_device and ledger.memory == "host" and config and config.offload.host_memory_gib is None:
-                advice += f". Unset, {ledger.budget_key} is at most {PINNED_SHARE:.0%} of host memory, as it is pinned"
+                advice += (
+                    f". Its default is at most {PINNED_SHARE:.0%} of host memory, as pinned memory cannot be swapped"
+                )
             ledger.require_fit(advice)
 
 
 KV_TERMS = frozenset({"KV cache", "KV pages"})
 SLOT_TERMS = frozenset({"KV slots", "KV staging"})
 LANE_TERMS = frozenset({"states", "KV tails", "hidden states", "delta rule", "activations", "logits", "KV exchange"})
-LOWERED_BY = {  # the ledger terms that a lower value of the key shrinks
+LOWERED_TERMS = {  # ledger terms that a lower value of the key lowers
     "policy.micro_batch_size": LANE_TERMS | KV_TERMS | SLOT_TERMS,
     "policy.num_micro_batches": frozenset({"states", "KV tails", "hidden states", *KV_TERMS}),
     "policy.prefill_chunk_tokens": frozenset({"hidden states", "activations"}),
@@ -149,14 +136,11 @@ LOWERED_BY = {  # the ledger terms that a lower value of the key shrinks
 
 
 def fit_advice(ledger: Ledger, walk: Walk, kv: KVLayout, config: RuntimeConfig, keys_at_minimum: frozenset[str]) -> str:
-    """Returns the options to make a run fit, by the ledger's terms, with the budget that this plan needs.
-
-    Keys at their minimum are left out. Weights quantized while loading cannot be read from disk in every pass.
-    """
+    """Returns config changes to make a run fit, from the ledger's terms."""
     terms = frozenset(entry.name for entry in ledger.entries if entry.num_bytes)
     options = [f"raise {ledger.budget_key} to {math.ceil(1000 * ledger.total_bytes / GIB) / 1000:g}"]
-    lower = [key for key, lowered in LOWERED_BY.items() if terms & lowered and key not in keys_at_minimum]
-    if "slots" in terms and walk.num_slots > 1:
+    lower = [key for key, lowered in LOWERED_TERMS.items() if terms & lowered and key not in keys_at_minimum]
+    if "weight slots" in terms and walk.num_slots > 1:
         lower.append("prefetch.depth" if walk.block == 1 else "prefetch.block_layers")
     if "resident weights" in terms and walk.streamed:
         lower.append("offload.resident_layers")
@@ -164,9 +148,10 @@ def fit_advice(ledger: Ledger, walk: Walk, kv: KVLayout, config: RuntimeConfig, 
         lower.append("kv.device_fraction")
     use, model = list[str](), config.model
     if "weights" in terms or ("resident weights" in terms and not walk.streamed):
-        rounded = f" with weights that are rounded once, as model.quantize keeps all it has read ({model.pack_command})"
-        use.append("offload=nvme" + (rounded if model.quantize is not None else ""))
-    if "recordings" in terms:
+        packed = f" with packed weights instead of model.quantize ({model.pack_command})"
+        # Otherwise every pass would quantize the weights that it reads.
+        use.append("offload=nvme" + (packed if model.quantize is not None else ""))
+    if "CUDA graphs" in terms:
         use.append("model.graphs=false")
     if "dequantized weights" in terms:
         use.append("offload.dequantize=product")

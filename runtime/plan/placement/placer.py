@@ -1,6 +1,4 @@
-"""Memory needs of a placement, term by term, and the search for the placement that keeps the most in compute memory: KV
-before layers.
-"""
+"""Memory needs of a placement, and the search for the one with the most in compute memory: KV before layers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +44,7 @@ class Requirements:
     kv: KVLayout
 
     def can_hold(self, resident_bytes: int) -> bool:
-        """False if these weights exceed compute memory even without slots."""
+        """True if these weights fit in compute memory, without slots."""
         compute, host = self.budgets.device_bytes, self.budgets.host_bytes
         fixed = sum(entry.num_bytes for entry in self._fixed_entries)
         if compute is None:
@@ -65,7 +63,7 @@ class Requirements:
 
     @cached_property
     def _fixed_entries(self) -> tuple[Entry, ...]:
-        """Compute memory that does not depend on which weights are resident."""
+        """Compute memory independent of the resident weights."""
         lanes, chunk, libraries = self.load.lanes, self.load.chunk_tokens, self.budgets.library_bytes
         if not libraries:
             return (*self._kv_cost.compute, *lane_entries(self.shape, lanes, chunk))
@@ -78,18 +76,13 @@ class Requirements:
 
     def _compute_entries(self, placement: Placement) -> tuple[Entry, ...]:
         resident, slots, size = placement.resident, placement.walk.num_slots, placement.slot_bytes
-        resident_entry = Entry(
-            name="resident weights",
-            num_bytes=self.shape.sizes.resident_bytes(resident),
-            equation=f"{len(resident)} of {len(self.shape.stages)} stages",
-        )
+        budgets, num_bytes = self.budgets, self.shape.sizes.resident_bytes(resident)
+        equation = f"{len(resident)} of {len(self.shape.stages)} stages"
+        weights = Entry(name="resident weights", num_bytes=num_bytes, equation=equation)
+        weight_slots = Entry(name="weight slots", num_bytes=slots * size, equation=f"{slots} x {size:,} B")
         entries = [
-            self.budgets.count_per_device(resident_entry)
-            if self.budgets.has_device
-            else self.budgets.count_shared(resident_entry),
-            self.budgets.count_per_device(
-                Entry(name="slots", num_bytes=slots * size, equation=f"{slots} x {size:,} B")
-            ),
+            budgets.count_per_device(weights) if budgets.has_device else budgets.count_shared(weights),
+            budgets.count_per_device(weight_slots),
         ]
         if placement.paged:
             experts = [self.shape.sizes.experts[stage] for stage in placement.paged]
@@ -101,7 +94,7 @@ class Requirements:
             entries.append(self.budgets.count_per_device(recordings_entry(self.shape, self.load.lanes)))
         misaligned = 0 if self.budgets.has_device else max(self.shape.sizes.misaligned_bytes)
         if misaligned:
-            entry = Entry(name="aligned copy", num_bytes=misaligned, equation="of the stage that is computed")
+            entry = Entry(name="aligned copy", num_bytes=misaligned, equation="of the computed stage")
             entries.append(self.budgets.count_per_process(entry))
         if placement.host_layers:
             entries.append(exchange_device_entry(self.shape, self.kv, placement.exchange, self.load))
@@ -117,15 +110,12 @@ class Requirements:
     def _host_entries(self, placement: Placement) -> tuple[Entry, ...]:
         """Returns the host memory used with an accelerator."""
         walk, pinned = placement.walk, pinned_bytes(placement.slot_bytes)
-        staging = walk.num_staging_slots
-        entries = [
-            self.budgets.count_per_process(
-                Entry(name="staging slots", num_bytes=staging * pinned, equation=f"{staging} x {pinned:,} B, pinned")
-            )
-        ]
+        count = walk.num_staging_slots
+        staging = Entry(name="staging slots", num_bytes=count * pinned, equation=f"{count} x {pinned:,} B, pinned")
+        entries = [self.budgets.count_per_process(staging)]
         if placement.resident:
             loading = pinned_bytes(min(self.shape.sizes.resident_bytes(placement.resident), LOADING_BYTES))
-            entry = Entry(name="loading", num_bytes=loading, equation="buffer for resident weights, pinned")
+            entry = Entry(name="load buffer", num_bytes=loading, equation="for resident weights, pinned")
             entries.append(self.budgets.count_per_process(entry))
         if walk.in_host:
             sizes = self.shape.sizes.slot_bytes(placement.paged)
@@ -146,23 +136,23 @@ KV_FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)  # tried if kv.device_fraction is nul
 
 
 def cpu_attention_obstacle(shape: ModelShape, config: RuntimeConfig) -> str | None:
-    """Returns why the CPU of a machine with an accelerator cannot attend to these keys and values; None if it can."""
+    """Returns why the CPU next to an accelerator cannot attend to this KV cache; None if it can."""
     tier = config.kv.tier
     if tier not in (KVTier.auto, KVTier.cpu):
         return (
-            f"policy.attention=cpu with an accelerator needs keys and values in host memory, kv={tier.value} "
-            "keeps them elsewhere: kv=cpu"
+            f"policy.attention=cpu with an accelerator needs the KV cache in host memory, not kv={tier.value}: "
+            "set kv=cpu"
         )
     if shape.kv_dtype is not KVDType.auto:
         return (
-            f"kv.dtype={shape.kv_dtype.value} with policy.attention=cpu and an accelerator is not supported: "
-            "kv.dtype=auto or policy.attention=device"
+            f"policy.attention=cpu with an accelerator does not support kv.dtype={shape.kv_dtype.value}: "
+            "set kv.dtype=auto, or policy.attention=device"
         )
     return None
 
 
 def kv_tiers(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> tuple[KVTier, ...]:
-    """Returns the KV tiers to try, the fastest first. Raises ConfigError if the CPU would attend to KV elsewhere."""
+    """Returns the KV tiers to try, the fastest first. Raises ConfigError if they do not support `policy.attention`."""
     tier = config.kv.tier
     if has_device and cpu_attends(shape, config, has_device=True):
         if (obstacle := cpu_attention_obstacle(shape, config)) is not None:
@@ -175,17 +165,16 @@ def kv_tiers(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> t
 
 def can_offload_kv(shape: ModelShape, config: RuntimeConfig, tier: KVTier, *, has_device: bool) -> bool:
     """True if some layers' KV may be fetched from `tier` and stored back."""
-    fraction = config.kv.device_fraction or 0.0
-    travelling = offloaded_kv_layers(shape, tier, fraction, has_device=has_device)
-    return bool(travelling) and not (has_device and cpu_attends(shape, config, has_device=True))
+    layers = offloaded_kv_layers(shape, tier, config.kv.device_fraction or 0.0, has_device=has_device)
+    return bool(layers) and not (has_device and cpu_attends(shape, config, has_device=True))
 
 
 def choose_placement(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, load: Load) -> Placement:
-    """Returns the first placement that fits, in order of how much stays in compute memory: KV before layers. If none
-    fits, returns the smallest; its ledgers show why.
+    """Returns the placement that fits with the most in compute memory: KV first, then layers; or if none fits, the
+    smallest, with ledgers that show why.
 
-    Embeddings and head stay resident if they fit and are streamed like layers otherwise. Raises ConfigError if the CPU
-    cannot do what the config wants of it.
+    Embeddings and head stay resident if they fit, and are streamed like layers otherwise. Raises ConfigError if the CPU
+    does not support the configured attention or experts.
     """
     require_cpu_experts(shape, config, has_device=budgets.has_device)
     placer = _Placer(shape=shape, config=config, budgets=budgets, load=load)
@@ -199,12 +188,12 @@ def choose_placement(shape: ModelShape, config: RuntimeConfig, budgets: Budgets,
 
 @dataclass(frozen=True, kw_only=True)
 class _PlacementCandidate:
-    """A set of `resident` stages with a KV layout. `resident_bytes` counts tied weights once."""
+    """A set of `resident` stages with a KV layout."""
 
     needs: Requirements
     paging: ExpertPaging
     resident: frozenset[int]
-    resident_bytes: int
+    resident_bytes: int  # tied weights count once
     has_dequantize_area: bool = False  # for dequantized weights
 
     @property
@@ -214,8 +203,8 @@ class _PlacementCandidate:
 
     def make_placement(self) -> Placement:
         """Returns the placement, with as many streamed stages in host memory as the tier allows."""
-        having = [stage.index for stage in self.needs.shape.stages if stage.parameters]
-        streamed = [stage for stage in having if stage not in self.resident]
+        stages = self.needs.shape.stages
+        streamed = [stage.index for stage in stages if stage.parameters and stage.index not in self.resident]
         tier, has_device = self.needs.config.tier, self.needs.budgets.has_device
         if not has_device or tier is Tier.nvme or not streamed:
             return self._make(streamed, frozenset())
@@ -229,8 +218,8 @@ class _PlacementCandidate:
         return self._make(streamed, held) if held else none
 
     def _choose_host_stages(self, placement: Placement, streamed: Sequence[int]) -> frozenset[int]:
-        """Returns the streamed stages that fit in host memory beside `placement`, which holds none. They are evenly
-        spaced over the depth, so that their turns give the disk time for the next stage."""
+        """Returns the streamed stages that fit in the host memory left by `placement`. They are evenly spaced over the
+        depth, so that their turns give the disk time for the next stage."""
         ledger = placement.ledgers[-1]
         cpu_entries = feedforward.host_entries(self.needs.shape, self._cpu_share) if placement.paged else ()
         spare = ledger.budget_bytes - ledger.total_bytes - sum(entry.num_bytes for entry in cpu_entries)
@@ -242,14 +231,14 @@ class _PlacementCandidate:
             for stage in streamed
         }
         for num_chosen in range(len(streamed) - 1, 0, -1):
-            chosen = [streamed[place] for place in evenly_spaced(len(streamed), num_chosen)]
+            chosen = [streamed[index] for index in evenly_spaced(len(streamed), num_chosen)]
             if sum(stage_bytes[stage] for stage in chosen) <= spare:
                 return frozenset(chosen)
         return frozenset()
 
     @property
     def _cpu_share(self) -> CpuShare | None:
-        """The CPU's share of experts in decode passes; prompts have too many tokens per expert."""
+        """The CPU's share of experts in decode passes; prefill has too many tokens per expert."""
         config, load = self.needs.config, self.needs.load
         if not cpu_multiplies(config):
             return None
@@ -301,11 +290,11 @@ class _Placer:
     load: Load
 
     def candidates(self) -> Iterator[_PlacementCandidate]:
-        """Yields all candidates. Every number of resident layers is tried, as more of them may take less memory: they
-        free slots, and host memory with an accelerator."""
+        """Yields all candidates. Every number of resident layers is tried, as a larger one may take less memory: it
+        frees slots, and host memory with an accelerator."""
         residents, areas = list(self._resident_sets()), [False]
         if self.budgets.has_device and DequantizedSize.from_shape(self.shape, frozenset(), 1) is not None:
-            # Scratch for dequantized weights is tried first: without it every lane dequantizes again.
+            # With a scratch area first: without it every lane dequantizes again.
             by_choice = {Dequantize.auto: [True, False], Dequantize.stage: [True], Dequantize.product: [False]}
             areas = by_choice[self.config.offload.dequantize]
         for has_area in areas:
@@ -344,7 +333,7 @@ class _Placer:
                 )
 
     def _paging_modes(self) -> list[ExpertPaging]:
-        """Returns the modes to try. `auto` pages if that reads less, or if a whole layer does not fit."""
+        """Returns the modes to try; `auto` pages if that reads less, or if a whole layer does not fit."""
         paging = self.config.offload.expert_paging
         if not pageable_stages(self.shape) or self._keeps_all:
             return [ExpertPaging.off]
@@ -354,9 +343,9 @@ class _Placer:
             return [paging]
         load, is_batched = self.load, (self.config.policy.schedule or PLAIN).style.batches_experts
         prefill, decode = load.lane_tokens, [len(lane) for lane in load.lanes]
-        tokens = [sum(each) if is_batched else max(each, default=0) for each in (prefill, decode)]
+        tokens = [sum(lanes) if is_batched else max(lanes, default=0) for lanes in (prefill, decode)]
         num_requests = 1 if is_batched else len(load.lanes)
-        # One mode for both phases: prompts visit nearly all experts, but most passes are decode passes.
+        # One mode for both phases: prefill visits nearly all experts, but most passes are decode passes.
         phases = (
             ExpertPhase(num_passes=load.num_prefill_passes, num_requests=num_requests, num_tokens=tokens[0]),
             ExpertPhase(num_passes=load.num_decode_passes, num_requests=num_requests, num_tokens=tokens[1]),
@@ -379,14 +368,13 @@ class _Placer:
         return tier is Tier.none or (tier is Tier.cpu and not self.budgets.has_device)
 
     def _resident_sets(self) -> Iterator[tuple[frozenset[int], int]]:
-        """Yields sets of resident stages and their bytes: most layers first, and sets with all other stages before
-        layers alone."""
-        sizes, wanted = self.shape.sizes, self.config.offload.resident_layers
+        """Yields sets of resident stages and their bytes: first with all non-layer stages, and with most layers."""
+        sizes, configured = self.shape.sizes, self.config.offload.resident_layers
         num_layers = sizes.num_layers
         if self._keeps_all:
             yield sizes.choose_resident(num_layers, has_outer=True)
             return
-        counts = range(num_layers, -1, -1) if wanted is None else [min(wanted, num_layers)]
+        counts = range(num_layers, -1, -1) if configured is None else [min(configured, num_layers)]
         for has_outer in (True, False):
             for num_resident in counts:
                 yield sizes.choose_resident(num_resident, has_outer=has_outer)

@@ -1,4 +1,4 @@
-"""The worst-case memory load of a run: its largest block, or with continuous admission its fullest lanes."""
+"""The worst-case memory load of a run: its largest block, or with continuous admission its longest sequences."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def block_lanes(block: Block, sizes: Sequence[SequenceSize]) -> list[MicroBatch]
 
 
 def least_memory_config(config: RuntimeConfig) -> RuntimeConfig:
-    """Returns the config with open settings at their minimum: no resident layer, and the shallowest prefetch."""
+    """Returns the config with the least memory for settings left open: no resident layers, prefetch depth 1."""
     offload, prefetch = config.offload, config.prefetch
     return replace(
         config,
@@ -38,10 +38,9 @@ def run_load(
     sizes: Sequence[SequenceSize],
 ) -> Load:
     """Returns the largest load of any block, or with continuous admission the longest sequences side by side."""
-    chunk = chunk_tokens(config.policy)
     if config.policy.admission is Admission.continuous:
         return _continuous_load(shape, config, budgets, blocks, sizes)
-    return Load.from_blocks(shape, [block_lanes(block, sizes) for block in blocks], chunk)
+    return Load.from_blocks(shape, [block_lanes(block, sizes) for block in blocks], chunk_tokens(config.policy))
 
 
 def _continuous_load(
@@ -51,17 +50,17 @@ def _continuous_load(
     blocks: Sequence[Block],
     sizes: Sequence[SequenceSize],
 ) -> Load:
-    """Returns the load of as many slots as a block has, with pages for all of them. The budget may lower the pages,
-    down to what the longest sequence needs alone.
+    """Returns the load of as many slots as a block has. The budget may lower the KV pages, down to those of the longest
+    sequence.
 
-    A preempted sequence is prefilled with all its tokens, so any lane may compute every token of its sequences. A
-    padded lane may hold the longest prompt beside the longest output.
+    A preempted sequence is prefilled with all its tokens, so a lane may compute every token of its sequences in
+    prefill. A padded lane may hold the longest prompt together with the longest output.
     """
     chunk = chunk_tokens(config.policy)
-    slots = max((len(block.members) for block in blocks), default=0)
+    num_slots = max((len(block.members) for block in blocks), default=0)
     lane_size = max((len(lane) for block in blocks for lane in block.micro_batches), default=1)
     if shape.is_packed:
-        most_tokens = nlargest(slots, (size.capacity_tokens for size in sizes))
+        most_tokens = nlargest(num_slots, (size.capacity_tokens for size in sizes))
         longest = [SequenceSize(num_prompt_tokens=num_tokens, max_new_tokens=0) for num_tokens in most_tokens]
     else:
         most = SequenceSize(
@@ -69,28 +68,26 @@ def _continuous_load(
             max_new_tokens=max((size.max_new_tokens for size in sizes), default=0),
             num_scored=max((size.num_scored for size in sizes), default=0),
         )
-        longest = [most] * min(slots, len(sizes))
+        longest = [most] * min(num_slots, len(sizes))
     lanes = [longest[i : i + lane_size] for i in range(0, len(longest), lane_size)]
     full = Load.from_lanes(shape, lanes, chunk)
     full = replace(
         full,
         num_prefill_passes=sum(size.num_prompt_tokens for size in sizes) / max(1, full.block_tokens),
-        num_decode_passes=sum(size.max_new_tokens - 1 for size in sizes) / max(1, slots),
+        num_decode_passes=sum(size.max_new_tokens - 1 for size in sizes) / max(1, num_slots),
     )
     if not shape.is_packed or not lanes:
         return full
     least = full.max_positions // PAGE_TOKENS
     counts = [full.num_kv_pages] * 2  # without and with prefix sharing across lanes
     if any(size.prefix is not None for size in sizes):
-        # With shared prefixes, the pages of the largest block: its sequences are admitted one after another, and are
-        # preempted if other sequences need more.
+        # The pages of the largest block: its sequences are admitted one after another, and preempted if they need more.
         blocks_lanes = [block_lanes(block, sizes) for block in blocks]
-        most = [max(kv_tokens(shape, each, among_lanes=among) for each in blocks_lanes) for among in (False, True)]
+        most = [max(kv_tokens(shape, lanes, among_lanes=among) for lanes in blocks_lanes) for among in (False, True)]
         counts = [max(count // PAGE_TOKENS, least) for count in most]
-    # The most pages of any sequences that meet in a lane: those of the longest ones, or the largest unshared parts
-    # plus all prefixes of the run.
+    # The most pages of a lane: those of the longest sequences, or the largest unshared parts plus all prefixes.
     own = [size.capacity_tokens // PAGE_TOKENS - _whole_pages(size.prefix) for size in sizes]
-    prefixes = {each for size in sizes if size.prefix is not None for each in size.prefix.chain}
+    prefixes = {prefix for size in sizes if size.prefix is not None for prefix in size.prefix.chain}
     shared = sum(_whole_pages(prefix) - _whole_pages(prefix.parent) for prefix in prefixes)
     most_pages = min(full.max_pages, sum(sorted(own, reverse=True)[: full.max_rows]) + shared)
     per_lane, per_block = (
@@ -106,12 +103,12 @@ def _whole_pages(prefix: SharedPrefix | None) -> int:
 def _fit_pages(
     shape: ModelShape, config: RuntimeConfig, budgets: Budgets, per_lane: Load, per_block: Load, least: int
 ) -> Load:
-    """Returns the load with the most pages that fit in the fastest memory, if it `has_enough_pages` there.
+    """Returns the load with the most KV pages in the fastest tier in which it `has_enough_pages`.
 
-    Otherwise returns the most that fit in any memory, or the `least` usable ones, so that a ledger can show why they do
-    not fit. `per_lane`: the load if KV is offloaded and prefixes are shared within lanes; `per_block`: if not. Most
-    outputs end before their limits: half the pages of all limits hold nearly as many sequences, and keep KV in fast
-    memory. With fewer pages, sequences are preempted and prefilled again.
+    Otherwise returns the most pages of any tier, or the `least` usable ones, so that a ledger shows why they do not
+    fit. `per_lane`: the load if KV is offloaded, with prefixes shared within lanes; `per_block`: if not. Most outputs
+    end before their limits, so half the pages hold nearly as many sequences and keep KV in fast memory; with fewer,
+    sequences are preempted and prefilled again.
     """
     most, full = least, per_lane
     for tier in kv_tiers(shape, config, has_device=budgets.has_device):
@@ -126,11 +123,7 @@ def _fit_pages(
 
 
 def _max_fitting_pages(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, full: Load, counts: range) -> int:
-    """Returns the largest of these page counts that fits; 0 if none does.
-
-    Only a placement tells the bytes of a page: pinned memory comes in powers of two, and pages on disk pass through
-    slots.
-    """
+    """Returns the largest of these page counts for which a placement fits; 0 if there is none."""
     num_fitting = bisect_left(
         counts, True, key=lambda n: not choose_placement(shape, config, budgets, replace(full, num_kv_pages=n)).fits
     )

@@ -1,4 +1,4 @@
-"""Makes the walks of prefill and decode passes."""
+"""The walks of prefill and decode passes."""
 
 from collections.abc import Sequence
 
@@ -12,18 +12,12 @@ from .kv import KVLayout
 def num_weight_slots(prefetch: PrefetchConfig, order: Order) -> int:
     """Returns the number of weight slots: for stages read ahead, plus those being computed."""
     ahead = prefetch.depth + order.style.num_open
-    slots = {
-        Prefetch.off: 1,
-        Prefetch.lookahead: ahead,
-        Prefetch.block: 2 * prefetch.block_layers,
-        Prefetch.cost_aware: ahead,
-    }
-    return slots[prefetch.kind]
+    return {Prefetch.off: 1, Prefetch.block: 2 * prefetch.block_layers}.get(prefetch.kind, ahead)
 
 
 def cpu_attends(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> bool:
-    """True if attention runs on the CPU's workers. Padded lanes attend in the model's own code; with an accelerator so
-    do layers that expand latents, as they expand them in its memory."""
+    """True if attention runs on the CPU's workers. Not supported for padded lanes, and on an accelerator not for layers
+    that expand latents, as they expand them in its memory."""
     is_possible = shape.is_packed and not (has_device and shape.expanded_kv_width)
     return is_possible and config.policy.attention is Attention.cpu
 
@@ -39,10 +33,9 @@ def make_walk(
     is_decode: bool,
     has_device: bool,
 ) -> Walk:
-    """Returns the walk of prefill or decode passes. Only decode passes skip an encoder and let the CPU attend.
+    """Returns the walk of prefill or decode passes. Only decode passes skip an encoder and use CPU attention.
 
-    `streamed` stages pass through slots, in pages if the order wants them; those `in_host` stay in host memory. A walk
-    that starts at a later stage needs no more slots than the whole one.
+    `streamed` stages pass through slots, in pages if the order spreads them; those `in_host` stay in host memory.
     """
     prefetch, order = config.prefetch, config.policy.schedule or PLAIN
     own = shape.own_stages
@@ -53,10 +46,10 @@ def make_walk(
     num_read = sum(stage not in in_host for stage in in_pass)
     staging = (2 if block == 1 else block) if copies else 0
     offloaded_kv = tuple(shape.layers[layer].index for layer in kv.page_bytes) if kv.num_slots else ()
-    # One page per turn of a stage. If turns end with barriers, also for turns of resident stages: in a turn without a
-    # page, disk and link would idle.
+    # One page per turn of a streamed stage. If turns end with barriers, also one per turn of a resident stage, as disk
+    # and link would idle in a turn without a page.
     style = order.style
-    stages_each = round((own.stop - first) / max(1, len(in_pass))) if style.has_barriers else 1
+    stages_per_load = round((own.stop - first) / max(1, len(in_pass))) if style.has_barriers else 1
     batched_experts = tuple[int, ...]()
     if style.batches_experts:  # lanes stop at experts run by model/expert_groups.py
         batched_experts = tuple(stage.index for stage in shape.layers if any(p.is_experts for p in stage.parameters))
@@ -71,7 +64,7 @@ def make_walk(
         copies=copies,
         block=block,
         order=order if is_decode else order.without_cpu_attention,
-        num_pages=max(1, num_lanes) * stages_each if style.spreads_pages else 1,
+        num_pages=max(1, num_lanes) * stages_per_load if style.spreads_pages else 1,
         cpu_attention=tuple(stage.index for stage in shape.layers) if attends else (),
         batched_experts=batched_experts,
         offloaded_kv=offloaded_kv,

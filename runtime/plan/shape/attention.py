@@ -17,21 +17,19 @@ NUM_WAVES_SPLIT = 800  # partial sums of a split-KV flash kernel: three waves of
 class AttentionMethod(Enum):
     """Attention implementation of a layer.
 
-    `host`: a CPU kernel reads keys and values in place. On an accelerator they are gathered first: for `flash` kernels
-    over many sequences, for `fused` attention with masks, or for float32 scores from plain operators (`scored`) where
-    no kernel supports the layer.
+    All except `host` run on an accelerator and gather keys and values first.
     """
 
-    host = "host"
-    flash = "flash"
-    fused = "fused"
-    scored = "scored"
+    host = "host"  # a CPU kernel reads keys and values in place
+    flash = "flash"  # kernels for many sequences of different lengths
+    fused = "fused"  # one kernel with a mask, over padded rows
+    scored = "scored"  # float32 scores from plain operators, if no kernel supports the layer
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSizes:
-    """Sizes of one layer and one lane: `num_rows` sequences with `num_positions` cached in total, the longest
-    `longest`. `num_tokens` prompt tokens are prefilled per pass."""
+    """Sizes of one layer and one lane of `num_rows` sequences, with `num_positions` cached positions in total and
+    `longest` in the longest. `num_tokens`: prompt tokens per prefill pass."""
 
     num_heads: int
     num_kv_heads: int
@@ -72,8 +70,7 @@ def device_attention_bytes(method: AttentionMethod, sizes: AttentionSizes) -> in
 
 
 def _padded_decode(method: AttentionMethod, sizes: AttentionSizes) -> int:
-    """Bytes of decode attention over padded rows: two boolean and two numeric masks, kernel outputs and their float32
-    sums."""
+    """Returns the bytes of decode over padded rows: two boolean and two numeric masks, outputs and float32 sums."""
     padded = sizes.num_rows * sizes.longest
     masks = padded * (INDEX_BYTES + 2 + 2 * sizes.item_bytes)
     out = sizes.num_rows * (3 * sizes.token_bytes + 4 * sizes.num_heads * sizes.head_dim)
@@ -84,8 +81,8 @@ def _padded_decode(method: AttentionMethod, sizes: AttentionSizes) -> int:
 
 
 def _masked_prefill(method: AttentionMethod, sizes: AttentionSizes) -> int:
-    """Bytes of masked prefill. Segments run one after another, but the masks of all stay: two boolean ones, for two
-    kinds of layers."""
+    """Returns the bytes of masked prefill. Prompts run one by one, but all keep two boolean masks (full and windowed
+    layers)."""
     query_tokens = min(sizes.num_tokens, sizes.longest)
     masks = 4 * sizes.num_tokens * sizes.longest + query_tokens * sizes.longest * (2 + 2 * sizes.item_bytes)
     row = sizes.longest * sizes.position_bytes
@@ -116,8 +113,8 @@ class DeltaRule:
     def num_bytes(self, num_rows: int, num_columns: int, dtype_bytes: int) -> int:
         """Returns the peak temporary bytes, reached after the chunks' systems are solved.
 
-        Counted are scaled and decayed queries, keys and values, each in its own tensor, and the matrices over a chunk's
-        pairs of positions. States count five times: the cached one, those before and after a chunk, and two products.
+        Counts separate tensors of scaled and decayed queries, keys and values, and matrices over pairs of positions in
+        a chunk. States count five times: cached, before and after a chunk, and two products.
         """
         padded = num_rows * round_up(num_columns, CHUNK_COLUMNS) * self.num_heads
         per_position = 7 * self.key_dim + 4 * self.value_dim + 4 * CHUNK_COLUMNS + 8

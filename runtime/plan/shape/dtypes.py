@@ -1,5 +1,4 @@
-"""Storage of weights and KV cache: bytes per page for each `kv.dtype`, which models support it, the error class of
-weight formats, and the precision that `model.dtype=auto` selects.
+"""KV cache dtypes and their page sizes, error classes of storage formats, and the dtype for `model.dtype=auto`.
 
 A **page** of quantized keys and values holds codes of P positions: a byte each for int8, half a byte for int4. Keys
 have a bfloat16 scale per channel, values one per head and position (KIVI, Liu et al. 2024). For int4 each scale has a
@@ -61,11 +60,11 @@ def with_kv_dtype(shape: ModelShape, dtype: KVDType) -> ModelShape:
     if dtype is KVDType.auto:
         return shape
     if reason := kv_dtype_obstacle(shape, dtype):
-        raise ConfigError(f"kv.dtype={dtype.value}: {shape.name} {reason}: kv.dtype=auto")
+        raise ConfigError(f"kv.dtype={dtype.value}: {shape.name} {reason}: set kv.dtype=auto")
     tails = sum(shape.kv_layer_bytes) * PAGE_TOKENS if dtype.is_quantized else 0
     if dtype.is_quantized:
         parts = [page_parts(dtype, *_kv_head_sizes(shape, layer)) for layer in range(len(shape.kv_layer_bytes))]
-        sizes = tuple(each.page_bytes // PAGE_TOKENS for each in parts)
+        sizes = tuple(part.page_bytes // PAGE_TOKENS for part in parts)
     else:
         sizes = tuple(size // shape.compute_dtype_bytes * KV_ITEM_BYTES[dtype] for size in shape.kv_layer_bytes)
     return replace(shape, kv_dtype=dtype, kv_layer_bytes=sizes, kv_tail_bytes_per_sequence=tails)
@@ -76,16 +75,15 @@ def kv_dtype_obstacle(shape: ModelShape, dtype: KVDType) -> str:
     if not shape.is_packed:
         return "runs in padded lanes, where transformers stores keys and values in the compute dtype"
     if dtype.is_quantized and shape.expanded_kv_width:
-        return "caches latents that its layers expand, so even new positions would be quantized"
+        return "caches latents (MLA), which attention reads from the cache even for new positions"
     dims = {dim for layer in range(len(shape.kv_layer_bytes)) for dim in _kv_head_sizes(shape, layer)[1:]}
     if dtype is KVDType.int4 and any(dim % 2 for dim in dims):
-        return "has heads of an odd size, and two codes share a byte"
+        return "has an odd head size, and int4 packs two codes per byte"
     return ""
 
 
 def _kv_head_sizes(shape: ModelShape, layer: int) -> tuple[int, int, int]:
-    """Returns the number of KV heads, key size and value size of a layer; derived from its bytes if the shape does not
-    list them."""
+    """Returns a layer's number of KV heads, key size and value size; derived from its bytes if not listed."""
     if shape.kv_heads:
         return shape.kv_heads[layer]
     dim = shape.kv_layer_bytes[layer] // (2 * max(1, shape.num_kv_heads) * shape.compute_dtype_bytes)
@@ -93,36 +91,33 @@ def _kv_head_sizes(shape: ModelShape, layer: int) -> tuple[int, int, int]:
 
 
 class Loss(Enum):
-    """Error class of a storage format. `exact`: the values that the format defines for the published bytes. `lossless`:
-    bit-identical to the original values. `lossy`: rounded."""
+    """Error class of a storage format."""
 
-    exact = "exact"
-    lossless = "lossless"
-    lossy = "lossy"
+    exact = "exact"  # the published bytes, decoded as the format defines
+    lossless = "lossless"  # repacked, bit-identical to the published values
+    lossy = "lossy"  # rounded
 
 
 LOSS_ORDER = (Loss.exact, Loss.lossless, Loss.lossy)
 LOSS_TEXTS = {
-    Loss.exact: "exact to the published numbers",
-    Loss.lossless: "lossless, bit by bit the published numbers",
+    Loss.exact: "exact, as published",
+    Loss.lossless: "lossless, same bits as published",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightStorage:
-    """Storage formats of a model's matrices. `formats`: formats, or dtypes of plain tensors, by bytes, the most first.
-    `loss`: the worst of them. `relative_error`: RMS error of rounded weights relative to their RMS; None if unknown or
-    zero."""
+    """Storage formats of a model's matrices."""
 
-    formats: tuple[str, ...]
-    loss: Loss
-    relative_error: float | None = None
+    formats: tuple[str, ...]  # or dtypes of plain tensors; the largest total bytes first
+    loss: Loss  # the worst of them
+    relative_error: float | None = None  # RMS error of rounded weights relative to their RMS; None: unknown or zero
 
     @staticmethod
     def from_losses(
         shape: ModelShape, losses: Mapping[str, Loss], relative_error: float | None = None
     ) -> "WeightStorage":
-        """Makes the summary; `losses` maps formats to their error class, plain dtypes are exact."""
+        """Makes the summary. `losses`: error classes by format; others are exact."""
         num_bytes = dict[str, int]()
         parameters = [parameter for stage in shape.stages for parameter in stage.parameters]
         pieces = [piece for parameter in parameters for entry in parameter.pieces for piece in entry]

@@ -1,10 +1,9 @@
 """File ranges to read for a stage, and the offsets of its tensors in a host slot and on a device.
 
 O_DIRECT needs file offsets, lengths and memory addresses that are multiples of the disk's block size; tensors in
-safetensors files are not aligned. A slot therefore holds aligned *supersets* of the ranges, and tensors are views into
-it.
+safetensors files are not aligned. A slot therefore holds aligned *supersets* of the ranges, with tensors as views.
 
-Matrix kernels load 16 bytes at once and are slow, or fail, on misaligned tensors. Copies to an accelerator therefore
+Matrix kernels load 16 bytes at a time and are slow, or fail, on misaligned tensors. Copies to an accelerator therefore
 realign tensors, and place a layer's experts in order at equal strides.
 """
 
@@ -27,18 +26,17 @@ RUN_BYTES = 256  # allocation granularity of device memory
 COPY_GAP_BYTES = 4096  # copying this much unused data is cheaper than another copy
 FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}  # of tensors that kernels read without conversion
 INTEGER_BYTES = {"I32": 4, "I64": 8}
-BLOCK_BYTES = 2  # elements that quantized blocks are read as
+BLOCK_BYTES = 2  # element size in reads of quantized blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """An aligned read: `num_bytes` at `offset` of `file` into `slot_offset`. The tensors, and possibly the file, end at
-    `used_bytes`."""
+    """An aligned read: `num_bytes` at `offset` of `file` into `slot_offset`."""
 
     file: str
     offset: int
     num_bytes: int
-    used_bytes: int
+    used_bytes: int  # up to the end of the last tensor; the file may end there
     slot_offset: int
 
     def clip(self, begin: int, end: int) -> "Extent | None":
@@ -57,7 +55,7 @@ class Extent:
 
 
 def reader_share(extents: Sequence[Extent], index: int, count: int) -> tuple[Extent, ...]:
-    """Returns the extents that reader `index` of `count` reads: about equal shares, in whole blocks."""
+    """Returns the extents of reader `index` of `count`: about equal shares, in whole blocks."""
     if not extents:
         return ()
     first, last = extents[0].slot_offset, extents[-1].slot_offset + extents[-1].num_bytes
@@ -66,10 +64,8 @@ def reader_share(extents: Sequence[Extent], index: int, count: int) -> tuple[Ext
 
 
 def even_reader_share(extents: Sequence[Extent], index: int, count: int) -> tuple[tuple[Extent, ...], int, int]:
-    """Returns the extents of reader `index` if all shares have one size, and the slot's first and last byte (exclusive)
-    of the shared region.
-
-    The few remaining blocks that cannot be divided evenly are read by every reader, after its share.
+    """Returns the extents of reader `index` for shares of exactly equal size, and the slot's byte range [begin, end)
+    that is divided. The few blocks after `end` are read by every reader, after its share.
     """
     if not extents:
         return (), 0, 0
@@ -77,7 +73,7 @@ def even_reader_share(extents: Sequence[Extent], index: int, count: int) -> tupl
     size = round_down((last - first) // count, ALIGNMENT_BYTES)
     end = first + count * size
     bounds = (first + index * size, first + (index + 1) * size), (end, last)
-    return tuple(part for each in bounds for extent in extents if (part := extent.clip(*each))), first, end
+    return tuple(part for bound in bounds for extent in extents if (part := extent.clip(*bound))), first, end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +83,7 @@ class SlotLayout:
     num_bytes: int
 
     def page_bounds(self, page: int, num_pages: int) -> tuple[int, int]:
-        """Returns the first and last byte (exclusive) of one of `num_pages` pages of the slot, about equal, in whole
-        blocks."""
+        """Returns bytes [begin, end) of one of `num_pages` about equal pages of the slot, in whole blocks."""
         begin, end = (round_up(self.num_bytes * n // num_pages, ALIGNMENT_BYTES) for n in (page, page + 1))
         return min(begin, self.num_bytes), min(end, self.num_bytes)
 
@@ -97,8 +92,8 @@ class SlotLayout:
         return self._within(*self.page_bounds(page, num_pages))
 
     def windows(self, window_bytes: int) -> Iterator[tuple[int, int, tuple[Extent, ...]]]:
-        """Yields the slot in windows of `window_bytes`, a multiple of `ALIGNMENT_BYTES`: bytes [begin, end), and
-        extents with slot offsets relative to `begin`."""
+        """Yields bytes [begin, end) of the slot in windows of `window_bytes`, a multiple of `ALIGNMENT_BYTES`, with
+        their extents at slot offsets relative to `begin`."""
         for begin in range(0, self.num_bytes, window_bytes):
             end = min(begin + window_bytes, self.num_bytes)
             moved = [replace(part, slot_offset=part.slot_offset - begin) for part in self._within(begin, end)]
@@ -152,7 +147,7 @@ def group_tied_stages(stages: Iterable[Stage]) -> list[list[Stage]]:
 
 
 def group_layout(stages: Sequence[Stage]) -> SlotLayout:
-    """Returns the layout of stages that share one buffer; large enough for the realigned tensors of a device."""
+    """Returns the layout of stages that share one buffer, large enough for the realigned tensors of a device."""
     slices = {piece.name: piece for stage in stages for p in stage.parameters for piece in p.slices}
     layout = make_layout(slices.values())
     moved_bytes = round_up(device_layout(stages, layout).num_bytes, ALIGNMENT_BYTES)
@@ -160,7 +155,6 @@ def group_layout(stages: Sequence[Stage]) -> SlotLayout:
 
 
 def slot_layout(stage: Stage) -> SlotLayout:
-    """Returns the layout of one stage. Slots have the size of the largest stage that uses them."""
     return group_layout([stage])
 
 
@@ -188,10 +182,8 @@ def make_layout(slices: Iterable[TensorSlice]) -> SlotLayout:
 
 
 def pinned_bytes(num_bytes: int, *, is_aligned: bool = True) -> int:
-    """Returns the bytes that an allocation of pinned memory takes: whole pages, see `stream/pinned.py`.
-
-    Small ones come from torch, which rounds up to a power of two; manual alignment takes one page more.
-    """
+    """Returns the bytes allocated for `num_bytes` of pinned memory, see `stream/pinned.py`: whole pages, or for small
+    sizes torch's next power of two, with one more page for manual alignment."""
     if num_bytes >= REGISTERED_BYTES:
         return round_up(num_bytes, ALIGNMENT_BYTES)
     requested = num_bytes + ALIGNMENT_BYTES if is_aligned else num_bytes
@@ -199,26 +191,24 @@ def pinned_bytes(num_bytes: int, *, is_aligned: bool = True) -> int:
 
 
 class _DeviceOrder(NamedTuple):
-    """Sort key of a tensor on the device. Tensors outside experts come first."""
+    """Sort key of a tensor on the device."""
 
     major: int
     minor: int
 
 
-OUTSIDE_EXPERTS, FIRST_EXPERT = _DeviceOrder(-1, 0), _DeviceOrder(0, 0)
+OUTSIDE_EXPERTS, FIRST_EXPERT = _DeviceOrder(-1, 0), _DeviceOrder(0, 0)  # other tensors come first
 
 
 def device_layout(stages: Iterable[Stage], layout: SlotLayout) -> DeviceLayout:
-    """Returns the layout on an accelerator of stages that share one buffer with `layout` in host memory.
-
-    Plain tensors start at multiples of 16 bytes, others at multiples of their element size.
-    """
+    """Returns the accelerator layout of stages that share one buffer with `layout` in host memory. Plain tensors start
+    at multiples of 16 bytes, others at multiples of their element size."""
     tensor_offsets = layout.tensor_offsets
     parameters = [parameter for stage in stages for parameter in stage.parameters]
     alignments: dict[str, int] = {}
     for parameter in parameters:
         alignments.update((piece.name, _element_bytes(piece)) for piece in parameter.slices)
-        # Scales of quantized tensors are not among these: they are read element by element.
+        # Not for scales of quantized tensors: kernels read them element by element.
         alignments.update((piece.name, VECTOR_BYTES) for piece in _plain_slices(parameter))
     expert_order = _expert_order(parameters, tensor_offsets)
     ordered = sorted(
@@ -244,8 +234,7 @@ def device_layout(stages: Iterable[Stage], layout: SlotLayout) -> DeviceLayout:
 
 
 def misaligned_bytes(stage: Stage) -> int:
-    """Returns the bytes of tensors that are not aligned to their elements in host memory: a CPU computes with copies of
-    them."""
+    """Returns the bytes of tensors not aligned to their elements in host memory; a CPU computes with copies of them."""
     pieces = {piece.name: piece for parameter in stage.parameters for piece in parameter.slices}
     return sum(piece.num_bytes for piece in pieces.values() if piece.offset % _element_bytes(piece))
 
@@ -255,8 +244,7 @@ def _element_bytes(piece: TensorSlice) -> int:
 
 
 def _expert_order(parameters: Iterable[Parameter], tensor_offsets: Mapping[str, int]) -> dict[str, _DeviceOrder]:
-    """Returns the sort keys of separately stored experts: expert by expert, or part by part (such as all gates), as in
-    the file."""
+    """Returns the sort keys of separately stored experts in file order: by expert, or by part (such as all gates)."""
     stacks = [
         p.pieces for p in parameters if p.is_stacked and len(_plain_slices(p)) == len(p.pieces) * len(p.pieces[0])
     ]

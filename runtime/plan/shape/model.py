@@ -11,8 +11,7 @@ from .stage_sizes import StageSizes
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Model sizes that determine memory and time. `*_bytes_per_token` are per position over all layers;
-    `kv_layer_bytes` per decoder layer, 0 for layers without a KV cache."""
+    """Sizes of a model. `*_bytes_per_token`: per position, over all layers."""
 
     name: str
     stages: tuple[Stage, ...]
@@ -23,14 +22,14 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     context_tokens: int
-    kv_layer_bytes: tuple[int, ...]
+    kv_layer_bytes: tuple[int, ...]  # per position and decoder layer; 0 without a KV cache
     compute_dtype_bytes: int
     is_packed: bool  # lanes run without padding
     state_bytes_per_sequence: int = 0  # recurrent layers
     state_layer_bytes: tuple[int, ...] = ()  # the same per decoder layer, if known
     expanded_kv_width: int = 0  # elements per position after expanding latents (MLA), during attention
     cross_kv_bytes_per_token: int = 0  # per encoder position, over all decoder layers
-    score_heads: int = 0  # heads with prefill scores in memory at once, without a fused kernel
+    score_heads: int = 0  # heads with prefill scores in memory at a time, without a fused kernel
     bounded_layers: frozenset[int] = frozenset()  # padded lanes: layers with a sliding-window cache in transformers
     restart_tokens: int | None = None  # sequence length at which all keys are recomputed (LongRoPE)
     has_decode_kernel: bool = False  # CPU decode attention with scores in the processor's cache
@@ -42,7 +41,7 @@ class ModelShape:
     kv_dtype: KVDType = KVDType.auto  # storage of the KV cache, see dtypes.py
     kv_heads: tuple[tuple[int, int, int], ...] = ()  # per decoder layer: KV heads, key size, value size
     kv_tail_bytes_per_sequence: int = 0  # unquantized newest page of all layers
-    rank_stages: range | None = None  # stages that this rank computes, see rank_shares.py; None: all
+    rank_stages: range | None = None  # stages computed by this pipeline rank, see rank_shares.py; None: all
     compute_dtype: str = ""  # safetensors name; "": unknown
     num_parts: int = 1  # tensor-parallel ranks; this shape is one rank's part
     weight_bytes: int = field(init=False, default=0)
@@ -58,7 +57,7 @@ class ModelShape:
             num_parts=num_parts,
             num_heads=self.num_heads // num_parts,
             num_kv_heads=self.num_kv_heads // num_parts,
-            kv_layer_bytes=tuple(each // num_parts for each in self.kv_layer_bytes),
+            kv_layer_bytes=tuple(size // num_parts for size in self.kv_layer_bytes),
             kv_heads=tuple((heads // num_parts, *sizes) for heads, *sizes in self.kv_heads),
         )
 
@@ -102,7 +101,6 @@ class ModelShape:
 
     @cached_property
     def own_stages(self) -> range:
-        """The stages that this rank computes."""
         return self.rank_stages if self.rank_stages is not None else range(len(self.stages))
 
     @property

@@ -1,6 +1,4 @@
-"""The model as one rank holds it, as byte ranges of files: equal rows of each matrix (tensor parallelism), whole
-experts, or whole layers (pipeline parallelism).
-"""
+"""One rank's share of a model: rows of each matrix or whole experts (tensor parallelism), or layers (pipeline)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,10 +27,10 @@ class RowShare:
 
 
 def cut_rows(parameter: Parameter, share: RowShare, *, num_runs: int = 1) -> Parameter | None:
-    """Returns the parameter with a share of each of `num_runs` equal row ranges (such as fused gate and up),
-    concatenated. A stack is cut matrix by matrix.
+    """Returns the parameter with one share of its rows; a stack is cut matrix by matrix.
 
-    Returns None if rows are not separate bytes, or a cut would split a block that shares one scale.
+    `num_runs`: equal row ranges (such as fused gate and up) that are cut separately and concatenated. Returns None if
+    rows are not separate bytes, or a cut would split a block that shares one scale.
     """
     is_stack = parameter.is_stacked or len(parameter.shape) == 3
     entries = parameter.pieces
@@ -43,18 +41,18 @@ def cut_rows(parameter: Parameter, share: RowShare, *, num_runs: int = 1) -> Par
     if parameter.is_transposed or not share.divides(height // num_runs) or height % num_runs:
         return None
     run = height // num_runs
-    own = [range(turn * run + share.rows(run).start, turn * run + share.rows(run).stop) for turn in range(num_runs)]
-    parts = [_cut_entry(entry, own) for entry in entries]
+    rows = [range(turn * run + share.rows(run).start, turn * run + share.rows(run).stop) for turn in range(num_runs)]
+    parts = [_cut_entry(entry, rows) for entry in entries]
     pieces = tuple(part for part in parts if part is not None)
     if len(pieces) < len(parts):
         return None
-    rows_at = 1 if is_stack else 0
-    shape = (*parameter.shape[:rows_at], height // share.count, *parameter.shape[rows_at + 1 :])
+    axis = 1 if is_stack else 0  # of rows
+    shape = (*parameter.shape[:axis], height // share.count, *parameter.shape[axis + 1 :])
     return replace(parameter, shape=shape, pieces=pieces, is_stacked=is_stack)
 
 
 def _cut_entry(pieces: Sequence[TensorSlice], runs: Sequence[range]) -> tuple[TensorSlice, ...] | None:
-    """Returns these row ranges of a matrix that is concatenated from `pieces`; None if they cannot be separated."""
+    """Returns these row ranges of a matrix concatenated from `pieces`; None if they cannot be separated."""
     slices = list[TensorSlice]()
     for run in runs:
         begin = 0
@@ -80,16 +78,16 @@ def slice_rows(piece: TensorSlice, first: int, last: int) -> TensorSlice | None:
     if rest or piece.is_transposed or (piece.row_order and sorted(rows) != list(range(first, last))):
         return None
     companions = list[Companion]()
-    for each in piece.companions:
-        if not each.is_shared:
-            block = each.block_rows
+    for companion in piece.companions:
+        if not companion.is_shared:
+            block = companion.block_rows
             if first % block or (last % block and last != height):
                 return None
-            part = slice_rows(each.tensor, first // block, -(-last // block))
+            part = slice_rows(companion.tensor, first // block, -(-last // block))
             if part is None:
                 return None
-            each = replace(each, tensor=part)
-        companions.append(each)
+            companion = replace(companion, tensor=part)
+        companions.append(companion)
     return replace(
         piece,
         name=f"{piece.name}[{first}:{last}]",
@@ -110,10 +108,10 @@ def split_evenly(count: int, num_parts: int) -> Sequence[range]:
 
 
 def whole_experts_send_less(hidden_size: int, inner_size: int, num_ranks: int) -> bool:
-    """True if holding whole experts sends less between ranks than holding rows of each.
+    """True if ranks exchange less with whole experts than with rows of every expert.
 
-    Per visit a whole expert sends its output to the rank that sums the token; row shares send their intermediate
-    activations to all ranks. In both cases the sum goes to all.
+    Per visit, a whole expert sends its output to the rank that sums the token; rows of an expert send intermediate
+    activations to all ranks. In both cases the sum goes to all ranks.
     """
     return hidden_size <= inner_size * num_ranks
 
@@ -124,33 +122,33 @@ def keeps_experts_whole(stage: Stage, hidden_size: int, num_ranks: int, mode: Di
     if not inner or mode is DividedExperts.rows or stage.num_experts < num_ranks:
         return False
     stacks = [stack for stack in stage.stacks if stack.is_experts]
-    # A row share of an interleaved stack would read all bytes.
-    is_mixed_up = any(piece.is_interleaved for stack in stacks for piece in stack.slices)
-    return mode is DividedExperts.whole or is_mixed_up or whole_experts_send_less(hidden_size, inner, num_ranks)
+    # Reading some rows of an interleaved stack would read all its bytes.
+    is_interleaved = any(piece.is_interleaved for stack in stacks for piece in stack.slices)
+    return mode is DividedExperts.whole or is_interleaved or whole_experts_send_less(hidden_size, inner, num_ranks)
 
 
-def slice_experts(stack: Parameter, own: range) -> Parameter | None:
-    """Returns the stack with experts `own` only; None if an expert's bytes are not separate."""
+def slice_experts(stack: Parameter, experts: range) -> Parameter | None:
+    """Returns the stack with these experts only; None if an expert's bytes are not separate."""
     if len(stack.shape) != 3:
         return None
     entries, num_experts = stack.pieces, stack.shape[0]
-    shape = (len(own), *stack.shape[1:])
+    shape = (len(experts), *stack.shape[1:])
     if not stack.is_stacked:
         if len(entries) != 1 or len(entries[0]) != 1 or entries[0][0].shape[:1] != (num_experts,):
             return None
         [[whole]] = entries
         if not (whole.format or whole.companions or whole.is_transposed):
-            each = whole.num_bytes // num_experts
+            matrix_bytes = whole.num_bytes // num_experts
             part = replace(  # neighboring matrices of an unquantized stack
                 whole,
-                name=f"{whole.name}[{own.start}:{own.stop}]",
-                offset=whole.offset + own.start * each,
-                num_bytes=len(own) * each,
-                shape=(len(own), *whole.shape[1:]),
+                name=f"{whole.name}[{experts.start}:{experts.stop}]",
+                offset=whole.offset + experts.start * matrix_bytes,
+                num_bytes=len(experts) * matrix_bytes,
+                shape=(len(experts), *whole.shape[1:]),
             )
             return replace(stack, shape=shape, pieces=((part,),), num_experts=num_experts)
         entries = tuple((whole.expert(index),) for index in range(num_experts))
-    pieces = tuple(entries[index] for index in own)
+    pieces = tuple(entries[index] for index in experts)
     return replace(stack, shape=shape, pieces=pieces, is_stacked=True, num_experts=num_experts)
 
 
@@ -159,26 +157,29 @@ def tensor_parallel_shape(
 ) -> ModelShape:
     """Returns the shape of the first rank under tensor parallelism: matrices cut by output rows, KV heads divided.
 
-    Each rank holds rows of every expert, or whole experts, depending on `experts`. Replicated are hidden states,
-    embeddings and head, vectors, routers, and matrices with rows that `num_ranks` does not divide. Raises ConfigError
-    if the KV heads cannot be divided, as a run would.
+    Each rank holds rows of every expert or whole experts, by `experts`. Replicated are hidden states, embeddings, head,
+    vectors, routers, and matrices with a number of rows not divisible by `num_ranks`. Raises ConfigError if the KV
+    heads cannot be divided, as a run would.
     """
-    heads, other = shape.num_kv_heads, "take devices=sharded or pipeline"
+    heads, other = shape.num_kv_heads, "devices=sharded or pipeline"
     is_equal = heads % num_ranks == 0 and shape.num_heads % num_ranks == 0
-    whole = "latents, which are of all heads" if shape.expanded_kv_width else "padded lanes, which keep all heads"
-    require(shape.is_packed and not shape.expanded_kv_width, f"devices=tensor: model={shape.name} has {whole}: {other}")
+    why = "caches latents shared by all heads" if shape.expanded_kv_width else "runs in padded lanes"
+    require(
+        shape.is_packed and not shape.expanded_kv_width,
+        f"devices=tensor: model={shape.name} {why}, so its heads cannot be divided: set {other}",
+    )
     require(
         is_equal,
-        f"devices=tensor: model={shape.name} has {heads} KV heads, which {num_ranks} ranks cannot share equally: set "
-        f"plan.num_ranks, or {other}",
+        f"devices=tensor: model={shape.name} has {heads} KV heads, not divisible by plan.num_ranks={num_ranks}: "
+        f"lower it, or set {other}",
     )
-    with_whole = {s.index for s in shape.layers if keeps_experts_whole(s, shape.hidden_size, num_ranks, experts)}
+    whole_stages = {s.index for s in shape.layers if keeps_experts_whole(s, shape.hidden_size, num_ranks, experts)}
     stages = list[Stage]()
     for stage in shape.stages:
         if not stage.kind.is_layer:
             stages.append(stage)
             continue
-        first, is_whole = split_evenly(stage.num_experts, num_ranks)[0], stage.index in with_whole
+        first, is_whole = split_evenly(stage.num_experts, num_ranks)[0], stage.index in whole_stages
         parts = [slice_experts(p, first) if is_whole and p.is_experts else None for p in stage.parameters]
         pairs = zip(stage.parameters, parts, strict=True)
         parameters = tuple(part or _cut_parameter(p, stage.num_experts, num_ranks) for p, part in pairs)
@@ -188,7 +189,7 @@ def tensor_parallel_shape(
         stages=tuple(stages),
         num_heads=shape.num_heads // num_ranks,
         num_kv_heads=heads // num_ranks,
-        intermediate_size=shape.intermediate_size if with_whole else -(-shape.intermediate_size // num_ranks),
+        intermediate_size=shape.intermediate_size if whole_stages else -(-shape.intermediate_size // num_ranks),
         score_heads=-(-shape.score_heads // num_ranks),
         kv_layer_bytes=tuple(-(-size // num_ranks) for size in shape.kv_layer_bytes),
         kv_heads=tuple((-(-count // num_ranks), key, value) for count, key, value in shape.kv_heads),
@@ -197,8 +198,8 @@ def tensor_parallel_shape(
 
 
 def pipeline_shape(shape: ModelShape, num_ranks: int) -> ModelShape:
-    """Returns the shape of the largest pipeline rank: its layers, and the stages around the layers. Raises ConfigError
-    if there are fewer layers than ranks."""
+    """Returns the shape of the largest pipeline rank, with all non-layer stages. Raises ConfigError if there are fewer
+    layers than ranks."""
     layers = shape.layers
     require(
         len(layers) >= num_ranks,
@@ -227,19 +228,10 @@ def _cut_parameter(parameter: Parameter, num_experts: int, num_parts: int) -> Pa
 
 
 def _cut_slice(piece: TensorSlice, num_parts: int) -> TensorSlice:
-    """Returns a slice with the bytes of one rank's rows, or all bytes if rows are interleaved; for a stack, of all
-    experts."""
+    """Returns a slice with the size of one rank's rows (of all experts of a stack); all bytes if interleaved."""
     shape = piece.shape
     rows = (*shape[:-2], -(-shape[-2] // num_parts), shape[-1]) if len(shape) > 1 else shape
-    companions = tuple(
-        Companion(
-            role=each.role,
-            tensor=_cut_slice(each.tensor, num_parts),
-            block_rows=each.block_rows,
-            block_columns=each.block_columns,
-        )
-        for each in piece.companions
-    )
+    companions = tuple(replace(c, tensor=_cut_slice(c.tensor, num_parts)) for c in piece.companions)
     num_bytes = piece.num_bytes if piece.is_interleaved else -(-piece.num_bytes // num_parts)
     return replace(piece, num_bytes=num_bytes, shape=rows, companions=companions)
 
@@ -247,18 +239,18 @@ def _cut_slice(piece: TensorSlice, num_parts: int) -> TensorSlice:
 def split_stages(stages: Sequence[Stage], count: int, *, count_embeddings: bool = False) -> tuple[range, ...]:
     """Assigns contiguous layers to `count` ranks so that the largest rank has the fewest bytes.
 
-    Embeddings go with the first layer, norm and head with the last. Embedding tables cost no time, as a token reads one
-    row; `with_tables` counts their bytes of memory. Raises ConfigError if there are fewer layers than ranks.
+    Embeddings go with the first layer, norm and head with the last. Tables cost memory but no time, as a token reads
+    one row: `count_embeddings` balances memory instead of time. Raises ConfigError for fewer layers than ranks.
     """
     layers = [stage.index for stage in stages if stage.kind is StageKind.layer]
     require(
         len(layers) >= count,
-        f"devices=pipeline: {count} ranks cannot divide {len(layers)} layers: start {len(layers)} at most",
+        f"devices=pipeline: {count} ranks for {len(layers)} layers: start at most {len(layers)} ranks",
     )
     weights = [stages[index].num_bytes for index in layers]
     weights[0] += stages[0].num_bytes if count_embeddings else 0
     weights[-1] += stages[-1].num_bytes
-    # Dynamic program: the first layer of each group, so that the largest group is smallest; no group is empty.
+    # Dynamic programming over non-empty groups: bytes of the largest group, and the first layer of each.
     ends = [0, *accumulate(weights)]
     best = [(float(end), [0]) for end in ends]  # one group, by its number of layers
     for size in range(2, count + 1):
@@ -276,15 +268,16 @@ def split_stages(stages: Sequence[Stage], count: int, *, count_embeddings: bool 
 def restrict_to_stages(shape: ModelShape, stages: range) -> ModelShape:
     """Returns the model with only these stages on this rank; the others have no weights, KV cache or states here."""
     first = shape.layers[0].index
-    own = [first + layer in stages for layer in range(len(shape.kv_layer_bytes))]
-    kv = tuple(size if is_own else 0 for size, is_own in zip(shape.kv_layer_bytes, own, strict=True))
-    states = shape.state_layer_bytes or (shape.state_bytes_per_sequence,) * len(own)
+    is_own = [first + layer in stages for layer in range(len(shape.kv_layer_bytes))]
+    kv = tuple(own * size for own, size in zip(is_own, shape.kv_layer_bytes, strict=True))
+    states = shape.state_layer_bytes or (shape.state_bytes_per_sequence,) * len(is_own)
+    states = tuple(own * size for own, size in zip(is_own, states, strict=True))
     return replace(
         shape,
         stages=tuple(s if s.index in stages else replace(s, parameters=(), num_experts=0) for s in shape.stages),
         kv_layer_bytes=kv,
-        state_bytes_per_sequence=sum(size for size, is_own in zip(states, own, strict=True) if is_own),
-        state_layer_bytes=tuple(size if is_own else 0 for size, is_own in zip(states, own, strict=True)),
+        state_bytes_per_sequence=sum(states),
+        state_layer_bytes=states,
         kv_tail_bytes_per_sequence=-(-shape.kv_tail_bytes_per_sequence * sum(kv) // max(1, sum(shape.kv_layer_bytes))),
         rank_stages=stages,
     )

@@ -1,8 +1,8 @@
 """Checkpoint tensors and stages as byte ranges of files: plain values, no torch.
 
 A **stage** holds the weights of one step of the forward pass: 0 is the embeddings, 1..L the decoder layers, the last
-one the norm and head. Encoder layers and a **bridge** (the encoder's norm and the decoder's input) come between the
-embeddings and the decoder layers. A stage's **parameters** list the byte ranges of their files.
+one the norm and head. An encoder-decoder has encoder layers and a **bridge** (the encoder's norm and the decoder's
+input) before its decoder layers.
 """
 
 from collections import Counter
@@ -36,13 +36,11 @@ class FileExtent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSlice:
-    """One checkpoint tensor or a part of it: `num_bytes` at `offset` of `file`, with `shape` elements of `dtype`.
+    """A checkpoint tensor or a part of it: `num_bytes` at `offset` of `file`, with `shape` elements of `dtype`.
 
-    `shape` counts elements; a quantized tensor may pack several per byte. `row_order` lists the stored rows if a
-    parameter permutes them; `is_transposed` if rows are stored as columns. `format` names the storage format that
-    decodes the bytes and those of `companions`; empty for plain `dtype` elements. For a row range, uncut companions
-    index from `first_row` on, and so do its own bytes if `is_interleaved`: its rows are not contiguous. `constants` are
-    further parameters of the format.
+    `shape` counts elements; a quantized tensor may pack several per byte. `format` is the storage format of the bytes
+    and of `companions`, with its `constants`; empty for plain `dtype` elements. A row range starts at row `first_row`
+    of companions that are not cut, and of its own bytes if `is_interleaved` (rows are not contiguous).
     """
 
     name: str
@@ -53,8 +51,8 @@ class TensorSlice:
     shape: tuple[int, ...]
     format: str = ""
     companions: tuple["Companion", ...] = ()
-    row_order: tuple[range, ...] = ()  # empty: as stored
-    is_transposed: bool = False
+    row_order: tuple[range, ...] = ()  # stored rows in the order of the parameter; empty: as stored
+    is_transposed: bool = False  # rows are stored as columns
     first_row: int = 0
     is_interleaved: bool = False
     constants: tuple[float, ...] = ()
@@ -62,10 +60,10 @@ class TensorSlice:
     def expert(self, index: int) -> "TensorSlice":
         """Returns one matrix of a stack."""
         part = self._split(index, self.shape[0])
-        return replace(part, shape=self.shape[1:], companions=tuple(each.expert(index) for each in self.companions))
+        return replace(part, shape=self.shape[1:], companions=tuple(c.expert(index) for c in self.companions))
 
     def file_extent(self, part: tuple[int, int] | None) -> FileExtent:
-        """Returns its byte range, or part `part[0]` of `part[1]` equal ones."""
+        """Returns the tensor's byte range, or with `part` = (i, n) the i-th of its n equal parts."""
         if part is None:
             return FileExtent(self.file, self.offset, self.num_bytes)
         num_bytes = self.num_bytes // part[1]
@@ -78,14 +76,14 @@ class TensorSlice:
             return replace(self, shape=(height, *self.shape[1:]), first_row=self.first_row + index * height)
         part = self._split(index, num_parts)
         # A companion must belong to these rows only, or to all rows.
-        if any(not each.is_shared and part.shape[0] % each.block_rows for each in self.companions):
+        if any(not c.is_shared and part.shape[0] % c.block_rows for c in self.companions):
             return None
-        companions = tuple(each.row_part(index, num_parts) for each in self.companions)
+        companions = tuple(c.row_part(index, num_parts) for c in self.companions)
         return replace(part, companions=companions, first_row=self.first_row + index * part.shape[0])
 
     def with_companions(self) -> tuple["TensorSlice", ...]:
         """Returns all tensors to read for it."""
-        return (self, *(each.tensor for each in self.companions))
+        return (self, *(c.tensor for c in self.companions))
 
     def _split(self, index: int, num_parts: int) -> "TensorSlice":
         num_bytes = self.num_bytes // num_parts
@@ -100,11 +98,10 @@ class TensorSlice:
 
 @dataclass(frozen=True, kw_only=True)
 class Companion:
-    """A tensor needed to decode a stored matrix: scales, zero points or escape values. `role` is its name in the
-    storage format.
+    """A tensor needed to decode a stored matrix, or stack of matrices: scales, zero points or escape values.
 
-    Each of its rows covers `block_rows` rows of the matrix, the last one the remainder; 0: it covers all rows. For a
-    stack it is a stack too. `block_columns` tells the format the width of a scale's block.
+    `role`: its name in the storage format. Each row covers `block_rows` rows of the matrix, the last one the remainder;
+    0: all rows. `block_columns`: columns per scale.
     """
 
     role: str
@@ -130,8 +127,8 @@ class Companion:
 class Parameter:
     """One argument of a stage's module, assembled from tensor slices without copying.
 
-    `pieces[e]` are the slices that, concatenated by rows, make entry `e` of a stacked parameter (an expert). An
-    unstacked parameter has one entry, nearly always of one slice.
+    `pieces[e]`: slices to concatenate by rows into entry `e` of a stacked parameter (an expert). An unstacked parameter
+    has one entry, usually of one slice.
     """
 
     name: str
@@ -139,7 +136,7 @@ class Parameter:
     pieces: tuple[tuple[TensorSlice, ...], ...]
     is_stacked: bool = False
     is_experts: bool = False  # a matrix per expert, run by model/expert_groups.py
-    num_experts: int = 0  # over all ranks, if this rank holds only some experts of the stack
+    num_experts: int = 0  # over all ranks, if this rank holds only some of them
 
     @cached_property
     def is_pageable(self) -> bool:
@@ -150,7 +147,7 @@ class Parameter:
         return self.is_experts and (is_cut or (len(names) == 1 and whole.shape == self.shape))
 
     def expert(self, index: int) -> "Parameter":
-        """Returns the stack of this one expert."""
+        """Returns a stack of one expert."""
         assert self.is_pageable, f"{self.name} cannot be read by expert"
         if self.is_stacked:
             return replace(self, shape=(1, *self.shape[1:]), pieces=(self.pieces[index],))
@@ -166,7 +163,7 @@ class Parameter:
     def slices(self) -> tuple[TensorSlice, ...]:
         """All tensors to read, companions included."""
         pieces = [piece for entry in self.pieces for piece in entry]
-        return (*pieces, *(each.tensor for piece in pieces for each in piece.companions))
+        return (*pieces, *(c.tensor for piece in pieces for c in piece.companions))
 
     @property
     def is_transposed(self) -> bool:
@@ -182,7 +179,7 @@ class Parameter:
 
 
 def distinct_bytes(parameters: Iterable[Parameter]) -> int:
-    """Returns the bytes of these parameters; tensors that several share count once."""
+    """Returns the bytes of these parameters; shared tensors count once."""
     return sum({piece.name: piece.num_bytes for p in parameters for piece in p.slices}.values())
 
 
@@ -201,7 +198,7 @@ class Stage:
 
     @cached_property
     def stacks(self) -> tuple[Parameter, ...]:
-        """Parameters with a matrix per expert; a token uses those of its experts. Excludes convolution kernels."""
+        """Parameters with a matrix per expert; excludes convolution kernels."""
         count = self.num_experts
         return tuple(
             p
@@ -211,12 +208,12 @@ class Stage:
 
     @cached_property
     def local_expert_share(self) -> float:
-        """The share of the layer's experts on this rank, if ranks hold different experts."""
+        """The share of the layer's experts that this rank holds."""
         return min((p.shape[0] / p.num_experts for p in self.stacks if p.num_experts), default=1.0)
 
     @cached_property
     def num_dense_weights(self) -> int:
-        """The elements of matrices that every token is multiplied with, or looked up in."""
+        """Elements of the matrices that every token uses."""
         stacks = {p.name for p in self.stacks}
         return sum(p.num_elements for p in self.parameters if len(p.shape) == 2 and p.name not in stacks)
 
@@ -229,19 +226,18 @@ class Stage:
 
     @cached_property
     def dense(self) -> "Stage":
-        """The stage without `experts`: what every token needs."""
+        """The stage without `experts`."""
         paged = {p.name for p in self.experts}
         return replace(self, parameters=tuple(p for p in self.parameters if p.name not in paged))
 
     def expert(self, index: int) -> "Stage":
         """Returns the weights of one expert as a stage, in stacks of one."""
-        return replace(
-            self, name=f"{self.name} expert {index}", parameters=tuple(p.expert(index) for p in self.experts)
-        )
+        parameters = tuple(p.expert(index) for p in self.experts)
+        return replace(self, name=f"{self.name} expert {index}", parameters=parameters)
 
     @cached_property
     def flops_per_token(self) -> float:
-        """Two FLOPs per weight that a token is multiplied with; of stacked experts only those that it visits."""
+        """Two FLOPs per weight that a token is multiplied with; only the visited experts count."""
         if self.kind in (StageKind.embedding, StageKind.bridge):
             return 0.0
         experts = sum(p.num_elements for p in self.stacks)

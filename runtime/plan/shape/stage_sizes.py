@@ -1,4 +1,4 @@
-"""Memory of stages as they are placed: the aligned extents that hold them, not only their own bytes."""
+"""Memory that stages take in slots: their aligned extents, not only their own bytes."""
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
@@ -20,8 +20,7 @@ from .shapes import Stage, StageKind
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSizes:
-    """Sizes of a stage's experts: the largest one, and all of them in pinned memory. Experts with equal layouts are
-    laid out once."""
+    """Sizes of a stage's experts: the slot for the largest one, and all of them in pinned memory."""
 
     num_experts: int
     slot_bytes: int
@@ -29,19 +28,18 @@ class ExpertSizes:
 
     @staticmethod
     def from_stage(stage: Stage) -> "ExpertSizes":
-        known, sizes = dict[Hashable, int](), list[int]()
+        cache, sizes = dict[Hashable, int](), list[int]()  # by layout, as most experts have the same
         for expert in range(stage.num_experts):
-            pattern = _expert_layout_key(stage, expert)
-            if pattern not in known:
-                known[pattern] = slot_layout(stage.expert(expert)).num_bytes
-            sizes.append(known[pattern])
+            key = _expert_layout_key(stage, expert)
+            if key not in cache:
+                cache[key] = slot_layout(stage.expert(expert)).num_bytes
+            sizes.append(cache[key])
         return ExpertSizes(num_experts=len(sizes), slot_bytes=max(sizes), pinned_bytes=sum(map(pinned_bytes, sizes)))
 
 
 @dataclass(frozen=True)
 class StageSizes:
-    """Caches the layout size of each stage: a mixture has tens of thousands of tensors, and a plan queries thousands of
-    times."""
+    """Caches the layout size of each stage, as a plan queries it thousands of times."""
 
     stages: tuple[Stage, ...]
 
@@ -51,7 +49,7 @@ class StageSizes:
 
     @cached_property
     def dense_bytes(self) -> tuple[int, ...]:
-        """The bytes of each stage without the experts that can be read one by one."""
+        """Bytes of each stage without experts that can be read one by one."""
         return tuple(
             slot_layout(stage.dense).num_bytes if stage.experts else whole
             for stage, whole in zip(self.stages, self.whole_bytes, strict=True)
@@ -66,12 +64,11 @@ class StageSizes:
 
     @cached_property
     def misaligned_bytes(self) -> tuple[int, ...]:
-        """The bytes of each stage that a CPU must copy for alignment."""
+        """Bytes of each stage that a CPU must copy for alignment."""
         return tuple(map(misaligned_bytes, self.stages))
 
     @cached_property
     def experts(self) -> dict[int, ExpertSizes]:
-        """Expert sizes by stage."""
         return {stage.index: ExpertSizes.from_stage(stage) for stage in self.stages if stage.experts}
 
     @cached_property
@@ -80,8 +77,7 @@ class StageSizes:
         return sum(stage.kind.is_layer and bool(stage.parameters) for stage in self.stages)
 
     def choose_resident(self, num_layers: int, *, has_outer: bool) -> tuple[frozenset[int], int]:
-        """Returns the stages that stay in memory, with `num_layers` layers and optionally all other stages, and their
-        `resident_bytes`.
+        """Returns stages to keep in memory: `num_layers` layers, with `has_outer` all other stages; and their bytes.
 
         Decoder layers come first, as every pass needs them; encoder layers are needed once per block.
         """
@@ -91,7 +87,7 @@ class StageSizes:
             for kind in (StageKind.layer, StageKind.encoder):
                 layers = [stage.index for stage in self.stages if stage.kind is kind and stage.parameters]
                 num_chosen = min(num_layers - len(chosen), len(layers))
-                chosen += [layers[place] for place in evenly_spaced(len(layers), num_chosen)]
+                chosen += [layers[index] for index in evenly_spaced(len(layers), num_chosen)]
             stages = frozenset(chosen)
             if has_outer:
                 stages |= {stage.index for stage in self.stages if stage.parameters and not stage.kind.is_layer}
@@ -112,13 +108,13 @@ class StageSizes:
     def _tied(self) -> frozenset[int]:
         """Stages that share a tensor with another stage."""
         names = [{piece.name for p in stage.parameters for piece in p.slices} for stage in self.stages]
-        uses = Counter(name for each in names for name in each)
+        uses = Counter(name for stage_names in names for name in stage_names)
         shared = {name for name, count in uses.items() if count > 1}
-        return frozenset(index for index, each in enumerate(names) if each & shared)
+        return frozenset(index for index, stage_names in enumerate(names) if stage_names & shared)
 
 
 def _expert_layout_key(stage: Stage, expert: int) -> Hashable:
-    """Returns a key that is equal for experts with the same layout: tensor order, and offsets in merged reads."""
+    """Returns a key of the expert's layout: tensor order, and offsets in merged reads."""
     extents = [extent for parameter in stage.experts for extent in parameter.expert_extents(expert)]
     pattern, file, begin, end = list[tuple[int, int, int]](), "", 0, 0
     for turn in sorted(range(len(extents)), key=lambda turn: extents[turn]):
@@ -132,6 +128,6 @@ def _expert_layout_key(stage: Stage, expert: int) -> Hashable:
 
 
 def evenly_spaced(num_layers: int, num_chosen: int) -> tuple[int, ...]:
-    """Returns `num_chosen` evenly spaced positions of `num_layers`: each resident layer gives time to load the next
+    """Returns `num_chosen` evenly spaced positions of `num_layers`. Each resident layer gives time to load the next
     streamed one."""
     return tuple(int((turn + 0.5) * num_layers / num_chosen) for turn in range(num_chosen))
