@@ -285,8 +285,8 @@ def visit_elements(hidden_size: int, inner_size: int) -> int:
 
 
 def exchanged_elements(shape: ModelShape) -> int:
-    """Returns the elements per token that ranks with whole experts exchange, if all visited ones are on this rank: their
-    outputs, those received for tokens that it sums, and the sums sent and received."""
+    """Returns the elements per token that ranks with whole experts exchange, if all visited ones are on this rank:
+    their outputs, those received for tokens that it sums, and the sums sent and received."""
     if not shape.num_whole_experts:
         return 0
     choices = max(stage.num_experts_per_token for stage in shape.layers)

@@ -117,9 +117,7 @@ class Placement:
         for ledger in self.ledgers:
             advice = fit_advice(ledger, self.walk, self.kv, config or RuntimeConfig(), self.keys_at_minimum)
             if self.has_device and ledger.memory == "host" and config and config.offload.host_memory_gib is None:
-                advice += (
-                    f". Its default is at most {PINNED_SHARE:.0%} of host memory, as pinned memory cannot be swapped"
-                )
+                advice += f". Its default is at most {PINNED_SHARE:.0%} of host memory, as it is pinned"
             ledger.require_fit(advice)
 
 
