@@ -1,1 +1,1 @@
-"""The pages that the documentation site is built from: those of docs/, and a reference of settings made from conf/."""
+"""The pages of the documentation site: those of docs/, and a reference of settings generated from conf/."""

@@ -13,12 +13,12 @@ from .settings import group_pages
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
-NOTE = re.compile(r"^<!-- .* -->\n", re.MULTILINE)  # for the checker of commands, tests/docs
+NOTE = re.compile(r"^<!-- .* -->\n", re.MULTILINE)  # notes for tests/docs
 
 
 def site_page(text: str, path: Path, generated: set[str]) -> str:
-    """The Markdown of the page at `path`, without notes to the checker. Links to a folder of conf/ become links to the
-    settings' page made from it; other links that leave docs/ become plain text."""
+    """The Markdown of the page at `path`, without notes for tests. Links to a folder of conf/ become links to its
+    generated settings page; other links that leave docs/ become plain text."""
 
     def rewritten(match: re.Match[str]) -> str:
         label, target, anchor = match[1], match[2], match[3] or ""
@@ -35,7 +35,7 @@ def site_page(text: str, path: Path, generated: set[str]) -> str:
 
 
 def main(out: Path) -> None:
-    """Replaces `out` by the site's pages."""
+    """Replaces `out` with the site's pages."""
     shutil.rmtree(out, ignore_errors=True)
     generated = group_pages()
     written = {

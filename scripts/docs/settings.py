@@ -1,16 +1,16 @@
-"""The reference of settings, made from the files and comments of conf/ as `weightstream JOB --help` shows them."""
+"""The reference of settings, generated from the files and comments of conf/ like `weightstream JOB --help`."""
 
 from collections.abc import Iterator
 
 from jobs.config.help import JobSettings, format_value, option_names, read_option
 
-# Commands whose own keys are listed; groups are listed once, as the first command that has them sees them.
+# Commands with a section of their own. A group has one page, with the defaults of the first command that has it.
 JOBS = ("generate", "score", "encode", "plan", "pack", "export", "report", "status", "metrics", "measure", "synthesize")
 JOBS += ("evaluate", "serve", "models", "trace")
 
 
 def group_pages() -> dict[str, str]:
-    """Markdown by page name: one page for each group of settings, one for the own keys of all commands."""
+    """Markdown by page name: a page for each group of settings, and one for the commands' own keys."""
     pages, own = dict[str, str](), ["# Settings of each command", ""]
     own += ["Keys that belong to no group. Groups such as `model` and `offload` have pages of their own.", ""]
     shown = set[str]()

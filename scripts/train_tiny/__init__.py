@@ -1,3 +1,2 @@
-"""How the bundled model came to be: its tasks, its stories, its tokenizer, its training. `python -m scripts.train_tiny`
-makes runtime/data/tiny and jobs/data/tasks.jsonl anew; nothing else may import it.
-"""
+"""Trains the bundled model: tasks, stories, tokenizer, training. `python -m scripts.train_tiny` makes runtime/data/tiny
+and jobs/data/tasks.jsonl. Nothing else may import it."""

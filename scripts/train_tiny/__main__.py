@@ -1,7 +1,7 @@
-"""python -m scripts.train_tiny DIR: trains the bundled model anew, into a directory that is empty or does not exist.
+"""python -m scripts.train_tiny DIR: trains the bundled model into a directory that is empty or does not exist.
 
-python -m scripts.train_tiny outputs/tiny                        # what runtime/data/tiny holds; minutes on two cores
-python -m scripts.train_tiny outputs/tiny --steps 20 --every 10  # a first look
+python -m scripts.train_tiny outputs/tiny                        # as in runtime/data/tiny; minutes on two cores
+python -m scripts.train_tiny outputs/tiny --steps 20 --every 10  # a quick test
 """
 
 import argparse
@@ -17,15 +17,14 @@ LOG = logging.getLogger(__name__)
 
 
 def train_and_save(directory: Path, recipe: Recipe, every: int) -> list[TrainingProgress]:
-    """Trains, then writes weights in bfloat16, config, tokenizer and the table of the training. Answers with the
-    table."""
+    """Trains, then writes weights in bfloat16, config, tokenizer and model card. Returns the training table."""
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
-        raise FileExistsError(f"{directory} is not empty: give another directory")
+        raise FileExistsError(f"{directory} is not empty; choose another directory")
     tokenizer = train_tokenizer(recipe.vocab_size, recipe.seed)
     model, table = new_model(recipe, tokenizer), list[TrainingProgress]()
     for line in train(model, tokenizer, recipe, every):
-        LOG.info("step %d, loss %.3f, %.0f s of processor time, %s", *_format_progress(line))
+        LOG.info("step %d, loss %.3f, %.0f s of CPU time, %s", *_format_progress(line))
         table.append(line)
     model.bfloat16().save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -43,7 +42,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.train_tiny", description="Trains the bundled model anew.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--steps", type=int, default=Recipe.num_steps)
-    parser.add_argument("--every", type=int, default=500, help="steps from one line of the table to the next")
+    parser.add_argument("--every", type=int, default=500, help="steps between two lines of the table")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     train_and_save(options.directory, Recipe(num_steps=options.steps), options.every)

@@ -1,4 +1,4 @@
-"""What is published beside the bundled model: what it is, how it was made, and the table of its training."""
+"""The bundled model's card: description, recipe and training table."""
 
 import platform
 from collections.abc import Sequence
@@ -11,37 +11,35 @@ from .training import Recipe, TrainingProgress
 
 TEXT = """# The bundled model
 
-A Llama of {num_parameters:,} parameters in bfloat16, with a tokenizer of {vocab_size} ids, both made by one command
-from generated tasks and stories (`scripts/train_tiny`); no text of anybody else is in it. It is `model=tiny`. It knows
-a few small tasks and nothing of the world.
+A Llama of {num_parameters:,} parameters in bfloat16, with a tokenizer of {vocab_size} ids. Both are made by one command
+from generated tasks and stories (`scripts/train_tiny`), without any other text. It is `model=tiny`. It can do a few
+small tasks, and knows nothing of the world.
 
     python -m scripts.train_tiny DIR
 
 {recipe}
 
-The same command gives the same bits on the same machine. On another kind of processor, with another number of threads
-or another version of torch, sums are rounded in another order, and after thousands of steps weights differ in more than
-their last bits; accuracies come out alike, not equal.
+The same command gives the same bits on the same machine. Another kind of processor, number of threads or version of
+torch rounds sums in another order. After thousands of steps, weights then differ in more than their last bits, and
+accuracies are similar but not equal.
 
-Accuracy: the share of {num_asked} questions of a task, none of which was trained on (but spelling: each word was),
-whose whole answer is what greedy decoding says; of stories, the share of tokens that are the likeliest. The last line
-is of the weights as they lie here. Loss: nats per token, the mean of the steps since the line before. A guess among
-the answers that a question leaves is right for comparison in {comparison:.0%}, for facts in {facts:.0%}, else hardly
-ever.
+Accuracy: the share of {num_questions} questions of a task that greedy decoding answers completely. No question was
+trained on, except for spelling, where each word was. For stories: the share of correct tokens. The last line is of
+the published weights. Loss: nats per token, the mean of the steps since the previous line. Accuracy of a guess among
+the possible answers: comparison {comparison:.0%}, facts {facts:.0%}, other tasks almost 0%.
 
 {table}
 
-Torch {torch}, {threads} thread, {machine}; processor time includes what asking takes.
+Torch {torch}, {threads} thread, {machine}; processor time includes the evaluations.
 """
 
 
 def model_card(recipe: Recipe, table: Sequence[TrainingProgress], num_parameters: int) -> str:
-    """Markdown."""
     return TEXT.format(
         num_parameters=num_parameters,
         vocab_size=recipe.vocab_size,
         recipe=f"Recipe: `{recipe}`",
-        num_asked=recipe.num_questions,
+        num_questions=recipe.num_questions,
         comparison=TASKS["comparison"].chance,
         facts=TASKS["facts"].chance,
         table=training_table(table),

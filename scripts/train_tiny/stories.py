@@ -1,4 +1,4 @@
-"""Stories of a few plain sentences, by a grammar: whoever is named stays who it is, and what is lost is found."""
+"""Short stories by a grammar: names and animals stay consistent, and lost things are found."""
 
 from random import Random
 
@@ -10,7 +10,7 @@ STORY_WEIGHT = 2.0
 
 
 def story(random: Random) -> Example:
-    """The first sentence is the prompt, the rest its answer."""
+    """A random story: the first sentence is the prompt, the rest its answer."""
     name, friend = random.sample(NAMES, 2)
     animal, other = random.sample(ANIMALS, 2)
     mood, place = random.choice(MOODS), random.choice(PLACES)

@@ -1,4 +1,4 @@
-"""Small tasks with one right answer each, by a random generator: a prompt, its answer, and what a guess is worth."""
+"""Small random tasks with exactly one correct answer."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,8 +11,7 @@ QUESTION = "Q: {}\nA:"
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """What the model is shown. `answer` begins with the space that follows the prompt; `is_text`: the prompt is worth
-    learning, too."""
+    """A training example. `answer` begins with a space. `is_text`: the prompt is learned, too."""
 
     task: str
     prompt: str
@@ -22,9 +21,9 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingTask:
-    """`make` gives a question and its answer. `weight`: how often it is trained, beside the others. `chance`: how often
-    a guess among the answers that the question leaves is right. `is_closed`: there are too few different questions to
-    hold some back, so that what is measured is memory."""
+    """`make` returns a question and its answer. `weight`: relative frequency in training. `chance`: accuracy of a guess
+    among the possible answers. `is_closed`: too few different questions to hold some back, so accuracy measures memory.
+    """
 
     make: Callable[[Random], tuple[str, str]]
     weight: float
@@ -58,7 +57,7 @@ def _sort(random: Random) -> tuple[str, str]:
 
 def _pattern(random: Random) -> tuple[str, str]:
     start, step = random.randrange(80), random.randrange(1, 31)
-    first = [start + step * place for place in range(4)]
+    first = [start + step * index for index in range(4)]
     return f"What comes next: {', '.join(map(str, first))}", str(start + 4 * step)
 
 
@@ -78,10 +77,8 @@ def _spell(random: Random) -> tuple[str, str]:
 
 
 def _facts(random: Random) -> tuple[str, str]:
-    """Three people have a thing each; who, what and which colour is asked."""
-    people = list(
-        zip(random.sample(NAMES, 3), random.sample(COLOURS, 3), random.sample(THINGS, 3), strict=True),
-    )
+    """Three people each have a thing; asks for person, thing or color."""
+    people = list(zip(random.sample(NAMES, 3), random.sample(COLOURS, 3), random.sample(THINGS, 3), strict=True))
     facts = " ".join(f"{name} has a {colour} {thing}." for name, colour, thing in people)
     name, colour, thing = random.choice(people)
     answers = {

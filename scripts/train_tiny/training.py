@@ -1,4 +1,4 @@
-"""A small Llama trained on the tasks and stories: plain torch, one seed, and what it knew on the way."""
+"""Trains a small Llama on the tasks and stories, with plain torch and one seed, and evaluates it on the way."""
 
 import time
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from .corpus import evaluation_examples, training_examples
 from .stories import STORY
 from .tasks import TASKS, Example
 
-IGNORED = -100  # a label that does not count, as torch's cross entropy has it
+IGNORED = -100  # ignore_index of torch's cross entropy
 SHAPE = {
     "hidden_size": 192,
     "intermediate_size": 512,
@@ -27,8 +27,8 @@ SHAPE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All that the weights follow from, beside the machine. `warmup_share`: of the steps, while the learning rate
-    rises; behind it, it falls to nothing along a cosine. Rates and decay are AdamW's."""
+    """All settings that determine the weights, besides the machine. `warmup_share`: fraction of the steps in which the
+    learning rate rises; a cosine decay to 0 follows. Optimizer: AdamW."""
 
     seed: int = 0
     num_steps: int = 4000
@@ -44,8 +44,8 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingProgress:
-    """A line of the training table. `loss`: nats per token, the mean of the steps since the line before; `accuracy`: of
-    each task, answers that are right in every token, and of stories tokens that are the likeliest."""
+    """A line of the training table. `loss`: nats per token, the mean since the previous line. `accuracy`: by task, the
+    share of completely correct answers; for stories, of correct tokens."""
 
     step: int
     loss: float
@@ -63,8 +63,8 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCau
 def train(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, every: int
 ) -> Iterator[TrainingProgress]:
-    """Trains `model` in place, with a line every so many steps and at the end, where its weights have been rounded to
-    bfloat16, as they are published."""
+    """Trains `model` in place. Yields a line every `every` steps and at the end, after rounding the weights to
+    bfloat16."""
     torch.set_num_threads(recipe.num_threads)
     torch.use_deterministic_algorithms(True)
     optimizer = torch.optim.AdamW(
@@ -101,8 +101,8 @@ def _step(
     labels: torch.Tensor,
     positions: torch.Tensor,
 ) -> float:
-    """A step of the optimizer, and the loss before it. Positions that begin anew tell transformers where attention
-    ends: no example sees the one before it."""
+    """One optimizer step; returns the loss before it. Positions that restart at 0 make transformers mask attention
+    between examples."""
     model.train()
     logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
@@ -122,8 +122,8 @@ def _round(model: LlamaForCausalLM) -> None:
 def packed_batches(
     tokenizer: PreTrainedTokenizerFast, recipe: Recipe
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Tokens, labels and places in their example without end, (rows, tokens) each: example behind example until a row
-    is full."""
+    """Yields endless batches of tokens, labels and positions in their example, (rows, tokens) each. Examples are
+    concatenated until a row is full; the last one is cut off."""
     examples = training_examples(recipe.seed + 1)
     while True:
         rows = [_packed_row(tokenizer, examples, recipe.num_tokens) for _ in range(recipe.num_rows)]
@@ -144,7 +144,7 @@ def _packed_row(
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, example: Example) -> tuple[list[int], list[int]]:
-    """Tokens of prompt, answer and end, and the label of each: a question is given, it need not be learnt."""
+    """Tokens of prompt, answer and end of sequence, and their labels. Question tokens are not learned."""
     prompt = tokenizer(example.prompt).input_ids
     answer = [*tokenizer(example.answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
     prompt_labels = [IGNORED, *prompt[1:]] if example.is_text else [IGNORED] * len(prompt)
@@ -153,8 +153,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, example: Example) -> tuple[list[i
 
 @torch.no_grad()
 def accuracies(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, num_questions: int) -> dict[str, float]:
-    """The share of examples that are held back whose whole answer is what greedy decoding says, by task; of stories,
-    where many are as good, the share of tokens."""
+    """Share of held-back examples that greedy decoding answers completely, by task; of stories, which have many good
+    continuations, the share of correct tokens."""
     model.eval()
     shares = dict[str, float]()
     for task in (*TASKS, STORY):

@@ -1,5 +1,4 @@
-"""The bundled model's tokenizer: byte-level BPE over its own examples, digit by digit, so any text has tokens. It
-stands alone because a tokenizer is trained once, before the model."""
+"""The bundled model's tokenizer: byte-level BPE over its own examples, with single digits. Any text has tokens."""
 
 from itertools import islice
 
@@ -19,7 +18,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most `vocab_size` ids: pad, bos, eos, the 256 bytes, then what examples say most often."""
+    """A tokenizer of at most `vocab_size` ids: pad, bos, eos, the 256 bytes, then the most frequent pairs."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

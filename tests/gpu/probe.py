@@ -1,10 +1,10 @@
-"""What plans and pages guess, read off a card in a minute or two: link, overlap, what the host takes for a launch and
-for a lane's turn, attention, products through stored weights, the disk.
+"""Measures what plans assume of a GPU, in a minute or two: link, overlap, launches, lane turns, attention, products
+with stored weights, disk.
 
     python3 -m tests.gpu.probe
 
-prints a line `name: value` for each as it comes. One that fails is named, and the next one begins. Without a card it
-runs small on the CPU, which shows that it starts.
+Prints a line `name: value` for each measurement. A failed one is reported, and the next one starts. Without a GPU it
+runs small on the CPU, as a test.
 """
 
 import os
@@ -64,7 +64,7 @@ def synchronize() -> None:
 
 
 def seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """Median of some, between two waits for the device; the first, which may compile, does not count."""
+    """Median seconds between two synchronizations, after a warm-up."""
     times = []
     for _ in range(repeats + 1):
         synchronize()
@@ -76,7 +76,7 @@ def seconds(work: Callable[[], object], repeats: int = 5) -> float:
 
 
 def microseconds(work: Callable[[], object], count: int) -> float:
-    """Microseconds of one of so many that are queued one behind the other."""
+    """Microseconds of each of `count` queued calls."""
     return seconds(lambda: [work() for _ in range(count)]) / count * 1e6
 
 
@@ -87,16 +87,16 @@ def link() -> Readings:
     begin = time.perf_counter()
     own = device.host_buffer(4 * NUM_BYTES)
     rate = 4 * NUM_BYTES / (time.perf_counter() - begin) / 1e9
-    yield "pages of our own, pinned", f"{rate:.1f} GB/s, is_pinned={IS_CUDA and own.is_pinned()}"
+    yield "host buffer, allocated and pinned", f"{rate:.1f} GB/s, is_pinned={IS_CUDA and own.is_pinned()}"
     there = device.compute_buffer(NUM_BYTES)
     for size in (NUM_BYTES, 64 * MIB):
         pieces = list(zip(there.split(size), own[:NUM_BYTES].split(size), strict=True))
         took = seconds(lambda pieces=pieces: [target.copy_(source, non_blocking=True) for target, source in pieces])
-        yield f"their bytes to the device, {size >> 20} MiB at a time", f"{NUM_BYTES / took / 1e9:.1f} GB/s"
+        yield f"host buffer to the device, {size >> 20} MiB at a time", f"{NUM_BYTES / took / 1e9:.1f} GB/s"
 
 
 def overlap() -> Readings:
-    """The copy stream beside products: seconds of both at once over those of the longer one alone."""
+    """Copies during products: seconds of both at once relative to the longer one alone."""
     device = ComputeDevice(str(DEVICE))
     if not device.is_accelerator:
         return
@@ -118,7 +118,7 @@ def overlap() -> Readings:
 
 
 def launches() -> Readings:
-    """What the host takes: numbers are so few that the device is never behind."""
+    """Host time of launches, with inputs so small that the device never lags."""
     with torch.inference_mode():
         x = torch.zeros(64, device=DEVICE)
         yield "launch of an operator", f"{microseconds(lambda: x.add_(1), 2000):.1f} us"
@@ -135,8 +135,8 @@ def launches() -> Readings:
 
 
 def turns() -> Readings:
-    """What a turn of one more lane through a layer adds to a decode pass of a small model that lies in the device: its
-    products take next to nothing there, so this is Python, torch's dispatch and launches."""
+    """Time that one more lane adds to a layer of a decode pass, with a small model in device memory: mostly Python,
+    torch's dispatch and launches."""
     with tempfile.TemporaryDirectory() as folder:
         for model, more in (("llama", {}), ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2})):
             path = Path(folder) / model
@@ -164,8 +164,8 @@ def _decode_seconds(path: Path, num_lanes: int) -> float:
 
 
 def attention() -> Readings:
-    """Decode: a token of each of 64 rows, which looks at 300 positions, 32 heads on 8; flash kernels by torch's public
-    function and by the operator behind it."""
+    """Decode attention: one token of each of 64 rows over 300 positions, 32 query heads and 8 KV heads; flash kernels
+    by torch's public function and by the operator that it calls."""
     if not IS_CUDA:
         return
     from torch.nn.attention.varlen import varlen_attn
@@ -181,7 +181,7 @@ def attention() -> Readings:
 
 
 def products() -> Readings:
-    """What a lane pays for a matrix as it is stored, beside bfloat16; and what decoding it once would cost."""
+    """Products with stored weights relative to bfloat16, and the cost of dequantizing the whole matrix."""
     x = torch.randn(NUM_ROWS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
     plain = torch.randn(HEIGHT, WIDTH, device=DEVICE, dtype=torch.bfloat16)
     about = f"{HEIGHT} x {WIDTH}, {NUM_ROWS} rows"
@@ -205,7 +205,7 @@ def products() -> Readings:
 
 
 def product_kernels(rows: Rows) -> Mapping[str, Product]:
-    """The products to time, by name: by operators that dequantize a run of rows at a time, and by Triton's kernel."""
+    """Products to measure by name: operators that dequantize some rows at a time, and Triton's kernel."""
     kernels: dict[str, Product] = {"operators": lambda x_MK, rows: multiply(x_MK, [rows])}
     codes = rows.codes() if device_codes.can_multiply(rows, torch.bfloat16) else None
     if codes is not None:
@@ -265,7 +265,7 @@ def _slice(num_bytes: int, dtype: str, format: str = "", companions: tuple[Compa
 
 
 def disk() -> Readings:
-    """One reader of a file that was just written, with its pages dropped, through the page cache."""
+    """One reader through the page cache of a new file that was dropped from it."""
     buffer = bytearray(16 * MIB)
     with tempfile.NamedTemporaryFile() as file:
         for _ in range(NUM_BYTES // (4 * MIB)):
