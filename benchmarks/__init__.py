@@ -1,2 +1,1 @@
-"""Benchmarks of Weightstream against alternatives and against its own predictions. Nothing else may import this
-package."""
+"""Benchmarks of Weightstream against alternatives and its own predictions. Nothing else may import it."""

@@ -62,10 +62,9 @@ class OwnContender:
 
 @dataclass(frozen=True, kw_only=True)
 class Isolation:
-    """A virtual environment of a peer. pip installs `requirements`, then removes `unwanted`. `module`: the worker's
-    module. `preloaded`: libraries for LD_PRELOAD, as vendors recommend. `gguf_kind`: kind of the GGUF file that the
-    peer reads. `is_built_here`: pip compiles it for this processor, or by CMAKE_ARGS. `restriction_note`: limits of its
-    instructions besides variables of torch and oneDNN, as text for the table."""
+    """A peer's virtual environment: pip installs `requirements`, then removes `unwanted`. `module`: the worker's
+    module. `preloaded`: libraries for LD_PRELOAD. `gguf_kind`: the peer reads a GGUF file of this kind.
+    `is_built_here`: pip compiles it. `restriction_note`: table text on what limits its instructions."""
 
     name: str
     module: str
@@ -80,8 +79,7 @@ class Isolation:
 @dataclass(frozen=True, kw_only=True)
 class Peer:
     """An alternative to Weightstream. `isolation`: its environment; None: this one. `tier`: location of the weights.
-    `batch_sizes`: candidates of the search; empty if it schedules requests itself. `is_mapped`: weights are
-    memory-mapped, not loaded."""
+    `batch_sizes`: search candidates; empty if it schedules requests itself. `is_mapped`: weights are memory-mapped."""
 
     dtype: DType = DType.float32
     tier: Tier = Tier.none
@@ -200,13 +198,12 @@ PREFIX_CONTENDERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A contender of `suite=gpu`, with 1/`prompt_divisor` of all prompts. `num_prefill_chunks`: prefill passes of a
-    lane's prompts. `is_cut`: its model has only as many layers as the device holds. `is_int4`: weights as `weightstream
-    pack format=int4` stores them, all streamed. `needs`: modules without which it is left out."""
+    """A contender of `suite=gpu`, with 1/`prompt_divisor` of all prompts. `is_cut`: its model has only as many layers
+    as the device holds. `is_int4`: int4 weights, all streamed. `needs`: modules without which it is left out."""
 
     name: str
     entry: OwnContender | Peer
-    num_prefill_chunks: int = 1
+    num_prefill_chunks: int = 1  # passes of a lane's prompts
     prompt_divisor: int = 1
     is_cut: bool = False
     is_int4: bool = False

@@ -1,5 +1,4 @@
-"""Ranks that share the reading of weights, against one process. Each process reads at a limited rate, so that reading
-is the bottleneck."""
+"""Ranks that share the reading of weights, against one process. A limited read rate makes reading the bottleneck."""
 
 import json
 import subprocess
@@ -97,8 +96,11 @@ def measure(task: BenchmarkTask, case: RanksCase, rank: int, folder: str) -> Res
     offload = OffloadConfig(tier=Tier.nvme, resident_layers=0, read_chunk_mib=READ_CHUNK_MIB)
     if case.num_ranks == 1:
         return measure_generation(*open_runtime(task, offload, make=make)).result
-    question = {"task": asdict(task), "case": asdict(case), "folder": folder}
-    processes = [_start_rank({**question, "rank": other}) for other in range(1, case.num_ranks) if not rank]
+    processes = []
+    for other in range(1, case.num_ranks) if rank == 0 else ():
+        question = {"task": asdict(task), "case": asdict(case), "folder": folder, "rank": other}
+        command = [sys.executable, "-m", "benchmarks.worker", __name__, json.dumps(question)]
+        processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
     launch = Launch(rank=rank, size=case.num_ranks, url=f"file://{Path(folder) / 'meet'}")
     with Ranks(launch, devices=DevicesConfig(way=Parallelism.sharded, gather=case.gather)) as ranks:
         runtime, requests = open_runtime(task, offload, make=partial(make, ranks=ranks))
@@ -108,14 +110,9 @@ def measure(task: BenchmarkTask, case: RanksCase, rank: int, folder: str) -> Res
             return None
         result = measure_generation(runtime, requests).result
         end_sessions(ranks)
-    for each in processes:
-        each.wait()
+    for process in processes:
+        process.wait()
     return result
-
-
-def _start_rank(question: Mapping[str, object]) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "benchmarks.worker", __name__, json.dumps(question)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 
 def devices_table(rounds: Mapping[RanksCase, Sequence[Result]]) -> str:

@@ -1,6 +1,5 @@
 """A synthetic task of lm-evaluation-harness: questions with four answers after five shared examples, like MMLU.
-Weightstream answers from disk with limited memory; the harness's transformers model answers in memory and offloaded.
-Compares scores, speed and memory."""
+Weightstream from disk against the harness's transformers model, in memory and offloaded: scores, speed, memory."""
 
 import json
 import random
@@ -23,7 +22,7 @@ from .config import BenchConfig
 from .harness_scores import HarnessContender, HarnessTask, Scores
 from .report import table
 from .runner import WorkerProcess
-from .task import SuiteResult
+from .task import Say, SuiteResult
 
 NUM_CHOICES, NUM_EXAMPLES, NUM_TRAINED = 4, 5, 40
 TOLERANCE = 1e-3  # of a target's log-probability
@@ -58,8 +57,7 @@ doc_to_choice: choices
 metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
 
-Measure = Callable[[HarnessTask], Scores]
-Say = Callable[[str], object]
+MeasureScores = Callable[[HarnessTask], Scores]
 Rounds = Mapping[HarnessContender, Sequence[Scores]]
 
 
@@ -74,7 +72,7 @@ def measure_scores(task: HarnessTask) -> Scores:
     return Scores.from_answer(json.loads(list(worker.lines())[-1]))
 
 
-def run_evaluation(config: BenchConfig, say: Say, measure: Measure = measure_scores) -> SuiteResult:
+def run_evaluation(config: BenchConfig, say: Say, measure: MeasureScores = measure_scores) -> SuiteResult:
     """Runs all rounds. Raises WeightstreamError if scores of a round differ by more than the tolerance."""
     missing = [name for name in ("lm_eval", "accelerate") if find_spec(name) is None]
     require(not missing, f"suite=evaluation needs {' and '.join(missing)}: pip install -e '.[eval,bench]'")
@@ -142,7 +140,7 @@ def _random_question(draw: random.Random, num_words: int) -> dict[str, object]:
     }
 
 
-def _choose_sizes(task: HarnessTask, max_minutes: float | None, say: Say, measure: Measure) -> HarnessTask:
+def _choose_sizes(task: HarnessTask, max_minutes: float | None, say: Say, measure: MeasureScores) -> HarnessTask:
     """Returns the task with the peer's best batch size and with as many documents as fit into `max_minutes`."""
     sizes = BATCH_SIZES[HarnessContender(task.contender)]
     if not sizes or (task.batch_size is not None and max_minutes is None):
@@ -174,8 +172,7 @@ def require_equal_scores(rounds: Rounds) -> None:
 
 
 def max_difference(scores: Scores, reference: Scores) -> float:
-    """The largest difference of log-probabilities over documents that both scored; infinity if only one of them answers
-    a document correctly."""
+    """The largest difference of log-probabilities; infinity if only one answers a document correctly."""
     if any(ours != theirs for ours, theirs in zip(scores.is_right, reference.is_right, strict=False)):
         return float("inf")
     pairs = zip(scores.logprobs, reference.logprobs, strict=False)

@@ -1,6 +1,5 @@
-"""One measurement of an evaluation: a task of lm-evaluation-harness, scored by Weightstream or by the harness's
-transformers model, in a separate process. Times from the harness's start to its results, without loading a peer. The
-checkpoint is dropped from the page cache first, and repeatedly for a peer that reads it layer by layer."""
+"""Scores a task of lm-evaluation-harness once, by Weightstream or the harness's transformers model, in a separate
+process. Loading a peer is not timed. The checkpoint is dropped from the page cache first."""
 
 import tempfile
 import time

@@ -1,5 +1,5 @@
-"""Restricts all processes of a benchmark, peers included, to an instruction set, as on an older processor. Imports
-neither torch nor numba, which few peers have."""
+"""Restricts all processes of a benchmark to an instruction set. Imports neither torch nor numba, which peers may
+lack."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,8 +46,7 @@ GGML_OF_AVX512 = {"AVX512_VBMI": "avx512vbmi", "AVX512_VNNI": "avx512_vnni", "AV
 
 @contextmanager
 def restrict_instructions(isa: Isa | None) -> Iterator[None]:
-    """Sets variables for processes started within the context; None sets nothing. Raises ConfigError if the processor
-    lacks the instructions."""
+    """Restricts processes started within the context. Raises ConfigError if the processor lacks the instructions."""
     if isa is None:
         yield
         return

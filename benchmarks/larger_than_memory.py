@@ -3,7 +3,7 @@ are made, measured and deleted one by one, so the disk needs room for the model 
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,18 +22,16 @@ from .config import BenchConfig, Form, make_task
 from .contenders import CONTENDERS, Contender, Peer
 from .report import table
 from .runner import gguf_path
-from .task import BenchmarkTask, Result, SuiteResult, task_prompts
+from .task import BenchmarkTask, Measure, Result, Say, SuiteResult, task_prompts
 
 SHARES: Mapping[Form, float] = {  # upper limits of a form's bytes as a fraction of the published ones
     Form.published: 1.0, Form.lossless: 0.76, Form.int8: 0.52, Form.fp8: 0.52, Form.int4: 0.29,
 }  # fmt: skip
+LOSS = {Form.published: "exact", Form.lossless: "lossless"}
 GGUF_SHARES = {"F16": 1.0, "Q8_0": 0.54, "Q4_0": 0.29}
 OFFLOADED_SHARES = {Contender.accelerate_disk: 2.0, Contender.accelerate_disk_bf16: 1.0}
 LAYER_PARAMETERS, OUTER_PARAMETERS = 1_451_270_144, 262_148_096  # of Mixtral 8x7B
 BYTES_OF_BF16 = 2
-
-Measure = Callable[[BenchmarkTask], Result]
-Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,9 @@ def run_larger(config: BenchConfig, say: Say, measure: Measure) -> SuiteResult:
         published = folder / Form.published.value
         for form in larger.forms:
             with _packed_form(published, form, say) as path:
-                task = _make_task(config, Contender.nvme, path)
-                results = _run_rounds(config, f"weightstream, {form.value}", task, say, measure)
-                entries.append(FormResult(f"weightstream, {form.value}", _num_bytes(path), _loss(form), results))
+                name = f"weightstream, {form.value}"
+                results = _run_rounds(config, name, _make_task(config, Contender.nvme, path), say, measure)
+                entries.append(FormResult(name, _num_bytes(path), LOSS.get(form, "lossy"), results))
         for peer in larger.peers:
             try:
                 _require_room(published, _peer_share(published, peer), f"{peer.value}'s own copy")
@@ -181,10 +179,6 @@ def _gguf_kind(peer: Contender) -> str | None:
     return None if isolation is None else isolation.gguf_kind
 
 
-def _loss(form: Form) -> str:
-    return {Form.published: "exact", Form.lossless: "lossless"}.get(form, "lossy")
-
-
 def _peer_loss(peer: Contender) -> str:
     kind = _gguf_kind(peer)
     return "lossy" if kind is not None and GGUF_SHARES[kind] < 1 else "half precision"
@@ -199,8 +193,7 @@ def _prompt_tokens(config: BenchConfig) -> int:
 
 
 def larger_table(entries: Sequence[FormResult], num_prompt_tokens: int) -> str:
-    """A row for each form or peer. Prefill rates count prompt tokens, decode rates generated ones. `decode, ratio` and
-    `equal` compare with the first row."""
+    """A row for each form or peer. `decode, ratio` and `equal` compare with the first row."""
     headings = ["contender", "weights on disk", "numbers", "prefill tokens/s", "decode tokens/s, median (min-max)"]
     headings += ["decode, ratio", "all, s", "peak memory above baseline", "read per run", "equal"]
     base, reference = median(map(_decode_rate, entries[0].results)), entries[0].results[0].tokens
@@ -225,8 +218,7 @@ def _row(entry: FormResult, num_prompt_tokens: int, base: float, reference: Sequ
 
 
 def _decode_rate(result: Result) -> float:
-    """The rate without the first token of each sequence, which prefill computes; of all tokens if the prefill time is
-    unknown."""
+    """The rate without first tokens, which prefill computes; of all tokens if the prefill time is unknown."""
     num_tokens = sum(map(len, result.tokens))
     if not result.prefill_seconds:
         return num_tokens / result.seconds

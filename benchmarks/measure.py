@@ -49,9 +49,8 @@ def measure(task: BenchmarkTask) -> Result:
 def _within_share(
     task: BenchmarkTask, offload: OffloadConfig, trace: Trace | None = None
 ) -> tuple[Runtime, list[Request]]:
-    """Opens the runtime of a task. The host budget of nvme is `weight_share` of the weights plus KV of the longest
-    requests that run at once, but at least the minimum of a run. Prompts of a file set one budget for all contenders.
-    """
+    """Opens the runtime of a task. nvme's host budget is `weight_share` of the weights plus KV of the longest
+    concurrent requests, at least a run's minimum. Prompts of a file set one budget for all contenders."""
     if task.host_memory_gib is not None and offload.tier is Tier.nvme:
         return open_runtime(task, replace(offload, host_memory_gib=task.host_memory_gib), trace)
     runtime, requests = open_runtime(task, offload, trace)
@@ -72,8 +71,7 @@ def _within_share(
 
 
 def _weightstream(task: BenchmarkTask, ours: OwnContender, folder: str) -> Result:
-    """Measures generation, including the trace that is written between passes. A searched policy is stored in `folder`
-    only, so that the next measurement searches again."""
+    """Measures generation and the trace between passes. A searched policy is stored in the temporary `folder` only."""
     trace = Trace() if ours.is_traced else None
     cache_dir = folder if task.policy != PolicyKind.fixed.value else None
     runtime, requests = _within_share(task, OffloadConfig(tier=ours.tier, cache_dir=cache_dir), trace)

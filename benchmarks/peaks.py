@@ -57,8 +57,7 @@ def flops_per_second(num_threads: int) -> float:
 
 
 def bytes_per_second(matrices: Sequence[torch.Tensor], num_threads: int) -> float:
-    """The rate of reading float32 matrices, larger than caches, once: the faster of torch's sum and a compiled loop per
-    thread."""
+    """The rate of reading matrices larger than caches: the faster of torch's sum and a compiled loop per thread."""
     parts = [matrix.view(-1).numpy() for each in matrices for matrix in each.chunk(num_threads)]
     by_threads = _seconds(lambda pool: pool.map(_sum, parts), num_threads)
     by_torch = _seconds(lambda _: (matrix.sum() for matrix in matrices), num_threads)

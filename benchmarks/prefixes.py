@@ -35,8 +35,7 @@ def few_shot_prompts(texts: Sequence[tuple[str, str]], num_examples: int) -> Ite
 
 @contextmanager
 def prompts_file(config: BenchConfig, path: str) -> Iterator[str]:
-    """Yields a temporary JSON file of the prompts' token ids. Raises ConfigError if there are fewer questions than
-    prompts."""
+    """Yields a temporary JSON file of token ids. Raises ConfigError if there are fewer questions than prompts."""
     texts = _questions(config)
     require(
         len(texts) >= config.num_prompts + NUM_EXAMPLES,
@@ -71,8 +70,7 @@ def make_prefix_task(config: BenchConfig, contender: Contender, path: str, file:
 
 
 def prefixes_table(rounds: Mapping[str, Sequence[Result]]) -> str:
-    """A row for each contender. Rates count the contender's own rows. `off`: measured against predicted seconds.
-    `equal`: rows equal to the first contender's."""
+    """A row for each contender. `off`: measured against predicted seconds. `equal`: to the first contender's."""
     reference = next(iter(rounds.values()))[0].tokens
     headings = ["contender", "rows", "of a block", "predicted", "measured, median (min-max)", "off", "rows/s"]
     headings += ["generated tokens/s", "prompt tokens computed", "peak memory above baseline", "read per run", "equal"]
@@ -81,7 +79,8 @@ def prefixes_table(rounds: Mapping[str, Sequence[Result]]) -> str:
 
 def _row(name: str, results: Sequence[Result], reference: Sequence[list[int]]) -> list[object]:
     last, seconds = results[-1], [result.seconds for result in results]
-    measured, predicted = median(seconds), median(predicted_seconds(result) for result in results)
+    measured = median(seconds)
+    predicted = median(result.predicted_prefill_seconds + result.predicted_decode_seconds for result in results)
     pairs = list(zip(last.tokens, reference, strict=False))
     return [
         name,
@@ -97,7 +96,3 @@ def _row(name: str, results: Sequence[Result], reference: Sequence[list[int]]) -
         format_bytes(median(result.bytes_read for result in results)),
         f"{sum(ours == theirs for ours, theirs in pairs)} of {len(pairs)}",
     ]
-
-
-def predicted_seconds(result: Result) -> float:
-    return result.predicted_prefill_seconds + result.predicted_decode_seconds

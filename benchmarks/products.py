@@ -44,8 +44,8 @@ StoredForm = tuple[Parts, Callable[..., Block]]  # stored tensors, and the funct
 
 @dataclass(frozen=True, kw_only=True)
 class ProductCase:
-    """The shortest seconds of a product of M rows, and the median of the rounds' medians. `is_chosen`: by the backend
-    that a run chooses."""
+    """A product's shortest seconds, and the median of its rounds' medians. `is_chosen`: a run would choose the
+    backend."""
 
     format: str
     backend: str

@@ -1,6 +1,5 @@
-"""Baselines without a model: layers that are only read from disk, memory that is only read, and decode attention over
-KV pages. The KV shape is a layer of Llama-3-8B: 64 sequences of 512 positions, 32 query heads, 8 KV heads of 128. There
-are so many layers that none is still cached in the next sweep."""
+"""Baselines without a model: disk reads, memory reads, and decode attention over KV pages of a Llama-3-8B layer (64
+sequences of 512 positions, 32 query heads, 8 KV heads). No layer is still cached in the next sweep."""
 
 import mmap
 import os
@@ -38,8 +37,7 @@ NUM_SWEEPS = 5
 
 
 def read_layers(runtime: Runtime, requests: Sequence[Request], *, is_plain: bool) -> Result:
-    """Reads every streamed layer READ_PASSES times: by the schedule without its `run` actions, or with as many plain
-    threads over the same file ranges."""
+    """Reads every streamed layer READ_PASSES times: by the schedule without `run`, or by as many plain threads."""
     plan = runtime.plan(requests)
     shape, walk = runtime.model.shape, plan.placement.walk
     with runtime.reader() as reader:
@@ -84,11 +82,10 @@ def _read_plainly(extents: Sequence[Extent], offload: OffloadConfig) -> tuple[fl
 
 
 def sweep(entry: AttentionBaseline) -> Result:
-    """Visits SWEPT_BYTES of layers NUM_SWEEPS times, with torch's number of threads, after a sweep that compiles and
-    touches all pages."""
+    """Visits SWEPT_BYTES of layers NUM_SWEEPS times, after a sweep that compiles and touches all pages."""
     baseline, device, num_bytes = resident_bytes(), ComputeDevice("cpu"), layer_bytes(entry.dtype)
     layers = [_random_layer(device, entry.dtype) for _ in range(SWEPT_BYTES // num_bytes)]
-    visit = _read if entry.access is KVAccess.read else _attention(entry)
+    visit = torch.sum if entry.access is KVAccess.read else _attention(entry)
     begin = 0.0
     for turn in range(NUM_SWEEPS + 1):
         if turn == 1:
@@ -126,11 +123,7 @@ def _random_layer(device: ComputeDevice, dtype: DType) -> torch.Tensor:
     return flat.uniform_(-1, 1).view(NUM_PAGES, -1)
 
 
-def _read(layer: torch.Tensor) -> None:
-    layer.sum()
-
-
-def _attention(entry: AttentionBaseline) -> Callable[[torch.Tensor], None]:
+def _attention(entry: AttentionBaseline) -> Callable[[torch.Tensor], object]:
     tables = torch.randperm(NUM_PAGES).view(NUM_ROWS, -1).to(torch.int32)
     begins, ends = torch.zeros(NUM_ROWS, dtype=torch.int32), torch.full((NUM_ROWS,), NUM_POSITIONS, dtype=torch.int32)
     dtype = _torch_dtype(entry.dtype)

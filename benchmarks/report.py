@@ -189,8 +189,8 @@ def round_rows(rounds: Rounds) -> list[dict[str, object]]:
 
 
 def draw_rates(path: Path, rates: Mapping[str, Sequence[float]], peers: Sequence[str], title: str, unit: str) -> None:
-    """Writes a bar chart of rates with the spread of their rounds, as svg or png by the suffix; `peers` are grey.
-    Raises OutputError."""
+    """Writes a bar chart of rates with their spread, as svg or png by the suffix; `peers` are grey. Raises
+    OutputError."""
     from jobs.pictures.figure import figure  # matplotlib, which a plain image lacks
 
     names = sorted(rates, key=lambda name: median(rates[name]))

@@ -1,5 +1,4 @@
-"""Start time and memory of `jobs.generate` with many rows: from data set to plan, up to the first pass of the tiny
-model."""
+"""Start time and memory of `jobs.generate` with many rows, up to the first pass of the tiny model."""
 
 import json
 import tempfile

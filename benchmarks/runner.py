@@ -93,8 +93,7 @@ def ask_worker(module: str, question: Mapping[str, object]) -> dict[str, Any]:
 
 
 def run_measurement(task: BenchmarkTask) -> Result:
-    """Runs a task in a separate process. Weightstream's output goes to stderr. Raises WeightstreamError if the process
-    fails or exceeds its limit."""
+    """Runs a task in a separate process. Raises WeightstreamError if it fails or exceeds its limit."""
     peer = task.entry if isinstance(task.entry, Peer) else None
     limit = None
     if task.limit_minutes is not None:
@@ -114,8 +113,8 @@ def run_measurement(task: BenchmarkTask) -> Result:
 
 
 def _isolate(worker: WorkerProcess, task: BenchmarkTask, isolation: Isolation) -> WorkerProcess:
-    """Moves the worker to the peer's environment: its Python, its GGUF file, and the variables that libraries read only
-    at their start, such as the number of threads."""
+    """Moves the worker to the peer's environment: Python, GGUF file, and variables that libraries read at their
+    start."""
     python = install_environment(isolation)
     libraries = {"OMP_NUM_THREADS": str(task.num_threads), "TOKENIZERS_PARALLELISM": "false"}
     if isolation.preloaded:
@@ -133,8 +132,7 @@ def _isolate(worker: WorkerProcess, task: BenchmarkTask, isolation: Isolation) -
 
 
 def install_environment(isolation: Isolation) -> Path:
-    """The Python of the peer's environment. Creates the environment if it does not exist, which can take minutes.
-    Raises WeightstreamError with pip's message."""
+    """The Python of the peer's environment, installed on first use. Raises WeightstreamError with pip's message."""
     build = _build_environment(isolation)
     parts = (sys.version, *isolation.requirements, *isolation.unwanted, *build.values())
     key = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]

@@ -29,7 +29,7 @@ from runtime.units import MIB, round_up
 from .report import table
 from .rows import NUMBERS_OF_ROWS, StartCase, measure_start
 from .runner import ask_worker
-from .task import Result, forget_pages
+from .task import Result, Say, forget_pages
 from .weightstream import make_requests, measure_generation
 
 HEAD_DIM, LANE_SIZE, NUM_NEW_TOKENS = 64, 64, 9
@@ -72,7 +72,6 @@ def doubled_sizes(base: ModelScale) -> dict[str, list[ModelScale]]:
 
 MeasureSize = Callable[[ModelScale, Path, int], Result]
 MeasureRows = Callable[[StartCase], Result]
-Say = Callable[[str], object]
 Measurements = Mapping[ModelScale, Sequence[Result]]
 
 

@@ -1,6 +1,6 @@
 """The measurements, rounds and table of each suite."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -26,19 +26,16 @@ from .products import measure_products, products_table
 from .report import commit, hardware, speed_table
 from .runner import run_measurement
 from .scale import ModelScale, measure_rows, measure_sizes, scale_table
-from .task import BenchmarkTask, Result, SuiteResult
+from .task import BenchmarkTask, Measure, Result, Say, SuiteResult
 
-Measure = Callable[[BenchmarkTask], Result]
-Say = Callable[[str], object]
 Named = TypeVar("Named")
 
 SEARCH_PROMPTS, SEARCH_NEW_TOKENS = 128, 8  # limits while a batch size is searched
 
 
 def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure = run_measurement) -> SuiteResult:
-    """Runs a suite; `say` gets a line for each measurement. Checks budgets and searches batch sizes before the first
-    round. With suite=speed and predictions, a contender that cannot run and a peer that exceeds its limit are left out,
-    and the table says why. Raises WeightstreamError if no contender is left or Weightstream fails later."""
+    """Runs a suite; `say` gets a line for each measurement. With suite=speed and predictions, a contender that cannot
+    run is left out, and the table says why. Raises WeightstreamError if none is left or Weightstream fails later."""
     with restrict_instructions(config.isa):
         return _run_suite(config, paths, say, measure)
 

@@ -21,10 +21,9 @@ FORGET_SECONDS = 0.5  # shorter than a decode step of any peer
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkTask:
-    """One measurement. `batch_size`: of a peer; None: it has none, or the search has not run yet. `limit_minutes`: time
-    limit of its process. `num_kv_slots`: sequences with KV in the budget; None: the block's. `host_memory_gib`:
-    replaces the budget from `weight_share`. `prompts_file`: JSON list of token ids, of which the first `num_prompts`
-    are used; None: random prompts."""
+    """One measurement. `batch_size`: of a peer; None: none, or not searched yet. `num_kv_slots`: sequences with KV in
+    the budget; None: the block's. `host_memory_gib`: replaces the budget from `weight_share`. `prompts_file`: JSON list
+    of token ids; None: random prompts."""
 
     contender: str
     path: str
@@ -53,8 +52,7 @@ class BenchmarkTask:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """`tokens` is empty for contenders that only read; their `rate` is in bytes per second. Predictions are
-    Weightstream's only."""
+    """`tokens` is empty for contenders that only read; their `rate` is in bytes per second."""
 
     seconds: float
     prefill_seconds: float
@@ -73,6 +71,10 @@ class Result:
     bytes_returned: int = 0  # from it
     num_prompt_tokens: int = 0  # computed by Weightstream
     num_block_rows: int = 0  # sequences of Weightstream's largest block
+
+
+Measure = Callable[[BenchmarkTask], Result]
+Say = Callable[[str], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +141,7 @@ def forget_pages(path: Path) -> None:
 
 @contextmanager
 def forget_pages_repeatedly(directory: Path) -> Iterator[None]:
-    """Drops the files of `directory` from the page cache twice a second, as if the model were larger than memory. For
-    peers that read weights through the page cache."""
+    """Keeps dropping the files of `directory` from the page cache, as if the model were larger than memory."""
     is_done = Event()
 
     def forget() -> None:

@@ -60,17 +60,14 @@ class RuntimeFactory(Protocol):
 def open_runtime(
     task: BenchmarkTask, offload: OffloadConfig, trace: Trace | None = None, make: RuntimeFactory = Runtime
 ) -> tuple[Runtime, list[Request]]:
-    """Returns the runtime of a task with weights placed by `offload`, and its requests. Raises WeightstreamError if a
-    prompt exceeds the model's context."""
+    """The runtime and requests of a task. Raises WeightstreamError if a prompt exceeds the model's context."""
     dtype = task.entry.dtype if isinstance(task.entry, OwnContender) else DType.float32
     config = RuntimeConfig(
         model=ModelConfig(name="bench", path=task.path, dtype=dtype),
         offload=offload,
         policy=_policy(task),
         sampling=SamplingConfig(
-            max_new_tokens=task.num_new_tokens,
-            ignore_eos=task.ignore_eos,
-            temperature=0.0 if task.ignore_eos else 1.0,
+            max_new_tokens=task.num_new_tokens, ignore_eos=task.ignore_eos, temperature=0.0 if task.ignore_eos else 1.0
         ),
         machine=MachineConfig(num_threads=task.num_threads),
     )
@@ -103,9 +100,8 @@ def measure_generation(
     say: Callable[[str], object] = lambda step: None,
     after_pass: Callable[[], object] = lambda: None,
 ) -> MeasuredGeneration:
-    """Generates in a session. Measures seconds of passes and of `after_pass`, and bytes moved by streams. `rates`: None
-    measures them. `is_warmed_up`: first generates two tokens of each request to compile kernels. Calls `say` at the
-    start of each step."""
+    """Generates in a session; times passes and `after_pass`. `rates`: None measures them. `is_warmed_up`: first
+    generates two tokens of each request to compile kernels. Calls `say` at the start of each step."""
     passes: list[PassRecord] = []
     seconds_between = 0.0
 

@@ -14,8 +14,8 @@ REFUSED = "error: "  # prefix of a refusal, the last line on stderr
 
 
 def respond(arguments: Sequence[str], out: TextIO) -> None:
-    """Writes the answers of the first argument's module to the question in the second. Raises SystemExit after an
-    `error:` line if Weightstream refuses."""
+    """Writes answers to the question, as JSON lines. Raises SystemExit after an `error:` line if Weightstream
+    refuses."""
     module, question = arguments
     try:
         for answer in import_module(module).answers(json.loads(question)):

@@ -1,6 +1,5 @@
-"""`python -m benchmarks.gpu`: `python -m jobs.bench suite=gpu` without hydra, omegaconf, datasets and pyarrow. Settings
-are those of `gpu:` in conf/bench.yaml, such as `gpu.minutes=4`. `toy` runs a small model through the same code in a
-minute or two."""
+"""`python -m benchmarks.gpu`: `suite=gpu` without hydra, omegaconf, datasets and pyarrow. Takes settings of `gpu:` in
+conf/bench.yaml, such as `gpu.minutes=4`; `toy` runs a small model through the same code in a minute or two."""
 
 import json
 import sys

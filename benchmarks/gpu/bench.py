@@ -1,6 +1,6 @@
 """Measures one variant after the other in one process, over random weights in host memory. Host memory has room for two
-copies of the weights: accelerate's, pageable as its users have them, and Weightstream's, pinned. torch keeps freed
-pinned memory, so only the first session pins; each session fills it with weights again, untimed."""
+copies of the weights: accelerate's, pageable, and Weightstream's, pinned. Only the first session pins; each fills the
+pinned memory again, untimed."""
 
 import logging
 import math
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from jobs.config.typed import build
 from runtime.config.settings import (
@@ -237,9 +236,12 @@ class GpuBench:
             self._progress(f"generating the peer's copy of {format_bytes(self._weight_bytes)}")
             tensors = self._model(variant).weights.tensors(unique_parameters(self._runtime(variant)), self._num_threads)
             model = build_model(self._model(variant).path, tensors)
-            self._whole = (
-                _partitioned(model, self._device) if self._task.is_alone else offload_model(model, self._device)
-            )
+            if self._task.is_alone:
+                from ..peers.zero_inference import partition_model  # imports deepspeed
+
+                self._whole = partition_model(model, self._device)
+            else:
+                self._whole = offload_model(model, self._device)
         return self._whole
 
     def _prompts(self, variant: Variant) -> list[list[int]]:
@@ -257,10 +259,10 @@ def _num_lanes(variant: Variant) -> int:
 def measurements(
     task: GpuTask, device: ComputeDevice, progress: WorkerProgress
 ) -> Iterator[GpuMachine | VariantMeasurement]:
-    """Yields the machine, then alternating rounds. A variant that fails, or that no time is left for, is reported once.
-    None starts that would exceed the time left, estimated by its last round or by the slowest of its kind (peers or
-    ours)."""
+    """Yields the machine, then alternating rounds. A failed variant is reported once, as is one without time left. None
+    starts whose last round, or the slowest round of its kind (peers or ours), exceeds the time left."""
     end = (time.monotonic() if task.start_time is None else task.start_time) + task.seconds
+    limit = f"gpu.minutes={task.gpu.minutes:g}"
     with tempfile.TemporaryDirectory() as folder:
         bench = GpuBench(task, Path(folder), device, progress)
         yield bench.machine()
@@ -273,7 +275,7 @@ def measurements(
                 if begin + durations.get(variant, max(similar or durations.values(), default=0.0)) >= end:
                     if variant not in durations:
                         pending.remove(variant)
-                        yield VariantMeasurement(variant=variant.name, refusal=f"no time left of {_minutes(task)}")
+                        yield VariantMeasurement(variant=variant.name, refusal=f"no time left of {limit}")
                     continue
                 progress.begin_variant(f"{variant.name}, round {number}")
                 measurement = _measure_safely(bench, variant)
@@ -282,10 +284,6 @@ def measurements(
                 else:
                     durations[variant] = time.monotonic() - begin
                 yield measurement
-
-
-def _minutes(task: GpuTask) -> str:
-    return f"gpu.minutes={task.gpu.minutes:g}"
 
 
 def _measure_safely(bench: GpuBench, variant: Variant) -> VariantMeasurement:
@@ -307,9 +305,3 @@ def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if task.gpu.device != "cpu" and not torch.accelerator.is_available():
         raise ConfigError(f"gpu.device={task.gpu.device}: torch {torch.__version__} finds no accelerator")
     yield from map(asdict, measurements(task, ReportingDevice(task.gpu.device, progress), progress))
-
-
-def _partitioned(model: PreTrainedModel, device: ComputeDevice) -> DeviceModel:
-    from ..peers.zero_inference import partition_model  # imports deepspeed
-
-    return partition_model(model, device)

@@ -8,8 +8,7 @@ from runtime.config.settings import require
 
 @dataclass(frozen=True, kw_only=True)
 class GpuModel:
-    """A model of the benchmark. `num_layers`: of the published model. `shape`: sizes that differ from transformers'
-    defaults for `model_type`."""
+    """A published model. `shape`: sizes that differ from transformers' defaults for `model_type`."""
 
     title: str
     model_type: str
@@ -33,8 +32,7 @@ MODELS: Mapping[str, GpuModel] = {
 
 @dataclass(frozen=True, kw_only=True)
 class GpuConfig:
-    """Settings of `suite=gpu`, explained in conf/bench.yaml: random bf16 weights in host memory, a device with limited
-    memory."""
+    """Settings of `suite=gpu`, explained in conf/bench.yaml."""
 
     device: str = "cuda"
     model: str = "mixtral"

@@ -14,8 +14,7 @@ NON_LINK_PROBES = (HOST_READ, HOST_COPY, DEVICE_COPY)
 
 
 def measure_link(device: ComputeDevice) -> dict[str, float]:
-    """GB/s of pinned memory in both directions, alone and at once, and of pageable memory: the fastest of several
-    readings after a warm-up. Empty on a CPU."""
+    """GB/s of pinned memory in each direction and both at once, and of pageable memory; empty on a CPU."""
     probes = [probe for probe in memory_probes(device, num_bytes=COPY_BYTES) if probe.name not in NON_LINK_PROBES]
     return {probe.name: max([probe.read() for _ in range(NUM_READINGS)][1:]) for probe in probes}
 

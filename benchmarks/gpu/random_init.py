@@ -237,8 +237,7 @@ def _write_outline(gpu: GpuConfig, path: Path, num_layers: int) -> RandomWeights
 
 
 class RandomInitRuntime(Runtime):
-    """A runtime with `weights` instead of reads from disk; None reads the files. Calls `count` with the bytes of each
-    generated read."""
+    """A runtime that reads random `weights`; None reads the files. Calls `count` with the bytes of each read."""
 
     def __init__(
         self,

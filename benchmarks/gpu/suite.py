@@ -27,9 +27,8 @@ INTERRUPTED = VariantMeasurement(variant="the next variant", refusal="the comman
 def run_gpu(
     gpu: GpuConfig, prompt_tokens: int, rounds: int, say: Callable[[str], object], work: Work | None = None
 ) -> SuiteResult:
-    """Runs all variants; `say` gets a line for each missing package and each measurement. If a worker fails, runs out
-    of time or is interrupted, the table has the measurements so far. Raises WeightstreamError if the worker fails
-    before it knows the machine."""
+    """Runs all variants, with progress lines by `say`. If a worker fails, runs out of time or is interrupted, the table
+    has the measurements so far. Raises WeightstreamError if it fails before the first answer."""
     work, start_time = work or read_worker_lines, time.monotonic()
     end = start_time + 60 * gpu.minutes
     for message in missing_messages():

@@ -1,5 +1,5 @@
-"""transformers' `generate`, for all peers that are a transformers model: in memory or offloaded by accelerate, on the
-CPU or with a device."""
+"""transformers' `generate`, for all transformers peers: in memory or offloaded by accelerate, on the CPU or a
+device."""
 
 import logging
 import tempfile
@@ -35,8 +35,7 @@ GROUPED_IN_DECODE = "grouped_mm_in_place"  # the same kernel under a name that `
 
 
 def generate(peer: Peer, task: BenchmarkTask) -> Result:
-    """Measures a model with all decoder layers in `peer.tier`; embeddings and head stay in memory, as accelerate places
-    them for a model that does not fit."""
+    """Measures a model with all decoder layers in `peer.tier`; embeddings and head stay in memory."""
     baseline, dtype = resident_bytes(), getattr(torch, peer.dtype.value)
     if peer.tier is Tier.nvme:
         return _generate_from_disk(task, dtype, baseline)
@@ -49,8 +48,7 @@ def generate(peer: Peer, task: BenchmarkTask) -> Result:
 
 
 def _generate_from_disk(task: BenchmarkTask, dtype: torch.dtype, baseline_bytes: int) -> Result:
-    """Measures without loading the whole model. accelerate writes a copy of weights that the checkpoint stores in
-    another layout, such as stacked experts."""
+    """Measures without loading the whole model. accelerate copies weights that it must convert."""
     with tempfile.TemporaryDirectory(dir=Path(task.path).parent) as folder:
         model = AutoModelForCausalLM.from_pretrained(
             task.path, dtype=dtype, device_map=_layers_on_disk(Path(task.path)), offload_folder=folder
@@ -111,8 +109,7 @@ def generate_batch(
 
 
 class DeviceModel:
-    """A model that computes on a device, measured with one batch as large as memory allows. `num_forwards`: forwards
-    since the start of the last measurement."""
+    """A model that computes on a device. `num_forwards`: forwards since the start of the last measurement."""
 
     def __init__(self, model: PreTrainedModel, device: ComputeDevice):
         self._model, self._device, self.num_forwards = model, device, 0
@@ -122,9 +119,8 @@ class DeviceModel:
         self.num_forwards += 1
 
     def largest_batch(self, prompts: Sequence[list[int]], free_memory: Callable[[], object]) -> int:
-        """The largest number of the longest prompts that fits: all, half, a quarter ... Tries transformers' default
-        kernel for experts, then the one that copies no weights in decode; keeps the first that fits. Raises the
-        out-of-memory error of a single prompt. Also warms up."""
+        """The largest number of the longest prompts that fits: all, half, a quarter ..., with the first of the experts'
+        kernels that fits. Also warms up. Raises the out-of-memory error of a single prompt."""
         longest, size = sorted(prompts, key=len, reverse=True), len(prompts)
         while True:
             error = None
@@ -166,9 +162,8 @@ class DeviceModel:
 
 
 def expert_implementations(model: PreTrainedModel) -> Sequence[dict[str, str | None]]:
-    """transformers' default kernel for experts, and if it is grouped_mm, the same without copies in decode. By default
-    `generate` copies the weights of each routed expert in decode on a device: fast for a few tokens, but 224 MiB of
-    gate weights for each routed token of Mixtral 8x7B."""
+    """transformers' default kernel for experts; if it is grouped_mm, also the same without copies in decode. By default
+    `generate` copies each routed expert's weights in decode: fast for few tokens, too much memory for many."""
     names = {GROUPED_IN_DECODE: GROUPED}
     own = {key: names.get(name or "", name) for key, name in model.get_experts_implementation().items()}
     if GROUPED not in own.values():

@@ -1,6 +1,5 @@
-"""llama.cpp through llama-cpp-python, in a separate environment. Weights are in memory or memory-mapped; groups of
-`batch_size` sequences of similar length are decoded together. Its products round to half precision or less, so tokens
-may differ. Loading is not timed."""
+"""llama.cpp through llama-cpp-python, in a separate environment. Decodes groups of `batch_size` sequences of similar
+length. Its products round to half precision or less, so tokens may differ. Loading is not timed."""
 
 import time
 from collections.abc import Iterator, Sequence

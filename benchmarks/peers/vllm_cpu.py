@@ -1,5 +1,4 @@
-"""vLLM's CPU build, in a separate environment: all weights in memory and all requests at once, with prefix caching.
-Loading and warm-up are not timed."""
+"""vLLM's CPU build, in a separate environment, with prefix caching. Loading and warm-up are not timed."""
 
 import json
 import os

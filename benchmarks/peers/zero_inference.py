@@ -103,8 +103,7 @@ def _set_single_process() -> None:
 
 
 def _set_extensions_folder(folder: Path) -> None:
-    """Sets the folder for DeepSpeed's compiled operators, and removes locks of killed builds: another build would wait
-    for them forever. Only this worker builds there."""
+    """Sets the folder of DeepSpeed's operators and removes locks of killed builds, which block forever."""
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     for lock in folder.glob("*/lock"):
         lock.unlink()

@@ -32,8 +32,7 @@ def training_examples(seed: int) -> Iterator[Example]:
 
 
 def evaluation_examples(task: str, count: int, seed: int) -> list[Example]:
-    """Up to `count` different examples of one task that are never trained on; of a closed task, any, and fewer if there
-    are no more."""
+    """Up to `count` different examples of a task that are never trained on; any examples of a closed task."""
     random, examples = Random(f"{task} {seed}"), dict[str, Example]()
     is_closed = task != STORY and TASKS[task].is_closed
     for _ in range(ATTEMPTS * count):

@@ -63,8 +63,7 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCau
 def train(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, every: int
 ) -> Iterator[TrainingProgress]:
-    """Trains `model` in place. Yields a line every `every` steps and at the end, after rounding the weights to
-    bfloat16."""
+    """Trains `model` in place. Yields a line every `every` steps and at the end, with weights rounded to bfloat16."""
     torch.set_num_threads(recipe.num_threads)
     torch.use_deterministic_algorithms(True)
     optimizer = torch.optim.AdamW(
@@ -83,7 +82,9 @@ def train(
         if step < recipe.num_steps:
             schedule.step()
         if step == recipe.num_steps:
-            _round(model)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.copy_(parameter.bfloat16())
         if step % every == 0 or step == recipe.num_steps:
             yield TrainingProgress(
                 step=step,
@@ -101,9 +102,9 @@ def _step(
     labels: torch.Tensor,
     positions: torch.Tensor,
 ) -> float:
-    """One optimizer step; returns the loss before it. Positions that restart at 0 make transformers mask attention
-    between examples."""
+    """One optimizer step; returns the loss before it."""
     model.train()
+    # Positions that restart at 0 make transformers mask attention between examples.
     logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
     optimizer.zero_grad()
@@ -113,17 +114,11 @@ def _step(
     return loss.item()
 
 
-def _round(model: LlamaForCausalLM) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.bfloat16())
-
-
 def packed_batches(
     tokenizer: PreTrainedTokenizerFast, recipe: Recipe
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yields endless batches of tokens, labels and positions in their example, (rows, tokens) each. Examples are
-    concatenated until a row is full; the last one is cut off."""
+    """Yields batches of tokens, labels and positions, (rows, tokens) each. Rows are concatenated examples; the last is
+    cut."""
     examples = training_examples(recipe.seed + 1)
     while True:
         rows = [_packed_row(tokenizer, examples, recipe.num_tokens) for _ in range(recipe.num_rows)]
@@ -153,8 +148,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, example: Example) -> tuple[list[i
 
 @torch.no_grad()
 def accuracies(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, num_questions: int) -> dict[str, float]:
-    """Share of held-back examples that greedy decoding answers completely, by task; of stories, which have many good
-    continuations, the share of correct tokens."""
+    """Share of held-back examples that greedy decoding answers completely, by task; of stories, of correct tokens."""
     model.eval()
     shares = dict[str, float]()
     for task in (*TASKS, STORY):

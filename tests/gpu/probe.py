@@ -135,8 +135,8 @@ def launches() -> Readings:
 
 
 def turns() -> Readings:
-    """Time that one more lane adds to a layer of a decode pass, with a small model in device memory: mostly Python,
-    torch's dispatch and launches."""
+    """Time that one more lane adds to a layer of a decode pass of a small model: mostly Python, dispatch and
+    launches."""
     with tempfile.TemporaryDirectory() as folder:
         for model, more in (("llama", {}), ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2})):
             path = Path(folder) / model
@@ -239,11 +239,7 @@ def _gptq(name: str) -> Rows:
     return FORMATS[name].rows(StoredMatrix(piece, _random_bytes(piece.num_bytes), companions))
 
 
-STORED: Mapping[str, Callable[[str], Rows]] = {
-    **dict.fromkeys(ENCODINGS, _coded),
-    "mxfp4": _mxfp4,
-    "gptq-int4": _gptq,
-}
+STORED: Mapping[str, Callable[[str], Rows]] = {**dict.fromkeys(ENCODINGS, _coded), "mxfp4": _mxfp4, "gptq-int4": _gptq}
 
 
 def _random_bytes(num_bytes: int) -> torch.Tensor:
