@@ -227,7 +227,7 @@ def real_renderers(forked_renderers: None, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.fixture
 def backend_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[LinearBackend], None]:
     """`backend_is(backend)`: so are those of any size multiplied, where it takes them, until the test ends."""
-    monkeypatch.setattr(work_items, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(work_items, "MIN_WEIGHTS", 1)
     fastest = backends._fastest
     return lambda backend: monkeypatch.setattr(
         backends, "_fastest", lambda table, x, blocks: fastest(always(backend), x, blocks)

@@ -263,7 +263,7 @@ def stored(module: nn.Module) -> nn.Module:
 def test_experts_in_host_memory_give_what_each_by_itself_gives_to_the_bit(
     kind: str, most_bytes: int, num_threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work_items, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(work_items, "MIN_WEIGHTS", 1)
     monkeypatch.setattr(expert_groups, "GROUPED_BYTES", most_bytes)
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     taken, by_groups = list[int](), backends.multiply_groups_in_vectors
