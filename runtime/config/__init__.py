@@ -1,2 +1,2 @@
-"""The typed, frozen and validated settings of a run: the dataclasses behind Hydra's groups, sampling, machine profiles,
-schedule orders. Only values and their checks belong here; the room imports nothing but errors."""
+"""Typed, frozen, validated settings of a run: a dataclass per Hydra group, sampling, machine profiles, schedule orders.
+Only values and their checks belong here; imports nothing but errors."""

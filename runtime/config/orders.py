@@ -1,6 +1,6 @@
-"""Schedule orders: how lanes pass the stages, and the effect on schedules, memory and time.
+"""Schedule orders: the order of lanes and stages, with its effect on schedules, memory and time.
 
-A **turn** is one lane in one stage. All lanes of a block pass a stage before the next stage begins, so one read of its
+A **turn** is one lane in one stage. All lanes of a block run a stage before the next stage begins: one read of its
 weights serves the whole block. `Style` holds everything else that depends on the order.
 """
 
@@ -10,8 +10,8 @@ from enum import Enum
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """Properties of an order. `num_ahead`: turns that wait for CPU attention while the turn before them continues after
-    its own."""
+    """Properties of an order. `num_ahead`: later turns that may wait for CPU attention while a turn continues after its
+    own attention."""
 
     num_ahead: int = 1
     crosses_stages: bool = False  # turns ahead may belong to the next stage
@@ -21,7 +21,7 @@ class Style:
 
     @property
     def num_slots(self) -> int:
-        """The least number of weight slots: with spread pages, one slot is filled while the other is computed."""
+        """Minimum number of weight slots: with spread pages, one slot is filled while the other is in use."""
         return 2 if self.spreads_pages else 1
 
     @property
@@ -31,8 +31,7 @@ class Style:
 
     @property
     def needs_cpu_attention(self) -> bool:
-        """True if the order only works with attention on the CPU. Otherwise a lane cannot enter the next stage
-        early."""
+        """True if the order requires attention on the CPU, without which a lane cannot enter the next stage early."""
         return self.crosses_stages
 
 

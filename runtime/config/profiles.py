@@ -18,10 +18,10 @@ LANES = (1, 2, 4, 8, SHEET_LANES)
 
 @dataclass(frozen=True, kw_only=True)
 class DataSheet:
-    """Vendor peaks of one device, and of its host, which has `num_devices` of them. `runtime/plan/cost/machine.py`
-    estimates the attainable share. `bfloat16_tflops` None: no bfloat16 units, float32's rate counts. Peaks hold at the
-    boost clock; under a power limit only the base clock is certain. `link_lanes` is the smaller of the card's and the
-    slot's; the link bandwidth scales with `link_lanes / 16`."""
+    """Vendor peaks of one device, and of its host with `num_devices`. `runtime/plan/cost/machine.py` estimates the
+    attainable fraction. `bfloat16_tflops`: None without bfloat16 units; float32's rate applies. Peaks hold at the boost
+    clock; under a power limit only the base clock is certain. `link_lanes`: the smaller number of card and slot; the
+    link bandwidth scales with `link_lanes / 16`."""
 
     num_devices: int = 1
     memory_gib: float
@@ -47,7 +47,7 @@ class DataSheet:
 
     @property
     def host_link_gb_per_second(self) -> float:
-        """One direction of the link to the host, with its actual number of lanes."""
+        """Bandwidth of the link to the host in one direction, with its actual number of lanes."""
         return self.link_gb_per_second * self.link_lanes / SHEET_LANES
 
 
@@ -62,8 +62,8 @@ class DeviceLink(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LinksConfig:
-    """Links between the devices of one host, and between `num_nodes` identical hosts. Bandwidths are for one direction
-    of one device's, or one host's, link. Without `device_gb_per_second` the device link is the link to the host."""
+    """Links between the devices of one host, and between `num_nodes` identical hosts. Bandwidths are per direction of
+    one link. Without `device_gb_per_second`, devices are connected by their links to the host."""
 
     num_nodes: int = 1
     device: TextField[DeviceLink] = enum_field(DeviceLink.host)
@@ -74,22 +74,21 @@ class LinksConfig:
         for name in ("num_nodes", "device_gb_per_second", "node_gb_per_second"):
             value = getattr(self, name)
             require(value is None or value > 0, f"machine.links.{name} must be above 0, got {value}")
-        own = self.device is DeviceLink.nvlink
         require(
-            not own or self.device_gb_per_second is not None,
-            "machine.links.device=nvlink is a link of its own: set machine.links.device_gb_per_second",
+            self.device is not DeviceLink.nvlink or self.device_gb_per_second is not None,
+            "machine.links.device=nvlink needs a bandwidth: set machine.links.device_gb_per_second",
         )
         require(
             self.num_nodes == 1 or self.node_gb_per_second is not None,
-            f"machine.links.num_nodes={self.num_nodes} are joined by a network: set machine.links.node_gb_per_second, "
-            "1.25 for 10 GbE",
+            f"machine.links.num_nodes={self.num_nodes} needs a network bandwidth: set "
+            "machine.links.node_gb_per_second, 1.25 for 10 GbE",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DTypeRates:
-    """Rates for one compute dtype. `gemm_gflops` matches the first of `MeasuredRates.gemm_rows`; larger products run at
-    the last rate. Attention rates are per byte of KV in this dtype, on the compute device and on the CPU's workers."""
+    """Rates for one compute dtype. `gemm_gflops`: one rate for each of `MeasuredRates.gemm_rows` or the first of them;
+    larger products run at the last rate. Attention rates are in bytes of KV in this dtype."""
 
     gemm_gflops: list[float]
     attention_gb_per_second: float
@@ -128,28 +127,29 @@ class MeasuredRates:
                 require(value >= 0, f"machine.rates.{name} must be 0 or more, got {value}")
         rows = self.gemm_rows
         _require_ascending("machine.rates.gemm_rows", rows)
-        for name, found in self.dtypes.items():
+        for name, rates in self.dtypes.items():
             require(
-                len(found.gemm_gflops) <= len(rows),
-                f"machine.rates.{name}.gemm_gflops has {len(found.gemm_gflops)} rates for {len(rows)} gemm_rows",
+                len(rates.gemm_gflops) <= len(rows),
+                f"machine.rates.{name}.gemm_gflops has {len(rates.gemm_gflops)} rates for {len(rows)} gemm_rows",
             )
 
     def missing_rates_warning(self, dtype: str) -> str | None:
-        """A warning if fewer products than `gemm_rows` have a rate, as in files of older versions; else None."""
-        found, rows = self.dtypes[dtype].gemm_gflops, self.gemm_rows
-        if len(found) == len(rows):
+        """Formats a warning if fewer products than `gemm_rows` have a rate, as in files of older versions; else
+        None."""
+        rates, rows = self.dtypes[dtype].gemm_gflops, self.gemm_rows
+        if len(rates) == len(rows):
             return None
-        last = rows[len(found) - 1]
+        last = rows[len(rates) - 1]
         return (
-            f"machine.rates.{dtype}.gemm_gflops has {len(found)} of {len(rows)} rates, up to M={last}: products of "
-            f"more rows, M={', '.join(map(str, rows[len(found) :]))}, count as no faster than its {found[-1]:.3g} "
-            "GFLOP/s, which can make a plan many times too slow. Measure the machine anew: python -m jobs.measure"
+            f"machine.rates.{dtype}.gemm_gflops has {len(rates)} of {len(rows)} rates, up to M={last}: plans assume "
+            f"{rates[-1]:.3g} GFLOP/s for M={', '.join(map(str, rows[len(rates) :]))} too, which may be many times too "
+            "slow. Measure the machine again: python -m jobs.measure"
         )
 
     @property
     def dtypes(self) -> dict[str, DTypeRates]:
-        found = {"float32": self.float32, "bfloat16": self.bfloat16, "float16": self.float16}
-        return {name: rates for name, rates in found.items() if rates is not None}
+        rates = {"float32": self.float32, "bfloat16": self.bfloat16, "float16": self.float16}
+        return {name: of_dtype for name, of_dtype in rates.items() if of_dtype is not None}
 
 
 FLOAT32 = "float32"
@@ -171,48 +171,45 @@ class LinearBackend(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class BackendTable:
-    """The fastest backend by number of input rows. `multipliers` has, for each `kind`, one backend per entry of
-    `rows`."""
+    """The fastest backend by number of input rows. `multipliers`: for each `kind`, one backend per entry of `rows`."""
 
     rows: list[int]
     multipliers: dict[str, list[LinearBackend]]
 
     def __post_init__(self) -> None:
         _require_ascending("rows of products", self.rows)
-        wrong = [kind for kind, found in self.multipliers.items() if len(found) != len(self.rows)]
-        require(not wrong, f"{', '.join(wrong)}: not one multiplier for each of {len(self.rows)} rows of products")
+        wrong = [kind for kind, backends in self.multipliers.items() if len(backends) != len(self.rows)]
+        require(not wrong, f"{', '.join(wrong)}: needs one backend for each of {len(self.rows)} rows of products")
 
     @staticmethod
     def kind(stored: str, *, is_tall: bool, inputs: str = FLOAT32) -> str:
-        """The key of a product: stored dtype, input dtype, and orientation. Tall weights have more inputs than
-        outputs."""
+        """Formats the key of a product: dtypes and orientation. Tall weights have more inputs than outputs."""
         weights = f"{stored}, {'tall' if is_tall else 'wide'}"
         return weights if inputs == FLOAT32 else f"{inputs} by {weights}"
 
     def fastest(self, stored: str, *, is_tall: bool, num_rows: int, inputs: str = FLOAT32) -> LinearBackend | None:
-        """The backend at the measured row count with the nearest ratio to `num_rows`; None if the kind was not
+        """Returns the backend at the measured row count with the nearest ratio to `num_rows`; None if the kind was not
         measured."""
-        found = self.multipliers.get(self.kind(stored, is_tall=is_tall, inputs=inputs))
-        if found is None:
+        backends = self.multipliers.get(self.kind(stored, is_tall=is_tall, inputs=inputs))
+        if backends is None:
             return None
-        nearest = min(range(len(self.rows)), key=lambda i: abs(log2(self.rows[i] / num_rows)))
-        return found[nearest]
+        return backends[min(range(len(self.rows)), key=lambda index: abs(log2(self.rows[index] / num_rows)))]
 
     def to_plain(self) -> dict[str, object]:
-        """A JSON-compatible form for `from_plain`."""
-        by_kind = {kind: [backend.value for backend in found] for kind, found in self.multipliers.items()}
+        """Returns a JSON-compatible form for `from_plain`."""
+        by_kind = {kind: [backend.value for backend in backends] for kind, backends in self.multipliers.items()}
         return {"rows": self.rows, "multipliers": by_kind}
 
     @staticmethod
     def from_plain(values: Mapping[str, Any]) -> "BackendTable":
-        """Raises KeyError, TypeError, ValueError, AttributeError or ConfigError for malformed values."""
-        by_kind = {kind: [LinearBackend(name) for name in found] for kind, found in values["multipliers"].items()}
+        """Inverse of `to_plain`. Raises KeyError, TypeError, ValueError, AttributeError or ConfigError."""
+        by_kind = {kind: [LinearBackend(name) for name in names] for kind, names in values["multipliers"].items()}
         return BackendTable(rows=list(values["rows"]), multipliers=by_kind)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureConfig:
-    """The settings of `jobs.measure`. With `times` of 2 or more, the measurements are compared with each other."""
+    """Settings of `jobs.measure`. With `times` of 2 or more, the measurements are compared with each other."""
 
     out: str | None = None
     directory: str = "."
@@ -225,7 +222,7 @@ class MeasureConfig:
     gemm_rows: list[int] = field(default_factory=lambda: [1, 8, 16, 64, 128, 256, 512, 1024])
 
     def __post_init__(self) -> None:
-        require(bool(self.directory.strip()), "measure.directory is empty: name one on the disk of your checkpoints")
+        require(bool(self.directory.strip()), "measure.directory is empty: use one on the disk of your checkpoints")
         require(self.out is None or self.out.endswith(".yaml"), f"measure.out must end in .yaml, got {self.out}")
         for name in ("times", "num_rounds", "disk_mib", "memory_mib"):
             require(getattr(self, name) >= 1, f"measure.{name} must be 1 or more, got {getattr(self, name)}")
@@ -237,7 +234,7 @@ class MeasureConfig:
 
 def _require_ascending(key: str, rows: list[int]) -> None:
     is_rising = bool(rows) and rows[0] >= 1 and rows == sorted(set(rows))
-    require(is_rising, f"{key} must be whole numbers from 1 that rise, got {rows}")
+    require(is_rising, f"{key} must be ascending whole numbers from 1, got {rows}")
 
 
-DEFAULT_BACKENDS = BackendTable(rows=[1], multipliers={})  # nothing measured: `default_backend` decides
+DEFAULT_BACKENDS = BackendTable(rows=[1], multipliers={})  # not measured: `default_backend` applies

@@ -7,31 +7,19 @@ from ..errors import require
 
 MAX_SAMPLES, MAX_NEW_TOKENS = 10_000, 100_000_000  # beyond any context
 MAX_BEAMS = 1_000
-# Structured output, of the whole completion or of the part after its reasoning; at most one of them.
-STRUCTURES = ("json_schema", "regex", "choice", "grammar")
-# Passed unchanged to transformers' logits processors. On a command line they form one setting.
-PASSTHROUGH_KEYS = (
-    "min_length",
-    "top_h",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "bad_words_ids",
-    "sequence_bias",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "exponential_decay_length_penalty",
-    "renormalize_logits",
-)
+STRUCTURES = ("json_schema", "regex", "choice", "grammar")  # structured output; at most one of them is set
+PASSTHROUGH_KEYS = (  # passed unchanged to transformers' logits processors; one setting on the command line
+    "min_length", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "bad_words_ids", "sequence_bias",
+    "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
+    "exponential_decay_length_penalty", "renormalize_logits",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOverrides:
-    """Sampling settings of one request; None keeps the run's value. `stop` replaces the run's list, also with []. A run
-    keeps as many `logprobs` per token as the request with the most. One of `STRUCTURES` replaces any of the run's; a
-    `json_schema` is JSON."""
+    """Sampling settings of one request; None keeps the run's value. `stop` replaces the run's list, also with []. All
+    requests get as many `logprobs` per token as the one with the most. One of `STRUCTURES` replaces any of the run's;
+    `json_schema` is JSON text."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
@@ -59,8 +47,8 @@ class SamplingOverrides:
 class SamplingConfig:
     """Sampling settings with transformers' meaning of each key. `temperature: 0` is greedy.
 
-    None is off; with `follow_model`, `Runtime` fills it in from the checkpoint's generation_config.json. A
-    `json_schema` may be an object, JSON, or a file with JSON; `Runtime` converts all three to JSON.
+    None is off; with `follow_model`, `Runtime` replaces it by the value of the checkpoint's generation_config.json.
+    `json_schema`: an object, JSON text, or a JSON file; `Runtime` converts all three to JSON text.
     """
 
     follow_model: bool = False
@@ -113,10 +101,10 @@ class SamplingConfig:
         for key in ("min_p", "epsilon_cutoff", "eta_cutoff"):
             self._require(key, "in [0, 1)", lambda value: 0 <= value < 1)
         self._require("repetition_penalty", "above 0", lambda value: value > 0)
-        require(all(self.stop or []), "sampling.stop holds an empty string, which would stop every row at once")
+        require(all(self.stop or []), "sampling.stop holds an empty string, which would stop every completion at once")
         require(all(self.bad_words), "sampling.bad_words holds an empty string")
         words, decay = self.bad_words_ids, self.exponential_decay_length_penalty
-        require(words is None or all(words), "sampling.bad_words_ids holds an empty list: each is a word's token ids")
+        require(words is None or all(words), "sampling.bad_words_ids holds an empty list; must be lists of token ids")
         for pair in self.sequence_bias or []:
             is_pair = len(pair) == 2 and isinstance(pair[0], list) and bool(pair[0]) and isinstance(pair[1], float)
             require(is_pair, f"sampling.sequence_bias must hold pairs like [[5, 6], -2.0]: token ids, bias; got {pair}")
@@ -137,27 +125,24 @@ class SamplingConfig:
         require(value is None or is_valid(value), f"sampling.{key} must be {what}, got {value}")
 
     def _require_one_structure(self) -> None:
-        given = [key for key in STRUCTURES if getattr(self, key) is not None]
-        require(len(given) < 2, f"sampling.{' and sampling.'.join(given)}: a completion has one of them")
+        keys = [key for key in STRUCTURES if getattr(self, key) is not None]
+        require(len(keys) < 2, f"sampling.{' and sampling.'.join(keys)} exclude each other: set one of them")
         tags = self.reasoning
-        is_known = tags == "auto" or (isinstance(tags, list) and len(tags) == 2 and all(tags))
+        is_valid = tags is None or tags == "auto" or (isinstance(tags, list) and len(tags) == 2 and all(tags))
+        require(is_valid, f"sampling.reasoning must be auto, two tags like [<think>,</think>], or null, got {tags}")
+        for key in keys:
+            require(bool(getattr(self, key)), f"sampling.{key} is empty: set it to null if it is not used")
+        require(all(self.choice or []), "sampling.choice holds an empty string")
         require(
-            tags is None or is_known,
-            f"sampling.reasoning must be auto, two tags like [<think>,</think>], or null, got {tags}",
-        )
-        for key in given:
-            require(bool(getattr(self, key)), f"sampling.{key} is empty: null leaves it unset")
-        require(all(self.choice or []), "sampling.choice holds an empty text")
-        require(
-            not given or not self.ignore_eos,
-            f"sampling.ignore_eos=true has no end, sampling.{''.join(given)} has one: set one of them",
+            not keys or not self.ignore_eos,
+            f"sampling.ignore_eos=true never ends, sampling.{''.join(keys)} must end: set one of them",
         )
 
     def _require_beams(self) -> None:
         """Raises ConfigError for settings that beam search does not support."""
-        known = f"true, false or never, got {self.early_stopping}"
-        is_known = isinstance(self.early_stopping, bool | None) or self.early_stopping == "never"
-        require(is_known, f"sampling.early_stopping must be {known}")
+        early = self.early_stopping
+        is_valid = isinstance(early, bool | None) or early == "never"
+        require(is_valid, f"sampling.early_stopping must be true, false or never, got {early}")
         self._require("num_beams", f"1 (off) to {MAX_BEAMS:,}", lambda value: 1 <= value <= MAX_BEAMS)
         if not self.num_beams or self.num_beams == 1:
             return
@@ -168,42 +153,34 @@ class SamplingConfig:
         )
         require(
             not self.temperature,
-            f"{search} keeps the likeliest ways, sampling.temperature={self.temperature} draws: set one of them, "
-            "num_beams=1 or temperature=0",
+            f"{search} is a deterministic search, sampling.temperature={self.temperature} samples: set num_beams=1 or "
+            "temperature=0",
         )
-        beside = [key for key in (*STRUCTURES, "reasoning") if getattr(self, key) is not None]
-        require(not beside, f"{search} does not follow sampling.{' and sampling.'.join(beside)}: set num_beams=1")
+        others = [key for key in (*STRUCTURES, "reasoning") if getattr(self, key) is not None]
+        require(not others, f"{search} does not support sampling.{' and sampling.'.join(others)}: set num_beams=1")
 
     @property
     def is_greedy(self) -> bool:
-        """True if decoding is greedy. With `follow_model` and a temperature of None the model's settings decide, and
-        this is False."""
+        """True if decoding is greedy. False if the model's settings will decide (`follow_model`, temperature None)."""
         return not self.temperature and not (self.follow_model and self.temperature is None)
 
     def with_overrides(self, by: SamplingOverrides) -> "SamplingConfig":
-        """A copy with a request's overrides. Raises ConfigError if the result is inconsistent."""
-        given = by.given
+        """Returns a copy with a request's overrides. Raises ConfigError if the result is inconsistent."""
+        values = by.given
         require(
             not self.ignore_eos or by.ignore_eos in (None, True),
-            "sampling.ignore_eos=true is the run's: no request ends by what the run ignores",
+            "ignore_eos=false: not possible for a request if the run sets sampling.ignore_eos=true",
         )
         is_search = (self.num_beams or 1) > 1
         require(
             not is_search or self.ignore_eos or not by.ignore_eos,
-            f"sampling.num_beams={self.num_beams} ends all searches alike: ignore_eos is the run's to say",
+            f"ignore_eos: not possible for one request with sampling.num_beams={self.num_beams}; set it for the run",
         )
-        off = dict.fromkeys(STRUCTURES) if any(key in given for key in STRUCTURES) else {}
-        return replace(self, **{**off, **given}) if given else self
+        off = dict.fromkeys(STRUCTURES) if any(key in values for key in STRUCTURES) else {}
+        return replace(self, **{**off, **values}) if values else self
 
 
-FOLLOW_MODEL = SamplingConfig(
-    follow_model=True,
-    min_new_tokens=None,
-    temperature=None,
-    top_k=None,
-    top_p=None,
-    min_p=None,
-    repetition_penalty=None,
-    no_repeat_ngram_size=None,
-    stop=None,
-)  # sampling=model on the command line
+FOLLOW_MODEL = SamplingConfig(  # sampling=model on the command line
+    follow_model=True, min_new_tokens=None, temperature=None, top_k=None, top_p=None, min_p=None,
+    repetition_penalty=None, no_repeat_ngram_size=None, stop=None,
+)  # fmt: skip

@@ -1,6 +1,6 @@
 """The settings of a run: typed, frozen, validated. Hydra's YAML groups mirror these classes one to one.
 
-Open values (the dtype for `auto`, the number of resident layers) are resolved in the plan; a config never changes.
+The plan resolves `auto` and null values; a config never changes.
 """
 
 from dataclasses import dataclass, field
@@ -58,8 +58,8 @@ class Prefetch(Enum):
 
 
 class ExpertPaging(Enum):
-    """Reading of experts one by one. `hit`: only the experts that tokens are routed to, after routing; `all`: every
-    expert, before routing; `auto`: the mode that reads least within the budget."""
+    """Reading of single experts. `hit`: those that tokens are routed to, after routing; `all`: every expert, before
+    routing; `auto`: the mode that reads least within the budget."""
 
     auto = "auto"
     off = "off"
@@ -87,12 +87,11 @@ class Lanes(Enum):
 class PolicyKind(Enum):
     fixed = "fixed"
     auto = "auto"
-    hrm = "hrm"  # always searched, even for a short run
+    hrm = "hrm"  # always by a search, even for a short run
 
 
 class Admission(Enum):
-    """When waiting requests join. `wave`: after a block has finished; `continuous`: as soon as other requests
-    finish."""
+    """Admission of waiting requests. `wave`: when a block has finished; `continuous`: when another request finishes."""
 
     wave = "wave"
     continuous = "continuous"
@@ -100,7 +99,7 @@ class Admission(Enum):
 
 MAX_MEMORY_GIB, MAX_THREADS = 1 << 20, 1024
 TINY, RANDOM = "tiny", "random"  # the bundled model, and one with random weights
-ANY = "hf"  # the checkpoint at `model.path`, whatever it is
+ANY = "hf"  # any checkpoint at `model.path`
 BUILT_IN = (TINY, RANDOM)
 
 
@@ -112,7 +111,7 @@ class Attention(Enum):
 
 
 class FeedForward(Enum):
-    """The processor for experts in host memory: the compute device for all, or the CPU for some of them while the
+    """The processor for experts in host memory. `device`: the compute device for all; `cpu`: the CPU for some while the
     others are copied to the device."""
 
     device = "device"
@@ -120,8 +119,7 @@ class FeedForward(Enum):
 
 
 class SharePrefixes(Enum):
-    """Prefix caching within a block: tokens that several prompts begin with are computed once. `auto`: if the result is
-    exact."""
+    """Prefix caching within a block: common prefixes of prompts are computed once. `auto`: if the result is exact."""
 
     auto = "auto"
     off = "off"
@@ -171,9 +169,9 @@ class SelfCheck(Enum):
 
 
 class Parallelism(Enum):
-    """The parallelism between processes. `one`: a single process. `sharded`: each rank reads an equal share of every
-    layer and computes its part of the rows. `tensor`: each has a share of every matrix and of the KV heads. `pipeline`:
-    each has some of the layers."""
+    """Parallelism of processes. `one`: a single process. `sharded`: each rank reads an equal share of every layer and
+    computes its part of the rows. `tensor`: each has a share of every matrix and of the KV heads. `pipeline`: each has
+    some of the layers."""
 
     one = "one"
     sharded = "sharded"
@@ -182,7 +180,7 @@ class Parallelism(Enum):
 
 
 class Gather(Enum):
-    """Gathering of a layer's shares, with `sharded`. `memory`: in shared memory of one machine; `collective`: by
+    """Exchange of a layer's shares, with `sharded`. `memory`: in shared memory of one machine; `collective`: by
     collectives between ranks with separate copies; `auto`: `memory` if all ranks are on one machine."""
 
     auto = "auto"
@@ -210,14 +208,14 @@ class Verify(Enum):
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The checkpoint. `path`: a local directory, a GGUF file, a URL of either, or a hub id. Two models need no path:
-    `tiny`, a small bundled Llama, and `random`, with random weights. `quantize` rounds weights at load time, so they
-    stay in memory. `compile`: on an accelerator, torch.compile makes kernels of the steps between products. `graphs`:
-    on a CUDA device, decode passes are captured as CUDA graphs."""
+    `tiny`, a small bundled Llama, and `random`, with random weights. `quantize`: rounds weights at load time; they then
+    stay in memory. `compile`: on an accelerator, compiles the operations between products with torch.compile.
+    `graphs`: on a CUDA device, captures decode passes as CUDA graphs."""
 
     name: str = TINY
     path: str | None = None
     revision: str | None = None
-    tokenizer: str | None = None  # null: beside the weights
+    tokenizer: str | None = None  # null: the checkpoint's
     dtype: TextField[DType] = enum_field(DType.auto)
     quantize: TextField[Quantize | None] = optional_enum_field(Quantize)
     lanes: TextField[Lanes] = enum_field(Lanes.auto)
@@ -233,31 +231,31 @@ class ModelConfig:
 
     @property
     def pack_command(self) -> str:
-        """The commands that store the quantized weights once, instead of quantizing at each start."""
+        """The command that stores the quantized weights once, instead of quantizing at each start."""
         name = self.quantize.value if self.quantize is not None else "int8"
         return f"weightstream pack model.path={self.path or 'DIR'} out=OUT format={name}, then model.path=OUT"
 
     @staticmethod
     def from_name(text: str) -> "ModelConfig":
-        """The config for a directory, a GGUF file or a hub id, or for `tiny` or `random`."""
-        require(bool(text.strip()), "model is empty: name a directory, a GGUF file or a hub id")
+        """Returns the config for a directory, a GGUF file, a hub id, `tiny` or `random`."""
+        require(bool(text.strip()), "model is empty: set it to a directory, a GGUF file or a hub id")
         return ModelConfig(name=text) if text in BUILT_IN else ModelConfig(name=PurePath(text).name or text, path=text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """The placement of weights, and the memory budgets. A budget of None is all memory that is free at the start."""
+    """Placement of weights, and memory budgets. A budget of None is all memory that is free at the start."""
 
     tier: TextField[Tier] = enum_field(Tier.auto)
     device_memory_gib: float | None = None
     host_memory_gib: float | None = None
-    resident_layers: int | None = None  # null: as many as fit beside the block
+    resident_layers: int | None = None  # null: as many as fit in addition to the block
     direct_io: bool = True
     reader_threads: int = 4
     read_chunk_mib: int = 16
     expert_paging: TextField[ExpertPaging] = enum_field(ExpertPaging.auto)
     dequantize: TextField[Dequantize] = enum_field(Dequantize.auto)
-    cache_dir: str | None = None  # converted weights, only where a checkpoint's layout cannot be read in place
+    cache_dir: str | None = None  # for converted weights, if a checkpoint's layout cannot be read directly
 
     def __post_init__(self) -> None:
         for key in ("device_memory_gib", "host_memory_gib"):
@@ -272,20 +270,20 @@ class OffloadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KVConfig:
-    """The placement and dtype of the KV cache. Off the device, a layer's KV passes through `num_slots` slots, one lane
-    at a time. With three, one is computed on while the next is fetched and the previous is stored."""
+    """Placement and dtype of the KV cache. Outside of the device, a layer's KV passes through `num_slots` slots, one
+    lane at a time. With three, one is in use while the next is fetched and the previous is stored."""
 
     tier: TextField[KVTier] = enum_field(KVTier.auto)
     dtype: TextField[KVDType] = enum_field(KVDType.auto)
-    device_fraction: float | None = None  # of the layers that have any; null: as many as fit beside the weights
+    device_fraction: float | None = None  # of layers with KV; null: as many as fit in addition to the weights
     num_slots: int = 3
-    directory: str | None = None  # of the unnamed file of the nvme tier; null: the system's directory for such files
+    directory: str | None = None  # of the nvme tier's anonymous file; null: the system's temporary directory
 
     def __post_init__(self) -> None:
         fraction = self.device_fraction
         require(fraction is None or 0 <= fraction <= 1, f"kv.device_fraction must be 0 to 1, got {fraction}")
         require(1 <= self.num_slots <= 64, f"kv.num_slots must be 1 to 64, got {self.num_slots}")
-        require(self.directory is None or bool(self.directory.strip()), "kv.directory is empty: name one, or null")
+        require(self.directory is None or bool(self.directory.strip()), "kv.directory is empty: set a path or null")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,10 +301,10 @@ class PrefetchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """A block is `num_micro_batches` micro-batches of at most `micro_batch_size` sequences.
+    """The batching policy. A block is `num_micro_batches` micro-batches of at most `micro_batch_size` sequences.
 
-    None is chosen by the planner: with `fixed` by the rules in `runtime/plan/placement/defaults.py`, with `auto` by a
-    search if it pays off, with `hrm` always by a search. `pin` reuses the result of an earlier search.
+    The planner replaces None: with `fixed` by rules in `runtime/plan/placement/defaults.py`, with `auto` by a search
+    if it pays off, with `hrm` always by a search. `pin` reuses the result of an earlier search.
     """
 
     kind: TextField[PolicyKind] = enum_field(PolicyKind.auto)
@@ -325,8 +323,8 @@ class PolicyConfig:
             value = getattr(self, key)
             require(value is None or value >= 1, f"policy.{key} must be 1 or more, got {value}")
         if self.schedule is not None and self.schedule.style.needs_cpu_attention:
-            why = f"policy.schedule={self.schedule.value} has the CPU attend beside compute: set policy.attention=cpu"
-            require(self.attention is Attention.cpu, why)
+            problem = f"policy.schedule={self.schedule.value} needs attention on the CPU: set policy.attention=cpu"
+            require(self.attention is Attention.cpu, problem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,36 +336,34 @@ class DevicesConfig:
     experts: TextField[DividedExperts] = enum_field(DividedExperts.auto)
 
     def __post_init__(self) -> None:
-        for key, value, way in (
-            ("gather", self.gather, Parallelism.sharded),
-            ("experts", self.experts, Parallelism.tensor),
-        ):
+        options = (("gather", self.gather, Parallelism.sharded), ("experts", self.experts, Parallelism.tensor))
+        for key, value, needed in options:
             require(
-                self.way is way or value.value == "auto",
-                f"devices.{key}={value.value} says nothing of devices={self.way.value}: it is for devices={way.value}",
+                self.way is needed or value.value == "auto",
+                f"devices.{key}={value.value} has no effect with devices={self.way.value}: set devices={needed.value}",
             )
 
-    def for_parallelism(self, way: Parallelism) -> "DevicesConfig":
-        """A config for another parallelism, with the defaults of its options."""
-        return self if way is self.way else DevicesConfig(way=way)
+    def for_parallelism(self, parallelism: Parallelism) -> "DevicesConfig":
+        """Returns a config for another parallelism, with default options."""
+        return self if parallelism is self.way else DevicesConfig(way=parallelism)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineConfig:
-    """The compute device, its threads, and its rates if they are known; `links` connect it to others. `device: auto`
-    uses an accelerator if torch finds one."""
+    """The compute device, its threads, its rates if known, and its links to others. `device: auto`: an accelerator if
+    torch finds one."""
 
     name: str = "auto"
     device: str = "auto"
-    num_threads: int | None = None  # null: torch's own choice
+    num_threads: int | None = None  # null: torch's default
     sheet: DataSheet | None = None
-    rates: MeasuredRates | None = None  # null, with sheet: measured in the run
-    links: LinksConfig | None = None  # null: devices of one host, which meet in its memory
+    rates: MeasuredRates | None = None  # null, and no sheet: measured in the run
+    links: LinksConfig | None = None  # null: devices of one host, connected through its memory
 
     def __post_init__(self) -> None:
         require(
             self.sheet is None or self.rates is None,
-            f"machine.sheet and machine.rates are both set for {self.name}: set one of them to null",
+            f"machine.sheet and machine.rates exclude each other ({self.name}): set one of them to null",
         )
         threads = self.num_threads
         is_sound = threads is None or 1 <= threads <= MAX_THREADS
@@ -378,8 +374,8 @@ class MachineConfig:
 class RuntimeConfig:
     """All settings of `Runtime`; a job adds a data set and an output directory.
 
-    A str for a group means the same as on the command line: `offload="nvme"` is `OffloadConfig(tier="nvme")`; likewise
-    for `kv`, `prefetch` and `policy`. A str for `model` is a directory, a GGUF file, a hub id, `tiny` or `random`.
+    A group may be a str, as on the command line: `offload="nvme"` is `OffloadConfig(tier="nvme")`; likewise `kv`,
+    `prefetch` and `policy`. A str for `model` is a directory, a GGUF file, a hub id, `tiny` or `random`.
     """
 
     model: TextField[ModelConfig] = group_field(ModelConfig(), ModelConfig.from_name)
@@ -407,13 +403,13 @@ def require_beams_fit(policy: PolicyConfig, sampling: SamplingConfig) -> None:
         return
     require(
         size is None or size >= num_beams,
-        f"sampling.num_beams={num_beams} sequences share a micro-batch, and policy.micro_batch_size={size} has no room "
-        f"for them: raise it to {num_beams}, or leave it open",
+        f"policy.micro_batch_size={size} is below sampling.num_beams={num_beams}; all beams run in one micro-batch: "
+        f"set policy.micro_batch_size to {num_beams} or null",
     )
     require(
         policy.admission is Admission.wave,
-        f"sampling.num_beams={num_beams} sequences take every step together, and policy.admission="
-        f"{policy.admission.value} admits one at a time: set policy.admission=wave, or sampling.num_beams=1",
+        f"sampling.num_beams={num_beams} is not supported with policy.admission={policy.admission.value}: "
+        "set policy.admission=wave, or sampling.num_beams=1",
     )
 
 
@@ -423,6 +419,6 @@ def require_groups_agree(policy: PolicyConfig, prefetch: PrefetchConfig, offload
     if order is not None and order.style.num_slots > 1:
         require(
             not is_off,
-            f"policy.schedule={order.value} reads a stage while the one before it is computed, which prefetch=off "
-            f"forbids: prefetch=lookahead, or policy.schedule={PLAIN.value}",
+            f"policy.schedule={order.value} reads a stage during the previous one, which prefetch=off forbids: set "
+            f"prefetch=lookahead, or policy.schedule={PLAIN.value}",
         )

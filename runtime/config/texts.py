@@ -1,6 +1,5 @@
-"""Config fields that accept text, as on the command line: `tier="nvme"` for `tier=Tier.nvme`, `model="/data/llama"` for
-`model=ModelConfig(path="/data/llama")`. Also hints for misspelled words, and checks of URLs in settings, which must not
-contain secrets."""
+"""Config fields that accept strings, as on the command line: `tier="nvme"` for `tier=Tier.nvme`, `model="/data/llama"`
+for `model=ModelConfig(path="/data/llama")`. Also hints for misspelled words, and checks of URLs for secrets."""
 
 import re
 from collections.abc import Callable, Collection
@@ -16,7 +15,7 @@ E = TypeVar("E", bound=Enum)
 
 
 class TextField(Generic[T]):
-    """A descriptor for a field of type T that may be set with text. `read(key, text)` converts text, or raises
+    """A descriptor for a field of type T that may be set to a string. `read(key, text)` converts the string, or raises
     ConfigError with the dotted key. Values must be instances of `kinds`."""
 
     def __init__(self, default: T, kinds: tuple[type, ...], read: Callable[[str, str], T]):
@@ -34,29 +33,29 @@ class TextField(Generic[T]):
             value = self._read(self._key, value)
         if not isinstance(value, self._kinds):
             kinds = " or ".join("None" if kind is type(None) else kind.__name__ for kind in self._kinds)
-            raise ConfigError(f"{self._key} must be a text or {kinds}, got {value!r}")
+            raise ConfigError(f"{self._key} must be a string or {kinds}, got {value!r}")
         vars(instance)[self._name] = value
 
 
 def enum_field(default: Enum) -> Any:
-    """A field for a member of the default's enum. Returns Any, as do the next two functions: the field declares its own
-    type, and a type checker takes the right-hand side for the default."""
+    """Makes a field for a member of the default's enum. Returns Any, as do the next two functions: a type checker takes
+    it for the default of the declared type."""
     kind = type(default)
     return TextField(default, (kind,), lambda key, text: parse_enum(kind, key, text))
 
 
 def optional_enum_field(kind: type[E]) -> Any:
-    """A field for a member of `kind` or None, the default."""
+    """Makes a field for a member of `kind` or None, the default."""
     return TextField[E | None](None, (kind, type(None)), lambda key, text: parse_enum(kind, key, text))
 
 
 def group_field(default: T, read: Callable[[str], T]) -> Any:
-    """A field for a config dataclass of the default's type."""
+    """Makes a field for a config dataclass of the default's type."""
     return TextField(default, (type(default),), lambda _, text: read(text))
 
 
 def parse_enum(kind: type[E], key: str, text: str) -> E:
-    """The member with that name. Raises ConfigError with the key, all members and the closest one."""
+    """Returns the member with that name. Raises ConfigError with the key, all members and the closest one."""
     if text not in kind.__members__:
         names, near = ", ".join(kind.__members__), did_you_mean(text, kind.__members__)
         raise ConfigError(f"{key} must be one of {names}, got {text!r}{near}")
@@ -64,14 +63,14 @@ def parse_enum(kind: type[E], key: str, text: str) -> E:
 
 
 def closest_match(word: str, known: Collection[str]) -> str | None:
-    """The most similar of `known`, ignoring case; None if none is similar."""
-    by_folded = {each.casefold(): each for each in reversed([*known])}
+    """Returns the most similar word of `known`, ignoring case; None if none is similar."""
+    by_folded = {candidate.casefold(): candidate for candidate in reversed([*known])}
     near = get_close_matches(word.casefold(), by_folded, n=1)
     return by_folded[near[0]] if near else None
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:
-    """A hint to append to an error message; "" if no known word is similar."""
+    """Returns a hint to append to an error message; "" if no known word is similar."""
     near = closest_match(word, known)
     return f": did you mean {near}?" if near is not None else ""
 
@@ -86,22 +85,20 @@ def is_url(text: str | None) -> TypeGuard[str]:
 
 def require_plain_url(text: str | None, key: str) -> None:
     """Raises ConfigError for a URL with credentials or a signature, which logs and manifests would keep, and for
-    chained schemes. The message omits the secret. Accepts any text that is not a URL."""
+    chained schemes. The message omits the secret. Accepts any string that is not a URL."""
     if text is None or not is_url(text):
         return
     if "::" in text:
-        raise ConfigError(
-            f"{key}: chained URLs ('::') are not supported: give one of a single scheme, such as s3://bucket/name"
-        )
+        raise ConfigError(f"{key}: chained URLs ('::') are not supported; use a single scheme, as in s3://bucket/name")
     parts = urlsplit(text)
-    shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-    where = "set them in the environment, or in the configuration files of the store's own tools"
+    url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    advice = "set credentials in the environment, or in the configuration files of the store's own tools"
     if "@" in parts.netloc and parts.scheme != "hf":
-        raise ConfigError(f"{key}={shown} contains credentials, which logs and the run directory would keep: {where}")
+        raise ConfigError(f"{key}={url} contains credentials, which logs and the run directory would keep: {advice}")
     if parts.query or parts.fragment:
-        raise ConfigError(f"{key}={shown} has a query or fragment ('?' or '#'), which may hold a signature: {where}")
+        raise ConfigError(f"{key}={url} has a query or fragment ('?' or '#'), which may hold a signature: {advice}")
 
 
 def url_child(url: str, name: str) -> str:
-    """The URL of `name` below `url`."""
+    """Returns the URL of `name` below `url`."""
     return f"{url.rstrip('/')}/{name}"

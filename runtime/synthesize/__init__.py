@@ -1,2 +1,1 @@
-"""Random checkpoints of real architectures with tokenizers, in the hub's layout. Code that creates models for tests,
-demonstrations and measurements belongs here."""
+"""Writes random checkpoints of real architectures, with tokenizers, for tests, demonstrations and measurements."""

@@ -1,4 +1,4 @@
-"""Random checkpoints of real architectures, in the hub's layout, written without holding the model in memory."""
+"""Writes random checkpoints of real architectures, in the hub's layout, one tensor in memory at a time."""
 
 import contextlib
 import copy
@@ -26,26 +26,20 @@ from ..units import GIB, format_bytes, format_count, format_seconds
 from .random_weights import RandomWeights
 from .tokenizer import byte_level_tokenizer, load_local_tokenizer
 
-UNFINISHED_FILE = ".unfinished"  # there from the first file on until the last, and locked by who writes
-MARKER_FILE = "synthesis.json"  # written last: the recipe's digest and the size of every file
+UNFINISHED_FILE = ".unfinished"  # exists and is locked while the directory is written
+MARKER_FILE = "synthesis.json"  # written last: digest of the recipe, size of every file
 _RECIPE_VERSION = 1
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_UNDECLARED_KEYS = frozenset({"head_dim", "original_max_position_embeddings"})  # read by classes, not by their configs
+_UNDECLARED_KEYS = frozenset({"head_dim", "original_max_position_embeddings"})  # classes read them, configs lack them
 _RANDOM_OVERRIDES: Mapping[str, object] = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 352,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class SynthesisReport:
-    """Parameters, bytes, number of weight files, and duration."""
+    """The size of a written checkpoint, and the time that it took."""
 
     num_parameters: int
     num_bytes: int
@@ -71,10 +65,10 @@ def synthesize_checkpoint(
 ) -> SynthesisReport:
     """Writes a random checkpoint of `model`: a transformers model type with `overrides` of its config, or a config.
 
-    Weights begin at multiples of `alignment_bytes`, by default as transformers writes them. Memory: the largest tensor
-    and a few MiB. Token ids of bos, eos and pad are the tokenizer's, unless overridden. `progress(done_bytes,
-    total_bytes)` is called before the first tensor and after each. Raises ConfigError if `directory` is not empty or
-    the config is invalid, OutputError if it cannot be written. After an interruption the same call starts over.
+    Memory: the largest tensor and a few MiB. `alignment_bytes`: of the data in a file. Ids of bos, eos and pad are the
+    tokenizer's, unless overridden. Calls `progress(done_bytes, total_bytes)` before the first tensor and after each.
+    Raises ConfigError if `directory` is not empty or the config is invalid, OutputError if it cannot be written. After
+    an interruption the same call starts over.
     """
     started = time.monotonic()
     overrides = dict(overrides or {})
@@ -93,7 +87,7 @@ def synthesize_checkpoint(
         }
         temp = directory / f".{MARKER_FILE}.tmp"
         temp.write_text(json.dumps(marker, indent=2) + "\n")
-        temp.replace(directory / MARKER_FILE)
+        temp.replace(directory / MARKER_FILE)  # atomic and last: its presence means that all files are complete
     return SynthesisReport(
         num_parameters=sum(spec.num_elements for spec in weights.specs),
         num_bytes=num_bytes,
@@ -105,8 +99,8 @@ def synthesize_checkpoint(
 def outline_checkpoint(
     *, model_type: str, directory: Path, overrides: Mapping[str, object], dtype: torch.dtype
 ) -> RandomWeights:
-    """Writes a checkpoint with sparse weight files (headers only), for weights that are drawn directly into memory.
-    Returns the object that draws them. Raises as `synthesize_checkpoint`."""
+    """Writes a checkpoint with sparse weight files (headers only). Returns the object that draws the weights directly
+    into memory. Raises as `synthesize_checkpoint`."""
     meta_model, tokenizer = _build_model(model_type, overrides, dtype, None)
     weights = RandomWeights(meta_model, 0)
     with _as_output_error(directory), _claim_directory(directory):
@@ -119,14 +113,13 @@ def outline_checkpoint(
 def _build_model(
     model: str | PreTrainedConfig, overrides: Mapping[str, object], dtype: torch.dtype, tokenizer_path: Path | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    # Without the token ids that a smaller vocabulary than the published one leaves outside, of which transformers would
-    # warn: the tokenizer's take their place.
+    # Drop token ids outside a reduced vocabulary, of which transformers would warn; the tokenizer's replace them.
     size = overrides.get("vocab_size")
     is_outside = {
         key: isinstance(size, int) and isinstance(i := overrides.get(key), int) and i >= size for key in _TOKEN_KEYS
     }
-    own = {key: value for key, value in overrides.items() if not is_outside.get(key)}
-    config = copy.deepcopy(model) if isinstance(model, PreTrainedConfig) else make_config(model, own)
+    valid = {key: value for key, value in overrides.items() if not is_outside.get(key)}
+    config = copy.deepcopy(model) if isinstance(model, PreTrainedConfig) else make_config(model, valid)
     text = config.get_text_config()
     vocab_size: int = text.vocab_size
     tokenizer = byte_level_tokenizer(vocab_size) if tokenizer_path is None else load_local_tokenizer(tokenizer_path)
@@ -134,66 +127,65 @@ def _build_model(
         raise ConfigError(
             f"tokenizer={tokenizer_path} has {len(tokenizer)} ids, the model's vocab_size is {vocab_size}: raise it"
         )
-    # Ids that were given stay, unless a smaller vocabulary than the published one leaves them outside.
-    for key in _TOKEN_KEYS:
-        wanted = getattr(text, key, None)
-        is_inside = isinstance(wanted, int) and wanted < vocab_size
-        if key not in own or (wanted is not None and not isinstance(wanted, list) and not is_inside):
+    for key in _TOKEN_KEYS:  # overridden ids stay if they are in the vocabulary
+        token = getattr(text, key, None)
+        is_inside = isinstance(token, int) and token < vocab_size
+        if key not in valid or (token is not None and not isinstance(token, list) and not is_inside):
             setattr(text, key, getattr(tokenizer, key))
     if config.is_encoder_decoder and getattr(text, "decoder_start_token_id", None) is None:
         setattr(text, "decoder_start_token_id", tokenizer.pad_token_id)  # noqa: B010 - not every config declares it
     try:
         meta_model = build_meta_model(config, dtype)
     except (ValueError, TypeError, RuntimeError, ArithmeticError, AssertionError) as error:
-        raise ConfigError(f"no {config.model_type} model can be built from this config: {error}") from error
+        raise ConfigError(f"cannot build a {config.model_type} model from this config: {error}") from error
     if overrides.get("tie_word_embeddings") is False:
         untie_head(meta_model)
     return meta_model, tokenizer
 
 
 def random_checkpoint(cache: Path, seed: int = 0) -> Path:
-    """The `random` model: a small Llama with random weights and a byte-level tokenizer, written once.
+    """Writes the `random` model once: a small Llama with random weights and a byte-level tokenizer.
 
-    Returns a directory in `cache`, named after seed and recipe, so versions of Weightstream do not collide. Concurrent
-    callers get the one that is renamed first. Raises CheckpointError if it is damaged (nothing is ever deleted),
-    OutputError if `cache` cannot be written.
+    Returns a directory in `cache`, named after seed and recipe: versions of Weightstream do not collide. Concurrent
+    callers get the one that is renamed first. Raises CheckpointError if it is damaged, OutputError if `cache` cannot be
+    written.
     """
     digest = _recipe_digest("llama", _RANDOM_OVERRIDES, seed, torch.float32)
     directory = cache / f"seed-{seed}-{digest[:8]}"
     if _is_complete(directory, digest):
         return directory
     if directory.exists():
-        raise CheckpointError(f"{directory} is not the complete random checkpoint that was written there: move it away")
+        raise CheckpointError(f"{directory} is not a complete random checkpoint: move it away")
     with _as_output_error(cache):
         cache.mkdir(parents=True, exist_ok=True)
-        workshop = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
+        temp = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
     try:
-        ready = workshop / "checkpoint"
-        overrides = _RANDOM_OVERRIDES
-        synthesize_checkpoint(model="llama", overrides=overrides, directory=ready, seed=seed, dtype=torch.float32)
+        written, overrides = temp / "checkpoint", _RANDOM_OVERRIDES
+        synthesize_checkpoint(model="llama", overrides=overrides, directory=written, seed=seed, dtype=torch.float32)
         try:
-            ready.rename(directory)  # atomic; fails when a concurrent caller's is already there
+            written.rename(directory)  # atomic; fails if a concurrent caller was first
         except OSError as error:
             if not _is_complete(directory, digest):
                 raise OutputError(f"{directory} cannot be written: {error.strerror}") from error
     finally:
-        shutil.rmtree(workshop)
+        shutil.rmtree(temp)
     return directory
 
 
 def make_config(model_type: str, overrides: Mapping[str, object]) -> PreTrainedConfig:
-    """The default config of a transformers model type with overrides. Raises ConfigError."""
+    """Returns the default config of a transformers model type with overrides. Raises ConfigError."""
     deepseek_moe.register()
     if model_type not in CONFIG_MAPPING:
-        raise ConfigError(f"model type {model_type!r} is unknown{_did_you_mean(model_type, list(CONFIG_MAPPING))}")
-    known = CONFIG_MAPPING[model_type]()
+        raise ConfigError(f"unknown model type {model_type!r}{_did_you_mean(model_type, list(CONFIG_MAPPING))}")
+    default = CONFIG_MAPPING[model_type]()
     for key in overrides:
-        if not hasattr(known, key) and key not in _UNDECLARED_KEYS:
-            raise ConfigError(f"{key!r} is no key of a {model_type} config{_did_you_mean(key, list(known.to_dict()))}")
+        if not hasattr(default, key) and key not in _UNDECLARED_KEYS:
+            hint = _did_you_mean(key, list(default.to_dict()))
+            raise ConfigError(f"a {model_type} config has no key {key!r}{hint}")
     try:
         return AutoConfig.for_model(model_type, **overrides)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"a {model_type} config cannot have {dict(overrides)}: {error}") from error
+        raise ConfigError(f"invalid {model_type} config {dict(overrides)}: {error}") from error
 
 
 def _did_you_mean(word: str, known: list[str]) -> str:
@@ -203,23 +195,23 @@ def _did_you_mean(word: str, known: list[str]) -> str:
 
 @contextlib.contextmanager
 def _claim_directory(directory: Path) -> Iterator[None]:
-    """Creates and locks a directory for writing, or reuses one of an interrupted writer after deleting its weights.
-    Raises ConfigError if it holds anything else."""
+    """Creates and locks a directory for writing, or reuses an interrupted writer's after deleting its weights. Raises
+    ConfigError if it holds anything else."""
     if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"out={directory} is a file: give a directory that is empty or does not exist")
+        raise ConfigError(f"out={directory} is a file: set out to a directory that is empty or does not exist")
     directory.mkdir(parents=True, exist_ok=True)
     unfinished = directory / UNFINISHED_FILE
     if any(directory.iterdir()) and not unfinished.exists():
-        raise ConfigError(f"out={directory} is not empty, and nothing in it will be touched: give another directory")
+        raise ConfigError(f"out={directory} is not empty; nothing was changed: set out to another directory")
     descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     with os.fdopen(descriptor, "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if isinstance(error, BlockingIOError):  # others: a file system without locks, which keeps nobody out
+            if isinstance(error, BlockingIOError):  # not for other errors: the file system has no locks
                 raise ConfigError(f"another process writes to out={directory}: wait for it") from error
-        for left in (*directory.glob("*.safetensors"), *directory.glob(".*.tmp")):
-            left.unlink()
+        for file in (*directory.glob("*.safetensors"), *directory.glob(".*.tmp")):  # under the lock: nobody writes them
+            file.unlink()
         yield
         unfinished.unlink()
 
@@ -233,15 +225,14 @@ def _save_configs(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -
 
 
 def _draw_all(weights: RandomWeights, progress: Callable[[int, int], None]) -> Iterator[torch.Tensor]:
-    total_bytes = sum(spec.num_bytes for spec in weights.specs)
-    done_bytes = 0
+    done_bytes, total_bytes = 0, sum(spec.num_bytes for spec in weights.specs)
     progress(done_bytes, total_bytes)
     for spec in weights.specs:
         tensor = weights.draw(spec)
         done_bytes += spec.num_bytes
         progress(done_bytes, total_bytes)
         yield tensor
-        del tensor  # before the next one is drawn
+        del tensor  # free it before the next one is drawn
 
 
 def _recipe_digest(model_type: str, overrides: Mapping[str, object], seed: int, dtype: torch.dtype) -> str:

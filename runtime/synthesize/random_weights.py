@@ -1,7 +1,7 @@
-"""The tensors of a meta model's checkpoint, with random values.
+"""Draws random values for the checkpoint tensors of a model on the meta device.
 
-The generator is seeded by (seed, tensor name), so values do not depend on order or shard size. Scales keep activations
-near one and the deviation of logits at 1 to 3, and keep greedy decoding from repeating.
+The generator is seeded by (seed, tensor name): values do not depend on order or shard size. Scales keep activations
+near one and the standard deviation of logits at 1 to 3, and keep greedy decoding from repeating.
 """
 
 import copy
@@ -22,10 +22,10 @@ _EMBEDDING_STD = 0.02
 _TIED_LOGITS_STD = 1.5
 _HEAD_LOGITS_STD = 2.0
 _BIAS_STD = 0.02
-_GAIN = 2.0  # of matrices: attention then picks a few tokens; at 1 it averages them and decoding runs in short cycles
+_GAIN = 2.0  # of matrices: attention selects few tokens; at 1 it averages them and decoding runs in short cycles
 _HEAD_NORM = re.compile(r"\b[qk]_(layer)?norm$")
 _CHUNK_ELEMENTS = 1 << 20  # drawn in float32, then rounded to the checkpoint's dtype
-_PROBED_ELEMENTS = 1 << 20  # a larger parameter is a weight matrix, without asking its class
+_PROBED_ELEMENTS = 1 << 20  # larger parameters are taken for weight matrices
 
 
 class RandomWeights:
@@ -34,11 +34,11 @@ class RandomWeights:
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         self._model = model
         self._seed = seed
-        # The state dict that save_pretrained writes: of tied tensors the source, and nothing the class ignores.
+        # As save_pretrained writes: without tied copies and keys that the class ignores.
         dropped = set(model._keys_to_ignore_on_save or ()) | set(model.all_tied_weights_keys)
         state = {name: tensor for name, tensor in model.state_dict().items() if name not in dropped}
         self._tensors: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
-        # The (first) parameter that each checkpoint tensor is loaded into, by transformers' own renaming.
+        # The (first) parameter that each checkpoint tensor is loaded into.
         conversions = get_model_conversion_mapping(model)
         renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
@@ -52,7 +52,7 @@ class RandomWeights:
         ]
 
     def draw(self, spec: TensorSpec) -> torch.Tensor:
-        """The values of a tensor, deterministic by seed and name. Buffers have their real values."""
+        """Returns a tensor's values, deterministic by seed and name. Buffers have their real values."""
         tensor = self._tensors[spec.name]
         if not tensor.is_meta:
             return tensor
@@ -69,14 +69,14 @@ class RandomWeights:
         return own_values.flatten().repeat(repeats)[: spec.num_elements].view(spec.shape).to(spec.dtype)
 
     def standard_deviation(self, spec: TensorSpec) -> float | None:
-        """The standard deviation of a tensor that is drawn from a normal distribution around zero; None for others."""
+        """Standard deviation of a tensor that is drawn from a normal distribution around zero; None for others."""
         if not self._tensors[spec.name].is_meta:
             return None
         std, own_values = self._recipe(self._origins[spec.name], _tensor_seed(self._seed, spec.name))
         return std if own_values is None else None
 
     def _recipe(self, name: str, seed: int) -> tuple[float, torch.Tensor | None]:
-        """A normal distribution's standard deviation, or the values themselves."""
+        """Returns the standard deviation of a normal distribution, or the values."""
         module_name, _, leaf = name.rpartition(".")
         module = self._model.get_submodule(module_name)
         parameter = module.get_parameter(leaf)
@@ -88,7 +88,7 @@ class RandomWeights:
         if "bias" in leaf and not values.any():
             return _BIAS_STD, None
         if parameter.ndim >= 2:
-            # Values drawn around zero, and constants 0 or 1, which no matrix can live with.
+            # Initial values around zero, and constants: draw them like a matrix.
             std, mean = torch.std_mean(values)
             is_centred = bool(std == 0) or bool(mean.abs() < 4 * std * values.numel() ** -0.5)
             return (_fan_in_std(module, parameter), None) if is_centred else (0.0, values)
@@ -98,7 +98,7 @@ class RandomWeights:
 
     def _matrix_std(self, module: nn.Module, weight: nn.Parameter) -> float | None:
         if isinstance(module, nn.Embedding):
-            # Positions too: as loud as the tokens, they keep greedy decoding out of short cycles.
+            # Also of positions: at the scale of tokens, they keep greedy decoding out of short cycles.
             if not self._has_tied_head:
                 return _EMBEDDING_STD
             is_scaled = getattr(self._model.config, "scale_decoder_outputs", False)  # T5 does this by itself
@@ -111,41 +111,39 @@ class RandomWeights:
 
 
 def _fan_in_std(module: nn.Module, weight: nn.Parameter) -> float:
-    """gain / sqrt(fan_in), with fan_in the number of products per output."""
+    """Returns gain / sqrt(fan_in)."""
     if isinstance(module, Conv1D):  # GPT-2's linear layer, stored (in, out)
         fan_in = weight.shape[0]
     elif isinstance(module, nn.Conv1d):
         fan_in = math.prod(weight.shape[1:])
-    else:  # (..., out, in), but for experts that say so
+    else:  # (..., out, in), except for transposed experts
         fan_in = weight.shape[-2] if getattr(module, "is_transposed", False) else weight.shape[-1]
     return _GAIN * fan_in**-0.5
 
 
 def _own_initial_values(model: PreTrainedModel, module_name: str, leaf: str, seed: int) -> torch.Tensor:
-    """The class's own initial values in float32; ones for a weight that it does not initialize."""
+    """Computes the class's initial values in float32; ones for a weight that it does not initialize."""
     shared = {id(config): config for config in (model.config, model.config.get_text_config())}
     replica = copy.deepcopy(model.get_submodule(module_name), shared)
-    owner, prefix = model, ""  # the innermost model around the module: whose function transformers would call
+    owner, prefix = model, ""  # the innermost PreTrainedModel: its `_init_weights` applies
     for part in module_name.split("."):
         prefix = f"{prefix}.{part}".lstrip(".")
         module = model.get_submodule(prefix)
         owner = module if isinstance(module, PreTrainedModel) else owner
     for other in replica.parameters():
-        setattr(other, "_is_hf_initialized", True)  # noqa: B010 - transformers' flag: it is on meta, and passed over
+        setattr(other, "_is_hf_initialized", True)  # noqa: B010 - transformers' flag: skip it, it is on meta
     values = torch.full(replica.get_parameter(leaf).shape, torch.nan)
     setattr(replica, leaf, nn.Parameter(values, requires_grad=False))
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every kind of accelerator too
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed all accelerators
         owner._init_weights(replica)
     values = replica.get_parameter(leaf).detach()
     return values.nan_to_num(nan=1.0 if leaf == "weight" else 0.0)
 
 
 def _norm_weight(values: torch.Tensor, gain: float, seed: int) -> torch.Tensor:
-    """A norm that scales by +-gain. A class that starts at 0 computes `1 + weight`, so there it is off by one.
-
-    Random matrices after it can't tell the signs; a tied head can, whose best match would else be the token just read.
-    """
+    """Returns a norm's weight that scales by +-gain, less 1 if the class computes `1 + weight`. With a tied head, the
+    signs keep the last token from being the likeliest."""
     generator = torch.Generator().manual_seed(seed)
     signs = 1.0 - 2.0 * torch.randint(2, values.shape, generator=generator)
     return gain * signs - (1.0 - values)

@@ -105,7 +105,7 @@ def test_interpolations_are_resolved() -> None:
         (["sampling.bad_words=['']"], "sampling.bad_words holds an empty string"),
         (
             ["policy.schedule=flexgen", "offload.tier=nvme", "prefetch={kind: 'off'}"],
-            "policy.schedule=flexgen reads a stage while the one before it is computed, which prefetch=off forbids",
+            "policy.schedule=flexgen reads a stage during the previous one, which prefetch=off forbids",
         ),
     ],
 )

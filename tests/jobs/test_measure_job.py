@@ -195,7 +195,7 @@ def test_a_profile_is_of_the_device_that_has_its_name(profile: str, device: str,
         ("measure.out=mine.txt", "measure.out must end in .yaml, got mine.txt"),
         ("measure.times=0", "measure.times must be 1 or more, got 0"),
         ("measure.matrix_width=300", "measure.matrix_width must be a multiple of 256, got 300"),
-        ("measure.gemm_rows=[8,1]", "measure.gemm_rows must be whole numbers from 1 that rise, got [8, 1]"),
+        ("measure.gemm_rows=[8,1]", "measure.gemm_rows must be ascending whole numbers from 1, got [8, 1]"),
         ("measure.second=1", "unknown key measure.second: did you mean measure.seconds?"),
     ],
 )

@@ -46,7 +46,7 @@ RATES = MachineRates(
     gemm_flops_per_second={1: 1e9}, attention_bytes_per_second=1e10, cpu_attention_bytes_per_second=1e10,
     prefill_attention_flops_per_second=1e10,
 )  # fmt: skip
-CGOPIPE = "policy.schedule=cgopipe has the CPU attend beside compute"
+CGOPIPE = "policy.schedule=cgopipe needs attention on the CPU"
 BESIDE = "policy.attention=cpu with an accelerator needs keys and values in host memory"
 
 
@@ -137,7 +137,7 @@ class Combination:
         if self.order is Order.cgopipe and self.attention is Attention.device:
             return CGOPIPE
         if is_ahead and is_off and self.tier is Tier.nvme:
-            return f"policy.schedule={self.order.value} reads a stage while the one before it is computed"
+            return f"policy.schedule={self.order.value} reads a stage during the previous one"
         if self.attention is Attention.cpu and self.kv.tier in (KVTier.device, KVTier.nvme):
             return BESIDE
         if is_ahead and is_off and self.tier is Tier.cpu:

@@ -219,10 +219,10 @@ def test_pages_and_prompts_of_beams_are_counted_once_and_given_back(
 
 def test_what_a_search_cannot_follow_is_refused_by_name(reference: References) -> None:
     refused = {
-        "temperature": (0.7, "keeps the likeliest ways, sampling.temperature=0.7 draws"),
+        "temperature": (0.7, "is a deterministic search, sampling.temperature=0.7 samples"),
         "n": (5, "sampling.n=5 is above sampling.num_beams=4"),
-        "regex": ("a+", "does not follow sampling.regex"),
-        "reasoning": ("auto", "does not follow sampling.reasoning"),
+        "regex": ("a+", "does not support sampling.regex"),
+        "reasoning": ("auto", "does not support sampling.reasoning"),
         "early_stopping": ("soon", "early_stopping must be true, false or never, got soon"),
         "num_beams": (0, "num_beams must be 1"),
     }
@@ -230,7 +230,7 @@ def test_what_a_search_cannot_follow_is_refused_by_name(reference: References) -
         with pytest.raises(ConfigError, match=re.escape(message)):
             SamplingConfig(**{"num_beams": 4, key: value})  # pyright: ignore[reportArgumentType]
     search = SamplingConfig(num_beams=4)
-    with pytest.raises(ConfigError, match=r"policy\.micro_batch_size=3 has no room"):
+    with pytest.raises(ConfigError, match=r"policy\.micro_batch_size=3 is below"):
         Runtime(config_for(reference("llama"), sampling=search, policy=policy(micro_batch_size=3)))
     with pytest.raises(ConfigError, match=r"policy\.admission=continuous"):
         Runtime(config_for(reference("llama"), sampling=search, policy=policy(admission=Admission.continuous)))

@@ -170,8 +170,8 @@ def test_all_of_them_are_counted() -> None:
         None: 3900,
         CGOPIPE: 900,
         BESIDE: 1560,
-        "policy.schedule=flexgen reads a stage while the one before it is computed": 120,
-        "policy.schedule=cgopipe reads a stage while the one before it is computed": 60,
+        "policy.schedule=flexgen reads a stage during the previous one": 120,
+        "policy.schedule=cgopipe reads a stage during the previous one": 60,
         "1 slots, but policy.schedule=flexgen loads a stage": 90,
         "1 slots, but policy.schedule=cgopipe loads a stage": 30,
     }

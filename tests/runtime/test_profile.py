@@ -143,7 +143,7 @@ def test_what_is_not_known_is_refused_with_what_to_do(config: MachineConfig, dty
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gemm_rows": [8, 1]}, r"gemm_rows must be whole numbers from 1 that rise, got \[8, 1\]"),
+        ({"gemm_rows": [8, 1]}, r"gemm_rows must be ascending whole numbers from 1, got \[8, 1\]"),
         ({"gemm_rows": [1]}, r"float32.gemm_gflops has 3 rates for 1 gemm_rows"),
         ({"disk_gb_per_second": 0.0}, "disk_gb_per_second must be above 0"),
     ],

@@ -219,6 +219,6 @@ def test_a_setting_that_is_for_another_way_is_refused_by_name(way: Parallelism) 
             assert kept.for_parallelism(way) == kept
             assert kept.for_parallelism(Parallelism.pipeline) == DevicesConfig(way=Parallelism.pipeline)
             continue
-        said = rf"devices.{key}={value.value} says nothing of devices={way.value}: it is for devices={other.value}"
+        said = rf"devices.{key}={value.value} has no effect with devices={way.value}: set devices={other.value}"
         with pytest.raises(ConfigError, match=said):
             DevicesConfig(way=way, **{key: value})

@@ -370,9 +370,9 @@ def stop_behind(num_passes: int) -> Callable[[object], None]:
         ({"json_schema": "nowhere.json"}, "sampling.json_schema=nowhere.json cannot be read: No such file"),
         ({"grammar": "start: what"}, "sampling.grammar is refused by llguidance"),
         ({"choice": []}, "sampling.choice is empty"),
-        ({"choice": ["a", ""]}, "sampling.choice holds an empty text"),
-        ({"choice": ["a"], "regex": "b"}, "sampling.regex and sampling.choice: a completion has one of them"),
-        ({"choice": ["a"], "ignore_eos": True}, "sampling.ignore_eos=true has no end, sampling.choice has one"),
+        ({"choice": ["a", ""]}, "sampling.choice holds an empty string"),
+        ({"choice": ["a"], "regex": "b"}, "sampling.regex and sampling.choice exclude each other"),
+        ({"choice": ["a"], "ignore_eos": True}, "sampling.ignore_eos=true never ends, sampling.choice must end"),
     ],
     ids=str,
 )

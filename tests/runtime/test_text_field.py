@@ -66,10 +66,10 @@ NVMEE = f"offload.tier must be one of {', '.join(Tier.__members__)}, got 'nvmee'
         (lambda: PolicyConfig(schedule="zigzg"), "got 'zigzg': did you mean zigzag?"),
         (lambda: OffloadConfig(tier="NVME"), "got 'NVME': did you mean nvme?"),
         (lambda: RuntimeConfig(offload="nvmee"), "got 'nvmee': did you mean nvme?"),
-        (lambda: OffloadConfig(tier=3), "offload.tier must be a text or Tier, got 3"),  # pyright: ignore
-        (lambda: OffloadConfig(tier=None), "offload.tier must be a text or Tier, got None"),  # pyright: ignore
-        (lambda: PolicyConfig(schedule=3), "policy.schedule must be a text or Order or None, got 3"),  # pyright: ignore
-        (lambda: RuntimeConfig(model=Tier.cpu), "model must be a text or ModelConfig, got"),  # pyright: ignore
+        (lambda: OffloadConfig(tier=3), "offload.tier must be a string or Tier, got 3"),  # pyright: ignore
+        (lambda: OffloadConfig(tier=None), "offload.tier must be a string or Tier, got None"),  # pyright: ignore
+        (lambda: PolicyConfig(schedule=3), "policy.schedule must be a string or Order or None, got 3"),  # pyright: ignore
+        (lambda: RuntimeConfig(model=Tier.cpu), "model must be a string or ModelConfig, got"),  # pyright: ignore
         (lambda: RuntimeConfig(model=" "), "model is empty"),
     ],
 )  # fmt: skip

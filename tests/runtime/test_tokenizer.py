@@ -139,7 +139,7 @@ def test_a_model_file_alone_of_another_kind_is_refused_where_transformers_spells
     shutil.copy(reference("llama").directory / "config.json", tmp_path)
     trained(tmp_path, "unigram")
     checkpoint = replace(open_checkpoint(reference("llama").directory), path=tmp_path)
-    with pytest.raises(ConfigError, match=r"model\.tokenizer=.*tokenizer\.model is not a BPE model in Llama's manner"):
+    with pytest.raises(ConfigError, match=r"model\.tokenizer=.*tokenizer\.model is not a BPE model like Llama's"):
         load_tokenizer(None, checkpoint)
 
 
