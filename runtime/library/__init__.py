@@ -1,2 +1,1 @@
-"""The library's API, `Runtime`: prompts in; completions, scores and embeddings out. Code that converts inputs to
-requests and completions to results belongs here."""
+"""The library's API, `Runtime`. Code that converts inputs to requests and completions to results belongs here."""

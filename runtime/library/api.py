@@ -80,16 +80,14 @@ T = TypeVar("T")
 class Runtime(Closing):
     """A model and its engine; construction reads no weights. Inside `with Runtime(...) as runtime:`, or between `open`
     and `close`, weights, reader and measured rates are kept for later calls; otherwise each call reads the weights
-    again. With `sampling.follow_model`, `config.sampling` holds the model's settings after construction.
+    again. Not thread-safe. Raises ConfigError, CheckpointError or BudgetError with the setting to change.
 
-    Settings are keywords named as in `Settings`; they change `config`, or the default config. An unknown name is
-    refused with the closest known one.
+    Keyword settings (see `Settings`) change `config`, or the default config. With `sampling.follow_model`,
+    `config.sampling` holds the model's settings after construction.
 
-    `device`: None uses `machine.device`; a str is such a name. `trace` collects spans, which the caller must take
-    during the run. `ranks`: the ranks that this process belongs to; all make the same calls and receive all results.
-    `encodes`: of an encoder-decoder, opens only the encoder, for `embed`; other models ignore it. Not thread-safe.
-    Raises ConfigError, CheckpointError or BudgetError with the setting to change.
-    """
+    `device`: a device or a name as in `machine.device`, which is the default. `trace` collects spans, which the caller
+    must take during the run. `ranks`: those of this process; all make the same calls and get all results. `encodes`:
+    opens only the encoder of an encoder-decoder, for `embed`."""
 
     def __init__(
         self,
@@ -110,7 +108,7 @@ class Runtime(Closing):
             self.config = self._shared.rank_config(self.config)
         self._cache: RuntimeCache | None = None
         self._kernels: CompiledKernels | None = None
-        self._shape_with_kernels: ModelShape | None = None  # while a run computes without
+        self._shape_with_kernels: ModelShape | None = None  # set while runs use plain operators
         self.baseline_bytes = 0
         self._is_closed = False
         self._latest: weakref.ref[ResultStream[Any]] | None = None
@@ -131,7 +129,7 @@ class Runtime(Closing):
         loaded = replace(loaded, shape=with_kv_dtype(loaded.shape, self.config.kv.dtype))
         self.model: LoadedModel = loaded.for_device(self.device)
         self.config = resolve_generation_defaults(self.config, loaded.generation, loaded.shape.vocab_size)
-        # What cannot be by the settings and the model alone is refused before rows are read, not behind them.
+        # Settings that the model does not support are refused before rows are read.
         require_beams_fit(self.config.policy, self.config.sampling)
         kv_tiers(self.model.shape, self.config, has_device=self.device.is_accelerator)
         self._sampler()
@@ -139,7 +137,7 @@ class Runtime(Closing):
             self.model = self._shared.divide_model(self.model, self.config.offload, self.device)
         self._advised: set[str] = set()
         self._may_compare = False  # linear backends
-        self._checked_modes = set[bool]()  # runs without scores, and with
+        self._checked_modes = set[bool]()  # self-checked runs: without scores, with scores
         if not self.device.is_accelerator:
             backends = find_products(self.host)
             if self._shared is not None:
@@ -149,7 +147,7 @@ class Runtime(Closing):
             self.model = replace(self.model, backends=backends)
             self._kernels = compiled_kernels(self.model)
             if self._shared is not None:
-                self.wait_for_kernels()  # ranks that compute the same come to the same bits
+                self.wait_for_kernels()  # on all ranks: replicated results must be bitwise equal
             elif estimate_plain_seconds(self.model.shape, [MIN_TOKENS]) > COMPILING_SECONDS:
                 self._kernels.begin()
         elif self.config.policy.attention is Attention.cpu:
@@ -181,14 +179,13 @@ class Runtime(Closing):
             self._free_memory()
 
     def _free_memory(self) -> None:
-        """Frees the memory of ended sessions. An engine is part of a reference cycle, so this needs the garbage
-        collector."""
-        gc.collect()
+        """Frees the memory of ended sessions."""
+        gc.collect()  # an engine is part of a reference cycle
         self.device.empty_caches()
 
     def _require_open(self) -> None:
         if self._is_closed:
-            raise ClosedError("this runtime is closed: make another, or call it inside its `with` block")
+            raise ClosedError("this runtime is closed: create another, or call it inside its `with` block")
 
     def _end_latest_stream(self, by: str) -> None:
         stream = self._latest() if self._latest is not None else None
@@ -209,8 +206,7 @@ class Runtime(Closing):
         return repeat_samples(made, self.config.sampling.n if count is None else count)
 
     def tokenize(self, texts: Sequence[str], *, is_rendered: bool = False) -> list[tuple[int, ...]]:
-        """Token ids of each text. A batch takes half the time of single calls. `is_rendered`: the texts come from a
-        chat template, which has already added the special tokens."""
+        """Token ids of each text. `is_rendered`: a chat template has already added the special tokens."""
         return tokenize(self.model, texts, is_rendered=is_rendered)
 
     @property
@@ -236,8 +232,7 @@ class Runtime(Closing):
         return self.planner.budgets
 
     def wait_for_kernels(self) -> None:
-        """Waits until CPU kernels are compiled, even if a run would finish sooner without them. Use it before timing a
-        run. Raises Interrupted."""
+        """Waits until CPU kernels are compiled. Use it before timing a short run. Raises Interrupted."""
         if self._kernels is None or self._kernels.are_ready:
             return
         before = resident_bytes()
@@ -246,13 +241,13 @@ class Runtime(Closing):
         if self._shape_with_kernels is not None:
             self.model = replace(self.model, shape=self._shape_with_kernels)
             self._shape_with_kernels = None
-            self._checked_modes.clear()  # the self-check and the measured rates were of plain operators
+            self._checked_modes.clear()  # self-check and rates were of plain operators
             if self._cache is not None:
                 self._cache.clear_rates()
 
     def _uses_plain_operators(self, requests: Sequence[Request]) -> bool:
-        """True if the session for these requests runs without compiled kernels. The model's shape then says so, for
-        planning."""
+        """Disables compiled kernels, also in the model's shape, if the session for these requests ends sooner without
+        waiting for them. Returns True if it did."""
         if self._kernels is None or self._kernels.are_ready:
             return False
         shape, tokens = self.model.shape, [request.size.capacity_tokens for request in requests]
@@ -263,8 +258,7 @@ class Runtime(Closing):
         return True
 
     def plan(self, requests: Sequence[Request], **options: Unpack[PlanOptions]) -> RunPlan:
-        """The plan for a run of these requests; `options` as in `PlanOptions`. Later sessions use the plan's linear
-        backends."""
+        """The plan for a run of these requests. Later sessions use its linear backends."""
         if self._shape_with_kernels is None:
             self.wait_for_kernels()
         plan = self.planner.plan(self.sizes(requests), **options)
@@ -294,7 +288,7 @@ class Runtime(Closing):
     @contextmanager
     def session(self, plan: RunPlan, resources: SessionResources | None = None) -> Iterator[Session]:
         """Opens a session that holds weights, slots and reader threads; an open runtime keeps weights and reader
-        afterwards. `resources`: shared state of ranks that read weights together; nothing is then kept."""
+        afterwards. `resources`: of ranks that read weights together; nothing is then kept."""
         self._require_open()
         if self._shape_with_kernels is None:
             self.wait_for_kernels()
@@ -339,8 +333,7 @@ class Runtime(Closing):
 
     @contextmanager
     def _session_reader(self) -> Iterator[Reader]:
-        """Yields the kept reader, or a new one. An exception closes the kept reader, since reads may still be
-        pending."""
+        """Yields the cached reader, or a new one."""
         if self._cache is None:
             with self.reader() as reader:
                 yield reader
@@ -358,10 +351,9 @@ class Runtime(Closing):
         self, requests: Sequence[Request], **options: Unpack[PlanOptions]
     ) -> Iterator[tuple[RunPlan, Session]]:
         """Plans and opens a session. Runs the first pass of the largest block as a trial, unless the policy is fixed or
-        `blocks` of an earlier start are given. If memory runs out or the host budget is exceeded, plans once more with
-        half the block size. If kernels are not compiled yet, waits for them, or runs without if that is faster. Raises
-        BudgetError if the last plan does not fit either, and MemoryShortage if memory runs out later. With ranks only
-        rank 0 calls this; the others call `follow`."""
+        `blocks` are given. If that exceeds memory or the host budget, plans once more with half the block size. Waits
+        for CPU kernels, or runs without if that is faster. Raises BudgetError if the last plan does not fit, and
+        MemoryShortage if memory runs out later. With ranks, only rank 0 calls this; the others call `follow`."""
         self._prepare_model(requests)
         blocks = options.get("blocks")
         if self._shared is not None:
@@ -382,14 +374,14 @@ class Runtime(Closing):
         may_back_off = blocks is None and kind is not PolicyKind.fixed
         for num_halvings in range(2):
             if num_halvings:
-                gc.collect()  # the engine of the first trial is in a reference cycle
+                gc.collect()  # the first trial's engine is in a reference cycle
                 reset_peak()
             plan = self.plan(requests, **(options | {"num_halvings": num_halvings}))
             options["rates"] = plan.rates
             self.planner.log_plan(plan, self._advised)
             self._check_lanes(plan, requests)
-            # The baseline is the current memory: leftovers of measuring, the self-check, kernels and a first trial do
-            # not count for the run. Kept weights do count, so with them the earlier baseline stays.
+            # The baseline is the current memory, without earlier measurements, self-check and trial. Cached weights
+            # count for the run, so with them the earlier baseline remains.
             if self._cache is None or not (self._cache.weights.compute_bytes or self._cache.weights.pinned_bytes):
                 trim_heap()
                 self.baseline_bytes = resident_bytes()
@@ -399,7 +391,7 @@ class Runtime(Closing):
                 try:
                     session = stack.enter_context(self.session(plan))
                     if may_back_off and plan.blocks:
-                        log.info("running the first pass as a trial: does memory suffice?")
+                        log.info("running the first pass as a trial, to test that memory suffices")
                         session.probe(requests)
                         self.require_within_budget(plan)
                 except (MemoryError, OSError, RuntimeError) as error:
@@ -421,8 +413,8 @@ class Runtime(Closing):
                 return
 
     def _prepare_model(self, requests: Sequence[Request]) -> None:
-        """Mutates the model for requests that need more than next-token logits. Raises ConfigError if the model or the
-        ranks do not support them."""
+        """Prepares the model's head for these requests. Raises ConfigError if the model or the ranks do not support
+        them."""
         if self._shared is not None:
             self._shared.require_broadcastable(requests)
         if any(request.encoding is None for request in requests):
@@ -433,11 +425,10 @@ class Runtime(Closing):
             slice_head(self.model.staged)
 
     def follow(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
-        """Takes part, as a rank other than 0, in each session that rank 0 opens for these requests, until rank 0
-        announces the end. Yields every rank's completions with their positions in `requests`. Raises Interrupted,
-        PeerEnded, ConfigError."""
+        """Joins, as a rank other than 0, each session that rank 0 opens for these requests, until rank 0 announces the
+        end. Yields all completions with their positions in `requests`. Raises Interrupted, PeerEnded, ConfigError."""
         shared = self._shared
-        assert shared is not None, "there is nobody to follow"
+        assert shared is not None, "without ranks, there is no rank 0"
         self._prepare_model(requests)
         while (message := shared.ranks.receive())[KIND] == SESSION:
             plan = shared.plan_from_broadcast(message["plan"], self.planner, requests)
@@ -446,9 +437,8 @@ class Runtime(Closing):
                 yield from session.follow(requests)
 
     def _check_lanes(self, plan: RunPlan, requests: Sequence[Request]) -> None:
-        """Compares lanes with transformers' own code if that is due: before the first run, and before the first scores,
-        while no weights are held. Skipped with tensor parallelism, where no single rank can run the class's own
-        code."""
+        """Runs the self-check if due, before the first run and the first scores, while no weights are in memory.
+        Skipped with tensor parallelism, where no single rank can run the class's own code."""
         seconds = 0.0 if plan.prediction is None else plan.prediction.seconds
         full_shape = self.model.shape if self._shared is None else self._shared.full_shape(self.model.shape)
         scores = any(request.scoring is not None for request in requests)
@@ -456,7 +446,7 @@ class Runtime(Closing):
         if is_first and plan.blocks and is_check_due(self.model, self.config.model.self_check, seconds):
             config, stop = self.config, self._should_stop
             check_lanes(replace(self.model, shape=full_shape), config, self.budgets(), self.reader, stop, scores=scores)
-            gc.collect()  # a model refers to itself
+            gc.collect()  # a model is a reference cycle
         self._checked_modes |= {scores, False}
 
     def generate(self, prompts: Iterable[PromptLike]) -> list[Result]:
@@ -491,7 +481,7 @@ class Runtime(Closing):
         is prepended to the names of added columns. Raises ConfigError if a column is missing or a result column exists
         already; otherwise as `stream`.
         """
-        from .tables import TableColumns  # pyarrow, which nothing else of the library needs
+        from .tables import TableColumns  # imports pyarrow, an optional dependency of the library
 
         columns = TableColumns(prompt=prompt, id=id, overrides=overrides or {}, prefix=prefix)
         return columns.generate_results(table, self.config.sampling, self.generate)
@@ -589,7 +579,7 @@ class Runtime(Closing):
         if not requests:
             return
         if self._cache is not None:
-            reset_peak()  # of earlier calls, whose budget may have been another
+            reset_peak()  # earlier calls may have had another budget
         if self.ranks is not None and self.ranks.rank:
             yield from self.follow(requests)
             return

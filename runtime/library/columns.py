@@ -1,4 +1,4 @@
-"""The columns of a result, in the parts of a run and in tables."""
+"""Result columns, in the parts of a run and in tables."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ RESULT_FIELDS = (
     pa.field("num_completion_tokens", pa.int32(), nullable=False),
     pa.field("error", pa.string()),
 )
-LOGPROB_FIELDS = (  # an entry per token of `token_ids`; of the raw distribution, see runtime/sequences/sequence.py
+LOGPROB_FIELDS = (  # per token of `token_ids`; of raw logits, see runtime/sequences/sequence.py
     pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
     pa.field("top_token_ids", pa.list_(pa.list_(pa.int32())), nullable=False),
     pa.field("top_logprobs", pa.list_(pa.list_(pa.float32())), nullable=False),
@@ -54,5 +54,5 @@ def result_values(result: "Result") -> Mapping[str, object]:
 
 
 def clean_text(text: str) -> str:
-    """`text` with lone surrogates as escapes, since they have no UTF-8 form."""
+    """`text` with lone surrogates escaped, as UTF-8 cannot encode them."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""Encoding requests, which generate nothing, and their results: `Embedded`, `Classified`, `Filled`."""
+"""Embedding, classification and mask filling, with results `Embedded`, `Classified` and `Filled`."""
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,8 +41,7 @@ class Embedded(_EncodingResult):
 @dataclass(frozen=True, kw_only=True)
 class Classified(_EncodingResult):
     """A classifier's output for a prompt: `logits`, one per entry of `labels`, and `probabilities`, by softmax, or by
-    sigmoid if labels are not exclusive. With a single label the logit is a `reward`: regression has no probability, but
-    rankers report its sigmoid."""
+    sigmoid if labels are not exclusive. With a single label, the logit is a `reward` (and rankers use its sigmoid)."""
 
     logits: tuple[float, ...] = ()
     probabilities: tuple[float, ...] = ()
@@ -76,7 +75,7 @@ E = TypeVar("E", bound=Encoded)
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingTask(RuntimeTask[PromptLike, Prompt, E]):
-    """Encoding of each prompt as `wanted`, with results of type `kind`."""
+    """Encoding of each prompt by `spec`, with results of type `kind`."""
 
     spec: EncodingSpec
     kind: type[E]
@@ -117,7 +116,7 @@ def embedding_task(pooling: str | Pooling | None, *, normalize: bool) -> Encodin
 def mask_filling_task(model: LoadedModel, num_top: int) -> EncodingTask[Filled]:
     """A task that returns the likeliest tokens per mask. Raises ConfigError."""
     vocab_size = model.shape.vocab_size
-    require(1 <= num_top <= vocab_size, f"num_top must be 1 to {vocab_size:,} tokens, got {num_top}")
+    require(1 <= num_top <= vocab_size, f"num_top must be 1 to {vocab_size:,}, got {num_top}")
     return EncodingTask(spec=EncodingSpec(readout=Readout.masks, num_top=num_top), kind=Filled)
 
 

@@ -20,7 +20,7 @@ CompletionStream: TypeAlias = ResultStream[Result]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationTask(RuntimeTask[PromptLike, Prompt, Result]):
-    """`sampling.n` completions per prompt. `seen_ids`: first position of each prompt id, over all windows."""
+    """`sampling.n` completions per prompt. `seen_ids`: prompt id -> first position, over all windows."""
 
     sort_keys: ClassVar[tuple[str, ...]] = ("prompt_index", "sample_index")
     sampling: SamplingConfig
@@ -54,19 +54,18 @@ def repeat_samples(request: Request | Rejected, count: int) -> list[Request | Re
 
 
 def require_unique_ids(prompts: Sequence[tuple[int, Prompt]], seen_ids: dict[str, int]) -> None:
-    """Adds the prompts' ids to `seen_ids`, which holds those of earlier windows. Raises ConfigError for a duplicate."""
+    """Adds the prompts' ids to `seen_ids`. Raises ConfigError for a duplicate."""
     for index, prompt in prompts:
-        first = seen_ids.setdefault(prompt.id or str(index), index)
-        require(
-            first == index, f"prompts {first} and {index} have the same id {prompt.id or str(index)!r}: ids are unique"
-        )
+        id = prompt.id or str(index)
+        first = seen_ids.setdefault(id, index)
+        require(first == index, f"prompts {first} and {index} have the same id {id!r}: ids must be unique")
 
 
 def make_requests(
     model: LoadedModel, sampling: SamplingConfig, prompts: Sequence[tuple[int, Prompt]]
 ) -> list[Request | Rejected]:
-    """A request per prompt, or the reason for its rejection. Raises ConfigError for chats without a chat template, and
-    for stop strings without a tokenizer."""
+    """A request per prompt, or its rejection. Raises ConfigError for chats without a chat template, and for stop
+    strings without a tokenizer."""
     limits = {sampling.max_new_tokens, *(prompt.max_new_tokens for _, prompt in prompts)}
     max_tokens = None if 0 in limits else model.shape.context_tokens
     tokenized = tokenize_prompts(model, [prompt for _, prompt in prompts], max_tokens, keeps_empty=True)

@@ -32,13 +32,13 @@ from ..config.settings import (
 from ..config.texts import did_you_mean
 from ..errors import require
 
-AMBIGUOUS_KEYS = {"dtype": "model"}  # the group for keys that exist in several groups
+AMBIGUOUS_KEYS = {"dtype": "model"}  # the group of keys that exist in several groups
 
 
 class Settings(TypedDict, total=False):
-    """A keyword is a group of the config, or the last part of a key (`host_memory_gib` for `offload.host_memory_gib`)
-    if it is unique among groups. `dtype` is the model's; `machine.device` is a parameter of `Runtime`. A group may be a
-    str, as in `RuntimeConfig`; keys change the group that is passed with them."""
+    """Keyword arguments of `Runtime`: groups of the config, or the last part of a key (`host_memory_gib` for
+    `offload.host_memory_gib`) if it is unique among groups. `dtype` is the model's; `machine.device` is a parameter of
+    `Runtime`. A group may be a str, as in `RuntimeConfig`; keys change a group passed in the same call."""
 
     model: ModelConfig | str
     offload: OffloadConfig | str
@@ -123,15 +123,15 @@ class Settings(TypedDict, total=False):
 
 
 def apply_settings(config: RuntimeConfig | None, settings: Mapping[str, object]) -> RuntimeConfig:
-    """`config`, or the default config, with these settings applied. Raises ConfigError."""
+    """Applies the settings to `config`, or to the default config. Raises ConfigError."""
     is_config = config is None or isinstance(config, RuntimeConfig)
-    require(is_config, f"config must be a RuntimeConfig, got {config!r}: a model is given as model={config!r}")
+    require(is_config, f"config must be a RuntimeConfig, got {config!r}; for a model, use model={config!r}")
     result = config or RuntimeConfig()
     groups = {field.name for field in fields(RuntimeConfig)}
     key_groups = setting_groups()
     for name in settings:
         suggestion = did_you_mean(name, [*groups, *key_groups])
-        known = suggestion or ": a setting is a group, or the last part of a key"
+        known = suggestion or "; a setting is a group or the last part of a key"
         require(name in groups or name in key_groups, f"Runtime has no setting {name}{known}")
     if given := {name: settings[name] for name in settings if name in groups}:
         result = replace(result, **given)
@@ -142,7 +142,7 @@ def apply_settings(config: RuntimeConfig | None, settings: Mapping[str, object])
 
 
 def setting_groups() -> dict[str, str]:
-    """The group of each key that can be set by its last part alone."""
+    """The group of each key that can be set by its last part."""
     default = RuntimeConfig()
     keys = {group.name: [key.name for key in fields(getattr(default, group.name))] for group in fields(RuntimeConfig)}
     num_groups = Counter(name for names in keys.values() for name in names)

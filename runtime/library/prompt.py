@@ -18,13 +18,12 @@ Messages: TypeAlias = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: `text`, or chat `messages` (`{"role": ..., "content": ...}`) for the model's chat template, or
-    `token_ids` used as they are. Settings of None are the runtime's `sampling`.
+    """One prompt: `text`, chat `messages` (`{"role": ..., "content": ...}`) for the model's chat template, or
+    `token_ids`. Settings of None are the runtime's `sampling`.
 
     `id` defaults to the position in the input. It seeds the sampling: the same id and settings give the same tokens in
-    any batch. With its own `seed`, sampling depends only on that, and matches transformers' `generate` after
-    `torch.manual_seed(seed)`. Raises ConfigError.
-    """
+    any batch. With `seed`, sampling depends only on that, and matches transformers' `generate` after
+    `torch.manual_seed(seed)`. Raises ConfigError."""
 
     text: str | None = None
     _: KW_ONLY
@@ -42,9 +41,8 @@ class Prompt:
 
     def __post_init__(self) -> None:
         given = [key for key in ("text", "messages", "token_ids") if getattr(self, key) is not None]
-        require(
-            len(given) == 1, f"a prompt is one of text, messages and token_ids, got {' and '.join(given) or 'none'}"
-        )
+        names = " and ".join(given) or "none"
+        require(len(given) == 1, f"a prompt must have one of text, messages and token_ids, got {names}")
         require(isinstance(self.text, str | None), f"a prompt's text must be a str, got {self.text!r}")
         for key in ("max_new_tokens", "seed"):
             value = getattr(self, key)
@@ -82,7 +80,7 @@ class Prompt:
                 return Prompt(messages=[item for item in items if isinstance(item, Mapping)])
             # Integers may come from any library, such as NumPy.
             if all(hasattr(item, "__index__") and not isinstance(item, bool) for item in items):
-                ids = [index(item) for item in items]  # pyright: ignore[reportArgumentType] - just seen
+                ids = [index(item) for item in items]  # pyright: ignore[reportArgumentType] - checked above
                 return Prompt(token_ids=ids)
         raise ConfigError(
             f"prompt {position} must be a text, a list of token ids, a list of messages or a Prompt, got {value!r:.80}"
@@ -93,7 +91,7 @@ PromptLike: TypeAlias = str | Sequence[int] | Messages | Prompt
 
 
 def schema_json(schema: str | Mapping[str, object]) -> str:
-    """JSON of an object; a str is JSON already."""
+    """A JSON schema as JSON text."""
     return schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -108,7 +106,7 @@ def render_prompts(model: LoadedModel, prompts: Sequence[Prompt]) -> list[str | 
                 continue
             if renderer is None:
                 has_template = model.tokenizer is not None and bool(model.tokenizer.chat_template)
-                require(has_template, "there are messages, but the model's tokenizer has no chat template: give texts")
+                require(has_template, "there are messages, but the model's tokenizer has no chat template: use texts")
                 assert model.tokenizer is not None, "it has a template"
                 renderer = stack.enter_context(ChatRenderer(model.tokenizer))
             try:
@@ -121,8 +119,8 @@ def render_prompts(model: LoadedModel, prompts: Sequence[Prompt]) -> list[str | 
 def tokenize_prompts(
     model: LoadedModel, prompts: Sequence[Prompt], max_tokens: int | None, *, keeps_empty: bool = False
 ) -> list[Sequence[int] | str]:
-    """Token ids of each prompt, or the reason that it has none; see `tokenize_each`. `keeps_empty`: empty texts stay
-    empty. Raises ConfigError for chats without a template, CheckpointError for texts without a tokenizer."""
+    """Token ids of each prompt, or an error; see `tokenize_each`. `keeps_empty`: empty texts stay empty. Raises
+    ConfigError for chats without a template, CheckpointError for texts without a tokenizer."""
     texts = render_prompts(model, prompts)
     results = [text.as_error if isinstance(text, TemplateRefusal) else text for text in texts]
     for is_chat in (False, True):

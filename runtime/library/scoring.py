@@ -1,4 +1,4 @@
-"""Scoring requests, which generate nothing: prompts with targets become a `Scored` per target."""
+"""Scoring of given targets: a `Scored` per target of each prompt."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ class Targets:
 
     def __post_init__(self) -> None:
         require(not isinstance(self.targets, str), f"targets must be a list, got the text {self.targets!r:.80}")
-        require(len(self.targets) > 0, "targets must hold one target at least")
+        require(len(self.targets) > 0, "targets must not be empty")
 
     @staticmethod
     def from_value(value: "TargetsLike", index: int) -> "Targets":
@@ -41,7 +41,7 @@ class Targets:
             if valid and len(valid) == len(targets):
                 return Targets(prompt, valid)
         raise ConfigError(
-            f"pair {index} must be (prompt, target), (prompt, [target, ...]) or Targets, and a target a text or a list "
+            f"pair {index} must be (prompt, target), (prompt, [target, ...]) or Targets; a target is a text or a list "
             f"of token ids; got {value!r:.80}"
         )
 
@@ -99,8 +99,8 @@ class Scored(_Logprobs):
 @dataclass(frozen=True, kw_only=True)
 class ScoredDocument(_Logprobs):
     """The rolling log-likelihood of a document: of each token given the tokens before it, in windows of the model's
-    context. Words are separated by white space, as in lm-eval; bytes are UTF-8. Both are 0 for token ids. Perplexity is
-    `exp(-logprob / n)`. If `error` is set, `logprob` is NaN."""
+    context. Words (as in lm-eval) and UTF-8 bytes are 0 for token ids. Perplexity is `exp(-logprob / n)`. If `error`
+    is set, `logprob` is NaN."""
 
     num_words: int = 0
     num_bytes: int = 0
@@ -112,8 +112,8 @@ class ScoredDocument(_Logprobs):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringBatch:
-    """Scoring requests of a window. `members` are one request per target, `unscored` their results without scores yet;
-    `joined` are the requests to run, each for one or more members. `rejected` are targets that cannot be scored."""
+    """Scoring requests of a window. `members`: one request per target; `unscored`: their results before scoring;
+    `joined`: the requests to run, each for one or more members; `rejected`: results of invalid targets."""
 
     members: Sequence[Request]
     unscored: Sequence[Scored]

@@ -34,7 +34,7 @@ def _are_texts(kind: pa.DataType) -> bool:
 
 
 PROMPTS = (_is_text, lambda kind: _is_list_of(kind, kinds.is_integer), lambda kind: _is_list_of(kind, kinds.is_struct))
-# Per-row settings: field of `Prompt` -> description of its column's type, and a test of it.
+# Per-row settings: field of `Prompt` -> name and test of its column's type.
 OVERRIDES: Mapping[str, tuple[str, Callable[[pa.DataType], bool]]] = {
     "max_new_tokens": ("whole numbers", kinds.is_integer),
     "temperature": ("numbers", lambda kind: kinds.is_integer(kind) or kinds.is_floating(kind)),
@@ -49,9 +49,9 @@ OVERRIDES: Mapping[str, tuple[str, Callable[[pa.DataType], bool]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TableColumns:
-    """The input columns of a table. `prompt` holds texts, lists of token ids, or lists of messages. `id`: a column of
-    texts or integers; None uses row numbers. `overrides`: columns by field of `Prompt`; a null means the runtime's
-    setting. `prefix` is prepended to the names of added columns."""
+    """The input columns of a table. `prompt`: of texts, lists of token ids, or lists of messages. `id`: of texts or
+    integers; None uses row numbers. `overrides`: columns by field of `Prompt`; null is the runtime's setting. `prefix`
+    is prepended to the names of added columns."""
 
     prompt: str = "prompt"
     id: str | None = None
@@ -61,7 +61,7 @@ class TableColumns:
     def __post_init__(self) -> None:
         for key in self.overrides:
             near = did_you_mean(key, OVERRIDES)
-            require(key in OVERRIDES, f"overrides has {key!r}, which is none of {', '.join(OVERRIDES)}{near}")
+            require(key in OVERRIDES, f"overrides has unknown key {key!r}; allowed: {', '.join(OVERRIDES)}{near}")
 
     @property
     def input_columns(self) -> list[str]:
@@ -69,8 +69,8 @@ class TableColumns:
         return list(dict.fromkeys([self.prompt, *([self.id] if self.id is not None else []), *self.overrides.values()]))
 
     def output_schema(self, schema: pa.Schema, sampling: SamplingConfig) -> pa.Schema:
-        """The input columns, then the result columns. Raises ConfigError if an input column is missing, duplicated or
-        of the wrong type, if a result column exists already, or if `sampling.n` is not 1."""
+        """The input columns, then the result columns. Raises ConfigError for a missing, duplicate or wrongly typed
+        input column, for an existing result column, or if `sampling.n` is not 1."""
         for name in self.input_columns:
             num = schema.names.count(name)
             listed = ", ".join(map(repr, schema.names[:MAX_LISTED])) or "none"
@@ -88,8 +88,8 @@ class TableColumns:
         for key, name in self.overrides.items():
             (expected, test), kind = OVERRIDES[key], schema.field(name).type
             is_valid = kinds.is_null(kind) or test(kind)
-            require(is_valid, f"the column {name!r} holds {kind}: a row's own {key} are {expected}")
-        require(sampling.n == 1, f"sampling.n={sampling.n}: a table has one row out for each row in; repeat its rows")
+            require(is_valid, f"the column {name!r} holds {kind}: {key} must be {expected}")
+        require(sampling.n == 1, f"sampling.n={sampling.n}: a table gets one result per row; set 1, or repeat its rows")
         added = [each.with_name(f"{self.prefix}{each.name}") for each in result_schema(sampling)]
         duplicates = [each.name for each in added if each.name in schema.names]
         require(
@@ -139,7 +139,7 @@ def _prompt_fields(value: object) -> dict[str, object]:
         raise ConfigError("the prompt is null")
     if isinstance(value, str):
         return {"text": value}
-    assert isinstance(value, list), "the column's type was looked at"
+    assert isinstance(value, list), "the column's type was checked"
     if value and isinstance(value[0], Mapping):
         return {"messages": [_parse_message(number, message) for number, message in enumerate(value)]}
     if None in value:
@@ -152,5 +152,5 @@ def _parse_message(number: int, message: object) -> dict[str, str]:
     own = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
     for key in ("role", "content"):
         if not isinstance(own.get(key), str):
-            raise ConfigError(f"message {number} of the prompt has no text as its {key}")
+            raise ConfigError(f"message {number} of the prompt has no text {key!r}")
     return own

@@ -1,5 +1,4 @@
-"""Tasks of the library: inputs become requests window by window, and results are yielded as they finish. Closing the
-generator stops the work."""
+"""Tasks of the library: convert inputs to requests, window by window, and yield results as they finish."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -47,14 +46,13 @@ class RuntimeTask(ABC, Generic[L, V, T]):
 def require_iterable(values: object, window: int | None) -> None:
     """Raises ConfigError for a single prompt where an iterable is expected, and for an invalid window."""
     is_many = isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping | Prompt)
-    require(is_many, f"prompts must be an iterable of prompts, got one {type(values).__name__}: put it into a list")
-    require(window is None or window >= 1, f"window must be 1 or more prompts, got {window}")
+    require(is_many, f"prompts must be an iterable of prompts, got one {type(values).__name__}: put it in a list")
+    require(window is None or window >= 1, f"window must be 1 or more, got {window}")
 
 
 class ResultStream(Closing, Iterator[T], Generic[T]):
     """An iterator of results. The work stops, and its memory is freed, on `close`, at the end of a `with` block, or
-    when the last reference goes, as after `break` in a `for` loop. After another call of the runtime, `next` raises
-    ClosedError rather than ending early."""
+    with the last reference. After another call of the runtime, `next` raises ClosedError."""
 
     def __init__(self, results: Generator[T, None, None]):
         self._results = results
@@ -62,14 +60,14 @@ class ResultStream(Closing, Iterator[T], Generic[T]):
 
     def __next__(self) -> T:
         if self._ended_by is not None:
-            raise ClosedError(f"this stream was ended by {self._ended_by} before all of its results were generated")
+            raise ClosedError(f"this stream was ended by {self._ended_by} before it yielded all results")
         return next(self._results)
 
     def close(self) -> None:
         self._results.close()
 
     def end(self, by: str) -> None:
-        """Stops the work, for the reason `by`. Has no effect on an exhausted stream."""
+        """Stops the work, with the reason `by`. No effect on an exhausted stream."""
         if getgeneratorstate(self._results) != GEN_CLOSED:
             self._ended_by = by
             self._results.close()

@@ -1,4 +1,4 @@
-"""Copies of a model that take almost no memory, to probe its class: on the meta device, or with random values."""
+"""Copies of a model with almost no memory, to probe its class: on the meta device, or with random values."""
 
 import copy
 
@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from .layer_lists import layer_lists
 
 NUM_LAYERS = 2  # of a copy with values
-PROBE_ERRORS = (  # raised by classes that need real values or another cache: the probe then has no result
+PROBE_ERRORS = (  # of classes that need real values or another cache: the probe then has no result
     RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ConfigError,
 )  # fmt: skip
 SMALL_NUMEL = 1 << 20  # smaller matrices are contiguous, in case code needs that
@@ -22,8 +22,7 @@ class _NoExperts(nn.Module):
 
 
 class _CheapLinear(nn.Module):
-    """A linear map of the same sizes without a matrix product: it repeats or folds features, and scales them. The
-    weight can still be read."""
+    """A linear map without a matrix product: repeats or folds features, and scales them. Keeps its weight readable."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, num_in: int, num_out: int, scale: torch.Tensor):
         super().__init__()
@@ -81,9 +80,8 @@ def _remove_experts(model: PreTrainedModel) -> None:
 def copy_with_random_values(
     model: PreTrainedModel, *, num_layers: int | None = NUM_LAYERS, with_experts: bool = False
 ) -> PreTrainedModel:
-    """A copy of the first layers on the CPU. Element (i, j) of a matrix is element i + j of a random vector, so weights
-    take no memory, and rows and columns are all distinct. Running it raises `ProbeEnded` after the last layer if the
-    model has more."""
+    """A copy of the first layers on the CPU; running it raises `ProbeEnded` if the model has more. Element (i, j) of a
+    matrix is element i + j of a random vector, so weights take no memory, and all rows and columns differ."""
     probe = copy.deepcopy(model)
     if getattr(probe.config.get_text_config(), "_experts_implementation", None) is not None:
         probe.set_experts_implementation("eager")  # others would copy all of a layer's experts

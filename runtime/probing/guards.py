@@ -1,8 +1,6 @@
-"""Checks for properties of a class that would give wrong tokens in packed lanes without an error.
-
-The loader runs them on a copy without weights (`packed_probe.py`), and picks other lanes or refuses. Attention in a
-lane repeats them on its arguments. Each returns the reason against packed lanes, or "".
-"""
+"""Checks for properties of a class that would give wrong tokens in packed lanes without an error. `packed_probe.py`
+runs them on a copy before loading, attention in a lane on each call. Each returns the reason against packed lanes,
+or ""."""
 
 from collections.abc import Mapping
 
@@ -17,12 +15,12 @@ UNSUPPORTED = frozenset({"position_bias", "indices", "block_indices", "sinks"})
 
 def layer_index(module: torch.nn.Module) -> int:
     layer = getattr(module, "layer_idx", None)
-    assert isinstance(layer, int), f"{type(module).__name__} does not say which layer it is"
+    assert isinstance(layer, int), f"{type(module).__name__} has no layer_idx"
     return layer
 
 
 def chunk_size(module: torch.nn.Module, layer: int) -> int | None:
-    """The chunk size of a layer's attention, from the config: transformers passes it to masks only."""
+    """The chunk size of a layer's attention, from the config, as transformers passes it to masks only."""
     config = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)
     return getattr(config, "attention_chunk_size", None) if types and types[layer] == "chunked_attention" else None
@@ -53,8 +51,7 @@ def changed_kv(*, are_cached: bool) -> str:
 
 
 def hidden_window(module: torch.nn.Module, layer: int, reach: Reach) -> str:
-    """Refuses a window that the mask or transformers' cache applies, but that is not passed to attention. A window of
-    at least the context is harmless."""
+    """Refuses a window below the context that masks or transformers' cache apply, but attention does not get."""
     if reach != NO_REACH:
         return ""
     config = getattr(module, "config", None)

@@ -1,4 +1,4 @@
-"""The head of a transformers class, and so the tasks of a checkpoint."""
+"""The head of a transformers class, which determines the tasks of a checkpoint."""
 
 from contextlib import suppress
 from enum import Enum
@@ -38,9 +38,8 @@ AUTO: dict[Head, type[_BaseAutoModelClass]] = {
 
 
 def saved_head(config: PreTrainedConfig) -> Head:
-    """The head of the class that a checkpoint was saved from. A decoder saved without one has a text head if its
-    embeddings are tied; with an encoder it is always text. An encoder saved without its decoder (T5EncoderModel) has
-    none."""
+    """The head of the class that a checkpoint was saved from. A decoder saved without a head has a text head if its
+    embeddings are tied; an encoder-decoder always has one; an encoder saved alone (T5EncoderModel) has none."""
     names = set(getattr(config, "architectures", None) or ())
     if encoder_class(config) in names:
         return Head.none
@@ -84,8 +83,7 @@ def _class_names(auto: type[_BaseAutoModelClass], config: PreTrainedConfig) -> s
 
 
 def looks_ahead(model: PreTrainedModel) -> bool:
-    """True if a token's hidden state depends on later tokens, tested on the first layers of a copy. False if that
-    cannot run."""
+    """True if a hidden state depends on later tokens, tested on a copy of the first layers; False if unknown."""
     ids_1S = torch.arange(5, 5 + NUM_TOKENS)[None]
     others_1S = torch.where(ids_1S == ids_1S.max(), 4, ids_1S)
     try:

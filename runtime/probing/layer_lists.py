@@ -1,5 +1,4 @@
-"""Finds a model's layers for any class, by the modules that transformers does not split; and reads the config of the
-decoder, nested or with per-layer values."""
+"""Finds a model's layers for any class, and reads the decoder's config, nested or with per-layer values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,7 +61,7 @@ def layer_lists(model: PreTrainedModel) -> list[LayerList]:
     """The decoder's layers, after the encoder's if there is one. Raises ConfigError if none is found."""
     if not model.config.is_encoder_decoder:
         decoder = model.get_decoder()
-        root = model if not _module_lists(model, decoder) else decoder  # of some classes it is the matrix that decodes
+        root = model if not _module_lists(model, decoder) else decoder  # some classes return their output projection
         return [_find_layers(model, root, StageKind.layer)]
     parts = ((model.get_encoder(), StageKind.encoder), (model.get_decoder(), StageKind.layer))
     return [_find_layers(model, part, kind) for part, kind in parts]
@@ -89,7 +88,7 @@ def _find_layers(model: PreTrainedModel, part: torch.nn.Module, kind: StageKind)
     outermost = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
     if not outermost:
         raise ConfigError(
-            f"model.path: {type(model).__name__} shows no list of {kind.value}s (_no_split_modules={sorted(names)}), "
+            f"model.path: {type(model).__name__} has no list of {kind.value}s (_no_split_modules={sorted(names)}), "
             "so it cannot be streamed layer by layer"
         )
     largest = max(outermost, key=lambda path: sum(parameter.numel() for parameter in lists[path].parameters()))

@@ -1,9 +1,6 @@
-"""Builds a model without weights: parameters on the meta device, buffers real.
-
-Also finds loaded weights that the class's own initialization overwrites. `from_pretrained` initializes modules after
-loading, and skips tensors marked as loaded; a class that takes a view first loses the mark. Youtu zeroes the row of its
-padding token that way, and with a tied head that token's logits.
-"""
+"""Builds a model without weights: parameters on the meta device, buffers real. Also finds loaded weights that the
+class's own initialization overwrites: `from_pretrained` skips tensors marked as loaded, but not views of them. Youtu
+zeroes the embedding of its padding token that way."""
 
 import copy
 import re
@@ -34,16 +31,13 @@ _FILLED = (torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
 _COUNTED = (*_FILLED, torch.arange, torch.linspace, torch.eye)
 _FILL_IN_PLACE = frozenset(("normal_", "uniform_", "kaiming_uniform_", "constant_", "zero_", "fill_"))  # torch's, HF's
 MARK = "_is_hf_initialized"  # transformers' own, on parameters and modules
-MAX_BUFFER_BYTES = GIB  # of one buffer that is real; the masks of GPT-2 and its like have a few MiB
+MAX_BUFFER_BYTES = GIB  # of one real buffer; masks as of GPT-2 take a few MiB
 
 
 class _WeightsOnMeta(TorchFunctionMode):
-    """Puts weights on the meta device while a model is built: `torch.empty`, and large `zeros`, `ones` and the like.
-
-    Other tensors (`arange`, small constants) stay real, and so do buffers computed from them. Skips initial values of
-    meta weights, which halves the time. Raises CheckpointError beyond `most_tensors` allocations or `MAX_BUFFER_BYTES`
-    of one real buffer, since such a config cannot match the weights.
-    """
+    """Puts weights on the meta device while a model is built: `torch.empty`, and large `zeros`, `ones` and so on. Other
+    tensors (`arange`, small constants) stay real, and so do buffers computed from them. Skips initial values of meta
+    weights. Raises CheckpointError beyond `max_tensors` allocations or `MAX_BUFFER_BYTES` of one real buffer."""
 
     def __init__(self, max_tensors: int | None):
         super().__init__()
@@ -66,7 +60,7 @@ class _WeightsOnMeta(TorchFunctionMode):
                 self._num_tensors += 1
                 if self._max_tensors is not None and self._num_tensors > self._max_tensors:
                     raise CheckpointError(
-                        f"config.json asks for more than {self._max_tensors:,} weights; the checkpoint has far fewer"
+                        f"config.json needs more than {self._max_tensors:,} weights; the checkpoint has far fewer"
                     )
                 kwargs["device"] = "meta"
             elif func in _COUNTED:
@@ -75,16 +69,15 @@ class _WeightsOnMeta(TorchFunctionMode):
                     return on_meta
                 if isinstance(on_meta, torch.Tensor) and on_meta.nbytes > MAX_BUFFER_BYTES:
                     raise CheckpointError(
-                        f"config.json asks for a buffer of {format_bytes(on_meta.nbytes)}, which is no weight: "
-                        f"{format_bytes(MAX_BUFFER_BYTES)} are the most"
+                        f"config.json needs a buffer of {format_bytes(on_meta.nbytes)} that is not a weight; the limit "
+                        f"is {format_bytes(MAX_BUFFER_BYTES)}"
                     )
         return func(*args, **kwargs)
 
 
 def auto_class(config: PreTrainedConfig, *, encodes: bool = False) -> type[_BaseAutoModelClass]:
-    """The transformers auto class for this config: of the whole model if it is composite, and of the saved class if
-    that generates no text. With `encodes`, the encoder of an encoder-decoder if there is such a class. Raises
-    ConfigError if there is none."""
+    """The transformers auto class for this config: of the whole model if it is composite, of the saved class if that
+    generates no text, with `encodes` of an encoder-decoder's encoder. Raises ConfigError if there is none."""
     encoder, head = encoder_class(config), saved_head(config)
     if encoder is not None and (head is Head.none or (encodes and config.is_encoder_decoder)):
         return AutoModelForTextEncoding
@@ -95,8 +88,8 @@ def auto_class(config: PreTrainedConfig, *, encodes: bool = False) -> type[_Base
         if type(config) in auto._model_mapping:
             return auto
     raise ConfigError(
-        f"model.path: {config.model_type} is no model type that transformers {transformers.__version__} "
-        "generates text with; give a checkpoint of one that it does"
+        f"model.path: transformers {transformers.__version__} has no text generation for model type "
+        f"{config.model_type}; use another checkpoint"
     )
 
 
@@ -105,11 +98,9 @@ def build_meta_model(
 ) -> PreTrainedModel:
     """The language model of `config`, in eval mode: every parameter on meta, every buffer real and on the CPU.
 
-    Parameters and buffers have the dtype they would have after `from_pretrained(dtype=dtype)`, including those that the
-    class keeps in float32. Tied parameters are one object. `config` is copied, not changed. Memory: the buffers, and
-    at most a few MiB of small constants per layer while building. `most_tensors` may be allocated, None for any number.
-    `encodes` as in `auto_class`. Raises ConfigError when the config's class has no model that generates text.
-    """
+    Parameters and buffers have the dtypes of `from_pretrained(dtype=dtype)`, including those that the class keeps in
+    float32. Tied parameters are one object. `config` is not changed. `max_tensors`: limit of allocated weights.
+    `encodes` and ConfigError as in `auto_class`."""
     auto, config = auto_class(config, encodes=encodes), copy.deepcopy(config)
     if auto is AutoModelForTextEncoding:
         config.is_encoder_decoder = False
@@ -121,14 +112,14 @@ def build_meta_model(
             if parameter not in meta_parameters:
                 meta_parameters[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
             setattr(module, name, meta_parameters[parameter])
-    # Buffers that ended on meta are filled by the class's own initialisation, as from_pretrained fills them.
+    # Buffers on meta are filled by the class's own initialization, as in from_pretrained.
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
                 setattr(module, MARK, False)
     model.initialize_weights()
-    # What from_pretrained loads in float32 although `dtype` is narrower; the class names it by patterns.
+    # Name patterns of tensors that from_pretrained keeps in float32.
     patterns: set[str] = set()
     if dtype == torch.float16:
         patterns |= set(model._keep_in_fp32_modules or ())
@@ -142,8 +133,7 @@ def build_meta_model(
 
 
 def untie_head(model: PreTrainedModel) -> None:
-    """Gives the head its own weights, even if the class ties them: T5 1.1 checkpoints have both, and transformers
-    unties them on loading. Mutates `model`."""
+    """Gives the head its own weights if the class ties them but the checkpoint has both, as T5 1.1. Mutates `model`."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and head.weight is embeddings.weight:
         head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
@@ -186,11 +176,8 @@ def initialize_again(model: PreTrainedModel) -> None:
 
 
 def zeroed_rows(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Rows of matrices, by parameter name, that `from_pretrained` zeroes regardless of the checkpoint.
-
-    `model` has its parameters on the meta device; mutated as by `initialize_again`. Raises ConfigError if the class
-    overwrites loaded weights in any other way.
-    """
+    """Rows of matrices, by parameter name, that `from_pretrained` zeroes after loading. `model` has its parameters on
+    the meta device; mutated as by `initialize_again`. Raises ConfigError if the class overwrites other weights."""
     with _ParameterWrites(model) as writes:
         initialize_again(model)
     rows: dict[str, tuple[int, ...]] = {}
@@ -198,9 +185,8 @@ def zeroed_rows(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
         width = model.get_parameter(name).shape[-1]
         if operation != "zero_" or target.shape != (width,) or target.stride() != (1,):
             raise ConfigError(
-                f"model.path: {type(model).__name__} overwrites loaded weights as transformers loads them "
-                f"({operation} of {tuple(target.shape)} numbers of {name!r}), which is not done here: use transformers "
-                "itself"
+                f"model.path: {type(model).__name__} overwrites loaded weights ({operation} of {tuple(target.shape)} "
+                f"numbers of {name!r}), which is not supported: use transformers itself"
             )
         rows[name] = (*rows.get(name, ()), target.storage_offset() // width)
     return rows

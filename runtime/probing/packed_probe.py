@@ -1,8 +1,5 @@
-"""Tests a class in a packed lane by running a copy of the model once.
-
-The copy builds masks as for transformers' attention, so each mask shows the reach of its layer; its cache records the
-tensors that it returned.
-"""
+"""Tests a class in a packed lane by running a copy of the model once. The copy builds transformers' masks, which show
+the reach of each layer, and its cache records the tensors that it returned."""
 
 import contextlib
 import logging
@@ -24,7 +21,7 @@ log = logging.getLogger(__name__)
 
 NAME = "weightstream_probe"
 NUM_TOKENS = 3
-UNBOUNDED_CONTEXT = 1 << 20  # positions, where a config knows no end
+UNBOUNDED_CONTEXT = 1 << 20  # positions, for configs without a limit
 COPIES = (
     (copy_on_meta, "meta"),
     (copy_with_random_values, "cpu"),
@@ -35,8 +32,8 @@ MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Mask:
-    """`tensor` is a placeholder that layers get; `function` says which positions attend to which. `size`: of its window
-    or chunk."""
+    """`tensor`: placeholder that layers get; `function`: True where a position attends to another; `size`: of its
+    window or chunk."""
 
     tensor: torch.Tensor
     function: MaskFunction
@@ -49,7 +46,7 @@ class Mask:
         positions = sorted(place for place in {0, 1, 2, num_positions - 1} | edges if 0 <= place < num_positions)
         positions_S = torch.tensor(positions)
         visible_SS = self.function(0, 0, positions_S[:, None], positions_S[None, :])
-        if visible_SS.is_meta:  # chunks begin where padding ends, and there is none
+        if visible_SS.is_meta:  # of chunked attention, which depends on padding: no values to compare
             return self.size == reach.chunk
         firsts_S1 = torch.tensor([reach.first(place) for place in positions])[:, None]
         expected_SS = (positions_S[None] <= positions_S[:, None]) & (positions_S[None] >= firsts_S1)
@@ -122,7 +119,7 @@ def _run_probe(probe: PreTrainedModel, device: str, rank: int | None) -> str:
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _make_mask)
     probe.set_attn_implementation(NAME)
-    vars(probe.config.get_text_config())["pad_token_id"] = None  # or it is looked for among the ids, whatever it is
+    vars(probe.config.get_text_config())["pad_token_id"] = None  # or some classes search the ids for it
     record = ProbeRecord(rank)
     positions_1T = torch.arange(NUM_TOKENS, device=device)[None]
 
@@ -137,7 +134,7 @@ def _run_probe(probe: PreTrainedModel, device: str, rank: int | None) -> str:
 
     LaneRun(forward, record).switch()
     unattended = sorted(record.cached.keys() - record.attended)
-    return record.reason or (f"layer {unattended[0]} attends by code of its own" if unattended else "")
+    return record.reason or (f"layer {unattended[0]} does not use transformers' attention" if unattended else "")
 
 
 def _make_mask(

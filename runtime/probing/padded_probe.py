@@ -17,9 +17,9 @@ from .meta import build_meta_model
 log = logging.getLogger(__name__)
 
 NUM_PROMPT, NUM_DECODED, NUM_PADS, NUM_COLUMNS, WINDOW = 7, 3, 3, 4, 3
-SEPARATE_ROWS = "rows pass one by one, as padding changes what they say"
-WHOLE_PROMPTS = "prompts are prefilled whole, as the class cannot go on in the middle of one"
-MAX_DEVIATION = 1e-3  # of what logits deviate by
+SEPARATE_ROWS = "rows run one by one, as padding changes their results"
+WHOLE_PROMPTS = "prompts are prefilled in one pass, as chunks change their results"
+MAX_DEVIATION = 1e-3  # in standard deviations of logits
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -38,8 +38,8 @@ class PassInputs:
     is_first: bool
 
     def make_arguments(self, model: PreTrainedModel, cache: Cache) -> dict[str, object]:
-        """The arguments as the class prepares them; recurrent classes drop the mask after the prompt. The cache stays
-        the lane's, even if the class would start a new one (Phi-3's LongRoPE). Only the last logits are kept."""
+        """The arguments as the class prepares them, for the last logits only. The cache stays the lane's, even if the
+        class would start a new one (Phi-3's LongRoPE)."""
         if not model.can_generate():
             known = {
                 "input_ids": self.ids_BT,
@@ -70,27 +70,27 @@ class PaddingBehavior:
 
 
 def probe_padding(model: PreTrainedModel) -> PaddingBehavior:
-    """The behavior of a decoder in padded lanes. Raises ConfigError for a class that keeps state outside its cache. If
-    the copy does not run, or returns NaN, both reasons are ""."""
+    """The behavior of a decoder in padded lanes. Both reasons are "" if the copy does not run or returns NaN. Raises
+    ConfigError for a class that keeps state outside its cache."""
     name = type(model).__name__
     if not cache_argument(model):
-        raise ConfigError(f"model.path: {name} takes no cache, so lanes cannot keep what it knows of a sequence")
+        raise ConfigError(f"model.path: {name} takes no cache, so lanes cannot keep the state of a sequence")
     try:
         config = copy.deepcopy(model.config)
         text = config.get_text_config(decoder=True)
         if getattr(text, "sliding_window", None):
-            text.sliding_window = WINDOW  # which its few tokens outgrow
+            text.sliding_window = WINDOW  # shorter than the probe's sequence
         probe = copy_with_random_values(build_meta_model(config, torch.float32), num_layers=None)
         alone = _run_sequence(probe)
         if not bool(alone.isfinite().all()):
             return PaddingBehavior()
         interleaved = _run_sequence(probe, is_interleaved=True)
     except PROBE_ERRORS as error:
-        log.debug("%s: nothing is known of its padded lanes (%s)", name, error)
+        log.debug("%s: padded lanes cannot be probed (%s)", name, error)
         return PaddingBehavior()
     if not _are_close(alone, interleaved):
         raise ConfigError(
-            f"model.path: {name} keeps the state of a sequence in its own modules, where lanes overwrite each other's"
+            f"model.path: {name} keeps the state of a sequence in its modules, where lanes would overwrite it"
         )
     return PaddingBehavior(
         separate_rows="" if _matches_unpadded(probe, alone, num_pads=NUM_PADS) else SEPARATE_ROWS,
@@ -117,7 +117,7 @@ def _are_close(alone: torch.Tensor, others: torch.Tensor) -> bool:
 def _run_sequence(
     probe: PreTrainedModel, *, num_pads: int = 0, columns: int | None = None, is_interleaved: bool = False
 ) -> torch.Tensor:
-    """Logits (passes that ask, V) of one sequence, interleaved with another if `in_turns`."""
+    """Logits (sampled passes, V) of one sequence, interleaved with another if `is_interleaved`."""
     passes = _passes(probe, 0, num_pads, columns)
     other_passes = _passes(probe, 1, num_pads, columns)
     logits: list[torch.Tensor] = []
@@ -137,7 +137,7 @@ def _passes(probe: PreTrainedModel, first: int, num_pads: int, columns: int | No
     ids_1S = (torch.arange(first, first + total) * 7 + 11)[None] % min(vocab_size, 97)
     mask_1S = (torch.arange(total) >= num_pads).long()[None]
     positions_1S = (mask_1S.cumsum(-1) - 1).clamp(min=0)
-    # The same tokens behind the padding, whatever it is.
+    # The same tokens after any amount of padding.
     ids_1S = torch.cat([torch.zeros(1, num_pads, dtype=torch.long), ids_1S[:, : total - num_pads]], 1)
     done = 0
     while done < total:

@@ -121,7 +121,5 @@ def make_reasoning(
     tags = next((tags for tags in KNOWN_TAGS if tags[1] in added or tags[1] in template), None)
     if tags is None:
         known = ", ".join(end for _, end in KNOWN_TAGS)
-        log.warning(
-            "sampling.reasoning=auto: tokenizer and chat template have none of %s; reasoning is not split", known
-        )
+        log.warning("sampling.reasoning=auto: the tokenizer and its chat template have none of %s", known)
     return Reasoning(tokenizer, *tags, start_token_id) if tags is not None else None

@@ -76,6 +76,6 @@ REFUSED = {
             "vocab_size": 640, "hidden_size": 64, "lru_width": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
             "num_key_value_heads": 1, "intermediate_size": 128, "attention_window_size": 9,
         },
-        "in its own modules",
+        "in its modules",
     ),
 }  # fmt: skip

@@ -147,7 +147,7 @@ def test_a_call_that_fails_leaves_the_runtime_usable(reference: References) -> N
 @pytest.mark.parametrize(
     ("prompts", "said"),
     [
-        ("abc", "prompts must be an iterable of prompts, got one str: put it into a list"),
+        ("abc", "prompts must be an iterable of prompts, got one str: put it in a list"),
         (b"abc", "got one bytes"),
         ({"role": "user", "content": "x"}, "got one dict"),
         (7, "got one int"),

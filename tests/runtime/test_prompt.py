@@ -63,7 +63,7 @@ def test_messages_become_what_the_models_own_template_makes_of_them(monkeypatch:
     assert of_messages.num_prompt_tokens > of_text.num_prompt_tokens
     assert of_nothing.error == "the model's chat template refuses the messages: there are no messages"
     monkeypatch.setattr(tokenizer, "chat_template", None)
-    with pytest.raises(ConfigError, match="the model's tokenizer has no chat template: give texts"):
+    with pytest.raises(ConfigError, match="the model's tokenizer has no chat template: use texts"):
         runtime.generate([chat])
 
 

@@ -131,7 +131,7 @@ def test_behind_an_encoder_prompt_and_target_have_the_context_each(tmp_path: Pat
         )
     require_equal(found, [fits], model)
     assert long_target.error is not None
-    assert "the target 17; the model's encoder and decoder have room for 16 each" in long_target.error
+    assert "the target 17; the limit of the model's encoder and decoder is 16 each" in long_target.error
     assert long_prompt.error is not None
     assert "the prompt has 17 tokens" in long_prompt.error
 

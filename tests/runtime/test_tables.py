@@ -74,8 +74,8 @@ def test_messages_lose_the_keys_that_only_others_have() -> None:
     chats = [[{"role": "user", "content": "Hi"}], [{"role": "user", "content": None}], [{"role": None, "content": "x"}]]
     [chat, no_content, no_role] = TableColumns().read_prompts(pa.table({"prompt": pa.array(chats, CHAT)}))
     assert chat == Prompt(messages=[{"role": "user", "content": "Hi"}], id="0")
-    assert getattr(no_content, "error", None) == "message 0 of the prompt has no text as its content"
-    assert getattr(no_role, "error", None) == "message 0 of the prompt has no text as its role"
+    assert getattr(no_content, "error", None) == "message 0 of the prompt has no text 'content'"
+    assert getattr(no_role, "error", None) == "message 0 of the prompt has no text 'role'"
 
 
 def test_columns_of_results_follow_the_settings() -> None:
@@ -92,7 +92,7 @@ def test_columns_of_results_follow_the_settings() -> None:
         (pa.table({"prompt": [1]}), {}, "'prompt' holds int64: a prompt is a text, a list of token ids"),
         (pa.table({"prompt": ["a"], "status": [1]}), {}, "has result columns .*'status': rename them, or set prefix"),
         (pa.table({"prompt": ["a"]}), {"overrides": {"max_new_token": "prompt"}}, "did you mean max_new_tokens"),
-        (pa.table({"prompt": ["a"]}), {"overrides": {"seed": "prompt"}}, "'prompt' holds string: a row's own seed"),
+        (pa.table({"prompt": ["a"]}), {"overrides": {"seed": "prompt"}}, "holds string: seed must be whole numbers"),
         (pa.table({"prompt": ["a"], "id": [0.5]}), {"id": "id"}, "'id' holds double: ids are texts or whole numbers"),
         (pa.table([["a"], ["b"]], ["prompt", "prompt"]), {}, "has 2 columns 'prompt'"),
     ],
@@ -105,5 +105,5 @@ def test_what_is_wrong_with_a_table_is_said_before_anything_is_generated(
 
 
 def test_a_table_has_one_row_out_for_each_row_in() -> None:
-    with pytest.raises(ConfigError, match=r"sampling\.n=2: a table has one row out for each row in"):
+    with pytest.raises(ConfigError, match=r"sampling\.n=2: a table gets one result per row"):
         Runtime(model="tiny", n=2, temperature=1.0).generate_table(texts("a"))
