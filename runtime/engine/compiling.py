@@ -180,7 +180,7 @@ def _split_work(parts: Sequence[KernelSet]) -> list[Sequence[KernelSet]]:
     """The kernels that each subprocess compiles. Empty if results cannot be cached or memory is short."""
     from ..kernels.compiled import COMPILATION
 
-    if not parts or not COMPILATION.are_kept or not sys.executable:
+    if not parts or not COMPILATION.are_cached or not sys.executable:
         return []
     num_processes = min(len(parts), len(os.sched_getaffinity(0)), available_bytes() // (2 * PROCESS_BYTES))
     return [parts[first::num_processes] for first in range(num_processes)]

@@ -1,5 +1,4 @@
-"""Arguments of kernels: aligned arrays, stored rows of weights, attention inputs and scratch memory, and stored
-matrices on an accelerator. Importing it loads neither numba nor Triton.
+"""Arguments of kernels: stored weights, KV pages, work items and scratch memory. Loads neither numba nor Triton.
 
 W work items, B rows, n pages of a row, P positions of a page, H KV heads, G query heads of each, D of a head, S
 positions of a chunk.
@@ -12,11 +11,11 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 ISA = "WEIGHTSTREAM_ISA"  # environment variable that limits the instruction set, see compiled.py
-PAIR_ROWS = 32  # rows of weights in a step of a product; kernels do not multiply a last, partial step
+PAIR_ROWS = 32  # rows of weights in a step of a product; kernels skip a last, partial step
 GROUP_NUMBERS, GROUP_BYTES = 64, 96  # window4: sign and mantissa bytes, then nibbles
-WINDOW4, INT8, INT4, FLOAT8 = range(4)  # encodings of stores that `weightstream pack` writes
-# Encodings with zero points and factors per group. By rows: unsigned and signed bytes, FP8, nibbles, FP4, nibbles that
-# index a table. By columns: words of neighboring columns with 4- or 8-bit codes, words of neighboring rows with 4 bits.
+WINDOW4, INT8, INT4, FLOAT8 = range(4)  # encodings that `weightstream pack` writes
+# Published encodings, with zero points and factors per group. By rows: bytes, FP8, nibbles, FP4, and nibbles that index
+# a table. By columns: words of neighboring columns (4 or 8 bits each), words of neighboring rows (4 bits).
 BYTES, SIGNED_BYTES, SCALED_FLOAT8, NIBBLES, FLOAT4, TABLE_NIBBLES = range(4, 10)
 WORDS4, WORDS8, ROW_WORDS = range(10, 13)
 WORD_ROWS = 8  # rows whose 4-bit fields share a 32-bit word
@@ -26,13 +25,13 @@ GGUF = {"Q8_0": Q8_0, "Q4_0": Q4_0, "Q4_K": Q4_K, "Q5_K": Q5_K, "Q6_K": Q6_K}
 INT4_MIDDLE = 8  # added to INT4 codes to make them unsigned
 FLOAT32, BFLOAT16, FLOAT16 = range(3)  # output dtypes
 CODE_RUN = 32  # codes in a run; INT4: its first half in the low nibbles, its second half in the high ones
-CHUNK_TOKENS = 64  # positions; a chunk's scores, queries and sums fit 48 KiB of L1, at 32 heads of 128
+CHUNK_TOKENS = 64  # positions; their scores, queries and sums fit 48 KiB of L1 cache at 32 heads of 128
 Span: TypeAlias = tuple[int, int]  # begin, end (exclusive)
 
 
 class StoredRows(NamedTuple):
-    """Packed rows of weights: contiguous bytes, and their other arrays, flattened. `layout`: see
-    `linear/packed_rows.py`; for the others see `packed.RowPacking` and `grouped.GroupArrays`."""
+    """Packed rows of weights as flat arrays. `layout`: see `linear/packed_rows.py`; for the others see
+    `packed.RowPacking` and `grouped.GroupArrays`."""
 
     body: np.ndarray
     layout: np.ndarray
@@ -47,10 +46,10 @@ class StoredRows(NamedTuple):
 
 
 class VectorProduct(NamedTuple):
-    """Arguments of a product in the vector kernels: `num_rows` rows of x in `inputs`, into columns from `begin` on of
-    an output of dtype `kind` (`halves`: all its rows as 16-bit halves, see `linear_parts.OutputRows`). Threads claim
-    `step` rows of w at a time, a multiple of PAIR_ROWS up to CHUNK_ROWS, from a shared `counter` that begins at 0.
-    `words`, `tile` and `sums` are one thread's scratch memory, see `split_workspace`."""
+    """Arguments of a product in the vector kernels: `num_rows` rows of x in `inputs`, written to columns from `begin`
+    on of an output of dtype `kind` (`halves`: see `linear_parts.OutputRows`). Threads claim `step` rows of w at a time,
+    a multiple of PAIR_ROWS up to CHUNK_ROWS, from a shared `counter`, initially 0. `words`, `tile` and `sums` are one
+    thread's scratch memory, see `split_workspace`."""
 
     step: int
     counter: np.ndarray
@@ -100,8 +99,8 @@ class TailPages(NamedTuple):
 
 
 class RowTables(NamedTuple):
-    """Page tables: row b attends to positions [begins[b], ends[b]) of the pages in `tables[b]`, in order. Its first
-    `shared[b]` positions, whole chunks, are in the same pages as those of a neighboring row."""
+    """Page tables: row b attends to positions [begins[b], ends[b]) of the pages in `tables[b]`. Its first `shared[b]`
+    positions, a multiple of CHUNK_TOKENS, are in the same pages as a neighboring row's."""
 
     tables_Bn: np.ndarray
     begins_B: np.ndarray
@@ -117,23 +116,23 @@ class AttentionItem(NamedTuple):
 
 
 class WorkItems(NamedTuple):
-    """Work items shared by threads. `spans_W4`: first row, end row, first KV head, end head. `counter`: one number, the
-    next item; claimed atomically."""
+    """Work items shared by threads. `spans_W4`: first row, end row, first KV head, end head. `counter` (1,): the next
+    item; threads claim items atomically."""
 
     spans_W4: np.ndarray
     counter: np.ndarray
 
 
 class SoftmaxState(NamedTuple):
-    """Softmax maxima and sums of weights per row, saved between chunks that rows share."""
+    """Running maxima and sums of weights per row, saved between chunks that rows share."""
 
     maxima_BHG: np.ndarray
     totals_BHG: np.ndarray
 
 
 class Softmax(NamedTuple):
-    """Softmax parameters. `softcap`: scores are capped to +-softcap; 0 disables. `maxima_HG` and `total`: initial
-    maxima and sums of weights; with attention sinks, the sinks' scores and their weight."""
+    """Softmax parameters. `softcap`: limit of absolute scores; 0 disables it. `maxima_HG` and `total`: initial maxima
+    and sums of weights; with attention sinks, the sinks' scores and weight."""
 
     softcap: np.float32
     maxima_HG: np.ndarray
@@ -152,7 +151,7 @@ class ScoreScratch(Protocol):
 
 
 class QuantizedScratch(NamedTuple):
-    """A thread's scratch memory: as `Scratch`, plus queries times a page's scales, and contributions of zeros."""
+    """As `Scratch`, plus queries times a page's scales, and contributions of zero points."""
 
     scores_HGS: np.ndarray
     maxima_HG: np.ndarray
@@ -167,8 +166,7 @@ class QuantizedScratch(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """A thread's scratch memory: scores of a chunk, overwritten by weights; running maxima; sums of weights relative to
-    them."""
+    """A thread's scratch memory: scores of a chunk, then their weights; running maxima; sums of weights."""
 
     scores_HGS: np.ndarray
     maxima_HG: np.ndarray
@@ -181,7 +179,7 @@ class Scratch(NamedTuple):
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """Returns zeros aligned to 64 bytes: loads of unaligned tile rows take six times as long."""
+    """Returns zeros aligned to 64 bytes, because loads of unaligned tile rows take six times as long."""
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     room = np.zeros(num_bytes + 63, np.uint8)
     return np.ndarray(shape, dtype, room, -room.__array_interface__["data"][0] % 64)
@@ -192,9 +190,9 @@ PAIRED = 2 * TILE_QUERIES  # columns: high and low parts, or sums of even and of
 
 
 class TileScratch(NamedTuple):
-    """A thread's scratch memory for attention in tiles. `queries`: rows of dim pairs, each with the high parts of four
-    queries, then their low parts. `products`: of each position with these eight. `weights`: high, then low parts; each
-    twice, with a zero after it (for even dims of values) and before it (for odd dims). `sums`: even dims, then odd."""
+    """A thread's scratch memory for attention in tiles. `queries`: a row per pair of dims, with the high parts of four
+    queries, then their low parts. `products`: of each position with these eight. `weights`: high, then low parts, each
+    twice: with a zero after it (for even dims of values) and before it (odd dims). `sums`: even dims, then odd."""
 
     queries_HJTRC: np.ndarray
     products_SC: np.ndarray
@@ -222,26 +220,26 @@ class TileScratch(NamedTuple):
 
 @cache
 def attention_tile_configs() -> np.ndarray:
-    """Returns tile configurations, (2, 16, 64) bytes: for scores and for values, of 1 to 16 positions of a page. Tile
-    numbers are in `unit.py`; the format is in Intel's manual under LDTILECFG."""
+    """Returns tile configurations for 1 to 16 positions of a page, (2, 16, 64) uint8: for scores, for values. Tile
+    numbers are in `amx/unit.py`; the format is in Intel's manual under LDTILECFG."""
     shapes = aligned_zeros((2, TILE_ROWS, 64), np.uint8)
     shapes[..., 0] = 1  # palette
     for n in range(1, TILE_ROWS + 1):
-        row_bytes_of = shapes[:, n - 1, 16:32].view(np.uint16)
-        rows_of = shapes[:, n - 1, 48:56]
-        row_bytes_of[0], rows_of[0] = [32] * 6 + [64] * 2, [TILE_ROWS] * 4 + [n] * 4
-        row_bytes_of[1], rows_of[1] = [64] * 4 + [4 * n] * 2 + [64] * 2, [PAIRED] * 6 + [n] * 2
+        row_bytes = shapes[:, n - 1, 16:32].view(np.uint16)
+        num_rows = shapes[:, n - 1, 48:56]
+        row_bytes[0], num_rows[0] = [32] * 6 + [64] * 2, [TILE_ROWS] * 4 + [n] * 4
+        row_bytes[1], num_rows[1] = [64] * 4 + [4 * n] * 2 + [64] * 2, [PAIRED] * 6 + [n] * 2
     return shapes
 
 
 PLAIN_FLOATS, EXPONENTS, SMALL_FLOATS = range(3)  # dtypes of factors: plain float, E8M0, E4M3
 # Kinds of zero points: none, one constant, plain numbers, 4-bit and 8-bit fields of words, AWQ's fields.
 NO_ZEROS, CONSTANT_ZERO, PLAIN_ZEROS, FIELDS4, FIELDS8, AWQ_FIELDS = range(6)
-NO_OVERALL, MULTIPLIED, DIVIDED = range(3)  # how group factors are combined with overall factors
+NO_OVERALL, MULTIPLIED, DIVIDED = range(3)  # operation of overall factors on group factors
 
 
 class Matrix(NamedTuple):
-    """A stack of E matrices for Triton: pointers to the first (tensors or None), strides in elements, and sizes.
+    """A stack of E matrices for Triton: pointers to the first (tensors or None), strides in elements, sizes.
 
     `extra`: the table of TABLE_NIBBLES, the bases of WINDOW4, or the stored row of each row (GGUF). `row_step`: rows
     from one expert to the next in one tall matrix; 0 if `..._expert` strides are used. `first_row`: row of the first

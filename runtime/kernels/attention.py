@@ -1,10 +1,7 @@
-"""Compiled decode attention: one new token per row over KV pages, each page read once, in memory order.
+"""Compiled decode attention: one new token per row over KV pages; each page is read once, in memory order.
 
-Online softmax (Milakov and Gimelshein 2018), CHUNK_TOKENS positions at a time. Numbers need not be finite: NaN and
-infinities give the same results as in torch.
-
-Annotations are for readers; numba infers types from arguments. Products use explicit vectors (`attention_blocks.py`) or
-tiles (`amx/attention.py`).
+Online softmax (Milakov and Gimelshein 2018), CHUNK_TOKENS positions at a time. NaN and infinities give the same results
+as in torch. Numba ignores the annotations. Products use vectors (`attention_blocks.py`) or tiles (`amx/attention.py`).
 
 B rows, H KV heads, G query heads of each, D of a head, P positions of a page, n pages of a row.
 """
@@ -49,16 +46,16 @@ def _rescale_sums(
     h: int, g: int, highest: np.float32, maxima_HG: np.ndarray, totals_HG: np.ndarray, sums_HGD: np.ndarray
 ) -> None:
     x = np.float32(maxima_HG[h, g] - highest)
-    fade = exp(x, ONE) if x > EXP_MIN else ZERO
+    factor = exp(x, ONE) if x > EXP_MIN else ZERO
     maxima_HG[h, g] = highest
-    totals_HG[h, g] *= fade
+    totals_HG[h, g] *= factor
     for d in range(sums_HGD.shape[2]):
-        sums_HGD[h, g, d] *= fade
+        sums_HGD[h, g, d] *= factor
 
 
 @njit(fastmath=REORDERED)
 def _update_maxima(num: int, heads: Span, scratch: ScoreScratch, sums_HGD: np.ndarray) -> None:
-    """Updates each query's running maximum with its scores, and rescales its total and sums to it."""
+    """Updates each query's running maximum with its scores, and rescales its total and sums."""
     _, Gs, S = scratch.scores_HGS.shape
     for h in range(heads[0], heads[1]):
         for g in range(scratch.maxima_HG.shape[1]):
@@ -68,12 +65,12 @@ def _update_maxima(num: int, heads: Span, scratch: ScoreScratch, sums_HGD: np.nd
 
 
 @njit(fastmath=REORDERED)
-def _exponentiate(scores_HGS: np.ndarray, h: int, g: int, num: int, top: np.float32) -> np.float32:
-    """Replaces scores by exp(score - top). Returns their sum, in the same loop: a second one would wait for stores."""
+def _exponentiate(scores_HGS: np.ndarray, h: int, g: int, num: int, maximum: np.float32) -> np.float32:
+    """Replaces scores by exp(score - maximum). Returns their sum; a second loop for it would wait for the stores."""
     total = ZERO
     for i in range(num):
-        x = np.float32(scores_HGS[h, g, i] - top)
-        scores_HGS[h, g, i] = exp(x if not x < EXP_MIN else EXP_MIN, ONE)
+        x = np.float32(scores_HGS[h, g, i] - maximum)
+        scores_HGS[h, g, i] = exp(x if not x < EXP_MIN else EXP_MIN, ONE)  # `not <`: keeps NaN
         total += scores_HGS[h, g, i]
     return total
 
@@ -87,7 +84,7 @@ def apply_softmax(num: int, heads: Span, softcap: np.float32, scratch: ScoreScra
             for g in range(G):
                 _apply_softcap(scratch.scores_HGS, h, g, num, softcap)
     _update_maxima(num, heads, scratch, sums_HGD)
-    for h in range(heads[0], heads[1]):  # a second loop, or each query would wait for its maximum: 1.8 us, not 0.9
+    for h in range(heads[0], heads[1]):  # in the loop above, each would wait for its maximum: 1.8 us, not 0.9
         for g in range(G):
             scratch.totals_HG[h, g] += _exponentiate(scratch.scores_HGS, h, g, num, scratch.maxima_HG[h, g])
 
@@ -99,11 +96,11 @@ LOWEST = np.float32(np.finfo(np.float32).min)  # initial maximum; not -inf, as -
 def locate_in_page(
     pages: Pages | QuantizedPages, table_n: np.ndarray, position: int, last: int
 ) -> tuple[int, int, int]:
-    """Returns the page of `position`, the offset in it, and the number of its positions before `last`. Raises
-    IndexError if the table names a page that does not exist."""
+    """Returns the page of `position`, the offset in it, and the number of positions in the page before `last`. Raises
+    IndexError if the page does not exist."""
     page, offset = table_n[position // pages.page_tokens], position % pages.page_tokens
     if page < 0 or page >= pages.num_pages:
-        raise IndexError("a page table names a KV page that does not exist")
+        raise IndexError("page number in a KV page table is out of range")
     return page, offset, min(pages.page_tokens - offset, last - position)
 
 
@@ -119,7 +116,7 @@ class AttentionRow(NamedTuple):
 def attend_chunk(
     row: AttentionRow, pages: Pages, span: Span, end: int, heads: Span, softcap: np.float32, scratch: ScoreScratch
 ) -> None:
-    """Attends to the positions of a span, a chunk at most, of a row that ends at `end`. Prefetches the next chunk."""
+    """Attends to positions [first, last) of a span, a chunk at most. Prefetches the next chunk's keys, up to `end`."""
     (q_HGD, table_n, sums_HGD), (first, last) = row, span
     H, Dk = q_HGD.shape[0], q_HGD.shape[2]
     Dv, position = sums_HGD.shape[2], first
@@ -134,8 +131,8 @@ def attend_chunk(
     while position < last:
         page, offset, num = locate_in_page(pages, table_n, position, last)
         values = ArrayAt(pages.values, page * pages.value_stride + offset * H * Dv)
-        later = position + CHUNK_TOKENS if position + CHUNK_TOKENS < end else position
-        next_key = table_n[later // pages.page_tokens] * pages.key_stride + offset * H * Dk
+        next_position = position + CHUNK_TOKENS if position + CHUNK_TOKENS < end else position
+        next_key = table_n[next_position // pages.page_tokens] * pages.key_stride + offset * H * Dk
         weights = ArrayAt(scratch.scores_HGS, position - first)
         add_numbers(sums_HGD, values, Dv, num, heads, weights, ArrayAt(pages.keys, next_key))
         position += num
@@ -153,20 +150,16 @@ def reset_softmax(softmax: Softmax, heads: Span, scratch: ScoreScratch) -> None:
 def _save_softmax(paused: SoftmaxState, row: int, heads: Span, scratch: Scratch) -> None:
     for h in range(heads[0], heads[1]):
         for g in range(scratch.maxima_HG.shape[1]):
-            paused.maxima_BHG[row, h, g], paused.totals_BHG[row, h, g] = (
-                scratch.maxima_HG[h, g],
-                scratch.totals_HG[h, g],
-            )
+            paused.maxima_BHG[row, h, g] = scratch.maxima_HG[h, g]
+            paused.totals_BHG[row, h, g] = scratch.totals_HG[h, g]
 
 
 @njit(fastmath=REORDERED)
 def _restore_softmax(paused: SoftmaxState, row: int, heads: Span, scratch: Scratch) -> None:
     for h in range(heads[0], heads[1]):
         for g in range(scratch.maxima_HG.shape[1]):
-            scratch.maxima_HG[h, g], scratch.totals_HG[h, g] = (
-                paused.maxima_BHG[row, h, g],
-                paused.totals_BHG[row, h, g],
-            )
+            scratch.maxima_HG[h, g] = paused.maxima_BHG[row, h, g]
+            scratch.totals_HG[h, g] = paused.totals_BHG[row, h, g]
 
 
 @njit(fastmath=REORDERED)
@@ -180,35 +173,35 @@ def _attend_shared(
     scratch: Scratch,
     paused: SoftmaxState,
 ) -> None:
-    """Attends to the chunks that rows share, row after row for each chunk, so that later rows find it in a cache. Each
-    row adds up in the same order as alone, so results are equal bit by bit."""
-    (own_rows, heads), most = item, 0
+    """Attends to chunks that rows share: for each chunk all rows in turn, so that later rows find it in a cache. Each
+    row sums in the same order as without sharing, so results are equal bit by bit."""
+    (own_rows, heads), num_shared = item, 0
     for row in range(own_rows[0], own_rows[1]):
         if rows.shared_B[row]:
-            most = max(most, rows.shared_B[row])
+            num_shared = max(num_shared, rows.shared_B[row])
             reset_softmax(softmax, heads, scratch)
             _save_softmax(paused, row, heads, scratch)
-    for chunk in range(0, most, CHUNK_TOKENS):
+    for chunk in range(0, num_shared, CHUNK_TOKENS):
         last = chunk + CHUNK_TOKENS
         for row in range(own_rows[0], own_rows[1]):
             first = max(chunk, rows.begins_B[row])
             if last > rows.shared_B[row] or first >= last:
                 continue
             _restore_softmax(paused, row, heads, scratch)
-            own = AttentionRow(q_BHGD[row], rows.tables_Bn[row], out_BHGD[row])
-            attend_chunk(own, pages, (first, last), rows.ends_B[row], heads, softmax.softcap, scratch)
+            attention_row = AttentionRow(q_BHGD[row], rows.tables_Bn[row], out_BHGD[row])
+            attend_chunk(attention_row, pages, (first, last), rows.ends_B[row], heads, softmax.softcap, scratch)
             _save_softmax(paused, row, heads, scratch)
 
 
 @njit(fastmath=REORDERED)
 def normalize_sums(out_BHGD: np.ndarray, row: int, heads: Span, scratch: ScoreScratch) -> None:
-    """Divides a row's sums by their weights."""
+    """Divides a row's sums by its total of weights."""
     G, Dv = out_BHGD.shape[2:]
     for h in range(heads[0], heads[1]):
         for g in range(G):
-            share = ONE / scratch.totals_HG[h, g]
+            inverse = ONE / scratch.totals_HG[h, g]
             for d in range(Dv):
-                out_BHGD[row, h, g, d] *= share
+                out_BHGD[row, h, g, d] *= inverse
 
 
 @njit(fastmath=REORDERED)
@@ -235,15 +228,14 @@ def _attend_item(
             reset_softmax(softmax, heads, scratch)
         while first < end:
             last = min(end, (first // CHUNK_TOKENS + 1) * CHUNK_TOKENS)
-            own = AttentionRow(q_BHGD[row], rows.tables_Bn[row], out_BHGD[row])
-            attend_chunk(own, pages, (first, last), end, heads, softmax.softcap, scratch)
+            attention_row = AttentionRow(q_BHGD[row], rows.tables_Bn[row], out_BHGD[row])
+            attend_chunk(attention_row, pages, (first, last), end, heads, softmax.softcap, scratch)
             first = last
         normalize_sums(out_BHGD, row, heads, scratch)
 
 
 @njit(fastmath=REORDERED)
 def get_item(items: WorkItems, i: int) -> AttentionItem:
-    """Returns the i-th work item."""
     row, last_row, head, last_head = items.spans_W4[i]
     return AttentionItem((row, last_row), (head, last_head))
 
@@ -259,8 +251,8 @@ def attend(
     scratch: Scratch,
     paused: SoftmaxState,
 ) -> None:
-    """Computes attention for the work items that this thread claims. `out` must hold zeros; it and the scaled queries
-    are float32. A row without positions stays zero."""
+    """Computes attention for the work items that this thread claims. Queries (scaled) and `out` are float32; `out` must
+    hold zeros. A row without positions stays zero."""
     i = claim_items(items.counter, 1)
     while i < items.spans_W4.shape[0]:
         _attend_item(q_BHGD, pages, rows, softmax, out_BHGD, get_item(items, i), scratch, paused)

@@ -1,11 +1,11 @@
 """Vector kernels of decode attention for a few positions of a page: scores of keys, weighted sums of values.
 
-Values are prefetched while a page's keys are read, and the next chunk's keys while values are added, because hardware
-cannot predict the next page. From memory this gave 15 GB/s of float32 instead of 13.6, and 10 of bfloat16 instead of 9,
-on two threads. Multiplying pairs of bfloat16 in one instruction (AVX512-BF16) was no faster than the two it replaces.
+Hardware cannot predict the next page. A page's values are therefore prefetched while its keys are read, and the next
+chunk's keys while values are added: on two threads 15 GB/s of float32 instead of 13.6, and 10 of bfloat16 instead of 9.
+Multiplying pairs of bfloat16 in one instruction (AVX512-BF16) was not faster.
 
-Quantized pages: key scales are multiplied into queries and value scales into weights, once per page, and zeros add one
-number per sum, so codes are used here without scales.
+Quantized pages: once per page, queries are multiplied by key scales and weights by value scales, and zero points add
+one number to each sum. So these kernels use codes without scales.
 
 H KV heads, G query heads of each, D of a head, S positions of a chunk.
 """
@@ -43,14 +43,13 @@ from .primitives import (
     sum_lanes,
 )
 
-SCORE_BLOCK = 4 if LANES == 16 else 2  # positions; times 4 queries, their sums fit in 32 registers, or in 16
-ADD_BLOCK = 2 * SCORE_BLOCK  # sums are in memory: longer blocks load them less often
+SCORE_BLOCK = 4 if LANES == 16 else 2  # positions; times 4 queries: the sums fit in 32 registers, or in 16
+ADD_BLOCK = 2 * SCORE_BLOCK  # positions; sums are in memory, and longer blocks load them less often
 LINE_BYTES = 64
 
-LoadElements = Callable[
-    [Builder, Any, Value, Value | None], list[Value]
-]  # of a dtype, from a place on, where the mask is set
-LoadedPart = tuple[list[Value], Value]  # a vector of each row, and where its numbers lie in a query
+# Loads LANES elements of a dtype from a pointer on, where the mask is set.
+LoadElements = Callable[[Builder, Any, Value, Value | None], list[Value]]
+LoadedPart = tuple[list[Value], Value]  # a vector of each row, and the index of its first number in a query
 
 
 def _load_numbers(builder: Builder, dtype: Any, address: Value, mask: Value | None) -> list[Value]:
@@ -58,18 +57,18 @@ def _load_numbers(builder: Builder, dtype: Any, address: Value, mask: Value | No
 
 
 def _load_codes(builder: Builder, dtype: Any, address: Value, mask: Value | None) -> list[Value]:
-    """Loads byte codes; for uint8, two per byte, the first half of a head in the low nibbles."""
+    """Loads codes: int8, or two per uint8 byte with the first half of a head in the low nibbles."""
     return [*load_pairs(builder, address, mask)] if dtype == types.uint8 else [load(builder, dtype, address, mask)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _BlockEmitter:
-    """Emits LLVM code for a block of positions and queries of one KV head. Pointers: `rows` to the keys or values of
-    positions (`width` elements each), `columns` to the queries or sums of queries (D,), `scores` to the first query's
-    scores; each next query's are CHUNK_TOKENS further."""
+    """Emits LLVM code for a block of positions and queries of one KV head. Pointers: `rows` to keys or values of each
+    position (`width` elements), `columns` to each query or its sums (D,), `scores` to the first query's scores; the
+    next query's are CHUNK_TOKENS further."""
 
     builder: Builder
-    take: LoadElements
+    load: LoadElements
     dtype: Any  # of keys and values
     width: Value
     rows: list[Value]
@@ -85,36 +84,37 @@ class _BlockEmitter:
         """Loads LANES elements of each row from element `d` on, and prefetches `ahead`."""
         for row in self.ahead:
             prefetch(self.builder, row, d)
-        taken = [self.take(self.builder, self.dtype, self.builder.gep(row, [d]), mask) for row in self.rows]
-        first, *second = ([*vectors] for vectors in zip(*taken, strict=True))
+        loaded = [self.load(self.builder, self.dtype, self.builder.gep(row, [d]), mask) for row in self.rows]
+        first, *second = ([*vectors] for vectors in zip(*loaded, strict=True))
         return [(first, d), *((vectors, self.builder.add(d, self.width)) for vectors in second)]
 
 
-def _make_block(
-    act: Callable[[_BlockEmitter], None], take: LoadElements, num_positions: int, num_queries: int
-) -> Callable[..., None]:
-    """Returns a compiled function with the code that `act` emits, for so many positions and adjacent queries."""
+Emit = Callable[[_BlockEmitter], None]
+
+
+def _make_block(emit: Emit, load_elements: LoadElements, num_positions: int, num_queries: int) -> Callable[..., None]:
+    """Returns a compiled function with the code that `emit` emits for adjacent positions and queries."""
 
     @intrinsic
     def block(typing: Any, x: Any, rows: Any, width: Any, scores: Any, ahead: Any, ahead_by: Any) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
             width, dtype, stride = arguments[2], rows.types[0].dtype, stride_of(builder, arguments[1])
-            offsets, later = [builder.mul(stride, stride.type(i)) for i in range(num_positions)], list[Value]()
+            offsets, prefetched = [builder.mul(stride, stride.type(i)) for i in range(num_positions)], list[Value]()
             if ahead != types.none:
                 start = builder.gep(pointer_of(context, builder, ahead, arguments[4]), [arguments[5]])
-                later = [builder.gep(start, [offset]) for offset in offsets]
+                prefetched = [builder.gep(start, [offset]) for offset in offsets]
             begin = pointer_of(context, builder, rows, arguments[1])
-            is_paired = take is _load_codes and dtype == types.uint8
+            is_paired = load_elements is _load_codes and dtype == types.uint8
             dim = builder.shl(width, width.type(1)) if is_paired else width
             first = pointer_of(context, builder, x, arguments[0])
-            act(
+            emit(
                 _BlockEmitter(
                     builder=builder,
-                    take=take,
+                    load=load_elements,
                     dtype=dtype,
                     width=width,
                     rows=[builder.gep(begin, [offset]) for offset in offsets],
-                    ahead=later,
+                    ahead=prefetched,
                     columns=[builder.gep(first, [builder.mul(dim, dim.type(g))]) for g in range(num_queries)],
                     scores=pointer_of(context, builder, scores, arguments[3]),
                 )
@@ -127,20 +127,20 @@ def _make_block(
 
 
 def _emit_scores(block: _BlockEmitter) -> None:
-    """Emits scores of keys: each key and query is loaded once, and sums stay in registers."""
+    """Emits products of keys and queries: each is loaded once, and sums stay in registers."""
     builder = block.builder
     partial = [[cgutils.alloca_once(builder, FLOATS) for _ in block.rows] for _ in block.columns]
     for address in chain(*partial):
         builder.store(FLOATS(None), address)
 
-    def at_place(d: Value, mask: Value | None) -> None:
+    def step(d: Value, mask: Value | None) -> None:
         for xs, at in block.read(d, mask):
             for column, addresses in zip(block.columns, partial, strict=True):
                 y = load(builder, types.float32, builder.gep(column, [at]), mask)
                 for x, address in zip(xs, addresses, strict=True):
                     builder.store(multiply_add(builder, x, y, builder.load(address)), address)
 
-    for_vectors(builder, block.width, at_place)
+    for_vectors(builder, block.width, step)
     total, num = sum_lanes(builder, [builder.load(address) for address in chain(*partial)]), len(block.rows)
     for g in range(len(block.columns)):
         store(builder, shuffle(builder, total, total, list(range(g * num, (g + 1) * num))), block.score(g))
@@ -149,12 +149,10 @@ def _emit_scores(block: _BlockEmitter) -> None:
 def _emit_additions(block: _BlockEmitter) -> None:
     """Emits additions of weighted values to the sums of queries."""
     builder = block.builder
-    weights = [
-        [splat(builder, builder.load(block.score(g, i))) for i in range(len(block.rows))]
-        for g in range(len(block.columns))
-    ]
+    num_rows, num_queries = len(block.rows), len(block.columns)
+    weights = [[splat(builder, builder.load(block.score(g, i))) for i in range(num_rows)] for g in range(num_queries)]
 
-    def at_place(d: Value, mask: Value | None) -> None:
+    def step(d: Value, mask: Value | None) -> None:
         for xs, at in block.read(d, mask):
             for column, factors in zip(block.columns, weights, strict=True):
                 address = builder.gep(column, [at])
@@ -163,12 +161,13 @@ def _emit_additions(block: _BlockEmitter) -> None:
                     total = multiply_add(builder, x, factor, total)
                 store(builder, total, address, mask)
 
-    for_vectors(builder, block.width, at_place)
+    for_vectors(builder, block.width, step)
 
 
-def _make_head_loop(act: Callable[[_BlockEmitter], None], take: LoadElements, num: int) -> Callable[..., None]:
-    """Returns a loop over heads and queries, four queries at a time and then one, for `num` positions from p on."""
-    four, one = _make_block(act, take, num, 4), _make_block(act, take, num, 1)
+def _make_head_loop(emit: Emit, load_elements: LoadElements, num: int) -> Callable[..., None]:
+    """Returns a loop over heads and queries, four queries at a time and then single ones, for `num` positions from p
+    on."""
+    four, one = _make_block(emit, load_elements, num, 4), _make_block(emit, load_elements, num, 1)
 
     @njit
     def blocks(
@@ -176,46 +175,42 @@ def _make_head_loop(act: Callable[[_BlockEmitter], None], take: LoadElements, nu
     ) -> None:
         H, G, D = x_HGD.shape
         for h in range(heads[0], heads[1]):
-            g, by = 0, (p * H + h) * width
+            g, offset = 0, (p * H + h) * width
             while g < G:
                 x, score = (h * G + g) * D, (h * G + g) * CHUNK_TOKENS + scores.at + p
-                rows = RowsAt(numbers.numbers, numbers.at + by, H * width)
+                rows = RowsAt(numbers.numbers, numbers.at + offset, H * width)
                 if G - g >= 4:
-                    four(ArrayAt(x_HGD, x), rows, width, ArrayAt(scores.numbers, score), ahead, by)
+                    four(ArrayAt(x_HGD, x), rows, width, ArrayAt(scores.numbers, score), ahead, offset)
                     g += 4
                 else:
-                    one(ArrayAt(x_HGD, x), rows, width, ArrayAt(scores.numbers, score), ahead, by)
+                    one(ArrayAt(x_HGD, x), rows, width, ArrayAt(scores.numbers, score), ahead, offset)
                     g += 1
 
     return blocks
 
 
-def _make_position_loop(act: Callable[[_BlockEmitter], None], take: LoadElements, most: int) -> Callable[..., None]:
-    """Returns a loop over positions of a page, `most` at a time and then one by one. Its `numbers` begin with the first
-    position (`width` elements per head) and `scores` with its score; the same layout from `ahead` on is prefetched."""
-    many, one = _make_head_loop(act, take, most), _make_head_loop(act, take, 1)
+def _make_position_loop(emit: Emit, load_elements: LoadElements, block_size: int) -> Callable[..., None]:
+    """Returns a loop over `num` positions of a page, `block_size` at a time and then single ones. `numbers` begin with
+    the first position (`width` elements per head) and `scores` with its score. Prefetches as many from `ahead` on."""
+    block_loop, single_loop = _make_head_loop(emit, load_elements, block_size), _make_head_loop(emit, load_elements, 1)
 
     @njit
-    def walk(
+    def loop(
         x_HGD: np.ndarray, numbers: ArrayAt, width: int, num: int, heads: Span, scores: ArrayAt, ahead: ArrayAt | None
     ) -> None:
-        whole = num // most * most
-        for p in range(0, whole, most):
-            many(x_HGD, numbers, width, heads, scores, ahead, p)
+        whole = num // block_size * block_size
+        for p in range(0, whole, block_size):
+            block_loop(x_HGD, numbers, width, heads, scores, ahead, p)
         for p in range(whole, num):
-            one(x_HGD, numbers, width, heads, scores, ahead, p)
+            single_loop(x_HGD, numbers, width, heads, scores, ahead, p)
 
-    return walk
+    return loop
 
 
-score_numbers, add_numbers = (
-    _make_position_loop(_emit_scores, _load_numbers, SCORE_BLOCK),
-    _make_position_loop(_emit_additions, _load_numbers, ADD_BLOCK),
-)
-score_codes, add_codes = (
-    _make_position_loop(_emit_scores, _load_codes, SCORE_BLOCK),
-    _make_position_loop(_emit_additions, _load_codes, ADD_BLOCK),
-)
+score_numbers = _make_position_loop(_emit_scores, _load_numbers, SCORE_BLOCK)
+add_numbers = _make_position_loop(_emit_additions, _load_numbers, ADD_BLOCK)
+score_codes = _make_position_loop(_emit_scores, _load_codes, SCORE_BLOCK)
+add_codes = _make_position_loop(_emit_additions, _load_codes, ADD_BLOCK)
 
 
 @intrinsic
@@ -229,22 +224,22 @@ def _scale_numbers(typing: Any, x: Any, num: Any, scales: Any, zeros: Any, out: 
         added = cgutils.alloca_once(builder, FLOATS)
         builder.store(FLOATS(None), added)
 
-        def at_place(i: Value, mask: Value | None) -> None:
+        def step(i: Value, mask: Value | None) -> None:
             number = load(builder, types.float32, builder.gep(first, [i]), mask)
             number = builder.fmul(number, load(builder, types.uint16, builder.gep(scale_first, [i]), mask))
             store(builder, number, builder.gep(out_first, [i]), mask)
             if has_zeros:
-                far = load(builder, types.int8, builder.gep(zero_first, [i]), mask)
-                builder.store(multiply_add(builder, number, far, builder.load(added)), added)
+                zero = load(builder, types.int8, builder.gep(zero_first, [i]), mask)
+                builder.store(multiply_add(builder, number, zero, builder.load(added)), added)
 
-        for_vectors(builder, arguments[1], at_place)
+        for_vectors(builder, arguments[1], step)
         total = sum_lanes(builder, [builder.load(added)])
         return builder.extract_element(total, INT(0))
 
     return types.float32(x, types.intp, scales, zeros, out), build
 
 
-# Writes `num` numbers times their scales into `out`. Returns the sum of these times their zeros; 0 without zeros.
+# Writes `num` numbers times their scales into `out`. Returns the sum of the results times their zero points, or 0.
 scale_numbers: Callable[[ArrayAt, int, ArrayAt, ArrayAt, ArrayAt], np.float32] = cast(Any, _scale_numbers)
 
 
@@ -260,6 +255,5 @@ def _prefetch_bytes(typing: Any, numbers: Any, at: Any, num_bytes: Any) -> Any:
     return types.void(numbers, types.intp, types.intp), build
 
 
-prefetch_bytes: Callable[[np.ndarray, int, int], None] = cast(
-    Any, _prefetch_bytes
-)  # so many bytes from numbers[at] on, of bytes
+# Prefetches `num_bytes` of a byte array from index `at` on.
+prefetch_bytes: Callable[[np.ndarray, int, int], None] = cast(Any, _prefetch_bytes)

@@ -1,7 +1,5 @@
-"""Compiled decode attention over quantized pages: codes are decoded in registers. A row's last page, its tail, is not
-quantized and goes through `attention.py`.
-
-Shared pages are read by each row: a page of codes is small, and usually still in a cache for the next row.
+"""Compiled decode attention over quantized pages; codes are decoded in registers. A row's last page (its tail) is not
+quantized and uses `attention.py`. Each row reads shared pages again: they are small and usually still in a cache.
 
 B rows, H KV heads, G query heads of each, D of a head, P positions of a page, n pages of a row.
 """
@@ -36,15 +34,13 @@ from .primitives import ZERO, ArrayAt, claim_items
 
 @njit(fastmath=REORDERED)
 def _scale_queries(q_HGD: np.ndarray, pages: QuantizedPages, page: int, heads: Span, scratch: QuantizedScratch) -> None:
-    """Multiplies queries by a page's key scales. Also computes what key zeros add, the same for all scores of a
+    """Multiplies queries by a page's key scales. Computes the term of key zero points, equal for all positions of a
     page."""
     _, G, D = q_HGD.shape
     begin_bytes = page * pages.stride_bytes
     for h in range(heads[0], heads[1]):
-        scales, zeros = (
-            ArrayAt(pages.key_scales, begin_bytes // 2 + h * D),
-            ArrayAt(pages.key_zeros, begin_bytes + h * D),
-        )
+        scales = ArrayAt(pages.key_scales, begin_bytes // 2 + h * D)
+        zeros = ArrayAt(pages.key_zeros, begin_bytes + h * D)
         for g in range(G):
             at = (h * G + g) * D
             scaled = ArrayAt(scratch.scaled_HGD, at)
@@ -61,8 +57,8 @@ def _score_page(
     step, base = H * width, page * pages.stride_bytes + offset * H * width
     for p in range(0, num, SCORE_BLOCK):
         count, codes = min(SCORE_BLOCK, num - p), ArrayAt(pages.key_codes, base + p * step)
-        for own in range(p, p + count):
-            prefetch_bytes(pages.value_codes, base + own * step + heads[0] * width, (heads[1] - heads[0]) * width)
+        for position in range(p, p + count):
+            prefetch_bytes(pages.value_codes, base + position * step + heads[0] * width, (heads[1] - heads[0]) * width)
         score_codes(scratch.scaled_HGD, codes, width, count, heads, ArrayAt(scratch.scores_HGS, at + p), None)
     for h in range(heads[0], heads[1]):
         for g in range(G):
@@ -74,15 +70,13 @@ def _score_page(
 def _scale_weights(
     pages: QuantizedPages, page: int, offset: int, num: int, heads: Span, scratch: QuantizedScratch, at: int
 ) -> None:
-    """Multiplies weights by value scales, in place, and accumulates what value zeros add to each sum."""
+    """Multiplies weights by value scales in place. Accumulates the term of value zero points for each sum."""
     _, G, S = scratch.scores_HGS.shape
     begin_bytes = page * pages.stride_bytes
     for h in range(heads[0], heads[1]):
         position = h * pages.page_tokens + offset
-        scales, zeros = (
-            ArrayAt(pages.value_scales, begin_bytes // 2 + position),
-            ArrayAt(pages.value_zeros, begin_bytes + position),
-        )
+        scales = ArrayAt(pages.value_scales, begin_bytes // 2 + position)
+        zeros = ArrayAt(pages.value_zeros, begin_bytes + position)
         for g in range(G):
             weights = ArrayAt(scratch.scores_HGS, (h * G + g) * S + at)
             scratch.added_HG[h, g] += scale_numbers(weights, num, scales, zeros, weights)
@@ -97,7 +91,7 @@ def _attend_chunk(
     softcap: np.float32,
     scratch: QuantizedScratch,
 ) -> None:
-    """Attends to the positions of a span, a chunk at most."""
+    """Attends to positions [first, last) of a span, a chunk at most."""
     (q_HGD, table_n, sums_HGD), (first, last) = row, span
     H, G, Dv = sums_HGD.shape
     width, position = Dv // pages.codes_in_byte, first
@@ -140,15 +134,15 @@ def _attend_item(
         if first >= end:
             continue
         q_HGD, sums_HGD = q_BHGD[row], out_BHGD[row]
-        own = (end - 1) // pages.page_tokens * pages.page_tokens
+        tail_first = (end - 1) // pages.page_tokens * pages.page_tokens
         reset_softmax(softmax, heads, scratch)
-        while first < own:
-            last = min(own, (first // CHUNK_TOKENS + 1) * CHUNK_TOKENS)
-            before = AttentionRow(q_HGD, rows.tables_Bn[row], sums_HGD)
-            _attend_chunk(before, pages, (first, last), heads, softmax.softcap, scratch)
+        while first < tail_first:
+            last = min(tail_first, (first // CHUNK_TOKENS + 1) * CHUNK_TOKENS)
+            coded_row = AttentionRow(q_HGD, rows.tables_Bn[row], sums_HGD)
+            _attend_chunk(coded_row, pages, (first, last), heads, softmax.softcap, scratch)
             first = last
-        tail, new = AttentionRow(q_HGD, tails.slots_B1[row], sums_HGD), end - own
-        attend_chunk(tail, tails.pages, (first - own, new), new, heads, softmax.softcap, scratch)
+        tail_row, num_tail = AttentionRow(q_HGD, tails.slots_B1[row], sums_HGD), end - tail_first
+        attend_chunk(tail_row, tails.pages, (first - tail_first, num_tail), num_tail, heads, softmax.softcap, scratch)
         normalize_sums(out_BHGD, row, heads, scratch)
 
 

@@ -1,9 +1,8 @@
-"""Compiles kernels with numba at their first call and caches them on disk, for this processor's instruction set or the
-smaller one that WEIGHTSTREAM_ISA names. Results may differ in last bits between instruction sets; numba caches each
-separately.
+"""Compiles kernels with numba at their first call and caches them on disk, for this processor's instruction set or a
+smaller one (`WEIGHTSTREAM_ISA`). Numba caches each instruction set separately; results may differ in the last bits.
 
-numba's cache depends on its version and on the kernel's own file. Kernels are made of functions from several files, so
-here the cache is valid only while all files of this package are unchanged.
+Numba checks only the kernel's own file for changes. Kernels call functions of several files, so here cached code is
+valid only while all files of this package are unchanged.
 """
 
 import glob
@@ -29,24 +28,24 @@ from ..cache_root import cache_root, is_private
 from ..errors import ConfigError
 from .arguments import ISA
 
-# Features that each instruction set excludes, by prefixes of LLVM's names.
+# Prefixes of LLVM feature names that an instruction set excludes.
 EXCLUDED_FEATURES = {"avx2": ("avx512", "avx10", "evex512", "amx"), "avx512": ("amx",), "amx": ()}
 REQUIRED_FEATURE = {"avx2": "avx2", "avx512": "avx512f", "amx": "amx-bf16"}
 
 
 @cache
 def features() -> dict[str, bool]:
-    """CPU features that kernels may use, by LLVM's names. Raises ConfigError if WEIGHTSTREAM_ISA is unknown or this
-    processor lacks it."""
-    found = cast(dict[str, bool], dict(binding.get_host_cpu_features()))
-    wanted = os.environ.get(ISA)
-    if wanted is None:
-        return found
-    if wanted not in EXCLUDED_FEATURES:
-        raise ConfigError(f"{ISA}={wanted} is unknown: known are {', '.join(EXCLUDED_FEATURES)}")
-    if not found.get(REQUIRED_FEATURE[wanted]):
-        raise ConfigError(f"{ISA}={wanted}: this processor has no {REQUIRED_FEATURE[wanted]}; unset {ISA}")
-    return {name: has and not name.startswith(EXCLUDED_FEATURES[wanted]) for name, has in found.items()}
+    """CPU features that kernels may use, by LLVM name. Raises ConfigError if WEIGHTSTREAM_ISA is unknown or not
+    supported by this processor."""
+    detected = cast(dict[str, bool], dict(binding.get_host_cpu_features()))
+    isa = os.environ.get(ISA)
+    if isa is None:
+        return detected
+    if isa not in EXCLUDED_FEATURES:
+        raise ConfigError(f"{ISA}={isa} is unknown; can be {', '.join(EXCLUDED_FEATURES)}")
+    if not detected.get(REQUIRED_FEATURE[isa]):
+        raise ConfigError(f"{ISA}={isa}: this processor has no {REQUIRED_FEATURE[isa]}; unset {ISA}")
+    return {name: has and not name.startswith(EXCLUDED_FEATURES[isa]) for name, has in detected.items()}
 
 
 def has_fma_without_avx512() -> bool:
@@ -55,17 +54,15 @@ def has_fma_without_avx512() -> bool:
 
 
 def _limit_to_isa() -> None:
-    wanted = os.environ.get(ISA)
-    if wanted is None or not EXCLUDED_FEATURES.get(wanted):
+    isa = os.environ.get(ISA)
+    if isa is None or not EXCLUDED_FEATURES.get(isa):
         return
-    taken = ",".join(f"{'+' if has else '-'}{name}" for name, has in sorted(features().items()))
-    for name, value in (("CPU_NAME", binding.get_host_cpu_name()), ("CPU_FEATURES", taken)):
+    feature_list = ",".join(f"{'+' if is_present else '-'}{name}" for name, is_present in sorted(features().items()))
+    for name, value in (("CPU_NAME", binding.get_host_cpu_name()), ("CPU_FEATURES", feature_list)):
         setattr(config, name, value)
 
 
-_limit_to_isa()
-
-
+_limit_to_isa()  # before any kernel is compiled
 log = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -82,7 +79,7 @@ class KernelNotCached(Exception):
 
 @contextmanager
 def cached_kernels_only() -> Iterator[None]:
-    """Makes calls of kernels that are not on disk raise KernelNotCached, inside the block and in this thread."""
+    """Calls of kernels that are not on disk raise KernelNotCached inside the block, in this thread only."""
     _thread_state.cached_only = True
     try:
         yield
@@ -94,7 +91,7 @@ class _CompilationNotice(event.Listener):
     """Logs once per process that kernels are being compiled, when the first compilation begins."""
 
     def __init__(self) -> None:
-        self._was_logged, self.are_kept = False, True
+        self._was_logged, self.are_cached = False, True
 
     def on_start(self, event: event.Event) -> None:
         """Called before a kernel, or a function that it calls, is compiled."""
@@ -105,8 +102,8 @@ class _CompilationNotice(event.Listener):
     def log_once(self) -> None:
         if not self._was_logged:
             self._was_logged = True
-            later = "find them on disk" if self.are_kept else "do it again: no directory that can be written was found"
-            log.info("compiling kernels for this processor, which takes some 15 s; later starts %s", later)
+            later = "they are cached for later runs" if self.are_cached else "not cached: no writable cache directory"
+            log.info("compiling kernels for this processor, about 15 s; %s", later)
 
     def on_end(self, event: event.Event) -> None:
         """Does nothing; required by the listener interface."""
@@ -117,45 +114,44 @@ event.register("numba:compile", COMPILATION)
 
 
 def cached_kernel(function: Function) -> Function:
-    """Decorates a kernel: compiled at its first call, in 2 to 4 s, and cached on disk. Releases the GIL while it
-    runs."""
+    """Decorates a kernel: compiled at its first call in 2 to 4 s, cached on disk, runs without the GIL."""
     options = {"nogil": True, "fastmath": REORDERED, "error_model": "numpy"}
     compiled: Any = njit(**options)(function)
     try:
         with _cache_locators():
             compiled._cache = _LockedCache(function)
     except RuntimeError as error:
-        COMPILATION.are_kept = False
-        log.info("%s is compiled anew in each process, in 2 to 4 s: %s", function.__name__, error)
+        COMPILATION.are_cached = False
+        log.info("kernel %s is not cached and compiles in each process, in 2 to 4 s: %s", function.__name__, error)
     return cast(Function, compiled)
 
 
 class _LockedCache(FunctionCache):
-    """A kernel's disk cache with a file lock, so that of several processes one compiles and the others load the result.
-    The lock ends with its process. Without locks on the file system, or after a timeout, each process compiles."""
+    """A kernel's disk cache with a file lock: one process compiles, others wait and load the result. The lock ends with
+    its process. Without file locks, or after a timeout, each process compiles."""
 
     def __init__(self, function: Callable[..., object]) -> None:
         super().__init__(function)
-        self._held: int | None = None  # the lock's descriptor
+        self._lock_fd: int | None = None  # open while this process compiles
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Returns the cached code for a signature. If there is none, returns None with the lock held: compile it."""
+        """Returns cached code for a signature, or None with the lock held: the caller compiles."""
         try:
-            found = super().load_overload(sig, target_context)
+            code = super().load_overload(sig, target_context)
         except (AttributeError, ImportError):  # an index of older sources, with a removed argument class
             self._cache_file.flush()
-            found = None
-        if found is None and self._held is None and not getattr(_thread_state, "cached_only", False):
-            self._held = _acquire_lock(Path(self.cache_path) / f"{self._impl.filename_base}.lock")
-            found = super().load_overload(sig, target_context)  # another process may have written it meanwhile
-            if found is not None:
+            code = None
+        if code is None and self._lock_fd is None and not getattr(_thread_state, "cached_only", False):
+            self._lock_fd = _acquire_lock(Path(self.cache_path) / f"{self._impl.filename_base}.lock")
+            code = super().load_overload(sig, target_context)  # written while this process waited?
+            if code is not None:
                 self._unlock()
-        return found
+        return code
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Saves compiled code, and releases the lock. Deletes code of older sources first: numba writes the index
-        before the code, so after a crash in between, the index would refer to old code of the same name."""
+        """Saves compiled code and releases the lock."""
         try:
+            # Numba writes the index before the code: after a crash in between, it must not find old code of that name.
             if not self._cache_file._load_index():
                 for old in Path(self.cache_path).glob(f"{glob.escape(self._impl.filename_base)}.*.nbc"):
                     old.unlink(missing_ok=True)
@@ -164,13 +160,13 @@ class _LockedCache(FunctionCache):
             self._unlock()
 
     def _unlock(self) -> None:
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
 
 
 def _acquire_lock(path: Path) -> int | None:
-    """Returns a file descriptor that holds the lock; None if locks are unsupported or the timeout has passed."""
+    """Returns a descriptor that holds the lock; None without file locks or after the timeout."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, stat.S_IRUSR | stat.S_IWUSR)
     except OSError:
@@ -201,7 +197,7 @@ def package_digest() -> bytes:
 
 class _PackageStamp:
     def get_source_stamp(self) -> bytes:
-        """The stamp of cached code; code with another stamp is compiled again."""
+        """The stamp of cached code; code with another stamp is recompiled."""
         return package_digest()
 
 
@@ -214,7 +210,7 @@ class SourceDirLocator(_PackageStamp, InTreeCacheLocator):
 
 
 class UserCacheLocator(_PackageStamp, UserWideCacheLocator):
-    """A directory in the user's cache. It must not be writable by others, as cached code is executed."""
+    """A directory in the user's cache. It must be private, because cached code is executed."""
 
     def __init__(self, py_func: Callable[..., object], py_file: str) -> None:
         super().__init__(py_func, py_file)
@@ -222,7 +218,7 @@ class UserCacheLocator(_PackageStamp, UserWideCacheLocator):
         self._cache_path = str(self._folder / self.get_suitable_cache_subpath(py_file))
 
     def ensure_cache_path(self) -> None:
-        """Creates the directory. Raises OSError if it cannot be used."""
+        """Creates the directory. Raises OSError if others can write to it."""
         with suppress(FileExistsError):
             self._folder.mkdir(mode=stat.S_IRWXU, parents=True)
         if not is_private(self._folder):
@@ -232,12 +228,11 @@ class UserCacheLocator(_PackageStamp, UserWideCacheLocator):
 
 @contextmanager
 def _cache_locators() -> Iterator[None]:
-    """Makes numba use these cache locators, in order, for functions decorated inside the block. numba looks the classes
-    up by name in a global setting: hold the lock."""
-    with _LOCK:
+    """Makes numba use these cache locators, in order, for functions decorated inside the block."""
+    with _LOCK:  # numba reads the class names from a global setting
         before = getattr(config, _LOCATORS)
-        places = (NumbaCacheDirLocator, SourceDirLocator, UserCacheLocator)
-        setattr(config, _LOCATORS, ",".join(f"{__name__}.{place.__name__}" for place in places))
+        locators = (NumbaCacheDirLocator, SourceDirLocator, UserCacheLocator)
+        setattr(config, _LOCATORS, ",".join(f"{__name__}.{locator.__name__}" for locator in locators))
         try:
             yield
         finally:

@@ -1,5 +1,4 @@
-"""Tells whether kernels can be compiled here, and for which CPU features. Importing it loads neither numba (0.2 s) nor
-torch."""
+"""Kernel compiler and CPU features of this process. Importing it loads neither numba (0.2 s) nor torch."""
 
 import logging
 from collections.abc import Iterator
@@ -9,49 +8,47 @@ from importlib.util import find_spec
 from threading import Event
 
 log = logging.getLogger(__name__)
-
-
-_disabled, _enabled_for_good = Event(), Event()
+_disabled, _enabled_permanently = Event(), Event()
 
 
 def has_compiler() -> bool:
-    """True if this process uses compiled kernels now: a compiler is installed, and kernels are not disabled."""
+    """True if a compiler is installed and kernels are not disabled."""
     return not _disabled.is_set() and can_compile()
 
 
 def disable_kernels() -> bool:
-    """Disables kernels until `enable_kernels`, so that torch operators compute. Returns True if they are disabled. Has
-    no effect once kernels were enabled, because concurrent sessions are planned with them."""
-    if not _enabled_for_good.is_set():
+    """Makes torch operators compute until `enable_kernels`. Returns True if kernels are disabled now."""
+    # No effect once they were enabled: sessions that run at the same time are planned with kernels.
+    if not _enabled_permanently.is_set():
         _disabled.set()
     return _disabled.is_set()
 
 
 def enable_kernels() -> None:
-    """Enables kernels for good. Call it between two passes only, as results differ in last bits."""
-    _enabled_for_good.set()
+    """Enables kernels permanently. Call it between two passes only: results differ in the last bits."""
+    _enabled_permanently.set()
     _disabled.clear()
 
 
 @contextmanager
 def kernels_enabled() -> Iterator[None]:
-    """Enables kernels inside the block, to find out whether they can run."""
-    was_held = _disabled.is_set()
+    """Enables kernels inside the block, for checks of whether they can run."""
+    was_disabled = _disabled.is_set()
     _disabled.clear()
     try:
         yield
     finally:
-        if was_held:
+        if was_disabled:
             _disabled.set()
 
 
 @cache
 def can_compile() -> bool:
-    """True if numba is installed. Otherwise logs a warning, once."""
+    """True if numba is installed. Otherwise warns once."""
     if find_spec("numba") is not None:
         return True
     log.warning(
-        "numba is not installed: attention and products on the CPU run in torch operators, up to several times slower"
+        "numba is not installed: attention and linear layers on the CPU use torch operators, up to several times slower"
     )
     return False
 
@@ -81,8 +78,8 @@ def _has_pair_products() -> bool:
 
 
 def has_fast_pairs() -> bool:
-    """True if products of bfloat16 pairs run at the rate of float32 products, as on AMD; on Intel each took twice as
-    long, see docs/project/benchmarks-kernels.md."""
+    """True if a product of bfloat16 pairs takes as long as one of float32, as on AMD. On Intel it took twice as long,
+    see docs/project/benchmarks-kernels.md."""
     return has_pairs() and _is_amd()
 
 
@@ -95,7 +92,7 @@ def _is_amd() -> bool:
 
 @cache
 def has_tables() -> bool:
-    """True if kernels can look numbers up in a vector (AVX2). Loads the compiler."""
+    """True if kernels can look up numbers in a vector register (AVX2). Loads the compiler."""
     if not can_compile():
         return False
     from .grouped import HAS_TABLES

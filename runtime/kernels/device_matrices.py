@@ -1,19 +1,16 @@
 # type: ignore - what Triton compiles has types of Triton's own
-"""Triton kernels on stored matrices. `decode` dequantizes a stack of them, `add_escapes` adds the escapes of WINDOW4;
-`multiply` and `multiply_groups` multiply rows of x and decode inside. None synchronizes with the device: if sizes are
-known only there, the grid covers the worst case, and programs without work exit at once.
+"""Triton kernels on stored matrices, launched by `linear/device_codes.py`. `decode` dequantizes a stack, `add_escapes`
+adds the escapes of WINDOW4; `multiply` and `multiply_groups` multiply rows of x and decode inside the product. None
+synchronizes with the device: if only it knows the sizes, the grid covers the worst case, and idle programs exit early.
 
-Sums are float32; weights are rounded to x's dtype first, like a decoded matrix. `decode_tile` computes the same
-operations as `Rows.dequantize`, so numbers are equal bit by bit: launch kernels with `enable_fp_fusion=False`, as fused
-multiply-adds would round differently. Importing this module imports Triton; `linear/device_codes.py` launches it.
-
-Each byte of codes is loaded once; nibbles and fields of words are extracted in registers. FP8 and FP4 are converted
-exactly, through float16 and a power of two, without FP8 instructions.
+Sums are float32; decoded weights are rounded to x's dtype first. `decode_tile` runs the same operations as
+`Rows.dequantize`, so numbers are equal bit by bit. Launch with `enable_fp_fusion=False`, because fused multiply-adds
+round differently. FP8 and FP4 are converted exactly through float16 and a power of two, without FP8 instructions.
 
 Source: Triton (Tillet et al. 2019); FP4 and exponents: OCP Microscaling Formats 1.0; FP8: arXiv 2209.05433.
 
-E experts of N rows and K columns; M rows of x, V of them sorted by expert; tiles of BM, BN and BK, of BN rows of the
-matrix times BK columns, in GT groups of columns.
+E experts of N rows and K columns; M rows of x, V of them sorted by expert. Tiles: BM rows of x, BN rows of the matrix,
+BK columns in GT groups.
 """
 
 import triton
@@ -22,23 +19,11 @@ import triton.language as tl
 from . import arguments as constants
 
 WINDOW4, INT4 = tl.constexpr(constants.WINDOW4), tl.constexpr(constants.INT4)
-INT8, SIGNED_BYTES, BYTES = (
-    tl.constexpr(constants.INT8),
-    tl.constexpr(constants.SIGNED_BYTES),
-    tl.constexpr(constants.BYTES),
-)
+INT8, BYTES, SIGNED_BYTES = map(tl.constexpr, (constants.INT8, constants.BYTES, constants.SIGNED_BYTES))
 FLOAT8, SCALED_FLOAT8 = tl.constexpr(constants.FLOAT8), tl.constexpr(constants.SCALED_FLOAT8)
 FLOAT8_E5M2, PLAIN = tl.constexpr(constants.FLOAT8_E5M2), tl.constexpr(constants.PLAIN)
-NIBBLES, FLOAT4, TABLE_NIBBLES = (
-    tl.constexpr(constants.NIBBLES),
-    tl.constexpr(constants.FLOAT4),
-    tl.constexpr(constants.TABLE_NIBBLES),
-)
-WORDS4, WORDS8, ROW_WORDS = (
-    tl.constexpr(constants.WORDS4),
-    tl.constexpr(constants.WORDS8),
-    tl.constexpr(constants.ROW_WORDS),
-)
+NIBBLES, FLOAT4, TABLE_NIBBLES = map(tl.constexpr, (constants.NIBBLES, constants.FLOAT4, constants.TABLE_NIBBLES))
+WORDS4, WORDS8, ROW_WORDS = map(tl.constexpr, (constants.WORDS4, constants.WORDS8, constants.ROW_WORDS))
 HALF_RUN = tl.constexpr(constants.CODE_RUN // 2)
 GROUP_NUMBERS, GROUP_BYTES = tl.constexpr(constants.GROUP_NUMBERS), tl.constexpr(constants.GROUP_BYTES)
 EXPONENTS, SMALL_FLOATS = tl.constexpr(constants.EXPONENTS), tl.constexpr(constants.SMALL_FLOATS)
@@ -54,15 +39,14 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # by TRITON_INTERPRE
 
 @triton.jit
 def round_to(numbers, dtype: tl.constexpr):
-    """Rounds float32 to a dtype, to nearest, ties to even. Explicit for bfloat16 in Triton's interpreter, which
-    truncates."""
-    if INTERPRETED and dtype == tl.bfloat16:
+    """Rounds float32 to a dtype, ties to even."""
+    if INTERPRETED and dtype == tl.bfloat16:  # Triton's interpreter truncates
         bits = numbers.to(tl.uint32, bitcast=True)
-        high = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-        found = tl.where(numbers == numbers, high, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        upper = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        result = tl.where(numbers == numbers, upper, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
-        found = numbers.to(dtype)
-    return found
+        result = numbers.to(dtype)
+    return result
 
 
 @triton.jit
@@ -90,17 +74,17 @@ def float_of_e2m1(codes):
 def float_of_e8m0(bits):
     """E8M0 exponents to float32 powers of two. 2^-127 is a subnormal float32; 255 is NaN."""
     wide = bits.to(tl.uint32)
-    found = tl.where(wide == 0, 0x00400000, wide << 23)
-    return tl.where(wide == 255, 0x7FC00000, found).to(tl.uint32).to(tl.float32, bitcast=True)
+    result = tl.where(wide == 0, 0x00400000, wide << 23)
+    return tl.where(wide == 255, 0x7FC00000, result).to(tl.uint32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def repeat_factors(factors_BG, BN: tl.constexpr, BK: tl.constexpr, GT: tl.constexpr):
-    """Repeats factors per group (BN, GT) over their columns (BN, BK); (BN, 1) is returned as is, to broadcast."""
-    found = factors_BG
+    """Repeats factors per group (BN, GT) over their columns (BN, BK). Returns (BN, 1) unchanged, to broadcast."""
+    result = factors_BG
     if GT > 1 and GT < BK:
-        found = tl.reshape(tl.broadcast_to(factors_BG[:, :, None], [BN, GT, BK // GT]), [BN, BK])
-    return found
+        result = tl.reshape(tl.broadcast_to(factors_BG[:, :, None], [BN, GT, BK // GT]), [BN, BK])
+    return result
 
 
 @triton.jit
@@ -116,8 +100,8 @@ def _codes(matrix, expert, row, rows, has_row, column, kind: tl.constexpr, BN: t
     """Decodes a tile of codes, before zero points and factors: float32 (BN, BK)."""
     end, body = matrix.num_columns, matrix.body + expert * matrix.body_expert
     if kind.encoding == INT8 or kind.encoding == SIGNED_BYTES:
-        found = _row_bytes(body, matrix.body_row, rows, has_row, column, end, BK)
-        numbers = found.to(tl.int8, bitcast=True).to(tl.float32)
+        codes_u8 = _row_bytes(body, matrix.body_row, rows, has_row, column, end, BK)
+        numbers = codes_u8.to(tl.int8, bitcast=True).to(tl.float32)
     elif kind.encoding == BYTES:
         numbers = _row_bytes(body, matrix.body_row, rows, has_row, column, end, BK).to(tl.float32)
     elif kind.encoding == FLOAT8 or kind.encoding == SCALED_FLOAT8:
@@ -148,77 +132,77 @@ def _codes(matrix, expert, row, rows, has_row, column, kind: tl.constexpr, BN: t
         fields = (words[:, None, :] >> (tl.arange(0, IN_WORD) * NUM_BITS)[None, :, None]) & ((1 << NUM_BITS) - 1)
         numbers = tl.trans(tl.reshape(fields, [BK, BN])).to(tl.float32)
     elif kind.encoding == ROW_WORDS:
-        columns, turn = column + tl.arange(0, BK), tl.arange(0, 8)
+        columns, field = column + tl.arange(0, BK), tl.arange(0, 8)
         indices = (row + matrix.first_row % 8) // 8 + tl.arange(0, BN // 8)
-        is_wanted = tl.max(tl.reshape(has_row.to(tl.int32), [BN // 8, 8]), axis=1) > 0
-        has = (columns < end)[:, None] & is_wanted[None, :]
+        has_word = tl.max(tl.reshape(has_row.to(tl.int32), [BN // 8, 8]), axis=1) > 0
+        has = (columns < end)[:, None] & has_word[None, :]
         pointers = body + columns[:, None] * matrix.body_column + indices[None, :] * matrix.body_row
         words = tl.load(pointers, mask=has, other=0)
-        fields = (words[:, :, None] >> (_awq_nibble(turn) * 4)[None, None, :]) & 15
+        fields = (words[:, :, None] >> (_awq_nibble(field) * 4)[None, None, :]) & 15
         numbers = tl.trans(tl.reshape(fields, [BK, BN])).to(tl.float32)
     else:
-        tl.static_assert(kind.encoding == WINDOW4, "no such way of packing")
+        tl.static_assert(kind.encoding == WINDOW4, "unsupported encoding")
         numbers = _window4(matrix, expert, rows, has_row, column, BN, BK)
     return numbers
 
 
 @triton.jit
 def _awq_nibble(row):
-    """Returns the nibble of a word that holds each of its eight rows."""
+    """Returns the nibble of a word that holds the row."""
     return row >> 1 | (row & 1) << 2
 
 
 @triton.jit
 def _window4(matrix, expert, rows, has_row, column, BN: tl.constexpr, BK: tl.constexpr):
-    """Decodes 12-bit bfloat16; escapes get exponent 0. `kinds/window4.py` defines the order of numbers in a group."""
+    """Decodes 12-bit bfloat16 to float32 (BN, BK), escapes with exponent 0. Layout: see `formats/kinds/window4.py`."""
     NUM: tl.constexpr = BK // GROUP_NUMBERS
     groups = column // GROUP_NUMBERS + tl.arange(0, NUM)
     has = (has_row[:, None] & (groups < matrix.num_columns // GROUP_NUMBERS)[None, :])[:, :, None]
     body = matrix.body + expert * matrix.body_expert
     pointers = (body + rows[:, None] * matrix.body_row + groups[None, :] * GROUP_BYTES)[:, :, None]
-    kept = tl.load(pointers + tl.arange(0, GROUP_NUMBERS)[None, None, :], mask=has, other=0).to(tl.uint32)
+    signs = tl.load(pointers + tl.arange(0, GROUP_NUMBERS)[None, None, :], mask=has, other=0).to(tl.uint32)
     halves = tl.arange(0, GROUP_NUMBERS // 2)[None, None, :]
     pairs = tl.load(pointers + GROUP_NUMBERS + halves, mask=has, other=0)
     codes = tl.permute(tl.join(pairs & 15, pairs >> 4), (0, 1, 3, 2))
     codes = tl.reshape(codes, [BN, NUM, GROUP_NUMBERS]).to(tl.uint32)
     base = tl.load(matrix.extra + expert * matrix.extra_expert).to(tl.uint32)
     exponents = tl.where(codes == 0, 0, codes + base) & 255
-    bits = (kept & 0x80) << 24 | exponents << 23 | (kept & 0x7F) << 16
-    in_turn = tl.permute(tl.reshape(bits, [BN, NUM, 4, 2, 4, 2]), (0, 1, 3, 5, 2, 4))
-    return tl.reshape(in_turn, [BN, BK]).to(tl.float32, bitcast=True)
+    bits = (signs & 0x80) << 24 | exponents << 23 | (signs & 0x7F) << 16
+    ordered = tl.permute(tl.reshape(bits, [BN, NUM, 4, 2, 4, 2]), (0, 1, 3, 5, 2, 4))
+    return tl.reshape(ordered, [BN, BK]).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _zero_points(matrix, expert, rows, groups, has, kind: tl.constexpr):
-    """float32 (BN, GT)."""
+    """Loads zero points: float32 (BN, GT)."""
     zeros = matrix.zeros + expert * matrix.zeros_expert + groups[None, :] * matrix.zeros_group
     if kind.zeros == PLAIN_ZEROS:
         pointers = zeros + rows[:, None] * matrix.zeros_row
-        found = tl.load(pointers, mask=has, other=0).to(tl.float32) + kind.zero_offset
+        result = tl.load(pointers, mask=has, other=0).to(tl.float32) + kind.zero_offset
     else:
         NUM_BITS: tl.constexpr = 8 if kind.zeros == FIELDS8 else 4
         IN_WORD: tl.constexpr = 32 // NUM_BITS
-        own = matrix.first_row + rows
-        row = (own % IN_WORD).to(tl.int32)
+        stored_rows = matrix.first_row + rows
+        row = (stored_rows % IN_WORD).to(tl.int32)
         index = _awq_nibble(row) if kind.zeros == AWQ_FIELDS else row
-        pointers = zeros + (own // IN_WORD)[:, None] * matrix.zeros_row
+        pointers = zeros + (stored_rows // IN_WORD)[:, None] * matrix.zeros_row
         fields = tl.load(pointers, mask=has, other=0) >> (index * NUM_BITS)[:, None]
-        found = ((fields + kind.zero_offset) & ((1 << NUM_BITS) - 1)).to(tl.float32)
-    return found
+        result = ((fields + kind.zero_offset) & ((1 << NUM_BITS) - 1)).to(tl.float32)
+    return result
 
 
 @triton.jit
 def _factors(matrix, expert, rows, has_row, groups, has, kind: tl.constexpr):
-    """float32 (BN, GT)."""
+    """Loads factors of groups, times overall factors: float32 (BN, GT)."""
     pointers = matrix.scales + expert * matrix.scales_expert + groups[None, :] * matrix.scales_group
     pointers = pointers + (rows // matrix.scale_rows)[:, None] * matrix.scales_row
-    found = tl.load(pointers, mask=has, other=0)
+    scales = tl.load(pointers, mask=has, other=0)
     if kind.scales == EXPONENTS:
-        factors = float_of_e8m0(found)
+        factors = float_of_e8m0(scales)
     elif kind.scales == SMALL_FLOATS:
-        factors = float_of_e4m3(found)
+        factors = float_of_e4m3(scales)
     else:
-        factors = found.to(tl.float32)
+        factors = scales.to(tl.float32)
     if kind.overall != NO_OVERALL:
         pointers = matrix.overall + expert * matrix.overall_expert
         overall = tl.load(pointers + rows * matrix.overall_row, mask=has_row, other=1.0)[:, None]
@@ -231,16 +215,15 @@ def _factors(matrix, expert, rows, has_row, groups, has, kind: tl.constexpr):
 
 @triton.jit
 def _load_float16(pointers, has):
-    """Loads float16 numbers from possibly unaligned byte pointers, as float32."""
+    """Loads float16 numbers as float32, byte by byte: they may be unaligned."""
     low = tl.load(pointers, mask=has, other=0).to(tl.uint16)
-    return (
-        (low | tl.load(pointers + 1, mask=has, other=0).to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    )
+    high = tl.load(pointers + 1, mask=has, other=0).to(tl.uint16)
+    return (low | high << 8).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _block32(body_rows, has_row, column, num_columns, ENCODING: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Decodes GGUF's blocks of 32 numbers: a scale, then bytes, or nibbles in the order of INT4. float32 (BN, BK)."""
+    """Decodes GGUF's blocks of 32 numbers to float32 (BN, BK): a scale, then bytes, or nibbles in INT4's order."""
     NUM: tl.constexpr = BK // 32
     WIDTH: tl.constexpr = 32 if ENCODING == Q8_0 else 16
     blocks = column // 32 + tl.arange(0, NUM)
@@ -264,7 +247,7 @@ def _bytes_at(body_rows, has, begin, NUM: tl.constexpr):
 
 @triton.jit
 def _block256(body_rows, has_row, column, num_columns, ENCODING: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Decodes half of a GGUF block of 256 numbers, for BK = 128; see `formats/kinds/gguf.py`. float32 (BN, BK)."""
+    """Decodes half of a GGUF block of 256 numbers to float32 (BN, BK = 128). Layout: see `formats/kinds/gguf.py`."""
     tl.static_assert(BK == 128, "a tile is half a block")
     half, has = column // 128 % 2, has_row & (column < num_columns)
     if ENCODING == Q6_K:
@@ -296,9 +279,10 @@ def _block256(body_rows, has_row, column, num_columns, ENCODING: tl.constexpr, B
 
 @triton.jit
 def decode_tile(matrix, expert, row, has_row, column, kind: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Decodes a tile (BN, BK) to float32, plain numbers to their own dtype: rows of an expert from `row` on, masked by
-    `has_row` (BN), and columns from `column` on, a multiple of BK. Masked numbers are finite. `expert` and `row` must
-    be int64, as a stack may exceed 2^31 numbers; for AWQ, `row` + `first_row` must be a multiple of 8."""
+    """Decodes a tile (BN, BK) to float32, plain numbers to their own dtype: an expert's rows from `row` on, masked by
+    `has_row` (BN), columns from `column` (a multiple of BK) on. Masked numbers are finite. For AWQ, `row` + `first_row`
+    must be a multiple of 8."""
+    # `expert` and `row` are int64: a stack may exceed 2^31 numbers.
     columns = column + tl.arange(0, BK)
     if kind.encoding == PLAIN:
         has = has_row[:, None] & (columns < matrix.num_columns)[None, :]
@@ -342,8 +326,8 @@ def decode_tile(matrix, expert, row, has_row, column, kind: tl.constexpr, BN: tl
 
 @triton.jit
 def decode(matrix, out, num_rows, out_expert, out_row, lead, kind: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Dequantizes a stack into `out`, rounded once to its dtype. Grid: tiles of rows of all experts, tiles of columns.
-    `lead`: rows of the first tile before the first row."""
+    """Dequantizes a stack to `out`, rounded once to its dtype. Grid: tiles of rows of all experts, tiles of columns.
+    `lead`: rows of the first tile that precede the first row."""
     num_tiles = tl.cdiv(num_rows + lead, BN)
     expert = (tl.program_id(0) // num_tiles).to(tl.int64)
     row = (tl.program_id(0) % num_tiles).to(tl.int64) * BN - lead
@@ -362,27 +346,27 @@ def add_escapes(
     starts_expert, columns_expert, exponents_expert, out_expert, out_row, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the escapes of each row: [starts[row], starts[row + 1]), offset by `begins[expert]`. Sign and mantissa
-    come from the body. Grid: rows of all experts. Memory-safe for damaged companions: writes only inside the row."""
+    come from the body. Grid: rows of all experts."""
     expert = (tl.program_id(0) // num_rows).to(tl.int64)
     row = (tl.program_id(0) % num_rows).to(tl.int64)
-    own_row = row + expert * matrix.row_step
-    pointers = starts + expert * starts_expert + own_row
+    stored_row = row + expert * matrix.row_step
+    pointers = starts + expert * starts_expert + stored_row
     begin, end = tl.load(pointers), tl.load(pointers + 1)
     if begins is not None:
         before = tl.load(begins + expert)
         begin, end = begin + before, end + before
-    begin, end = tl.maximum(begin, 0), tl.minimum(end, num_escapes)
-    body = matrix.body + expert * matrix.body_expert + own_row * matrix.body_row
+    begin, end = tl.maximum(begin, 0), tl.minimum(end, num_escapes)  # companions may be damaged: stay inside the row
+    body = matrix.body + expert * matrix.body_expert + stored_row * matrix.body_row
     for first in range(begin, end, BLOCK):
         indices = first + tl.arange(0, BLOCK)
-        own = tl.load(columns + expert * columns_expert + indices, mask=indices < end, other=0).to(tl.int32) & 0xFFFF
+        column = tl.load(columns + expert * columns_expert + indices, mask=indices < end, other=0).to(tl.int32) & 0xFFFF
         exponent = tl.load(exponents + expert * exponents_expert + indices, mask=indices < end, other=0).to(tl.uint32)
-        has, index = (indices < end) & (own < matrix.num_columns), own % GROUP_NUMBERS
-        turn = (index >> 2 & 3) * 16 + (index >> 5) * 8 + (index & 3) * 2 + (index >> 4 & 1)
-        kept = tl.load(body + own // GROUP_NUMBERS * GROUP_BYTES + turn, mask=has, other=0).to(tl.uint32)
-        bits = (kept & 0x80) << 24 | exponent << 23 | (kept & 0x7F) << 16
+        has, index = (indices < end) & (column < matrix.num_columns), column % GROUP_NUMBERS
+        byte = (index >> 2 & 3) * 16 + (index >> 5) * 8 + (index & 3) * 2 + (index >> 4 & 1)
+        signs = tl.load(body + column // GROUP_NUMBERS * GROUP_BYTES + byte, mask=has, other=0).to(tl.uint32)
+        bits = (signs & 0x80) << 24 | exponent << 23 | (signs & 0x7F) << 16
         numbers = round_to(bits.to(tl.float32, bitcast=True), out.dtype.element_ty)
-        tl.store(out + expert * out_expert + row * out_row + own, numbers, mask=has)
+        tl.store(out + expert * out_expert + row * out_row + column, numbers, mask=has)
 
 
 @triton.jit
@@ -390,7 +374,7 @@ def _product(
     x_rows, has_x, matrix, expert, row, has_row, kind: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies rows of x at pointers `x_rows` (BM) by rows of an expert from `row` on: float32 (BM, BN)."""
+    """Multiplies rows of x at pointers `x_rows` (BM,) by an expert's rows from `row` on: float32 (BM, BN)."""
     sums = tl.zeros([BM, BN], tl.float32)
     for column in range(0, matrix.num_columns, BK):
         columns = column + tl.arange(0, BK)
@@ -399,7 +383,7 @@ def _product(
         numbers = decode_tile(matrix, expert, row, has_row, column, kind, BN, BK)
         if kind.encoding != PLAIN:
             numbers = round_to(numbers, x.dtype)
-        if INTERPRETED:  # it multiplies no bfloat16
+        if INTERPRETED:  # the interpreter cannot multiply bfloat16
             sums = tl.dot(x.to(tl.float32), tl.trans(numbers.to(tl.float32)), sums, input_precision="ieee")
         else:
             sums = tl.dot(x, tl.trans(numbers), sums, input_precision="ieee")
@@ -411,13 +395,13 @@ def multiply(
     x, matrix, out, num_x, num_rows, x_row, out_row, lead, kind: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Computes x @ w.T. Grid: tiles of rows of x (fastest, so that a tile of codes is read from memory once), tiles of
-    rows of the matrix."""
+    """Computes x @ w.T. Grid: tiles of rows of x, tiles of rows of the matrix. Programs of one tile of codes run
+    together, so that it is read from memory once."""
     first, row = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64) * BN - lead
-    own, rows = first.to(tl.int64) + tl.arange(0, BM), row + tl.arange(0, BN)
-    has_x, has_row = own < num_x, (rows >= 0) & (rows < num_rows)
-    sums = _product(x + own * x_row, has_x, matrix, 0, row, has_row, kind, BM, BN, BK)
-    pointers = out + own[:, None] * out_row + rows[None, :]
+    x_rows, rows = first.to(tl.int64) + tl.arange(0, BM), row + tl.arange(0, BN)
+    has_x, has_row = x_rows < num_x, (rows >= 0) & (rows < num_rows)
+    sums = _product(x + x_rows * x_row, has_x, matrix, 0, row, has_row, kind, BM, BN, BK)
+    pointers = out + x_rows[:, None] * out_row + rows[None, :]
     tl.store(pointers, round_to(sums, out.dtype.element_ty), mask=has_x[:, None] & has_row[None, :])
 
 
@@ -427,23 +411,21 @@ def multiply_groups(
     EXPERTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Multiplies rows of x, sorted by expert, by their expert's matrix; ends[e] is the end (exclusive) of expert e's
-    rows. Grid: the most possible tiles of rows of x, tiles of rows of an expert. `EXPERTS`: a power of two, at least
-    `num_experts`."""
-    tile, each = tl.program_id(0), tl.arange(0, EXPERTS)
-    ends_E = tl.load(ends + each, mask=each < num_experts, other=0)
-    begins_E = tl.load(ends + each - 1, mask=(each < num_experts) & (each > 0), other=0)
-    tiles_E = tl.where(each < num_experts, tl.cdiv(ends_E - begins_E, BM), 0)
+    rows. Grid: an upper bound of tiles of rows of x, tiles of rows of an expert. `EXPERTS`: the power of two from
+    `num_experts` on."""
+    tile, experts = tl.program_id(0), tl.arange(0, EXPERTS)
+    ends_E = tl.load(ends + experts, mask=experts < num_experts, other=0)
+    begins_E = tl.load(ends + experts - 1, mask=(experts < num_experts) & (experts > 0), other=0)
+    tiles_E = tl.where(experts < num_experts, tl.cdiv(ends_E - begins_E, BM), 0)
     is_before = tl.cumsum(tiles_E) <= tile
-    expert = tl.sum(((each < num_experts) & is_before).to(tl.int32))
+    expert = tl.sum(((experts < num_experts) & is_before).to(tl.int32))
     if expert < num_experts:
-        is_own = each == expert
+        is_own = experts == expert
         begin = tl.sum(tl.where(is_own, begins_E, 0)) + (tile - tl.sum(tl.where(is_before, tiles_E, 0))) * BM
         end = tl.sum(tl.where(is_own, ends_E, 0))
         row = tl.program_id(1).to(tl.int64) * BN - lead
-        own, rows = begin.to(tl.int64) + tl.arange(0, BM), row + tl.arange(0, BN)
-        has_x, has_row = own < end, (rows >= 0) & (rows < num_rows)
-        sums = _product(
-            x + own * x_row, has_x, matrix, expert.to(tl.int64), row, has_row, kind, BM, BN, BK
-        )  # fmt: skip
-        pointers = out + own[:, None] * out_row + rows[None, :]
+        x_rows, rows = begin.to(tl.int64) + tl.arange(0, BM), row + tl.arange(0, BN)
+        has_x, has_row = x_rows < end, (rows >= 0) & (rows < num_rows)
+        sums = _product(x + x_rows * x_row, has_x, matrix, expert.to(tl.int64), row, has_row, kind, BM, BN, BK)
+        pointers = out + x_rows[:, None] * out_row + rows[None, :]
         tl.store(pointers, round_to(sums, out.dtype.element_ty), mask=has_x[:, None] & has_row[None, :])

@@ -1,9 +1,8 @@
-"""Vector code that decodes published formats, in which groups of columns share a zero point and a factor, to float32.
-`linear/packed_rows.py` has their layouts. Each number is computed operation by operation as its format defines, so
-results are equal bit by bit.
+"""Vector code that decodes published formats to float32. Groups of columns share a zero point and a factor, see
+`linear/packed_rows.py`. Operations and their order are those of the format, so results are equal bit by bit.
 
-Codes stored by rows: lanes are columns. Codes stored in columns of words: half of the lanes are rows in one column,
-half are the same rows eight columns further; eight such vectors are then transposed.
+Codes stored by rows: lanes are columns. Codes stored in columns of words: half of the lanes are rows in one column, the
+other half the same rows eight columns further; eight such vectors are then transposed.
 """
 
 from collections.abc import Callable
@@ -38,15 +37,15 @@ from .primitives import (
 )
 from .squares import transpose_vectors
 
-UNIT_ROWS = LANES // 2  # rows per vector; the other half of the lanes holds other columns
+UNIT_ROWS = LANES // 2  # rows per vector; each half of the lanes holds another column
 WORD_COLUMNS = 8  # columns from one half of the lanes to the other
-HAS_TABLES = bool(features().get("avx2"))  # lookups in a vector by lane
+HAS_TABLES = bool(features().get("avx2"))  # lookups of numbers in a vector register
 ROW_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # bit shifts of the eight rows in an AWQ word
 
 
 class GroupArrays(NamedTuple):
-    """Zero points and factors. Codes by rows: (N, G), group k >> shift for column k, and a table of 16 numbers. Codes
-    by columns: (G, N), group `columns[k]` for column k; `is_wide`: each eight columns are in one group."""
+    """Zero points and factors. Codes by rows: (N, G), with column k in group k >> shift, and a `table` of 16 numbers.
+    Codes by columns: (G, N), with column k in group `columns[k]`; `is_wide`: each eight columns share a group."""
 
     zeros: np.ndarray
     factors: np.ndarray
@@ -61,32 +60,30 @@ LoadCodes = Callable[[Builder, Value, Value], tuple[Value, Value]]  # loads 2 * 
 
 
 def _byte_loader(kind: Any) -> LoadCodes:
-    def codes_of(builder: Builder, row: Value, k: Value) -> tuple[Value, Value]:
+    def load_codes(builder: Builder, row: Value, k: Value) -> tuple[Value, Value]:
         addresses = [builder.gep(row, [builder.add(k, k.type(at))]) for at in (0, LANES)]
         first, second = (_load_vector(builder, address, LANES) for address in addresses)
         widen = builder.sext if kind is types.int8 else builder.zext
         return widen(first, INTS), widen(second, INTS)
 
-    return codes_of
+    return load_codes
 
 
 def _nibble_loader(*, is_low_first: bool) -> LoadCodes:
-    def codes_of(builder: Builder, row: Value, k: Value) -> tuple[Value, Value]:
+    def load_codes(builder: Builder, row: Value, k: Value) -> tuple[Value, Value]:
         both = _load_vector(builder, builder.gep(row, [builder.lshr(k, k.type(1))]), LANES)
         low, high = builder.and_(both, both.type([15] * LANES)), builder.lshr(both, both.type([4] * LANES))
         pair = (low, high) if is_low_first else (high, low)
-        turns = [at for lane in range(LANES) for at in (lane, LANES + lane)]  # shuffled as bytes: half the work
-        first, second = (shuffle(builder, *pair, half) for half in (turns[:LANES], turns[LANES:]))
+        byte_lanes = [at for lane in range(LANES) for at in (lane, LANES + lane)]  # shuffled as bytes: half the work
+        first, second = (shuffle(builder, *pair, half) for half in (byte_lanes[:LANES], byte_lanes[LANES:]))
         return builder.zext(first, INTS), builder.zext(second, INTS)
 
-    return codes_of
+    return load_codes
 
 
 def _load_float8(builder: Builder, row: Value, k: Value) -> tuple[Value, Value]:
-    first, second = (
-        load(builder, types.uint8, builder.gep(row, [builder.add(k, k.type(at))]), None) for at in (0, LANES)
-    )
-    return first, second
+    low, high = (builder.gep(row, [builder.add(k, k.type(at))]) for at in (0, LANES))
+    return load(builder, types.uint8, low, None), load(builder, types.uint8, high, None)
 
 
 def _load_vector(builder: Builder, address: Value, count: int) -> Value:
@@ -94,9 +91,7 @@ def _load_vector(builder: Builder, address: Value, count: int) -> Value:
     return builder.load(builder.bitcast(address, kind.as_pointer()), align=1)
 
 
-def _subtract_zero_and_scale(
-    builder: Builder, codes: Value, zero: Value, factor: Value, table: Value | None = None
-) -> Value:
+def _dequantize(builder: Builder, codes: Value, zero: Value, factor: Value, table: Value | None = None) -> Value:
     return builder.fmul(builder.fsub(builder.sitofp(codes, FLOATS), zero), factor)
 
 
@@ -105,35 +100,34 @@ def _scale(builder: Builder, numbers: Value, zero: Value, factor: Value, table: 
 
 
 def _scale_float4(builder: Builder, codes: Value, zero: Value, factor: Value, table: Value) -> Value:
-    """E2M1."""
-    numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # E2M1 by its low three bits
     if LANES == 16:
-        all_of_them = FLOATS([*numbers, *(-number for number in numbers)])
-        return builder.fmul(_look_up(builder, all_of_them, codes), factor)
+        signed = FLOATS([*numbers, *(-number for number in numbers)])
+        return builder.fmul(_look_up(builder, signed, codes), factor)
     sign = builder.shl(builder.and_(codes, ints(8)), ints(28))
     if HAS_TABLES:
         magnitude = _look_up(builder, FLOATS(numbers), codes)
-    else:  # a product moves the exponent
+    else:  # a product adjusts the exponent, exactly
         bits = builder.shl(builder.and_(codes, ints(7)), ints(22))
         magnitude = builder.fmul(builder.bitcast(bits, FLOATS), FLOATS([2.0**126] * LANES))
     return builder.fmul(builder.bitcast(builder.or_(builder.bitcast(magnitude, INTS), sign), FLOATS), factor)
 
 
 def _look_up(builder: Builder, numbers: Value, lanes: Value) -> Value:
-    """Looks numbers up in a vector by the low bits of each lane."""
+    """Looks up numbers in a vector by the low bits of each lane."""
     name = "avx512.permvar.sf.512" if LANES == 16 else "avx2.permps"
     return call(builder, f"llvm.x86.{name}", FLOATS, [numbers, lanes])
 
 
 def _scale_from_table(builder: Builder, codes: Value, zero: Value, factor: Value, table: Value) -> Value:
     parts = [_load_vector(builder, builder.gep(table, [INT(at)]), LANES) for at in range(0, 16, LANES)]
-    found = [_look_up(builder, part, codes) for part in parts]
+    looked_up = [_look_up(builder, part, codes) for part in parts]
     if LANES == 16:
-        return builder.fmul(found[0], factor)
-    return builder.fmul(builder.select(builder.icmp_unsigned("<", codes, ints(8)), *found), factor)
+        return builder.fmul(looked_up[0], factor)
+    return builder.fmul(builder.select(builder.icmp_unsigned("<", codes, ints(8)), *looked_up), factor)
 
 
-def _make_row_widener(codes_of: LoadCodes, number_of: Dequantize) -> Any:
+def _make_row_widener(load_codes: LoadCodes, dequantize: Dequantize) -> Any:
     """Returns a compiled function that decodes rows of codes to float32."""
 
     @intrinsic
@@ -149,19 +143,25 @@ def _make_row_widener(codes_of: LoadCodes, number_of: Dequantize) -> Any:
         out: Any,
     ) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-            each = ((rows, 0), (zeros, 3), (factors, 4), (out, 7))
-            runs = [pointer_and_stride(context, builder, kind, arguments[i]) for kind, i in each]
+            operands = ((rows, 0), (zeros, 3), (factors, 4), (out, 7))
+            runs = [pointer_and_stride(context, builder, kind, arguments[i]) for kind, i in operands]
             numbers = pointer_of(context, builder, table, arguments[6])
-            end, by, n = arguments[2], arguments[5], arguments[2].type
+            end, group_shift, n = arguments[2], arguments[5], arguments[2].type
 
             def widen_row(addresses: list[Value]) -> None:
                 stored, zero, factor, widened = addresses
                 with cgutils.for_range_slice(builder, n(0), end, n(2 * LANES), n) as (k, _):
-                    for i, codes in enumerate(codes_of(builder, stored, k)):
+                    for i, codes in enumerate(load_codes(builder, stored, k)):
                         address = builder.add(k, n(i * LANES))
-                        group = builder.lshr(address, by)
-                        own, times = (splat(builder, builder.load(builder.gep(it, [group]))) for it in (zero, factor))
-                        store(builder, number_of(builder, codes, own, times, numbers), builder.gep(widened, [address]))
+                        group = builder.lshr(address, group_shift)
+                        zero_lanes, factor_lanes = (
+                            splat(builder, builder.load(builder.gep(pointer, [group]))) for pointer in (zero, factor)
+                        )
+                        store(
+                            builder,
+                            dequantize(builder, codes, zero_lanes, factor_lanes, numbers),
+                            builder.gep(widened, [address]),
+                        )
 
             for_rows(builder, arguments[1], runs, widen_row)
             return context.get_dummy_value()
@@ -173,20 +173,20 @@ def _make_row_widener(codes_of: LoadCodes, number_of: Dequantize) -> Any:
 
 
 class _Unit(NamedTuple):
-    """The rows of one vector at column k: pointer to their words, bytes from a word to the next columns' word, and the
+    """The rows of one vector at column k: pointer to their words, bytes from a word to that of the next columns, and a
     bit shift to apply first."""
 
     words: Value
     stride: Value
     shift: Value
 
-    def halves(self, builder: Builder, first: int, second: int, *, are_rows: bool) -> Value:
-        """Loads word rows `first` and `second` into one half of the lanes each: one word per row, or one for all
-        rows."""
-        n, word = self.stride.type, ir.IntType(32)
+    def load_halves(self, builder: Builder, first: int, second: int, *, are_rows: bool) -> Value:
+        """Loads word rows `first` and `second` into one half of the lanes each. Words are loaded for each row if
+        `are_rows`, otherwise one for all."""
+        n, word = self.stride.type, INT
         parts = list[Value]()
-        for below in (first, second):
-            address = builder.gep(self.words, [builder.mul(self.stride, n(below))])
+        for word_row in (first, second):
+            address = builder.gep(self.words, [builder.mul(self.stride, n(word_row))])
             address = builder.bitcast(address, word.as_pointer())
             parts.append(_load_vector(builder, address, UNIT_ROWS if are_rows else 1))
         width = parts[0].type.count
@@ -195,30 +195,30 @@ class _Unit(NamedTuple):
         return builder.lshr(words, splat(builder, self.shift))
 
 
-# Loads codes of column j in one half of the lanes, of column 8 + j in the other.
+# Loads codes of column k + j into one half of the lanes, of column k + 8 + j into the other.
 LoadColumn = Callable[[Builder, _Unit, int], Value]
 
 
 def _column_word_loader(num_bits: int) -> LoadColumn:
-    """Returns a loader for words that hold codes of neighboring columns of one row."""
+    """Returns a loader for words of neighboring columns."""
     per_word, mask = 32 // num_bits, (1 << num_bits) - 1
 
-    def codes_of(builder: Builder, unit: _Unit, j: int) -> Value:
-        below = j // per_word
-        words = unit.halves(builder, below, below + WORD_COLUMNS // per_word, are_rows=True)
+    def load_codes(builder: Builder, unit: _Unit, j: int) -> Value:
+        word_row = j // per_word
+        words = unit.load_halves(builder, word_row, word_row + WORD_COLUMNS // per_word, are_rows=True)
         return builder.and_(builder.lshr(words, ints(j % per_word * num_bits)), ints(mask))
 
-    return codes_of
+    return load_codes
 
 
 def _load_row_word_codes(builder: Builder, unit: _Unit, j: int) -> Value:
-    """Loads codes from words that hold eight neighboring rows in one column."""
-    words = unit.halves(builder, j, j + WORD_COLUMNS, are_rows=False)
+    """Loads codes from words of eight neighboring rows."""
+    words = unit.load_halves(builder, j, j + WORD_COLUMNS, are_rows=False)
     return builder.and_(builder.lshr(words, INTS([*ROW_SHIFTS[:UNIT_ROWS]] * 2)), ints(15))
 
 
 class _GroupScales(NamedTuple):
-    """Zero points and factors of the rows of a unit (`stride` numbers from group to group), and each column's group."""
+    """Zero points and factors of a unit's rows, groups `stride` numbers apart, and the group of each column."""
 
     zeros: Value
     factors: Value
@@ -226,7 +226,7 @@ class _GroupScales(NamedTuple):
     columns: Value
 
     def load_columns(self, builder: Builder, k: Value, j: int) -> tuple[Value, Value]:
-        """Loads zero points and factors of column k + j in one half of the lanes, k + 8 + j in the other."""
+        """Loads zero points and factors of column k + j into one half of the lanes, of k + 8 + j into the other."""
         n, starts = self.stride.type, list[Value]()
         for at in (j, j + WORD_COLUMNS):
             group = builder.sext(builder.load(builder.gep(self.columns, [builder.add(k, n(at))])), n)
@@ -235,13 +235,13 @@ class _GroupScales(NamedTuple):
 
 
 def _load_halves(builder: Builder, numbers: Value, starts: list[Value]) -> Value:
-    """Loads half of the lanes from each of the two start indices."""
+    """Loads each half of the lanes from one of two start indices."""
     low, high = (_load_vector(builder, builder.gep(numbers, [start]), UNIT_ROWS) for start in starts)
     return shuffle(builder, low, high, [*range(LANES)])
 
 
 def _store_unit(builder: Builder, vectors: list[Value], out: Value, stride: Value, k: Value) -> None:
-    """Numbers of column k + j and k + 8 + j are those of vector j; rows lie `stride` numbers apart."""
+    """Transposes a unit and writes it: vector j has columns k + j and k + 8 + j. Rows are `stride` numbers apart."""
     n = k.type
     for i, vector in enumerate(transpose_vectors(builder, vectors)):
         row, column = i % UNIT_ROWS, i // UNIT_ROWS * WORD_COLUMNS
@@ -249,8 +249,8 @@ def _store_unit(builder: Builder, vectors: list[Value], out: Value, stride: Valu
         store(builder, vector, builder.gep(out, [address]))
 
 
-def _make_unit_widener(codes_of: LoadColumn, word_shift: int, *, are_rows_in_words: bool = False) -> Any:
-    """Returns a compiled function that decodes UNIT_ROWS rows at a time; column k is in word k >> word_shift."""
+def _make_unit_widener(load_codes: LoadColumn, word_shift: int, *, are_rows_in_words: bool = False) -> Any:
+    """Returns a compiled function that decodes units of UNIT_ROWS rows. Column k is in word row k >> word_shift."""
 
     @intrinsic
     def widen(
@@ -273,33 +273,31 @@ def _make_unit_widener(codes_of: LoadColumn, word_shift: int, *, are_rows_in_wor
             top, count, end, n = *arguments[1:4], arguments[3].type
             stride, shared_stride, out_stride = (stride_of(builder, arguments[i]) for i in (0, 4, 8))
 
-            def make(row: Value, k: Value, *, once: bool) -> None:
-                absolute, below = builder.add(top, row), builder.lshr(k, n(word_shift))
-                word, by = absolute, INT(0)
+            def decode_unit(row: Value, k: Value, *, is_shared: bool) -> None:
+                stored_row, word_row = builder.add(top, row), builder.lshr(k, n(word_shift))
+                word, bit_shift = stored_row, INT(0)
                 if are_rows_in_words:
-                    word = builder.lshr(absolute, n(3))
-                    by = builder.trunc(builder.shl(builder.and_(absolute, n(7)), n(1)), INT)
-                at = builder.add(builder.mul(below, stride), builder.shl(word, n(2)))
-                unit = _Unit(builder.gep(stored, [at]), stride, by)
-                own_zero, own_factor = (builder.gep(each, [row]) for each in (zero, factor))
-                shared = _GroupScales(own_zero, own_factor, shared_stride, groups)
-                same = shared.load_columns(builder, k, 0) if once else None
+                    word = builder.lshr(stored_row, n(3))
+                    bit_shift = builder.trunc(builder.shl(builder.and_(stored_row, n(7)), n(1)), INT)
+                at = builder.add(builder.mul(word_row, stride), builder.shl(word, n(2)))
+                unit = _Unit(builder.gep(stored, [at]), stride, bit_shift)
+                own_zero, own_factor = (builder.gep(pointer, [row]) for pointer in (zero, factor))
+                scales = _GroupScales(own_zero, own_factor, shared_stride, groups)
+                shared_scales = scales.load_columns(builder, k, 0) if is_shared else None
                 vectors = list[Value]()
                 for j in range(WORD_COLUMNS):
-                    zero_points, by_factors = same or shared.load_columns(builder, k, j)
-                    vectors.append(
-                        _subtract_zero_and_scale(builder, codes_of(builder, unit, j), zero_points, by_factors)
-                    )
+                    zero_points, by_factors = shared_scales or scales.load_columns(builder, k, j)
+                    vectors.append(_dequantize(builder, load_codes(builder, unit, j), zero_points, by_factors))
                 _store_unit(builder, vectors, builder.gep(widened, [builder.mul(row, out_stride)]), out_stride, k)
 
-            for once, taken in ((True, arguments[7]), (False, builder.not_(arguments[7]))):
+            for is_shared, condition in ((True, arguments[7]), (False, builder.not_(arguments[7]))):
                 rows, inputs = n(UNIT_ROWS), n(2 * WORD_COLUMNS)
                 with (
-                    builder.if_then(taken),
+                    builder.if_then(condition),
                     cgutils.for_range_slice(builder, n(0), count, rows, n) as (row, _),
                     cgutils.for_range_slice(builder, n(0), end, inputs, n) as (k, _),
                 ):
-                    make(row, k, once=once)
+                    decode_unit(row, k, is_shared=is_shared)
             return context.get_dummy_value()
 
         n = types.intp
@@ -313,9 +311,9 @@ WidenUnit = Callable[[RowsAt, int, int, int, RowsAt, RowsAt, ArrayAt, bool, Rows
 
 # Arguments: rows of codes, number of rows, numbers per row (a multiple of 2 * LANES), zero points and factors (from the
 # group of the first number on; number k is in group k >> shift), shift, table, output rows.
-widen_bytes: WidenRow = cast(Any, _make_row_widener(_byte_loader(types.uint8), _subtract_zero_and_scale))
-widen_signed_bytes: WidenRow = cast(Any, _make_row_widener(_byte_loader(types.int8), _subtract_zero_and_scale))
-widen_nibbles: WidenRow = cast(Any, _make_row_widener(_nibble_loader(is_low_first=True), _subtract_zero_and_scale))
+widen_bytes: WidenRow = cast(Any, _make_row_widener(_byte_loader(types.uint8), _dequantize))
+widen_signed_bytes: WidenRow = cast(Any, _make_row_widener(_byte_loader(types.int8), _dequantize))
+widen_nibbles: WidenRow = cast(Any, _make_row_widener(_nibble_loader(is_low_first=True), _dequantize))
 widen_scaled_float8: WidenRow = cast(Any, _make_row_widener(_load_float8, _scale))
 widen_float4: WidenRow = cast(Any, _make_row_widener(_nibble_loader(is_low_first=True), _scale_float4))
 # Never called if HAS_TABLES is false: the substitute only has to compile.

@@ -1,12 +1,12 @@
-"""Products in vectors of eight lanes and sixteen registers (AVX2): lanes are rows of w, and each number of x is
-multiplied by two vectors of them.
+"""Products in vectors of 8 lanes and 16 registers (AVX2). Lanes are rows of w. Each number of x is multiplied by two
+vectors of them.
 
 A panel of a few rows and inputs of w is converted to float32 in the L1 cache and multiplied by a block of rows of x in
-the L2 cache, while the next rows of w are prefetched. Converted weights never reach memory. The order of summation of
-an output does not depend on other rows.
+the L2 cache, while the next rows of w are prefetched. The order of summation of an output does not depend on other
+rows.
 
-Blocks for each level of caches, panels, and sums in registers, after Goto and van de Geijn, "Anatomy of
-High-Performance Matrix Multiplication" (2008), and Van Zee and van de Geijn, "BLIS" (2015).
+Blocking for caches and registers after Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
+(2008), and Van Zee and van de Geijn, "BLIS" (2015).
 """
 
 from collections.abc import Callable
@@ -60,10 +60,10 @@ from .squares import load_columns
 
 binding.initialize_native_asmparser()  # numba leaves it out
 
-CHAIN_INPUTS = 256  # most inputs that are added up in registers
+CHAIN_INPUTS = 256  # most inputs summed in registers
 PANEL_ROWS = 2 * LANES
 PANEL_NUMBERS = PANEL_ROWS * CHAIN_INPUTS
-MOST_ROWS, FEW_ROWS = 6, 3  # rows of x multiplied at once by one panel, or by two
+MOST_ROWS, FEW_ROWS = 6, 3  # most rows of x multiplied at once by one panel, or by two
 SHAPES = [(2, rows) for rows in range(1, MOST_ROWS + 1)] + [(4, rows) for rows in range(1, FEW_ROWS + 1)]
 STEP_INPUTS = 16  # inputs between prefetches
 GROUP_SHIFT = GROUP_NUMBERS.bit_length() - 1
@@ -80,7 +80,7 @@ class Shape(NamedTuple):
     rows: int
 
     def vector_at(self, vector: int, k: int) -> int:
-        """The byte offset in the panels of a vector of input k."""
+        """The byte offset of a vector of input k in the panels."""
         return vector // 2 * PANEL_NUMBERS * _NUMBER_BYTES + (2 * k + vector % 2) * _VECTOR_BYTES
 
 
@@ -159,35 +159,35 @@ def _add_products(
     group_stride: Any,
 ) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        given = _NarrowArguments(*arguments)
+        values = _NarrowArguments(*arguments)
         weights, numbers, totals = (
             pointer_of(context, builder, kind, value)
-            for kind, value in ((panels, given.panels), (inputs, given.inputs), (sums, given.sums))
+            for kind, value in ((panels, values.panels), (inputs, values.inputs), (sums, values.sums))
         )
-        next_rows, stride = pointer_of(context, builder, ahead, given.ahead), stride_of(builder, given.ahead)
-        n, add_inputs = given.num_inputs.type, _emit_assembly if has_fma_without_avx512() else _emit_ir
+        next_rows, stride = pointer_of(context, builder, ahead, values.ahead), stride_of(builder, values.ahead)
+        n, add_inputs = values.num_inputs.type, _emit_assembly if has_fma_without_avx512() else _emit_ir
 
-        def ask_ahead(k: Value) -> None:
-            # The last input of a step, not the first: rows in published files are not aligned to cache lines.
-            behind = builder.mul(builder.add(k, n(STEP_INPUTS)), given.group_stride)
-            last = builder.sub(builder.lshr(behind, n(GROUP_SHIFT)), n(1))
-            with cgutils.for_range(builder, given.num_ahead, intp=n) as loop:
+        def emit_prefetches(k: Value) -> None:
+            # The last input of a step, not the first: rows of checkpoints are not aligned to cache lines.
+            end = builder.mul(builder.add(k, n(STEP_INPUTS)), values.group_stride)
+            last = builder.sub(builder.lshr(end, n(GROUP_SHIFT)), n(1))
+            with cgutils.for_range(builder, values.num_ahead, intp=n) as loop:
                 prefetch(builder, next_rows, builder.add(builder.mul(loop.index, stride), last))
 
-        for shape in (Shape(*each) for each in SHAPES):
-            vectors, rows = (equals(builder, found, own) for found, own in zip(given[1:4:2], shape, strict=True))
+        for shape in (Shape(*sizes) for sizes in SHAPES):
+            vectors, rows = (equals(builder, results, own) for results, own in zip(values[1:4:2], shape, strict=True))
             with builder.if_then(builder.and_(vectors, rows)):
                 addresses = [cgutils.alloca_once(builder, FLOATS) for _ in range(shape.vectors * shape.rows)]
                 for address in addresses:
                     builder.store(FLOATS(None), address)
-                with cgutils.for_range_slice(builder, n(0), given.num_inputs, n(STEP_INPUTS), n) as (k, _):
-                    ask_ahead(k)
+                with cgutils.for_range_slice(builder, n(0), values.num_inputs, n(STEP_INPUTS), n) as (k, _):
+                    emit_prefetches(k)
                     w = builder.gep(weights, [builder.mul(k, n(PANEL_ROWS))])
                     x = builder.gep(numbers, [builder.mul(k, n(shape.rows))])
-                    found = add_inputs(builder, shape, w, x, [builder.load(address) for address in addresses])
-                    for address, total in zip(addresses, found, strict=True):
+                    results = add_inputs(builder, shape, w, x, [builder.load(address) for address in addresses])
+                    for address, total in zip(addresses, results, strict=True):
                         builder.store(total, address)
-                add_sums(builder, [builder.load(address) for address in addresses], totals, given.is_first)
+                add_sums(builder, [builder.load(address) for address in addresses], totals, values.is_first)
         return context.get_dummy_value()
 
     n = types.intp
@@ -195,36 +195,36 @@ def _add_products(
 
 
 def _emit_assembly(builder: Builder, shape: Shape, panels: Value, inputs: Value, sums: list[Value]) -> list[Value]:
-    """Returns the sums plus the products of STEP_INPUTS inputs, in inline assembly. Operands: the sums; the fewer of
-    vectors and rows, held in registers; one register for the others in turn; both pointers; the count."""
+    """Returns the sums plus products of STEP_INPUTS inputs, in inline assembly. Operands: the sums; vectors or rows,
+    whichever are fewer, held in registers; a scratch register for the others; both pointers; the count."""
     vectors, rows = shape
     hold_vectors, num_held = vectors <= rows, min(vectors, rows)
     num_registers = len(sums) + num_held + 1
-    held, passing = [f"${len(sums) + i}" for i in range(num_held)], f"${num_registers - 1}"
+    held, scratch = [f"${len(sums) + i}" for i in range(num_held)], f"${num_registers - 1}"
     panel, x, left = (f"${num_registers + i}" for i in range(3))
     lines = ["1:"]
     for k in range(_UNROLLED):
-        take_vectors = [f"vmovups {shape.vector_at(v, k)}({panel}), " for v in range(vectors)]
-        take_rows = [f"vbroadcastss {(k * rows + j) * _NUMBER_BYTES}({x}), " for j in range(rows)]
-        kept, others = (take_vectors, take_rows) if hold_vectors else (take_rows, take_vectors)
-        lines += [take + register for take, register in zip(kept, held, strict=True)]
-        for i, take in enumerate(others):
-            lines.append(take + passing)
+        vector_loads = [f"vmovups {shape.vector_at(v, k)}({panel}), " for v in range(vectors)]
+        row_loads = [f"vbroadcastss {(k * rows + j) * _NUMBER_BYTES}({x}), " for j in range(rows)]
+        held_loads, passed_loads = (vector_loads, row_loads) if hold_vectors else (row_loads, vector_loads)
+        lines += [instruction + register for instruction, register in zip(held_loads, held, strict=True)]
+        for i, instruction in enumerate(passed_loads):
+            lines.append(instruction + scratch)
             for h, register in enumerate(held):
                 total = i * vectors + h if hold_vectors else h * vectors + i
-                lines.append(f"vfmadd231ps {register}, {passing}, ${total}")
+                lines.append(f"vfmadd231ps {register}, {scratch}, ${total}")
     lines.append(f"addq $${_UNROLLED * 2 * _VECTOR_BYTES}, {panel}")
     lines.append(f"addq $${_UNROLLED * rows * _NUMBER_BYTES}, {x}")
     lines += [f"subq $${_UNROLLED}, {left}", "jne 1b"]
     outputs = ["=&x"] * num_registers + ["=&r"] * 3
     tied = [*range(len(sums)), *range(num_registers, num_registers + 3)]
-    changed = ["~{memory}", "~{dirflag}", "~{fpsr}", "~{flags}"]
-    given = [*sums, builder.bitcast(panels, _PLACE), builder.bitcast(inputs, _PLACE), _COUNT(STEP_INPUTS)]
+    clobbers = ["~{memory}", "~{dirflag}", "~{fpsr}", "~{flags}"]
+    operands = [*sums, builder.bitcast(panels, _PLACE), builder.bitcast(inputs, _PLACE), _COUNT(STEP_INPUTS)]
     result = ir.LiteralStructType([FLOATS] * num_registers + [_PLACE, _PLACE, _COUNT])
-    kind = ir.FunctionType(result, [value.type for value in given])
-    constraints = ",".join([*outputs, *map(str, tied), *changed])
-    found = builder.call(ir.InlineAsm(kind, "\n".join(lines), constraints, side_effect=True), given)
-    return [builder.extract_value(found, i) for i in range(len(sums))]
+    kind = ir.FunctionType(result, [value.type for value in operands])
+    constraints = ",".join([*outputs, *map(str, tied), *clobbers])
+    results = builder.call(ir.InlineAsm(kind, "\n".join(lines), constraints, side_effect=True), operands)
+    return [builder.extract_value(results, i) for i in range(len(sums))]
 
 
 def _emit_ir(builder: Builder, shape: Shape, panels: Value, inputs: Value, sums: list[Value]) -> list[Value]:
@@ -245,54 +245,53 @@ def _emit_ir(builder: Builder, shape: Shape, panels: Value, inputs: Value, sums:
     return [builder.load(address) for address in addresses]
 
 
-# Writes numbers of a row of x (a multiple of LANES) as float32, `stride` numbers apart.
+# Writes `num_inputs` numbers of a row of x, a multiple of LANES, as float32, `stride` numbers apart.
 lay_out_row: Callable[[ArrayAt, int, ArrayAt, int], None] = cast(Any, _lay_out_row)
-# Writes stored numbers (a multiple of 16) of LANES rows of w as float32, into one of two vectors of a panel (numbers,
-# 2, LANES).
+# Writes `num_inputs` stored numbers, a multiple of 16, of LANES rows of w as float32 into one of the two vectors of a
+# panel (num_inputs, 2, LANES).
 transpose_weights: Callable[[RowsAt, int, ArrayAt], None] = cast(Any, _transpose_weights)
 # Multiplies panels of `num_vectors` vectors by `num_rows` rows of inputs (num_inputs, num_rows) and adds the products
 # to sums (num_rows, num_vectors, LANES), or overwrites them if `is_first`. Prefetches the same inputs of `num_ahead`
-# rows of stored weights to L2; their groups of GROUP_NUMBERS inputs are `group_stride` elements apart.
+# rows of stored weights to L2, see `PrefetchRows`.
 add_products: Callable[[ArrayAt, int, ArrayAt, int, int, ArrayAt, bool, RowsAt, int, int], None] = cast(
     Any, _add_products
 )
 
 
-CHUNK_ROWS = 256  # most rows of w for which a block of x is read once
+CHUNK_ROWS = 256  # most rows of w per pass over a block of x
 INPUT_ROWS = 1  # rows of x that can be laid out independently
 BLOCK_GROUPS = 240 // MOST_ROWS  # usual groups of rows of x in a block: 240 KiB at CHAIN_INPUTS
 MOST_GROUPS = BLOCK_GROUPS + BLOCK_GROUPS // 2
-CACHED_NUMBERS = 1 << 15  # numbers of x, 128 KiB, that fit the L2 cache
-TILE_NUMBERS = LANES * CHAIN_INPUTS  # decoded numbers of w, before they are laid out
+CACHED_NUMBERS = 1 << 15  # numbers of x that fit the L2 cache: 128 KiB
+TILE_NUMBERS = LANES * CHAIN_INPUTS  # decoded numbers of w, before their layout as a panel
 SUM_NUMBERS = CHUNK_ROWS * MOST_GROUPS * MOST_ROWS
 WORK_NUMBERS = 2 * PANEL_NUMBERS + TILE_NUMBERS
 
 
 def split_workspace(work: np.ndarray, *, pairs: bool) -> tuple[np.ndarray, np.ndarray]:
     """Splits a thread's workspace into panels and tile."""
-    assert not pairs, "vectors of eight lanes multiply no pairs"
+    assert not pairs, "products of bfloat16 pairs need AVX-512"
     return work[TILE_NUMBERS:], work[:TILE_NUMBERS]
 
 
 @njit(fastmath=REORDERED)
 def _most_rows(num_rows: int) -> int:
-    """Returns the most rows of x in a group: FEW_ROWS with two panels where larger groups with one panel would have too
-    few sums to keep the FMA units busy."""
+    """Returns the most rows of x in a group. FEW_ROWS, with two panels, if a group with one panel would have too few
+    sums to keep the FMA units busy."""
     return FEW_ROWS if num_rows <= FEW_ROWS or MOST_ROWS < num_rows <= 3 * FEW_ROWS else MOST_ROWS
 
 
 @njit(fastmath=REORDERED)
 def _groups(num_rows: int) -> tuple[int, int, int]:
-    """Splits rows of x into groups. Returns the number of groups, the least rows per group, and the number of first
-    groups with one more."""
+    """Splits rows of x into groups. Returns the number of groups, the least rows per group, and how many groups, the
+    first ones, have one more."""
     num_groups = -(-num_rows // _most_rows(num_rows))
     return num_groups, num_rows // num_groups, num_rows % num_groups
 
 
 @njit(fastmath=REORDERED)
 def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None:
-    """Writes rows [first, last) of x, interleaved with the other rows of their group: consecutive groups of (K,
-    rows)."""
+    """Writes rows [first, last) of x, interleaved with other rows of their group. Groups (K, rows) are adjacent."""
     M, K = x_MK.shape
     num_groups, least, num_larger = _groups(M)
     for g in range(num_groups):
@@ -303,8 +302,7 @@ def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None
 
 @njit(fastmath=REORDERED)
 def _write_output(sums: np.ndarray, width: int, height: int, rows: Span, out: OutputRows, begin: int) -> None:
-    """Writes the sums of `width` rows of w (`height` at a time) and a run of rows of x to columns of out from
-    `begin`."""
+    """Writes sums of `width` rows of w, `height` per panel, and a span of rows of x to columns of out from `begin`."""
     num_rows = rows[1] - rows[0]
     for row in range(num_rows):
         own = RowsAt(sums, row * height, num_rows * height)
@@ -324,20 +322,19 @@ def _multiply_panels(
     w: np.ndarray,
     ahead: PrefetchRows,
 ) -> None:
-    """Multiplies one or two panels, a span of rows of their chunk, by the inputs of a chain of a block. Prefetches the
-    rows `ahead`."""
+    """Multiplies one or two panels (`rows` of their chunk) by a chain of inputs of a block of x. Prefetches `ahead`."""
     k, height = chain[0], rows[1] - rows[0]
     top = group_start(block.first, block.least, block.num_larger)
     block_rows = group_start(block.last, block.least, block.num_larger) - top
     next_at, num_left, begin = ahead.at, ahead.num_rows, top
-    share = -(-num_left // (block.last - block.first))  # prefetched per group
+    prefetch_share = -(-num_left // (block.last - block.first))  # prefetched per group
     for g in range(block.first, block.last):
-        count, now = block.least + (g < block.num_larger), min(share, num_left)
-        own = ArrayAt(sums, rows[0] * block_rows + (begin - top) * height)
+        count, num = block.least + (g < block.num_larger), min(prefetch_share, num_left)
+        out = ArrayAt(sums, rows[0] * block_rows + (begin - top) * height)
         x, next_rows = ArrayAt(inputs, begin * K + k * count), RowsAt(w, next_at, ahead.stride)
         weights, num_vectors, num_inputs = ArrayAt(panels, 0), height // LANES, chain[1] - k
-        add_products(weights, num_vectors, x, count, num_inputs, own, k == 0, next_rows, now, ahead.group_stride)
-        next_at, num_left, begin = next_at + now * ahead.stride, num_left - now, begin + count
+        add_products(weights, num_vectors, x, count, num_inputs, out, k == 0, next_rows, num, ahead.group_stride)
+        next_at, num_left, begin = next_at + num * ahead.stride, num_left - num, begin + count
 
 
 @njit(fastmath=REORDERED, forceinline=True)
@@ -346,15 +343,15 @@ def _lay_out_weights(
     K: int,
     packed: RowPacking | None,
     cursors: np.ndarray,
-    own: int,
+    first_cursor: int,
     rows: Span,
     chain: Span,
     tile: np.ndarray,
     bits: np.ndarray,
     panels: np.ndarray,
 ) -> None:
-    """Writes a chain of inputs of rows of w as panels. Packed rows are first decoded into `tile` (`bits` is its view as
-    integers); their next escapes are in `cursors` from index `own` on."""
+    """Writes a chain of inputs of rows of w as panels. Packed rows are first decoded to `tile` (`bits`: its view as
+    integers); their next escapes are in `cursors` from `first_cursor` on."""
     (first, last), (k, end) = rows, chain
     for top in range(first, last, LANES):
         vector = (top - first) // LANES
@@ -366,7 +363,7 @@ def _lay_out_weights(
         if packed.encoding == WINDOW4:
             escapes = packed.escapes
             for row in range(LANES):
-                at = own + top - first + row
+                at = first_cursor + top - first + row
                 cursors[at] = write_escapes(escapes, cursors[at], top + row, k, end, bits, row * CHAIN_INPUTS)
         transpose_weights(RowsAt(tile, 0, CHAIN_INPUTS), end - k, address)
 
@@ -374,40 +371,33 @@ def _lay_out_weights(
 @njit(fastmath=REORDERED)
 def multiply(w: np.ndarray, num_weights: int, K: int, packed: RowPacking | None, product: VectorProduct) -> None:
     """See `linear`. w has `num_weights` rows, plain or `packed`."""
-    step, counter, inputs, begin, num_rows = (
-        product.step,
-        product.counter,
-        product.inputs,
-        product.begin,
-        product.num_rows,
-    )
-    out, panels, tile, sums = as_output(product.halves, product.kind), product.words, product.tile, product.sums
+    step, counter, inputs, halves, kind, begin, num_rows, panels, tile, sums = product
     num_groups, least, num_larger = _groups(num_rows)
-    in_all, cursors = count_blocks(num_groups, BLOCK_GROUPS), make_cursors(packed, CHUNK_ROWS)
-    bits = tile.view(np.uint32)  # once: a view's reference counting costs as much as a row
+    num_blocks, cursors = count_blocks(num_groups, BLOCK_GROUPS), make_cursors(packed, CHUNK_ROWS)
+    out, bits = as_output(halves, kind), tile.view(np.uint32)  # once: reference counting costs as much as a row
     stride, group_stride = row_stride(w, num_weights, packed), group_elements(packed)
     height = 2 * PANEL_ROWS if _most_rows(num_rows) == FEW_ROWS else PANEL_ROWS
-    chunk = height if num_rows * K <= CACHED_NUMBERS else step  # rows of w per pass over x: one panel if x is cached
+    chunk = height if num_rows * K <= CACHED_NUMBERS else step  # rows of w per pass over x; one panel if x is cached
     whole = num_weights // PAIR_ROWS * PAIR_ROWS
     item = claim_items(counter, step)
     while item < whole:
         end = min(item + step, whole)
         for top in range(item, end, chunk):
             width = min(chunk, end - top)
-            for b in range(in_all):
-                block = RowBlock(b * num_groups // in_all, (b + 1) * num_groups // in_all, least, num_larger)
+            for b in range(num_blocks):
+                block = RowBlock(b * num_groups // num_blocks, (b + 1) * num_groups // num_blocks, least, num_larger)
                 set_cursors(packed, cursors, top, width)
                 for k in range(0, K, CHAIN_INPUTS):
                     chain = (k, min(K, k + CHAIN_INPUTS))
                     for n in range(0, width, height):
-                        own, rows = (n, n + height), (top + n, top + n + height)
+                        panel_rows, rows = (n, n + height), (top + n, top + n + height)
                         _lay_out_weights(w, K, packed, cursors, n, rows, chain, tile, bits, panels)
                         next_top, next_k = (top + n + height, k) if n + height < width else (top, chain[1])
                         if next_k >= K:
                             next_top, next_k = top + width, 0
                         num_next = height if stride and next_top < end else 0
                         ahead = PrefetchRows(input_index(K, packed, next_top, next_k), num_next, stride, group_stride)
-                        _multiply_panels(panels, own, inputs, chain, block, sums, K, w, ahead)
+                        _multiply_panels(panels, panel_rows, inputs, chain, block, sums, K, w, ahead)
                 span = group_start(block.first, least, num_larger), group_start(block.last, least, num_larger)
                 _write_output(sums, width, height, span, out, begin + top)
         item = claim_items(counter, step)

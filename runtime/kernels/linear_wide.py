@@ -1,9 +1,8 @@
-"""Products in vectors of 16 lanes and 32 registers (AVX-512): lanes are rows of x (float32, or pairs of bfloat16 in
-words), and each number of w is multiplied by up to three vectors of them.
+"""Products in vectors of 16 lanes and 32 registers (AVX-512). Lanes are rows of x (float32, or words of two bfloat16).
+Each number of w is multiplied by up to three vectors of them.
 
-A few rows and inputs of w are converted at a time in the L1 cache and multiplied by a block of rows of x in the L2
-cache, while the next rows of w are prefetched. Converted weights never reach memory. The order of summation of an
-output does not depend on other rows.
+A few rows and inputs of w at a time are converted in the L1 cache and multiplied by a block of rows of x in the L2
+cache, while the next rows of w are prefetched. The order of summation of an output does not depend on other rows.
 
 Blocking for caches and registers after Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
 (2008). Here x is laid out instead of w, as it is smaller.
@@ -63,25 +62,25 @@ from .primitives import (
 from .squares import SIDES, deinterleave_sums, interleave, transpose
 
 MOST_VECTORS = 3  # vectors of rows of x multiplied at once
-WEIGHT_ROWS = 24  # rows of w converted at once: the number of sums in registers
-CHAIN_INPUTS = 256  # most words added up in registers; also the stride of converted rows
+WEIGHT_ROWS = 24  # rows of w converted at once: as many sums as fit in registers
+CHAIN_INPUTS = 256  # most words summed in registers; also the stride of converted rows
 GROUP_SHIFT = GROUP_NUMBERS.bit_length() - 1
-_AHEAD = 4  # distance in inputs of prefetches of x to L1: saves 3 % of a product of 480 rows
+_AHEAD = 4  # inputs; distance of prefetches of x to L1, which save 3 % of a product of 480 rows
 
 
 @intrinsic
 def _copy_interleaved(typing: Any, rows: Any, num_rows: Any, num_words: Any, sides: Any, out: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        given, count, end, wanted, written = arguments
-        first, stride = pointer_of(context, builder, rows, given), stride_of(builder, given)
-        target, n = pointer_of(context, builder, out, written), end.type
+        rows_value, count, end, num_sides, out_value = arguments
+        first, stride = pointer_of(context, builder, rows, rows_value), stride_of(builder, rows_value)
+        target, n = pointer_of(context, builder, out, out_value), end.type
         for sides in SIDES:
-            with builder.if_then(equals(builder, wanted, sides)):
+            with builder.if_then(equals(builder, num_sides, sides)):
                 slices = cgutils.for_range_slice(builder, n(0), count, n(sides), n)
                 with slices as (row, _), cgutils.for_range_slice(builder, n(0), end, n(LANES), n) as (k, _):
                     numbers = [builder.add(row, n(i)) for i in range(sides)]
-                    each = [builder.gep(first, [builder.mul(number, stride)]) for number in numbers]
-                    vectors = [_load_words(builder, rows, out, stored, k) for stored in each]
+                    pointers = [builder.gep(first, [builder.mul(number, stride)]) for number in numbers]
+                    vectors = [_load_words(builder, rows, out, pointer, k) for pointer in pointers]
                     to = builder.add(builder.mul(row, n(CHAIN_INPUTS)), builder.mul(k, n(sides)))
                     for i, vector in enumerate(interleave(builder, vectors)):
                         store(builder, vector, builder.gep(target, [builder.add(to, n(i * LANES))]))
@@ -92,7 +91,7 @@ def _copy_interleaved(typing: Any, rows: Any, num_rows: Any, num_words: Any, sid
 
 
 def _load_words(builder: Builder, row: Any, out: Any, stored: Value, k: Value) -> Value:
-    """Loads LANES words, of the kind of `out`, from word `k` of a stored row on."""
+    """Loads LANES words of the type of `out`, from word `k` of a stored row on."""
     dtype, words = row.types[0].dtype, out.types[0].dtype
     if dtype == words or not _is_paired(out.types[0]):
         return load(builder, dtype, builder.gep(stored, [k]), None)
@@ -104,9 +103,9 @@ def _load_words(builder: Builder, row: Any, out: Any, stored: Value, k: Value) -
 def _copy_words(typing: Any, row: Any, num_words: Any, out: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         stored, end = pointer_of(context, builder, row, arguments[0]), arguments[1]
-        taken, n = pointer_of(context, builder, out, arguments[2]), end.type
+        target, n = pointer_of(context, builder, out, arguments[2]), end.type
         with cgutils.for_range_slice(builder, n(0), end, n(LANES), n) as (k, _):
-            store(builder, _load_words(builder, row, out, stored, k), builder.gep(taken, [k]))
+            store(builder, _load_words(builder, row, out, stored, k), builder.gep(target, [k]))
         return context.get_dummy_value()
 
     return types.void(row, types.intp, out), build
@@ -173,29 +172,29 @@ def _add_products(
     sides: Any,
 ) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        given = _WideArguments(*arguments)
+        values = _WideArguments(*arguments)
         firsts = [
             pointer_of(context, builder, kind, value)
-            for kind, value in ((weights, given.weights), (inputs, given.inputs), (sums, given.sums))
+            for kind, value in ((weights, values.weights), (inputs, values.inputs), (sums, values.sums))
         ]
-        next_rows, stride = pointer_of(context, builder, ahead, given.ahead), stride_of(builder, given.ahead)
+        next_rows, stride = pointer_of(context, builder, ahead, values.ahead), stride_of(builder, values.ahead)
 
-        def ask_ahead(k: Value) -> None:
-            # The last input of a step, not the first: rows in published files are not aligned to cache lines.
-            behind = builder.mul(builder.add(k, k.type(LANES)), given.group_stride)
-            last = builder.sub(builder.lshr(behind, k.type(GROUP_SHIFT)), k.type(1))
-            with cgutils.for_range(builder, given.num_ahead, intp=k.type) as loop:
+        def emit_prefetches(k: Value) -> None:
+            # The last input of a step, not the first: rows of checkpoints are not aligned to cache lines.
+            end = builder.mul(builder.add(k, k.type(LANES)), values.group_stride)
+            last = builder.sub(builder.lshr(end, k.type(GROUP_SHIFT)), k.type(1))
+            with cgutils.for_range(builder, values.num_ahead, intp=k.type) as loop:
                 prefetch(builder, next_rows, builder.add(builder.mul(loop.index, stride), last))
 
         shapes = [(vectors, 1) for vectors in range(1, MOST_VECTORS + 1)] + [(1, sides) for sides in SIDES]
         for vectors, sides in shapes:
-            is_so = builder.and_(equals(builder, given.num_vectors, vectors), equals(builder, given.sides, sides))
-            with builder.if_then(is_so):
+            is_match = builder.and_(equals(builder, values.num_vectors, vectors), equals(builder, values.sides, sides))
+            with builder.if_then(is_match):
                 for rows in _row_counts(vectors):
-                    with builder.if_then(equals(builder, given.num_rows, rows)):
+                    with builder.if_then(equals(builder, values.num_rows, rows)):
                         shape = rows // sides, vectors, sides
-                        totals = _emit_sums(builder, firsts[0], firsts[1], shape, given.num_inputs, ask_ahead)
-                        add_sums(builder, totals, firsts[2], given.is_first)
+                        totals = _emit_sums(builder, firsts[0], firsts[1], shape, values.num_inputs, emit_prefetches)
+                        add_sums(builder, totals, firsts[2], values.is_first)
         return context.get_dummy_value()
 
     n = types.intp
@@ -203,11 +202,11 @@ def _add_products(
 
 
 def _row_counts(vectors: int) -> list[int]:
-    """Returns the row counts of w to compile for so many vectors: the most for WEIGHT_ROWS sums, and all remainders of
+    """Returns the numbers of rows of w to compile for `vectors`: the most with WEIGHT_ROWS sums, and all remainders of
     a multiple of PAIR_ROWS."""
-    most = WEIGHT_ROWS // vectors
+    max_rows = WEIGHT_ROWS // vectors
     counts = {PAIR_ROWS * i % WEIGHT_ROWS or WEIGHT_ROWS for i in range(1, WEIGHT_ROWS + 1)}
-    return sorted({min(most, count - row) for count in counts for row in range(0, count, most)})
+    return sorted({min(max_rows, count - row) for count in counts for row in range(0, count, max_rows)})
 
 
 def _emit_sums(
@@ -216,42 +215,41 @@ def _emit_sums(
     inputs: Value,
     shape: tuple[int, int, int],
     num_inputs: Value,
-    each_step: Callable[[Value], None],
+    emit_prefetches: Callable[[Value], None],
 ) -> list[Value]:
-    """Emits a product of a register block. Returns the sums of each row of w (or each `sides` adjacent rows) with each
-    vector of x, row by row. `shape`: rows, vectors, sides. `each_step` emits code for each LANES inputs."""
+    """Emits a product of a register block. Returns the sums row by row, one for each row of w (or `sides` rows) and
+    vector of x. `shape`: rows, vectors, sides. `emit_prefetches` is called for each LANES inputs."""
     rows, vectors, sides = shape
     n, add = num_inputs.type, multiply_add if inputs.type.pointee == FLOATS.element else add_pairs
     sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(vectors)] for _ in range(rows)]
     for address in (address for row in sums for address in row):
         builder.store(FLOATS(None), address)
     with cgutils.for_range_slice(builder, n(0), num_inputs, n(LANES), n) as (step, _):
-        each_step(step)
+        emit_prefetches(step)
         with cgutils.for_range(builder, n(LANES), intp=n) as loop:
             k = builder.add(step, loop.index)
             addresses = [builder.add(builder.mul(k, n(vectors * LANES)), n(i * LANES)) for i in range(vectors)]
             x = [load(builder, types.float32, builder.gep(inputs, [address]), None) for address in addresses]
             for address in addresses:
                 prefetch(builder, inputs, builder.add(address, n(_AHEAD * vectors * LANES)), level=1)
-            for row, own in enumerate(sums):
+            for row, row_sums in enumerate(sums):
                 weight_at = builder.mul(builder.add(k, n(row * CHAIN_INPUTS)), n(sides))
                 weight = _load_repeated(builder, builder.gep(weights, [weight_at]), sides)
-                for total, numbers in zip(own, x, strict=True):
+                for total, numbers in zip(row_sums, x, strict=True):
                     builder.store(add(builder, weight, numbers, builder.load(total)), total)
     return [builder.load(address) for row in sums for address in row]
 
 
 def _load_repeated(builder: Builder, address: Value, count: int) -> Value:
-    """Loads `count` words and repeats them over all lanes."""
     if count == 1:
         return splat(builder, builder.load(address))
     words = builder.load(builder.bitcast(address, ir.VectorType(address.type.pointee, count).as_pointer()), align=4)
     return shuffle(builder, words, words, [lane % count for lane in range(LANES)])
 
 
-# Copies words (a multiple of LANES) of `num_rows` stored rows like `copy_words`, with each `sides` rows interleaved.
+# Same as `copy_words` for `num_rows` stored rows, with each `sides` rows interleaved.
 copy_interleaved: Callable[[RowsAt, int, int, int, ArrayAt], None] = cast(Any, _copy_interleaved)
-# Copies words (a multiple of LANES) of a stored row: converted to float32, or uint32 pairs of bfloat16 unchanged.
+# Copies `num_words` words of a stored row, a multiple of LANES: converts to float32, or keeps pairs of bfloat16.
 copy_words: Callable[[ArrayAt, int, ArrayAt], None] = cast(Any, _copy_words)
 # Rounds float32 numbers to pairs of bfloat16: `num_words` words (a multiple of LANES). No-op if words are float32.
 round_to_pairs: Callable[[ArrayAt, int, ArrayAt], None] = cast(Any, _round_to_pairs)
@@ -259,15 +257,14 @@ round_to_pairs: Callable[[ArrayAt, int, ArrayAt], None] = cast(Any, _round_to_pa
 numbers_per_word: Callable[[np.ndarray], int] = cast(Any, _numbers_per_word)
 # Multiplies `num_rows` rows of weights by inputs (num_inputs, num_vectors, LANES) and adds the products to sums
 # (num_rows, num_vectors, LANES), or overwrites them if `is_first`. Prefetches the same inputs of `num_ahead` rows of
-# stored weights to L2; their groups of GROUP_NUMBERS inputs are `group_stride` elements apart. With `sides` > 1, each
-# `sides` interleaved rows share a vector of sums.
+# stored weights to L2, see `PrefetchRows`. With `sides` > 1, each `sides` interleaved rows share a vector of sums.
 add_products: Callable[[ArrayAt, int, ArrayAt, int, int, ArrayAt, bool, RowsAt, int, int, int], None] = cast(
     Any, _add_products
 )
 
 
-CHUNK_ROWS = 256  # most rows of w for which a block of x is read once
-INPUT_ROWS = MOST_VECTORS * LANES  # most rows of x in a group, whose vectors are adjacent
+CHUNK_ROWS = 256  # most rows of w per pass over a block of x
+INPUT_ROWS = MOST_VECTORS * LANES  # most rows of x in a group; vectors of a group are adjacent
 BLOCK_GROUPS = 240 // INPUT_ROWS  # usual groups of rows of x in a block: 240 KiB at CHAIN_INPUTS
 MOST_GROUPS = BLOCK_GROUPS + BLOCK_GROUPS // 2
 TILE_NUMBERS = WEIGHT_ROWS * CHAIN_INPUTS
@@ -276,16 +273,16 @@ WORK_NUMBERS = 3 * TILE_NUMBERS
 
 
 def split_workspace(work: np.ndarray, *, pairs: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Splits a thread's workspace into words and tile. There are twice as many words as tile numbers: for float32 x
-    they include the tile; for pairs of bfloat16 they are separate, as uint32."""
+    """Splits a thread's workspace into words and tile, with twice as many words as tile numbers. Words include the tile
+    for float32 x; for `pairs` they are separate uint32."""
     words = work[TILE_NUMBERS:].view(np.uint32) if pairs else work[: 2 * TILE_NUMBERS]
     return words, work[:TILE_NUMBERS]
 
 
 @njit(fastmath=REORDERED)
 def _groups(num_rows: int) -> tuple[int, int, int]:
-    """Splits vectors of rows of x into groups. Returns the number of groups, the least vectors per group, and the
-    number of first groups with one more."""
+    """Splits vectors of rows of x into groups. Returns the number of groups, the least vectors per group, and how many
+    groups, the first ones, have one more."""
     num_vectors = -(-num_rows // LANES)
     num_groups = -(-num_vectors // MOST_VECTORS)
     return num_groups, num_vectors // num_groups, num_vectors % num_groups
@@ -293,7 +290,7 @@ def _groups(num_rows: int) -> tuple[int, int, int]:
 
 @njit(fastmath=REORDERED)
 def _rows_per_vector(num_rows: int) -> int:
-    """Returns how many rows of w share a vector with few rows of x: 4, 2 or 1."""
+    """Returns `sides`: 4 or 2 if x has so few rows that as many rows of w share a vector, otherwise 1."""
     for sides in SIDES:
         if num_rows * sides <= LANES:
             return sides
@@ -302,8 +299,8 @@ def _rows_per_vector(num_rows: int) -> int:
 
 @njit(fastmath=REORDERED)
 def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None:
-    """Writes groups [first, last) of rows of x, each as (K, vectors, LANES), zero-padded after the last row. K words
-    per row: a word is a float32 (converted from 16 bits if needed) or a pair of bfloat16."""
+    """Writes groups [first, last) of rows of x, each as (K, vectors, LANES), zero-padded after the last row. See
+    `linear.lay_out_inputs`."""
     M, K = x_MK.shape
     (_, least, num_larger), shift = _groups(M), _rows_per_vector(M) // 2
     for g in range(first, last):
@@ -317,29 +314,28 @@ def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None
 
 @njit(fastmath=REORDERED)
 def _write_output(
-    sums: np.ndarray, width: int, num_rows: int, block: RowBlock, out: OutputRows, begin: int, own: RowsAt
+    sums: np.ndarray, width: int, num_rows: int, block: RowBlock, out: OutputRows, begin: int, square: RowsAt
 ) -> None:
-    """Writes the sums of `width` rows of w and a block to columns of out from `begin` on. `own`: scratch for a
-    square."""
+    """Writes sums of `width` rows of w and a block of x to columns of out from `begin` on. `square`: scratch."""
     row, at = group_start(block.first, block.least, block.num_larger) * LANES, 0
     for g in range(block.first, block.last):
         stride = (block.least + (g < block.num_larger)) * LANES
         for m in range(0, min(stride, num_rows - row), LANES):
             for n in range(0, width, LANES):
-                transpose(RowsAt(sums, at + n * stride + m, stride), LANES, 0, own)
-                write_rows(own, min(LANES, num_rows - row - m), LANES, output_at(out, row + m, begin + n), out.kind)
+                transpose(RowsAt(sums, at + n * stride + m, stride), LANES, 0, square)
+                write_rows(square, min(LANES, num_rows - row - m), LANES, output_at(out, row + m, begin + n), out.kind)
         row, at = row + stride, at + CHUNK_ROWS * stride
 
 
 @njit(fastmath=REORDERED)
 def _write_interleaved_output(
-    sums: np.ndarray, width: int, num_rows: int, sides: int, out: OutputRows, begin: int, own: RowsAt
+    sums: np.ndarray, width: int, num_rows: int, sides: int, out: OutputRows, begin: int, square: RowsAt
 ) -> None:
-    """Same as `_write_output` for interleaved rows of w."""
+    """Same as `_write_output` for `sides` interleaved rows of w, and all rows of x."""
     for n in range(0, width, LANES * sides):
         num_sums = min(LANES, (width - n) // sides)
-        deinterleave_sums(ArrayAt(sums, n // sides * LANES), num_sums, sides, ArrayAt(own.numbers, own.at))
-        rows = RowsAt(own.numbers, own.at, LANES * sides)
+        deinterleave_sums(ArrayAt(sums, n // sides * LANES), num_sums, sides, ArrayAt(square.numbers, square.at))
+        rows = RowsAt(square.numbers, square.at, LANES * sides)
         write_rows(rows, num_rows, num_sums * sides, output_at(out, 0, begin + n), out.kind)
 
 
@@ -356,24 +352,23 @@ def _multiply_tile(
     ahead: PrefetchRows,
     sides: int,
 ) -> None:
-    """Multiplies a span of rows of w (as words) by the inputs of a chain of a block. Interleaved rows are after the
-    tile. Prefetches the rows `ahead`."""
+    """Multiplies a span of rows of w (as words) by a chain of inputs of a block of x. Prefetches the rows `ahead`."""
     k, vector, n, count = chain[0], 0, span[0], span[1] - span[0]
     num_products = (block.last - block.first) * -(-count * block.least // WEIGHT_ROWS)
     next_at, num_left, stride, group_stride = ahead.at, ahead.num_rows, ahead.stride, ahead.group_stride
-    share = -(-num_left // num_products)  # prefetched per product
+    prefetch_share = -(-num_left // num_products)  # prefetched per product
     begin = group_start(block.first, block.least, block.num_larger)
-    tile_at = TILE_NUMBERS if sides > 1 else 0
+    tile_at = TILE_NUMBERS if sides > 1 else 0  # interleaved rows are after the tile
     for g in range(block.first, block.last):
         num_vectors = block.least + (g < block.num_larger)
         x_at, height = ((begin + vector) * num_words + k * num_vectors) * LANES, WEIGHT_ROWS // num_vectors
         for r in range(0, count, height):
-            rows, now = min(height, count - r), min(share, num_left)
-            own = ArrayAt(sums, (vector * CHUNK_ROWS + (n + r) // sides * num_vectors) * LANES)
+            rows, num = min(height, count - r), min(prefetch_share, num_left)
+            out = ArrayAt(sums, (vector * CHUNK_ROWS + (n + r) // sides * num_vectors) * LANES)
             weights, next_rows = ArrayAt(words, tile_at + r * CHAIN_INPUTS), RowsAt(w, next_at, stride)
             x, num_inputs = ArrayAt(inputs, x_at), chain[1] - k
-            add_products(weights, rows, x, num_vectors, num_inputs, own, k == 0, next_rows, now, group_stride, sides)
-            next_at, num_left = next_at + now * stride, num_left - now
+            add_products(weights, rows, x, num_vectors, num_inputs, out, k == 0, next_rows, num, group_stride, sides)
+            next_at, num_left = next_at + num * stride, num_left - num
         vector += num_vectors
 
 
@@ -383,7 +378,7 @@ def _widen_rows(
     K: int,
     packed: RowPacking | None,
     cursors: np.ndarray,
-    own: int,
+    first_cursor: int,
     rows: Span,
     chain: Span,
     words: np.ndarray,
@@ -391,9 +386,8 @@ def _widen_rows(
     bits: np.ndarray,
     sides: int,
 ) -> None:
-    """Writes a chain of inputs of rows of w as words; interleaved rows are written after the tile. Packed rows are
-    first decoded into `tile` (`bits` is its view as integers); their next escapes are in `cursors` from index `own`
-    on."""
+    """Writes a chain of inputs of rows of w as words, interleaved ones after the tile. Packed rows are first decoded to
+    `tile` (`bits`: its view as integers); their next escapes are in `cursors` from `first_cursor` on."""
     first, per_word, num_words = rows[0], numbers_per_word(words), chain[1] - chain[0]
     k, last = chain[0] * per_word, chain[1] * per_word
     if packed is None:
@@ -412,7 +406,7 @@ def _widen_rows(
             if packed.encoding == WINDOW4:
                 escapes = packed.escapes
                 for row in range(top, top + step):
-                    at, address = own + row - first, (row - top) * CHAIN_INPUTS
+                    at, address = first_cursor + row - first, (row - top) * CHAIN_INPUTS
                     cursors[at] = write_escapes(escapes, cursors[at], row, begin, end, bits, address)
             for row in range(step):
                 address = ArrayAt(words, row * CHAIN_INPUTS + (begin - k) // per_word)
@@ -425,25 +419,18 @@ def _widen_rows(
 @njit(fastmath=REORDERED)
 def multiply(w: np.ndarray, num_weights: int, K: int, packed: RowPacking | None, product: VectorProduct) -> None:
     """See `linear`. w has `num_weights` rows, plain or `packed`."""
-    step, counter, inputs, begin, num_rows = (
-        product.step,
-        product.counter,
-        product.inputs,
-        product.begin,
-        product.num_rows,
-    )
-    out, words, tile, sums = as_output(product.halves, product.kind), product.words, product.tile, product.sums
+    step, counter, inputs, halves, kind, begin, num_rows, words, tile, sums = product
     num_groups, least, num_larger = _groups(num_rows)
-    in_all, cursors = count_blocks(num_groups, BLOCK_GROUPS), make_cursors(packed, CHUNK_ROWS)
-    bits = tile.view(np.uint32)  # once: a view's reference counting costs as much as a row
+    num_blocks, cursors = count_blocks(num_groups, BLOCK_GROUPS), make_cursors(packed, CHUNK_ROWS)
+    out, bits = as_output(halves, kind), tile.view(np.uint32)  # once: reference counting costs as much as a row
     stride, per_word = row_stride(w, num_weights, packed), numbers_per_word(words)
     num_words, group_stride, sides = K // per_word, group_elements(packed) * per_word, _rows_per_vector(num_rows)
     whole, square = num_weights // PAIR_ROWS * PAIR_ROWS, RowsAt(tile, 0, LANES)
     top = claim_items(counter, step)
     while top < whole:
         width = min(step, whole - top)
-        for b in range(in_all):
-            block = RowBlock(b * num_groups // in_all, (b + 1) * num_groups // in_all, least, num_larger)
+        for b in range(num_blocks):
+            block = RowBlock(b * num_groups // num_blocks, (b + 1) * num_groups // num_blocks, least, num_larger)
             set_cursors(packed, cursors, top, width)
             for k in range(0, num_words, CHAIN_INPUTS):
                 chain = (k, min(num_words, k + CHAIN_INPUTS))

@@ -1,6 +1,6 @@
 """Decodes packed rows of weights of any encoding to float32, inside a product or for whole rows.
 
-N rows of K numbers; R of them.
+R rows of K numbers.
 """
 
 from collections.abc import Callable
@@ -62,14 +62,14 @@ from .primitives import (
 )
 
 HALF, LANE = GROUP_NUMBERS // 2, 16  # shuffles combine the two bytes of a number within LANE bytes
-_BYTE, _WORD, _INT = ir.IntType(8), ir.IntType(16), ir.IntType(32)
+_BYTE, _WORD = ir.IntType(8), ir.IntType(16)
 _BYTES, _WORDS = ir.VectorType(_BYTE, GROUP_NUMBERS), ir.VectorType(_WORD, HALF)
-_NIBBLES, _PAIRS = ir.VectorType(_BYTE, HALF), ir.VectorType(_INT, HALF // 2)
+_NIBBLES, _PAIRS = ir.VectorType(_BYTE, HALF), ir.VectorType(INT, HALF // 2)
 
 
 class Escapes(NamedTuple):
-    """Numbers whose exponents have no code. Those of row n are [starts[n], starts[n + 1]), in ascending columns. For
-    codes above 0, the exponent is code + `base`."""
+    """Numbers with exponents that have no code, in ascending columns; row n has [starts[n], starts[n + 1]). Other
+    exponents are code + `base`, for codes above 0."""
 
     base: int
     starts: np.ndarray
@@ -80,7 +80,7 @@ class Escapes(NamedTuple):
 @intrinsic
 def _widen_window4(typing: Any, rows: Any, num_rows: Any, num_inputs: Any, base: Any, out: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        runs = [pointer_and_stride(context, builder, each, arguments[i]) for each, i in ((rows, 0), (out, 4))]
+        arrays = [pointer_and_stride(context, builder, kind, arguments[i]) for kind, i in ((rows, 0), (out, 4))]
         end, size = arguments[2], GROUP_NUMBERS
         n, added = end.type, _splat_byte(builder, builder.trunc(arguments[3], _BYTE))
 
@@ -90,12 +90,12 @@ def _widen_window4(typing: Any, rows: Any, num_rows: Any, num_inputs: Any, base:
                 group = builder.gep(stored, [builder.add(k, builder.lshr(k, n(1)))])
                 address = builder.gep(widened, [k])
                 for half, pairs in enumerate(_load_pairs(builder, group, added)):
-                    _store_bits(builder, builder.shl(pairs, _constant(16, _PAIRS)), address, half * HALF)
-                    _store_bits(
-                        builder, builder.and_(pairs, _constant(0xFFFF0000, _PAIRS)), address, half * HALF + HALF // 2
-                    )
+                    low = builder.shl(pairs, _constant(16, _PAIRS))
+                    high = builder.and_(pairs, _constant(0xFFFF0000, _PAIRS))
+                    _store_bits(builder, low, address, half * HALF)
+                    _store_bits(builder, high, address, half * HALF + HALF // 2)
 
-        for_rows(builder, arguments[1], runs, widen_row)
+        for_rows(builder, arguments[1], arrays, widen_row)
         return context.get_dummy_value()
 
     n = types.intp
@@ -103,24 +103,24 @@ def _widen_window4(typing: Any, rows: Any, num_rows: Any, num_inputs: Any, base:
 
 
 def _load_pairs(builder: Builder, group: Value, added: Value) -> list[Value]:
-    """Decodes both halves of a group to pairs of bfloat16: number i of a half in the low bits, 16 + i in the high ones.
-    Works on all bytes of a group at once, and combines the two bytes of each number at the end."""
+    """Decodes both halves of a group to pairs of bfloat16: number i of a half in the low bits, 16 + i in the high bits.
+    Works on all bytes at once; the last shuffles combine the two bytes of each number."""
     exponents = _exponents(builder, _load_vector(builder, group, GROUP_NUMBERS, _NIBBLES), added)
-    words, rest = builder.bitcast(exponents, _WORDS), _load_vector(builder, group, 0, _BYTES)
+    words, body = builder.bitcast(exponents, _WORDS), _load_vector(builder, group, 0, _BYTES)
     last_bits = builder.bitcast(builder.shl(words, _constant(7, _WORDS)), _BYTES)
     others = builder.bitcast(builder.lshr(words, _constant(1, _WORDS)), _BYTES)
-    low = _merge_bits(builder, 0x7F, rest, last_bits)
-    high = _merge_bits(builder, 0x80, rest, others)
-    together = []
+    low = _merge_bits(builder, 0x7F, body, last_bits)
+    high = _merge_bits(builder, 0x80, body, others)
+    pairs_of_halves = []
     for first in (0, LANE // 2):
         lanes = [lane + first + i for lane in range(0, GROUP_NUMBERS, LANE) for i in range(LANE // 2)]
         order = [at for i in lanes for at in (i, GROUP_NUMBERS + i)]
-        together.append(builder.bitcast(builder.shuffle_vector(low, high, _lane_order(order)), _PAIRS))
-    return together
+        pairs_of_halves.append(builder.bitcast(builder.shuffle_vector(low, high, _lane_order(order)), _PAIRS))
+    return pairs_of_halves
 
 
 def _exponents(builder: Builder, nibbles: Value, added: Value) -> Value:
-    """Decodes nibble codes to a byte exponent per number; codes of the second half are the high nibbles."""
+    """Decodes nibbles to one exponent byte per number; the high nibbles are those of the second half."""
     twice = builder.shuffle_vector(nibbles, nibbles, _lane_order([*range(HALF)] * 2))
     shifts = _WORDS([0] * (HALF // 2) + [4] * (HALF // 2))
     shifted = builder.bitcast(builder.lshr(builder.bitcast(twice, _WORDS), shifts), _BYTES)
@@ -130,7 +130,7 @@ def _exponents(builder: Builder, nibbles: Value, added: Value) -> Value:
 
 
 def _merge_bits(builder: Builder, mask: int, one: Value, other: Value) -> Value:
-    """Combines the bits in `mask` of one with the other bits of the other."""
+    """Takes the bits in `mask` from `one`, all others from `other`."""
     return builder.or_(builder.and_(one, _constant(mask, _BYTES)), builder.and_(other, _constant(0xFF ^ mask, _BYTES)))
 
 
@@ -139,32 +139,32 @@ def _constant(number: int, kind: Any) -> Value:
 
 
 def _lane_order(order: list[int]) -> Value:
-    return ir.VectorType(_INT, len(order))(order)
+    return ir.VectorType(INT, len(order))(order)
 
 
 def _splat_byte(builder: Builder, number: Value) -> Value:
-    first = builder.insert_element(_BYTES(ir.Undefined), number, _INT(0))
+    first = builder.insert_element(_BYTES(ir.Undefined), number, INT(0))
     return builder.shuffle_vector(first, first, _lane_order([0] * GROUP_NUMBERS))
 
 
 def _load_vector(builder: Builder, group: Value, at: int, kind: Any) -> Value:
-    return builder.load(builder.bitcast(builder.gep(group, [_INT(at)]), kind.as_pointer()), align=1)
+    return builder.load(builder.bitcast(builder.gep(group, [INT(at)]), kind.as_pointer()), align=1)
 
 
 def _store_bits(builder: Builder, bits: Value, address: Value, at: int) -> None:
-    builder.store(bits, builder.bitcast(builder.gep(address, [_INT(at)]), bits.type.as_pointer()), align=4)
+    builder.store(bits, builder.bitcast(builder.gep(address, [INT(at)]), bits.type.as_pointer()), align=4)
 
 
-# Decodes packed rows to bits of float32: `num_inputs` numbers (a multiple of GROUP_NUMBERS) per row; escapes get an
-# exponent of 0.
+# Decodes packed rows to bits of float32, `num_inputs` numbers (a multiple of GROUP_NUMBERS) per row. Escapes get
+# exponent 0.
 widen_window4: Callable[[RowsAt, int, int, int, RowsAt], None] = cast(Any, _widen_window4)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
 def write_escapes(escapes: Escapes, at: int, row: int, first: int, last: int, bits: np.ndarray, begin: int) -> int:
-    """Writes the exponents of a row's escapes in columns [first, last), from escape `at` on. `bits[begin]` is the
-    float32 of column `first`. Returns the next escape. Memory-safe for damaged tables: missing escapes and columns out
-    of range are ignored."""
+    """Writes exponents of a row's escapes in columns [first, last), from escape `at` on. `bits[begin]` is the float32 of
+    column `first`. Returns the next escape."""
+    # Files may be damaged: never write outside of the row, nor read past the last escape.
     end = min(np.int64(escapes.starts[np.uint64(row + 1)]), escapes.columns.size)
     while at < end and escapes.columns[np.uint64(at)] < last:
         column = np.int64(escapes.columns[np.uint64(at)])
@@ -175,7 +175,7 @@ def write_escapes(escapes: Escapes, at: int, row: int, first: int, last: int, bi
     return at
 
 
-# Emits code that decodes one run, from pointers to stored and decoded rows, its first input, and its scale (in lanes).
+# Emits code that decodes one run, given pointers to the stored and the decoded row, the first input, and the scale.
 WidenRun = Callable[[Builder, Value, Value, Value, Value], None]
 
 
@@ -186,15 +186,13 @@ def _load_scale(builder: Builder, scales: Value, k: Value, shift: Value) -> Valu
 
 
 def _make_widener(run: WidenRun) -> Any:
-    """Returns a compiled function that decodes rows, a run at a time."""
+    """Returns a compiled function that decodes rows, one run of CODE_RUN numbers at a time."""
 
     @intrinsic
     def widen(typing: Any, rows: Any, num_rows: Any, num_inputs: Any, scales: Any, shift: Any, out: Any) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-            runs = [
-                pointer_and_stride(context, builder, each, arguments[i])
-                for each, i in ((rows, 0), (scales, 3), (out, 5))
-            ]
+            operands = ((rows, 0), (scales, 3), (out, 5))
+            arrays = [pointer_and_stride(context, builder, kind, arguments[i]) for kind, i in operands]
             end, n = arguments[2], arguments[2].type
 
             def widen_row(addresses: list[Value]) -> None:
@@ -202,7 +200,7 @@ def _make_widener(run: WidenRun) -> Any:
                 with cgutils.for_range_slice(builder, n(0), end, n(CODE_RUN), n) as (k, _):
                     run(builder, stored, widened, k, _load_scale(builder, factors, k, arguments[4]))
 
-            for_rows(builder, arguments[1], runs, widen_row)
+            for_rows(builder, arguments[1], arrays, widen_row)
             return context.get_dummy_value()
 
         n = types.intp
@@ -212,7 +210,6 @@ def _make_widener(run: WidenRun) -> Any:
 
 
 def _byte_run(kind: Any) -> WidenRun:
-    """Returns code that decodes runs of byte codes of a type."""
 
     def run(builder: Builder, stored: Value, widened: Value, k: Value, scale: Value) -> None:
         for at in range(0, CODE_RUN, LANES):
@@ -224,18 +221,18 @@ def _byte_run(kind: Any) -> WidenRun:
 
 
 def _nibble_run(builder: Builder, stored: Value, widened: Value, k: Value, scale: Value) -> None:
-    """Decodes a run of 4-bit codes: the first half in the low nibbles."""
+    """Decodes a run of 4-bit codes; its first half is in the low nibbles."""
     n = k.type
-    less = builder.fmul(scale, FLOATS([-float(INT4_MIDDLE)] * LANES))
+    offset = builder.fmul(scale, FLOATS([-float(INT4_MIDDLE)] * LANES))
     for at in range(0, CODE_RUN // 2, LANES):
         address = builder.add(builder.lshr(k, n(1)), n(at))
         for half, codes in enumerate(load_pairs(builder, builder.gep(stored, [address]), None)):
             to = builder.add(k, n(half * CODE_RUN // 2 + at))
-            store(builder, multiply_add(builder, codes, scale, less), builder.gep(widened, [to]))
+            store(builder, multiply_add(builder, codes, scale, offset), builder.gep(widened, [to]))
 
 
-# Decodes rows of codes to float32, a multiple of CODE_RUN numbers each. Scales are bfloat16 bits; number k of a row has
-# scale k >> shift.
+# Decodes rows of codes to float32, `num_inputs` (a multiple of CODE_RUN) per row. Scales are bfloat16 bits; number k of
+# a row has scale k >> shift.
 widen_int8: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _make_widener(_byte_run(types.int8)))
 widen_float8: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _make_widener(_byte_run(types.uint8)))
 widen_int4: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _make_widener(_nibble_run))
@@ -251,8 +248,8 @@ class Scales(NamedTuple):
 
 class RowPacking(NamedTuple):
     """The layout of `num_rows` packed rows. `encoding`: a constant of `arguments.py`. By rows: `group_bytes` per
-    GROUP_NUMBERS numbers. By columns: `word_stride` bytes from a word to the next columns' word. `escapes` belong to
-    WINDOW4, `scales` to our rounded formats, `groups` to published formats."""
+    GROUP_NUMBERS numbers. By columns: `word_stride` bytes from a word to that of the next columns. `escapes` are for
+    WINDOW4, `scales` for INT8, INT4 and FLOAT8, `groups` for published encodings."""
 
     encoding: int
     num_rows: int
@@ -265,13 +262,12 @@ class RowPacking(NamedTuple):
 
 @njit(fastmath=REORDERED)
 def unpack_arguments(stored: StoredRows) -> RowPacking:
-    """Builds the layout from the flat arguments that Python passes."""
-    layout = stored.layout
-    way, num_rows, group_bytes, stride = layout[0], layout[1], layout[3], layout[4]
+    """Builds the layout from the flat arguments of a kernel."""
+    layout = stored.layout  # by index: see `Layout` in linear/packed_rows.py
     escapes = Escapes(layout[5], stored.starts, stored.columns, stored.exponents)
-    own, others = Scales(stored.scales, layout[6], layout[7]), stored.groups
-    grouped = GroupArrays(stored.zeros, stored.factors, stored.table, others, layout[8] > 0)
-    return RowPacking(way, num_rows, group_bytes, stride, escapes, own, grouped)
+    scales = Scales(stored.scales, layout[6], layout[7])
+    groups = GroupArrays(stored.zeros, stored.factors, stored.table, stored.groups, layout[8] > 0)
+    return RowPacking(layout[0], layout[1], layout[3], layout[4], escapes, scales, groups)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
@@ -282,35 +278,35 @@ def packed_offset(K: int, group_bytes: int, row: int, k: int) -> int:
 
 @njit(fastmath=REORDERED, forceinline=True)
 def _widen_grouped(packed: RowPacking, stored: RowsAt, num_rows: int, num_inputs: int, at: int, to: RowsAt) -> None:
-    """Same as `widen_packed` for published formats by rows. Zero points and factors begin at index `at`."""
-    way, num_groups, shift = packed.encoding, packed.scales.num_groups, packed.scales.shift
+    """Same as `widen_packed` for published encodings by rows. Zero points and factors begin at index `at`."""
+    encoding, num_groups, shift = packed.encoding, packed.scales.num_groups, packed.scales.shift
     zeros, factors = RowsAt(packed.groups.zeros, at, num_groups), RowsAt(packed.groups.factors, at, num_groups)
     table = ArrayAt(packed.groups.table, 0)
-    if way == NIBBLES:
+    if encoding == NIBBLES:
         widen_nibbles(stored, num_rows, num_inputs, zeros, factors, shift, table, to)
-    elif way == FLOAT4:
+    elif encoding == FLOAT4:
         widen_float4(stored, num_rows, num_inputs, zeros, factors, shift, table, to)
-    elif way == TABLE_NIBBLES:
+    elif encoding == TABLE_NIBBLES:
         widen_table_nibbles(stored, num_rows, num_inputs, zeros, factors, shift, table, to)
-    elif way == SCALED_FLOAT8:
+    elif encoding == SCALED_FLOAT8:
         widen_scaled_float8(stored, num_rows, num_inputs, zeros, factors, shift, table, to)
-    elif way == BYTES:
+    elif encoding == BYTES:
         widen_bytes(stored, num_rows, num_inputs, zeros, factors, shift, table, to)
-    elif way == SIGNED_BYTES:
+    elif encoding == SIGNED_BYTES:
         widen_signed_bytes(stored, num_rows, num_inputs, zeros, factors, shift, table, to)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
 def _widen_columns(packed: RowPacking, body: np.ndarray, rows: Span, k: int, num_inputs: int, to: RowsAt) -> None:
-    """Same as `widen_packed` for codes by columns. `rows` must be a multiple of UNIT_ROWS."""
-    first, num_rows, way, stride = rows[0], rows[1] - rows[0], packed.encoding, packed.word_stride
+    """Same as `widen_packed` for encodings by columns. Needs a multiple of UNIT_ROWS rows."""
+    first, num_rows, encoding, stride = rows[0], rows[1] - rows[0], packed.encoding, packed.word_stride
     zeros = RowsAt(packed.groups.zeros, first, packed.num_rows)
     factors = RowsAt(packed.groups.factors, first, packed.num_rows)
     is_wide, columns = packed.groups.is_wide, ArrayAt(packed.groups.columns, k)
-    if way == WORDS4:
+    if encoding == WORDS4:
         words = RowsAt(body, (k >> 3) * stride, stride)
         widen_words4(words, first, num_rows, num_inputs, zeros, factors, columns, is_wide, to)
-    elif way == WORDS8:
+    elif encoding == WORDS8:
         words = RowsAt(body, (k >> 2) * stride, stride)
         widen_words8(words, first, num_rows, num_inputs, zeros, factors, columns, is_wide, to)
     else:
@@ -322,22 +318,22 @@ def _widen_columns(packed: RowPacking, body: np.ndarray, rows: Span, k: int, num
 def widen_packed(
     packed: RowPacking, body: np.ndarray, K: int, rows: Span, chain: Span, out: np.ndarray, stride: int
 ) -> None:
-    """Decodes a chain of inputs of rows to float32, `stride` numbers apart; escapes get an exponent of 0. Each step
-    takes all rows, as reference counting per call costs as much as a row."""
+    """Decodes a chain of inputs of rows to float32, rows `stride` numbers apart. Escapes get exponent 0. Calls take all
+    rows, because reference counting per call costs as much as a row."""
     (first, last), k, num_inputs = rows, chain[0], chain[1] - chain[0]
-    num_rows, way, group_bytes, scales = last - first, packed.encoding, packed.group_bytes, packed.scales
+    num_rows, encoding, group_bytes, scales = last - first, packed.encoding, packed.group_bytes, packed.scales
     shift, at = scales.shift, first * scales.num_groups + (k >> scales.shift)
-    own, to = RowsAt(scales.bits, at, scales.num_groups), RowsAt(out, 0, stride)
+    row_scales, to = RowsAt(scales.bits, at, scales.num_groups), RowsAt(out, 0, stride)
     stored = RowsAt(body, packed_offset(K, group_bytes, first, k), K // GROUP_NUMBERS * group_bytes)
-    if way == WINDOW4:
+    if encoding == WINDOW4:
         widen_window4(stored, num_rows, num_inputs, packed.escapes.base, to)
-    elif way == INT8:
-        widen_int8(stored, num_rows, num_inputs, own, shift, to)
-    elif way == INT4:
-        widen_int4(stored, num_rows, num_inputs, own, shift, to)
-    elif way == FLOAT8:
-        widen_float8(stored, num_rows, num_inputs, own, shift, to)
-    elif way >= WORDS4:
+    elif encoding == INT8:
+        widen_int8(stored, num_rows, num_inputs, row_scales, shift, to)
+    elif encoding == INT4:
+        widen_int4(stored, num_rows, num_inputs, row_scales, shift, to)
+    elif encoding == FLOAT8:
+        widen_float8(stored, num_rows, num_inputs, row_scales, shift, to)
+    elif encoding >= WORDS4:
         _widen_columns(packed, body, rows, k, num_inputs, to)
     else:
         _widen_grouped(packed, stored, num_rows, num_inputs, at, to)
@@ -345,7 +341,7 @@ def widen_packed(
 
 @cached_kernel
 def unpack_rows(stored: StoredRows, first: int, out_RK: np.ndarray) -> None:
-    """Decodes rows from `first` on to float32 until `out_RK` (contiguous) is full. Encodings by rows only."""
+    """Decodes R rows from `first` on to `out_RK`, float32 and contiguous. Encodings by rows only."""
     packed, (R, K) = unpack_arguments(stored), out_RK.shape
     numbers = out_RK.reshape(R * K)
     widen_packed(packed, stored.body, K, (first, first + R), (0, K), numbers, K)

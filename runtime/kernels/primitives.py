@@ -1,10 +1,8 @@
-"""Building blocks of kernels. LLVM code: float vectors with converting loads, stores and sums, and the counter by which
-threads share work. numba code: a vectorizable exp.
+"""Building blocks of kernels: vector code in LLVM for any vector size, an atomic work counter, and exp.
 
-The code is portable over vector sizes. Plain loops compiled to at most half the speed: 10 GB/s of bfloat16 instead of
-18, at 32/8 heads of 128 on one AVX-512 thread with data in its cache.
-
-numba has no 16- or 8-bit floats: uint16 means bits of bfloat16, int16 bits of float16, and uint8 bits of float8.
+Numba's own loops reached half the speed at most: 10 GB/s of bfloat16 instead of 18, at 32/8 heads of 128 on one AVX-512
+thread with cached data. Numba has no 16- or 8-bit floats: uint16 holds bits of bfloat16, int16 bits of float16, and
+uint8 bits of float8.
 """
 
 from collections.abc import Callable
@@ -27,7 +25,7 @@ INTS, FLOATS = ir.VectorType(INT, LANES), ir.VectorType(ir.FloatType(), LANES)
 HAS_PAIRS = LANES == 16 and bool(features().get("avx512bf16"))  # see `add_pairs`
 ONE, ZERO = np.float32(1), np.float32(0)
 LOG2_E, LN_2_HIGH, LN_2_LOW = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
-ROUND = np.float32(1.5 * 2**23)  # adding it leaves the nearest integer in the low bits
+ROUND = np.float32(1.5 * 2**23)  # adding it rounds to the nearest integer, in the low bits
 T2, T3, T4, T5, T6, T7 = (np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720, 5040))
 EXP_MIN = np.float32(-87)  # below, exp would be subnormal
 
@@ -75,12 +73,12 @@ def stride_of(builder: Builder, rows: Value) -> Value:
 
 
 def for_rows(
-    builder: Builder, num_rows: Value, runs: "list[tuple[Value, Value]]", act: Callable[[list[Value]], None]
+    builder: Builder, num_rows: Value, arrays: "list[tuple[Value, Value]]", emit_row: Callable[[list[Value]], None]
 ) -> None:
-    """Emits a loop over rows; `act` gets a row's pointers in each of `runs` (first pointer, stride). Inline, because
-    passing a row's arrays to a function costs as much as a row."""
+    """Emits a loop over rows. `emit_row` gets a row's pointer in each of `arrays` (first pointer, stride). Inlined:
+    passing a row's arrays to a function would cost as much as the row."""
     with cgutils.for_range(builder, num_rows, intp=num_rows.type) as loop:
-        act([builder.gep(first, [builder.mul(loop.index, stride)]) for first, stride in runs])
+        emit_row([builder.gep(first, [builder.mul(loop.index, stride)]) for first, stride in arrays])
 
 
 def pointer_and_stride(context: Any, builder: Builder, kind: Any, value: Value) -> tuple[Value, Value]:
@@ -94,7 +92,7 @@ def call(builder: Builder, name: str, result: ir.Type, arguments: list[Value]) -
 
 
 def load(builder: Builder, dtype: Any, pointer: Value, mask: Value | None) -> Value:
-    """Loads LANES stored numbers as float32. Masked-off lanes are not read and give 0."""
+    """Loads LANES stored numbers as float32, unaligned. Masked-off lanes are not read and give 0."""
     stored = ir.VectorType(pointer.type.pointee, LANES)
     address, num_bytes = builder.bitcast(pointer, stored.as_pointer()), dtype.bitwidth // 8
     if mask is None:
@@ -132,19 +130,19 @@ def load_pairs(builder: Builder, pointer: Value, mask: Value | None) -> tuple[Va
 
 
 def _from_float8(builder: Builder, signed: Value) -> Value:
-    """Converts sign-extended E4M3 bytes to float32. E4M3 has no infinity: all bits set mean NaN."""
+    """Converts sign-extended E4M3 bytes to float32, exactly. E4M3 has no infinity: all bits set mean NaN."""
     moved = builder.shl(signed, ints(20))
     scaled = builder.fmul(builder.bitcast(builder.and_(moved, ints(0x87F00000)), FLOATS), FLOATS([2.0**120] * LANES))
-    is_none = builder.icmp_unsigned("==", builder.and_(moved, ints(0x07F00000)), ints(0x07F00000))
-    special = builder.and_(builder.sext(is_none, INTS), ints(0x7FC00000))
+    is_nan = builder.icmp_unsigned("==", builder.and_(moved, ints(0x07F00000)), ints(0x07F00000))
+    special = builder.and_(builder.sext(is_nan, INTS), ints(0x7FC00000))
     return builder.bitcast(builder.or_(builder.bitcast(scaled, INTS), special), FLOATS)
 
 
 def from_float16(builder: Builder, bits: Value) -> Value:
-    """Converts float16 bits to float32. A product adjusts the exponent: exact, also for subnormals. LLVM's conversion
-    would call a missing library function on CPUs without the instruction."""
+    """Converts float16 bits to float32. LLVM's own conversion would call a missing library function on CPUs without the
+    instruction."""
     shifted = builder.shl(builder.and_(bits, ints(0x7FFF)), ints(13))
-    moved = builder.fmul(builder.bitcast(shifted, FLOATS), FLOATS([2.0**112] * LANES))
+    moved = builder.fmul(builder.bitcast(shifted, FLOATS), FLOATS([2.0**112] * LANES))  # exact, also for subnormals
     is_special = builder.icmp_unsigned(">=", shifted, ints(0x0F800000))
     special = builder.select(is_special, ints(0x7F800000), ints(0))
     sign = builder.shl(builder.and_(bits, ints(0x8000)), ints(16))
@@ -175,7 +173,7 @@ def multiply_add(builder: Builder, a: Value, b: Value, c: Value) -> Value:
 
 
 def add_pairs(builder: Builder, a: Value, b: Value, c: Value) -> Value:
-    """Adds to c (float32) the products of both bfloat16 pairs in each word of a and b, one after the other, each
+    """Adds the products of both bfloat16 pairs in each word of a and b to c (float32), one after the other. Each is
     rounded like a float32 multiply-add. `vdpbf16ps` of AVX512-BF16."""
     numbers = ir.VectorType(_BFloat16(), 2 * LANES)
     pairs = [builder.bitcast(words, numbers) for words in (a, b)]
@@ -184,27 +182,26 @@ def add_pairs(builder: Builder, a: Value, b: Value, c: Value) -> Value:
 
 def round_to_words(builder: Builder, low: Value, high: Value) -> Value:
     """Rounds two vectors of float32 to bfloat16, two per word: first the numbers of `low`, then of `high`."""
-    order = [*range(2 * LANES)]
-    rounded = builder.fptrunc(shuffle(builder, low, high, order), ir.VectorType(_BFloat16(), 2 * LANES))
+    both = shuffle(builder, low, high, [*range(2 * LANES)])
+    rounded = builder.fptrunc(both, ir.VectorType(_BFloat16(), 2 * LANES))
     return builder.bitcast(rounded, INTS)
 
 
 def nearest_bfloat16(builder: Builder, numbers: Value) -> Value:
-    """Rounds a float32, or a vector of them, to bfloat16 bits in the low half of a word; ties to even, NaN stays
-    NaN."""
+    """Rounds float32, scalar or vector, to bfloat16 bits in the low half of a word: ties to even, NaN stays NaN."""
     is_vector = numbers.type == FLOATS
     bits = builder.bitcast(numbers, INTS if is_vector else INT)
 
     def constant(number: int) -> Value:
         return ints(number) if is_vector else INT(number)
 
-    last = builder.and_(builder.lshr(bits, constant(16)), constant(1))
-    nearest = builder.lshr(builder.add(bits, builder.add(last, constant(0x7FFF))), constant(16))
+    last_bit = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    nearest = builder.lshr(builder.add(bits, builder.add(last_bit, constant(0x7FFF))), constant(16))
     return builder.select(builder.fcmp_unordered("uno", numbers, numbers), constant(0x7FC0), nearest)
 
 
-def equals(builder: Builder, number: Value, wanted: int) -> Value:
-    return builder.icmp_signed("==", number, number.type(wanted))
+def equals(builder: Builder, number: Value, expected: int) -> Value:
+    return builder.icmp_signed("==", number, number.type(expected))
 
 
 def splat(builder: Builder, number: Value) -> Value:
@@ -214,13 +211,13 @@ def splat(builder: Builder, number: Value) -> Value:
 
 
 def for_vectors(builder: Builder, dim: Value, step: Callable[[Value, ir.Value | None], None]) -> None:
-    """Emits a loop over whole vectors of `dim` numbers with `step(index, None)`, then a masked step for the rest."""
+    """Emits `step(index, None)` in a loop over whole vectors of `dim` numbers, then a masked step for the tail."""
     whole = builder.and_(dim, dim.type(-LANES))
     with cgutils.for_range_slice(builder, dim.type(0), whole, dim.type(LANES), dim.type) as (d, _):
         step(d, None)
     with builder.if_then(builder.icmp_signed("<", whole, dim), likely=False):
-        rest = splat(builder, builder.trunc(builder.sub(dim, whole), INT))
-        step(whole, builder.icmp_signed("<", INTS(list(range(LANES))), rest))
+        tail = splat(builder, builder.trunc(builder.sub(dim, whole), INT))
+        step(whole, builder.icmp_signed("<", INTS(list(range(LANES))), tail))
 
 
 def shuffle(builder: Builder, a: Value, b: Value, lanes: list[int]) -> Value:
@@ -228,8 +225,8 @@ def shuffle(builder: Builder, a: Value, b: Value, lanes: list[int]) -> Value:
 
 
 def sum_lanes(builder: Builder, vectors: list[Value]) -> Value:
-    """Returns a vector with the sum of each input vector in its own lane. Vectors are merged in pairs, halving the
-    partial sums of each, until one is left; then its neighboring lanes are added."""
+    """Returns a vector whose lane i is the sum of vector i. Merges pairs of vectors until one is left, then adds its
+    neighboring lanes."""
     lanes = width = vectors[0].type.count
     while len(vectors) > 1:
         width //= 2
@@ -248,32 +245,32 @@ def sum_lanes(builder: Builder, vectors: list[Value]) -> Value:
 
 
 @intrinsic
-def _max_ignoring_nan(typing: Any, scores: Any, at: Any, num: Any, least: Any) -> Any:
+def _max_ignoring_nan(typing: Any, scores: Any, at: Any, num: Any, minimum: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         first = pointer_at(context, builder, scores, arguments[0], arguments[1])
         address = cgutils.alloca_once(builder, FLOATS)
         builder.store(splat(builder, arguments[3]), address)
 
-        def at_place(i: Value, mask: Value | None) -> None:
-            x, top = load(builder, types.float32, builder.gep(first, [i]), mask), builder.load(address)
-            is_higher = builder.fcmp_ordered(">", x, top)
+        def step(i: Value, mask: Value | None) -> None:
+            x, highest = load(builder, types.float32, builder.gep(first, [i]), mask), builder.load(address)
+            is_higher = builder.fcmp_ordered(">", x, highest)
             is_higher = is_higher if mask is None else builder.and_(is_higher, mask)
-            builder.store(builder.select(is_higher, x, top), address)
+            builder.store(builder.select(is_higher, x, highest), address)
 
-        for_vectors(builder, arguments[2], at_place)
-        top, width = builder.load(address), LANES
+        for_vectors(builder, arguments[2], step)
+        highest, width = builder.load(address), LANES
         while width > 1:
             width //= 2
-            other = shuffle(builder, top, top, list(range(width, 2 * width)))
-            top = shuffle(builder, top, top, list(range(width)))
-            top = builder.select(builder.fcmp_ordered(">", top, other), top, other)
-        return builder.extract_element(top, INT(0))
+            other = shuffle(builder, highest, highest, list(range(width, 2 * width)))
+            highest = shuffle(builder, highest, highest, list(range(width)))
+            highest = builder.select(builder.fcmp_ordered(">", highest, other), highest, other)
+        return builder.extract_element(highest, INT(0))
 
     return types.float32(scores, types.intp, types.intp, types.float32), build
 
 
-# Returns the maximum of `least` (not -inf) and `num` scores from index `at` on, ignoring NaN. A plain loop would be one
-# chain of dependent steps.
+# Returns the maximum of `minimum` (not -inf) and `num` scores from index `at` on, ignoring NaN. In a plain loop, each
+# step would wait for the previous one.
 max_ignoring_nan: Callable[[np.ndarray, int, int, np.float32], np.float32] = cast(Any, _max_ignoring_nan)
 
 
@@ -312,16 +309,18 @@ def _claim_items(typing: Any, counter: Any, count: Any) -> Any:
     return types.intp(counter, types.intp), build
 
 
-# Atomically adds to the first number of `counter` (int64) and returns its old value, so no two threads claim the same
-# item. Threads thus share work without taking the GIL per item.
+# Atomically adds to the first number of `counter` (int64) and returns its old value. No two threads claim the same item,
+# and no thread needs the GIL.
 claim_items: Callable[[np.ndarray, int], int] = cast(Any, _claim_items)
 
 
 @njit(fastmath=FUSED)
 def exp(x: np.float32, shift: np.float32) -> np.float32:
-    """e^x - 1 + shift for x in [-87, 88] and shift 0 or 1, with an error of at most 2e-7: 2^n times a Taylor series."""
+    """e^x - 1 + shift, for x in [-87, 88] and shift 0 or 1: 2^n times a Taylor series, with an error of at most
+    2e-7."""
     rounded = np.float32(x * LOG2_E + ROUND)
     n = np.float32(rounded - ROUND)
+    # Exact in this order only: compiled FUSED, never REORDERED.
     r = np.float32(np.float32(x - n * LN_2_HIGH) - n * LN_2_LOW)
     series = np.float32(np.float32(T7 * r + T6) * r + T5)
     series = np.float32(np.float32(series * r + T4) * r + T3)

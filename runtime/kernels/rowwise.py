@@ -1,8 +1,7 @@
-"""Fused row-wise kernels between products: SiLU gates, RMS norms, rotary embeddings. Each number is read once and
-written once; as torch operators they take two to nine passes over memory.
+"""Fused row-wise kernels between products: SiLU gates, RMS norms, rotary embeddings. Each reads and writes memory once;
+torch's operators take two to nine passes.
 
-Numbers are float32, or bits of bfloat16. bfloat16 is computed in float32 and rounded wherever the sequence of torch
-operators would round.
+Numbers are float32 or bits of bfloat16. bfloat16 is computed in float32 and rounded after each of torch's operators.
 
 T rows (tokens), H numbers of each, h heads of D.
 """
@@ -15,7 +14,7 @@ from numba import njit
 from .compiled import FUSED, cached_kernel
 from .primitives import EXP_MIN, ONE, exp, round_like, to_float32
 
-RUN = 1024  # numbers at a time, which fit the L1 cache
+RUN = 1024  # numbers at a time; they fit the L1 cache
 
 
 @njit(fastmath=FUSED)
@@ -35,10 +34,10 @@ def gate_rows(
     out_TH: np.ndarray,
     first: int,
     last: int,
-    own: np.ndarray,
+    scratch: np.ndarray,
 ) -> None:
-    """Computes rows [first, last) of silu(gate) * up, from the first H numbers of `gate_TN` and the numbers of `up_TN`
-    from `up_begin` on. `own`: scratch of RUN numbers, because the output may alias the gates."""
+    """Computes rows [first, last) of silu(gate) * up, from the first H columns of `gate_TN` and columns of `up_TN` from
+    `up_begin` on. `scratch`: (RUN,) float32, because the output may alias the gates."""
     H = out_TH.shape[1]
     for t in range(first, last):
         for begin in range(0, H, RUN):
@@ -46,9 +45,9 @@ def gate_rows(
             gate, out = gate_TN[t, begin : begin + width], out_TH[t, begin : begin + width]
             up = up_TN[t, up_begin + begin : up_begin + begin + width]
             for i in range(width):
-                own[i] = to_float32(round_like(_silu(to_float32(gate[i])), gate[i])) * to_float32(up[i])
+                scratch[i] = to_float32(round_like(_silu(to_float32(gate[i])), gate[i])) * to_float32(up[i])
             for i in range(width):
-                out[i] = round_like(own[i], up[i])
+                out[i] = round_like(scratch[i], up[i])
 
 
 @cached_kernel
@@ -77,10 +76,10 @@ def rotate_rows(
     for t in range(first, last):
         for n in range(h):
             for i in range(half):
-                a, b, own = to_float32(x_ThD[t, n, i]), to_float32(x_ThD[t, n, i + half]), x_ThD[t, n, i]
-                plus = to_float32(round_like(a * to_float32(cos_TD[t, i]), own))
-                minus = to_float32(round_like(b * to_float32(sin_TD[t, i]), own))
-                out_ThD[t, n, i] = round_like(plus - minus, own)
-                plus = to_float32(round_like(b * to_float32(cos_TD[t, i + half]), own))
-                also = to_float32(round_like(a * to_float32(sin_TD[t, i + half]), own))
-                out_ThD[t, n, i + half] = round_like(plus + also, own)
+                a, b, like = to_float32(x_ThD[t, n, i]), to_float32(x_ThD[t, n, i + half]), x_ThD[t, n, i]
+                cosine = to_float32(round_like(a * to_float32(cos_TD[t, i]), like))
+                sine = to_float32(round_like(b * to_float32(sin_TD[t, i]), like))
+                out_ThD[t, n, i] = round_like(cosine - sine, like)
+                cosine = to_float32(round_like(b * to_float32(cos_TD[t, i + half]), like))
+                sine = to_float32(round_like(a * to_float32(sin_TD[t, i + half]), like))
+                out_ThD[t, n, i + half] = round_like(cosine + sine, like)

@@ -1,4 +1,4 @@
-"""Transposes squares of LANES vectors, to lay out inputs and to write sums. Missing rows of a square are zeros."""
+"""Transposes squares of LANES vectors, for the layout of inputs and for output. Missing rows of a square are zeros."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -25,20 +25,16 @@ from .primitives import (
 )
 
 QUAD = 4  # words in 128 bits, within which shuffles are cheap
-SIDES = (4, 2)  # numbers of weight rows that may be interleaved, descending
+SIDES = (4, 2)  # `sides`: rows of w interleaved in one vector, if x has few rows; descending
 
 
 @intrinsic
 def _transpose(typing: Any, rows: Any, num_rows: Any, shift: Any, out: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         first, target = (pointer_of(context, builder, *pair) for pair in ((rows, arguments[0]), (out, arguments[3])))
-        dtype, stride, out_stride = (
-            rows.types[0].dtype,
-            stride_of(builder, arguments[0]),
-            stride_of(builder, arguments[3]),
-        )
-        for i, vector in enumerate(_load_transposed(builder, dtype, first, stride, *arguments[1:3])):
-            store(builder, vector, _row_address(builder, target, i, out_stride))
+        stride, out_stride = stride_of(builder, arguments[0]), stride_of(builder, arguments[3])
+        for i, vector in enumerate(_load_transposed(builder, rows.types[0].dtype, first, stride, *arguments[1:3])):
+            store(builder, vector, builder.gep(target, [builder.mul(out_stride, out_stride.type(i))]))
         return context.get_dummy_value()
 
     return types.void(rows, types.intp, types.intp, out), build
@@ -47,12 +43,12 @@ def _transpose(typing: Any, rows: Any, num_rows: Any, shift: Any, out: Any) -> A
 @intrinsic
 def _deinterleave_sums(typing: Any, sums: Any, num_sums: Any, sides: Any, out: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        given, num_read, wanted, written = arguments
-        first, target = pointer_of(context, builder, sums, given), pointer_of(context, builder, out, written)
-        n = num_read.type
-        vectors = _load_transposed(builder, types.float32, first, n(LANES), num_read, n(0))
+        sums_value, num_rows, num_sides, out_value = arguments
+        first, target = pointer_of(context, builder, sums, sums_value), pointer_of(context, builder, out, out_value)
+        n = num_rows.type
+        vectors = _load_transposed(builder, types.float32, first, n(LANES), num_rows, n(0))
         for count in SIDES:
-            with builder.if_then(equals(builder, wanted, count)):
+            with builder.if_then(equals(builder, num_sides, count)):
                 for m in range(LANES // count):
                     for i, vector in enumerate(interleave(builder, vectors[m * count : (m + 1) * count])):
                         store(builder, vector, builder.gep(target, [n((m * count + i) * LANES)]))
@@ -66,29 +62,29 @@ def interleave(builder: Builder, vectors: list[Value]) -> list[Value]:
     if len(vectors) == 1:
         return vectors
     even, odd = interleave(builder, vectors[::2]), interleave(builder, vectors[1::2])
-    turns = [lane for i in range(LANES) for lane in (i, LANES + i)]
-    halves = turns[:LANES], turns[LANES:]
+    lanes = [lane for i in range(LANES) for lane in (i, LANES + i)]
+    halves = lanes[:LANES], lanes[LANES:]
     return [shuffle(builder, a, b, half) for a, b in zip(even, odd, strict=True) for half in halves]
 
 
 def _load_transposed(
     builder: Builder, dtype: Any, first: Value, stride: Value, num_rows: Value, shift: Value
 ) -> list[Value]:
-    """Loads LANES rows as float32 and returns their columns. Reads the first `num_rows` rows, each repeated 2^shift
-    times; others are 0."""
-    read = [cgutils.alloca_once(builder, FLOATS) for _ in range(LANES)]
-    for i, own in enumerate(read):
-        builder.store(FLOATS(None), own)
-        number = builder.lshr(shift.type(i), shift)
-        with builder.if_then(builder.icmp_signed("<", number, num_rows), likely=True):
-            address = builder.gep(first, [builder.mul(stride, number)])
-            builder.store(load(builder, dtype, address, None), own)
-    return transpose_vectors(builder, [builder.load(own) for own in read])
+    """Loads LANES rows as float32 and returns their columns. Repeats each of `num_rows` rows 2^shift times; the rest is
+    0."""
+    addresses = [cgutils.alloca_once(builder, FLOATS) for _ in range(LANES)]
+    for i, target in enumerate(addresses):
+        builder.store(FLOATS(None), target)
+        source_row = builder.lshr(shift.type(i), shift)
+        with builder.if_then(builder.icmp_signed("<", source_row, num_rows), likely=True):  # reads no row past the end
+            address = builder.gep(first, [builder.mul(stride, source_row)])
+            builder.store(load(builder, dtype, address, None), target)
+    return transpose_vectors(builder, [builder.load(target) for target in addresses])
 
 
 def transpose_vectors(builder: Builder, vectors: list[Value]) -> list[Value]:
-    """Transposes vectors, within each run of as many lanes as there are vectors: result i has lane i of each vector.
-    Recursively swaps two quarters of the square."""
+    """Transposes n vectors within each run of n lanes: result i has lane i of each vector. n: a power of two up to
+    LANES. Repeatedly swaps two quarters of the square."""
     vectors, width = list(vectors), len(vectors)
     while width > 1:
         width //= 2
@@ -102,26 +98,27 @@ def transpose_vectors(builder: Builder, vectors: list[Value]) -> list[Value]:
 
 
 def load_columns(builder: Builder, rows: list[Value], num_columns: int) -> list[Value]:
-    """Loads the first columns (a multiple of QUAD) of LANES rows of 32-bit words, given pointers to the rows: vector i
-    has word i of each row.
+    """Loads the first columns (a multiple of QUAD) of LANES rows of 32-bit words. Vector i has word i of each row.
 
-    Quads of rows r, r + 4, r + 8, ... are loaded into one vector, so that only squares of four within 128 bits remain
-    to transpose, with two shuffles per vector: loads are cheaper than shuffles across 128-bit lanes."""
-    found = list[Value]()
+    A vector is loaded from quads of rows r, r + 4, r + 8, ... This leaves squares of four within 128 bits to transpose,
+    with two shuffles per vector: loads are cheaper than shuffles across 128-bit lanes."""
+    columns = list[Value]()
     for first in range(0, num_columns, QUAD):
         vectors = [_load_quads(builder, rows[r::QUAD], first) for r in range(QUAD)]
         for words in ((0, 1), (2, 3)):
             pair = [_interleave_words(builder, vectors[i], vectors[i + 1], words) for i in (0, 2)]
             for half in ((0, 1), (2, 3)):
                 quads = range(0, LANES, QUAD)
-                lanes = [quad + of + i for quad in quads for of in (0, LANES) for i in half]
-                found.append(shuffle(builder, pair[0], pair[1], lanes))
-    return found
+                lanes = [quad + side + i for quad in quads for side in (0, LANES) for i in half]
+                columns.append(shuffle(builder, pair[0], pair[1], lanes))
+    return columns
 
 
 def _interleave_words(builder: Builder, a: Value, b: Value, words: tuple[int, int]) -> Value:
     """Interleaves two words of a and b within each 128 bits: the first word of both, then the second."""
-    return shuffle(builder, a, b, [q + word + of for q in range(0, LANES, QUAD) for word in words for of in (0, LANES)])
+    return shuffle(
+        builder, a, b, [quad + word + side for quad in range(0, LANES, QUAD) for word in words for side in (0, LANES)]
+    )
 
 
 def _load_quads(builder: Builder, rows: list[Value], first: int) -> Value:
@@ -135,13 +132,8 @@ def _load_quads(builder: Builder, rows: list[Value], first: int) -> Value:
     return parts[0]
 
 
-def _row_address(builder: Builder, first: Value, i: int, stride: Value) -> Value:
-    return builder.gep(first, [builder.mul(stride, stride.type(i))])
-
-
-# Transposes `num_rows` rows of stored numbers into a float32 square, each row repeated 2^shift times; other columns
-# are 0.
+# Transposes `num_rows` rows of stored numbers, each repeated 2^shift times, into a float32 square padded with zeros.
 transpose: Callable[[RowsAt, int, int, RowsAt], None] = cast(Any, _transpose)
 # Writes `num_sums` vectors (LANES at most) of sums of interleaved rows of w as LANES / sides rows of `out`, LANES x
-# sides apart. Each row holds the sums of all these rows of w; its remaining numbers are undefined.
+# sides apart. Each row holds the sums of all these rows of w; numbers after them are undefined.
 deinterleave_sums: Callable[[ArrayAt, int, int, ArrayAt], None] = cast(Any, _deinterleave_sums)

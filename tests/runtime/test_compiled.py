@@ -116,9 +116,7 @@ def test_kernels_are_not_taken_from_a_folder_that_others_can_write_and_no_later_
     monkeypatch.setattr(sys.modules[f"{package.parent.name}.kernels.compiled"], "log", log)
     assert kernel(4) == 50
     assert list(in_the_users_cache.iterdir()) == []
-    assert [text.partition("; ")[2] for text in said] == [
-        "later starts do it again: no directory that can be written was found"
-    ]
+    assert [text.partition("; ")[2] for text in said] == ["not cached: no writable cache directory"]
 
 
 def begun(package: Path) -> "subprocess.Popen[str]":

@@ -38,7 +38,7 @@ class Compiled:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
     """Nothing is on disk, in a process that has taken no kernels up; compiling takes 5 s."""
     found = Compiled()
-    for name in ("_disabled", "_enabled_for_good"):
+    for name in ("_disabled", "_enabled_permanently"):
         monkeypatch.setattr(compiler, name, threading.Event())
     monkeypatch.setattr(compiling, "_load_if_cached", lambda part: False)
     monkeypatch.setattr(compiling, "prepare_kernels", found.prepare)

@@ -204,7 +204,7 @@ def test_where_nothing_can_be_written_it_is_compiled_for_the_process(monkeypatch
 
     monkeypatch.setattr(compiled, "njit", lambda **options: lambda function: function)
     monkeypatch.setattr(compiled, "_LockedCache", refuse)
-    monkeypatch.setattr(compiled.COMPILATION, "are_kept", True)
+    monkeypatch.setattr(compiled.COMPILATION, "are_cached", True)
     assert compiled.cached_kernel(make) is make
 
 

@@ -1,9 +1,8 @@
-"""Compiled decode attention on the CPU's matrix unit, over bfloat16 pages. Other pages and processors use
-`attention.py` one folder up.
+"""Compiled decode attention on the CPU's matrix unit over bfloat16 pages; `../attention.py` has all other cases.
 
-Positions of a page are rows of a tile, so keys and values are loaded as stored. Nothing is prefetched, as tile loads
-run ahead: from memory, two threads reached 16.0 GB/s, and 15.8 to 16.8 with prefetches of several kinds. From a cache,
-a position of 32/8 heads of 128 takes 0.16 us, in vectors 0.28.
+Positions of a page are rows of a tile, so keys and values are loaded as stored. Tile loads run ahead, so nothing is
+prefetched: from memory, two threads reached 16.0 GB/s, and 15.8 to 16.8 with several kinds of prefetches. From a cache,
+a position of 32/8 heads of 128 takes 0.16 us; the vector kernel takes 0.28.
 
 H KV heads, G query heads of each, J tiles of its queries, T tiles of D of a head, S positions of a chunk, n pages of a
 row.
@@ -50,16 +49,15 @@ from ..primitives import (
     splat,
     store,
 )
-from .unit import NUM_TILES, add, configure, load_queries, load_sums, release, score, store_sums
+from .unit import NUM_TILES, WORD, add, configure, load_queries, load_sums, release, score, store_sums
 
-WORD = ir.IntType(64)
 BFLOAT16_VECTOR = ir.VectorType(ir.IntType(16), 2 * LANES)
 EVEN, ODD = list(range(0, 2 * LANES, 2)), list(range(1, 2 * LANES, 2))
 INTERLEAVED = [address for pair in zip(range(LANES), range(LANES, 2 * LANES), strict=True) for address in pair]
 
 
 def round_to_bfloat16(builder: Builder, x: Value) -> Value:
-    """Rounds to bfloat16 in the upper half of each 32 bits, ties to even, as torch does."""
+    """Rounds float32 to bfloat16, in the upper half of each 32-bit lane; ties to even, NaN stays NaN, as in torch."""
     bits = builder.bitcast(x, INTS)
     is_odd = builder.and_(builder.lshr(bits, ints(16)), ints(1))
     rounded = builder.and_(builder.add(bits, builder.add(is_odd, ints(0x7FFF))), ints(0xFFFF0000))
@@ -67,7 +65,7 @@ def round_to_bfloat16(builder: Builder, x: Value) -> Value:
 
 
 def _split_number(builder: Builder, x: Value) -> list[Value]:
-    """Splits float32 into high and low parts of bfloat16."""
+    """Splits float32 into a high and a low bfloat16: 16 of its 24 bits."""
     high = round_to_bfloat16(builder, x)
     return [high, round_to_bfloat16(builder, builder.fsub(x, builder.bitcast(high, FLOATS)))]
 
@@ -96,7 +94,7 @@ def _split_query(typing: Any, q: Any, at: Any, scale: Any, queries: Any, query_a
 
 
 @intrinsic
-def _write_sum(typing: Any, sums: Any, even_at: Any, odd_at: Any, share: Any, out: Any, at: Any) -> Any:
+def _write_sum(typing: Any, sums: Any, even_at: Any, odd_at: Any, inverse: Any, out: Any, at: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         factor = splat(builder, arguments[3])
         addresses = [pointer_at(context, builder, sums, arguments[0], index) for index in arguments[1:3]]
@@ -115,7 +113,7 @@ def _write_sum(typing: Any, sums: Any, even_at: Any, odd_at: Any, share: Any, ou
 
 @njit
 def split_queries(q_BHGD: np.ndarray, row: int, scale: np.float32, heads: Span, queries_HJTRC: np.ndarray) -> None:
-    """Writes the queries of one row, times the scale, as high and low parts of bfloat16."""
+    """Writes the queries of one row, times the scale, as high and low bfloat16 parts."""
     H, G, D = q_BHGD.shape[1:]
     J, T = queries_HJTRC.shape[1:3]
     for h in range(heads[0], heads[1]):
@@ -127,18 +125,18 @@ def split_queries(q_BHGD: np.ndarray, row: int, scale: np.float32, heads: Span, 
 
 @njit
 def write_sums(sums_HGD: np.ndarray, totals_HG: np.ndarray, heads: Span, out_BHGD: np.ndarray, row: int) -> None:
-    """Writes sums divided by their query's total, with even and odd dims interleaved."""
+    """Writes sums divided by their query's total of weights; interleaves even and odd dims."""
     H, G, D = out_BHGD.shape[1:]
     for h in range(heads[0], heads[1]):
         for g in range(G):
-            share = ONE / totals_HG[h, g] if totals_HG[h, g] != ZERO else ZERO  # a row without positions
+            inverse = ONE / totals_HG[h, g] if totals_HG[h, g] != ZERO else ZERO  # a row without positions
             for d in range(0, D // 2, LANES):
                 even = (h * sums_HGD.shape[1] + g) * D + d
-                write_sum(sums_HGD, even, even + D // 2, share, out_BHGD, ((row * H + h) * G + g) * D + 2 * d)
+                write_sum(sums_HGD, even, even + D // 2, inverse, out_BHGD, ((row * H + h) * G + g) * D + 2 * d)
 
 
 def _transpose_queries(builder: Builder, vectors: list[Value]) -> list[Value]:
-    """Transposes four vectors, each with four positions of four queries, into one vector of 16 positions per query."""
+    """Transposes four vectors of four positions x four queries each: one vector of 16 positions per query."""
     eight = [[4 * p + g for p in range(8)] for g in range(4)]  # positions of two vectors
     upper, lower = (
         [shuffle(builder, a, b, eight[0] + eight[1]), shuffle(builder, a, b, eight[2] + eight[3])]
@@ -194,15 +192,15 @@ def _split_weights(typing: Any, scores: Any, score_at: Any, num: Any, weights: A
 # Reads or writes TILE_DIMS numbers of one query from q[at] on, float32 or bits of bfloat16.
 split_query: Callable[[np.ndarray, int, np.float32, np.ndarray, int], None] = cast(Any, _split_query)
 write_sum: Callable[[np.ndarray, int, int, np.float32, np.ndarray, int], None] = cast(Any, _write_sum)
-# Adds high and low `products` of up to 16 positions, and writes them to the score rows of four queries.
+# Adds high and low `products` of `num` positions, 16 at most, and writes them to the score rows of four queries.
 write_scores: Callable[[np.ndarray, int, int, np.ndarray, int], None] = cast(Any, _write_scores)
-# Splits `num` weights of one query, in whole vectors: a chunk has room for them.
+# Splits `num` weights of one query, rounded up to whole vectors; a chunk is a multiple of a vector.
 split_weights: Callable[[np.ndarray, int, int, np.ndarray, int], None] = cast(Any, _split_weights)
 
 
 @njit(fastmath=REORDERED)
 def _position_range(position: int, last: int, page_tokens: int) -> Span:
-    """Returns the number of positions per page and the end of a run from `position` on: whole pages, or part of one."""
+    """Returns positions per page and the end of a run from `position` on: several whole pages, or a part of one."""
     num = min(page_tokens - position % page_tokens, last - position)
     return num, position + (last - position) // num * num if num == page_tokens else position + num
 
@@ -259,7 +257,7 @@ def _score_chunk(pages: Pages, table_n: np.ndarray, first: int, last: int, heads
 
 @njit(fastmath=REORDERED)
 def _add_chunk(pages: Pages, table_n: np.ndarray, first: int, last: int, heads: Span, scratch: TileScratch) -> None:
-    """Adds the values of positions [first, last), multiplied by their weights in `scores_HGS`."""
+    """Adds the values of positions [first, last), a chunk at most, times their weights in `scores_HGS`."""
     J = scratch.weights_HJPCS.shape[1]
     for h in range(heads[0], heads[1]):
         for g in range(scratch.maxima_HG.shape[1]):
@@ -295,7 +293,7 @@ def _attend_item(
     own_rows, heads = item
     for row in range(own_rows[0], own_rows[1]):
         first, end, table_n = rows.begins_B[row], rows.ends_B[row], rows.tables_Bn[row]
-        _check_pages(pages, table_n, first, end)
+        _check_pages(pages, table_n, first, end)  # tile loads do not check page numbers
         split_queries(q_BHGD, row, scale, heads, scratch.queries_HJTRC)
         reset_softmax(softmax, heads, scratch)
         for h in range(heads[0], heads[1]):
@@ -323,9 +321,9 @@ def attend(
     items: WorkItems,
     scratch: TileScratch,
 ) -> None:
-    """Same as attention in vectors, for bfloat16 pages of up to TILE_ROWS positions and heads of a multiple of
-    TILE_DIMS. Requires `may_use_tiles`. Queries and `out` are both float32 or bits of bfloat16; `out` is overwritten.
-    Infinite keys and values may give NaN, and subnormal numbers count as zero."""
+    """Same as `attention.attend`, for bfloat16 pages of up to TILE_ROWS positions and D a multiple of TILE_DIMS.
+    Requires `may_use_tiles`. Queries and `out` are float32, or both bits of bfloat16; `out` is overwritten. Infinite
+    keys and values may give NaN; subnormal numbers count as zero."""
     i = claim_items(items.counter, 1)
     while i < items.spans_W4.shape[0]:
         _attend_item(q_BHGD, scale, pages, rows, softmax, out_BHGD, get_item(items, i), scratch)

@@ -1,9 +1,8 @@
 """Products of float32 with bfloat16 weights on the CPU's matrix unit, as precise as in float32.
 
-A float32 is the sum of three bfloat16, so x @ w.T is the sum of three bfloat16 products, accumulated in float32: all 24
-bits of x are used, and each product is exact. Weights are read once, as stored, without conversion; only x, which is
-small, is split and laid out. The order of summation of an output does not depend on other rows. Infinite inputs give
-NaN, and parts below 2^-126 count as zero.
+x is split exactly into three bfloat16 parts, so x @ w.T is the sum of three bfloat16 products. Products are exact, sums
+are float32. Weights are read once, as stored. The order of summation of an output does not depend on other rows.
+Infinite inputs give NaN, and parts below 2^-126 count as zero.
 
 Splitting in three for AMX: Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For
 Higher-Precision Computations" (2019).
@@ -35,9 +34,9 @@ def _move(builder: Builder, name: str, tile: int, first: Value, at: Value, row_b
     emit_tile_op(builder, name, BYTE(tile), address, row_bytes)
 
 
-def _make_adder(across: int) -> Any:
-    """Returns a compiled function that adds the products of `across` tiles of x with 32 rows of w from w[at] on, for
-    all parts at one depth."""
+def _make_adder(num_tiles: int) -> Any:
+    """Returns a compiled function that adds the products of `num_tiles` tiles of x, all parts at one depth, and
+    32 rows of w from w[at] on."""
 
     @intrinsic
     def add(typing: Any, w: Any, w_at: Any, row_numbers: Any, x: Any, x_at: Any, x_numbers: Any) -> Any:
@@ -49,7 +48,7 @@ def _make_adder(across: int) -> Any:
                 at = builder.mul(row, WORD(i * TILE_ROWS))
                 _move(builder, "tileloadd64", 4 + i, rows, at, builder.mul(row, WORD(2)))
             for part in range(PARTS):
-                for j in range(across):
+                for j in range(num_tiles):
                     at = builder.add(builder.mul(tile, WORD(j)), WORD(part * TILE_WORDS))
                     _move(builder, "tileloadd64", 6 + j, inputs, at, WORD(4 * TILE_ROWS))
                     for i in range(2):
@@ -74,11 +73,11 @@ def _copy_inputs(typing: Any, w: Any, at: Any, panel: Any, address: Any) -> Any:
     return types.void(w, types.intp, panel, types.intp), build
 
 
-def _make_zero(across: int) -> Any:
+def _make_zero(num_tiles: int) -> Any:
     @intrinsic
     def zero(typing: Any) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-            for tile in range(2 * across):
+            for tile in range(2 * num_tiles):
                 emit_tile_op(builder, "tilezero", BYTE(tile))
             return context.get_dummy_value()
 
@@ -87,12 +86,12 @@ def _make_zero(across: int) -> Any:
     return zero
 
 
-def _make_store(across: int) -> Any:
+def _make_store(num_tiles: int) -> Any:
     @intrinsic
-    def stored(typing: Any, sums: Any, at: Any) -> Any:
+    def store_tiles(typing: Any, sums: Any, at: Any) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
             first = pointer_at(context, builder, sums, *arguments)
-            for j in range(across):
+            for j in range(num_tiles):
                 for i in range(2):
                     address = WORD((i * SUM_NUMBERS + j) * TILE_ROWS)
                     _move(builder, "tilestored64", 2 * j + i, first, address, WORD(4 * SUM_NUMBERS))
@@ -100,16 +99,16 @@ def _make_store(across: int) -> Any:
 
         return types.void(sums, types.intp), build
 
-    return stored
+    return store_tiles
 
 
 def _split(builder: Builder, x: Value) -> list[Value]:
-    """Splits float32 into PARTS bfloat16 (in the upper halves) that add up to x. Exact: each takes 8 of its bits."""
-    found = []
+    """Splits float32 into PARTS bfloat16, in the upper halves of words, that add up to x."""
+    parts = []
     for _ in range(PARTS):
-        found.append(round_to_bfloat16(builder, x))
-        x = builder.fsub(x, builder.bitcast(found[-1], FLOATS))
-    return found
+        parts.append(round_to_bfloat16(builder, x))
+        x = builder.fsub(x, builder.bitcast(parts[-1], FLOATS))  # exact: the bits that are left
+    return parts
 
 
 @intrinsic
@@ -118,12 +117,12 @@ def _split_inputs(typing: Any, x: Any, at: Any, row_numbers: Any, num_rows: Any,
         first, num_rows = pointer_at(context, builder, x, *arguments[:2]), arguments[3]
         parts: list[list[Value]] = [[] for _ in range(PARTS)]
         for row in range(TILE_ROWS):
-            is_there = builder.icmp_signed("<", WORD(row), num_rows)
-            address = builder.gep(first, [builder.select(is_there, builder.mul(arguments[2], WORD(row)), WORD(0))])
+            exists = builder.icmp_signed("<", WORD(row), num_rows)  # a missing row reads row 0 instead, and counts as 0
+            address = builder.gep(first, [builder.select(exists, builder.mul(arguments[2], WORD(row)), WORD(0))])
             a, b = (load(builder, types.float32, builder.gep(address, [WORD(i * LANES)]), None) for i in range(2))
             even, odd = (_split(builder, shuffle(builder, a, b, lanes)) for lanes in (EVEN, ODD))
             for part in range(PARTS):
-                parts[part].append(builder.select(is_there, pack_pair(builder, even[part], odd[part]), ints(0)))
+                parts[part].append(builder.select(exists, pack_pair(builder, even[part], odd[part]), ints(0)))
         out = pointer_at(context, builder, tiles, *arguments[4:])
         for part, rows in enumerate(parts):
             for pair, words in enumerate(transpose_vectors(builder, rows)):
@@ -164,20 +163,20 @@ write_products: Callable[[np.ndarray, int, int, np.ndarray, int, int], None] = c
 
 
 CHUNK_ROWS = 256  # most rows of w per call
-CHAIN_STEPS = 32  # 1024 inputs: their partial sums are added up separately, as long sums are less precise
-CACHED_STEPS = 340  # of x, 1 MiB: if all of x fits the L2 cache, rows of w are read once without copying
+CHAIN_STEPS = 32  # 1024 inputs, summed separately: longer sums are less precise
+CACHED_STEPS = 340  # of x, 1 MiB: if x fits the L2 cache, w is read once and not copied
 BLOCK_NUMBERS = PAIR_ROWS * SUM_NUMBERS
 PANEL_NUMBERS = CHUNK_ROWS * CHAIN_STEPS * TILE_DIMS  # one chain of a call's rows of w
 
 
 def num_sums(num_rows: int) -> int:
-    """Returns the number of sums for a call with `num_rows` rows of x, including one block for a chain."""
+    """Returns the number of sums to allocate for `num_rows` rows of x: a call's outputs, and a block for a chain."""
     return (1 + CHUNK_ROWS // PAIR_ROWS * -(-num_rows // SUM_NUMBERS)) * BLOCK_NUMBERS
 
 
 @cached_kernel
 def lay_out_inputs(x_MK: np.ndarray, first: int, last: int, tiles: np.ndarray) -> None:
-    """Writes tiles [first, last) of 16 rows of a contiguous x, with all depths of a tile in order."""
+    """Writes tiles [first, last) of 16 rows of a contiguous x (M, K) float32; all depths of a tile are adjacent."""
     M, K = x_MK.shape
     depth = K // TILE_DIMS
     for t in range(first, last):
@@ -188,8 +187,8 @@ def lay_out_inputs(x_MK: np.ndarray, first: int, last: int, tiles: np.ndarray) -
 
 @njit(fastmath=REORDERED)
 def _copy_weights(w_NK: np.ndarray, at: int, num_steps: int, panel: np.ndarray, address: int) -> None:
-    """Copies 32 rows of w as consecutive pairs of tiles. Avoids L1 cache conflicts: rows a multiple of 4 KiB apart, as
-    usual, would put all lines of a tile into one cache set."""
+    """Copies 32 rows of w as consecutive pairs of tiles. Rows are often a multiple of 4 KiB apart, which would put all
+    lines of a tile into one set of the L1 cache."""
     K = w_NK.shape[1]
     for row in range(PAIR_ROWS):
         for k in range(num_steps):
@@ -208,7 +207,7 @@ def _add_chain(
     num_steps: int,
     is_pair: bool,
 ) -> None:
-    """Multiplies a pair of tiles of w by one or two tiles of x, over `num_steps` steps of w (`step` numbers each)."""
+    """Multiplies a pair of tiles of w by one or two tiles of x, over `num_steps` steps, `step` numbers of w apart."""
     if is_pair:
         zero2()
         for k in range(num_steps):
@@ -221,7 +220,7 @@ def _add_chain(
 
 @njit(fastmath=REORDERED)
 def _write_block(sums: np.ndarray, at: int, num_rows: int, out_MN: np.ndarray, to: int, out_numbers: int) -> None:
-    """Writes the products of a pair of tiles of w with the first `num_rows` rows of a pair of tiles of x."""
+    """Writes products of a pair of tiles of w and the first `num_rows` rows of a pair of tiles of x."""
     for j in range(2 if num_rows > TILE_ROWS else 1):
         top = j * TILE_ROWS
         for i in range(2):
@@ -229,7 +228,7 @@ def _write_block(sums: np.ndarray, at: int, num_rows: int, out_MN: np.ndarray, t
             write_products(sums, own, num_rows - top, out_MN, address, out_numbers)
 
 
-# Not named tuples: numba takes a microsecond per call to unpack them, and they made the loop of a chain slower.
+# No named tuples: numba takes a microsecond per call to unpack them, and they slow down the loop of a chain.
 @cached_kernel
 def linear(
     w_NK: np.ndarray,
@@ -244,42 +243,42 @@ def linear(
     sums: np.ndarray,
     shape: np.ndarray,
 ) -> None:
-    """Multiplies rows [first, last) of w (a multiple of 32, CHUNK_ROWS at most) by the `num_rows` rows of x in `tiles`.
-    Writes to `out_MN` from column `begin` on, with `out_numbers` from row to row. `w_NK` holds bits of bfloat16."""
+    """Multiplies rows [first, last) of w by the `num_rows` rows of x in `tiles`: a multiple of 32, CHUNK_ROWS at most.
+    Writes float32 to `out_MN` from column `begin` on; its row stride is `out_numbers`. `w_NK`: bits of bfloat16."""
     K = w_NK.shape[1]
     depth = K // TILE_DIMS
     num_tiles, row_words = -(-num_rows // TILE_ROWS), depth * STEP_WORDS
-    is_laid_out = num_tiles * depth > CACHED_STEPS
-    height = last - first if is_laid_out else PAIR_ROWS
+    copies_weights = num_tiles * depth > CACHED_STEPS
+    height = last - first if copies_weights else PAIR_ROWS
     configure(shape, 0)
     for row in range(first, last, height):
         num_pairs = (min(row + height, last) - row) // PAIR_ROWS
         for k_first in range(0, depth, CHAIN_STEPS):
             num_steps = min(CHAIN_STEPS, depth - k_first)
-            for n in range(num_pairs if is_laid_out else 0):
+            for n in range(num_pairs if copies_weights else 0):
                 at = (row + n * PAIR_ROWS) * K + k_first * TILE_DIMS
                 _copy_weights(w_NK, at, num_steps, panel, n * CHAIN_STEPS * PAIR_NUMBERS)
             for t in range(0, num_tiles, 2):
                 is_pair = t + 1 < num_tiles
                 for n in range(num_pairs):
                     x_at = (t * depth + k_first) * STEP_WORDS
-                    if is_laid_out:
+                    if copies_weights:
                         address = n * CHAIN_STEPS * PAIR_NUMBERS
                         _add_chain(panel, address, PAIR_NUMBERS, TILE_DIMS, tiles, x_at, row_words, num_steps, is_pair)
                     else:
                         at = row * K + k_first * TILE_DIMS
                         _add_chain(w_NK, at, TILE_DIMS, K, tiles, x_at, row_words, num_steps, is_pair)
-                    own = (1 + t // 2 * num_pairs + n) * BLOCK_NUMBERS
-                    at = 0 if k_first else own
+                    own_sums = (1 + t // 2 * num_pairs + n) * BLOCK_NUMBERS
+                    at = 0 if k_first else own_sums
                     if is_pair:
                         store2(sums, at)
                     else:
                         store1(sums, at)
                     if k_first:
                         for i in range(BLOCK_NUMBERS):
-                            sums[own + i] += sums[i]
+                            sums[own_sums + i] += sums[i]
                     if k_first + num_steps == depth:
                         top = t * TILE_ROWS
                         to = begin + top * out_numbers + row + n * PAIR_ROWS
-                        _write_block(sums, own, num_rows - top, out_MN, to, out_numbers)
+                        _write_block(sums, own_sums, num_rows - top, out_MN, to, out_numbers)
     release()

@@ -1,13 +1,13 @@
-"""LLVM instructions for the CPU's matrix unit (Intel AMX), and the steps of decode attention built from them.
+"""LLVM instructions for the CPU's matrix unit (Intel AMX), and steps of decode attention.
 
-There are eight tiles: registers of up to 16 rows of 64 bytes. A product adds to each float32 of one tile the dot
+The unit has eight tiles: registers of up to 16 rows of 64 bytes. A product adds to each float32 of a tile the dot
 product of a row and a column of bfloat16 pairs. `arguments.attention_tile_configs` configures the tiles:
 
     in scores:  0-3 queries   4 scores                       6, 7 keys
     in values:  0-3 sums      4, 5 weights, high and low     6, 7 values
 
-Four tiles hold 128 numbers of a head; longer heads are processed in turns. Instructions name tiles as constants. Tile
-rows should be aligned to 64 bytes: otherwise a load takes six times as long.
+Four tiles hold 128 numbers of a head; longer heads take several turns. Tile numbers are constants of instructions.
+Rows in memory should be aligned to 64 bytes: otherwise a load takes six times as long.
 """
 
 import ctypes
@@ -37,14 +37,14 @@ ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # of Linux on x86-6
 
 @cache
 def may_use_tiles() -> bool:
-    """True if the CPU has the matrix unit and Linux grants this process its use, requested once. Without the permission
-    the first tile instruction would kill the process."""
+    """True if the CPU has the matrix unit and Linux lets this process use it. Requests the permission once."""
     is_native = all(getattr(config, name) is None for name in ("CPU_NAME", "CPU_FEATURES"))  # what numba compiles for
     if not is_native or LANES != 16 or not features().get("amx-bf16"):
         return False
+    # Without the permission, the first tile instruction would kill the process.
     if ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0:
         return True
-    log.info("Linux denies the use of the CPU's matrix unit (AMX): bfloat16 products take up to three times as long")
+    log.info("Linux denies access to the CPU's matrix unit (AMX): bfloat16 products take up to three times as long")
     return False
 
 
@@ -109,7 +109,7 @@ def _load_queries(typing: Any, queries: Any, at: Any, num: Any) -> Any:
 
 
 @intrinsic
-def _score(typing: Any, keys: Any, at: Any, row_bytes: Any, num: Any, scores: Any, score_at: Any, is_begun: Any) -> Any:
+def _score(typing: Any, keys: Any, at: Any, row_bytes: Any, num: Any, scores: Any, score_at: Any, adds: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         all_keys, first_key, key_bytes, num_tiles, all_scores, first_score, is_later = arguments
         first = pointer_at(context, builder, keys, all_keys, first_key)
@@ -121,10 +121,10 @@ def _score(typing: Any, keys: Any, at: Any, row_bytes: Any, num: Any, scores: An
             rows.load(READ_TILES[i % 2], i)
             emit_tile_op(builder, "tdpbf16ps", BYTE(SCORES), BYTE(READ_TILES[i % 2]), BYTE(i))
 
-        with builder.if_else(is_later) as (counter, fresh):
-            with counter:
+        with builder.if_else(is_later) as (resumed, started):
+            with resumed:
                 score.load(SCORES)
-            with fresh:
+            with started:
                 emit_tile_op(builder, "tilezero", BYTE(SCORES))
         _emit_for_tiles(builder, num_tiles, multiply)
         score.store(SCORES)
@@ -136,7 +136,7 @@ def _score(typing: Any, keys: Any, at: Any, row_bytes: Any, num: Any, scores: An
 
 def _make_sum_mover(name: str) -> Callable[..., None]:
     @intrinsic
-    def moved(typing: Any, sums: Any, at: Any, row_bytes: Any, num: Any) -> Any:
+    def transfer(typing: Any, sums: Any, at: Any, row_bytes: Any, num: Any) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
             first = pointer_at(context, builder, sums, *arguments[:2])
             rows = _TileRows(builder=builder, first=first, row_bytes=arguments[2], tile_numbers=TILE_DIMS // 2)
@@ -145,7 +145,7 @@ def _make_sum_mover(name: str) -> Callable[..., None]:
 
         return types.void(sums, types.intp, types.intp, types.intp), build
 
-    return moved
+    return transfer
 
 
 @intrinsic
@@ -175,10 +175,12 @@ def _add(typing: Any, values: Any, at: Any, row_bytes: Any, num: Any, weights: A
     return types.void(values, n, n, n, weights, n), build
 
 
-# `load_queries`, `load_sums`: load the first `num` tiles, from element `at` on.
 configure: Callable[[np.ndarray, int], None] = cast(Any, _configure)
 release: Callable[[], None] = cast(Any, _release)
+# Load or store the first `num` tiles, from element `at` on.
 load_queries: Callable[[np.ndarray, int, int], None] = cast(Any, _load_queries)
 load_sums, store_sums = _make_sum_mover("tileloadd64"), _make_sum_mover("tilestored64")
+# Multiplies keys from element `at` on by the loaded queries. Adds to `scores` if `adds`, or overwrites them.
 score: Callable[[np.ndarray, int, int, int, np.ndarray, int, bool], None] = cast(Any, _score)
+# Adds values from element `at` on, times high and low weights, to the sums in tiles.
 add: Callable[[np.ndarray, int, int, int, np.ndarray, int], None] = cast(Any, _add)
