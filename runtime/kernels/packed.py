@@ -162,7 +162,7 @@ widen_window4: Callable[[RowsAt, int, int, int, RowsAt], None] = cast(Any, _wide
 
 @njit(fastmath=REORDERED, forceinline=True)
 def write_escapes(escapes: Escapes, at: int, row: int, first: int, last: int, bits: np.ndarray, begin: int) -> int:
-    """Writes exponents of a row's escapes in columns [first, last), from escape `at` on. `bits[begin]` is the float32 of
+    """Writes exponents of a row's escapes in columns [first, last), from escape `at` on. `bits[begin]`: the float32 of
     column `first`. Returns the next escape."""
     # Files may be damaged: never write outside of the row, nor read past the last escape.
     end = min(np.int64(escapes.starts[np.uint64(row + 1)]), escapes.columns.size)

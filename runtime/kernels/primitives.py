@@ -309,8 +309,8 @@ def _claim_items(typing: Any, counter: Any, count: Any) -> Any:
     return types.intp(counter, types.intp), build
 
 
-# Atomically adds to the first number of `counter` (int64) and returns its old value. No two threads claim the same item,
-# and no thread needs the GIL.
+# Atomically adds to the first number of `counter` (int64) and returns its old value: threads claim different items,
+# without the GIL.
 claim_items: Callable[[np.ndarray, int], int] = cast(Any, _claim_items)
 
 

@@ -1,3 +1,2 @@
-"""Linear layers on weights as stored, bfloat16 or quantized, multiplied in place in their slot. Code that replaces a
-linear layer without knowledge of the model belongs here.
-"""
+"""Linear layers on weights as stored, bfloat16 or quantized, multiplied where they are in their slot. Code that
+replaces a linear layer without knowledge of the model belongs here."""

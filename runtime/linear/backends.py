@@ -1,5 +1,5 @@
-"""Linear backends for weights as stored, and the choice between them: the fastest that `jobs.measure` found on this
-host, or a default rule. All accumulate in float32; results of two backends may differ in last bits.
+"""Linear backends for weights as stored, and the choice among them: the fastest measured on this host (`jobs.measure`),
+or a default rule. All accumulate in float32; results may differ in the last bits.
 
 M rows of x, N of w, K inputs.
 """
@@ -29,9 +29,9 @@ from .kernel_products import (
 )
 from .rows import KernelRows
 
-MANY_ROWS = 256  # above this, upcasting a large panel costs little compared to its product
-WEIGHTS_PER_THREAD = 8  # from here on, an uneven split of whole weights among threads costs little
-NARROW_ROWS = 96  # up to here w @ x.T mostly beats x @ w.T: the product's inner loops run over the long side
+MANY_ROWS = 256  # with more, upcasting a large panel takes little time compared to its product
+WEIGHTS_PER_THREAD = 8  # at least so many whole weights can be split evenly enough among threads
+NARROW_ROWS = 96  # up to here w @ x.T is mostly faster than x @ w.T: its inner loops run over the long side
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}  # as in a table
 
 Linear = Callable[[torch.Tensor, Sequence[Block]], torch.Tensor]  # x (M, K), blocks of rows of w -> (M, N)
@@ -40,8 +40,8 @@ Linear = Callable[[torch.Tensor, Sequence[Block]], torch.Tensor]  # x (M, K), bl
 def prepare_products(
     stored: Iterable[torch.dtype], formats: Collection[str] = (), inputs: torch.dtype = torch.float32
 ) -> None:
-    """Loads the kernels for inputs of a dtype and weights of these dtypes and storage formats, and compiles them if
-    they are not cached. Otherwise the first forward pass would spend this time and memory."""
+    """Loads the kernels for inputs of a dtype and weights of these dtypes and storage formats; compiles them if they
+    are not cached. Saves the first forward pass this time and memory."""
     if has_matrix_unit() and inputs == torch.float32:
         prepare_tiles()
     own = stored if inputs == torch.float32 else {inputs} & set(stored)
@@ -49,16 +49,15 @@ def prepare_products(
 
 
 def linear(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable | None = None) -> torch.Tensor:
-    """Returns x @ w.T (M, N), where w is the row blocks concatenated. Uses the fastest backend in `table`, or the
-    default rule without one."""
+    """Returns x @ w.T (M, N), where w is the row blocks concatenated, by `choose_backend`."""
     return BACKENDS[choose_backend(x_MK, blocks, table)](x_MK, blocks)
 
 
 def fused_linear(
     x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], table: BackendTable | None = None
 ) -> list[torch.Tensor]:
-    """Returns x @ w.T for each of several weights, in one kernel call if their backend allows it. Results are equal to
-    `linear` bit by bit."""
+    """Returns x @ w.T for each weight, in one kernel call if their backend supports it. Results equal `linear` bit by
+    bit."""
     backends = {choose_backend(x_MK, blocks, table) for blocks in weights}
     backend = backends.pop() if len(backends) == 1 else None
     if backend is LinearBackend.tiles:
@@ -71,8 +70,8 @@ def fused_linear(
 def grouped_linear(
     x_VK: torch.Tensor, groups: Sequence[tuple[slice, Sequence[Block]]], table: BackendTable | None = None
 ) -> torch.Tensor:
-    """Multiplies each run of rows of x by its own weight; returns (V, N), bit by bit as `linear` by the same backend.
-    Weights have equal shapes and formats. If all runs are short, each thread multiplies whole weights."""
+    """Multiplies each run of rows of x by its own weight; returns (V, N). Bit by bit as `linear` with the same backend.
+    Weights must have equal shapes and formats. If all runs are short, each thread multiplies whole weights."""
     rows, blocks = groups[0]
     backend = choose_backend(x_VK[rows], blocks, table)
     is_whole = all(block.shape[0] % PAIR_ROWS == 0 for block in blocks)
@@ -83,15 +82,15 @@ def grouped_linear(
 
 
 def _uses_vector_kernel(backend: LinearBackend, x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
-    """True if this backend, which supports the blocks, multiplies them in the vector kernel."""
+    """True if this backend multiplies the blocks, which it must support, in the vector kernel."""
     if backend is LinearBackend.widened:
         return fits_vectors(x_MK, blocks)
     return backend in (LinearBackend.vectors, LinearBackend.pairs)
 
 
 def can_multiply_in_groups(num_rows: int, num_weights: int) -> bool:
-    """True if `grouped_linear` is likely faster than one product per weight: enough weights that threads finish at
-    about the same time, and few enough rows of x that synchronizing them per product would dominate."""
+    """True if `grouped_linear` is likely faster than a product per weight: enough weights for an even split, and so few
+    rows of x that synchronizing threads per product takes most time."""
     return num_weights >= WEIGHTS_PER_THREAD * torch.get_num_threads() and num_rows <= GROUP_ROWS * num_weights
 
 
@@ -124,8 +123,7 @@ def supports(backend: LinearBackend, x_MK: torch.Tensor, blocks: Sequence[Block]
         case LinearBackend.vectors:
             return has_compiler() and x_MK.dtype == torch.float32 and fits_vectors(x_MK, blocks)
         case LinearBackend.widened:
-            # Exactness: only weights of x's own 16-bit dtype or kernel-decoded rows. Others must be rounded to x's
-            # dtype first, as a model of that dtype would hold them.
+            # Exactness: other weights must be rounded to x's dtype first, as a model of that dtype would hold them.
             if not has_compiler() or not x_MK.is_cpu or x_MK.dtype not in (torch.bfloat16, torch.float16):
                 return False
             return all(
@@ -151,8 +149,8 @@ def default_backend(
     *,
     is_plain: bool = True,
 ) -> LinearBackend:
-    """The default rule: compiled kernels if available, otherwise panels. bfloat16 inputs use bfloat16 instructions
-    where these are faster than float32's; `is_plain` weights go to the matrix unit through torch."""
+    """The default rule: compiled kernels if available, otherwise panels. For bfloat16 inputs, bfloat16 instructions if
+    they are faster than float32's; torch uses the matrix unit for `is_plain` weights."""
     if inputs != torch.float32:
         if is_available(LinearBackend.pairs) and has_fast_pairs():
             return LinearBackend.pairs
@@ -166,7 +164,7 @@ def default_backend(
 
 
 def _widened(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
-    """Widens x inside the kernel, or before the product if the kernel does not support the blocks."""
+    """Converts x to float32 inside the kernel, or before the product if the kernel does not support the blocks."""
     if fits_vectors(x_MK, blocks):
         return multiply_in_vectors(x_MK, blocks)
     return linear(x_MK.float(), blocks).to(x_MK.dtype)
@@ -187,16 +185,15 @@ def _inputs_first(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
 
 
 def _panel_bytes(x_MK: torch.Tensor) -> int | None:
-    """Returns a larger panel size for many rows of x, as each panel costs another pass over x. At 512 rows and more,
-    panels of 16 MiB reached 206 to 230 GFLOP/s, of 4 MiB 171 to 187 (one Xeon with AVX-512, two threads)."""
+    """Returns a larger panel size for many rows of x, as each panel takes another pass over x."""
+    # From 512 rows on, panels of 16 MiB reached 206 to 230 GFLOP/s, of 4 MiB 171 to 187 (Xeon, AVX-512, two threads).
     return MOST_PANEL_BYTES if len(x_MK) > MANY_ROWS else None
 
 
 def _onednn(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
     out_MN = x_MK.new_empty(len(x_MK), sum(block.shape[0] for block in blocks))
     for row, panel in panels(blocks, x_MK.dtype, _panel_bytes(x_MK)):
-        found = torch.ops.mkldnn._linear_pointwise(x_MK, panel, None, "none", [], "")
-        out_MN[:, row : row + panel.shape[0]] = found
+        out_MN[:, row : row + panel.shape[0]] = torch.ops.mkldnn._linear_pointwise(x_MK, panel, None, "none", [], "")
     return out_MN
 
 

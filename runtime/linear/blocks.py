@@ -1,5 +1,4 @@
-"""Row blocks of a stored matrix: dequantized to the compute dtype panel by panel in a reused buffer, or joined without
-a copy into one tensor for a single launch.
+"""Row blocks of a stored matrix: dequantized panel by panel to a reused buffer, or joined to one tensor without a copy.
 
 E experts, each with row blocks (n, K).
 """
@@ -20,7 +19,7 @@ Block = torch.Tensor | Rows
 
 class _Buffers:
     """Reused buffers for dequantized or upcast weights, one per (device, dtype). Not thread-safe: only the engine's
-    thread uses it."""
+    thread uses them."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
@@ -30,7 +29,7 @@ class _Buffers:
         size = torch.Size(shape).numel()
         buffer = self._buffers.get((device, dtype))
         if buffer is None or buffer.numel() < size:
-            with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
+            with torch.inference_mode(False):  # a buffer made in inference mode is read-only outside of it
                 buffer = torch.empty(max(size, PANEL_BYTES // dtype.itemsize), dtype=dtype, device=device)
             self._buffers[device, dtype] = buffer
         return buffer[:size].view(*shape)
@@ -42,9 +41,9 @@ _buffers = _Buffers()
 def panels(
     blocks: Sequence[Block], dtype: torch.dtype, num_bytes: int | None = None, *, on_device: bool = False
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields (first row, rows) in `dtype`; each panel is valid until the next one. Plain blocks of that dtype are
-    yielded whole, without a copy; others in panels of at most PANEL_BYTES, or `num_bytes` for plain blocks.
-    `on_device`: for an accelerator, in panels of DEQUANTIZED_AT_ONCE numbers."""
+    """Yields (first row, rows) in `dtype`; rows are valid until the next ones. Plain blocks of that dtype are yielded
+    whole, without a copy; others in panels of at most PANEL_BYTES, or `num_bytes` for plain blocks. `on_device`: in
+    panels of DEQUANTIZED_AT_ONCE numbers, for an accelerator."""
     row = 0
     for block in blocks:
         if isinstance(block, torch.Tensor) and block.dtype == dtype:
@@ -80,8 +79,8 @@ def float_rows(block: Block, rows: slice) -> torch.Tensor:
 
 
 def dequantize_rows(block: Block, dtype: torch.dtype, numbers: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns all rows, or those with these row numbers, in `dtype`. A new tensor, except for all rows of a plain block
-    of that dtype."""
+    """Returns all rows, or the rows with these `numbers`, in `dtype`. A new tensor, except for all rows of a plain
+    block of that dtype."""
     if isinstance(block, torch.Tensor):
         return block.to(dtype) if numbers is None else F.embedding(numbers, block).to(dtype)
     height = block.shape[0] if numbers is None else numbers.numel()
@@ -90,20 +89,19 @@ def dequantize_rows(block: Block, dtype: torch.dtype, numbers: torch.Tensor | No
     return rows.to(dtype)
 
 
-# torch.cat lacks these dtypes: they are concatenated as bytes.
+# torch.cat does not support these dtypes: they are concatenated as bytes.
 CONCAT_DTYPES = dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu), torch.uint8)
 
 
 def join_blocks(blocks: Sequence[Block], dtype: torch.dtype) -> torch.Tensor | None:
-    """Returns a view of the blocks as one matrix; None if they are not contiguous in memory or not plain tensors of
-    `dtype`."""
+    """Returns a view of the blocks as one matrix; None if they are not adjacent plain tensors of `dtype`."""
     stacks = join_stacks([blocks], dtype)
     return stacks[0][0] if len(stacks) == 1 else None
 
 
 def join_stacks(entries: Sequence[Sequence[Block]], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """Returns views (E, rows, K), each of neighboring blocks of all experts. `entries` holds each expert's blocks.
-    Empty if the experts do not lie at equal distances in memory, or blocks are not plain tensors of `dtype`."""
+    """Returns views (E, rows, K), each of adjacent blocks of all experts. `entries`: each expert's blocks. Empty if
+    experts are not at equal distances in memory, or blocks are not plain tensors of `dtype`."""
     stacks = list[torch.Tensor]()
     for part in zip(*entries, strict=True):
         plain = [b for b in part if isinstance(b, torch.Tensor) and b.dtype == dtype and b.is_contiguous()]
@@ -120,7 +118,7 @@ def join_stacks(entries: Sequence[Sequence[Block]], dtype: torch.dtype) -> Seque
 
 
 def _join_below(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor | None:
-    """Returns a view of both as one stack, if each expert's rows of `lower` directly follow those of `upper`."""
+    """Returns a view of both as one stack, if each expert's rows in `lower` follow its rows in `upper`."""
     rows, width = upper.shape[1] + lower.shape[1], upper.shape[2]
     follows = lower.storage_offset() == upper.storage_offset() + upper.shape[1] * width
     is_alike = upper.shape[2] == lower.shape[2] and (len(upper) == 1 or upper.stride(0) == lower.stride(0))
@@ -132,20 +130,19 @@ def _join_below(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor | None
 
 @lru_cache(maxsize=4096)
 def device_constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns a few constants as a device tensor, copied there once: a pass recorded as a CUDA graph must not copy from
-    the host."""
+    """Returns a few constants as a device tensor, copied once: a pass recorded as a CUDA graph must not copy from the
+    host."""
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def concat_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenates tensors of one shape along the first dimension: a view if they are contiguous in memory, as the
-    matrices of a stack are, otherwise a copy."""
+    """Concatenates tensors of one shape along the first dimension: a view if they are adjacent in memory, otherwise a
+    copy."""
     first = tensors[0]
     size, begin, memory = first.numel(), first.storage_offset(), first.untyped_storage().data_ptr()
-    for turn, tensor in enumerate(tensors):
-        is_next = tensor.storage_offset() == begin + turn * size and tensor.untyped_storage().data_ptr() == memory
+    for index, tensor in enumerate(tensors):
+        is_next = tensor.storage_offset() == begin + index * size and tensor.untyped_storage().data_ptr() == memory
         if not (is_next and tensor.is_contiguous()):
-            return torch.cat([part.view(CONCAT_DTYPES.get(part.dtype, part.dtype)) for part in tensors]).view(
-                first.dtype
-            )
+            parts = [part.view(CONCAT_DTYPES.get(part.dtype, part.dtype)) for part in tensors]
+            return torch.cat(parts).view(first.dtype)
     return first.as_strided((len(tensors) * first.shape[0], *first.shape[1:]), first.stride(), begin)

@@ -1,6 +1,6 @@
-"""Launches Triton kernels on stored matrices in an accelerator's memory, and checks whether they work here.
+"""Launches Triton kernels on stored matrices in an accelerator's memory, and checks that they work.
 
-    can_decode(rows, dtype) -> bool             True if `decode` supports such rows; checked at the first use
+    can_decode(rows, dtype) -> bool             True if `decode` supports such rows
     try_decode(rows, out) -> bool               decodes if supported; True if it did
     decode(codes, out)                          dequantizes all rows into out (N, K) or (E, n, K)
     can_multiply(rows, dtype) -> bool           True if `multiply` supports such rows
@@ -10,12 +10,11 @@
     can_group(stack) -> bool                    True if `grouped_mm` supports a stack (E, K, N) of plain numbers
     grouped_mm(x_VK, stack, offs=ends_E) -> (V, N)     as torch.nn.functional.grouped_mm, for any device
 
-`codes` is `rows.codes()`, also of joined rows, or `stack_codes` of experts. Keep and reuse it: it caches compiled
-launches. No launch synchronizes with the device; only the first `can_...` of a kind does, which compares a few rows
-with torch's operators.
+`codes` is `rows.codes()`, or `stack_codes` of experts. Reuse it: it caches compiled launches. Launches do not
+synchronize with the device. The first `can_...` for a kind of matrix does: it compares a few rows with torch's
+operators. It returns False, with a warning, if Triton is missing, lacks a C compiler or fails.
 
-Numbers equal `Rows.dequantize`, rounded once. Products accumulate in float32; last bits differ from torch's. If Triton
-is missing, lacks a C compiler or fails, `can_...` returns False, with one warning per kind.
+Decoded numbers equal `Rows.dequantize`, rounded once. Products accumulate in float32; last bits differ from torch's.
 
 M rows of x, V of them sorted by expert, E experts; N rows of a matrix, n of an expert, of K numbers.
 """
@@ -54,20 +53,19 @@ log = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_KINDS = {torch.float8_e8m0fnu: EXPONENTS, torch.float8_e4m3fn: SMALL_FLOATS}
-COLUMN_ENCODINGS = (constants.WORDS4, constants.WORDS8)  # words of neighboring rows are adjacent in memory
+COLUMN_ENCODINGS = (constants.WORDS4, constants.WORDS8)  # words of neighboring rows are adjacent
 BLOCKS = tuple(constants.GGUF.values())
 CHECKED_ROWS, CHECKED_INPUTS = 48, 17
-MIN_EXPERTS = 16  # minimum size of the vector in which a program searches for its expert
-ALIGNED_BYTES = 16  # Triton emits 16-byte loads if addresses are known to be aligned
-MAX_ERROR_CHARACTERS = 300  # characters of an error
+MIN_EXPERTS = 16  # least length of the vector in which a program searches for its expert
+ALIGNED_BYTES = 16  # Triton emits 16-byte loads for addresses known to be aligned
+MAX_ERROR_CHARACTERS = 300
 
 _is_interpreted = False
 
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Lets kernels run on CPU tensors inside the block, for tests. Requires TRITON_INTERPRET=1, set before Triton is
-    imported."""
+    """Runs kernels on CPU tensors inside the block, for tests. Set TRITON_INTERPRET=1 before Triton is imported."""
     global _is_interpreted
     _is_interpreted = True
     try:
@@ -77,13 +75,12 @@ def interpreted() -> Iterator[None]:
 
 
 def is_available(device: torch.device) -> bool:
-    """True if Triton kernels may run on this device. Does not import Triton."""
+    """True if Triton is installed and kernels can run on this device. Does not import Triton."""
     return (device.type == "cuda" or _is_interpreted) and _has_triton()
 
 
 def _kernels() -> Any:
-    """The module of kernels, imported late: importing Triton takes 0.2 s."""
-    from ..kernels import device_matrices
+    from ..kernels import device_matrices  # late: importing Triton takes 0.2 s
 
     return device_matrices
 
@@ -94,8 +91,7 @@ def _has_triton() -> bool:
 
 
 def decode(codes: Codes, out: torch.Tensor) -> None:
-    """Dequantizes all rows into `out`: (N, K) or (E, n, K), whose rows are those of the matrices in order. The last
-    stride must be 1."""
+    """Dequantizes all rows, in order, to `out`: (N, K) or (E, n, K), with a last stride of 1."""
     stack = out if out.dim() == 3 else out.unflatten(0, (codes.num_matrices, -1))
     num_experts, num_rows, num_columns = stack.shape
     strides = stack.stride(0), stack.stride(1)
@@ -118,7 +114,7 @@ def decode(codes: Codes, out: torch.Tensor) -> None:
 
 
 def multiply(x_MK: torch.Tensor, codes: Codes) -> torch.Tensor:
-    """Returns x @ w.T (M, N), of x's dtype, for a single matrix. Codes are decoded inside the product."""
+    """Returns x @ w.T (M, N), of x's dtype, for a single matrix; codes are decoded inside the product."""
     assert codes.num_matrices == 1
     assert codes.encoding != constants.WINDOW4
     x_MK = x_MK if x_MK.stride(-1) == 1 else x_MK.contiguous()
@@ -135,24 +131,20 @@ def multiply(x_MK: torch.Tensor, codes: Codes) -> torch.Tensor:
 
 
 def multiply_groups(x_VK: torch.Tensor, codes: Codes, num_experts: int, ends_E: torch.Tensor) -> torch.Tensor:
-    """Multiplies rows of x, sorted by expert, by their expert's matrix; returns (V, n). `codes`: a stack of matrices,
-    or one tall matrix with the rows of all experts. `ends_E`: int32, the end (exclusive) of each expert's rows of x."""
+    """Multiplies rows of x, sorted by expert, by their expert's matrix; returns (V, n). `codes`: a stack, or one matrix
+    with the rows of all experts. `ends_E`: int32, the end (exclusive) of each expert's rows of x."""
     num_rows = codes.num_matrices * codes.shape[0] // num_experts
     assert codes.num_matrices in (1, num_experts)
     assert codes.encoding != constants.WINDOW4
-    return _launch_groups(
-        x_VK,
-        lambda columns: _kernel_arguments(codes, num_experts, columns),
-        codes.encoding,
-        num_rows,
-        ends_E,
-        codes.launches,
-        (),
-    )
+
+    def make_arguments(num_columns: int) -> tuple[Matrix, MatrixKind, int]:
+        return _kernel_arguments(codes, num_experts, num_columns)
+
+    return _launch_groups(x_VK, make_arguments, codes.encoding, num_rows, ends_E, codes.launches, ())
 
 
 def grouped_mm(x_VK: torch.Tensor, stack_EKN: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
-    """Same as F.grouped_mm for x (V, K) and a stack of x's dtype, of any strides; returns (V, N)."""
+    """Same as F.grouped_mm for x (V, K) and a stack of x's dtype with any strides; returns (V, N)."""
     num_experts, num_columns, num_rows = stack_EKN.shape
     expert, column, row = stack_EKN.stride()
     matrix = Matrix(body=stack_EKN, body_expert=expert, body_row=row, body_column=column, num_columns=num_columns)
@@ -160,9 +152,8 @@ def grouped_mm(x_VK: torch.Tensor, stack_EKN: torch.Tensor, *, offs: torch.Tenso
     assert len(offs) == num_experts
     assert x_VK.dtype == stack_EKN.dtype
     key = (*stack_EKN.shape, expert, column, row, _is_aligned(stack_EKN), stack_EKN.device.index)
-    return _launch_groups(
-        x_VK, lambda columns: (matrix, kind, 0), constants.PLAIN, num_rows, offs, _plain_launches, key
-    )
+    arguments = matrix, kind, 0
+    return _launch_groups(x_VK, lambda _: arguments, constants.PLAIN, num_rows, offs, _plain_launches, key)
 
 
 def _launch_groups(
@@ -174,17 +165,18 @@ def _launch_groups(
     launches: dict[object, Any],
     key: tuple[object, ...],
 ) -> torch.Tensor:
-    """`make_arguments(num_columns)`: kernel arguments for tiles of that width. `key` identifies them in `launches`."""
+    """Launches `multiply_groups`. `make_arguments(num_columns)` returns kernel arguments for tiles of that width; `key`
+    identifies them in `launches`."""
     x_VK = x_VK if x_VK.stride(-1) == 1 else x_VK.contiguous()
     num_visits, num_experts = x_VK.shape[0], ends_E.shape[0]
     out_VN = x_VK.new_empty(num_visits, num_rows)
     if not out_VN.numel():
         return out_VN
-    (height, rows, columns), options = _product_tile(
-        _next_power_of_two(-(-num_visits // num_experts)), x_VK.dtype, encoding
-    )
+    mean_rows = -(-num_visits // num_experts)
+    (height, rows, columns), options = _product_tile(_next_power_of_two(mean_rows), x_VK.dtype, encoding)
     matrix, kind, lead = make_arguments(columns)
-    # Upper bound without asking the device: each expert adds at most one partial tile, each tile has at least one row.
+    # Upper bound, as only the device knows the sizes: each expert adds a partial tile at most; a tile has a row at
+    # least.
     num_tiles = min(num_visits, num_visits // height + num_experts)
     grid, row = (num_tiles, -(-(num_rows + lead) // rows), 1), x_VK.stride(0)
     width = max(MIN_EXPERTS, _next_power_of_two(num_experts))
@@ -203,9 +195,10 @@ def _launch(
     args: tuple[Any, ...],
     options: Mapping[str, Any],
 ) -> None:
-    """Launches a kernel on the current stream of its arguments' device. Reuses the compiled kernel for a known `key`,
-    as Triton's dispatch over forty arguments takes the host as long as several launches. `key` must hold all that code
-    is specialized for: types, strides, address alignment; sizes not in it are marked `do_not_specialize`."""
+    """Launches a kernel on the current stream of its arguments' device. Reuses the compiled kernel for a known `key`:
+    Triton's dispatch over forty arguments takes as long as several launches."""
+    # `key` must hold all that code is specialized for: dtypes, strides, address alignment, and sizes that are not
+    # marked `do_not_specialize`. A missing one would run code for other arguments.
     device = args[1].device if isinstance(args[1], torch.Tensor) else args[0].device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton uses the current device
         compiled = launches.get((name, key))
@@ -220,12 +213,12 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
 
 
 def can_decode(rows: Rows, dtype: torch.dtype) -> bool:
-    """True if `decode` supports such rows and this dtype. The first call for a kind decodes a few rows and compares."""
+    """True if `decode` supports such rows and this dtype."""
     return _usable_codes(rows, dtype, "to decode", _check_decode) is not None
 
 
 def try_decode(rows: Rows, out: torch.Tensor) -> bool:
-    """Decodes rows into `out` if `decode` supports them. Returns True if it did."""
+    """Decodes rows to `out` if `decode` supports them. Returns True if it did."""
     codes = _usable_codes(rows, out.dtype, "to decode", _check_decode)
     if codes is not None:
         decode(codes, out)
@@ -255,13 +248,12 @@ def can_group(stack_EKN: torch.Tensor) -> bool:
 def _usable_codes(
     rows: Rows, dtype: torch.dtype, purpose: str, matches_torch: Callable[[Codes, torch.Tensor, torch.dtype], bool]
 ) -> Codes | None:
-    """Returns the rows' codes if the kernel supports them and matches torch here; otherwise None."""
+    """Returns the rows' codes if a kernel supports them and matches torch's results; otherwise None."""
     codes = rows.codes() if is_available(rows.device) and dtype in DTYPES else None
     if codes is None or not prod(codes.shape):
         return None
-    if matches_torch is not _check_decode and (
-        codes.encoding == constants.WINDOW4 or not _has_tensor_cores(rows.device)
-    ):
+    is_product = matches_torch is not _check_decode
+    if is_product and (codes.encoding == constants.WINDOW4 or not _has_tensor_cores(rows.device)):
         return None
 
     def compare() -> bool:
@@ -280,20 +272,20 @@ def _has_tensor_cores(device: torch.device) -> bool:
 
 
 def _check_once(key: tuple[object, ...], compare: Callable[[], bool]) -> bool:
-    """Returns the result of `compare` for this key, run once per process. Logs a warning if it fails."""
-    found = _check_results.get(key)
-    if found is None:
-        why = "its numbers are not those of torch's operators"
+    """Runs `compare` once per process and key, and returns its result. Logs a warning if it is False or raises."""
+    is_usable = _check_results.get(key)
+    if is_usable is None:
+        reason = "results differ from torch's operators"
         try:
-            found = compare()
+            is_usable = compare()
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of Triton, its compilers and the driver, of many classes
-            found, why = False, f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
-        if not found:
-            log.warning("Triton's kernel %s cannot be used, torch's operators are: %s", " ".join(map(str, key)), why)
-        _check_results[key] = found
-    return found
+        except Exception as error:  # Triton, its compilers and the driver raise many classes
+            is_usable, reason = False, f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
+        if not is_usable:
+            log.warning("Triton kernel %s is not usable; using torch operators: %s", " ".join(map(str, key)), reason)
+        _check_results[key] = is_usable
+    return is_usable
 
 
 def _check_decode(codes: Codes, numbers_RK: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -318,42 +310,42 @@ def _check_grouped_mm(stack_EKN: torch.Tensor) -> bool:
     x_MK = _check_inputs(stack.shape[1], stack.dtype, stack.device)
     ends = torch.full((len(stack),), len(x_MK), dtype=torch.int32, device=stack.device)
     ends[:-1] = 5
-    found = grouped_mm(x_MK, stack, offs=ends)
-    rests = (slice(None),) if len(stack) == 1 else (slice(5), slice(5, None))
-    return all(_is_product(found[rows], x_MK[rows], stack[turn].t()) for turn, rows in enumerate(rests))
+    out_MN = grouped_mm(x_MK, stack, offs=ends)
+    row_ranges = (slice(None),) if len(stack) == 1 else (slice(5), slice(5, None))
+    return all(_is_product(out_MN[rows], x_MK[rows], stack[expert].t()) for expert, rows in enumerate(row_ranges))
 
 
 def _check_inputs(num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Rows of x for the checks. Deterministic, so that the run's random state does not change."""
+    # Deterministic, so that the run's random state does not change.
     numbers = torch.arange(CHECKED_INPUTS * num_columns, dtype=torch.float32, device=device)
     return numbers.sin().to(dtype).view(CHECKED_INPUTS, num_columns)
 
 
-def _is_product(found_MN: torch.Tensor, x_MK: torch.Tensor, w_NK: torch.Tensor) -> bool:
-    """True if `found_MN` equals x @ w.T up to rounding, wherever the product is finite in x's dtype."""
+def _is_product(out_MN: torch.Tensor, x_MK: torch.Tensor, w_NK: torch.Tensor) -> bool:
+    """True if `out_MN` equals x @ w.T up to rounding where the product is finite in x's dtype."""
     x, w = x_MK.double(), w_NK.double()
     expected, sizes = x @ w.t(), x.abs() @ w.abs().t()
-    is_off = (found_MN.double() - expected).abs() > sizes * torch.finfo(torch.float32).eps * len(w[0]) + (
-        expected.abs() * torch.finfo(x_MK.dtype).eps
-    )
-    return not bool((is_off & expected.to(x_MK.dtype).isfinite()).any())
+    float32_error = sizes * torch.finfo(torch.float32).eps * len(w[0])
+    rounding = expected.abs() * torch.finfo(x_MK.dtype).eps
+    is_wrong = (out_MN.double() - expected).abs() > float32_error + rounding
+    return not bool((is_wrong & expected.to(x_MK.dtype).isfinite()).any())
 
 
 def _kernel_arguments(codes: Codes, num_experts: int, tile_columns: int) -> tuple[Matrix, MatrixKind, int]:
-    """Returns the kernel arguments for tiles of `tile_columns`, and the number of rows in the first word that precede
-    the first row. Cached with the codes."""
+    """Returns kernel arguments for tiles of `tile_columns`, and how many rows of the first word precede the first row.
+    Cached with the codes."""
     key = (num_experts, tile_columns)
-    if (found := codes.launches.get(key)) is None:
+    if (arguments := codes.launches.get(key)) is None:
         lead = codes.first_row % WORD_ROWS if codes.encoding == constants.ROW_WORDS else 0
-        found = codes.launches[key] = (_matrix(codes, num_experts), _matrix_kind(codes, tile_columns), lead)
-    return found
+        arguments = codes.launches[key] = (_matrix(codes, num_experts), _matrix_kind(codes, tile_columns), lead)
+    return arguments
 
 
 def _matrix(codes: Codes, num_experts: int) -> Matrix:
-    """Kernel arguments for a stack of experts, or for one tall matrix with the rows of all of them."""
-    is_tall = codes.num_matrices < num_experts
-    step = codes.shape[0] // num_experts if is_tall else 0
-    assert step % WORD_ROWS == 0 or codes.encoding != constants.ROW_WORDS, "a word must hold rows of one expert"
+    """Kernel arguments for a stack of experts, or for one matrix with the rows of all experts."""
+    is_concatenated = codes.num_matrices < num_experts
+    expert_rows = codes.shape[0] // num_experts if is_concatenated else 0
+    assert expert_rows % WORD_ROWS == 0 or codes.encoding != constants.ROW_WORDS, "a word must hold rows of one expert"
     body, scales, zeros, groups, overall = codes.body, codes.scales, codes.zeros, codes.groups, codes.overall
     extra = next((tensor for tensor in (codes.bases, codes.table, codes.order) if tensor is not None), None)
     factors = scales if scales is None or scales.dtype not in SCALE_KINDS else scales.view(torch.uint8)
@@ -366,14 +358,14 @@ def _matrix(codes: Codes, num_experts: int) -> Matrix:
         scale_rows=codes.scale_rows,
         num_columns=codes.shape[1],
         num_groups=0 if scales is None else scales.shape[2],
-        row_step=step,
+        row_step=expert_rows,
         first_row=codes.first_row,
         last_factor=1.0 if codes.last_factor is None else codes.last_factor,
     )  # fmt: skip
 
 
 def _expert_stride(tensor: torch.Tensor | None) -> int:
-    """Elements from one matrix of a stack to the next; 0 for a single matrix, even one with the rows of all experts."""
+    """Elements from one matrix of a stack to the next; 0 for a single matrix."""
     return 0 if tensor is None or len(tensor) == 1 else tensor.stride(0)
 
 
@@ -412,7 +404,7 @@ def _zeros_kind(codes: Codes) -> int:
 
 
 def _decode_tile(encoding: int) -> tuple[int, int]:
-    """Rows and columns of a tile: each row covers whole memory sectors, both as codes and as numbers."""
+    """Rows and columns of a tile. Each row covers whole memory sectors, as codes and as numbers."""
     if encoding in COLUMN_ENCODINGS:
         return 64, 128
     if encoding == constants.ROW_WORDS:
@@ -423,7 +415,7 @@ def _decode_tile(encoding: int) -> tuple[int, int]:
 @cache
 def _product_tile(num_inputs: int, dtype: torch.dtype, encoding: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Returns the tile (rows of x, rows of the matrix, columns) and launch options for `num_inputs` rows of x, a power
-    of two. The fastest on an H100 among those that fit the shared memory of compute capabilities 8.0 to 12.0."""
+    of two: the fastest on an H100 that fits the shared memory of compute capabilities 8.0 to 12.0."""
     height = min(max(16, num_inputs), 128)
     if dtype == torch.float32:  # not timed
         height = min(height, 16 if encoding in BLOCKS else 32)
@@ -448,7 +440,6 @@ def _product_tile(num_inputs: int, dtype: torch.dtype, encoding: int) -> tuple[t
 
 
 def _next_power_of_two(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
     return 1 << max(number - 1, 0).bit_length()
 
 

@@ -1,8 +1,6 @@
-"""Fuses projections of the same input, such as query, key and value, into one product.
-
-Inputs are laid out once, threads synchronize once, and small weights share threads with large ones. Groups are learned
-on a module's first forward pass, by watching which weights multiply the same tensor in a row.
-"""
+"""Fuses projections of the same input, such as query, key and value, into one product: inputs are laid out once,
+threads synchronize once, and small weights share threads with large ones. A module's first forward pass shows which
+weights multiply the same tensor one after the other; these form a group."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,17 +13,15 @@ from .blocks import Block
 
 
 class FusedProjections:
-    """Fused projections of one module. Not thread-safe: lanes share one thread.
-
-    Results equal `linear`, bit by bit if the same backend multiplies one weight and several.
-    """
+    """Fused projections of one module. Not thread-safe: lanes share one thread. Results equal `linear`, bit by bit if
+    the same backend multiplies one weight and several."""
 
     def __init__(self) -> None:
         self._is_learning = True
-        self._groups: dict[str, list[str]] = {}  # by the group's first weight name, in the order of use
+        self._groups: dict[str, list[str]] = {}  # weight names in order of use, by the first one
         self._x: torch.Tensor | None = None
         self._run: list[str] = []  # while learning: weights that multiplied `_x`
-        self._outputs: dict[str, torch.Tensor] = {}  # products of `_x` not fetched yet
+        self._outputs: dict[str, torch.Tensor] = {}  # products of `_x` that are not fetched yet
         self._leader = ""  # first name of the group in `_outputs`
         self._num_inside = 0
         self._blocks: dict[str, Sequence[Block]] = {}
@@ -33,8 +29,8 @@ class FusedProjections:
     def multiply(
         self, x: torch.Tensor, x_MK: torch.Tensor, name: str, table: BackendTable | None = None
     ) -> torch.Tensor:
-        """Returns x @ w.T (M, N) for the weight of that name. `x_MK` is `x` as rows; `x` itself identifies the input.
-        `table`: see `linear`."""
+        """Returns x @ w.T (M, N) for the named weight. `x_MK` is `x` as rows; `x` identifies the input. `table`: see
+        `linear`."""
         if x is self._x and name in self._outputs:
             return self._take(name)
         self._discard()
@@ -53,7 +49,7 @@ class FusedProjections:
     @contextmanager
     def scope(self, blocks: Mapping[str, Sequence[Block]]) -> Iterator[None]:
         """Registers a lane's weights by name while it runs the module. Learning ends when the first lane leaves. Lanes
-        inside at the same time must register the same weights."""
+        in the module at the same time must register the same weights."""
         self._blocks |= blocks
         self._num_inside += 1
         try:
@@ -74,13 +70,13 @@ class FusedProjections:
         return out
 
     def _discard(self) -> None:
-        """Discards unfetched products and dissolves their group, so that they are not computed in vain again."""
+        """Discards products that were not fetched, and their group."""
         if self._outputs:
             self._groups.pop(self._leader, None)
             self._x, self._outputs = None, {}
 
     def _close_group(self) -> None:
-        """Ends a run of products of the same input: two or more weights form a group."""
+        """Ends a run of products of the same input; two or more weights form a group."""
         if len(self._run) > 1:
             self._groups.setdefault(self._run[0], self._run)
         self._x, self._run = None, []

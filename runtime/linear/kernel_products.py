@@ -1,5 +1,5 @@
-"""Multi-threaded products with stored weights by compiled CPU kernels: vector kernels for float32 inputs or pairs of
-bfloat16, and matrix-unit kernels for float32 inputs with bfloat16 weights.
+"""Multi-threaded products with stored weights in compiled CPU kernels: vector kernels for float32 inputs or pairs of
+bfloat16, matrix-unit kernels for float32 inputs and bfloat16 weights.
 
 M rows of x of W words, N of w, K inputs.
 """
@@ -43,8 +43,10 @@ from .work_items import (
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}  # dtypes of x and of the output
 STEP_INPUTS = 16  # lanes of the widest vectors
-PART_BYTES = 6  # per number of x in tiles: three bfloat16 for each float32
-GROUP_ROWS = 96  # most rows of x per weight in a grouped product; with more, synchronizing per product costs little
+PART_BYTES = 6  # per number of x in tiles: three bfloat16 for a float32
+GROUP_ROWS = (
+    96  # most rows of x per weight in a grouped product; with more, synchronizing per product takes little time
+)
 
 
 @cache
@@ -54,21 +56,20 @@ def _workspace_pool(unit: LinearBackend) -> SparePool[Workspace]:
 
 @cache
 def _input_pool() -> SparePool[np.ndarray]:
-    """A pool of buffers, one per thread, for inputs in the kernel's layout."""
+    """Pool of buffers, one per thread, for inputs in the kernel's layout."""
     return SparePool()
 
 
 @cache
 def _kernel() -> ModuleType:
-    """The vector kernels, imported late: importing numba takes 0.2 s."""
-    from ..kernels import linear
+    from ..kernels import linear  # late: importing numba takes 0.2 s
 
     return linear
 
 
 def fits_vectors(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
-    """True if `multiply_in_vectors` supports these row blocks of w, given a compiler. 16-bit x requires plain rows of
-    its own dtype."""
+    """True if `multiply_in_vectors` supports these row blocks of w, given a compiler. 16-bit x needs plain rows of its
+    dtype, or rows that kernels decode."""
     if x_MK.dtype not in KINDS:
         return False
     dtypes = BITS if x_MK.dtype is torch.float32 else {x_MK.dtype}
@@ -76,16 +77,14 @@ def fits_vectors(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
 
 
 def fits_pairs(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
-    """True if `multiply_in_vectors` with `pairs` supports these blocks, given the instruction. x must begin at a whole
-    pair."""
-    is_paired = x_MK.dtype is torch.bfloat16 and x_MK.storage_offset() % 2 == 0
+    """True if `multiply_in_vectors` with `pairs` supports these blocks, given the instruction."""
+    is_paired = x_MK.dtype is torch.bfloat16 and x_MK.storage_offset() % 2 == 0  # viewed as 32-bit words
     return is_paired and fits_kernel(x_MK, blocks, {torch.bfloat16}, 2 * STEP_INPUTS, packed=True)
 
 
 def multiply_in_vectors(x_MK: torch.Tensor, blocks: Sequence[Block], *, pairs: bool = False) -> torch.Tensor:
     """Returns x @ w.T (M, N) of x's dtype, where w is the blocks concatenated. Products and sums are float32; 16-bit
-    results are rounded once. With `pairs`, bfloat16 x is multiplied in pairs, and decoded rows are rounded to
-    bfloat16."""
+    results are rounded once. `pairs`: multiplies pairs of bfloat16; decoded rows are rounded to bfloat16."""
     return multiply_all_in_vectors(x_MK, [blocks], pairs=pairs)[0]
 
 
@@ -99,7 +98,7 @@ def multiply_all_in_vectors(
 
 @contextmanager
 def _workspace(pairs: bool) -> Iterator[tuple[np.ndarray, ...]]:
-    """Provides a thread's words, tile and sums as kernel arguments."""
+    """Yields a thread's words, tile and sums as kernel arguments."""
     kernel = _kernel()
     spares = _workspace_pool(LinearBackend.vectors)
     workspace = spares.take(lambda: Workspace.make(kernel.WORK_NUMBERS, np.float32)).with_room(kernel.SUM_NUMBERS)
@@ -110,9 +109,9 @@ def _workspace(pairs: bool) -> Iterator[tuple[np.ndarray, ...]]:
 def multiply_groups_in_vectors(
     x_VK: torch.Tensor, groups: Sequence[tuple[slice, Sequence[Block]]], *, pairs: bool = False
 ) -> torch.Tensor:
-    """Multiplies each run of rows of x by its own weight; returns (V, N), bit by bit as `multiply_in_vectors`. Each
-    thread multiplies whole weights, so threads synchronize once. All weights have N rows, in blocks of a multiple of
-    32; a run has at most GROUP_ROWS rows of x."""
+    """Multiplies each run of rows of x by its own weight; returns (V, N), bit by bit as `multiply_in_vectors`. A thread
+    multiplies whole weights, so threads synchronize once. Weights must have N rows, in blocks of a multiple of 32; runs
+    at most GROUP_ROWS rows of x."""
     kernel = _kernel()
     x_VW = x_VK.contiguous().view(_word_dtype(x_VK, pairs)).numpy()
     out_VN = x_VK.new_empty(len(x_VK), sum(block.shape[0] for block in groups[0][1]))
@@ -138,13 +137,12 @@ def multiply_groups_in_vectors(
 
 
 def _multiply(x_MW: np.ndarray, targets: Sequence[ProductTarget], *, kind: int, pairs: bool) -> None:
-    """Multiplies all rows of w except the last partial group of PAIR_ROWS, which `multiply_in_batches` leaves to
-    torch."""
+    """Multiplies by all rows of w except the last ones that do not fill PAIR_ROWS; see `multiply_in_batches`."""
     kernel = _kernel()
     (num_rows, num_words), num_threads, most_rows = x_MW.shape, torch.get_num_threads(), kernel.CHUNK_ROWS
     laid_out = input_buffer(round_up(num_rows, STEP_INPUTS) * num_words)
     inputs = laid_out if pairs else laid_out.view(np.float32)
-    counters = np.zeros((len(targets), 1), np.int64)  # per target: the next row, claimed atomically by threads
+    counters = np.zeros((len(targets), 1), np.int64)  # next row of each target; threads claim rows atomically
     steps = [rows_per_item(target.weights.num_rows, num_threads, most_rows) for target in targets]
 
     def lay_out_some(span: tuple[int, int]) -> None:
@@ -155,12 +153,12 @@ def _multiply(x_MW: np.ndarray, targets: Sequence[ProductTarget], *, kind: int, 
             for target, step, counter in zip(targets, steps, counters, strict=True):
                 _run_kernel(target, step, counter, inputs, kind, workspace)
 
-    parallel_for_groups(x_MW, kernel.INPUT_ROWS, lay_out_some)  # returns when all inputs are laid out
+    parallel_for_groups(x_MW, kernel.INPUT_ROWS, lay_out_some)  # a barrier: products read all inputs
     parallel_for(range(num_threads), multiply_remaining, num_threads)
 
 
 def _word_dtype(x_MK: torch.Tensor, pairs: bool) -> torch.dtype:
-    """The dtype that x is viewed as for the kernel: a pair of bfloat16 is viewed as one float32."""
+    """The dtype as which a kernel views x: a pair of bfloat16 is one float32."""
     return torch.float32 if pairs else BITS[x_MK.dtype]
 
 
@@ -185,7 +183,7 @@ def prepare_vectors(
     *,
     pairs: bool = False,
 ) -> None:
-    """Compiles or loads the vector kernels for inputs of that dtype."""
+    """Compiles or loads the vector kernels for inputs of a dtype; see `backends.prepare_products`."""
     weights: list[Block] = [torch.zeros(PAIR_ROWS, GROUP_NUMBERS, dtype=dtype) for dtype in stored if dtype in BITS]
     if formats:  # one kernel decodes all formats
         weights.append(zero_rows(PAIR_ROWS))
@@ -195,7 +193,7 @@ def prepare_vectors(
 
 @cache
 def linear_tile_config() -> np.ndarray:
-    """The configuration of all eight tiles, as in Intel's manual under LDTILECFG."""
+    """The tile configuration for products; the format is in Intel's manual under LDTILECFG."""
     shape = aligned_zeros((64,), np.uint8)
     shape[0], shape[16:32].view(np.uint16)[:], shape[48:56] = 1, 64, TILE_ROWS
     return shape
@@ -207,7 +205,7 @@ def fits_tiles(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
 
 
 def multiply_in_tiles(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
-    """Returns x @ w.T (M, N), where w is the blocks concatenated, as precise as in float32."""
+    """Returns x @ w.T (M, N) as precise as in float32, where w is the blocks concatenated."""
     return multiply_all_in_tiles(x_MK, [blocks])[0]
 
 
@@ -217,7 +215,7 @@ def multiply_all_in_tiles(x_MK: torch.Tensor, weights: Sequence[Sequence[Block]]
 
 
 def _multiply_tiles(x_MK: np.ndarray, targets: Sequence[ProductTarget]) -> None:
-    """Multiplies all rows of w except the last partial pair of tiles. Imports numba late, which takes 0.2 s."""
+    """Same as `_multiply` on the matrix unit."""
     from ..kernels.amx.linear import CHUNK_ROWS, PANEL_NUMBERS, lay_out_inputs, linear, num_sums
 
     num_rows, spares = x_MK.shape[0], _workspace_pool(LinearBackend.tiles)

@@ -1,8 +1,8 @@
 """Rows that the vector kernels decode inside a product (`kernels/packed.py`).
 
-`CodedRows`: codes of eight or four bits with a scale per row or per group of columns, as `weightstream pack` rounds
-weights. int8 and FP8 (E4M3): one byte per code. int4: each run of CODE_RUN codes takes half as many bytes, its first
-half in the low nibbles, stored with 8 added. Scales are bfloat16, so code times scale is exact in float32.
+`CodedRows`: codes that `weightstream pack` writes, with a bfloat16 scale per row or per group of columns. int8 and FP8
+(E4M3) take a byte per code. int4 takes half a byte and is stored with 8 added; a run of CODE_RUN codes has its first
+half in the low nibbles. Code times scale is exact in float32.
 
 `GroupedRows`: codes in published formats, row by row (neighboring columns adjacent) or in columns of 32-bit words.
 
@@ -38,8 +38,8 @@ ALL_COLUMNS = 31  # shift that puts every column in group 0
 
 
 class Layout(NamedTuple):
-    """Integer arguments of `kernels.packed.unpack_arguments`, in its order. `base`: for window4. `num_groups` per row
-    and `shift` (group = column >> shift): for codes. For the rest see `kernels.packed.RowPacking` and
+    """Integer arguments of `kernels.packed.unpack_arguments`, in its order. `base`: of window4. `num_groups`: per row;
+    a column's group is column >> `shift`. For others see `kernels.packed.RowPacking` and
     `kernels.grouped.GroupArrays`."""
 
     encoding: int
@@ -67,7 +67,7 @@ class Arrays(NamedTuple):
 
 
 def group_shift(num_columns: int, num_groups: int) -> int:
-    """Returns the shift from a column to its group. Groups are equal, of a power-of-two width, or there is only one."""
+    """Returns the shift from a column to its group, for groups of a power-of-two width or a single group."""
     return ALL_COLUMNS if num_groups == 1 else (num_columns // num_groups).bit_length() - 1
 
 
@@ -86,7 +86,7 @@ class PackedRows(ABC):
 
     def kernel_weights(self, rows: slice) -> KernelWeights:
         """See `KernelRows`. `rows` must be all rows."""
-        assert rows == slice(0, self.shape[0]), "rows without scratch memory are taken whole"
+        assert rows == slice(0, self.shape[0]), "needs all rows"
         return self._kernel_weights
 
     @cached_property
@@ -95,11 +95,11 @@ class PackedRows(ABC):
 
     @abstractmethod
     def _layout(self) -> tuple[Layout, Arrays]:
-        """The layout and arrays of all rows, for a kernel. CPU only."""
+        """Kernel arguments for all rows. CPU only."""
 
     @abstractmethod
     def decode(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
-        """Same as `dequantize`, by torch operators that do not synchronize with the device."""
+        """Same as `dequantize`, with torch operators that do not synchronize with the device."""
 
     def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
         """See `Rows`."""
@@ -129,9 +129,8 @@ class CodedRows(PackedRows):
         num_groups, group_bytes = self._scales_NG.shape[1], code_bytes(self._encoding, GROUP_NUMBERS)
         shift = group_shift(self.shape[1], num_groups)
         scales = self._scales_NG.view(torch.int16).numpy().view(np.uint16).reshape(-1)
-        return Layout(self._encoding, *self.shape, group_bytes, num_groups=num_groups, shift=shift), Arrays(
-            scales=scales
-        )
+        layout = Layout(self._encoding, *self.shape, group_bytes, num_groups=num_groups, shift=shift)
+        return layout, Arrays(scales=scales)
 
     def decode(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
         codes, scales_RG = self._body_NB[rows], self._scales_NG[rows].float()
@@ -145,16 +144,18 @@ class CodedRows(PackedRows):
 
     def codes(self) -> Codes:
         """See `Rows`."""
-        width = self.shape[1] // self._scales_NG.shape[1]
-        added = INT4_MIDDLE if self._encoding == INT4 else 0
-        body, scales = self._body_NB[None], self._scales_NG[None]
         return Codes(
-            encoding=self._encoding, shape=self.shape, body=body, scales=scales, width=width, zero_offset=added
+            encoding=self._encoding,
+            shape=self.shape,
+            body=self._body_NB[None],
+            scales=self._scales_NG[None],
+            width=self.shape[1] // self._scales_NG.shape[1],
+            zero_offset=INT4_MIDDLE if self._encoding == INT4 else 0,
         )
 
 
 def zero_rows(num_rows: int) -> CodedRows:
-    """Rows of GROUP_NUMBERS zeros, to compile a kernel with."""
+    """Rows of GROUP_NUMBERS zeros, for compiling a kernel."""
     codes = torch.zeros(num_rows, GROUP_NUMBERS, dtype=torch.uint8)
     return CodedRows(codes, torch.ones(num_rows, 1, dtype=torch.bfloat16), INT8)
 
@@ -169,7 +170,7 @@ GetZerosAndScales = Callable[[slice], ZerosAndScales]
 
 
 class GroupedRows:
-    """Codes in a published format; see `KernelRows`. Outside of vector kernels, `plain` decodes the same numbers."""
+    """Codes in a published format; see `KernelRows`. `plain` decodes the same numbers outside of vector kernels."""
 
     def __init__(self, plain: Rows, num_groups: int, get_scales: GetZerosAndScales):
         self.shape, self.device, self.dequantize = plain.shape, plain.device, plain.dequantize
@@ -202,11 +203,8 @@ class RowCodes(GroupedRows):
     def kernel_weights(self, rows: slice) -> KernelWeights:
         """See `KernelRows`."""
         (zeros, factors), num_columns = self._expand_scales(rows), self.shape[1]
-        arrays = Arrays(
-            zeros=_flat(zeros),
-            factors=_flat(factors),
-            table=np.zeros(16, np.float32) if self._table is None else _flat(self._table.float()),
-        )
+        table = np.zeros(16, np.float32) if self._table is None else _flat(self._table.float())
+        arrays = Arrays(zeros=_flat(zeros), factors=_flat(factors), table=table)
         layout = Layout(
             self._encoding,
             rows.stop - rows.start,
@@ -230,16 +228,11 @@ class ColumnCodes(GroupedRows):
         width: int,
         groups: torch.Tensor | None = None,
     ):
-        """`words_WN`: int32 (W, N), for ROW_WORDS (K, N / 8); these rows begin at its row `first_row`. `width`: columns
-        per group. `groups` (K,): the group of each column, if groups are not consecutive."""
+        """`words_WN`: int32 (W, N), for ROW_WORDS (K, N / 8), of which these rows begin at row `first_row`. `width`:
+        columns per group. `groups` (K,): the group of each column, if they are not consecutive."""
         super().__init__(plain, num_groups, get_scales)
-        self._words_WN, self._encoding, self._first_row, self._width, self._groups = (
-            words_WN,
-            encoding,
-            first_row,
-            width,
-            groups,
-        )
+        self._words_WN, self._encoding, self._first_row = words_WN, encoding, first_row
+        self._width, self._groups = width, groups
 
     def kernel_weights(self, rows: slice) -> KernelWeights:
         """See `KernelRows`."""
@@ -259,21 +252,21 @@ class ColumnCodes(GroupedRows):
 
 
 def supports_row_codes(shape: tuple[int, int], device: torch.device, num_groups: int) -> bool:
-    """True if RowCodes can hold such rows: on a CPU, whole vectors, groups of a power-of-two width."""
+    """True if RowCodes supports such rows: on a CPU, whole vectors, groups of a power-of-two width."""
     width, rest = divmod(shape[1], num_groups) if num_groups else (0, 1)
     is_grouped = num_groups == 1 or (not rest and width >= MIN_GROUP_COLUMNS and width.bit_count() == 1)
     return device.type == "cpu" and shape[1] % GROUP_NUMBERS == 0 and is_grouped
 
 
 def supports_column_codes(shape: tuple[int, int], device: torch.device, encoding: int, first_row: int) -> bool:
-    """True if ColumnCodes can hold such rows: on a CPU, whole vectors, words aligned to rows."""
+    """True if ColumnCodes supports such rows: on a CPU, whole vectors, words aligned to rows."""
     is_aligned = encoding != ROW_WORDS or first_row % WORD_ROWS == 0
     return device.type == "cpu" and shape[1] % GROUP_NUMBERS == 0 and is_aligned
 
 
 @lru_cache(maxsize=8)
 def consecutive_groups(num_columns: int, width: int) -> np.ndarray:
-    """The group of each column, if groups of `width` columns follow each other."""
+    """Returns the group of each column (K,), for consecutive groups of `width` columns."""
     return np.arange(num_columns, dtype=np.int32) // np.int32(width)
 
 

@@ -1,10 +1,10 @@
-"""Protocols for rows of a quantized matrix: dequantize a run of them, or describe their memory layout to a kernel.
+"""Protocols for rows of a quantized matrix: dequantize some of them, or describe their memory layout to a kernel.
 
-`Codes` is the layout for accelerator kernels: tensors of codes, zero points and factors. Each storage format returns it
-from `Rows.codes` and knows nothing of the kernels. A number is (code - zero) * factor * `last_factor`, each step
-rounded to float32, as in `Rows.dequantize`.
+`Codes` is the layout for accelerator kernels: tensors of codes, zero points and factors, which each storage format
+returns from `Rows.codes`. A number is (code - zero) * factor * `last_factor`; each step is rounded to float32, as in
+`Rows.dequantize`.
 
-Shapes: E matrices of N rows and K columns, at equal distances; R selected rows; G groups of columns.
+Shapes: E matrices of N rows and K columns; R selected rows; G groups of columns.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Codes:
-    """The memory layout of E matrices of shape (N, K). Tensors are views into a slot, of any strides: valid until the
+    """The memory layout of E matrices of shape (N, K). Tensors are views into a slot with any strides, valid until the
     slot is reused.
 
     `encoding`: a constant of `kernels/arguments.py`.
     `body`: (E, N, B) uint8; for WORDS4 and WORDS8 (E, N, W) int32, words of neighboring columns; for ROW_WORDS (E, N /
-    8, K) int32, words of eight rows, the first of which contains row `first_row`.
-    `scales` (E, N / scale_rows, G): any float dtype, for groups of `width` columns, or as `groups` (E, K) assigns them.
-    `zeros` (E, N, G): plain numbers; with `zero_bits` (E, words, G) int32, whose fields are rows from `first_row` on.
+    8, K) int32, words of eight rows; the first word contains row `first_row`.
+    `scales` (E, N / scale_rows, G): any float dtype, for groups of `width` columns, or with `groups` (E, K) per column.
+    `zeros` (E, N, G): plain numbers; with `zero_bits` (E, words, G) int32, with fields for rows from `first_row` on.
     `zero_offset`: added to zero points (to fields modulo their range); without `zeros`, the zero point itself.
-    `table` (E, 16): the numbers of TABLE_NIBBLES codes. `order` (E, N) int64: the row of `body` that each row is.
+    `table` (E, 16): the numbers of TABLE_NIBBLES codes. `order` (E, N) int64: the row of `body` that holds each row.
     `overall` (E, N): a second factor, which multiplies the group factors, or divides them if `divides`.
     Escapes of WINDOW4: `bases` (E, 1) and `starts` (E, N + 1) int32; `columns` int16 and `exponents` uint8 (E, n), or
-    (1, n) for all matrices, of which each matrix's begin at `escape_offsets` (E,) int32.
+    (1, n) for all matrices; each matrix's escapes then begin at `escape_offsets` (E,) int32.
     """
 
     encoding: int
@@ -56,7 +56,7 @@ class Codes:
 
     @cached_property
     def launches(self) -> dict[object, Any]:
-        """A cache of compiled launches and kernel arguments for these codes."""
+        """Cache of compiled launches and kernel arguments for these codes."""
         return {}
 
     @property
@@ -66,12 +66,12 @@ class Codes:
     def first(self, num_rows: int) -> "Codes":
         """The first `num_rows` rows of the first matrix."""
         tensors = {field.name: getattr(self, field.name) for field in fields(Codes)}
-        ones = {name: value[:1] for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-        return replace(self, **ones, shape=(min(num_rows, self.shape[0]), self.shape[1]))
+        first_matrices = {name: value[:1] for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+        return replace(self, **first_matrices, shape=(min(num_rows, self.shape[0]), self.shape[1]))
 
     @property
     def is_view(self) -> bool:
-        """True if all tensors are views of one storage (a slot), with no copies."""
+        """True if all tensors are views of one storage (a slot)."""
         tensors = (getattr(self, field.name) for field in fields(Codes))
         return len({t.untyped_storage().data_ptr() for t in tensors if isinstance(t, torch.Tensor)}) == 1
 
@@ -81,25 +81,25 @@ class Codes:
 
 
 def stack_codes(parts: Sequence[Codes]) -> Codes | None:
-    """Returns the codes of several single matrices as one stack, without a copy. Returns None if their kinds or shapes
-    differ, or their tensors do not lie at equal distances in one storage."""
-    found = dict[str, torch.Tensor]()
+    """Returns the codes of single matrices as one stack, without a copy. Returns None if encodings or shapes differ, or
+    tensors are not at equal distances in one storage."""
+    stacks = dict[str, torch.Tensor]()
     for field in fields(Codes):
         values = [getattr(part, field.name) for part in parts]
         if isinstance(values[0], torch.Tensor):
-            ones = [value[0] for value in values if isinstance(value, torch.Tensor) and len(value) == 1]
-            stack = as_strided_stack(ones) if len(ones) == len(values) else None
+            matrices = [value[0] for value in values if isinstance(value, torch.Tensor) and len(value) == 1]
+            stack = as_strided_stack(matrices) if len(matrices) == len(values) else None
             if stack is None:
                 return None
-            found[field.name] = stack
+            stacks[field.name] = stack
         elif any(value != values[0] for value in values):
             return None
-    return replace(parts[0], **found)
+    return replace(parts[0], **stacks)
 
 
 def as_strided_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Returns a view that stacks tensors of one shape, dtype and strides along a new first dimension. Returns None if
-    they differ, or do not lie at equal distances in one storage."""
+    """Returns a view that stacks tensors along a new first dimension. Returns None if shapes, dtypes or strides differ,
+    or tensors are not at equal distances in one storage."""
     first = tensors[0]
     memory, begins = first.untyped_storage().data_ptr(), list[int]()
     for tensor in tensors:
@@ -121,8 +121,8 @@ class Rows(Protocol):
     device: torch.device
 
     def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
-        """Writes the selected rows (a slice, or row numbers in order) into `out_RK`, float32 and contiguous. Allocates
-        a few bytes per number, freed on return."""
+        """Writes the selected rows (a slice, or row numbers) to `out_RK`, float32 and contiguous. Allocates a few bytes
+        per number, freed on return."""
         ...
 
     def codes(self) -> Codes | None:
@@ -131,7 +131,7 @@ class Rows(Protocol):
 
 
 class KernelWeights(NamedTuple):
-    """Weights as arguments of the vector kernel of that name."""
+    """Arguments of the vector kernel named `kernel`."""
 
     kernel: str
     stored: Any  # array (N, K), or StoredRows
@@ -140,12 +140,12 @@ class KernelWeights(NamedTuple):
 
 @runtime_checkable
 class KernelRows(Rows, Protocol):
-    """Rows that a CPU kernel decodes inside the product. `row_scratch_bytes`: bytes per row that `kernel_weights`
-    allocates besides views."""
+    """Rows that a CPU kernel decodes inside the product. `kernel_weights` allocates `row_scratch_bytes` per row, and
+    views."""
 
     row_scratch_bytes: int
 
     def kernel_weights(self, rows: slice) -> KernelWeights:
-        """Returns kernel arguments for a run of rows that begins at a multiple of 32; for all rows if
-        `row_scratch_bytes` is 0. CPU only. Valid as long as these rows are."""
+        """Returns kernel arguments for a run of rows that begins at a multiple of 32; `rows` must be all rows if
+        `row_scratch_bytes` is 0. CPU only. Valid as long as these rows."""
         ...

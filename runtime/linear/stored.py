@@ -1,13 +1,11 @@
 """Parameters that stay as stored (bf16 or quantized views into a slot) and are dequantized inside each product.
 
-On a CPU without fast bf16 units, fp32 products are several times faster than bf16, but upcasting a whole layer costs
-its memory again and a pass over it. `StoredWeight` therefore looks like an fp32 parameter to the model, and multiplies
-a few rows at a time, dequantized into a small reused buffer (`backends.py`).
+On a CPU without fast bf16 units, fp32 products are several times faster than bf16, but upcasting a whole layer takes
+twice its memory and a pass over it. `StoredWeight` looks like an fp32 parameter to the model, and multiplies a few rows
+at a time, dequantized to a small reused buffer (`backends.py`). On a device a launch takes the host ten microseconds
+and caches are small, so a whole matrix, or several experts, are dequantized in a few large launches.
 
-On a device each launch costs the host about ten microseconds and caches are small: there a whole matrix, or a run of
-experts, is dequantized in a few large launches.
-
-Shapes: w (N, K) as nn.Linear keeps it, x (..., K), result (..., N).
+Shapes: w (N, K) as in nn.Linear, x (..., K), result (..., N).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,36 +24,34 @@ from .blocks import Block, dequantize_rows, join_blocks, join_stacks, panels
 from .fused_projections import FusedProjections
 from .rows import Codes, Rows, stack_codes
 
-MOST_KERNEL_ROWS = 1024  # rows of x for which kernels decode inside the product; above, dequantize once
+MOST_KERNEL_ROWS = 1024  # of x, for which kernels decode inside the product; more: dequantize once
 
 
 def expert_batches(out_EnK: torch.Tensor) -> Iterator[range]:
-    """Yields ranges of experts to dequantize together, DEQUANTIZED_AT_ONCE numbers at most (or one expert)."""
+    """Yields ranges of experts to dequantize together: DEQUANTIZED_AT_ONCE numbers at most, or one expert."""
     num_matrices, *size = out_EnK.shape
     step = max(1, DEQUANTIZED_AT_ONCE // max(1, size[0] * size[1]))
     return (range(first, min(first + step, num_matrices)) for first in range(0, num_matrices, step))
 
 
 def dequantize(block: Block, out_EnK: torch.Tensor) -> None:
-    """Dequantizes all rows of a block into `out_EnK`, rounded once to its dtype. The block holds one matrix, or those
-    of one range of `expert_batches` in order. Uses a device kernel, or torch operators with up to `DEQUANTIZING_BYTES`
-    of scratch memory."""
+    """Dequantizes a block, one matrix or one range of `expert_batches`, to `out_EnK`, rounded once to its dtype. Uses a
+    device kernel, or torch operators with up to `DEQUANTIZING_BYTES` of scratch memory."""
     if isinstance(block, torch.Tensor):
         out_EnK.copy_(block.view(out_EnK.shape))
         return
     if device_codes.try_decode(block, out_EnK):
         return
     for row, panel in panels([block], torch.float32, on_device=True):
-        target = (
-            out_EnK[0, row : row + len(panel)] if len(out_EnK) == 1 else out_EnK
-        )  # several matrices come as one panel
+        # Several matrices are one panel.
+        target = out_EnK[0, row : row + len(panel)] if len(out_EnK) == 1 else out_EnK
         target.copy_(panel.view(target.shape))
 
 
 def multiply(x_MK: torch.Tensor, blocks: Sequence[Block], codes: Sequence[Codes] = ()) -> torch.Tensor:
-    """Returns x @ w.T (M, N), where w is the row blocks concatenated, dequantized panel by panel. `codes`: the codes of
-    all blocks, if a device kernel can multiply them; it is used for up to MOST_KERNEL_ROWS rows of x, because it
-    decodes the weights again for every hundred or so."""
+    """Returns x @ w.T (M, N), where w is the row blocks concatenated, dequantized panel by panel. `codes`: of all
+    blocks, if a device kernel can multiply them."""
+    # The kernel decodes weights again for every hundred rows or so: slower with many rows.
     if codes and len(x_MK) <= MOST_KERNEL_ROWS:
         outs = [device_codes.multiply(x_MK, part) for part in codes]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
@@ -65,25 +61,25 @@ def multiply(x_MK: torch.Tensor, blocks: Sequence[Block], codes: Sequence[Codes]
     return out_MN
 
 
-Join = Callable[[int, range], Rows | None]  # (block number, experts) -> their blocks concatenated by rows
+Join = Callable[[int, range], Rows | None]  # (block number, experts) -> the experts' blocks, concatenated by rows
 
 
 class StoredWeight(torch.Tensor):
-    """A parameter made of row blocks, plain tensors or quantized rows, that computes in `dtype`.
+    """A parameter made of row blocks (plain tensors or quantized rows) that computes in `dtype`.
 
     `entries[e]` holds the row blocks of expert e; a weight that is not stacked has one entry. Products and embedding
-    lookups use the blocks as stored. Any other operation gets a dequantized copy, as large as the whole weight.
+    lookups use the blocks as stored. Other operations get a dequantized copy of the whole weight.
     """
 
     entries: Sequence[Sequence[Block]]
     is_stacked: bool
     is_transposed: bool  # shape is (K, N), rows are stored as (N, K); for a stack, per expert
-    is_matrix: bool  # cached: `dim()` and `dtype` of a tensor subclass each cost a call of `__torch_function__`
+    is_matrix: bool  # cached: `dim()` of a tensor subclass calls `__torch_function__`
     compute_dtype: torch.dtype
-    projections: tuple[FusedProjections, str] | None  # with this weight's name in it
-    table: BackendTable | None  # measured backends; None: default rule
+    projections: tuple[FusedProjections, str] | None  # and this weight's name
+    table: BackendTable | None  # measured backends; None: the default rule
     join: Join | None  # None if not in an accelerator's memory
-    decoders: dict[torch.dtype, bool]  # by dtype: True if device kernels decode its codes to it
+    decoders: dict[torch.dtype, bool]  # True if device kernels decode its codes to the dtype
     _stacks: Sequence[torch.Tensor] | None
 
     @staticmethod
@@ -115,7 +111,7 @@ class StoredWeight(torch.Tensor):
 
     @property
     def is_plain(self) -> bool:
-        """True if it is a single matrix stored as (N, K), so that products can use its blocks directly."""
+        """True if it is a single matrix stored as (N, K): products use its blocks directly."""
         return self.is_matrix and not (self.is_stacked or self.is_transposed)
 
     @cached_property
@@ -128,8 +124,8 @@ class StoredWeight(torch.Tensor):
         )
 
     def dequantize_into(self, out: torch.Tensor) -> torch.Tensor:
-        """Dequantizes the weight into `out` (flat, as many numbers), rounded once to its dtype. Returns a view of `out`
-        with this weight's shape. Experts with equal layouts are dequantized together."""
+        """Dequantizes the weight to `out` (flat, as many numbers), rounded once to its dtype. Returns a view of `out`
+        with this weight's shape."""
         heights = [block.shape[0] for block in self.entries[0]]
         out_EnK, first = out.view(len(self.entries), sum(heights), -1), 0
         for index, height in enumerate(heights):
@@ -151,22 +147,21 @@ class StoredWeight(torch.Tensor):
 
     @cached_property
     def codes(self) -> Sequence[Codes]:
-        """The codes of each block (of all experts, for a stack), for device kernels. Empty if some block has no codes,
-        or experts do not lie at equal distances. Views, valid as long as the blocks."""
+        """The codes of each block for device kernels; for a stack, of all experts. Empty if a block has no codes, or
+        experts are not at equal distances. Views, valid as long as the blocks."""
         if self.join is None or not device_codes.is_available(self.entries[0][0].device):
             return ()
-        found = list[Codes]()
+        stacks = list[Codes]()
         for blocks in zip(*self.entries, strict=True):
             parts = [None if isinstance(block, torch.Tensor) else block.codes() for block in blocks]
             known = [part for part in parts if part is not None]
             stack = None if len(known) < len(parts) else known[0] if len(known) == 1 else stack_codes(known)
             if stack is None or not stack.is_view:
                 return ()
-            found.append(stack)
-        return found
+            stacks.append(stack)
+        return stacks
 
     def _has_decoder(self, dtype: torch.dtype) -> bool:
-        """True if a device kernel decodes all of its codes to the dtype."""
         if dtype not in self.decoders:
             rows = [cast(Rows, block) for block in self.entries[0]]
             self.decoders[dtype] = all(device_codes.can_decode(block, dtype) for block in rows)
@@ -174,15 +169,15 @@ class StoredWeight(torch.Tensor):
 
     @cached_property
     def has_kernels(self) -> bool:
-        """True if device kernels multiply 16-bit inputs by its codes directly; for a stack, by all experts at once."""
+        """True if device kernels multiply 16-bit inputs by its codes; for a stack, by all experts at once."""
         if not self.codes or self.compute_dtype.itemsize != 2:
             return False
-        takes = device_codes.can_multiply_groups if self.is_stacked else device_codes.can_multiply
-        return all(takes(cast(Rows, block), self.compute_dtype) for block in self.entries[0])
+        can_multiply = device_codes.can_multiply_groups if self.is_stacked else device_codes.can_multiply
+        return all(can_multiply(cast(Rows, block), self.compute_dtype) for block in self.entries[0])
 
     def stacks(self) -> Sequence[torch.Tensor]:
-        """Returns (E, rows, K) views of a stack of plain numbers, in row order, if experts lie at equal distances and
-        have the compute dtype; otherwise empty. Cached; valid as long as the blocks."""
+        """Returns views (E, rows, K) of a stack of plain numbers of the compute dtype, in row order. Empty if experts
+        are not at equal distances. Cached; valid as long as the blocks."""
         if self._stacks is None:
             is_whole = self.is_stacked and not self.is_transposed
             self._stacks = join_stacks(self.entries, self.compute_dtype) if is_whole else ()
@@ -190,17 +185,17 @@ class StoredWeight(torch.Tensor):
 
     @cached_property
     def has_uniform_experts(self) -> bool:
-        """True if it is a stack whose experts have equal block types, shapes, dtypes and layouts, stored as (N, K)."""
+        """True for a stack of experts with equal block types, shapes, dtypes and layouts, stored as (N, K)."""
         if not self.is_stacked or self.is_transposed:
             return False
         return len({tuple(map(_block_layout, blocks)) for blocks in self.entries}) == 1
 
     def expert(self, index: int) -> "StoredWeight":
-        assert self.is_stacked, "only stacked weights have experts"
+        assert self.is_stacked, "weight is not a stack"
         return self._matrix([self.entries[index]], self.shape[1:], is_transposed=self.is_transposed)
 
     def transposed(self) -> "StoredWeight":
-        assert not self.is_stacked, "only matrices are transposed"
+        assert not self.is_stacked, "cannot transpose a stack"
         return self._matrix(self.entries, (self.shape[1], self.shape[0]), is_transposed=not self.is_transposed)
 
     def _matrix(
@@ -241,12 +236,12 @@ class StoredWeight(torch.Tensor):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Runs operations without a handler on dequantized copies: correct but slow."""
+        """Runs operations that have no handler on dequantized copies, which is slow."""
         return func(*map(_dequantize, args), **{key: _dequantize(value) for key, value in (kwargs or {}).items()})
 
 
 def _copy_plain(blocks: Sequence[Block], out_EnK: torch.Tensor) -> bool:
-    """Copies all experts' blocks at once if they are plain tensors. Returns True if they are."""
+    """Copies the blocks of all experts at once if they are plain tensors. Returns True if it did."""
     plain = [block for block in blocks if isinstance(block, torch.Tensor)]
     if len(plain) < len(blocks):
         return False
@@ -294,14 +289,14 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 
 def _add_product(x: torch.Tensor, weight: StoredWeight, out_MN: torch.Tensor) -> torch.Tensor:
-    """Adds x @ weight to `out_MN` in place, for a weight stored as (K, N): panels split the inner dimension."""
+    """Adds x @ weight to `out_MN` in place, for a weight stored as (K, N). Panels split the inner dimension."""
     for row, panel in panels(weight.entries[0], weight.dtype, on_device=weight.join is not None):
         out_MN.addmm_(x[:, row : row + panel.shape[0]], panel)
     return out_MN
 
 
 def _addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """torch.addmm, as GPT-2's Conv1D calls it with weights stored as (in, out)."""
+    """torch.addmm, which GPT-2's Conv1D calls with weights stored as (in, out)."""
     if not isinstance(weight, StoredWeight) or isinstance(x, StoredWeight):
         return NotImplemented
     if weight.is_transposed:
@@ -325,8 +320,8 @@ def _transpose(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _view(weight: torch.Tensor, *sizes: int | Sequence[int]) -> torch.Tensor:
-    """Views a matrix of vertically concatenated experts as a stack, as DBRX does. A size of -1 is left to torch: it
-    does not mean experts (DeepSeek-V4's grouped output projection)."""
+    """Views a matrix of experts, concatenated by rows, as a stack (DBRX). A size of -1 is left to torch: it does not
+    mean experts (DeepSeek-V4's grouped output projection)."""
     shape = [size for part in sizes for size in (part if isinstance(part, Sequence) else [part])]
     if not isinstance(weight, StoredWeight) or weight.is_stacked or weight.is_transposed or len(shape) != 3:
         return NotImplemented

@@ -1,4 +1,4 @@
-"""Splits products for compiled kernels: rows of x into batches that fit a buffer, rows of w into work for threads.
+"""Splits products for compiled kernels: rows of x into batches that fit a buffer, rows of w into items for threads.
 
 M rows of x of W words, N of w, K inputs.
 """
@@ -19,10 +19,10 @@ from .blocks import Block, float_rows
 from .rows import KernelRows, KernelWeights
 
 ITEMS_PER_THREAD = 4  # keeps the wait for the last item short
-INPUT_BYTES = PACKED_INPUT_BYTES  # limit of the input buffer, as planned; each further batch of x rereads the weights
-MIN_WEIGHTS = 1 << 16  # below, kernel calls take longer than products
-SCRATCH_BYTES = 4 << 20  # limit of expanded zero points and factors at a time
-SHARED_INPUTS = 1 << 18  # numbers laid out in 0.1 ms: below, waking a thread takes longer
+INPUT_BYTES = PACKED_INPUT_BYTES  # most bytes of the input buffer, as planned; each batch of x reads the weights once
+MIN_WEIGHTS = 1 << 16  # numbers; with fewer, a kernel call takes longer than the product
+SCRATCH_BYTES = 4 << 20  # most bytes of expanded zero points and factors at a time
+SHARED_INPUTS = 1 << 18  # numbers, laid out in 0.1 ms; with fewer, waking a thread takes longer
 
 
 class ProductTarget(NamedTuple):
@@ -37,7 +37,7 @@ Multiply = Callable[[np.ndarray, Sequence[ProductTarget]], None]  # x (M, W)
 
 
 class Workspace(NamedTuple):
-    """One thread's scratch memory: laid-out or upcast rows of w, and sums of products."""
+    """Scratch memory of a thread: upcast or laid-out rows of w, and sums of products."""
 
     panel: np.ndarray
     sums: np.ndarray
@@ -50,7 +50,7 @@ class Workspace(NamedTuple):
         return self if len(self.sums) >= num_sums else Workspace(self.panel, aligned_zeros((num_sums,), np.float32))
 
 
-_laid_out = [np.zeros(0, np.uint32)]  # x in the kernel's layout; only the engine's thread may use it
+_laid_out = [np.zeros(0, np.uint32)]  # x in the kernel's layout; not thread-safe: only the engine's thread uses it
 
 
 def input_buffer(num_words: int) -> np.ndarray:
@@ -63,8 +63,8 @@ def input_buffer(num_words: int) -> np.ndarray:
 def fits_kernel(
     x_MK: torch.Tensor, blocks: Sequence[Block], dtypes: Collection[torch.dtype], step_inputs: int, *, packed: bool
 ) -> bool:
-    """True if a kernel supports this product: on a CPU, contiguous plain blocks of one of `dtypes`, enough weights, and
-    K a multiple of `step_inputs`. `packed`: KernelRows are supported too."""
+    """True if a kernel supports this product: on a CPU, contiguous plain blocks of one of `dtypes` (with `packed`, also
+    KernelRows), MIN_WEIGHTS weights, K a multiple of `step_inputs`."""
     num_rows, num_inputs = x_MK.shape
     if not x_MK.is_cpu or num_inputs % step_inputs or not num_rows:
         return False
@@ -83,7 +83,7 @@ def fits_kernel(
 
 
 class _Part(NamedTuple):
-    """A run of rows of a block, whose products begin at `column` of `out_MN`."""
+    """A run of rows of a block, and its output: columns of `out_MN` from `column` on."""
 
     block: Block
     rows: slice
@@ -118,7 +118,7 @@ def product_targets(block: Block, out_MN: np.ndarray, column: int) -> Iterator[P
 
 
 def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    """Groups parts so that each batch needs at most SCRATCH_BYTES."""
+    """Yields batches of parts that need at most SCRATCH_BYTES together."""
     batch, num_bytes = list[_Part](), 0
     for part in parts:
         if batch and num_bytes + part.scratch_bytes > SCRATCH_BYTES:
@@ -138,11 +138,11 @@ def multiply_in_batches(
     number_bytes: int,
 ) -> list[torch.Tensor]:
     """Returns x @ w.T (M, N), of x's dtype, for each weight. `multiply` gets batches of rows of x, viewed as `words`,
-    that fit in INPUT_BYTES at `number_bytes` per number. The last rows of w that do not fill PAIR_ROWS go through
-    torch."""
+    that fit INPUT_BYTES at `number_bytes` per number. Torch multiplies the last rows of w that do not fill
+    PAIR_ROWS."""
     x_MK = x_MK.contiguous()
     num_rows, num_inputs = x_MK.shape
-    outs, parts, has_rests = list[torch.Tensor](), list[_Part](), False
+    outs, parts, has_tails = list[torch.Tensor](), list[_Part](), False
     for blocks in weights:
         out_MN = x_MK.new_empty(num_rows, sum(block.shape[0] for block in blocks))
         out, column = out_MN.view(BITS[out_MN.dtype]).numpy(), 0
@@ -150,7 +150,7 @@ def multiply_in_batches(
         for block in blocks:
             parts += _parts(block, out, column)
             column += block.shape[0]
-            has_rests = has_rests or block.shape[0] % PAIR_ROWS > 0
+            has_tails = has_tails or block.shape[0] % PAIR_ROWS > 0
     x = x_MK.view(words).numpy()
     max_rows = max(1, INPUT_BYTES // (number_bytes * num_inputs * TILE_ROWS)) * TILE_ROWS
     for batch in _batches(parts):
@@ -161,24 +161,24 @@ def multiply_in_batches(
             for first in range(0, num_rows, max_rows):
                 rows = slice(first, first + max_rows)
                 multiply(x[rows], [target._replace(out_MN=target.out_MN[rows]) for target in targets])
-    for blocks, out_MN in zip(weights, outs, strict=True) if has_rests else ():
+    for blocks, out_MN in zip(weights, outs, strict=True) if has_tails else ():
         column = 0
         for block in blocks:
-            column, rest = column + block.shape[0], block.shape[0] % PAIR_ROWS
-            if rest:
-                rows = float_rows(block, slice(block.shape[0] - rest, block.shape[0])).to(x_MK.dtype)
-                out_MN[:, column - rest : column] = torch.mm(x_MK.float(), rows.float().t())
+            column, num_tail = column + block.shape[0], block.shape[0] % PAIR_ROWS
+            if num_tail:
+                rows = float_rows(block, slice(block.shape[0] - num_tail, block.shape[0])).to(x_MK.dtype)
+                out_MN[:, column - num_tail : column] = torch.mm(x_MK.float(), rows.float().t())
     return outs
 
 
 @cache
 def rows_per_item(height: int, num_threads: int, most_rows: int) -> int:
-    """Returns how many of `height` rows of w a thread takes at a time."""
+    """Returns how many of `height` rows of w a thread claims at a time."""
     return min(most_rows, round_up(max(1, height // (ITEMS_PER_THREAD * num_threads)), PAIR_ROWS))
 
 
 def parallel_for_groups(x: np.ndarray, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:
-    """Calls `act` on all groups (first, last) of `group_rows` rows of x, in parallel if that is faster."""
+    """Calls `act` with spans (first, last) of groups of `group_rows` rows of x, in parallel if that is faster."""
     num_groups = -(-x.shape[0] // group_rows)
     num_threads = torch.get_num_threads() if x.size >= SHARED_INPUTS else 1
     if num_threads == 1:

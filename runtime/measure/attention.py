@@ -18,19 +18,19 @@ from ..stream.device import ComputeDevice
 from .linear import DTYPES
 from .timing import Probe, Timer
 
-NUM_POSITIONS = 512  # of a row or prompt, without a run
-FILL_VALUE = 0.5  # for cached positions: unwritten memory maps to one zero page and would read too fast
+NUM_POSITIONS = 512  # of a row or prompt
+FILL_VALUE = 0.5  # of cached positions: unwritten memory maps to one zero page, which is read too fast
 FULL_REACH = Reach()
 
 
 class UniformRows:
-    """Decode attention over rows of equal length, with the code of a run. `pages` lists each row's pages; each row has
-    `num_positions` and decodes the last one. Dimension letters as in paged.py."""
+    """Decode attention over rows of equal length, with the code of a run. `pages`: each row's pages. Each row has
+    `num_positions` and decodes the last one."""
 
     def __init__(self, pages: Sequence[Sequence[int]], num_positions: int, device: ComputeDevice):
-        numbers, place = tuple(range(len(pages))), device.torch_device
-        self._rows = DecodeRows(numbers, (num_positions - 1,) * len(pages), numbers, place)
-        self._layout = PassLayout(pages, [], self._rows, [], place, expands=False, slots=numbers)
+        numbers, torch_device = tuple(range(len(pages))), device.torch_device
+        self._rows = DecodeRows(numbers, (num_positions - 1,) * len(pages), numbers, torch_device)
+        self._layout = PassLayout(pages, [], self._rows, [], torch_device, expands=False, slots=numbers)
         self._is_on_accelerator = device.is_accelerator
 
     def attend(self, q_BHD: torch.Tensor, k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ class UniformRows:
     def attend_quantized(
         self, q_BHD: torch.Tensor, page_format: PageFormat, pages: torch.Tensor, tails: Pair
     ) -> torch.Tensor:
-        """Attention over a layer's quantized pages (N, bytes) and the unquantized tails (R, P, H, D) of its rows."""
+        """Attention over a layer's quantized pages (N, bytes) and the rows' unquantized tails (R, P, H, D)."""
         kv, rule = QuantizedKV(page_format, pages, tails, {}, self._layout), Rule(q_BHD.shape[2] ** -0.5)
         if self._is_on_accelerator:
             return decode_on_device(q_BHD, kv, self._rows, FULL_REACH, rule)
@@ -53,7 +53,7 @@ class UniformRows:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """The heads of a layer and the dtype of Q, K and V. The KV cache is stored in `kv_dtype`."""
+    """The heads of a layer, the dtype of Q, K and V, and the `kv_dtype` of the KV cache."""
 
     num_heads: int
     num_kv_heads: int
@@ -76,7 +76,7 @@ class AttentionShape:
 def decode_timer(
     shape: AttentionShape, device: ComputeDevice, num_rows: int, num_positions: int, *, num_layers: int = 1
 ) -> Timer:
-    """Times decode attention in KV bytes. Each row has its own pages in random order, layer after layer."""
+    """Times decode attention, layer after layer, in KV bytes. Each row has its own pages, in random order."""
     num_row_pages = num_pages_for(num_positions)
     num_pages = num_rows * num_row_pages
     pages = KVPages(num_pages, device, dtype=shape.kv_dtype)
@@ -105,7 +105,7 @@ def decode_timer(
 
 
 def prefill_timer(shape: AttentionShape, device: ComputeDevice, num_tokens: int) -> Timer:
-    """Times causal attention of one prompt, in FLOPs of both products."""
+    """Times causal attention of one prompt, in FLOPs."""
     q, k, v = (
         torch.ones(1, num_heads, num_tokens, shape.head_dim, dtype=shape.dtype, device=device.torch_device)
         for num_heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
@@ -123,18 +123,18 @@ def prefill_name(dtype: str) -> str:
 
 
 def attention_probes(dtype: str, device: ComputeDevice, *, num_bytes: int) -> list[Probe]:
-    """Probes with the shape of a Llama-3-8B layer and `num_bytes` of KV, which must exceed the caches."""
+    """Probes with the shape of a Llama-3-8B layer and `num_bytes` of KV, which must be larger than the CPU caches."""
     shape = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype=DTYPES[dtype])
     row_bytes = num_pages_for(NUM_POSITIONS) * PAGE_TOKENS * shape.position_bytes
     num_rows = max(1, num_bytes // row_bytes)
-    places = [ComputeDevice("cpu"), *([device] if device.is_accelerator else [])]
+    devices = [ComputeDevice("cpu"), *([device] if device.is_accelerator else [])]
     probes = [
         Probe(
             name=attention_name(dtype, is_on_cpu=not place.is_accelerator),
             unit="GB/s",
             read=decode_timer(shape, place, num_rows, NUM_POSITIONS),
         )
-        for place in places
+        for place in devices
     ]
     return [*probes, Probe(name=prefill_name(dtype), unit="GFLOP/s", read=prefill_timer(shape, device, NUM_POSITIONS))]
 
@@ -142,15 +142,15 @@ def attention_probes(dtype: str, device: ComputeDevice, *, num_bytes: int) -> li
 def attend_prompt(
     q_1HTD: torch.Tensor, k_1HTD: torch.Tensor, v_1HTD: torch.Tensor, device: ComputeDevice
 ) -> torch.Tensor:
-    """Attention of one prompt without cached tokens: (T, H, D)."""
+    """Returns causal attention of one prompt without cached tokens: (T, H, D)."""
     num_tokens = q_1HTD.shape[2]
     if device.is_accelerator:
-        place, scale = device.torch_device, q_1HTD.shape[3] ** -0.5
-        prompt = Segment(0, 0, num_tokens, 0, 0, place)
+        torch_device, scale = device.torch_device, q_1HTD.shape[3] ** -0.5
+        prompt = Segment(0, 0, num_tokens, 0, 0, torch_device)
         qkv = q_1HTD, k_1HTD, v_1HTD
-        found = prefill_flash(qkv, None, Prompts([prompt], place), FULL_REACH, Rule(scale))
-        if found is not None:
-            return found[0][1]
+        outputs = prefill_flash(qkv, None, Prompts([prompt], torch_device), FULL_REACH, Rule(scale))
+        if outputs is not None:
+            return outputs[0][1]
         return prefill_fused(q_1HTD[0], k_1HTD[0], v_1HTD[0], prompt, FULL_REACH, scale)
     is_grouped = q_1HTD.shape[1] != k_1HTD.shape[1]
     out = F.scaled_dot_product_attention(q_1HTD, k_1HTD, v_1HTD, is_causal=num_tokens > 1, enable_gqa=is_grouped)

@@ -1,5 +1,5 @@
-"""Bandwidth of host memory, device memory, their link, and the disk. The disk is read with the run's own reader, from
-an unnamed file, bypassing the page cache."""
+"""Bandwidth of host memory, device memory, their link, and the disk. The disk is read with a run's reader from an
+unnamed file, not from the page cache."""
 
 import os
 import time
@@ -26,13 +26,13 @@ HOST_COPY, DEVICE_COPY = "host memory, copied", "device memory, copied"
 LINK_IN, LINK_OUT = "host to device, pinned", "device to host, pinned"
 KEY = "measure.directory"
 DEPTHS, BLOCK_MIB = (1, 4, 16), (1, 4, 16)
-REST_SECONDS = 0.25  # before a burst: time for caches and credits of a disk to recover
+REST_SECONDS = 0.25  # before a burst: caches and burst credits of a disk recover
 SUSTAINED, BURST = "disk, sustained", "disk, burst"
 
 
 def memory_probes(device: ComputeDevice, *, num_bytes: int) -> list[Probe]:
-    """Probes of memory bandwidth. A copy counts bytes read plus bytes written; the bidirectional probe sums both
-    directions."""
+    """Probes of memory bandwidth. Copies within a memory count bytes read and written; the bidirectional probe counts
+    both directions."""
     host = _fill(ComputeDevice("cpu").host_buffer(num_bytes))
     probes = [
         Probe(name=HOST_READ, unit="GB/s", read=Timer(num_bytes, host.view(torch.float32).sum)),
@@ -41,19 +41,19 @@ def memory_probes(device: ComputeDevice, *, num_bytes: int) -> list[Probe]:
     if not device.is_accelerator:
         return probes
     num_bytes = len(host)
-    pinned, back = (_fill(device.host_buffer(num_bytes)) for _ in range(2))
-    on_device, arrived = (_fill(device.compute_buffer(num_bytes)) for _ in range(2))
-    other_stream = device.new_stream()
+    pinned, host_target = (_fill(device.host_buffer(num_bytes)) for _ in range(2))
+    on_device, device_target = (_fill(device.compute_buffer(num_bytes)) for _ in range(2))
+    second_stream = device.new_stream()
 
-    def both() -> None:
-        device.copy(pinned, arrived, on=device.copy_stream, after=device.new_event())
-        device.copy(on_device, back, on=other_stream, after=device.new_event())
+    def copy_both_ways() -> None:
+        device.copy(pinned, device_target, on=device.copy_stream, after=device.new_event())
+        device.copy(on_device, host_target, on=second_stream, after=device.new_event())
 
     reads = {
-        LINK_IN: copy_timer(device, pinned, arrived),
-        LINK_OUT: copy_timer(device, on_device, back),
-        "both ways at once, pinned": _link_timer(device, both, 2 * num_bytes, other_stream),
-        "host to device, pageable": Timer(num_bytes, lambda: arrived.copy_(host), device.wait_for_compute),
+        LINK_IN: copy_timer(device, pinned, device_target),
+        LINK_OUT: copy_timer(device, on_device, host_target),
+        "both ways at once, pinned": _link_timer(device, copy_both_ways, 2 * num_bytes, second_stream),
+        "host to device, pageable": Timer(num_bytes, lambda: device_target.copy_(host), device.wait_for_compute),
         "device to host, pageable": Timer(num_bytes, lambda: host.copy_(on_device), device.wait_for_compute),
         DEVICE_COPY: _copy_within(on_device, device.wait_for_compute),
     }
@@ -90,14 +90,14 @@ def _link_timer(
 
 
 def _fill(buffer: torch.Tensor) -> torch.Tensor:
-    """Fills `buffer` with values around 1. Zero pages may share memory, and random bits may be denormals."""
+    """Fills `buffer` with values around 1: zero pages may share memory, and random bits may be denormals."""
     buffer.view(torch.float32).fill_(1.0).view(-1)[::3].mul_(1.5)
     return buffer
 
 
 def read_timer(reader: Reader, batches: Sequence[Sequence[Extent]], target: torch.Tensor) -> Timer:
-    """Times reading all batches of extents, which are submitted at once, in bytes. `target`: page-aligned uint8 host
-    memory that fits each single batch."""
+    """Times reading all batches of extents, submitted at once, in bytes. `target`: page-aligned uint8 host memory with
+    room for the largest batch."""
     view = target.numpy().data
 
     def act() -> None:
@@ -109,41 +109,40 @@ def read_timer(reader: Reader, batches: Sequence[Sequence[Extent]], target: torc
 
 @contextmanager
 def disk_probes(directory: str, device: ComputeDevice, *, file_bytes: int, piece_bytes: int) -> Iterator[list[Probe]]:
-    """Yields probes over a temporary file. `sustained` reads all of it with the default settings of a run; the others
-    read one piece per call. Raises ConfigError if the disk is too full."""
+    """Yields probes of a temporary file. SUSTAINED reads all of it with a run's default settings; the others read one
+    piece per call. Raises ConfigError if the disk has too little space."""
     with ExitStack() as stack:
         file = stack.enter_context(open_unnamed(directory, key=KEY))
         free = free_bytes(directory, key=KEY)
         require(
             file_bytes <= free,
-            f"{KEY}={directory}: needs {format_bytes(file_bytes)}, but {format_bytes(free)} are free; "
-            "name another directory or lower measure.disk_mib",
+            f"{KEY}={directory}: needs {format_bytes(file_bytes)}, {format_bytes(free)} are free; "
+            "set another directory or lower measure.disk_mib",
         )
         random = np.random.default_rng(0)
         for _ in range(file_bytes // MIB):
             file.write(random.bytes(MIB))  # random: neither compressed nor deduplicated by the disk
-        os.fsync(file.fileno())
+        os.fsync(file.fileno())  # first: dirty pages would stay in the page cache
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         path = f"/proc/self/fd/{file.fileno()}"  # opens the file once more, for the reader
         target = device.host_buffer(file_bytes)
-        usual = OffloadConfig()
+        defaults = OffloadConfig()
 
         def reader(num_threads: int, chunk_mib: int) -> Reader:
             return stack.enter_context(Reader(num_threads=num_threads, chunk_bytes=chunk_mib * MIB))
 
-        whole = reader(usual.reader_threads, usual.read_chunk_mib)
+        whole = reader(defaults.reader_threads, defaults.read_chunk_mib)
         pieces = _split_file(path, file_bytes, piece_bytes)
-        turns = _piece_timer(whole, pieces, target)
+        read_piece = _piece_timer(whole, pieces, target)
 
-        def rested() -> float:
+        def read_rested() -> float:
             time.sleep(REST_SECONDS)
-            return turns()
+            return read_piece()
 
+        read_all = read_timer(whole, [_split_file(path, file_bytes, file_bytes)], target)
         probes = [
-            Probe(
-                name=SUSTAINED, unit="GB/s", read=read_timer(whole, [_split_file(path, file_bytes, file_bytes)], target)
-            ),
-            Probe(name=BURST, unit="GB/s", read=rested),
+            Probe(name=SUSTAINED, unit="GB/s", read=read_all),
+            Probe(name=BURST, unit="GB/s", read=read_rested),
         ]
         for depth, block in product(DEPTHS, BLOCK_MIB):
             read = _piece_timer(reader(depth, block), pieces, target)
@@ -153,8 +152,8 @@ def disk_probes(directory: str, device: ComputeDevice, *, file_bytes: int, piece
 
 def _piece_timer(reader: Reader, pieces: Sequence[Extent], target: torch.Tensor) -> Timer:
     """Times reads of one piece, cycling through all pieces."""
-    view, turns = target.numpy().data, cycle(pieces)
-    return Timer(pieces[0].num_bytes, lambda: reader.submit([next(turns)], view).wait())
+    view, piece_cycle = target.numpy().data, cycle(pieces)
+    return Timer(pieces[0].num_bytes, lambda: reader.submit([next(piece_cycle)], view).wait())
 
 
 def _split_file(path: str, file_bytes: int, piece_bytes: int) -> list[Extent]:

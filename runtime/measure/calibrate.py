@@ -1,7 +1,7 @@
-"""Measures in about a second the rates that predictions and `prefetch=cost_aware` need for this run on this machine.
+"""Measures the rates of this machine for one run, in about a second: for predictions and `prefetch=cost_aware`.
 
-Uses the probes of `jobs.measure` with the run's own reader, streamed layers, matrices, lanes, code and pass sizes, so
-whatever slows the run also slows the measurement.
+Uses the probes of `jobs.measure` with the run's own reader, layers, lanes, code and pass sizes: what slows the run also
+slows the measurement.
 """
 
 from collections.abc import Collection
@@ -33,7 +33,7 @@ from .timing import Timer
 
 NUM_READS = 3  # layers, back to back
 CACHED_BYTES = 1 << 30  # upper bound of a processor's caches
-KV_BYTES = 64 * MIB  # working set of decode attention, or the run's own if smaller
+KV_BYTES = 64 * MIB  # most KV that decode attention reads
 
 
 @torch.inference_mode()
@@ -44,18 +44,17 @@ def measure_rates(
     typical_load: TypicalLoad,
     paged_stages: Collection[int] = (),
 ) -> MachineRates:
-    """The rates of this machine for a run. Reads and computes with a few layers; for `paged_stages`, with the dense
-    part and one expert.
-
-    Allocates two weight slots, later 64 MiB of KV; all is freed on return. Raises CheckpointError if a read fails.
-    """
+    """The rates of this machine for a run. Reads and computes with a few layers; of `paged_stages`, with the dense part
+    and one expert. Allocates two weight slots, later 64 MiB of KV; freed on return. Raises CheckpointError if a read
+    fails."""
     run = RunProbes(
         loaded=loaded, reader=reader, device=device, typical_load=typical_load, paged_stages=frozenset(paged_stages)
     )
-    found = run.load_layer(run.typical_layer)
-    gemm, experts = run.matmul_rates(found.weights), found.expert_rates()
-    disk, links = run.disk_timer(found.host).rate_once(), run.link_rates(found.host)
-    beside = run.decode_attention_timer(ComputeDevice("cpu")).rate()
+    layer = run.load_layer(run.typical_layer)
+    gemm, experts = run.matmul_rates(layer.weights), layer.expert_rates()
+    disk, links = run.disk_timer(layer.host).rate_once(), run.link_rates(layer.host)
+    cpu_attention = run.decode_attention_timer(ComputeDevice("cpu")).rate()
+    attention = run.decode_attention_timer(device).rate() if device.is_accelerator else cpu_attention
     rates = MachineRates(
         disk_bytes_per_second=disk,
         link_in_bytes_per_second=links[0],
@@ -63,26 +62,26 @@ def measure_rates(
         gemm_flops_per_second=gemm,
         expert_flops_per_second=experts,
         memory_bytes_per_second=run.memory_timer().rate(),
-        attention_bytes_per_second=run.decode_attention_timer(device).rate() if device.is_accelerator else beside,
-        cpu_attention_bytes_per_second=beside,
+        attention_bytes_per_second=attention,
+        cpu_attention_bytes_per_second=cpu_attention,
         cpu_flops_per_second=run.cpu_expert_rate(),
         prefill_attention_flops_per_second=run.prefill_attention_timer().rate(),
-        dequantize_bytes_per_second=found.dequantize_rate(),
+        dequantize_bytes_per_second=layer.dequantize_rate(),
     )
     return run.with_profile(rates)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedLayer:
-    """A layer in memory. `host` holds the bytes as read, `stored` the weights in compute memory as stored. `weights`
-    are the same, but dequantized on an accelerator."""
+    """A layer in memory. `host`: the bytes as read. `stored`: its weights in compute memory, as stored. `weights`: the
+    same, but dequantized on an accelerator."""
 
     run: "RunProbes"
     stage: Stage
     host: torch.Tensor
     weights: Weights
     stored: Weights
-    expert: Weights  # of expert 0, where experts are paged
+    expert: Weights  # of expert 0, if experts are paged
 
     def dequantize_rate(self) -> float:
         """Bytes read and written per second while a layer's stored weights are dequantized."""
@@ -95,8 +94,7 @@ class LoadedLayer:
         return Timer(moved, lambda: dequantize_all(self.stored, buffer), device.wait_for_compute).rate()
 
     def expert_rates(self) -> dict[int, float]:
-        """FLOPs per second of one expert by rows, through the function that runs it in a pass. Empty if the model's own
-        code runs the experts."""
+        """FLOPs per second of one expert by rows, see `layers.expert_rates`."""
         loaded, tokens = self.run.loaded, self.run.typical_load.product_rows
         return expert_rates(loaded, self.run.device, self.stage, self.weights, self.expert, tokens)
 
@@ -117,7 +115,7 @@ class RunProbes:
 
     @property
     def typical_layer(self) -> Stage:
-        """The middle layer; the first layers of a mixture may be dense."""
+        """The middle layer: the first layers of a mixture of experts may be dense."""
         layers = self.shape.layers
         return layers[len(layers) // 2]
 
@@ -129,7 +127,7 @@ class RunProbes:
         return LoadedLayer(run=self, stage=stage, host=host, weights=weights, stored=stored, expert=expert)
 
     def room_for(self, stored: Weights) -> int:
-        """Bytes of a layer's dequantized weights; 0 if lanes do not use them dequantized."""
+        """Bytes of a layer's dequantized weights; 0 if they stay as stored."""
         if not self.device.is_accelerator:
             return 0
         size = dequantized_bytes(stored)
@@ -151,8 +149,8 @@ class RunProbes:
         return host, self.loaded.weights_of(stage, buffer, placed.tensor_offsets, on_device=True)
 
     def disk_timer(self, buffer: torch.Tensor) -> Timer:
-        """Times reading layers back to back into the same `buffer`, whose content is not used. Layers that do not fit
-        are skipped: equal layers may need one more disk block, depending on their alignment."""
+        """Times reading layers back to back into `buffer`, which they overwrite."""
+        # Skips layers that do not fit: of equal layers, one may take a disk block more, depending on its alignment.
         layouts = [slot_layout(self.streamed_part(stage)) for stage in self.shape.layers]
         fitting = [layout for layout in layouts if layout.num_bytes <= buffer.numel()]
         layouts = fitting[:: max(1, len(fitting) // NUM_READS)]
@@ -162,13 +160,13 @@ class RunProbes:
         """Bytes per second to the device and from it."""
         if not self.device.is_accelerator:
             return UNLIMITED, UNLIMITED
-        there = self.device.compute_buffer(host.numel())
-        size = min(host.numel(), there.numel())
-        host, there = host[:size], there[:size]
-        return copy_timer(self.device, host, there).rate(), copy_timer(self.device, there, host).rate()
+        on_device = self.device.compute_buffer(host.numel())
+        size = min(host.numel(), on_device.numel())
+        host, on_device = host[:size], on_device[:size]
+        return copy_timer(self.device, host, on_device).rate(), copy_timer(self.device, on_device, host).rate()
 
     def matmul_rates(self, weights: Weights) -> dict[int, float]:
-        """FLOPs per second by rows, over a layer's matrices in sequence as in a run."""
+        """FLOPs per second by rows, over all matrices of a layer in sequence as in a run."""
         matrices = [weight for weight in weights.values() if weight.dim() == 2 and min(weight.shape) > 1]
         place = self.device.torch_device
 
@@ -220,19 +218,19 @@ class RunProbes:
         return prefill_timer(self._attention, self.device, num_tokens)
 
     def with_profile(self, rates: MachineRates) -> MachineRates:
-        """`rates` adjusted by profiling passes through the first layer. Before each pass the layer's weights are
-        evicted from the CPU caches, by reading other memory: cores that waited for a disk would be slow at first."""
+        """`rates` adjusted by profiling passes through the first layer. Its weights are evicted from the CPU caches
+        before each pass."""
         stage = next(stage for stage in self.shape.stages if stage.kind.is_layer)
         work, layer = stage_works(self.shape, self.paged_stages)[stage.index], self.load_layer(stage)
         fits_caches = layer.host.nbytes <= CACHED_BYTES and not self.device.is_accelerator
-        others = torch.ones_like(layer.host[: layer.host.numel() // 8 * 8]).view(torch.int64) if fits_caches else None
+        memory = torch.ones_like(layer.host[: layer.host.numel() // 8 * 8]).view(torch.int64) if fits_caches else None
 
-        def forget() -> None:
-            if others is not None:
-                others.sum()
+        def evict_caches() -> None:  # by computing: cores that waited for a disk would be slow at first
+            if memory is not None:
+                memory.sum()
 
         profiling = ProfilingPass(
-            loaded=self.loaded, device=self.device, stage=stage.index, weights=layer.weights, evict_caches=forget
+            loaded=self.loaded, device=self.device, stage=stage.index, weights=layer.weights, evict_caches=evict_caches
         )
         with as_config_error(type(self.loaded.staged.model).__name__):
             single = profiling.time_single_token()

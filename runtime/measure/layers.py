@@ -1,5 +1,4 @@
-"""Times passes of a lane through one layer, with the lane's and the model's own code, and experts through the function
-that runs them in a pass."""
+"""Times passes of a lane through one layer, and experts, with the code of a run."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -33,12 +32,12 @@ from .timing import Timer
 
 NUM_SINGLE_PASSES = 9
 MAX_PASSES, ENOUGH_SECONDS = 10, 1.5
-HOST_ROWS = 64  # rows for an expert on the CPU, enough that reading its weights does not dominate
+HOST_ROWS = 64  # of an expert on the CPU: with fewer, reading its weights takes most time
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilingPass:
-    """Passes of a lane through one layer. `weights` belong to `stage`, the first layer that the forward enters.
+    """Passes of a lane through one layer: `stage`, the first layer that the forward enters, with `weights`.
     `evict_caches` is called before each pass."""
 
     loaded: LoadedModel
@@ -48,39 +47,36 @@ class ProfilingPass:
     evict_caches: Callable[[], object]
 
     def time_packed(self, pieces: Sequence[Piece]) -> LayerSeconds:
-        """The mean seconds of a pass of these pieces in one packed lane; past positions count as cached. The mean,
-        since a run's total includes slow passes.
-
-        Allocates one layer's KV pages for all positions.
-        """
+        """The mean seconds of a pass of these pieces in one packed lane; past positions count as cached. The mean, not
+        the median: a run has slow passes too. Allocates one layer's KV pages for all positions."""
         lanes = self._lanes(sum(num_pages_for(piece.past + piece.new) for piece in pieces))
         lane = lanes.packed([])
 
-        def once() -> LayerSeconds:
+        def time_once() -> LayerSeconds:
             self.evict_caches()
             for index, piece in enumerate(pieces):
                 ids = (0,) * (piece.past + piece.new)
                 lane.enter(Running(request=Request(id=str(index), prompt_ids=ids, max_new_tokens=1)), past=piece.past)
             return self._time_pass(lane, [piece.new for piece in pieces])
 
-        once()
+        time_once()
         lanes.pages.fill(FILL_VALUE)
-        times = [once()]
-        while len(times) < MAX_PASSES and sum(each.inside for each in times) < ENOUGH_SECONDS:
-            times.append(once())
+        times = [time_once()]
+        while len(times) < MAX_PASSES and sum(seconds.inside for seconds in times) < ENOUGH_SECONDS:
+            times.append(time_once())
         return LayerSeconds.mean(times)
 
     def time_single_token(self) -> LayerSeconds:
-        """The median seconds of a first pass of one token, in the kind of lane that the class supports. Weights may
-        come from the CPU caches."""
+        """The median seconds of a first pass of one token, in the kind of lane that the model supports. Weights may
+        be in the CPU caches."""
         encoding = Encoding(num_read=1) if self.loaded.looks_ahead else None
         request = Request(id="", prompt_ids=(0,), max_new_tokens=1, encoding=encoding)
         lanes = self._lanes(1)
         times = [self._time_pass(lanes.lane([Running(request=request)])) for _ in range(NUM_SINGLE_PASSES + 1)][1:]
-        return sorted(times, key=lambda each: each.inside)[NUM_SINGLE_PASSES // 2]
+        return sorted(times, key=lambda seconds: seconds.inside)[NUM_SINGLE_PASSES // 2]
 
     def _time_pass(self, lane: Lane, new_tokens: Sequence[int] | None = None) -> LayerSeconds:
-        """The seconds of one pass. Removes the lane's sequences afterwards."""
+        """The seconds of one pass. Removes the lane's sequences."""
         attention = 0.0
         try:
             start = time.perf_counter()
@@ -95,13 +91,13 @@ class ProfilingPass:
                 elif isinstance(event, NeedExperts):
                     event = lane.advance(torch.zeros_like(event.hidden_TD))
                 else:
-                    assert isinstance(event, NeedAttention), f"a lane asked for {event!r}"
+                    assert isinstance(event, NeedAttention), f"unexpected event {event!r}"
                     self.device.wait_for_compute()
-                    asked = time.perf_counter()
-                    answer = event.compute()
+                    attention_begin = time.perf_counter()
+                    result = event.compute()
                     self.device.wait_for_compute()
-                    attention += time.perf_counter() - asked
-                    event = lane.advance(answer)
+                    attention += time.perf_counter() - attention_begin
+                    event = lane.advance(result)
             self.device.wait_for_compute()
             inside = time.perf_counter() - begin - attention
             return LayerSeconds(before=begin - start, inside=inside, attention=attention)
@@ -110,11 +106,11 @@ class ProfilingPass:
             lane.close()
 
     def _lanes(self, num_pages: int) -> LaneFactory:
-        vocab_size, place = self.loaded.shape.vocab_size, self.device.torch_device
+        vocab_size, device = self.loaded.shape.vocab_size, self.device.torch_device
         pages = KVPages(num_pages, self.device, dtype=self.loaded.shape.kv_dtype)
         context = LaneContext(
             model=self.loaded.staged.model,
-            sampler=Sampler(SamplingConfig(), vocab_size=vocab_size, device=place),
+            sampler=Sampler(SamplingConfig(), vocab_size=vocab_size, device=device),
             device=self.device,
             pool=pages.pool,
             offloaded_layers=frozenset(),
@@ -131,36 +127,36 @@ def expert_rates(
     expert: Weights,
     pass_tokens: Sequence[int],
 ) -> dict[int, float]:
-    """FLOPs per second of one expert of `stage` by rows, in passes of `pass_tokens` tokens, through the function that
-    runs it. Empty if the model's own code runs the experts. `weights` are in compute memory; for paged experts,
-    `expert` has those of expert 0. Both are keyed by full name."""
+    """FLOPs per second of one expert of `stage` by rows, in passes of `pass_tokens` tokens. Empty if the model's own
+    code runs the experts. `weights` are in compute memory; `expert` has those of expert 0 if experts are paged. Both
+    are keyed by full name."""
     streamed, path, module = _find_experts(loaded, stage)
     if module is None:
         return {}
     prefix, work = f"{streamed.name}.{path}.", stage_works(loaded.shape, frozenset())[stage.index]
     paged = {name.removeprefix(prefix): weight[0] for name, weight in expert.items()}
-    place, found = device.torch_device, dict[int, float]()
+    torch_device, rates = device.torch_device, dict[int, float]()
 
-    def hidden(num_tokens: int) -> torch.Tensor:
-        return torch.ones(num_tokens, loaded.shape.hidden_size, dtype=loaded.compute_dtype, device=place)
+    def make_hidden(num_tokens: int) -> torch.Tensor:
+        return torch.ones(num_tokens, loaded.shape.hidden_size, dtype=loaded.compute_dtype, device=torch_device)
 
-    def routed(num_tokens: int) -> Timer:
-        """Tokens routed to random experts, so the load is uneven."""
-        hidden_TD, num_chosen = hidden(num_tokens), stage.num_experts_per_token
+    def random_experts(num_tokens: int) -> Timer:
+        """Times tokens routed to random experts, so that the load is uneven."""
+        hidden_TD, num_chosen = make_hidden(num_tokens), stage.num_experts_per_token
         order = torch.rand(num_tokens, stage.num_experts, generator=torch.Generator().manual_seed(num_tokens))
         weights_TK, experts_TK = order.topk(num_chosen)
-        event = NeedExperts(module, hidden_TD, experts_TK.to(place), weights_TK.to(hidden_TD))
+        event = NeedExperts(module, hidden_TD, experts_TK.to(torch_device), weights_TK.to(hidden_TD))
         batched = BatchedExperts(loaded, frozenset(), None, is_grouped=device.is_accelerator)
         flops = 2.0 * num_tokens * num_chosen * work.expert_weights
         return Timer(flops, lambda: batched.run(stage.index, [event]), device.wait_for_compute)
 
-    def alone(num_rows: int) -> Timer:
-        """All tokens routed to expert 0."""
-        hidden_TD = hidden(num_rows)
+    def single_expert(num_rows: int) -> Timer:
+        """Times tokens routed to expert 0."""
+        hidden_TD = make_hidden(num_rows)
         visits = Visits(
-            tokens_V=torch.arange(num_rows, device=place),
-            experts_V=torch.zeros(num_rows, dtype=torch.int64, device=place),
-            weights_V=torch.ones(num_rows, dtype=hidden_TD.dtype, device=place),
+            tokens_V=torch.arange(num_rows, device=torch_device),
+            experts_V=torch.zeros(num_rows, dtype=torch.int64, device=torch_device),
+            weights_V=torch.ones(num_rows, dtype=hidden_TD.dtype, device=torch_device),
             ends=[num_rows],
         )
 
@@ -172,23 +168,23 @@ def expert_rates(
     with streamed.binding.bound(weights):
         for num_tokens in pass_tokens:
             num_rows = max(1, round(num_tokens * work.num_experts_per_token / work.hits(num_tokens)))
-            found[num_rows] = (alone(num_rows) if paged else routed(num_tokens)).rate()
-    return found
+            rates[num_rows] = (single_expert(num_rows) if paged else random_experts(num_tokens)).rate()
+    return rates
 
 
 def _find_experts(loaded: LoadedModel, stage: Stage) -> tuple[StreamedModule, str, torch.nn.Module | None]:
-    """A layer, and the path and module of its experts if our function runs them; else "" and None."""
+    """A layer, and the path and module of its experts; "" and None if the model's own code runs them."""
     streamed = next(module for module in loaded.staged.modules if module.stage == stage.index)
-    found = ((path, module) for path, module in streamed.inner.named_modules() if is_experts(module))
-    path, module = next(found, ("", None))
+    candidates = ((path, module) for path, module in streamed.inner.named_modules() if is_experts(module))
+    path, module = next(candidates, ("", None))
     return streamed, path, module
 
 
 def cpu_expert_timer(loaded: LoadedModel, stage: Stage, host: torch.Tensor) -> Timer:
-    """Times expert 0 of `stage` on the CPU, as next to an accelerator, in FLOPs. `host` holds only that expert's
+    """Times expert 0 of `stage` on the CPU, as a run with an accelerator does, in FLOPs. `host`: that expert's
     bytes."""
     streamed, path, module = _find_experts(loaded, stage)
-    assert module is not None, "it has bare experts"
+    assert module is not None, "experts run in the model's own code"
     expert = stage.expert(0)
     bare = ExpertBytes(0, expert, StageBytes(host, slot_layout(expert).tensor_offsets, 0))
     matrices = bare.matrices(partial(host_weights, loaded), prefix=f"{streamed.name}.{path}.")

@@ -1,8 +1,7 @@
-"""Rates of matrix products: M rows by weights as stored, in the orientations of models; the fastest backend on this CPU
-by dtype, orientation and rows; and the rate of dequantization.
+"""Rates of matrix products with weights as stored, the fastest backend on this CPU by dtype, orientation and rows, and
+the rate of dequantization.
 
-Calls cycle through enough matrices that none is in a cache, as in a run, where a slot was just filled. M rows, N
-outputs, K inputs.
+Calls cycle through so many matrices that none is in a cache, as in a run. M rows, N outputs, K inputs.
 """
 
 import time
@@ -25,16 +24,16 @@ from ..store.gguf import BLOCKS
 from ..stream.device import ComputeDevice
 from .timing import Clock, Figure, Probe, Timer
 
-MAX_REPORTED_ROWS = 256  # for kinds that are only reported
-MIN_GAIN = 0.05  # least speedup over the default backend: less is noise between minutes
-ROWS = (1, 4, 16, 64, 256, 512)  # ratios change little above; beyond MANY_ROWS panels are larger
+MAX_REPORTED_ROWS = 256  # of kinds that are only reported
+MIN_GAIN = 0.05  # least speedup over the default backend; less may be noise
+ROWS = (1, 4, 16, 64, 256, 512)  # with more, ratios change little; beyond MANY_ROWS panels are larger
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProductKind:
-    """Dtypes and layout of a product. `is_flipped`: weights are (K, N), as in GPT-2, and not as in `nn.Linear`."""
+    """Dtypes and layout of a product. `is_flipped`: weights are (K, N) as in GPT-2, not (N, K) as in `nn.Linear`."""
 
     compute: str
     stored: str
@@ -48,64 +47,63 @@ class ProductKind:
 
 
 def typical_kind(dtype: str, device: ComputeDevice) -> ProductKind:
-    """The product of most checkpoints with this compute dtype: stored bfloat16, which float32 on a CPU widens."""
+    """The most common product with this compute dtype. For float32 on a CPU, weights are bfloat16."""
     widens = dtype == "float32" and not device.is_accelerator
     return ProductKind(compute=dtype, stored="bfloat16" if widens else dtype)
 
 
 def product_kinds(device: ComputeDevice) -> list[ProductKind]:
-    usual = [typical_kind(dtype, device) for dtype in DTYPES]
+    typical = [typical_kind(dtype, device) for dtype in DTYPES]
     others = [ProductKind(compute="float32", stored=stored) for stored in ("float32", "float16")]
-    flipped = [ProductKind(compute=kind.compute, stored=kind.stored, is_flipped=True) for kind in usual[:1]]
-    return [*usual, *([] if device.is_accelerator else others), *flipped]
+    flipped = [ProductKind(compute=kind.compute, stored=kind.stored, is_flipped=True) for kind in typical[:1]]
+    return [*typical, *([] if device.is_accelerator else others), *flipped]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSeries:
-    """Probes of one kind of product by rows M, ascending. `end_reason` says why larger M are missing; None if none
-    is."""
+    """Probes of one kind of product by M, ascending. `end_reason`: why larger M are missing; None if none is."""
 
     probes: dict[int, Probe]
     end_reason: str | None
 
     def nearest(self, num_rows: int) -> Probe:
-        """The probe for `num_rows`, or for the most rows measured."""
+        """The probe for `num_rows`, or for the largest M."""
         return self.probes[min(num_rows, max(self.probes))]
 
 
 def make_series(
     name: str, rows: Sequence[int], probe: Callable[[int], tuple[Probe, Timer]], *, longest_seconds: float
 ) -> ProbeSeries:
-    """Builds probes with `probe(M)`. Stops after the first that takes more than `longest_seconds` warm, since larger
-    ones would not be faster."""
+    """Builds probes with `probe(M)`. Stops after the first that takes over `longest_seconds` after its warm-up: larger
+    M would not be faster."""
     probes: dict[int, Probe] = {}
-    wanted = sorted(rows)
-    for place, num_rows in enumerate(wanted):
-        probes[num_rows], timed = probe(num_rows)
-        seconds = timed.warm_seconds()
-        if seconds > longest_seconds and wanted[place + 1 :]:
-            missing = ", ".join(map(str, wanted[place + 1 :]))
+    ascending = sorted(rows)
+    for index, num_rows in enumerate(ascending):
+        probes[num_rows], timer = probe(num_rows)
+        seconds = timer.warm_seconds()
+        if seconds > longest_seconds and ascending[index + 1 :]:
+            missing = ", ".join(map(str, ascending[index + 1 :]))
             end = (
-                f"{name}: M={num_rows} takes {seconds:.2g} s, more than {longest_seconds:.2g} s, and so M={missing} "
-                f"is not measured and counts as fast as M={num_rows}; raise measure.seconds to measure it"
+                f"{name}: M={num_rows} takes {seconds:.2g} s, limit {longest_seconds:.2g} s: M={missing} not measured, "
+                f"assumed as fast as M={num_rows}; raise measure.seconds to measure it"
             )
             return ProbeSeries(probes=probes, end_reason=end)
     return ProbeSeries(probes=probes, end_reason=None)
 
 
 class Matrices:
-    """Random (width, width) matrices per dtype, `num_bytes` in total or one, created on first use."""
+    """Random (width, width) matrices by dtype, created on first use: `num_bytes` in total, at least one."""
 
     def __init__(self, device: ComputeDevice, *, width: int, num_bytes: int):
         self._device, self.width, self._num_bytes = device, width, num_bytes
-        self._made: dict[str, list[torch.Tensor]] = {}
+        self._matrices: dict[str, list[torch.Tensor]] = {}
 
     def get(self, dtype: str) -> Sequence[torch.Tensor]:
-        if dtype not in self._made:
+        if dtype not in self._matrices:
             one = torch.randn(self.width, self.width, device=self._device.torch_device).to(DTYPES[dtype])
             count = max(1, self._num_bytes // one.nbytes)
-            self._made[dtype] = [one.clone() for _ in range(count)]
-        return self._made[dtype]
+            self._matrices[dtype] = [one.clone() for _ in range(count)]
+        return self._matrices[dtype]
 
 
 def matmul_timer(
@@ -116,12 +114,12 @@ def matmul_timer(
     *,
     clock: Clock = time.perf_counter,
 ) -> Timer:
-    """Times products with the matrices of one batch in sequence, in FLOPs; input i (M, K) goes with matrix i. Each call
-    takes the next batch. All batches have equal shapes."""
-    turns = cycle(batches)
+    """Times products with the matrices of one batch in sequence, in FLOPs. Input i (M, K) is multiplied by matrix i.
+    Each call uses the next batch. All batches have equal shapes."""
+    batch_cycle = cycle(batches)
 
     def act() -> torch.Tensor:
-        return [multiply(x_MK, weight) for x_MK, weight in zip(inputs, next(turns), strict=True)][-1]
+        return [multiply(x_MK, weight) for x_MK, weight in zip(inputs, next(batch_cycle), strict=True)][-1]
 
     flops = sum(2.0 * len(x_MK) * weight.numel() for x_MK, weight in zip(inputs, batches[0], strict=True))
     return Timer(flops, act, device.wait_for_compute, clock=clock)
@@ -134,8 +132,8 @@ def product_probes(
 
     def probe(num_rows: int) -> tuple[Probe, Timer]:
         x_MK = torch.randn(num_rows, matrices.width, device=device.torch_device).to(DTYPES[kind.compute])
-        timed = product_timer(kind, x_MK, matrices, device)
-        return Probe(name=kind.name(num_rows), unit="GFLOP/s", read=timed), timed
+        timer = product_timer(kind, x_MK, matrices, device)
+        return Probe(name=kind.name(num_rows), unit="GFLOP/s", read=timer), timer
 
     return make_series(str(kind), rows, probe, longest_seconds=longest_seconds)
 
@@ -173,15 +171,15 @@ def upcast_probes(device: ComputeDevice, *, width: int) -> list[Probe]:
 
     scales = torch.ones(-(-width // 128), -(-width // 128), device=device.torch_device)
     exponents = torch.ones(width, -(-width // 32), device=device.torch_device)
-    found = [
+    probes = [
         probe("FP8", ScaledRows(raw(width), torch.float8_e4m3fn, scales, 128, 128)),
         probe("MXFP4", ScaledRows(raw(width // 2), None, exponents, 1, 32)),
     ]
     for dtype in ("Q8_0", "Q4_K"):
         block = BLOCKS[dtype]
         stored = raw(width // block.num_numbers * block.num_bytes)
-        found.append(probe(dtype, GgufRows(stored, dtype, width, None)))
-    return found
+        probes.append(probe(dtype, GgufRows(stored, dtype, width, None)))
+    return probes
 
 
 class MatmulKind(NamedTuple):
@@ -196,7 +194,7 @@ class MatmulKind(NamedTuple):
 
     @property
     def candidates(self) -> list[LinearBackend]:
-        """The backends that support it on this machine."""
+        """The backends that support this kind on this machine."""
         x, weight = torch.zeros(1, 512, dtype=DTYPES[self.inputs]), torch.zeros(512, 512, dtype=DTYPES[self.stored])
         return supported_backends(x, [weight])
 
@@ -209,17 +207,17 @@ class MatmulKind(NamedTuple):
 
 
 def matmul_kinds() -> Iterator[MatmulKind]:
-    """All kinds. Inputs of 16 bits only go with weights of the same dtype."""
+    """Yields all kinds. Weights for 16-bit inputs have the same dtype."""
     for inputs, stored, is_tall in product(DTYPE_NAMES.values(), DTYPE_NAMES.values(), (False, True)):
         if inputs in (FLOAT32, stored):
             yield MatmulKind(inputs, stored, is_tall)
 
 
 def backend_probes(rows: Sequence[int], matrices: Matrices, *, longest_seconds: float) -> list[ProbeSeries]:
-    """FLOP probes for every kind and backend."""
+    """FLOP probes for each kind and backend."""
 
     def series(kind: MatmulKind, backend: LinearBackend) -> ProbeSeries:
-        # The ratio of outputs to inputs is 4:1, or 1:4 if tall.
+        # N : K is 4 : 1, or 1 : 4 if tall.
         num_inputs = matrices.width * 2 if kind.is_tall else matrices.width // 2
 
         def multiply(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
@@ -228,8 +226,8 @@ def backend_probes(rows: Sequence[int], matrices: Matrices, *, longest_seconds: 
         def probe(num_rows: int) -> tuple[Probe, Timer]:
             batches = [[matrix.view(-1, num_inputs)] for matrix in matrices.get(kind.stored)]
             x_MK = torch.randn(num_rows, num_inputs).to(DTYPES[kind.inputs])
-            timed = matmul_timer([x_MK], batches, ComputeDevice("cpu"), multiply)
-            return Probe(name=kind.name(backend, num_rows), unit="GFLOP/s", read=timed), timed
+            timer = matmul_timer([x_MK], batches, ComputeDevice("cpu"), multiply)
+            return Probe(name=kind.name(backend, num_rows), unit="GFLOP/s", read=timer), timer
 
         return make_series(f"{backend.value}, {kind}", _compared_rows(rows), probe, longest_seconds=longest_seconds)
 
@@ -237,23 +235,22 @@ def backend_probes(rows: Sequence[int], matrices: Matrices, *, longest_seconds: 
 
 
 def fastest_backends(rows: Sequence[int], figures: Mapping[str, Figure]) -> BackendTable:
-    """The fastest backend per kind and rows; the default unless another is faster by `MIN_GAIN` in all rounds. A
-    backend too slow to be measured at some rows counts with its rate at the most rows measured."""
+    """The fastest backend by kind and M: the default, unless another is faster by `MIN_GAIN` in all rounds. A backend
+    that was not measured at an M counts with its rate at its largest M."""
 
     def fastest(kind: MatmulKind, num_rows: int) -> LinearBackend:
         def figure(backend: LinearBackend) -> Figure:
-            names = [kind.name(backend, each) for each in _compared_rows([num_rows])]
+            names = [kind.name(backend, num_compared) for num_compared in _compared_rows([num_rows])]
             return next(figures[name] for name in reversed(names) if name in figures)
 
-        usual = kind.default(num_rows)
+        default = kind.default(num_rows)
         best = max(kind.candidates, key=lambda backend: figure(backend).value)
-        is_worth_it = figure(best).value > (1 + MIN_GAIN) * figure(usual).value
-        return best if is_worth_it and figure(best).low > figure(usual).high else usual
+        is_worth_it = figure(best).value > (1 + MIN_GAIN) * figure(default).value
+        return best if is_worth_it and figure(best).low > figure(default).high else default
 
-    found = _compared_rows(rows)
-    return BackendTable(
-        rows=found, multipliers={str(kind): [fastest(kind, num_rows) for num_rows in found] for kind in matmul_kinds()}
-    )
+    compared = _compared_rows(rows)
+    multipliers = {str(kind): [fastest(kind, num_rows) for num_rows in compared] for kind in matmul_kinds()}
+    return BackendTable(rows=compared, multipliers=multipliers)
 
 
 def _compared_rows(rows: Sequence[int]) -> list[int]:

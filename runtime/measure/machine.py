@@ -1,4 +1,4 @@
-"""All probes of a machine without a model, and the rates of a plan from their figures."""
+"""All probes of a machine without a model, and a plan's rates from their figures."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from .linear import (
 )
 from .timing import Figure, Probe
 
-LONGEST_SHARE, MIN_LONGEST_SECONDS = 0.02, 0.05  # share of `seconds`: a longer product ends its series
+LONGEST_SHARE, MIN_LONGEST_SECONDS = 0.02, 0.05  # of `seconds`, or seconds: a longer product ends its series
 WEIGHT_SHARE = 2  # the matrices of a dtype take memory_mib / WEIGHT_SHARE
 PIECE_MIB = 64  # size of one disk read
 
@@ -32,28 +32,28 @@ PIECE_MIB = 64  # size of one disk read
 def machine_probes(
     config: MeasureConfig, device: ComputeDevice
 ) -> Iterator[tuple[list[Probe], dict[str, ProbeSeries], list[str]]]:
-    """Yields all probes, the product probes by compute dtype, and notes on what is not measured. Holds `disk_mib` twice
-    and a few times `memory_mib`."""
+    """Yields all probes, the typical product probes by compute dtype, and notes on products that are not measured. Uses
+    2x `disk_mib` and a few times `memory_mib`."""
     memory_bytes, disk_bytes = config.memory_mib * MIB, config.disk_mib * MIB
     matrices = Matrices(device, width=config.matrix_width, num_bytes=memory_bytes // WEIGHT_SHARE)
     with disk_probes(config.directory, device, file_bytes=disk_bytes, piece_bytes=PIECE_MIB * MIB) as disk:
         probes = [*disk, *memory_probes(device, num_bytes=memory_bytes)]
         longest = max(MIN_LONGEST_SECONDS, config.seconds * LONGEST_SHARE)
-        usual: dict[str, ProbeSeries] = {}
-        rows: list[ProbeSeries] = []
+        typical: dict[str, ProbeSeries] = {}
+        series: list[ProbeSeries] = []
         for kind in product_kinds(device):
-            is_usual = kind == typical_kind(kind.compute, device)
-            numbers = [number for number in config.gemm_rows if is_usual or number <= MAX_REPORTED_ROWS]
-            rows.append(product_probes(kind, numbers, matrices, device, longest_seconds=longest))
-            if is_usual:
-                usual[kind.compute] = rows[-1]
+            is_typical = kind == typical_kind(kind.compute, device)
+            gemm_rows = [number for number in config.gemm_rows if is_typical or number <= MAX_REPORTED_ROWS]
+            series.append(product_probes(kind, gemm_rows, matrices, device, longest_seconds=longest))
+            if is_typical:
+                typical[kind.compute] = series[-1]
         if not device.is_accelerator:
-            rows += backend_probes(config.gemm_rows, matrices, longest_seconds=longest)
-        probes += [probe for row in rows for probe in row.probes.values()]
+            series += backend_probes(config.gemm_rows, matrices, longest_seconds=longest)
+        probes += [probe for row in series for probe in row.probes.values()]
         probes += upcast_probes(device, width=config.matrix_width)
         for dtype in DTYPES:
             probes += attention_probes(dtype, device, num_bytes=memory_bytes // WEIGHT_SHARE)
-        yield probes, usual, [row.end_reason for row in rows if row.end_reason is not None]
+        yield probes, typical, [row.end_reason for row in series if row.end_reason is not None]
 
 
 def dtype_rates(

@@ -1,4 +1,4 @@
-"""Measured rates of this host, in the user's cache directory. Loads no torch."""
+"""Measured rates of this host in the user's cache directory. Loads no torch."""
 
 import hashlib
 import json
@@ -20,23 +20,23 @@ log = logging.getLogger(__name__)
 
 CPU_INFO = Path("/proc/cpuinfo")
 BACKEND_NAMES = [multiplier.value for multiplier in LinearBackend]
-ISAS = {"amx": "amx_tile", "avx512": "avx512f", "avx2": "avx2"}  # by the flags of Linux, the widest first
+ISAS = {"amx": "amx_tile", "avx512": "avx512f", "avx2": "avx2"}  # Linux CPU flags, the widest first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The key of measured rates: a difference in any field is another machine."""
+    """The key of measured rates: any different field is another machine."""
 
     hostname: str
     cpu: str
-    device: str  # "cpu" where compute is in host memory
+    device: str  # name of the accelerator, or "cpu"
     torch: str
     num_threads: int
-    numba: str = ""  # its version; none where it is not installed
-    isa: str = ""  # the instruction set that the CPU's kernels are made for
+    numba: str = ""  # version; "" if it is not installed
+    isa: str = ""  # instruction set of compiled kernels
 
     def matches_device(self, device: str) -> bool:
-        """True if rates are valid for `machine.device`; auto matches any."""
+        """True if the rates are valid for `machine.device`; auto matches any."""
         return device == "auto" or (device == "cpu") == (self.device == "cpu")
 
     @property
@@ -52,9 +52,9 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendComparison:
-    """A run's comparison of linear backends for one product: the GFLOP/s of each one's best round so far. `num_times`:
-    runs that compared; `doubt`: why the next run must repeat it, None if settled. `conditions` of the last comparison
-    are for readers of the file."""
+    """Comparison of linear backends for one product. `gflops`: of each one's best round so far. `num_times`: runs that
+    compared. `doubt`: why the next run repeats it; None if decided. `conditions`: of the last comparison, for readers
+    of the file."""
 
     gflops: dict[str, float]
     num_times: int
@@ -63,16 +63,16 @@ class BackendComparison:
 
     def __str__(self) -> str:
         rates = sorted(self.gflops.items(), key=lambda rate: -rate[1])
-        doubt = "" if self.doubt is None else f"; in doubt, as {self.doubt}"
+        doubt = "" if self.doubt is None else f"; to be repeated, as {self.doubt}"
         return ", ".join(f"{name} {rate:.0f}" for name, rate in rates) + f" GFLOP/s{doubt}"
 
-    def winner(self, default: str, worthwhile: float) -> str:
-        """The backend to use instead of `usual`: the fastest, if faster by the share `worthwhile`. A doubtful result of
-        a single run changes nothing."""
+    def winner(self, default: str, min_gain: float) -> str:
+        """The fastest backend if it is faster than `default` by the share `min_gain`, otherwise `default`. A doubtful
+        result of a single run does not count."""
         if default not in self.gflops or (self.doubt is not None and self.num_times < 2):
             return default
         best = max(self.gflops, key=lambda name: self.gflops[name])
-        return best if self.gflops[best] > (1 + worthwhile) * self.gflops[default] else default
+        return best if self.gflops[best] > (1 + min_gain) * self.gflops[default] else default
 
 
 def current_host(device: str, num_threads: int) -> Host:
@@ -92,7 +92,7 @@ def current_host(device: str, num_threads: int) -> Host:
 
 
 def isa() -> str:
-    """The instruction set for compiled kernels: WEIGHTSTREAM_ISA, or the widest of the CPU; "" if unknown."""
+    """The instruction set of compiled kernels: WEIGHTSTREAM_ISA, or the CPU's widest; "" if unknown."""
     flags = cpu_flags()
     widest = next((name for name, flag in ISAS.items() if flag in flags), "")
     return os.environ.get(ISA) or widest
@@ -104,58 +104,61 @@ def cpu_flags() -> frozenset[str]:
 
 
 def save_rates(host: Host, rates: MeasuredRates, products: BackendTable | None = None) -> None:
-    """Replaces the host's record, including comparisons. Raises OSError."""
+    """Replaces the host's record, and deletes its comparisons. Raises OSError."""
     _write(_HostRecord(host=host, rates=rates, products=products))
 
 
 def save_comparisons(host: Host, kernels: str, comparisons: Mapping[str, BackendComparison]) -> None:
-    """Adds comparisons by product name to the host's record. `kernels` is the digest of the compared code. Of two
-    concurrent processes one result may be lost; the next run measures it again. Raises OSError."""
-    kept = _read(host.path) if host.path.exists() else None
-    _write(replace(kept or _HostRecord(host=host), kernels=kernels, comparisons=comparisons))
+    """Replaces the comparisons, by product name, in the host's record. `kernels`: digest of the compared code. Raises
+    OSError."""
+    # Not atomic: of two processes, one result may be lost. The next run measures it again.
+    record = _read(host.path) if host.path.exists() else None
+    _write(replace(record or _HostRecord(host=host), kernels=kernels, comparisons=comparisons))
 
 
-def _write(kept: "_HostRecord") -> None:
-    path = kept.host.path
+def _write(record: "_HostRecord") -> None:
+    path = record.host.path
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    products = None if kept.products is None else {**kept.products.to_plain(), "compared": BACKEND_NAMES}
-    contests = {name: asdict(contest) for name, contest in kept.comparisons.items()}
+    products = None if record.products is None else {**record.products.to_plain(), "compared": BACKEND_NAMES}
+    contests = {name: asdict(contest) for name, contest in record.comparisons.items()}
     values = {
-        "host": asdict(kept.host),
-        "rates": kept.rates and asdict(kept.rates),
+        "host": asdict(record.host),
+        "rates": record.rates and asdict(record.rates),
         "products": products,
-        "contests": None if kept.kernels is None else {"kernels": kept.kernels, "found": contests},
+        "contests": None if record.kernels is None else {"kernels": record.kernels, "found": contests},
     }
     temp.write_text(json.dumps(values, indent=1) + "\n")
     temp.replace(path)  # atomic: readers never see a partial file
 
 
 def find_latest_rates(device: str = "auto") -> MeasuredRates | None:
-    """The newest rates of this host for the device kind of `machine.device`, with any torch version and thread count.
-    Unreadable files are skipped with a warning."""
-    here = (platform.node(), _cpu_model())
+    """The newest rates of this host for `machine.device`, of any torch version and thread count. Skips unreadable files
+    with a warning."""
+    this_host = (platform.node(), _cpu_model())
     paths = sorted((cache_root() / "machine").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    found = (kept for path in paths if (kept := _read(path)) is not None)
-    mine = (kept for kept in found if (kept.host.hostname, kept.host.cpu) == here and kept.host.matches_device(device))
-    return next((kept.rates for kept in mine if kept.rates is not None), None)
+    records = (record for path in paths if (record := _read(path)) is not None)
+    for record in records:
+        if (record.host.hostname, record.host.cpu) == this_host and record.host.matches_device(device) and record.rates:
+            return record.rates
+    return None
 
 
 def find_products(host: Host) -> BackendTable | None:
-    """The fastest backends for exactly this host, torch version and thread count."""
-    kept = _read(host.path) if host.path.exists() else None
-    return kept.products if kept is not None else None
+    """The fastest backends for exactly this host key."""
+    record = _read(host.path) if host.path.exists() else None
+    return record.products if record is not None else None
 
 
 def find_comparisons(host: Host, kernels: str) -> dict[str, BackendComparison]:
-    """Comparisons of runs on exactly this host and kernel code, by product name."""
-    kept = _read(host.path) if host.path.exists() else None
-    return {**kept.comparisons} if kept is not None and kept.kernels == kernels else {}
+    """Comparisons of runs with exactly this host key and kernel code, by product name."""
+    record = _read(host.path) if host.path.exists() else None
+    return {**record.comparisons} if record is not None and record.kernels == kernels else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _HostRecord:
-    """The content of a file. `kernels`: the digest of the code in `comparisons`; None if there are none."""
+    """The content of a file. `kernels`: digest of the code in `comparisons`; None if there are none."""
 
     host: Host
     rates: MeasuredRates | None = None
@@ -167,23 +170,23 @@ class _HostRecord:
 def _read(path: Path) -> _HostRecord | None:
     try:
         values = json.loads(path.read_text())
-        found = _HostRecord(host=Host(**values["host"]))
+        record = _HostRecord(host=Host(**values["host"]))
         if (rates := values["rates"]) is not None:
             parts = {key: DTypeRates(**value) if isinstance(value, dict) else value for key, value in rates.items()}
             rates = MeasuredRates(**parts)  # pyright: ignore[reportArgumentType] - checked by the class
-            found = replace(found, rates=rates)
+            record = replace(record, rates=rates)
         if (products := values.get("products")) is not None:
             if products["compared"] != BACKEND_NAMES:
                 known = ", ".join(products["compared"])
-                raise ConfigError(f"it compares {known}, while there are {', '.join(BACKEND_NAMES)}")
-            found = replace(found, products=BackendTable.from_plain(products))
-        if (contests := values.get("contests")) is not None:
-            each = {name: BackendComparison(**contest) for name, contest in contests["found"].items()}
-            for rate in (rate for contest in each.values() for rate in contest.gflops.items()):
+                raise ConfigError(f"compares backends {known} instead of {', '.join(BACKEND_NAMES)}")
+            record = replace(record, products=BackendTable.from_plain(products))
+        if (saved := values.get("contests")) is not None:
+            comparisons = {name: BackendComparison(**contest) for name, contest in saved["found"].items()}
+            for rate in (rate for contest in comparisons.values() for rate in contest.gflops.items()):
                 if rate[0] not in BACKEND_NAMES or not isinstance(rate[1], float) or rate[1] <= 0:
-                    raise ValueError(f"{rate} is no backend with its GFLOP/s")
-            found = replace(found, kernels=contests["kernels"], comparisons=each)
-        return found
+                    raise ValueError(f"{rate} is not a backend and its GFLOP/s")
+            record = replace(record, kernels=saved["kernels"], comparisons=comparisons)
+        return record
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
         log.warning("%s: ignored: %s; run python -m jobs.measure to replace it", path, error)
         return None
@@ -193,10 +196,10 @@ def _cpu_model() -> str:
     return _cpu_info("model name") or platform.processor() or platform.machine()
 
 
-def _cpu_info(wanted: str) -> str:
-    """The value that Linux reports for the first processor; "" elsewhere."""
+def _cpu_info(name: str) -> str:
+    """A field that Linux reports for the first processor; "" elsewhere."""
     for line in CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []:
         key, _, value = line.partition(":")
-        if key.strip() == wanted:
+        if key.strip() == name:
             return value.strip()
     return ""

@@ -1,5 +1,5 @@
-"""Timers and the statistics of their readings. A run uses the median of a few calls; `jobs.measure` goes over all
-probes in rounds, so that the spread shows changes over time."""
+"""Timers, and statistics of their readings. A run uses the median of a few calls. `jobs.measure` reads all probes in
+rounds, so that the spread shows changes over time."""
 
 import math
 import time
@@ -9,17 +9,17 @@ from statistics import median
 
 GIGA = 1e9
 SHORTEST_SECONDS = 1e-7  # resolution of the clock
-OVER_SHARE = 0.25  # rounds may exceed their time by this share, since each probe finishes its last reading
-READING_SECONDS = 4e-3  # least length of a reading, so that starting and stopping the clock does not count
-NUM_REPEATS = 5  # calls per rate, when a run waits for it
-LONG_SECONDS = 0.1  # a call that takes longer is not repeated
+OVER_SHARE = 0.25  # of their time; rounds may exceed it by so much, since each probe finishes its last reading
+READING_SECONDS = 4e-3  # least length of a reading, so that reading the clock takes no significant time
+NUM_REPEATS = 5  # calls per rate of a run
+LONG_SECONDS = 0.1  # longer calls are not repeated
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """The median, minimum and maximum over the rounds, in `unit`."""
+    """Median, minimum and maximum over the rounds, in `unit`."""
 
     value: float
     low: float
@@ -28,7 +28,7 @@ class Figure:
 
     @property
     def spread(self) -> float:
-        """The largest deviation of a round from the median, as a share of it."""
+        """The largest deviation of a round from the median, as a share of the median."""
         return max(self.high - self.value, self.value - self.low) / self.value if self.value else 0.0
 
     def agrees_with(self, other: "Figure") -> bool:
@@ -47,7 +47,7 @@ class MeasuredFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """`read` takes one reading in `unit`. Its first call may be slow and its value meaningless."""
+    """A measurement: `read` returns one reading in `unit`. The first call is a warm-up; ignore its value."""
 
     name: str
     unit: str
@@ -57,8 +57,8 @@ class Probe:
 class Timer:
     """Times `act`, which does `amount` of work, and `finish`, which waits for asynchronous work of `act`.
 
-    As a probe it takes one reading, in 1e9 units per second, of enough calls to last `READING_SECONDS`. `rate` and
-    `rate_once` are for a run, which cannot wait that long, in units per second.
+    Called as a probe, it returns a reading of enough calls to last `READING_SECONDS`, in 1e9 units per second. `rate`
+    and `rate_once` take less time, for a run, and return units per second.
     """
 
     def __init__(
@@ -83,18 +83,18 @@ class Timer:
         return self._amount / self.seconds()
 
     def rate_once(self) -> float:
-        """The rate of the first call, for disk reads, which are not repeated."""
+        """The rate of a single call without a warm-up, for disk reads."""
         return self._amount / self._run(1)
 
     def seconds(self) -> float:
-        """The median of a few calls after a warm-up call. A call longer than `LONG_SECONDS` decides alone."""
+        """The median of a few calls after a warm-up call, or the first call that takes over `LONG_SECONDS`."""
         self._run(1)
-        found: list[float] = []
-        while len(found) < NUM_REPEATS:
-            found.append(self._run(1))
-            if found[-1] > LONG_SECONDS:
-                return found[-1]
-        return median(found)
+        times: list[float] = []
+        while len(times) < NUM_REPEATS:
+            times.append(self._run(1))
+            if times[-1] > LONG_SECONDS:
+                return times[-1]
+        return median(times)
 
     def warm_seconds(self) -> float:
         """The seconds of a call after a warm-up call."""
@@ -119,9 +119,9 @@ def measure(
     clock: Clock = time.perf_counter,
     advance: Callable[[str], object] = lambda name: None,
 ) -> MeasuredFigures:
-    """Reads each probe in each round at least once, and as often as its share of `seconds` allows. A round's value is
-    the median of its readings. After the first, no round starts that would end after `seconds`, judged by the last one.
-    `advance` is called with a probe's name after its warm-up and after each of its rounds."""
+    """Reads each probe at least once per round, and as often as its share of `seconds` allows. A round's value is the
+    median of its readings. Stops before a round that would end after `seconds` if it took as long as the last one.
+    `advance` is called with a probe's name after its warm-up and in each round."""
     for probe in probes:
         probe.read()
         advance(probe.name)

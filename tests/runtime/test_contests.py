@@ -141,7 +141,7 @@ def test_rounds_that_differ_much_decide_only_when_a_second_run_agrees(machine: M
 def test_a_machine_with_other_work_decides_nothing_for_good(machine: Machine, model: LoadedModel) -> None:
     machine.running, machine.seconds[RULE] = 4, 0.013
     assert machine.compare(model) == DEFAULT_BACKENDS
-    assert doubts() == ["4 threads wanted 2 processors"] * len(doubts())
+    assert doubts() == ["4 threads shared 2 processors"] * len(doubts())
     machine.compare(model)
     assert machine.acts, "it is compared again, however often"
     machine.running, machine.seconds = 1, {RULE: 0.007, OTHER: 0.0075, SLOW: 0.05}
@@ -154,7 +154,7 @@ def test_a_rule_that_is_unlikely_wrong_is_given_up_once_two_runs_have_seen_it(
 ) -> None:
     machine.seconds[RULE] = 0.03
     assert machine.compare(model) == DEFAULT_BACKENDS
-    assert any(doubt is not None and "which the rule takes" in doubt for doubt in doubts())
+    assert any(doubt is not None and "times as long as another" in doubt for doubt in doubts())
     assert taken(machine.compare(model)) is OTHER
     machine.compare(model)
     assert not machine.acts

@@ -154,7 +154,7 @@ def test_a_row_ends_behind_the_first_product_that_is_slow_when_warm_and_says_so(
     found = series(HandClock(), {4: [0.5], 1: [0.1], 16: [0.6], 64: [0.7]})
     assert list(found.probes) == [1, 4]
     assert found.end_reason == (
-        "product: M=4 takes 0.5 s, more than 0.4 s, and so M=16, 64 is not measured and counts as fast as M=4; "
+        "product: M=4 takes 0.5 s, limit 0.4 s: M=16, 64 not measured, assumed as fast as M=4; "
         "raise measure.seconds to measure it"
     )
     assert [found.nearest(num_rows).name for num_rows in (1, 4, 16, 64)] == ["M=1", "M=4", "M=4", "M=4"]
