@@ -151,7 +151,7 @@ class ScoreScratch(Protocol):
 
 
 class QuantizedScratch(NamedTuple):
-    """As `Scratch`, plus queries times a page's scales, and contributions of zero points."""
+    """A `Scratch`, queries times a page's scales, and terms of zero points."""
 
     scores_HGS: np.ndarray
     maxima_HG: np.ndarray

@@ -84,12 +84,7 @@ def _scale_weights(
 
 @njit(fastmath=REORDERED)
 def _attend_chunk(
-    row: AttentionRow,
-    pages: QuantizedPages,
-    span: Span,
-    heads: Span,
-    softcap: np.float32,
-    scratch: QuantizedScratch,
+    row: AttentionRow, pages: QuantizedPages, span: Span, heads: Span, softcap: np.float32, scratch: QuantizedScratch
 ) -> None:
     """Attends to positions [first, last) of a span, a chunk at most."""
     (q_HGD, table_n, sums_HGD), (first, last) = row, span

@@ -123,10 +123,8 @@ def _word_numbers(builder: Builder, stored: Any, words: Value) -> list[Value]:
         return [words]
     if stored == types.uint16:
         return [builder.shl(words, ints(16)), builder.and_(words, ints(0xFFFF0000))]
-    return [
-        from_float16(builder, builder.and_(words, ints(0xFFFF))),
-        from_float16(builder, builder.lshr(words, ints(16))),
-    ]
+    halves = builder.and_(words, ints(0xFFFF)), builder.lshr(words, ints(16))
+    return [from_float16(builder, half) for half in halves]
 
 
 class _NarrowArguments(NamedTuple):

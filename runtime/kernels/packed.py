@@ -130,7 +130,7 @@ def _exponents(builder: Builder, nibbles: Value, added: Value) -> Value:
 
 
 def _merge_bits(builder: Builder, mask: int, one: Value, other: Value) -> Value:
-    """Takes the bits in `mask` from `one`, all others from `other`."""
+    """Combines the bits of `one` in `mask` with the other bits of `other`."""
     return builder.or_(builder.and_(one, _constant(mask, _BYTES)), builder.and_(other, _constant(0xFF ^ mask, _BYTES)))
 
 

@@ -225,7 +225,7 @@ def shuffle(builder: Builder, a: Value, b: Value, lanes: list[int]) -> Value:
 
 
 def sum_lanes(builder: Builder, vectors: list[Value]) -> Value:
-    """Returns a vector whose lane i is the sum of vector i. Merges pairs of vectors until one is left, then adds its
+    """Returns a vector with the sum of vector i in lane i. Merges pairs of vectors until one is left, then adds its
     neighboring lanes."""
     lanes = width = vectors[0].type.count
     while len(vectors) > 1:

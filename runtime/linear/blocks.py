@@ -132,6 +132,7 @@ def _join_below(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor | None
 def device_constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Returns a few constants as a device tensor, copied once: a pass recorded as a CUDA graph must not copy from the
     host."""
+    # The source may be freed at once: CUDA stages copies from pageable memory before it returns.
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 

@@ -177,11 +177,7 @@ def _run_kernel(
 
 
 def prepare_vectors(
-    stored: Iterable[torch.dtype],
-    formats: Collection[str],
-    inputs: torch.dtype = torch.float32,
-    *,
-    pairs: bool = False,
+    stored: Iterable[torch.dtype], formats: Collection[str], inputs: torch.dtype = torch.float32, *, pairs: bool = False
 ) -> None:
     """Compiles or loads the vector kernels for inputs of a dtype; see `backends.prepare_products`."""
     weights: list[Block] = [torch.zeros(PAIR_ROWS, GROUP_NUMBERS, dtype=dtype) for dtype in stored if dtype in BITS]

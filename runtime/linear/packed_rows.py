@@ -228,7 +228,7 @@ class ColumnCodes(GroupedRows):
         width: int,
         groups: torch.Tensor | None = None,
     ):
-        """`words_WN`: int32 (W, N), for ROW_WORDS (K, N / 8), of which these rows begin at row `first_row`. `width`:
+        """`words_WN`: int32 (W, N), for ROW_WORDS (K, N / 8); these rows begin at its row `first_row`. `width`:
         columns per group. `groups` (K,): the group of each column, if they are not consecutive."""
         super().__init__(plain, num_groups, get_scales)
         self._words_WN, self._encoding, self._first_row = words_WN, encoding, first_row

@@ -130,12 +130,7 @@ def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
 
 
 def multiply_in_batches(
-    x_MK: torch.Tensor,
-    weights: Sequence[Sequence[Block]],
-    multiply: Multiply,
-    *,
-    words: torch.dtype,
-    number_bytes: int,
+    x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], multiply: Multiply, *, words: torch.dtype, number_bytes: int
 ) -> list[torch.Tensor]:
     """Returns x @ w.T (M, N), of x's dtype, for each weight. `multiply` gets batches of rows of x, viewed as `words`,
     that fit INPUT_BYTES at `number_bytes` per number. Torch multiplies the last rows of w that do not fill

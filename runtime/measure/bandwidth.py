@@ -140,10 +140,7 @@ def disk_probes(directory: str, device: ComputeDevice, *, file_bytes: int, piece
             return read_piece()
 
         read_all = read_timer(whole, [_split_file(path, file_bytes, file_bytes)], target)
-        probes = [
-            Probe(name=SUSTAINED, unit="GB/s", read=read_all),
-            Probe(name=BURST, unit="GB/s", read=read_rested),
-        ]
+        probes = [Probe(name=SUSTAINED, unit="GB/s", read=read_all), Probe(name=BURST, unit="GB/s", read=read_rested)]
         for depth, block in product(DEPTHS, BLOCK_MIB):
             read = _piece_timer(reader(depth, block), pieces, target)
             probes.append(Probe(name=f"disk, {depth} x {block} MiB", unit="GB/s", read=read))

@@ -113,10 +113,7 @@ def main_products(shape: ModelShape, compute: torch.dtype, load: TypicalLoad) ->
     """A model's main products that a backend table covers, in decode and prefill passes, most FLOPs first."""
     num_new = 2 * (load.num_positions - load.num_prompt_tokens)
     groups: dict[tuple[MatmulKind, int], list[Product]] = defaultdict(list)
-    for num_tokens, weight in (
-        (load.num_rows, num_new),
-        (load.chunk_tokens, load.num_prompt_tokens),
-    ):
+    for num_tokens, weight in ((load.num_rows, num_new), (load.chunk_tokens, load.num_prompt_tokens)):
         for kind, num_rows, shape_NK, flops in _products(shape, compute, num_tokens):
             nearest = min(ROWS, key=lambda rows: abs(log2(rows / num_rows)))
             product = Product(

@@ -172,10 +172,8 @@ def _write_scores(typing: Any, products: Any, at: Any, num: Any, scores: Any, sc
 @intrinsic
 def _split_weights(typing: Any, scores: Any, score_at: Any, num: Any, weights: Any, weight_at: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
-        score, weight = (
-            pointer_at(context, builder, *x) for x in ((scores, *arguments[:2]), (weights, *arguments[3:]))
-        )
-
+        score = pointer_at(context, builder, scores, *arguments[:2])
+        weight = pointer_at(context, builder, weights, *arguments[3:])
         num = arguments[2]
         with cgutils.for_range_slice(builder, num.type(0), num, num.type(LANES), num.type) as (i, _):
             x = load(builder, types.float32, builder.gep(score, [i]), None)
