@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jobs.planning.named import architecture_digest, architectures, make_row
-from jobs.planning.shapes import HOST_FIELDS, OF_RUN, from_row, read_rows, read_shape
+from jobs.planning.shapes import HOST_FIELDS, RUN_FIELDS, from_row, read_rows, read_shape
 from runtime.config.settings import DType, KVDType, ModelConfig, OffloadConfig, RuntimeConfig, Tier
 from runtime.errors import ConfigError
 from runtime.model.families import FAMILIES
@@ -66,7 +66,7 @@ def test_tokens_take_the_same_flops_in_each_stage(both: Both) -> None:
 def test_all_other_sizes_are_the_same(both: Both) -> None:
     def sizes(shape: ModelShape) -> dict[str, object]:
         return {
-            f.name: getattr(shape, f.name) for f in fields(shape) if f.name not in ("stages", *OF_RUN, *HOST_FIELDS)
+            f.name: getattr(shape, f.name) for f in fields(shape) if f.name not in ("stages", *RUN_FIELDS, *HOST_FIELDS)
         }
 
     assert sizes(both.read) == sizes(both.loaded)
