@@ -78,7 +78,7 @@ class WorkerProcess:
                     yield from process.stdout
                     process.wait()
             finally:
-                _kill_session(process.pid)
+                _kill_session(process.pid)  # also the worker's children, which would keep memory and cores busy
             stderr.seek(0)
             complaints = stderr.read()
         if self.limit is not None and is_late.is_set():

@@ -155,4 +155,4 @@ def forget_pages_repeatedly(directory: Path) -> Iterator[None]:
         yield
     finally:
         is_done.set()
-        cleaner.join()
+        cleaner.join()  # the directory may be deleted next

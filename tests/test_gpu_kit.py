@@ -45,7 +45,7 @@ def test_what_must_have_the_card_for_itself_is_a_test_of_a_card() -> None:
 
 def test_a_word_that_is_no_half_is_refused() -> None:
     done = subprocess.run(["bash", str(KIT), "third"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "bring, first or second?\n")
+    assert (done.returncode, done.stdout) == (2, "usage: gpu_kit.sh bring | first | second\n")
 
 
 def test_the_probe_times_each_stored_format_by_each_way() -> None:

@@ -82,7 +82,7 @@ def test_restarts_are_bounded(slurm: FakeSlurm) -> None:
     ended = slurm.run(STEP_CODE="75", SLURM_RESTART_COUNT="5", WEIGHTSTREAM_MAX_RESTARTS="5")
     assert ended.returncode == 75
     assert slurm.calls("scontrol") == []
-    assert "not requeued again after 5 restarts" in ended.stderr
+    assert "not requeued after 5 restarts" in ended.stderr
 
 
 def test_cancelled_task_waits_for_its_step_and_is_not_requeued(slurm: FakeSlurm) -> None:

@@ -17,7 +17,7 @@ class WorkerProgress:
     """Writes lines with the seconds since `start_time` (time.monotonic). Thread-safe."""
 
     def __init__(self, start_time: float):
-        self._start_time, self._lock = start_time, Lock()
+        self._start_time, self._lock = start_time, Lock()  # reader threads report, too
         self._totals, self._reported_at = dict[str, int](), dict[str, float]()
 
     def __call__(self, line: str) -> None:

@@ -88,7 +88,7 @@ class RandomInitWeights:
             for begin in range(0, tensor.num_bytes, CHUNK_BYTES)
         ]
         with ThreadPoolExecutor(num_threads) as pool:
-            list(pool.map(self._write, *zip(*chunks, strict=True)))
+            list(pool.map(self._write, *zip(*chunks, strict=True)))  # list() raises a thread's error
 
     def _write(self, file: str, offset: int, num_bytes: int) -> None:
         buffer = bytearray(num_bytes)
@@ -106,7 +106,7 @@ class RandomInitWeights:
             for begin in range(0, piece.num_bytes, CHUNK_BYTES)
         ]
         with ThreadPoolExecutor(num_threads) as pool:
-            list(pool.map(self.fill, *zip(*chunks, strict=True)))
+            list(pool.map(self.fill, *zip(*chunks, strict=True)))  # disjoint views; list() raises a thread's error
         return tensors
 
 

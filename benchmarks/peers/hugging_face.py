@@ -151,7 +151,7 @@ class DeviceModel:
 
         def generate_all() -> dict[int, list[int]]:
             rows = generate_batch(self._model, prompts, num_new_tokens, self._device.torch_device, clock)
-            self._device.wait_for_compute()
+            self._device.wait_for_compute()  # launches are asynchronous: time the device's work, not the host's
             return dict(enumerate(rows))
 
         self._device.wait_for_compute()

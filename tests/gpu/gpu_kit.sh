@@ -1,11 +1,10 @@
 #!/bin/bash
-# The first minutes with a card, in the root of a checkout (docs/how-to/gpu-first-run.md says what each step shows):
-#   bash tests/gpu/gpu_kit.sh bring     where there are pip and a network: wheels into .kit/wheels, for the other machine
-#   bash tests/gpu/gpu_kit.sh first     what is there, probes, laws, tokens, the benchmark at toy size   (545 s at most)
-#   bash tests/gpu/gpu_kit.sh second    the benchmark, of a mixture and of a dense model, and a job      (570 s at most)
-# Each step has a limit and a file of its own in $OUT (outputs/kit), written as it comes; one that fails stops no other.
-# Without a card all of it runs small on the CPU, as a rehearsal. PYTHON: the interpreter. KIT_PYTHON: the version of the
-# other machine's.
+# The first minutes with a GPU, in the root of a checkout (docs/how-to/gpu-first-run.md explains each step):
+#   bash tests/gpu/gpu_kit.sh bring     on a machine with pip and a network: downloads wheels into .kit/wheels
+#   bash tests/gpu/gpu_kit.sh first     environment, probes, tests, the benchmark at toy size            (545 s at most)
+#   bash tests/gpu/gpu_kit.sh second    the benchmark with a mixture and a dense model, and a job        (570 s at most)
+# Each step has a time limit and writes a file in $OUT (outputs/kit); a failed step does not stop the others.
+# Without a GPU all steps run small on the CPU. PYTHON: the interpreter. KIT_PYTHON: Python version of the other machine.
 set -u
 OUT=${OUT:-outputs/kit}
 PY=${PYTHON:-python3}
@@ -13,7 +12,7 @@ WHEELS=.kit/wheels
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD/$WHEELS:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 TESTS="tests/runtime/test_gpu.py tests/runtime/test_gpu_roads.py tests/runtime/test_gpu_formats.py"
-# These look at free memory, clocks or waits, for which they must have the card for themselves. All others run side by side.
+# These tests measure free memory, clocks or waits, so each runs alone on the GPU. All others run in parallel.
 ALONE="copy or staging or pinned or told_of or trip or equals_plain or second_session or torch_keeps or full or waits"
 ALONE="($ALONE or ask_nothing or touched or units) and not change_tokens"
 
@@ -21,13 +20,13 @@ bring() {
     local target=(--target "$WHEELS" --upgrade --no-deps --no-compile --quiet)
     local linux=(--only-binary=:all: --implementation cp --python-version "${KIT_PYTHON:-3.12}")
     for tag in manylinux_2_28 manylinux_2_17 manylinux2014; do linux+=(--platform "${tag}_x86_64"); done
-    # greenlet is all that a machine with torch, transformers, numba and pytest lacked; the others are what a job wants
+    # greenlet is required besides torch, transformers, numba and pytest; jobs need the others
     $PY -m pip install "${target[@]}" "${linux[@]}" greenlet hydra-core omegaconf datasets dill multiprocess
-    $PY -m pip install "${target[@]}" antlr4-python3-runtime==4.9.3 # no wheel: built here, of Python alone
+    $PY -m pip install "${target[@]}" antlr4-python3-runtime==4.9.3 # no wheel: built here, pure Python
     echo "$WHEELS: $(du -sm "$WHEELS" | cut -f1) MiB; with it travel $(git ls-files -z | du -cm --files0-from=- | tail -1 | cut -f1) MiB of checkout"
 }
 
-step() { # step SECONDS FILE COMMAND...: past its time INT, upon which pytest and the benchmark print what they have
+step() { # step SECONDS FILE COMMAND...: sends INT at the limit; pytest and the benchmark then print their results
     local limit=$1 file=$OUT/$2 begin=$SECONDS rc
     shift 2
     timeout --signal=INT --kill-after=10 "$limit" "$@" >"$file" 2>&1
@@ -59,11 +58,11 @@ else:
     print(p.name, (p.major, p.minor), p.total_memory >> 20, torch.cuda.mem_get_info())"
 }
 
-tests() { # tests SECONDS FILE EXPRESSION [OPTIONS]: -vv, beside the -q of pyproject.toml, names each test as it ends
+tests() { # tests SECONDS FILE EXPRESSION [OPTIONS]: -vv despite pyproject.toml's -q, to name each test as it ends
     local limit=$1 file=$2 chosen=$3 once=()
     shift 3
     has pytest_timeout && once=(--timeout=120)
-    # the session ends by itself before its limit, as INT leaves no reports of those that failed
+    # the session times out before the step's limit: after INT, pytest prints no reports of failures
     $PY -m pytest --help 2>/dev/null | grep -q -- --session-timeout && once+=(--session-timeout=$((limit - 20)))
     step "$limit" "$file" $PY -m pytest $TESTS -vv -p no:cacheprovider "${once[@]}" $MARK -k "$chosen" "$@"
 }
@@ -73,7 +72,7 @@ first() {
     TAIL=40 step 120 probe.txt $PY -m tests.gpu.probe
     local beside=()
     has xdist && beside=(-n $(($(nproc) < 6 ? $(nproc) : 6)) --dist worksteal)
-    # two processes on purpose: a context that was corrupted fails every test behind the one that did it
+    # two processes: after a corrupted CUDA context, all later tests of a process fail
     TAIL=12 tests 90 laws.txt "$ALONE"
     TAIL=25 tests 200 tokens.txt "not ($ALONE)" "${beside[@]}"
     TAIL=40 step 75 toy.txt $PY -m benchmarks.gpu toy $CPU gpu.minutes=1
@@ -95,11 +94,11 @@ case "${1:-}" in
     bring) bring; exit ;;
     machine) machine; exit ;;
     first | second) mkdir -p "$OUT" ;;
-    *) echo "bring, first or second?"; exit 2 ;;
+    *) echo "usage: gpu_kit.sh bring | first | second"; exit 2 ;;
 esac
 CPU="" MARK="-m gpu"
 if ! $PY -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
-    echo "no CUDA device: a rehearsal on the CPU, whose numbers mean nothing"
+    echo "no CUDA device: runs on the CPU, only to test the steps"
     CPU="gpu.device=cpu" MARK=""
 fi
 "$1"
