@@ -1,4 +1,4 @@
-"""The directory for regenerable data that is kept between runs: kernels, measured rates, chosen policies, copies."""
+"""The cache directory: compiled kernels, measured rates, chosen policies, and copies of remote files."""
 
 import logging
 import os
@@ -15,43 +15,42 @@ GROUP_AND_OTHERS = 0o077  # permission bits of group and others
 
 
 def cache_root(configured: str | None = None) -> Path:
-    """Returns `configured` (`offload.cache_dir`), or the user's XDG cache directory. Falls back to a private directory
-    under the temporary directory, with one warning, if that is not writable. Raises ConfigError if none is usable."""
+    """Returns `configured` (`offload.cache_dir`), or the user's XDG cache directory. If that is not writable, warns
+    once and returns a private temporary directory. Raises ConfigError if none is usable."""
     if configured is None:
         return _user_cache_folder(os.environ.get("XDG_CACHE_HOME") or "~/.cache", os.environ.get("HOME"))
     try:
         return Path(configured).expanduser()
     except RuntimeError as error:
-        raise ConfigError(
-            f"offload.cache_dir={configured}: no home directory is known; write the path in full"
-        ) from error
+        raise ConfigError(f"offload.cache_dir={configured}: HOME is not set: write the full path") from error
 
 
 @cache
 def _user_cache_folder(base: str, home: str | None) -> Path:
-    """Cached per `base` and `home`; `home` is only a cache key, since `~` expands by it."""
+    """`home` is only a cache key: `~` expands to it."""
     try:
         root = Path(base).expanduser() / "weightstream"
     except RuntimeError:
-        return _private_folder("no home directory is known")
+        return _private_folder("HOME is not set")
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return _private_folder(f"{root} cannot be made ({error.strerror})")
-    return root if os.access(root, os.W_OK | os.X_OK) else _private_folder(f"{root} cannot be written")
+        return _private_folder(f"cannot create {root} ({error.strerror})")
+    return root if os.access(root, os.W_OK | os.X_OK) else _private_folder(f"{root} is not writable")
 
 
 def _private_folder(problem: str) -> Path:
-    """A directory in the temporary directory that only this user can access. Its name is stable across starts unless
-    another user already owns it. Kernels in it are executed, so a directory that others can write is never used."""
+    """Creates a temporary directory that only this user can access. Its name is the same in each start, unless another
+    user owns it."""
     try:
         folder = Path(tempfile.gettempdir()) / f"weightstream-{os.geteuid()}"
         with suppress(FileExistsError):
             folder.mkdir(mode=stat.S_IRWXU)
+        # Kernels in it are executed: never use a directory that others can write.
         folder = folder if is_private(folder) else Path(tempfile.mkdtemp(prefix="weightstream-"))
     except OSError as error:
-        raise ConfigError(f"{problem}, nor is there a temporary directory ({error}): set XDG_CACHE_HOME") from error
-    log.warning("%s: what is kept between starts goes to %s; XDG_CACHE_HOME names another place", problem, folder)
+        raise ConfigError(f"{problem}, and no temporary directory is usable ({error}): set XDG_CACHE_HOME") from error
+    log.warning("%s: caching in %s; set XDG_CACHE_HOME to choose another directory", problem, folder)
     return folder
 
 

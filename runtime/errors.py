@@ -1,4 +1,4 @@
-"""Errors that a user can meet. Each message gives the value, the numbers with units, and the config key to change."""
+"""Errors that users see. Each message gives the value, numbers with units, and the config key to change."""
 
 from collections.abc import Sequence
 
@@ -56,15 +56,13 @@ class OutputError(WeightstreamError):
 
 
 class KVFileError(WeightstreamError):
-    """The KV cache file cannot be written, or reads back different data. Committed results are kept; the run can
-    resume."""
+    """The KV cache file cannot be written, or reads back different data. The run can resume."""
 
     exit_code = 75
 
 
 class EvaluationError(WeightstreamError):
-    """An evaluation harness cannot continue: one of its tasks failed, or a request has no answer. Existing answers are
-    kept."""
+    """An evaluation task failed, or a request has no answer. Existing answers are kept."""
 
     exit_code = 3
 
@@ -91,7 +89,7 @@ class PeerEnded(Interrupted):
     """Another rank of the same run has ended. `ranks` are the ended ranks, if known."""
 
     def __init__(self, message: str, ranks: Sequence[int]):
-        super().__init__(message, ranks)  # as what it is pickled by
+        super().__init__(message, ranks)  # pickle calls the class with these
         self.ranks = ranks
 
     def __str__(self) -> str:
@@ -102,16 +100,15 @@ class JobEnded(WeightstreamError):
     """A job that a sweep launcher ran in another process ended with the nonzero `exit_code`."""
 
     def __init__(self, exit_code: int):
-        super().__init__(exit_code)  # as what it is pickled by on its way back
+        super().__init__(exit_code)  # pickle calls the class with this
         self.exit_code = exit_code
 
     def __str__(self) -> str:
-        return f"a job of the sweep ended with exit code {self.exit_code}; its log says more"
+        return f"a job of the sweep ended with exit code {self.exit_code}; see its log"
 
 
 class MemoryShortage(WeightstreamError):
-    """The machine ran out of memory although the plan fits its budget. Committed results are kept; the run can
-    resume."""
+    """The machine ran out of memory although the plan fits its budget. The run can resume."""
 
     exit_code = 75
 

@@ -1,5 +1,5 @@
-"""Events that a lane sends to the engine when its forward pass reaches a point where the engine must act. A lane is a
-greenlet that runs the model's forward for one micro-batch."""
+"""Events that a lane sends to the engine from within its forward pass. A lane is a greenlet that runs the model's
+forward for one micro-batch."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,20 +19,17 @@ class NeedStage:
 
 @dataclass(slots=True, eq=False)
 class NeedAttention:
-    """A layer's attention is due. The engine answers with the result of `compute`, which any thread may call. `compute`
-    must not read anything that the lane changes before it has the answer. `is_decode`: one new token per sequence, for
-    CPU workers; prefill runs on torch's threads."""
+    """A layer's attention is due. The engine answers with the result of `compute`, which any thread may call.
+    `is_decode`: one new token per sequence, for CPU workers; prefill runs on torch's threads."""
 
-    compute: Callable[[], torch.Tensor]
+    compute: Callable[[], torch.Tensor]  # must not read what the lane changes before it has the answer
     is_decode: bool
 
 
 @dataclass(slots=True, eq=False)
 class NeedExperts:
-    """A layer's experts are due. The engine answers with their output (T, hidden).
-
-    `module` is the transformers experts module; its parameters are bound while the lane is inside the stage.
-    """
+    """A layer's experts are due. The engine answers with their output (T, hidden). `module` is the transformers experts
+    module; its parameters are bound while the lane is inside the stage."""
 
     module: torch.nn.Module
     hidden_TD: torch.Tensor
@@ -46,19 +43,17 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclass(kw_only=True)
 class HeadSlices:
-    """State for running the model's head over slices of a pass's tokens. `selected_N` are token indices; `begin` and
-    `end` delimit the current slice of `selected_N`. `owner` is the base model below the head, `output` its result,
-    `hidden_1ND` the hidden states of the selected tokens (None before it has run). `skips_head`: the pass ends before
-    the head. `as_rows`: each selected token is a batch row."""
+    """State for running the model's head over slices of a pass's tokens. `begin` and `end` delimit the current slice of
+    `selected_N`."""
 
-    selected_N: torch.Tensor
-    owner: object = None
+    selected_N: torch.Tensor  # token indices
+    owner: object = None  # the base model below the head
     begin: int = 0
     end: int = 0
-    output: object = None
-    hidden_1ND: torch.Tensor | None = None
-    skips_head: bool = False
-    as_rows: bool = False
+    output: object = None  # of the base model
+    hidden_1ND: torch.Tensor | None = None  # of the selected tokens, once the base model has run
+    skips_head: bool = False  # the pass ends before the head
+    as_rows: bool = False  # each selected token is a batch row
 
     def iterate(self, num_rows: int) -> Iterator[slice]:
         """Yields slices of up to `num_rows` selected tokens, and sets `begin` and `end` to each."""
@@ -74,8 +69,7 @@ class HeadSlices:
 
 
 class LaneRun(greenlet):
-    """One forward pass of a lane. Attention functions find the lane's KV cache here, since this is the current
-    greenlet.
+    """One forward pass of a lane. Attention functions find the lane's KV cache in the current greenlet.
 
     `lengths`, (1, T) or (B, T) on the CPU: the sequence length for each token, if rotary embeddings depend on it.
     `head`: slices for the model's head, None to run it on all tokens. With pipeline parallelism, `hidden_in` receives
@@ -91,7 +85,6 @@ class LaneRun(greenlet):
 
 
 def current_lane_run() -> LaneRun:
-    """The pass that calls this."""
     run = getcurrent()
     assert isinstance(run, LaneRun), "called outside a lane"
     return run

@@ -26,8 +26,7 @@ class OverBudget(MemoryError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True if `error` reports exhausted memory. Torch raises RuntimeError for a failed host allocation, the dynamic
-    linker ImportError. Accelerator libraries have their own messages; on a full device cuBLAS reports that it is not
-    initialized."""
+    linker ImportError; cuBLAS reports on a full device that it is not initialized."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     may_report_memory = isinstance(error, (RuntimeError, ImportError, OSError))
@@ -47,10 +46,10 @@ def run_memory_error(ledgers: Sequence[Ledger], error: BaseException) -> MemoryS
 def _shortage_message(ledgers: Sequence[Ledger], error: BaseException) -> str:
     equations = "\n".join(map(str, ledgers))
     keys = " or ".join(ledger.budget_key for ledger in ledgers)
-    advice = f"raise this process's memory limit, or lower {keys} or policy.micro_batch_size for a smaller plan"
+    advice = f"raise this process's memory limit, or lower {keys} or policy.micro_batch_size"
     if isinstance(error, OverBudget):
         key = next(ledger.budget_key for ledger in ledgers if ledger.memory == "host")
-        advice = f"raise {key}, since this plan uses more than was estimated, or lower policy.micro_batch_size"
+        advice = f"the plan uses more than estimated: raise {key}, or lower policy.micro_batch_size"
     return f"memory ran out although the plan fits its budget ({first_line(error)}):\n{equations}\n{advice}"
 
 

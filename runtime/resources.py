@@ -1,11 +1,11 @@
-"""Resources of a machine that work in parallel. A run measures each one's busy time; the simulator predicts it."""
+"""Resources of a machine that work in parallel. Runs measure their busy time; the simulator predicts it."""
 
 from enum import Enum
 
 
 class Resource(Enum):
-    """Each runs one action at a time, in issue order, except host memory: disk, links and CPU share its bandwidth,
-    which is predicted but not measured. `number` counts from 0 in the order of a trace's rows."""
+    """Each runs one action at a time, in issue order. Host memory is an exception: disk, links and CPU share its
+    bandwidth, which is predicted but not measured. `number`: row in a trace."""
 
     disk = "disk"
     host_to_device = "host-to-device"

@@ -10,8 +10,7 @@ Item = TypeVar("Item")
 
 
 class SparePool(Generic[Item]):
-    """A pool of reusable objects. Any thread may take one and give it back; at most as many exist as are used at
-    once."""
+    """Thread-safe pool of reusable objects; creates one if none is free."""
 
     def __init__(self) -> None:
         self._items: list[Item] = []
@@ -27,12 +26,12 @@ class SparePool(Generic[Item]):
 
 
 class HelperThreads:
-    """Daemon threads that wait for calls. Submitting and finishing takes a third of the time of `concurrent.futures`,
-    which matters for matrix products of a millisecond."""
+    """Daemon threads that run calls. Takes a third of the overhead of `concurrent.futures`, which matters for matrix
+    products of a millisecond."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._num_threads, self._starting = 0, Lock()
+        self._num_threads, self._starting = 0, Lock()  # two callers must not start the same thread
 
     def submit(self, call: Callable[[], None], num_threads: int) -> None:
         """Queues `call` for up to `num_threads` threads. It must not raise."""
@@ -51,7 +50,6 @@ class HelperThreads:
 
 @cache
 def _helpers() -> HelperThreads:
-    """The pool of this process."""
     return HelperThreads()
 
 
@@ -62,14 +60,14 @@ def parallel_for(items: Sequence[Item], function: Callable[[Item], None], num_th
         for item in items:
             function(item)
         return
-    # A call leaves the list when it runs, so that helpers which start late keep no item alive.
+    # Calls leave the list when they run: helpers that start late must not keep items alive.
     calls, results = [partial(function, item) for item in reversed(items)], SimpleQueue[BaseException | None]()
 
     def run_remaining() -> None:
         while calls:
             try:
                 call = calls.pop()
-            except IndexError:  # another thread took the last call
+            except IndexError:  # race: another thread took the last call
                 return
             try:
                 call()

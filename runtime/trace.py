@@ -1,7 +1,4 @@
-"""A trace of a run: time spans of actions, collected here while the run goes on and written by the caller.
-
-Without a trace the attribute is None. Check that before formatting a span's name.
-"""
+"""Trace of a run: time spans of actions, which the caller writes to a file."""
 
 import time
 from collections import deque
@@ -11,10 +8,7 @@ from .resources import Resource
 
 
 class Span(NamedTuple):
-    """One action, or its part on one resource. `begin` and `end` are `time.monotonic()` in seconds.
-
-    A tuple and not a dataclass, since every action of a run creates one.
-    """
+    """One action, or its part on one resource. `begin` and `end` are `time.monotonic()` in seconds."""
 
     resource: Resource
     name: str

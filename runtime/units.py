@@ -13,17 +13,15 @@ def format_bytes(num_bytes: float) -> str:
     """Binary units with three significant digits: `1.95 GiB`, `512 B`."""
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(num_bytes) >= size:
-            return (
-                f"{num_bytes / size:.3g} {unit}" if abs(num_bytes) < 1000 * size else f"{num_bytes / size:.0f} {unit}"
-            )
+            digits = ".3g" if abs(num_bytes) < 1000 * size else ".0f"
+            return f"{num_bytes / size:{digits}} {unit}"
     return f"{num_bytes:.0f} B"
 
 
 def format_seconds(seconds: float) -> str:
-    """`0.53 s`, `2 min 05 s`, `3 h 07 min`. Below one nanosecond, a rounding error of sums, it is `0 s`."""
+    """`0.53 s`, `2 min 05 s`, `3 h 07 min`. Less than 1 ns is a rounding error of sums: `0 s`."""
     if seconds < 60:
-        seconds = seconds if seconds >= 1e-9 else 0.0
-        return f"{seconds:.3g} s"
+        return f"{seconds if seconds >= 1e-9 else 0.0:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"

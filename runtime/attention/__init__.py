@@ -1,3 +1,1 @@
-"""Attention over cached keys and values, on an accelerator and on the CPU, and the layout of a pass in the cache. It is
-independent of the model.
-"""
+"""Attention over cached keys and values, on an accelerator and on the CPU, and the layout of a pass in the cache."""

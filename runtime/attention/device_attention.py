@@ -1,11 +1,10 @@
 """Attention on an accelerator: few launches, and no synchronization with the host.
 
-Keys and values are gathered in their cached precision, once per layer and pass, and go to flash kernels or to torch's
-fused attention. Fused attention gets each KV head as a sequence of its own, with its query heads as tokens: with
-`enable_gqa`, torch picks a backend that materializes scores in float32 if there is a mask or no flash kernel.
+Keys and values are gathered in their cached precision, once per layer and pass, for flash kernels (Dao 2023) or
+torch's fused attention. Fused attention gets each KV head as a sequence of its own, with its query heads as tokens:
+with `enable_gqa`, torch may pick a backend that materializes scores in float32.
 
-Variable-length batches use torch's flash kernels (Dao 2023) where these apply. An attention sink is a score without a
-value that takes a share of the weights. So the kernels' output is multiplied by sigmoid(logsumexp - sink).
+An attention sink is a score without a value. So the flash output is multiplied by sigmoid(logsumexp - sink).
 
 Letters as in paged.py; G query heads of a KV head.
 """
@@ -47,8 +46,8 @@ def can_use_flash(like_q: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tens
 
 @cache
 def has_flash(device: torch.device) -> bool:
-    """True if torch has usable flash kernels for `device`: FlashAttention-2 needs compute capability 8.0. ROCm's
-    kernels are excluded: they align a short run of queries with the first keys instead of the last."""
+    """True if torch has usable flash kernels for `device`: FlashAttention-2 needs compute capability 8.0. Excludes
+    ROCm, whose kernels align few queries with the first keys instead of the last."""
     return (
         device.type == "cuda"
         and torch.version.hip is None
@@ -71,18 +70,12 @@ def has_window_size() -> bool:
 
 
 def flash_attention(
-    q_THD: torch.Tensor,
-    k_SHD: torch.Tensor,
-    v_SHD: torch.Tensor,
-    spans: TokenRanges,
-    window: int | None,
-    rule: Rule,
+    q_THD: torch.Tensor, k_SHD: torch.Tensor, v_SHD: torch.Tensor, spans: TokenRanges, window: int | None, rule: Rule
 ) -> torch.Tensor:
     """Causal attention of the ranges' tokens over their packed positions (S), the last `window` at most: (T, H, Dv).
-
-    Requires `can_use_flash`, and keys and values aligned as by `align`."""
+    Requires `can_use_flash`, and keys and values from `align`."""
     padding = k_SHD.shape[2] - v_SHD.shape[2]
-    is_single = spans.most_new == 1  # then every given position is visible: no mask
+    is_single = spans.most_new == 1  # every position is visible: no mask
     window_size = (-1, -1) if is_single else (-1 if window is None else window - 1, 0)
     inputs = (  # positional arguments of both functions
         align(q_THD),
@@ -121,8 +114,7 @@ def flash_attention(
 
 @cache
 def flash_operator() -> Callable[..., Sequence[torch.Tensor]] | None:
-    """The aten operator behind `varlen_attn`, which saves 40 us of Python per call. None unless its schema is the one
-    that `flash_attention` expects."""
+    """The aten operator behind `varlen_attn`, 40 us faster per call. None unless its schema is as expected."""
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     if operator is None or "default" not in operator.overloads():
         return None
@@ -136,7 +128,7 @@ def flash_operator() -> Callable[..., Sequence[torch.Tensor]] | None:
 
 
 def align(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a contiguous copy if its start or its heads are not aligned for the kernels."""
+    """Returns the tensor, or a contiguous copy if its data or strides are not aligned for the kernels."""
     *strides, step = tensor.stride()
     is_even = gcd(*strides) * tensor.itemsize % ALIGNMENT_BYTES == 0
     if step == 1 and is_even and tensor.data_ptr() % ALIGNMENT_BYTES == 0:
@@ -180,9 +172,8 @@ def decode_on_device(
 def prefill_flash(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], kv: LayerKV | None, prompts: Prompts, reach: Reach, rule: Rule
 ) -> list[tuple[slice | torch.Tensor, torch.Tensor]] | None:
-    """Attention of all prompt segments: pairs of token indices in the pass and outputs (T, H, Dv). None if flash
-    kernels do not apply. Without `kv`, key and value hold all positions of the segments, packed from the first
-    segment's `kv_start` on."""
+    """Attention of all prompt segments: pairs of token indices and outputs (T, H, Dv); None if flash kernels do not
+    apply. Without `kv`, key and value hold all positions, packed from the first segment's `kv_start` on."""
     query, key, value = (each[0].transpose(0, 1) for each in qkv)
     if not can_use_flash(query, key, value, rule) or (kv is None and reach.chunk is not None):
         return None
@@ -223,23 +214,18 @@ def attend_fused(
     q_HGTD = q_HTD.unflatten(0, (k_HSD.shape[0], -1))
     k_HGSD, v_HGSD = (each[:, None].expand(-1, q_HGTD.shape[1], -1, -1) for each in (k_HSD, v_HSD))
     out_HGTD = F.scaled_dot_product_attention(
-        q_HGTD,
-        k_HGSD,
-        v_HGSD,
-        attn_mask=visible_TS,
-        is_causal=is_causal,
-        scale=scale,
+        q_HGTD, k_HGSD, v_HGSD, attn_mask=visible_TS, is_causal=is_causal, scale=scale
     )
     return out_HGTD.flatten(0, 1).transpose(0, 1)
 
 
 def _decode_padded(q_BHD: torch.Tensor, kv: LayerKV | QuantizedKV, group: TokenRanges, rule: Rule) -> torch.Tensor:
-    """Decode over padded rows. The query heads of a KV head take the token dimension, so that no KV head is copied."""
+    """Decode over padded rows. Query heads of a KV head use the token dimension, to avoid copies of KV heads."""
     k_BHSD, v_BHSD = (each.transpose(1, 2) for each in kv.gather_padded(group))
     q_BHGD = q_BHD.unflatten(1, (k_BHSD.shape[1], -1))
     if can_use_fused(q_BHD, v_BHSD, rule):
-        seen = None if group.visible_BS is None else group.visible_BS[:, None, None]
-        out_BHGD = F.scaled_dot_product_attention(q_BHGD, k_BHSD, v_BHSD, attn_mask=seen, scale=rule.scale)
+        visible = None if group.visible_BS is None else group.visible_BS[:, None, None]
+        out_BHGD = F.scaled_dot_product_attention(q_BHGD, k_BHSD, v_BHSD, attn_mask=visible, scale=rule.scale)
         return out_BHGD.flatten(1, 2)
     sinks = None if rule.sinks is None else rule.sinks.float().view(k_BHSD.shape[1], -1, 1)
     scores = (q_BHGD.float() * rule.scale) @ k_BHSD.float().transpose(2, 3)

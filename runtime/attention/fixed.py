@@ -1,5 +1,4 @@
-"""Static buffers for decode passes, for CUDA graphs: a graph recorded over them can be replayed for every later pass of
-the same sizes.
+"""Static buffers for decode passes: a CUDA graph recorded over them can be replayed for every pass of the same sizes.
 
 Letters as in paged.py.
 """
@@ -13,20 +12,20 @@ import torch
 from .layout import PassLayout, Places
 from .views import DecodeRows, Reach, TokenRanges
 
-STEPS = 2  # sizes from one power of two to the next: at most a third of the positions is padding
-MIN_POSITIONS = 64  # positions
+STEPS = 2  # sizes per power of two: at most a third of the positions is padding
+MIN_POSITIONS = 64  # smallest size
 
 Cuts: TypeAlias = Mapping[Reach, frozenset[tuple[int, bool]]]  # arguments of `TokenRanges.groups` by reach
 
 
 def cuts_from_rows(rows: DecodeRows) -> Cuts:
-    """The groupings that the layers of a finished pass asked for."""
+    """Arguments of all `TokenRanges.groups` calls of a finished pass."""
     return {reach: frozenset(spans.group_keys) for reach, spans in rows.reaches.items()}
 
 
 @dataclass(frozen=True)
 class Size:
-    """Number of positions within one reach: of the longest row, and of all rows together."""
+    """Number of positions in one reach: of the longest row, and of all rows."""
 
     longest: int
     total: int
@@ -36,7 +35,7 @@ Sizes: TypeAlias = Mapping[Reach, Size]
 
 
 def fit_sizes(rows: DecodeRows, cuts: Cuts) -> Sizes | None:
-    """Rounded-up sizes that hold these rows, or None if some layer would process them in several groups."""
+    """Rounded-up sizes that fit these rows; None if a layer would process them in several groups."""
     sizes = dict[Reach, Size]()
     for reach, keys in cuts.items():
         spans = rows.token_ranges(reach)
@@ -52,8 +51,8 @@ def _round_up_size(number: int) -> int:
 
 
 class FixedRows:
-    """Decoding rows and their layout in static buffers. Takes fresh objects and mutates them: their cached tensors
-    become the buffers."""
+    """Decoding rows and their layout in static buffers. Mutates its arguments: their cached tensors become the
+    buffers."""
 
     def __init__(self, rows: DecodeRows, layout: PassLayout, cuts: Cuts, sizes: Sizes):
         self._layout, self._cuts, self._sizes = layout, cuts, sizes
@@ -68,26 +67,25 @@ class FixedRows:
                 layout.set_places(spans, Places(flat), are_padded=padded)
 
     def fill(self, rows: DecodeRows, layout: PassLayout) -> None:
-        """Copies the tensors of another, fresh pass of the same sizes into the buffers."""
+        """Copies another pass of the same sizes into the buffers. Mutates its arguments."""
         # In place: a recorded graph reads these addresses.
         self._layout.new_T.flat.copy_(layout.new_T.flat)
-        for reach, kept in self._buffers.items():
+        for reach, buffers in self._buffers.items():
             self._padded_ranges(rows, reach)
-            for target, source in zip(kept, self._tensors(rows, layout, reach), strict=True):
+            for target, source in zip(buffers, self._tensors(rows, layout, reach), strict=True):
                 target.copy_(source)
 
     def _padding_modes(self, reach: Reach) -> list[bool]:
         return sorted({padded for _, padded in self._cuts[reach]})
 
     def _padded_ranges(self, rows: DecodeRows, reach: Reach) -> TokenRanges:
-        """The rows' ranges, padded to the buffers' longest row."""
         spans = rows.token_ranges(reach)
         vars(spans).update(most_positions=self._sizes[reach].longest)
         spans.set_ungrouped(self._cuts[reach])
         return spans
 
     def _tensors(self, rows: DecodeRows, layout: PassLayout, reach: Reach) -> list[torch.Tensor]:
-        """Position bounds, then the places for each padding mode, then masks of visible and hidden padded places."""
+        """Position bounds, places for each padding mode, masks of visible and hidden padded places."""
         spans, tensors = rows.token_ranges(reach), list[torch.Tensor]()
         tensors.append(spans.bounds[1])
         for padded in self._padding_modes(reach):

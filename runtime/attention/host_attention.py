@@ -1,9 +1,8 @@
 """Decode attention on the CPU: reads keys and values in place, once, without copies.
 
-The compiled kernels release the GIL, so that their threads run in parallel with each other and with torch's. Work is
-split by rows, and by KV heads if rows are few. `decode_attention_torch` is the reference and the fallback without
-numba; it gathers the pages of a few rows first, which moves the KV twice more. Quantized pages use a compiled kernel
-too, or the device code path without one.
+The compiled kernels release the GIL, so their threads run in parallel. Work is split by rows, and by KV heads if rows
+are few. `decode_attention_torch` is the reference and the fallback without numba; it gathers pages first. Quantized
+pages use a compiled kernel too, or the device code path without numba.
 
 B rows, N pages, P positions of a page, n pages of a row, H heads, G query heads of a KV head, D of a head.
 """
@@ -42,7 +41,7 @@ from .page_codes import PageFormat, cast_to_compute
 from .views import DecodeRows, Reach, Rule
 
 GATHERED_BYTES = 16 * MIB  # keys of a few rows in float32; values take as much again
-ITEMS_PER_THREAD = 4  # so that threads finish at about the same time
+ITEMS_PER_THREAD = 4  # threads finish at about the same time
 MIN_ITEM_BYTES = MIB // 2  # about 50 us of work, the time it takes to wake a thread
 # dtype under which kernels see each dtype; uint8 holds the bits of float8.
 BITS = {
@@ -52,9 +51,8 @@ BITS = {
     torch.uint8: torch.uint8,
 }
 
-Work = tuple[
-    Callable[[WorkItems], None], torch.Tensor
-]  # function that processes items until none is left, and its output (B, H, G, D)
+# A function that processes items until none is left, and its output (B, H, G, D).
+Work = tuple[Callable[[WorkItems], None], torch.Tensor]
 
 
 def decode_attention(
@@ -187,10 +185,10 @@ def prepare_vector_work(
 def prepare_tile_work(
     q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: RowTables, softmax: Softmax, value_dim: int
 ) -> Work:
-    """Work for the tile (AMX) kernel, with bfloat16 queries and outputs unconverted. Torch would convert them on OpenMP
-    threads, which then spin and delay ours: 2 ms of 11 ms."""
+    """Work for the tile (AMX) kernel, with bfloat16 queries and outputs."""
     from ..kernels.amx.attention import attend
 
+    # No conversion from bfloat16: torch's OpenMP threads would spin and delay ours by 2 of 11 ms.
     q_BHGD = (q_BHGD if q_BHGD.dtype == torch.bfloat16 else q_BHGD.float()).contiguous()
     out_BHGD = q_BHGD.new_empty(*q_BHGD.shape[:3], value_dim)
     q, out = (x_BHGD.view(BITS[x_BHGD.dtype]).numpy() for x_BHGD in (q_BHGD, out_BHGD))
@@ -211,12 +209,11 @@ def can_use_tiles(k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> bool:
 
 
 def _flat_array(pages: torch.Tensor) -> np.ndarray:
-    """1-D array from the first element of the first page to the last of the last page, gaps included: the compiler
-    vectorizes loads from contiguous arrays only."""
+    """1-D array over all pages, gaps included: the compiler vectorizes loads from contiguous arrays only."""
     span, bits = pages.numel(), BITS.get(pages.dtype, pages.dtype)
     if not pages.is_contiguous():
         page = pages[0]
-        assert page.is_contiguous(), f"a KV page has strides {page.stride()}: only pages may lie apart"
+        assert page.is_contiguous(), f"a KV page has strides {page.stride()}: each page must be contiguous"
         span = (len(pages) - 1) * pages.stride(0) + page.numel()
     return pages.as_strided((span,), (1,)).view(bits).numpy()
 
@@ -238,7 +235,7 @@ def make_row_tables(
 
 
 def _shared_positions(tables_Bn: np.ndarray, num_pages_B: np.ndarray, page_tokens: int) -> np.ndarray:
-    """Number of leading positions of each row in the same full pages as those of an adjacent row, in whole chunks."""
+    """Number of leading positions of each row in full pages that an adjacent row shares, in whole chunks."""
     shared_B = np.zeros(len(tables_Bn), np.int64)
     if len(tables_Bn) < 2:
         return shared_B
@@ -262,8 +259,7 @@ def _numpy(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
 
 
 def prepare_decode_attention(dtype: torch.dtype) -> None:
-    """Loads, and compiles if needed, the kernels for KV of this dtype before the first pass. Takes about 110 MiB, most
-    of it the compiler's."""
+    """Loads or compiles the kernels for KV of this dtype before the first pass. Takes about 110 MiB."""
     begin, end = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     for dim in (1, TILE_DIMS):
         page = torch.zeros(1, 1, 1, dim, dtype=dtype)
@@ -290,8 +286,8 @@ def cut_items(
     return items
 
 
-# Keyed by tensor identity: all layers of one kind pass the same tensors. The size must exceed lanes times kinds of
-# layers, or nothing is ever found again; a table is 1e-5 of the KV that it points to.
+# Keyed by tensor identity: all layers of one kind pass the same tensors. `maxsize` must exceed lanes times kinds of
+# layers, or every lookup misses.
 @lru_cache(maxsize=128)
 def work_items(
     tables_Bn: torch.Tensor,
@@ -315,7 +311,7 @@ def work_items(
 
 
 def prepare_decode_quantized(kv_dtype: KVDType, dtype: torch.dtype) -> None:
-    """Loads, and compiles if needed, the kernels for pages of `kv_dtype` with tails of `dtype`."""
+    """Loads or compiles the kernels for pages of `kv_dtype` with tails of `dtype`."""
     page_format, rows = PageFormat(kv_dtype, 1, 2, 2), DecodeRows((0,), (0,), (0,), torch.device("cpu"))
     layout = PassLayout([[0]], [], rows, [], torch.device("cpu"), expands=False, slots=(0,))
     tail = torch.zeros(1, PAGE_TOKENS, 1, 2, dtype=dtype)

@@ -1,7 +1,7 @@
-"""Layout of a pass in pages: the places of its tokens and of its rows' cached positions, and a layer's keys and values.
+"""Layout of a pass in pages: places of its tokens and of its rows' cached positions, and a layer's keys and values.
 
-With quantized pages, a token sees its own page as computed and all earlier pages as stored. So what it sees depends on
-its position only: not on the other tokens of the pass, on how its prompt is chunked, or on whether it is decoded.
+With quantized pages, a token sees its own page as computed and all earlier pages as stored. So its view depends only on
+its position, not on the batch, on prefill chunks, or on prefill versus decode.
 
 Letters as in paged.py; R rows that have a tail, M pages.
 """
@@ -32,7 +32,7 @@ class Places:
 
     def gather(self, pages_NPHD: torch.Tensor) -> torch.Tensor:
         """Copies of the states at these places (..., H, D)."""
-        # One index instead of two takes a third of the host's time.
+        # One index instead of two: a third of the host time.
         if not pages_NPHD.is_contiguous():
             return pages_NPHD[self.pairs]
         gathered = pages_NPHD.flatten(0, 1).index_select(0, self.flat.view(-1))
@@ -46,7 +46,7 @@ class Places:
 
 
 class PlaceRun(NamedTuple):
-    """`num` consecutive positions of a row at consecutive places from `place` on; `at`: index of the first one."""
+    """`num` positions at consecutive places from `place` on; `at`: index of the first position."""
 
     place: int
     at: int
@@ -54,17 +54,16 @@ class PlaceRun(NamedTuple):
 
 
 class PageGather(NamedTuple):
-    """Indices to gather decoding rows from quantized pages: page tables (B, n), the index of the last page and the tail
-    slot (B), and visible positions within the row's pages (B, S)."""
+    """Indices to gather decoding rows from quantized pages and tails."""
 
-    tables_Bn: torch.Tensor
-    lasts_B: torch.Tensor
-    slots_B: torch.Tensor
-    at_BS: torch.Tensor
+    tables_Bn: torch.Tensor  # page tables
+    lasts_B: torch.Tensor  # index of the last page in the table
+    slots_B: torch.Tensor  # tail slots
+    at_BS: torch.Tensor  # visible positions within the row's pages
 
 
 class PassLayout:
-    """Places of one pass's tokens. `pages[row]`: numbers of the row's pages in one memory, the cache or a KV slot."""
+    """Places of one pass's tokens. `pages[row]`: the row's page numbers in the cache or in a KV slot."""
 
     def __init__(
         self,
@@ -77,8 +76,7 @@ class PassLayout:
         expands: bool,
         slots: Sequence[int] = (),
     ):
-        """`new_places`: (row, first, end) positions of the pass's tokens, in order. `slots`: each row's tail slot, with
-        quantized pages."""
+        """`new_places`: (row, first, end) positions of the pass's tokens, in order. `slots`: each row's tail slot."""
         self._pages, self._device, self._decoding = pages, device, decoding
         self._segments, self._slots, self._page_gathers = segments, slots, dict[TokenRanges, PageGather]()
         self._numbers: dict[int, torch.Tensor] = {}
@@ -87,7 +85,7 @@ class PassLayout:
         new = [place for row, begin, end in new_places for place in self.places(row, begin, end)]
         self.new_T = Places(upload(new, device))
         self.cached_S: Places | None = None
-        if expands:  # all positions of the pass's rows, in the order of `kv_start`; decoding rows are padded by repeats
+        if expands:  # all positions of all rows, in the order of `kv_start`; decoding rows are padded by repeats
             cached = list[int]()
             if decoding is not None:
                 for row, past in zip(decoding.rows, decoding.past, strict=True):
@@ -108,9 +106,9 @@ class PassLayout:
             firsts_B, tables_Bn = self._page_tables(ranges)
             bounds, total = ranges.bounds[1], ranges.num_positions
             numbers = torch.arange(len(ranges.parts), device=self._device)
-            which_S = numbers.repeat_interleave(bounds.diff(), output_size=total)
-            position_S = torch.arange(total, device=self._device) + (firsts_B - bounds[:-1])[which_S]
-            self._packed[ranges] = _flat_places(tables_Bn[which_S, position_S // PAGE_TOKENS], position_S)
+            part_S = numbers.repeat_interleave(bounds.diff(), output_size=total)
+            position_S = torch.arange(total, device=self._device) + (firsts_B - bounds[:-1])[part_S]
+            self._packed[ranges] = _flat_places(tables_Bn[part_S, position_S // PAGE_TOKENS], position_S)
         return self._packed[ranges]
 
     def padded_places(self, ranges: TokenRanges) -> Places:
@@ -128,7 +126,6 @@ class PassLayout:
         (self._padded if are_padded else self._packed)[ranges] = places
 
     def page_gather(self, ranges: TokenRanges) -> PageGather:
-        """Indices to gather decoding rows from quantized pages and tails."""
         if ranges not in self._page_gathers:
             firsts_B, tables_Bn = self._page_tables(ranges)
             counts_B = ranges.bounds[1].diff()
@@ -141,7 +138,7 @@ class PassLayout:
 
     @cached_property
     def filled_M(self) -> torch.Tensor:
-        """Pages that the pass fills: first those of decoding rows, then those of segments."""
+        """Pages that the pass fills: of decoding rows, then of segments."""
         decoding = self._decoding
         rows = [] if decoding is None else [(*each, 1) for each in zip(decoding.rows, decoding.past, strict=True)]
         rows += [(segment.row, segment.past, segment.new) for segment in self._segments]
@@ -204,7 +201,6 @@ class PassLayout:
 
 
 def _flat_places(numbers: torch.Tensor, positions: torch.Tensor) -> Places:
-    """Places of positions in their pages."""
     return Places(numbers * PAGE_TOKENS + positions % PAGE_TOKENS)
 
 
@@ -264,13 +260,12 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
 @dataclass(frozen=True)
 class QuantizedKV:
-    """Keys and values of a layer in quantized `pages`, uint8 (N, bytes). `tails` (R, P, H, D): each row's last, partial
-    page, unquantized. `spans`: for each segment's row, positions (S, H, D) from the first page that the pass writes."""
+    """Keys and values of a layer in quantized pages."""
 
     format: PageFormat
-    pages: torch.Tensor
-    tails: Pair
-    spans: Mapping[int, Pair]
+    pages: torch.Tensor  # uint8 (N, bytes)
+    tails: Pair  # (R, P, H, D): each row's last, partial page, unquantized
+    spans: Mapping[int, Pair]  # by segment row: positions (S, H, D) from the first page that the pass writes
     layout: PassLayout
 
     @property

@@ -1,8 +1,8 @@
-"""Encodings of `kv.dtype`, in plain torch operators: each number cast by itself, or whole pages quantized.
+"""Encodings of `kv.dtype` in plain torch operators: casts of single values, or quantized pages.
 
-int8: value = scale * code. int4: value = scale * (code + zero), where zero is an int8, so that a channel far from zero
-still has 16 levels; its step is never finer than that of int8. Codes are computed from scales already rounded to
-bfloat16. A value that is not finite makes the scale, and every number that shares it, not finite.
+int8: value = scale * code. int4: value = scale * (code + zero). The int8 zero point gives a channel far from zero 16
+levels; the step is never finer than that of int8. Scales are rounded to bfloat16 before codes are computed. A value
+that is not finite makes all values with its scale not finite.
 
 Letters as in paged.py; M pages.
 """
@@ -98,7 +98,7 @@ class PageFormat:
         scale = torch.maximum(-low, high) / 127
         if self.kv_dtype is KVDType.int4:
             scale = torch.maximum(scale, (high - low) / most)
-        scale = scale.bfloat16().float()  # codes must be made with the scale that is stored
+        scale = scale.bfloat16().float()  # exactness: decode uses the rounded scale
         steps = torch.where(scale > 0, 1 / scale, 0)
         levels = (x * steps).round_()
         if self.kv_dtype is KVDType.int8:

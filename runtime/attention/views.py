@@ -1,5 +1,5 @@
-"""What attention over a packed lane needs to know of a pass: its tokens by sequence, the cached positions that each may
-see, and how a layer turns scores into weights. All sizes are host integers, so that no code waits for a device.
+"""A pass of a packed lane as attention sees it: tokens by sequence, the cached positions that each attends to, and a
+layer's softmax. All sizes are host integers, so that nothing waits for a device.
 
 Letters as in paged.py.
 """
@@ -122,8 +122,8 @@ class TokenRanges:
         self._groups.update(dict.fromkeys(cuts, (self,)))
 
     def groups(self, most_positions: int, *, are_padded: bool) -> tuple["TokenRanges", ...]:
-        """Splits the ranges into groups of at most `most_positions` positions, counted with padding to the longest if
-        `are_padded`. A range that exceeds it alone gets its own group."""
+        """Groups the ranges by at most `most_positions` positions, with padding if `are_padded`. A longer range gets
+        its own group."""
         key = most_positions, are_padded
         if key not in self._groups:
             groups: list[list[TokenRange]] = [[]]
@@ -141,7 +141,7 @@ class TokenRanges:
 
 @dataclass(frozen=True)
 class Reach:
-    """Attention span of a layer: the last `window` positions, or those in the same chunk of size `chunk`; None: all."""
+    """Attention span of a layer: the last `window` positions, or the same chunk of `chunk` positions; None: all."""
 
     window: int | None = None
     chunk: int | None = None
@@ -176,11 +176,8 @@ class View:
 
 @dataclass(frozen=True)
 class Segment:
-    """A chunk of a prompt: tokens [start, start + new) of the pass, of a row with `past` cached positions.
-
-    `kv_start`: index of the row's first position in what `update` returns for layers that expand latents. `view` is
-    None if the segment is plainly causal from position 0.
-    """
+    """A prefill chunk: tokens [start, start + new) of the pass, of a row with `past` cached positions. `kv_start`: the
+    row's first position in the result of `update`, for layers that expand latents."""
 
     row: int
     past: int
@@ -196,6 +193,7 @@ class Segment:
         return self.past + self.new
 
     def view(self, reach: Reach) -> View | None:
+        """None if the segment is plainly causal from position 0."""
         if reach in self._views:
             return self._views[reach]
         first, view = reach.first(self.past), None
@@ -209,10 +207,8 @@ class Segment:
         return view
 
     def paged_view(self, reach: Reach, page_tokens: int) -> tuple[range, torch.Tensor]:
-        """View of quantized pages: the range of the row's stored pages, and a mask (T, S), True where hidden.
-
-        S covers those pages, then the positions from the first page that the segment writes, as computed. Each token
-        sees its own page as computed and earlier pages as stored."""
+        """Range of the row's quantized pages, and a mask (T, S), True where hidden. S covers those pages, then the
+        computed positions from the first page that the segment writes."""
         if reach not in self._paged_views:
             own = self.past // page_tokens * page_tokens
             pages = range(reach.first(self.past) // page_tokens, (self.end - 1) // page_tokens)
@@ -225,7 +221,7 @@ class Segment:
         return self._paged_views[reach]
 
     def token_ranges(self, reach: Reach) -> Iterator[TokenRange]:
-        """One range, or with chunked attention one for each chunk that the new tokens touch."""
+        """One range; with chunked attention, one for each chunk."""
         at = self.past
         while at < self.end:
             end = self.end if reach.chunk is None else min(self.end, (at // reach.chunk + 1) * reach.chunk)
@@ -250,10 +246,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """Rows with one new token each: token `tokens[b]` of the pass, after `past[b]` cached positions.
-
-    For layers that expand latents, `update` returns their positions first, padded to `longest` per row.
-    """
+    """Rows with one new token each: token `tokens[b]` of the pass, after `past[b]` cached positions."""
 
     rows: tuple[int, ...]
     past: tuple[int, ...]
@@ -276,7 +269,7 @@ class DecodeRows:
 
     @property
     def reaches(self) -> Mapping[Reach, TokenRanges]:
-        """The reaches that layers have asked for."""
+        """Ranges of all `token_ranges` calls so far."""
         return self._spans
 
     @property

@@ -1,3 +1,1 @@
-"""KV caches of a lane: in pages of equal size, or in a rectangle for padded lanes. `KVCache` is the interface that the
-engine uses; attention over the cached keys and values is in `attention`.
-"""
+"""KV caches of a lane: paged, or a rectangle for padded lanes. `KVCache` is the interface that the engine uses."""

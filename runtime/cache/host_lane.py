@@ -1,8 +1,6 @@
-"""Layers of a packed lane that keep their pages in host memory; the CPU computes attention for the decoding rows.
-
-Only the queries, keys and values of single tokens are copied to the host, and their attention outputs back
-(MoE-Lightning, Cao et al. 2025). Prompts attend on the compute device: cached positions are copied to it, new ones to
-their pages in host memory. Letters as in paged.py.
+"""Layers of a packed lane with pages in host memory; the CPU computes attention for the decoding rows (MoE-Lightning,
+Cao et al. 2025). Prefill attends on the compute device: cached positions are copied to it, new ones to their pages in
+host memory. Letters as in paged.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -75,12 +73,12 @@ class HostAttention:
         tokens_B: torch.Tensor,
         copies: tuple[Places, Places] | None,
     ):
-        """`copies`: positions of a partial page that rows copy when they diverge from a shared prefix or beam."""
+        """`copies`: partial-page copies of rows that diverge from a shared prefix or beam."""
         self._round_trip, self._kv, self._rows, self._tokens_B, self._copies = round_trip, kv, rows, tokens_B, copies
 
     def attend(self, reach: Reach, *, scale: float, softcap: float | None, num_threads: int) -> torch.Tensor:
-        """Waits for this trip's inputs, stores the new keys and values, and queues the copy of the outputs to compute
-        memory. Returns that target (B, H, D), valid after `receive`. Any thread may call it."""
+        """Waits for the inputs, stores the new keys and values, and queues the copy of the outputs (B, H, D) to compute
+        memory. Returns their target, valid after `receive`. Any thread may call it."""
         q_BHD, k_BHD, v_BHD, *sinks = self._round_trip.wait_for_inputs()
         layout, rows = self._kv.layout, self._rows
         layout.new_T.scatter(self._kv.k_NPHD, k_BHD)
@@ -123,7 +121,7 @@ class HostLane:
     ) -> None:
         """`pages`: page numbers of each row. `copies`: partial-page copies of decoding rows."""
         self._rows, self._segments, self._copies = None, segments, copies
-        if decoding is not None:  # only their tokens are sent, so on the host they are numbered from 0
+        if decoding is not None:  # on the host their tokens are numbered from 0: only these are sent
             self._rows = DecodeRows(decoding.rows, decoding.past, tuple(range(len(decoding.rows))), CPU)
         new = [] if decoding is None else zip(decoding.rows, decoding.past, strict=True)
         self._layout = PassLayout(

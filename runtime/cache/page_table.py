@@ -1,6 +1,4 @@
-"""Page table of a packed lane: which pages each row holds, shares with other rows, or continues from. It handles page
-numbers only, never their contents.
-"""
+"""Page table of a packed lane: page numbers that each row holds, shares with other rows, or continues from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,20 +10,17 @@ from .partial_pages import PartialPages
 
 @dataclass(kw_only=True)
 class PagedRow:
-    """One sequence with `past` positions cached in `pages`.
-
-    `owned_prefix`: shared pages that this row computes for others. `prefix`: shared pages that it continues from, until
-    its first pass; a partial last page is copied then. `tail`: its slot among the tails of quantized pages."""
+    """One sequence with `past` positions cached in `pages`."""
 
     past: int = 0
-    tail: int = 0
+    tail: int = 0  # slot among the tails of quantized pages
     pages: list[int] = field(default_factory=list)
-    owned_prefix: SharedPages | None = None
-    prefix: SharedPages | None = None
+    owned_prefix: SharedPages | None = None  # shared pages that this row computes for others
+    prefix: SharedPages | None = None  # shared pages that it continues from; None after its first pass
     copied_page: int | None = None  # partial page to copy in its next pass
 
     def dirty_pages(self, new: int, *, is_quantized: bool) -> list[int]:
-        """Pages that a pass of `new` tokens writes to; with quantized pages, only those that it fills."""
+        """Pages that a pass of `new` tokens writes to; if quantized, only those that it fills."""
         if is_quantized:
             return self.pages[self.past // PAGE_TOKENS : (self.past + new) // PAGE_TOKENS]
         return self.pages[num_pages_for(self.past + 1) - 1 : num_pages_for(self.past + new) if new else 0]
@@ -39,10 +34,8 @@ class PagedRow:
 
 
 class PageTable:
-    """Rows are in the order of the lane's sequences. `begin_pass` allocates pages; `remove` and `close` free them.
-
-    `keeps_open_pages_adjacent`: places the partial pages of a pass side by side, since later passes store only these.
-    """
+    """Rows in the order of the lane's sequences. `keeps_open_pages_adjacent`: allocates the partial pages of a pass
+    next to each other, since later passes store only these."""
 
     def __init__(self, pool: PagePool, tails: PartialPages | None, *, keeps_open_pages_adjacent: bool):
         self._pool, self._tails, self._keeps_open_pages_adjacent = pool, tails, keeps_open_pages_adjacent
@@ -68,7 +61,7 @@ class PageTable:
     @property
     def page_places(self) -> dict[int, int]:
         """Place of each page in the KV slot of an offloaded layer. Covers the pages of all rows and the copy sources,
-        ascending, so that few copies transfer them."""
+        in ascending order, so that few copies transfer them."""
         return self._page_places
 
     @property
@@ -85,10 +78,8 @@ class PageTable:
         return [copy for row, new in each if new and (copy := row.page_copy) is not None]
 
     def add(self, past: int = 0, *, owned_prefix: SharedPages | None = None, prefix: SharedPages | None = None) -> None:
-        """Appends a row for a new sequence whose first `past` positions count as cached.
-
-        `owned_prefix`: the row computes these pages for others. `prefix`: the row continues from these pages. They must
-        be filled before it starts: by an earlier pass, or in the same pass by an earlier row or lane."""
+        """Appends a row. Its first `past` positions count as cached. `owned_prefix`: pages that it computes for others.
+        `prefix`: pages that it continues from, filled by an earlier pass, or by an earlier row or lane of the same."""
         begin, tail = prefix.num_tokens if prefix is not None else past, self._tails.allocate() if self._tails else 0
         self._rows.append(PagedRow(past=begin, owned_prefix=owned_prefix, prefix=prefix, tail=tail))
 
@@ -112,7 +103,7 @@ class PageTable:
             self.remove(len(self._rows) - 1)
 
     def release(self, shared: SharedPages) -> None:
-        """Drops one waiting user, which was removed or now holds the pages itself."""
+        """Drops one waiting user, which left or now holds the pages itself."""
         shared.num_users -= 1
         self._free_if_unused(shared)
 
@@ -122,9 +113,8 @@ class PageTable:
             shared.pages = []
 
     def reorder_rows(self, sources: Sequence[int]) -> None:
-        """Makes row i continue from the pages of row `sources[i]`, as beam search needs. Full pages are shared. One row
-        keeps the partial last page; the others copy it in their next pass. Rows that share pages must have equal
-        `past`."""
+        """Makes row i continue from row `sources[i]`, for beam search. Full pages are shared. One row keeps the partial
+        last page; the others copy it in their next pass. Rows that share pages must have equal `past`."""
         rows, old_pages = self._rows, [row.pages for row in self._rows]
         # For each source: the row that keeps its partial last page.
         tail_keepers = {source: source for i, source in enumerate(sources) if i == source}
@@ -161,7 +151,7 @@ class PageTable:
                 self.release(prefix)
             if row.owned_prefix is not None:
                 self._allocate(row, num_pages_for(end) - len(row.pages))
-                row.owned_prefix.pages = row.pages  # the same list object: it grows with the row
+                row.owned_prefix.pages = row.pages  # aliased: it grows with the row
         if self._keeps_open_pages_adjacent:  # first the pages that the pass fills, then the partial ones
             for row, end in growing:
                 self._allocate(row, max(0, end // PAGE_TOKENS - len(row.pages)))

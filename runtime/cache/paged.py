@@ -1,12 +1,11 @@
-"""KV cache of one packed lane: each sequence has its own length and pages, without padding.
+"""KV cache of one packed lane: sequences of different lengths in pages, without padding.
 
 Letters: B rows that decode, T tokens of the pass, S positions, N pages, P positions of a page, n pages of a row, H KV
 heads, D head size.
 
 `PageTable` assigns pages to rows; this module stores keys and values in them and builds each layer's view. For layers
 that cache latents and expand them (MLA), `update` returns all cached positions of the pass's rows, concatenated.
-Offloaded layers keep their pages in another tier: before the lane enters such a layer, the engine fetches the pages
-into a KV slot and binds it. `HostLane` handles pages that stay in host memory.
+`HostLane` handles pages that stay in host memory.
 """
 
 import weakref
@@ -110,7 +109,7 @@ class PagedKV(Cache, KVCache):
         heads: HeadShare | None = None,
     ):
         super().__init__(layers=[])
-        assert not (expands and pages.host_layers), "layers that expand latents need their pages in compute memory"
+        assert not (expands and pages.host_layers), "latents need their pages in compute memory"
         self.expands, self.offloaded_layers, self.heads = expands, offloaded_layers, heads
         assert not (expands and pages.dtype.is_quantized), "latents cannot be cached in quantized pages"
         self._pages = pages
@@ -123,13 +122,9 @@ class PagedKV(Cache, KVCache):
         self._bound: dict[int, torch.Tensor] = {}
         self._copies: _Copies | None = None
         self._view = self._make_view([], [])
-        self._is_already_stored = (
-            False  # whether the layer has all tokens of the pass, and is asked for the selected ones
-        )
+        self._is_already_stored = False  # all tokens of the pass are stored; the view has the selected ones only
         self._stop_after: int | None = None
-        self._sliced_layer: int | None = (
-            None  # the last updated layer, if it computed all heads and only this rank's were stored
-        )
+        self._sliced_layer: int | None = None  # the last updated layer, if only this rank's heads were stored
         self._last_update: tuple[int, weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]] | None = None
 
     @property
@@ -156,7 +151,7 @@ class PagedKV(Cache, KVCache):
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of the pass."""
+        """Number of tokens of the pass."""
         return sum(self._new)
 
     @property
@@ -181,10 +176,8 @@ class PagedKV(Cache, KVCache):
         del self._bound[layer]
 
     def begin_pass(self, new_tokens: Sequence[int], selected: Sequence[int] | None = None) -> None:
-        """Begins a pass with `new_tokens` of each row; the pass's tokens are in row order.
-
-        `selected`: for each row, how many of its last tokens get logits; None: one each. At least one token is always
-        selected, if need be the last of the pass."""
+        """Begins a pass with `new_tokens` of each row, in row order. `selected`: for each row, how many of its last
+        tokens get logits; None: one each. At least the last token of the pass is selected."""
         self._new = list(new_tokens)
         self._selected = [min(1, new) for new in self._new] if selected is None else list(selected)
         if not any(self._selected):
@@ -220,8 +213,8 @@ class PagedKV(Cache, KVCache):
             self._view, self._is_already_stored = whole, False
 
     def padded_view(self, num_rows: int) -> PassView:
-        """View of a decode-only pass padded to `num_rows`, for recorded graphs. Padding repeats row 0, which writes the
-        same values to the same positions."""
+        """View of a decode-only pass padded to `num_rows`, for recorded graphs. Padding repeats row 0: it writes equal
+        values to the same positions."""
         past = self.table.past
         numbers = [*range(len(past)), *[0] * (num_rows - len(past))]
         return self._make_view([past[row] for row in numbers], [1] * num_rows, numbers)
@@ -296,11 +289,9 @@ class PagedKV(Cache, KVCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores keys and values (1, H, T, D) of the pass, of this rank's heads only.
-
-        Returns them unchanged, since attention reads the pages itself. For layers that expand latents, returns all
-        positions of the pass's rows (1, H, sum of S, D). `HostAttention.attend` stores the tokens that decode on the
-        CPU. Raises LayerStored within `stop_after_storing`."""
+        """Stores keys and values (1, H, T, D) of the pass, of this rank's heads only, and returns them. For layers that
+        expand latents, returns all positions of the pass's rows (1, H, sum of S, D). `HostAttention.attend` stores the
+        tokens that decode on the CPU. Raises LayerStored within `stop_after_storing`."""
         if self.heads is not None:
             self._sliced_layer = layer_idx if self.heads.has_all_heads(layer_idx, key_states) else None
             key_states, value_states = (self.heads.select(layer_idx, each) for each in (key_states, value_states))
@@ -333,7 +324,7 @@ class PagedKV(Cache, KVCache):
 
     def _round_to_storage(self, states: torch.Tensor) -> torch.Tensor:
         """States rounded to the pages' dtype."""
-        # Tokens of this pass must see the rounded values too, or results would depend on how prompts are chunked.
+        # Exactness: tokens of this pass must see the rounded values too, or results would depend on prefill chunks.
         stored = stored_dtype(self._pages.dtype, states.dtype)
         return cast_to_compute(cast_to_stored(states, stored), states.dtype)
 
@@ -349,7 +340,7 @@ class PagedKV(Cache, KVCache):
 
     def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> LayerKV | QuantizedKV:
         """Keys and values of one layer. `like_k` and `like_v` (1, H, T, D) give head sizes and dtype; for pages in host
-        memory they must be the pass's own."""
+        memory they must be the keys and values of the pass."""
         if self._tails is not None:
             return self._quantized_kv(self._tails, index, like_k, like_v, self._tails.spans(self.segments))
         return self._layer_kv(index, like_k, like_v)
@@ -388,11 +379,11 @@ class PagedKV(Cache, KVCache):
             return None
         return self._host.begin_attention(index, self.decoding.tokens_B, (q_1HTD, k_1HTD, v_1HTD), sinks_H)
 
-    def get_seq_length(  # pyright: ignore[reportIncompatibleMethodOverride] - a tensor, for layers that ask
+    def get_seq_length(  # pyright: ignore[reportIncompatibleMethodOverride] - a tensor, for layers
         self, layer_idx: int | None = None
     ) -> int | torch.Tensor:
-        """0 for the model, which is given positions explicitly and builds no mask. A layer that asks for its own length
-        adds it to 0, 1, 2 ... to get token positions, so it gets each token's offset (T,)."""
+        """0 for the model, which gets positions explicitly and builds no mask. Layers add the length to 0, 1, 2 ... for
+        token positions, so they get each token's offset (T,)."""
         if layer_idx is None:
             return 0
         return self._view.offsets_T

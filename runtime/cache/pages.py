@@ -1,10 +1,8 @@
-"""Paged keys and values: a page holds `PAGE_TOKENS` positions of one sequence, with the same number in every layer.
+"""Paged keys and values, as in PagedAttention (Kwon et al. 2023): a page holds `PAGE_TOKENS` positions of one sequence
+and has the same number in every layer. If layers are offloaded, the pages of one lane are adjacent, so that few copies
+transfer them.
 
 Letters: N pages, P positions of a page, H KV heads, D head size.
-
-Sequences allocate pages as they grow and free them when they end, as in PagedAttention (Kwon et al. 2023), so that no
-memory is reserved for the longest possible answer. If layers are offloaded, the pages of one lane are adjacent, so that
-few copies transfer them.
 """
 
 from abc import abstractmethod
@@ -26,18 +24,16 @@ from ..stream.exchange import HostExchange
 
 
 class KVCache(Closing):
-    """Keys and values of one lane, from its first pass until `close`, which frees its pages.
+    """Keys and values of one lane until `close`, which frees its pages. Not thread-safe.
 
     Offloaded layers keep their pages in another tier. Before the lane enters such a layer, the engine fetches `pages`
-    into its own memory and binds it; after the layer, it unbinds it and stores `dirty_pages`. Other layers hold their
-    keys and values themselves and are never bound. Not thread-safe.
+    into its own memory and binds it; after the layer, it unbinds it and stores `dirty_pages`.
     """
 
     @property
     @abstractmethod
     def pages(self) -> Sequence[int]:
-        """Page numbers of the lane, the same in every layer. Valid for one pass. Empty for a padded lane without
-        offloaded layers."""
+        """Page numbers of the lane. Valid for one pass. Empty for a padded lane without offloaded layers."""
 
     @property
     @abstractmethod
@@ -46,26 +42,25 @@ class KVCache(Closing):
 
     @abstractmethod
     def bind(self, layer: int, pages: torch.Tensor) -> None:
-        """Makes the layer use `pages`, uint8 (len(self.pages), bytes of a page), until `unbind`. The caller owns the
-        memory and must not reuse it before. Ignored by layers that are not offloaded."""
+        """Makes an offloaded layer use `pages`, uint8 (len(self.pages), bytes of a page). The caller owns the memory
+        and must not reuse it before `unbind`. Other layers ignore it."""
 
     @abstractmethod
     def unbind(self, layer: int) -> None:
-        """Releases the bound memory, which then holds everything that the layer wrote, padding included. Raises
-        KeyError if an offloaded layer was not bound."""
+        """Releases the bound memory, which then holds all that the layer wrote. Raises KeyError if the layer is not
+        bound."""
 
 
 @dataclass(kw_only=True, eq=False)
 class SharedPages:
     """Shared prefix: the first `num_tokens` of several sequences of a block, computed by one row into `pages`.
 
-    The pages are kept until the owner row has left and all `num_users` have started and hold the pages themselves.
-    `in_pass`: later rows and lanes may read tokens in the same pass that computes them.
+    The pages are freed once the owner row has left and no user waits: users that have started hold pages themselves.
     """
 
     num_tokens: int
-    in_pass: bool
-    num_users: int = 0  # sequences that have not started, and holders that keep the prefix for later ones
+    in_pass: bool  # later rows and lanes may read tokens in the pass that computes them
+    num_users: int = 0  # sequences that have not started, and holders for later ones
     num_computed: int = 0  # tokens that others may read
     pages: list[int] = field(default_factory=list)
     has_owner_left: bool = False
@@ -99,7 +94,7 @@ class PagePool:
         self._extra_holders.update(pages)
 
     def free(self, pages: Iterable[int]) -> None:
-        """Drops one holder of each page; a page is free when it has no holder. No page may be listed twice."""
+        """Drops one holder of each page and frees pages without holders. No page may be listed twice."""
         released = list(pages)
         free = [page for page in released if not self._extra_holders[page]] if self._extra_holders else released
         if self._extra_holders:
@@ -120,10 +115,8 @@ class PagePool:
 
 
 class KVPages:
-    """KV pages that all lanes of a run share, stored as `dtype`: in compute memory, or for `host_layers` in host memory
-    that `exchange` copies to and from. A layer's memory is allocated at its first use; on a CPU the kernel backs it
-    page by page, zeroed, at the first write.
-    """
+    """KV pages that all lanes of a run share: in compute memory, or for `host_layers` in host memory that `exchange`
+    copies to and from. A layer's memory is allocated at its first use."""
 
     def __init__(
         self,
@@ -141,8 +134,7 @@ class KVPages:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (N, P, H, Dk) and values (N, P, H, Dv), with the head sizes and dtype of `like_k` and `like_v`
-        (1, H, T, D)."""
+        """Keys (N, P, H, Dk) and values (N, P, H, Dv), with head sizes and dtype of `like_k`, `like_v` (1, H, T, D)."""
         if index not in self._layers:
             if index in self.host_layers:
                 self._layers[index] = self._pin(like_k, like_v)
@@ -198,8 +190,8 @@ def num_pages_for(num_tokens: int) -> int:
 
 
 class ContiguousPool(PagePool):
-    """Allocates pages right after the lane's last page while those are free. Otherwise it starts in the middle of the
-    longest free span, since the lane in front of that span will grow as well."""
+    """Allocates pages right after the lane's last page if free, else from the middle of the longest free span, since
+    the lane before that span may grow too."""
 
     def __init__(self, num_pages: int):
         super().__init__(num_pages)

@@ -1,7 +1,6 @@
-"""**Tails** of a packed lane with quantized pages: the last, partial page of each row, unquantized.
+"""**Tails** of a packed lane with quantized pages: the last, partial page of each row, unquantized, in compute memory.
 
-A page is quantized once it is full, from the computed values, so its contents do not depend on how a prompt is chunked.
-Tails stay in compute memory, whichever tier holds the pages: a pass stores only the pages that it fills.
+A page is quantized once it is full, from computed values, so its contents do not depend on prefill chunks.
 
 Letters as in paged.py; R tails.
 """
@@ -37,10 +36,10 @@ class PartialPages:
         self._free.append(slot)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies tail `sources[i]` to `targets[i]` in all layers, reading all sources before any write."""
+        """Copies tail `sources[i]` to `targets[i]` in all layers; the lists may overlap."""
         for pair in self._layers.values():
             for tails in pair:
-                tails[upload(targets, tails.device)] = tails[upload(sources, tails.device)]
+                tails[upload(targets, tails.device)] = tails[upload(sources, tails.device)]  # indexing copies first
 
     def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> Pair:
         """Keys and values (R, P, H, D) of a layer's tails. Returns new tensors after rows were added."""
@@ -58,15 +57,8 @@ class PartialPages:
         num_bytes = shape.numel() * like.itemsize
         return self._device.zeros(num_bytes)[:num_bytes].view(like.dtype).view(shape)
 
-    def store(
-        self,
-        kv: QuantizedKV,
-        states: Pair,
-        decoding: DecodeRows | None,
-        segments: Sequence[Segment],
-    ) -> None:
-        """Stores the pass's keys and values (1, H, T, D) in the tails of their rows and quantizes pages that become
-        full."""
+    def store(self, kv: QuantizedKV, states: Pair, decoding: DecodeRows | None, segments: Sequence[Segment]) -> None:
+        """Stores the pass's keys and values (1, H, T, D) in their rows' tails and quantizes full pages."""
         new = states[0][0].transpose(0, 1), states[1][0].transpose(0, 1)
         full: list[Pair] = []
         if decoding is not None:
@@ -81,7 +73,7 @@ class PartialPages:
             kv.pages[kv.layout.filled_M] = kv.format.encode(k_MPHD, v_MPHD)
 
     def spans(self, segments: Sequence[Segment]) -> dict[int, Pair]:
-        """Spans of segments that start later than the ones that were stored last, and end with them."""
+        """Spans of segments that are suffixes of those stored last."""
         spans = {}
         for segment in segments:
             k_SHD, v_SHD = self._spans[segment.row]

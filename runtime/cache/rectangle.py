@@ -1,8 +1,7 @@
 """KV cache of one padded lane: a transformers cache with the memory of its full-attention layers reserved up front.
 
-A cache that grows by concatenation copies itself for every token. Sliding windows and recurrent states are bounded, so
-their layers stay those of transformers. Layers of other ranks hold no data but report the right length, since models
-build their masks from the first layer of a kind.
+A cache that grows by concatenation copies itself for every token. Sliding-window and recurrent layers are bounded and
+stay those of transformers. Layers of other ranks only report a length, since models build masks from the first layer.
 """
 
 from collections import Counter
@@ -50,15 +49,15 @@ def skip_layers(cache: Cache, layers: Collection[int], num_rows: int, num_tokens
 
 
 def row_moves(sources: Sequence[int]) -> Iterator[tuple[int, int] | tuple[None, int] | tuple[int, None]]:
-    """Sequential moves (target, source) after which row i holds what row `sources[i]` held. No row is overwritten while
-    another still needs it. None is a spare row, for cycles."""
+    """Sequential moves (target, source) that make row i hold what row `sources[i]` held. No row is overwritten before
+    its last read. None is a spare row, for cycles."""
     pending = {new: old for new, old in enumerate(sources) if new != old}
     num_readers = Counter(pending.values())
     free = [new for new in pending if not num_readers[new]]
     while pending:
         if not free:
             new, old = next(iter(pending.items()))
-            yield None, new  # its readers take it from the spare row
+            yield None, new  # saved: its readers use the spare row
             yield from _cycle_moves(new, pending)
             continue
         new = free.pop()
@@ -70,7 +69,7 @@ def row_moves(sources: Sequence[int]) -> Iterator[tuple[int, int] | tuple[None, 
 
 
 def _cycle_moves(first: int, pending: dict[int, int]) -> Iterator[tuple[int, int] | tuple[int, None]]:
-    """Moves of a cycle after row `first` was saved. Each of its rows has one reader left."""
+    """Moves of a cycle after row `first` was saved; each row has one reader left."""
     new = first
     while (old := pending.pop(new)) != first:
         yield new, old
@@ -108,7 +107,7 @@ class ReservedLayer(DynamicLayer):
         return self._update_views()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Makes row i hold what row `beam_idx[i]` held and drops later rows. Needs memory for at most one row."""
+        """Makes row i hold what row `beam_idx[i]` held and drops later rows. Allocates one row at most."""
         if self.is_initialized:
             self._select_rows(beam_idx.tolist())
             self._update_views()
@@ -129,7 +128,7 @@ class ReservedLayer(DynamicLayer):
 
 
 class OffloadedLayer(ReservedLayer):
-    """Layer in another tier: its memory is bound while a lane is in it, and is transferred whole each way."""
+    """Layer in another tier. Its memory is bound while a lane is in it and transferred in full both ways."""
 
     def __init__(self, capacity: int, device: ComputeDevice):
         super().__init__(capacity, device)
@@ -137,10 +136,7 @@ class OffloadedLayer(ReservedLayer):
         self._pending_selections: list[list[int]] = []  # row selections to apply when memory is bound
 
     def bind(self, pages: torch.Tensor) -> None:
-        self._pages, self._flat = (
-            pages,
-            pages.reshape(-1),
-        )  # a copy if pages are not contiguous; `unbind` writes it back
+        self._pages, self._flat = pages, pages.reshape(-1)  # a copy if not contiguous: `unbind` writes it back
         if self.is_initialized:
             self._attach()
 
@@ -161,11 +157,11 @@ class OffloadedLayer(ReservedLayer):
     def _attach(self) -> None:
         ends = list(accumulate(shape.numel() for shape in self._shapes))
         elements = self._flat.view(self.dtype)
-        assert ends[1] <= elements.numel(), f"keys and values of {ends[1]:,} numbers in pages of {elements.numel():,}"
+        assert ends[1] <= elements.numel(), f"{ends[1]:,} numbers for pages of {elements.numel():,}"
         self._all_keys = elements[: ends[0]].view(self._shapes[0])
         self._all_values = elements[ends[0] : ends[1]].view(self._shapes[1])
-        for kept in self._pending_selections:
-            self._select_rows(kept)
+        for rows in self._pending_selections:
+            self._select_rows(rows)
         self._pending_selections = [list(range(len(self._all_keys)))]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -177,8 +173,8 @@ class OffloadedLayer(ReservedLayer):
 
 
 class RectangleKV(KVCache):
-    """Offloaded layers of a padded lane as pages of a pool; every pass writes all of them. Layers of transformers' own
-    kinds stay in compute memory. `capacity` as in `rectangle_cache`."""
+    """Offloaded layers of a padded lane as pages of a pool; every pass writes all of them. Other layers stay in compute
+    memory. `capacity` as in `rectangle_cache`."""
 
     def __init__(self, cache: Cache, num_rows: int, capacity: int, pool: PagePool):
         self._layers = {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, OffloadedLayer)}
@@ -202,7 +198,6 @@ class RectangleKV(KVCache):
             self._layers[layer].unbind()
 
     def close(self) -> None:
-        """Frees the pages."""
         self._pool.free(self._pages)
         self._pages = []
 
@@ -214,8 +209,8 @@ def rectangle_cache(
     offloaded_layers: frozenset[int] = frozenset(),
     skipped_layers: frozenset[int] = frozenset(),
 ) -> DynamicCache:
-    """Builds the cache of a padded lane. `capacity`: positions of the longest sequence, padding included; rounded up to
-    whole pages. The engine binds the memory of `offloaded_layers`; `skipped_layers` store nothing."""
+    """Builds the cache of a padded lane. `capacity`: positions of the longest sequence with padding. The engine binds
+    the memory of `offloaded_layers`; `skipped_layers` store nothing."""
     cache = DynamicCache(config=config)
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and index in skipped_layers:
@@ -233,7 +228,6 @@ def cross_rectangle_cache(
     device: ComputeDevice,
     offloaded_layers: frozenset[int],
 ) -> EncoderDecoderCache:
-    """Builds the cache of an encoder-decoder; `config` is the decoder's. Cross-attention keys and values are written
-    once, by the first pass, and stay in compute memory."""
+    """Builds the cache of an encoder-decoder; `config` is the decoder's. Cross-attention stays in compute memory."""
     own = rectangle_cache(config, num_decoded, device, offloaded_layers)
     return EncoderDecoderCache(own, rectangle_cache(config, num_encoded, device))

@@ -29,15 +29,7 @@ from ..ranks.tensor import TensorSplit
 from ..sequences.sequence import Request
 from ..stream.device import ComputeDevice, choose_device
 from ..stream.weight_reader import SessionResources
-from .messages import (
-    KIND,
-    SESSION,
-    UNSUPPORTED,
-    Values,
-    config_for_ranks,
-    plan_from_broadcast,
-    plan_to_broadcast,
-)
+from .messages import KIND, SESSION, UNSUPPORTED, Values, config_for_ranks, plan_from_broadcast, plan_to_broadcast
 from .rank_sync import PassSync, PipelineSync, RankSync
 from .sessions import RankSession, SameRowsSession
 

@@ -159,10 +159,7 @@ class Ranks(Closing):
     and `require_running`. Raises PeerEnded if ranks do not all join, or one ends later."""
 
     def __init__(
-        self,
-        launch: Launch,
-        should_stop: Callable[[], bool] = lambda: False,
-        devices: DevicesConfig = SHARDED,
+        self, launch: Launch, should_stop: Callable[[], bool] = lambda: False, devices: DevicesConfig = SHARDED
     ):
         """Waits for all ranks. Raises Interrupted if `should_stop` returns True before."""
         self.rank, self.size, self.devices = launch.rank, launch.size, devices

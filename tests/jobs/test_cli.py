@@ -266,7 +266,7 @@ def test_exit_codes_reach_a_launcher_as_errors() -> None:
     with pytest.raises(JobEnded) as ended:
         body(3)
     copy = pickle.loads(pickle.dumps(ended.value))
-    assert (copy.exit_code, str(copy)) == (3, "a job of the sweep ended with exit code 3; its log says more")
+    assert (copy.exit_code, str(copy)) == (3, "a job of the sweep ended with exit code 3; see its log")
 
 
 @pytest.mark.parametrize("job", ["generate", "plan", "synthesize"])

@@ -59,7 +59,7 @@ def test_without_a_home_a_directory_of_this_user_alone_is_used_and_said_once(
     assert (homeless.is_dir(), stat.S_IMODE(homeless.stat().st_mode)) == (True, 0o700)
     [said] = [record.getMessage() for record in caplog.records]
     assert str(homeless) in said
-    assert "XDG_CACHE_HOME names another place" in said
+    assert "set XDG_CACHE_HOME" in said
     assert cache_root("/where/the/user/says") == Path("/where/the/user/says")
 
 
