@@ -193,7 +193,7 @@ class Segment:
         return self.past + self.new
 
     def view(self, reach: Reach) -> View | None:
-        """None if the segment is plainly causal from position 0."""
+        """The segment's view; None if it is plainly causal from position 0."""
         if reach in self._views:
             return self._views[reach]
         first, view = reach.first(self.past), None
