@@ -32,9 +32,9 @@ class BlockRates:
     spread: tuple[float, float]
 
 
-def block_sizes(most: int) -> list[int]:
+def block_sizes(max_size: int) -> list[int]:
     """1, 2, 4 ... and `most`."""
-    return sorted({*(1 << turn for turn in range(most.bit_length())), most})
+    return sorted({*(1 << turn for turn in range(max_size.bit_length())), max_size})
 
 
 def block_rates(rounds: Mapping[int, Sequence[Result]], num_new_tokens: int) -> list[BlockRates]:
@@ -77,7 +77,7 @@ def blocks_table(name: str, rates: Sequence[BlockRates], needed_sequences: float
         )
         previous = each
     headings = [f"{name}, nvme, block", "decode, measured", "x the previous block", "decode, predicted"]
-    measured, predicted = (knee(one) for one in _rates_by_block(rates))
+    measured, predicted = (knee(by_block) for by_block in _rates_by_block(rates))
     return (
         f"{table([*headings, 'predicted / measured'], rows)}\n\n"
         f"The knee, the first block whose doubling gains less than {KNEE_GAIN} times: measured {measured or 'none'}, "

@@ -121,17 +121,17 @@ def devices_table(rounds: Mapping[RanksCase, Sequence[Result]]) -> str:
     rate, num_bytes = median(result.rate for result in first), _bytes_of_pass(first[0])
     rows = []
     for case, results in rounds.items():
-        own = median(result.rate for result in results)
+        case_rate = median(result.rate for result in results)
         spread = f"{min(result.rate for result in results):.1f}-{max(result.rate for result in results):.1f}"
         pairs = zip(results[0].tokens, first[0].tokens, strict=True)
         rows.append(
             [
                 str(case),
-                f"{own:.1f} ({spread})",
-                f"{own / rate:.2f}",
+                f"{case_rate:.1f} ({spread})",
+                f"{case_rate / rate:.2f}",
                 format_bytes(_bytes_of_pass(results[0])),
                 f"{_bytes_of_pass(results[0]) / num_bytes:.3f}",
-                f"{sum(found == expected for found, expected in pairs)} of {len(results[0].tokens)}",
+                f"{sum(actual == expected for actual, expected in pairs)} of {len(results[0].tokens)}",
             ]
         )
     limit = next(iter(rounds)).bytes_per_second / 1e6

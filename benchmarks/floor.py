@@ -120,7 +120,7 @@ def shortest_seconds(M: int, N: int, K: int) -> float:
     count = min(MOST_COPIES, max(2, WEIGHT_BYTES // (2 * N * K)))
     weights = [torch.randn(N, K).bfloat16() for _ in range(count)]
     x_MK = torch.randn(M, K)
-    return min(_seconds(way, x_MK, weights) for way in supported_backends(x_MK, weights[:1]))
+    return min(_seconds(backend, x_MK, weights) for backend in supported_backends(x_MK, weights[:1]))
 
 
 def _seconds(backend: LinearBackend, x_MK: torch.Tensor, weights: list[torch.Tensor]) -> float:

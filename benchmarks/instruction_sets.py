@@ -67,7 +67,7 @@ def restrict_instructions(isa: Isa | None) -> Iterator[None]:
 
 def restriction() -> Isa | None:
     """The set that this process is restricted to, by `restrict_instructions` here or in its parent."""
-    return next((isa for isa, wanted in ENVIRONMENTS.items() if wanted.items() <= os.environ.items()), None)
+    return next((isa for isa, variables in ENVIRONMENTS.items() if variables.items() <= os.environ.items()), None)
 
 
 def cmake_arguments(isa: Isa, flags: frozenset[str]) -> Sequence[str]:

@@ -65,9 +65,9 @@ def select_repeated(rounds: Mapping[Attempt, Sequence[Result]]) -> list[Attempt]
     """The searched policy of each checkpoint, and the fastest of its grid."""
     chosen: list[Attempt] = []
     for path in {attempt.path: None for attempt in rounds}:
-        mine = [attempt for attempt in rounds if attempt.path == path]
-        grid = sorted((a for a in mine if not a.is_searched), key=lambda a: -_rate(rounds[a]))
-        chosen += [*(a for a in mine if a.is_searched), *grid[:NUM_REPEATED]]
+        candidates = [attempt for attempt in rounds if attempt.path == path]
+        grid = sorted((a for a in candidates if not a.is_searched), key=lambda a: -_rate(rounds[a]))
+        chosen += [*(a for a in candidates if a.is_searched), *grid[:NUM_REPEATED]]
     return chosen
 
 
@@ -76,14 +76,14 @@ def policies_table(rounds: Mapping[Attempt, Sequence[Result]]) -> str:
     lines: list[str] = []
     headings = ["policy", "tokens/s, median (min-max)", "rounds", "predicted"]
     for path in {attempt.path: None for attempt in rounds}:
-        mine = sorted((a for a in rounds if a.path == path), key=lambda a: -_rate(rounds[a]))
-        searched = next(a for a in mine if a.is_searched)
-        best = next(a for a in mine if not a.is_searched)
+        ranked = sorted((a for a in rounds if a.path == path), key=lambda a: -_rate(rounds[a]))
+        searched = next(a for a in ranked if a.is_searched)
+        best = next(a for a in ranked if not a.is_searched)
         ratio = _rate(rounds[searched]) / _rate(rounds[best])
         lines += [
-            f"{Path(path).name}: hrm at {ratio:.2f} of the best of {len(mine) - 1} policies ({best.name})",
+            f"{Path(path).name}: hrm at {ratio:.2f} of the best of {len(ranked) - 1} policies ({best.name})",
             "",
-            table(headings, [_row(attempt, rounds[attempt]) for attempt in mine]),
+            table(headings, [_row(attempt, rounds[attempt]) for attempt in ranked]),
             "",
         ]
     return "\n".join(lines).rstrip()

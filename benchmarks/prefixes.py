@@ -60,7 +60,7 @@ def _questions(config: BenchConfig) -> list[tuple[str, str]]:
         return [(row["question"], row["answer"]) for row in rows]
     draw = random.Random(3)
     counts = [(draw.randint(20, 60), draw.randint(40, 90)) for _ in range(config.num_prompts + NUM_EXAMPLES)]
-    return [(" ".join(draw.choices(WORDS, k=one)), " ".join(draw.choices(WORDS, k=other))) for one, other in counts]
+    return [(" ".join(draw.choices(WORDS, k=q)), " ".join(draw.choices(WORDS, k=a))) for q, a in counts]
 
 
 def make_prefix_task(config: BenchConfig, contender: Contender, path: str, file: str) -> BenchmarkTask:

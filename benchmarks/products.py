@@ -183,14 +183,13 @@ def _timers(name: str, copies: tuple[Sequence[Block], int], inputs: int, num_row
     """A timer for the backend that a run chooses; for bf16, also for torch's backends."""
     (blocks, num_bytes), x_MK = copies, torch.randn(num_rows, inputs)
     chosen, weights = choose_backend(x_MK, blocks[:1]), cycle(blocks)
-    others = [
-        way for way in TORCH_BACKENDS if way is not chosen and name == TORCH_FORMAT and supports(way, x_MK, blocks[:1])
-    ]
-    for way in (chosen, *others):
+    candidates = TORCH_BACKENDS if name == TORCH_FORMAT else ()
+    alternatives = [each for each in candidates if each is not chosen and supports(each, x_MK, blocks[:1])]
+    for backend in (chosen, *alternatives):
         yield ProductTimer(
             format=name,
-            backend=way,
-            is_chosen=way is chosen,
+            backend=backend,
+            is_chosen=backend is chosen,
             x_MK=x_MK,
             weights=weights,
             num_bytes=num_bytes,

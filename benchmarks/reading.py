@@ -61,9 +61,9 @@ def _read_plainly(extents: Sequence[Extent], offload: OffloadConfig) -> tuple[fl
     chunk = offload.read_chunk_mib * MIB
     files = {e.file: os.open(e.file, os.O_RDONLY | os.O_DIRECT) for e in extents}
     jobs = [
-        (files[e.file], e.offset + at, min(chunk, e.num_bytes - at))
+        (files[e.file], e.offset + begin_byte, min(chunk, e.num_bytes - begin_byte))
         for e in extents
-        for at in range(0, e.num_bytes, chunk)
+        for begin_byte in range(0, e.num_bytes, chunk)
     ]
     buffers = local()
 

@@ -93,7 +93,7 @@ def gpu_table(machine: GpuMachine, measurements: Sequence[VariantMeasurement], d
     base = _rate(rounds[GPU_BASE if GPU_BASE in rounds else next(iter(rounds))]) if rounds else 0.0
     headings = ["variant", "layers", "sequences", "tokens/s, median (min-max)", "ratio", "prefill", "decode"]
     headings += ["device memory", "to the device", "of the pinned peak", "equal"]
-    phases = [row for name, each in rounds.items() for row in _phase_rows(name, [one.phases for one in each])]
+    phases = [row for name, each in rounds.items() for row in _phase_rows(name, [m.phases for m in each])]
     parts = [
         f"{machine.device}, limited to {device_memory_gib:g} GiB of its memory; {machine.num_layers} layers of "
         f"{machine.model}, {format_bytes(machine.weight_bytes)} of random bf16 in host memory.\n"

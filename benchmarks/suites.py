@@ -67,8 +67,8 @@ def _run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Mea
         raise WeightstreamError("no contender can run: " + "; ".join(refusals.values()))
     refusals |= _choose_batch_sizes(tasks, say, measure)
     for turn in range(config.rounds):
-        left = {case: task for case, task in tasks.items() if case not in refusals}
-        refusals |= _run_round(turn, left, rounds, say, measure)
+        remaining = {case: task for case, task in tasks.items() if case not in refusals}
+        refusals |= _run_round(turn, remaining, rounds, say, measure)
     rounds = {case: results for case, results in rounds.items() if case not in refusals}
     if config.suite is Suite.predictions:
         table = predictions_table([outcome for case in rounds for outcome in median_predictions(case, rounds[case])])
@@ -181,8 +181,8 @@ def _run_prefixes(config: BenchConfig, path: str, say: Say, measure: Measure) ->
     with prompts_file(config, path) as file:
         tasks = {contender.value: make_prefix_task(config, contender, path, file) for contender in config.contenders}
         for turn in range(config.rounds):
-            left = {name: task for name, task in tasks.items() if name not in refusals}
-            refusals |= _run_round(turn, left, rounds, say, measure)
+            remaining = {name: task for name, task in tasks.items() if name not in refusals}
+            refusals |= _run_round(turn, remaining, rounds, say, measure)
     rounds = {name: results for name, results in rounds.items() if name not in refusals}
     text = prefixes_table(rounds) if rounds else "Nothing ran."
     text += "".join(f"\n\n{name} is left out: {why}" for name, why in refusals.items())
@@ -196,14 +196,13 @@ def _run_floor(config: BenchConfig, paths: Sequence[str], say: Say, measure: Mea
     for path in paths:
         tasks = _cases(config, path, [Contender.plain_read], [1])
         tasks |= _cases(config, path, config.contenders, config.blocks)
-        own = _run_rounds(config.rounds, tasks, say, measure)
-        reading, *cases = own
+        path_rounds = _run_rounds(config.rounds, tasks, say, measure)
+        reading, *cases = path_rounds
         seconds = product_seconds(tasks[reading])
-        rate = median(result.rate for result in own[reading])
-        tables.append(
-            floors_table([f for case in cases for f in compute_floors(case, tasks[case], own[case], rate, seconds)])
-        )
-        rounds |= own
+        rate = median(result.rate for result in path_rounds[reading])
+        floors = [f for case in cases for f in compute_floors(case, tasks[case], path_rounds[case], rate, seconds)]
+        tables.append(floors_table(floors))
+        rounds |= path_rounds
     if has_compiler():
         sizes = asdict(config.products)
         products = measure_products(**sizes, num_threads=config.num_threads, rounds=config.rounds)

@@ -118,7 +118,7 @@ def invalid(prompts: Sequence[Prompt], results: Sequence[Completion | Rejected])
     """What is wrong with each completion that is no document of its schema."""
     from jsonschema import Draft202012Validator
 
-    found = []
+    problems = []
     for prompt, result in zip(prompts, results, strict=True):
         assert isinstance(prompt.json_schema, dict)
         try:
@@ -128,8 +128,8 @@ def invalid(prompts: Sequence[Prompt], results: Sequence[Completion | Rejected])
         except ValueError as error:
             errors = [str(error)]
         if errors or result.finish.value != "eos":
-            found.append(f"{result.text!r} ({result.finish.value}, {result.error}): {'; '.join(errors)}")
-    return found
+            problems.append(f"{result.text!r} ({result.finish.value}, {result.error}): {'; '.join(errors)}")
+    return problems
 
 
 def main(num_rows: int) -> None:

@@ -91,10 +91,10 @@ class Case:
 
     def best_seconds(self) -> float:
         """The shortest run that any search finds; infinite where all are refused."""
-        found = [self.planned(tier, PolicyKind.hrm) for tier in (Tier.none, Tier.cpu, Tier.nvme)]
+        runs = [self.planned(tier, PolicyKind.hrm) for tier in (Tier.none, Tier.cpu, Tier.nvme)]
         with wider():
-            found.append(self.planned(Tier.auto, PolicyKind.hrm))
-        return min((each.prediction.seconds for each in found if each is not None), default=float("inf"))
+            runs.append(self.planned(Tier.auto, PolicyKind.hrm))
+        return min((each.prediction.seconds for each in runs if each is not None), default=float("inf"))
 
 
 @contextmanager

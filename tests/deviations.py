@@ -42,11 +42,11 @@ class Doubt:
     def tokens_per_second(self, setting: Setting, policy: Policy) -> float:
         """In one block of the policy."""
         changed = self.policy(policy, _published_lane(setting))
-        found = predicted(setting, changed, self.rates(machine_for(setting).rates))
-        prefill = found.prefill_seconds
+        prediction = predicted(setting, changed, self.rates(machine_for(setting).rates))
+        prefill = prediction.prefill_seconds
         if self.slow_prefill:
             prefill = max(prefill, policy.num_sequences * implied_prefill_seconds(setting))
-        return policy.num_sequences * setting.workload.max_new_tokens / (prefill + found.decode_seconds)
+        return policy.num_sequences * setting.workload.max_new_tokens / (prefill + prediction.decode_seconds)
 
     def policy(self, policy: Policy, small_lane: int) -> Policy:
         if self.cgopipe and policy.attention is Attention.cpu:

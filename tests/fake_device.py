@@ -82,9 +82,9 @@ class FakeDevice(ComputeDevice):
     def record_graph(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         tape = Tape()
         with tape:
-            made = work()
+            outputs = work()
         tape.forget()
-        return made, tape.replay
+        return outputs, tape.replay
 
     def advance(self) -> None:
         """Lets streams run as far as they like."""

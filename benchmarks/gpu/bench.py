@@ -70,8 +70,8 @@ class GpuBench:
         self._num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._device_bytes = gib_to_bytes(gpu.device_memory_gib)
         size, free_bytes = model_size(gpu, folder), available_bytes()
-        most = gpu.num_layers or MODELS[gpu.model].num_layers
-        num_layers = gpu.num_layers or size.layers_within(HOST_SHARE * free_bytes / NUM_COPIES, most)
+        max_layers = gpu.num_layers or MODELS[gpu.model].num_layers
+        num_layers = gpu.num_layers or size.layers_within(HOST_SHARE * free_bytes / NUM_COPIES, max_layers)
         cut_layers = size.layers_within(DEVICE_SHARE * self._device_bytes, num_layers)
         progress(f"generating random tiles for {num_layers} layers, {cut_layers} in the device")
         self._whole_model, self._cut_model = (outline_model(gpu, folder, n) for n in (num_layers, cut_layers))

@@ -71,10 +71,10 @@ class RandomInitWeights:
             if begin < stop:
                 self._copy(tensor.name, begin - tensor.offset, view[begin - offset : stop - offset])
 
-    def _copy(self, name: str, at: int, view: np.ndarray) -> None:
+    def _copy(self, name: str, offset: int, view: np.ndarray) -> None:
         (source, first), done = self._windows[name], 0
         while done < len(view):
-            begin = (first + at + done) % len(source)
+            begin = (first + offset + done) % len(source)
             count = min(len(view) - done, len(source) - begin)
             view[done : done + count] = source[begin : begin + count]
             done += count
@@ -115,20 +115,20 @@ def _tile_windows(weights: RandomWeights, rounding: Rounding | None) -> Iterator
     normal = torch.empty(TILE_ELEMENTS).normal_(generator=torch.Generator().manual_seed(0))
     tiles, rounded_tiles = dict[float, np.ndarray](), dict[float, tuple[np.ndarray, np.ndarray]]()
     for spec in weights.specs:
-        std, at = weights.standard_deviation(spec), crc32(spec.name.encode())
+        std, name_hash = weights.standard_deviation(spec), crc32(spec.name.encode())
         if std is None:
             yield spec.name, (_as_bytes(weights.draw(spec)), 0)
         elif rounding is None or not _is_rounded(spec, rounding):
             if std not in tiles:
                 tiles[std] = _as_bytes((normal * std).to(spec.dtype))
-            yield spec.name, (tiles[std], at % TILE_ELEMENTS * spec.dtype.itemsize)
+            yield spec.name, (tiles[std], name_hash % TILE_ELEMENTS * spec.dtype.itemsize)
         else:
             if std not in rounded_tiles:
                 groups = normal[: TILE_GROUPS * rounding.group_size].view(TILE_GROUPS, -1) * std
                 scales = rounding.choose_scales(groups)
                 rounded_tiles[std] = (_as_bytes(rounding.encode(groups, scales)), _as_bytes(scales))
             for stored, tile in zip(_stored(spec, rounding), rounded_tiles[std], strict=True):
-                yield stored.name, (tile, at % TILE_GROUPS * (len(tile) // TILE_GROUPS))
+                yield stored.name, (tile, name_hash % TILE_GROUPS * (len(tile) // TILE_GROUPS))
 
 
 def _is_rounded(spec: TensorSpec, rounding: Rounding) -> bool:
@@ -165,11 +165,11 @@ def _slice_views(parameter: Parameter, tensor: torch.Tensor) -> list[tuple[Tenso
     pieces = [piece for entry in parameter.pieces for piece in entry]
     assert sum(piece.num_bytes for piece in pieces) == tensor.nbytes, f"{parameter.name} is not made of plain rows"
     assert not parameter.is_transposed, f"{parameter.name} is stored transposed"
-    whole, runs, at = tensor.view(-1).view(torch.uint8).numpy().data, [], 0
+    whole, views, offset = tensor.view(-1).view(torch.uint8).numpy().data, [], 0
     for piece in pieces:
-        runs.append((piece, whole[at : at + piece.num_bytes]))
-        at += piece.num_bytes
-    return runs
+        views.append((piece, whole[offset : offset + piece.num_bytes]))
+        offset += piece.num_bytes
+    return views
 
 
 def _dtype_of(parameter: Parameter) -> torch.dtype:
@@ -196,8 +196,8 @@ class ModelSize:
     def total_bytes(self, num_layers: int) -> int:
         return self.outer_bytes + num_layers * self.layer_bytes
 
-    def layers_within(self, num_bytes: float, most: int) -> int:
-        return max(1, min(most, int((num_bytes - self.outer_bytes) // self.layer_bytes)))
+    def layers_within(self, num_bytes: float, max_layers: int) -> int:
+        return max(1, min(max_layers, int((num_bytes - self.outer_bytes) // self.layer_bytes)))
 
 
 def outline_model(gpu: GpuConfig, folder: Path, num_layers: int, rounding: Rounding | None = None) -> RandomInitModel:

@@ -135,8 +135,8 @@ def _sources(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, TensorSou
                 name = NAMES[inner]
                 sources[f"blk.{layer}.{name}.weight"] = source._replace(num_rotated_heads=heads.get(name))
     for name, stack in stacks.items():
-        places = [place for expert in sorted(stack) for place in stack[expert].parts]
-        sources[name] = TensorSource(places, [len(places), *stack[0].shape])
+        parts = [part for expert in sorted(stack) for part in stack[expert].parts]
+        sources[name] = TensorSource(parts, [len(parts), *stack[0].shape])
     return sources
 
 

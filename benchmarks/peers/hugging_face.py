@@ -165,11 +165,11 @@ def expert_implementations(model: PreTrainedModel) -> Sequence[dict[str, str | N
     """transformers' default kernel for experts; if it is grouped_mm, also the same without copies in decode. By default
     `generate` copies each routed expert's weights in decode: fast for few tokens, too much memory for many."""
     names = {GROUPED_IN_DECODE: GROUPED}
-    own = {key: names.get(name or "", name) for key, name in model.get_experts_implementation().items()}
-    if GROUPED not in own.values():
-        return [own]
+    default = {key: names.get(name or "", name) for key, name in model.get_experts_implementation().items()}
+    if GROUPED not in default.values():
+        return [default]
     ExpertsInterface.register(GROUPED_IN_DECODE, ExpertsInterface()[GROUPED])
-    return [own, {key: GROUPED_IN_DECODE if name == GROUPED else name for key, name in own.items()}]
+    return [default, {key: GROUPED_IN_DECODE if name == GROUPED else name for key, name in default.items()}]
 
 
 class FirstTokenClock(StoppingCriteria):

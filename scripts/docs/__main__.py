@@ -24,12 +24,12 @@ def site_page(text: str, path: Path, generated: set[str]) -> str:
         label, target, anchor = match[1], match[2], match[3] or ""
         if "://" in target:
             return match[0]
-        found = (path.parent / target).resolve()
-        page = f"reference/settings/{found.name}.md"
-        if found.parent == ROOT / "conf" and page in generated:
+        linked = (path.parent / target).resolve()
+        page = f"reference/settings/{linked.name}.md"
+        if linked.parent == ROOT / "conf" and page in generated:
             up = "../" * len(path.relative_to(DOCS).parent.parts)
             return f"[{label}]({up}{page}{anchor})"
-        return match[0] if found.is_relative_to(DOCS) else label
+        return match[0] if linked.is_relative_to(DOCS) else label
 
     return LINK.sub(rewritten, NOTE.sub("", text))
 

@@ -11,8 +11,8 @@ JOBS += ("evaluate", "serve", "models", "trace")
 
 def group_pages() -> dict[str, str]:
     """Markdown by page name: a page for each group of settings, and one for the commands' own keys."""
-    pages, own = dict[str, str](), ["# Settings of each command", ""]
-    own += ["Keys that belong to no group. Groups such as `model` and `offload` have pages of their own.", ""]
+    pages, commands = dict[str, str](), ["# Settings of each command", ""]
+    commands += ["Keys that belong to no group. Groups such as `model` and `offload` have pages of their own.", ""]
     shown = set[str]()
     for job in JOBS:
         settings = JobSettings(job, [])
@@ -22,9 +22,9 @@ def group_pages() -> dict[str, str]:
                 pages[name] = "\n".join(_group_page(settings, group))
         rows = [key for key in settings.leaf_keys() if key.partition(".")[0] not in settings.groups]
         rows = [key for key in rows if key not in shown]
-        own += [f"## {job}", "", *_table(settings, rows), ""]
+        commands += [f"## {job}", "", *_table(settings, rows), ""]
         shown.update(rows)
-    pages["reference/settings/commands.md"] = "\n".join(own)
+    pages["reference/settings/commands.md"] = "\n".join(commands)
     return pages
 
 

@@ -36,8 +36,8 @@ class TrainingTask:
 
 
 def _add(random: Random) -> tuple[str, str]:
-    one, other = _number(random), _number(random)
-    return f"What is {one} + {other}?", str(one + other)
+    a, b = _number(random), _number(random)
+    return f"What is {a} + {b}?", str(a + b)
 
 
 def _subtract(random: Random) -> tuple[str, str]:
@@ -46,8 +46,8 @@ def _subtract(random: Random) -> tuple[str, str]:
 
 
 def _compare(random: Random) -> tuple[str, str]:
-    one, other = random.sample(range(100), 2)
-    return f"Which is larger, {one} or {other}?", str(max(one, other))
+    a, b = random.sample(range(100), 2)
+    return f"Which is larger, {a} or {b}?", str(max(a, b))
 
 
 def _sort(random: Random) -> tuple[str, str]:

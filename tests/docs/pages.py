@@ -35,8 +35,8 @@ class Block:
 
     @property
     def exit_code(self) -> int:
-        found = EXIT_CODE.fullmatch(self.note)
-        return int(found[1]) if found else 0
+        match = EXIT_CODE.fullmatch(self.note)
+        return int(match[1]) if match else 0
 
 
 def blocks_of(page: Path) -> Iterator[Block]:

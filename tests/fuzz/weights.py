@@ -155,11 +155,11 @@ def _bytes_as(numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _odd_tensors(seed: Files) -> list[bytes]:
     tensors = _tensors_of(seed[SINGLE])
-    found = list[bytes]()
+    variants = list[bytes]()
     for name in (each for each in tensors if ".1." in each):  # neither the first nor the last module's
-        found.append(save({other: tensor for other, tensor in tensors.items() if other != name}))
-        found += [save(tensors | {name: twist(tensors[name].clone()).contiguous()}) for twist in TWISTS.values()]
-    return found
+        variants.append(save({other: tensor for other, tensor in tensors.items() if other != name}))
+        variants += [save(tensors | {name: twist(tensors[name].clone()).contiguous()}) for twist in TWISTS.values()]
+    return variants
 
 
 def _tensors_of(file: bytes) -> dict[str, torch.Tensor]:

@@ -85,14 +85,14 @@ def link() -> Readings:
     for name, rate in measure_link(device).items():
         yield name, f"{rate:.1f} GB/s"
     begin = time.perf_counter()
-    own = device.host_buffer(4 * NUM_BYTES)
+    pinned = device.host_buffer(4 * NUM_BYTES)
     rate = 4 * NUM_BYTES / (time.perf_counter() - begin) / 1e9
-    yield "host buffer, allocated and pinned", f"{rate:.1f} GB/s, is_pinned={IS_CUDA and own.is_pinned()}"
-    there = device.compute_buffer(NUM_BYTES)
+    yield "host buffer, allocated and pinned", f"{rate:.1f} GB/s, is_pinned={IS_CUDA and pinned.is_pinned()}"
+    target_buffer = device.compute_buffer(NUM_BYTES)
     for size in (NUM_BYTES, 64 * MIB):
-        pieces = list(zip(there.split(size), own[:NUM_BYTES].split(size), strict=True))
-        took = seconds(lambda pieces=pieces: [target.copy_(source, non_blocking=True) for target, source in pieces])
-        yield f"host buffer to the device, {size >> 20} MiB at a time", f"{NUM_BYTES / took / 1e9:.1f} GB/s"
+        pieces = list(zip(target_buffer.split(size), pinned[:NUM_BYTES].split(size), strict=True))
+        elapsed = seconds(lambda pieces=pieces: [target.copy_(source, non_blocking=True) for target, source in pieces])
+        yield f"host buffer to the device, {size >> 20} MiB at a time", f"{NUM_BYTES / elapsed / 1e9:.1f} GB/s"
 
 
 def overlap() -> Readings:
@@ -160,7 +160,7 @@ def _decode_seconds(path: Path, num_lanes: int) -> float:
     runtime = Runtime(config)
     prompts = [[5 + row, 6, 7, 8] for row in range(4 * num_lanes)]
     passes = measure_generation(runtime, make_requests(runtime, prompts), is_warmed_up=True).passes
-    return statistics.median(one.seconds for one in passes if not one.counts.prompt_tokens)
+    return statistics.median(record.seconds for record in passes if not record.counts.prompt_tokens)
 
 
 def attention() -> Readings:
@@ -174,10 +174,10 @@ def attention() -> Readings:
     ends = [torch.arange(65, device=DEVICE, dtype=torch.int32) * n for n in (1, 300)]
     by_operator = torch.ops.aten._flash_attention_forward
     with torch.inference_mode():
-        took = microseconds(lambda: varlen_attn(query, key, key, *ends, 1, 300), 50)
-        yield "attention by varlen_attn", f"{took:.0f} us"
-        took = microseconds(lambda: by_operator(query, key, key, *ends, 1, 300, 0.0, False, False), 50)
-        yield "attention by aten's operator", f"{took:.0f} us"
+        elapsed = microseconds(lambda: varlen_attn(query, key, key, *ends, 1, 300), 50)
+        yield "attention by varlen_attn", f"{elapsed:.0f} us"
+        elapsed = microseconds(lambda: by_operator(query, key, key, *ends, 1, 300, 0.0, False, False), 50)
+        yield "attention by aten's operator", f"{elapsed:.0f} us"
 
 
 def products() -> Readings:
@@ -190,17 +190,17 @@ def products() -> Readings:
         yield f"bfloat16, {about}", f"{base * 1e3:.3f} ms"
         for name in STORED:
             rows = STORED[name](name)
-            for way, product in product_kernels(rows).items():
-                took = seconds(lambda rows=rows, product=product: product(x, rows))
-                yield f"{name} by {way}, {about}", f"{took * 1e3:.3f} ms, {took / base:.1f} x bfloat16's"
-            took = seconds(lambda rows=rows: dequantize_rows(rows, torch.bfloat16))
-            yield f"{name}, decoded by operators", f"{took * 1e3:.3f} ms, {took / base:.1f} x bfloat16's product"
+            for kernel, product in product_kernels(rows).items():
+                elapsed = seconds(lambda rows=rows, product=product: product(x, rows))
+                yield f"{name} by {kernel}, {about}", f"{elapsed * 1e3:.3f} ms, {elapsed / base:.1f} x bfloat16's"
+            elapsed = seconds(lambda rows=rows: dequantize_rows(rows, torch.bfloat16))
+            yield f"{name}, decoded by operators", f"{elapsed * 1e3:.3f} ms, {elapsed / base:.1f} x bfloat16's product"
             out = torch.empty(HEIGHT, WIDTH, device=DEVICE, dtype=torch.bfloat16)
             if device_codes.try_decode(rows, out):
-                took = seconds(lambda rows=rows, out=out: device_codes.try_decode(rows, out))
+                elapsed = seconds(lambda rows=rows, out=out: device_codes.try_decode(rows, out))
                 yield (
                     f"{name}, decoded to bfloat16 by a kernel",
-                    f"{took * 1e3:.3f} ms, {took / base:.1f} x its product",
+                    f"{elapsed * 1e3:.3f} ms, {elapsed / base:.1f} x its product",
                 )
 
 

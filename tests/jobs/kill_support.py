@@ -40,7 +40,7 @@ class Kills:
     @contextmanager
     def copied(self, run: Path, copies: Path, *, most: int | None = None) -> Iterator[list[Path]]:
         """Fills the list with the copies, made in `copies`; what is done inside is cut short behind the `most`th."""
-        found: list[Path] = []
+        paths: list[Path] = []
         seen = _files(run)
 
         def watch() -> None:
@@ -48,15 +48,15 @@ class Kills:
             if seen == (seen := _files(run)):
                 return
             self._watch = lambda: None
-            found.append(Path(shutil.copytree(run, copies / str(len(found)))))
-            if len(found) == most:
+            paths.append(Path(shutil.copytree(run, copies / str(len(paths)))))
+            if len(paths) == most:
                 raise Killed
             self._watch = watch
 
         self._watch = watch
         try:
             with suppress(Killed):
-                yield found
+                yield paths
         finally:
             self._watch = lambda: None
 

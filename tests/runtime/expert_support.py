@@ -85,9 +85,9 @@ class Player:
         assert all(run.dead for run in runs)
         return [found[lane] for lane in range(len(lanes))]
 
-    def _forward(self, ids: torch.Tensor, lane: int, found: dict[int, torch.Tensor]) -> Callable[[], None]:
+    def _forward(self, ids: torch.Tensor, lane: int, logits: dict[int, torch.Tensor]) -> Callable[[], None]:
         def forward() -> None:
-            found[lane] = self.loaded.staged.model(input_ids=ids, use_cache=False).logits
+            logits[lane] = self.loaded.staged.model(input_ids=ids, use_cache=False).logits
 
         return forward
 

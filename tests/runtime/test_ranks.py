@@ -69,11 +69,11 @@ RunCase = tuple[RuntimeConfig, Sequence[Sequence[int]], Gather]
 
 def generated(ranks: Ranks, cases: Sequence[RunCase]) -> list[list[list[int]]]:
     """What each of several runs generates, one after another."""
-    found = list[list[list[int]]]()
+    results = list[list[list[int]]]()
     for config, prompts, gather in cases:
         ranks.devices = replace(ranks.devices, gather=gather)
-        found.append(completed(Runtime(config, ranks=ranks), prompts))
-    return found
+        results.append(completed(Runtime(config, ranks=ranks), prompts))
+    return results
 
 
 @pytest.mark.parametrize(

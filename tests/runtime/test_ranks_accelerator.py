@@ -44,13 +44,13 @@ WAYS = (
 def generated(ranks: Ranks, cases: Sequence[RunCase]) -> list[tuple[list[list[int]], int]]:
     """What each of several runs generates, and how many bytes this rank has read. Copies are late in every other
     rank."""
-    found = list[tuple[list[list[int]], int]]()
+    results = list[tuple[list[list[int]], int]]()
     for devices, config, prompts in cases:
         ranks.devices = devices
         device = FakeDevice((False, ranks.rank % 2 == 0))
         with counted_reads() as read:
-            found.append((completed(Runtime(config, ranks=ranks, device=device), prompts), read.num_bytes))
-    return found
+            results.append((completed(Runtime(config, ranks=ranks, device=device), prompts), read.num_bytes))
+    return results
 
 
 @pytest.mark.slow("runtime/test_ranks_features.py::test_every_way_comes_to_the_completions_of_one_process")
@@ -77,11 +77,11 @@ def test_tokens_of_ranks_with_accelerators_are_those_of_transformers_in_every_wa
 
 
 def on_cuda(ranks: Ranks, cases: Sequence[RunCase]) -> list[list[list[int]]]:
-    found = list[list[list[int]]]()
+    results = list[list[list[int]]]()
     for devices, config, prompts in cases:
         ranks.devices = devices
-        found.append(completed(Runtime(replace(config, machine=CUDA), ranks=ranks), prompts))
-    return found
+        results.append(completed(Runtime(replace(config, machine=CUDA), ranks=ranks), prompts))
+    return results
 
 
 @pytest.mark.gpu
