@@ -260,7 +260,7 @@ def measurements(
     task: GpuTask, device: ComputeDevice, progress: WorkerProgress
 ) -> Iterator[GpuMachine | VariantMeasurement]:
     """Yields the machine, then alternating rounds. A failed variant is reported once, as is one without time left. None
-    starts whose last round, or the slowest round of its kind (peers or ours), exceeds the time left."""
+    starts if its last round, or the slowest round of its kind (peers or ours), exceeds the time left."""
     end = (time.monotonic() if task.start_time is None else task.start_time) + task.seconds
     limit = f"gpu.minutes={task.gpu.minutes:g}"
     with tempfile.TemporaryDirectory() as folder:
