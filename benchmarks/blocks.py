@@ -80,9 +80,9 @@ def blocks_table(name: str, rates: Sequence[BlockRates], needed_sequences: float
     measured, predicted = (knee(by_block) for by_block in _rates_by_block(rates))
     return (
         f"{table([*headings, 'predicted / measured'], rows)}\n\n"
-        f"The knee, the first block that gains less than {KNEE_GAIN} times when doubled: measured {measured or 'none'}, "
-        f"predicted {predicted or 'none'}. Roofline (P2): with {needed_sequences:.0f} sequences or more, the disk no "
-        "longer limits decode."
+        f"The knee, the first block that gains less than {KNEE_GAIN} times when doubled: "
+        f"measured {measured or 'none'}, predicted {predicted or 'none'}. "
+        f"Roofline (P2): with {needed_sequences:.0f} sequences or more, the disk no longer limits decode."
     )
 
 
