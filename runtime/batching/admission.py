@@ -157,7 +157,7 @@ def _needed_pages(
     """New pages that the pass needs."""
     page = limits.page_tokens
     cached_of = {key: prefixes[key].num_cached for key in filled}
-    needed = sum(limits.pages(cached_of[place] + new) - limits.pages(cached_of[place]) for place, new in filled.items())
+    needed = sum(limits.pages(cached_of[key] + new) - limits.pages(cached_of[key]) for key, new in filled.items())
     for slot in running:
         cached = slot.num_cached
         needed += -(-(cached + new_tokens.get(slot.request, 0)) // page) - -(-cached // page)

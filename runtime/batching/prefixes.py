@@ -278,7 +278,7 @@ class RetainedPrefixes:
     @staticmethod
     def _eviction_order(idle: Iterable[PrefixKey], first_uses: Mapping[SharedPrefix, int]) -> list[PrefixKey]:
         """Keys sorted by first use, latest first; a prefix before its parent."""
-        return sorted(idle, key=lambda place: (first_uses.get(place[0], NOT_QUEUED), place[0].num_tokens), reverse=True)
+        return sorted(idle, key=lambda key: (first_uses.get(key[0], NOT_QUEUED), key[0].num_tokens), reverse=True)
 
     def _drop(self, key: PrefixKey) -> int:
         num_pages = self._stored_pages(key)

@@ -242,7 +242,7 @@ class ContinuousBatcher(Batcher):
             self._enter(self._sequences[i], self._prefixes.get(i), lane)
             self._lane_of[i] = lane
         new_tokens = {id(self._sequences[i]): count for i, count in plan.new_tokens.items()}
-        new_tokens |= {id(self._prefixes_in_use[place][1]): count for place, count in plan.prefix_tokens.items()}
+        new_tokens |= {id(self._prefixes_in_use[key][1]): count for key, count in plan.prefix_tokens.items()}
         lane_tokens = {lane: [new_tokens.get(id(s), 0) for s in lane.sequences] for lane in self._lanes}
         running = {lane: new for lane, new in lane_tokens.items() if any(new)}
         are_prefilled = {sequence.is_prefilled for lane in running for sequence in lane.sequences}

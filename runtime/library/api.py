@@ -305,7 +305,7 @@ class Runtime(Closing):
         limit = limit_device_memory(self.config.offload, self.device, weight_cache)
         num_bytes = self.model.shape.sizes.resident_bytes(plan.placement.resident)
         cached_note = (
-            ", where they are not there already" if weight_cache is not None and weight_cache.compute_bytes else ""
+            ", except those in memory already" if weight_cache is not None and weight_cache.compute_bytes else ""
         )
         log.info("opening files, and reading %s of weights that stay in memory%s", format_bytes(num_bytes), cached_note)
         begin = time.monotonic()

@@ -185,8 +185,8 @@ class ScoringTask(RuntimeTask[TargetsLike, Targets, Scored]):
     ) -> Generator[Scored]:
         batch = make_scoring_batch(model, inputs)
         yield from batch.rejected
-        for place, completion in complete(batch.requests):
-            yield from batch.make_scores(place, completion)
+        for index, completion in complete(batch.requests):
+            yield from batch.make_scores(index, completion)
 
 
 def score_documents(

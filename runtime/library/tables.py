@@ -118,7 +118,7 @@ class TableColumns:
         """`table` with the results of `generate` for its prompts. Raises ConfigError as `output_schema`."""
         self.output_schema(table.schema, sampling)
         items: list[Prompt | Result] = [*self.read_prompts(table)]
-        indices = [place for place, each in enumerate(items) if isinstance(each, Prompt)]
+        indices = [i for i, each in enumerate(items) if isinstance(each, Prompt)]
         for result in generate([each for each in items if isinstance(each, Prompt)]):
             items[indices[result.prompt_index]] = result
         results = [each for each in items if not isinstance(each, Prompt)]

@@ -43,12 +43,12 @@ class Mask:
         """True if packed lanes with `reach` mask the same positions, up to `num_positions`."""
         sizes = [size for size in (reach.window, reach.chunk, self.size) if size is not None]
         edges = {position for size in sizes for position in (size - 1, size, size + 1, 2 * size + 1)}
-        positions = sorted(place for place in {0, 1, 2, num_positions - 1} | edges if 0 <= place < num_positions)
+        positions = sorted(i for i in {0, 1, 2, num_positions - 1} | edges if 0 <= i < num_positions)
         positions_S = torch.tensor(positions)
         visible_SS = self.function(0, 0, positions_S[:, None], positions_S[None, :])
         if visible_SS.is_meta:  # of chunked attention, which depends on padding: no values to compare
             return self.size == reach.chunk
-        firsts_S1 = torch.tensor([reach.first(place) for place in positions])[:, None]
+        firsts_S1 = torch.tensor([reach.first(position) for position in positions])[:, None]
         expected_SS = (positions_S[None] <= positions_S[:, None]) & (positions_S[None] >= firsts_S1)
         return bool(expected_SS.eq(visible_SS).all())
 

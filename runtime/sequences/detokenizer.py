@@ -165,7 +165,7 @@ class Detokenizer:
 
 def _num_common(one: str, other: str) -> int:
     shorter = min(len(one), len(other))
-    return next((place for place in range(shorter) if one[place] != other[place]), shorter)
+    return next((i for i in range(shorter) if one[i] != other[i]), shorter)
 
 
 UNKNOWN = b"\xff"  # replaces ids that the tokenizer lacks; in no UTF-8 stop string
@@ -196,7 +196,7 @@ class StopStrings:
         text = b"".join(pieces)
         num_seen = len(text) - sum(map(len, pieces[len(pieces) - min(num_new, len(ids) - begin) :]))
         matches = [text.find(stop, max(0, num_seen - len(stop) + 1)) for stop in stops]
-        match = min((place for place in matches if place >= 0), default=None)
+        match = min((offset for offset in matches if offset >= 0), default=None)
         if match is None:
             return None
         ends = list(accumulate(map(len, pieces)))

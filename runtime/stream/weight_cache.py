@@ -69,7 +69,7 @@ class WeightCache:
     @property
     def pinned_bytes(self) -> int:
         """Bytes in host memory, pinned if there is an accelerator."""
-        return sum(held.nbytes for held in (*self.stages.in_host.values(), *self.experts.in_host.values()))
+        return sum(buffer.nbytes for buffer in (*self.stages.in_host.values(), *self.experts.in_host.values()))
 
     def make_room(self, num_bytes: int, budgets: Budgets) -> None:
         """Drops everything if the budgets leave less than `num_bytes` of host or device memory."""

@@ -75,7 +75,7 @@ def test_token_ids_of_other_libraries_are_prompts_too() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Prompt(), "a prompt is one of text, messages and token_ids, got none"),
+        (lambda: Prompt(), "a prompt must have one of text, messages and token_ids, got none"),
         (lambda: Prompt("a", token_ids=[1]), "got text and token_ids"),
         (lambda: Prompt(["a"]), "a prompt's text must be a str"),  # pyright: ignore
         (lambda: Prompt("a", max_new_tokens=1.5), "a prompt's max_new_tokens must be a whole number"),  # pyright: ignore

@@ -52,9 +52,9 @@ class WholePromptsLane(Lane):
         encodings = [s.request.encoding for s in self.sequences]
         if any(encoding is not None and encoding.masked for encoding in encodings):  # predictions at masked positions
             self._targets = ScoringTargets.from_sequences(
-                (s, row * width + place, [(s.request.prompt_ids[place],)])
+                (s, row * width + position, [(s.request.prompt_ids[position],)])
                 for row, (s, encoding) in enumerate(zip(self.sequences, encodings, strict=True))
-                for place in (encoding.masked if encoding is not None else ())
+                for position in (encoding.masked if encoding is not None else ())
             )
             return
         lengths = (len(s.request.prompt_ids) for s in self.sequences)

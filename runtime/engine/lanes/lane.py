@@ -90,7 +90,7 @@ class Lane(ABC):
         self._is_prepared = False
         self._run = self.make_run()
         event = self._run.switch()
-        assert isinstance(event, NeedStage), f"the lane asked for {event!r} instead of a stage"
+        assert isinstance(event, NeedStage), f"the lane waits for {event!r} instead of a stage"
         return event
 
     def prepare_pass(self, new_tokens: Rows[int] | None = None) -> None:
