@@ -157,7 +157,7 @@ def test_layers_that_share_weights_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_an_encoder_has_no_packed_lanes(checkpoint: Checkpoints) -> None:
     config = config_for(checkpoint("bert", AutoModel))
-    with pytest.raises(ConfigError, match=r"model\.lanes=packed: not possible for BertModel: its attention looks at later"):
+    with pytest.raises(ConfigError, match=r"model\.lanes=packed: not possible for BertModel: its attention"):
         Runtime(config, lanes=Lanes.packed)
 
 
