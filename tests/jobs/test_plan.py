@@ -256,6 +256,6 @@ def test_a_machine_whose_products_lack_rates_is_named_with_what_the_plan_makes_o
     )
     config = replace(config_of("model=gpt2", "policy=fixed"), machine=MachineConfig(name="mine", rates=rates))
     text = format_plan(make_plan(config), num_actions=0)
-    assert "note: machine.rates.float32.gemm_gflops has 1 of 3 rates, up to M=1: products of more rows, M=8, " in text
+    assert "note: machine.rates.float32.gemm_gflops has 1 of 3 rates, up to M=1: plans assume 1.66 GFLOP/s" in text
     whole = replace(config, model=replace(config.model, dtype=DType.bfloat16))
     assert "machine.rates" not in format_plan(make_plan(whole), num_actions=0)
