@@ -1,3 +1,1 @@
-"""Exports a run's output to one file, in input order. Code that reads parts and writes formats of other tools lives
-here.
-"""
+"""Exports a run's output to one file, in input order, also in formats of other tools."""

@@ -1,6 +1,5 @@
 """Columns of an export, and the JSON lines, CSV and Parquet writers. Drops internal columns and decodes lists and
-objects of the input, which parts store as JSON. Rows are streamed.
-"""
+objects of the input, which parts store as JSON. Rows are streamed."""
 
 import json
 from abc import ABC, abstractmethod
@@ -24,7 +23,7 @@ BATCH_ROWS = 4096
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 TYPE_ERRORS = (pa.ArrowException, OverflowError)  # raised if no Arrow type fits the values
 
-RowValues: TypeAlias = Mapping[str, Any]  # one of an Arrow table
+RowValues: TypeAlias = Mapping[str, Any]  # a row of an Arrow table
 JsonObject: TypeAlias = dict[str, Any]
 Write: TypeAlias = Callable[[Iterable[pa.Table], pa.Schema, BinaryIO], None]
 
@@ -36,13 +35,14 @@ def merge_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
         for column in schema:
             known = fields.setdefault(column.name, column)
             if known.type != column.type:
-                raise ConfigError(f"{column.name} is {known.type} in one shard and {column.type} in another")
+                raise ConfigError(f"column {column.name} is {known.type} in one shard and {column.type} in another")
     return pa.schema([column for name, column in fields.items() if name not in INTERNAL_COLUMNS])
 
 
-def align_columns(table: pa.Table, places: np.ndarray, schema: pa.Schema) -> pa.Table:
+def align_columns(table: pa.Table, row_indices: np.ndarray, schema: pa.Schema) -> pa.Table:
     """Converts a part's table to `schema`; missing columns are null."""
-    columns_by_name = {name: table[name] for name in table.column_names} | {"row_index": pa.array(places, pa.int64())}
+    columns_by_name = {name: table[name] for name in table.column_names}
+    columns_by_name["row_index"] = pa.array(row_indices, pa.int64())
     columns = [columns_by_name.get(column.name, pa.nulls(table.num_rows, column.type)) for column in schema]
     return pa.Table.from_arrays(columns, schema=pa.schema([column.with_nullable(True) for column in schema]))
 
@@ -77,8 +77,8 @@ class JsonTypeInference:
             if known is None:
                 continue
             try:
-                now = pa.array([decode_json(text) for text in table[column.name].to_pylist()]).type
-                schemas = [pa.schema([("", each)]) for each in (known, now)]
+                inferred = pa.array([decode_json(text) for text in table[column.name].to_pylist()]).type
+                schemas = [pa.schema([("", data_type)]) for data_type in (known, inferred)]
                 self._types[column.name] = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
             except TYPE_ERRORS:
                 self._types[column.name] = None
@@ -89,25 +89,22 @@ class JsonTypeInference:
 
     def text_columns(self) -> list[str]:
         """JSON columns that are stored as text because their values have no common type."""
-        return [
-            column.name
-            for column in self.schema
-            if is_json_column(column) and self._storage_type(column) == pa.string()
-        ]
+        columns = filter(is_json_column, self.schema)
+        return [column.name for column in columns if self._storage_type(column) == pa.string()]
 
     def _storage_type(self, column: pa.Field) -> pa.DataType:
         """The inferred type, or string if Parquet cannot store it: a struct without fields, or one with more than
         `MAX_FIELDS` leaves."""
-        found = self._types.get(column.name) if is_json_column(column) else column.type
-        num_leaves, inner = 0, [pa.null() if found is None else found]
-        while inner:
-            one = inner.pop()
-            inside = [one.field(i).type for i in range(one.num_fields)]
-            if (pa.types.is_struct(one) and not inside) or num_leaves > MAX_FIELDS:
+        inferred = self._types.get(column.name) if is_json_column(column) else column.type
+        num_leaves, pending = 0, [pa.null() if inferred is None else inferred]
+        while pending:
+            data_type = pending.pop()
+            children = [data_type.field(i).type for i in range(data_type.num_fields)]
+            if (pa.types.is_struct(data_type) and not children) or num_leaves > MAX_FIELDS:
                 return pa.string()
-            num_leaves += not inside
-            inner += inside
-        return pa.string() if found is None else found
+            num_leaves += not children
+            pending += children
+        return pa.string() if inferred is None else inferred
 
 
 def cast_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
@@ -116,28 +113,28 @@ def cast_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
     for name, target in zip(schema.names, schema.types, strict=True):
         values = table[name]
         if is_json_column(table.field(name)):
-            read = display_text if target == pa.string() else decode_json
+            convert = display_text if target == pa.string() else decode_json
             try:
-                values = pa.array([read(text) for text in values.to_pylist()], target)
+                values = pa.array([convert(text) for text in values.to_pylist()], target)
             except TYPE_ERRORS as error:
-                raise DatasetError(f"column {name} does not fit {target} ({error}): out=FILE.jsonl takes it") from error
+                raise DatasetError(f"column {name} does not fit {target} ({error}): write out=FILE.jsonl") from error
         columns.append(values)
     return pa.Table.from_arrays(columns, schema=schema)
 
 
 def display_text(text: str | None) -> str | None:
-    """Returns a JSON string decoded, and any other value as its JSON."""
+    """Decodes a JSON string; returns other values as JSON."""
     value = decode_json(text)
     return value if isinstance(value, str) else text
 
 
 def select_columns(schema: pa.Schema, columns: Sequence[str] | None, *, has_input: bool) -> list[str]:
-    """Names of the columns to write, in order. Raises ConfigError for an unknown one. `has_input`: the run kept its
-    input's columns."""
+    """Names of the columns to write, in order. Raises ConfigError for unknown ones. `has_input`: the run has the columns
+    of its input."""
     unknown = [name for name in columns or () if name not in schema.names]
     if unknown:
-        why = "" if has_input else "; it was made with dataset.keep_columns=false, without those of its input"
-        raise ConfigError(f"columns={unknown[0]} is not there: the run has {', '.join(schema.names)}{why}")
+        reason = "" if has_input else "; those of its input are missing because of dataset.keep_columns=false"
+        raise ConfigError(f"columns: the run has no {unknown[0]}, but {', '.join(schema.names)}{reason}")
     return list(columns or schema.names)
 
 
@@ -149,13 +146,12 @@ def write_jsonl(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO) -
 
 def write_csv(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO, *, is_safe: bool = False) -> None:
     """Writes CSV: quoted text, empty for null, JSON for lists and objects. `is_safe`: prefixes cells that look like
-    formulas with a single quote, so that no spreadsheet runs them."""
+    formulas with a single quote, so that spreadsheets do not run them."""
 
     def escape_formulas(texts: list[str | None]) -> list[str | None]:
-        """Prefixes formula-like text with a quote, as OWASP advises."""
         if not is_safe:
             return texts
-        return [f"'{each}" if (each or "").startswith(FORMULA_STARTS) else each for each in texts]
+        return [f"'{text}" if (text or "").startswith(FORMULA_STARTS) else text for text in texts]  # OWASP's advice
 
     types = [pa.string() if column.type.num_fields else column.type for column in schema]
     flat = pa.schema(zip(escape_formulas(schema.names), types, strict=True))
@@ -167,8 +163,7 @@ def write_csv(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO, *, 
                 if is_json_column(column):
                     values = pa.array(escape_formulas([display_text(text) for text in values.to_pylist()]), pa.string())
                 elif column.type.num_fields:
-                    lists = values.to_pylist()
-                    texts = [None if value is None else _dump_json(value) for value in lists]
+                    texts = [None if value is None else _dump_json(value) for value in values.to_pylist()]
                     values = pa.array(escape_formulas(texts), pa.string())
                 elif is_safe and pa.types.is_string(column.type):
                     values = pa.array(escape_formulas(values.to_pylist()), pa.string())
@@ -185,8 +180,8 @@ def write_parquet(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO)
 
 @dataclass(kw_only=True)
 class ResultWriter(ABC):
-    """Base of writers for JSON lines in foreign formats. Writes the results selected by `error_rows`, and counts lines
-    and errors; `num_errors` includes errors that are not written."""
+    """Base of writers for JSON lines in formats of other tools. Writes the results selected by `error_rows` and counts
+    lines and errors, including errors that are not written."""
 
     error_rows: ErrorRows
     num_lines: int = 0

@@ -17,7 +17,7 @@ class ExportFormat(Enum):
 
 
 class ErrorRows(Enum):
-    """Export of rows with an error instead of a completion: keep them, drop them, or export only them."""
+    """Handling of error rows: keep them, drop them, or export only them."""
 
     keep = "keep"
     drop = "drop"
@@ -43,26 +43,29 @@ class ExportConfig:
     csv_safe: bool = False
 
     def __post_init__(self) -> None:
-        require(bool(self.runs) and all(self.runs), "run is not set: a run's directory, e.g. run=outputs/generate/mine")
+        require(
+            bool(self.runs) and all(self.runs), "run is not set: name a run's directory, e.g. run=outputs/generate/mine"
+        )
         for name in self.runs:
             require_plain_url(name, "run")
-        require(bool(self.out), "out is not set: the file to write, e.g. out=answers.jsonl")
-        require(not is_url(self.out), f"out={self.out} is a URL: name a file here")
+        require(bool(self.out), "out is not set: name the file to write, e.g. out=answers.jsonl")
+        require(not is_url(self.out), f"out={self.out} is a URL: name a local file")
         suffix = Path(self.out or "").suffix[1:]
         known = ", ".join(f".{name}" for name in SUFFIXES)
         require(
             self.format is not None or suffix in SUFFIXES,
-            f"out={self.out} ends in none of {known}: rename it, or choose format={'|'.join(ExportFormat.__members__)}",
+            f"out={self.out} does not end in {known}: rename it, or set format={'|'.join(ExportFormat.__members__)}",
         )
-        require(not (self.wait and self.partial), "wait=true waits for the whole run: partial=true does not go with it")
+        require(not (self.wait and self.partial), "wait=true waits for the whole run: remove partial=true")
         is_csv = self.effective_format is ExportFormat.csv
-        require(is_csv or not self.csv_safe, f"csv_safe=true has no meaning for format={self.effective_format.value}")
+        require(
+            is_csv or not self.csv_safe, f"csv_safe=true needs format=csv, got format={self.effective_format.value}"
+        )
         columns = self.columns
-        require(columns is None or bool(columns), "columns is empty: name some, or null for all")
-        for form in FOREIGN_FORMATS:
-            is_ours = columns is None or self.format is not form
-            require(is_ours, f"columns has no meaning for format={form.value}: its form is not ours to choose")
-        require(len(set(columns or [])) == len(columns or []), f"columns={columns} names a column twice")
+        require(columns is None or bool(columns), "columns is empty: name some, or set null for all")
+        is_foreign = self.format in FOREIGN_FORMATS
+        require(columns is None or not is_foreign, f"columns is not supported for format={self.effective_format.value}")
+        require(len(set(columns or [])) == len(columns or []), f"columns={columns} contains a column twice")
 
     @property
     def runs(self) -> list[str]:

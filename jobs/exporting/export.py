@@ -1,4 +1,4 @@
-"""Exports the parts of a run's shards to one file: verifies rows, sorts them, and publishes the file atomically."""
+"""Exports the parts of a run's shards to one file: verifies and sorts rows, and publishes the file atomically."""
 
 import logging
 import tempfile
@@ -29,7 +29,7 @@ from .openai_batch import make_batch_writer
 from .shards import check_complete, read_parts, require_one_run
 
 log = logging.getLogger(__name__)
-SORT_BYTES = 64 * MIB  # per sort file as stored; a few times as much in memory
+SORT_BYTES = 64 * MIB  # of stored parts per sort file; a few times as much in memory
 SORT_COLUMNS = ("row_index", "sample_index")
 TURN_SORT_COLUMNS = ("row_index", "turn")  # for multi-turn chats
 MAX_SORT_FILES = 500  # open at once
@@ -42,37 +42,38 @@ class ExportResult:
     num_errors: int  # of these rows
     num_dropped: int
     num_shards: int
-    missing: Sequence[str]  # sentences
-    text_columns: Sequence[str]  # columns of values that have no type in common
-    created_directory: Path | None  # the directory of `out`, where it was not there
+    missing: Sequence[str]  # sentences about missing rows and shards
+    text_columns: Sequence[str]  # columns without a common type of values
+    created_directory: Path | None  # directory of `out`, if it was created
 
     @property
     def lines(self) -> list[str]:
-        """Summary lines for the user."""
         errors = f", {self.num_errors:,} of them with an error" if self.num_errors else ""
-        dropped = f"; {self.num_dropped:,} with an error left out" if self.num_dropped else ""
+        dropped = f"; {self.num_dropped:,} with an error omitted" if self.num_dropped else ""
         shards = f" of {self.num_shards} shards" if self.num_shards > 1 else ""
         size = format_bytes(self.out.stat().st_size)
-        lines = [f"{self.created_directory} was not there: made"] if self.created_directory is not None else []
+        lines = [f"created directory {self.created_directory}"] if self.created_directory is not None else []
         lines += [f"{self.out}: {format_count(self.num_rows, 'row')}{shards}{errors}{dropped}, {size}"]
-        lines += [f"not there: {sentence}" for sentence in self.missing]
-        return lines + [f"column {name}: its values have no one type, so it is text" for name in self.text_columns]
+        lines += [f"missing: {sentence}" for sentence in self.missing]
+        return lines + [
+            f"column {name}: written as text, its values have different types" for name in self.text_columns
+        ]
 
 
 def export(config: ExportConfig) -> ExportResult:
-    """Writes the exported file. Raises ConfigError if something is missing and `partial` is not set, DamagedRunError,
-    and OutputError; an older file then stays unchanged."""
+    """Writes the exported file. Raises ConfigError, also for an incomplete run without `partial`, DamagedRunError, and
+    OutputError; an older file then stays unchanged."""
     shards = require_one_run(find_runs(config.runs, "run"))
     out = resolve_output(config)
     _reject_run_files(out, shards)
-    absent = check_complete(config.runs, shards, partial=config.partial, verb="exports")
+    missing = check_complete(config.runs, shards, partial=config.partial, verb="exports")
     firsts = [run.parts[min(run.parts)] for run in shards if run.parts]
     if not firsts:
-        raise ConfigError(f"{shards[0].location}: no row is done yet")
+        raise ConfigError(f"{shards[0].location} has no finished rows yet")
     try:
         schema = merge_schemas([pq.read_schema(path) for path in firsts])
     except PARQUET_PROBLEMS as error:
-        raise ConfigError(f"{firsts[0]} cannot be read ({error}): the run's own command makes it again") from error
+        raise ConfigError(f"{firsts[0]} cannot be read ({error}): run the run's command to regenerate it") from error
     keeps_input = shards[0].semantic.get("dataset.keep_columns") is not False
     names = select_columns(schema, config.columns, has_input=keeps_input)
     types = JsonTypeInference(schema=pa.schema([schema.field(name) for name in names]))
@@ -88,14 +89,14 @@ def export(config: ExportConfig) -> ExportResult:
     try:
         # An estimate of the input rows suffices: it only decides how rows are distributed to sort files.
         indices = (plan["row_index"].to_numpy() for run in shards for plan in run.plans())
-        num_input_rows = max((int(each.max()) + 1 for each in indices if len(each)), default=1)
+        num_input_rows = max((int(rows.max()) + 1 for rows in indices if len(rows)), default=1)
         for path in (path for run in shards for path in run.parts.values()):
             with suppress(*PARQUET_PROBLEMS):  # reported when the part is read
                 footer = pq.read_metadata(path)
                 num_bytes += sum(footer.row_group(i).total_byte_size for i in range(footer.num_row_groups))
         with RowSorter(out.absolute().parent, num_input_rows, -(-num_bytes // SORT_BYTES), order) as sorter:
-            for part, places in (found for run in shards for found in read_parts(run, partial=config.partial)):
-                table = align_columns(part, places, schema)
+            for part, row_indices in (item for run in shards for item in read_parts(run, partial=config.partial)):
+                table = align_columns(part, row_indices, schema)
                 is_ok = np.array([status == "ok" for status in table["status"].to_pylist()])
                 num_errors += int((~is_ok).sum())
                 if config.errors is not ErrorRows.keep and results is None:
@@ -120,15 +121,15 @@ def export(config: ExportConfig) -> ExportResult:
         num_errors=0 if config.errors is ErrorRows.drop else num_errors,
         num_dropped=num_errors if config.errors is ErrorRows.drop else 0,
         num_shards=len({run.shard[0] for run in shards}),
-        missing=absent,
+        missing=missing,
         text_columns=types.text_columns() if is_parquet else [],
         created_directory=created_directory,
     )
 
 
 def write_batch_files(directory: Path, *, partial: bool = False) -> list[str]:
-    """Writes the results and the errors of an OpenAI batch as two files in its run directory. `partial`: exports an
-    unfinished run. Returns summary lines."""
+    """Writes the results and errors of an OpenAI batch to two files in its run directory; returns summary lines.
+    `partial`: also for an unfinished run."""
     run = RunDirectory(path=directory)
     lines: list[str] = []
     for out, errors in ((run.batch_output, ErrorRows.drop), (run.batch_errors, ErrorRows.only)):
@@ -148,20 +149,19 @@ def resolve_output(config: ExportConfig) -> Path:
         raise ConfigError(f"out={out} is a directory: name a file in it")
     if not config.overwrite and not is_replaceable(out):
         raise ConfigError(
-            f"out={out} is there, and was not written by an export or was changed since: it stays as it is. Choose "
-            "another out=, or replace it with overwrite=true"
+            f"out={out} exists, and was not written by an export or was changed since: choose another out=, or replace "
+            "it with overwrite=true"
         )
     return out
 
 
 def _reject_run_files(out: Path, shards: Sequence[RunReader]) -> None:
-    """Raises ConfigError if `out` is in a folder of parts, where readers would take it for a part, or is an input or
-    file of the run."""
+    """Raises ConfigError if `out` is in a folder of parts, or is an input or another file of the run."""
     run_folders = {
         folder.resolve() for run in shards for folder in (run.directory.generations, run.directory.throughput)
     }
     if out.absolute().parent.resolve() in run_folders:
-        raise ConfigError(f"out={out} lies among the parts of the run, where readers would take it for one")
+        raise ConfigError(f"out={out} is in a folder of parts, where readers would take it for a part")
     if not out.exists():
         return
     for run in shards:
@@ -171,17 +171,17 @@ def _reject_run_files(out: Path, shards: Sequence[RunReader]) -> None:
             )
         results = (run.directory.batch_output.name, run.directory.batch_errors.name)
         if run.path.samefile(out.absolute().parent) and out.name not in results and not is_replaceable(out):
-            raise ConfigError(f"out={out} is a file of the run itself, which is never replaced: choose another")
+            raise ConfigError(f"out={out} is a file of the run, which is never replaced: choose another")
 
 
 def _matching_input(out: Path, run: RunReader) -> str | None:
-    """Returns `key=value` of the run setting that reads `out` or a directory containing it; else None. A relative path
-    that does not exist from the current directory is compared by its trailing components."""
+    """`key=value` of the run's setting that reads `out` or a directory containing it; else None. Relative paths are
+    also compared by trailing components, since the run may have been started elsewhere."""
     for key, value in {**run.semantic, **run.operational}.items():
         if not key.endswith(("path", "tokenizer")) or not isinstance(value, str) or is_url(value):
             continue
         path, resolved = Path(value), out.resolve()
-        with suppress(RuntimeError):  # nobody's home
+        with suppress(RuntimeError):  # unknown user
             path = path.expanduser()
         is_same_file = path.exists() and out.samefile(path)
         is_inside = path.is_dir() and resolved.is_relative_to(path.resolve()) and not is_replaceable(out)
@@ -195,16 +195,12 @@ def _matching_input(out: Path, run: RunReader) -> str | None:
 
 class RowSorter(Closing):
     """External sort of rows into input order, in bounded memory: distributes rows to files by row index, then sorts
-    each file in memory.
+    each file in memory. A context manager; its files, on the output's disk, have no names: a kill leaves none."""
 
-    A context manager; its temporary files are unlinked and on the output's disk, so even a kill leaves none.
-    """
-
-    def __init__(self, folder: Path, num_places: int, num_files: int, order: Sequence[str] = SORT_COLUMNS):
-        """`num_places`: number of input rows; with one file, rows stay in memory. `order`: sort columns; the first is
-        the row index."""
+    def __init__(self, folder: Path, num_input_rows: int, num_files: int, order: Sequence[str] = SORT_COLUMNS):
+        """With one file, rows stay in memory. `order`: sort columns; the first is the row index."""
         self._order = order
-        self._num_places, self._num_files = max(1, num_places), max(1, min(num_files, MAX_SORT_FILES))
+        self._num_input_rows, self._num_files = max(1, num_input_rows), max(1, min(num_files, MAX_SORT_FILES))
         self._stack = ExitStack()
         self._tables: list[pa.Table] = []
         self._files: dict[int, BinaryIO] = {}
@@ -215,8 +211,8 @@ class RowSorter(Closing):
         if self._num_files == 1:
             self._tables.append(table)
             return
-        places = table["row_index"].to_numpy()
-        files = np.minimum(places * self._num_files // self._num_places, self._num_files - 1)
+        row_indices = table["row_index"].to_numpy()
+        files = np.minimum(row_indices * self._num_files // self._num_input_rows, self._num_files - 1)
         for number in map(int, np.unique(files)):
             if number not in self._writers:
                 file = self._stack.enter_context(tempfile.TemporaryFile(dir=self._folder))  # noqa: SIM115
@@ -224,7 +220,7 @@ class RowSorter(Closing):
             self._writers[number].write_table(table.filter(pa.array(files == number)))
 
     def sorted_tables(self) -> Iterator[pa.Table]:
-        """Yields all rows as sorted, consecutive tables. Raises DamagedRunError for a duplicate row."""
+        """Yields all rows as consecutive sorted tables. Raises DamagedRunError for a duplicate row."""
         if self._num_files == 1:
             yield from (_sort_tables(self._tables, self._order),) if self._tables else ()
             return

@@ -1,8 +1,5 @@
 """Exports runs in the format of FastChat's `llm_judge`: answers to questions of one or several turns, or judgments from
-a run of dataset=mtbench_judge.
-
-Output is deterministic: ids are digests, and the timestamp is the run's.
-"""
+a run of dataset=mtbench_judge. Output is deterministic: ids are digests, and the timestamp is the run's."""
 
 import json
 import re
@@ -21,30 +18,30 @@ from ..record.run_reader import RunReader
 from .columns import JsonObject, ResultWriter, RowValues
 from .config import ErrorRows
 
-JUDGE_KIND = "mtbench_judge"  # the data set whose runs are judgments
+JUDGE_KIND = "mtbench_judge"  # data set kind of judgments
 JUDGE_COLUMNS = ("question_id", "model", "baseline", "prompt_name", "user_prompt", "turn", "game")
-ERROR = "$ERROR$"  # what FastChat writes where nothing was answered
+ERROR = "$ERROR$"  # FastChat's text for a missing answer
 NO_RATING = -1
 RATING, LOOSE_RATING = re.compile(r"\[\[(\d+\.?\d*)\]\]"), re.compile(r"\[(\d+\.?\d*)\]")
 ID_DIGITS = 22
 
 
 def parse_rating(judgment: str) -> int | float | None:
-    """The number in the first `[[7]]`, else in the first `[7]`; None if there is none."""
-    found = RATING.search(judgment) or LOOSE_RATING.search(judgment)
-    if found is None:
+    """The number in the first `[[7]]`, else in the first `[7]`; None without either."""
+    match = RATING.search(judgment) or LOOSE_RATING.search(judgment)
+    if match is None:
         return None
-    return float(found[1]) if "." in found[1] else int(found[1])
+    return float(match[1]) if "." in match[1] else int(match[1])
 
 
 def parse_winner(judgment: str) -> str:
-    """Returns `A`, `B` or `tie` for the verdict `[[A]]`, `[[B]]` or `[[C]]`, checked in this order; else `error`."""
+    """`A`, `B` or `tie` for the verdict `[[A]]`, `[[B]]` or `[[C]]`, checked in this order; else `error`."""
     verdicts = {"[[A]]": "A", "[[B]]": "B", "[[C]]": "tie"}
     return next((winner for mark, winner in verdicts.items() if mark in judgment), "error")
 
 
 def parse_game_winner(game: int, judgment: str) -> str:
-    """Returns `model_1`, `model_2`, `tie` or `error`. The baseline is `model_2`, and comes first in game 2."""
+    """`model_1`, `model_2`, `tie` or `error`. The baseline is `model_2`; its answer comes first in game 2."""
     winner = parse_winner(judgment)
     models = ("model_1", "model_2") if game == 1 else ("model_2", "model_1")
     return dict(zip("AB", models, strict=True)).get(winner, winner)
@@ -57,7 +54,7 @@ def judge_name(run: RunReader) -> str:
 
 
 def require_judge_columns(schema: pa.Schema, run: RunReader) -> None:
-    """Raises ConfigError if the run lacks the columns that identify what was judged."""
+    """Raises ConfigError if the run has no columns that identify the judged answers."""
     missing = [name for name in JUDGE_COLUMNS if name not in schema.names]
     if missing:
         raise ConfigError(
@@ -72,14 +69,14 @@ def is_judge_run(run: RunReader) -> bool:
 
 @dataclass(kw_only=True)
 class AnswerWriter(ResultWriter):
-    """Writes a line per question with the answers to all turns; replicas become further choices. Holds all answers in
-    memory."""
+    """Writes a line per question with the answers to all turns; replicas of a question become choices. Holds all
+    answers in memory."""
 
     model_id: str
     time: float
 
     def format_results(self, rows: Iterator[RowValues]) -> Iterator[tuple[bool, JsonObject]]:
-        by_question: dict[str, dict[int, dict[int, str]]] = {}  # and by choice and turn
+        by_question: dict[str, dict[int, dict[int, str]]] = {}  # then by choice and turn
         failed: set[str] = set()
         for row in rows:
             question, _, replica = str(row["id"]).partition("#")
@@ -151,8 +148,7 @@ def judgment_text(row: RowValues) -> str:
 def make_fastchat_writer(
     shards: Sequence[RunReader], schema: pa.Schema, error_rows: ErrorRows, out: Path
 ) -> AnswerWriter | JudgmentWriter:
-    """Returns the writer for these shards. Answers are attributed to a model named after the file, which is how
-    FastChat finds it. Raises ConfigError."""
+    """The writer for these shards. FastChat identifies the model of answers by the file name. Raises ConfigError."""
     times: list[float] = []  # start times of the run's processes, Unix seconds
     for path in (path for run in shards for path in sorted(run.directory.throughput.glob("part-*.parquet"))):
         times += pq.read_table(path, columns=["started_at"])["started_at"].to_pylist()

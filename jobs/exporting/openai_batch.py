@@ -1,8 +1,5 @@
-"""Exports a run as OpenAI batch results: a line per request, in input order, errors included.
-
-Output is deterministic: ids are digests of requests and there are no timestamps, so an interrupted run gives the same
-file.
-"""
+"""Exports a run as OpenAI batch results: a line per request, in input order, errors included. Output is deterministic:
+ids are digests of requests, and there are no timestamps."""
 
 import json
 from base64 import b64encode
@@ -36,7 +33,7 @@ MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprob:
-    """A token and its log-probability. `data`: the bytes that it adds to the text."""
+    """A token and its log-probability. `data`: its bytes in the text."""
 
     id: int
     data: bytes
@@ -64,7 +61,7 @@ class LogprobFormatter:
 
     def chat_logprobs(self, row: Mapping[str, Any], num_top: int) -> JsonObject:
         content = [
-            {**chosen.as_json, "top_logprobs": [each.as_json for each in likeliest[:num_top]]}
+            {**chosen.as_json, "top_logprobs": [token.as_json for token in likeliest[:num_top]]}
             for chosen, likeliest in self._tokens(row)
         ]
         return {"content": content, "refusal": None}
@@ -92,8 +89,7 @@ class LogprobFormatter:
             begins_text = begins_text and not self._detokenizer.has_text(id)
 
     def _begins_text(self, row: Mapping[str, Any]) -> bool:
-        """True if the completion begins the text, so that decoding dropped a leading space; rows do not store their
-        context."""
+        """True if decoding dropped a leading space because the completion begins the text; rows do not record that."""
         ids, text = row["token_ids"], row["completion"]
         return not self._detokenizer.join_spellings(ids).startswith(text) and self._detokenizer.decode(ids).startswith(
             text
@@ -103,17 +99,17 @@ class LogprobFormatter:
     def _detokenizer(self) -> Detokenizer:
         tokenizer = find_tokenizer(self.model, self.cache_dir)
         if tokenizer is None:
-            raise ConfigError("log-probabilities in OpenAI's form have texts of tokens: set model.tokenizer")
+            raise ConfigError("log-probabilities in OpenAI's format need a tokenizer: set model.tokenizer")
         return Detokenizer(tokenizer)
 
 
 def _logprobs_by_text(chosen: TokenLogprob, likeliest: Sequence[TokenLogprob]) -> dict[str, float]:
-    """Log-probabilities by token text. If several tokens have one text, the chosen token gets it, else the most likely;
-    the others become `token_id:ID`, as in vLLM."""
-    owner_of = {chosen.text: chosen.id}
-    for each in likeliest:
-        owner_of.setdefault(each.text, each.id)
-    return {each.text if owner_of[each.text] == each.id else f"token_id:{each.id}": each.logprob for each in likeliest}
+    """Log-probabilities by token text. Of tokens with equal text, the chosen one, else the most likely, gets it; the
+    others become `token_id:ID`, as in vLLM."""
+    ids = {chosen.text: chosen.id}
+    for token in likeliest:
+        ids.setdefault(token.text, token.id)
+    return {token.text if ids[token.text] == token.id else f"token_id:{token.id}": token.logprob for token in likeliest}
 
 
 @dataclass(kw_only=True)
@@ -122,22 +118,22 @@ class BatchResultWriter(ResultWriter):
 
     model: str
     logprob_formatter: LogprobFormatter
-    rejected_rows: AbstractSet[int]  # row indices of requests that never reached the model
+    rejected_rows: AbstractSet[int]  # row indices of invalid requests
 
     def format_results(self, rows: Iterator[RowValues]) -> Iterator[tuple[bool, JsonObject]]:
-        for place, samples in groupby(rows, key=lambda row: row["row_index"]):
-            yield self._line(place, list(samples))
+        for row_index, samples in groupby(rows, key=lambda row: row["row_index"]):
+            yield self._line(row_index, list(samples))
 
-    def _line(self, place: int, samples: Sequence[RowValues]) -> tuple[bool, JsonObject]:
+    def _line(self, row_index: int, samples: Sequence[RowValues]) -> tuple[bool, JsonObject]:
         first = samples[0]
-        request = [place, first["id"], *(first[name] for name in REQUEST_COLUMNS)]
+        request = [row_index, first["id"], *(first[name] for name in REQUEST_COLUMNS)]
         digest = sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:ID_DIGITS]
         custom_id = first["custom_id"] if isinstance(first["custom_id"], str) else None
         failed = next((row for row in samples if row["status"] != "ok"), None)
         if failed is None:
             status, error, body = 200, None, self._body(first, samples, digest)
         else:
-            is_rejected, message = place in self.rejected_rows, failed["error"]
+            is_rejected, message = row_index in self.rejected_rows, failed["error"]
             status, code = (400, "invalid_request") if is_rejected else (500, "server_error")
             error, kind = {"code": code, "message": message}, "invalid_request_error" if is_rejected else code
             body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
@@ -166,19 +162,22 @@ class BatchResultWriter(ResultWriter):
 
     def _choice(self, row: RowValues, request_body: RowValues, *, is_chat: bool) -> JsonObject:
         choice = {"index": row["sample_index"], "finish_reason": FINISH_REASONS[row["finish_reason"]]}
-        wanted = request_body.get("logprobs")
+        num_logprobs = request_body.get("logprobs")  # chat: a bool
         if not is_chat:
-            logprobs = self.logprob_formatter.completion_logprobs(row, wanted) if wanted is not None else None
+            logprobs = None
+            if num_logprobs is not None:
+                logprobs = self.logprob_formatter.completion_logprobs(row, num_logprobs)
             return {**choice, "text": row["completion"], "logprobs": logprobs}
         message = {"role": "assistant", "content": row["completion"], "refusal": None}
         if row.get("reasoning") is not None:
             message["reasoning_content"] = row["reasoning"]
-        logprobs = self.logprob_formatter.chat_logprobs(row, request_body.get("top_logprobs") or 0) if wanted else None
+        num_top = request_body.get("top_logprobs") or 0
+        logprobs = self.logprob_formatter.chat_logprobs(row, num_top) if num_logprobs else None
         return {**choice, "message": message, "logprobs": logprobs}
 
 
 def make_batch_writer(shards: Sequence[RunReader], schema: pa.Schema, error_rows: ErrorRows) -> BatchResultWriter:
-    """Returns the writer for these shards. Raises ConfigError if the run's rows are not batch requests."""
+    """The writer for these shards. Raises ConfigError if the run's rows are not batch requests."""
     missing = [name for name in REQUEST_COLUMNS if name not in schema.names]
     if missing:
         raise ConfigError(
@@ -197,7 +196,7 @@ def make_batch_writer(shards: Sequence[RunReader], schema: pa.Schema, error_rows
     rejected: set[int] = set()
     for plan in (plan for shard in shards for plan in shard.plans()):
         rows = zip(plan["row_index"].to_pylist(), plan["status"].to_pylist(), strict=True)
-        rejected |= {place for place, status in rows if status == "rejected"}
+        rejected |= {row_index for row_index, status in rows if status == "rejected"}
     return BatchResultWriter(
         model=model.path or model.name,
         logprob_formatter=LogprobFormatter(model=model, cache_dir=texts["offload.cache_dir"]),
@@ -219,7 +218,7 @@ def score_body(request_body: RowValues, rows: Sequence[RowValues], model: str, d
     """Response body of a score request: a reranker's probability, or the cosine of two embeddings."""
     if "probabilities" in rows[0]:
         scores = [row["probabilities"][0] for row in rows]
-    else:  # unit vectors; a single first text is broadcast
+    else:  # unit vectors; NumPy broadcasts a single first text
         vectors = np.array([row["embedding"] for row in rows], np.float64)
         num_first = count_inputs(request_body["text_1"])
         scores = (vectors[:num_first] * vectors[num_first:]).sum(-1).tolist()

@@ -26,12 +26,12 @@ def require_one_run(runs: Sequence[RunReader]) -> list[RunReader]:
         keys = sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
         if keys:
             raise ConfigError(
-                f"{other.location} is another run than {first.location}, by {', '.join(keys[:3])}: one is exported "
+                f"{other.location} and {first.location} are different runs: {', '.join(keys[:3])} differ. Export one "
                 "at a time"
             )
         counts = first.shard[1], other.shard[1]
         if counts[0] != counts[1]:
-            raise ConfigError(f"{first.location} is one of {counts[0]} shards and {other.location} one of {counts[1]}")
+            raise ConfigError(f"{first.location} has shard.count={counts[0]}, {other.location} {counts[1]}")
     by_turn_and_shard = {(run.turn, run.shard[0]): run for run in runs}
     if len(by_turn_and_shard) < len(runs):
         duplicate = next(run for run in runs if by_turn_and_shard[run.turn, run.shard[0]] is not run)
@@ -40,53 +40,53 @@ def require_one_run(runs: Sequence[RunReader]) -> list[RunReader]:
             f"{duplicate.location} and {other.location} are both shard {duplicate.shard[0]} of {duplicate.shard[1]}: "
             "name one of them"
         )
-    return [by_turn_and_shard[place] for place in sorted(by_turn_and_shard)]
+    return [by_turn_and_shard[key] for key in sorted(by_turn_and_shard)]
 
 
 def check_complete(names: Sequence[str], shards: Sequence[RunReader], *, partial: bool, verb: str) -> list[str]:
-    """Returns sentences about what the run still lacks, from file names, footers and plans. Raises ConfigError if it
-    lacks something, unless `partial`. `verb`: what the caller does, for the message."""
-    absent = describe_absent_shards(shards)
+    """Returns sentences about missing shards and rows, from file names, footers and plans. Raises ConfigError if there
+    are any, unless `partial`. `verb`: action of the caller, for the message."""
+    missing = describe_missing_shards(shards)
     for run in shards:
         rows = missing_rows(run)
         if run.condition is not Condition.done or len(rows):
-            absent.append(describe_missing_rows(run, rows))
-    if absent and not partial:
+            missing.append(describe_missing_rows(run, rows))
+    if missing and not partial:
         raise ConfigError(
-            f"run={','.join(names)} is not complete: {'; '.join(absent)}. The run's own command goes on with it; "
-            f"partial=true {verb} what is there"
+            f"run={','.join(names)} is not complete: {'; '.join(missing)}. Run the run's command to resume it; "
+            f"partial=true {verb} the finished rows"
         )
-    return absent
+    return missing
 
 
-def describe_absent_shards(runs: Sequence[RunReader]) -> list[str]:
+def describe_missing_shards(runs: Sequence[RunReader]) -> list[str]:
     """A sentence for each turn with missing shards."""
     sentences, count = list[str](), runs[0].shard[1]
     for turn in range(1, runs[0].num_turns + 1):
         shards = [run for run in runs if run.turn == turn]
         absent = sorted(set(range(count)) - {run.shard[0] for run in shards})
         if absent and not shards:
-            sentences.append(f"turn {turn} is not there")
+            sentences.append(f"turn {turn} is missing")
         elif absent:
-            where = f" (turn {turn})" if runs[0].num_turns > 1 else ""
-            are = "is" if len(absent) == 1 else "are"
-            sentences.append(f"shard {format_ranges(absent)} of {count}{where} {are} not there")
+            suffix = f" (turn {turn})" if runs[0].num_turns > 1 else ""
+            verb = "is" if len(absent) == 1 else "are"
+            sentences.append(f"shard {format_ranges(absent)} of {count}{suffix} {verb} missing")
     return sentences
 
 
 def read_parts(run: RunReader, *, partial: bool) -> Iterator[tuple[pa.Table, np.ndarray]]:
-    """Yields each verified part of a shard with the input row indices of its rows. Raises DamagedRunError; with
-    `partial`, skips a damaged part with a warning."""
+    """Yields each part of a shard, verified, and its row indices in the input. Raises DamagedRunError; with `partial`,
+    skips damaged parts with a warning."""
     for block in sorted(run.parts):
         try:
             table = run.read_part(block)
-            places = table["row_index"].to_numpy()
+            row_indices = table["row_index"].to_numpy()
         except DamagedRunError as error:
             if not partial:
                 raise
-            log.warning("left out: %s", error)
+            log.warning("skipped: %s", error)
             continue
-        yield table, places
+        yield table, row_indices
 
 
 def wait_until_finished(
@@ -97,10 +97,10 @@ def wait_until_finished(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Blocks until the run is finished and no process works in its directory. Calls `report` with what is missing when
-    that changes. Raises Interrupted, and the errors of `find_runs` and `require_one_run`."""
+    """Blocks until the run is finished and no process works in its directory. Calls `report` with a status line when it
+    changes. Raises Interrupted, and the errors of `find_runs` and `require_one_run`."""
     logged, logged_at = "", -inf
-    num_blocks: dict[str, int] = {}  # plans do not change: read each once
+    num_blocks: dict[str, int] = {}  # plans never change
 
     def describe_unfinished(run: RunReader) -> str | None:
         is_running, name = is_locked(run.directory.lock), str(run.path)
@@ -108,7 +108,11 @@ def wait_until_finished(
             return None
         leased = len(leased_blocks(run.directory.leases)) if is_running else 0
         state = (
-            f"{format_count(leased, 'worker')} at work" if leased else "at work" if is_running else "nobody is at work"
+            f"{format_count(leased, 'worker')} running"
+            if leased
+            else "running"
+            if is_running
+            else "no process is running"
         )
         if not num_blocks.get(name):
             num_blocks[name] = len(run.rows_by_block)
@@ -118,7 +122,7 @@ def wait_until_finished(
 
     while True:
         shards = require_one_run(find_runs(names, "run"))
-        texts = describe_absent_shards(shards) + [
+        texts = describe_missing_shards(shards) + [
             text for run in shards if (text := describe_unfinished(run)) is not None
         ]
         if not texts:

@@ -173,7 +173,7 @@ def test_shards_ask_the_turns_of_their_own_rows(tmp_path: Path, model: str, whol
 def test_an_export_says_which_turn_is_missing(tmp_path: Path, model: str) -> None:
     config = config_for(tmp_path, model)
     next(iter(run_turns(config, never)))
-    with pytest.raises(ConfigError, match="turn 2 is not there; turn 3 is not there"):
+    with pytest.raises(ConfigError, match="turn 2 is missing; turn 3 is missing"):
         export(ExportConfig(run=str(run_directory(config)), out=str(tmp_path / "out.jsonl")))
 
 

@@ -122,7 +122,7 @@ def test_csv_cells_that_a_spreadsheet_would_run_have_a_quote_in_front_if_asked(i
 def test_a_safe_csv_is_asked_for_by_its_setting(whole: ShardedRun) -> None:
     plain, safe = (exported(whole, f"{key}.csv", csv_safe=key).out.read_bytes() for key in (False, True))
     assert plain == safe, "no cell of this run begins so"
-    with pytest.raises(ConfigError, match="csv_safe=true has no meaning for format=jsonl"):
+    with pytest.raises(ConfigError, match="csv_safe=true needs format=csv, got format=jsonl"):
         exported(whole, "all.jsonl", csv_safe=True)
 
 
@@ -174,7 +174,7 @@ def test_a_column_of_an_input_that_was_not_kept_is_refused_with_that_reason(
     tmp_path: Path, keeps: bool, says: bool
 ) -> None:
     case = ShardedRun(folder=tmp_path, identity={"dataset.keep_columns": keeps}).finish(0)
-    with pytest.raises(ConfigError, match="columns=prompt is not there: the run has row_index, ") as refused:
+    with pytest.raises(ConfigError, match="columns: the run has no prompt, but row_index, ") as refused:
         exported(case, "all.jsonl", columns=["id", "prompt"], partial=True)
     assert ("made with dataset.keep_columns=false" in str(refused.value)) == says
 
@@ -183,7 +183,7 @@ def test_error_rows_can_be_left_out(whole: ShardedRun) -> None:
     done = exported(whole, "ok.jsonl", errors=ErrorRows.drop)
     assert {row["row_index"] for row in lines(done.out)} == set(range(24)) - {5}
     assert (done.num_rows, done.num_errors, done.num_dropped) == (46, 0, 2)
-    assert "46 rows of 3 shards; 2 with an error left out" in done.lines[0]
+    assert "46 rows of 3 shards; 2 with an error omitted" in done.lines[0]
 
 
 def test_an_unfinished_and_an_absent_shard_are_named_by_index_with_their_rows_and_refused(case: ShardedRun) -> None:
@@ -192,7 +192,7 @@ def test_an_unfinished_and_an_absent_shard_are_named_by_index_with_their_rows_an
     with pytest.raises(ConfigError) as refused:
         exported(case, "never.jsonl")
     message = str(refused.value)
-    assert "shard 2 of 3 is not there" in message
+    assert "shard 2 of 3 is missing" in message
     assert "(shard 1 of 3) is not finished: 12 of 16 rows are done, missing: rows" in message
     assert not (case.folder / "never.jsonl").exists()
 
@@ -231,7 +231,7 @@ def test_a_damaged_part_is_refused_with_4_and_left_out_only_if_asked(
     assert (case.folder / "all.jsonl").read_text() == "of before"
     assert hidden(case.folder) == []
     assert exported(case, "all.jsonl", partial=True, overwrite=True).num_rows == 44
-    assert "left out" in caplog.text
+    assert "skipped: " in caplog.text
 
 
 def test_a_part_of_another_shard_is_damage(case: ShardedRun) -> None:
@@ -242,7 +242,7 @@ def test_a_part_of_another_shard_is_damage(case: ShardedRun) -> None:
 
 def test_one_run_is_exported_at_a_time(case: ShardedRun, tmp_path: Path) -> None:
     other = ShardedRun(folder=tmp_path / "other", identity={"model.name": "tiny", "sampling.n": 3}).finish(1)
-    with pytest.raises(ConfigError, match=r"is another run than .*, by sampling\.n: one is exported"):
+    with pytest.raises(ConfigError, match=r"are different runs: sampling\.n differ"):
         exported(case, "all.jsonl", run=[str(case.directory(0).path), str(other.directory(1).path)])
     shutil.copytree(case.directory(0).path, tmp_path / "copy")
     with pytest.raises(ConfigError, match="are both shard 0 of 3"):
@@ -261,9 +261,9 @@ def test_a_run_that_is_named_twice_is_exported_once(case: ShardedRun) -> None:
         ({"run": "nowhere"}, "run=nowhere does not exist"),
         ({"run": None}, "run is not set"),
         ({"out": None}, "out is not set"),
-        ({"out": "a.txt"}, r"out=a.txt ends in none of \.jsonl, \.csv, \.parquet"),
-        ({"columns": ["id", "nope"]}, "columns=nope is not there: the run has row_index, source_file, id"),
-        ({"columns": ["id", "id"]}, "names a column twice"),
+        ({"out": "a.txt"}, r"out=a.txt does not end in \.jsonl, \.csv, \.parquet"),
+        ({"columns": ["id", "nope"]}, "columns: the run has no nope, but row_index, source_file, id"),
+        ({"columns": ["id", "id"]}, "contains a column twice"),
         ({"columns": []}, "columns is empty"),
     ],
 )
@@ -280,7 +280,7 @@ def test_a_directory_of_runs_is_no_run_and_says_which_are_in_it(whole: ShardedRu
 
 
 def test_the_file_never_lies_among_the_parts(case: ShardedRun) -> None:
-    with pytest.raises(ConfigError, match="lies among the parts of the run"):
+    with pytest.raises(ConfigError, match="is in a folder of parts"):
         exported(case, "x", out=str(case.directory(0).generations / "part-00009.parquet"))
     with pytest.raises(ConfigError, match="is a directory"):
         exported(case, "x", out=str(case.folder), format=ExportFormat.jsonl)
@@ -288,7 +288,7 @@ def test_the_file_never_lies_among_the_parts(case: ShardedRun) -> None:
 
 def test_a_file_that_no_export_wrote_is_replaced_only_if_asked(case: ShardedRun) -> None:
     (case.folder / "mine.jsonl").write_text("mine")
-    with pytest.raises(ConfigError, match=r"mine\.jsonl is there, and was not written by .*overwrite=true"):
+    with pytest.raises(ConfigError, match=r"mine\.jsonl exists, and was not written by .*overwrite=true"):
         exported(case, "mine.jsonl")
     assert (case.folder / "mine.jsonl").read_text() == "mine"
     assert exported(case, "mine.jsonl", overwrite=True).num_rows == 48
@@ -329,7 +329,7 @@ def test_a_file_of_the_run_itself_is_never_replaced(case: ShardedRun) -> None:
 
 def test_a_directory_that_was_not_there_is_made_with_a_word(case: ShardedRun) -> None:
     done = exported(case, "no/such/all.jsonl")
-    assert done.lines[0] == f"{case.folder / 'no' / 'such'} was not there: made"
+    assert done.lines[0] == f"created directory {case.folder / 'no' / 'such'}"
     assert done.out.exists()
 
 

@@ -56,15 +56,15 @@ def test_waiting_says_what_is_missing_and_ends_with_the_run(case: ShardedRun) ->
     )
     name = case.directory(0).path
     assert said == [
-        f"waiting: shard 1 of 3 is not there; {name} lacks 1 of 4 blocks, at work",
-        f"waiting: {name} lacks 1 of 4 blocks, at work",
-        f"waiting: {name} lacks 0 of 4 blocks, at work",
+        f"waiting: shard 1 of 3 is missing; {name} lacks 1 of 4 blocks, running",
+        f"waiting: {name} lacks 1 of 4 blocks, running",
+        f"waiting: {name} lacks 0 of 4 blocks, running",
     ]
     assert exported(case) == 48
 
 
 def test_who_waits_can_be_stopped_and_partial_has_no_meaning_then(case: ShardedRun) -> None:
-    with pytest.raises(Interrupted, match="lacks 1 of 4 blocks, nobody is at work"):
+    with pytest.raises(Interrupted, match="lacks 1 of 4 blocks, no process is running"):
         wait_until_finished([str(case.folder / "x-*")], lambda: True, print)
     with pytest.raises(ConfigError, match="partial"):
         ExportConfig(run="x", out="x.csv", wait=True, partial=True)
