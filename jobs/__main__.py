@@ -1,4 +1,4 @@
-"""weightstream, which is also python -m jobs: `weightstream JOB ...` is `python -m jobs.JOB ...`."""
+"""The command weightstream, also python -m jobs: `weightstream JOB ...` runs `python -m jobs.JOB ...`."""
 
 import ast
 import re
@@ -10,16 +10,15 @@ from typing import NoReturn
 
 JOBS = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.py")) if not path.stem.startswith("_")}
 COMMANDS = [*JOBS, "help", "completion"]
-USAGE = """usage: weightstream JOB [key=value ...], and weightstream JOB --help for what a job's settings are
+USAGE = """usage: weightstream JOB [key=value ...]; weightstream JOB --help lists the settings of a job
 
 {jobs}
-  help        what a job's settings mean, or those of a group: weightstream help policy, weightstream help plan sampling
-  completion  a script for TAB in bash, zsh or fish: source <(weightstream completion bash)"""
+  help        describes settings of a job or group: weightstream help policy, weightstream help plan sampling
+  completion  prints a completion script for bash, zsh or fish: source <(weightstream completion bash)"""
 
 
 def main() -> None:
-    """Dispatches to the job's module. Imports little before the job starts, which installs its signal handlers
-    first."""
+    """Dispatches to the job's module. Imports little: the job installs its signal handlers first."""
     match sys.argv[1:]:
         case ["help", *words] if words:
             job, *topics = words if words[0] in JOBS else ["generate", *words]
@@ -31,11 +30,9 @@ def main() -> None:
         case ["completion", *words]:
             from jobs.config.help import completion_output
 
-            text = completion_output(words, COMMANDS)
-            print(
-                exit_refused("completion takes the name of a shell: bash, zsh or fish") if text is None else text,
-                end="",
-            )
+            if (text := completion_output(words, COMMANDS)) is None:
+                exit_refused("completion needs the name of a shell: bash, zsh or fish")
+            print(text, end="")
         case ["--help" | "-h" | "help", *_]:
             print(help_text())
         case ["--version", *_]:
@@ -47,16 +44,15 @@ def main() -> None:
             sys.exit(2)
         case [word, *_]:
             close = get_close_matches(word, COMMANDS, n=1)
-            exit_refused(
-                f"unknown job {word!r}: {f'did you mean {close[0]}?' if close else 'weightstream --help lists them'}"
-            )
+            hint = f"did you mean {close[0]}?" if close else "weightstream --help lists them"
+            exit_refused(f"unknown job {word!r}: {hint}")
 
 
 def help_text() -> str:
     """The help text; each job's line is the docstring of its module up to the first full stop or semicolon."""
-    texts = {job: ast.get_docstring(ast.parse(door.read_text(encoding="utf-8"))) or "" for job, door in JOBS.items()}
-    about = {job: " ".join(text.split()).partition(": ")[2] for job, text in texts.items()}
-    return USAGE.format(jobs="\n".join(f"  {job:<12}{re.split(r'[.;](?: |$)', about[job])[0]}" for job in JOBS))
+    texts = {job: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for job, path in JOBS.items()}
+    summaries = {job: " ".join(text.split()).partition(": ")[2] for job, text in texts.items()}
+    return USAGE.format(jobs="\n".join(f"  {job:<12}{re.split(r'[.;](?: |$)', summaries[job])[0]}" for job in JOBS))
 
 
 def exit_refused(message: str) -> NoReturn:

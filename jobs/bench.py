@@ -1,5 +1,5 @@
-"""python -m jobs.bench: Weightstream beside its peers, its own predictions or other policies; rounds alternate, each
-measurement in a process of its own. It needs a checkout of the source: `benchmarks` are not installed."""
+"""python -m jobs.bench: benchmarks Weightstream against other programs, its own predictions or other policies. Rounds
+alternate; each measurement runs in its own process. Needs a source checkout: `benchmarks` are not installed."""
 
 import os
 import sys
@@ -13,14 +13,14 @@ from jobs.config.settings import Composed, load
 
 CHECKOUT = Path(__file__).parents[1]
 if not (CHECKOUT / "benchmarks").is_dir() or not (CHECKOUT / "pyproject.toml").is_file():
-    print_error("benchmarks are not installed with the package: python -m jobs.bench works in a checkout of the source")
+    print_error("benchmarks are not part of the package: run python -m jobs.bench in a source checkout")
     sys.exit(REFUSED)
-sys.path.insert(0, str(CHECKOUT))  # wherever the command was given, for this process and those that it measures
+sys.path.insert(0, str(CHECKOUT))  # from any directory, for this process and its children
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
 
 from benchmarks.config import BenchConfig, Suite  # noqa: E402
 
-NAMES_FILES = ("path=", "questions=", "tokenizer=")  # where something lies is nobody's business
+NAMES_FILES = ("path=", "questions=", "tokenizer=")  # local paths are not published
 
 
 @hydra.main(config_path="../conf", config_name="bench", version_base=None)
@@ -37,7 +37,7 @@ def main(composed: Composed) -> None:
     from runtime.checkpoint_source.location import find_checkpoint
 
     paths = config.checkpoints or [str(find_checkpoint(config.model, None))]
-    machine = hardware()  # before instructions are restricted: torch looks at them once
+    machine = hardware()  # before restricting instructions: torch reads them once
     done = run_suite(config, paths, lambda line: print(line, file=sys.stderr, flush=True))
     shown = [argument for argument in sys.argv[1:] if not any(key in argument for key in NAMES_FILES)]
     command = "python -m jobs.bench " + " ".join(shown)

@@ -1,4 +1,4 @@
-"""python -m jobs.encode: embeddings, classes or masked tokens, read off prompts, resumably."""
+"""python -m jobs.encode: computes embeddings, classes or masked tokens of prompts; resumable."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""python -m jobs.evaluate: tasks of lm-evaluation-harness, answered by runs that go on where they were stopped."""
+"""python -m jobs.evaluate: runs tasks of lm-evaluation-harness; resumable."""
 
 import time
 from importlib.util import find_spec
@@ -25,15 +25,15 @@ def main(composed: Composed) -> None:
     require(find_spec("lm_eval") is not None, "jobs.evaluate needs lm-evaluation-harness: pip install -e '.[eval]'")
     setup_logging(config.log_level)
 
-    # torch, transformers and the harness are loaded only once the config is known to be good
+    # Slow imports (torch, transformers, the harness) come after the checks of settings.
     with gc_paused():
         from jobs.config.signals import StopFlag
         from jobs.evaluating.harness import evaluate
         from jobs.record.passes import Start
 
     with StopFlag() as stop:
-        found = evaluate(config, stop, Start(at=began_at, clock=began))
-    for line in found.lines:
+        evaluation = evaluate(config, stop, Start(at=began_at, clock=began))
+    for line in evaluation.lines:
         print_line(line)
 
 

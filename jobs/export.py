@@ -1,4 +1,4 @@
-"""python -m jobs.export: a run's output as one file, JSONL, CSV or Parquet, in the order of its input."""
+"""python -m jobs.export: writes a run's output to one JSONL, CSV or Parquet file, in the order of its input."""
 
 import hydra
 
@@ -18,7 +18,7 @@ def main(composed: Composed) -> None:
     from jobs.exporting.export import export, resolve_output
     from jobs.exporting.shards import wait_until_finished
 
-    resolve_output(config)  # before what may take long
+    resolve_output(config)  # fail early
     if config.wait:
         with StopFlag() as stop:
             wait_until_finished(config.runs, stop, print_line)

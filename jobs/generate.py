@@ -1,5 +1,4 @@
-"""python -m jobs.generate: one completion for each prompt of a data set, resumably. `--help` lists what can be
-chosen."""
+"""python -m jobs.generate: generates a completion for each prompt of a data set; resumable."""
 
 import logging
 import sys
@@ -44,7 +43,7 @@ def main(composed: Composed) -> int:
     config = load(GenerateConfig, composed)
     log_start(logging.getLogger("jobs.generate"), config)
 
-    # torch and transformers are loaded only once the config and what it points at are known to be there
+    # Slow imports (torch, transformers) come after the checks of settings and paths.
     find_local_path(config.model)
     path = config.dataset.path
     if path is not None and not is_url(path) and config.dataset.kind is not DatasetKind["hub"]:

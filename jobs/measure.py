@@ -1,4 +1,4 @@
-"""python -m jobs.measure: how fast this machine is, as a table, for machine=auto and as YAML of the machine group."""
+"""python -m jobs.measure: measures the speed of this machine, for plans with machine=auto or as a machine option."""
 
 import logging
 import sys
@@ -32,23 +32,23 @@ def main(composed: Composed) -> None:
 
     if config.measure.out is not None:
         require_replaceable([Path(config.measure.out)], f"measure.out={config.measure.out}")
-    found = []
+    measurements = []
     for _ in range(config.measure.times):
         with progress_bar() as advance:
-            found.append(measure_machine(config.machine, config.measure, advance))
-    last = found[-1]
-    print_line(format_table([measurement.figures for measurement in found]))
-    if len(found) > 1:
-        print_line(format_agreement([measurement.figures for measurement in found]))
+            measurements.append(measure_machine(config.machine, config.measure, advance))
+    last = measurements[-1]
+    print_line(format_table([measurement.figures for measurement in measurements]))
+    if len(measurements) > 1:
+        print_line(format_agreement([measurement.figures for measurement in measurements]))
     for note in last.notes:
         print_line(f"note: {note}")
-    for doubt in find_suspicious_rates(last.rates, find_latest_rates(last.host.kind), last.host):
-        log.warning("%s", doubt)
+    for warning in find_suspicious_rates(last.rates, find_latest_rates(last.host.kind), last.host):
+        log.warning("%s", warning)
     try:
         save_rates(last.host, last.rates, last.products)
     except OSError as error:
         raise OutputError(f"{last.host.path}: cannot be written: {error.strerror}; set XDG_CACHE_HOME") from error
-    print_line(f"{last.seconds:.0f} s; kept for machine=auto: {last.host.path}")
+    print_line(f"{last.seconds:.0f} s; saved for machine=auto: {last.host.path}")
     if config.measure.out is not None:
         out = Path(config.measure.out)
         text = last.to_yaml(

@@ -1,4 +1,4 @@
-"""python -m jobs.metrics: what the answers of a finished run are worth, beside references from a column."""
+"""python -m jobs.metrics: scores the answers of a finished run against references from a column."""
 
 import hydra
 

@@ -1,4 +1,4 @@
-"""python -m jobs.models: the support table, read off the code: each proven family, its lanes, experts and cache."""
+"""python -m jobs.models: lists the tested model families, with their lanes, experts and cache."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def main(composed: Composed) -> None:
     from jobs.planning.named import write_shapes
     from jobs.planning.support import FamilyCapabilities, find_families, format_table, support_table
 
-    set_verbosity_error()  # its warnings are about the tiny sizes, not about the families
+    set_verbosity_error()  # it warns about the tiny sizes
     if config.shapes is not None:
         for name in write_shapes(Path(config.shapes)):
             print_line(name)
@@ -26,11 +26,8 @@ def main(composed: Composed) -> None:
     if config.formats:
         print_line(format_table(config.format))
         return
-    print_line(
-        support_table(
-            [FamilyCapabilities.from_family(family) for family in find_families(config.family)], config.format
-        )
-    )
+    families = [FamilyCapabilities.from_family(family) for family in find_families(config.family)]
+    print_line(support_table(families, config.format))
 
 
 if __name__ == "__main__":

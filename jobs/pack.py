@@ -1,4 +1,4 @@
-"""python -m jobs.pack: a model's weights in three quarters of their bytes without loss, or rounded, verified."""
+"""python -m jobs.pack: compresses a model's weights, to three quarters without loss or rounded; verified."""
 
 import hydra
 from tqdm import tqdm

@@ -1,4 +1,4 @@
-"""python -m jobs.plan: what a run would take of each memory and how long, without weights and without its machine."""
+"""python -m jobs.plan: predicts the memory use and time of a run, without weights, for any machine."""
 
 from pathlib import Path
 

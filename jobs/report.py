@@ -1,4 +1,4 @@
-"""python -m jobs.report: runs side by side as a table, and one run as a page for a browser."""
+"""python -m jobs.report: compares runs in a table, and writes an HTML page for a single run."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def main(composed: Composed) -> None:
     runs = [RunFigures(run=run) for run in find_runs(config.names, "runs")]
     table = make_overview(runs)
     print_line(table.text())
-    if unfinished := describe_unfinished([each.run for each in runs]):
+    if unfinished := describe_unfinished([figures.run for figures in runs]):
         print_line("\n" + "\n".join(unfinished))
     directory = Path(config.directory) if config.directory is not None else None
     if directory is not None:

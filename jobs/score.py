@@ -1,4 +1,4 @@
-"""python -m jobs.score: log-probabilities of given targets behind their prompts, or of documents, resumably."""
+"""python -m jobs.score: computes log-probabilities of targets after their prompts, or of documents; resumable."""
 
 import logging
 import sys

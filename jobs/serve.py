@@ -1,4 +1,4 @@
-"""python -m jobs.serve: OpenAI's Files and Batches routes on this machine, each batch a run of another job."""
+"""python -m jobs.serve: serves OpenAI's Files and Batches API on this machine."""
 
 import logging
 import sys
@@ -35,13 +35,13 @@ def main(composed: Composed) -> None:
     try:
         from jobs.serving.server import serve
     except ImportError as error:
-        raise ConfigError(f"weightstream serve needs the extra: pip install 'weightstream[serve]' ({error})") from error
+        raise ConfigError(f"weightstream serve needs an extra: pip install 'weightstream[serve]' ({error})") from error
     model = composed_job.model
     serve(config, Path(config.output_root), [model.path or model.name])
 
 
 def _compose_job(job: str, kind: type[C], settings: list[str]) -> C:
-    """Composes and checks the settings for such jobs. Raises ConfigError."""
+    """Composes and checks the settings of a job. Raises ConfigError."""
     if (suggestion := suggest_key(settings, kind)) is not None:
         raise ConfigError(suggestion)
     try:
@@ -51,7 +51,7 @@ def _compose_job(job: str, kind: type[C], settings: list[str]) -> C:
 
 
 def collect_settings(words: list[str]) -> list[str]:
-    """Moves words that are settings of `jobs.generate`, such as `model=hf`, into the setting `settings`."""
+    """Moves overrides for jobs, such as `model=hf`, into the setting `settings`."""
     own = {*known_keys(ServeConfig), "hydra"}
     groups = {word: word.lstrip("+~").partition("=")[0].partition(".")[0] for word in words}
     others = [word for word in words if "=" in word and word[0] != "-" and groups[word] not in own]

@@ -1,4 +1,4 @@
-"""python -m jobs.status: how far a run is: blocks and rows that are done, in work and left, and who is at work."""
+"""python -m jobs.status: prints the progress of a run: blocks, rows, workers and remaining time."""
 
 import hydra
 

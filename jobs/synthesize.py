@@ -1,4 +1,4 @@
-"""python -m jobs.synthesize: a checkpoint of random weights in a real architecture, without ever holding the model."""
+"""python -m jobs.synthesize: writes a checkpoint of random weights in a real architecture, shard by shard."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def main(composed: Composed) -> None:
 
     overrides = dict(config.architecture)
     model_type = overrides.pop("model_type")
-    overrides.pop("quantization_config", None)  # how the weights are published; random ones are plain
+    overrides.pop("quantization_config", None)  # random weights are not quantized
     assert isinstance(model_type, str), "the config class has checked it"
     assert config.out is not None, "the config class has checked it"
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:

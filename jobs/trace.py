@@ -1,4 +1,4 @@
-"""python -m jobs.trace: a picture of a window of a trace, a run's (trace=true) or a plan's (plan.timeline=true)."""
+"""python -m jobs.trace: draws a window of the trace of a run (trace=true) or plan (plan.timeline=true)."""
 
 import os
 from pathlib import Path
@@ -22,16 +22,18 @@ def main(composed: Composed) -> None:
     assert config.path is not None, "the config class has checked it"
     path = Path(config.path)
     files = find_trace_files(path)
-    drawn = {f"{file}: {name}": spans for file, processes in read_all(files) for name, spans in processes.items()}
-    last = max((span.end for spans in drawn.values() for span in spans), default=0.0)
+    panels = {f"{file}: {name}": spans for file, processes in read_all(files) for name, spans in processes.items()}
+    last = max((span.end for spans in panels.values() for span in spans), default=0.0)
     end = last if config.end is None else config.end
     if config.begin >= min(end, last):
-        raise ConfigError(f"begin={config.begin:g} s is not before the end of the window: the trace ends at {last:g} s")
+        raise ConfigError(
+            f"begin={config.begin:g} s must be before the end of the window; the trace ends at {last:g} s"
+        )
     folder = Path(os.path.commonpath([file.parent for file in files]))
-    beside = folder / "all.svg" if path.is_dir() else path.with_suffix(".svg")
-    out = Path(config.out) if config.out is not None else beside
+    default = folder / "all.svg" if path.is_dir() else path.with_suffix(".svg")
+    out = Path(config.out) if config.out is not None else default
     require_replaceable([out], f"out={out}")
-    draw_panels(out, [(spans, TimeWindow(begin=config.begin, end=end, title=title)) for title, spans in drawn.items()])
+    draw_panels(out, [(spans, TimeWindow(begin=config.begin, end=end, title=title)) for title, spans in panels.items()])
     print_line(f"{out}: {config.begin:g} s to {end:g} s of {last:g} s")
 
 

@@ -1,6 +1,4 @@
-"""Table adapter for data engines: Ray Data, Spark, Daft and datatrove call `TableGenerator` with rows and get results.
-No engine is imported.
-"""
+"""Table adapter for data engines: Ray Data, Spark, Daft and datatrove call `TableGenerator`. Imports no engine."""
 
 from .generator import TableGenerator
 

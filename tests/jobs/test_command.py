@@ -105,7 +105,7 @@ def test_a_job_is_refused_as_python_m_refuses_it(
 
 @pytest.mark.parametrize("words", [(), ("tcsh",), ("bash", "zsh")])
 def test_completion_of_no_shell_that_is_known_is_refused(end_of: Callable[..., End], words: tuple[str, ...]) -> None:
-    errors = ["error: completion takes the name of a shell: bash, zsh or fish"]
+    errors = ["error: completion needs the name of a shell: bash, zsh or fish"]
     assert end_of("completion", *words) == End(code=2, printed=[], errors=errors)
 
 

@@ -176,7 +176,7 @@ def test_a_column_of_an_input_that_was_not_kept_is_refused_with_that_reason(
     case = ShardedRun(folder=tmp_path, identity={"dataset.keep_columns": keeps}).finish(0)
     with pytest.raises(ConfigError, match="columns: the run has no prompt, but row_index, ") as refused:
         exported(case, "all.jsonl", columns=["id", "prompt"], partial=True)
-    assert ("made with dataset.keep_columns=false" in str(refused.value)) == says
+    assert ("because of dataset.keep_columns=false" in str(refused.value)) == says
 
 
 def test_error_rows_can_be_left_out(whole: ShardedRun) -> None:
@@ -320,7 +320,7 @@ def test_an_input_of_the_run_is_never_replaced(tmp_path: Path, key: str, kind: s
 def test_a_file_of_the_run_itself_is_never_replaced(case: ShardedRun) -> None:
     plan = case.directory(0).plan
     before = plan.read_bytes()
-    with pytest.raises(ConfigError, match="is a file of the run itself"):
+    with pytest.raises(ConfigError, match="is a file of the run"):
         exported(case, "x", out=str(plan), overwrite=True)
     assert plan.read_bytes() == before
     for _ in range(2):
@@ -337,7 +337,7 @@ def test_a_directory_that_was_not_there_is_made_with_a_word(case: ShardedRun) ->
 def test_a_path_that_can_never_be_written_is_refused(whole: ShardedRun, tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").write_text("")
     folder = folder.format(tmp_path=tmp_path)
-    with pytest.raises(ConfigError, match=f"{folder}.* cannot be (made|written)"):
+    with pytest.raises(ConfigError, match=str(folder)):
         exported(whole, "x", out=f"{folder}/all.jsonl")
 
 

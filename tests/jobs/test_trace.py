@@ -159,7 +159,7 @@ def test_each_worker_writes_a_trace_and_a_run_shows_all_of_them(
         (["path=nowhere.json"], "cannot read path=nowhere.json: No such file"),
         (["path=x", "begin=2", "end=1"], "end must be after begin=2.0 s, got 1.0"),
         (["path=x", "out=picture.pdf"], "out must end in .svg or .png, got picture.pdf"),
-        (["path={trace}", "begin=1e6"], "begin=1e+06 s is not before the end of the window: the trace ends at "),
+        (["path={trace}", "begin=1e6"], "begin=1e+06 s must be before the end of the window; the trace ends at "),
     ],
 )
 def test_a_wrong_window_or_path_is_refused_in_one_line(
