@@ -129,8 +129,8 @@ def display_text(text: str | None) -> str | None:
 
 
 def select_columns(schema: pa.Schema, columns: Sequence[str] | None, *, has_input: bool) -> list[str]:
-    """Names of the columns to write, in order. Raises ConfigError for unknown ones. `has_input`: the run has its input's
-    columns."""
+    """Names of the columns to write, in order. Raises ConfigError for unknown ones. `has_input`: the run has the
+    columns of its input."""
     unknown = [name for name in columns or () if name not in schema.names]
     if unknown:
         reason = "" if has_input else "; those of its input are missing because of dataset.keep_columns=false"
