@@ -198,7 +198,7 @@ class RowSorter(Closing):
     each file in memory. A context manager; its files, on the output's disk, have no names: a kill leaves none."""
 
     def __init__(self, folder: Path, num_input_rows: int, num_files: int, order: Sequence[str] = SORT_COLUMNS):
-        """With one file, rows stay in memory. `order`: sort columns; the first is the row index."""
+        """Rows stay in memory with one file. `order`: sort columns; the first is the row index."""
         self._order = order
         self._num_input_rows, self._num_files = max(1, num_input_rows), max(1, min(num_files, MAX_SORT_FILES))
         self._stack = ExitStack()
