@@ -199,7 +199,7 @@ def test_chats_are_rendered_as_apply_chat_template_does() -> None:
 def test_a_template_that_fails_for_all_rows_alike_is_refused_before_anything_is_written(
     tmp_path: Path, model: ModelConfig
 ) -> None:
-    with pytest.raises(ConfigError, match=r"chat template fails for all 3 rows: no system role; mend it, or set"):
+    with pytest.raises(ConfigError, match=r"chat template fails for all 3 rows: no system role; fix the"):
         rows(tmp_path, model, [[SYSTEM, USER]] * 3)
     assert not (tmp_path / "generate").exists()
 
