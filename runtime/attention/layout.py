@@ -155,8 +155,8 @@ class PassLayout:
     def filling_F(self) -> torch.Tensor:
         """Tail slots of the decoding rows that fill their page in this pass."""
         assert self._decoding is not None, "rows that decode have tails"
-        each = zip(self._decoding.rows, self._decoding.past, strict=True)
-        return upload([self._slots[row] for row, past in each if (past + 1) % PAGE_TOKENS == 0], self._device)
+        rows = zip(self._decoding.rows, self._decoding.past, strict=True)
+        return upload([self._slots[row] for row, past in rows if (past + 1) % PAGE_TOKENS == 0], self._device)
 
     @cached_property
     def offsets_B(self) -> torch.Tensor:
@@ -172,11 +172,8 @@ class PassLayout:
         parts = ranges.parts
         tables = [self._pages[p.row][p.first // PAGE_TOKENS : -(-p.end // PAGE_TOKENS)] for p in parts]
         width = max(map(len, tables))
-        table_rows = [
-            [part.first % PAGE_TOKENS, *table, *[0] * (width - len(table))]
-            for part, table in zip(parts, tables, strict=True)
-        ]
-        both = upload(table_rows, self._device)
+        rows = zip(parts, tables, strict=True)
+        both = upload([[p.first % PAGE_TOKENS, *t, *[0] * (width - len(t))] for p, t in rows], self._device)
         return both[:, 0], both[:, 1:]
 
     def runs(self, row: int, begin: int, end: int) -> Iterator[PlaceRun]:
@@ -206,13 +203,12 @@ def _flat_places(numbers: torch.Tensor, positions: torch.Tensor) -> Places:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """Keys and values (N, P, H, D) of a layer, and the pass's layout in them. `dtype`: dtype of gathered tensors; None:
-    as stored."""
+    """Keys and values (N, P, H, D) of a layer, and the pass's layout in them."""
 
     k_NPHD: torch.Tensor
     v_NPHD: torch.Tensor
     layout: PassLayout
-    dtype: torch.dtype | None = field(default=None, kw_only=True)
+    dtype: torch.dtype | None = field(default=None, kw_only=True)  # of gathered tensors; None: as stored
 
     @property
     def likes(self) -> tuple[torch.Tensor, torch.Tensor]:

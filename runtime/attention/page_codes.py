@@ -66,11 +66,8 @@ class PageFormat:
         for num_bytes, dtype in zip(parts, (code, code, *(torch.bfloat16,) * 2, *(torch.int8,) * 2), strict=True):
             views.append(pages[:, begin : begin + num_bytes].view(dtype))
             begin += num_bytes
-        codes, channels, tokens = (
-            (PAGE_TOKENS, self.num_heads, -1),
-            (self.num_heads, -1),
-            (self.num_heads, PAGE_TOKENS),
-        )
+        codes, channels = (PAGE_TOKENS, self.num_heads, -1), (self.num_heads, -1)
+        tokens = self.num_heads, PAGE_TOKENS
         shapes = (codes, codes, channels, tokens, channels, tokens)
         return [view.unflatten(1, shape) if view.shape[1] else view for view, shape in zip(views, shapes, strict=True)]
 

@@ -67,15 +67,15 @@ class PageTable:
     @property
     def dirty_pages(self) -> list[int]:
         """Places (see `page_places`) of the pages that the pass writes to, ascending."""
-        each, is_quantized = zip(self._rows, self._new, strict=True), self._tails is not None
-        pages = [page for row, new in each for page in row.dirty_pages(new, is_quantized=is_quantized)]
+        rows, is_quantized = zip(self._rows, self._new, strict=True), self._tails is not None
+        pages = [page for row, new in rows for page in row.dirty_pages(new, is_quantized=is_quantized)]
         return sorted(self._page_places[page] for page in pages)
 
     @property
     def copies(self) -> list[tuple[int, int, int]]:
         """Partial-page copies of this pass, see `PagedRow.page_copy`."""
-        each = zip(self._rows, self._new, strict=True)
-        return [copy for row, new in each if new and (copy := row.page_copy) is not None]
+        rows = zip(self._rows, self._new, strict=True)
+        return [copy for row, new in rows if new and (copy := row.page_copy) is not None]
 
     def add(self, past: int = 0, *, owned_prefix: SharedPages | None = None, prefix: SharedPages | None = None) -> None:
         """Appends a row. Its first `past` positions count as cached. `owned_prefix`: pages that it computes for others.

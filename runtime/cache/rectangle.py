@@ -147,10 +147,8 @@ class OffloadedLayer(ReservedLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._shapes = [
-            torch.Size((like.shape[0], like.shape[1], self._capacity, like.shape[3]))
-            for like in (key_states, value_states)
-        ]
+        states = key_states, value_states
+        self._shapes = [torch.Size((*like.shape[:2], self._capacity, like.shape[3])) for like in states]
         self._attach()
         self.is_initialized = True
 

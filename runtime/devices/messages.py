@@ -43,23 +43,23 @@ def encode_states(states: Mapping[int, SequenceState]) -> list[Values]:
     """Encodes states for `decode_states`; beams are not supported."""
     return [
         {
-            "place": place,
+            "index": index,
             "tokens": state.token_ids,
             "logprobs": _encode_logprobs(state.logprobs),
             "generator": None if state.generator_state is None else base64.b64encode(state.generator_state).decode(),
         }
-        for place, state in states.items()
+        for index, state in states.items()
     ]
 
 
 def decode_states(values: Sequence[Values]) -> dict[int, SequenceState]:
     return {
-        each["place"]: SequenceState(
-            token_ids=tuple(each["tokens"]),
-            logprobs=_decode_logprobs(each["logprobs"]),
-            generator_state=None if each["generator"] is None else base64.b64decode(each["generator"]),
+        value["index"]: SequenceState(
+            token_ids=tuple(value["tokens"]),
+            logprobs=_decode_logprobs(value["logprobs"]),
+            generator_state=None if value["generator"] is None else base64.b64decode(value["generator"]),
         )
-        for each in values
+        for value in values
     }
 
 
@@ -67,40 +67,40 @@ def encode_completions(completions: Finished) -> list[Values]:
     """Encodes completions for `decode_completions`; beams are not supported."""
     return [
         {
-            "place": place,
-            "tokens": each.token_ids,
-            "text": each.text,
-            "finish": each.finish.value,
-            "error": each.error,
-            "logprobs": _encode_logprobs(each.logprobs),
-            "reasoning": each.reasoning,
-            "scores": [[score.own, score.top_ids, score.top, score.greedy_id] for score in each.scores],
-            "vector": None if each.vector is None else base64.b64encode(each.vector.tobytes()).decode(),
+            "index": index,
+            "tokens": completion.token_ids,
+            "text": completion.text,
+            "finish": completion.finish.value,
+            "error": completion.error,
+            "logprobs": _encode_logprobs(completion.logprobs),
+            "reasoning": completion.reasoning,
+            "scores": [[score.own, score.top_ids, score.top, score.greedy_id] for score in completion.scores],
+            "vector": None if completion.vector is None else base64.b64encode(completion.vector.tobytes()).decode(),
         }
-        for place, each in completions
+        for index, completion in completions
     ]
 
 
 def decode_completions(values: Sequence[Values], requests: Sequence[Request]) -> list[tuple[int, Completion]]:
     return [
         (
-            each["place"],
+            item["index"],
             Completion(
-                request=requests[each["place"]],
-                token_ids=tuple(each["tokens"]),
-                text=each["text"],
-                finish=FinishReason(each["finish"]),
-                error=each["error"],
-                logprobs=_decode_logprobs(each["logprobs"]),
-                reasoning=each["reasoning"],
+                request=requests[item["index"]],
+                token_ids=tuple(item["tokens"]),
+                text=item["text"],
+                finish=FinishReason(item["finish"]),
+                error=item["error"],
+                logprobs=_decode_logprobs(item["logprobs"]),
+                reasoning=item["reasoning"],
                 scores=tuple(
                     TokenScore(own=own, top_ids=tuple(ids), top=tuple(top), greedy_id=greedy)
-                    for own, ids, top, greedy in each["scores"]
+                    for own, ids, top, greedy in item["scores"]
                 ),
-                vector=None if each["vector"] is None else np.frombuffer(base64.b64decode(each["vector"]), np.float32),
+                vector=None if item["vector"] is None else np.frombuffer(base64.b64decode(item["vector"]), np.float32),
             ),
         )
-        for each in values
+        for item in values
     ]
 
 

@@ -1,7 +1,7 @@
 """Synchronization of ranks between passes: lanes of the next pass, finished sequences, and stopping.
 
-A rank that stops sends STOPPING in the next exchange, whatever the others send there; they answer with STOPPING until
-all have. Within a pass, `Ranks.stop` wakes ranks that wait for bytes.
+A rank that stops sends STOPPING in the next exchange, and the others answer with STOPPING until all have. Within a
+pass, `Ranks.stop` wakes ranks that wait for bytes.
 
 Ranks that split a model run the same passes of the same rows. With tensor parallelism all ranks sample the same tokens;
 in a pipeline the last rank samples and broadcasts them.

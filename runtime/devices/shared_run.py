@@ -130,9 +130,8 @@ class SharedRun(ABC):
         since all get equally many rows. With tensor parallelism it is the smallest rank's. Devices likewise."""
         own, ranks = make_budgets(offload, device), self.ranks
         replies = ranks.exchange({"host_bytes": own.host_bytes, "device_bytes": own.device_bytes})
-        least = min(
-            each["host_bytes"] // ranks.machines.count(ranks.machines[rank]) for rank, each in enumerate(replies)
-        )
+        shares = zip(replies, ranks.machines, strict=True)
+        least = min(reply["host_bytes"] // ranks.machines.count(machine) for reply, machine in shares)
         device_bytes = None if own.device_bytes is None else min(each["device_bytes"] for each in replies)
         if self.way is Parallelism.tensor:
             self.budgets = replace(own, host_bytes=least, device_bytes=device_bytes)

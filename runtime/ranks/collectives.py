@@ -85,11 +85,12 @@ class GatheredReader(WeightReader):
     """Reads 1/N of every page on each rank and all-gathers the shares into each rank's memory.
 
     Shares are equal numbers of whole blocks; every rank reads the remaining blocks itself. Slots are private to the
-    process. One thread calls the collectives in the order of `fill`, which is the schedule's and equal on all ranks.
+    process. All ranks must call `fill` in the same order.
     """
 
     def __init__(self, collectives: WeightGather, device: ComputeDevice, reader: Reader):
         self._weight_gather, self._device, self._reader = collectives, device, reader
+        # One thread: collectives must have the same order on all ranks.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-gather")
 
     def close(self) -> None:
@@ -187,8 +188,7 @@ class AllGather(SessionResources):
         return gathered.movedim(0, at).flatten(at, at + 1).to(device)
 
     def all_to_all(self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> torch.Tensor:
-        """Sends the first `given[0]` rows (n, D) to rank 0, the next `given[1]` to rank 1, and so on. Returns the rows
-        received, `taken[0]` from rank 0 first."""
+        """Sends `send_counts[r]` consecutive rows (n, D) to each rank r; returns the received rows, ordered by rank."""
         if not self._is_active or rows.is_meta:
             return rows.new_zeros(sum(receive_counts), rows.shape[1])
         device, rows = rows.device, rows.contiguous().cpu()

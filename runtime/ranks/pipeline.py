@@ -33,7 +33,7 @@ _FACTORIES = ("empty", "zeros", "ones", "full", "new_empty", "new_zeros", "new_o
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSignature:
-    """Where a decoder layer takes hidden states and what it returns. `argument`: position or keyword. `num_outputs`:
+    """Calling convention of a decoder layer. `argument`: position or keyword of the hidden states. `num_outputs`:
     length of the returned tuple, hidden states first; 0: a bare tensor."""
 
     argument: int | str

@@ -4,8 +4,8 @@ Every matrix is split by rows, its output features. So one rank computes each ou
 and parts are concatenated, never summed: results are exact. Modules keep their classes; hooks gather inputs and
 outputs.
 
-The class's tensor-parallel plan in transformers says which outputs stay split up to the next matrix. Without a plan, or
-if the model does not run with it, each output is gathered at once.
+The tensor-parallel plan of the class in transformers names outputs that stay split up to the next matrix. Without a
+plan, or if the model does not run with it, each output is gathered at once.
 """
 
 import logging
@@ -209,10 +209,10 @@ class _ModelSplitter:
         """Cuts a module's parameters, under all names of tied ones."""
         for tensor in module.parameters(recurse=False):
             for name in self._names[id(tensor)]:
-                found = cut_rows(self._parameters[name], self._share)
-                if found is None:
+                part = cut_rows(self._parameters[name], self._share)
+                if part is None:
                     raise self._error(repr(name), describe_unsplit(self._parameters[name]))
-                self.cut_parameters[name] = found
+                self.cut_parameters[name] = part
 
     def _split_linear(self, module: nn.Linear, flow: Flow) -> None:
         split_linear(

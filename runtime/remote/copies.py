@@ -70,7 +70,7 @@ def _lock(path: Path, store: ObjectStore) -> Iterator[None]:
         has_logged = False
         while True:
             try:
-                flock(descriptor, LOCK_EX | LOCK_NB)
+                flock(descriptor, LOCK_EX | LOCK_NB)  # nonblocking: a stop must end the wait
                 break
             except BlockingIOError:
                 if not has_logged:

@@ -31,7 +31,7 @@ def never() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How long to retry, and a function that can end it. `key`: the setting of `seconds`, for messages."""
+    """Retry time in seconds and a function that can end it. `key`: the setting of `seconds`, for messages."""
 
     seconds: float = 300.0
     should_stop: Callable[[], bool] = never

@@ -164,7 +164,10 @@ def test_the_operator_is_handed_what_torch_hands_it_by_its_documented_name(
 
 @pytest.mark.parametrize(
     ("constant", "value"),
-    [("OPERATOR_PLACES", module.POSITIONAL_ARGUMENTS[:-1]), ("OPERATOR_NAMES", {*module.KEYWORD_ARGUMENTS, "window"})],
+    [
+        ("POSITIONAL_ARGUMENTS", module.POSITIONAL_ARGUMENTS[:-1]),
+        ("KEYWORD_ARGUMENTS", {*module.KEYWORD_ARGUMENTS, "window"}),
+    ],
 )
 def test_an_operator_that_takes_something_else_is_not_called(
     constant: str, value: object, monkeypatch: pytest.MonkeyPatch
