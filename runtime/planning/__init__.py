@@ -1,3 +1,1 @@
-"""Makes plans from settings and requests: budgets, measured rates and cached policies. Only what queries the machine
-before `plan` decides belongs here.
-"""
+"""Makes plans on this machine: memory budgets, measured rates and cached policies, as inputs of `plan`."""

@@ -69,8 +69,8 @@ def limit_device_memory(offload: OffloadConfig, device: ComputeDevice, kept: Wei
     finally:
         if own is not None:
             device.set_memory_limit(None)
-        used, held = format_bytes(device.peak_bytes()), format_bytes(device.peak_reserved_bytes())
-        log.info("device memory: at most %s in tensors, and %s held by torch's allocator for them", used, held)
+        used, reserved = format_bytes(device.peak_bytes()), format_bytes(device.peak_reserved_bytes())
+        log.info("device memory peak: %s in tensors, %s reserved by torch's allocator", used, reserved)
 
 
 def require_within_budget(placement: Placement, baseline_bytes: int, num_sharers: int) -> None:

@@ -87,18 +87,14 @@ WORTHWHILE = 0.05  # of a run's time, that another policy must save; predictions
 
 
 class PlanOptions(TypedDict, total=False):
-    """Known parts of a plan; None is the same as omitted.
+    """Known parts of a plan; None is the same as omitted."""
 
-    `rates`: measured if omitted. `blocks`, `chunk_tokens` and `backends`: of a resumed run; chunks are kept while they
-    fit. `known`: policy of an earlier search, used while it fits. `num_halvings` as for `plan_policy`.
-    """
-
-    rates: MachineRates | None
-    blocks: tuple[Block, ...] | None
-    known: Policy | None
-    chunk_tokens: int | None
-    backends: BackendTable | None
-    num_halvings: int
+    rates: MachineRates | None  # measured if omitted
+    blocks: tuple[Block, ...] | None  # of a resumed run
+    known: Policy | None  # of an earlier search, used if it fits
+    chunk_tokens: int | None  # of a resumed run, used if it fits
+    backends: BackendTable | None  # of a resumed run
+    num_halvings: int  # as for `plan_policy`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +139,8 @@ class Planner:
                 return resumed.plan(sizes, **(options | {"chunk_tokens": None}))
             except BudgetError:
                 log.warning(
-                    "prompts went by %d tokens at a time when the run was begun, which do not fit any more: last bits "
-                    "of what is left may differ from those of a run that was not stopped",
+                    "the run began with prefill chunks of %d tokens, which no longer fit: remaining outputs may "
+                    "differ in their last bits from those of an uninterrupted run",
                     chunk_tokens,
                 )
         reclaim_device_memory(self.device)
@@ -202,7 +198,7 @@ class Planner:
                 return known
             layer_bytes = max(self.model.shape.sizes.slot_bytes(paged))
             self.cache.weights.make_room(MEASURED_LAYERS * layer_bytes + MEASURING_BYTES, plan.budgets)
-        log.info("measuring this machine, for the prediction")
+        log.info("measuring this machine to predict the run's time")
         with self.open_reader() as reader:
             rates = measure_rates(self.model, reader, self.device, usual, paged)
         if self.cache is not None:
@@ -218,11 +214,9 @@ class Planner:
         assert same.prediction is not None, "rates are given"
         assert searched.prediction is not None, "rates are given"
         is_worth_it = searched.prediction.seconds < (1 - WORTHWHILE) * same.prediction.seconds
-        return (
-            searched
-            if is_worth_it and searched.searched_policy is not None
-            else replace(same, searched_policy=plan.searched_policy)
-        )
+        if is_worth_it and searched.searched_policy is not None:
+            return searched
+        return replace(same, searched_policy=plan.searched_policy)
 
     def resolved_settings(self, plan: RunPlan) -> ResolvedSettings:
         dtype = str(self.model.compute_dtype).removeprefix("torch.")
@@ -232,12 +226,11 @@ class Planner:
         )
 
     def log_plan(self, plan: RunPlan, logged_warnings: set[str]) -> None:
-        """Logs the plan, its ledgers and warnings. Warnings in `advised` are skipped; new ones are added to it."""
+        """Logs the plan, its ledgers and its warnings. Adds warnings to `logged_warnings` and skips those in it."""
         log.info("%s", self.resolved_settings(plan))
         for ledger in plan.placement.ledgers:
             log.info("%s", ledger)
-        found = plan_warnings(self.config, self.model.shape, plan, has_device=self.device.is_accelerator)
-        for sentence in found:
-            if sentence not in logged_warnings:
-                log.warning("%s", sentence)
-        logged_warnings.update(found)
+        for warning in plan_warnings(self.config, self.model.shape, plan, has_device=self.device.is_accelerator):
+            if warning not in logged_warnings:
+                log.warning("%s", warning)
+                logged_warnings.add(warning)

@@ -1,6 +1,6 @@
-"""Policies found by searches, cached in the user's cache directory; looked up by the inputs of the search, or by name.
+"""Caches policies of searches in the user's cache directory, by the inputs of the search, or by name (`policy.pin`).
 
-A cached policy is checked to fit each time; unreadable ones are searched again.
+A policy that no longer fits, or cannot be read, is searched again.
 """
 
 import hashlib
@@ -28,9 +28,7 @@ from ..plan.shape.model import ModelShape
 log = logging.getLogger(__name__)
 
 NUM_LOGGED = 3  # logged sentences of `why`: the policy, the runner-up, and the bottleneck
-SEARCH_VERSION = (
-    4  # of searches: one more where they begin to choose otherwise, so that nothing older is taken for theirs
-)
+SEARCH_VERSION = 4  # increment if searches choose differently, to invalidate cached policies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,21 +93,19 @@ def plan_with_cached_policy(
     pin = problem.config.policy.pin
     path = directory / f"{key}.json" if key is not None else None
     if pin is not None:
-        cached_policies = [
-            plan for file in sorted(directory.glob("*.json")) if (plan := _read_policy(file)) is not None
-        ]
-        matches = {each.policy: each for each in cached_policies if each.policy.digest.startswith(pin)}
+        policies = [cached for file in sorted(directory.glob("*.json")) if (cached := _read_policy(file)) is not None]
+        matches = {cached.policy: cached for cached in policies if cached.policy.digest.startswith(pin)}
         if len(matches) != 1:
-            digests = sorted({each.policy.digest for each in cached_policies})
+            digests = sorted({cached.policy.digest for cached in policies})
             raise ConfigError(
-                f"policy.pin={pin} names {len(matches) or 'none'} of the {len(digests)} choices in {directory}"
-                + (f": {', '.join(digests)}" if digests else "; run once without a pin")
+                f"policy.pin={pin} matches {len(matches) or 'none'} of {len(digests)} cached policies in {directory}: "
+                + (", ".join(digests) or "run once without policy.pin")
             )
         cached, origin = next(iter(matches.values())), "pinned"
     elif previous is not None:
         cached, origin = CachedPolicy(policy=previous, why=(f"policy {previous.digest}: {previous}",)), "as before"
     else:
-        cached, origin = _read_policy(path) if path is not None else None, "of an earlier search"
+        cached, origin = _read_policy(path) if path is not None else None, "from an earlier search"
     if cached is not None:
         policy = cached.policy.halve(num_halvings)
         try:
@@ -120,7 +116,7 @@ def plan_with_cached_policy(
         except BudgetError as error:
             if pin is not None:
                 raise
-            log.warning("policy %s no longer fits and is searched again: %s", cached.policy.digest, error)
+            log.warning("policy %s no longer fits; searching again: %s", cached.policy.digest, error)
         else:
             _log_policy(cached, origin)
             return plan
@@ -128,15 +124,15 @@ def plan_with_cached_policy(
     if plan.choice is not None:
         cached = CachedPolicy.from_plan(plan.choice)
         if path is not None:
-            try:  # rename is atomic: readers never see a partial file; failures are not fatal
+            try:  # the cache is optional: failures are not fatal
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with tempfile.NamedTemporaryFile(
                     "w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8"
                 ) as file:
                     file.write(cached.to_json())
-                os.replace(file.name, path)  # noqa: PTH105
+                os.replace(file.name, path)  # noqa: PTH105 - atomic: readers never see a partial file
             except OSError as error:
-                log.warning("the choice could not be kept in %s: %s", path, error)
+                log.warning("could not cache the policy in %s: %s", path, error)
         _log_policy(cached, "searched")
     return plan
 
@@ -152,5 +148,5 @@ def _read_policy(path: Path) -> CachedPolicy | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("%s holds no policy and is not used: %s", path, error)
+        log.warning("ignoring invalid policy file %s: %s", path, error)
         return None

@@ -98,13 +98,13 @@ def test_a_damaged_choice_is_searched_anew(tmp_path: Path, caplog: pytest.LogCap
         planner = Planner()
         ask(tmp_path, planner)
         assert planner.num_searches == 1
-    assert "holds no policy" in caplog.text
+    assert "ignoring invalid policy file" in caplog.text
 
 
 def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     assert ask(tmp_path / "file", Planner()).placement.fits
-    assert "could not be kept" in caplog.text
+    assert "could not cache the policy" in caplog.text
 
 
 def test_without_a_key_nothing_is_kept(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_the_choice_is_logged_with_why_in_three_lines(tmp_path: Path, caplog: py
     with caplog.at_level(logging.INFO):
         found, _ = ask(tmp_path, Planner()), ask(tmp_path, Planner())
     assert found.choice is not None
-    for origin in ("searched", "of an earlier search"):
+    for origin in ("searched", "from an earlier search"):
         said = [record.message for record in caplog.records if f"({origin}): " in record.message]
         assert said == [f"policy ({origin}): {sentence}" for sentence in found.choice.why[:3]]
 

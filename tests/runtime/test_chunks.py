@@ -165,7 +165,7 @@ def test_a_search_says_its_chunks_and_goes_by_them_again() -> None:
     plan = planned(policy=PolicyConfig(kind=PolicyKind.hrm))
     assert plan.searched_policy is not None
     assert plan.searched_policy.prefill_chunk_tokens == chunk(plan)
-    assert f"prompts by {chunk(plan):,} tokens" in str(plan.searched_policy)
+    assert f"prefill chunks of {chunk(plan):,} tokens" in str(plan.searched_policy)
     again = Policy.from_plain(plan.searched_policy.to_plain())
     assert again == plan.searched_policy
     config = again.apply(RuntimeConfig(policy=PolicyConfig(kind=PolicyKind.hrm)), has_device=True)

@@ -185,7 +185,7 @@ def test_what_an_accelerator_has_no_room_for_stays_in_host_memory(models: Models
 def test_weights_that_would_be_read_in_every_pass_are_packed_instead(models: Models) -> None:
     runtime = models.runtime(models.published, Quantize.int4, Tier.nvme)
     runtime.config = replace(runtime.config, offload=replace(runtime.config.offload, resident_layers=1))
-    match = r"offload=nvme would read \d+ stages every pass.*weightstream pack model\.path=/.* out=OUT format=int4"
+    match = r"would quantize \d+ stages again in every pass.*weightstream pack model\.path=/.* out=OUT format=int4"
     with pytest.raises(ConfigError, match=match):
         tokens_of(runtime, PROMPTS)
 

@@ -1,7 +1,5 @@
-"""Calibration of machine rates. Before a run they are fitted to profiled layers, as products alone run faster than
-within a layer. During a run they are corrected by its first passes.
-
-Pure: a resumed run derives the same rates.
+"""Calibration of machine rates: fitted to profiled layers before a run, as single products run faster than within a
+layer, and corrected by the run's first passes. Pure: a resumed run derives the same rates.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,14 +13,7 @@ from .lane_work import LaneWork, Piece
 from .rates import COMPUTE_RATES, UNLIMITED, MachineRates, interpolate
 from .work import StageWork
 
-MEASURED_ROWS = (
-    1,
-    16,
-    64,
-    128,
-    256,
-    512,
-)  # rows of measured products: short lanes, and sizes at which the kernel changes
+MEASURED_ROWS = (1, 16, 64, 128, 256, 512)  # of products: short lanes, and sizes at which the kernel changes
 MIN_PRODUCT_SHARE = 0.25  # minimum share of a layer's time in products, to derive a rate from it
 MAX_FIT_FACTOR = 2.0  # product rates change by a factor of 1/2 to 2
 MAX_CORRECTION = 2.0  # rates change by a factor of 1/2 to 2; a larger error has another cause
@@ -87,16 +78,14 @@ class TypicalLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSeconds:
-    """Measured seconds of a lane in one layer: from the start of the pass to the layer, inside it without experts, and
-    of attention alone (0 if it was not timed separately)."""
+    """Measured seconds of a lane in one layer."""
 
-    before: float
-    inside: float
-    attention: float
+    before: float  # from the start of the pass to the layer
+    inside: float  # without experts
+    attention: float  # 0: not timed separately
 
     @staticmethod
     def mean(times: Sequence["LayerSeconds"]) -> "LayerSeconds":
-        """Returns the mean of several equal passes."""
         return LayerSeconds(
             before=fmean(each.before for each in times),
             inside=fmean(each.inside for each in times),
@@ -105,8 +94,7 @@ class LayerSeconds:
 
 
 def with_overheads(rates: MachineRates, work: StageWork, single: LayerSeconds) -> MachineRates:
-    """Returns the rates with fixed overheads from `single`, a pass of one token: the time that its products do not
-    explain."""
+    """Returns the rates with fixed overheads: the time of `single`, a pass of one token, without its products."""
     num_rows = min(rates.gemm_flops_per_second)
     products = 2.0 * num_rows * work.dense_weights / rates.gemm_flops_per_second[num_rows]
     turn = max(0.0, single.inside - products)
@@ -116,13 +104,12 @@ def with_overheads(rates: MachineRates, work: StageWork, single: LayerSeconds) -
 def fit_rates(
     rates: MachineRates, shape: ModelShape, work: StageWork, passes: Sequence[tuple[LaneWork, LayerSeconds]]
 ) -> MachineRates:
-    """Returns rates at which the layer `work` takes each of these lanes as long as measured.
+    """Returns rates that reproduce the measured seconds of the layer `work` for these lanes.
 
     Attention gets its measured rate. Product rates are fitted at the rows of the lanes, interpolated between them and
-    constant beyond. They stay unchanged if the layer has products that `work` does not list, such as experts in the
-    model's own code or expanded latents.
+    constant beyond; unchanged if the layer has other products than `work`, such as experts in the model's own code.
     """
-    is_distinguished = not shape.expanded_kv_width and (not work.num_experts or rates.has_expert_rates)
+    has_known_products = not shape.expanded_kv_width and (not work.num_experts or rates.has_expert_rates)
     factors: dict[int, float] = {}
     for lane, layer_seconds in sorted(passes, key=lambda each: each[0].num_tokens):
         if layer_seconds.attention and lane.prefill_pairs:
@@ -136,7 +123,7 @@ def fit_rates(
         products = 2.0 * lane.num_tokens * work.dense_weights / rates.gemm_rate(lane.num_tokens)
         other = lane.num_tokens * work.token_bytes / rates.memory_bytes_per_second + rates.turn_seconds
         product_seconds = layer_seconds.inside - other
-        if is_distinguished and product_seconds > MIN_PRODUCT_SHARE * layer_seconds.inside:
+        if has_known_products and product_seconds > MIN_PRODUCT_SHARE * layer_seconds.inside:
             factors[lane.num_tokens] = min(MAX_FIT_FACTOR, max(1 / MAX_FIT_FACTOR, products / product_seconds))
     if not factors:
         return rates
@@ -150,16 +137,16 @@ def correct_rates(
 ) -> MachineRates:
     """Returns `rates` corrected by the ratio of predicted to measured busy seconds of each resource in the same passes.
 
-    `rates` are those of the run's start, so that bounds hold over several corrections. All compute rates (products,
-    attention, overheads) get one factor: passes do not tell them apart.
+    `rates`: of the run's start, so that bounds hold over several corrections. All compute rates (products, attention,
+    overheads) get the same factor.
     """
 
     def factor(resource: Resource) -> float:
         """Returns a factor above 1 if the machine is faster than predicted."""
-        was, is_reported = measured.get(resource, 0.0), predicted.get(resource, 0.0)
-        if min(was, is_reported) < MIN_SECONDS:
+        actual, expected = measured.get(resource, 0.0), predicted.get(resource, 0.0)
+        if min(actual, expected) < MIN_SECONDS:
             return 1.0
-        return min(MAX_CORRECTION, max(1 / MAX_CORRECTION, is_reported / was))
+        return min(MAX_CORRECTION, max(1 / MAX_CORRECTION, expected / actual))
 
     compute = factor(Resource.compute)
     result = rates.map_rates(COMPUTE_RATES, lambda rate: rate * compute)

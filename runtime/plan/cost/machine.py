@@ -1,8 +1,7 @@
-"""The machine to plan for: memories, rates and links, from a profile of the config group `machine`; and one rank's
-share of it.
+"""The machine to plan for: memories, rates and links, from a profile of the config group `machine`; and a rank's share.
 
-Data sheets print peaks. The attainable shares are assumptions, equal for all devices and listed below; `jobs.measure`
-on the machine replaces them.
+Data sheets print peaks. The attainable shares below are assumptions, equal for all devices; `jobs.measure` replaces
+them.
 """
 
 from dataclasses import dataclass, field, replace
@@ -53,16 +52,14 @@ ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """Links between `num_devices` devices on each of `num_nodes` hosts. Rates are attainable, in one direction: of one
-    device's link to the others, of a host's memory, of one host's link to the others. `device` None: ranks compute in
-    host memory and exchange via gloo."""
+    """Links between devices and hosts. Rates are attainable, in one direction."""
 
-    num_devices: int = 1
-    num_nodes: int = 1
-    device: DeviceLink | None = None
-    device_bytes_per_second: float = UNLIMITED
-    host_bytes_per_second: float = UNLIMITED
-    node_bytes_per_second: float = UNLIMITED
+    num_devices: int = 1  # per host
+    num_nodes: int = 1  # hosts
+    device: DeviceLink | None = None  # None: ranks compute in host memory and exchange via gloo
+    device_bytes_per_second: float = UNLIMITED  # of one device's link to the others
+    host_bytes_per_second: float = UNLIMITED  # of a host's memory
+    node_bytes_per_second: float = UNLIMITED  # of one host's link to the others
 
     def num_per_node(self, num_ranks: int) -> int:
         """Returns the ranks per host, with as few hosts as possible. Raises ConfigError if the machine has fewer
@@ -71,16 +68,15 @@ class Fabric:
             return num_ranks
         most = self.num_devices * self.num_nodes
         if num_ranks > most or num_ranks % self.num_devices:
-            hosts = f"{self.num_nodes} hosts of {self.num_devices}" if self.num_nodes > 1 else "one host"
-            raise ConfigError(
-                f"plan.num_ranks={num_ranks} does not go onto {hosts}: up to {self.num_devices}"
-                + (f", or a multiple of it up to {most}" if self.num_nodes > 1 else " of its devices")
-            )
+            limit = f"one host has {self.num_devices} devices: set at most {self.num_devices}"
+            if self.num_nodes > 1:
+                limit = f"{self.num_nodes} hosts have {self.num_devices} devices each: set a multiple up to {most}"
+            raise ConfigError(f"plan.num_ranks={num_ranks}: {limit}")
         return self.num_devices
 
     def gather_bytes_per_second(self, num_ranks: int) -> float:
-        """Returns the rate of an all-gather per rank, its own part included. A ring uses all links, so the slowest hop
-        bounds it (Patarasuk and Yuan 2009); each rank sends and receives (n - 1) / n."""
+        """Returns the rate of an all-gather per rank, its own part included. The slowest hop bounds a ring
+        (Patarasuk and Yuan 2009); each rank sends and receives (n - 1) / n."""
         if num_ranks == 1:
             return UNLIMITED
         per_node, sent = self.num_per_node(num_ranks), (num_ranks - 1) / num_ranks
@@ -104,8 +100,7 @@ class Fabric:
         return max(within + HOP_SECONDS, across)
 
     def _host_gather_rate(self, num_ranks: int, sent: float) -> float:
-        """Returns the all-gather rate within a host. Without direct device links, data is written to host memory once
-        and read once."""
+        """Returns the all-gather rate within a host. Without direct links, data is written to host memory and read."""
         if self.device is None:
             last, rate = GLOO_BYTES_PER_SECOND[-1]
             return interpolate(GLOO_BYTES_PER_SECOND, num_ranks) if num_ranks <= last else rate * last / num_ranks
@@ -117,17 +112,16 @@ class Fabric:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One device with all of a host, and the `fabric` that connects it; `device_bytes` is None without a device.
-    Memories are what a run may use. Without `has_bfloat16` units bfloat16 is emulated."""
+    """A device with its whole host. Memories are what a run may use."""
 
     name: str
     host_bytes: int
-    device_bytes: int | None
+    device_bytes: int | None  # None: no device
     rates: MachineRates
     fabric: Fabric = field(default_factory=Fabric)
     library_bytes: int = 0  # of device_bytes, as in `Budgets`
     num_sharers: int = 1  # of weights in host memory, as in `Budgets`
-    has_bfloat16: bool = True
+    has_bfloat16: bool = True  # False: bfloat16 is emulated
 
     @property
     def budgets(self) -> Budgets:
@@ -140,8 +134,8 @@ class Machine:
 
 
 def make_machine(config: MachineConfig, dtype: DType = DType.auto) -> Machine:
-    """Returns the machine that the profile describes, for one compute dtype; `auto` as for a bfloat16 checkpoint.
-    Raises ConfigError if the config has no profile, or none for this dtype."""
+    """Makes the machine from its profile, for one compute dtype; `auto` as for a bfloat16 checkpoint. Raises
+    ConfigError if there is no profile, or none for this dtype."""
     if dtype is DType.auto:
         has_device = config.rates is None or config.rates.device_memory_gib is not None
         dtype = resolve_auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=has_bfloat16_units(config))
@@ -151,8 +145,8 @@ def make_machine(config: MachineConfig, dtype: DType = DType.auto) -> Machine:
     if config.rates is not None:
         return _machine_from_rates(config.name, config.rates, links, dtype, has_bfloat16=has_bfloat16_units(config))
     raise ConfigError(
-        f"machine={config.name} has no rates: choose a profile such as machine=l4, "
-        "or measure this one: python -m jobs.measure"
+        f"machine={config.name} has no rates: set a profile such as machine=l4, "
+        "or measure this machine: python -m jobs.measure"
     )
 
 
@@ -209,7 +203,7 @@ def _machine_from_rates(
     dtype_rates = rates.dtypes.get(dtype.value)
     if dtype_rates is None:
         known = ", ".join(rates.dtypes) or "none"
-        raise ConfigError(f"machine={name} was not measured for {dtype.value}, only for: {known}; set model.dtype")
+        raise ConfigError(f"machine={name} was not measured for model.dtype={dtype.value}; measured: {known}")
     device, own, link_in = rates.device_memory_gib, links.device_gb_per_second, _per_second(rates.link_in_gb_per_second)
     memory = rates.memory_gb_per_second * GIGA
     gemm = zip(rates.gemm_rows, dtype_rates.gemm_gflops, strict=False)  # the largest may be missing
@@ -250,8 +244,8 @@ def _per_second(gb_per_second: float | None, share: float = 1.0) -> float:
 def rank_machine(
     machine: Machine, shape: ModelShape, parallelism: Parallelism, num_ranks: int, experts: DividedExperts
 ) -> Machine:
-    """Returns the share of each of `num_ranks` ranks of a `machine`; `shape` is the whole model. Raises ConfigError if
-    the ranks do not fit onto the machine."""
+    """Returns one rank's share of `machine`; `shape` is the whole model. Raises ConfigError if the machine has too few
+    devices."""
     if parallelism is Parallelism.one:
         return machine
     per_node = machine.fabric.num_per_node(num_ranks)
@@ -266,7 +260,7 @@ def rank_machine(
 
 
 def _rates_per_rank(machine: Machine, count: int) -> MachineRates:
-    """Returns the rates of each of `count` ranks of a host when all work at once."""
+    """Returns the rates of each of `count` ranks of a host if all are busy."""
     rates = machine.rates.map_rates(HOST_RATES, lambda rate: rate / count)
     if machine.device_bytes is None:
         return rates.map_rates(COMPUTE_RATES, lambda rate: rate / count)
@@ -297,13 +291,11 @@ def _sharded_rates(rates: MachineRates, machine: Machine, num_ranks: int, num_no
 def _tensor_parallel_rates(
     rates: MachineRates, fabric: Fabric, shape: ModelShape, num_ranks: int, experts: DividedExperts
 ) -> MachineRates:
-    """Returns the rates with the exchanges of a tensor-parallel layer. Beside the hidden vector a token gathers
-    attention outputs and their projection, feed-forward activations or whole experts' outputs, and their product or
-    sum."""
+    """Returns the rates with the exchanges of a tensor-parallel layer: a token gathers attention outputs, feed-forward
+    activations or outputs of whole experts, and two hidden vectors."""
 
     def inner_elements(stage: Stage) -> float:
-        """Returns the elements per token exchanged within a feed-forward: activations of all visited experts, or
-        outputs of whole experts to the rank that sums them."""
+        """Returns the elements per token exchanged within a feed-forward."""
         if keeps_experts_whole(stage, shape.hidden_size, num_ranks, experts):
             return stage.num_experts_per_token * shape.hidden_size / num_ranks
         return stage.num_experts_per_token * inner_size(stage, shape.hidden_size) or shape.intermediate_size
@@ -319,5 +311,5 @@ def _tensor_parallel_rates(
 
 
 def _serial_rate(*rates: float) -> float:
-    """Returns the rate of bytes that pass several links one after another; a page uses one link at a time."""
+    """Returns the rate of bytes that pass several links one after the other."""
     return 1 / sum(1 / rate for rate in rates)

@@ -25,7 +25,7 @@ DEQUANTIZE_LAUNCHES = 2  # per matrix, or stack of experts, with kernels; torch 
 
 
 class StoredWork(NamedTuple):
-    """Weights to dequantize before products: elements, stored bytes, and matrices (a stack of experts counts once)."""
+    """Quantized weights: elements, stored bytes, and matrices (a stack of experts counts once)."""
 
     num_elements: float = 0.0
     num_bytes: float = 0.0
@@ -33,15 +33,15 @@ class StoredWork(NamedTuple):
 
     @staticmethod
     def from_parameters(parameters: Iterable[Parameter], compute_dtype: str) -> "StoredWork":
-        found = [p for p in parameters if needs_dequantizing(p, compute_dtype)]
+        quantized = [p for p in parameters if needs_dequantizing(p, compute_dtype)]
         return StoredWork(
-            float(sum(p.num_elements for p in found)),
-            float(sum(p.num_bytes for p in found)),
-            float(sum(len(p.pieces[0]) for p in found)),
+            float(sum(p.num_elements for p in quantized)),
+            float(sum(p.num_bytes for p in quantized)),
+            float(sum(len(p.pieces[0]) for p in quantized)),
         )
 
     def plus(self, other: "StoredWork") -> "StoredWork":
-        return StoredWork(*(own + its for own, its in zip(self, other, strict=True)))
+        return StoredWork(*(a + b for a, b in zip(self, other, strict=True)))
 
     def times(self, share: float) -> "StoredWork":
         return StoredWork(*(share * each for each in self))
@@ -52,7 +52,7 @@ NOTHING_STORED = StoredWork()
 
 @dataclass(frozen=True, kw_only=True)
 class MachineRates:
-    """Rates of one machine, or of one rank's share, for one compute dtype. The defaults are free of cost.
+    """Rates of a machine, or of one rank's share, for one compute dtype. The defaults cost nothing.
 
     `gemm_flops_per_second` maps the rows (M) of a product to its rate, including the conversion of stored weights.
     `expert_flops_per_second`: the same for an expert, from gathering its tokens to adding its outputs; empty if not
@@ -102,12 +102,12 @@ class MachineRates:
     def map_rates(self, names: Iterable[str], change: Callable[[float], float]) -> "MachineRates":
         """Returns the rates with `change` applied to these fields, and to each entry of mappings; None stays None."""
 
-        def made(value: float | Mapping[int, float] | None) -> float | Mapping[int, float] | None:
+        def changed(value: float | Mapping[int, float] | None) -> float | Mapping[int, float] | None:
             if isinstance(value, Mapping):
                 return {rows: change(rate) for rows, rate in value.items()}
             return None if value is None else change(value)
 
-        return replace(self, **{name: made(getattr(self, name)) for name in names})
+        return replace(self, **{name: changed(getattr(self, name)) for name in names})
 
     def layer_exchange_seconds(self, num_bytes: Numbers) -> Numbers:
         """Returns the seconds of a layer's exchanges between ranks, for `num_bytes` of hidden vectors."""
@@ -132,8 +132,8 @@ class MachineRates:
                 return {int(rows): float(each) for rows, each in value.items()}
             return None if value is None else float(str(value))
 
-        found = {each.name: rate(values[each.name]) for each in fields(MachineRates)}
-        return MachineRates(**found)  # pyright: ignore[reportArgumentType] - names and types are checked above
+        rates = {each.name: rate(values[each.name]) for each in fields(MachineRates)}
+        return MachineRates(**rates)  # pyright: ignore[reportArgumentType] - names and types are checked above
 
     @property
     def has_expert_rates(self) -> bool:
@@ -157,18 +157,14 @@ class MachineRates:
         return self.dequantize_bytes_per_second < UNLIMITED and item_bytes == 2
 
     def codes_seconds(self, stored: StoredWork, num_rows: Numbers) -> Numbers:
-        """Returns the seconds of a product with quantized codes: the longer of decoding the weights and of the product
-        at the rate of many rows.
-
-        Decoding takes as long as reading 16-bit elements, for 4 bits too (docs/project/benchmarks-device-kernels.md).
-        """
+        """Returns the seconds of a product with quantized codes: the longer of decoding and of the product at the
+        rate of many rows. Decoding takes as long as reading 16-bit elements (docs/project/benchmarks-device-kernels.md)."""
         reading = 2.0 * stored.num_elements / self.dequantize_bytes_per_second
         products = 2.0 * num_rows * stored.num_elements / max(self.gemm_flops_per_second.values())
         return larger(reading, products)
 
     def dequantize_seconds(self, stored: StoredWork, item_bytes: int) -> float:
-        """Returns the seconds to dequantize weights to `item_bytes` per element: stored bytes are read once, elements
-        written once, with a few launches per matrix."""
+        """Returns the seconds to dequantize to `item_bytes` per element: one read, one write, a few launches."""
         moved = stored.num_bytes + stored.num_elements * item_bytes
         launches = DEQUANTIZE_LAUNCHES * stored.num_matrices
         return moved / self.dequantize_bytes_per_second + launches * self.launch_seconds

@@ -48,13 +48,12 @@ _LINE = re.compile(r"([a-z]+)(?: (\d+)(?:\.(\d+)|#(\d+))?)?", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action. `stage` is None only for `sync`, `lane` is None for ops of a whole stage, `page` is None for all
-    pages."""
+    """One action."""
 
     op: Op
-    stage: int | None
-    lane: int | None = None
-    page: int | None = None
+    stage: int | None  # None: sync
+    lane: int | None = None  # None: op of a whole stage
+    page: int | None = None  # None: all pages
 
     def __str__(self) -> str:
         stage = "" if self.stage is None else f" {self.stage}"

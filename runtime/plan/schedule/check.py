@@ -1,6 +1,6 @@
 """Checks a schedule by simulating its slots and lanes, before the engine runs it.
 
-First come the rules for slots of weights and KV, and for transfers between ranks; then those for lanes.
+Rules for slots of weights and KV and for transfers between ranks come first, then those for lanes.
 """
 
 from collections.abc import Callable, Sequence
@@ -178,12 +178,10 @@ def _format_turns(keys: set[tuple[int, int]]) -> str:
 
 
 def check_schedule(schedule: Schedule, walk: Walk, num_lanes: int, num_passes: int = 3) -> None:
-    """Simulates at most `num_passes` passes; fewer if the slots return to the same state, as all later passes are then
-    equal.
+    """Simulates `num_passes` passes, or fewer if the slots return to the same state.
 
-    Raises ValueError that starts with the action in quotes and names the broken rule: slots never overflow and are not
-    freed while in use, nothing is used before it is loaded, nothing is missing or done twice. Also raises ValueError
-    for less than one lane.
+    Raises ValueError with the action in quotes and the broken rule: slots must not overflow or be freed in use, nothing
+    may be used before it is loaded, be missing or be done twice. Also raises ValueError for less than one lane.
     """
     if num_lanes < 1:
         raise ValueError(f"a schedule for {num_lanes} lanes computes nothing: 1 or more are needed")

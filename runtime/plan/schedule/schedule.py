@@ -208,8 +208,8 @@ def require_slots(walk: Walk, num_lanes: int) -> None:
     needed = min(1 + overlaps, num_lanes)  # turns that the order runs at once
     if walk.offloaded_kv and walk.num_kv_slots < needed:
         raise ConfigError(
-            f"{walk.num_kv_slots} KV slots, but policy.schedule={walk.order.value} has {needed} lanes at the attention "
-            f"of one stage at once: raise kv.num_slots to {needed}"
+            f"kv.num_slots={walk.num_kv_slots}: policy.schedule={walk.order.value} attends for {needed} lanes of a "
+            f"stage at a time: set kv.num_slots={needed}"
         )
     if walk.num_slots > len(walk.streamed) > 0:
         raise ConfigError(
@@ -219,8 +219,8 @@ def require_slots(walk: Walk, num_lanes: int) -> None:
     needed = min(walk.order.style.num_slots, len(walk.streamed))
     if walk.num_slots < needed:
         raise ConfigError(
-            f"{walk.num_slots} slots, but policy.schedule={walk.order.value} loads a stage while the one before it "
-            f"is computed, which takes {needed}: prefetch=lookahead with prefetch.depth of 1 or more"
+            f"{walk.num_slots} slots, but policy.schedule={walk.order.value} loads a stage while the previous one is "
+            f"computed, which takes {needed}: set prefetch=lookahead and prefetch.depth=1 or more"
         )
 
 

@@ -1,8 +1,8 @@
 """Searches for the policy with the highest throughput: MoE-Lightning's (N, mu, A, F, r_w, r_c), plus the compute order.
 
-First, the hierarchical roofline ranks the whole grid at once, as if each block's prompts took one pass. Then the best
-of each variant are placed and timed by two passes. Last, the best few are planned with their best chunks; the ledger
-decides whether they fit and the simulator how long they take.
+First, the hierarchical roofline ranks the whole grid, as if each block's prompts took one pass. Then the best of each
+variant are placed and timed by a few passes. Last, the best few are planned in full: the ledger decides whether they
+fit, the simulator how long they take.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -39,13 +39,12 @@ NOTABLE = 0.01  # of a run's time, to prefer another policy over the default one
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A policy that fits, with the times that roofline and simulator predict for the whole workload. `binding`: the
-    busiest resource in decode passes, by the simulator."""
+    """A policy that fits, with its predicted time for the whole workload."""
 
     policy: Policy
     roofline_seconds: float
-    seconds: float
-    binding: Resource
+    seconds: float  # by the simulator
+    binding: Resource  # the busiest one in decode passes, by the simulator
     tokens_per_second: float  # generated
     full_memory: str  # the memory closest to its budget
     full_share: float
@@ -57,10 +56,10 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """`table` is sorted, the fastest first. `busy_seconds`: of a decode pass of the best policy, by the roofline."""
+    """The best policies of a search."""
 
-    table: tuple[Candidate, ...]
-    busy_seconds: Mapping[Resource, float]
+    table: tuple[Candidate, ...]  # the fastest first
+    busy_seconds: Mapping[Resource, float]  # of a decode pass of the best policy, by the roofline
     operating_point: OperatingPoint
 
     @property
@@ -86,18 +85,18 @@ class SearchResult:
         best, other, at = self.best, self.runner_up, self.operating_point
         parts = [f"{resource.value} {s:.3g} s" for resource, s in self.busy_seconds.items() if s]
         is_same = self.binding is self.roofline_binding
-        roofline = "" if is_same else f"; of such a pass alone {self.roofline_binding.value} would be"
+        roofline = "" if is_same else f", limited by {self.roofline_binding.value}"
         p1, p2 = at.p1, at.p2
         return (
             f"policy {best.policy.digest}: {best.text}",
             *([f"runner-up: {other.text}"] if other else []),
             f"{self.binding.value} is the limit; by the roofline a decode pass takes {', '.join(parts)}{roofline}",
-            f"turning points of feed-forward weights: P1 {'unknown' if p1 is None else f'{p1:.3g}'}, P2 {p2:.3g} "
-            f"FLOPs per byte; the block has {at.feed_forward:.3g}, {'past' if at.feed_forward >= p2 else 'short of'} "
-            f"P2, which takes {at.needed_sequences:,.0f} sequences",
+            f"feed-forward layers have {at.feed_forward:.3g} FLOPs per byte, "
+            f"{'above' if at.feed_forward >= p2 else 'below'} P2; turning points: P1 {'unknown' if p1 is None else f'{p1:.3g}'}, P2 {p2:.3g} "
+            f"(a block of {at.needed_sequences:,.0f} sequences)",
             f"{best.full_memory} memory is {best.full_share:.0%} full",
             *(
-                [f"attention has {at.attention:.3g} FLOPs per byte of KV, below P1: it belongs beside the KV"]
+                [f"attention has {at.attention:.3g} FLOPs per byte of KV, below P1: faster where the KV is"]
                 if p1 is not None and at.attention < p1
                 else []
             ),
@@ -109,15 +108,14 @@ Finalist: TypeAlias = tuple[Candidate, PlacedRun, Prediction]  # the run is what
 
 @dataclass(frozen=True, kw_only=True)
 class Finalists:
-    """Plans of the most promising policies. `roofline` returns the seconds of each policy of a grid. `blocks`: existing
-    blocks; None makes them per policy. `default`: the default policy, always a finalist."""
+    """Plans of the most promising policies."""
 
     problem: Problem
     workload: Workload
     grid: PolicyGrid
-    roofline: Callable[[PolicyGrid], Floats]
-    blocks: tuple[Block, ...] | None = None
-    default: Policy | None = None
+    roofline: Callable[[PolicyGrid], Floats]  # the seconds of each policy
+    blocks: tuple[Block, ...] | None = None  # of a resumed run; None: by policy
+    default: Policy | None = None  # the default policy, always a finalist
 
     @cached_property
     def seconds(self) -> Floats:
@@ -156,8 +154,7 @@ class Finalists:
                 yield self._finalist_at(trial.index)
 
     def _smaller_block(self) -> Finalist:
-        """Tries ever smaller blocks of any variant, the fastest first, until one fits. Raises BudgetError if none
-        does."""
+        """Tries smaller and smaller blocks until one fits, the fastest first. Raises BudgetError if none does."""
         left = np.argsort(self.seconds, kind="stable")
         while len(left):
             try:
@@ -211,9 +208,8 @@ def search(
 ) -> tuple[SearchResult, PlacedRun, Prediction]:
     """Returns the best policy for the tiers and prefetch of `problem`, which must have rates, and its run.
 
-    `workload`: None samples the problem's requests. `axes`: None means all, or with given `blocks` those that can
-    run them. `default`: the default policy, which is always simulated. Raises BudgetError, with the ledger, if not even
-    the smallest block fits.
+    `workload`: None samples the problem's requests. `axes`: None allows all. `blocks`: of a resumed run. `default`: the
+    default policy, always simulated. Raises BudgetError, with the ledger, if not even the smallest block fits.
     """
     shape, config, budgets = problem.shape, problem.config, problem.budgets
     assert problem.rates is not None, "a search goes by rates"
@@ -227,9 +223,7 @@ def search(
     )
     workload = workload or Workload.from_sizes(problem.sizes)
     axes = axes or GridAxes.from_config(shape, config, workload.num_requests, has_device=budgets.has_device)
-    if (
-        problem.rates.cpu_flops_per_second is None
-    ):  # without its FLOP/s, the CPU gets experts only if the settings say so
+    if problem.rates.cpu_flops_per_second is None:  # then the CPU gets experts only if configured
         axes = replace(axes, feedforwards=[config.policy.feedforward or FeedForward.device])
     if blocks:
         lanes = [[len(lane) for lane in block.micro_batches] for block in blocks]
@@ -276,7 +270,7 @@ def select_fitting(
     """Returns the policies within the budgets, with whole layers or paged experts; if there are none, the smallest."""
     budgets = machine.budgets
     needs = (MemoryEstimate(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
-    fits = np.logical_or(*(way.fits(budgets) for way in needs))
+    fits = np.logical_or(*(estimate.fits(budgets) for estimate in needs))
     if fits.any():
         return grid.select(fits)
     size = grid.micro_batch * grid.count * (1 + grid.resident)

@@ -48,8 +48,8 @@ class Policy:
 
     def __str__(self) -> str:
         chunk = self.prefill_chunk_tokens
-        experts = "" if self.feedforward is FeedForward.device else "experts on the CPU too, "
-        chunks = "" if chunk is None else f", prompts by {chunk:,} tokens"
+        experts = "" if self.feedforward is FeedForward.device else "some experts on the CPU, "
+        chunks = "" if chunk is None else f", prefill chunks of {chunk:,} tokens"
         return (
             f"{self.num_micro_batches} x {self.micro_batch_size} sequences, {self.schedule.value}, "
             f"attention on {self.attention.value}, {experts}{format_count(self.resident_layers, 'resident layer')}, "

@@ -1,9 +1,7 @@
-"""Selects the policies of a grid that are worth a plan: the best blocks of each variant, placed and timed by a few
-passes.
+"""Selects policies of a grid to plan in full: the best blocks of each variant, placed and timed by a few passes.
 
-The roofline loads weights once for all prompts of a block, so it is rarely above the simulated time. A policy that is
-much slower by the roofline than a timed one is skipped. A trial takes some milliseconds; a full plan takes ten times as
-long.
+The roofline is rarely above the simulated time, as it loads weights once for all prompts of a block. So policies much
+slower by the roofline than a timed one are skipped. A trial takes some milliseconds, a tenth of a full plan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,39 +54,34 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Trials:
-    """Times policies of a grid. `bounds`: the roofline's seconds of each. `blocks`: existing blocks; None makes them
-    per policy."""
+    """Times policies of a grid."""
 
     problem: Problem
     grid: PolicyGrid
-    bounds: Floats
-    blocks: tuple[Block, ...] | None = None
+    bounds: Floats  # the roofline's seconds of each policy
+    blocks: tuple[Block, ...] | None = None  # of a resumed run; None: by policy
 
     def best(self) -> list[Trial]:
         """Returns the best trial of each policy, the fastest first; empty if none fits."""
         trials_by_variant = dict[Variant, list[Trial]]()
         shortest = float("inf")
-        for way, places in self._variants.items():
-            if self.bounds[places[0]] < MAX_BOUND_RATIO * shortest:
-                many = [place for place in places[1:] if self.grid.lanes[place] >= MANY_LANES][:1]
-                order = list(dict.fromkeys([places[0], *many, *places]))[:NUM_TRIES]
-                trials_by_variant[way] = list(islice(self._fitting_trials(order, shortest), NUM_FIRST))
-                shortest = min([shortest, *(each.pessimistic_seconds for each in trials_by_variant[way])])
-        near = sorted(
-            (way for way in trials_by_variant if trials_by_variant[way]),
-            key=lambda way: _shortest(trials_by_variant[way]),
-        )[:NUM_NEAR]
+        for variant, indices in self._variants.items():
+            if self.bounds[indices[0]] < MAX_BOUND_RATIO * shortest:
+                many = [index for index in indices[1:] if self.grid.lanes[index] >= MANY_LANES][:1]
+                order = list(dict.fromkeys([indices[0], *many, *indices]))[:NUM_TRIES]
+                trials = list(islice(self._fitting_trials(order, shortest), NUM_FIRST))
+                trials_by_variant[variant] = trials
+                shortest = min([shortest, *(trial.pessimistic_seconds for trial in trials)])
+        fitting = [variant for variant, trials in trials_by_variant.items() if trials]
+        near = sorted(fitting, key=lambda variant: _shortest(trials_by_variant[variant]))[:NUM_NEAR]
         all_trials = [trial for trials in trials_by_variant.values() for trial in trials]
-        for way in near:
-            if _shortest(trials_by_variant[way]) < NEAR_RATIO * shortest:
-                known = {trial.index for trial in trials_by_variant[way]}
-                promising = [
-                    place
-                    for place in self._variants[way][:NUM_BLOCKS]
-                    if self.bounds[place] < MAX_BOUND_RATIO * shortest
-                ]
-                trials = list(self._fitting_trials([place for place in promising if place not in known], shortest))
-                best_of_variant = min([*trials_by_variant[way], *trials], key=lambda trial: trial.seconds)
+        for variant in near:
+            first_trials, indices = trials_by_variant[variant], self._variants[variant][:NUM_BLOCKS]
+            if _shortest(first_trials) < NEAR_RATIO * shortest:
+                known = {trial.index for trial in first_trials}
+                promising = [index for index in indices if self.bounds[index] < MAX_BOUND_RATIO * shortest]
+                trials = list(self._fitting_trials([index for index in promising if index not in known], shortest))
+                best_of_variant = min([*first_trials, *trials], key=lambda trial: trial.seconds)
                 smaller = self._trial(best_of_variant.index, SWEEP_TOKENS // FACTOR)
                 all_trials += trials if smaller is None else [*trials, smaller]
         best = dict[int, Trial]()
@@ -102,16 +95,16 @@ class Trials:
         Larger chunks are tried if prefill stalls and the policy would be near the best without stalls; the smallest
         chunk, if the trial is slower than the roofline, as layers or KV may have been displaced.
         """
-        for place in indices:
-            first = self._trial(place, SWEEP_TOKENS)
+        for index in indices:
+            first = self._trial(index, SWEEP_TOKENS)
             if first is None:
                 continue
             trials = [first]
             worked = first.seconds - first.stall_seconds  # larger chunks can save no more than the wait
             if first.stall_seconds > STALL_SHARE * first.seconds and worked < NEAR_RATIO * shortest:
-                trials.append(self._trial(place, FACTOR * SWEEP_TOKENS) or first)
-            if first.seconds > MAX_SLOWDOWN * self.bounds[place]:
-                trials.append(self._trial(place, CHUNK_TOKENS) or first)
+                trials.append(self._trial(index, FACTOR * SWEEP_TOKENS) or first)
+            if first.seconds > MAX_SLOWDOWN * self.bounds[index]:
+                trials.append(self._trial(index, CHUNK_TOKENS) or first)
             yield min(trials, key=lambda trial: trial.seconds)
 
     def _trial(self, index: int, sweep_tokens: int) -> Trial | None:
