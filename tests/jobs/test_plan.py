@@ -232,7 +232,7 @@ def test_a_pin_is_followed_as_a_run_follows_it(tmp_path: Path) -> None:
 
 
 def test_a_pin_that_names_nothing_is_refused_with_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"policy\.pin=deadbeef names none of the 0 choices"):
+    with pytest.raises(ConfigError, match=r"policy\.pin=deadbeef matches none of 0 cached policies"):
         plan("model=gpt2", "machine=t4", "policy=hrm", "policy.pin=deadbeef", f"offload.cache_dir={tmp_path}")
 
 

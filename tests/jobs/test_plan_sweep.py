@@ -188,9 +188,7 @@ def test_a_plan_counts_weights_that_are_rounded_while_they_are_read() -> None:
     with pytest.raises(ConfigError, match=r"plan\.format=int8 and model\.quantize=int4"):
         config_of("model.quantize=int4", "plan.format=int8")
     assert plan(*SMALL, "model.quantize=int8").shape == rounded.shape
-    with pytest.raises(
-        ConfigError, match=r"offload=nvme would quantize \d+ stages again in every pass.*weightstream pack"
-    ):
+    with pytest.raises(ConfigError, match=r"would quantize \d+ stages again in every pass.*weightstream pack"):
         plan(*SMALL, "model.quantize=int8", "offload=nvme", "offload.resident_layers=0")
 
 

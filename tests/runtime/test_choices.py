@@ -83,7 +83,7 @@ def test_a_pin_is_found_by_the_beginning_of_its_name_whatever_is_asked(tmp_path:
 
 
 def test_a_pin_that_names_nothing_is_refused_with_what_is_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="without a pin"):
+    with pytest.raises(ConfigError, match=r"without policy\.pin"):
         ask(tmp_path, Planner(), pinned("abc"))
     found = ask(tmp_path, Planner())
     assert found.choice is not None

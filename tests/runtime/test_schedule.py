@@ -159,11 +159,11 @@ REFUSED = {
     ),
     "no slot for KV": (
         Walk(num_stages=4, streamed=(), num_slots=0, offloaded_kv=(1,)),
-        r"0 KV slots, .*policy\.schedule=zigzag has 1 .*raise kv\.num_slots to 1",
+        r"kv\.num_slots=0: policy\.schedule=zigzag .* 1 lanes .*set kv\.num_slots=1",
     ),
     "one slot for KV of two lanes": (
         Walk(num_stages=4, streamed=(), num_slots=0, offloaded_kv=(1,), cpu_attention=(1,), num_kv_slots=1),
-        r"1 KV slots, .*policy\.schedule=zigzag has 2 .*raise kv\.num_slots to 2",
+        r"kv\.num_slots=1: policy\.schedule=zigzag .* 2 lanes .*set kv\.num_slots=2",
     ),
 }  # fmt: skip
 

@@ -157,8 +157,8 @@ class MachineRates:
         return self.dequantize_bytes_per_second < UNLIMITED and item_bytes == 2
 
     def codes_seconds(self, stored: StoredWork, num_rows: Numbers) -> Numbers:
-        """Returns the seconds of a product with quantized codes: the longer of decoding and of the product at the
-        rate of many rows. Decoding takes as long as reading 16-bit elements (docs/project/benchmarks-device-kernels.md)."""
+        """Returns the seconds of a product with quantized codes: the longer of decoding (measured: as long as
+        reading 16-bit elements) and of the product at the rate of many rows."""
         reading = 2.0 * stored.num_elements / self.dequantize_bytes_per_second
         products = 2.0 * num_rows * stored.num_elements / max(self.gemm_flops_per_second.values())
         return larger(reading, products)

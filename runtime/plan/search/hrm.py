@@ -87,12 +87,13 @@ class SearchResult:
         is_same = self.binding is self.roofline_binding
         roofline = "" if is_same else f", limited by {self.roofline_binding.value}"
         p1, p2 = at.p1, at.p2
+        points = f"P1 {'unknown' if p1 is None else f'{p1:.3g}'}, P2 {p2:.3g}"
         return (
             f"policy {best.policy.digest}: {best.text}",
             *([f"runner-up: {other.text}"] if other else []),
             f"{self.binding.value} is the limit; by the roofline a decode pass takes {', '.join(parts)}{roofline}",
             f"feed-forward layers have {at.feed_forward:.3g} FLOPs per byte, "
-            f"{'above' if at.feed_forward >= p2 else 'below'} P2; turning points: P1 {'unknown' if p1 is None else f'{p1:.3g}'}, P2 {p2:.3g} "
+            f"{'above' if at.feed_forward >= p2 else 'below'} P2; turning points: {points} "
             f"(a block of {at.needed_sequences:,.0f} sequences)",
             f"{best.full_memory} memory is {best.full_share:.0%} full",
             *(
