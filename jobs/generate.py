@@ -25,7 +25,7 @@ from runtime.checkpoint_source.localize import find_local_path
 from runtime.config.texts import is_url
 
 if TYPE_CHECKING:
-    from jobs.run.run import Outcome
+    from jobs.record.summary import Outcome
     from jobs.run.tasks.task import Task
 
 HOW_TO_READ = """

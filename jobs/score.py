@@ -17,9 +17,10 @@ from jobs.config.cli import as_job, infer_dataset_kind, print_line, run_job
 from jobs.config.logs import log_start
 from jobs.config.settings import Composed, ScoreConfig, load
 from jobs.run.command import run_command
+from jobs.run.summary_table import format_totals
 
 if TYPE_CHECKING:
-    from jobs.run.run import Outcome
+    from jobs.record.summary import Outcome
     from jobs.run.tasks.task import Task
 
 HOW_TO_READ = """
@@ -46,8 +47,6 @@ def _load_task() -> "Callable[[ScoreConfig], tuple[Task, ScoreConfig]]":
 
 
 def _print_results(outcome: "Outcome") -> None:
-    from jobs.run.tasks.score import format_totals
-
     print_line(HOW_TO_READ.format(folder=outcome.directory / "generations"))
     print_line(f"\n{format_totals(outcome.summary.totals or {})}")
 

@@ -28,6 +28,14 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def format_rounded(seconds: float) -> str:
+    """`45 s`, `2.5 min`, `31 min`, `7.5 h`, `26 h`."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    value, unit = (seconds / 60, "min") if seconds < 90 * 60 else (seconds / 3600, "h")
+    return f"{round(value)} {unit}" if value >= 10 else f"{round(2 * value) / 2:g} {unit}"
+
+
 def format_count(count: int, noun: str) -> str:
     """`1 layer`, `2,000 layers`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -1,7 +1,7 @@
 """Dataset settings and the entry point `read_rows`. `KINDS`: the input kinds of the modules in `kinds/`.
 `conf/dataset/*.yaml` mirrors `DatasetConfig` key for key."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from importlib import import_module
@@ -11,6 +11,7 @@ from pkgutil import iter_modules
 
 from runtime.config.texts import is_url
 from runtime.errors import DatasetError, require
+from runtime.units import format_count
 
 from . import kinds
 from .fields import MAX_ROWS, DatasetFields
@@ -70,6 +71,35 @@ class DatasetConfig(DatasetFields):
     def source_name(self) -> str:
         """The path, or the kind for inputs without one; for messages."""
         return self.path or f"dataset={self.kind.value}"
+
+
+def require_usable(config: DatasetConfig, rows: Iterable[Row], problem: Callable[[Row], str | None]) -> None:
+    """Raises DatasetError if no row is without a problem; reading stops at the first that is."""
+    num_rows, first = 0, ""
+    for row in rows:
+        reason = problem(row)
+        if reason is None:
+            return
+        num_rows, first = num_rows + 1, first or reason
+    if not num_rows:
+        raise DatasetError(f"dataset.path={config.path} holds no rows (dataset.kind={config.kind.value})")
+    raise DatasetError(
+        f"none of {format_count(num_rows, 'row')} of {config.source_name} can be used; the first: {first}"
+        f"{input_kind_hint(config)}"
+    )
+
+
+def check_first_rows(config: DatasetConfig) -> None:
+    """Reads a local input up to its first usable row, to refuse a wrong column before slow imports. Raises
+    DatasetError."""
+    path, kind = config.path, config.kind.name
+    if path is None or is_url(path) or kind == "hub" or config.window_tokens is not None:
+        return
+    rows = islice(KINDS[kind].rows(config, None), config.limit)
+    if kind == "openai_batch":  # each bad line gets an error
+        next(rows, None)
+    else:
+        require_usable(config, rows, lambda row: row.error)
 
 
 def input_kind_hint(config: DatasetConfig) -> str:

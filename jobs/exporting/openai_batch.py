@@ -9,20 +9,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
-from runtime.checkpoint_source.location import find_tokenizer
 from runtime.config.settings import ModelConfig
 from runtime.errors import ConfigError
-from runtime.sequences.detokenizer import Detokenizer
 
 from ..datasets.openai_body import CHAT_URL, EMBEDDINGS_URL, SCORE_URLS, count_inputs, parse_endpoint
 from ..record.run_reader import RunReader
 from .columns import JsonObject, ResultWriter, RowValues
 from .config import ErrorRows
+
+if TYPE_CHECKING:
+    from runtime.sequences.detokenizer import Detokenizer
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 ID_DIGITS = 24
@@ -96,7 +97,10 @@ class LogprobFormatter:
         )
 
     @cached_property
-    def _detokenizer(self) -> Detokenizer:
+    def _detokenizer(self) -> "Detokenizer":
+        from runtime.checkpoint_source.location import find_tokenizer  # torch and transformers
+        from runtime.sequences.detokenizer import Detokenizer
+
         tokenizer = find_tokenizer(self.model, self.cache_dir)
         if tokenizer is None:
             raise ConfigError("log-probabilities in OpenAI's format need a tokenizer: set model.tokenizer")

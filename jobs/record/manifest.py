@@ -20,6 +20,13 @@ MAX_VALUE_CHARS = 80
 ABSENT = "(absent)"
 WEIGHTS_DIGEST_SUFFIX = " sha256"  # of a key that begins with a file name
 WEIGHTS = "SHA-256 of weights"
+JUDGE_PATH_KEYS = (
+    "dataset.answers_path",
+    "dataset.baseline_path",
+    "dataset.references_path",
+    "dataset.judge_prompts_path",
+)
+PATH_KEYS = ("model.path", "model.tokenizer", "dataset.path", *JUDGE_PATH_KEYS)  # files may move: digests identify their contents
 
 Values: TypeAlias = Mapping[str, JsonValue]
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,11 @@ class RunDirectory:
         return self.path / ".store_token.json"
 
     @property
+    def inputs(self) -> Path:
+        """State of the input files of a finished run; see `jobs.record.finished`."""
+        return self.path / ".inputs.json"
+
+    @property
     def lock(self) -> Path:
         return self.path / ".lock"
 
@@ -201,6 +207,18 @@ def _read_bound_manifest(
             f"or output_root="
         )
     return manifest.with_stored_identity(stored, run.manifest)
+
+
+def require_writable(path: Path) -> None:
+    """Raises ConfigError or OutputError if the run directory `path` can be neither written nor made. Writes
+    nothing."""
+    existing = next(each for each in (path, *path.absolute().parents) if each.exists())
+    number = errno.ENOTDIR
+    if existing.is_dir():
+        is_read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
+        number = errno.EROFS if is_read_only else 0 if os.access(existing, os.W_OK | os.X_OK) else errno.EACCES
+    if number:
+        raise run_directory_error(RunDirectory(path=path), OSError(number, os.strerror(number)))
 
 
 def run_directory_error(run: RunDirectory, error: OSError) -> WeightstreamError:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -36,6 +36,7 @@ from ..files.publishing import (
     write_json,
 )
 from .part_files import PART_NAME, parse_part, visible_files
+from .passes import PassRow
 from .plan_file import read_plan_table
 from .run_dir import RunDirectory
 from .stored_run import MANIFEST_NAME, NUM_FETCHES, RUN_FILE
@@ -44,6 +45,7 @@ RETRY_SECONDS = 30.0  # a user waits
 PLAIN_NAME = re.compile(r"[^/\\\0*?\[]*[^/\\\0*?\[.][^/\\\0*?\[]*")  # a folder name: no glob, and not only dots
 TURN = re.compile(r"turn-([1-9]\d*)")
 FETCH_RECORD = ".fetched.json"
+PASS_COLUMNS = [field.name for field in fields(PassRow) if not field.name.startswith("stage_")]
 
 
 def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
@@ -271,6 +273,11 @@ class RunReader:
         if any(footer.get(key) != str(value).encode() for key, value in owner.items()):
             raise DamagedRunError(f"{path} belongs to another run or block: the run's command quarantines it")
         return table
+
+    def read_passes(self, block: int) -> list[PassRow]:
+        """The passes of a committed block. Raises one of PARQUET_PROBLEMS."""
+        with pq.ParquetFile(pa.BufferReader(read_regular_file(self.directory.throughput_part(block))[0])) as file:
+            return [PassRow(**row) for row in file.read(PASS_COLUMNS).to_pylist()]
 
     def _count_rows(self, path: Path) -> int:
         try:

@@ -21,6 +21,8 @@ from runtime.plan.resolved_settings import ResolvedSettings
 from ..files.publishing import JsonValue, write_json
 from .passes import PASS_SECONDS, PREDICTED_SECONDS, PassRow, PhaseTimes, Status
 
+PERPLEXITIES = ("token_perplexity", "word_perplexity", "byte_perplexity")  # among the totals of a scored run
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
@@ -221,6 +223,19 @@ class Summary:
         return self.prefetch_hits / num_requests if num_requests else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Result of a run. `summary` covers the whole run; `was_finished`: it was complete before this call."""
+
+    directory: Path
+    summary: Summary
+    was_finished: bool
+
+    @property
+    def exit_code(self) -> int:
+        return 3 if self.summary.rows["error"] else 0
+
+
 def summarize(
     passes: Sequence[PassRow],
     *,
@@ -229,6 +244,7 @@ def summarize(
     plan: ResolvedSettings | None = None,
     weights_seconds: float | None = None,
     ledgers: Sequence[Ledger] = (),
+    totals: Mapping[str, JsonValue] | None = None,
 ) -> Summary:
     """Sums up `passes`, which may be empty; `rows` counts the published rows by status."""
     measured = RunTimes.from_passes(passes, PASS_SECONDS)
@@ -269,6 +285,7 @@ def summarize(
         planned=planned,
         plan=plan,
         ledgers=ledgers,
+        totals=totals,
         spared_prompt_tokens=sum(row.spared_tokens for row in passes),
     )
 

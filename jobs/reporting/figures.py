@@ -3,21 +3,19 @@
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from runtime.errors import DamagedRunError
 
-from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json, read_regular_file
+from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json
 from ..record.passes import PassRow
 from ..record.run_reader import Condition, RunReader
 from ..record.summary import Summary, summarize
 
 log = logging.getLogger(__name__)
-PASS_COLUMNS = [field.name for field in fields(PassRow) if not field.name.startswith("stage_")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +34,10 @@ class RunFigures:
         """The recorded passes, in order of execution."""
         rows: list[PassRow] = []
         for block in sorted(self.run.parts):
-            path = self.run.directory.throughput_part(block)
             try:
-                with pq.ParquetFile(pa.BufferReader(read_regular_file(path)[0])) as file:
-                    rows += [PassRow(**row) for row in file.read(PASS_COLUMNS).to_pylist()]
+                rows += self.run.read_passes(block)
             except PARQUET_PROBLEMS as error:
+                path = self.run.directory.throughput_part(block)
                 log.warning("figures without the passes of block %d: cannot read %s: %s", block, path, error)
         return rows
 

@@ -9,13 +9,12 @@ from dataclasses import asdict, dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from runtime.units import format_count
+from runtime.units import format_count, format_rounded
 
 from ..files.locks import format_holder
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_regular_file
 from ..record.run_reader import RunReader, is_locked
 from ..record.unfinished import LeasedBlock, format_slurm_ids, leased_blocks
-from ..run.progress import format_rounded
 
 log = logging.getLogger(__name__)
 NUM_RECENT_PARTS, NUM_PACE_PARTS = 100, 20  # the last parts, for speed with many

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING, TypeVar
 from ..config.cli import print_and_return, print_line
 from ..config.process import gc_paused
 from ..config.settings import GenerateConfig, RunSettings, run_directory
+from ..datasets.config import check_first_rows
+from ..record.finished import find_finished, input_state, record_inputs
+from ..record.run_dir import require_writable
+from ..record.summary import Outcome
+from .summary_table import format_outcome
 
 if TYPE_CHECKING:
-    from .run import Outcome
     from .tasks.task import Task
 
 Settings = TypeVar("Settings", bound=RunSettings)
@@ -22,7 +26,7 @@ output: {folder}/turn-*/generations, a run for each turn; as one file:
 def run_command(
     config: Settings,
     load_task: "Callable[[], Callable[[Settings], tuple[Task, RunSettings]]]",
-    print_results: "Callable[[Outcome], None]",
+    print_results: Callable[[Outcome], None],
     *,
     at: float,
     clock: float,
@@ -30,6 +34,12 @@ def run_command(
     """Runs the job, prints the result and returns the exit code. `load_task` imports torch and returns a function from
     settings to the task and its adjusted settings. `print_results`: prints results below the summary table. `at`,
     `clock`: start of the process, in Unix and monotonic seconds. Raises the errors of runtime.errors."""
+    state = input_state(config)  # before the inputs are read
+    if (finished := find_finished(config, state)) is not None:
+        return _print_outcome(config, finished, print_results)
+    # What needs neither torch nor the model is checked first.
+    require_writable(run_directory(config))
+    check_first_rows(config.dataset)
     if config.num_workers != 1:
         from ..workers.local import supervise_workers
 
@@ -37,12 +47,9 @@ def run_command(
             return print_and_return(*result)
     with gc_paused():
         from ..config.signals import StopFlag
-        from ..exporting.export import write_batch_files
         from ..record.passes import Start
-        from ..record.stored_run import upload_batch_files
         from .ranks import follow_run, join_ranks
         from .run import run_task
-        from .summary_table import format_outcome
         from .tasks.converse import follow_turns, run_turns
 
         make_task = load_task()
@@ -62,10 +69,19 @@ def run_command(
         if ranks is not None and ranks.rank:
             return follow_run(task, settings, stop, ranks)
         outcome = run_task(task, settings, stop, start, ranks)
+    record_inputs(outcome.directory, state)
+    return _print_outcome(config, outcome, print_results)
+
+
+def _print_outcome(config: RunSettings, outcome: Outcome, print_results: Callable[[Outcome], None]) -> int:
+    """Prints the summary table and results, and writes OpenAI's batch files. Returns the exit code."""
     if outcome.was_finished:
         print_line(f"{outcome.directory} is finished: nothing to do")
     print_line(format_outcome(outcome))
     if config.has_batch_files:
+        from ..exporting.export import write_batch_files
+        from ..record.stored_run import upload_batch_files
+
         print_line("\n".join(write_batch_files(outcome.directory)))
         upload_batch_files(config, outcome.directory)
     print_results(outcome)

@@ -22,21 +22,9 @@ from runtime.model.loading import LoadedModel
 from ..config.settings import RunSettings, operational, semantic
 from ..files.publishing import JsonValue, canonical_json, read_json
 from ..record.input_digests import InputDigests
-from ..record.manifest import WEIGHTS_DIGEST_SUFFIX, RunManifest
+from ..record.manifest import PATH_KEYS, WEIGHTS_DIGEST_SUFFIX, RunManifest
 
 LOG = logging.getLogger(__name__)
-JUDGE_PATH_KEYS = (
-    "dataset.answers_path",
-    "dataset.baseline_path",
-    "dataset.references_path",
-    "dataset.judge_prompts_path",
-)
-PATH_KEYS = (
-    "model.path",
-    "model.tokenizer",
-    "dataset.path",
-    *JUDGE_PATH_KEYS,
-)  # files may move: digests identify their contents
 LOCATION_KEYS = frozenset({"_name_or_path", "name_or_path", "is_local", "local_files_only", "backend"})
 VERSION_KEYS = frozenset({"transformers_version", "dtype"})  # the compute dtype is recorded as `model.dtype`
 MAX_KEYS, MAX_CHARS = 64, 400  # larger mappings and values are stored as a digest

@@ -16,7 +16,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from runtime.batching.balance import Block
 from runtime.plan.cost.predict import Prediction
 from runtime.sequences.sequence import Completion, Request
-from runtime.units import format_count
+from runtime.units import format_count, format_rounded
 
 from ..record.passes import PassRow
 
@@ -285,11 +285,3 @@ def format_time_left(seconds: float, now: datetime) -> str:
     end = now + timedelta(seconds=seconds)
     day = "" if end.date() == now.date() else f"{end:%a} "
     return f"about {format_rounded(seconds)}, until {day}{end:%H:%M}"
-
-
-def format_rounded(seconds: float) -> str:
-    """`45 s`, `2.5 min`, `31 min`, `7.5 h`, `26 h`."""
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    value, unit = (seconds / 60, "min") if seconds < 90 * 60 else (seconds / 3600, "h")
-    return f"{round(value)} {unit}" if value >= 10 else f"{round(2 * value) / 2:g} {unit}"

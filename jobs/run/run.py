@@ -3,20 +3,18 @@
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
-from runtime.errors import DatasetError, RunMismatchError
+from runtime.errors import RunMismatchError
 from runtime.library.api import Runtime
 from runtime.ranks.ranks import Ranks
 from runtime.stream.device import ComputeDevice
 from runtime.trace import Trace
-from runtime.units import format_count
 
 from ..config.error_log import log_errors
 from ..config.settings import EncodeConfig, RunSettings, ScoreConfig
 from ..datasets import Row
-from ..datasets.config import input_kind_hint
+from ..datasets.config import require_usable
 from ..datasets.files import CACHE_DIR
 from ..files.publishing import PRIVATE_FOLDER_MODE, JsonValue, private_umask
 from ..record.input_digests import describe_first_change
@@ -25,7 +23,7 @@ from ..record.passes import PassRow, Start, without_stages
 from ..record.run_dir import RunDirectory, open_run
 from ..record.stored_run import open_copy
 from ..record.success import is_finished
-from ..record.summary import MemoryUse, Summary, summarize, write_summary
+from ..record.summary import MemoryUse, Outcome, summarize, write_summary
 from ..workers.elastic import Worker
 from ..workers.local import shared_weights
 from .context import RunContext
@@ -34,19 +32,6 @@ from .input import InMemoryRows, RunInput, open_windowed_rows
 from .requests import require_template
 from .tasks.task import Task, dataset_rows
 from .window import WindowRun
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Result of a run. `summary` covers the whole run; `was_finished`: it was complete before this call."""
-
-    directory: Path
-    summary: Summary
-    was_finished: bool
-
-    @property
-    def exit_code(self) -> int:
-        return 3 if self.summary.rows["error"] else 0
 
 
 def run_task(
@@ -111,18 +96,8 @@ def open_model(
 def require_usable_row(task: Task, config: RunSettings, rows: Iterable[Row]) -> None:
     """Raises DatasetError if no row can be used; reads up to the first usable one. OpenAI batches are exempt: each bad
     line gets an error."""
-    if config.is_batch and not isinstance(config, ScoreConfig):
-        return
-    num_rows, first = 0, ""
-    for row in rows:
-        problem = task.problem(row)
-        if problem is None:
-            return
-        num_rows, first = num_rows + 1, first or problem
-    raise DatasetError(
-        f"none of {format_count(num_rows, 'row')} of {config.dataset.source_name} can be used; the first: {first}"
-        f"{input_kind_hint(config.dataset)}"
-    )
+    if not config.is_batch or isinstance(config, ScoreConfig):
+        require_usable(config.dataset, rows, task.problem)
 
 
 class Run:
@@ -245,8 +220,8 @@ class Run:
             plan=runtime.resolved_settings(plan) if plan is not None else None,
             weights_seconds=last.weights_seconds if last is not None else None,
             ledgers=plan.placement.ledgers if plan is not None else (),
+            totals=context.task.totals(self._directory.path, context.windows[0].read),
         )
-        summary = replace(summary, totals=context.task.totals(self._directory.path, context.windows[0].read))
         if not was_finished:
             write_summary(self._directory.summary, summary)
         return Outcome(directory=self._directory.path, summary=summary, was_finished=was_finished)

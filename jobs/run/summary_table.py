@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -9,12 +10,13 @@ import pyarrow.parquet as pq
 from runtime.plan.shape.dtypes import Loss
 from runtime.units import format_bytes, format_count, format_seconds
 
+from ..files.publishing import JsonValue
 from ..record.part_files import visible_files
 from ..record.passes import PhaseTimes
-from ..record.summary import MemoryUse, Rates, Summary, Utilization
-from .run import Outcome
+from ..record.summary import PERPLEXITIES, MemoryUse, Outcome, Rates, Summary, Utilization
 
 MAX_REASONS = 3
+MAX_PLAIN = 1e6  # a number above it is written with an exponent
 NUMBER = re.compile(r"\d[\d,.]*")
 ZERO_SECONDS = format_seconds(0)
 Line = tuple[str, str, str]  # label, measured, and predicted or planned value
@@ -183,3 +185,13 @@ def format_errors(directory: Path) -> str:
     lines = [f"{count:>8,} x {firsts[kind]}" for kind, count in counts.most_common(MAX_REASONS)]
     others = [f"and {len(counts) - len(lines)} other reasons"] if len(counts) > len(lines) else []
     return "\n".join(["rows with an error, by their column `error`:", *lines, *others])
+
+
+def format_totals(totals: Mapping[str, JsonValue]) -> str:
+    """A summary's `totals` of a scored run, as a sentence."""
+    values = [(key.split("_")[0], value) for key in PERPLEXITIES if isinstance(value := totals.get(key), float)]
+    found = [f"{value:{',.4f' if value < MAX_PLAIN else '.4g'}} per {unit}" for unit, value in values]
+    return (
+        f"{totals['num_rows']:,} targets of {totals['num_tokens']:,} tokens, {totals['num_greedy']:,} of them greedy; "
+        f"log-probability {totals['logprob']:,.4f}" + (f", perplexity {', '.join(found)}" if found else "")
+    )

@@ -11,7 +11,7 @@ from jobs.config.settings import EncodeConfig, GenerateConfig, ScoreConfig, run_
 from jobs.datasets import DatasetConfig
 from jobs.datasets.config import DatasetKind
 from jobs.record.run_dir import RunDirectory
-from jobs.run.run import Outcome
+from jobs.record.summary import Outcome
 from jobs.run.tasks.encode import encode
 from jobs.run.tasks.generate import generate
 from jobs.run.tasks.score import score

@@ -18,7 +18,7 @@ from jobs.exporting.config import ExportConfig
 from jobs.exporting.export import export
 from jobs.pictures.trace_file import find_trace_files
 from jobs.record.run_dir import RunDirectory
-from jobs.run.run import Outcome
+from jobs.record.summary import Outcome
 from jobs.run.tasks.converse import run_turns
 from jobs.run.tasks.generate import generate
 from runtime.errors import ConfigError, Interrupted

@@ -14,8 +14,8 @@ from jobs.datasets import DatasetConfig
 from jobs.files.publishing import write_json
 from jobs.record.passes import PassRow
 from jobs.record.run_dir import RunDirectory
+from jobs.record.summary import Outcome
 from jobs.run.feedback import Feedback, busy_seconds
-from jobs.run.run import Outcome
 from jobs.run.tasks.generate import generate
 from runtime.config.settings import (
     KVConfig,

@@ -7,11 +7,12 @@ from datetime import datetime
 import pytest
 
 from jobs.record.passes import PassRow
-from jobs.run.progress import Forecast, Progress, format_rounded, format_time_left
+from jobs.run.progress import Forecast, Progress, format_time_left
 from runtime.batching.balance import Block
 from runtime.plan.cost.predict import Prediction
 from runtime.plan.cost.simulator import PhaseTime
 from runtime.sequences.sequence import Completion, FinishReason, Request
+from runtime.units import format_rounded
 
 NUM_PROMPT, MOST = 10, 21
 REQUESTS = [Request(id=str(i), prompt_ids=(1,) * NUM_PROMPT, max_new_tokens=MOST) for i in range(8)]

@@ -18,7 +18,7 @@ from jobs.datasets import DatasetConfig, DatasetKind, ShardConfig
 from jobs.packing.config import PackConfig, SourceConfig
 from jobs.packing.packing import pack
 from jobs.record.run_dir import RunDirectory
-from jobs.run.run import Outcome
+from jobs.record.summary import Outcome
 from jobs.run.summary_table import format_table
 from jobs.run.tasks.generate import generate
 from runtime.checkpoint_source.location import BUNDLED

@@ -13,8 +13,8 @@ from hydra import compose, initialize_config_dir
 from jobs.config.settings import ScoreConfig, load, run_directory
 from jobs.record.plan_file import RowSlot, read_plan
 from jobs.run.run import run_task
-from jobs.run.summary_table import format_outcome
-from jobs.run.tasks.score import format_totals, score, scoring_task
+from jobs.run.summary_table import format_outcome, format_totals
+from jobs.run.tasks.score import score, scoring_task
 from jobs.run.tasks.task import dataset_rows
 from runtime import Runtime
 from runtime.errors import ConfigError, Interrupted, RunMismatchError

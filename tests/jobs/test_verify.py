@@ -12,7 +12,7 @@ import pytest
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.record.run_dir import RunDirectory
-from jobs.run.run import Outcome
+from jobs.record.summary import Outcome
 from jobs.run.tasks.generate import generate
 from runtime import Runtime, RuntimeConfig
 from runtime.config.settings import ModelConfig, PolicyConfig, PolicyKind, SamplingConfig, Verify

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from jobs.config.settings import GenerateConfig
 from jobs.datasets import DatasetConfig, DatasetKind, ShardConfig
 from jobs.record.run_dir import RunDirectory
-from jobs.run.run import Outcome
+from jobs.record.summary import Outcome
 from jobs.run.tasks.generate import generate
 from runtime.config.settings import PolicyConfig, PolicyKind, SamplingConfig
 from tests.generations import read_generations

@@ -15,8 +15,9 @@ from ...datasets import Row
 from ...record.passes import Start
 from ...record.run_dir import RunDirectory
 from ...record.run_reader import find_runs
+from ...record.summary import Outcome
 from ..ranks import follow_run
-from ..run import Outcome, require_usable_row, run_task
+from ..run import require_usable_row, run_task
 from .generate import generation_task
 from .task import Task, dataset_rows
 

@@ -21,8 +21,9 @@ from ...config.settings import EncodeConfig, run_directory
 from ...datasets.rows import EncodeInputs, Row
 from ...record.output_rows import SOURCE_FIELDS
 from ...record.passes import Start
+from ...record.summary import Outcome
 from ..requests import Prompt, tokenize_prompts
-from ..run import Outcome, run_task
+from ..run import run_task
 from .task import Task
 
 SIGMOID = "Sigmoid"

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from ...config.settings import GenerateConfig, run_directory
 from ...record.output_rows import generation_schema
 from ...record.passes import Start
+from ...record.summary import Outcome
 from ..requests import completion_requests
-from ..run import Outcome, run_task
+from ..run import run_task
 from .task import Task
 
 

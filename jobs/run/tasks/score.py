@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,13 +23,12 @@ from ...files.publishing import JsonValue
 from ...record.output_rows import score_schema
 from ...record.part_files import visible_files
 from ...record.passes import Start
+from ...record.summary import PERPLEXITIES, Outcome
 from ..requests import Prompt
-from ..run import Outcome, run_task
+from ..run import run_task
 from .task import Task
 
-PERPLEXITIES = ("token_perplexity", "word_perplexity", "byte_perplexity")
 MAX_EXPONENT = 700.0  # exp() of more overflows float64
-MAX_PLAIN = 1e6  # larger numbers are printed with an exponent
 RequestLists: TypeAlias = Iterable[Sequence[Request | Rejected]]
 
 
@@ -161,14 +160,3 @@ def _read_scores(directory: Path) -> Iterator[dict[str, Any]]:
     columns = ["row_index", "logprob", "is_greedy", "num_target_tokens"]
     for path in visible_files(directory / "generations"):
         yield from pq.read_table(path, columns=columns).to_pylist()
-
-
-def format_totals(totals: Mapping[str, JsonValue]) -> str:
-    """The `totals` of a scored run as a sentence."""
-    values = [(key.split("_")[0], value) for key in PERPLEXITIES if isinstance(value := totals.get(key), float)]
-    perplexities = [f"{value:{',.4f' if value < MAX_PLAIN else '.4g'}} per {unit}" for unit, value in values]
-    return (
-        f"{totals['num_rows']:,} targets of {totals['num_tokens']:,} tokens, {totals['num_greedy']:,} of them greedy; "
-        f"log-probability {totals['logprob']:,.4f}"
-        + (f", perplexity {', '.join(perplexities)}" if perplexities else "")
-    )

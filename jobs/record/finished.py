@@ -1,0 +1,103 @@
+"""Recognizes a finished run by the sizes and times of its input files, before torch is imported.
+
+A start that ends with a finished run records the state of its inputs in `.inputs.json`. A later start with the same
+settings and the same state has nothing to do. In any doubt, the model and the data are opened and compared by digests.
+"""
+
+import os
+import platform
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import cast
+
+from runtime import __version__
+from runtime.config.settings import Parallelism, Verify
+from runtime.config.texts import is_url
+from runtime.errors import WeightstreamError
+
+from ..config.settings import RunSettings, flatten, run_directory
+from ..files.publishing import PARQUET_PROBLEMS, JsonValue, json_digest, read_json, write_json
+from .manifest import PATH_KEYS
+from .passes import Status
+from .run_dir import RunDirectory
+from .run_reader import Condition, RunReader
+from .success import is_finished
+from .summary import Outcome, summarize
+
+LIBRARIES = ("torch", "transformers", "pyarrow")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+MAX_FILES = 10_000  # of all inputs; with more the digests are compared
+
+
+def input_state(config: RunSettings) -> str | None:
+    """The digest of all settings, of the library versions, and of the path, size and times of each input file. None if
+    that does not determine the output: URLs, hub ids without a commit, several ranks, chats with turns. To be taken
+    before the inputs are read, so that a change in between shows."""
+    values = flatten(config)
+    is_one_run = config.devices.way is Parallelism.one and not config.dataset.has_turns and config.output_url is None
+    if not is_one_run or config.model.verify is Verify.full or config.dataset.kind.name == "hub":
+        return None
+    files: list[JsonValue] = []
+    try:
+        for key in PATH_KEYS:
+            value = values.get(key)
+            if not isinstance(value, str):
+                continue
+            path = Path(value).expanduser()
+            if is_url(value) or not path.exists():
+                if key == "model.path" and COMMIT.fullmatch(config.model.revision or ""):
+                    continue  # a commit of the hub never changes
+                return None
+            files += islice(_file_states(path), MAX_FILES + 1 - len(files))
+        if len(files) > MAX_FILES:
+            return None
+        versions: JsonValue = {"weightstream": __version__, **{name: version(name) for name in LIBRARIES}}
+    except (OSError, RuntimeError, ImportError):
+        return None
+    return json_digest([values, versions, platform.node(), files])
+
+
+def _file_states(path: Path) -> Iterator[JsonValue]:
+    """Path, size, times and inode of a file, or of each file below a directory. Raises OSError."""
+    for folder, folders, names in os.walk(path, followlinks=True):
+        folders.sort()
+        for name in sorted(names):
+            yield from _file_states(Path(folder) / name)
+    if not path.is_dir():
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # a pipe has no content of its own
+            raise OSError(f"{path} is no file")
+        # A program can set the time of the last change back, but not that of the inode.
+        yield [str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def record_inputs(directory: Path, state: str | None) -> None:
+    """Records the inputs of the finished run in `directory`; a failure only makes the next start slower."""
+    with suppress(OSError, WeightstreamError):
+        path = RunDirectory(path=directory).inputs
+        if state is not None and (not path.exists() or read_json(path) != {"state": state}):
+            write_json(path, {"state": state}, exclusive=False)
+
+
+def find_finished(config: RunSettings, state: str | None) -> Outcome | None:
+    """The outcome of the run, if it is finished, all its parts are whole, and its inputs were in this state; else
+    None."""
+    directory = RunDirectory(path=run_directory(config))
+    try:
+        if state is None or not directory.inputs.exists() or read_json(directory.inputs) != {"state": state}:
+            return None
+        run = RunReader(directory=directory, manifest=read_json(directory.manifest))
+        if not run.is_planned or run.condition is not Condition.done or not is_finished(directory):
+            return None
+        passes = [row for block in sorted(run.parts) for row in run.read_passes(block)]
+        rows, totals = read_json(directory.success)["rows"], read_json(directory.summary).get("totals")
+    except (*PARQUET_PROBLEMS, WeightstreamError, LookupError):
+        return None
+    counts = cast("Mapping[Status, int]", rows)  # `is_finished` has compared the digest of what was written
+    summary = summarize(passes, rows=counts, totals=totals if isinstance(totals, dict) else None)
+    return Outcome(directory=directory.path, summary=summary, was_finished=True)
