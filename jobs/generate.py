@@ -1,7 +1,6 @@
 """python -m jobs.generate: generates a completion for each prompt of a data set; resumable."""
 
 import logging
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,7 @@ if __name__ == "__main__":
 
 import hydra
 
-from jobs.config.cli import as_job, expand_prompt, infer_dataset_kind, print_line, run_job
+from jobs.config.cli import as_job, print_line, run_job
 from jobs.config.logs import log_start
 from jobs.config.settings import Composed, GenerateConfig, load
 from jobs.datasets.config import DatasetKind
@@ -78,5 +77,4 @@ def format_completions(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = infer_dataset_kind(expand_prompt(sys.argv[1:]))
     run_job(main, GenerateConfig)

@@ -21,7 +21,7 @@ def main(composed: Composed) -> None:
     from jobs.reporting.figures import RunFigures
     from jobs.reporting.overview import make_overview, write_overview
 
-    runs = [RunFigures(run=run) for run in find_runs(config.names, "runs")]
+    runs = [RunFigures(run=run) for run in find_runs(config.names, "run")]
     table = make_overview(runs)
     print_line(table.text())
     if unfinished := describe_unfinished([figures.run for figures in runs]):

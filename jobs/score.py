@@ -1,7 +1,6 @@
 """python -m jobs.score: computes log-probabilities of targets after their prompts, or of documents; resumable."""
 
 import logging
-import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ if __name__ == "__main__":
 
 import hydra
 
-from jobs.config.cli import as_job, infer_dataset_kind, print_line, run_job
+from jobs.config.cli import as_job, print_line, run_job
 from jobs.config.logs import log_start
 from jobs.config.settings import Composed, ScoreConfig, load
 from jobs.run.command import run_command
@@ -52,5 +51,4 @@ def _print_results(outcome: "Outcome") -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = infer_dataset_kind(sys.argv[1:])
     run_job(main, ScoreConfig)

@@ -9,9 +9,10 @@ from typing import TypeVar
 import hydra
 from hydra.errors import HydraException
 
-from jobs.config.cli import as_job, describe_hydra_error, quote, run_job, suggest_key
+from jobs.config.cli import as_job, describe_hydra_error, run_job
 from jobs.config.settings import Composed, EncodeConfig, GenerateConfig, load
 from jobs.config.typed import flatten, known_keys
+from jobs.config.words import quote, rewrite_words, suggest_key
 from jobs.serving.config import ServeConfig, absolute_path_settings, job_settings
 from runtime.errors import ConfigError
 
@@ -45,7 +46,7 @@ def _compose_job(job: str, kind: type[C], settings: list[str]) -> C:
     if (suggestion := suggest_key(settings, kind)) is not None:
         raise ConfigError(suggestion)
     try:
-        return load(kind, hydra.compose(job, settings))
+        return load(kind, hydra.compose(job, rewrite_words(settings, kind)))
     except HydraException as error:
         raise ConfigError(describe_hydra_error(error, known_keys(kind))) from error
 

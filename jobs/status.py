@@ -17,7 +17,7 @@ def main(composed: Composed) -> None:
     from jobs.record.run_reader import find_runs
     from jobs.reporting.status import format_json, format_text, read_status
 
-    statuses = [read_status(run) for run in find_runs([config.run or ""], "run")]
+    statuses = [read_status(run) for run in find_runs(config.names, "run")]
     print_line(format_json(statuses) if config.format is StatusFormat.json else format_text(statuses))
 
 

@@ -19,8 +19,8 @@ def main(composed: Composed) -> None:
     from jobs.pictures.trace_file import find_trace_files, read_all
     from jobs.pictures.trace_picture import TimeWindow, draw_panels
 
-    assert config.path is not None, "the config class has checked it"
-    path = Path(config.path)
+    assert config.run is not None, "the config class has checked it"
+    path = Path(config.run)
     files = find_trace_files(path)
     panels = {f"{file}: {name}": spans for file, processes in read_all(files) for name, spans in processes.items()}
     last = max((span.end for spans in panels.values() for span in spans), default=0.0)

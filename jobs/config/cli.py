@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from difflib import get_close_matches
-from itertools import zip_longest
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -22,11 +21,11 @@ from runtime.errors import ConfigError, InternalError, Interrupted, JobEnded, Ou
 from .error_log import log_errors, to_user_error
 from .help import help_text
 from .process import exit_as_rank, prepare_process
-from .typed import ARCHITECTURE, known_keys, unknown_key
+from .typed import known_keys, unknown_key
+from .words import MULTIRUN, rewrite_words, suggest_key
 
 C = TypeVar("C")
 
-MULTIRUN = ("--multirun", "-m")
 REFUSED = 2
 RESUMABLE = Interrupted.exit_code
 _WORST_FIRST = (InternalError.exit_code, 4, REFUSED, RESUMABLE, 3, 0)  # of the jobs of a sweep
@@ -118,7 +117,8 @@ def _sweep_output_error(error: Exception) -> ConfigError | None:
 
 
 def _run_subcommand(job: str, words: list[str], schema: type) -> int | None:
-    """Handles `--version`, `--help` and misspelled options. Returns the exit code, or None to run the job."""
+    """Handles `--version`, `--help` and misspelled options. Returns the exit code, or None to run the job, with the
+    words in `sys.argv` rewritten for Hydra."""
     try:
         if "--version" in words:
             print_line(f"weightstream {runtime.__version__}")
@@ -127,64 +127,12 @@ def _run_subcommand(job: str, words: list[str], schema: type) -> int | None:
         elif (suggestion := suggest_key(words, schema)) is not None:
             raise ConfigError(suggestion)
         else:
+            sys.argv[1:] = rewrite_words(words, schema)
             return None
     except ConfigError as error:
         print_error(error)
         return REFUSED
     return 0
-
-
-def expand_prompt(words: list[str]) -> list[str]:
-    """Expands `prompt=TEXT` to `dataset=prompt dataset.prompt=...`, with the text quoted for Hydra."""
-    expanded = []
-    for word in words:
-        name, sign, text = word.partition("=")
-        if (name, sign) != ("prompt", "="):
-            expanded.append(word)
-            continue
-        expanded += ["dataset=prompt", f"dataset.prompt={quote(text)}"]
-    return expanded
-
-
-def infer_dataset_kind(words: list[str]) -> list[str]:
-    """Adds `dataset=KIND` from the file extension of `dataset.path`, unless the words choose a kind."""
-    from ..datasets.files import kind_from_suffix  # needs pyarrow, which not every job has
-
-    if any(re.match(r"[+~]*dataset(=|@|\.kind=)", word) for word in words):
-        return words
-    values = [word.partition("=")[2] for word in words if word.partition("=")[0] == "dataset.path"]
-    is_sweep = any(word in words for word in MULTIRUN)
-    paths = [path for value in values for path in (value.split(",") if is_sweep else [value])]
-    kinds = {kind_from_suffix(path.strip("'\"")) for path in paths}
-    if len(kinds) != 1 or None in kinds:
-        return words
-    # next to the path: argparse rejects a second group of positionals after an option such as `--cfg job`
-    at = next(i for i, word in enumerate(words) if word.startswith("dataset.path="))
-    return [*words[:at], f"dataset={kinds.pop()}", *words[at:]]
-
-
-def quote(text: str) -> str:
-    """Quotes any text so that Hydra reads it back unchanged."""
-    escaped = re.sub(r'(\\*)"', lambda match: 2 * match[1] + '\\"', text).replace("${", "\\${")
-    escaped += "\\" * (len(escaped) - len(escaped.rstrip("\\")))
-    return f'"{escaped}"'
-
-
-def suggest_key(words: list[str], schema: type) -> str | None:
-    """The error message for a setting written as an option (`--key`), or for an `architecture` key that Hydra accepts
-    but the job does not use; None if there is neither."""
-    keys = known_keys(schema)
-    for word, after in zip_longest(words, words[1:], fillvalue="VALUE"):
-        name, _, value = word.removeprefix("--").partition("=")
-        key = name.lstrip("+~")
-        if key.partition(".")[0] == ARCHITECTURE:
-            if ARCHITECTURE not in keys:
-                return unknown_key(key, keys)
-            if key == ARCHITECTURE and not value.startswith("{"):
-                return f"{word}: architecture has no options: choose a model with model={value or 'OPTION'}"
-        if word.startswith("--") and name in keys and name != "run":  # Hydra has an option --run
-            return f"{word} is a setting, not an option: write {name}={value or after}"
-    return None
 
 
 def print_line(text: str = "") -> None:

@@ -102,6 +102,7 @@ class RunSettings:
     devices: DevicesConfig = field(default_factory=DevicesConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
     run: str | None = None
+    out: str | None = None
     output: Output = Output.auto
     output_root: str = "outputs"
     output_private: bool = False
@@ -135,6 +136,10 @@ class RunSettings:
         seconds = self.checkpoint_seconds
         require(seconds is None or seconds >= 0, f"checkpoint_seconds must be 0 or more, or null, got {seconds}")
         require(self.lease_seconds >= 2, f"lease_seconds must be 2 or more, got {self.lease_seconds}")
+        require(
+            self.out is None or self.shard.count == 1,
+            f"out={self.out} would hold one of {self.shard.count} shards: weightstream export joins all of them",
+        )
         self._require_uploadable()
         count = self.num_workers
         is_valid = count is None or 1 <= count <= MAX_WORKERS
@@ -336,13 +341,13 @@ class TraceConfig:
     """All settings of `jobs.trace`; mirrors conf/trace.yaml. The window is in seconds since the start of the run, or of
     the passes of a plan."""
 
-    path: str | None = None
+    run: str | None = None
     begin: float = 0.0
     end: float | None = None
     out: str | None = None
 
     def __post_init__(self) -> None:
-        require(bool(self.path), "path is not set: a run directory, or a file in <run>/trace (written by trace=true)")
+        require(bool(self.run), "run is not set: a run directory, or a file in <run>/trace (written by trace=true)")
         require(self.begin >= 0, f"begin must be 0 seconds or more, got {self.begin}")
         require(self.end is None or self.end > self.begin, f"end must be after begin={self.begin} s, got {self.end}")
         is_known = self.out is None or self.out.endswith((".svg", ".png"))

@@ -146,6 +146,8 @@ def _convert(hint: object, value: object, key: str) -> object:
     if origin in (typing.Union, types.UnionType):
         return _convert_union(hint, value, key)
     if origin in (list, tuple):
+        if isinstance(value, str):
+            value = [value]  # a text is a list of one
         if not isinstance(value, list):
             raise _mismatch(hint, value, key)
         return origin(_convert(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value))

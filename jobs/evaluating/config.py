@@ -50,5 +50,6 @@ class EvaluateConfig(GenerateConfig):
         require(bool(self.tasks), "tasks is not set: names of harness tasks, e.g. tasks=[gsm8k,hellaswag]")
         require(self.dataset == DatasetConfig(), f"dataset {unsupported}: leave it out, tasks have their own data")
         require(self.shard.count == 1, f"shard {unsupported}: start a job for each subset of tasks")
+        require(self.out is None, f"out {unsupported}: leave it out, results.json is in the evaluation's directory")
         require(self.output_url is None, f"output_url {unsupported}: leave it out, results are in output_root")
         require(self.sampling.n == 1, f"sampling.n={self.sampling.n} {unsupported}: tasks set the number of samples")

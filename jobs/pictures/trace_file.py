@@ -169,7 +169,7 @@ def find_trace_files(path: Path) -> list[Path]:
         return [path]
     files = [file for folder in (".", "trace", "turn-*/trace") for file in sorted(path.glob(f"{folder}/*-?????.json"))]
     if not files:
-        raise ConfigError(f"path={path} has no trace: start the run with trace=true")
+        raise ConfigError(f"run={path} has no trace: start the run with trace=true")
     return files
 
 

@@ -14,23 +14,23 @@ MAX_SAMPLES = 1000  # on one page
 class ReportConfig:
     """All settings of `jobs.report`; mirrors conf/report.yaml."""
 
-    runs: str | list[str] | None = None
+    run: str | list[str] | None = None
     directory: str | None = None
     samples: int = 12
 
     def __post_init__(self) -> None:
         require(
             bool(self.names) and all(self.names),
-            "runs is not set: directories of runs, or a glob, e.g. runs='outputs/generate/*'",
+            "run is not set: directories of runs, or a glob, e.g. run='outputs/generate/*'",
         )
         for name in self.names:
-            require_plain_url(name, "runs")
+            require_plain_url(name, "run")
         require(self.directory != "", "directory is empty: set one, or null")
         require(0 <= self.samples <= MAX_SAMPLES, f"samples must be 0 to {MAX_SAMPLES:,} rows, got {self.samples}")
 
     @property
     def names(self) -> list[str]:
-        return [self.runs] if isinstance(self.runs, str) else self.runs or []
+        return [self.run] if isinstance(self.run, str) else self.run or []
 
 
 class StatusFormat(Enum):
@@ -42,9 +42,17 @@ class StatusFormat(Enum):
 class StatusConfig:
     """All settings of `jobs.status`; mirrors conf/status.yaml."""
 
-    run: str | None = None
+    run: str | list[str] | None = None
     format: StatusFormat = StatusFormat.text
 
     def __post_init__(self) -> None:
-        require_plain_url(self.run, "run")
-        require(bool(self.run), "run is not set: a run's directory or a glob, e.g. run=outputs/generate/mine")
+        require(
+            bool(self.names) and all(self.names),
+            "run is not set: a run's directory or a glob, e.g. run=outputs/generate/mine",
+        )
+        for name in self.names:
+            require_plain_url(name, "run")
+
+    @property
+    def names(self) -> list[str]:
+        return [self.run] if isinstance(self.run, str) else self.run or []

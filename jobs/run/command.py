@@ -2,14 +2,19 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from runtime.errors import require
 
 from ..config.cli import print_and_return, print_line
 from ..config.process import gc_paused
 from ..config.settings import GenerateConfig, RunSettings, run_directory
 from ..datasets.config import check_first_rows
+from ..exporting.config import SUFFIXES, ExportConfig
+from ..exporting.export import export, resolve_output, write_batch_files
 from ..record.finished import find_finished, input_state, record_inputs
-from ..record.run_dir import require_writable
+from ..record.run_dir import RunDirectory, require_writable
 from ..record.summary import Outcome
 from .summary_table import format_outcome
 
@@ -34,6 +39,10 @@ def run_command(
     """Runs the job, prints the result and returns the exit code. `load_task` imports torch and returns a function from
     settings to the task and its adjusted settings. `print_results`: prints results below the summary table. `at`,
     `clock`: start of the process, in Unix and monotonic seconds. Raises the errors of runtime.errors."""
+    if config.out is not None:
+        known = ", ".join(f".{name}" for name in SUFFIXES)
+        require(Path(config.out).suffix[1:] in SUFFIXES, f"out={config.out} must end in one of {known}")
+        resolve_output(_export_config(config))
     state = input_state(config)  # before the inputs are read
     if (finished := find_finished(config, state)) is not None:
         return _print_outcome(config, finished, print_results)
@@ -63,6 +72,7 @@ def run_command(
                 print_line(f"turn {turn}{': finished, nothing to do' if outcome.was_finished else ''}")
                 print_line(format_outcome(outcome))
                 code = max(code, outcome.exit_code)
+            _write_out(config)
             print_line(HOW_TO_READ_TURNS.format(folder=run_directory(config)))
             return code  # of the worst turn
         task, settings = make_task(config)
@@ -79,10 +89,20 @@ def _print_outcome(config: RunSettings, outcome: Outcome, print_results: Callabl
         print_line(f"{outcome.directory} is finished: nothing to do")
     print_line(format_outcome(outcome))
     if config.has_batch_files:
-        from ..exporting.export import write_batch_files
         from ..record.stored_run import upload_batch_files
 
         print_line("\n".join(write_batch_files(outcome.directory)))
         upload_batch_files(config, outcome.directory)
+    if RunDirectory(path=outcome.directory).success.exists():  # else another worker finishes the run, and writes it
+        _write_out(config)
     print_results(outcome)
     return outcome.exit_code
+
+
+def _write_out(config: RunSettings) -> None:
+    if config.out is not None:
+        print_line("\n".join(export(_export_config(config)).lines))
+
+
+def _export_config(config: RunSettings) -> ExportConfig:
+    return ExportConfig(run=str(run_directory(config)), out=config.out)

@@ -191,7 +191,8 @@ def format_totals(totals: Mapping[str, JsonValue]) -> str:
     """A summary's `totals` of a scored run, as a sentence."""
     values = [(key.split("_")[0], value) for key in PERPLEXITIES if isinstance(value := totals.get(key), float)]
     found = [f"{value:{',.4f' if value < MAX_PLAIN else '.4g'}} per {unit}" for unit, value in values]
+    counts = [int(str(totals[key])) for key in ("num_rows", "num_tokens", "num_greedy")]
     return (
-        f"{totals['num_rows']:,} targets of {totals['num_tokens']:,} tokens, {totals['num_greedy']:,} of them greedy; "
+        f"{format_count(counts[0], 'target')} of {format_count(counts[1], 'token')}, {counts[2]:,} of them greedy; "
         f"log-probability {totals['logprob']:,.4f}" + (f", perplexity {', '.join(found)}" if found else "")
     )

@@ -10,8 +10,8 @@ from runtime.config.texts import is_url
 from runtime.errors import require
 from runtime.units import GIB, MIB
 
-from ..config.cli import quote
 from ..config.settings import LogLevel
+from ..config.words import quote
 
 MAX_PORT, MAX_FILE_MIB, MAX_GIB, MAX_COUNT = 65_535, 100_000, 1_000_000, 1_000_000
 SERVER_KEYS = ("run", "output", "output_root", "shard", "dataset", "prompt", "trace")

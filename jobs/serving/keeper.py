@@ -19,7 +19,7 @@ from pathlib import Path
 from runtime.errors import ConfigError, DamagedRunError, WeightstreamError
 from runtime.units import KIB
 
-from ..config.cli import quote
+from ..config.words import quote
 from ..datasets.openai_body import ENCODE_ENDPOINTS
 from ..exporting.export import write_batch_files
 from ..files.publishing import read_json

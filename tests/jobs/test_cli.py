@@ -20,16 +20,16 @@ from omegaconf import DictConfig
 from jobs.config.cli import (
     as_job,
     describe_hydra_error,
-    expand_prompt,
-    infer_dataset_kind,
     print_error,
     print_line,
     run_job,
 )
 from jobs.config.settings import GenerateConfig, SynthesizeConfig, load
+from jobs.config.words import expand_prompt, infer_dataset_kind, rewrite_words
 from jobs.exporting.config import ExportConfig
 from jobs.packing.config import PackConfig
-from runtime.errors import BudgetError, DamagedRunError, Interrupted, JobEnded, OutputError
+from jobs.reporting.config import StatusConfig
+from runtime.errors import BudgetError, ConfigError, DamagedRunError, Interrupted, JobEnded, OutputError
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
@@ -85,7 +85,10 @@ def end_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.Captur
         ((3, 75), 75), ((2, 75, 4), 75),
     ],
 )  # fmt: skip
-def test_a_sweep_ends_with_its_worst_code_and_a_stopped_job_stops_it(codes: tuple[int, ...], worst: int) -> None:
+def test_a_sweep_ends_with_its_worst_code_and_a_stopped_job_stops_it(
+    codes: tuple[int, ...], worst: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["generate"])
     jobs = [as_job(lambda _, code=code: code) for code in codes]
 
     def entry() -> None:
@@ -166,6 +169,7 @@ def test_a_bug_outside_of_the_jobs_body_ends_in_one_line_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["generate"])
 
     def entry() -> None:
         raise AssertionError("a mistake of ours")
@@ -448,7 +452,102 @@ def test_the_ending_of_a_path_tells_the_kind_of_data_set_where_none_is_chosen(
 def test_a_path_alone_is_enough_for_every_job_that_reads_one(job: str) -> None:
     with initialize_config_dir(config_dir=str(CONF), version_base=None):
         assert compose(job, infer_dataset_kind(["dataset.path=prompts.csv"])).dataset.kind == "csv"
-    assert (
-        "infer_dataset_kind("
-        in (CONF.parent / "jobs" / f"{job}.py").read_text(encoding="utf-8").rpartition("__main__")[2]
-    )
+
+
+PLAIN_TEXTS = [
+    "~nobody-of-this-name/x.csv",
+    "a=b.csv",
+    "a;b {c} [d] (e), f: 'g' \"h\" #i",
+    '"one" and "two"',
+    "1e5",
+    "true",
+    "*.csv",
+    " spaces ",
+    "ünïcode",
+    "\\n",
+]
+
+
+@pytest.mark.parametrize("text", PLAIN_TEXTS)
+def test_a_text_setting_takes_any_text(text: str) -> None:
+    words = rewrite_words([f"dataset.prompt_field={text}"], GenerateConfig)
+    with initialize_config_dir(config_dir=str(CONF), version_base=None):
+        assert compose("generate", words).dataset.prompt_field == text
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("sampling.stop=END", ["END"]),
+        ("sampling.stop=a,b", ["a", "b"]),
+        ("sampling.stop=[a,b]", ["a", "b"]),
+        ("sampling.stop=Q:", ["Q:"]),
+        ("sampling.stop=null", None),
+        ("sampling.stop='[\"a,b\"]'", ['["a,b"]']),
+    ],
+)
+def test_a_text_is_a_list_of_one(word: str, value: list[str] | None) -> None:
+    with initialize_config_dir(config_dir=str(CONF), version_base=None):
+        assert load(GenerateConfig, compose("generate", rewrite_words([word], GenerateConfig))).sampling.stop == value
+
+
+def test_quoted_and_null_and_interpolated_values_and_sweeps_keep_their_meaning() -> None:
+    for word in ("model.path=null", "run='a b'", 'run="a, b"', "run=${model.name}", "sampling.seed=1,2", "run=a\\,b"):
+        assert rewrite_words([word], GenerateConfig) == [word]
+    sweep = ["--multirun", "run=a,b", "dataset.path=a.csv"]
+    assert rewrite_words(sweep, GenerateConfig) == [*sweep[:2], "dataset=csv", sweep[2]]
+
+
+def test_a_path_below_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert rewrite_words(["output_root=~/out"], GenerateConfig) == ['output_root="/home/me/out"']
+    assert rewrite_words(["dataset.prompt_field=~/x"], GenerateConfig) == ['dataset.prompt_field="~/x"']
+
+
+def test_a_model_is_a_directory_a_file_a_hub_id_or_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "m.yaml").touch()
+    for place in ("m", "./m", "org/name", "x.gguf", "s3://bucket/m"):
+        path = "m" if place == "./m" else place
+        assert rewrite_words([f"model={place}"], GenerateConfig) == ["model=hf", f'model.path="{path}"']
+        assert rewrite_words([f"model={place}"], PackConfig)[0].startswith("model.path=")
+    for word in ("model=tiny", "model=mixtral", "model=mixtrall", "+model=m"):
+        assert rewrite_words([word], GenerateConfig) == [word]
+    assert rewrite_words(["--config-dir", "conf", "model=m"], GenerateConfig)[2:] == ["model=m"]
+
+
+def test_a_bare_word_is_a_run_where_runs_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a b").mkdir()
+    assert rewrite_words(["a b", "format=json"], StatusConfig) == ['run="a b"', "format=json"]
+    assert rewrite_words(["a b", "s3://b/x", "--cfg", "job"], StatusConfig) == [
+        'run=["a b","s3://b/x"]',
+        "--cfg",
+        "job",
+    ]
+    assert rewrite_words(["out=x.csv", "a*"], ExportConfig) == ['out="x.csv"', 'run="a*"']
+    with pytest.raises(ConfigError, match="there is no run b: name a run's directory"):
+        rewrite_words(["b"], StatusConfig)
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["prompt=What", "is", "2+2", "trace=true"], r'a text with spaces is quoted: prompt="What is 2\+2"'),
+        (["trace", "prompt=hi"], "write trace=true"),
+        (["rows.csv"], "write dataset.path=rows.csv"),
+        (["folder"], "write model=folder"),
+        (["nothing"], "--help shows how to call this job"),
+    ],
+)
+def test_a_bare_word_elsewhere_is_answered_with_the_word_to_write(
+    words: list[str], advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.csv").touch()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=advice):
+        rewrite_words(words, GenerateConfig)

@@ -82,10 +82,10 @@ def test_one_worker_alone_and_workers_that_share_keep_each_other_out(tmp_path: P
     shared, other = RunLock(lock, is_shared=True), RunLock(lock, is_shared=True)
     with pytest.raises(RunInUseError):
         generate(case.config("run", Workers.one), lambda: False)
-    assert find_runs([str(outcome.directory)], "runs")[0].condition is Condition.running
+    assert find_runs([str(outcome.directory)], "run")[0].condition is Condition.running
     shared.release()
     other.release()
-    assert find_runs([str(outcome.directory)], "runs")[0].condition is Condition.done
+    assert find_runs([str(outcome.directory)], "run")[0].condition is Condition.done
     alone = RunLock(lock)
     with pytest.raises(RunInUseError):
         generate(case.config("run", Workers.elastic), lambda: False)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,8 +16,10 @@ from jobs.datasets import DatasetConfig, DatasetKind
 from jobs.record.finished import find_finished, input_state, record_inputs
 from jobs.record.run_dir import RunDirectory
 from jobs.record.summary import Outcome
+from jobs.run.command import run_command
 from jobs.run.tasks.generate import generate
 from runtime.config.settings import ModelConfig, PolicyConfig, PolicyKind, SamplingConfig, Verify
+from runtime.errors import ConfigError, DatasetError
 
 
 def config_in(root: Path) -> GenerateConfig:
@@ -129,9 +132,50 @@ def test_a_second_start_of_a_finished_run_loads_no_torch(tmp_path: Path) -> None
         "atexit.register(lambda: print(*sorted({'torch', 'numba'} & set(sys.modules)), 'end')); "
         "runpy.run_module('jobs.generate', run_name='__main__', alter_sys=True)"
     )
+    out = tmp_path / "answers.csv"
     for is_finished in (False, True):
-        command = [sys.executable, "-c", program, "dataset.kind=jsonl", *words]
+        command = [sys.executable, "-c", program, "dataset.kind=jsonl", f"out={out}", *words]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert ended.returncode == 0, ended.stderr
         assert ("nothing to do" in ended.stdout) == is_finished
         assert ended.stdout.splitlines()[-1] == ("end" if is_finished else "numba torch end")
+        assert out.read_text().count("\n") == 5  # a header and four rows
+        out.unlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("answers.txt", "must end in one of .jsonl, .csv, .parquet"),
+        ("in.jsonl", "was not written by an export or was changed since"),
+        ("", "must end in one of"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_model_is_opened(
+    name: str, reason: str, tmp_path: Path
+) -> None:
+    config = replace(config_in(tmp_path), out=str(tmp_path / name))
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        run_command(config, lambda: pytest.fail("opened"), lambda _: None, at=0.0, clock=0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "reason"),
+    [
+        ({"prompt_field": "question"}, DatasetError, "question"),
+        ({"path": "no.jsonl"}, DatasetError, "does not exist"),
+    ],
+)
+def test_a_wrong_field_is_refused_before_the_model_is_opened(
+    change: dict[str, str], error: type[Exception], reason: str, tmp_path: Path
+) -> None:
+    config = config_in(tmp_path)
+    config = replace(config, dataset=replace(config.dataset, **change))  # type: ignore[arg-type]
+    with pytest.raises(error, match=reason):
+        run_command(config, lambda: pytest.fail("opened"), lambda _: None, at=0.0, clock=0.0)
+
+
+def test_an_output_root_that_is_a_file_is_refused_before_the_model_is_opened(tmp_path: Path) -> None:
+    config = replace(config_in(tmp_path), output_root=str(tmp_path / "in.jsonl"))
+    with pytest.raises(ConfigError, match="Choose another place for it with output_root="):
+        run_command(config, lambda: pytest.fail("opened"), lambda _: None, at=0.0, clock=0.0)

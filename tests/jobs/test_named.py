@@ -98,7 +98,7 @@ def never() -> Any:
 
 
 def figures(case: ShardedRun) -> list[RunFigures]:
-    return [RunFigures(run=run) for run in find_runs([str(case.directory(0).path)], "runs")]
+    return [RunFigures(run=run) for run in find_runs([str(case.directory(0).path)], "run")]
 
 
 WRITES: Mapping[str, Callable[[ShardedRun, Path], object]] = {

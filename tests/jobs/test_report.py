@@ -28,7 +28,7 @@ def case(tmp_path: Path) -> ShardedRun:
 
 
 def figures(*names: object) -> list[RunFigures]:
-    return [RunFigures(run=run) for run in find_runs([str(name) for name in names], "runs")]
+    return [RunFigures(run=run) for run in find_runs([str(name) for name in names], "run")]
 
 
 def cells(text: str) -> dict[str, list[str]]:
@@ -135,7 +135,7 @@ def test_elapsed_is_the_time_on_the_wall_where_passes_say_when_they_were(tmp_pat
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({}, "runs is not set"), ({"runs": []}, "runs is not set"), ({"runs": "x", "samples": -1}, "samples must be 0")],
+    [({}, "run is not set"), ({"run": []}, "run is not set"), ({"run": "x", "samples": -1}, "samples must be 0")],
 )
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -144,6 +144,6 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, object], sai
 
 def test_the_settings_of_a_report_are_those_of_the_yaml() -> None:
     with initialize_config_dir(str(ROOT / "conf"), version_base=None):
-        composed = compose("report", ["runs=[a,b]"])
+        composed = compose("report", ["run=[a,b]"])
     assert set(composed) == {each.name for each in fields(ReportConfig)}
-    assert load(ReportConfig, composed) == replace(ReportConfig(runs="x"), runs=["a", "b"])
+    assert load(ReportConfig, composed) == replace(ReportConfig(run="x"), run=["a", "b"])

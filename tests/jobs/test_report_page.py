@@ -27,7 +27,7 @@ EVIL = '<script>alert(1)</script><img src=https://example.org/x onerror=y> </sty
 
 
 def figures_of(path: Path) -> RunFigures:
-    [run] = find_runs([str(path)], "runs")
+    [run] = find_runs([str(path)], "run")
     return RunFigures(run=run)
 
 

@@ -246,7 +246,7 @@ def test_a_failing_upload_is_tried_again_until_it_succeeds(
         lambda url: ModelConfig(name="hf", path="there", tokenizer=url),
         lambda url: ExportConfig(run=url, out="rows.jsonl"),
         lambda url: StatusConfig(run=url),
-        lambda url: ReportConfig(runs=[url]),
+        lambda url: ReportConfig(run=[url]),
     ],
 )
 def test_a_url_that_gives_a_secret_away_is_refused_without_it(

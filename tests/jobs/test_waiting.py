@@ -37,7 +37,7 @@ def test_an_export_of_a_run_in_work_names_blocks_rows_and_who_has_leased_what(ca
         assert leases.acquire(lease_name(2))
         with pytest.raises(ConfigError) as refused:
             exported(case)
-        said = describe_unfinished(find_runs([f"{case.folder}/x-*"], "runs"))
+        said = describe_unfinished(find_runs([f"{case.folder}/x-*"], "run"))
     lock.release()
     assert len(said) == 1
     assert said[0] in str(refused.value), "a report says the same"

@@ -1,0 +1,191 @@
+"""Rewrites the words of a command line to what Hydra reads: plain text in text settings, a run's directory as a bare
+word, a model's directory or hub id, and the kind of an input by its extension."""
+
+import re
+import typing
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import is_dataclass
+from itertools import pairwise, zip_longest
+from pathlib import Path
+
+from runtime.config.texts import is_url
+from runtime.errors import ConfigError
+
+from .help import option_names
+from .typed import ARCHITECTURE, key_types, known_keys, unknown_key
+
+MULTIRUN = ("--multirun", "-m")
+# Options of Hydra that take the next word as their value.
+VALUE_OPTIONS = frozenset(
+    {"--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun"}
+    | {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
+)
+QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+ESCAPED = re.compile(r"\\[][,(){}:=\s]")  # by one who knows Hydra's grammar
+PLAIN_ITEM = re.compile(r"[\w./*@%+|-]+(?: [\w./*@%+|-]+)*")
+PATH_NAMES = ("path", "tokenizer", "out", "output_root", "directory", "cache_dir", "run")
+GLOB_SIGNS = "*?["
+
+
+def rewrite_words(words: Sequence[str], schema: type) -> list[str]:
+    """The words of a job with the settings dataclass `schema`, as Hydra takes them. The words of a sweep keep their
+    commas and choices. Raises ConfigError for a bare word that is no run's directory, with the word to write
+    instead."""
+    hints, is_sweep = _setting_types(schema), any(word in MULTIRUN for word in words)
+    rewritten = _expand_bare_words([*words], hints)
+    if "dataset.prompt" in hints:
+        rewritten = expand_prompt(rewritten)
+    if "model.path" in hints and ARCHITECTURE not in hints:
+        rewritten = [part for word in rewritten for part in _expand_model(word, rewritten, schema)]
+    if not is_sweep:
+        rewritten = [_quote_text(word, hints) for word in rewritten]
+    return infer_dataset_kind(rewritten) if "dataset.path" in hints else rewritten
+
+
+def _setting_types(schema: type, prefix: str = "") -> dict[str, object]:
+    """The type of each setting that is no group, by dotted key."""
+    found = dict[str, object]()
+    for name, hint in key_types(schema).items():
+        if isinstance(hint, type) and is_dataclass(hint):
+            found |= _setting_types(hint, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = hint
+    return found
+
+
+def _options(hint: object) -> set[object]:
+    """The types that a value of this type may have; `list` for lists of text."""
+    found = {*(typing.get_args(hint) or (hint,))} if typing.get_origin(hint) is not list else {hint}
+    return {list if typing.get_origin(each) is list and typing.get_args(each)[0] is str else each for each in found}
+
+
+def _expand_bare_words(words: list[str], hints: dict[str, object]) -> list[str]:
+    """Replaces words without `=` by `run=...`, in jobs that read runs."""
+    is_value = [False, *(word in VALUE_OPTIONS for word in words)]
+    bare = [i for i, word in enumerate(words) if word and "=" not in word and word[0] not in "-+~" and not is_value[i]]
+    if not bare:
+        return words
+    names = [words[i] for i in bare]
+    reads_runs = "run" in hints and "model.path" not in hints
+    if reads_runs and all(
+        is_url(name) or Path(name).expanduser().exists() or {*GLOB_SIGNS} & {*name} for name in names
+    ):
+        value = f"[{','.join(map(quote, names))}]" if len(names) > 1 else quote(names[0])
+        return [
+            f"run={value}" if i == bare[0] else word for i, word in enumerate(words) if i == bare[0] or i not in bare
+        ]
+    raise ConfigError(_describe_bare_word(words, bare, hints, reads_runs=reads_runs))
+
+
+def _describe_bare_word(words: list[str], bare: list[int], hints: dict[str, object], *, reads_runs: bool) -> str:
+    word, before = words[bare[0]], words[bare[0] - 1] if bare[0] else ""
+    head = f"{word!r} is not key=value"
+    key, sign, value = before.partition("=")
+    is_text = sign and (key == "prompt" or str in _options(hints.get(key)))
+    if is_text and not reads_runs:
+        end = next((i for i in range(bare[0], len(words)) if i not in bare), len(words))
+        text = " ".join([value, *words[bare[0] : end]])
+        return f"{head}: a text with spaces is quoted: {key}={quote(text)}"
+    if hints.get(word) is bool:
+        return f"{head}: write {word}=true"
+    if reads_runs:
+        return f"{head}, and there is no run {word}: name a run's directory, as in run=outputs/generate/mine"
+    if "dataset.path" in hints and Path(word).is_file():
+        return f"{head}: write dataset.path={word}"
+    if "model.path" in hints and Path(word).is_dir():
+        return f"{head}: write model={word}"
+    return f"{head}; --help shows how to call this job"
+
+
+def _expand_model(word: str, words: Sequence[str], schema: type) -> list[str]:
+    """`model=DIR`, `model=FILE.gguf`, `model=ORG/NAME` and `model=URL` as `model.path=...`."""
+    key, sign, value = word.partition("=")
+    name = value.strip("'\"")
+    is_place = is_url(name) or "/" in name or name.endswith(".gguf") or _expand_home(name).is_dir()
+    if (key, sign) != ("model", "=") or not is_place or any(other.startswith("model.path=") for other in words):
+        return [word]
+    own = [Path(folder) for option, folder in pairwise(words) if option in ("--config-dir", "-cd")]
+    if name in option_names("model") or any((folder / "model" / f"{name}.yaml").exists() for folder in own):
+        return [word]
+    path = f"model.path={quote(name if is_url(name) else str(_expand_home(name)))}"
+    return ["model=hf", path] if "model.name" in known_keys(schema) else [path]
+
+
+def _expand_home(path: str) -> Path:
+    with suppress(RuntimeError):  # no such user
+        return Path(path).expanduser()
+    return Path(path)
+
+
+def _quote_text(word: str, hints: dict[str, object]) -> str:
+    """Quotes the value of a text setting, so that Hydra takes any character as it is. Values that are quoted, null or
+    interpolated stay as they are."""
+    key, sign, value = word.partition("=")
+    name = key.lstrip("+")
+    types = _options(hints.get(name))
+    is_meant = QUOTED.fullmatch(value) or "${" in value or value.lower() == "null"
+    is_utf8 = value.encode(errors="ignore").decode() == value  # else Hydra refuses it
+    if not sign or not {str, list} & types or is_meant or not is_utf8:
+        return word
+    if value.startswith("~") and name.rpartition(".")[2] in PATH_NAMES:
+        value = str(_expand_home(value))
+    if list in types and (value.startswith("[") or not value):
+        return word
+    if list in types and "," in value:
+        items = value.split(",")
+        return f"{key}=[{value}]" if all(map(PLAIN_ITEM.fullmatch, items)) else f"{key}={quote(value)}"
+    return word if ESCAPED.search(value) else f"{key}={quote(value)}"
+
+
+def expand_prompt(words: list[str]) -> list[str]:
+    """Expands `prompt=TEXT` to `dataset=prompt dataset.prompt=...`, with the text quoted for Hydra."""
+    expanded = []
+    for word in words:
+        name, sign, text = word.partition("=")
+        if (name, sign) != ("prompt", "="):
+            expanded.append(word)
+            continue
+        expanded += ["dataset=prompt", f"dataset.prompt={quote(text)}"]
+    return expanded
+
+
+def infer_dataset_kind(words: list[str]) -> list[str]:
+    """Adds `dataset=KIND` from the file extension of `dataset.path`, unless the words choose a kind."""
+    from ..datasets.files import kind_from_suffix  # needs pyarrow, which not every job has
+
+    if any(re.match(r"[+~]*dataset(=|@|\.kind=)", word) for word in words):
+        return words
+    values = [word.partition("=")[2] for word in words if word.partition("=")[0] == "dataset.path"]
+    is_sweep = any(word in words for word in MULTIRUN)
+    paths = [path for value in values for path in (value.split(",") if is_sweep else [value])]
+    kinds = {kind_from_suffix(path.strip("'\"")) for path in paths}
+    if len(kinds) != 1 or None in kinds:
+        return words
+    # next to the path: argparse rejects a second group of positionals after an option such as `--cfg job`
+    at = next(i for i, word in enumerate(words) if word.startswith("dataset.path="))
+    return [*words[:at], f"dataset={kinds.pop()}", *words[at:]]
+
+
+def quote(text: str) -> str:
+    """Quotes any text so that Hydra reads it back unchanged."""
+    escaped = re.sub(r'(\\*)"', lambda match: 2 * match[1] + '\\"', text).replace("${", "\\${")
+    escaped += "\\" * (len(escaped) - len(escaped.rstrip("\\")))
+    return f'"{escaped}"'
+
+
+def suggest_key(words: list[str], schema: type) -> str | None:
+    """The error message for a setting written as an option (`--key`), or for an `architecture` key that Hydra accepts
+    but the job does not use; None if there is neither."""
+    keys = known_keys(schema)
+    for word, after in zip_longest(words, words[1:], fillvalue="VALUE"):
+        name, _, value = word.removeprefix("--").partition("=")
+        key = name.lstrip("+~")
+        if key.partition(".")[0] == ARCHITECTURE:
+            if ARCHITECTURE not in keys:
+                return unknown_key(key, keys)
+            if key == ARCHITECTURE and not value.startswith("{"):
+                return f"{word}: architecture has no options: choose a model with model={value or 'OPTION'}"
+        if word.startswith("--") and name in keys and name != "run":  # Hydra has an option --run
+            return f"{word} is a setting, not an option: write {name}={value or after}"
+    return None
