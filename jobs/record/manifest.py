@@ -26,7 +26,13 @@ JUDGE_PATH_KEYS = (
     "dataset.references_path",
     "dataset.judge_prompts_path",
 )
-PATH_KEYS = ("model.path", "model.tokenizer", "dataset.path", *JUDGE_PATH_KEYS)  # files may move: digests identify their contents
+# Files may move: digests identify their contents.
+PATH_KEYS = ("model.path", "model.tokenizer", "dataset.path", *JUDGE_PATH_KEYS)
+    "model.path",
+    "model.tokenizer",
+    "dataset.path",
+    *JUDGE_PATH_KEYS,
+)  # files may move: digests identify their contents
 
 Values: TypeAlias = Mapping[str, JsonValue]
 
