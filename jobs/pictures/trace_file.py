@@ -194,9 +194,9 @@ def read_processes(path: Path) -> dict[str, list[Span]]:
             if any(event["pid"] == number for event in events)
         }
     except OSError as error:
-        raise ConfigError(f"cannot read path={path}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot read run={path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"path={path} is not a trace of Weightstream, or truncated ({error!r})") from error
+        raise ConfigError(f"run={path} is not a trace of Weightstream, or truncated ({error!r})") from error
 
 
 def read_all(paths: Sequence[Path]) -> list[tuple[Path, dict[str, list[Span]]]]:

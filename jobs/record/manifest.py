@@ -28,11 +28,6 @@ JUDGE_PATH_KEYS = (
 )
 # Files may move: digests identify their contents.
 PATH_KEYS = ("model.path", "model.tokenizer", "dataset.path", *JUDGE_PATH_KEYS)
-    "model.path",
-    "model.tokenizer",
-    "dataset.path",
-    *JUDGE_PATH_KEYS,
-)  # files may move: digests identify their contents
 
 Values: TypeAlias = Mapping[str, JsonValue]
 

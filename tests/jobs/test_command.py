@@ -89,8 +89,8 @@ def test_an_unknown_job_is_refused_in_one_line(end_of: Callable[..., End], word:
 @pytest.mark.parametrize(
     ("words", "code", "error"),
     [
-        (("trace",), 2, "error: path is not set: a run directory, or a file in <run>/trace "),
-        (("trace", "pth=x"), 2, "error: unknown key pth: did you mean path?"),
+        (("trace",), 2, "error: run is not set: a run directory, or a file in <run>/trace "),
+        (("trace", "runn=x"), 2, "error: unknown key runn: did you mean run?"),
         (("plan", "model=gtp2"), 2, "error: model=gtp2 does not exist: did you mean gpt2? "),
         (("synthesize", "out=x", "architecture.num_layers=2"), 2, "error: unknown key architecture.num_layers: "),
     ],

@@ -177,5 +177,5 @@ def test_a_wrong_field_is_refused_before_the_model_is_opened(
 
 def test_an_output_root_that_is_a_file_is_refused_before_the_model_is_opened(tmp_path: Path) -> None:
     config = replace(config_in(tmp_path), output_root=str(tmp_path / "in.jsonl"))
-    with pytest.raises(ConfigError, match="Choose another place for it with output_root="):
+    with pytest.raises(ConfigError, match="Choose another output_root="):
         run_command(config, lambda: pytest.fail("opened"), lambda _: None, at=0.0, clock=0.0)

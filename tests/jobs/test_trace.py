@@ -126,7 +126,7 @@ def test_a_picture_lies_beside_the_trace(
     traced: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = traced.trace / "start-00000.json"
-    assert command(monkeypatch, f"path={path}") == 0
+    assert command(monkeypatch, f"run={path}") == 0
     assert path.with_suffix(".svg").read_text().startswith("<?xml")
     assert capsys.readouterr().out.startswith(f"{path.with_suffix('.svg')}: 0 s to ")
 
@@ -141,25 +141,25 @@ def test_each_worker_writes_a_trace_and_a_run_shows_all_of_them(
     other, cut = (mine.with_name(f"worker-elsewhere-{pid}-00000.json") for pid in (7, 8))
     other.write_bytes(mine.read_bytes())
     cut.write_bytes(mine.read_bytes()[:-20])
-    assert command(monkeypatch, f"path={directory.path}") == 0
+    assert command(monkeypatch, f"run={directory.path}") == 0
     picture = directory.trace / "all.svg"
     assert capsys.readouterr().out.startswith(f"{picture}: 0 s to ")
     assert [path.name in picture.read_text() for path in (mine, other, cut)] == [True, True, False]
-    assert command(monkeypatch, f"path={other}") == 0
+    assert command(monkeypatch, f"run={other}") == 0
     assert mine.name not in other.with_suffix(".svg").read_text()
-    assert command(monkeypatch, f"path={cut}") == 2
-    assert command(monkeypatch, f"path={directory.generations}") == 2
+    assert command(monkeypatch, f"run={cut}") == 2
+    assert command(monkeypatch, f"run={directory.generations}") == 2
     assert "has no trace: start the run with trace=true" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "path is not set"),
-        (["path=nowhere.json"], "cannot read path=nowhere.json: No such file"),
-        (["path=x", "begin=2", "end=1"], "end must be after begin=2.0 s, got 1.0"),
-        (["path=x", "out=picture.pdf"], "out must end in .svg or .png, got picture.pdf"),
-        (["path={trace}", "begin=1e6"], "begin=1e+06 s must be before the end of the window; the trace ends at "),
+        ([], "run is not set"),
+        (["run=nowhere.json"], "cannot read run=nowhere.json: No such file"),
+        (["run=x", "begin=2", "end=1"], "end must be after begin=2.0 s, got 1.0"),
+        (["run=x", "out=picture.pdf"], "out must end in .svg or .png, got picture.pdf"),
+        (["run={trace}", "begin=1e6"], "begin=1e+06 s must be before the end of the window; the trace ends at "),
     ],
 )
 def test_a_wrong_window_or_path_is_refused_in_one_line(
