@@ -2,6 +2,7 @@
 
 import time
 from importlib.util import find_spec
+from pathlib import Path
 
 from jobs.config.process import gc_paused, restart_tuned
 
@@ -14,6 +15,7 @@ from jobs.config.cli import as_job, print_line, run_job
 from jobs.config.logs import setup_logging
 from jobs.config.settings import Composed, load
 from jobs.evaluating.config import EvaluateConfig
+from jobs.record.run_dir import require_writable
 from runtime.errors import require
 
 
@@ -22,17 +24,21 @@ from runtime.errors import require
 def main(composed: Composed) -> None:
     began_at, began = time.time(), time.monotonic()
     config = load(EvaluateConfig, composed)
-    require(find_spec("lm_eval") is not None, "jobs.evaluate needs lm-evaluation-harness: pip install -e '.[eval]'")
+    require(find_spec("lm_eval") is not None, "weightstream evaluate needs the extra: pip install 'weightstream[eval]'")
     setup_logging(config.log_level)
 
-    # Slow imports (torch, transformers, the harness) come after the checks of settings.
+    # Slow imports (torch, transformers) come after the checks of settings and tasks.
+    require_writable(Path(config.output_root))
     with gc_paused():
+        from jobs.evaluating.task_index import find_tasks
+
+        manager = find_tasks(config.tasks, [*config.harness.include_path])
         from jobs.config.signals import StopFlag
         from jobs.evaluating.harness import evaluate
         from jobs.record.passes import Start
 
     with StopFlag() as stop:
-        evaluation = evaluate(config, stop, Start(at=began_at, clock=began))
+        evaluation = evaluate(config, manager, stop, Start(at=began_at, clock=began))
     for line in evaluation.lines:
         print_line(line)
 

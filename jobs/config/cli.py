@@ -170,7 +170,7 @@ def describe_hydra_error(error: Exception, known: list[str]) -> str:
     options = getattr(error, "options", None)
     missing = getattr(error, "missing_cfg_file", None)
     if missing is not None and "submitit" in missing:
-        return "hydra/launcher=slurm needs the extra: pip install -e '.[slurm]', or use slurm/generate.sbatch"
+        return "hydra/launcher=slurm needs the extra: pip install 'weightstream[slurm]', or use slurm/generate.sbatch"
     if missing is not None and options is not None:
         group, _, option = missing.rpartition("/") if missing.startswith("hydra/") else missing.partition("/")
         if group == "model" and ("/" in option or Path(option).exists()):

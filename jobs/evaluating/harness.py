@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,7 +23,7 @@ from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, ma
 from transformers import PreTrainedTokenizerBase
 
 from runtime.config.settings import SamplingOverrides
-from runtime.errors import ConfigError, EvaluationError, WeightstreamError, require
+from runtime.errors import ConfigError, EvaluationError, WeightstreamError
 from runtime.library.api import Runtime
 from runtime.model.loading import LoadedModel
 from runtime.requests.joining import join_requests
@@ -307,14 +306,15 @@ def evaluation_directory(config: EvaluateConfig) -> Path:
     return Path(config.output_root) / "evaluate" / name
 
 
-def evaluate(config: EvaluateConfig, should_stop: Callable[[], bool], start: Start) -> Evaluation:
+def evaluate(config: EvaluateConfig, manager: TaskManager, should_stop: Callable[[], bool], start: Start) -> Evaluation:
     """Runs the tasks and writes the harness' results. Raises the errors of runtime.errors; EvaluationError for those of
     the harness, such as a task that cannot be loaded."""
     directory, harness = evaluation_directory(config), config.harness
-    manager = _make_task_manager(config.tasks, [*harness.include_path])
     model = HarnessModel(RunAnswerer(config, directory, should_stop, start))
     directory.mkdir(parents=True, exist_ok=True)
     tracker = EvaluationTracker(output_path=str(directory / "harness"))
+    if not any((folder / ".git").exists() for folder in (Path.cwd(), *Path.cwd().parents)):
+        lm_eval.evaluator.get_git_commit_hash = lambda: None  # outside of a repository git prints an error
     try:
         results = simple_evaluate(
             model,
@@ -353,22 +353,3 @@ def evaluate(config: EvaluateConfig, should_stop: Callable[[], bool], start: Sta
         tracker.save_results_samples(task_name=task, samples=rows)
     tables = [make_table(all_results)] + ([make_table(all_results, "groups")] if all_results.get("groups") else [])
     return Evaluation(directory=directory, results=stable, tables=tuple(tables))
-
-
-def _make_task_manager(tasks: list[str], include_path: list[str | Path]) -> TaskManager:
-    """Returns a manager that knows the tasks. Skips indexing the bundled tasks, which takes seconds, if `include_path`
-    has all of `tasks`. Raises ConfigError naming the closest task."""
-    own = TaskManager(include_path=include_path, include_defaults=False) if include_path else None
-    if own is not None and all(_is_known(task, own) for task in tasks):
-        return own
-    near = [get_close_matches(task, own.all_tasks, n=1, cutoff=0.8) for task in tasks] if own is not None else []
-    manager = own if own is not None and any(near) else TaskManager(include_path=include_path or None)
-    for task in tasks:
-        close = get_close_matches(task, manager.all_tasks, n=1)
-        hint = f"did you mean {close[0]}?" if close else "set harness.include_path for your own tasks"
-        require(_is_known(task, manager), f"tasks: unknown task {task!r}: {hint}")
-    return manager
-
-
-def _is_known(task: str, manager: TaskManager) -> bool:
-    return bool(manager.match_tasks([task])) or Path(task).is_file()

@@ -73,7 +73,7 @@ class PipelinePeers:
         return tokens.view(-1, self._num_numbers).split(counts)
 
 
-RESUME_HINT = "start the same command again to go on"
+RESUME_HINT = "start the same command again to resume"
 Answer: TypeAlias = Weights | torch.Tensor
 Stops: TypeAlias = tuple[type[Event], ...]
 

@@ -149,7 +149,7 @@ STOP_CHECK_SECONDS = 0.02  # between checks for a stop
 CHECK_TIMEOUT = timedelta(seconds=0.1)  # between checks of the heartbeat while waiting
 GRACE_SECONDS = 2.0  # for an ended rank's last messages, and until its other connections close
 SHARDED = DevicesConfig(way=Parallelism.sharded)
-STOPPED = "start the same command again to go on"
+STOPPED = "start the same command again to resume"
 
 
 class Ranks(Closing):

@@ -107,7 +107,7 @@ def _digest_file(file: str, should_stop: Callable[[], bool], setting: str) -> st
             while count := with_retries(lambda: handle.readinto(buffer), file, "reading", time.sleep):
                 digest.update(buffer[:count])
                 if should_stop():
-                    raise Interrupted(f"{setting}: interrupted; start the same command again to go on")
+                    raise Interrupted(f"{setting}: interrupted; start the same command again to resume")
     except OSError as error:
         raise read_error(file, "opening it", error) from error
     return digest.hexdigest()

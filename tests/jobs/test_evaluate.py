@@ -18,6 +18,7 @@ from lm_eval.tasks import TaskManager
 
 from jobs.evaluating.config import EvaluateConfig, HarnessConfig
 from jobs.evaluating.harness import Evaluation, GenerationRequest, RunAnswerer, evaluate, evaluation_directory
+from jobs.evaluating.task_index import find_tasks
 from jobs.record.output_rows import GenerationRow
 from jobs.record.passes import Start
 from jobs.run.block_loop import OpenParts
@@ -58,7 +59,7 @@ def config(home: Path, tasks: list[str], *, tier: Tier = Tier.auto, **changes: A
 
 
 def evaluated(asked: EvaluateConfig, should_stop: Callable[[], bool] = lambda: False) -> Evaluation:
-    return evaluate(asked, should_stop, Start())
+    return evaluate(asked, find_tasks(asked.tasks, [*asked.harness.include_path]), should_stop, Start())
 
 
 def numbers(results: Any) -> dict[str, dict[str, float]]:
