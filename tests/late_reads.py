@@ -31,7 +31,7 @@ class LateTransfer(PendingTransfer):
     def run(self) -> None:
         with self._lock:
             while self._chunks:
-                self._answers.put(_answer(self._chunks.popleft()))
+                self._queue.put(_answer(self._chunks.popleft()))
 
     def wait(self) -> None:
         self.run()

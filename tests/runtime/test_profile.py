@@ -154,5 +154,5 @@ def test_rates_that_cannot_be_are_refused_by_key(changes: dict[str, object], mes
 
 
 def test_sheet_and_rates_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="both set"):
+    with pytest.raises(ConfigError, match="exclude each other"):
         MachineConfig(sheet=sheet_of("t4"), rates=RATES)

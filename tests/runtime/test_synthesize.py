@@ -186,11 +186,11 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "overrides", "message"),
     [
-        ("lama", {}, "'lama' is unknown; did you mean .*llama"),
+        ("lama", {}, "unknown model type 'lama'; did you mean .*llama"),
         ("llama", {"hiden_size": 64}, "a llama config has no key 'hiden_size'; did you mean hidden_size"),
         ("llama", {"hidden_size": "wide"}, "invalid llama config"),
         ("llama", {"vocab_size": 100}, "needs 259 ids"),
-        ("gpt2", {"n_embd": 65, "n_head": 4}, "no gpt2 model can be built"),
+        ("gpt2", {"n_embd": 65, "n_head": 4}, "cannot build a gpt2 model"),
     ],
 )
 def test_an_impossible_model_is_refused(

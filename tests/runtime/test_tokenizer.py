@@ -70,7 +70,7 @@ def test_too_few_ids_for_the_bytes_are_refused() -> None:
     [
         (None, "neither a directory nor"),
         (b"no model", "is not a SentencePiece model"),
-        ("directory", "holds no tokenizer"),
+        ("directory", "transformers cannot load a tokenizer"),
     ],
 )
 def test_what_is_no_tokenizer_is_refused(content: bytes | str | None, message: str, tmp_path: Path) -> None:
