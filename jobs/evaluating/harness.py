@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -314,7 +315,8 @@ def evaluate(config: EvaluateConfig, manager: TaskManager, should_stop: Callable
     directory.mkdir(parents=True, exist_ok=True)
     tracker = EvaluationTracker(output_path=str(directory / "harness"))
     if not any((folder / ".git").exists() for folder in (Path.cwd(), *Path.cwd().parents)):
-        lm_eval.evaluator.get_git_commit_hash = lambda: None  # outside of a repository git prints an error
+        # Outside of a repository git would print an error.
+        vars(import_module("lm_eval.evaluator"))["get_git_commit_hash"] = lambda: None
     try:
         results = simple_evaluate(
             model,

@@ -47,7 +47,7 @@ RATES = MachineRates(
     prefill_attention_flops_per_second=1e10,
 )  # fmt: skip
 CGOPIPE = "policy.schedule=cgopipe needs attention on the CPU"
-BESIDE = "policy.attention=cpu with an accelerator needs keys and values in host memory"
+BESIDE = "policy.attention=cpu with an accelerator needs the KV cache in host memory"
 
 
 @dataclass(frozen=True, kw_only=True)
