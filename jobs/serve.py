@@ -51,14 +51,14 @@ def _compose_job(job: str, kind: type[C], settings: list[str]) -> C:
         raise ConfigError(describe_hydra_error(error, known_keys(kind))) from error
 
 
-def collect_settings(words: list[str]) -> list[str]:
+def collect_settings(arguments: list[str]) -> list[str]:
     """Moves overrides for jobs, such as `model=hf`, into the setting `settings`."""
-    own = {*known_keys(ServeConfig), "hydra"}
-    groups = {word: word.lstrip("+~").partition("=")[0].partition(".")[0] for word in words}
-    others = [word for word in words if "=" in word and word[0] != "-" and groups[word] not in own]
-    if not others:
-        return words
-    return [*(word for word in words if word not in others), f"settings=[{','.join(map(quote, others))}]"]
+    server_keys = {*known_keys(ServeConfig), "hydra"}
+    groups = {word: word.lstrip("+~").partition("=")[0].partition(".")[0] for word in arguments}
+    overrides = [word for word in arguments if "=" in word and word[0] != "-" and groups[word] not in server_keys]
+    if not overrides:
+        return arguments
+    return [*(word for word in arguments if word not in overrides), f"settings=[{','.join(map(quote, overrides))}]"]
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ def operators_of_a_device() -> Iterator[None]:
     def plain(tensor: torch.Tensor, parameter: Parameter, dtype: torch.dtype, *rest: Any) -> torch.Tensor | None:
         if tensor.dtype == dtype or not tensor.is_floating_point():
             return tensor.view(parameter.shape)
-        return plain_argument(tensor, parameter, dtype, *rest)
+        return make_plain_weight(tensor, parameter, dtype, *rest)
 
     def decode(*given: Any) -> torch.Tensor:
         return decode_attention_torch(*given[:-1])  # no number of threads
 
-    plain_argument = weights._plain_argument
+    make_plain_weight = weights._make_plain_weight
     with ExitStack() as stack:
         for module, name, value in (
             (fused_ops, "has_compiler", lambda: False),
@@ -35,7 +35,7 @@ def operators_of_a_device() -> Iterator[None]:
             (backends, "has_compiler", lambda: False),
             (packed_rows, "has_compiler", lambda: False),
             (backends, "has_matrix_unit", lambda: False),
-            (weights, "_plain_argument", plain),
+            (weights, "_make_plain_weight", plain),
             (attention, "decode_attention", decode),
         ):
             stack.enter_context(mock.patch.object(module, name, value))

@@ -46,7 +46,7 @@ from ..weightstream import make_requests, measure_generation
 from .config import MODELS
 from .device import limit_memory, measure_link, reserved_peak_bytes, reset_memory
 from .progress import ReportingDevice, WorkerProgress
-from .random_init import INT4, RandomInitModel, RandomInitRuntime, model_size, outline_model, unique_parameters
+from .random_init import INT4, RandomInitModel, RandomInitRuntime, model_size, unique_parameters, write_model
 from .task import GpuMachine, GpuTask, VariantMeasurement, phases_of
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ HOST_STEPS = 8  # a host budget is searched in steps of 1/HOST_STEPS layer
 
 
 class GpuBench:
-    """Runs variants; writes outlines of its models into `folder`. Not thread-safe."""
+    """Runs variants; writes sparse checkpoints of its models into `folder`. Not thread-safe."""
 
     def __init__(self, task: GpuTask, folder: Path, device: ComputeDevice, progress: WorkerProgress):
         self._task, self._device, self._progress, gpu = task, device, progress, task.gpu
@@ -74,7 +74,7 @@ class GpuBench:
         num_layers = gpu.num_layers or size.layers_within(HOST_SHARE * free_bytes / NUM_COPIES, max_layers)
         cut_layers = size.layers_within(DEVICE_SHARE * self._device_bytes, num_layers)
         progress(f"generating random tiles for {num_layers} layers, {cut_layers} in the device")
-        self._whole_model, self._cut_model = (outline_model(gpu, folder, n) for n in (num_layers, cut_layers))
+        self._whole_model, self._cut_model = (write_model(gpu, folder, n) for n in (num_layers, cut_layers))
         self._int4_model: RandomInitModel | None = None
         disk_bytes = DISK_SHARE * shutil.disk_usage(folder).free
         self._num_disk_layers = size.layers_within(disk_bytes, min(DISK_LAYERS, num_layers))
@@ -113,7 +113,7 @@ class GpuBench:
         if variant.is_int4:
             if self._int4_model is None:
                 self._progress("rounding tiles to int4")
-                self._int4_model = outline_model(self._task.gpu, self._folder, self._whole_model.num_layers, INT4)
+                self._int4_model = write_model(self._task.gpu, self._folder, self._whole_model.num_layers, INT4)
             return self._int4_model
         return self._cut_model if variant.is_cut else self._whole_model
 
@@ -121,7 +121,7 @@ class GpuBench:
         """Writes the model of few layers to disk on first use, and drops it from the page cache."""
         if self._disk_model is None:
             self._progress(f"writing {self._num_disk_layers} layers of {format_bytes(self._layer_bytes)} each to disk")
-            self._disk_model = outline_model(self._task.gpu, self._folder, self._num_disk_layers)
+            self._disk_model = write_model(self._task.gpu, self._folder, self._num_disk_layers)
             self._disk_model.weights.write(self._num_threads)
             forget_pages(self._disk_model.path)
         return self._disk_model

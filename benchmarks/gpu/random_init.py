@@ -1,4 +1,4 @@
-"""Random-init models without weights on disk: a checkpoint's outline, and random bytes for any part of it at memory
+"""Random-init models without weights on disk: a sparse checkpoint, and random bytes for any part of it at memory
 speed.
 
 Each matrix is a window, at its own offset, into a tile of normal numbers with its standard deviation. Real numbers
@@ -31,9 +31,9 @@ from runtime.store.checkpoint import CONFIG, open_checkpoint
 from runtime.store.file_digests import METADATA, PIECE_BYTES
 from runtime.store.reader import Reader
 from runtime.store.transfer import ChunkTiming
-from runtime.store.writer import DTYPE_NAMES, TensorSpec, plan_shards, write_outline
+from runtime.store.writer import DTYPE_NAMES, TensorSpec, plan_shards, write_sparse_checkpoint
 from runtime.stream.device import ComputeDevice
-from runtime.synthesize.checkpoints import outline_checkpoint
+from runtime.synthesize.checkpoints import create_sparse_checkpoint
 from runtime.synthesize.random_weights import RandomWeights
 from runtime.units import GIB, MIB
 
@@ -49,7 +49,7 @@ TileWindow = tuple[np.ndarray, int]  # bytes that repeat cyclically, and the ten
 
 
 class RandomInitWeights:
-    """Random numbers for `tensors` of an outline: always the same bytes for the same tensor name, also in a model of
+    """Random numbers for the `tensors` of a checkpoint: always the same bytes for a tensor name, also in a model of
     fewer layers. `weights`: the distributions. `rounding`: stores tensors as `weightstream pack` would round them."""
 
     def __init__(self, weights: RandomWeights, tensors: Mapping[str, TensorSlice], rounding: Rounding | None = None):
@@ -57,7 +57,7 @@ class RandomInitWeights:
         for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
             self._files.setdefault(tensor.file, []).append(tensor)
         self._windows = dict(_tile_windows(weights, rounding))
-        assert self._windows.keys() == tensors.keys(), "the outline has the same tensors"
+        assert self._windows.keys() == tensors.keys(), "the checkpoint has the same tensors"
 
     def fill(self, file: str, offset: int, target: memoryview) -> None:
         """Fills `target` with the bytes of `file` from `offset`; bytes outside tensors are not changed."""
@@ -80,7 +80,7 @@ class RandomInitWeights:
             done += count
 
     def write(self, num_threads: int) -> None:
-        """Writes all numbers into the outline's files, for variants that read from disk."""
+        """Writes all numbers into the sparse files, for variants that read from disk."""
         chunks = [
             (file, tensor.offset + begin, min(CHUNK_BYTES, tensor.num_bytes - begin))
             for file, tensors in self._files.items()
@@ -200,15 +200,16 @@ class ModelSize:
         return max(1, min(max_layers, int((num_bytes - self.outer_bytes) // self.layer_bytes)))
 
 
-def outline_model(gpu: GpuConfig, folder: Path, num_layers: int, rounding: Rounding | None = None) -> RandomInitModel:
-    """Writes the outline of the model into `folder`, with sparse files; with `rounding`, that of its packed store."""
+def write_model(gpu: GpuConfig, folder: Path, num_layers: int, rounding: Rounding | None = None) -> RandomInitModel:
+    """Writes the model into `folder` as a sparse checkpoint, or with `rounding`, a sparse packed store."""
     path = Path(tempfile.mkdtemp(dir=folder))
-    weights = _write_outline(gpu, path, num_layers)
+    weights = _write_sparse_model(gpu, path, num_layers)
     if rounding is not None:
         for file in path.glob("*.safetensors*"):
             file.unlink()
         stored = [_stored(spec, rounding) if _is_rounded(spec, rounding) else (spec,) for spec in weights.specs]
-        write_outline(path, plan_shards([spec for specs in stored for spec in specs], SHARD_BYTES), _zero_digests)
+        shards = plan_shards([spec for specs in stored for spec in specs], SHARD_BYTES)
+        write_sparse_checkpoint(path, shards, _zero_digests)
         config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         config["quantization_config"] = {"quant_method": METHOD, "format": str(rounding)}
         (path / CONFIG).write_text(json.dumps(config), encoding="utf-8")
@@ -224,16 +225,16 @@ def _zero_digests(num_bytes: int) -> dict[str, str]:
 
 
 def model_size(gpu: GpuConfig, folder: Path) -> ModelSize:
-    """Bytes of one layer, and of everything outside the layers. Writes the outline of a model of one layer."""
-    specs = _write_outline(gpu, folder / "one", 1).specs
+    """Bytes of one layer, and of everything outside the layers. Writes a sparse checkpoint of one layer."""
+    specs = _write_sparse_model(gpu, folder / "one", 1).specs
     layer = sum(spec.num_bytes for spec in specs if ".layers." in spec.name)
     return ModelSize(layer_bytes=layer, outer_bytes=sum(spec.num_bytes for spec in specs) - layer)
 
 
-def _write_outline(gpu: GpuConfig, path: Path, num_layers: int) -> RandomWeights:
+def _write_sparse_model(gpu: GpuConfig, path: Path, num_layers: int) -> RandomWeights:
     model = MODELS[gpu.model]
     keys = {**model.shape, **gpu.shape, "num_hidden_layers": num_layers, "tie_word_embeddings": False}
-    return outline_checkpoint(model_type=model.model_type, directory=path, overrides=keys, dtype=torch.bfloat16)
+    return create_sparse_checkpoint(model_type=model.model_type, directory=path, overrides=keys, dtype=torch.bfloat16)
 
 
 class RandomInitRuntime(Runtime):

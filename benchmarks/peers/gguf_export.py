@@ -1,5 +1,5 @@
-"""Writes a Llama or Mixtral checkpoint as the GGUF file that llama.cpp reads: its tensor names and its order of rotary
-dimensions. Contains no vocabulary, because measurements use token ids."""
+"""Converts a Llama or Mixtral checkpoint to a GGUF file, with llama.cpp's tensor names and order of rotary dimensions.
+The file has no vocabulary, because measurements use token ids."""
 
 import json
 import math
@@ -13,13 +13,13 @@ from safetensors import safe_open
 
 from runtime.errors import ConfigError
 
-NAMES = {  # of a layer
+LAYER_NAMES = {  # name in a layer: llama.cpp's name
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "block_sparse_moe.gate": "ffn_gate_inp",
 }  # fmt: skip
-OUTER = {
+NON_LAYER_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
@@ -28,9 +28,9 @@ EXPERT_NAMES = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps
 
 
 class TensorSource(NamedTuple):
-    """The shards and names of a tensor's weights: one matrix, or those of all experts in order."""
+    """A GGUF tensor's parts in the checkpoint: one tensor, or a matrix of each expert, in order."""
 
-    parts: Sequence[tuple[Path, str]]
+    parts: Sequence[tuple[Path, str]]  # shard, tensor name
     shape: Sequence[int]
     num_rotated_heads: int | None = None
 
@@ -40,7 +40,7 @@ def export_gguf(checkpoint: Path, target: Path, kind: str) -> None:
     space for the file. Raises ConfigError for other models."""
     config = json.loads((checkpoint / "config.json").read_text())
     if config["model_type"] not in ("llama", "mixtral"):
-        raise ConfigError(f"{checkpoint}: llama.cpp is measured with llama and mixtral, got {config['model_type']}")
+        raise ConfigError(f"{checkpoint}: model_type must be llama or mixtral, got {config['model_type']}")
     part = target.with_suffix(".part")
     try:
         _write(part, checkpoint, config, kind)
@@ -55,29 +55,29 @@ def _write(target: Path, checkpoint: Path, config: Mapping[str, Any], kind: str)
     writer = gguf.GGUFWriter(target, "llama")
     _add_keys(writer, config)
     types, factors = gguf.GGMLQuantizationType, _frequency_factors(config)
-    sources = _sources(checkpoint, config)
-    stored = {name: types[kind] if _is_matrix(name, source) else types.F32 for name, source in sources.items()}
+    sources = _tensor_sources(checkpoint, config)
+    tensor_types = {name: types[kind] if _is_converted(name, source) else types.F32 for name, source in sources.items()}
     for name, source in sources.items():
-        numbers, shape = _numpy_layout(source.shape, stored[name])
-        writer.add_tensor_info(name, shape, numbers, math.prod(shape) * numbers.itemsize, raw_dtype=stored[name])
+        dtype, shape = _numpy_layout(source.shape, tensor_types[name])
+        writer.add_tensor_info(name, shape, dtype, math.prod(shape) * dtype.itemsize, raw_dtype=tensor_types[name])
     if factors is not None:
         writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, source in sources.items():
-        writer.write_tensor_data(_quantize(source, stored[name]))
+        writer.write_tensor_data(_quantize(source, tensor_types[name]))
     if factors is not None:
         writer.write_tensor_data(factors)
     writer.close()
 
 
-def _is_matrix(name: str, source: TensorSource) -> bool:
+def _is_converted(name: str, source: TensorSource) -> bool:
+    """True for matrices, except routers, which llama.cpp keeps in F32."""
     return len(source.shape) > 1 and not name.endswith("ffn_gate_inp.weight")
 
 
 def _numpy_layout(shape: Sequence[int], kind: Any) -> tuple[np.dtype[Any], Sequence[int]]:
-    """The dtype and shape of a tensor's numpy array."""
     from gguf.quants import quant_shape_to_byte_shape
 
     if kind.name in ("F16", "F32"):
@@ -115,16 +115,16 @@ def _add_keys(writer: Any, config: Mapping[str, Any]) -> None:
         writer.add_expert_used_count(config["num_experts_per_tok"])
 
 
-def _sources(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, TensorSource]:
-    """The tensors of the file by llama.cpp's names."""
+def _tensor_sources(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, TensorSource]:
+    """Sources of the GGUF file's tensors, by llama.cpp's names."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     sources, stacks = dict[str, TensorSource](), dict[str, dict[int, TensorSource]]()
     for file in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
             for key in weights.keys():  # noqa: SIM118 - the file is no mapping
                 source = TensorSource([(file, key)], weights.get_slice(key).get_shape())
-                if key in OUTER:
-                    sources[OUTER[key]] = source
+                if key in NON_LAYER_NAMES:
+                    sources[NON_LAYER_NAMES[key]] = source
                     continue
                 layer, _, inner = key.removeprefix("model.layers.").partition(".")
                 inner = inner.removesuffix(".weight")
@@ -132,7 +132,7 @@ def _sources(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, TensorSou
                     _, expert, matrix = inner.rsplit(".", 2)
                     stacks.setdefault(f"blk.{layer}.{EXPERT_NAMES[matrix]}.weight", {})[int(expert)] = source
                     continue
-                name = NAMES[inner]
+                name = LAYER_NAMES[inner]
                 sources[f"blk.{layer}.{name}.weight"] = source._replace(num_rotated_heads=heads.get(name))
     for name, stack in stacks.items():
         parts = [part for expert in sorted(stack) for part in stack[expert].parts]

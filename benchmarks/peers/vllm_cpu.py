@@ -15,7 +15,7 @@ from ..instruction_sets import Isa, restriction
 from ..task import BenchmarkTask, Result, measure_peer, task_prompts
 
 KV_GIB = 2
-LEAST_LENGTH = 1024  # positions of a sequence
+MIN_LENGTH = 1024  # positions of a sequence
 LIBRARY = re.compile(r"/vllm/(_C\w*)\.\S*so\s*$", re.MULTILINE)  # vLLM's libraries in /proc/PID/maps
 
 
@@ -37,7 +37,7 @@ def generate(task: BenchmarkTask) -> Result:
     model = LLM(
         model=task.path,
         dtype=peer.dtype.value,
-        max_model_len=max(LEAST_LENGTH, longest),
+        max_model_len=max(MIN_LENGTH, longest),
         enable_prefix_caching=True,
         skip_tokenizer_init=True,
         enforce_eager=True,

@@ -53,7 +53,7 @@ class RunLock:
         try:
             status = os.fstat(self._descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:  # the file is overwritten below
-                raise DamagedRunError(f"{path} is a hard link to another file, or no regular file: remove it")
+                raise DamagedRunError(f"{path} is a hard link or not a regular file: remove it")
             try:
                 fcntl.flock(self._descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -84,8 +84,8 @@ def process_start_ticks(pid: int) -> int | None:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    state, *others = text.rpartition(")")[2].split()
-    return None if state in "ZX" else int(others[18])  # zombies have ended
+    state, *numbers = text.rpartition(")")[2].split()  # the name in parentheses may contain spaces
+    return None if state in "ZX" else int(numbers[18])  # zombies have ended; field 22 of proc(5): starttime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +183,7 @@ class Leases(Closing):
 
     def acquire(self, name: str) -> bool:
         """Takes the lease if it is free or stale. Returns True if this process now holds it; atomic between processes.
-        Raises DamagedRunError if another file has its path, OutputError."""
+        Raises DamagedRunError if `path` is not a readable regular file, OutputError."""
         path = self.path(name)
         try:
             if (lease := read_lease(path)) is not None:
@@ -192,7 +192,7 @@ class Leases(Closing):
                 LOG.info("lease %s of %s is stale: taking it over", name, format_holder(lease.holder))
             return self._create(name)
         except UnexpectedFileError as error:
-            raise DamagedRunError(f"{error}, in place of a lease, so all workers wait: remove it") from error
+            raise DamagedRunError(f"{error}; expected a lease file: remove it, all workers wait for it") from error
         except OSError as error:
             raise output_error(path, error) from error
 
@@ -260,7 +260,7 @@ class Leases(Closing):
         while not self._close_event.wait(self._seconds / RENEWALS_PER_LEASE):
             try:
                 now_lost = {*self.renew()}
-            except OSError as error:  # may pass
+            except OSError as error:  # may be temporary
                 LOG.warning("leases cannot be renewed: %s", error)
                 continue
             for name in now_lost - lost:

@@ -189,7 +189,7 @@ def write_all(file: BinaryIO, data: bytes) -> None:
 
 
 class UnexpectedFileError(OSError):
-    """The path is no regular file (a pipe, a device, a link to one), so that reading could block, or is too large."""
+    """The path is not a regular file (a pipe, a device, a link), so that reading could block, or is too large."""
 
 
 def read_regular_file(
@@ -209,7 +209,7 @@ def read_regular_file(
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise UnexpectedFileError(f"{path} is no regular file")
+            raise UnexpectedFileError(f"{path} is not a regular file")
         if max_bytes is not None and status.st_size > max_bytes:
             raise UnexpectedFileError(
                 f"{path} has {format_bytes(status.st_size)}; the limit is {format_bytes(max_bytes)}"

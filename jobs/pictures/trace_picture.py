@@ -58,7 +58,7 @@ class TimeWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A span, cut at the edges of the window. `top`: tracks from the top of the picture, gaps included."""
+    """A span, cut at the edges of the window. `top`: distance from the top of the panel, in track heights."""
 
     span: Span
     begin: float
@@ -71,10 +71,10 @@ class Bar:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResourceLane:
-    """The bars of a resource. `busy`: fraction of the window with at least one bar."""
+class ResourceRow:
+    """A row of a panel: the bars of a resource. `busy`: fraction of the window with at least one bar."""
 
-    row: Resource
+    resource: Resource
     top: float
     num_tracks: int
     bars: Sequence[Bar]
@@ -106,77 +106,77 @@ class ResourceLane:
 
 
 def draw(path: Path, spans: Sequence[Span], windows: Sequence[TimeWindow]) -> None:
-    """Publishes a picture with a panel for each window, as svg or png by the suffix. Omits rows without a span. Raises
-    OutputError."""
+    """Publishes a picture (svg or png, by suffix) with a panel per window. Omits empty rows. Raises OutputError."""
     draw_panels(path, [(spans, window) for window in windows])
 
 
 def draw_panels(path: Path, panels: Sequence[tuple[Sequence[Span], TimeWindow]]) -> None:
     """Draws as `draw` does, with separate spans for each panel."""
     layouts = [lay_out(spans, window) for spans, window in panels]
-    heights = [TRACK * _num_tracks(lanes) for lanes in layouts]
+    heights = [TRACK * _num_tracks(rows) for rows in layouts]
     total = sum(heights) + len(panels) * (HEAD + FOOT)
     with figure(path, total) as drawing:
         top = 0
-        for (_, window), lanes, height in zip(panels, layouts, heights, strict=True):
+        for (_, window), rows, height in zip(panels, layouts, heights, strict=True):
             bottom = 1 - (top + HEAD + height) / total
             width = (WIDTH_PIXELS - LEFT - RIGHT) / WIDTH_PIXELS
-            _draw_panel(drawing.add_axes((LEFT / WIDTH_PIXELS, bottom, width, height / total)), window, lanes)
+            _draw_panel(drawing.add_axes((LEFT / WIDTH_PIXELS, bottom, width, height / total)), window, rows)
             top += HEAD + height + FOOT
 
 
-def lay_out(spans: Sequence[Span], window: TimeWindow) -> list[ResourceLane]:
+def lay_out(spans: Sequence[Span], window: TimeWindow) -> list[ResourceRow]:
     """Places the spans of each row: overlapping spans on separate tracks, consecutive ones on the same."""
-    lanes, top = list[ResourceLane](), 0.0
-    for row in (row for row in Resource if any(span.resource is row for span in spans)):
-        row_spans, tracks = [span for span in window.visible_spans(spans) if span.resource is row], Tracks()
+    rows, top = list[ResourceRow](), 0.0
+    for resource in (resource for resource in Resource if any(span.resource is resource for span in spans)):
+        row_spans, tracks = [span for span in window.visible_spans(spans) if span.resource is resource], Tracks()
         edges = [(max(span.begin, window.begin), min(span.end, window.end)) for span in row_spans]
         bars = [
             Bar(span=span, begin=begin, end=end, top=top + tracks.place(span))
             for span, (begin, end) in zip(row_spans, edges, strict=True)
         ]
         num_tracks = max([round(bar.top - top) + 1 for bar in bars], default=1)
-        busy, until = 0.0, window.begin
+        busy, busy_until = 0.0, window.begin  # overlapping spans count once
         for begin, end in edges:
-            busy += max(0.0, end - max(begin, until))
-            until = max(until, end)
-        lanes.append(ResourceLane(row=row, top=top, num_tracks=num_tracks, bars=bars, busy=busy / window.seconds))
+            busy += max(0.0, end - max(begin, busy_until))
+            busy_until = max(busy_until, end)
+        busy /= window.seconds
+        rows.append(ResourceRow(resource=resource, top=top, num_tracks=num_tracks, bars=bars, busy=busy))
         top += num_tracks + GAP / TRACK
-    return lanes
+    return rows
 
 
-def _num_tracks(lanes: Sequence[ResourceLane]) -> float:
-    return max(1.0, sum(lane.num_tracks for lane in lanes) + (len(lanes) - 1) * GAP / TRACK)
+def _num_tracks(rows: Sequence[ResourceRow]) -> float:
+    return max(1.0, sum(row.num_tracks for row in rows) + (len(rows) - 1) * GAP / TRACK)
 
 
-def _draw_panel(axes: Axes, window: TimeWindow, lanes: Sequence[ResourceLane]) -> None:
+def _draw_panel(axes: Axes, window: TimeWindow, rows: Sequence[ResourceRow]) -> None:
     unit, factor = ("s", 1.0) if window.seconds >= 1 else ("ms", 1e3)
     axes.set_xlim(window.begin * factor, window.end * factor)
-    axes.set_ylim(_num_tracks(lanes), 0)
+    axes.set_ylim(_num_tracks(rows), 0)
     axes.set_xlabel(f"time [{unit}]")
     axes.xaxis.grid(True, color="#888", alpha=0.35, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines["left"].set_visible(False)
-    axes.set_yticks([lane.middle for lane in lanes], [lane.row.value for lane in lanes])
+    axes.set_yticks([row.middle for row in rows], [row.resource.value for row in rows])
     axes.tick_params(axis="y", length=0)
-    for lane in lanes:
-        lane.draw(axes, factor, (WIDTH_PIXELS - LEFT - RIGHT) / window.seconds)
+    for row in rows:
+        row.draw(axes, factor, (WIDTH_PIXELS - LEFT - RIGHT) / window.seconds)
     axes.annotate("busy", (1, 0), (8, 4), ("axes fraction", "data"), "offset points", va="bottom", color="#666")
     for second, name in window.marks:
         axes.axvline(second * factor, color="#333", linewidth=0.8, linestyle=":")
         axes.annotate(name, (second * factor, 1), (2, 3), ("data", "axes fraction"), "offset points", color="#333")
     axes.set_title(window.title, loc="left", pad=30, fontsize=10)
-    _draw_legend(axes, lanes)
+    _draw_legend(axes, rows)
 
 
-def _draw_legend(axes: Axes, lanes: Sequence[ResourceLane]) -> None:
-    drawn = {bar.op for lane in lanes for bar in lane.bars}
+def _draw_legend(axes: Axes, rows: Sequence[ResourceRow]) -> None:
+    drawn = {bar.op for row in rows for bar in row.bars}
     ops = [op for op in COLORS if op in drawn] + sorted(drawn - COLORS.keys())
     if ops:
         axes.legend(
             handles=[Patch(color=COLORS.get(op, OTHER), label=op) for op in ops],
             loc="lower left",
-            bbox_to_anchor=(0.0, 1 + LEGEND_PIXELS / (TRACK * _num_tracks(lanes))),
+            bbox_to_anchor=(0.0, 1 + LEGEND_PIXELS / (TRACK * _num_tracks(rows))),
             borderaxespad=0.0,
             ncols=len(ops),
             frameon=False,

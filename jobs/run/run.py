@@ -65,7 +65,7 @@ def open_model(
     are read before the model is downloaded. `remote_manifest`: run.json of the run's copy."""
     CACHE_DIR.set(config.offload.cache_dir)
     is_dataset, rows = task.rows is dataset_rows, None
-    if is_dataset:
+    if is_dataset:  # None: hold all rows in memory
         rows = open_windowed_rows(config, task.directory, should_stop, remote_manifest)
     if rows is None and config.dataset.window_tokens is None:
         rows = InMemoryRows(task.rows(config, None), config.shard)
@@ -73,8 +73,8 @@ def open_model(
         require_usable_row(task, config, rows.all_rows())
     if runtime is None:
         # The engine computes the largest number of log-probabilities that any row asks for.
-        held_rows = rows.all_rows() if isinstance(rows, InMemoryRows) else ()
-        num_logprobs = max(config.sampling.logprobs, *(row.overrides.logprobs or 0 for row in held_rows), 0)
+        in_memory_rows = rows.all_rows() if isinstance(rows, InMemoryRows) else ()
+        num_logprobs = max(config.sampling.logprobs, *(row.overrides.logprobs or 0 for row in in_memory_rows), 0)
         runtime = Runtime(
             replace(config.runtime, sampling=replace(config.sampling, logprobs=num_logprobs)),
             should_stop=should_stop,
@@ -94,8 +94,8 @@ def open_model(
 
 
 def require_usable_row(task: Task, config: RunSettings, rows: Iterable[Row]) -> None:
-    """Raises DatasetError if no row can be used; reads up to the first usable one. OpenAI batches are exempt: each bad
-    line gets an error."""
+    """Raises DatasetError if no row can be used; reads up to the first usable one. Generate and encode jobs with OpenAI
+    batches are exempt: each bad line gets an error."""
     if not config.is_batch or isinstance(config, ScoreConfig):
         require_usable(config.dataset, rows, task.problem)
 
@@ -126,8 +126,8 @@ class Run:
         runtime, rows = open_model(
             task, config, should_stop, copy.stored_manifest, ranks=ranks, device=device, runtime=runtime
         )
-        fixed = task.columns(runtime.config.sampling)
-        columns = rows.columns(fixed)
+        fixed_schema = task.columns(runtime.config.sampling)
+        columns = rows.columns(fixed_schema)
         digests = rows.digests(columns)
         manifest = make_manifest(config, runtime, digests)
         manifest = replace(manifest, semantic={**manifest.semantic, **rows.identity, **task.identity})
@@ -140,11 +140,11 @@ class Run:
             if (changed := describe_first_change(stored, digests, rows.preview_rows())) is None:
                 raise
             raise RunMismatchError(f"{error}\n{changed}") from error
-        directory, seconds = state.directory, config.lease_seconds
+        directory, lease_seconds = state.directory, config.lease_seconds
         with (
             state,
             log_errors(directory.log),
-            Worker(directory, seconds, should_stop) if config.is_elastic else nullcontext() as worker,
+            Worker(directory, lease_seconds, should_stop) if config.is_elastic else nullcontext() as worker,
         ):
             if config.output_private:
                 directory.path.chmod(PRIVATE_FOLDER_MODE)  # it may have been created without output_private
@@ -159,7 +159,7 @@ class Run:
                     worker=worker,
                     start=start,
                     columns=columns,
-                    fixed_schema=fixed,
+                    fixed_schema=fixed_schema,
                     windows=rows.windows,
                     checkpoint_seconds=config.checkpoint_seconds,
                 )
@@ -180,8 +180,8 @@ class Run:
         return outcome
 
     def finish(self) -> Outcome:
-        """Generates the remaining windows and writes the summary. The last window is always planned: the summary
-        describes a plan."""
+        """Generates the remaining windows and writes the summary. Plans the last window even if it is complete, because
+        the summary contains its plan."""
         context, first_block = self._context, 0
         for window in context.windows[:-1]:
             store, first_block = WindowRun(context, window, first_block).generate()
@@ -189,12 +189,12 @@ class Run:
             gc.collect()  # an engine is a reference cycle that holds the weights
         last = WindowRun(context, context.windows[-1], first_block)
         store, _ = last.generate()
-        if context.worker is not None and not context.worker.acquire_closing():
-            # Another worker has written the summary.
+        if context.worker is not None and not context.worker.acquire_summary():
+            # Another worker has written the summary: `was_finished` keeps this one from writing it again.
             return replace(self._make_outcome(store, last, was_finished=True), was_finished=False)
         outcome = self._make_outcome(store, last, was_finished=False)
-        facts = outcome.summary.plan
-        store.publish_success(None if facts is None else facts.numbers, self._parts)  # after the summary
+        plan = outcome.summary.plan
+        store.publish_success(None if plan is None else plan.numbers, self._parts)  # after the summary
         context.copy.finish(is_new=True)
         return outcome
 

@@ -40,12 +40,12 @@ def _count_lines(summary: Summary) -> list[Line]:
     issued, useful, spared = summary.issued_tokens, summary.useful_tokens, summary.spared_prompt_tokens
     label = "generated tokens" if summary.totals is None else "scored tokens"
     reason = summary.plan.why_unshared if summary.plan is not None else None
-    unshared = [(f"prompt tokens spared by sharing, off: {reason}", "0", "")] if reason else []
+    unshared = [(f"prompt tokens saved by prefix sharing, off: {reason}", "0", "")] if reason else []
     return [
         *((f"rows {status}", f"{count:,}", "") for status, count in summary.rows.items() if count or status == "ok"),
         *_elapsed_lines(summary),
         ("prompt tokens", f"{prompt:,}", ""),
-        *([("prompt tokens spared by sharing", f"{spared:,}", "")] if spared else unshared),
+        *([("prompt tokens saved by prefix sharing", f"{spared:,}", "")] if spared else unshared),
         *([("prompt tokens, padding included", f"{padded:,}", "")] if padded != prompt else []),
         *_loss_lines(summary),
         (label, f"{useful:,}", ""),

@@ -1,4 +1,4 @@
-"""Lifetime of the server: store, keeper and routes on one address. Separate because its libraries are an extra."""
+"""Starts and stops the server: HTTP routes, and the keeper that runs batches. Needs the `serve` extra."""
 
 # pyright: reportMissingImports=false
 
@@ -30,12 +30,12 @@ MIN_KEY_CHARACTERS = 16
 IDLE_SECONDS = 60  # after which a connection without a request is closed
 SHUTDOWN_SECONDS = 10  # for responses in progress
 MAX_CONNECTIONS = 500
-REPEAT_SECONDS = 60.0
+LOG_INTERVAL_SECONDS = 60.0
 
 
 def serve(config: ServeConfig, output_root: Path, models: Sequence[str] = ()) -> None:
-    """Serves until interrupted. A running job continues, and the next server adopts it. `models`: served model names.
-    Raises ConfigError, OutputError."""
+    """Serves until interrupted. A running job then continues, and the next server adopts it. `models`: names of served
+    models. Raises ConfigError, OutputError."""
     make_directory(output_root)
     with private_umask(), _lock_server_folder(output_root, config) as folder:
         key = _api_key(config, folder) if config.require_api_key else None  # before listening: clients read it
@@ -174,23 +174,23 @@ class _Connection(H11Protocol):
 
 
 class _RepeatFilter(logging.Filter):
-    """Logs an identical warning once per `REPEAT_SECONDS`, with the number of repeats: without free descriptors,
-    asyncio repeats one thousands of times a minute."""
+    """Logs identical warnings once per `LOG_INTERVAL_SECONDS`, with the number of repeats: without free file
+    descriptors, asyncio logs thousands a minute."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: dict[str, tuple[float, int]] = {}
+        self._logged: dict[str, tuple[float, int]] = {}  # message -> time, repeats since
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return True
         now, text = time.monotonic(), record.getMessage()
-        self._seen = {message: seen for message, seen in self._seen.items() if seen[0] + 2 * REPEAT_SECONDS > now}
-        logged_at, num_repeats = self._seen.get(text, (-REPEAT_SECONDS, 0))
-        if now - logged_at < REPEAT_SECONDS:
-            self._seen[text] = (logged_at, num_repeats + 1)
+        self._logged = {key: entry for key, entry in self._logged.items() if entry[0] > now - 2 * LOG_INTERVAL_SECONDS}
+        logged_at, num_repeats = self._logged.get(text, (-LOG_INTERVAL_SECONDS, 0))
+        if now - logged_at < LOG_INTERVAL_SECONDS:
+            self._logged[text] = (logged_at, num_repeats + 1)
             return False
-        self._seen[text] = (now, 0)
+        self._logged[text] = (now, 0)
         if num_repeats:
             record.msg, record.args = f"{text} ({num_repeats} repeats)", ()
         return True

@@ -17,7 +17,7 @@ from ..record.run_dir import RunDirectory
 from ..record.unfinished import lease_name
 
 MAX_POLL_SECONDS = 2.0
-PLAN, CLOSING = "plan", "closing"  # names of leases
+PLAN, SUMMARY = "plan", "closing"  # names of leases
 
 
 class Worker(Closing):
@@ -39,10 +39,10 @@ class Worker(Closing):
     def release_plan(self) -> None:
         self._leases.release(PLAN)
 
-    def acquire_closing(self) -> bool:
-        """Takes the lease for finishing the run. Waits; returns False if another worker has finished it. Raises
-        Interrupted, OutputError."""
-        return self._acquire_unless_done(CLOSING, self._directory.success.exists)
+    def acquire_summary(self) -> bool:
+        """Takes the lease for writing the summary, which finishes the run. Waits; returns False if another worker has
+        finished it. Raises Interrupted, OutputError."""
+        return self._acquire_unless_done(SUMMARY, self._directory.success.exists)
 
     def lease_blocks(self, left: Sequence[Block]) -> Iterator[tuple[Block, set[int]]]:
         """Yields blocks of `left`, each leased until the next one is taken, with the indices of committed blocks, until

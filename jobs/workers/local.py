@@ -29,18 +29,18 @@ from ..config.signals import StopFlag
 SYSFS = Path("/sys/devices/system")
 
 
-def processors_by_node(system: Path = SYSFS, own: Collection[int] | None = None) -> list[list[int]]:
-    """Processors of each NUMA node, hyperthreads of a core adjacent. `own`: allowed processors; None is this process's
-    affinity. One node if the kernel lists none."""
-    own = own if own is not None else os.sched_getaffinity(0)
+def processors_by_node(system: Path = SYSFS, allowed: Collection[int] | None = None) -> list[list[int]]:
+    """Processors of each NUMA node, hyperthreads of a core adjacent. `allowed`: None is this process's affinity.
+    One node if the kernel lists none."""
+    allowed = allowed if allowed is not None else os.sched_getaffinity(0)
     listed = [_parse_ranges(path) for path in sorted(system.glob("node/node[0-9]*/cpulist"))]
 
     def by_core(number: int) -> tuple[int, int]:
         siblings = _parse_ranges(system / f"cpu/cpu{number}/topology/thread_siblings_list")
         return min(siblings, default=number), number
 
-    nodes = [sorted(set(node) & set(own), key=by_core) for node in listed]
-    return [node for node in nodes if node] or [sorted(own)]
+    nodes = [sorted(set(node) & set(allowed), key=by_core) for node in listed]
+    return [node for node in nodes if node] or [sorted(allowed)]
 
 
 def split_processors(nodes: Sequence[Sequence[int]], count: int) -> list[Sequence[int]]:
@@ -64,17 +64,17 @@ def _parse_ranges(path: Path) -> list[int]:
 
 log = logging.getLogger(__name__)
 WORKER_VARIABLE = "WEIGHTSTREAM_WORKER"  # value: descriptor, number of workers and pid of the parent
-FINISHED = (0, 3)
-WORST_FIRST = (InternalError.exit_code, 4, 2, Interrupted.exit_code)
+FINISHED_EXIT_CODES = (0, 3)  # 3: some rows have an error
+FAILURE_EXIT_CODES = (InternalError.exit_code, 4, 2, Interrupted.exit_code)  # worst first
 POLL_SECONDS = 0.1
 PR_SET_PDEATHSIG = 1
 
 
-def should_start_workers(config: RunSettings, words: Sequence[str]) -> bool:
-    """True if this process, with the arguments `words`, should start workers. Raises ConfigError."""
+def should_start_workers(config: RunSettings, arguments: Sequence[str]) -> bool:
+    """True if this process, with these command-line `arguments`, should start workers. Raises ConfigError."""
     if config.num_workers == 1 or WORKER_VARIABLE in os.environ:
         return False
-    if {"--multirun", "-m"} & {*words}:
+    if {"--multirun", "-m"} & {*arguments}:
         raise ConfigError(
             f"num_workers={config.num_workers} does not work with --multirun: start a command for each run"
         )
@@ -83,16 +83,16 @@ def should_start_workers(config: RunSettings, words: Sequence[str]) -> bool:
 
 @contextmanager
 def shared_weights() -> Iterator[SharedWeights | None]:
-    """Context manager: the weights shared with other workers; None in a process that is no worker. Arranges for SIGTERM
-    when the parent ends."""
+    """Context manager: the weights that workers share; None if this process is not a worker. A worker gets SIGTERM when
+    its parent ends."""
     if WORKER_VARIABLE not in os.environ:
         yield None
         return
-    descriptor, num_sharers, leader = map(int, os.environ[WORKER_VARIABLE].split())
+    descriptor, num_workers, parent_pid = map(int, os.environ[WORKER_VARIABLE].split())
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    if os.getppid() != leader:  # race: it ended before prctl took effect, so no signal will come
+    if os.getppid() != parent_pid:  # race: the parent ended before prctl took effect, so no signal will come
         raise Interrupted("the process that started this worker has ended; start the same command again to resume")
-    with SharedWeights(descriptor, num_sharers) as shared:
+    with SharedWeights(descriptor, num_workers) as shared:
         yield shared
 
 
@@ -153,7 +153,7 @@ class _WorkerProcess:
         self.number = number
         self.output: IO[bytes] | None = tempfile.TemporaryFile() if number else None  # noqa: SIM115 - closed at the end
         self.errors: IO[bytes] | None = tempfile.TemporaryFile() if number else None  # noqa: SIM115
-        own = os.sched_getaffinity(0)
+        affinity = os.sched_getaffinity(0)
         os.sched_setaffinity(0, share.processors)  # the child inherits it
         try:
             self.process = subprocess.Popen(
@@ -164,7 +164,7 @@ class _WorkerProcess:
                 stderr=self.errors,
             )
         finally:
-            os.sched_setaffinity(0, own)
+            os.sched_setaffinity(0, affinity)
 
     @property
     def code(self) -> int | None:
@@ -183,9 +183,9 @@ class _WorkerProcess:
                 file.close()
 
 
-def supervise_workers(config: RunSettings, words: Sequence[str], command: Sequence[str]) -> WorkersResult | None:
+def supervise_workers(config: RunSettings, arguments: Sequence[str], command: Sequence[str]) -> WorkersResult | None:
     """Runs the job in worker processes started by `command`; None if this process should run it. Raises ConfigError."""
-    if not should_start_workers(config, words):
+    if not should_start_workers(config, arguments):
         return None
     with StopFlag() as stop:
         return run_workers(config, command, stop)
@@ -220,34 +220,34 @@ def run_workers(config: RunSettings, command: Sequence[str], stop: StopFlag) -> 
 
 def _wait_for_exit(workers: Sequence[_WorkerProcess], stop: StopFlag) -> None:
     """Waits for all workers; forwards a stop signal once."""
-    left, has_reported = list(workers), False
-    while left:
-        if stop.requested and not has_reported:
-            has_reported = True
-            for worker in left:
+    running, has_forwarded = list(workers), False
+    while running:
+        if stop.requested and not has_forwarded:
+            has_forwarded = True
+            for worker in running:
                 worker.process.send_signal(signal.Signals[stop.signal_name])
-        for worker in [worker for worker in left if worker.code is not None]:
-            left.remove(worker)
-            if worker.process.returncode < 0 and left:
+        for worker in [worker for worker in running if worker.code is not None]:
+            running.remove(worker)
+            if worker.process.returncode < 0 and running:
                 log.warning("%s: the other workers take over its blocks", worker.exit_description)
         time.sleep(POLL_SECONDS)
 
 
 def _combine_results(workers: Sequence[_WorkerProcess]) -> WorkersResult:
-    finished = [worker for worker in workers if worker.code in FINISHED]
+    finished = [worker for worker in workers if worker.code in FINISHED_EXIT_CODES]
     if finished:
         code = max(worker.process.returncode for worker in finished)
         return WorkersResult(code=code, output=_read_text(finished[0].output).strip(), error="")
-    classified = [worker for worker in workers if worker.code in WORST_FIRST]
+    classified = [worker for worker in workers if worker.code in FAILURE_EXIT_CODES]
     if not classified:
-        is_ours = any(worker.process.returncode > 0 for worker in workers)
-        code = InternalError.exit_code if is_ours else Interrupted.exit_code
+        has_crashed = any(worker.process.returncode > 0 for worker in workers)
+        code = InternalError.exit_code if has_crashed else Interrupted.exit_code
         return WorkersResult(
             code=code,
             output="",
             error=f"interrupted: {workers[0].exit_description}; start the same command again to resume",
         )
-    worst = min(classified, key=lambda worker: WORST_FIRST.index(worker.process.returncode))
+    worst = min(classified, key=lambda worker: FAILURE_EXIT_CODES.index(worker.process.returncode))
     return WorkersResult(
         code=worst.process.returncode, output="", error=_read_text(worst.errors).strip().rpartition("\n")[2]
     )

@@ -259,10 +259,10 @@ add_products: Callable[[ArrayAt, int, ArrayAt, int, int, ArrayAt, bool, RowsAt, 
 CHUNK_ROWS = 256  # most rows of w per pass over a block of x
 INPUT_ROWS = 1  # rows of x that can be laid out independently
 BLOCK_GROUPS = 240 // MOST_ROWS  # usual groups of rows of x in a block: 240 KiB at CHAIN_INPUTS
-MOST_GROUPS = BLOCK_GROUPS + BLOCK_GROUPS // 2
+MAX_GROUPS = BLOCK_GROUPS + BLOCK_GROUPS // 2
 CACHED_NUMBERS = 1 << 15  # numbers of x that fit the L2 cache: 128 KiB
 TILE_NUMBERS = LANES * CHAIN_INPUTS  # decoded numbers of w, before their layout as a panel
-SUM_NUMBERS = CHUNK_ROWS * MOST_GROUPS * MOST_ROWS
+SUM_NUMBERS = CHUNK_ROWS * MAX_GROUPS * MOST_ROWS
 WORK_NUMBERS = 2 * PANEL_NUMBERS + TILE_NUMBERS
 
 

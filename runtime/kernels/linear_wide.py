@@ -61,7 +61,7 @@ from .primitives import (
 )
 from .squares import SIDES, deinterleave_sums, interleave, transpose
 
-MOST_VECTORS = 3  # vectors of rows of x multiplied at once
+MAX_VECTORS = 3  # vectors of rows of x multiplied at once
 WEIGHT_ROWS = 24  # rows of w converted at once: as many sums as fit in registers
 CHAIN_INPUTS = 256  # most words summed in registers; also the stride of converted rows
 GROUP_SHIFT = GROUP_NUMBERS.bit_length() - 1
@@ -186,7 +186,7 @@ def _add_products(
             with cgutils.for_range(builder, values.num_ahead, intp=k.type) as loop:
                 prefetch(builder, next_rows, builder.add(builder.mul(loop.index, stride), last))
 
-        shapes = [(vectors, 1) for vectors in range(1, MOST_VECTORS + 1)] + [(1, sides) for sides in SIDES]
+        shapes = [(vectors, 1) for vectors in range(1, MAX_VECTORS + 1)] + [(1, sides) for sides in SIDES]
         for vectors, sides in shapes:
             is_match = builder.and_(equals(builder, values.num_vectors, vectors), equals(builder, values.sides, sides))
             with builder.if_then(is_match):
@@ -264,11 +264,11 @@ add_products: Callable[[ArrayAt, int, ArrayAt, int, int, ArrayAt, bool, RowsAt, 
 
 
 CHUNK_ROWS = 256  # most rows of w per pass over a block of x
-INPUT_ROWS = MOST_VECTORS * LANES  # most rows of x in a group; vectors of a group are adjacent
+INPUT_ROWS = MAX_VECTORS * LANES  # most rows of x in a group; vectors of a group are adjacent
 BLOCK_GROUPS = 240 // INPUT_ROWS  # usual groups of rows of x in a block: 240 KiB at CHAIN_INPUTS
-MOST_GROUPS = BLOCK_GROUPS + BLOCK_GROUPS // 2
+MAX_GROUPS = BLOCK_GROUPS + BLOCK_GROUPS // 2
 TILE_NUMBERS = WEIGHT_ROWS * CHAIN_INPUTS
-SUM_NUMBERS = CHUNK_ROWS * MOST_GROUPS * INPUT_ROWS
+SUM_NUMBERS = CHUNK_ROWS * MAX_GROUPS * INPUT_ROWS
 WORK_NUMBERS = 3 * TILE_NUMBERS
 
 
@@ -284,7 +284,7 @@ def _groups(num_rows: int) -> tuple[int, int, int]:
     """Splits vectors of rows of x into groups. Returns the number of groups, the least vectors per group, and how many
     groups, the first ones, have one more."""
     num_vectors = -(-num_rows // LANES)
-    num_groups = -(-num_vectors // MOST_VECTORS)
+    num_groups = -(-num_vectors // MAX_VECTORS)
     return num_groups, num_vectors // num_groups, num_vectors % num_groups
 
 

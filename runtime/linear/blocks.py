@@ -1,6 +1,6 @@
 """Row blocks of a stored matrix: dequantized panel by panel to a reused buffer, or joined to one tensor without a copy.
 
-E experts, each with row blocks (n, K).
+Shapes: a block is (rows, K); a stack of E experts has row blocks for each expert.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from ..plan.placement.memory import DEQUANTIZED_AT_ONCE
+from ..plan.placement.memory import MAX_DEQUANTIZED_ELEMENTS
 from ..units import MIB
 from .rows import Rows, as_strided_stack
 
@@ -39,11 +39,11 @@ _buffers = _Buffers()
 
 
 def panels(
-    blocks: Sequence[Block], dtype: torch.dtype, num_bytes: int | None = None, *, on_device: bool = False
+    blocks: Sequence[Block], dtype: torch.dtype, plain_panel_bytes: int | None = None, *, on_device: bool = False
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yields (first row, rows) in `dtype`; rows are valid until the next ones. Plain blocks of that dtype are yielded
-    whole, without a copy; others in panels of at most PANEL_BYTES, or `num_bytes` for plain blocks. `on_device`: in
-    panels of DEQUANTIZED_AT_ONCE numbers, for an accelerator."""
+    whole, without a copy. Other blocks are converted in panels of at most PANEL_BYTES; `plain_panel_bytes` replaces
+    this limit for plain blocks. `on_device`: panels of MAX_DEQUANTIZED_ELEMENTS, for an accelerator."""
     row = 0
     for block in blocks:
         if isinstance(block, torch.Tensor) and block.dtype == dtype:
@@ -51,8 +51,8 @@ def panels(
         else:
             is_plain = isinstance(block, torch.Tensor)
             itemsize = dtype.itemsize if is_plain else torch.float32.itemsize  # quantized rows become float32 first
-            max_bytes = num_bytes if num_bytes is not None and is_plain else PANEL_BYTES
-            max_bytes = DEQUANTIZED_AT_ONCE * itemsize if on_device else max_bytes
+            max_bytes = plain_panel_bytes if plain_panel_bytes is not None and is_plain else PANEL_BYTES
+            max_bytes = MAX_DEQUANTIZED_ELEMENTS * itemsize if on_device else max_bytes
             height = max(1, max_bytes // (block.shape[1] * itemsize))
             for start in range(0, block.shape[0], height):
                 stop = min(start + height, block.shape[0])
@@ -79,8 +79,8 @@ def float_rows(block: Block, rows: slice) -> torch.Tensor:
 
 
 def dequantize_rows(block: Block, dtype: torch.dtype, numbers: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns all rows, or the rows with these `numbers`, in `dtype`. A new tensor, except for all rows of a plain
-    block of that dtype."""
+    """Returns all rows, or the rows with these `numbers`, in `dtype`. Returns the block itself if it is already a plain
+    tensor of that dtype and `numbers` is None; otherwise a new tensor."""
     if isinstance(block, torch.Tensor):
         return block.to(dtype) if numbers is None else F.embedding(numbers, block).to(dtype)
     height = block.shape[0] if numbers is None else numbers.numel()
@@ -100,8 +100,8 @@ def join_blocks(blocks: Sequence[Block], dtype: torch.dtype) -> torch.Tensor | N
 
 
 def join_stacks(entries: Sequence[Sequence[Block]], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """Returns views (E, rows, K), each of adjacent blocks of all experts. `entries`: each expert's blocks. Empty if
-    experts are not at equal distances in memory, or blocks are not plain tensors of `dtype`."""
+    """Returns views (E, rows, K) of all experts' weights; adjacent row blocks share a view. `entries`: each expert's
+    blocks. Empty if blocks are not plain tensors of `dtype`, or experts are not evenly spaced in memory."""
     stacks = list[torch.Tensor]()
     for part in zip(*entries, strict=True):
         plain = [b for b in part if isinstance(b, torch.Tensor) and b.dtype == dtype and b.is_contiguous()]

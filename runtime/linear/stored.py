@@ -17,20 +17,20 @@ import torch
 import torch.nn.functional as F
 
 from ..config.profiles import BackendTable
-from ..plan.placement.memory import DEQUANTIZED_AT_ONCE
+from ..plan.placement.memory import MAX_DEQUANTIZED_ELEMENTS
 from . import device_codes
 from .backends import linear
 from .blocks import Block, dequantize_rows, join_blocks, join_stacks, panels
 from .fused_projections import FusedProjections
 from .rows import Codes, Rows, stack_codes
 
-MOST_KERNEL_ROWS = 1024  # of x, for which kernels decode inside the product; more: dequantize once
+MAX_KERNEL_ROWS = 1024  # of x, for which kernels decode inside the product; more: dequantize once
 
 
 def expert_batches(out_EnK: torch.Tensor) -> Iterator[range]:
-    """Yields ranges of experts to dequantize together: DEQUANTIZED_AT_ONCE numbers at most, or one expert."""
+    """Yields ranges of experts to dequantize together: at most MAX_DEQUANTIZED_ELEMENTS, or one expert."""
     num_matrices, *size = out_EnK.shape
-    step = max(1, DEQUANTIZED_AT_ONCE // max(1, size[0] * size[1]))
+    step = max(1, MAX_DEQUANTIZED_ELEMENTS // max(1, size[0] * size[1]))
     return (range(first, min(first + step, num_matrices)) for first in range(0, num_matrices, step))
 
 
@@ -52,7 +52,7 @@ def multiply(x_MK: torch.Tensor, blocks: Sequence[Block], codes: Sequence[Codes]
     """Returns x @ w.T (M, N), where w is the row blocks concatenated, dequantized panel by panel. `codes`: of all
     blocks, if a device kernel can multiply them."""
     # The kernel decodes weights again for every hundred rows or so: slower with many rows.
-    if codes and len(x_MK) <= MOST_KERNEL_ROWS:
+    if codes and len(x_MK) <= MAX_KERNEL_ROWS:
         outs = [device_codes.multiply(x_MK, part) for part in codes]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
     out_MN = x_MK.new_empty(len(x_MK), sum(block.shape[0] for block in blocks))

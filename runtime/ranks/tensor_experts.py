@@ -39,7 +39,7 @@ MIN_BATCH_VISITS = 512  # visits of several experts that share one gather
 Stacks = Mapping[str, Parameter]  # by name in the experts module
 
 
-def num_runs(module: nn.Module) -> int:
+def num_fused(module: nn.Module) -> int:
     """Number of row ranges of the first matrix that are split separately: 2 for fused gate and up matrices that can be
     multiplied part by part, else 1."""
     experts = cast("Experts", module)
@@ -106,7 +106,7 @@ class ExpertRows(ExpertShare):
         experts, (up, down) = cast("Experts", module), matrix_names(module)
         counts = [visits.expert_rows(expert).stop - visits.expert_rows(expert).start for expert, _ in batch]
         parts = [F.linear(hidden_TD[visits.tokens_V[visits.expert_rows(expert)]], own[up]) for expert, own in batch]
-        if num_runs(module) == 2 or (not experts.has_gate and not experts.has_bias):
+        if num_fused(module) == 2 or (not experts.has_gate and not experts.has_bias):
             inner_VH = self._all_gather.gather(torch.cat([apply_activation(experts, part) for part in parts]))
         else:
             whole = self._all_gather.gather(torch.cat(parts)).split(counts)
@@ -222,8 +222,8 @@ def _split_by_rows(module: nn.Module, stacks: Stacks, share: RowShare) -> Expert
     if cast("Experts", module).is_transposed:
         return ExpertSplit({}, why_not="expert matrices are stored as (inputs, outputs)")
     first, second = matrix_names(module)
-    counts = {first: num_runs(module), second: 1}
-    parts = {name: cut_rows(stacks[name], share, num_runs=count) for name, count in counts.items()}
+    counts = {first: num_fused(module), second: 1}
+    parts = {name: cut_rows(stacks[name], share, num_fused=count) for name, count in counts.items()}
     for name, part in parts.items():
         if part is None:
             return ExpertSplit({}, why_not=describe_unsplit(stacks[name]))

@@ -95,11 +95,11 @@ def write_checkpoint(
     return written_bytes
 
 
-def write_outline(
+def write_sparse_checkpoint(
     directory: Path, shards: Shards, metadata: Callable[[int], Mapping[str, str]] = lambda num_bytes: {}
 ) -> None:
-    """Writes the files of `write_checkpoint` with holes for tensor data, which read as zeros and take no disk space.
-    `metadata`: extra header entries as a function of a shard's data bytes. Raises OutputError."""
+    """Writes sparse files: the files of `write_checkpoint` with holes for tensor data, which read as zeros and take no
+    disk space. `metadata`: extra header entries as a function of a shard's data bytes. Raises OutputError."""
     for name, specs in shards.items():
         data_bytes = sum(spec.num_bytes for spec in specs)
         header = _encode_header(specs, PUBLISHED_ALIGNMENT_BYTES, metadata(data_bytes))

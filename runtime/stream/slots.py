@@ -1,7 +1,7 @@
 """Slots of streamed stages: in compute memory, and staging slots in host memory between disk and device.
 
-A read waits for the last copy out of its memory, and a copy for its read, each on a thread of its own, so that the
-engine's thread can queue compute meanwhile.
+Reads and copies each have a thread, so that the engine's thread never waits for them. A read waits until its slot's
+previous copy is done; a copy waits until its page is read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +19,8 @@ from .weight_reader import Transfer, WeightReader
 class DeferredTransfer:
     """A transfer that another thread starts or waits for; same interface as `PendingTransfer`."""
 
-    def __init__(self, begun: Future[Transfer]):
-        self.future = begun
+    def __init__(self, future: Future[Transfer]):
+        self.future = future
 
     @property
     def is_done(self) -> bool:
@@ -35,8 +35,8 @@ class DeferredTransfer:
 
 
 class StagingSlot:
-    """Host memory that one stage is read into. `last_copy` out of it is done once the copy is queued; the event `free`
-    then signals its end. `is_used`: True after the first read."""
+    """Host memory that one stage is read into. `last_copy` completes when the stage's copy to the device is queued, the
+    event `free` when that copy is done. `is_used`: True after the first read."""
 
     def __init__(self, number: int, buffer: torch.Tensor, device: ComputeDevice):
         self.number, self.buffer, self.is_used = number, buffer, False
@@ -46,10 +46,10 @@ class StagingSlot:
 
 
 class Staging(Closing):
-    """Staging slots of a weight stream. Not thread-safe. `close` waits for all transfers; errors stay in them."""
+    """Staging slots of a weight stream. Not thread-safe. `close` waits for transfers, without raising their errors."""
 
     def __init__(self, device: ComputeDevice, reader: WeightReader, *, num_slots: int, slot_bytes: int):
-        """`reader` reads into the slots; they have its buffer numbers 0 to `num_slots` - 1."""
+        """`reader` reads into the slots, as its buffers 0 to `num_slots` - 1."""
         self._device, self._reader = device, reader
         self._free = [StagingSlot(n, reader.buffer(slot_bytes), device) for n in range(num_slots)]
         self._staged: dict[int, StagingSlot] = {}  # by stage
@@ -84,7 +84,7 @@ class Staging(Closing):
         return DeferredTransfer(queued)
 
     def pending_reads(self) -> Iterator[tuple[int, int, DeferredTransfer]]:
-        """(stage, page, transfer) of each read without a copy."""
+        """Yields (stage, page, transfer) of each read that `copy` was not called for."""
         for stage, slot in self._staged.items():
             for page, read in slot.reads.items():
                 yield stage, page, read
@@ -120,7 +120,7 @@ class Staging(Closing):
 
 class Slot:
     """Compute memory of one streamed stage. Events: `free` (its last user is done), `ready` (its bytes have arrived).
-    `is_fresh`: no lane has used them yet. `reads`: reads in flight, by page."""
+    `is_fresh`: True until a lane first uses the stage. `reads`: reads in flight, by page."""
 
     def __init__(self, number: int, buffer: torch.Tensor, device: ComputeDevice):
         self.number, self.buffer = number, buffer

@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from ..errors import CheckpointError, ConfigError, OutputError
 from ..foreign import deepseek_moe
 from ..probing.meta import build_meta_model, untie_head
-from ..store.writer import PUBLISHED_ALIGNMENT_BYTES, plan_shards, write_checkpoint, write_outline
+from ..store.writer import PUBLISHED_ALIGNMENT_BYTES, plan_shards, write_checkpoint, write_sparse_checkpoint
 from ..units import GIB, format_bytes, format_count, format_seconds
 from .random_weights import RandomWeights
 from .tokenizer import byte_level_tokenizer, load_local_tokenizer
@@ -96,7 +96,7 @@ def synthesize_checkpoint(
     )
 
 
-def outline_checkpoint(
+def create_sparse_checkpoint(
     *, model_type: str, directory: Path, overrides: Mapping[str, object], dtype: torch.dtype
 ) -> RandomWeights:
     """Writes a checkpoint with sparse weight files (headers only). Returns the object that draws the weights directly
@@ -106,7 +106,7 @@ def outline_checkpoint(
     with _as_output_error(directory), _claim_directory(directory):
         tokenizer.save_pretrained(directory)
         _save_configs(meta_model, dtype, directory)
-        write_outline(directory, plan_shards(weights.specs, 5 * GIB))
+        write_sparse_checkpoint(directory, plan_shards(weights.specs, 5 * GIB))
     return weights
 
 

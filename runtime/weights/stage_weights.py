@@ -39,9 +39,7 @@ def stage_weights(
     the product, with backends chosen by `table`; vectors are dequantized here. `on_device`: `buffer` is on an
     accelerator.
     """
-    return {
-        p.name: _make_argument(p, buffer, tensor_offsets, dtypes[p.name], table, on_device) for p in stage.parameters
-    }
+    return {p.name: _make_weight(p, buffer, tensor_offsets, dtypes[p.name], table, on_device) for p in stage.parameters}
 
 
 def load_tensor(piece: TensorSlice, virtual_files: Mapping[str, Fill] = MappingProxyType({})) -> torch.Tensor:
@@ -63,7 +61,7 @@ def load_tensor(piece: TensorSlice, virtual_files: Mapping[str, Fill] = MappingP
     return tensor.t() if piece.is_transposed else tensor
 
 
-def _make_argument(
+def _make_weight(
     parameter: Parameter,
     buffer: torch.Tensor,
     offsets: Mapping[str, int],
@@ -76,9 +74,10 @@ def _make_argument(
     if not parameter.is_stacked and len(entries[0]) == 1:
         piece, first = parameter.pieces[0][0], entries[0][0]
         if isinstance(first, torch.Tensor):
-            plain = _plain_argument(first.t() if piece.is_transposed else first, parameter, dtype, table, join)
+            plain = _make_plain_weight(first.t() if piece.is_transposed else first, parameter, dtype, table, join)
             if plain is not None:
                 return plain
+        # A quantized vector, or a matrix that the model declares with another shape.
         elif len(piece.shape) < 2 or (piece.shape != parameter.shape and not piece.is_transposed):
             return dequantize_rows(first, dtype).view(parameter.shape)
     return StoredWeight(
@@ -92,11 +91,12 @@ def _make_argument(
     )
 
 
-def _plain_argument(
+def _make_plain_weight(
     tensor: torch.Tensor, parameter: Parameter, dtype: torch.dtype, table: BackendTable | None, join: Join | None
 ) -> torch.Tensor | None:
-    """Returns None for a matrix that is upcast inside the product."""
+    """Returns an unquantized weight in `dtype`; None for a matrix that becomes a `StoredWeight`, for its products."""
     is_matrix = tensor.dim() == 2 and tensor.shape == parameter.shape
+    # On a CPU, matrices of any dtype are multiplied by linear backends.
     if (tensor.dtype == dtype or not tensor.is_floating_point()) and (tensor.device.type != "cpu" or not is_matrix):
         return tensor.view(parameter.shape)
     if tensor.dim() == 3 and tensor.shape == parameter.shape:  # experts stored as one stack

@@ -20,7 +20,7 @@ from benchmarks.gpu.bench import GpuBench, measurements
 from benchmarks.gpu.config import MODELS, GpuConfig
 from benchmarks.gpu.missing import missing_messages
 from benchmarks.gpu.progress import WorkerProgress
-from benchmarks.gpu.random_init import INT4, RandomInitModel, RandomInitRuntime, outline_model, unique_parameters
+from benchmarks.gpu.random_init import INT4, RandomInitModel, RandomInitRuntime, unique_parameters, write_model
 from benchmarks.gpu.suite import run_gpu
 from benchmarks.gpu.task import GpuMachine, GpuTask, VariantMeasurement
 from benchmarks.peers.hugging_face import build_model, generate_batch, offload_model
@@ -190,7 +190,7 @@ def test_a_peer_that_lacks_memory_for_one_sequence_raises(
 
 @pytest.fixture
 def model(tmp_path: Path) -> RandomInitModel:
-    return outline_model(GPU, tmp_path, 2)
+    return write_model(GPU, tmp_path, 2)
 
 
 def runtime_of(model: RandomInitModel) -> RandomInitRuntime:
@@ -198,7 +198,7 @@ def runtime_of(model: RandomInitModel) -> RandomInitRuntime:
     return RandomInitRuntime(config, ComputeDevice("cpu"), model.weights)
 
 
-def test_an_outline_takes_no_disk(model: RandomInitModel) -> None:
+def test_a_sparse_checkpoint_takes_no_disk(model: RandomInitModel) -> None:
     files = list(model.path.glob("*.safetensors"))
     assert sum(512 * file.stat().st_blocks for file in files) < sum(file.stat().st_size for file in files) / 4
 
@@ -223,7 +223,7 @@ def test_weights_are_the_same_as_bytes_of_a_stage_and_as_tensors(
 
 
 def test_a_store_of_four_bits_has_the_tensors_of_a_packed_one_and_normal_numbers(tmp_path: Path) -> None:
-    model, plain = outline_model(GPU, tmp_path, 2, INT4), outline_model(GPU, tmp_path, 2)
+    model, plain = write_model(GPU, tmp_path, 2, INT4), write_model(GPU, tmp_path, 2)
     plain.weights.write(1)
     out = write_packed(plain.path, tmp_path / "packed", INT4)
     found, packed = (
@@ -254,7 +254,7 @@ def bytes_at(buffer: torch.Tensor, layout: SlotLayout, piece: TensorSlice) -> to
 
 
 def test_a_model_of_fewer_layers_has_the_first_ones_of_another(model: RandomInitModel, tmp_path: Path) -> None:
-    fewer = outline_model(GPU, tmp_path, 1)
+    fewer = write_model(GPU, tmp_path, 1)
     mine, theirs = (each.weights.tensors(unique_parameters(runtime_of(each)), 1) for each in (fewer, model))
     assert mine.keys() < theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())

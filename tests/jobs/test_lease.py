@@ -205,7 +205,7 @@ def test_what_is_no_lease_is_named_and_nobody_waits_for_it(world: World, kind: s
     else:
         assert world.leases(HERE).acquire("other")
         path.symlink_to("other.json")
-    with pytest.raises(DamagedRunError, match=f"{path} is .*, in place of a lease, so all workers wait: remove it"):
+    with pytest.raises(DamagedRunError, match=f"{path} is .*; expected a lease file: remove it, all workers wait"):
         world.leases(OTHERS["on another host"]).acquire("it")
     assert path.is_symlink() or path.exists(), "nothing that no worker made is removed"
 

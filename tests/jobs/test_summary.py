@@ -271,6 +271,6 @@ def test_tokens_that_were_spared_are_added_up_where_passes_say_them():
     passes = [replace(PREFILL, spared_tokens=500), replace(PREFILL, spared_tokens=-20), PREFILL, DECODE]
     summary = summarize(passes, rows=ROWS)
     assert summary.spared_prompt_tokens == 480
-    line = next(line for line in format_table(summary).splitlines() if "spared" in line)
-    assert line.split() == ["prompt", "tokens", "spared", "by", "sharing", "480"]
-    assert "spared" not in format_table(summarize([PREFILL, DECODE], rows=ROWS))
+    line = next(line for line in format_table(summary).splitlines() if "saved by prefix sharing" in line)
+    assert line.split() == ["prompt", "tokens", "saved", "by", "prefix", "sharing", "480"]
+    assert "saved by prefix sharing" not in format_table(summarize([PREFILL, DECODE], rows=ROWS))

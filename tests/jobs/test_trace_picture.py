@@ -41,7 +41,7 @@ def test_a_window_cuts_what_reaches_out_of_it() -> None:
 
 
 def test_rows_say_what_they_are_and_how_busy_they_were() -> None:
-    lanes = [(lane.row, round(lane.busy, 2)) for lane in lay_out(SPANS, ALL)]
+    lanes = [(lane.resource, round(lane.busy, 2)) for lane in lay_out(SPANS, ALL)]
     assert lanes == [(Resource.disk, 0.5), (Resource.compute, 0.67), (Resource.cpu_attention, 0.5)]
 
 

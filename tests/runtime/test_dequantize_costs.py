@@ -31,7 +31,7 @@ from runtime.plan.cost.lane_work import LaneWork
 from runtime.plan.cost.machine import Machine
 from runtime.plan.cost.rates import UNLIMITED, MachineRates
 from runtime.plan.placement.load import Load
-from runtime.plan.placement.memory import DEQUANTIZED_AT_ONCE, DEQUANTIZING_BYTES
+from runtime.plan.placement.memory import DEQUANTIZING_BYTES, MAX_DEQUANTIZED_ELEMENTS
 from runtime.plan.placement.placement import Placement
 from runtime.plan.placement.placer import choose_placement
 from runtime.plan.search.grid import GridAxes
@@ -170,4 +170,4 @@ def test_operators_take_no_more_on_the_way_than_the_ledger_counts(
     monkeypatch.setattr(panels, "PANEL_BYTES", 1)
     with LiveBytes([out_1NK]) as live:
         dequantize(rows, out_1NK)
-    assert live.peak <= DEQUANTIZING_BYTES / DEQUANTIZED_AT_ONCE * out_1NK.numel()
+    assert live.peak <= DEQUANTIZING_BYTES / MAX_DEQUANTIZED_ELEMENTS * out_1NK.numel()

@@ -35,7 +35,7 @@ def test_the_shares_of_a_matrix_are_its_rows_with_what_belongs_to_them() -> None
 
 def test_gates_and_what_they_let_through_are_cut_each_by_itself_in_every_expert() -> None:
     stack = Parameter(name="w", shape=(2, 8, 3), pieces=((piece_of((2, 8, 3)),),))
-    part = cut_rows(stack, RowShare(index=1, count=2), num_runs=2)
+    part = cut_rows(stack, RowShare(index=1, count=2), num_fused=2)
     assert part is not None
     assert (part.shape, part.is_stacked) == ((2, 4, 3), True)
     rows = [[(piece.offset - 1000) // 6 for piece in entry] for entry in part.pieces]

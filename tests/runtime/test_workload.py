@@ -6,7 +6,7 @@ from runtime.batching.balance import plan_blocks
 from runtime.batching.prefixes import SharedPrefix
 from runtime.plan.cost.lane_work import prefill_works
 from runtime.plan.placement.memory import SequenceSize
-from runtime.plan.search.workload import MOST_LENGTHS, Workload
+from runtime.plan.search.workload import MAX_SAMPLED_LENGTHS, Workload
 from tests.toy import sizes_of, toy_shape
 
 
@@ -24,7 +24,7 @@ def test_a_sample_of_many_has_the_mean_of_all() -> None:
     lengths = [n * n % 977 + 1 for n in range(20_000)]
     workload = Workload.from_sizes(sizes_of(lengths))
     assert workload.num_requests == 20_000
-    assert len(workload.prompt_tokens) == MOST_LENGTHS
+    assert len(workload.prompt_tokens) == MAX_SAMPLED_LENGTHS
     assert workload.mean_prompt_tokens == pytest.approx(sum(lengths) / len(lengths), rel=0.005)
 
 

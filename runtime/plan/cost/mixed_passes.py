@@ -17,7 +17,7 @@ from .lane_work import LaneWork, PassGroup, Piece, packed_work
 MAX_STEPS = 48_000  # simulated slots times passes: about a tenth of a second
 NUM_TURNOVERS = 3  # at least this many requests per slot are simulated
 MAX_SLOTS = 256  # simulated, at least one lane; only without shared prefixes, which lanes cannot divide
-LEAST_ROOM = 8  # times the pages of the longest sequence: with less, admission depends on single lengths
+MIN_ROOM = 8  # times the pages of the longest sequence: with less, admission depends on single lengths
 MAX_GROUPS = 96  # passes returned
 
 
@@ -94,7 +94,7 @@ class _RequestSample:
         if all(size.prefix is None for size in sizes):
             longest = max(limits.pages(_max_cached(size)) for size in sizes)
             num_lanes = min(
-                num_lanes, max(1, MAX_SLOTS // limits.lane_size, -(-LEAST_ROOM * longest * num_lanes // num_pages))
+                num_lanes, max(1, MAX_SLOTS // limits.lane_size, -(-MIN_ROOM * longest * num_lanes // num_pages))
             )
         times = limits.num_lanes / num_lanes
         lane_sizes = [sizes[int((turn + 0.5) * times)] for turn in range(int(len(sizes) / times))] or sizes[:1]

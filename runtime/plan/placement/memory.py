@@ -22,11 +22,11 @@ from ..shape.model import ModelShape
 from .ledger import Entry
 
 PANEL_BYTES = 16 * MIB  # maximum of weights converted for a product
-DEQUANTIZED_AT_ONCE = 1 << 24  # elements per step on a device, see linear/stored.py
+MAX_DEQUANTIZED_ELEMENTS = 1 << 24  # elements per step on a device, see linear/stored.py
 # Up to this many rows of all lanes, device kernels multiply 16-bit activations with quantized codes. On an H100 more
 # rows are faster with weights dequantized once for all lanes.
 FEW_ROWS = 128
-DEQUANTIZING_BYTES = 4 * 4 * DEQUANTIZED_AT_ONCE  # float32 elements and temporaries
+DEQUANTIZING_BYTES = 4 * 4 * MAX_DEQUANTIZED_ELEMENTS  # float32 elements and temporaries
 INNER_VECTORS = 3  # per token: gate, up and their product
 GATED_ROWS = 512  # tokens per block of our fused feed-forward, see model/fused.py
 GROUPED_BYTES = 16 * MIB  # inputs and outputs of a group of experts on a CPU, see model/expert_groups.py

@@ -9,7 +9,7 @@ from functools import cached_property
 from ...units import round_up
 from ..placement.memory import PAGE_TOKENS, SequenceSize
 
-MOST_LENGTHS = 512  # sample size
+MAX_SAMPLED_LENGTHS = 512  # sample size
 
 
 @dataclass(frozen=True, order=True)
@@ -43,7 +43,7 @@ class Workload:
         """Makes the workload from all lengths, or a sample over the ranks if there are many. Outputs count with the
         longest."""
         lengths = sorted(size.num_prompt_tokens for size in sizes)
-        num_lengths = min(len(lengths), MOST_LENGTHS)
+        num_lengths = min(len(lengths), MAX_SAMPLED_LENGTHS)
         sharing = Counter(each for size in sizes if size.prefix is not None for each in size.prefix.chain)
         prefix_parts = Counter(  # the part of each prefix that is not its parent's
             (prefix.parent.num_tokens if prefix.parent is not None else 0, prefix.num_tokens, num_sharing)
@@ -66,7 +66,7 @@ class Workload:
         if not 1 <= mean <= longest:
             raise ValueError(f"prompts of {mean} tokens in the mean and {longest} at most: 1 <= mean <= longest")
         power = longest / mean - 1
-        ranks = [(turn + 0.5) / MOST_LENGTHS for turn in range(MOST_LENGTHS)]
+        ranks = [(turn + 0.5) / MAX_SAMPLED_LENGTHS for turn in range(MAX_SAMPLED_LENGTHS)]
         return Workload(
             num_requests=num_requests,
             prompt_tokens=tuple(max(1, round(longest * rank**power)) for rank in ranks),

@@ -26,11 +26,11 @@ class RowShare:
         return range(self.index * height, (self.index + 1) * height)
 
 
-def cut_rows(parameter: Parameter, share: RowShare, *, num_runs: int = 1) -> Parameter | None:
+def cut_rows(parameter: Parameter, share: RowShare, *, num_fused: int = 1) -> Parameter | None:
     """Returns the parameter with one share of its rows; a stack is cut matrix by matrix.
 
-    `num_runs`: equal row ranges (such as fused gate and up) that are cut separately and concatenated. Returns None if
-    rows are not separate bytes, or a cut would split a block that shares one scale.
+    `num_fused`: number of fused matrices (2 for gate and up); each is cut separately, and the parts are concatenated.
+    Returns None if rows are not contiguous in the file, or a cut would split a block that shares one scale.
     """
     is_stack = parameter.is_stacked or len(parameter.shape) == 3
     entries = parameter.pieces
@@ -38,26 +38,27 @@ def cut_rows(parameter: Parameter, share: RowShare, *, num_runs: int = 1) -> Par
         [[whole]] = entries
         entries = tuple((whole.expert(index),) for index in range(whole.shape[0]))
     height = sum(piece.shape[0] for piece in entries[0])
-    if parameter.is_transposed or not share.divides(height // num_runs) or height % num_runs:
+    if parameter.is_transposed or not share.divides(height // num_fused) or height % num_fused:
         return None
-    run = height // num_runs
-    rows = [range(turn * run + share.rows(run).start, turn * run + share.rows(run).stop) for turn in range(num_runs)]
-    parts = [_cut_entry(entry, rows) for entry in entries]
+    fused_height = height // num_fused
+    rows = share.rows(fused_height)
+    row_ranges = [range(begin + rows.start, begin + rows.stop) for begin in range(0, height, fused_height)]
+    parts = [_cut_entry(entry, row_ranges) for entry in entries]
     pieces = tuple(part for part in parts if part is not None)
     if len(pieces) < len(parts):
         return None
-    axis = 1 if is_stack else 0  # of rows
-    shape = (*parameter.shape[:axis], height // share.count, *parameter.shape[axis + 1 :])
+    row_axis = 1 if is_stack else 0
+    shape = (*parameter.shape[:row_axis], height // share.count, *parameter.shape[row_axis + 1 :])
     return replace(parameter, shape=shape, pieces=pieces, is_stacked=is_stack)
 
 
-def _cut_entry(pieces: Sequence[TensorSlice], runs: Sequence[range]) -> tuple[TensorSlice, ...] | None:
+def _cut_entry(pieces: Sequence[TensorSlice], row_ranges: Sequence[range]) -> tuple[TensorSlice, ...] | None:
     """Returns these row ranges of a matrix concatenated from `pieces`; None if they cannot be separated."""
     slices = list[TensorSlice]()
-    for run in runs:
+    for rows in row_ranges:
         begin = 0
         for piece in pieces:
-            first, last = max(run.start, begin), min(run.stop, begin + piece.shape[0])
+            first, last = max(rows.start, begin), min(rows.stop, begin + piece.shape[0])
             if first < last:
                 part = slice_rows(piece, first - begin, last - begin)
                 if part is None:
@@ -102,8 +103,8 @@ def slice_rows(piece: TensorSlice, first: int, last: int) -> TensorSlice | None:
 
 def split_evenly(count: int, num_parts: int) -> Sequence[range]:
     """Splits range(count) into `num_parts` contiguous ranges; the first ones may be longer by one."""
-    least, more = divmod(count, num_parts)
-    begins = [part * least + min(part, more) for part in range(num_parts + 1)]
+    base, remainder = divmod(count, num_parts)
+    begins = [part * base + min(part, remainder) for part in range(num_parts + 1)]
     return [range(begin, end) for begin, end in pairwise(begins)]
 
 
@@ -128,7 +129,7 @@ def keeps_experts_whole(stage: Stage, hidden_size: int, num_ranks: int, mode: Di
 
 
 def slice_experts(stack: Parameter, experts: range) -> Parameter | None:
-    """Returns the stack with these experts only; None if an expert's bytes are not separate."""
+    """Returns the stack with these experts only; None if experts are not contiguous in the file."""
     if len(stack.shape) != 3:
         return None
     entries, num_experts = stack.pieces, stack.shape[0]
@@ -157,21 +158,20 @@ def tensor_parallel_shape(
 ) -> ModelShape:
     """Returns the shape of the first rank under tensor parallelism: matrices cut by output rows, KV heads divided.
 
-    Each rank holds rows of every expert or whole experts, by `experts`. Replicated are hidden states, embeddings, head,
-    vectors, routers, and matrices with a number of rows not divisible by `num_ranks`. Raises ConfigError if the KV
-    heads cannot be divided, as a run would.
+    Each rank holds rows of every expert or whole experts, by `experts`. Ranks replicate hidden states, embeddings,
+    head, vectors, routers, and matrices with rows not divisible by `num_ranks`. Raises ConfigError if KV heads are not.
     """
-    heads, other = shape.num_kv_heads, "devices=sharded or pipeline"
+    heads, alternatives = shape.num_kv_heads, "devices=sharded or pipeline"
     is_equal = heads % num_ranks == 0 and shape.num_heads % num_ranks == 0
-    why = "caches latents shared by all heads" if shape.expanded_kv_width else "runs in padded lanes"
+    reason = "caches latents shared by all heads" if shape.expanded_kv_width else "runs in padded lanes"
     require(
         shape.is_packed and not shape.expanded_kv_width,
-        f"devices=tensor: model={shape.name} {why}, so its heads cannot be divided: set {other}",
+        f"devices=tensor: model={shape.name} {reason}, so its heads cannot be divided: set {alternatives}",
     )
     require(
         is_equal,
         f"devices=tensor: model={shape.name} has {heads} KV heads, not divisible by plan.num_ranks={num_ranks}: "
-        f"lower it, or set {other}",
+        f"lower it, or set {alternatives}",
     )
     whole_stages = {s.index for s in shape.layers if keeps_experts_whole(s, shape.hidden_size, num_ranks, experts)}
     stages = list[Stage]()
@@ -228,7 +228,7 @@ def _cut_parameter(parameter: Parameter, num_experts: int, num_parts: int) -> Pa
 
 
 def _cut_slice(piece: TensorSlice, num_parts: int) -> TensorSlice:
-    """Returns a slice with the size of one rank's rows (of all experts of a stack); all bytes if interleaved."""
+    """Returns the slice with shape and size of one rank's rows, for planning only; all bytes if interleaved."""
     shape = piece.shape
     rows = (*shape[:-2], -(-shape[-2] // num_parts), shape[-1]) if len(shape) > 1 else shape
     companions = tuple(replace(c, tensor=_cut_slice(c.tensor, num_parts)) for c in piece.companions)
@@ -239,8 +239,8 @@ def _cut_slice(piece: TensorSlice, num_parts: int) -> TensorSlice:
 def split_stages(stages: Sequence[Stage], count: int, *, count_embeddings: bool = False) -> tuple[range, ...]:
     """Assigns contiguous layers to `count` ranks so that the largest rank has the fewest bytes.
 
-    Embeddings go with the first layer, norm and head with the last. Tables cost memory but no time, as a token reads
-    one row: `count_embeddings` balances memory instead of time. Raises ConfigError for fewer layers than ranks.
+    Embeddings go with the first layer, norm and head with the last. Embeddings cost memory but hardly time, as a token
+    reads one row: `count_embeddings` balances memory instead of time. Raises ConfigError for fewer layers than ranks.
     """
     layers = [stage.index for stage in stages if stage.kind is StageKind.layer]
     require(
