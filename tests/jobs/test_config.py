@@ -77,7 +77,7 @@ def test_interpolations_are_resolved() -> None:
         (["offload.host_memory_gib=.inf"], "offload.host_memory_gib must be a finite number or null, got inf"),
         (["sampling.top_p=.nan"], "sampling.top_p must be a finite number or null, got nan"),
         (["sampling.ignore_eos=1"], "sampling.ignore_eos must be true or false, got 1"),
-        (["sampling.stop=text"], "sampling.stop must be a list, each item text or null, got 'text'"),
+        (["sampling.stop={a: b}"], "sampling.stop must be a list, each item text or null, got {'a': 'b'}"),
         (["sampling.stop=[[1]]"], "sampling.stop[0] must be text, got [1]"),
         (["sampling=3"], "sampling must be a group of keys, got 3"),
         (["offload.tier=disk"], "offload.tier must be one of auto, none, cpu, nvme, got 'disk'"),

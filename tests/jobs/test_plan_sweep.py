@@ -177,7 +177,7 @@ def test_a_plan_of_a_packed_store_is_that_of_the_sweep() -> None:
     assert lossless is not None
     assert published is not None
     assert (alone.shape.weight_bytes, alone.throughput) == (lossless.shape.weight_bytes, lossless.throughput)
-    assert "numbers   weights window4: lossless" in str(alone.resolved_settings)
+    assert "precision weights window4: lossless" in str(alone.resolved_settings)
 
 
 def test_a_plan_counts_weights_that_are_rounded_while_they_are_read() -> None:

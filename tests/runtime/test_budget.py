@@ -62,7 +62,7 @@ def test_a_run_that_passes_its_budget_is_tried_once_more_with_half_as_many_seque
 def test_a_run_that_passes_its_budget_twice_is_refused_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         runtime_with(monkeypatch, PolicyKind.auto, [MIB, MIB]) as runtime,
-        pytest.raises(BudgetError, match=r"raise offload\.host_memory_gib, since this plan uses more"),
+        pytest.raises(BudgetError, match=r"the plan uses more than estimated: raise offload\.host_memory_gib"),
         runtime.open_with_backoff(requests_of(runtime)),
     ):
         pass

@@ -61,7 +61,7 @@ def test_a_config_that_sends_a_token_to_more_experts_than_there_are_is_refused(t
     directory = synthesize("mixtral", tmp_path / "model")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 5}))
-    with pytest.raises(ConfigError, match=r"to 5 experts \(num_experts_per_tok\), but a layer has 4"):
+    with pytest.raises(ConfigError, match="num_experts_per_tok=5, but layers have 4 experts"):
         loading.load_model(ModelConfig(name="mixtral", path=str(directory)), torch.device("cpu"), str(tmp_path))
 
 

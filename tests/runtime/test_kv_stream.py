@@ -160,7 +160,7 @@ def test_a_write_that_fails_reaches_the_engine_at_the_next_call(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "pwritev", lambda *args: 0)
-    with pytest.raises(KVFileError, match="only 0 bytes were taken") as error:  # noqa: PT012, SIM117
+    with pytest.raises(KVFileError, match="only 0 bytes were written") as error:  # noqa: PT012, SIM117
         with opened(KVTier.nvme, ComputeDevice("cpu"), tmp_path) as stream:
             stream.fetch(0, 0, [0])
             stream.fetch(0, 1, [1])
@@ -191,7 +191,7 @@ def test_what_fails_in_the_background_is_noted_on_the_error_that_ends_the_run(
             stream.fetch(0, 0, [0])
             stream.store(0, 0, [0])
             raise ZeroDivisionError
-    assert "only 0 bytes were taken" in error.value.__notes__[0]
+    assert "only 0 bytes were written" in error.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

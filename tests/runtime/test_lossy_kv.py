@@ -226,5 +226,5 @@ def test_latents_are_refused_quantised_and_kept_in_bfloat16(reference: Reference
 
 def test_attention_of_the_cpu_beside_an_accelerator_is_refused(reference: References) -> None:
     config = config_for(reference("llama"), KVDType.int8, KVTier.cpu, attention=Attention.cpu)
-    with pytest.raises(ConfigError, match=r"kv\.dtype=int8 with policy.attention=cpu"):
+    with pytest.raises(ConfigError, match=r"policy\.attention=cpu with an accelerator does not support kv\.dtype=int8"):
         Runtime(config, device=FakeDevice())

@@ -80,7 +80,7 @@ def test_a_table_that_knows_not_all_multipliers_is_out_of_date(caplog: pytest.Lo
     HOST.path.write_text(json.dumps(values))
     with caplog.at_level(logging.WARNING):
         assert find_products(HOST) is None
-    assert "compares tiles, widened" in caplog.text
+    assert "compares backends tiles, widened" in caplog.text
     assert "jobs.measure" in caplog.text
 
 

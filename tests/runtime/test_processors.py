@@ -139,7 +139,7 @@ def test_the_ids_are_those_of_transformers_own_advice() -> None:
 
 @pytest.mark.parametrize(
     ("word", "message"),
-    [("bad", "outside the model's vocabulary"), ("<end>", "ends a completion"), ("☃", "has no tokens")],
+    [("bad", "outside the model's vocabulary"), ("<end>", "is an EOS token"), ("☃", "has no tokens")],
 )
 def test_a_word_that_cannot_be_banned_is_refused(word: str, message: str) -> None:
     tokenizer = bpe("bad")

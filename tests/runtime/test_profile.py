@@ -132,7 +132,11 @@ def test_measured_rates_are_taken_as_they_are() -> None:
     ("config", "dtype", "message"),
     [
         (MachineConfig(), DType.auto, r"machine=auto has no rates.* python -m jobs.measure"),
-        (MachineConfig(name="here", rates=RATES), DType.float16, "not measured for float16, only for: float32"),
+        (
+            MachineConfig(name="here", rates=RATES),
+            DType.float16,
+            "model.dtype=float16; measured: float32",
+        ),
     ],
 )
 def test_what_is_not_known_is_refused_with_what_to_do(config: MachineConfig, dtype: DType, message: str) -> None:

@@ -156,7 +156,7 @@ def test_the_class_itself_is_given_the_rounded_weights_by_the_self_check(
     runtime.config = replace(runtime.config, model=replace(runtime.config.model, self_check=SelfCheck.full))
     tokens_of(runtime, PROMPTS)
     (said,) = [record.getMessage() for record in caplog.records if record.name == check.__name__]
-    assert "of their deviation" in said
+    assert "standard deviations" in said
 
 
 @pytest.mark.dealt

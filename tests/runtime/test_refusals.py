@@ -61,11 +61,11 @@ CASES = {
         config=lambda: config(
             policy=policy(attention=Attention.cpu), kv=KVConfig(tier=KVTier.nvme, device_fraction=0.0, num_slots=1)
         ),
-        message=r"raise kv\.num_slots to 2",
+        message=r"set kv\.num_slots=2",
     ),
     "the CPU attends elsewhere than its KV": Case(
         config=lambda: config(policy=policy(attention=Attention.cpu), kv=KVConfig(tier=KVTier.device)),
-        message=r"policy\.attention=cpu .*kv=device .*kv=cpu",
+        message=r"policy\.attention=cpu .*kv=device: set kv=cpu",
         has_device=True,
     ),
     "more log-probabilities than tokens": Case(
