@@ -71,7 +71,7 @@ def _file_states(path: Path) -> Iterator[JsonValue]:
     if not path.is_dir():
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):  # a pipe has no content of its own
-            raise OSError(f"{path} is no file")
+            raise OSError(f"{path} is not a file")
         # A program can set the time of the last change back, but not that of the inode.
         yield [str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 

@@ -81,7 +81,7 @@ class RuntimeCache(Closing):
 
 log = logging.getLogger(__name__)
 
-MEASURED_LAYERS, MEASURING_BYTES = 4, 256 * MIB  # maximum memory of a measurement, beside kept weights
+MEASURED_LAYERS, MEASURING_BYTES = 4, 256 * MIB  # maximum memory of a measurement, in addition to loaded weights
 COMPARED_SECONDS = 10.0  # minimum time of a run's products, for a comparison of backends to pay
 WORTHWHILE = 0.05  # of a run's time, that another policy must save; predictions are not more accurate
 

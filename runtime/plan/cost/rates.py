@@ -72,7 +72,7 @@ class MachineRates:
     cpu_attention_bytes_per_second: float = UNLIMITED
     prefill_attention_flops_per_second: float = UNLIMITED
     expert_flops_per_second: Mapping[int, float] = field(default_factory=dict)
-    cpu_flops_per_second: float | None = None  # products on the CPU beside an accelerator; None: not known
+    cpu_flops_per_second: float | None = None  # products on the CPU during an accelerator's run; None: not known
     host_memory_bytes_per_second: float = UNLIMITED  # shared by disk, links and CPU, with an accelerator
     exchange_bytes_per_second: float = UNLIMITED
     exchange_seconds: float = 0.0

@@ -63,8 +63,8 @@ class MemoryEstimate:
     def fits(self, budgets: Budgets) -> Bools:
         if budgets.device_bytes is None:
             return self.compute_bytes <= budgets.host_bytes
-        beside = max(0, budgets.library_bytes - ALLOCATOR_SLACK_BYTES)  # the slack is in compute_bytes
-        return (self.compute_bytes + beside <= budgets.device_bytes) & (self.host_bytes <= budgets.host_bytes)
+        outside_bytes = max(0, budgets.library_bytes - ALLOCATOR_SLACK_BYTES)  # the slack is in compute_bytes
+        return (self.compute_bytes + outside_bytes <= budgets.device_bytes) & (self.host_bytes <= budgets.host_bytes)
 
     @cached_property
     def compute_bytes(self) -> Floats:
@@ -116,7 +116,7 @@ class MemoryEstimate:
         return weights + staging + loading + kv
 
     def layers_in_host(self, host_bytes: int) -> Floats:
-        """Returns the streamed layers that fit into `host_bytes` beside everything else."""
+        """Returns the streamed layers that fit into `host_bytes` in addition to everything else."""
         streamed, spare = self._work.num_layers - self._grid.resident, host_bytes - self.host_bytes
         return np.clip(np.floor(spare / self._host_layer_bytes), 0, streamed)
 
