@@ -63,7 +63,7 @@ class FixedRows:
             vars(spans).update(bounds=(spans.bounds[0], bounds))
             for padded, flat in zip(self._padding_modes(reach), places, strict=False):
                 if padded:
-                    vars(spans).update(seen_BS=places[-2], hidden_BS=places[-1])
+                    vars(spans).update(visible_BS=places[-2], hidden_BS=places[-1])
                 layout.set_places(spans, Places(flat), are_padded=padded)
 
     def fill(self, rows: DecodeRows, layout: PassLayout) -> None:
@@ -95,6 +95,6 @@ class FixedRows:
             tensors.append(flat)
         if True in self._padding_modes(reach):
             lengths_B = spans.bounds[1].diff()
-            seen_BS = torch.arange(spans.most_positions, device=lengths_B.device) < lengths_B[:, None]
-            tensors += [seen_BS, ~seen_BS]
+            visible_BS = torch.arange(spans.most_positions, device=lengths_B.device) < lengths_B[:, None]
+            tensors += [visible_BS, ~visible_BS]
         return tensors

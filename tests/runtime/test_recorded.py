@@ -10,6 +10,8 @@ import torch
 
 from runtime import KVConfig, PolicyConfig, Runtime, RuntimeConfig
 from runtime.attention import fixed
+from runtime.attention.layout import PassLayout
+from runtime.attention.views import DecodeRows, Reach
 from runtime.config.settings import Admission, KVDType, KVTier, PolicyKind, Tier
 from runtime.errors import ConfigError, Interrupted
 from runtime.model import expert_groups
@@ -227,3 +229,23 @@ def test_the_ledger_of_the_device_counts_recordings(reference: References) -> No
         assert len(found) == graphs
         num_bytes.append(device.total_bytes)
     assert num_bytes[1] == num_bytes[0] + found[0]
+
+
+def test_masks_of_a_recording_change_with_the_lengths_of_its_rows() -> None:
+    """Recorded while all rows fill the padded size, and so need no mask."""
+    cpu, reach, keys = torch.device("cpu"), Reach(), {Reach(): frozenset({(4096, True)})}
+
+    def pass_of(*lengths: int) -> tuple[DecodeRows, PassLayout]:
+        rows = DecodeRows((0, 1), tuple(length - 1 for length in lengths), (0, 1), cpu)
+        new = [(row, length - 1, length) for row, length in enumerate(lengths)]
+        return rows, PassLayout([range(4), range(4, 8)], new, rows, (), cpu, expands=False)
+
+    rows, layout = pass_of(64, 64)
+    sizes = fixed.fit_sizes(rows, keys)
+    assert sizes is not None
+    buffers, ranges = fixed.FixedRows(rows, layout, keys, sizes), rows.token_ranges(reach)
+    buffers.fill(*pass_of(50, 60))
+    assert ranges.visible_BS is not None
+    assert ranges.hidden_BS is not None
+    assert ranges.visible_BS.sum(1).tolist() == [50, 60]
+    assert ranges.hidden_BS.sum(1).tolist() == [14, 4]
