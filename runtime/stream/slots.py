@@ -1,7 +1,7 @@
 """Slots of streamed stages: in compute memory, and staging slots in host memory between disk and device.
 
-Reads and copies each have a thread, so that the engine's thread never waits for them. A read waits until its slot's
-previous copy is done; a copy waits until its page is read.
+Reads and copies each have a thread, so that the engine's thread can queue compute meanwhile. A read waits until its
+slot's previous copy is done; a copy waits until its page is read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
