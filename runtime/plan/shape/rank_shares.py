@@ -42,8 +42,7 @@ def cut_rows(parameter: Parameter, share: RowShare, *, num_fused: int = 1) -> Pa
         return None
     fused_height = height // num_fused
     rows = share.rows(fused_height)
-    begins = [index * fused_height for index in range(num_fused)]
-    row_ranges = [range(begin + rows.start, begin + rows.stop) for begin in begins]
+    row_ranges = [range(n * fused_height + rows.start, n * fused_height + rows.stop) for n in range(num_fused)]
     parts = [_cut_entry(entry, row_ranges) for entry in entries]
     pieces = tuple(part for part in parts if part is not None)
     if len(pieces) < len(parts):
