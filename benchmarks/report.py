@@ -22,8 +22,8 @@ from .task import Result
 
 LINK_BYTES_PER_SECOND = 16e9  # PCIe 4.0 x8, or 3.0 x16
 BAR_PIXELS, FRAME_PIXELS = 34, 110
-OURS, OTHERS = "#4c78a8", "#bab0ac"
-GPU_BASE = "accelerate cpu_offload"  # base of ratios; else the first variant
+WEIGHTSTREAM_COLOR, PEER_COLOR = "#4c78a8", "#bab0ac"
+GPU_REFERENCE = "accelerate cpu_offload"  # ratios are relative to it, or to the first variant without it
 
 Rounds = Mapping[str, Sequence[Result]]
 
@@ -36,7 +36,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def speed_table(rounds: Rounds) -> str:
     """A row for each contender. `batch`: a peer's batch size. `ratio`: to the first contender's median. `equal`:
-    sequences equal to those of transformers, or of the first contender without transformers."""
+    number of sequences with the tokens of transformers, or of the first contender if transformers was not measured."""
     first = next(iter(rounds.values()))
     base = median(result.rate for result in first)
     reference = rounds.get("transformers", first)[0].tokens
@@ -45,7 +45,7 @@ def speed_table(rounds: Rounds) -> str:
     for name, results in rounds.items():
         tokens, rates = results[0].tokens, [result.rate for result in results]
         numbers = (median(rates), min(rates), max(rates))
-        middle, low, high = (f"{each:.1f} tok/s" if tokens else f"{each / 1e9:.2f} GB/s" for each in numbers)
+        middle, low, high = (f"{rate:.1f} tok/s" if tokens else f"{rate / 1e9:.2f} GB/s" for rate in numbers)
         peak = median(result.peak_bytes - result.baseline_bytes for result in results)
         num_equal = sum(ours == theirs for ours, theirs in zip(tokens, reference, strict=False))
         rows.append(
@@ -69,7 +69,7 @@ def _attention_table(rounds: Rounds) -> str:
     rows = []
     for contender, entry in CONTENDERS.items():
         if isinstance(entry, AttentionBaseline) and entry.access is not KVAccess.read and contender.value in rounds:
-            rate, num_bytes = median(each.rate for each in rounds[contender.value]), layer_bytes(entry.dtype)
+            rate, num_bytes = median(result.rate for result in rounds[contender.value]), layer_bytes(entry.dtype)
             rows.append(
                 [
                     contender.value,
@@ -84,16 +84,16 @@ def _attention_table(rounds: Rounds) -> str:
 
 
 def gpu_table(machine: GpuMachine, measurements: Sequence[VariantMeasurement], device_memory_gib: float) -> str:
-    """A row for each variant, and one for each phase of Weightstream's. Bytes over the link are counted by the streams;
-    for a peer, they are all offloaded weights in each forward."""
+    """A row for each variant, and of each phase of Weightstream's variants. Weightstream counts the bytes
+    that it copies to the device; for peers, all offloaded weights count once per forward."""
     rounds: dict[str, list[VariantMeasurement]] = {}
-    for each in measurements:
-        if each.result is not None:
-            rounds.setdefault(each.variant, []).append(each)
-    base = _rate(rounds[GPU_BASE if GPU_BASE in rounds else next(iter(rounds))]) if rounds else 0.0
+    for measurement in measurements:
+        if measurement.result is not None:
+            rounds.setdefault(measurement.variant, []).append(measurement)
+    base = _rate(rounds[GPU_REFERENCE if GPU_REFERENCE in rounds else next(iter(rounds))]) if rounds else 0.0
     headings = ["variant", "layers", "sequences", "tokens/s, median (min-max)", "ratio", "prefill", "decode"]
-    headings += ["device memory", "to the device", "of the pinned peak", "equal"]
-    phases = [row for name, each in rounds.items() for row in _phase_rows(name, [m.phases for m in each])]
+    headings += ["device memory", "to the device", "share of link bandwidth", "equal"]
+    phases = [row for name, measured in rounds.items() for row in _phase_rows(name, [m.phases for m in measured])]
     parts = [
         f"{machine.device}, limited to {device_memory_gib:g} GiB of its memory; {machine.num_layers} layers of "
         f"{machine.model}, {format_bytes(machine.weight_bytes)} of random bf16 in host memory.\n"
@@ -191,7 +191,7 @@ def round_rows(rounds: Rounds) -> list[dict[str, object]]:
 def draw_rates(path: Path, rates: Mapping[str, Sequence[float]], peers: Sequence[str], title: str, unit: str) -> None:
     """Writes a bar chart of rates with their spread, as svg or png by the suffix; `peers` are grey. Raises
     OutputError."""
-    from jobs.pictures.figure import figure  # matplotlib, which a plain image lacks
+    from jobs.pictures.figure import figure  # matplotlib, an optional dependency
 
     names = sorted(rates, key=lambda name: median(rates[name]))
     middles = [median(rates[name]) for name in names]
@@ -199,8 +199,8 @@ def draw_rates(path: Path, rates: Mapping[str, Sequence[float]], peers: Sequence
     above = [max(rates[name]) - middle for name, middle in zip(names, middles, strict=True)]
     with figure(path, FRAME_PIXELS + BAR_PIXELS * len(names)) as picture:
         axes = picture.subplots()
-        colours = [OTHERS if name in peers else OURS for name in names]
-        bars = axes.barh(names, middles, xerr=[below, above], color=colours, ecolor="#444444", capsize=2)
+        colors = [PEER_COLOR if name in peers else WEIGHTSTREAM_COLOR for name in names]
+        bars = axes.barh(names, middles, xerr=[below, above], color=colors, ecolor="#444444", capsize=2)
         axes.bar_label(bars, [f"{middle:,.4g}" for middle in middles], padding=6)
         axes.set_xlim(0, 1.12 * max(map(max, rates.values())))
         axes.set_xlabel(unit)
@@ -219,7 +219,7 @@ def format_restriction(machine: str, isa: Isa, contenders: Sequence[Contender]) 
     restrictions = dict.fromkeys(
         peer.isolation.restriction_note for peer in peers if peer.isolation and peer.isolation.restriction_note
     )
-    limits = ["Weightstream by WEIGHTSTREAM_ISA", "torch, oneDNN and MKL by their variables", *restrictions]
+    limits = ["Weightstream by WEIGHTSTREAM_ISA", "torch, oneDNN and MKL by their environment variables", *restrictions]
     return f"**{machine}, restricted to {isa.title}**: {', '.join(limits)}."
 
 

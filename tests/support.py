@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 from runtime.config.profiles import BackendTable, LinearBackend
-from runtime.measure.linear import matmul_kinds
+from runtime.measure.linear import backend_product_kinds
 from runtime.model.families import FAMILIES, Family
 from runtime.probing.meta import auto_class
 from runtime.sequences.sequence import Request
@@ -44,7 +44,7 @@ MANY_EXPERTS: dict[str, dict[str, object]] = {  # as many as in the published mo
 }  # fmt: skip
 
 
-PRODUCT_KINDS = [str(kind) for kind in matmul_kinds()]
+PRODUCT_KINDS = [str(kind) for kind in backend_product_kinds()]
 
 
 def always(backend: LinearBackend) -> BackendTable:

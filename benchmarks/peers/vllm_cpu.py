@@ -55,7 +55,7 @@ def generate(task: BenchmarkTask) -> Result:
 
 def hide_wider_instructions(isa: Isa, torch_cpu: Any) -> None:
     """Restricts vLLM to this instruction set. vLLM chooses its library (_C for AVX512-BF16 and AMX, _C_AVX512, _C_AVX2)
-    by torch.cpu's functions, which ignore torch's variables; so they are replaced."""
+    by functions of torch.cpu, which ignore environment variables such as ATEN_CPU_CAPABILITY, so this replaces them."""
     hidden = ["_is_amx_tile_supported", "_is_amx_fp16_supported"]
     if isa is Isa.avx2:
         hidden += ["_is_avx512_supported", "_is_avx512_bf16_supported", "_is_vnni_supported"]
@@ -65,4 +65,5 @@ def hide_wider_instructions(isa: Isa, torch_cpu: Any) -> None:
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Entry point of the worker, see `benchmarks.worker`: yields the result of a `BenchmarkTask`."""
     yield asdict(generate(BenchmarkTask(**question)))

@@ -55,8 +55,8 @@ class GradingResult:
 
 
 def grade(config: MetricsConfig) -> GradingResult:
-    """Grades the run and writes the scores. Raises ConfigError if something is missing, DamagedRunError, and
-    OutputError; an older file then stays unchanged."""
+    """Grades the run and writes the scores. Raises ConfigError if the run, a column or an extra is missing,
+    DamagedRunError, or OutputError. After an error, an existing file of scores is unchanged."""
     scorers = make_scorers(config.metrics)
     shards = require_complete_run(config)
     graded = grade_tables(read_tables(shards, partial=config.partial), config.reference_field, scorers)
@@ -82,7 +82,7 @@ def require_complete_run(config: MetricsConfig) -> list[RunReader]:
 
 def write_scores(config: MetricsConfig, shards: Sequence[RunReader], rows: list[dict[str, object]]) -> Path:
     """Writes the scores and returns the file's path. Raises OutputError."""
-    folder = shards[0].path.parent if shards[0].num_turns > 1 else shards[0].path
+    folder = shards[0].path.parent if shards[0].num_turns > 1 else shards[0].path  # each turn has a subdirectory
     out = Path(config.out).expanduser() if config.out else folder / DEFAULT_OUT
     table = pa.Table.from_pylist(rows)
     publish_named(out, lambda file: pq.write_table(table, file))
@@ -156,6 +156,7 @@ def format_task_answers(generations: Path) -> str:
     """Formats one answer per task of a run of dataset=tasks, and its accuracy."""
     table = pq.read_table(generations)
     graded = grade_tables([table], "reference", make_scorers([Metric.exact_match]))
+    # Reversed twice: the first row of each task, in the order of rows.
     first_rows = {row["task"]: row for row in reversed(table.sort_by("row_index").to_pylist())}
     lines = [f"{row['prompt']}{row['completion']}".replace("\n", " ") for row in reversed(first_rows.values())]
     accuracy = graded.estimates().get("exact_match")

@@ -36,7 +36,7 @@ class JudgingResult:
     num_unparsed: int = 0
 
     def estimates(self, model: str) -> dict[int, Estimate]:
-        """The mean of each turn; with several turns also that of all, under key `ALL_TURNS`, resampled by question."""
+        """The mean and interval of each turn. With several turns, key `ALL_TURNS` has all, grouped by question."""
         by_turn = dict(sorted(self.values[model].items()))
         means = {turn: estimate_groups([[value] for value in values.values()]) for turn, values in by_turn.items()}
         if len(by_turn) > 1:
@@ -105,11 +105,12 @@ def format_judging(result: JudgingResult) -> list[str]:
     """Formats a line per model and turn, the best model first, then the counts."""
     estimates = {model: result.estimates(model) for model in result.values}
     overall = {model: turns.get(ALL_TURNS) or next(iter(turns.values())) for model, turns in estimates.items()}
-    lines, form = list[str](), ".2f" if result.baseline is None else ".1%"
+    lines, number_format = list[str](), ".2f" if result.baseline is None else ".1%"
     for model in sorted(estimates, key=lambda model: (-(overall[model].mean or 0.0), model)):
         for turn, value in estimates[model].items():
             name = f"turn {turn}" if turn != ALL_TURNS else "all turns"
-            mean, low, high = (f"{part:{form}}" for part in (value.mean, value.low, value.high) if part is not None)
+            numbers = (value.mean, value.low, value.high)
+            mean, low, high = (f"{number:{number_format}}" for number in numbers if number is not None)
             interval = f"(95% interval {low} to {high}, {format_count(value.num_rows, 'judgment')})"
             lines.append(f"{model:<24} {name:<10} {mean} {interval}")
         if result.baseline is not None:

@@ -115,7 +115,7 @@ class _Shard:
                 return None
             self._file.write(piece.codes_RB.numpy().data)
             scales.append(piece.scales_RG.view(torch.int16).numpy().tobytes())
-            error, size = error + piece.error, size + piece.size
+            error, size = error + piece.squared_error, size + piece.squared_norm
         *rows, num_columns = tensor.shape
         codes_shape = (*rows, self._rounding.packed_columns(num_columns))
         self._add_entry(part_name(tensor.name, self._rounding.format), "U8", codes_shape, begin)

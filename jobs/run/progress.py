@@ -23,7 +23,7 @@ from ..record.passes import PassRow
 
 @dataclass(kw_only=True)
 class _Phase:
-    """`step_seconds`: predicted seconds of one step. The others: seconds of the steps that this process has done."""
+    """`step_seconds`: predicted, of one step. The totals are of steps that this process did."""
 
     step_seconds: float
     predicted_seconds: float = 0.0
@@ -35,9 +35,9 @@ class _Phase:
 
 
 class Forecast:
-    """Estimates the remaining time in steps. A prefill step is a prompt token. A decode step is a pass over a block in
-    waves, else a token; remaining decode steps are scaled by the actual length of finished ones relative to its limit.
-    Blocks are waiting, open or done. Requests are positions in `requests`."""
+    """Estimates the remaining time in steps. A prefill step is one prompt token. In waves a decode step is one
+    pass over a block, otherwise one token; remaining ones are scaled by `_length_ratio`. Blocks are waiting, open or
+    done. Methods take indices of `requests`."""
 
     def __init__(self, prediction: Prediction, requests: Sequence[Request], blocks: Sequence[Block], *, is_wave: bool):
         self._requests, self._is_wave = requests, is_wave
@@ -52,7 +52,7 @@ class Forecast:
         self._open: dict[int, int] = {}  # remaining token limit of each unfinished request
         self._prompt_tokens_left = 0
         self._open_limit, self._num_steps_done = 0, 0.0  # decode steps of open blocks
-        # Short requests finish first: count a tenth of all tokens as finished at full length.
+        # Prior of `_length_ratio`: short requests finish first, so a tenth of all tokens count as at their limit.
         self._finished_steps = self._finished_limit = 0.0 if is_wave else sum(self._steps.values()) / 10
 
     def skip(self, blocks: Iterable[int]) -> None:
@@ -62,9 +62,9 @@ class Forecast:
             self._skipped_seconds += self._predicted_seconds(self._prompt_tokens[index], self._steps[index])
 
     def open(self, blocks: Iterable[int], num_generated: Mapping[int, int]) -> None:
-        """Opens blocks. `num_generated`: tokens generated before, which are prefilled again, by remaining request."""
+        """Opens blocks. `num_generated`: tokens of an earlier start, by unfinished request; prefilled again."""
         if self._is_wave:
-            self._finish(self._num_steps_done, self._open_limit)
+            self._record_finished(self._num_steps_done, self._open_limit)
         indices = self._waiting & set(blocks)
         self._waiting -= indices
         limits = {i: self._requests[i].max_new_tokens - num for i, num in num_generated.items()}
@@ -90,7 +90,7 @@ class Forecast:
         limit = self._open.pop(i, None)
         if limit is not None and not self._is_wave:
             self._open_limit -= limit - 1
-            self._finish(num_tokens - (self._requests[i].max_new_tokens - limit) - 1, limit - 1)
+            self._record_finished(num_tokens - (self._requests[i].max_new_tokens - limit) - 1, limit - 1)
 
     @property
     def seconds_left(self) -> float:
@@ -121,7 +121,8 @@ class Forecast:
         """Ratio of actual to maximum length, over finished requests or blocks."""
         return self._finished_steps / self._finished_limit if self._finished_limit else 1.0
 
-    def _finish(self, num_steps: float, limit: float) -> None:
+    def _record_finished(self, num_steps: float, limit: float) -> None:
+        """Adds a finished request or block to `_length_ratio` and removes its steps from the open ones."""
         self._finished_steps += num_steps
         self._finished_limit += limit
         self._num_steps_done -= num_steps
@@ -225,7 +226,7 @@ class Progress:
         self._draw()
 
     def open(self, blocks: Sequence[Block], num_generated: Mapping[int, int]) -> None:
-        """Opens blocks. `num_generated`: tokens generated before, by remaining request."""
+        """Opens blocks. `num_generated`: by unfinished request, tokens of an earlier start."""
         self._num_rows_done += sum(len(block.members) for block in blocks) - len(num_generated)
         if self._forecast is not None:
             self._forecast.open([block.index for block in blocks], num_generated)

@@ -36,8 +36,8 @@ def join_ranks(devices: DevicesConfig, should_stop: Callable[[], bool]) -> Itera
         yield None
         return
     if launch is None or launch.size < 2:
-        way = devices.way.value
-        raise ConfigError(f"devices={way} needs several processes, but one was started: use {LAUNCH_EXAMPLES}")
+        parallelism = devices.way.value
+        raise ConfigError(f"devices={parallelism} needs several processes, but one was started: use {LAUNCH_EXAMPLES}")
     ranks = Ranks(launch, should_stop, devices)
     num_machines = len({*ranks.machines})
     log.info("%d ranks on %d machine%s", ranks.size, num_machines, "s" if num_machines > 1 else "")
@@ -48,8 +48,8 @@ def join_ranks(devices: DevicesConfig, should_stop: Callable[[], bool]) -> Itera
 
 
 def follow_run(task: Task, config: RunSettings, should_stop: Callable[[], bool], ranks: Ranks) -> int:
-    """Computes this rank's share of rank 0's run; returns the exit code. On a stop only the lowest remaining rank
-    reports it."""
+    """Computes this rank's share of rank 0's run; returns the exit code. If the run is stopped, the lowest remaining
+    rank raises Interrupted; others log it and return its exit code."""
     remote_manifest = open_copy(config, task.directory, should_stop).stored_manifest
     runtime, rows = open_model(task, config, should_stop, remote_manifest, ranks=ranks)
     batch = make_batch(runtime, rows.preview_rows(), task.requests)
@@ -57,8 +57,8 @@ def follow_run(task: Task, config: RunSettings, should_stop: Callable[[], bool],
         for _ in runtime.follow(batch.computed):
             pass
     except Interrupted as error:
-        ended = error.ranks if isinstance(error, PeerEnded) else ()
-        if {*range(ranks.rank)} <= {*ended}:
+        ended_ranks = error.ranks if isinstance(error, PeerEnded) else ()
+        if {*range(ranks.rank)} <= {*ended_ranks}:  # all lower ranks have ended
             raise
         log.info("%s", error)
         return error.exit_code

@@ -17,7 +17,7 @@ def has_compiler() -> bool:
 
 
 def disable_kernels() -> bool:
-    """Makes torch operators compute until `enable_kernels`. Returns True if kernels are disabled now."""
+    """Makes passes use torch operators until `enable_kernels`. Returns False if kernels are enabled permanently."""
     # No effect once they were enabled: sessions that run at the same time are planned with kernels.
     if not _enabled_permanently.is_set():
         _disabled.set()
@@ -32,7 +32,7 @@ def enable_kernels() -> None:
 
 @contextmanager
 def kernels_enabled() -> Iterator[None]:
-    """Enables kernels inside the block, for checks of whether they can run."""
+    """Enables kernels inside the `with` block, so that a caller can test which ones this CPU supports."""
     was_disabled = _disabled.is_set()
     _disabled.clear()
     try:
@@ -65,22 +65,22 @@ def _may_use_tiles() -> bool:
     return may_use_tiles()
 
 
-def has_pairs() -> bool:
+def has_bf16_pairs() -> bool:
     """True if kernels can multiply pairs of bfloat16 (AVX512-BF16). Loads the compiler."""
     return has_compiler() and _has_pair_products()
 
 
 @cache
 def _has_pair_products() -> bool:
-    from .primitives import HAS_PAIRS
+    from .primitives import HAS_BF16_PAIRS
 
-    return HAS_PAIRS
+    return HAS_BF16_PAIRS
 
 
-def has_fast_pairs() -> bool:
+def has_fast_bf16_pairs() -> bool:
     """True if a product of bfloat16 pairs takes as long as one of float32, as on AMD. On Intel it took twice as long,
     see docs/project/benchmarks-kernels.md."""
-    return has_pairs() and _is_amd()
+    return has_bf16_pairs() and _is_amd()
 
 
 @cache
@@ -91,10 +91,10 @@ def _is_amd() -> bool:
 
 
 @cache
-def has_tables() -> bool:
+def has_table_lookup() -> bool:
     """True if kernels can look up numbers in a vector register (AVX2). Loads the compiler."""
     if not can_compile():
         return False
-    from .grouped import HAS_TABLES
+    from .grouped import HAS_TABLE_LOOKUP
 
-    return HAS_TABLES
+    return HAS_TABLE_LOOKUP

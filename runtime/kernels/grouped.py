@@ -39,7 +39,7 @@ from .squares import transpose_vectors
 
 UNIT_ROWS = LANES // 2  # rows per vector; each half of the lanes holds another column
 WORD_COLUMNS = 8  # columns from one half of the lanes to the other
-HAS_TABLES = bool(features().get("avx2"))  # lookups of numbers in a vector register
+HAS_TABLE_LOOKUP = bool(features().get("avx2"))  # lookups of numbers in a vector register
 ROW_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # bit shifts of the eight rows in an AWQ word
 
 
@@ -105,7 +105,7 @@ def _scale_float4(builder: Builder, codes: Value, zero: Value, factor: Value, ta
         signed = FLOATS([*numbers, *(-number for number in numbers)])
         return builder.fmul(_look_up(builder, signed, codes), factor)
     sign = builder.shl(builder.and_(codes, ints(8)), ints(28))
-    if HAS_TABLES:
+    if HAS_TABLE_LOOKUP:
         magnitude = _look_up(builder, FLOATS(numbers), codes)
     else:  # a product adjusts the exponent, exactly
         bits = builder.shl(builder.and_(codes, ints(7)), ints(22))
@@ -318,7 +318,7 @@ widen_scaled_float8: WidenRow = cast(Any, _make_row_widener(_load_float8, _scale
 widen_float4: WidenRow = cast(Any, _make_row_widener(_nibble_loader(is_low_first=True), _scale_float4))
 # Never called if HAS_TABLES is false: the substitute only has to compile.
 widen_table_nibbles: WidenRow = cast(
-    Any, _make_row_widener(_nibble_loader(is_low_first=False), _scale_from_table if HAS_TABLES else _scale_float4)
+    Any, _make_row_widener(_nibble_loader(is_low_first=False), _scale_from_table if HAS_TABLE_LOOKUP else _scale_float4)
 )
 # Arguments: words of row 0, first row, number of rows (a multiple of UNIT_ROWS), numbers per row (a multiple of 16),
 # zero points and factors from the first row on (one row per group), each column's group, `is_wide`, output rows.

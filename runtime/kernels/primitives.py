@@ -22,7 +22,7 @@ Value: TypeAlias = Any
 LANES = 16 if features().get("avx512f") else 8
 INT = ir.IntType(32)
 INTS, FLOATS = ir.VectorType(INT, LANES), ir.VectorType(ir.FloatType(), LANES)
-HAS_PAIRS = LANES == 16 and bool(features().get("avx512bf16"))  # see `add_pairs`
+HAS_BF16_PAIRS = LANES == 16 and bool(features().get("avx512bf16"))  # see `add_pairs`
 ONE, ZERO = np.float32(1), np.float32(0)
 LOG2_E, LN_2_HIGH, LN_2_LOW = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
 ROUND = np.float32(1.5 * 2**23)  # adding it rounds to the nearest integer, in the low bits

@@ -11,7 +11,7 @@ import torch
 
 from ..config.profiles import BackendTable, LinearBackend
 from ..kernels.arguments import PAIR_ROWS
-from ..kernels.compiler import has_compiler, has_fast_pairs, has_matrix_unit, has_pairs
+from ..kernels.compiler import has_bf16_pairs, has_compiler, has_fast_bf16_pairs, has_matrix_unit
 from ..plan.placement.memory import PANEL_BYTES as MOST_PANEL_BYTES
 from .blocks import Block, panels
 from .kernel_products import (
@@ -45,7 +45,7 @@ def prepare_products(
     if has_matrix_unit() and inputs == torch.float32:
         prepare_tiles()
     own = stored if inputs == torch.float32 else {inputs} & set(stored)
-    prepare_vectors(own, formats, inputs, pairs=inputs == torch.bfloat16 and has_fast_pairs())
+    prepare_vectors(own, formats, inputs, pairs=inputs == torch.bfloat16 and has_fast_bf16_pairs())
 
 
 def linear(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable | None = None) -> torch.Tensor:
@@ -131,7 +131,7 @@ def supports(backend: LinearBackend, x_MK: torch.Tensor, blocks: Sequence[Block]
                 for block in blocks
             )
         case LinearBackend.pairs:
-            return has_pairs() and fits_pairs(x_MK, blocks)
+            return has_bf16_pairs() and fits_pairs(x_MK, blocks)
         case LinearBackend.onednn:
             return x_MK.dtype == torch.float32 and torch.backends.mkldnn.is_available()
         case _:
@@ -152,7 +152,7 @@ def default_backend(
     """The default rule: compiled kernels if available, otherwise panels. For bfloat16 inputs, bfloat16 instructions if
     they are faster than float32's; torch uses the matrix unit for `is_plain` weights."""
     if inputs != torch.float32:
-        if is_available(LinearBackend.pairs) and has_fast_pairs():
+        if is_available(LinearBackend.pairs) and has_fast_bf16_pairs():
             return LinearBackend.pairs
         by_torch = inputs == torch.bfloat16 and has_matrix_unit() and (is_plain or num_rows > NARROW_ROWS)
         is_widened = is_available(LinearBackend.widened) and not by_torch

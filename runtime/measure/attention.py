@@ -24,13 +24,13 @@ FULL_REACH = Reach()
 
 
 class UniformRows:
-    """Decode attention over rows of equal length, with the code of a run. `pages`: each row's pages. Each row has
-    `num_positions` and decodes the last one."""
+    """Decode attention over rows of `num_positions` each, by the functions that runs use. `pages`: the page numbers
+    of each row. The query is at the last position."""
 
     def __init__(self, pages: Sequence[Sequence[int]], num_positions: int, device: ComputeDevice):
-        numbers, torch_device = tuple(range(len(pages))), device.torch_device
-        self._rows = DecodeRows(numbers, (num_positions - 1,) * len(pages), numbers, torch_device)
-        self._layout = PassLayout(pages, [], self._rows, [], torch_device, expands=False, slots=numbers)
+        row_indices, torch_device = tuple(range(len(pages))), device.torch_device
+        self._rows = DecodeRows(row_indices, (num_positions - 1,) * len(pages), row_indices, torch_device)
+        self._layout = PassLayout(pages, [], self._rows, [], torch_device, expands=False, slots=row_indices)
         self._is_on_accelerator = device.is_accelerator
 
     def attend(self, q_BHD: torch.Tensor, k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> torch.Tensor:
@@ -90,8 +90,8 @@ def decode_timer(
             quantized = pages.quantized_layer(index, shape.page_format)
             quantized[:] = shape.page_format.encode(tail[:1], tail[:1])
             return lambda: rows.attend_quantized(q_BHD, shape.page_format, quantized, (tail, tail))
-        token = torch.ones(1, shape.num_kv_heads, 1, shape.head_dim, dtype=shape.dtype)
-        k_NPHD, v_NPHD = pages.layer(index, token, token)
+        example = torch.ones(1, shape.num_kv_heads, 1, shape.head_dim, dtype=shape.dtype)
+        k_NPHD, v_NPHD = pages.layer(index, example, example)
         return lambda: rows.attend(q_BHD, k_NPHD, v_NPHD)
 
     layers = [make_layer(index) for index in range(num_layers)]
@@ -130,11 +130,11 @@ def attention_probes(dtype: str, device: ComputeDevice, *, num_bytes: int) -> li
     devices = [ComputeDevice("cpu"), *([device] if device.is_accelerator else [])]
     probes = [
         Probe(
-            name=attention_name(dtype, is_on_cpu=not place.is_accelerator),
+            name=attention_name(dtype, is_on_cpu=not probed.is_accelerator),
             unit="GB/s",
-            read=decode_timer(shape, place, num_rows, NUM_POSITIONS),
+            read=decode_timer(shape, probed, num_rows, NUM_POSITIONS),
         )
-        for place in devices
+        for probed in devices
     ]
     return [*probes, Probe(name=prefill_name(dtype), unit="GFLOP/s", read=prefill_timer(shape, device, NUM_POSITIONS))]
 

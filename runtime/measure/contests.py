@@ -32,7 +32,7 @@ from ..plan.shape.shapes import StageKind
 from ..stream.device import ComputeDevice
 from ..units import MIB
 from ..weights.stage_weights import TORCH_DTYPES
-from .linear import DTYPES, MIN_GAIN, ROWS, MatmulKind, matmul_kinds, matmul_timer
+from .linear import DTYPES, MIN_GAIN, ROWS, BackendProductKind, backend_product_kinds, matmul_timer
 from .machine_cache import BackendComparison, Host, find_comparisons, save_comparisons
 from .timing import Clock, Timer
 
@@ -54,7 +54,7 @@ LOADAVG = Path("/proc/loadavg")
 class Product:
     """x (M, K) by weights (N, K): the largest product of its kind in a model. `flops`: the total of the kind."""
 
-    kind: MatmulKind
+    kind: BackendProductKind
     num_rows: int
     num_outputs: int
     num_inputs: int
@@ -112,7 +112,7 @@ def compare_backends(
 def main_products(shape: ModelShape, compute: torch.dtype, load: TypicalLoad) -> list[Product]:
     """A model's main products that a backend table covers, in decode and prefill passes, most FLOPs first."""
     num_new = 2 * (load.num_positions - load.num_prompt_tokens)
-    groups: dict[tuple[MatmulKind, int], list[Product]] = defaultdict(list)
+    groups: dict[tuple[BackendProductKind, int], list[Product]] = defaultdict(list)
     for num_tokens, weight in ((load.num_rows, num_new), (load.chunk_tokens, load.num_prompt_tokens)):
         for kind, num_rows, shape_NK, flops in _products(shape, compute, num_tokens):
             nearest = min(ROWS, key=lambda rows: abs(log2(rows / num_rows)))
@@ -131,7 +131,7 @@ def main_products(shape: ModelShape, compute: torch.dtype, load: TypicalLoad) ->
 
 def _products(
     shape: ModelShape, compute: torch.dtype, num_tokens: int
-) -> Iterator[tuple[MatmulKind, int, tuple[int, int], float]]:
+) -> Iterator[tuple[BackendProductKind, int, tuple[int, int], float]]:
     """Yields the products of a pass of `num_tokens`: kind, M, the weights' (N, K), and FLOPs per token."""
     inputs = DTYPE_NAMES.get(compute)
     for stage, work in zip(shape.stages, stage_works(shape, frozenset()), strict=True):
@@ -146,7 +146,7 @@ def _products(
             num_outputs, num_inputs = parameter.shape[-2:][:: -1 if parameter.is_transposed else 1]
             num_visits = work.num_experts_per_token if is_stack else 1
             num_rows = max(1, round(num_tokens * num_visits / work.hits(num_tokens))) if is_stack else num_tokens
-            kind = MatmulKind(inputs, stored, is_tall=num_inputs > num_outputs)
+            kind = BackendProductKind(inputs, stored, is_tall=num_inputs > num_outputs)
             yield kind, num_rows, (num_outputs, num_inputs), 2.0 * num_visits * num_outputs * num_inputs
 
 
@@ -229,7 +229,7 @@ def _probes(product: Product, clock: Clock) -> tuple[dict[LinearBackend, Timer],
 def _make_table(comparisons: Mapping[str, BackendComparison]) -> BackendTable:
     """A table with the kinds for which a backend is faster than the default at some M."""
     multipliers: dict[str, list[LinearBackend]] = {}
-    for kind in matmul_kinds():
+    for kind in backend_product_kinds():
         known = [comparisons.get(_product_name(kind, rows)) for rows in ROWS]
         if not any(known):
             continue
@@ -243,7 +243,7 @@ def _make_table(comparisons: Mapping[str, BackendComparison]) -> BackendTable:
     return BackendTable(rows=list(ROWS), multipliers=multipliers) if multipliers else DEFAULT_BACKENDS
 
 
-def _product_name(kind: MatmulKind, num_rows: int) -> str:
+def _product_name(kind: BackendProductKind, num_rows: int) -> str:
     return f"{kind}, M={num_rows}"
 
 

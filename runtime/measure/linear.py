@@ -24,16 +24,16 @@ from ..store.gguf import BLOCKS
 from ..stream.device import ComputeDevice
 from .timing import Clock, Figure, Probe, Timer
 
-MAX_REPORTED_ROWS = 256  # of kinds that are only reported
+MAX_REPORTED_ROWS = 256  # of kinds that `weightstream measure` prints and plans do not use
 MIN_GAIN = 0.05  # least speedup over the default backend; less may be noise
-ROWS = (1, 4, 16, 64, 256, 512)  # with more, ratios change little; beyond MANY_ROWS panels are larger
+ROWS = (1, 4, 16, 64, 256, 512)  # ratios between backends change little beyond; the last is above backends.MANY_ROWS
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProductKind:
-    """Dtypes and layout of a product. `is_flipped`: weights are (K, N) as in GPT-2, not (N, K) as in `nn.Linear`."""
+    """Dtypes and layout of a product by the default backend. `is_flipped`: weights are (K, N), as in GPT-2."""
 
     compute: str
     stored: str
@@ -61,7 +61,7 @@ def product_kinds(device: ComputeDevice) -> list[ProductKind]:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSeries:
-    """Probes of one kind of product by M, ascending. `end_reason`: why larger M are missing; None if none is."""
+    """Probes of one kind of product by M, ascending. `end_reason`: reason why larger M were skipped, if any."""
 
     probes: dict[int, Probe]
     end_reason: str | None
@@ -72,14 +72,14 @@ class ProbeSeries:
 
 
 def make_series(
-    name: str, rows: Sequence[int], probe: Callable[[int], tuple[Probe, Timer]], *, longest_seconds: float
+    name: str, rows: Sequence[int], make_probe: Callable[[int], tuple[Probe, Timer]], *, longest_seconds: float
 ) -> ProbeSeries:
-    """Builds probes with `probe(M)`. Stops after the first that takes over `longest_seconds` after its warm-up: larger
-    M would not be faster."""
+    """Builds probes with `make_probe(M)`. Skips larger M once a call takes over `longest_seconds`, not counting
+    its warm-up."""
     probes: dict[int, Probe] = {}
     ascending = sorted(rows)
     for index, num_rows in enumerate(ascending):
-        probes[num_rows], timer = probe(num_rows)
+        probes[num_rows], timer = make_probe(num_rows)
         seconds = timer.warm_seconds()
         if seconds > longest_seconds and ascending[index + 1 :]:
             missing = ", ".join(map(str, ascending[index + 1 :]))
@@ -92,7 +92,7 @@ def make_series(
 
 
 class Matrices:
-    """Random (width, width) matrices by dtype, created on first use: `num_bytes` in total, at least one."""
+    """Random (width, width) matrices by dtype, created on first use: `num_bytes` per dtype, at least one matrix."""
 
     def __init__(self, device: ComputeDevice, *, width: int, num_bytes: int):
         self._device, self.width, self._num_bytes = device, width, num_bytes
@@ -118,11 +118,11 @@ def matmul_timer(
     Each call uses the next batch. All batches have equal shapes."""
     batch_cycle = cycle(batches)
 
-    def act() -> torch.Tensor:
+    def multiply_batch() -> torch.Tensor:
         return [multiply(x_MK, weight) for x_MK, weight in zip(inputs, next(batch_cycle), strict=True)][-1]
 
     flops = sum(2.0 * len(x_MK) * weight.numel() for x_MK, weight in zip(inputs, batches[0], strict=True))
-    return Timer(flops, act, device.wait_for_compute, clock=clock)
+    return Timer(flops, multiply_batch, device.wait_for_compute, clock=clock)
 
 
 def product_probes(
@@ -141,49 +141,49 @@ def product_probes(
 def product_timer(kind: ProductKind, x_MK: torch.Tensor, matrices: Matrices, device: ComputeDevice) -> Timer:
     """Times one product per call, cycling through the matrices."""
 
-    def as_stored(matrix: torch.Tensor) -> torch.Tensor:
+    def make_weight(matrix: torch.Tensor) -> torch.Tensor:
         if matrix.dtype == x_MK.dtype and matrix.device.type != "cpu":
             return matrix
         return StoredWeight([[matrix]], matrix.shape, x_MK.dtype, is_stacked=False)
 
-    batches = [[as_stored(matrix)] for matrix in matrices.get(kind.stored)]
+    batches = [[make_weight(matrix)] for matrix in matrices.get(kind.stored)]
     bias_N = x_MK.new_zeros(matrices.width)
 
-    def flipped(x_MK: torch.Tensor, weight_KN: torch.Tensor) -> torch.Tensor:
+    def multiply_flipped(x_MK: torch.Tensor, weight_KN: torch.Tensor) -> torch.Tensor:
         return torch.addmm(bias_N, x_MK, weight_KN)
 
-    return matmul_timer([x_MK], batches, device, flipped if kind.is_flipped else F.linear)
+    return matmul_timer([x_MK], batches, device, multiply_flipped if kind.is_flipped else F.linear)
 
 
 def upcast_probes(device: ComputeDevice, *, width: int) -> list[Probe]:
     """Probes of dequantizing rows to float32, a panel at a time, in numbers per second."""
 
     def probe(name: str, rows: Rows) -> Probe:
-        def act() -> None:
+        def dequantize() -> None:
             for _ in panels([rows], torch.float32):
                 pass
 
-        timer = Timer(width * width, act, device.wait_for_compute)
+        timer = Timer(width * width, dequantize, device.wait_for_compute)
         return Probe(name=f"widening, {name}", unit="G numbers/s", read=timer)
 
-    def raw(num_columns: int) -> torch.Tensor:
+    def random_bytes(num_columns: int) -> torch.Tensor:
         return torch.randint(0, 120, (width, num_columns), dtype=torch.uint8).to(device.torch_device)
 
     scales = torch.ones(-(-width // 128), -(-width // 128), device=device.torch_device)
     exponents = torch.ones(width, -(-width // 32), device=device.torch_device)
     probes = [
-        probe("FP8", ScaledRows(raw(width), torch.float8_e4m3fn, scales, 128, 128)),
-        probe("MXFP4", ScaledRows(raw(width // 2), None, exponents, 1, 32)),
+        probe("FP8", ScaledRows(random_bytes(width), torch.float8_e4m3fn, scales, 128, 128)),
+        probe("MXFP4", ScaledRows(random_bytes(width // 2), None, exponents, 1, 32)),
     ]
     for dtype in ("Q8_0", "Q4_K"):
         block = BLOCKS[dtype]
-        stored = raw(width // block.num_numbers * block.num_bytes)
+        stored = random_bytes(width // block.num_numbers * block.num_bytes)
         probes.append(probe(dtype, GgufRows(stored, dtype, width, None)))
     return probes
 
 
-class MatmulKind(NamedTuple):
-    """A product kind: input dtype, stored dtype, and orientation."""
+class BackendProductKind(NamedTuple):
+    """A kind of product for which backends are compared. `is_tall`: K > N."""
 
     inputs: str
     stored: str
@@ -206,17 +206,17 @@ class MatmulKind(NamedTuple):
         return f"{backend.value}, {self}, M={num_rows}"
 
 
-def matmul_kinds() -> Iterator[MatmulKind]:
+def backend_product_kinds() -> Iterator[BackendProductKind]:
     """Yields all kinds. Weights for 16-bit inputs have the same dtype."""
     for inputs, stored, is_tall in product(DTYPE_NAMES.values(), DTYPE_NAMES.values(), (False, True)):
         if inputs in (FLOAT32, stored):
-            yield MatmulKind(inputs, stored, is_tall)
+            yield BackendProductKind(inputs, stored, is_tall)
 
 
 def backend_probes(rows: Sequence[int], matrices: Matrices, *, longest_seconds: float) -> list[ProbeSeries]:
     """FLOP probes for each kind and backend."""
 
-    def series(kind: MatmulKind, backend: LinearBackend) -> ProbeSeries:
+    def series(kind: BackendProductKind, backend: LinearBackend) -> ProbeSeries:
         # N : K is 4 : 1, or 1 : 4 if tall.
         num_inputs = matrices.width * 2 if kind.is_tall else matrices.width // 2
 
@@ -231,14 +231,14 @@ def backend_probes(rows: Sequence[int], matrices: Matrices, *, longest_seconds: 
 
         return make_series(f"{backend.value}, {kind}", _compared_rows(rows), probe, longest_seconds=longest_seconds)
 
-    return [series(kind, backend) for kind in matmul_kinds() for backend in kind.candidates]
+    return [series(kind, backend) for kind in backend_product_kinds() for backend in kind.candidates]
 
 
 def fastest_backends(rows: Sequence[int], figures: Mapping[str, Figure]) -> BackendTable:
     """The fastest backend by kind and M: the default, unless another is faster by `MIN_GAIN` in all rounds. A backend
     that was not measured at an M counts with its rate at its largest M."""
 
-    def fastest(kind: MatmulKind, num_rows: int) -> LinearBackend:
+    def fastest(kind: BackendProductKind, num_rows: int) -> LinearBackend:
         def figure(backend: LinearBackend) -> Figure:
             names = [kind.name(backend, num_compared) for num_compared in _compared_rows([num_rows])]
             return next(figures[name] for name in reversed(names) if name in figures)
@@ -249,7 +249,7 @@ def fastest_backends(rows: Sequence[int], figures: Mapping[str, Figure]) -> Back
         return best if is_worth_it and figure(best).low > figure(default).high else default
 
     compared = _compared_rows(rows)
-    multipliers = {str(kind): [fastest(kind, num_rows) for num_rows in compared] for kind in matmul_kinds()}
+    multipliers = {str(kind): [fastest(kind, num_rows) for num_rows in compared] for kind in backend_product_kinds()}
     return BackendTable(rows=compared, multipliers=multipliers)
 
 

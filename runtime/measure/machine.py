@@ -23,8 +23,8 @@ from .linear import (
 )
 from .timing import Figure, Probe
 
-LONGEST_SHARE, MIN_LONGEST_SECONDS = 0.02, 0.05  # of `seconds`, or seconds: a longer product ends its series
-WEIGHT_SHARE = 2  # the matrices of a dtype take memory_mib / WEIGHT_SHARE
+LONGEST_SHARE, MIN_LONGEST_SECONDS = 0.02, 0.05  # longest product: a share of `measure.seconds`, but at least this
+WEIGHT_DIVISOR = 2  # the matrices of a dtype take memory_mib / WEIGHT_DIVISOR
 PIECE_MIB = 64  # size of one disk read
 
 
@@ -35,7 +35,7 @@ def machine_probes(
     """Yields all probes, the typical product probes by compute dtype, and notes on products that are not measured. Uses
     2x `disk_mib` and a few times `memory_mib`."""
     memory_bytes, disk_bytes = config.memory_mib * MIB, config.disk_mib * MIB
-    matrices = Matrices(device, width=config.matrix_width, num_bytes=memory_bytes // WEIGHT_SHARE)
+    matrices = Matrices(device, width=config.matrix_width, num_bytes=memory_bytes // WEIGHT_DIVISOR)
     with disk_probes(config.directory, device, file_bytes=disk_bytes, piece_bytes=PIECE_MIB * MIB) as disk:
         probes = [*disk, *memory_probes(device, num_bytes=memory_bytes)]
         longest = max(MIN_LONGEST_SECONDS, config.seconds * LONGEST_SHARE)
@@ -49,11 +49,11 @@ def machine_probes(
                 typical[kind.compute] = series[-1]
         if not device.is_accelerator:
             series += backend_probes(config.gemm_rows, matrices, longest_seconds=longest)
-        probes += [probe for row in series for probe in row.probes.values()]
+        probes += [probe for each in series for probe in each.probes.values()]
         probes += upcast_probes(device, width=config.matrix_width)
         for dtype in DTYPES:
-            probes += attention_probes(dtype, device, num_bytes=memory_bytes // WEIGHT_SHARE)
-        yield probes, typical, [row.end_reason for row in series if row.end_reason is not None]
+            probes += attention_probes(dtype, device, num_bytes=memory_bytes // WEIGHT_DIVISOR)
+        yield probes, typical, [each.end_reason for each in series if each.end_reason is not None]
 
 
 def dtype_rates(

@@ -27,24 +27,30 @@ def reclaim_device_memory(device: ComputeDevice) -> None:
         device.empty_caches()
 
 
-def usable_host_bytes(num_kept_bytes: int = 0, *, is_pinned: bool) -> int:
-    """Returns the default host budget: a share of free memory, where weights kept from earlier runs count as free. With
-    an accelerator it is at most `PINNED_SHARE` of total memory."""
-    free = int((available_bytes() + num_kept_bytes) * FREE_SHARE)
+def usable_host_bytes(num_cached_bytes: int = 0, *, is_pinned: bool) -> int:
+    """Returns the default host budget: a share of free memory plus `num_cached_bytes` of weights cached by earlier
+    runs. With an accelerator it is at most `PINNED_SHARE` of total memory."""
+    free = int((available_bytes() + num_cached_bytes) * FREE_SHARE)
     return min(free, int(total_bytes() * PINNED_SHARE)) if is_pinned else free
 
 
-def make_budgets(offload: OffloadConfig, device: ComputeDevice, kept: WeightCache | None = None) -> Budgets:
-    """Returns the budgets of a run. `kept` weights count as free: the run's ledgers count those that it uses, and the
-    others are released."""
-    in_compute, pinned = (kept.compute_bytes, kept.pinned_bytes) if kept is not None else (0, 0)
-    in_host = pinned + (0 if device.is_accelerator else in_compute)
-    host = offload.host_memory_gib
-    host_bytes = gib_to_bytes(host) if host is not None else usable_host_bytes(in_host, is_pinned=device.is_accelerator)
+def make_budgets(offload: OffloadConfig, device: ComputeDevice, cache: WeightCache | None = None) -> Budgets:
+    """Returns the budgets of a run. Weights in `cache` count as free memory: a run's ledgers include the ones it
+    reuses, and the rest are released."""
+    cached_compute, pinned = (cache.compute_bytes, cache.pinned_bytes) if cache is not None else (0, 0)
+    cached_host = pinned + (0 if device.is_accelerator else cached_compute)
+    host_gib = offload.host_memory_gib
+    host_bytes = (
+        gib_to_bytes(host_gib)
+        if host_gib is not None
+        else usable_host_bytes(cached_host, is_pinned=device.is_accelerator)
+    )
     if not device.is_accelerator:
         return Budgets(host_bytes=host_bytes, num_sharers=device.num_sharers)
-    own = offload.device_memory_gib
-    device_bytes = gib_to_bytes(own) if own is not None else int((device.free_bytes() + in_compute) * FREE_SHARE)
+    device_gib = offload.device_memory_gib
+    device_bytes = (
+        gib_to_bytes(device_gib) if device_gib is not None else int((device.free_bytes() + cached_compute) * FREE_SHARE)
+    )
     return Budgets(
         host_bytes=host_bytes,
         device_bytes=device_bytes,
@@ -54,20 +60,20 @@ def make_budgets(offload: OffloadConfig, device: ComputeDevice, kept: WeightCach
 
 
 @contextmanager
-def limit_device_memory(offload: OffloadConfig, device: ComputeDevice, kept: WeightCache | None) -> Iterator[None]:
+def limit_device_memory(offload: OffloadConfig, device: ComputeDevice, cache: WeightCache | None) -> Iterator[None]:
     """Limits torch's allocator to `offload.device_memory_gib`, if set, minus memory that libraries allocate outside of
-    it. Existing tensors do not count, except kept weights. Logs the allocator's peak at the end."""
+    it. Of existing tensors, only cached weights count. Logs the allocator's peak at the end."""
     if not device.is_accelerator:
         yield
         return
-    own, past = offload.device_memory_gib, min(KERNELS_BYTES, device.library_bytes)
-    if own is not None:
-        kept_bytes = kept.compute_bytes if kept is not None else 0
-        device.set_memory_limit(gib_to_bytes(own) - past + device.memory().allocated - kept_bytes)
+    device_gib, library_bytes = offload.device_memory_gib, min(KERNELS_BYTES, device.library_bytes)
+    if device_gib is not None:
+        cached_bytes = cache.compute_bytes if cache is not None else 0
+        device.set_memory_limit(gib_to_bytes(device_gib) - library_bytes + device.memory().allocated - cached_bytes)
     try:
         yield
     finally:
-        if own is not None:
+        if device_gib is not None:
             device.set_memory_limit(None)
         used, reserved = format_bytes(device.peak_bytes()), format_bytes(device.peak_reserved_bytes())
         log.info("device memory peak: %s in tensors, %s reserved by torch's allocator", used, reserved)

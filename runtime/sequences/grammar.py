@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # bounded, or a weak model might emit whitespace forever
-SPECIAL = b"\xff"  # llguidance's prefix of token names without text; invalid in UTF-8
-SPELLED_DECODERS = ("Metaspace", "WordPiece")  # unsupported by llguidance; a token's text is the same in any context
+SPECIAL_PREFIX = b"\xff"  # llguidance's prefix of special tokens; invalid in UTF-8
+CONTEXT_FREE_DECODERS = (
+    "Metaspace",
+    "WordPiece",
+)  # rejected by llguidance; token text needs no context
 NUM_CACHED_GRAMMARS = 1024  # compiled grammars in the cache
 
 
@@ -92,8 +95,8 @@ def _to_llguidance(compiler: "type[LLMatcher]", key: str, value: str | tuple[str
         # One terminal: as rules, each choice would be a symbol, and llguidance allows 65,000.
         return compiler.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, value))}")
     if key == "json_schema":  # `x-guidance` may set its own whitespace pattern
-        has_own = "x-guidance" in json.loads(value)
-        return compiler.grammar_from_json_schema(value, {} if has_own else {"whitespace_pattern": WHITESPACE})
+        has_options = "x-guidance" in json.loads(value)
+        return compiler.grammar_from_json_schema(value, {} if has_options else {"whitespace_pattern": WHITESPACE})
     return compiler.grammar_from_regex(value) if key == "regex" else compiler.grammar_from_lark(value)
 
 
@@ -127,15 +130,15 @@ def _make_llguidance_tokenizer(
         return from_tokenizer(fast, n_vocab=num_tokens, eos_token=ends)
     except ValueError as error:
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-        if type(decoder).__name__ not in SPELLED_DECODERS:
+        if type(decoder).__name__ not in CONTEXT_FREE_DECODERS:
             name, reason = type(tokenizer).__name__, summarize_error(str(error))
             raise ConfigError(f"structured output does not support this model's tokenizer {name}: {reason}") from error
-    spelled = TokenizerWrapper(_SpelledVocabulary(Detokenizer(tokenizer), num_tokens, ends[0]))
-    return LLTokenizer(spelled, n_vocab=num_tokens, eos_token=ends)
+    wrapper = TokenizerWrapper(_TextVocabulary(Detokenizer(tokenizer), num_tokens, ends[0]))
+    return LLTokenizer(wrapper, n_vocab=num_tokens, eos_token=ends)
 
 
-class _SpelledVocabulary:
-    """A vocabulary in the form that `TokenizerWrapper` expects. Calling it splits bytes into tokens, longest first."""
+class _TextVocabulary:
+    """Token texts for llguidance's `TokenizerWrapper`. Calling it splits bytes into tokens, longest match first."""
 
     bos_token_id = None
 
@@ -144,25 +147,25 @@ class _SpelledVocabulary:
         self.special_token_ids = [id for id in range(num_tokens) if not detokenizer.has_text(id)]
         self.tokens = [detokenizer.spelling(id).text for id in range(num_tokens)]
         for id in self.special_token_ids:
-            self.tokens[id] = SPECIAL + self.tokens[id]
-        self._id_of = {text: id for id, text in reversed([*enumerate(self.tokens)]) if text[:1] != SPECIAL}
-        self._longest = max(map(len, self._id_of), default=0)
+            self.tokens[id] = SPECIAL_PREFIX + self.tokens[id]
+        self._ids_by_text = {text: id for id, text in reversed([*enumerate(self.tokens)]) if text[:1] != SPECIAL_PREFIX}
+        self._longest = max(map(len, self._ids_by_text), default=0)
 
     def __call__(self, data: bytes) -> list[int]:
         ids: list[int] = []
         while data:
             ends = range(min(self._longest, len(data)), 0, -1)
-            end = next((end for end in ends if data[:end] in self._id_of), None)
+            end = next((end for end in ends if data[:end] in self._ids_by_text), None)
             if end is None:
                 break
-            ids.append(self._id_of[data[:end]])
+            ids.append(self._ids_by_text[data[:end]])
             data = data[end:]
         return ids
 
 
 class Grammars:
-    """Manages the grammar guides of a run's sequences. The tokenizer is prepared on first use. With `reasoning`, a new
-    sequence may start with the begin tag or the structure, and the grammar applies after the end tag."""
+    """Manages the grammar guides of a run's sequences. The tokenizer is prepared on first use. With `reasoning`, a
+    completion may begin with a reasoning tag: the grammar then applies after the end tag, otherwise from the start."""
 
     def __init__(
         self,
@@ -171,7 +174,7 @@ class Grammars:
         eos_token_ids: frozenset[int],
         reasoning: Reasoning | None = None,
     ) -> None:
-        self._model, self._reasoning = (tokenizer, vocab_size, eos_token_ids), reasoning
+        self._tokenizer_arguments, self._reasoning = (tokenizer, vocab_size, eos_token_ids), reasoning
         self._compiled = lru_cache(NUM_CACHED_GRAMMARS)(self._compile)
 
     def masks(self, sequences: Rows[Sequence]) -> torch.Tensor | None:
@@ -180,10 +183,10 @@ class Grammars:
         guides = [self._update_guide(sequence) for sequence in sequences]
         if all(guide is None for guide in guides):
             return None
-        pending = [guide.mask() if guide is not None else None for guide in guides]
-        missing = [guide if mask is None else None for guide, mask in zip(guides, pending, strict=True)]
-        masks_BW = fill_masks(self._executor, missing, self._tokens.vocab_size)
-        for row, mask in enumerate(pending):
+        computed = [guide.mask() if guide is not None else None for guide in guides]
+        remaining = [guide if mask is None else None for guide, mask in zip(guides, computed, strict=True)]
+        masks_BW = fill_masks(self._executor, remaining, self._tokens.vocab_size)
+        for row, mask in enumerate(computed):
             if mask is not None:
                 masks_BW[row] = mask
         return masks_BW
@@ -198,11 +201,12 @@ class Grammars:
                 guide.pending_mask = masks, row
 
     def _update_guide(self, sequence: Sequence) -> Guide | None:
-        grammar, thinking = sequence.request.grammar, self._reasoning
+        """Returns the guide, advanced by the generated tokens; None without a grammar or during reasoning."""
+        grammar, reasoning = sequence.request.grammar, self._reasoning
         if grammar is None:
             return None
-        answer = thinking.find_answer(sequence) if thinking is not None else None
-        if thinking is not None and answer is None and thinking.is_thinking(sequence):
+        answer = reasoning.find_answer(sequence) if reasoning is not None else None
+        if reasoning is not None and answer is None and reasoning.is_thinking(sequence):
             sequence.guide = None
             return None
         if sequence.guide is None or (answer is not None and sequence.guide.num_reported < answer.num_tokens):
@@ -211,7 +215,7 @@ class Grammars:
                 matcher.consume_tokens(self._tokens.tokenize_str(answer.rest.lstrip()))
                 sequence.guide = Guide(matcher=matcher, num_reported=answer.num_tokens)
             else:
-                opening = self._compiled(thinking.opening_grammar).deep_copy() if thinking is not None else None
+                opening = self._compiled(reasoning.opening_grammar).deep_copy() if reasoning is not None else None
                 sequence.guide = Guide(matcher=matcher, opening=opening)
         sequence.guide.accept(sequence.generated)
         return sequence.guide
@@ -223,7 +227,7 @@ class Grammars:
 
     @cached_property
     def _tokens(self) -> "LLTokenizer":
-        return llguidance_tokenizer(*self._model)
+        return llguidance_tokenizer(*self._tokenizer_arguments)
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:

@@ -78,7 +78,7 @@ class RoundedTensor:
                 )
             codes.append(piece.codes_RB.numpy().reshape(-1))
             scales.append(piece.scales_RG.view(torch.uint8).numpy().reshape(-1))
-            error, size = error + piece.error, size + piece.size
+            error, size = error + piece.squared_error, size + piece.squared_norm
         self.squares[matrix] = error, size
         return np.concatenate(codes), np.concatenate(scales)
 

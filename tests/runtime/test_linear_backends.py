@@ -16,7 +16,7 @@ from runtime.config.settings import Tier
 from runtime.errors import ConfigError
 from runtime.formats.kinds.gguf import GgufRows
 from runtime.formats.kinds.rounded import ENCODINGS
-from runtime.kernels.compiler import has_matrix_unit, has_pairs
+from runtime.kernels.compiler import has_bf16_pairs, has_matrix_unit
 from runtime.linear import backends
 from runtime.linear import blocks as panels
 from runtime.linear.backends import BACKENDS, DTYPE_NAMES, choose_backend, fused_linear, linear, supports
@@ -35,7 +35,7 @@ from tests.support import PRODUCT_KINDS, always
 OF_16_BITS = (LinearBackend.widened, LinearBackend.pairs)
 OF_FLOAT32 = [backend for backend in LinearBackend if backend not in OF_16_BITS]
 ANYWHERE = [backend for backend in OF_FLOAT32 if backend is not LinearBackend.tiles]
-PAIRED = pytest.mark.skipif(not has_pairs(), reason="these vectors do not multiply bfloat16 by pairs")
+PAIRED = pytest.mark.skipif(not has_bf16_pairs(), reason="these vectors do not multiply bfloat16 by pairs")
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -122,8 +122,8 @@ def test_how_16_bits_are_multiplied_without_a_measurement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backends, "has_matrix_unit", lambda: has_unit)
-    monkeypatch.setattr(backends, "has_fast_pairs", lambda: has_fast)
-    monkeypatch.setattr(backends, "has_pairs", lambda: has_fast)
+    monkeypatch.setattr(backends, "has_fast_bf16_pairs", lambda: has_fast)
+    monkeypatch.setattr(backends, "has_bf16_pairs", lambda: has_fast)
     numbers = random(256, 512)
     block = numbers.to(inputs) if is_plain else rounded_rows(numbers, "int8")
     assert choose_backend(random(num_rows, 512).to(inputs), [block]) is chosen

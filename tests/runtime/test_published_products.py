@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runtime.engine import setup
-from runtime.kernels.compiler import has_compiler, has_tables
+from runtime.kernels.compiler import has_compiler, has_table_lookup
 from runtime.linear import work_items
 from runtime.linear.blocks import float_rows as numbers_of
 from runtime.linear.kernel_products import fits_vectors, multiply_in_vectors
@@ -16,7 +16,7 @@ from tests.runtime.test_published_formats import rows_of, written
 from tests.toy import toy_shape
 
 N, K = 328, 320  # what is left behind the last 32 rows, behind a chain of inputs, and behind a tile
-BY_PANELS = {"pack-quantized, ordered", "bitsandbytes int8"} | (set() if has_tables() else {"bitsandbytes nf4"})
+BY_PANELS = {"pack-quantized, ordered", "bitsandbytes int8"} | (set() if has_table_lookup() else {"bitsandbytes nf4"})
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="numba is not installed")
 

@@ -14,7 +14,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...kernels.arguments import SIGNED_BYTES, TABLE_NIBBLES
-from ...kernels.compiler import has_tables
+from ...kernels.compiler import has_table_lookup
 from ...linear.blocks import concat_rows, device_constant
 from ...linear.packed_rows import RowCodes, supports_row_codes
 from ...linear.rows import Codes, Rows
@@ -139,7 +139,7 @@ def _four_bit_rows(stored: StoredMatrix) -> Rows:
     rows = FourBitRows(stored)
     num_groups, rest = divmod(rows.shape[1], int(stored.piece.constants[0]))
     is_single = stored.companions[CODES].dim() == 1
-    if rest or not is_single or not has_tables() or not supports_row_codes(rows.shape, rows.device, num_groups):
+    if rest or not is_single or not has_table_lookup() or not supports_row_codes(rows.shape, rows.device, num_groups):
         return rows
     return RowCodes(rows, stored.raw_NB, TABLE_NIBBLES, num_groups, rows.zeros_and_scales, stored.companions[CODES])
 

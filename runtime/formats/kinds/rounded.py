@@ -3,7 +3,7 @@
 `X_int8-rows`, `X_int4-groups` or `X_fp8-rows` (uint8) with `X_scales`, bfloat16 (N, G); `linear/packed_rows.py` has the
 layout of codes. Weights of layers and experts are rounded a few rows at a time.
 
-N rows of K numbers, R of them; G groups of W columns.
+Shapes: N rows of a matrix, K columns, R rows rounded at once, B bytes of codes, G groups of W columns.
 """
 
 import re
@@ -27,18 +27,18 @@ ENCODINGS = {"int8": INT8, "int4": INT4, "fp8": FLOAT8}  # by the name in model.
 MAX_INT8, MAX_FLOAT8 = 127, 448
 CLIPS = (1.0, 0.93, 0.86, 0.79)  # clipping ratios tried for a group's largest number
 NUMBERS_AT_ONCE = 1 << 17  # fits a cache while all clipping ratios are tried
-USUAL_GROUP = 64  # columns
+DEFAULT_GROUP_SIZE = 64  # columns
 LAYER_TENSOR = re.compile(r"\.\d+\.")
 ROUTERS = {"gate", "router", "shared_expert_gate"}  # modules that choose experts
 
 
 class RoundedRows(NamedTuple):
-    """Rows of codes and their scales; `error`: sum of squared rounding errors, `size`: sum of squared numbers."""
+    """Rows of codes and their scales; `squared_error`, `squared_norm`: sums over errors and numbers."""
 
     codes_RB: torch.Tensor
     scales_RG: torch.Tensor
-    error: float
-    size: float
+    squared_error: float
+    squared_norm: float
 
 
 Squares = tuple[float, float]  # sums of squared rounding errors and of squared numbers
@@ -56,7 +56,7 @@ class Rounding:
     """A rounding by its name in `ENCODINGS`. `group_size`: columns per scale, for int4."""
 
     name: str
-    group_size: int = USUAL_GROUP
+    group_size: int = DEFAULT_GROUP_SIZE
 
     @property
     def encoding(self) -> int:
@@ -90,7 +90,7 @@ class Rounding:
         return code_bytes(self.encoding, num_columns)
 
     def round_rows(self, stored_NK: torch.Tensor) -> Iterator[RoundedRows | None]:
-        """Rounds a run of rows at a time; yields None for a run with infinities or NaN."""
+        """Rounds a few rows at a time; yields None for rows with infinities or NaN."""
         for stored_RK in stored_NK.split(max(1, NUMBERS_AT_ONCE // stored_NK.shape[1])):
             numbers_RK = stored_RK.float()
             if not numbers_RK.isfinite().all():
@@ -145,8 +145,8 @@ class Rounding:
         return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
 
 
-def _round_to(groups_RGW: torch.Tensor, scales_RG: torch.Tensor, least: int, most: int, out: torch.Tensor) -> None:
-    torch.div(groups_RGW, _divisors(scales_RG), out=out).round_().clamp_(least, most)
+def _round_to(groups_RGW: torch.Tensor, scales_RG: torch.Tensor, minimum: int, maximum: int, out: torch.Tensor) -> None:
+    torch.div(groups_RGW, _divisors(scales_RG), out=out).round_().clamp_(minimum, maximum)
 
 
 def _divisors(scales_RG: torch.Tensor) -> torch.Tensor:
@@ -156,7 +156,7 @@ def _divisors(scales_RG: torch.Tensor) -> torch.Tensor:
 
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
-    """See `Method`."""
+    """Joins codes and scales to weights, see `Method`."""
     for name in ROUNDED_ENCODINGS:
         tensors = pair_parts(tensors, quantization, name, SCALES, partial(_weight, name))
     return tensors
@@ -182,7 +182,7 @@ FORMATS = tuple(
         name=name,
         loss=Loss.lossy,
         row_bytes=lambda num_columns, encoding=encoding: (
-            code_bytes(encoding, num_columns) + 2 * (num_columns / USUAL_GROUP if encoding == INT4 else 1)
+            code_bytes(encoding, num_columns) + 2 * (num_columns / DEFAULT_GROUP_SIZE if encoding == INT4 else 1)
         ),
         rows=lambda stored, encoding=encoding: CodedRows(stored.raw_NB, stored.companions[SCALES], encoding),
         companions=(SCALES,),
