@@ -40,17 +40,13 @@ def make_budgets(offload: OffloadConfig, device: ComputeDevice, cache: WeightCac
     cached_compute, pinned = (cache.compute_bytes, cache.pinned_bytes) if cache is not None else (0, 0)
     cached_host = pinned + (0 if device.is_accelerator else cached_compute)
     host_gib = offload.host_memory_gib
-    host_bytes = (
-        gib_to_bytes(host_gib)
-        if host_gib is not None
-        else usable_host_bytes(cached_host, is_pinned=device.is_accelerator)
-    )
+    default_bytes = usable_host_bytes(cached_host, is_pinned=device.is_accelerator)
+    host_bytes = gib_to_bytes(host_gib) if host_gib is not None else default_bytes
     if not device.is_accelerator:
         return Budgets(host_bytes=host_bytes, num_sharers=device.num_sharers)
     device_gib = offload.device_memory_gib
-    device_bytes = (
-        gib_to_bytes(device_gib) if device_gib is not None else int((device.free_bytes() + cached_compute) * FREE_SHARE)
-    )
+    free = int((device.free_bytes() + cached_compute) * FREE_SHARE)
+    device_bytes = gib_to_bytes(device_gib) if device_gib is not None else free
     return Budgets(
         host_bytes=host_bytes,
         device_bytes=device_bytes,
