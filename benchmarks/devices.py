@@ -26,7 +26,7 @@ from runtime.units import MIB, format_bytes
 
 from .report import table
 from .runner import ask_worker
-from .task import BenchmarkTask, Result, forget_pages
+from .task import BenchmarkTask, Result, drop_page_cache
 from .weightstream import measure_generation, open_runtime
 
 READ_CHUNK_MIB = 1  # small compared with a rank's part of a page, so that the rate is even
@@ -91,7 +91,7 @@ def measure_ranks(case: RanksCase, task: BenchmarkTask) -> Result:
 
 def measure(task: BenchmarkTask, case: RanksCase, rank: int, folder: str) -> Result | None:
     """Measures one rank. Rank 0 starts the others and returns the result. One process runs without ranks."""
-    forget_pages(Path(task.path))
+    drop_page_cache(Path(task.path))
     make = partial(ThrottledRuntime, bytes_per_second=case.bytes_per_second)
     offload = OffloadConfig(tier=Tier.nvme, resident_layers=0, read_chunk_mib=READ_CHUNK_MIB)
     if case.num_ranks == 1:

@@ -19,7 +19,7 @@ from runtime.library.api import Runtime
 from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, reset_peak, resident_bytes
 from runtime.units import GIB
 
-from .task import Result, forget_pages, forget_pages_repeatedly
+from .task import Result, drop_page_cache, drop_page_cache_repeatedly
 
 
 class HarnessContender(Enum):
@@ -61,7 +61,7 @@ class Scores:
 
 def measure(task: HarnessTask) -> Scores:
     torch.set_num_threads(task.num_threads)
-    forget_pages(Path(task.path))
+    drop_page_cache(Path(task.path))
     with tempfile.TemporaryDirectory() as folder:
         if HarnessContender(task.contender) in (HarnessContender.weightstream, HarnessContender.unshared):
             return _weightstream(task, Path(folder))
@@ -98,7 +98,7 @@ def _hugging_face(task: HarnessTask, folder: str, *, is_offloaded: bool) -> Scor
     if is_offloaded:
         arguments |= {"parallelize": True, "max_cpu_memory": _host_bytes(task), "offload_folder": folder}
     model = HFLM(**arguments)
-    with forget_pages_repeatedly(Path(task.path)) if is_offloaded else nullcontext():
+    with drop_page_cache_repeatedly(Path(task.path)) if is_offloaded else nullcontext():
         return _measure_task(task, lambda: model, baseline)
 
 

@@ -1,5 +1,5 @@
-"""A model that is larger than host memory, in each form of `weightstream pack`, against peers that can run it. Forms
-are made, measured and deleted one by one, so the disk needs room for the model and one form."""
+"""A model larger than host memory, in each form (as published, or a format of `weightstream pack`), and peers that can
+run it. Forms are packed, measured and deleted one by one, so the disk needs room for the model and one form."""
 
 import shutil
 import tempfile
@@ -58,7 +58,7 @@ def run_larger(config: BenchConfig, say: Say, measure: Measure) -> SuiteResult:
         for peer in larger.peers:
             try:
                 _require_room(published, _peer_share(published, peer), f"{peer.value}'s own copy")
-                with _peer_copy(published, peer, keeps=larger.directory is not None):
+                with _peer_copy(published, peer, keep_copy=larger.directory is not None):
                     results = _run_rounds(config, peer.value, _make_task(config, peer, published), say, measure)
             except WeightstreamError as error:
                 refusals[peer.value] = str(error)
@@ -96,15 +96,15 @@ def _make_task(config: BenchConfig, contender: Contender, path: Path) -> Benchma
 @contextmanager
 def _published_model(config: BenchConfig, say: Say) -> Iterator[Path]:
     """Yields the directory with the published form, and deletes it unless the user set it."""
-    named = config.larger.directory
-    folder = Path(named) if named is not None else Path(tempfile.mkdtemp(prefix="larger-"))
+    user_directory = config.larger.directory
+    folder = Path(user_directory) if user_directory is not None else Path(tempfile.mkdtemp(prefix="larger-"))
     published = folder / Form.published.value
     try:
         if not (published / "config.json").exists():
             _synthesize(config, published, say)
         yield folder
     finally:
-        if named is None:
+        if user_directory is None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -127,8 +127,8 @@ def _synthesize(config: BenchConfig, published: Path, say: Say) -> None:
 def _packed_form(published: Path, form: Form, say: Say) -> Iterator[Path]:
     """Yields the directory of a form, and deletes it if it was packed here."""
     path = published.parent / form.value
-    is_made = form is not Form.published and not (path / "config.json").exists()
-    if is_made:
+    is_temporary = form is not Form.published and not (path / "config.json").exists()
+    if is_temporary:
         _require_room(published, SHARES[form], f"the form {form.value}")
         say(f"packing into {path}")
         model = SourceConfig(path=str(published))
@@ -136,31 +136,31 @@ def _packed_form(published: Path, form: Form, say: Say) -> Iterator[Path]:
     try:
         yield path
     finally:
-        if is_made:
+        if is_temporary:
             shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
-def _peer_copy(published: Path, peer: Contender, *, keeps: bool) -> Iterator[None]:
+def _peer_copy(published: Path, peer: Contender, *, keep_copy: bool) -> Iterator[None]:
     """Deletes the peer's GGUF file at the end, unless the model is kept."""
     kind = _gguf_kind(peer)
     try:
         yield
     finally:
-        if kind is not None and not keeps:
+        if kind is not None and not keep_copy:
             gguf_path(published, kind).unlink(missing_ok=True)
 
 
-def _require_room(published: Path, share: float | None, what: str) -> None:
+def _require_room(published: Path, share: float | None, content: str) -> None:
     if share is not None:
-        _require_free_disk(published.parent, int(share * _num_bytes(published)), what)
+        _require_free_disk(published.parent, int(share * _num_bytes(published)), content)
 
 
-def _require_free_disk(folder: Path, num_bytes: int, what: str) -> None:
+def _require_free_disk(folder: Path, num_bytes: int, content: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise WeightstreamError(
-            f"{folder} has {format_bytes(free)} free, {what} takes {format_bytes(num_bytes)}: free disk space, set "
+            f"{folder} has {format_bytes(free)} free, {content} takes {format_bytes(num_bytes)}: free disk space, set "
             "larger.directory to another disk, or reduce larger.num_layers"
         )
 
@@ -218,7 +218,7 @@ def _row(entry: FormResult, num_prompt_tokens: int, base: float, reference: Sequ
 
 
 def _decode_rate(result: Result) -> float:
-    """The rate without first tokens, which prefill computes; of all tokens if the prefill time is unknown."""
+    """Decoded tokens per second, without first tokens; if the prefill time is unknown, all tokens per second."""
     num_tokens = sum(map(len, result.tokens))
     if not result.prefill_seconds:
         return num_tokens / result.seconds

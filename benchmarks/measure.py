@@ -23,7 +23,7 @@ from runtime.units import GIB, format_bytes
 from .contenders import AttentionBaseline, OwnContender, Peer, ReadBaseline
 from .peers import hugging_face
 from .reading import read_layers, sweep
-from .task import BenchmarkTask, Result, forget_pages
+from .task import BenchmarkTask, Result, drop_page_cache
 from .weightstream import measure_generation, minimum_host_bytes, open_runtime
 
 ALL = 1 << 30  # more prompts than any file has
@@ -32,7 +32,7 @@ NOTHING = Result(seconds=0.0, prefill_seconds=0.0, rate=0.0, peak_bytes=0, basel
 
 def measure(task: BenchmarkTask) -> Result:
     torch.set_num_threads(task.num_threads)
-    forget_pages(Path(task.path))
+    drop_page_cache(Path(task.path))
     match task.entry:
         case OwnContender() as ours:
             with tempfile.TemporaryDirectory() as folder:

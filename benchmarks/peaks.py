@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 
 from runtime.kernels.primitives import FLOATS, INT, LANES, Builder, Value, multiply_add
 
-NUM_SUMS = 12 if LANES == 8 else 24  # independent sums, more than two units of four or five cycles have in flight
+NUM_SUMS = 12 if LANES == 8 else 24  # independent sums: enough to hide the latency (4-5 cycles) of two FMA units
 TURNS = 1_000_000  # of the loop: a few milliseconds
 TRIES = 5  # of a rate: the first compiles and starts threads
 
@@ -23,15 +23,15 @@ def _multiply_adds(typing: Any, turns: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(NUM_SUMS)]
         factor = cgutils.alloca_once(builder, FLOATS)
-        for each in (factor, *sums):
-            builder.store(FLOATS([1.0000001] * LANES), each)
+        for register in (factor, *sums):
+            builder.store(FLOATS([1.0000001] * LANES), register)
         number = builder.load(factor)
         with cgutils.for_range(builder, arguments[0], intp=arguments[0].type):
-            for each in sums:
-                builder.store(multiply_add(builder, builder.load(each), number, number), each)
+            for register in sums:
+                builder.store(multiply_add(builder, builder.load(register), number, number), register)
         total = builder.load(sums[0])
-        for each in sums[1:]:  # without a use the compiler drops them
-            total = builder.fadd(total, builder.load(each))
+        for register in sums[1:]:  # the compiler would drop unused sums
+            total = builder.fadd(total, builder.load(register))
         return builder.extract_element(total, INT(0))
 
     return types.float32(types.intp), build
@@ -58,7 +58,7 @@ def flops_per_second(num_threads: int) -> float:
 
 def bytes_per_second(matrices: Sequence[torch.Tensor], num_threads: int) -> float:
     """The rate of reading matrices larger than caches: the faster of torch's sum and a compiled loop per thread."""
-    parts = [matrix.view(-1).numpy() for each in matrices for matrix in each.chunk(num_threads)]
+    parts = [part.view(-1).numpy() for matrix in matrices for part in matrix.chunk(num_threads)]
     by_threads = _seconds(lambda pool: pool.map(_sum, parts), num_threads)
     by_torch = _seconds(lambda _: (matrix.sum() for matrix in matrices), num_threads)
     return sum(matrix.nbytes for matrix in matrices) / min(by_threads, by_torch)

@@ -29,7 +29,7 @@ from runtime.units import MIB, round_up
 from .report import table
 from .rows import NUMBERS_OF_ROWS, StartCase, measure_start
 from .runner import ask_worker
-from .task import Result, Say, forget_pages
+from .task import Result, Say, drop_page_cache
 from .weightstream import make_requests, measure_generation
 
 HEAD_DIM, LANE_SIZE, NUM_NEW_TOKENS = 64, 64, 9
@@ -195,7 +195,7 @@ def synthesize(size: ModelScale, path: Path) -> None:
 def measure(size: ModelScale, path: Path, num_threads: int) -> Result:
     """Measures with all layers streamed, regardless of free memory. Drops the checkpoint from the page cache first."""
     torch.set_num_threads(num_threads)
-    forget_pages(path)
+    drop_page_cache(path)
     runtime = Runtime(_config(size, path, num_threads))
     draw = random.Random(size.prompt_tokens)
     ids = [[draw.randrange(10, size.vocab_size) for _ in range(size.prompt_tokens)] for _ in range(size.block)]

@@ -129,7 +129,7 @@ def batches_by_length(prompts: Sequence[Sequence[int]], size: int) -> list[list[
     return [order[begin : begin + size] for begin in range(0, len(order), size)]
 
 
-def forget_pages(path: Path) -> None:
+def drop_page_cache(path: Path) -> None:
     """Drops a file, or all files of a directory, from the page cache."""
     for file in [path] if path.is_file() else path.rglob("*"):
         if file.is_file():
@@ -140,15 +140,15 @@ def forget_pages(path: Path) -> None:
 
 
 @contextmanager
-def forget_pages_repeatedly(directory: Path) -> Iterator[None]:
+def drop_page_cache_repeatedly(directory: Path) -> Iterator[None]:
     """Keeps dropping the files of `directory` from the page cache, as if the model were larger than memory."""
     is_done = Event()
 
     def forget() -> None:
         while not is_done.wait(FORGET_SECONDS):
-            forget_pages(directory)
+            drop_page_cache(directory)
 
-    forget_pages(directory)
+    drop_page_cache(directory)
     cleaner = Thread(target=forget)
     cleaner.start()
     try:

@@ -41,7 +41,7 @@ from runtime.units import GIB, format_bytes, gib_to_bytes
 
 from ..contenders import DEEPSPEED_VARIANT, HOST, VARIANTS, OwnContender, Variant
 from ..peers.hugging_face import DeviceModel, build_model, offload_model
-from ..task import forget_pages, random_prompts
+from ..task import drop_page_cache, random_prompts
 from ..weightstream import make_requests, measure_generation
 from .config import MODELS
 from .device import limit_memory, measure_link, reserved_peak_bytes, reset_memory
@@ -123,7 +123,7 @@ class GpuBench:
             self._progress(f"writing {self._num_disk_layers} layers of {format_bytes(self._layer_bytes)} each to disk")
             self._disk_model = write_model(self._task.gpu, self._folder, self._num_disk_layers)
             self._disk_model.weights.write(self._num_threads)
-            forget_pages(self._disk_model.path)
+            drop_page_cache(self._disk_model.path)
         return self._disk_model
 
     def _weightstream(self, variant: Variant) -> VariantMeasurement:

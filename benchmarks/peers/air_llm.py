@@ -12,7 +12,7 @@ from airllm import AutoModel  # pyright: ignore[reportMissingImports] - only in 
 
 from runtime.stream.host_memory import resident_bytes
 
-from ..task import BenchmarkTask, Result, forget_pages_repeatedly
+from ..task import BenchmarkTask, Result, drop_page_cache_repeatedly
 from .hugging_face import measure_generation
 
 
@@ -23,7 +23,7 @@ def generate(task: BenchmarkTask) -> Result:
         streamed = AutoModel.from_pretrained(
             task.path, device="cpu", dtype=torch.float32, layer_shards_saving_path=folder
         )
-        with forget_pages_repeatedly(Path(folder)):
+        with drop_page_cache_repeatedly(Path(folder)):
             return measure_generation(streamed.model, task, baseline)
 
 

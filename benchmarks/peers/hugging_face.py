@@ -26,12 +26,12 @@ from runtime.stream.device import ComputeDevice
 from runtime.stream.host_memory import resident_bytes
 
 from ..contenders import Peer
-from ..task import BenchmarkTask, Result, batches_by_length, forget_pages_repeatedly, measure_peer, random_prompts
+from ..task import BenchmarkTask, Result, batches_by_length, drop_page_cache_repeatedly, measure_peer, random_prompts
 
 log = logging.getLogger(__name__)
 
 GROUPED = "grouped_mm"  # transformers' default for experts, if the model's class supports it
-GROUPED_IN_DECODE = "grouped_mm_in_place"  # the same kernel under a name that `generate` does not replace in decode
+GROUPED_IN_DECODE = "grouped_mm_in_place"  # the same kernel; `generate` replaces only GROUPED in decode
 
 
 def generate(peer: Peer, task: BenchmarkTask) -> Result:
@@ -48,12 +48,12 @@ def generate(peer: Peer, task: BenchmarkTask) -> Result:
 
 
 def _generate_from_disk(task: BenchmarkTask, dtype: torch.dtype, baseline_bytes: int) -> Result:
-    """Measures without loading the whole model. accelerate copies weights that it must convert."""
+    """Measures without loading the whole model. accelerate writes weights that it converts to a temporary folder."""
     with tempfile.TemporaryDirectory(dir=Path(task.path).parent) as folder:
         model = AutoModelForCausalLM.from_pretrained(
             task.path, dtype=dtype, device_map=_layers_on_disk(Path(task.path)), offload_folder=folder
         ).eval()
-        with forget_pages_repeatedly(Path(folder)), forget_pages_repeatedly(Path(task.path)):
+        with drop_page_cache_repeatedly(Path(folder)), drop_page_cache_repeatedly(Path(task.path)):
             return measure_generation(model, task, baseline_bytes)
 
 
@@ -119,8 +119,8 @@ class DeviceModel:
         self.num_forwards += 1
 
     def largest_batch(self, prompts: Sequence[list[int]], free_memory: Callable[[], object]) -> int:
-        """The largest number of the longest prompts that fits: all, half, a quarter ..., with the first of the experts'
-        kernels that fits. Also warms up. Raises the out-of-memory error of a single prompt."""
+        """Tries all prompts, then the longest half, quarter ... with each expert kernel. Returns the first size
+        that fits, and keeps its kernel. Also warms up. Raises an out-of-memory error if one prompt does not fit."""
         longest, size = sorted(prompts, key=len, reverse=True), len(prompts)
         while True:
             error = None
@@ -162,8 +162,8 @@ class DeviceModel:
 
 
 def expert_implementations(model: PreTrainedModel) -> Sequence[dict[str, str | None]]:
-    """transformers' default kernel for experts; if it is grouped_mm, also the same without copies in decode. By default
-    `generate` copies each routed expert's weights in decode: fast for few tokens, too much memory for many."""
+    """Kernels for experts, by submodule: transformers' default, then grouped_mm in decode too if that is the default.
+    `generate` replaces it in decode by one that copies routed experts: fast for few tokens, much memory for many."""
     names = {GROUPED_IN_DECODE: GROUPED}
     default = {key: names.get(name or "", name) for key, name in model.get_experts_implementation().items()}
     if GROUPED not in default.values():
@@ -178,7 +178,7 @@ class FirstTokenClock(StoppingCriteria):
     def __init__(self, wait: Callable[[], object] = lambda: None):
         self._wait, self.seconds = wait, 0.0
 
-    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] - its annotation is not a tensor
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] - the base class declares no tensor
         self, input_ids: torch.Tensor, scores: object, **kwargs: object
     ) -> torch.Tensor:
         if not self.seconds:
@@ -199,7 +199,7 @@ def build_model(path: Path, tensors: dict[str, torch.Tensor]) -> PreTrainedModel
 
 
 def offload_model(model: PreTrainedModel, device: ComputeDevice) -> DeviceModel:
-    """Offloads with accelerate: weights stay in host memory, and each module's are copied for its forward."""
+    """Offloads with accelerate: weights stay in host memory; each module copies its own for its forward."""
     from accelerate import cpu_offload
 
     cpu_offload(model, execution_device=device.torch_device)

@@ -14,7 +14,7 @@ from runtime.units import round_up
 
 from ..contenders import Peer
 from ..instruction_sets import Isa, restriction
-from ..task import BenchmarkTask, Result, batches_by_length, forget_pages, measure_peer, random_prompts
+from ..task import BenchmarkTask, Result, batches_by_length, drop_page_cache, measure_peer, random_prompts
 
 BATCH_TOKENS = 512  # of a call: llama.cpp's default for prompts
 
@@ -32,7 +32,7 @@ def generate(task: BenchmarkTask) -> Result:
     # Loaded, so that reading is not timed; mapped for a model that does not fit, where reading is part of its time.
     model_params.load_mode = lib.LLAMA_LOAD_MODE_MMAP if is_mapped else lib.LLAMA_LOAD_MODE_NONE
     model_params.use_extra_bufts = not is_mapped and _can_repack(task)  # makes repacked copies
-    forget_pages(file)
+    drop_page_cache(file)
     model = lib.llama_model_load_from_file(str(file).encode(), model_params)
     if not model:
         raise RuntimeError(f"llama.cpp cannot load {file}")

@@ -73,7 +73,7 @@ def export(config: ExportConfig) -> ExportResult:
     try:
         schema = merge_schemas([pq.read_schema(path) for path in firsts])
     except PARQUET_PROBLEMS as error:
-        raise ConfigError(f"{firsts[0]} cannot be read ({error}): run the run's command to regenerate it") from error
+        raise ConfigError(f"{firsts[0]} cannot be read ({error}): repeat the run's command to regenerate it") from error
     keeps_input = shards[0].semantic.get("dataset.keep_columns") is not False
     names = select_columns(schema, config.columns, has_input=keeps_input)
     types = JsonTypeInference(schema=pa.schema([schema.field(name) for name in names]))

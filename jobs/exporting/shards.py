@@ -53,7 +53,7 @@ def check_complete(names: Sequence[str], shards: Sequence[RunReader], *, partial
             missing.append(describe_missing_rows(run, rows))
     if missing and not partial:
         raise ConfigError(
-            f"run={','.join(names)} is not complete: {'; '.join(missing)}. Run the run's command to resume it; "
+            f"run={','.join(names)} is not complete: {'; '.join(missing)}. Repeat the run's command to resume it; "
             f"partial=true {verb} the finished rows"
         )
     return missing

@@ -38,7 +38,7 @@ from runtime.weights.stage_weights import TORCH_DTYPES
 
 PAGE_BYTES, COPY_BYTES = 4096, 16 << 20
 PANEL_NUMBERS = 4 << 20  # decoded at once
-MAX_ENTRY_BYTES = 640  # of a tensor in a header, without its names, shape and record
+MAX_ENTRY_BYTES = 640  # of a tensor in the header, besides its names, shape and checksums
 
 
 def map_numbers(tensor: TensorSlice) -> torch.Tensor:
@@ -175,19 +175,19 @@ def pack_shard(
     verify: bool,
     progress: Callable[[int], None],
 ) -> list[PackedTensor]:
-    """Writes `target`, which appears once it is complete, on disk and, with `verify`, equal to `source`. `tensors`:
-    those of the source to pack; None: all. Raises CheckpointError if they differ, OutputError."""
+    """Packs `tensors` of `source` (None: all) into `target`, atomically. `verify`: compares with `source` before
+    `target` appears. Raises CheckpointError if a tensor differs, OutputError if writing fails."""
     tensors = read_header(source) if tensors is None else tensors
     size = source.stat().st_size
 
     def order(tensor: TensorSlice) -> int:
-        """Sort key: losslessly packed tensors, then rounded, then raw ones. One of odd length misaligns the next."""
+        """Sort key: losslessly packed, rounded, raw. A tensor of odd length misaligns the next: raw ones go last."""
         if rounding is not None and rounding.skip_reason(tensor.name, tensor.dtype, tensor.shape) is None:
             return 1
         return 0 if skip_reason(tensor.dtype, tensor.shape) is None else 2
 
-    names = sum(6 * len(json.dumps(name)) + MAX_ENTRY_BYTES + 40 * len(t.shape) for name, t in tensors.items())
-    header_bytes = round_up(4096 + names + 12 * (size // PIECE_BYTES + 2), PAGE_BYTES)
+    entry_bytes = sum(6 * len(json.dumps(name)) + MAX_ENTRY_BYTES + 40 * len(t.shape) for name, t in tensors.items())
+    header_bytes = round_up(4096 + entry_bytes + 12 * (size // PIECE_BYTES + 2), PAGE_BYTES)
     with atomic_write(target, size) as file:
         shard = _Shard(file, header_bytes, rounding, progress)
         packed = [shard.add(tensor) for tensor in sorted(tensors.values(), key=order)]
@@ -203,7 +203,7 @@ def compare(tensors: Mapping[str, TensorSlice], packed: Path, name: str, roundin
     stored = pair_companions(read_header(packed), {"quant_method": METHOD})
     if stored.keys() != tensors.keys():
         others = ", ".join(sorted(stored.keys() ^ tensors.keys())[:3])
-        raise CheckpointError(f"{name}: has other tensors than its original: {others}")
+        raise CheckpointError(f"{name}: its tensors are not those of the original: {others}")
     for key, tensor in tensors.items():
         if not _is_same(tensor, stored[key], rounding):
             raise CheckpointError(
@@ -240,9 +240,9 @@ def _is_same(tensor: TensorSlice, packed: TensorSlice, rounding: Rounding | None
     return True
 
 
-def read_packed_sizes(path: Path, tensors: Mapping[str, int]) -> list[PackedTensor]:
-    """Reads the sizes of a packed shard's tensors. `tensors`: original bytes by name; without an original, 16 bits per
-    number are assumed."""
+def read_packed_sizes(path: Path, original_bytes: Mapping[str, int]) -> list[PackedTensor]:
+    """Reads the sizes of a packed shard's tensors. `original_bytes`: by tensor name; 16 bits per number are assumed for
+    packed tensors that it lacks."""
     record = read_packing_record(path)[0]["tensors"]
     header = pair_companions(read_header(path), {"quant_method": METHOD})
     assert isinstance(record, Mapping), "our own header"
@@ -250,7 +250,7 @@ def read_packed_sizes(path: Path, tensors: Mapping[str, int]) -> list[PackedTens
     for name, entry in record.items():
         tensor = header[name]
         after = sum(part.num_bytes for part in tensor.with_companions())
-        before = tensors.get(name, 2 * prod(tensor.shape) if tensor.format else after)
+        before = original_bytes.get(name, 2 * prod(tensor.shape) if tensor.format else after)
         squares = tuple(entry["squares"]) if entry.get("squares") else None
         reason = entry.get("raw")
         packed.append(PackedTensor(name=name, num_bytes=before, packed_bytes=after, raw_reason=reason, squares=squares))

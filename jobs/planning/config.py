@@ -24,7 +24,7 @@ from .published import PLAIN, PUBLISHED
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadConfig:
-    """Number and length of prompts; None: unknown. conf/workload has those of bundled data sets."""
+    """Number and length of prompts; None: unknown. conf/workload sets them for bundled data sets."""
 
     num_requests: int | None = None
     mean_prompt_tokens: float | None = None
@@ -130,10 +130,10 @@ class PlanConfig:
         lanes = self.model.lanes
         require(lanes is Lanes.auto, f"model.lanes={lanes.value} is not supported by weightstream plan: set auto")
         require(self.sampling.max_new_tokens >= 1, "sampling.max_new_tokens must be 1 or more for a plan, got 0")
-        way, num_beams = self.devices.way, self.sampling.num_beams or 1
+        parallelism, num_beams = self.devices.way, self.sampling.num_beams or 1
         require(
-            way is Parallelism.one or num_beams == 1,
-            f"devices={way.value} does not support sampling.num_beams={num_beams}: leave it out, or set devices=one",
+            parallelism is Parallelism.one or num_beams == 1,
+            f"devices={parallelism.value} does not support sampling.num_beams={num_beams}: unset it or set devices=one",
         )
         quantize, packed = self.model.quantize, self.plan.format
         require(
@@ -141,7 +141,9 @@ class PlanConfig:
             f"plan.format={packed} and model.quantize={quantize and quantize.value} exclude each other: leave one out",
         )
         missing = [f"workload.{key}" for key, value in vars(self.workload).items() if value is None]
-        require(not missing, f"unknown prompts of dataset={self.dataset.get('kind')}: set {', '.join(missing)}")
+        require(
+            not missing, f"prompt lengths of dataset={self.dataset.get('kind')} are unknown: set {', '.join(missing)}"
+        )
 
     @property
     def runtime(self) -> RuntimeConfig:

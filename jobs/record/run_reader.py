@@ -49,14 +49,14 @@ PASS_COLUMNS = [field.name for field in fields(PassRow) if not field.name.starts
 
 
 def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
-    """Fetches the run at `url`, its turns, or the runs that its glob matches, without checkpoints. `key`: name of the
-    setting. Returns the local directory and URL of each. Raises ConfigError, StorageError, OutputError."""
+    """Fetches the run at `url`, or each run that matches if it is a glob, with all chat turns but without checkpoints.
+    `key`: name of the setting. Returns each local directory and URL. Raises ConfigError, StorageError, OutputError."""
     scheme, _, location = url.rstrip("/").partition("://")
-    steps = location.split("/")
-    num_plain = next((i for i, step in enumerate(steps) if not PLAIN_NAME.fullmatch(step)), len(steps))
-    if num_plain == 0:
+    segments = location.split("/")
+    num_fixed = next((i for i, segment in enumerate(segments) if not PLAIN_NAME.fullmatch(segment)), len(segments))
+    if num_fixed == 0:
         raise ConfigError(f"{key}={url} names no bucket")
-    base, pattern = f"{scheme}://{'/'.join(steps[:num_plain])}", "/".join(steps[num_plain:])
+    base, pattern = f"{scheme}://{'/'.join(segments[:num_fixed])}", "/".join(segments[num_fixed:])
     store = ObjectStore(base, key, RetryPolicy(seconds=RETRY_SECONDS))
     files = store.list_files(is_deep=True)
     names = [
@@ -73,18 +73,18 @@ def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
     if not matches:
         runs = f"; {len(names)} runs are below it, such as {url_child(base, names[0])}" if names else ""
         raise ConfigError(f"{key}={url} is not a run: it has no {MANIFEST_NAME}{runs}")
-    folder = cache_root() / "runs" / hashlib.sha256(base.encode()).hexdigest()[:24] / steps[num_plain - 1]
+    folder = cache_root() / "runs" / hashlib.sha256(base.encode()).hexdigest()[:24] / segments[num_fixed - 1]
     make_directory(folder.parent).chmod(PRIVATE_FOLDER_MODE)
     return [_fetch_run(store, name, files, folder / name) for name in matches]
 
 
 def _matches_run(name: str, pattern: str) -> bool:
     """True if the run `name` matches the pattern, or is a turn of a match."""
-    steps, expected_steps = [step for step in name.split("/") if step], [step for step in pattern.split("/") if step]
-    if len(steps) == len(expected_steps) + 1 and TURN.fullmatch(steps[-1]):
-        steps = steps[:-1]
-    is_plain = all(PLAIN_NAME.fullmatch(step) for step in steps)
-    return is_plain and len(steps) == len(expected_steps) and all(map(fnmatchcase, steps, expected_steps))
+    segments, expected_segments = ([segment for segment in path.split("/") if segment] for path in (name, pattern))
+    if len(segments) == len(expected_segments) + 1 and TURN.fullmatch(segments[-1]):
+        segments = segments[:-1]
+    is_plain = all(PLAIN_NAME.fullmatch(segment) for segment in segments)
+    return is_plain and len(segments) == len(expected_segments) and all(map(fnmatchcase, segments, expected_segments))
 
 
 def _fetch_run(store: ObjectStore, name: str, files: Mapping[str, StoredFile], path: Path) -> tuple[Path, str]:
@@ -207,7 +207,7 @@ class RunReader:
                 continue
             except PARQUET_PROBLEMS as error:
                 raise DamagedRunError(
-                    f"{plan} is damaged ({error}): run the run's command to see what to do"
+                    f"{plan} is damaged ({error}): repeat the run's command: it shows how to repair it"
                 ) from error
             counts |= {item["values"]: item["counts"] for item in blocks.value_counts().to_pylist()}
         return counts
@@ -234,7 +234,7 @@ class RunReader:
 
     @cached_property
     def problem(self) -> str | None:
-        """Damage visible in file names, footers and the plan, as text; None without any."""
+        """Damage visible in file names, footers and the plan, as text; None if there is none."""
         try:
             recorded: dict[str, int] = {}  # rows by part in _SUCCESS.json
             if self.directory.success.exists():
@@ -267,11 +267,11 @@ class RunReader:
         try:
             table = parse_part(read_regular_file(path)[0])
         except PARQUET_PROBLEMS as error:
-            raise DamagedRunError(f"{path} is damaged ({error}): run the run's command to regenerate it") from error
+            raise DamagedRunError(f"{path} is damaged ({error}): repeat the run's command to regenerate it") from error
         footer = table.schema.metadata or {}
         owner = {b"weightstream.config": self.manifest.get("semantic_digest"), b"weightstream.block": str(block)}
         if any(footer.get(key) != str(value).encode() for key, value in owner.items()):
-            raise DamagedRunError(f"{path} belongs to another run or block: the run's command quarantines it")
+            raise DamagedRunError(f"{path} belongs to another run or block: repeat the run's command to move it aside")
         return table
 
     def read_passes(self, block: int) -> list[PassRow]:
@@ -287,8 +287,8 @@ class RunReader:
 
 
 def is_locked(path: Path) -> bool:
-    """True if another process holds this lock; False on file systems without locks. Raises OSError without free file
-    descriptors."""
+    """True if another process holds this lock; False on file systems without locks. Raises OSError if file descriptors
+    run out."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

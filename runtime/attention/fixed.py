@@ -1,6 +1,6 @@
 """Static buffers for decode passes: a CUDA graph recorded over them can be replayed for every pass of the same sizes.
 
-Letters as in paged.py.
+Tensor dimensions use the letters of paged.py; `Places` are indices in the KV cache (layout.py).
 """
 
 from collections.abc import Mapping
@@ -15,17 +15,17 @@ from .views import DecodeRows, Reach, TokenRanges
 STEPS = 2  # sizes per power of two: at most a third of the positions is padding
 MIN_POSITIONS = 64  # smallest size
 
-Cuts: TypeAlias = Mapping[Reach, frozenset[tuple[int, bool]]]  # arguments of `TokenRanges.groups` by reach
+GroupKeys: TypeAlias = Mapping[Reach, frozenset[tuple[int, bool]]]  # arguments of `TokenRanges.groups`, by span
 
 
-def cuts_from_rows(rows: DecodeRows) -> Cuts:
+def group_keys_from_rows(rows: DecodeRows) -> GroupKeys:
     """Arguments of all `TokenRanges.groups` calls of a finished pass."""
     return {reach: frozenset(spans.group_keys) for reach, spans in rows.reaches.items()}
 
 
 @dataclass(frozen=True)
 class Size:
-    """Number of positions in one reach: of the longest row, and of all rows."""
+    """Number of positions that layers of one `Reach` attend to: of the longest row, and of all rows."""
 
     longest: int
     total: int
@@ -34,12 +34,12 @@ class Size:
 Sizes: TypeAlias = Mapping[Reach, Size]
 
 
-def fit_sizes(rows: DecodeRows, cuts: Cuts) -> Sizes | None:
+def fit_sizes(rows: DecodeRows, group_keys: GroupKeys) -> Sizes | None:
     """Rounded-up sizes that fit these rows; None if a layer would process them in several groups."""
     sizes = dict[Reach, Size]()
-    for reach, keys in cuts.items():
+    for reach, keys in group_keys.items():
         spans = rows.token_ranges(reach)
-        if any(len(spans.groups(most, are_padded=padded)) > 1 for most, padded in keys):
+        if any(len(spans.groups(max_positions, are_padded=padded)) > 1 for max_positions, padded in keys):
             return None
         sizes[reach] = Size(_round_up_size(spans.most_positions), _round_up_size(spans.num_positions))
     return sizes
@@ -54,16 +54,16 @@ class FixedRows:
     """Decoding rows and their layout in static buffers. Mutates its arguments: their cached tensors become the
     buffers."""
 
-    def __init__(self, rows: DecodeRows, layout: PassLayout, cuts: Cuts, sizes: Sizes):
-        self._layout, self._cuts, self._sizes = layout, cuts, sizes
-        self._spans = {reach: self._padded_ranges(rows, reach) for reach in cuts}
-        self._buffers = {reach: self._tensors(rows, layout, reach) for reach in cuts}
+    def __init__(self, rows: DecodeRows, layout: PassLayout, group_keys: GroupKeys, sizes: Sizes):
+        self._layout, self._group_keys, self._sizes = layout, group_keys, sizes
+        self._spans = {reach: self._padded_ranges(rows, reach) for reach in group_keys}
+        self._buffers = {reach: self._tensors(rows, layout, reach) for reach in group_keys}
         for reach, spans in self._spans.items():
-            bounds, *places = self._buffers[reach]
+            bounds, *tensors = self._buffers[reach]
             vars(spans).update(bounds=(spans.bounds[0], bounds))
-            for padded, flat in zip(self._padding_modes(reach), places, strict=False):
+            for padded, flat in zip(self._padding_modes(reach), tensors, strict=False):
                 if padded:
-                    vars(spans).update(visible_BS=places[-2], hidden_BS=places[-1])
+                    vars(spans).update(visible_BS=tensors[-2], hidden_BS=tensors[-1])
                 layout.set_places(spans, Places(flat), are_padded=padded)
 
     def fill(self, rows: DecodeRows, layout: PassLayout) -> None:
@@ -76,12 +76,12 @@ class FixedRows:
                 target.copy_(source)
 
     def _padding_modes(self, reach: Reach) -> list[bool]:
-        return sorted({padded for _, padded in self._cuts[reach]})
+        return sorted({padded for _, padded in self._group_keys[reach]})
 
     def _padded_ranges(self, rows: DecodeRows, reach: Reach) -> TokenRanges:
         spans = rows.token_ranges(reach)
         vars(spans).update(most_positions=self._sizes[reach].longest)
-        spans.set_ungrouped(self._cuts[reach])
+        spans.set_ungrouped(self._group_keys[reach])
         return spans
 
     def _tensors(self, rows: DecodeRows, layout: PassLayout, reach: Reach) -> list[torch.Tensor]:

@@ -117,9 +117,9 @@ class TokenRanges:
         """Arguments of all calls of `groups` so far."""
         return self._groups.keys()
 
-    def set_ungrouped(self, cuts: Collection[tuple[int, bool]]) -> None:
+    def set_ungrouped(self, keys: Collection[tuple[int, bool]]) -> None:
         """Makes `groups` return one group for these arguments."""
-        self._groups.update(dict.fromkeys(cuts, (self,)))
+        self._groups.update(dict.fromkeys(keys, (self,)))
 
     def groups(self, most_positions: int, *, are_padded: bool) -> tuple["TokenRanges", ...]:
         """Groups the ranges by at most `most_positions` positions, with padding if `are_padded`. A longer range gets

@@ -253,7 +253,7 @@ class RetainedPrefixes:
         return sum(self._drop(key) for key in self._eviction_order(idle, first_uses) if key[0] not in first_uses)
 
     def drop_least_urgent(self, assigned: Assigned, queue: Queue) -> int | None:
-        """Drops the prefix without running users that is needed last. Returns the freed pages; None without any."""
+        """Drops the unused prefix that is needed last. Returns the freed pages, None if there is none."""
         idle = self._eviction_order(self._idle_keys(assigned), _first_uses(queue))
         return self._drop(idle[0]) if idle else None
 

@@ -15,7 +15,7 @@ from .config_rules import find_key
 
 log = logging.getLogger(__name__)
 
-MAX_CHARACTERS = 240
+MAX_CHARACTERS = 240  # of an error in messages
 SENTENCES = (ValueError, OSError, RuntimeError, ImportError)  # clear without the type of the exception
 PACKAGE, TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 FOREIGN = PACKAGE / "foreign"  # model classes that transformers lacks: treated as foreign code

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ..attention.fixed import Cuts, FixedRows, Size, cuts_from_rows, fit_sizes
+from ..attention.fixed import FixedRows, GroupKeys, Size, fit_sizes, group_keys_from_rows
 from ..attention.views import Reach
 from ..cache.paged import PassView
 from ..errors import ConfigError, Interrupted
@@ -64,7 +64,7 @@ class RecordedPasses:
         self._weights_of, self._experts = weights_of, experts
         self._monitor, self._should_stop = monitor, should_stop
         self._last_stage = len(setup.model.shape.stages) - 1
-        self._cuts: Cuts | None = None
+        self._group_keys: GroupKeys | None = None
         self._logits_BV: torch.Tensor | None = None  # for the largest row count so far
         self._num_launches, self._failed = Counter[int](), set[int]()
         # Inputs, logits and replay. All recordings write logits to the same memory: read them before the next replay.
@@ -80,14 +80,14 @@ class RecordedPasses:
             launch()
             return
         cache, num_rows = lane.cache, -(-len(lane.sequences) // ROW_MULTIPLE) * ROW_MULTIPLE
-        if self._cuts is None:  # the layers' attention windows are known after a first pass
+        if self._group_keys is None:  # the layers' attention windows are known after a first pass
             launch()
             assert cache.decoding is not None, "its rows decode"
-            self._cuts = cuts_from_rows(cache.decoding)
+            self._group_keys = group_keys_from_rows(cache.decoding)
             return
         view = cache.padded_view(num_rows)
         assert view.decoding is not None, "its rows decode"
-        sizes = fit_sizes(view.decoding, self._cuts)
+        sizes = fit_sizes(view.decoding, self._group_keys)
         key = num_rows, frozenset((sizes or {}).items())
         if sizes is None or num_rows in self._failed:
             launch()
@@ -101,7 +101,7 @@ class RecordedPasses:
         fixed = _RecordedInputs(
             inputs,
             view,
-            FixedRows(view.decoding, view.layout, self._cuts, sizes),
+            FixedRows(view.decoding, view.layout, self._group_keys, sizes),
             torch.arange(num_rows, device=self._device.torch_device),
             view.offsets_T,
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A tiny config: transformers' default for `model_type` with `overrides`, including every kind of layer."""
+    """A tiny config: transformers' defaults for `model_type` with `overrides`. Has each kind of layer of the family."""
 
     name: str
     model_type: str

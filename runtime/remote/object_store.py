@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
 STOP_CHECK_SECONDS = 0.2  # between checks of `should_stop`
-MAX_CHARACTERS = 200
+MAX_CHARACTERS = 200  # of an error in messages
 T = TypeVar("T")
 
 
@@ -89,8 +89,8 @@ class StoredFile:
 
 
 class ObjectStore:
-    """Files below `url`, the value of the setting `key`, by their path relative to it. All methods raise Interrupted,
-    and StorageError if the store fails for longer than `retry`."""
+    """Files below `url`, named by path relative to it. `key`: the setting that holds `url`, for messages. All methods
+    raise Interrupted, and StorageError if the store fails for longer than `retry`."""
 
     def __init__(self, url: str, key: str, retry: RetryPolicy | None = None):
         """Raises ConfigError if the URL has credentials or an unknown scheme, or its library is not installed."""
@@ -140,8 +140,8 @@ class ObjectStore:
         return self.retry.run(f"{action} {url} ({self.key})", call, permanent=permanent)
 
     def _call_first(self, action: str, call: Callable[[], T], absent: T | None) -> T:
-        """Runs a first call: permanent errors raise ConfigError. Returns `absent` for a missing file, unless it is
-        None."""
+        """Runs a first call: permanent errors raise ConfigError. If the file is missing and `absent` is not None,
+        returns `absent`."""
         try:
             return self.retry.run(f"{action} at {self.url} ({self.key})", call, permanent=PERMANENT_ERRORS)
         except PERMANENT_ERRORS as error:

@@ -23,7 +23,7 @@ from ..store.read_errors import read_error
 from ..store.reader import Fill
 from .stage_weights import TORCH_DTYPES
 
-RUN_NUMBERS = 1 << 20  # numbers read at a time
+CHUNK_NUMBERS = 1 << 20  # numbers read at a time
 
 
 class RoundedTensor:
@@ -70,7 +70,7 @@ class RoundedTensor:
 
     def _round(self, matrix: int) -> tuple[np.ndarray, np.ndarray]:
         source, codes, scales, error, size = self._matrices[matrix], list[np.ndarray](), list[np.ndarray](), 0.0, 0.0
-        for piece in (piece for run in _read_runs(source) for piece in self._rounding.round_rows(run)):
+        for piece in (piece for rows in _read_row_chunks(source) for piece in self._rounding.round_rows(rows)):
             if piece is None:
                 raise CheckpointError(
                     f"{source.file}: {source.name!r} holds infinities or NaN, which model.quantize="
@@ -98,11 +98,11 @@ def _part_slice(
     )
 
 
-def _read_runs(matrix: TensorSlice) -> Iterator[torch.Tensor]:
-    """Yields the rows of a matrix, RUN_NUMBERS numbers at a time. Raises CheckpointError if the file is truncated and
+def _read_row_chunks(matrix: TensorSlice) -> Iterator[torch.Tensor]:
+    """Yields the rows of a matrix, CHUNK_NUMBERS numbers at a time. Raises CheckpointError if the file is truncated and
     StorageError for read errors."""
     num_rows, num_columns = matrix.shape
-    row_bytes, step = matrix.num_bytes // num_rows, max(1, RUN_NUMBERS // num_columns)
+    row_bytes, step = matrix.num_bytes // num_rows, max(1, CHUNK_NUMBERS // num_columns)
     try:
         with Path(matrix.file).open("rb") as file:
             file.seek(matrix.offset)

@@ -4,8 +4,8 @@ Positions of a page are rows of a tile, so keys and values are loaded as stored.
 prefetched: from memory, two threads reached 16.0 GB/s, and 15.8 to 16.8 with several kinds of prefetches. From a cache,
 a position of 32/8 heads of 128 takes 0.16 us; the vector kernel takes 0.28.
 
-H KV heads, G query heads of each, J tiles of its queries, T tiles of D of a head, S positions of a chunk, n pages of a
-row.
+H KV heads, G query heads of each, J tiles of its queries, T tiles in the D numbers of a head,
+S positions of a chunk, n pages of a row.
 """
 
 from collections.abc import Callable
@@ -71,11 +71,12 @@ def _split_number(builder: Builder, x: Value) -> list[Value]:
 
 
 def pack_pair(builder: Builder, even: Value, odd: Value) -> Value:
+    """Packs bfloat16 numbers of upper halves: even in the lower half, odd in the upper."""
     return builder.or_(builder.lshr(even, ints(16)), odd)
 
 
 @intrinsic
-def _split_query(typing: Any, q: Any, at: Any, scale: Any, queries: Any, query_at: Any) -> Any:
+def _split_query(typing: Any, q: Any, offset: Any, scale: Any, queries: Any, query_offset: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         first = pointer_at(context, builder, q, *arguments[:2])
         a, b = (load(builder, q.dtype, builder.gep(first, [WORD(i * LANES)]), None) for i in range(2))
@@ -94,7 +95,7 @@ def _split_query(typing: Any, q: Any, at: Any, scale: Any, queries: Any, query_a
 
 
 @intrinsic
-def _write_sum(typing: Any, sums: Any, even_at: Any, odd_at: Any, inverse: Any, out: Any, at: Any) -> Any:
+def _write_sum(typing: Any, sums: Any, even_offset: Any, odd_offset: Any, inverse: Any, out: Any, offset: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         factor = splat(builder, arguments[3])
         addresses = [pointer_at(context, builder, sums, arguments[0], index) for index in arguments[1:3]]
@@ -119,8 +120,8 @@ def split_queries(q_BHGD: np.ndarray, row: int, scale: np.float32, heads: Span, 
     for h in range(heads[0], heads[1]):
         for g in range(G):
             for t in range(T):
-                at = (((h * J + g // TILE_QUERIES) * T + t) * TILE_ROWS) * PAIRED + g % TILE_QUERIES
-                split_query(q_BHGD, ((row * H + h) * G + g) * D + t * TILE_DIMS, scale, queries_HJTRC, at)
+                offset = (((h * J + g // TILE_QUERIES) * T + t) * TILE_ROWS) * PAIRED + g % TILE_QUERIES
+                split_query(q_BHGD, ((row * H + h) * G + g) * D + t * TILE_DIMS, scale, queries_HJTRC, offset)
 
 
 @njit
@@ -137,21 +138,21 @@ def write_sums(sums_HGD: np.ndarray, totals_HG: np.ndarray, heads: Span, out_BHG
 
 def _transpose_queries(builder: Builder, vectors: list[Value]) -> list[Value]:
     """Transposes four vectors of four positions x four queries each: one vector of 16 positions per query."""
-    eight = [[4 * p + g for p in range(8)] for g in range(4)]  # positions of two vectors
+    lanes = [[4 * p + g for p in range(8)] for g in range(4)]  # by query: its eight positions in two vectors
     upper, lower = (
-        [shuffle(builder, a, b, eight[0] + eight[1]), shuffle(builder, a, b, eight[2] + eight[3])]
+        [shuffle(builder, a, b, lanes[0] + lanes[1]), shuffle(builder, a, b, lanes[2] + lanes[3])]
         for a, b in (vectors[:2], vectors[2:])
     )
-    sides = [[*range(begin, begin + 8), *range(LANES + begin, LANES + begin + 8)] for begin in (0, 8)]
-    return [shuffle(builder, upper[g // 2], lower[g // 2], sides[g % 2]) for g in range(4)]
+    halves = [[*range(begin, begin + 8), *range(LANES + begin, LANES + begin + 8)] for begin in (0, 8)]
+    return [shuffle(builder, upper[g // 2], lower[g // 2], halves[g % 2]) for g in range(4)]
 
 
 @intrinsic
-def _write_scores(typing: Any, products: Any, at: Any, num: Any, scores: Any, score_at: Any) -> Any:
+def _write_scores(typing: Any, products: Any, offset: Any, num: Any, scores: Any, score_offset: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         first = pointer_at(context, builder, products, *arguments[:2])
-        at = [builder.gep(first, [WORD(LANES * i)]) for i in range(PAIRED)]
-        pairs = [load(builder, types.float32, address, None) for address in at]  # two positions in each
+        addresses = [builder.gep(first, [WORD(LANES * i)]) for i in range(PAIRED)]
+        pairs = [load(builder, types.float32, address, None) for address in addresses]  # two positions in each
         high = [lane for lane in range(2 * LANES) if lane % PAIRED < TILE_QUERIES]
         low = [lane + TILE_QUERIES for lane in high]
         vectors = [
@@ -170,7 +171,7 @@ def _write_scores(typing: Any, products: Any, at: Any, num: Any, scores: Any, sc
 
 
 @intrinsic
-def _split_weights(typing: Any, scores: Any, score_at: Any, num: Any, weights: Any, weight_at: Any) -> Any:
+def _split_weights(typing: Any, scores: Any, score_offset: Any, num: Any, weights: Any, weight_offset: Any) -> Any:
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         score = pointer_at(context, builder, scores, *arguments[:2])
         weight = pointer_at(context, builder, weights, *arguments[3:])
@@ -187,18 +188,18 @@ def _split_weights(typing: Any, scores: Any, score_at: Any, num: Any, weights: A
     return types.void(scores, n, n, weights, n), build
 
 
-# Reads or writes TILE_DIMS numbers of one query from q[at] on, float32 or bits of bfloat16.
+# These two read or write TILE_DIMS numbers of one query at an offset, float32 or bits of bfloat16.
 split_query: Callable[[np.ndarray, int, np.float32, np.ndarray, int], None] = cast(Any, _split_query)
 write_sum: Callable[[np.ndarray, int, int, np.float32, np.ndarray, int], None] = cast(Any, _write_sum)
 # Adds high and low `products` of `num` positions, 16 at most, and writes them to the score rows of four queries.
 write_scores: Callable[[np.ndarray, int, int, np.ndarray, int], None] = cast(Any, _write_scores)
-# Splits `num` weights of one query, rounded up to whole vectors; a chunk is a multiple of a vector.
+# Splits `num` weights of one query in whole vectors: may write past `num`, but not past the chunk.
 split_weights: Callable[[np.ndarray, int, int, np.ndarray, int], None] = cast(Any, _split_weights)
 
 
 @njit(fastmath=REORDERED)
-def _position_range(position: int, last: int, page_tokens: int) -> Span:
-    """Returns positions per page and the end of a run from `position` on: several whole pages, or a part of one."""
+def _next_span(position: int, last: int, page_tokens: int) -> Span:
+    """Returns the positions per page, and the end, of the next span: several whole pages or a part of one."""
     num = min(page_tokens - position % page_tokens, last - position)
     return num, position + (last - position) // num * num if num == page_tokens else position + num
 
@@ -219,8 +220,8 @@ def _score_span(
                     key = page * pages.key_stride + offset * row + (h * T + t) * TILE_DIMS
                     score(pages.keys, key, 2 * row, tiles, scratch.products_SC, (p - position) * PAIRED, t > 0)
             for p in range(position, stop, num):
-                at = (h * J + j) * TILE_QUERIES * CHUNK_TOKENS + p - first
-                write_scores(scratch.products_SC, (p - position) * PAIRED, num, scratch.scores_HGS, at)
+                score_offset = (h * J + j) * TILE_QUERIES * CHUNK_TOKENS + p - first
+                write_scores(scratch.products_SC, (p - position) * PAIRED, num, scratch.scores_HGS, score_offset)
 
 
 @njit(fastmath=REORDERED)
@@ -247,7 +248,7 @@ def _score_chunk(pages: Pages, table_n: np.ndarray, first: int, last: int, heads
     """Computes scores of positions [first, last), a chunk at most."""
     position = first
     while position < last:
-        num, stop = _position_range(position, last, pages.page_tokens)
+        num, stop = _next_span(position, last, pages.page_tokens)
         configure(scratch.shapes, (num - 1) * 64)
         _score_span(pages, table_n, first, position, stop, num, heads, scratch)
         position = stop
@@ -259,12 +260,12 @@ def _add_chunk(pages: Pages, table_n: np.ndarray, first: int, last: int, heads: 
     J = scratch.weights_HJPCS.shape[1]
     for h in range(heads[0], heads[1]):
         for g in range(scratch.maxima_HG.shape[1]):
-            at = (((h * J + g // TILE_QUERIES) * 2) * PAIRED + 2 * (g % TILE_QUERIES)) * CHUNK_TOKENS
-            score_at = (h * J * TILE_QUERIES + g) * CHUNK_TOKENS
-            split_weights(scratch.scores_HGS, score_at, last - first, scratch.weights_HJPCS, at)
+            weight_offset = (((h * J + g // TILE_QUERIES) * 2) * PAIRED + 2 * (g % TILE_QUERIES)) * CHUNK_TOKENS
+            score_offset = (h * J * TILE_QUERIES + g) * CHUNK_TOKENS
+            split_weights(scratch.scores_HGS, score_offset, last - first, scratch.weights_HJPCS, weight_offset)
     position = first
     while position < last:
-        num, stop = _position_range(position, last, pages.page_tokens)
+        num, stop = _next_span(position, last, pages.page_tokens)
         configure(scratch.shapes, (TILE_ROWS + num - 1) * 64)
         _add_span(pages, table_n, first, position, stop, num, heads, scratch)
         position = stop

@@ -21,7 +21,7 @@ def block_lanes(block: Block, sizes: Sequence[SequenceSize]) -> list[MicroBatch]
 
 
 def least_memory_config(config: RuntimeConfig) -> RuntimeConfig:
-    """Returns the config with the least memory for settings left open: no resident layers, prefetch depth 1."""
+    """Returns the config with automatic settings at their least memory: no resident layers, prefetch depth 1."""
     offload, prefetch = config.offload, config.prefetch
     return replace(
         config,
@@ -50,8 +50,9 @@ def _continuous_load(
     blocks: Sequence[Block],
     sizes: Sequence[SequenceSize],
 ) -> Load:
-    """Returns the load of as many slots as a block has. The budget may lower the KV pages, down to those of the longest
-    sequence.
+    """Returns the load of the longest sequences, as many as the largest block has.
+
+    KV pages are reduced to what the budget allows, at least those of the longest sequence.
 
     A preempted sequence is prefilled with all its tokens, so a lane may compute every token of its sequences in
     prefill. A padded lane may hold the longest prompt together with the longest output.
@@ -63,12 +64,12 @@ def _continuous_load(
         most_tokens = nlargest(num_slots, (size.capacity_tokens for size in sizes))
         longest = [SequenceSize(num_prompt_tokens=num_tokens, max_new_tokens=0) for num_tokens in most_tokens]
     else:
-        most = SequenceSize(
+        widest = SequenceSize(
             num_prompt_tokens=max((size.num_prompt_tokens for size in sizes), default=0),
             max_new_tokens=max((size.max_new_tokens for size in sizes), default=0),
             num_scored=max((size.num_scored for size in sizes), default=0),
         )
-        longest = [most] * min(num_slots, len(sizes))
+        longest = [widest] * min(num_slots, len(sizes))
     lanes = [longest[i : i + lane_size] for i in range(0, len(longest), lane_size)]
     full = Load.from_lanes(shape, lanes, chunk)
     full = replace(
@@ -78,14 +79,14 @@ def _continuous_load(
     )
     if not shape.is_packed or not lanes:
         return full
-    least = full.max_positions // PAGE_TOKENS
+    min_pages = full.max_positions // PAGE_TOKENS
     counts = [full.num_kv_pages] * 2  # without and with prefix sharing across lanes
     if any(size.prefix is not None for size in sizes):
         # The pages of the largest block: its sequences are admitted one after another, and preempted if they need more.
         blocks_lanes = [block_lanes(block, sizes) for block in blocks]
-        most = [max(kv_tokens(shape, lanes, among_lanes=among) for lanes in blocks_lanes) for among in (False, True)]
-        counts = [max(count // PAGE_TOKENS, least) for count in most]
-    # The most pages of a lane: those of the longest sequences, or the largest unshared parts plus all prefixes.
+        tokens = [max(kv_tokens(shape, lanes, among_lanes=among) for lanes in blocks_lanes) for among in (False, True)]
+        counts = [max(num_tokens // PAGE_TOKENS, min_pages) for num_tokens in tokens]
+    # Upper bound of a lane's pages: the largest unshared parts plus all prefixes, if below the longest sequences'.
     own = [size.capacity_tokens // PAGE_TOKENS - _whole_pages(size.prefix) for size in sizes]
     prefixes = {prefix for size in sizes if size.prefix is not None for prefix in size.prefix.chain}
     shared = sum(_whole_pages(prefix) - _whole_pages(prefix.parent) for prefix in prefixes)
@@ -93,7 +94,7 @@ def _continuous_load(
     per_lane, per_block = (
         replace(full, num_kv_pages=count, full_pages=count, max_pages=most_pages) for count in counts
     )
-    return _fit_pages(shape, config, budgets, per_lane, per_block, least)
+    return _fit_pages(shape, config, budgets, per_lane, per_block, min_pages)
 
 
 def _whole_pages(prefix: SharedPrefix | None) -> int:
@@ -101,25 +102,24 @@ def _whole_pages(prefix: SharedPrefix | None) -> int:
 
 
 def _fit_pages(
-    shape: ModelShape, config: RuntimeConfig, budgets: Budgets, per_lane: Load, per_block: Load, least: int
+    shape: ModelShape, config: RuntimeConfig, budgets: Budgets, per_lane: Load, per_block: Load, min_pages: int
 ) -> Load:
     """Returns the load with the most KV pages in the fastest tier in which it `has_enough_pages`.
 
-    Otherwise returns the most pages of any tier, or the `least` usable ones, so that a ledger shows why they do not
-    fit. `per_lane`: the load if KV is offloaded, with prefixes shared within lanes; `per_block`: if not. Most outputs
-    end before their limits, so half the pages hold nearly as many sequences and keep KV in fast memory; with fewer,
-    sequences are preempted and prefilled again.
+    Without such a tier, returns the most pages of any tier, but at least `min_pages`: the ledger then shows what does
+    not fit. `per_lane`: load with prefixes shared within lanes, for offloaded KV. `per_block`: load with prefixes
+    shared in the block, for other KV. Half of all pages are enough, since most outputs end before their limits.
     """
-    most, full = least, per_lane
+    max_pages, full = min_pages, per_lane
     for tier in kv_tiers(shape, config, has_device=budgets.has_device):
         tier_config = least_memory_config(replace(config, kv=replace(config.kv, tier=tier)))
         full = per_lane if can_offload_kv(shape, tier_config, tier, has_device=budgets.has_device) else per_block
-        counts = range(least, full.num_kv_pages + 1)
+        counts = range(min_pages, full.num_kv_pages + 1)
         num_pages = _max_fitting_pages(shape, tier_config, budgets, full, counts)
         if replace(full, num_kv_pages=num_pages).has_enough_pages:
             return replace(full, num_kv_pages=num_pages)
-        most = max(most, num_pages)
-    return replace(full, num_kv_pages=most)
+        max_pages = max(max_pages, num_pages)
+    return replace(full, num_kv_pages=max_pages)
 
 
 def _max_fitting_pages(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, full: Load, counts: range) -> int:

@@ -11,7 +11,7 @@ from ...units import MIB, round_up
 GATHERED_BYTES = 128 * MIB  # keys and values that an accelerator gathers at once; one row may exceed it
 SCORED_BYTES = 16 * MIB  # the same where scores are computed by plain operators
 INDEX_BYTES = 64  # per position: page indices for full and windowed layers, and temporaries to compute them
-NUM_WAVES_SPLIT = 800  # partial sums of a split-KV flash kernel: three waves of blocks on 132 processors
+NUM_WAVES_SPLIT = 800  # partial sums of a split-KV flash kernel: about six blocks on each of 132 processors
 
 
 class AttentionMethod(Enum):
@@ -111,7 +111,7 @@ class DeltaRule:
     value_dim: int
 
     def num_bytes(self, num_rows: int, num_columns: int, dtype_bytes: int) -> int:
-        """Returns the peak temporary bytes, reached after the chunks' systems are solved.
+        """Returns the peak temporary bytes, reached after the triangular systems of all chunks are solved.
 
         Counts separate tensors of scaled and decayed queries, keys and values, and matrices over pairs of positions in
         a chunk. States count five times: cached, before and after a chunk, and two products.
