@@ -141,9 +141,7 @@ class PlanConfig:
             f"plan.format={packed} and model.quantize={quantize and quantize.value} exclude each other: leave one out",
         )
         missing = [f"workload.{key}" for key, value in vars(self.workload).items() if value is None]
-        require(
-            not missing, f"prompt lengths of dataset={self.dataset.get('kind')} are unknown: set {', '.join(missing)}"
-        )
+        require(not missing, f"unknown prompt lengths of dataset={self.dataset.get('kind')}: set {', '.join(missing)}")
 
     @property
     def runtime(self) -> RuntimeConfig:
