@@ -74,7 +74,7 @@ class DatasetConfig(DatasetFields):
 
 
 def require_usable(config: DatasetConfig, rows: Iterable[Row], problem: Callable[[Row], str | None]) -> None:
-    """Raises DatasetError if no row is without a problem; reading stops at the first that is."""
+    """Raises DatasetError if every row has a problem, or there are no rows. Reads up to the first usable row."""
     num_rows, first = 0, ""
     for row in rows:
         reason = problem(row)
@@ -127,7 +127,7 @@ def read_rows(config: DatasetConfig, *, count_tokens: CountTokens | None = None,
         len(rows) * config.repeat <= MAX_ROWS,
         f"dataset.repeat={config.repeat:,} times {len(rows):,} rows is above the limit of {MAX_ROWS:,} rows per run",
     )
-    rows = KINDS[config.kind.name].reject_other_job(rows, encodes)
+    rows = KINDS[config.kind.name].reject_wrong_endpoints(rows, encodes)
     reject_bad_rows(rows, config.on_bad_row)
     warn_about_empty_fields(rows, config)
     return number_rows(resolve_duplicates(repeat_rows(rows, config.repeat), config.dedupe))

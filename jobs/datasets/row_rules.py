@@ -100,14 +100,14 @@ CHAT_KEYS = frozenset({"messages_field", "turns_field", "tools_field"})  # for t
 @dataclass(frozen=True, kw_only=True)
 class InputKind:
     """A kind of dataset. `keys`: config keys it supports, beyond those of all kinds. `has_chats`: each row defines
-    whether it is a chat, not `chat_template`. `reject_other_job`: turns requests of another job into error rows; its
-    second argument is True for jobs that encode."""
+    whether it is a chat, not `chat_template`. `reject_wrong_endpoints`: turns requests of another job into error
+    rows; its second argument is True for jobs that encode."""
 
     rows: Callable[[DatasetFields, CountTokens | None], Iterator[Row]]
     keys: frozenset[str] = frozenset()
     needs: str = "dataset.path=<file or directory>"  # shown if `path` is required and missing
     has_chats: bool = False
-    reject_other_job: Callable[[Sequence[Row], bool], list[Row]] = lambda rows, _: [*rows]
+    reject_wrong_endpoints: Callable[[Sequence[Row], bool], list[Row]] = lambda rows, _: [*rows]
     windowed: "WindowedReader | None" = None
 
 

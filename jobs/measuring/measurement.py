@@ -42,7 +42,7 @@ Advance = Callable[[str, int], object]
 
 @torch.inference_mode()
 def measure_machine(machine: MachineConfig, config: MeasureConfig, advance: Advance) -> Measurement:
-    """Measures all rates. Calls `advance` with the name of each finished probe and the number of all. Raises
+    """Measures all rates. Calls `advance` with the name of each finished probe and the total number. Raises
     ConfigError if the device is missing."""
     begin = time.monotonic()
     device = ComputeDevice(machine.device)
@@ -72,14 +72,14 @@ def measure_machine(machine: MachineConfig, config: MeasureConfig, advance: Adva
         **dtypes,
     )
     host = current_host(device_name(device), torch.get_num_threads())
-    products = None if device.is_accelerator else fastest_backends(config.gemm_rows, figures)
+    backends = None if device.is_accelerator else fastest_backends(config.gemm_rows, figures)
     if measured.num_rounds < config.num_rounds:
         notes.append(
             f"only {measured.num_rounds} of measure.num_rounds={config.num_rounds}: a round takes "
             f"{measured.round_seconds:.1f} s, and measure.seconds={config.seconds:g}"
         )
     return Measurement(
-        host=host, rates=rates, figures=figures, products=products, seconds=time.monotonic() - begin, notes=notes
+        host=host, rates=rates, figures=figures, products=backends, seconds=time.monotonic() - begin, notes=notes
     )
 
 

@@ -13,8 +13,8 @@ from runtime.plan.shape.shapes import TensorSlice
 from runtime.store.checkpoint import (
     INDEX,
     INDEX_SUFFIX,
-    NAMED,
     SINGLE,
+    WEIGHTS_KEY,
     find_weights,
     is_gguf,
     is_index,
@@ -149,7 +149,7 @@ def fingerprint_file(path: Path) -> str:
 def packed_config(source: PackSource, extra: Mapping[str, object]) -> bytes:
     """The text of config.json: the model's, with the storage format and the fields of `extra`."""
     values = {**source.config, "quantization_config": {"quant_method": METHOD, **extra}}
-    values.pop(NAMED, None)  # the store has its files under the usual names
+    values.pop(WEIGHTS_KEY, None)  # packed weights have the default file names
     return json.dumps(values, indent=2).encode() + b"\n"
 
 

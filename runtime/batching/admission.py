@@ -26,8 +26,8 @@ class Waiting:
 
 @dataclass(slots=True, kw_only=True)
 class SlotState:
-    """A request in a lane, between two passes. `num_cached`: known tokens with stored KV, including its whole shared
-    prefix, stored or not. Mutable, for simulations."""
+    """A request in a lane, between two passes. `num_cached`: known tokens with stored KV, plus its whole shared prefix,
+    even while another sequence still computes it. Mutable, for simulations."""
 
     request: int
     lane: int
@@ -45,7 +45,7 @@ class SlotState:
 @dataclass(frozen=True, kw_only=True)
 class AdmissionLimits:
     """Limits of lanes. `lane_size`: sequences per lane; `lane_tokens`: tokens per lane and pass, decode included;
-    `page_tokens`: positions per KV page; `reserved_pages`: free pages of other ranks."""
+    `page_tokens`: positions per KV page; `reserved_pages`: pages of the pool to leave to other ranks."""
 
     num_lanes: int
     lane_size: int
@@ -81,10 +81,10 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class PassPlan:
-    """Actions before the next pass, in this order, and its tokens. `preempted`: requests that free their pages and
-    return to the head of the queue, in its order. `dropped`: prefixes that free their pages. `admitted`: (request,
-    lane), oldest first, with prefixes that are not cached yet. `new_tokens`: known tokens per request in the pass;
-    `prefix_tokens`: per prefix. A running request without tokens waits for its lane's budget or its prefix."""
+    """Actions before the next pass, in the order below, and the tokens of the pass. `preempted`: requests that free
+    their pages and return to the head of the queue, oldest first. `dropped`: prefixes that free their pages.
+    `admitted`: (request, lane), oldest first, with prefixes that are not cached yet. `new_tokens`: known tokens per
+    request in the pass; `prefix_tokens`: per prefix. A running request without tokens waits for budget or prefix."""
 
     preempted: tuple[int, ...]
     admitted: tuple[tuple[int, int], ...]
@@ -167,37 +167,37 @@ def _needed_pages(
 def _assign_tokens(
     running: Iterable[SlotState], prefixes: RetainedPrefixes, limits: AdmissionLimits
 ) -> tuple[dict[int, int], dict[PrefixKey, int]]:
-    """Distributes each lane's token budget: to decode, then to prefixes (in order of lanes, as a lane may use those of
-    lanes before it), then to prompt chunks, oldest first."""
+    """Distributes each lane's token budget: to decode, then to shared prefixes, then to prompt chunks, oldest first.
+    Prefixes go by lane: in the same pass, a later lane can use the prefix that an earlier one computes."""
     budgets, rule = [limits.lane_tokens] * limits.num_lanes, limits.rule
     new_tokens, filled = dict[int, int](), dict[PrefixKey, int]()
 
-    def take(lane: int, wanted: int) -> int:
-        taken = min(budgets[lane], wanted)
-        budgets[lane] -= taken
-        return taken
+    def spend(lane: int, num_tokens: int) -> int:
+        granted = min(budgets[lane], num_tokens)
+        budgets[lane] -= granted
+        return granted
 
-    def may_begin(slot: SlotState) -> bool:
-        begins = slot.prefix is not None and slot.num_cached == rule.num_shared(slot.prefix)
-        return not begins or prefixes.may_begin(slot.prefix, slot.lane, filled)
+    def can_prefill(slot: SlotState) -> bool:
+        is_at_prefix = slot.prefix is not None and slot.num_cached == rule.num_shared(slot.prefix)
+        return not is_at_prefix or prefixes.can_start_after(slot.prefix, slot.lane, filled)
 
     prompts = list[SlotState]()
     for slot in running:
         missing, prefix = slot.num_known - slot.num_cached, slot.prefix
-        # Fast path for decode, past the prefix: no call.
-        if missing > 1 or (prefix is not None and slot.num_cached <= prefix.num_tokens and not may_begin(slot)):
+        # Fast path for decode: no function call once the slot is past its prefix.
+        if missing > 1 or (prefix is not None and slot.num_cached <= prefix.num_tokens and not can_prefill(slot)):
             prompts.append(slot)
         elif missing and budgets[slot.lane]:
             budgets[slot.lane] -= 1
             new_tokens[slot.request] = 1
-    incomplete = [each for each in prefixes if each[1].num_cached < rule.num_shared(each[0][0])]
-    for (prefix, key_lane), cached in sorted(incomplete, key=lambda each: each[1].lane):
-        begins = cached.num_cached == rule.num_shared(prefix.parent)
-        if not begins or prefixes.may_begin(prefix.parent, cached.lane, filled):
-            filled[prefix, key_lane] = take(cached.lane, rule.num_shared(prefix) - cached.num_cached)
+    incomplete = [(key, cached) for key, cached in prefixes if cached.num_cached < rule.num_shared(key[0])]
+    for (prefix, key_lane), cached in sorted(incomplete, key=lambda item: item[1].lane):
+        is_at_parent = cached.num_cached == rule.num_shared(prefix.parent)
+        if not is_at_parent or prefixes.can_start_after(prefix.parent, cached.lane, filled):
+            filled[prefix, key_lane] = spend(cached.lane, rule.num_shared(prefix) - cached.num_cached)
     for slot in prompts:
-        if may_begin(slot) and (taken := take(slot.lane, slot.num_missing)):
-            new_tokens[slot.request] = taken
+        if can_prefill(slot) and (granted := spend(slot.lane, slot.num_missing)):
+            new_tokens[slot.request] = granted
     return new_tokens, {key: count for key, count in filled.items() if count}
 
 
@@ -221,7 +221,7 @@ def _admit(
         reserved = slot.num_known + page
         room -= -(-(reserved if reserved < slot.max_cached else slot.max_cached) // page) - -(-slot.num_cached // page)
     entered: list[SlotState] = []
-    for turn, request in enumerate(waiting):
+    for index, request in enumerate(waiting):
         open_lanes = [lane for lane in range(limits.num_lanes) if num_assigned[lane] < limits.lane_size]
         if not open_lanes:
             break
@@ -239,7 +239,7 @@ def _admit(
         needed += prefixes.missing_pages(prefix, lane) - limits.pages(entering.num_cached)
         if needed > room:
             num_released = prefixes.make_room(
-                needed - room, _assigned_prefixes([*running, *entered, entering]), _waiting_prefixes(waiting[turn:])
+                needed - room, _assigned_prefixes([*running, *entered, entering]), _waiting_prefixes(waiting[index:])
             )
             if num_released is None:
                 break

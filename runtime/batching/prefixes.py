@@ -237,7 +237,7 @@ class RetainedPrefixes:
         """Pages that prefixes in progress still need."""
         return sum(self._num_pages(key) - self._stored_pages(key) for key in self._cached)
 
-    def may_begin(self, prefix: SharedPrefix | None, lane: int, filled: Mapping[PrefixKey, int]) -> bool:
+    def can_start_after(self, prefix: SharedPrefix | None, lane: int, filled: Mapping[PrefixKey, int]) -> bool:
         """True if a sequence of the lane may start after the prefix in a pass that adds `filled` tokens to prefixes."""
         if prefix is None:
             return True

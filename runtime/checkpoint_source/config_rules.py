@@ -1,5 +1,5 @@
-"""Validates config.json, and makes a safe copy of a checkpoint's directory for transformers: vetted JSON and links to
-vocabularies; no code, pickles or weights, and no setting that names any."""
+"""Validates config.json, and makes a safe copy of a checkpoint's directory for transformers: vetted JSON, without
+keys that name code, and links to vocabularies. Code, pickles and weights are left out."""
 
 import json
 import math
@@ -21,9 +21,9 @@ _CODE = re.compile(
     r"auto_map|trust_remote_code|code_revision|custom_generate|use_kernels|kernel_config"
     r"|_?(?:attn|attention|experts|mlp)_implementation(?:_internal)?"
 )
-# Keys that change the form of outputs, and labels, which only classifiers keep.
+# Keys that change the form of outputs.
 _OUTPUTS = re.compile(r"return_dict|use_return_dict|output_(?:attentions|hidden_states)|torchscript")
-_LABELS = re.compile(r"num_labels|id2label|label2id|problem_type")
+_LABELS = re.compile(r"num_labels|id2label|label2id|problem_type")  # removed unless the model is a classifier
 _CLASSIFIER = "ForSequenceClassification"
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
@@ -32,9 +32,9 @@ VOCABULARIES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".bp
 TEMPLATES = "additional_chat_templates"
 MAX_SETTINGS_BYTES = 8 * MIB
 
-LARGEST = 2**31 - 1
+MAX_INTEGER = 2**31 - 1
 MAX_LABELS = 1_000_000  # transformers makes a name for each
-MIN_LAYER_LIMIT = 256  # even if the checkpoint has fewer tensors: layers of an absent tower, built in a second
+MIN_LAYER_LIMIT = 256  # layers allowed with fewer tensors: config.json may describe a vision tower without weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class ConfigRule:
 
 
 def _integer_from(least: int) -> Callable[[JsonValue], bool]:
-    return lambda value: type(value) is int and least <= value <= LARGEST
+    return lambda value: type(value) is int and least <= value <= MAX_INTEGER
 
 
 def _number_between(*, least: float, most: float = math.inf) -> Callable[[JsonValue], bool]:
@@ -66,20 +66,20 @@ RULES = (
             r"(?:\w+_)?hidden_(?:size|dim)|n_embd|d_model|vocab_size|(?:\w+_)?num_(?:\w+_)?heads|n_heads?"
             r"|(?:\w+_)?(?:attention|key_value)_heads|weight_block_size"
         ),
-        meaning=f"a whole number from 1 to {LARGEST:,}",
+        meaning=f"a whole number from 1 to {MAX_INTEGER:,}",
         is_valid=_integer_from(1),
     ),
     ConfigRule(
         keys=re.compile(r"max_position_embeddings|max_sequence_length|n_positions"),
-        meaning=f"a number from 1 to {LARGEST:,}",
-        is_valid=_number_between(least=1, most=LARGEST),
+        meaning=f"a number from 1 to {MAX_INTEGER:,}",
+        is_valid=_number_between(least=1, most=MAX_INTEGER),
     ),
     ConfigRule(
         keys=re.compile(
             r"(?:\w+_)?num_(?:\w+_)?(?:layers|blocks)|n_layers?|layers|depth|(?:encoder|decoder)_layers|(?:\w+_)?head_dim"
             r"|d_kv|(?:\w+_)?(?:ffn|intermediate)_(?:size|dim)|n_inner|d_ff|num_(?:\w+_)?experts(?:_per_tok)?|n_\w+_experts"
         ),
-        meaning=f"a whole number from 0 to {LARGEST:,}",
+        meaning=f"a whole number from 0 to {MAX_INTEGER:,}",
         is_valid=_integer_from(0),
     ),
     ConfigRule(
@@ -124,7 +124,7 @@ def require_valid_config(values: JsonObject, file: Path, *, num_tensors: int | N
     """Raises CheckpointError with `file`, the dotted key, its value and the expectation. `num_tensors` in the
     checkpoint bounds the number of layers."""
     max_layers = None if num_tensors is None else max(num_tensors, MIN_LAYER_LIMIT)
-    for dotted, key, value in _leaves(values, ""):
+    for dotted, key, value in _entries(values, ""):
         if value is None:
             continue
         for rule in RULES:
@@ -158,12 +158,12 @@ def _filter_keys(values: JsonObject, *, has_labels: bool) -> JsonObject:
 
 def code_keys(values: JsonObject) -> list[str]:
     """The dotted keys that name code."""
-    return sorted({dotted for dotted, key, _ in _leaves(values, "") if _CODE.fullmatch(key)})
+    return sorted({dotted for dotted, key, _ in _entries(values, "") if _CODE.fullmatch(key)})
 
 
 def find_key(values: JsonObject, text: object) -> str | None:
     """Returns the dotted key whose value is `text`, or None."""
-    return next((dotted for dotted, _, value in _leaves(values, "") if isinstance(value, str) and value == text), None)
+    return next((dotted for dotted, _, value in _entries(values, "") if isinstance(value, str) and value == text), None)
 
 
 def _invalid_value_error(file: Path, dotted: str, value: JsonValue, meaning: str) -> CheckpointError:
@@ -172,20 +172,21 @@ def _invalid_value_error(file: Path, dotted: str, value: JsonValue, meaning: str
     return CheckpointError(f"{file}: {dotted} must be {meaning}, got {text}")
 
 
-def _leaves(values: JsonObject, prefix: str) -> Iterator[tuple[str, str, JsonValue]]:
+def _entries(values: JsonObject, prefix: str) -> Iterator[tuple[str, str, JsonValue]]:
     """Yields dotted key, key and value of every entry on every level, also inside lists."""
     for key, value in values.items():
         dotted = f"{prefix}{key}"
         yield dotted, key, value
         for nested in value if isinstance(value, list) else [value]:
             if isinstance(nested, Mapping):
-                yield from _leaves(nested, f"{dotted}.")
+                yield from _entries(nested, f"{dotted}.")
 
 
 @contextmanager
 def vetted_directory(directory: Path) -> Iterator[Path]:
-    """Yields a temporary directory that transformers may read. Raises CheckpointError with file and key; a
-    CheckpointError of the block becomes one about tokenizer.json if that file is not valid JSON."""
+    """Yields a temporary directory that transformers may read. Raises CheckpointError with file and key.
+
+    If the `with` block raises CheckpointError, blames tokenizer.json if it is not valid JSON."""
     with TemporaryDirectory(prefix="weightstream-") as home:
         view = Path(home)
         for file in directory.iterdir():

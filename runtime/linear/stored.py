@@ -24,7 +24,7 @@ from .blocks import Block, dequantize_rows, join_blocks, join_stacks, panels
 from .fused_projections import FusedProjections
 from .rows import Codes, Rows, stack_codes
 
-MAX_KERNEL_ROWS = 1024  # of x, for which kernels decode inside the product; more: dequantize once
+MAX_KERNEL_ROWS = 1024  # rows of x up to which kernels decode inside the product; above, dequantize once
 
 
 def expert_batches(out_EnK: torch.Tensor) -> Iterator[range]:
@@ -35,15 +35,15 @@ def expert_batches(out_EnK: torch.Tensor) -> Iterator[range]:
 
 
 def dequantize(block: Block, out_EnK: torch.Tensor) -> None:
-    """Dequantizes a block, one matrix or one range of `expert_batches`, to `out_EnK`, rounded once to its dtype. Uses a
-    device kernel, or torch operators with up to `DEQUANTIZING_BYTES` of scratch memory."""
+    """Dequantizes a block (of one matrix, or of the experts of an `expert_batches` range) to `out_EnK`, rounded once to
+    its dtype. Uses a device kernel, or torch operators with up to `DEQUANTIZING_BYTES` of scratch memory."""
     if isinstance(block, torch.Tensor):
         out_EnK.copy_(block.view(out_EnK.shape))
         return
     if device_codes.try_decode(block, out_EnK):
         return
     for row, panel in panels([block], torch.float32, on_device=True):
-        # Several matrices are one panel.
+        # A block of several matrices yields a single panel.
         target = out_EnK[0, row : row + len(panel)] if len(out_EnK) == 1 else out_EnK
         target.copy_(panel.view(target.shape))
 
@@ -76,7 +76,7 @@ class StoredWeight(torch.Tensor):
     is_transposed: bool  # shape is (K, N), rows are stored as (N, K); for a stack, per expert
     is_matrix: bool  # cached: `dim()` of a tensor subclass calls `__torch_function__`
     compute_dtype: torch.dtype
-    projections: tuple[FusedProjections, str] | None  # and this weight's name
+    projections: tuple[FusedProjections, str] | None  # the group and this weight's name in it
     table: BackendTable | None  # measured backends; None: the default rule
     join: Join | None  # None if not in an accelerator's memory
     decoders: dict[torch.dtype, bool]  # True if device kernels decode its codes to the dtype
@@ -124,7 +124,7 @@ class StoredWeight(torch.Tensor):
         )
 
     def dequantize_into(self, out: torch.Tensor) -> torch.Tensor:
-        """Dequantizes the weight to `out` (flat, as many numbers), rounded once to its dtype. Returns a view of `out`
+        """Dequantizes the weight to `out` (1-D, as many elements), rounded once to its dtype. Returns a view of `out`
         with this weight's shape."""
         heights = [block.shape[0] for block in self.entries[0]]
         out_EnK, first = out.view(len(self.entries), sum(heights), -1), 0
@@ -155,7 +155,9 @@ class StoredWeight(torch.Tensor):
         for blocks in zip(*self.entries, strict=True):
             parts = [None if isinstance(block, torch.Tensor) else block.codes() for block in blocks]
             known = [part for part in parts if part is not None]
-            stack = None if len(known) < len(parts) else known[0] if len(known) == 1 else stack_codes(known)
+            if len(known) < len(parts):
+                return ()
+            stack = known[0] if len(known) == 1 else stack_codes(known)
             if stack is None or not stack.is_view:
                 return ()
             stacks.append(stack)
@@ -320,8 +322,8 @@ def _transpose(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _view(weight: torch.Tensor, *sizes: int | Sequence[int]) -> torch.Tensor:
-    """Views a matrix of experts, concatenated by rows, as a stack (DBRX). A size of -1 is left to torch: it does not
-    mean experts (DeepSeek-V4's grouped output projection)."""
+    """Views a matrix of experts, concatenated by rows, as a stack (DBRX). Left to torch if a size
+    is -1, as in DeepSeek-V4's grouped output projection, which has no experts."""
     shape = [size for part in sizes for size in (part if isinstance(part, Sequence) else [part])]
     if not isinstance(weight, StoredWeight) or weight.is_stacked or weight.is_transposed or len(shape) != 3:
         return NotImplemented

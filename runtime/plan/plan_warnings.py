@@ -67,8 +67,8 @@ def slow_settings(config: RuntimeConfig, plan: RunPlan) -> list[str]:
 def _weight_warnings(config: RuntimeConfig, shape: ModelShape, *, has_device: bool) -> Iterator[str]:
     offload, tier = config.offload, config.tier
     keeps_all = tier is Tier.none or (tier is Tier.cpu and not has_device)
-    is_stored = DequantizedSize.from_shape(shape, frozenset(), 1) is not None
-    if offload.dequantize is not Dequantize.auto and not (has_device and is_stored):
+    has_quantized = DequantizedSize.from_shape(shape, frozenset(), 1) is not None
+    if offload.dequantize is not Dequantize.auto and not (has_device and has_quantized):
         why = "no weights are stored quantized" if has_device else "there is no accelerator"
         yield f"offload.dequantize={offload.dequantize.value} has no effect: {why}; set auto"
     if offload.tier is Tier.cpu and not has_device:
@@ -105,7 +105,7 @@ def _compute_warnings(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *
             why = "this checkpoint's experts share bytes or scales and cannot be read one by one"
         yield f"offload.expert_paging={paging.value} has no effect: {why}; set auto"
     if config.policy.attention is Attention.cpu and not cpu_attends(shape, config, has_device=has_device):
-        why = "padded lanes attend in the model's own code"
+        why = "the model only runs in padded lanes, which use its own attention code"
         if shape.is_packed:
             why = "the accelerator expands this model's latents (MLA) in its memory"
         yield f"policy.attention=cpu has no effect: {why}; set policy.attention=device"
@@ -128,7 +128,7 @@ def _kv_warnings(config: RuntimeConfig, shape: ModelShape, placement: Placement,
     elif kv.tier is KVTier.auto or kv.device_fraction is None:
         why = ROOM_FOR_ALL
     else:
-        why = "it leaves no layer to offload"
+        why = f"kv.device_fraction={kv.device_fraction:g} leaves no layer to offload"
     if kv.tier in (KVTier.cpu, KVTier.nvme) and kv.device_fraction is None and why == ROOM_FOR_ALL:
         yield f"kv={kv.tier.value} has no effect: {why}; set kv.device_fraction=0 to offload it anyway"
     if kv.device_fraction is not None:
@@ -149,7 +149,7 @@ def _prefetch_warnings(config: RuntimeConfig, placement: Placement) -> Iterator[
     if depth != PrefetchConfig.depth:
         if kind is Prefetch.cost_aware:
             yield f"prefetch.depth={depth} has no effect: prefetch=cost_aware chooses it; set prefetch=lookahead"
-        elif kind is not Prefetch.lookahead and not placement.paged:  # experts have slots by depth
+        elif kind is not Prefetch.lookahead and not placement.paged:  # the depth also sets the slots of paged experts
             yield f"prefetch.depth={depth} has no effect with prefetch={kind.value}; set prefetch=lookahead"
     if block_layers != PrefetchConfig.block_layers and kind is not Prefetch.block:
         yield f"prefetch.block_layers={block_layers} has no effect with prefetch={kind.value}; set prefetch=block"
@@ -158,8 +158,8 @@ def _prefetch_warnings(config: RuntimeConfig, placement: Placement) -> Iterator[
 def _policy_warnings(policy: PolicyConfig, shape: ModelShape) -> Iterator[str]:
     if policy.admission is Admission.continuous and not shape.is_packed:
         yield (
-            "policy.admission=continuous admits whole micro-batches: requests cannot join padded lanes, so they wait "
-            "for the last sequence of a micro-batch; a smaller policy.micro_batch_size admits them earlier"
+            "policy.admission=continuous admits whole micro-batches: the model runs in padded lanes, which take new "
+            "requests only when every sequence is finished; a smaller policy.micro_batch_size admits them earlier"
         )
     if policy.kind is PolicyKind.fixed and policy.pin is not None:
         yield f"policy.pin={policy.pin} has no effect with policy=fixed; set policy=auto"

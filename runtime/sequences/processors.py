@@ -78,7 +78,7 @@ class Processors:
         self._start_token_id = start_token_id
         self._device: Any = device  # transformers annotates it as a str
         eos = torch.tensor(sorted(eos_token_ids), device=device) if eos_token_ids else None
-        self._history_steps = lru_cache(NUM_PENALTIES)(lambda penalty: _history_steps(config, bad_words, eos, penalty))
+        self._history_steps = lru_cache(NUM_PENALTIES)(lambda value: _history_processors(config, bad_words, eos, value))
         self._run_penalty = config.repetition_penalty
         self._by_length = [*self._length_steps(config, eos)]
 
@@ -123,7 +123,7 @@ class Processors:
                 length=lambda row: self._length(row) if self._length(row) < min_length and _can_end(row) else None,
             )
         if eos is not None:
-            yield LengthStep(  # bans EOS in the rows that it gets
+            yield LengthStep(  # `length` selects the rows; this minimum, never reached, bans EOS in them
                 processor=MinNewTokensLengthLogitsProcessor(0, MAX_NEW_TOKENS, eos),
                 length=lambda row: (
                     _num_new(row) if _num_new(row) < _min_new_tokens(row, min_new) and _can_end(row) else None
@@ -137,7 +137,7 @@ class Processors:
             )
         if config.forced_eos_token_id is not None:
             yield LengthStep(
-                processor=ForcedEOSTokenLogitsProcessor(1, config.forced_eos_token_id, self._device),
+                processor=ForcedEOSTokenLogitsProcessor(1, config.forced_eos_token_id, self._device),  # at length 0
                 length=lambda row: 0 if _num_new(row) == row.request.max_new_tokens - 1 else None,
             )
         if eos is not None and config.exponential_decay_length_penalty is not None:
@@ -154,11 +154,11 @@ class Processors:
         if config.begin_suppress_tokens:
             yield LengthStep(
                 processor=SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, 0, self._device),
-                length=lambda row: 0 if _num_new(row) == self._num_before_begin(row, is_forced) else None,
+                length=lambda row: 0 if _num_new(row) == self._num_forced(row, is_forced) else None,
             )
 
-    def _num_before_begin(self, row: Sequence, is_forced: bool) -> int:
-        """1 if `forced_bos_token_id` precedes the first chosen token, else 0."""
+    def _num_forced(self, row: Sequence, is_forced: bool) -> int:
+        """New tokens before the first sampled one: 1 if `forced_bos_token_id` applies to the row, else 0."""
         return int(is_forced and self._length(row) - _num_new(row) == 1)
 
     def _length(self, row: Sequence) -> int:
@@ -179,9 +179,10 @@ def _min_new_tokens(row: Sequence, run_setting: int) -> int:
     return run_setting if own is None else own
 
 
-def _history_steps(
+def _history_processors(
     config: SamplingConfig, bad_words: list[list[int]], eos: torch.Tensor | None, penalty: float | None
 ) -> LogitsProcessorList:
+    """Makes the processors that read token ids; `penalty` is the repetition penalty."""
     processors = LogitsProcessorList()
     if config.sequence_bias:
         processors.append(SequenceBiasLogitsProcessor(config.sequence_bias))

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-CONFIG, NAMED = "config.json", "transformers_weights"  # the key of config.json that names another weights file or index
+CONFIG, WEIGHTS_KEY = "config.json", "transformers_weights"  # the key names another weights file or index
 INDEX_SUFFIX = ".index.json"
 ADAPTER = "adapter_config.json"
 MAX_NAME_BYTES = 255  # Linux: of a file name
@@ -83,7 +83,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if entry is None:
         raise no_weights_error(str(path), list_names(path))
     if not entry.exists():
-        raise CheckpointError(f"{entry}: missing, but {CONFIG} names it ({NAMED})")
+        raise CheckpointError(f"{entry}: missing, but {CONFIG} names it ({WEIGHTS_KEY})")
     if not is_index(entry):
         warn_of_unused_index(entry)
         return Checkpoint(path=path, tensors=read_header(entry))
@@ -148,13 +148,14 @@ def find_weights(directory: Path, names: Collection[str] | None = None) -> Path 
     `names`: the files of the repository if `directory` does not hold its weights yet. Raises CheckpointError if
     `transformers_weights` is not a plain file name."""
     config = directory / CONFIG
-    named = read_json_object(config).get(NAMED) if config.is_file() else None
+    named = read_json_object(config).get(WEIGHTS_KEY) if config.is_file() else None
     if named is not None:
         if not isinstance(named, str) or not named.endswith((".safetensors", ".safetensors.index.json")):
             raise CheckpointError(
-                f"{config}: {NAMED}={named!a:.80}; expected a name that ends in .safetensors or .safetensors.index.json"
+                f"{config}: {WEIGHTS_KEY}={named!a:.80}; "
+                "expected a name that ends in .safetensors or .safetensors.index.json"
             )
-        return directory / _require_plain_name(named, f"{config}: {NAMED}")
+        return directory / _require_plain_name(named, f"{config}: {WEIGHTS_KEY}")
     for name in (SINGLE, INDEX):
         if name in names if names is not None else (directory / name).exists():
             return directory / name

@@ -31,7 +31,7 @@ from ..plan.shape.shapes import Parameter, TensorSlice
 from .conversions import Conversion, ConverterUse
 from .stage_weights import is_plain
 
-Pieces = tuple[tuple[TensorSlice, ...], ...]
+Pieces = tuple[tuple[TensorSlice, ...], ...]  # per expert (one if not stacked), slices to concatenate by rows
 Collected = dict[str, list[TensorSlice]]
 
 
@@ -79,7 +79,7 @@ def build_parameters(
 ) -> dict[str, Parameter]:
     """Returns parameters by full name, except targets of `inexpressible`. Raises CheckpointError if a parameter has no
     pieces or their combined shape differs."""
-    later = {target for conversion in inexpressible for target in conversion.targets}
+    converted = {target for conversion in inexpressible for target in conversion.targets}
     buffers = dict(model.named_buffers())
     owners: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -99,7 +99,7 @@ def build_parameters(
                     f"{piece.file}: tensor {piece.name!r} makes a parameter of shape {shape}, "
                     f"but the model's {name!r} is {tuple(tensor.shape)}: does config.json belong to these weights?"
                 )
-        elif name not in buffers and name not in later:
+        elif name not in buffers and name not in converted:
             missing.append(name)
     if missing:
         raise CheckpointError(
@@ -112,7 +112,7 @@ def build_parameters(
 def match_tensors(
     model: PreTrainedModel, tensors: Mapping[str, TensorSlice], transforms: Iterable[WeightTransform]
 ) -> tuple[dict[str, TensorSlice], list[ConverterUse]]:
-    """Returns the tensors that are parameters as they are, by new name, and the uses of converters."""
+    """Returns tensors that are only renamed, by parameter name, and the uses of converters for all others."""
     transforms = list(transforms)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -167,9 +167,9 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def init_computed_parameters(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Replaces parameters that the class computes and does not save (such as sinusoidal positions), and that are not
-    among the checkpoint's tensor `names`, by CPU buffers with the class's initial values. Mutates `model`, which is on
-    the meta device."""
+    """Replaces unsaved parameters, such as sinusoidal positions, by CPU buffers with the class's initial values.
+
+    Only if the checkpoint's tensor `names` lack them. Mutates `model`, which is on the meta device."""
     patterns = model._keys_to_ignore_on_save or ()
     for name in [name for name, _ in model.named_parameters()]:
         if name not in names and any(re.search(pattern, name) for pattern in patterns):

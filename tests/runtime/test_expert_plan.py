@@ -206,7 +206,7 @@ def test_paging_is_chosen_by_what_all_passes_read(
     prefill: tuple[int, int, int] | None, decode: tuple[int, int], layer_fits: bool, expected: ExpertPaging
 ) -> None:
     phases = [
-        ExpertPhase(num_passes=passes, num_requests=requests, num_tokens=tokens)
+        ExpertPhase(num_passes=passes, runs_per_pass=requests, num_tokens=tokens)
         for passes, requests, tokens in [prefill or (0, 0, 0), (20, *decode)]
     ]
     chosen = choose_paging(num_experts=160, num_experts_per_token=8, phases=phases, layer_fits=layer_fits)

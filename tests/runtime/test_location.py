@@ -14,7 +14,7 @@ from runtime.checkpoint_source.location import find_checkpoint
 from runtime.config.settings import ModelConfig
 from runtime.errors import CheckpointError
 from runtime.remote.object_store import ObjectStore
-from runtime.store.checkpoint import INDEX, NAMED, SINGLE
+from runtime.store.checkpoint import INDEX, SINGLE, WEIGHTS_KEY
 
 MODEL, COMMIT = "somebody/model", "0123456789abcdef0123456789abcdef01234567"
 SETTINGS = {"config.json": "{}", "tokenizer.json": "{}", "tokenizer_config.json": "{}", "README.md": "a model"}
@@ -37,11 +37,13 @@ LAYOUTS: Mapping[str, tuple[Files, Sequence[str]]] = {
     ),
     "a single file beside shards": (SHARDED | {SINGLE: "w"}, [SINGLE]),
     "a named file": (
-        SHARDED | {SINGLE: "w", "mine[1].safetensors": "w", "config.json": json.dumps({NAMED: "mine[1].safetensors"})},
+        SHARDED
+        | {SINGLE: "w", "mine[1].safetensors": "w", "config.json": json.dumps({WEIGHTS_KEY: "mine[1].safetensors"})},
         ["mine[1].safetensors"],
     ),
     "a named index": (
-        {SINGLE: "w", "config.json": json.dumps({NAMED: "mine.safetensors.index.json"}), **dict.fromkeys(SHARDS, "w")}
+        {SINGLE: "w", "config.json": json.dumps({WEIGHTS_KEY: "mine.safetensors.index.json"})}
+        | dict.fromkeys(SHARDS, "w")
         | {"mine.safetensors.index.json": SHARDED[INDEX]},
         SHARDS,
     ),

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from runtime.errors import CheckpointError
-from runtime.store.checkpoint import INDEX, NAMED, SINGLE, open_checkpoint
+from runtime.store.checkpoint import INDEX, SINGLE, WEIGHTS_KEY, open_checkpoint
 from tests.quantized import Tensors, tensors_in
 from tests.runtime.test_fidelity import tokens
 from tests.runtime.test_quantized_checkpoints import at, expected_tokens
@@ -68,13 +68,13 @@ def write_unlisted_twice(directory: Path, right: Tensors, wrong: Tensors) -> Non
 def write_named_file(directory: Path, right: Tensors, wrong: Tensors) -> None:
     save(wrong, directory / SINGLE)
     save(right, directory / "mine.safetensors")
-    set_config(directory, **{NAMED: "mine.safetensors"})
+    set_config(directory, **{WEIGHTS_KEY: "mine.safetensors"})
 
 
 def write_named_index(directory: Path, right: Tensors, wrong: Tensors) -> None:
     save(wrong, directory / SINGLE)
     save_shards(directory, *halves(right), index="mine.safetensors.index.json")
-    set_config(directory, **{NAMED: "mine.safetensors.index.json"})
+    set_config(directory, **{WEIGHTS_KEY: "mine.safetensors.index.json"})
 
 
 def write_other_forms_beside(directory: Path, right: Tensors, wrong: Tensors) -> None:
@@ -132,8 +132,8 @@ def test_an_index_of_the_single_file_itself_is_no_second_form(tmp_path: Path, ca
 @pytest.mark.parametrize("named", ["../mine.safetensors", "/mine.safetensors", "mine.bin", 7, "gone.safetensors"])
 def test_a_file_that_config_names_is_one_of_the_directory(named: object, tmp_path: Path) -> None:
     save({"a": torch.ones(3)}, tmp_path / SINGLE)
-    (tmp_path / "config.json").write_text(json.dumps({NAMED: named}))
-    with pytest.raises(CheckpointError, match=rf"{NAMED}"):
+    (tmp_path / "config.json").write_text(json.dumps({WEIGHTS_KEY: named}))
+    with pytest.raises(CheckpointError, match=rf"{WEIGHTS_KEY}"):
         open_checkpoint(tmp_path)
 
 

@@ -92,7 +92,7 @@ def _parse_url_and_body(fields: Fields) -> tuple[str, Fields]:
     return url, body
 
 
-def reject_other_job(rows: Sequence[Row], encodes: bool) -> list[Row]:
+def reject_wrong_endpoints(rows: Sequence[Row], encodes: bool) -> list[Row]:
     """Turns requests to endpoints of the other job into error rows. Raises DatasetError if no valid request is left."""
     answered, foreign_endpoints = (ENCODE_ENDPOINTS, ENDPOINTS) if encodes else (ENDPOINTS, ENCODE_ENDPOINTS)
     urls, job = " and ".join(foreign_endpoints), "generate" if encodes else "encode"
@@ -113,6 +113,6 @@ KINDS = {
         keys=frozenset({"path"}),
         needs="dataset.path=requests.jsonl (a file for OpenAI's Batch API)",
         has_chats=True,
-        reject_other_job=reject_other_job,
+        reject_wrong_endpoints=reject_wrong_endpoints,
     )
 }

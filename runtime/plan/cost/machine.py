@@ -32,21 +32,21 @@ HOST_RATES = (  # rates that the ranks of a host share
     "cpu_flops_per_second",
 )
 GIGA, TERA = 1e9, 1e12
-USABLE_SHARE = 0.9  # of a device's memory: the rest is the driver's and the libraries'; of the host's `PINNED_SHARE`
-COMPUTE_SHARE = 0.8  # of dense FLOP/s at the base clock, in products of many rows: tiles do not fit
-MEMORY_SHARE = 0.75  # of a memory's bandwidth, the device's (its ECC takes a part) and the host's
-LINK_SHARE = 0.8  # of one direction, of links to the host from pinned memory, and between devices: packets have headers
-NODE_LINK_SHARE = 0.9  # of one direction of a network, by TCP
+USABLE_SHARE = 0.9  # of a device's memory; driver and libraries use the rest. For host memory: PINNED_SHARE
+COMPUTE_SHARE = 0.8  # of dense FLOP/s at the base clock, in products of many rows; partial tiles waste the rest
+MEMORY_SHARE = 0.75  # of the bandwidth of device memory (ECC takes a part) and host memory
+LINK_SHARE = 0.8  # per direction, of links between devices and to pinned host memory; packet headers take a part
+NODE_LINK_SHARE = 0.9  # per direction of a network, by TCP
 DISK_SHARE = 0.9  # of sequential reads
 PREFILL_ATTENTION_SHARE = 0.4  # of dense FLOP/s at the base clock: prompts attend one by one
 DECODE_ATTENTION_ROUND_TRIPS = 3  # pages are gathered before they are multiplied: read, written, read
 CORE_ATTENTION_BYTES_PER_SECOND = 4e9  # of KV, by our kernel on a core with AVX-512, float32
 CORE_FLOPS_PER_SECOND = 40e9  # products of many rows on a core, float32, AVX2: two thirds of what we measured
-LAUNCH_SECONDS = 10e-6  # of the host for one operator, as measured on an H100's host: docs/project/gpu-log.md
-TURN_SECONDS = 1e-3  # of one decoder layer, 84 launches of a dense one and Python around them; a mixture 1.8 there
-HIT_SECONDS = 12 * LAUNCH_SECONDS  # of an expert that is read by itself, as counted on a double
+LAUNCH_SECONDS = 10e-6  # host time of one operator, measured with an H100: docs/project/gpu-log.md
+TURN_SECONDS = 1e-3  # a lane in a dense decoder layer: 84 launches and Python; an H100 needed 1.8e-3 for Mixtral
+HIT_SECONDS = 12 * LAUNCH_SECONDS  # of an expert read by itself: 12 launches, counted on a simulated device
 PASS_SECONDS = 5e-3
-DEQUANTIZE_SHARE = 0.7  # of a device's bandwidth, of kernels that dequantize weights: 0.55 to 0.75 on an H100
+DEQUANTIZE_SHARE = 0.7  # of device memory bandwidth, in kernels that dequantize weights: 0.55 to 0.75 on an H100
 ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
 
 
@@ -79,10 +79,10 @@ class Fabric:
         (Patarasuk and Yuan 2009); each rank sends and receives (n - 1) / n."""
         if num_ranks == 1:
             return UNLIMITED
-        per_node, sent = self.num_per_node(num_ranks), (num_ranks - 1) / num_ranks
-        rates = [self._host_gather_rate(per_node, sent)] if per_node > 1 else []
+        per_node, sent_share = self.num_per_node(num_ranks), (num_ranks - 1) / num_ranks
+        rates = [self._host_gather_rate(per_node, sent_share)] if per_node > 1 else []
         if per_node < num_ranks:
-            rates.append(self.node_bytes_per_second / sent)
+            rates.append(self.node_bytes_per_second / sent_share)
         return min(rates)
 
     def gather_seconds(self, num_ranks: int) -> float:
@@ -99,20 +99,20 @@ class Fabric:
         across = num_bytes / self.node_bytes_per_second + NODE_HOP_SECONDS if per_node < num_ranks else 0.0
         return max(within + HOP_SECONDS, across)
 
-    def _host_gather_rate(self, num_ranks: int, sent: float) -> float:
+    def _host_gather_rate(self, num_ranks: int, sent_share: float) -> float:
         """Returns the all-gather rate within a host. Without direct links, data is written to host memory and read."""
         if self.device is None:
             last, rate = GLOO_BYTES_PER_SECOND[-1]
             return interpolate(GLOO_BYTES_PER_SECOND, num_ranks) if num_ranks <= last else rate * last / num_ranks
-        seconds = sent / self.device_bytes_per_second
+        seconds = sent_share / self.device_bytes_per_second
         if self.device is DeviceLink.host:
-            seconds = max(seconds, 2 * num_ranks * sent / self.host_bytes_per_second)
+            seconds = max(seconds, 2 * num_ranks * sent_share / self.host_bytes_per_second)
         return 1 / seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A device with its whole host. Memories are what a run may use."""
+    """A device with its whole host. `host_bytes` and `device_bytes`: memory that a run may use."""
 
     name: str
     host_bytes: int
@@ -120,7 +120,7 @@ class Machine:
     rates: MachineRates
     fabric: Fabric = field(default_factory=Fabric)
     library_bytes: int = 0  # of device_bytes, as in `Budgets`
-    num_sharers: int = 1  # of weights in host memory, as in `Budgets`
+    num_sharers: int = 1  # processes that share weights in host memory, as in `Budgets`
     has_bfloat16: bool = True  # False: bfloat16 is emulated
 
     @property
@@ -158,7 +158,7 @@ def _machine_from_sheet(name: str, sheet: DataSheet, links: LinksConfig, dtype: 
     memory = sheet.memory_gb_per_second * GIGA * MEMORY_SHARE
     host = sheet.host_memory_gb_per_second * GIGA * MEMORY_SHARE
     link = min(sheet.host_link_gb_per_second * GIGA * LINK_SHARE, host)
-    own = links.device_gb_per_second or sheet.host_link_gb_per_second
+    device_link = links.device_gb_per_second or sheet.host_link_gb_per_second
     # A product of M rows takes the longer of its FLOPs and reading its weights, 2 M FLOPs per element. One point is
     # enough: below the M at which both are equal, rates are proportional to M (see `MachineRates.gemm_rate`).
     ridge_rows = max(1, round(flops * COMPUTE_SHARE * ITEM_BYTES[dtype] / (2 * memory)))
@@ -168,7 +168,7 @@ def _machine_from_sheet(name: str, sheet: DataSheet, links: LinksConfig, dtype: 
             num_devices=sheet.num_devices,
             num_nodes=links.num_nodes,
             device=links.device,
-            device_bytes_per_second=own * GIGA * LINK_SHARE,
+            device_bytes_per_second=device_link * GIGA * LINK_SHARE,
             host_bytes_per_second=host,
             node_bytes_per_second=_per_second(links.node_gb_per_second, NODE_LINK_SHARE),
         ),
@@ -199,20 +199,20 @@ def _machine_from_sheet(name: str, sheet: DataSheet, links: LinksConfig, dtype: 
 def _machine_from_rates(
     name: str, rates: MeasuredRates, links: LinksConfig, dtype: DType, *, has_bfloat16: bool
 ) -> Machine:
-    """Returns the measured machine, with one device or a computing host, and its links."""
+    """Returns the measured machine with its links; without a device, the CPU computes."""
     dtype_rates = rates.dtypes.get(dtype.value)
     if dtype_rates is None:
         known = ", ".join(rates.dtypes) or "none"
         raise ConfigError(f"machine={name} was not measured for model.dtype={dtype.value}; measured: {known}")
-    device, own, link_in = rates.device_memory_gib, links.device_gb_per_second, _per_second(rates.link_in_gb_per_second)
-    memory = rates.memory_gb_per_second * GIGA
-    gemm = zip(rates.gemm_rows, dtype_rates.gemm_gflops, strict=False)  # the largest may be missing
+    device, device_link = rates.device_memory_gib, links.device_gb_per_second
+    memory, link_in = rates.memory_gb_per_second * GIGA, _per_second(rates.link_in_gb_per_second)
+    gemm = zip(rates.gemm_rows, dtype_rates.gemm_gflops, strict=False)  # old files lack the largest products
     return Machine(
         name=name,
         fabric=Fabric(
             num_nodes=links.num_nodes,
             device=None if device is None else links.device,
-            device_bytes_per_second=own * GIGA * LINK_SHARE if own else link_in,
+            device_bytes_per_second=device_link * GIGA * LINK_SHARE if device_link else link_in,
             node_bytes_per_second=_per_second(links.node_gb_per_second, NODE_LINK_SHARE),
         ),
         has_bfloat16=has_bfloat16,
@@ -264,8 +264,8 @@ def _rates_per_rank(machine: Machine, count: int) -> MachineRates:
     rates = machine.rates.map_rates(HOST_RATES, lambda rate: rate / count)
     if machine.device_bytes is None:
         return rates.map_rates(COMPUTE_RATES, lambda rate: rate / count)
-    fed = machine.fabric.host_bytes_per_second / count
-    return rates.map_rates(("link_in_bytes_per_second", "link_out_bytes_per_second"), lambda rate: min(rate, fed))
+    from_host = machine.fabric.host_bytes_per_second / count
+    return rates.map_rates(("link_in_bytes_per_second", "link_out_bytes_per_second"), lambda rate: min(rate, from_host))
 
 
 def _sharded_rates(rates: MachineRates, machine: Machine, num_ranks: int, num_nodes: int) -> MachineRates:
@@ -273,18 +273,18 @@ def _sharded_rates(rates: MachineRates, machine: Machine, num_ranks: int, num_no
     if machine.device_bytes is None:
         gathered = UNLIMITED if num_nodes == 1 else machine.fabric.gather_bytes_per_second(num_ranks)
         return replace(rates, disk_bytes_per_second=_serial_rate(disk, gathered))
-    own = rates.link_in_bytes_per_second
+    link = rates.link_in_bytes_per_second
     if machine.fabric.device is DeviceLink.host:
         # A host holds its share of every page and receives the rest from other hosts.
-        beyond = UNLIMITED if num_nodes == 1 else machine.fabric.node_bytes_per_second * num_nodes / (num_nodes - 1)
-        shards = _serial_rate(own, beyond)
+        network = UNLIMITED if num_nodes == 1 else machine.fabric.node_bytes_per_second * num_nodes / (num_nodes - 1)
+        shards = _serial_rate(link, network)
     else:
-        shards = _serial_rate(num_ranks * own, machine.fabric.gather_bytes_per_second(num_ranks))
+        shards = _serial_rate(num_ranks * link, machine.fabric.gather_bytes_per_second(num_ranks))
     return replace(
         rates,
         disk_bytes_per_second=disk,
         shard_bytes_per_second=shards,
-        host_memory_bytes_per_second=UNLIMITED,  # the rates above count bytes of all ranks; a host moves only a part
+        host_memory_bytes_per_second=UNLIMITED,  # not modeled: the rates above are of all ranks together
     )
 
 

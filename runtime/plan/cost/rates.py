@@ -44,7 +44,7 @@ class StoredWork(NamedTuple):
         return StoredWork(*(a + b for a, b in zip(self, other, strict=True)))
 
     def times(self, share: float) -> "StoredWork":
-        return StoredWork(*(share * each for each in self))
+        return StoredWork(*(share * value for value in self))
 
 
 NOTHING_STORED = StoredWork()
@@ -56,7 +56,7 @@ class MachineRates:
 
     `gemm_flops_per_second` maps the rows (M) of a product to its rate, including the conversion of stored weights.
     `expert_flops_per_second`: the same for an expert, from gathering its tokens to adding its outputs; empty if not
-    measured. `exchange_*`: all exchanges of ranks in a layer, per byte of its hidden vectors, and their latency.
+    measured. `exchange_*`: all exchanges between ranks in one layer: hidden-vector bytes per second, and latency.
     `attention_*`: decode attention per byte of KV, on the compute device and on the CPU's workers;
     `prefill_attention_*` per FLOP of query-key pairs. `turn_seconds`: overhead of a lane in a stage, such as launches;
     `hit_seconds`: of each paged expert; `pass_seconds`: of a pass.
@@ -72,8 +72,8 @@ class MachineRates:
     cpu_attention_bytes_per_second: float = UNLIMITED
     prefill_attention_flops_per_second: float = UNLIMITED
     expert_flops_per_second: Mapping[int, float] = field(default_factory=dict)
-    cpu_flops_per_second: float | None = None  # products on the CPU during an accelerator's run; None: not known
-    host_memory_bytes_per_second: float = UNLIMITED  # shared by disk, links and CPU, with an accelerator
+    cpu_flops_per_second: float | None = None  # products on an accelerator's host; None: not known
+    host_memory_bytes_per_second: float = UNLIMITED  # shared by disk, links and CPU; of an accelerator's host
     exchange_bytes_per_second: float = UNLIMITED
     exchange_seconds: float = 0.0
     dequantize_bytes_per_second: float = UNLIMITED  # stored and dequantized bytes together
@@ -121,18 +121,18 @@ class MachineRates:
                 return {str(rows): rate for rows, rate in value.items()}
             return str(value) if value == UNLIMITED else value
 
-        return {each.name: plain(getattr(self, each.name)) for each in fields(self)}
+        return {field.name: plain(getattr(self, field.name)) for field in fields(self)}
 
     @staticmethod
     def from_plain(values: Mapping[str, object]) -> "MachineRates":
         """Inverse of `to_plain`. Raises KeyError, TypeError or ValueError for invalid `values`."""
 
-        def rate(value: object) -> object:
+        def parse(value: object) -> object:
             if isinstance(value, Mapping):
-                return {int(rows): float(each) for rows, each in value.items()}
+                return {int(rows): float(rate) for rows, rate in value.items()}
             return None if value is None else float(str(value))
 
-        rates = {each.name: rate(values[each.name]) for each in fields(MachineRates)}
+        rates = {field.name: parse(values[field.name]) for field in fields(MachineRates)}
         return MachineRates(**rates)  # pyright: ignore[reportArgumentType] - names and types are checked above
 
     @property
@@ -157,11 +157,11 @@ class MachineRates:
         return self.dequantize_bytes_per_second < UNLIMITED and item_bytes == 2
 
     def codes_seconds(self, stored: StoredWork, num_rows: Numbers) -> Numbers:
-        """Returns the seconds of a product with quantized codes: the longer of decoding (measured: as long as
-        reading 16-bit elements) and of the product at the rate of many rows."""
-        reading = 2.0 * stored.num_elements / self.dequantize_bytes_per_second
+        """Returns the seconds of a product with quantized codes. Decoding and multiplying overlap: the longer counts.
+        Decoding takes as long as reading 16-bit elements, as measured."""
+        decoding = 2.0 * stored.num_elements / self.dequantize_bytes_per_second
         products = 2.0 * num_rows * stored.num_elements / max(self.gemm_flops_per_second.values())
-        return larger(reading, products)
+        return larger(decoding, products)
 
     def dequantize_seconds(self, stored: StoredWork, item_bytes: int) -> float:
         """Returns the seconds to dequantize to `item_bytes` per element: one read, one write, a few launches."""

@@ -32,19 +32,19 @@ def expected_hits(num_experts: int, num_experts_per_token: int, num_tokens: Numb
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPhase:
-    """Equal passes: in each, a layer's experts run `num_requests` times (lanes; 1 if batched) for `num_tokens`."""
+    """Equal passes. `runs_per_pass`: runs of a layer's experts (lanes; 1 if batched), for `num_tokens` each."""
 
     num_passes: float
-    num_requests: int
+    runs_per_pass: int
     num_tokens: int
 
     @property
-    def total_requests(self) -> float:
-        return self.num_passes * self.num_requests
+    def total_runs(self) -> float:
+        return self.num_passes * self.runs_per_pass
 
     def hits(self, num_experts: int, num_experts_per_token: int) -> float:
-        """Returns the experts hit over all requests."""
-        return self.total_requests * expected_hits(num_experts, num_experts_per_token, self.num_tokens)
+        """Returns the experts hit over all runs."""
+        return self.total_runs * expected_hits(num_experts, num_experts_per_token, self.num_tokens)
 
 
 def choose_paging(
@@ -52,18 +52,18 @@ def choose_paging(
 ) -> ExpertPaging:
     """Resolves `offload.expert_paging=auto` for a layer, from the bytes that all passes of a run read.
 
-    `hit`, reading only hit experts, must save a tenth of the bytes. Otherwise the whole layer is read once per pass
-    ahead of its turn (`off`), or if the slots cannot hold it, all experts for each lane (`all`), without waiting for
-    the routers.
+    `hit` reads only hit experts; chosen if it saves a tenth of the bytes. Otherwise `off` reads the whole layer once
+    per pass, ahead of its turn. If the slots cannot hold a layer, `all` reads all experts for each lane, without
+    waiting for the routers.
     """
     hits = sum(phase.hits(num_experts, num_experts_per_token) for phase in phases)
     layers = sum(phase.num_passes for phase in phases)
-    requests = sum(phase.total_requests for phase in phases)
+    runs = sum(phase.total_runs for phase in phases)
     if hits < WORTHWHILE_SHARE * num_experts * layers:
         return ExpertPaging.hit
     if layer_fits:
         return ExpertPaging.off
-    return ExpertPaging.hit if hits < WORTHWHILE_SHARE * num_experts * requests else ExpertPaging.all
+    return ExpertPaging.hit if hits < WORTHWHILE_SHARE * num_experts * runs else ExpertPaging.all
 
 
 def pageable_stages(shape: ModelShape) -> frozenset[int]:
@@ -109,12 +109,12 @@ class ExpertPages:
     def walk(self, outer: Walk, num_slots: int) -> Walk:
         """Returns the walk of the pages, given the walk of the stages."""
         in_host = self.in_host(outer)
-        reads = len(in_host) < len(self.pages)
+        reads_disk = len(in_host) < len(self.pages)
         return Walk(
             num_stages=len(self.pages),
             streamed=tuple(range(len(self.pages))),
             num_slots=num_slots,
-            num_staging_slots=NUM_STAGING_SLOTS if reads and outer.copies else 0,
+            num_staging_slots=NUM_STAGING_SLOTS if reads_disk and outer.copies else 0,
             in_host=in_host,
             copies=outer.copies,
         )
@@ -131,15 +131,16 @@ def host_entries(paged: Mapping[int, ExpertSizes], outer: Walk, share: Callable[
     memory for the others, scaled by `share`."""
     if not outer.copies:
         return ()
-    read = [sizes for stage, sizes in paged.items() if stage not in outer.in_host]
-    held = [sizes for stage, sizes in paged.items() if stage in outer.in_host]
+    from_disk = [sizes for stage, sizes in paged.items() if stage not in outer.in_host]
+    in_host = [sizes for stage, sizes in paged.items() if stage in outer.in_host]
     entries = list[Entry]()
-    if read:
-        size = pinned_bytes(max(stage.slot_bytes for stage in read))
+    if from_disk:
+        size = pinned_bytes(max(stage.slot_bytes for stage in from_disk))
         equation = f"{NUM_STAGING_SLOTS} x {size:,} B, pinned"
         entries.append(Entry(name="expert staging slots", num_bytes=NUM_STAGING_SLOTS * size, equation=equation))
-    if held:
-        num_experts, num_bytes = sum(stage.num_experts for stage in held), sum(stage.pinned_bytes for stage in held)
+    if in_host:
+        num_experts = sum(stage.num_experts for stage in in_host)
+        num_bytes = sum(stage.pinned_bytes for stage in in_host)
         entries.append(share(Entry(name="experts", num_bytes=num_bytes, equation=f"{num_experts} experts, pinned")))
     return tuple(entries)
 
@@ -147,8 +148,8 @@ def host_entries(paged: Mapping[int, ExpertSizes], outer: Walk, share: Callable[
 def batch_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
     """Returns the compute memory for experts batched over `num_tokens` of all lanes.
 
-    Waiting lanes hold the residual, the experts' input, the shared experts' output and the routing. The worst case of
-    the experts is one visited by all tokens: input, gate and up, their product twice, output and weighted output.
+    Waiting lanes hold the residual, the experts' input, the shared experts' output and the routing. Running
+    experts need most if all tokens visit one: input, gate and up, their product twice, output and weighted output.
     """
     size = shape.compute_dtype_bytes
     num_experts = max((stage.num_experts for stage in shape.stages), default=0)
@@ -157,14 +158,14 @@ def batch_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
     vectors = RUNNING_HIDDEN * shape.hidden_size + RUNNING_INNER * shape.intermediate_size + exchanged_elements(shape)
     running = vectors * size + choices * 3 * (size + INDEX_BYTES)
     return tuple(
-        Entry(name=name, num_bytes=num_tokens * each, equation=f"{num_tokens:,} tokens of all lanes x {each:,} B")
-        for name, each in (("waiting lanes", waiting), ("batched experts", running))
+        Entry(name=name, num_bytes=num_tokens * row, equation=f"{num_tokens:,} tokens of all lanes x {row:,} B")
+        for name, row in (("waiting lanes", waiting), ("batched experts", running))
     )
 
 
 def multiplies_all_experts(num_tokens: int, num_choices: int, num_experts: int) -> bool:
-    """True if an accelerator without a grouped kernel multiplies the tokens by all experts, as most are hit and waiting
-    for the routing takes longer than the others."""
+    """True if an accelerator without a grouped kernel multiplies the tokens by all experts: most are hit anyway, and
+    the rest take less time than waiting for the routing."""
     return (
         num_tokens <= FULL_TOKENS
         and num_tokens * num_choices >= num_experts

@@ -347,8 +347,8 @@ class _Placer:
         num_requests = 1 if is_batched else len(load.lanes)
         # One mode for both phases: prefill visits nearly all experts, but most passes are decode passes.
         phases = (
-            ExpertPhase(num_passes=load.num_prefill_passes, num_requests=num_requests, num_tokens=tokens[0]),
-            ExpertPhase(num_passes=load.num_decode_passes, num_requests=num_requests, num_tokens=tokens[1]),
+            ExpertPhase(num_passes=load.num_prefill_passes, runs_per_pass=num_requests, num_tokens=tokens[0]),
+            ExpertPhase(num_passes=load.num_decode_passes, runs_per_pass=num_requests, num_tokens=tokens[1]),
         )
         stage = self.shape.stages[min(pageable_stages(self.shape))]
         if_it_fits, if_not = (
