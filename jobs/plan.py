@@ -5,8 +5,9 @@ from pathlib import Path
 import hydra
 
 from jobs.config.cli import as_job, print_line, run_job
+from jobs.config.logs import setup_plain_logging
 from jobs.config.process import gc_paused
-from jobs.config.settings import Composed, load
+from jobs.config.settings import Composed, LogLevel, load
 from jobs.planning.config import PlanConfig
 
 
@@ -14,11 +15,13 @@ from jobs.planning.config import PlanConfig
 @as_job
 def main(composed: Composed) -> None:
     config = load(PlanConfig, composed)
+    setup_plain_logging(LogLevel.info)
 
     with gc_paused():
-        from jobs.planning.planning import make_plan
+        from jobs.planning.planning import make_plan, with_prompts
         from jobs.planning.report import format_plan
 
+    config = with_prompts(config)
     planned = make_plan(config)
     print_line(format_plan(planned, config.plan.num_actions))
     if not config.plan.writes_files:

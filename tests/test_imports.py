@@ -67,7 +67,7 @@ JOBS = {
     "exporting": {"datasets", "files", "record"},
     "serving": {"config", "datasets", "files", "record", "exporting"},
     "reporting": {"config", "datasets", "files", "pictures", "record", "run"},
-    "planning": {"config", "files", "pictures"},
+    "planning": {"config", "datasets", "files", "pictures"},
     "measuring": {"config", "files"},
     "grading": {"exporting", "files", "record"},
     "packing": {"files"},

@@ -33,6 +33,11 @@ def rewrite_words(words: Sequence[str], schema: type) -> list[str]:
     commas and choices. Raises ConfigError for a bare word that is no run's directory, with the word to write
     instead."""
     hints, is_sweep = _setting_types(schema), any(word in MULTIRUN for word in words)
+    has_open_dataset = typing.get_origin(hints.get("dataset")) is dict  # its keys are not in the YAML of the job
+    if has_open_dataset:
+        from ..datasets.config import DatasetConfig  # needs pyarrow
+
+        hints |= _setting_types(DatasetConfig, "dataset.")
     rewritten = _expand_bare_words([*words], hints)
     if "dataset.prompt" in hints:
         rewritten = expand_prompt(rewritten)
@@ -40,7 +45,9 @@ def rewrite_words(words: Sequence[str], schema: type) -> list[str]:
         rewritten = [part for word in rewritten for part in _expand_model(word, rewritten, schema)]
     if not is_sweep:
         rewritten = [_quote_text(word, hints) for word in rewritten]
-    return infer_dataset_kind(rewritten) if "dataset.path" in hints else rewritten
+    if "dataset.path" in hints:
+        rewritten = infer_dataset_kind(rewritten)
+    return [f"++{word}" if has_open_dataset and word.startswith("dataset.") else word for word in rewritten]
 
 
 def _setting_types(schema: type, prefix: str = "") -> dict[str, object]:

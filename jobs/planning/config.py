@@ -140,8 +140,14 @@ class PlanConfig:
             quantize is None or packed in (None, PLAIN),
             f"plan.format={packed} and model.quantize={quantize and quantize.value} exclude each other: leave one out",
         )
+        if self.dataset.get("path") is not None:
+            return  # its prompts are counted
         missing = [f"workload.{key}" for key, value in vars(self.workload).items() if value is None]
-        require(not missing, f"unknown prompt lengths of dataset={self.dataset.get('kind')}: set {', '.join(missing)}")
+        require(
+            not missing,
+            f"unknown prompt lengths of dataset={self.dataset.get('kind')}: set dataset.path to count them, or "
+            f"{', '.join(missing)}",
+        )
 
     @property
     def runtime(self) -> RuntimeConfig:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from runtime.config.settings import DType, ExpertPaging, Parallelism, PolicyKind, RuntimeConfig
+from runtime.checkpoint_source.localize import find_local_path
+from runtime.config.settings import ANY, BUILT_IN, DType, ExpertPaging, Parallelism, PolicyKind, RuntimeConfig
 from runtime.errors import ConfigError, require
 from runtime.measure.machine_cache import find_latest_rates
 from runtime.plan.cost.machine import Machine, make_machine
@@ -21,6 +22,8 @@ from runtime.plan.shape.model import ModelShape
 from runtime.planning.policy_cache import plan_with_cached_policy, policies_directory
 from runtime.units import gib_to_bytes
 
+from ..config.typed import build
+from ..datasets.config import DatasetConfig
 from .config import PlanConfig
 from .published import PLAIN
 from .shapes import read_shape
@@ -86,10 +89,35 @@ def _per_second(num_tokens: int, seconds: float) -> float | None:
     return num_tokens / seconds if num_tokens and seconds else None
 
 
+def with_prompts(config: PlanConfig) -> PlanConfig:
+    """The settings with the prompts of `dataset.path` counted, if there is one and the workload is incomplete. Raises
+    ConfigError, DatasetError."""
+    if config.dataset.get("path") is None or None not in vars(config.workload).values():
+        return config
+    from .own_inputs import with_own_prompts  # imports torch and transformers
+
+    return with_own_prompts(config, build(DatasetConfig, config.dataset, "dataset."))
+
+
+def read_model_shape(
+    config: PlanConfig, dtype: DType, *, is_plain: bool, has_device: bool
+) -> tuple[ModelShape, WeightStorage]:
+    """The shape of the model and its storage formats: of a local model from its files, of a named one as stored here,
+    of any other from its config.json on the hub. Raises ConfigError, CheckpointError."""
+    model = config.model
+    if model.name not in BUILT_IN and find_local_path(model) is None and (model.path is None or model.name != ANY):
+        shape = read_shape(model.name, dtype, is_plain=is_plain)
+        return shape, WeightStorage.from_losses(shape, {})
+    from .own_inputs import read_own_shape  # imports torch and transformers
+
+    shape, stored = read_own_shape(model, dtype, config.offload.cache_dir, is_plain=is_plain, has_device=has_device)
+    return shape, WeightStorage.from_losses(shape, {}) if stored is None else stored
+
+
 def make_plan(config: PlanConfig) -> Planned:
     """Plans the run of `config`. Raises ConfigError for unknown names, BudgetError if not even the smallest block
     fits."""
-    machine = config.machine
+    config, machine = with_prompts(config), config.machine
     if machine.sheet is None and machine.rates is None:  # use the latest measurement of this host by `jobs.measure`
         machine = replace(machine, rates=find_latest_rates(machine.device))
     planned = plan_for_machine(make_machine(machine, config.model.dtype), config)
@@ -102,7 +130,7 @@ def plan_for_machine(machine: Machine, config: PlanConfig) -> Planned:
     has_device, dtype, offload = machine.device_bytes is not None, config.model.dtype, config.offload
     if dtype is DType.auto:  # as in `make_machine`
         dtype = resolve_auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=machine.has_bfloat16)
-    shape, stored = _stored_shape(config, dtype)
+    shape, stored = _stored_shape(config, dtype, has_device=has_device)
     shape = with_kv_dtype(shape, config.kv.dtype)
     shape = replace(shape, attention_method=_choose_attention_method(machine, shape, dtype))
     sizes = _sizes(config)
@@ -140,16 +168,15 @@ def plan_for_machine(machine: Machine, config: PlanConfig) -> Planned:
     )
 
 
-def _stored_shape(config: PlanConfig, dtype: DType) -> tuple[ModelShape, WeightStorage]:
+def _stored_shape(config: PlanConfig, dtype: DType, *, has_device: bool) -> tuple[ModelShape, WeightStorage]:
     """The shape of the model with weights as stored, and their formats. Raises ConfigError if the format does not
     fit the model."""
     name, packed, quantize = config.model.name, config.plan.format, config.model.quantize
-    shape = read_shape(name, dtype, is_plain=packed is not None)
-    stored = WeightStorage.from_losses(shape, {})
+    shape, stored = read_model_shape(config, dtype, is_plain=packed is not None, has_device=has_device)
     if packed in (None, PLAIN) and quantize is None:
         return shape, stored
     require(
-        packed is not None or shape == read_shape(name, dtype, is_plain=True),
+        packed is not None or shape == read_model_shape(config, dtype, is_plain=True, has_device=has_device)[0],
         f"model.quantize={quantize and quantize.value}: model={name} is already published quantized ({stored.names}): "
         f"leave model.quantize out, or set plan.format={PLAIN} to plan for an unquantized checkpoint",
     )

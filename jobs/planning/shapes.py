@@ -221,5 +221,10 @@ def read_shape(name: str, dtype: DType, *, is_plain: bool = False) -> ModelShape
     rows = read_rows()
     if name not in rows:
         raise ConfigError(f"model={name} has no stored sizes to plan with; models with sizes: {', '.join(rows)}")
-    stored_dtype = DType.float32 if dtype is DType.float32 else DType.bfloat16
-    return replace(from_row(rows[name], stored_dtype, is_plain=is_plain), compute_dtype=COMPUTE_DTYPES[dtype])
+    return shape_from_row(rows[name], dtype, is_plain=is_plain)
+
+
+def shape_from_row(row: ShapeRow, dtype: DType, *, is_plain: bool) -> ModelShape:
+    """The shape for any compute dtype other than auto; see `read_shape`."""
+    row_dtype = DType.float32 if dtype is DType.float32 else DType.bfloat16
+    return replace(from_row(row, row_dtype, is_plain=is_plain), compute_dtype=COMPUTE_DTYPES[dtype])

@@ -13,9 +13,8 @@ from runtime.resources import Resource
 from runtime.units import GIB
 
 from .config import PackedFormat, PlanConfig, Sweep
-from .planning import Planned, plan_for_machine
+from .planning import Planned, plan_for_machine, read_model_shape
 from .published import PLAIN, read_losses
-from .shapes import read_shape
 
 GIGA = 1e9
 RANKS = "ranks"
@@ -223,7 +222,11 @@ def _format_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
     def plan(changed: PlanConfig, _: float) -> Planned:
         return plan_for_machine(planned.machine, changed)
 
-    shape, plain = (read_shape(planned.shape.name, planned.dtype, is_plain=is_plain) for is_plain in (False, True))
+    has_device = planned.machine.device_bytes is not None
+    shape, plain = (
+        read_model_shape(config, planned.dtype, is_plain=is_plain, has_device=has_device)[0]
+        for is_plain in (False, True)
+    )
     unquantized = [PLAIN] if shape != plain else []
     published = replace(config, model=replace(config.model, quantize=None))
     axes = []

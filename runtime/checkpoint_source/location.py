@@ -98,7 +98,7 @@ def find_checkpoint(config: ModelConfig, cache_dir: str | None, should_stop: Cal
 
 def _download_model(model: str, revision: str | None) -> Path:
     """Downloads a model or finds it in the hub's cache: settings and tokenizer, then only the weight files to read."""
-    snapshot = _download_settings(model, revision)
+    snapshot = download_settings(model, revision)
 
     def fetch(names: Sequence[str]) -> None:
         # with config.json, which exists: the client warns if no file matches
@@ -118,7 +118,7 @@ def _download_model(model: str, revision: str | None) -> Path:
     return snapshot
 
 
-def _download_settings(model: str, revision: str | None) -> Path:
+def download_settings(model: str, revision: str | None) -> Path:
     """Returns the snapshot's directory. Its name is the commit, so later downloads use the same revision."""
     snapshot = Path(snapshot_download(model, revision=revision, allow_patterns=SETTINGS, ignore_patterns=IN_FOLDERS))
     if (snapshot / TOKENIZER_CONFIG).is_file():
@@ -237,4 +237,4 @@ def _find_tokenizer_path(setting: str, cache_dir: str | None) -> Path:
             f"model.tokenizer={setting} is a file: set it to its directory, or to a SentencePiece model (*.model)"
         )
     with as_checkpoint_error(f"model.tokenizer={setting}: neither a directory nor a hub id that can be downloaded"):
-        return _download_settings(setting, None)
+        return download_settings(setting, None)

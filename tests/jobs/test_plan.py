@@ -124,7 +124,10 @@ def test_a_model_that_does_not_fit_is_refused_with_the_equation() -> None:
 
 
 def test_prompts_of_which_nothing_is_known_are_asked_for() -> None:
-    with pytest.raises(ConfigError, match=r"dataset=jsonl: set workload\.num_requests, workload\.mean_prompt_tokens"):
+    with pytest.raises(
+        ConfigError,
+        match=r"dataset=jsonl: set dataset\.path to count them, or workload\.num_requests",
+    ):
         config_of("dataset=jsonl")
     keys = ("num_requests=8", "mean_prompt_tokens=20", "max_prompt_tokens=30")
     assert len(plan("dataset=jsonl", "model=gpt2", *(f"workload.{key}" for key in keys)).sizes) == 8
