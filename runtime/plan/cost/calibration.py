@@ -50,28 +50,28 @@ class TypicalLoad:
     def covers(self, other: "TypicalLoad") -> bool:
         """True if rates measured for this load hold for the other: none of its sizes is more than twice as large.
         Smaller sizes are measured too."""
-        ours, theirs = astuple(self), astuple(other)
-        return all(b <= 2 * a for a, b in zip(ours, theirs, strict=True))
+        own_sizes, other_sizes = astuple(self), astuple(other)
+        return all(b <= 2 * a for a, b in zip(own_sizes, other_sizes, strict=True))
 
     @property
     def product_rows(self) -> list[int]:
         """The rows of products to measure, ascending, up to the maximum of the run."""
-        most = max(self.chunk_tokens, self.num_rows)
-        return sorted({rows for rows in (*MEASURED_ROWS, self.chunk_tokens, self.num_rows) if rows <= most})
+        max_rows = max(self.chunk_tokens, self.num_rows)
+        return sorted({rows for rows in (*MEASURED_ROWS, self.chunk_tokens, self.num_rows) if rows <= max_rows})
 
-    def profile_passes(self, position_bytes: int, most_bytes: int) -> list[list[Piece]]:
+    def profile_passes(self, position_bytes: int, max_bytes: int) -> list[list[Piece]]:
         """Returns the pieces of a packed lane in a decode pass halfway through the outputs, and in a prefill pass of
         whole prompts.
 
         Shortened if the KV of a layer, at `position_bytes` each, would exceed `most_bytes`.
         """
-        most = max(1, most_bytes // position_bytes)
-        chunk, prompt = min(self.chunk_tokens, most), self.num_prompt_tokens
+        max_positions = max(1, max_bytes // position_bytes)
+        chunk, prompt = min(self.chunk_tokens, max_positions), self.num_prompt_tokens
         prompts = [min(prompt, chunk - begin) for begin in range(0, chunk, prompt)]
-        num_rows = min(self.num_rows, most)
-        past = max(1, min(self.num_positions, most // num_rows) - 1)
+        num_rows = min(self.num_rows, max_positions)
+        num_cached = max(1, min(self.num_positions, max_positions // num_rows) - 1)
         return [
-            [Piece(past=past, new=1, num_selected=1)] * num_rows,
+            [Piece(past=num_cached, new=1, num_selected=1)] * num_rows,
             [Piece(past=0, new=new, num_selected=1) for new in prompts],
         ]
 

@@ -107,14 +107,14 @@ class _PassCosts:
         return {}
 
     def per_turn(self, cost: Callable[[StageWork, LaneWork], float]) -> Callable[[int, int], float]:
-        known: dict[tuple[int, int], float] = {}
+        cache: dict[tuple[int, int], float] = {}
         first_equal = self.stages.first_equal
 
         def seconds(stage: int, lane: int) -> float:
             key = (first_equal[stage], lane)
-            if key not in known:
-                known[key] = cost(self.stages.works[stage], self.lanes[lane])
-            return known[key]
+            if key not in cache:
+                cache[key] = cost(self.stages.works[stage], self.lanes[lane])
+            return cache[key]
 
         return seconds
 
@@ -122,12 +122,12 @@ class _PassCosts:
         """Returns the seconds of a turn without attention and experts."""
         if work.kind is StageKind.head:
             logits = lane.num_rows * self.shape.vocab_size * LOGIT_BYTES * LOGIT_ROUND_TRIPS
-            own = (
+            head_seconds = (
                 self._product(lane.num_rows, work.dense_weights)
                 + self._memory_seconds(logits)
                 + self.rates.turn_seconds
             )
-            return own + self._dequantizing(work.stored)
+            return head_seconds + self._dequantizing(work.stored)
         seconds = self.pre_attention(work, lane) + self._after_attention(work, lane)
         if work.kind is not StageKind.layer or not lane.num_cross_positions:
             return seconds
@@ -135,9 +135,9 @@ class _PassCosts:
         # weights are counted among the layer's.
         size = self.shape.cross_kv_bytes_per_token / max(1, len(self.shape.layers))
         weights = size / self.shape.compute_dtype_bytes * self.shape.hidden_size
-        looked = lane.num_cross_positions * size / self.rates.attention_bytes_per_second
-        projected = self._product(lane.num_encoder_tokens, weights)
-        return seconds + (looked + projected - self._product(lane.num_tokens, weights))
+        attention_seconds = lane.num_cross_positions * size / self.rates.attention_bytes_per_second
+        projection_seconds = self._product(lane.num_encoder_tokens, weights)
+        return seconds + (attention_seconds + projection_seconds - self._product(lane.num_tokens, weights))
 
     def attention(self, work: StageWork, lane: LaneWork) -> float:
         """Returns the seconds of attention on the compute device."""
@@ -164,13 +164,15 @@ class _PassCosts:
     def pre_attention(self, work: StageWork, lane: LaneWork) -> float:
         """Returns the seconds before attention: its share of the weights, and half of the overhead."""
         tokens = self._tokens(work, lane)
-        again = (
+        second_product = (
             self._stored_product(work, lane.num_rows, work.pre_attention_weights)
             if self._skips_unselected(work, lane)
             else 0.0
         )
         seconds = (
-            self._stored_product(work, tokens, work.pre_attention_weights) + again + self._overhead(work, tokens) / 2
+            self._stored_product(work, tokens, work.pre_attention_weights)
+            + second_product
+            + self._overhead(work, tokens) / 2
         )
         if not work.kind.is_layer or self._multiplies_codes:
             return seconds
@@ -194,9 +196,9 @@ class _PassCosts:
         stored = work.stored
         if not self._multiplies_codes or not stored.num_elements or not num_rows:
             return self._product(num_rows, num_weights)
-        plain = max(0.0, 1 - stored.num_elements / work.dense_weights)
+        unquantized = max(0.0, 1 - stored.num_elements / work.dense_weights)
         codes = num_weights / work.dense_weights * self.rates.codes_seconds(stored, num_rows)
-        return self._product(num_rows, plain * num_weights) + codes
+        return self._product(num_rows, unquantized * num_weights) + codes
 
     def attend(self, work: StageWork, lane: LaneWork) -> float:
         """Returns the seconds of attention on the CPU's workers; with an accelerator, transfers included."""
@@ -206,14 +208,16 @@ class _PassCosts:
         seconds = self.attended_positions(work, lane) * work.kv_bytes / rates.cpu_attention_bytes_per_second
         if not self.placement.host_layers:
             return seconds
-        answer = lane.num_tokens * shape.num_heads * shape.head_dim * shape.compute_dtype_bytes
-        down = answer + lane.num_tokens * work.kv_bytes
-        return seconds + down / rates.link_out_bytes_per_second + answer / rates.link_in_bytes_per_second
+        output_bytes = lane.num_tokens * shape.num_heads * shape.head_dim * shape.compute_dtype_bytes
+        bytes_to_host = output_bytes + lane.num_tokens * work.kv_bytes
+        return seconds + bytes_to_host / rates.link_out_bytes_per_second + output_bytes / rates.link_in_bytes_per_second
 
     def post_attention(self, work: StageWork, lane: LaneWork) -> float:
         """Returns the seconds after attention, and of attention itself for lanes with prompts."""
-        own = self.attention(work, lane) if lane.prefill_pairs and not self._skips_unselected(work, lane) else 0.0
-        return self._after_attention(work, lane) + own
+        attention_seconds = (
+            self.attention(work, lane) if lane.prefill_pairs and not self._skips_unselected(work, lane) else 0.0
+        )
+        return self._after_attention(work, lane) + attention_seconds
 
     def route(self, work: StageWork, lane: LaneWork) -> float:
         """Returns the seconds from entering the stage, or from attention, to the experts."""
@@ -263,9 +267,9 @@ class _PassCosts:
         tokens = sum(self._tokens_after_attention(work, lane) for lane in lanes)
         if not tokens:
             return None
-        is_all = self.placement.paging is ExpertPaging.all
+        reads_all = self.placement.paging is ExpertPaging.all
         num_on_cpu = num_cpu_experts(self.placement.cpu_share, work, tokens)
-        count = work.num_experts if is_all else max(0.0, work.hits(tokens) - num_on_cpu)
+        num_read = work.num_experts if reads_all else max(0.0, work.hits(tokens) - num_on_cpu)
         walk, rates = self.walk, self.rates
         read = 0.0 if stage in walk.in_host else work.expert_bytes / rates.disk_bytes_per_second
         copy = work.expert_bytes / rates.weights_in_bytes_per_second if walk.copies else 0.0
@@ -278,18 +282,18 @@ class _PassCosts:
         share, cpu_seconds = self.placement.cpu_share, 0.0
         if share is not None and num_on_cpu:  # including the transfers both ways
             num_hit = work.hits(tokens)
-            each = tokens * work.num_experts_per_token / num_hit
-            products = num_on_cpu * share.cost(each) * work.expert_bytes / rates.link_in_bytes_per_second
-            vectors = num_on_cpu * each * self.shape.hidden_size * self.shape.compute_dtype_bytes
+            visits_per_expert = tokens * work.num_experts_per_token / num_hit
+            products = num_on_cpu * share.cost(visits_per_expert) * work.expert_bytes / rates.link_in_bytes_per_second
+            vectors = num_on_cpu * visits_per_expert * self.shape.hidden_size * self.shape.compute_dtype_bytes
             round_trip = vectors / rates.link_out_bytes_per_second + vectors / rates.link_in_bytes_per_second
             # The host launches the others before it begins.
             cpu_seconds = products + round_trip + max(0.0, num_hit - num_on_cpu) * rates.hit_seconds
         return ExpertReads(
-            num_experts=round(count),
-            read_seconds=count * read,
-            copy_seconds=count * copy,
+            num_experts=round(num_read),
+            read_seconds=num_read * read,
+            copy_seconds=num_read * copy,
             dense_seconds=dense,
-            lead_seconds=min(dense, num_ahead * max(read, copy)) if is_all else 0.0,
+            lead_seconds=min(dense, num_ahead * max(read, copy)) if reads_all else 0.0,
             cpu_seconds=cpu_seconds,
             host_seconds=num_on_cpu * work.expert_bytes / rates.host_memory_bytes_per_second,
         )

@@ -75,32 +75,32 @@ class Piece:
         return _num_pages(self.past + self.new) - self.num_shared // PAGE_TOKENS
 
 
-def packed_work(pieces: Iterable[Piece], held: int = 0) -> LaneWork:
+def packed_work(pieces: Iterable[Piece], num_pages: int = 0) -> LaneWork:
     """Returns the work of a packed lane. Sequences outside of the pass have `new` of 0; `held` counts further pages of
     the lane."""
-    tokens = rows = positions = pairs = selected_positions = last = changed = 0
+    tokens = rows = kv_positions = prefill_pairs = selected_positions = last_end = changed_pages = 0
     for piece in pieces:
         end = piece.past + piece.new
-        held += piece.num_own_pages
+        num_pages += piece.num_own_pages
         if not piece.new:
             continue
-        tokens, last = tokens + piece.new, end
+        tokens, last_end = tokens + piece.new, end
         selected = piece.num_selected
         rows += selected
         selected_positions += selected * end - selected * (selected - 1) // 2
-        changed += _num_pages(end) - piece.past // PAGE_TOKENS
+        changed_pages += _num_pages(end) - piece.past // PAGE_TOKENS
         if piece.new == 1:
-            positions += end
+            kv_positions += end
         else:
-            pairs += piece.new * piece.past + piece.new * (piece.new + 1) // 2
+            prefill_pairs += piece.new * piece.past + piece.new * (piece.new + 1) // 2
     return LaneWork(
         num_tokens=tokens,
         num_rows=max(1, rows),  # the head computes at least one row
-        kv_positions=positions,
-        prefill_pairs=pairs,
-        selected_positions=selected_positions or last,
-        held_pages=held,
-        changed_pages=changed,
+        kv_positions=kv_positions,
+        prefill_pairs=prefill_pairs,
+        selected_positions=selected_positions or last_end,
+        held_pages=num_pages,
+        changed_pages=changed_pages,
     )
 
 
@@ -115,26 +115,26 @@ def prefill_works(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> lis
     return [work for work in _prompt_passes([lane], chunk_tokens, WITHIN_LANES)[0] if work is not None]
 
 
-def decode_work(shape: ModelShape, lane: MicroBatch, num_done: int) -> LaneWork | None:
+def decode_work(shape: ModelShape, lane: MicroBatch, pass_index: int) -> LaneWork | None:
     """Returns the work of decode pass `num_done`, if every sequence runs to its limit; None once all have ended."""
-    rows = [size for size in lane if size.max_new_tokens - 1 > num_done]
+    rows = [size for size in lane if size.max_new_tokens - 1 > pass_index]
     if not rows:
         return None
     if shape.is_packed:
         shares = prefix_shares(rows)
         if shares is None:
-            return packed_work(Piece(size.num_prompt_tokens + num_done, 1, 1) for size in rows)
+            return packed_work(Piece(size.num_prompt_tokens + pass_index, 1, 1) for size in rows)
         pieces = [
-            Piece(size.num_prompt_tokens + num_done, 1, 1, prefix.num_tokens if prefix is not None else 0)
+            Piece(size.num_prompt_tokens + pass_index, 1, 1, prefix.num_tokens if prefix is not None else 0)
             for size, prefix in zip(rows, shares.prefixes, strict=True)
         ]
-        held = (  # shared whole pages count once; each row has its own copy of a partial page
+        prefix_pages = (  # shared whole pages count once; each row has its own copy of a partial page
             prefix.num_tokens // PAGE_TOKENS - (parent.num_tokens // PAGE_TOKENS if parent is not None else 0)
             for prefix, parent in shares.parents.items()
         )
-        return packed_work(pieces, sum(held))
+        return packed_work(pieces, sum(prefix_pages))
     width = max(size.num_prompt_tokens for size in lane)
-    cached = 1 + num_done + (1 if shape.has_encoder else width)
+    cached = 1 + pass_index + (1 if shape.has_encoder else width)
     return LaneWork(
         num_tokens=len(rows),
         num_rows=len(rows),
@@ -158,21 +158,23 @@ class _PromptRow:
     end: int
     parent: "_PromptRow | None"
     size: SequenceSize | None
-    done: int = field(init=False)
-    ended: int | None = None
-    num_held: int = 0
+    num_done: int = field(init=False)
+    end_pass: int | None = None
+    num_pages: int = 0
 
     def __post_init__(self) -> None:
-        self.done = self.begin
+        self.num_done = self.begin
 
-    def can_begin(self, turn: int) -> bool:
-        return self.parent is None or (self.parent.ended is not None and self.parent.ended <= turn)
+    def can_begin(self, pass_index: int) -> bool:
+        return self.parent is None or (self.parent.end_pass is not None and self.parent.end_pass <= pass_index)
 
-    def take_piece(self, most: int) -> Piece:
-        new, past = min(most, self.end - self.done), self.done
-        self.done += new
-        piece = Piece(past, new, self.size.num_selected(past, new) if self.size is not None else 0, self.begin)
-        self.num_held = piece.num_own_pages
+    def take_piece(self, max_tokens: int) -> Piece:
+        new, num_cached = min(max_tokens, self.end - self.num_done), self.num_done
+        self.num_done += new
+        piece = Piece(
+            num_cached, new, self.size.num_selected(num_cached, new) if self.size is not None else 0, self.begin
+        )
+        self.num_pages = piece.num_own_pages
         return piece
 
 
@@ -181,27 +183,27 @@ class _WaitingRows:
     """Rows of a lane that wait for prefill, in order; `num_held`: pages of all its rows."""
 
     waiting: deque[_PromptRow]
-    num_held: int = 0
+    num_pages: int = 0
 
-    def next_pass(self, chunk_tokens: int, turn: int, delay: int) -> LaneWork | None:
+    def next_pass(self, chunk_tokens: int, pass_index: int, delay: int) -> LaneWork | None:
         """Returns the next pass: rows in order until the chunk is full, the last one possibly in part. Rows that wait
         for a shared prefix are skipped; None if all of them wait."""
-        pieces, unfinished, left, held = list[Piece](), list[_PromptRow](), chunk_tokens, self.num_held
-        while self.waiting and left:
+        pieces, unfinished, room, other_pages = list[Piece](), list[_PromptRow](), chunk_tokens, self.num_pages
+        while self.waiting and room:
             row = self.waiting.popleft()
-            if row.can_begin(turn):
-                held -= row.num_held
-                pieces.append(row.take_piece(left))
-                left -= pieces[-1].new
-            if row.done < row.end:
+            if row.can_begin(pass_index):
+                other_pages -= row.num_pages
+                pieces.append(row.take_piece(room))
+                room -= pieces[-1].new
+            if row.num_done < row.end:
                 unfinished.append(row)
             else:
-                row.ended = turn + delay
+                row.end_pass = pass_index + delay
         self.waiting.extendleft(reversed(unfinished))
         if not pieces:
             return None
-        self.num_held = held + sum(piece.num_own_pages for piece in pieces)
-        return packed_work(pieces, held)
+        self.num_pages = other_pages + sum(piece.num_own_pages for piece in pieces)
+        return packed_work(pieces, other_pages)
 
 
 def block_prefills(
@@ -211,19 +213,19 @@ def block_prefills(
     lane's prefix."""
     if not shape.is_packed:
         return [[*prefill_works(shape, lane, chunk_tokens)] for lane in lanes]
-    numbers = rule.sharing_groups([[i] for i in range(len(lanes))])
-    return [works for part in numbers for works in _prompt_passes([lanes[i] for [i] in part], chunk_tokens, rule)]
+    groups = rule.sharing_groups([[i] for i in range(len(lanes))])
+    return [works for group in groups for works in _prompt_passes([lanes[i] for [i] in group], chunk_tokens, rule)]
 
 
 def _prompt_passes(lanes: Sequence[MicroBatch], chunk_tokens: int, rule: SharingRule) -> list[list[LaneWork | None]]:
-    rows = [_WaitingRows(waiting=deque(each)) for each in _prompt_rows(lanes, rule)]
+    waiting_lanes = [_WaitingRows(waiting=deque(each)) for each in _prompt_rows(lanes, rule)]
     works = [list[LaneWork | None]() for _ in lanes]
-    turn = 0
-    while any(lane.waiting for lane in rows):
-        for lane, lane_works in zip(rows, works, strict=True):
+    pass_index = 0
+    while any(lane.waiting for lane in waiting_lanes):
+        for lane, lane_works in zip(waiting_lanes, works, strict=True):
             if lane.waiting:
-                lane_works.append(lane.next_pass(chunk_tokens, turn, 0 if rule.in_pass else 1))
-        turn += 1
+                lane_works.append(lane.next_pass(chunk_tokens, pass_index, 0 if rule.in_pass else 1))
+        pass_index += 1
     return works
 
 

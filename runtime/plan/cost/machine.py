@@ -66,11 +66,11 @@ class Fabric:
         devices or they cannot be divided evenly."""
         if num_ranks <= self.num_devices or (self.device is None and self.num_nodes == 1):
             return num_ranks
-        most = self.num_devices * self.num_nodes
-        if num_ranks > most or num_ranks % self.num_devices:
+        max_ranks = self.num_devices * self.num_nodes
+        if num_ranks > max_ranks or num_ranks % self.num_devices:
             limit = f"one host has {self.num_devices} devices: set at most {self.num_devices}"
             if self.num_nodes > 1:
-                limit = f"{self.num_nodes} hosts have {self.num_devices} devices each: set a multiple up to {most}"
+                limit = f"{self.num_nodes} hosts have {self.num_devices} devices each: set a multiple up to {max_ranks}"
             raise ConfigError(f"plan.num_ranks={num_ranks}: {limit}")
         return self.num_devices
 

@@ -35,17 +35,19 @@ def mixed_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pag
 def sample_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> list[PassGroup]:
     """Returns up to `MAX_GROUPS` passes that represent all of `mixed_passes`."""
     sample = _RequestSample.from_limits(sizes, limits, num_pages)
-    slots, outline, passes_per_step = _RunningSlots(sample.played, sample.limits, sample.num_pages), _PassSample(), 0.0
+    slots, passes, passes_per_step = (
+        _RunningSlots(sample.simulated, sample.limits, sample.num_pages),
+        _PassSample(),
+        0.0,
+    )
     while slots.has_sequences:
         plan = slots.plan_next()
         if not passes_per_step and slots.has_turned_over:
-            passes_per_step = (
-                1 + sample.num_unplayed_tokens / slots.num_waiting_tokens if sample.num_unplayed_tokens else 1.0
-            )
-        if outline.count_pass(passes_per_step if passes_per_step and slots.has_waiting else 1.0):
-            outline.append(slots.make_group(plan))
+            passes_per_step = 1 + sample.num_other_tokens / slots.num_waiting_tokens if sample.num_other_tokens else 1.0
+        if passes.count_pass(passes_per_step if passes_per_step and slots.has_waiting else 1.0):
+            passes.append(slots.make_group(plan))
         slots.advance(plan)
-    return [replace(each, lanes=sample.all_lanes(each.lanes)) for each in outline.all_groups]
+    return [replace(each, lanes=sample.all_lanes(each.lanes)) for each in passes.all_groups]
 
 
 @dataclass(kw_only=True)
@@ -54,18 +56,18 @@ class _PassSample:
 
     groups: list[PassGroup] = field(default_factory=list)
     stride: int = 1
-    num_played: int = 0
+    num_counted: int = 0
     num_passes: float = 0.0  # not represented by a group yet
 
     def count_pass(self, num_passes: float) -> bool:
         """Counts a pass `num_passes` times. Returns True if it must be appended."""
         self.num_passes += num_passes
-        self.num_played += 1
-        if self.num_played % self.stride == 0 and len(self.groups) == MAX_GROUPS:
+        self.num_counted += 1
+        if self.num_counted % self.stride == 0 and len(self.groups) == MAX_GROUPS:
             pairs = zip(self.groups[::2], self.groups[1::2], strict=True)
             self.groups = [replace(last, num_passes=first.num_passes + last.num_passes) for first, last in pairs]
             self.stride *= 2
-        return self.num_played % self.stride == 0
+        return self.num_counted % self.stride == 0
 
     def append(self, group: PassGroup) -> None:
         self.groups.append(replace(group, num_passes=self.num_passes))
@@ -82,11 +84,11 @@ class _PassSample:
 class _RequestSample:
     """Simulated requests in a few lanes. `num_unplayed_tokens`: tokens of these lanes' other requests."""
 
-    played: Sequence[SequenceSize]
-    num_unplayed_tokens: int
+    simulated: Sequence[SequenceSize]
+    num_other_tokens: int
     limits: AdmissionLimits
     num_pages: int
-    times: float  # lanes of the run per simulated lane
+    lane_ratio: float  # lanes of the run per simulated lane
 
     @staticmethod
     def from_limits(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int) -> "_RequestSample":
@@ -96,23 +98,23 @@ class _RequestSample:
             num_lanes = min(
                 num_lanes, max(1, MAX_SLOTS // limits.lane_size, -(-MIN_ROOM * longest * num_lanes // num_pages))
             )
-        times = limits.num_lanes / num_lanes
-        lane_sizes = [sizes[int((turn + 0.5) * times)] for turn in range(int(len(sizes) / times))] or sizes[:1]
+        lane_ratio = limits.num_lanes / num_lanes
+        lane_sizes = [sizes[int((i + 0.5) * lane_ratio)] for i in range(int(len(sizes) / lane_ratio))] or sizes[:1]
         limits = replace(limits, num_lanes=num_lanes)
         # Simulate the first requests, up to MAX_STEPS.
         costs = accumulate(size.max_new_tokens + size.num_prompt_tokens // limits.lane_tokens for size in lane_sizes)
-        least = NUM_TURNOVERS * limits.num_lanes * limits.lane_size
-        num_played = max(sum(cost <= MAX_STEPS for cost in costs), least)
+        min_requests = NUM_TURNOVERS * limits.num_lanes * limits.lane_size
+        num_simulated = max(sum(cost <= MAX_STEPS for cost in costs), min_requests)
         return _RequestSample(
-            played=lane_sizes[:num_played],
-            num_unplayed_tokens=sum(map(_num_tokens, lane_sizes[num_played:])),
+            simulated=lane_sizes[:num_simulated],
+            num_other_tokens=sum(map(_num_tokens, lane_sizes[num_simulated:])),
             limits=limits,
-            num_pages=int(num_pages / times),
-            times=times,
+            num_pages=int(num_pages / lane_ratio),
+            lane_ratio=lane_ratio,
         )
 
     def all_lanes(self, lanes: Sequence[LaneWork]) -> list[LaneWork]:
-        return list(islice(cycle(lanes), round(self.times * len(lanes))))
+        return list(islice(cycle(lanes), round(self.lane_ratio * len(lanes))))
 
 
 def _max_cached(size: SequenceSize) -> int:
@@ -128,52 +130,52 @@ class _RunningSlots:
 
     def __init__(self, sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int):
         self._sizes, self._limits, self._num_free = sizes, limits, num_pages
-        self._line = [  # reversed: the next request is last
+        self._queue = [  # reversed: the next request is last
             Waiting(request=i, num_known=size.num_prompt_tokens, max_cached=_max_cached(size), prefix=size.prefix)
             for i, size in enumerate(sizes)
         ][::-1]
         self._shared = [limits.rule.num_shared(size.prefix) for size in sizes]  # shared prefix tokens of each
         self._num_slots = limits.num_lanes * limits.lane_size
-        self._are_sharing = any(size.prefix is not None for size in sizes)
+        self._has_prefixes = any(size.prefix is not None for size in sizes)
         self._slots: dict[int, SlotState] = {}  # by request, in the order of admission
-        self._held: dict[PrefixKey, CachedPrefix] = {}
+        self._prefixes: dict[PrefixKey, CachedPrefix] = {}
 
     @property
     def has_sequences(self) -> bool:
-        return bool(self._line or self._slots)
+        return bool(self._queue or self._slots)
 
     @property
     def has_waiting(self) -> bool:
-        return bool(self._line)
+        return bool(self._queue)
 
     @property
     def has_turned_over(self) -> bool:
         """True if all initial sequences ended, or half of the queue was admitted."""
         oldest = next(iter(self._slots))
-        return oldest >= len(self._slots) or 2 * len(self._line) <= len(self._sizes)
+        return oldest >= len(self._slots) or 2 * len(self._queue) <= len(self._sizes)
 
     @property
     def num_waiting_tokens(self) -> int:
-        return sum(_num_tokens(self._sizes[each.request]) for each in self._line)
+        return sum(_num_tokens(self._sizes[each.request]) for each in self._queue)
 
     def plan_next(self) -> PassPlan:
         """Plans the next pass, and applies its admissions and preemptions."""
-        num_looked = self._num_slots if self._are_sharing else 1 + self._num_slots - len(self._slots)
-        waiting, slots = self._line[: -1 - num_looked : -1], list(self._slots.values())
-        plan = plan_pass(waiting, slots, self._num_free, self._limits, self._held.values())
+        num_candidates = self._num_slots if self._has_prefixes else 1 + self._num_slots - len(self._slots)
+        waiting, slots = self._queue[: -1 - num_candidates : -1], list(self._slots.values())
+        plan = plan_pass(waiting, slots, self._num_free, self._limits, self._prefixes.values())
         for i in reversed(plan.preempted):
             slot = self._slots.pop(i)
             self._num_free += self._num_pages(slot.num_cached, self._shared[i])
-            self._line.append(
+            self._queue.append(
                 Waiting(request=i, num_known=slot.num_known, max_cached=slot.max_cached, prefix=slot.prefix)
             )
-        for place in plan.dropped:
-            self._num_free += self._num_pages(self._held.pop(place).num_cached, self._begin(place))
+        for key in plan.dropped:
+            self._num_free += self._num_pages(self._prefixes.pop(key).num_cached, self._begin(key))
         for _, lane in plan.admitted:
-            entrant = self._line.pop()
-            for place in prefix_keys(entrant.prefix, lane, self._limits.rule):
-                if place not in self._held:
-                    self._held[place] = CachedPrefix(prefix=place[0], lane=lane, num_cached=self._begin(place))
+            entrant = self._queue.pop()
+            for key in prefix_keys(entrant.prefix, lane, self._limits.rule):
+                if key not in self._prefixes:
+                    self._prefixes[key] = CachedPrefix(prefix=key[0], lane=lane, num_cached=self._begin(key))
             self._slots[entrant.request] = SlotState(
                 request=entrant.request, lane=lane, num_cached=self._shared[entrant.request],
                 num_known=entrant.num_known, max_cached=entrant.max_cached, prefix=entrant.prefix,
@@ -183,39 +185,43 @@ class _RunningSlots:
     def _num_pages(self, end: int, begin: int) -> int:
         return self._limits.pages(end) - self._limits.pages(begin)
 
-    def _begin(self, place: PrefixKey) -> int:
+    def _begin(self, key: PrefixKey) -> int:
         """Returns the tokens of a prefix that belong to its parent."""
-        return self._limits.rule.num_shared(place[0].parent)
+        return self._limits.rule.num_shared(key[0].parent)
 
     def make_group(self, plan: PassPlan) -> PassGroup:
         lanes: list[list[Piece]] = [[] for _ in range(self._limits.num_lanes)]
         prefixes: list[set[SharedPrefix | None]] = [set() for _ in lanes]
-        for place, new in plan.prefix_tokens.items():
-            held = self._held[place]
-            lanes[held.lane].append(Piece(held.num_cached, new, 0, self._begin(place)))
+        for key, new in plan.prefix_tokens.items():
+            prefix = self._prefixes[key]
+            lanes[prefix.lane].append(Piece(prefix.num_cached, new, 0, self._begin(key)))
         num_decoded = 0
         for i, slot in self._slots.items():
             new, past = plan.new_tokens.get(i, 0), slot.num_cached
-            asks, is_begun = new > 0 and past + new == slot.num_known, slot.num_known > self._sizes[i].num_prompt_tokens
-            selected = int(asks) if is_begun else self._sizes[i].num_selected(past, new)
-            lanes[slot.lane].append(Piece(past, new, selected, self._shared[i]))
+            needs_logits, is_decoding = (
+                new > 0 and past + new == slot.num_known,
+                slot.num_known > self._sizes[i].num_prompt_tokens,
+            )
+            num_selected = int(needs_logits) if is_decoding else self._sizes[i].num_selected(past, new)
+            lanes[slot.lane].append(Piece(past, new, num_selected, self._shared[i]))
             prefixes[slot.lane].add(slot.prefix)
-            num_decoded += new if is_begun and past + 1 == slot.num_known else 0
+            num_decoded += new if is_decoding and past + 1 == slot.num_known else 0
         works = list[LaneWork]()
         for lane, pieces in enumerate(lanes):
             if any(piece.new for piece in pieces):  # pages of cached prefixes, without those computed in this pass
                 places = all_prefix_keys([(prefix, lane) for prefix in prefixes[lane]], self._limits.rule)
                 stored = [
-                    (self._held[place].num_cached, self._begin(place)) for place in places - plan.prefix_tokens.keys()
+                    (self._prefixes[place].num_cached, self._begin(place))
+                    for place in places - plan.prefix_tokens.keys()
                 ]
                 works.append(packed_work(pieces, sum(self._num_pages(end, begin) for end, begin in stored)))
         return PassGroup(lanes=works, prefill_share=1 - num_decoded / sum(work.num_tokens for work in works))
 
     def advance(self, plan: PassPlan) -> None:
-        for place, new in plan.prefix_tokens.items():
-            held = self._held[place]
-            self._num_free -= self._num_pages(held.num_cached + new, held.num_cached)
-            self._held[place] = replace(held, num_cached=held.num_cached + new)
+        for key, new in plan.prefix_tokens.items():
+            prefix = self._prefixes[key]
+            self._num_free -= self._num_pages(prefix.num_cached + new, prefix.num_cached)
+            self._prefixes[key] = replace(prefix, num_cached=prefix.num_cached + new)
         page = self._limits.page_tokens
         for i, new in plan.new_tokens.items():
             slot = self._slots[i]

@@ -76,17 +76,19 @@ def predict(
     admission: Admission = Admission.wave,
 ) -> Prediction:
     """Returns the prediction for all blocks, from the start of a run."""
-    clock = _PassTimer(shape=shape, placement=placement, rates=rates)
+    timer = _PassTimer(shape=shape, placement=placement, rates=rates)
     blocks = [block for block in (_drop_empty_requests(block, sizes) for block in blocks) if block.members]
     if not blocks:
         return Prediction(prefill=PhaseTime(), decode=PhaseTime())
     if admission is Admission.continuous and shape.is_packed:
-        return clock.predict(mixed_spans(placement, blocks, sizes, chunk_tokens))
-    chosen, rule = pick_evenly(blocks, MAX_BLOCKS), placement.sharing_rule
-    lanes = [[[sizes[i] for i in group] for group in block.micro_batches if group] for block in chosen]
+        return timer.predict(mixed_spans(placement, blocks, sizes, chunk_tokens))
+    sample, rule = pick_evenly(blocks, MAX_BLOCKS), placement.sharing_rule
+    lanes = [[[sizes[i] for i in group] for group in block.micro_batches if group] for block in sample]
     spans = [span for block in lanes for span in block_spans(shape, block, chunk_tokens, rule)]
-    found, times = clock.predict(spans, num_blocks=len(chosen)), len(blocks) / len(chosen)
-    return Prediction(prefill=PhaseTime().plus(found.prefill, times), decode=PhaseTime().plus(found.decode, times))
+    prediction, scale = timer.predict(spans, num_blocks=len(sample)), len(blocks) / len(sample)
+    return Prediction(
+        prefill=PhaseTime().plus(prediction.prefill, scale), decode=PhaseTime().plus(prediction.decode, scale)
+    )
 
 
 def decode_pass_seconds(
@@ -94,10 +96,10 @@ def decode_pass_seconds(
 ) -> float:
     """Returns the seconds of a steady decode pass halfway through the outputs."""
     half = max((size.max_new_tokens for lane in lanes for size in lane), default=0) // 2
-    most = [[replace(size, max_new_tokens=half + 2) for size in lane] for lane in lanes]
-    works = [work for lane in most if (work := decode_work(shape, lane, half)) is not None]
-    clock = _PassTimer(shape=shape, placement=placement, rates=rates)
-    return clock.steady(PassGroup(num_passes=1, lanes=works, prefill_share=0.0)).seconds if works else 0.0
+    shortened = [[replace(size, max_new_tokens=half + 2) for size in lane] for lane in lanes]
+    works = [work for lane in shortened if (work := decode_work(shape, lane, half)) is not None]
+    timer = _PassTimer(shape=shape, placement=placement, rates=rates)
+    return timer.steady(PassGroup(num_passes=1, lanes=works, prefill_share=0.0)).seconds if works else 0.0
 
 
 def predict_roughly(
@@ -129,11 +131,11 @@ def predict_from_sample(
     per block: a full prefill pass, the last one if there are few, and a decode pass."""
     blocks = [block for block in (_drop_empty_requests(block, sizes) for block in blocks) if block.members]
     prefill, decode, count = PhaseTime(), PhaseTime(), min(num_timed, len(blocks))
-    for turn in range(count):
-        run = blocks[turn * len(blocks) // count : (turn + 1) * len(blocks) // count]
-        lanes = [[sizes[i] for i in group] for group in run[len(run) // 2].micro_batches]
-        found = predict_roughly(shape, placement, lanes, chunk_tokens, rates, max_prefills=2)
-        prefill, decode = prefill.plus(found.prefill, len(run)), decode.plus(found.decode, len(run))
+    for i in range(count):
+        group = blocks[i * len(blocks) // count : (i + 1) * len(blocks) // count]
+        lanes = [[sizes[i] for i in group] for group in group[len(group) // 2].micro_batches]
+        prediction = predict_roughly(shape, placement, lanes, chunk_tokens, rates, max_prefills=2)
+        prefill, decode = prefill.plus(prediction.prefill, len(group)), decode.plus(prediction.decode, len(group))
     return Prediction(prefill=prefill, decode=decode)
 
 
@@ -151,22 +153,22 @@ def block_spans(
     prompts = block_prefills(shape, lanes, chunk_tokens, rule)
     ends = {size.max_new_tokens - 1 for lane in lanes for size in lane}
 
-    def prefilling(turn: int) -> list[LaneWork]:
+    def prefill_lanes(turn: int) -> list[LaneWork]:
         return [work for works in prompts if turn < len(works) and (work := works[turn]) is not None]
 
-    def decoding(turn: int) -> list[LaneWork]:
+    def decode_lanes(turn: int) -> list[LaneWork]:
         return [work for lane in lanes if (work := decode_work(shape, lane, turn)) is not None]
 
     counts = set(map(len, prompts))
-    most = max(counts, default=0)
-    parts = _split_at({*counts, most - 1}, max_prefills) if most else []
+    num_prefills = max(counts, default=0)
+    parts = _split_at({*counts, num_prefills - 1}, max_prefills) if num_prefills else []
     if max_prefills <= 2:  # full passes, and the partial last one if there are few
-        ends_at = [most] if most > MANY_PREFILLS else [max(0, most - 1), most]
-        parts = [range(begin, end) for begin, end in pairwise([0, *ends_at]) if begin < end]
+        part_ends = [num_prefills] if num_prefills > MANY_PREFILLS else [max(0, num_prefills - 1), num_prefills]
+        parts = [range(begin, end) for begin, end in pairwise([0, *part_ends]) if begin < end]
     for part in parts:
-        yield PassGroup(num_passes=len(part), lanes=prefilling(part[len(part) // 2]), prefill_share=1.0)
+        yield PassGroup(num_passes=len(part), lanes=prefill_lanes(part[len(part) // 2]), prefill_share=1.0)
     for part in _split_at(ends, max_decodes):
-        yield PassGroup(num_passes=len(part), lanes=decoding(part[len(part) // 2]), prefill_share=0.0)
+        yield PassGroup(num_passes=len(part), lanes=decode_lanes(part[len(part) // 2]), prefill_share=0.0)
 
 
 def mixed_spans(
@@ -197,20 +199,20 @@ def pick_evenly(blocks: Sequence[Block], count: int) -> tuple[Block, ...]:
     return tuple(blocks[part[len(part) // 2]] for part in _even_ranges(len(blocks), count))
 
 
-def _split_at(ends: Collection[int], most: int) -> list[range]:
+def _split_at(ends: Collection[int], max_parts: int) -> list[range]:
     """Splits range(last end) into up to `most` ranges that do not cross an end if possible; the longest are halved."""
-    places = sorted({0, *ends})
-    marks = [places[part[-1]] for part in _even_ranges(len(places), most)]
-    parts = [range(begin, end) for begin, end in pairwise([0, *marks]) if begin < end]
-    while parts and len(parts) < most and (longest := max(parts, key=len))[1:]:
-        at, middle = parts.index(longest), (longest.start + longest.stop) // 2
-        parts[at : at + 1] = [range(longest.start, middle), range(middle, longest.stop)]
+    boundaries = sorted({0, *ends})
+    part_ends = [boundaries[part[-1]] for part in _even_ranges(len(boundaries), max_parts)]
+    parts = [range(begin, end) for begin, end in pairwise([0, *part_ends]) if begin < end]
+    while parts and len(parts) < max_parts and (longest := max(parts, key=len))[1:]:
+        index, middle = parts.index(longest), (longest.start + longest.stop) // 2
+        parts[index : index + 1] = [range(longest.start, middle), range(middle, longest.stop)]
     return parts
 
 
-def _even_ranges(count: int, most: int) -> list[range]:
+def _even_ranges(count: int, max_parts: int) -> list[range]:
     """Splits range(count) into up to `most` ranges of about equal length."""
-    num_parts = min(count, most)
+    num_parts = min(count, max_parts)
     return [range(count * n // num_parts, count * (n + 1) // num_parts) for n in range(num_parts)]
 
 
@@ -227,20 +229,20 @@ class _PassTimer:
         """Returns the time of these passes by phase. Adds the extra time of each phase's first pass with empty slots:
         at the start of the run, or in every block if the two walks differ."""
         prefill, decode = PhaseTime(), PhaseTime()
-        begun, flows_on = set[bool](), self.placement.walk.first_stage == self.placement.decode_walk.first_stage
+        started, keeps_slots = set[bool](), self.placement.walk.first_stage == self.placement.decode_walk.first_stage
         for span in spans:
             first, steady = self._first_and_steady(span)
             share = span.prefill_share
             prefill = prefill.plus(steady, span.num_passes * share)
             decode = decode.plus(steady, span.num_passes * (1 - share))
-            if span.is_prefill not in begun and (not begun or not flows_on):
-                begun.add(span.is_prefill)
-                late = PhaseTime(
+            if span.is_prefill not in started and (not started or not keeps_slots):
+                started.add(span.is_prefill)
+                extra = PhaseTime(
                     seconds=max(0.0, first.seconds - steady.seconds),
                     stall_seconds=max(0.0, first.stall_seconds - steady.stall_seconds),
                 )
-                times = 1 if flows_on else num_blocks
-                prefill, decode = prefill.plus(late, times * share), decode.plus(late, times * (1 - share))
+                num_first = 1 if keeps_slots else num_blocks
+                prefill, decode = prefill.plus(extra, num_first * share), decode.plus(extra, num_first * (1 - share))
         return Prediction(prefill=prefill, decode=decode)
 
     def steady(self, span: PassGroup) -> PhaseTime:
@@ -251,9 +253,9 @@ class _PassTimer:
         first."""
         # Only passes of prompts alone take the prefill walk.
         walk = self.placement.walk if span.is_prefill else self.placement.decode_walk
-        seconds = make_durations(self.shape, self.placement, walk, span.lanes, self.rates, self._stage_costs)
-        count, script = self.num_steady, _script(walk, len(span.lanes), seconds.links)
-        one, all_ = simulate_each(script, [1, 1 + count], seconds)
+        durations = make_durations(self.shape, self.placement, walk, span.lanes, self.rates, self._stage_costs)
+        count, script = self.num_steady, _script(walk, len(span.lanes), durations.links)
+        one, all_ = simulate_each(script, [1, 1 + count], durations)
         steady = PhaseTime(
             num_passes=1,
             seconds=(all_.seconds - one.seconds) / count + self.rates.pass_seconds,

@@ -102,12 +102,12 @@ class MachineRates:
     def map_rates(self, names: Iterable[str], change: Callable[[float], float]) -> "MachineRates":
         """Returns the rates with `change` applied to these fields, and to each entry of mappings; None stays None."""
 
-        def changed(value: float | Mapping[int, float] | None) -> float | Mapping[int, float] | None:
+        def map_value(value: float | Mapping[int, float] | None) -> float | Mapping[int, float] | None:
             if isinstance(value, Mapping):
                 return {rows: change(rate) for rows, rate in value.items()}
             return None if value is None else change(value)
 
-        return replace(self, **{name: changed(getattr(self, name)) for name in names})
+        return replace(self, **{name: map_value(getattr(self, name)) for name in names})
 
     def layer_exchange_seconds(self, num_bytes: Numbers) -> Numbers:
         """Returns the seconds of a layer's exchanges between ranks, for `num_bytes` of hidden vectors."""
@@ -165,9 +165,9 @@ class MachineRates:
 
     def dequantize_seconds(self, stored: StoredWork, item_bytes: int) -> float:
         """Returns the seconds to dequantize to `item_bytes` per element: one read, one write, a few launches."""
-        moved = stored.num_bytes + stored.num_elements * item_bytes
+        num_bytes = stored.num_bytes + stored.num_elements * item_bytes
         launches = DEQUANTIZE_LAUNCHES * stored.num_matrices
-        return moved / self.dequantize_bytes_per_second + launches * self.launch_seconds
+        return num_bytes / self.dequantize_bytes_per_second + launches * self.launch_seconds
 
     def experts_seconds(self, num_hit: Numbers, num_visits: Numbers, num_weights: float) -> Numbers:
         """Returns the seconds of `num_hit` experts of `num_weights` each, with even shares of the visits."""

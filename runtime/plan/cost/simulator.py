@@ -16,8 +16,8 @@ from ..schedule.schedule import Schedule
 DISK, LINK_IN, LINK_OUT, COMPUTE, CPU, HOST = (resource.number for resource in Resource)
 _RESOURCES = tuple(Resource)  # by their numbers
 SYNC = len(Resource)
-NEVER = 0  # an event in the past: no dependency
-UNOBSERVED = 1  # an event without dependents
+NO_EVENT = 0  # an event in the past: no dependency
+UNUSED_EVENT = 1  # an event without dependents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ class Script:
         self._links = links
         actions = (*schedule.prologue, *schedule.cycle)
         self._copied = {action.stage for action in actions if action.op is Op.copy}
-        self._staged_before = _staging_before(schedule)
+        self._slot_owner = _previous_in_slot(schedule)
         self.prologue: Lines = [line for action in schedule.prologue for line in self._make_lines(action)]
         self.cycle: Lines = [line for action in schedule.cycle for line in self._make_lines(action)]
 
@@ -164,11 +164,11 @@ class Script:
         if op is Op.free:
             return []
         if op is Op.sync:
-            return [ScriptLine(SYNC, NEVER, NEVER, UNOBSERVED, action, True, op.value)]
+            return [ScriptLine(SYNC, NO_EVENT, NO_EVENT, UNUSED_EVENT, action, True, op.value)]
         if op is Op.read:
             read = event(stage, "read", action.page) if stage in self._copied else event(stage)
-            left = event(self._staged_before[action.stage_index]) if stage in self._copied else NEVER
-            return [_line(DISK, action, left, read)]
+            slot_free = event(self._slot_owner[action.stage_index]) if stage in self._copied else NO_EVENT
+            return [_line(DISK, action, slot_free, read)]
         if op is Op.copy:
             return [_line(LINK_IN, action, event(stage, "read", action.page), event(stage))]
         turn = event(stage, action.lane)
@@ -177,8 +177,8 @@ class Script:
         if op is Op.fetch:
             return self._kv_lines(action, (DISK, LINK_IN), turn)
         if op is Op.store:
-            return self._kv_lines(action, (LINK_OUT, DISK), UNOBSERVED)
-        return [ScriptLine(COMPUTE, event(stage), turn, UNOBSERVED, action, True, op.value)]
+            return self._kv_lines(action, (LINK_OUT, DISK), UNUSED_EVENT)
+        return [ScriptLine(COMPUTE, event(stage), turn, UNUSED_EVENT, action, True, op.value)]
 
     def _kv_lines(self, action: Action, path: tuple[int, int], event: int) -> list[ScriptLine]:
         """Returns the lines of a KV transfer: over the link, the disk, or both in sequence."""
@@ -187,20 +187,20 @@ class Script:
             return [_line(link, action, event=event)]
         if not self._links.has_link_behind:
             return [_line(DISK, action, event=event)]
-        between, copy = self.events.number(*action.turn, action.op), f"{action.op.value}_copy"
+        first_done, copy = self.events.number(*action.turn, action.op), f"{action.op.value}_copy"
         first, second = ((part, copy if part == link else action.op.value) for part in path)
         return [
-            _line(first[0], action, event=between, duration=first[1]),
-            _line(second[0], action, between, event, duration=second[1]),
+            _line(first[0], action, event=first_done, duration=first[1]),
+            _line(second[0], action, first_done, event, duration=second[1]),
         ]
 
 
-def _staging_before(schedule: Schedule) -> dict[int, int]:
+def _previous_in_slot(schedule: Schedule) -> dict[int, int]:
     """Returns for each stage read into staging the stage that must be copied out of its slot first. The number of slots
     is the maximum in use; they are used in round-robin order."""
-    every = (*schedule.prologue, *schedule.cycle)
-    are_read = {action.stage for action in every if action.op is Op.read}
-    actions = [action for action in every if action.stage in are_read]
+    all_actions = (*schedule.prologue, *schedule.cycle)
+    stages_read = {action.stage for action in all_actions if action.op is Op.read}
+    actions = [action for action in all_actions if action.stage in stages_read]
     copied_pages = [action.page or 0 for action in actions if action.op is Op.copy]
     if not copied_pages:
         return {}
@@ -211,19 +211,19 @@ def _staging_before(schedule: Schedule) -> dict[int, int]:
         num_used -= action.op is Op.copy and action.page in (None, last_page)
         num_slots = max(num_slots, num_used)
     order = [action.stage_index for action in schedule.cycle if action.op is Op.read and not action.page]
-    return {stage: order[place - num_slots] for place, stage in enumerate(order)}
+    return {stage: order[index - num_slots] for index, stage in enumerate(order)}
 
 
 def _line(
     kind: int,
     action: Action,
-    after: int = NEVER,
-    event: int = UNOBSERVED,
+    after: int = NO_EVENT,
+    event: int = UNUSED_EVENT,
     *,
     on_compute: bool = False,
     duration: str | None = None,
 ) -> ScriptLine:
-    return ScriptLine(kind, after, NEVER, event, action, on_compute, duration or action.op.value)
+    return ScriptLine(kind, after, NO_EVENT, event, action, on_compute, duration or action.op.value)
 
 
 class SimulatedSpan(NamedTuple):
@@ -285,7 +285,7 @@ def simulate(schedule: Schedule, num_passes: int, durations: Durations) -> Phase
 def simulate_each(script: Script, counts: Sequence[int], durations: Durations) -> list[PhaseTime]:
     """Returns the result of `simulate` for each of several ascending numbers of passes, at the cost of the last.
     `script` must be compiled with the links of `durations`."""
-    clock, times, done = _Clock(script.events.count), list[PhaseTime](), 0
+    clock, times, num_done = _Clock(script.events.count), list[PhaseTime](), 0
     prologue, cycle = (
         _TimedLines.from_script(script.prologue, durations),
         _TimedLines.from_script(script.cycle, durations),
@@ -293,10 +293,10 @@ def simulate_each(script: Script, counts: Sequence[int], durations: Durations) -
     clock.play(prologue)
     prologue_busy, cycle_busy = prologue.busy(), cycle.busy()
     for count in counts:
-        for number in range(done + 1, count + 1):
+        for number in range(num_done + 1, count + 1):
             clock.play(cycle)
             clock.wait_until(prologue_busy[HOST] + number * cycle_busy[HOST])
-        done = count
+        num_done = count
         busy = {each: prologue_busy[each.number] + count * cycle_busy[each.number] for each in Resource}
         times.append(
             PhaseTime(num_passes=count, seconds=clock.now, stall_seconds=clock.stall_seconds, busy_seconds=busy)
@@ -309,7 +309,7 @@ def simulate_passes(passes: Sequence[tuple[Schedule, Durations]], pass_seconds: 
     not filled again. `pass_seconds`: overhead on compute after each pass, overlapped with reads."""
     events = Events()
     scripts = [Script(schedule, durations.links, events) for schedule, durations in passes]
-    clock, played = _Clock(events.count), list[SimulatedPass]()
+    clock, results = _Clock(events.count), list[SimulatedPass]()
     filled: Sequence[Action] | None = None
     host_seconds = 0.0
     for (schedule, durations), script in zip(passes, scripts, strict=True):
@@ -320,9 +320,9 @@ def simulate_passes(passes: Sequence[tuple[Schedule, Durations]], pass_seconds: 
             host_seconds += timed.busy()[HOST]
         clock.wait_until(host_seconds)
         clock.now += pass_seconds
-        played.append(SimulatedPass(begin, clock.now, spans))
+        results.append(SimulatedPass(begin, clock.now, spans))
         filled = schedule.prologue
-    return played
+    return results
 
 
 @dataclass(frozen=True)
@@ -336,8 +336,8 @@ class _TimedLines:
 
     @staticmethod
     def from_script(lines: Lines, durations: Durations) -> "_TimedLines":
-        ask = durations.expert_reads
-        reads = [None if ask is None or line.kind != COMPUTE else ask(line.action) for line in lines]
+        expert_reads = durations.expert_reads
+        reads = [None if expert_reads is None or line.kind != COMPUTE else expert_reads(line.action) for line in lines]
         return _TimedLines(lines, durations.line_seconds(lines), reads, durations)
 
     def busy(self) -> list[float]:
@@ -369,15 +369,15 @@ class _Clock:
     def play(self, timed: _TimedLines, spans: list[SimulatedSpan] | None = None) -> None:
         """Runs lines, and appends to `spans`. A single loop over local variables, as it runs a million times."""
         now, stalled, free, ends = self.now, self.stall_seconds, self._free, self._ends
-        each = zip(timed.lines, timed.seconds, timed.reads, strict=True)
-        for (kind, after, too, event, action, on_compute, _), seconds, reads in each:
+        timed_lines = zip(timed.lines, timed.seconds, timed.reads, strict=True)
+        for (kind, after, also_after, event, action, on_compute, _), seconds, reads in timed_lines:
             if on_compute:
-                until = ends[after] if ends[after] > ends[too] else ends[too]
+                ready = ends[after] if ends[after] > ends[also_after] else ends[also_after]
                 if kind == SYNC:
-                    until = max(free)
-                if until > now:
-                    stalled += until - now
-                    now = until
+                    ready = max(free)
+                if ready > now:
+                    stalled += ready - now
+                    now = ready
                 begin = now
                 end = now = (
                     begin + seconds if reads is None else self._play_experts(begin, seconds, reads, action, spans)
@@ -399,14 +399,14 @@ class _Clock:
         self, begin: float, seconds: float, reads: ExpertReads, action: Action, spans: list[SimulatedSpan] | None
     ) -> float:
         """Returns the end of all experts: those read, and those computed by the CPU meanwhile."""
-        needed, free = begin + reads.dense_seconds, self._free
+        dense_end, free = begin + reads.dense_seconds, self._free
         end = self._play_expert_reads(begin, seconds, reads, action, spans) if reads.num_experts else begin + seconds
         if not reads.cpu_seconds:
             return end
-        start = max(free[CPU], needed)
-        free[CPU] = start + reads.cpu_seconds
+        cpu_begin = max(free[CPU], dense_end)
+        free[CPU] = cpu_begin + reads.cpu_seconds
         if spans is not None:
-            spans.append(SimulatedSpan(Resource.cpu_attention, Action(Op.experts, action.stage), start, free[CPU]))
+            spans.append(SimulatedSpan(Resource.cpu_attention, Action(Op.experts, action.stage), cpu_begin, free[CPU]))
         return max(end, free[CPU])
 
     def _play_expert_reads(
@@ -417,16 +417,20 @@ class _Clock:
         count, free = max(1, reads.num_experts), self._free
         requested = begin + reads.dense_seconds - reads.lead_seconds
         read, copy = reads.read_seconds / count, reads.copy_seconds / count
-        start = max(free[DISK], requested) if reads.read_seconds else requested
-        first = max(start + read, free[LINK_IN]) + copy
-        last = max(start + reads.read_seconds + copy, first + (count - 1) * copy)
+        read_begin = max(free[DISK], requested) if reads.read_seconds else requested
+        first_arrival = max(read_begin + read, free[LINK_IN]) + copy
+        last_arrival = max(read_begin + reads.read_seconds + copy, first_arrival + (count - 1) * copy)
         if reads.read_seconds:
-            free[DISK] = start + reads.read_seconds
-        free[LINK_IN] = max(free[LINK_IN], last)
+            free[DISK] = read_begin + reads.read_seconds
+        free[LINK_IN] = max(free[LINK_IN], last_arrival)
         if spans is not None and reads.read_seconds:
-            spans.append(SimulatedSpan(Resource.disk, Action(Op.read, action.stage), start, free[DISK]))
+            spans.append(SimulatedSpan(Resource.disk, Action(Op.read, action.stage), read_begin, free[DISK]))
         if spans is not None and reads.copy_seconds:
-            begun = last - reads.copy_seconds  # drawn as if only the first expert waited for its read
-            spans.append(SimulatedSpan(Resource.host_to_device, Action(Op.copy, action.stage), begun, last))
-        computing = seconds - reads.dense_seconds
-        return max(max(begin + reads.dense_seconds, first) + computing, last + computing / count)
+            copy_begin = last_arrival - reads.copy_seconds  # drawn as if only the first expert waited for its read
+            spans.append(
+                SimulatedSpan(Resource.host_to_device, Action(Op.copy, action.stage), copy_begin, last_arrival)
+            )
+        expert_seconds = seconds - reads.dense_seconds
+        return max(
+            max(begin + reads.dense_seconds, first_arrival) + expert_seconds, last_arrival + expert_seconds / count
+        )

@@ -194,12 +194,12 @@ def with_cpu_share(shape: ModelShape, placement: Placement, rates: MachineRates 
     )
 
 
-def make_cpu_share(expert_bytes: float, expert_weights: float, rates: MachineRates, most_tokens: int) -> CpuShare:
+def make_cpu_share(expert_bytes: float, expert_weights: float, rates: MachineRates, max_tokens: int) -> CpuShare:
     """Returns the CPU's share of experts. Per expert it takes the longer of reading it, launches included, and of
     multiplying it. The link's reads reduce the CPU's memory bandwidth."""
     link, memory = rates.link_in_bytes_per_second, rates.cpu_attention_bytes_per_second
-    left = max(memory - link, MIN_MEMORY_SHARE * memory)
-    share = CpuShare(max_tokens=most_tokens, reading=link / left + rates.hit_seconds * link / expert_bytes)
+    cpu_memory = max(memory - link, MIN_MEMORY_SHARE * memory)
+    share = CpuShare(max_tokens=max_tokens, reading=link / cpu_memory + rates.hit_seconds * link / expert_bytes)
     if rates.cpu_flops_per_second is None:
         return share
     return replace(share, multiplying=2 * expert_weights / rates.cpu_flops_per_second * link / expert_bytes)

@@ -21,13 +21,15 @@ class WeightSlots:
     def __init__(self, walk: Walk):
         self._walk, self._streamed = walk, frozenset(walk.streamed)
         self._all_pages = frozenset(range(walk.num_pages))
-        self._staged: dict[int, set[int]] = {}
-        self._present: dict[int, set[int]] = {}
+        self._staged_pages: dict[int, set[int]] = {}
+        self._loaded_pages: dict[int, set[int]] = {}
         self._freed: set[int] = set()
 
     def contents(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
         """Returns a copy, for comparison."""
-        staged, present = ({stage: set(pages) for stage, pages in of.items()} for of in (self._staged, self._present))
+        staged, present = (
+            {stage: set(pages) for stage, pages in slots.items()} for slots in (self._staged_pages, self._loaded_pages)
+        )
         return staged, present
 
     def begin_pass(self) -> None:
@@ -42,33 +44,33 @@ class WeightSlots:
         if action.stage in self._walk.in_host:
             raise schedule_error(action, "read, but its weights are already in host memory")
         if self._walk.copies:
-            self._load(action, self._staged, self._walk.num_staging_slots, "staging slot")
+            self._load(action, self._staged_pages, self._walk.num_staging_slots, "staging slot")
         else:
-            self._load(action, self._present, self._walk.num_slots, "slot")
+            self._load(action, self._loaded_pages, self._walk.num_slots, "slot")
 
     def copy(self, action: Action) -> None:
         if not self._walk.copies:
             raise schedule_error(action, "the walk has no copies: compute uses weights where they are read")
         stage = action.stage_index
-        if stage not in self._walk.in_host and not self._staged.get(stage, set()) >= self._pages(action):
+        if stage not in self._walk.in_host and not self._staged_pages.get(stage, set()) >= self._pages(action):
             raise schedule_error(action, "copied before it was read")
-        self._load(action, self._present, self._walk.num_slots, "device slot")
-        if self._present[stage] == self._all_pages:
-            self._staged.pop(stage, None)
+        self._load(action, self._loaded_pages, self._walk.num_slots, "device slot")
+        if self._loaded_pages[stage] == self._all_pages:
+            self._staged_pages.pop(stage, None)
 
     def use(self, action: Action) -> None:
         stage = action.stage_index
-        if stage in self._streamed and self._present.get(stage) != self._all_pages:
-            count = f"{len(self._present.get(stage, ()))} of {self._walk.num_pages} pages are loaded"
+        if stage in self._streamed and self._loaded_pages.get(stage) != self._all_pages:
+            count = f"{len(self._loaded_pages.get(stage, ()))} of {self._walk.num_pages} pages are loaded"
             raise schedule_error(action, f"used before its weights were loaded, {count}")
 
     def free(self, action: Action) -> None:
         stage = action.stage_index
-        if stage not in self._present:
-            raise schedule_error(action, f"freed but not loaded; loaded stages: {sorted(self._present)}")
+        if stage not in self._loaded_pages:
+            raise schedule_error(action, f"freed but not loaded; loaded stages: {sorted(self._loaded_pages)}")
         if stage in self._freed:
             raise schedule_error(action, "freed twice in one pass")
-        del self._present[stage]
+        del self._loaded_pages[stage]
         self._freed.add(stage)
 
     def _load(self, action: Action, slots: dict[int, set[int]], limit: int, kind: str) -> None:
@@ -96,42 +98,42 @@ class KVSlots:
     """KV slots by stage and lane."""
 
     def __init__(self, walk: Walk):
-        self._travelling, self._num_slots = frozenset(walk.offloaded_kv), walk.num_kv_slots
-        self._held: set[tuple[int, int]] = set()
+        self._offloaded, self._num_slots = frozenset(walk.offloaded_kv), walk.num_kv_slots
+        self._occupied: set[tuple[int, int]] = set()
         self._fetched: set[tuple[int, int]] = set()
 
     def begin_pass(self) -> None:
         self._fetched.clear()
 
     def end_pass(self) -> None:
-        for stage, lane in sorted(self._held):
+        for stage, lane in sorted(self._occupied):
             raise schedule_error(
                 Action(Op.store, stage, lane), "missing: its KV slot is not freed by the end of the pass"
             )
 
     def fetch(self, action: Action) -> None:
         key = action.turn
-        if key[0] not in self._travelling:
+        if key[0] not in self._offloaded:
             raise schedule_error(action, "the stage's KV is not offloaded")
         if key in self._fetched:
             raise schedule_error(action, "fetched twice in one pass")
-        if len(self._held) >= self._num_slots:
+        if len(self._occupied) >= self._num_slots:
             raise schedule_error(
-                action, f"no free KV slot, all {self._num_slots} are in use, by {_format_turns(self._held)}"
+                action, f"no free KV slot, all {self._num_slots} are in use, by {_format_turns(self._occupied)}"
             )
-        self._held.add(key)
+        self._occupied.add(key)
         self._fetched.add(key)
 
     def use(self, action: Action) -> None:
         key = action.turn
-        if key[0] in self._travelling and key not in self._held:
+        if key[0] in self._offloaded and key not in self._occupied:
             raise schedule_error(action, "the lane enters before its KV was fetched")
 
     def store(self, action: Action) -> None:
         key = action.turn
-        if key not in self._held:
+        if key not in self._occupied:
             raise schedule_error(action, "stored without having been fetched")
-        self._held.remove(key)
+        self._occupied.remove(key)
 
 
 class PipelineTransfers:
@@ -146,9 +148,9 @@ class PipelineTransfers:
         self._sent.clear()
 
     def end_pass(self) -> None:
-        if self._walk.sends and (left := {*range(self._num_lanes)} - self._sent):
+        if self._walk.sends and (missing := {*range(self._num_lanes)} - self._sent):
             raise schedule_error(
-                Action(Op.send, self._walk.num_stages - 1, min(left)), "missing: the next rank waits for it"
+                Action(Op.send, self._walk.num_stages - 1, min(missing)), "missing: the next rank waits for it"
             )
 
     def receive(self, action: Action) -> None:
@@ -239,7 +241,7 @@ class _ScheduleChecker:
     def __init__(self, walk: Walk, num_lanes: int):
         self.weights, self._kv, self._transfers = WeightSlots(walk), KVSlots(walk), PipelineTransfers(walk, num_lanes)
         self._walk, self._num_lanes, self._lanes = walk, num_lanes, list[_LanePosition]()
-        self._attending, self._routing = frozenset(walk.cpu_attention), frozenset(walk.batched_experts)
+        self._cpu_stages, self._expert_stages = frozenset(walk.cpu_attention), frozenset(walk.batched_experts)
         self._rules: dict[Op, Callable[[Action], None]] = {
             **dict.fromkeys(_TRANSITIONS, self._move),
             Op.read: self.weights.read,
@@ -281,12 +283,12 @@ class _ScheduleChecker:
             raise schedule_error(action, f"out of order, lane {index} is {lane}")
         if action.op is Op.attend:
             # The device-CPU exchange has buffers for this many attentions only.
-            most = self._walk.order.style.num_ahead + 1
+            max_attending = self._walk.order.style.num_ahead + 1
             attending = [i for i, each in enumerate(self._lanes) if each.state is _LaneState.attending]
-            if len(attending) >= most:
+            if len(attending) >= max_attending:
                 raise schedule_error(
                     action,
-                    f"policy.schedule={self._walk.order.value} has {most} attentions running at most, "
+                    f"policy.schedule={self._walk.order.value} has {max_attending} attentions running at most, "
                     f"lanes {attending} are running theirs",
                 )
         if lane.state is _LaneState.entrance:
@@ -338,14 +340,14 @@ class _ScheduleChecker:
         return self._lanes[index]
 
     def _require_stop(self, action: Action, stage: int) -> None:
-        if action.op in _STOPS_AT_ATTENTION and stage not in self._attending:
+        if action.op in _STOPS_AT_ATTENTION and stage not in self._cpu_stages:
             raise schedule_error(action, f"lanes do not stop at the attention of stage {stage}")
-        if action.op in _STOPS_AT_EXPERTS and stage not in self._routing:
+        if action.op in _STOPS_AT_EXPERTS and stage not in self._expert_stages:
             raise schedule_error(action, f"lanes do not stop at the experts of stage {stage}")
 
     def _next_action(self, index: int, lane: _LanePosition) -> Action:
         if lane.state is _LaneState.experts:
             return Action(Op.experts, lane.stage)
-        enters = Op.pre if lane.stage in self._attending else Op.route if lane.stage in self._routing else Op.run
+        enters = Op.pre if lane.stage in self._cpu_stages else Op.route if lane.stage in self._expert_stages else Op.run
         leaves = {_LaneState.entrance: enters, _LaneState.attention: Op.attend, _LaneState.attending: Op.post}
         return Action(leaves.get(lane.state, Op.end), lane.stage, index)

@@ -71,8 +71,8 @@ class _Timetable:
         return self._first_step(visit) + self._num_lanes
 
     def _first_step(self, visit: int) -> int:
-        pass_index, place = divmod(visit, len(self._streamed))
-        return pass_index * self._num_steps + (self._streamed[place] - self._first_stage) * self._num_lanes
+        pass_index, position = divmod(visit, len(self._streamed))
+        return pass_index * self._num_steps + (self._streamed[position] - self._first_stage) * self._num_lanes
 
 
 def _sequential_transfers(walk: Walk, num_lanes: int) -> Transfers:
@@ -96,10 +96,10 @@ def _ring_deliveries(walk: Walk, num_lanes: int) -> Iterator[Delivery]:
     times, num_pages = _Timetable(walk, num_lanes), walk.num_pages
     is_spread = walk.order.style.spreads_pages
     for visit, stage in enumerate(walk.streamed):
-        begin, limit = times.exit_gap(visit - walk.num_slots), times.entry_gap(visit)
-        num_turns = times.exit_gap(visit + 1 - walk.num_slots) - begin
+        free_gap, entry_gap = times.exit_gap(visit - walk.num_slots), times.entry_gap(visit)
+        num_turns = times.exit_gap(visit + 1 - walk.num_slots) - free_gap
         for page in range(num_pages):
-            gap = min(begin + page * num_turns // num_pages, limit) if is_spread else begin
+            gap = min(free_gap + page * num_turns // num_pages, entry_gap) if is_spread else free_gap
             yield gap, _ring_delivery(walk, stage, page)
 
 
@@ -113,8 +113,8 @@ def _ring_delivery(walk: Walk, stage: int, page: int) -> list[Action]:
     if _reads_by_page(walk):
         return [*copy, _page_action(walk, Op.read, _next_read(walk, stage, walk.num_staging_slots - 1), page)]
     is_last = page + 1 == walk.num_pages
-    behind = _next_read(walk, stage, walk.num_staging_slots)
-    return copy + (_load_actions(walk, Op.read, behind) if is_last else [])
+    next_stage = _next_read(walk, stage, walk.num_staging_slots)
+    return copy + (_load_actions(walk, Op.read, next_stage) if is_last else [])
 
 
 def _next_read(walk: Walk, stage: int, num_reads: int) -> int:
@@ -135,9 +135,12 @@ def _block_deliveries(walk: Walk, num_lanes: int) -> Iterator[Delivery]:
     for group, start in enumerate(starts):
         stages = walk.streamed[start : start + walk.block]
         # The last visit of the group that used these slots.
-        freed = starts[group - 1] - 1 - (num_streamed if group == 0 else 0)
+        previous_visit = starts[group - 1] - 1 - (num_streamed if group == 0 else 0)
         loads = [(op, stage) for op in _load_ops(walk) for stage in stages]
-        yield times.exit_gap(freed), [action for op, stage in loads for action in _load_actions(walk, op, stage)]
+        yield (
+            times.exit_gap(previous_visit),
+            [action for op, stage in loads for action in _load_actions(walk, op, stage)],
+        )
 
 
 def _load_ops(walk: Walk) -> list[Op]:
@@ -165,8 +168,8 @@ def kv_transfers(walk: Walk, num_lanes: int) -> dict[int, list[Action]]:
         if stage in walk.offloaded_kv
     ]
     gaps = {0: [fetch for _, fetch, _ in turns[: walk.num_kv_slots]]}
-    for place, (step, _, store) in enumerate(turns):
-        next_turn = place + walk.num_kv_slots
+    for index, (step, _, store) in enumerate(turns):
+        next_turn = index + walk.num_kv_slots
         gaps[step + 1] = [store, *(fetch for _, fetch, _ in turns[next_turn : next_turn + 1])]
     return gaps
 
@@ -193,7 +196,7 @@ def make_schedule(walk: Walk, num_lanes: int) -> Schedule:
 
     def actions_at(gap: int) -> list[Action]:
         """Returns the actions of a gap. KV comes first: it is small, and the next turn waits for it."""
-        return [action for feed in (kv, frees, weights.gaps) for action in feed.get(gap, ())]
+        return [action for actions_by_gap in (kv, frees, weights.gaps) for action in actions_by_gap.get(gap, ())]
 
     cycle = actions_at(0)
     for gap, step in enumerate(lane_steps(walk, num_lanes), start=1):
@@ -204,8 +207,8 @@ def make_schedule(walk: Walk, num_lanes: int) -> Schedule:
 
 def require_slots(walk: Walk, num_lanes: int) -> None:
     """Raises ConfigError if the walk has too few or too many slots, of weights or of KV, for its order."""
-    overlaps = walk.order.style.num_ahead if set(walk.offloaded_kv) & set(walk.cpu_attention) else 0
-    needed = min(1 + overlaps, num_lanes)  # turns that the order runs at once
+    num_overlapping = walk.order.style.num_ahead if set(walk.offloaded_kv) & set(walk.cpu_attention) else 0
+    needed = min(1 + num_overlapping, num_lanes)  # turns that the order runs at once
     if walk.offloaded_kv and walk.num_kv_slots < needed:
         raise ConfigError(
             f"kv.num_slots={walk.num_kv_slots}: policy.schedule={walk.order.value} attends for {needed} lanes of a "
@@ -251,19 +254,25 @@ def _with_transfers(walk: Walk, action: Action) -> Iterator[Action]:
 
 
 def _steps_by_stage(walk: Walk, num_lanes: int) -> Iterator[list[Action]]:
-    style, attending = walk.order.style, frozenset(walk.cpu_attention)
+    style, cpu_stages = walk.order.style, frozenset(walk.cpu_attention)
     turns = walk.turns(num_lanes)
-    begun = ended = 0  # turns; a lane begins a turn only after its previous one, `num_lanes` before, ended
-    for at, (stage, lane) in enumerate(turns):
-        next_stage = at - lane + num_lanes
-        limit = min(at + 1 + style.num_ahead, ended + num_lanes, len(turns) if style.crosses_stages else next_stage)
-        step = [Action(op, *turn) for turn in turns[begun:limit] if turn[0] in attending for op in (Op.pre, Op.attend)]
+    num_begun = num_ended = 0  # turns; a lane begins a turn only after its previous one, `num_lanes` before, ended
+    for index, (stage, lane) in enumerate(turns):
+        next_stage = index - lane + num_lanes
+        limit = min(
+            index + 1 + style.num_ahead, num_ended + num_lanes, len(turns) if style.crosses_stages else next_stage
+        )
+        step = [
+            Action(op, *turn) for turn in turns[num_begun:limit] if turn[0] in cpu_stages for op in (Op.pre, Op.attend)
+        ]
         if stage in walk.batched_experts:
             step.append(Action(Op.route, stage, lane))
             if lane + 1 == num_lanes:
                 step += [Action(Op.experts, stage), *[Action(Op.end, stage, each) for each in range(num_lanes)]]
         else:
-            step.append(Action(Op.post if stage in attending else Op.run, stage, lane))
-        begun = limit
-        ended = at + 1 if stage not in walk.batched_experts else next_stage if at + 1 == next_stage else ended
+            step.append(Action(Op.post if stage in cpu_stages else Op.run, stage, lane))
+        num_begun = limit
+        num_ended = (
+            index + 1 if stage not in walk.batched_experts else next_stage if index + 1 == next_stage else num_ended
+        )
         yield step + [Action(Op.sync, None)] * style.has_barriers

@@ -26,11 +26,11 @@ from ..placement.run_load import least_memory_config, run_load
 from ..shape.model import ModelShape
 from .policy import Policy
 
-SAMPLE_RUN = 64  # neighboring requests taken together in a sample
+SAMPLE_GROUP = 64  # neighboring requests taken together in a sample
 MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from resident layers
 NOTABLE = 0.05  # of a prefill pass, or of a product's time per row
-WORTHWHILE = 0.02  # of the prefill time, that a larger chunk must save
-ALL_TOKENS = 1 << 40
+MIN_SAVING = 0.02  # of the prefill time, that a larger chunk must save
+UNLIMITED_TOKENS = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,22 +83,22 @@ class Problem:
         runs of neighbors."""
         if count >= len(self.sizes):
             return self
-        runs = [
-            self._sorted_by_prefix[begin : begin + SAMPLE_RUN]
-            for begin in range(0, len(self._sorted_by_prefix), SAMPLE_RUN)
+        groups = [
+            self._sorted_by_prefix[begin : begin + SAMPLE_GROUP]
+            for begin in range(0, len(self._sorted_by_prefix), SAMPLE_GROUP)
         ]
-        num_runs = -(-count // SAMPLE_RUN)
-        sampled = [each for turn in range(num_runs) for each in runs[turn * len(runs) // num_runs]]
+        num_groups = -(-count // SAMPLE_GROUP)
+        sampled = [each for i in range(num_groups) for each in groups[i * len(groups) // num_groups]]
         return replace(self, sizes=sampled[:count])
 
     @cached_property
     def _sorted_by_prefix(self) -> Sequence[SequenceSize]:
         """All sizes, sorted by the trie of their prefixes."""
-        first_seen = dict[SharedPrefix, int]()
+        prefix_numbers = dict[SharedPrefix, int]()
 
         def path(size: SequenceSize) -> list[int]:
             chain = size.prefix.chain if size.prefix is not None else ()
-            return [first_seen.setdefault(each, len(first_seen)) for each in chain][::-1]
+            return [prefix_numbers.setdefault(each, len(prefix_numbers)) for each in chain][::-1]
 
         return sorted(self.sizes, key=path)
 
@@ -134,8 +134,8 @@ class Problem:
 
 def place_existing_blocks(problem: Problem, blocks: tuple[Block, ...]) -> PlacedRun:
     """Places existing blocks, with the best of the default chunks that fits."""
-    *better, chunk = chunk_sizes(problem.shape, problem.config.policy, blocks)
-    if better:
+    *larger, chunk = chunk_sizes(problem.shape, problem.config.policy, blocks)
+    if larger:
         chunk = _fitting_chunk(problem, least_memory_config(problem.config), blocks, all_in_compute=True) or chunk
     return problem.place_blocks(blocks, chunk)
 
@@ -152,28 +152,30 @@ def choose_blocks(problem: Problem, widths: Sequence[int], num_halvings: int) ->
     def counts(num_sequences: int) -> list[int]:
         return list(dict.fromkeys(-(-num_sequences // width) for width in widths))
 
-    def divided(num_sequences: int, count: int) -> tuple[Block, ...]:
+    def make_blocks(num_sequences: int, count: int) -> tuple[Block, ...]:
         return problem.blocks(-(-num_sequences // count), count)
 
-    most = block_size(config.policy)
+    max_sequences = block_size(config.policy)
     if config.policy.kind is PolicyKind.fixed:
-        *large, usual = counts(most)
-        for blocks in (divided(most, count) for count in large):
+        *large, usual = counts(max_sequences)
+        for blocks in (make_blocks(max_sequences, count) for count in large):
             if chunk := _fitting_chunk(problem, least_memory_config(config), blocks, all_in_compute=True):
                 return chunk, blocks
-        blocks = divided(most, usual)
+        blocks = make_blocks(max_sequences, usual)
         return chunk_sizes(shape, config.policy, blocks)[-1], blocks
     blocks: tuple[Block, ...] = ()
-    whole = max(1, min(most, len(problem.sizes)) >> num_halvings)
-    steps = {step for turn in range(whole.bit_length()) for step in (whole >> turn, 3 * whole >> turn + 2)}
-    ladder = sorted(steps - {0}, reverse=True)  # all, 3/4, 1/2, 3/8 ... 1
+    largest = max(1, min(max_sequences, len(problem.sizes)) >> num_halvings)
+    block_sizes = {
+        step for halving in range(largest.bit_length()) for step in (largest >> halving, 3 * largest >> halving + 2)
+    }
+    ladder = sorted(block_sizes - {0}, reverse=True)  # all, 3/4, 1/2, 3/8 ... 1
     for tier in kv_tiers(shape, config, has_device=problem.budgets.has_device):
-        in_tier = replace(least_memory_config(config), kv=replace(config.kv, tier=tier))
+        tier_config = replace(least_memory_config(config), kv=replace(config.kv, tier=tier))
         for num_sequences in ladder:
             *large, usual = counts(num_sequences)
             for count in (*large, usual):
-                blocks = divided(num_sequences, count)
-                if chunk := _fitting_chunk(problem, in_tier, blocks, all_in_compute=count != usual):
+                blocks = make_blocks(num_sequences, count)
+                if chunk := _fitting_chunk(problem, tier_config, blocks, all_in_compute=count != usual):
                     return chunk, blocks
     return chunk_sizes(shape, config.policy, blocks)[-1], blocks
 
@@ -210,25 +212,25 @@ def tune_chunks(problem: Problem, initial: PlacedRun) -> PlacedRun:
 def _best_chunk(problem: Problem, initial: PlacedRun, rates: MachineRates) -> int:
     """Returns the best chunk by rough predictions for the block that takes most memory, or for a few blocks with
     continuous admission."""
-    best = last = initial.chunk_tokens
-    most = max((pass_tokens(problem.shape, lane, ALL_TOKENS) for lane in initial.load.lanes), default=0)
-    if last >= most:
+    best = chunk = initial.chunk_tokens
+    max_tokens = max((pass_tokens(problem.shape, lane, UNLIMITED_TOKENS) for lane in initial.load.lanes), default=0)
+    if chunk >= max_tokens:
         return best
     shares = {stage.num_experts_per_token / stage.num_experts for stage in problem.shape.layers if stage.num_experts}
     rate_shares = [(rates.gemm_rate, 1.0), *((rates.expert_rate, share) for share in shares)]
     fixed_seconds = len(initial.load.lanes) * len(initial.load.shape.stages) * rates.turn_seconds + rates.pass_seconds
-    prediction = shortest = _predict_chunks(problem, initial, last, rates)
-    while prediction is not None and shortest is not None and last < most:
+    prediction = shortest = _predict_chunks(problem, initial, chunk, rates)
+    while prediction is not None and shortest is not None and chunk < max_tokens:
         prefill = prediction.prefill  # stalls and fixed overheads do not grow with the chunk
-        has_wait = prefill.stall_seconds + prefill.num_passes * fixed_seconds > NOTABLE * prefill.seconds
-        if not has_wait and all(
-            rate(2 * part * last) <= (1 + NOTABLE) * rate(part * last) for rate, part in rate_shares
+        is_stalled = prefill.stall_seconds + prefill.num_passes * fixed_seconds > NOTABLE * prefill.seconds
+        if not is_stalled and all(
+            rate(2 * part * chunk) <= (1 + NOTABLE) * rate(part * chunk) for rate, part in rate_shares
         ):
             break
-        last *= 2
-        prediction = _predict_chunks(problem, initial, last, rates)
-        if prediction is not None and prediction.seconds < shortest.seconds - WORTHWHILE * shortest.prefill_seconds:
-            best, shortest = last, prediction
+        chunk *= 2
+        prediction = _predict_chunks(problem, initial, chunk, rates)
+        if prediction is not None and prediction.seconds < shortest.seconds - MIN_SAVING * shortest.prefill_seconds:
+            best, shortest = chunk, prediction
     return best
 
 

@@ -81,15 +81,15 @@ class PolicyGrid:
     def num_ahead(self) -> NDArray[np.int64]:
         return np.array([order.style.num_ahead for order in ORDERS])[self.order]
 
-    def by_lane_size(self, number_of: Callable[[int], float]) -> Floats:
+    def by_lane_size(self, function: Callable[[int], float]) -> Floats:
         """Maps the nominal lane size to a number."""
-        return by_size(self.micro_batch, number_of)
+        return by_size(self.micro_batch, function)
 
-    def by_sharing_size(self, number_of: Callable[[int], float], has_device: bool) -> Floats:
+    def by_sharing_size(self, function: Callable[[int], float], has_device: bool) -> Floats:
         """Maps the number of sequences that may share a prefix to a number: those of a block, or of a lane if KV is
         offloaded."""
-        travels = (self.kv_fraction < 1) & ~(has_device & self.cpu_attends)
-        return by_size(np.where(travels, self.micro_batch, np.ceil(self.sequences)), number_of)
+        is_offloaded = (self.kv_fraction < 1) & ~(has_device & self.cpu_attends)
+        return by_size(np.where(is_offloaded, self.micro_batch, np.ceil(self.sequences)), function)
 
     def policy(self, index: int) -> Policy:
         """Returns the policy at an index, with its actual sizes. They make the same blocks as the nominal ones, which
@@ -123,10 +123,10 @@ class PolicyGrid:
         return PolicyGrid(**axes, num_requests=self.num_requests)
 
 
-def by_size(sizes: Floats, number_of: Callable[[int], float]) -> Floats:
+def by_size(sizes: Floats, function: Callable[[int], float]) -> Floats:
     """Maps an array of sizes with few distinct values to numbers."""
     unique_sizes, inverse = np.unique(sizes, return_inverse=True)
-    return np.array([float(number_of(int(size))) for size in unique_sizes])[inverse]
+    return np.array([float(function(int(size))) for size in unique_sizes])[inverse]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,12 +143,12 @@ class GridAxes:
     def from_config(shape: ModelShape, config: RuntimeConfig, num_requests: int, *, has_device: bool) -> "GridAxes":
         """Makes the axes. A setting in `config` is the only value of its axis; the number of micro-batches is an upper
         limit."""
-        policy, num_layers, wanted = config.policy, len(shape.layers), config.offload.resident_layers
-        width, most = policy.micro_batch_size, policy.num_micro_batches or COUNTS[-1]
+        policy, num_layers, num_resident = config.policy, len(shape.layers), config.offload.resident_layers
+        lane_size, max_count = policy.micro_batch_size, policy.num_micro_batches or COUNTS[-1]
         if config.tier is Tier.none or (config.tier is Tier.cpu and not has_device):
             resident = [num_layers]
-        elif wanted is not None:
-            resident = [min(wanted, num_layers)]
+        elif num_resident is not None:
+            resident = [min(num_resident, num_layers)]
         else:
             resident = sorted({round(num_layers * step / NUM_RESIDENT_STEPS) for step in range(NUM_RESIDENT_STEPS + 1)})
         if policy.feedforward is not None:
@@ -157,8 +157,10 @@ class GridAxes:
             can_share = cpu_experts_obstacle(shape, config, has_device=has_device) is None
             feedforwards = [each for each in FeedForward if can_share or each is FeedForward.device]
         return GridAxes(
-            micro_batches=_up_to(MICRO_BATCHES, num_requests) if width is None else [min(width, max(1, num_requests))],
-            counts=_up_to(COUNTS, max(1, min(most, num_requests))),
+            micro_batches=_up_to(MICRO_BATCHES, num_requests)
+            if lane_size is None
+            else [min(lane_size, max(1, num_requests))],
+            counts=_up_to(COUNTS, max(1, min(max_count, num_requests))),
             resident=resident,
             variants=_variants(shape, config, has_device=has_device),
             feedforwards=feedforwards,
@@ -188,9 +190,9 @@ class GridAxes:
         )
 
 
-def _up_to(values: Sequence[int], most: int) -> list[int]:
+def _up_to(values: Sequence[int], limit: int) -> list[int]:
     """Returns the values below `most`, and `most` itself unless it exceeds all of them."""
-    return [value for value in values if value < most] + [most] * (1 <= most <= values[-1])
+    return [value for value in values if value < limit] + [limit] * (1 <= limit <= values[-1])
 
 
 def _variants(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> list[tuple[Order, Attention, float]]:
@@ -203,9 +205,9 @@ def _variants(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> 
         methods = [policy.attention]
 
     def orders(attention: Attention) -> list[Order]:
-        asked = policy.schedule
-        if asked is not None:
-            return [asked if attention is Attention.cpu else asked.without_cpu_attention]
+        configured = policy.schedule
+        if configured is not None:
+            return [configured if attention is Attention.cpu else configured.without_cpu_attention]
         return [
             order
             for order in Order
@@ -226,7 +228,7 @@ def _kv_fractions(
     shape: ModelShape, config: RuntimeConfig, attention: Attention, *, has_device: bool
 ) -> tuple[float, ...]:
     """Returns the KV fractions to try; empty if the CPU cannot attend, or not to KV in the configured tier."""
-    can_travel = config.kv.tier is not KVTier.device and (has_device or config.kv.tier is not KVTier.cpu)
+    can_offload = config.kv.tier is not KVTier.device and (has_device or config.kv.tier is not KVTier.cpu)
     if attention is Attention.cpu:
         policy = Policy(
             micro_batch_size=1,
@@ -240,6 +242,6 @@ def _kv_fractions(
             return ()
         if has_device:
             return (0.0,) if cpu_attention_obstacle(shape, config) is None else ()
-    if not can_travel:
+    if not can_offload:
         return (1.0,)
     return KV_FRACTIONS if config.kv.device_fraction is None else (config.kv.device_fraction,)

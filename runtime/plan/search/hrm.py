@@ -82,23 +82,23 @@ class SearchResult:
 
     @property
     def why(self) -> tuple[str, ...]:
-        best, other, at = self.best, self.runner_up, self.operating_point
+        best, runner_up, point = self.best, self.runner_up, self.operating_point
         parts = [f"{resource.value} {s:.3g} s" for resource, s in self.busy_seconds.items() if s]
         is_same = self.binding is self.roofline_binding
         roofline = "" if is_same else f", limited by {self.roofline_binding.value}"
-        p1, p2 = at.p1, at.p2
+        p1, p2 = point.p1, point.p2
         points = f"P1 {'unknown' if p1 is None else f'{p1:.3g}'}, P2 {p2:.3g}"
         return (
             f"policy {best.policy.digest}: {best.text}",
-            *([f"runner-up: {other.text}"] if other else []),
+            *([f"runner-up: {runner_up.text}"] if runner_up else []),
             f"{self.binding.value} is the limit; by the roofline a decode pass takes {', '.join(parts)}{roofline}",
-            f"feed-forward layers have {at.feed_forward:.3g} FLOPs per byte, "
-            f"{'above' if at.feed_forward >= p2 else 'below'} P2; turning points: {points} "
-            f"(a block of {at.needed_sequences:,.0f} sequences)",
+            f"feed-forward layers have {point.feed_forward:.3g} FLOPs per byte, "
+            f"{'above' if point.feed_forward >= p2 else 'below'} P2; turning points: {points} "
+            f"(a block of {point.needed_sequences:,.0f} sequences)",
             f"{best.full_memory} memory is {best.full_share:.0%} full",
             *(
-                [f"attention has {at.attention:.3g} FLOPs per byte of KV, below P1: faster where the KV is"]
-                if p1 is not None and at.attention < p1
+                [f"attention has {point.attention:.3g} FLOPs per byte of KV, below P1: faster where the KV is"]
+                if p1 is not None and point.attention < p1
                 else []
             ),
         )
@@ -156,12 +156,12 @@ class Finalists:
 
     def _smaller_block(self) -> Finalist:
         """Tries smaller and smaller blocks until one fits, the fastest first. Raises BudgetError if none does."""
-        left = np.argsort(self.seconds, kind="stable")
-        while len(left):
+        remaining = np.argsort(self.seconds, kind="stable")
+        while len(remaining):
             try:
-                return self._finalist_at(int(left[0]))
+                return self._finalist_at(int(remaining[0]))
             except BudgetError:
-                left = left[self.grid.sequences[left] <= NEXT_SHARE * self.grid.sequences[left[0]]]
+                remaining = remaining[self.grid.sequences[remaining] <= NEXT_SHARE * self.grid.sequences[remaining[0]]]
         return self._finalist_at(int(np.argmin(self.grid.micro_batch * self.grid.count)))
 
     def _finalist_at(self, index: int) -> Finalist:
@@ -228,8 +228,8 @@ def search(
         axes = replace(axes, feedforwards=[config.policy.feedforward or FeedForward.device])
     if blocks:
         lanes = [[len(lane) for lane in block.micro_batches] for block in blocks]
-        most = max((rows for block in lanes for rows in block), default=1)
-        axes = replace(axes, micro_batches=[most], counts=[max(map(len, lanes), default=1)])
+        lane_size = max((rows for block in lanes for rows in block), default=1)
+        axes = replace(axes, micro_batches=[lane_size], counts=[max(map(len, lanes), default=1)])
     roofline = make_roofline(shape, machine, workload, config)
     grid = select_fitting(shape, machine, workload, config, axes.grid(workload.num_requests))
     finalists = Finalists(
@@ -270,8 +270,10 @@ def select_fitting(
 ) -> PolicyGrid:
     """Returns the policies within the budgets, with whole layers or paged experts; if there are none, the smallest."""
     budgets = machine.budgets
-    needs = (MemoryEstimate(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
-    fits = np.logical_or(*(estimate.fits(budgets) for estimate in needs))
+    estimates = (
+        MemoryEstimate(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True)
+    )
+    fits = np.logical_or(*(estimate.fits(budgets) for estimate in estimates))
     if fits.any():
         return grid.select(fits)
     size = grid.micro_batch * grid.count * (1 + grid.resident)

@@ -55,10 +55,10 @@ class MemoryEstimate:
         ) / budgets.num_sharers
         self._kv_in_host = self._has_device & grid.cpu_attends  # resident there
         paged = {layer.index for layer in shape.layers} if is_paged else frozenset[int]()
-        size, choice = DequantizedSize.from_shape(shape, paged, 1), config.offload.dequantize
-        area = 0 if size is None or choice is Dequantize.product else size.entry.num_bytes
-        has_area = choice is Dequantize.stage or area <= (budgets.device_bytes or 0) // 2
-        self._dequantize_bytes = area if has_area else 0  # of dequantized weights, if they will fit
+        size, mode = DequantizedSize.from_shape(shape, paged, 1), config.offload.dequantize
+        scratch_bytes = 0 if size is None or mode is Dequantize.product else size.entry.num_bytes
+        has_scratch = mode is Dequantize.stage or scratch_bytes <= (budgets.device_bytes or 0) // 2
+        self._dequantize_bytes = scratch_bytes if has_scratch else 0  # of dequantized weights, if they will fit
 
     def fits(self, budgets: Budgets) -> Bools:
         if budgets.device_bytes is None:
@@ -71,16 +71,16 @@ class MemoryEstimate:
         """Bytes in device memory, or in host memory without a device."""
         work, grid, shape = self._work, self._grid, self._shape
         is_streamed = grid.resident < work.num_layers
-        paged = self._is_paged * max(2, self._config.prefetch.depth + 1) * work.expert_bytes
+        paged_bytes = self._is_paged * max(2, self._config.prefetch.depth + 1) * work.expert_bytes
         resident_bytes = (work.outer_bytes + grid.resident * work.num_bytes) / (
             1 if self._has_device else self._num_sharers
         )
-        resident_bytes += is_streamed * (self._slots * self._layer_bytes + paged)
-        passing = self._slots * max(self._layer_bytes, work.widest_outer_bytes) + paged
+        resident_bytes += is_streamed * (self._slots * self._layer_bytes + paged_bytes)
+        streamed_bytes = self._slots * max(self._layer_bytes, work.widest_outer_bytes) + paged_bytes
         # Without resident layers, the other stages may be streamed too.
-        weights = np.where(grid.resident == 0, np.minimum(resident_bytes, passing), resident_bytes)
+        weights = np.where(grid.resident == 0, np.minimum(resident_bytes, streamed_bytes), resident_bytes)
         is_batched = grid.batches_experts
-        batched = is_batched * grid.lanes * self._tokens * _total_bytes(batch_entries(shape, 1))
+        batch_bytes = is_batched * grid.lanes * self._tokens * _total_bytes(batch_entries(shape, 1))
         device_extra = 0.0
         if self._has_device:
             device_extra = self._dequantize_bytes + np.where(
@@ -89,10 +89,10 @@ class MemoryEstimate:
                 self._visit_bytes(self._tokens, is_batched=False),
             )
         chunk = chunk_tokens(self._config.policy)
-        one = self._per_lane(lambda lane: _total_bytes(lane_entries(shape, [lane], chunk)))
-        two = self._per_lane(lambda lane: _total_bytes(lane_entries(shape, [lane, lane], chunk)))
-        lanes = one + (grid.lanes - 1) * (two - one)  # linear in the number of lanes
-        return weights + self._kv() + lanes + batched + device_extra
+        one_lane = self._per_lane(lambda lane: _total_bytes(lane_entries(shape, [lane], chunk)))
+        two_lanes = self._per_lane(lambda lane: _total_bytes(lane_entries(shape, [lane, lane], chunk)))
+        lanes = one_lane + (grid.lanes - 1) * (two_lanes - one_lane)  # linear in the number of lanes
+        return weights + self._kv() + lanes + batch_bytes + device_extra
 
     @cached_property
     def host_bytes(self) -> Floats:
@@ -105,14 +105,14 @@ class MemoryEstimate:
         expert = expert * self._is_paged
         streamed = work.num_layers - grid.resident
         weights = streamed * self._host_layer_bytes * (self._config.tier is Tier.cpu)
-        passing = np.minimum(streamed, NUM_STAGING_SLOTS) * layer + (streamed > 0) * NUM_STAGING_SLOTS * expert
-        staging = passing * (self._config.tier in (Tier.nvme, Tier.auto))
+        slots = np.minimum(streamed, NUM_STAGING_SLOTS) * layer + (streamed > 0) * NUM_STAGING_SLOTS * expert
+        staging = slots * (self._config.tier in (Tier.nvme, Tier.auto))
         resident = work.outer_bytes + grid.resident * work.num_bytes
         loading = (grid.resident > 0) * _pinned(np.minimum(resident, LOADING_BYTES))
         pages = self._positions * work.kv_bytes
         segments = np.floor(pages / SEGMENT_BYTES) * SEGMENT_BYTES + _pinned(pages % SEGMENT_BYTES)
-        travelling = segments * (1 - grid.kv_fraction) * (self._config.kv.tier is not KVTier.nvme)
-        kv = work.num_layers * np.where(self._kv_in_host, _pinned(pages), travelling)
+        offloaded = segments * (1 - grid.kv_fraction) * (self._config.kv.tier is not KVTier.nvme)
+        kv = work.num_layers * np.where(self._kv_in_host, _pinned(pages), offloaded)
         return weights + staging + loading + kv
 
     def layers_in_host(self, host_bytes: int) -> Floats:
@@ -136,14 +136,14 @@ class MemoryEstimate:
         """Returns the KV bytes in compute memory: of resident layers, and of slots or copies in flight for the
         others."""
         work, grid, in_host = self._work, self._grid, self._kv_in_host
-        staying = work.num_layers * self._positions * work.kv_bytes * np.where(in_host, 0.0, grid.kv_fraction)
-        travels = (grid.kv_fraction < 1) & ~in_host
+        resident = work.num_layers * self._positions * work.kv_bytes * np.where(in_host, 0.0, grid.kv_fraction)
+        is_offloaded = (grid.kv_fraction < 1) & ~in_host
         slots = self._config.kv.num_slots * self._positions / grid.lanes * work.kv_bytes
         round_trips = (
             2 * np.ceil(grid.rows) * (work.kv_bytes + 2 * work.query_bytes) + ROUND_TRIP_PARTS * ALIGNMENT_BYTES
         )
-        under_way = STORES_IN_FLIGHT * self._tokens * work.kv_bytes + round_trips
-        return staying + travels * slots + in_host * under_way
+        in_flight = STORES_IN_FLIGHT * self._tokens * work.kv_bytes + round_trips
+        return resident + is_offloaded * slots + in_host * in_flight
 
     @cached_property
     def _tokens(self) -> Floats:
@@ -154,10 +154,10 @@ class MemoryEstimate:
     def _visit_bytes(self, tokens: Floats, *, is_batched: bool) -> Floats:
         return by_size(tokens, lambda count: _total_bytes(visit_entries(self._shape, count, is_batched=is_batched)))
 
-    def _per_lane(self, number_of: Callable[[list[SequenceSize]], float]) -> Floats:
+    def _per_lane(self, function: Callable[[list[SequenceSize]], float]) -> Floats:
         """Maps the largest lane of each policy to a number."""
         num_rows = np.minimum(self._grid.micro_batch, self._workload.num_requests)
-        return by_size(num_rows, lambda each: number_of(self._workload.sizes(each)))
+        return by_size(num_rows, lambda each: function(self._workload.sizes(each)))
 
 
 def layers_in_host(
@@ -167,8 +167,10 @@ def layers_in_host(
     streamed = len(shape.layers) - grid.resident
     if not budgets.has_device or config.tier is not Tier.auto:
         return streamed * (config.tier is Tier.cpu)
-    needs = (MemoryEstimate(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
-    return np.maximum(*(way.layers_in_host(budgets.host_bytes) for way in needs))
+    estimates = (
+        MemoryEstimate(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True)
+    )
+    return np.maximum(*(estimate.layers_in_host(budgets.host_bytes) for estimate in estimates))
 
 
 def _total_bytes(entries: Iterable[Entry]) -> float:

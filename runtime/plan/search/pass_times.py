@@ -69,15 +69,19 @@ class Roofline:
     def _chunk(self, grid: PolicyGrid) -> Floats:
         """Returns the tokens of a lane in one prefill pass; a padded one takes at least one column. If not configured,
         the whole prompts: larger chunks move fewer bytes, and plans check their memory."""
-        whole, asked = grid.rows * self._prompt_tokens(grid), self.config.policy.prefill_chunk_tokens
-        return whole if asked is None else np.minimum(np.maximum(asked, 0 if self.is_packed else grid.rows), whole)
+        whole, configured = grid.rows * self._prompt_tokens(grid), self.config.policy.prefill_chunk_tokens
+        return (
+            whole
+            if configured is None
+            else np.minimum(np.maximum(configured, 0 if self.is_packed else grid.rows), whole)
+        )
 
     def decode_pass(self, grid: PolicyGrid) -> PassTimes:
         """Returns the times of a decode pass halfway through the outputs."""
         spared, prompts = self._spared_tokens(grid), self._prompt_tokens(grid)
-        held = (0 if self.cross_kv_bytes else prompts) + self.workload.max_new_tokens / 2
+        cached = (0 if self.cross_kv_bytes else prompts) + self.workload.max_new_tokens / 2
         layers, rates, work = self.work.num_layers, self.rates, self.work
-        kv_bytes = layers * grid.sequences * (held + spared) * work.kv_bytes
+        kv_bytes = layers * grid.sequences * (cached + spared) * work.kv_bytes
         compute = self._products(grid, grid.rows, np.ones_like(grid.rows), decodes=True)
         compute = compute + grid.sequences * prompts * self.cross_kv_bytes / rates.attention_bytes_per_second
         cpu, device = grid.cpu_attends, ~grid.cpu_attends
@@ -88,7 +92,7 @@ class Roofline:
             tokens=grid.rows,
             compute=compute + device * kv_bytes / rates.attention_bytes_per_second,
             attend=cpu * kv_bytes / rates.cpu_attention_bytes_per_second,
-            kv_in=device * (1 - grid.kv_fraction) * layers * grid.sequences * held * work.kv_bytes,
+            kv_in=device * (1 - grid.kv_fraction) * layers * grid.sequences * cached * work.kv_bytes,
             kv_out=new_kv,
             exchanged=exchanged * work.query_bytes,
         )
@@ -123,13 +127,15 @@ class Roofline:
         visits = at_once * work.num_experts_per_token
         if work.num_experts:
             experts = rates.experts_seconds(work.hits(at_once), visits, work.expert_weights)
-        times = lanes if self.config.offload.dequantize is Dequantize.product else 1.0
-        dequantizing = times * rates.dequantize_seconds(work.stored.plus(work.stored_experts), self.item_bytes)
+        times_per_layer = lanes if self.config.offload.dequantize is Dequantize.product else 1.0
+        dequantizing = times_per_layer * rates.dequantize_seconds(
+            work.stored.plus(work.stored_experts), self.item_bytes
+        )
         if decodes and rates.has_code_kernels(self.item_bytes):
             is_few = lanes * tokens <= FEW_ROWS
             dequantizing = np.where(is_few, 0.0, dequantizing)
-            plain = max(0.0, 1 - work.stored.num_elements / max(1.0, work.dense_weights))
-            dense = np.where(is_few, plain * dense + rates.codes_seconds(work.stored, tokens), dense)
+            unquantized = max(0.0, 1 - work.stored.num_elements / max(1.0, work.dense_weights))
+            dense = np.where(is_few, unquantized * dense + rates.codes_seconds(work.stored, tokens), dense)
             if work.stored_experts.num_elements:
                 hits = work.hits(at_once)
                 codes = hits / work.num_experts * rates.codes_seconds(work.stored_experts, visits / hits)
@@ -158,31 +164,31 @@ class Roofline:
         the link, KV moves from and to its tier, and `exchanged` bytes go both ways."""
         rates, work = self.rates, self.work
         layers, hits = work.num_layers * self._streamed_share(grid), np.zeros_like(tokens)
-        share, (cpu_share, cpu_cost) = np.ones_like(tokens), self._cpu_share(grid, tokens)
+        loaded_share, (cpu_share, cpu_cost) = np.ones_like(tokens), self._cpu_share(grid, tokens)
         if work.num_experts:
             at_once, turns = grid.tokens_at_once(tokens)
             hits = turns * work.hits(at_once)  # each is loaded once per lane
         if work.is_pageable and self.config.offload.expert_paging is not ExpertPaging.off:
-            share = np.minimum(share, hits / work.num_experts)
-        weights = layers * (work.dense_bytes + share * work.num_experts * work.expert_bytes)
-        reads = 1 - self.in_host(grid) / np.maximum(1.0, work.num_layers - grid.resident)
+            loaded_share = np.minimum(loaded_share, hits / work.num_experts)
+        weights = layers * (work.dense_bytes + loaded_share * work.num_experts * work.expert_bytes)
+        disk_share = 1 - self.in_host(grid) / np.maximum(1.0, work.num_layers - grid.resident)
         kv_on_disk = not self.has_device or self.config.kv.tier is KVTier.nvme
-        on_cpu = cpu_share * work.num_layers * self._streamed_share(grid) * hits * work.expert_bytes
-        on_cpu_seconds = on_cpu * cpu_cost / rates.link_in_bytes_per_second
-        brought = (weights - on_cpu) / rates.weights_in_bytes_per_second
-        brought = brought + (kv_in + exchanged) / rates.link_in_bytes_per_second
+        cpu_bytes = cpu_share * work.num_layers * self._streamed_share(grid) * hits * work.expert_bytes
+        cpu_expert_seconds = cpu_bytes * cpu_cost / rates.link_in_bytes_per_second
+        link_seconds = (weights - cpu_bytes) / rates.weights_in_bytes_per_second
+        link_seconds = link_seconds + (kv_in + exchanged) / rates.link_in_bytes_per_second
         busy = {
-            Resource.disk: (weights * reads + (kv_in + kv_out) * kv_on_disk) / rates.disk_bytes_per_second,
-            Resource.host_to_device: self.has_device * brought,
+            Resource.disk: (weights * disk_share + (kv_in + kv_out) * kv_on_disk) / rates.disk_bytes_per_second,
+            Resource.host_to_device: self.has_device * link_seconds,
             Resource.device_to_host: self.has_device * (kv_out + exchanged) / rates.link_out_bytes_per_second,
             Resource.compute: compute,
             Resource.cpu_attention: attend,
         }
-        host = on_cpu / rates.host_memory_bytes_per_second
+        host = cpu_bytes / rates.host_memory_bytes_per_second
         for resource, part in rates.host_shares.items():
             host = host + part * busy[resource]
-        seconds = np.maximum(self._pass_seconds(grid, busy, on_cpu_seconds), host)
-        busy = {**busy, Resource.cpu_attention: attend + on_cpu_seconds, Resource.host_memory: host}
+        seconds = np.maximum(self._pass_seconds(grid, busy, cpu_expert_seconds), host)
+        busy = {**busy, Resource.cpu_attention: attend + cpu_expert_seconds, Resource.host_memory: host}
         return PassTimes(busy=busy, seconds=seconds)
 
     def _pass_seconds(self, grid: PolicyGrid, busy: dict[Resource, Floats], cpu_expert_seconds: Floats) -> Floats:

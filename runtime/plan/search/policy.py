@@ -104,8 +104,8 @@ class Policy:
     def halve(self, num_halvings: int) -> "Policy":
         """Returns the policy after `num_halvings` out-of-memory errors: fewer micro-batches, then smaller ones, and
         smaller chunks."""
-        lanes, chunk = self.num_micro_batches >> num_halvings, self.prefill_chunk_tokens
-        fewer = replace(self, prefill_chunk_tokens=None if chunk is None else max(1, chunk >> num_halvings))
-        if lanes:
-            return replace(fewer, num_micro_batches=lanes)
-        return replace(fewer, num_micro_batches=1, micro_batch_size=max(1, self.micro_batch_size >> num_halvings))
+        num_lanes, chunk = self.num_micro_batches >> num_halvings, self.prefill_chunk_tokens
+        smaller = replace(self, prefill_chunk_tokens=None if chunk is None else max(1, chunk >> num_halvings))
+        if num_lanes:
+            return replace(smaller, num_micro_batches=num_lanes)
+        return replace(smaller, num_micro_batches=1, micro_batch_size=max(1, self.micro_batch_size >> num_halvings))

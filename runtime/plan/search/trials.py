@@ -20,7 +20,7 @@ from .grid import Floats, PolicyGrid
 from .policy import Policy
 
 SWEEP_TOKENS = 16 * CHUNK_TOKENS  # of all lanes together: products then take about as long as loading weights
-FACTOR = 4  # times as many if prefill still stalls, and as few for variants near the best
+SWEEP_FACTOR = 4  # times as many if prefill still stalls, and as few for variants near the best
 STALL_SHARE = 0.05  # of the time, stalled in prefill passes
 MAX_SLOWDOWN = 1.0  # times the roofline's seconds
 MANY_LANES = 4
@@ -67,8 +67,8 @@ class Trials:
         shortest = float("inf")
         for variant, indices in self._variants.items():
             if self.bounds[indices[0]] < MAX_BOUND_RATIO * shortest:
-                many = [index for index in indices[1:] if self.grid.lanes[index] >= MANY_LANES][:1]
-                order = list(dict.fromkeys([indices[0], *many, *indices]))[:NUM_TRIES]
+                many_lanes = [index for index in indices[1:] if self.grid.lanes[index] >= MANY_LANES][:1]
+                order = list(dict.fromkeys([indices[0], *many_lanes, *indices]))[:NUM_TRIES]
                 trials = list(islice(self._fitting_trials(order, shortest), NUM_FIRST))
                 trials_by_variant[variant] = trials
                 shortest = min([shortest, *(trial.pessimistic_seconds for trial in trials)])
@@ -82,7 +82,7 @@ class Trials:
                 promising = [index for index in indices if self.bounds[index] < MAX_BOUND_RATIO * shortest]
                 trials = list(self._fitting_trials([index for index in promising if index not in known], shortest))
                 best_of_variant = min([*first_trials, *trials], key=lambda trial: trial.seconds)
-                smaller = self._trial(best_of_variant.index, SWEEP_TOKENS // FACTOR)
+                smaller = self._trial(best_of_variant.index, SWEEP_TOKENS // SWEEP_FACTOR)
                 all_trials += trials if smaller is None else [*trials, smaller]
         best = dict[int, Trial]()
         for trial in sorted(all_trials, key=lambda trial: trial.seconds):
@@ -100,9 +100,9 @@ class Trials:
             if first is None:
                 continue
             trials = [first]
-            worked = first.seconds - first.stall_seconds  # larger chunks can save no more than the wait
-            if first.stall_seconds > STALL_SHARE * first.seconds and worked < NEAR_RATIO * shortest:
-                trials.append(self._trial(index, FACTOR * SWEEP_TOKENS) or first)
+            busy_seconds = first.seconds - first.stall_seconds  # larger chunks can save no more than the wait
+            if first.stall_seconds > STALL_SHARE * first.seconds and busy_seconds < NEAR_RATIO * shortest:
+                trials.append(self._trial(index, SWEEP_FACTOR * SWEEP_TOKENS) or first)
             if first.seconds > MAX_SLOWDOWN * self.bounds[index]:
                 trials.append(self._trial(index, CHUNK_TOKENS) or first)
             yield min(trials, key=lambda trial: trial.seconds)
@@ -110,7 +110,7 @@ class Trials:
     def _trial(self, index: int, sweep_tokens: int) -> Trial | None:
         """Returns the trial with the largest chunks, up to `sweep_tokens` over all lanes, that fit; None if none do."""
         policy = self.grid.policy(index)
-        sample, blocks, times = self._sample(policy.micro_batch_size, policy.num_micro_batches)
+        sample, blocks, scale = self._sample(policy.micro_batch_size, policy.num_micro_batches)
         problem = sample.with_policy(policy)
         fixed_chunk = problem.config.policy.prefill_chunk_tokens
         lane_tokens = -(-sweep_tokens // policy.num_micro_batches)
@@ -130,8 +130,8 @@ class Trials:
         return Trial(
             index=index,
             policy=policy,
-            seconds=times * prediction.seconds,
-            stall_seconds=times * prediction.prefill.stall_seconds,
+            seconds=scale * prediction.seconds,
+            stall_seconds=scale * prediction.prefill.stall_seconds,
             bound_seconds=float(self.bounds[index]),
         )
 
@@ -141,10 +141,10 @@ class Trials:
         key, problem = (micro_batch_size, num_micro_batches), self.problem
         if key not in self._samples:
             num_blocks = -(-len(problem.sizes) // (micro_batch_size * num_micro_batches))
-            is_one = self.blocks is None and problem.shape.is_packed and len(problem.sizes) > MANY_REQUESTS
-            times = num_blocks if is_one else 1
-            problem = problem.sample(-(-len(problem.sizes) // times))
-            self._samples[key] = (problem, self.blocks or problem.blocks(*key), times)
+            is_single_block = self.blocks is None and problem.shape.is_packed and len(problem.sizes) > MANY_REQUESTS
+            scale = num_blocks if is_single_block else 1
+            problem = problem.sample(-(-len(problem.sizes) // scale))
+            self._samples[key] = (problem, self.blocks or problem.blocks(*key), scale)
         return self._samples[key]
 
     @cached_property
@@ -157,10 +157,10 @@ class Trials:
         grid, order = self.grid, np.argsort(self.bounds, kind="stable")
         sizes = np.stack([np.ceil(grid.rows), grid.lanes], axis=1)
         axes = np.stack([grid.order, grid.attention, grid.kv_fraction, grid.shares_experts], axis=1)
-        _, first = np.unique(np.concatenate([axes, sizes], axis=1)[order], axis=0, return_index=True)
+        _, first_positions = np.unique(np.concatenate([axes, sizes], axis=1)[order], axis=0, return_index=True)
         variants = dict[Variant, list[int]]()
-        for at in np.sort(first):
-            index = int(order[at])
+        for position in np.sort(first_positions):
+            index = int(order[position])
             variants.setdefault(tuple(axes[index]), []).append(index)
         return variants
 

@@ -66,10 +66,10 @@ class Workload:
         if not 1 <= mean <= longest:
             raise ValueError(f"prompts of {mean} tokens in the mean and {longest} at most: 1 <= mean <= longest")
         power = longest / mean - 1
-        ranks = [(turn + 0.5) / MAX_SAMPLED_LENGTHS for turn in range(MAX_SAMPLED_LENGTHS)]
+        quantiles = [(turn + 0.5) / MAX_SAMPLED_LENGTHS for turn in range(MAX_SAMPLED_LENGTHS)]
         return Workload(
             num_requests=num_requests,
-            prompt_tokens=tuple(max(1, round(longest * rank**power)) for rank in ranks),
+            prompt_tokens=tuple(max(1, round(longest * quantile**power)) for quantile in quantiles),
             max_new_tokens=max_new_tokens,
         )
 
