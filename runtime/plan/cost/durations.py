@@ -164,15 +164,13 @@ class _PassCosts:
     def pre_attention(self, work: StageWork, lane: LaneWork) -> float:
         """Returns the seconds before attention: its share of the weights, and half of the overhead."""
         tokens = self._tokens(work, lane)
-        second_product = (
+        second = (
             self._stored_product(work, lane.num_rows, work.pre_attention_weights)
             if self._skips_unselected(work, lane)
             else 0.0
         )
         seconds = (
-            self._stored_product(work, tokens, work.pre_attention_weights)
-            + second_product
-            + self._overhead(work, tokens) / 2
+            self._stored_product(work, tokens, work.pre_attention_weights) + second + self._overhead(work, tokens) / 2
         )
         if not work.kind.is_layer or self._multiplies_codes:
             return seconds

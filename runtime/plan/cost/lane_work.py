@@ -169,11 +169,9 @@ class _PromptRow:
         return self.parent is None or (self.parent.end_pass is not None and self.parent.end_pass <= pass_index)
 
     def take_piece(self, max_tokens: int) -> Piece:
-        new, num_cached = min(max_tokens, self.end - self.num_done), self.num_done
+        new, cached = min(max_tokens, self.end - self.num_done), self.num_done
         self.num_done += new
-        piece = Piece(
-            num_cached, new, self.size.num_selected(num_cached, new) if self.size is not None else 0, self.begin
-        )
+        piece = Piece(cached, new, self.size.num_selected(cached, new) if self.size is not None else 0, self.begin)
         self.num_pages = piece.num_own_pages
         return piece
 

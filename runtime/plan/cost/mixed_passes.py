@@ -209,10 +209,9 @@ class _RunningSlots:
         works = list[LaneWork]()
         for lane, pieces in enumerate(lanes):
             if any(piece.new for piece in pieces):  # pages of cached prefixes, without those computed in this pass
-                places = all_prefix_keys([(prefix, lane) for prefix in prefixes[lane]], self._limits.rule)
+                keys = all_prefix_keys([(prefix, lane) for prefix in prefixes[lane]], self._limits.rule)
                 stored = [
-                    (self._prefixes[place].num_cached, self._begin(place))
-                    for place in places - plan.prefix_tokens.keys()
+                    (self._prefixes[key].num_cached, self._begin(key)) for key in keys - plan.prefix_tokens.keys()
                 ]
                 works.append(packed_work(pieces, sum(self._num_pages(end, begin) for end, begin in stored)))
         return PassGroup(lanes=works, prefill_share=1 - num_decoded / sum(work.num_tokens for work in works))

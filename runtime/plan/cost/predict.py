@@ -86,9 +86,8 @@ def predict(
     lanes = [[[sizes[i] for i in group] for group in block.micro_batches if group] for block in sample]
     spans = [span for block in lanes for span in block_spans(shape, block, chunk_tokens, rule)]
     prediction, scale = timer.predict(spans, num_blocks=len(sample)), len(blocks) / len(sample)
-    return Prediction(
-        prefill=PhaseTime().plus(prediction.prefill, scale), decode=PhaseTime().plus(prediction.decode, scale)
-    )
+    none = PhaseTime()
+    return Prediction(prefill=none.plus(prediction.prefill, scale), decode=none.plus(prediction.decode, scale))
 
 
 def decode_pass_seconds(
@@ -131,11 +130,11 @@ def predict_from_sample(
     per block: a full prefill pass, the last one if there are few, and a decode pass."""
     blocks = [block for block in (_drop_empty_requests(block, sizes) for block in blocks) if block.members]
     prefill, decode, count = PhaseTime(), PhaseTime(), min(num_timed, len(blocks))
-    for i in range(count):
-        group = blocks[i * len(blocks) // count : (i + 1) * len(blocks) // count]
-        lanes = [[sizes[i] for i in group] for group in group[len(group) // 2].micro_batches]
+    for part in range(count):
+        nearby = blocks[part * len(blocks) // count : (part + 1) * len(blocks) // count]
+        lanes = [[sizes[i] for i in group] for group in nearby[len(nearby) // 2].micro_batches]
         prediction = predict_roughly(shape, placement, lanes, chunk_tokens, rates, max_prefills=2)
-        prefill, decode = prefill.plus(prediction.prefill, len(group)), decode.plus(prediction.decode, len(group))
+        prefill, decode = prefill.plus(prediction.prefill, len(nearby)), decode.plus(prediction.decode, len(nearby))
     return Prediction(prefill=prefill, decode=decode)
 
 

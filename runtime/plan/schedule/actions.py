@@ -1,20 +1,20 @@
 """The actions of a pass, as values that print and parse back.
 
-read 7 | read 7#2   start disk -> host: the whole stage, or page 2 of the walk's `num_pages`
-copy 7 | copy 7#2   start host -> device after the read is done (accelerators only)
+read 7 | read 7#2   start reading weights, disk -> host: the whole stage, or page 2 of the walk's `num_pages`
+copy 7 | copy 7#2   start copying weights, host -> device, after the read is done (accelerators only)
 free 7              the stage's slot may be reused after its compute is done
 run 7.3             lane 3 runs all of stage 7, attention and experts included
 pre 7.3             lane 3 enters stage 7 and stops before attention
-attend 7.3          start that attention on the CPU's workers, where the KV cache is
+attend 7.3          start the attention of lane 3 on the CPU's workers, which hold its KV cache
 post 7.3            wait for the attention; lane 3 runs the rest of the stage
-route 7.3           lane 3 enters stage 7, or continues after attention, and stops before the experts
+route 7.3           lane 3 enters stage 7, or continues after `attend`, and stops before the experts
 experts 7           run each expert of stage 7 once, over the tokens of all lanes stopped there
 end 7.3             lane 3 continues after the experts and runs the rest of the stage
-fetch 7.3           start: KV of lane 3 in stage 7 from its tier to a KV slot
-store 7.3           start: KV added by stage 7 back to the tier; frees the KV slot once done
-recv 7.3            hidden states of lane 3 arrive from the previous rank, into stage 7
-send 7.3            start: hidden states of lane 3 after stage 7 to the next rank
-sync                wait for everything started
+fetch 7.3           start moving KV of lane 3 in stage 7 from its tier to a KV slot
+store 7.3           start moving the KV that stage 7 added back to the tier; then the KV slot is free
+recv 7.3            receive the hidden states of lane 3 from the previous rank, before stage 7
+send 7.3            start sending the hidden states of lane 3 after stage 7 to the next rank
+sync                wait for all transfers and attention started before
 """
 
 import re
@@ -63,13 +63,13 @@ class Action:
 
     @property
     def stage_index(self) -> int:
-        """`stage` of any op except `sync`."""
+        """`stage`, for any op except `sync`."""
         assert self.stage is not None, f"'{self}' has no stage"
         return self.stage
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Stage and lane, of an op that has both."""
+        """Stage and lane, for ops that have a lane."""
         assert self.lane is not None, f"'{self}' has no lane"
         return self.stage_index, self.lane
 

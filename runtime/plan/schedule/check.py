@@ -1,6 +1,6 @@
 """Checks a schedule by simulating its slots and lanes, before the engine runs it.
 
-Rules for slots of weights and KV and for transfers between ranks come first, then those for lanes.
+Separate classes check weight slots, KV slots, transfers between ranks, and the order of actions within each lane.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class WeightSlots:
         self._freed: set[int] = set()
 
     def contents(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
-        """Returns a copy, for comparison."""
+        """Returns copies of the staged and the loaded pages, by stage."""
         staged, present = (
             {stage: set(pages) for stage, pages in slots.items()} for slots in (self._staged_pages, self._loaded_pages)
         )
@@ -182,8 +182,8 @@ def _format_turns(keys: set[tuple[int, int]]) -> str:
 def check_schedule(schedule: Schedule, walk: Walk, num_lanes: int, num_passes: int = 3) -> None:
     """Simulates `num_passes` passes, or fewer if the slots return to the same state.
 
-    Raises ValueError with the action in quotes and the broken rule: slots must not overflow or be freed in use, nothing
-    may be used before it is loaded, be missing or be done twice. Also raises ValueError for less than one lane.
+    Raises ValueError with the action and the broken rule: a slot overflows or is freed in use, data is used before it
+    is loaded, or an action is missing, repeated or out of order. Also raises ValueError if `num_lanes` is below 1.
     """
     if num_lanes < 1:
         raise ValueError(f"a schedule for {num_lanes} lanes computes nothing: 1 or more are needed")
@@ -197,7 +197,7 @@ def check_schedule(schedule: Schedule, walk: Walk, num_lanes: int, num_passes: i
 
 
 class _LaneState(Enum):
-    """Position of a lane within its stage."""
+    """Position of a lane within its stage; the values complete "lane 3 is ... stage 7"."""
 
     entrance = "before"
     attention = "at the attention of"
@@ -282,7 +282,7 @@ class _ScheduleChecker:
         if lane.stage != stage or lane.state not in origins:
             raise schedule_error(action, f"out of order, lane {index} is {lane}")
         if action.op is Op.attend:
-            # The device-CPU exchange has buffers for this many attentions only.
+            # The exchange between device and CPU has buffers for this many attentions only.
             max_attending = self._walk.order.style.num_ahead + 1
             attending = [i for i, each in enumerate(self._lanes) if each.state is _LaneState.attending]
             if len(attending) >= max_attending:

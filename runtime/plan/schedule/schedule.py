@@ -1,12 +1,12 @@
 """Builds a pass as a list of actions. `check` validates it, `cost` simulates it, and the engine executes it.
 
 A run executes `Schedule.prologue` once, then one `Schedule.cycle` per pass. Reads at the end of a cycle are for the
-first stages of the next one, so the disk does not idle between passes. Only if decode passes skip an encoder do they
-use another walk than prefill passes; at that switch the slots start empty.
+first stages of the next one, so the disk does not idle between passes. Prefill and decode passes share a walk, unless
+decode passes skip an encoder: then their first pass starts with empty slots.
 
 Weights of streamed stages are loaded ahead of the lanes, whole or in pages, as soon as slots are free. Offloaded KV is
-fetched ahead and stored back. **Visit** v is to `streamed[v % n]` in pass `v // n`. Times are **gaps**: gap g lies
-before step g of a pass; gaps 0 and below lie in the previous pass, which ends with reads for this one.
+fetched ahead and stored back. **Visit** v is the use of stage `streamed[v % n]` in pass `v // n`. Times are **gaps**:
+gap g lies before step g of a pass. Negative gaps lie in the previous pass, which ends with reads for this one.
 """
 
 from collections.abc import Iterable, Iterator
@@ -35,7 +35,7 @@ def weight_transfers(walk: Walk, num_lanes: int) -> Transfers:
     num_steps = len(walk.stages) * num_lanes
     if walk.block > 1 and walk.num_slots > walk.block and not walk.order.style.spreads_pages:
         return _cyclic_transfers([], _block_deliveries(walk, num_lanes), num_steps)
-    # Stages read into staging before the first copy.
+    # Stages read into staging before the first copy. One slot stays empty if slots fill page by page.
     num_ahead = walk.num_staging_slots - _reads_by_page(walk) if walk.copies and walk.reads else 0
     initial_reads = [action for stage in walk.from_disk[:num_ahead] for action in _load_actions(walk, Op.read, stage)]
     return _cyclic_transfers(initial_reads, _ring_deliveries(walk, num_lanes), num_steps)
@@ -45,7 +45,7 @@ Delivery: TypeAlias = tuple[int, list[Action]]  # actions at a gap of pass 0, re
 
 
 def _cyclic_transfers(initial_reads: list[Action], deliveries: Iterable[Delivery], num_steps: int) -> Transfers:
-    """Makes the feed of repeating passes. At one gap, actions for this pass come before those for the next."""
+    """Makes the transfers of repeating passes. At one gap, actions for this pass come before those for the next."""
     ordered = sorted(deliveries, key=itemgetter(0))
     ahead = [(gap, actions) for gap, actions in ordered if gap <= 0]
     gaps: dict[int, list[Action]] = {}
@@ -63,11 +63,11 @@ class _Timetable:
         self._steps_early = 1 if walk.order.style.crosses_stages else 0
 
     def entry_gap(self, visit: int) -> int:
-        """Returns the last gap before a lane enters."""
+        """Returns the last gap before the first lane enters."""
         return self._first_step(visit) - self._steps_early
 
     def exit_gap(self, visit: int) -> int:
-        """Returns the gap after the last lane left."""
+        """Returns the first gap after the last lane left."""
         return self._first_step(visit) + self._num_lanes
 
     def _first_step(self, visit: int) -> int:
@@ -76,8 +76,7 @@ class _Timetable:
 
 
 def _sequential_transfers(walk: Walk, num_lanes: int) -> Transfers:
-    """Loads each stage right before use, into one slot, without overlap. The baseline for tests and measurements of
-    other feeds."""
+    """Loads each stage right before use, into one slot, without overlap: the baseline in tests and measurements."""
     times = _Timetable(walk, num_lanes)
     gaps: dict[int, list[Action]] = {}
     for visit, stage in enumerate(walk.streamed):
@@ -90,8 +89,8 @@ def _ring_deliveries(walk: Walk, num_lanes: int) -> Iterator[Delivery]:
     """Look-ahead: with k+1 slots, weights are loaded k stages ahead.
 
     If the order spreads pages, those of a stage are spaced evenly over the turns until the next stage's pages. Small
-    urgent transfers (hidden states, KV) then never wait for a whole stage, and a barrier after a turn waits for one
-    share only. With two slots the last page starts right before cgopipe needs it; a third slot hides it.
+    urgent transfers (hidden states, KV) then never wait for a whole stage, and a barrier waits for the pages of one
+    turn only. With two slots, cgopipe waits for the last page of each stage; a third slot hides that wait.
     """
     times, num_pages = _Timetable(walk, num_lanes), walk.num_pages
     is_spread = walk.order.style.spreads_pages
@@ -104,7 +103,7 @@ def _ring_deliveries(walk: Walk, num_lanes: int) -> Iterator[Delivery]:
 
 
 def _ring_delivery(walk: Walk, stage: int, page: int) -> list[Action]:
-    """Loads one page into a compute slot, and into staging the data that fits there afterwards."""
+    """Returns the actions to load one page into a compute slot, and to refill the staging memory this frees."""
     if not walk.copies:
         return [_page_action(walk, Op.read, stage, page)]
     copy = [_page_action(walk, Op.copy, stage, page)]
@@ -123,22 +122,22 @@ def _next_read(walk: Walk, stage: int, num_reads: int) -> int:
 
 
 def _reads_by_page(walk: Walk) -> bool:
-    """True if one staging slot fills page by page while another empties."""
+    """True if one staging slot fills page by page while another one is copied out."""
     return walk.order.style.spreads_pages and walk.num_pages > 1 and walk.num_staging_slots > 1
 
 
 def _block_deliveries(walk: Walk, num_lanes: int) -> Iterator[Delivery]:
     """Loads groups of `walk.block` streamed stages, each while the previous group computes. Not used if the order
-    spreads pages: there the same slots serve look-ahead."""
+    spreads pages: the slots are then used for look-ahead."""
     times, num_streamed = _Timetable(walk, num_lanes), len(walk.streamed)
     starts = range(0, num_streamed, walk.block)
     for group, start in enumerate(starts):
         stages = walk.streamed[start : start + walk.block]
-        # The last visit of the group that used these slots.
-        previous_visit = starts[group - 1] - 1 - (num_streamed if group == 0 else 0)
+        # The last stage to use these slots: of the previous group, which for group 0 is in the previous pass.
+        last_visit = starts[group - 1] - 1 - (num_streamed if group == 0 else 0)
         loads = [(op, stage) for op in _load_ops(walk) for stage in stages]
         yield (
-            times.exit_gap(previous_visit),
+            times.exit_gap(last_visit),
             [action for op, stage in loads for action in _load_actions(walk, op, stage)],
         )
 
@@ -158,8 +157,8 @@ def _page_action(walk: Walk, op: Op, stage: int, page: int) -> Action:
 
 
 def kv_transfers(walk: Walk, num_lanes: int) -> dict[int, list[Action]]:
-    """Returns KV actions by gap: fetches fill the slots at the start of a pass; after each turn its slot is stored and
-    refilled."""
+    """Returns KV actions by gap. Fetches fill all slots when a pass starts. After each turn, its KV is stored and the slot
+    is refilled."""
     if not walk.offloaded_kv:
         return {}
     turns = [
@@ -187,7 +186,7 @@ def make_schedule(walk: Walk, num_lanes: int) -> Schedule:
     """Returns the walk's compute order, with weights and KV loaded as soon as their slots are free.
 
     One slot reads no weights ahead (prefetch off); k+1 slots read k stages ahead; block b > 1 reads groups of b stages
-    while the previous group computes. Raises ConfigError as `require_slots`.
+    while the previous group computes. Raises the ConfigError of `require_slots`.
     """
     require_slots(walk, num_lanes)
     weights, kv = weight_transfers(walk, num_lanes), kv_transfers(walk, num_lanes)
@@ -196,7 +195,7 @@ def make_schedule(walk: Walk, num_lanes: int) -> Schedule:
 
     def actions_at(gap: int) -> list[Action]:
         """Returns the actions of a gap. KV comes first: it is small, and the next turn waits for it."""
-        return [action for actions_by_gap in (kv, frees, weights.gaps) for action in actions_by_gap.get(gap, ())]
+        return [action for actions in (kv, frees, weights.gaps) for action in actions.get(gap, ())]
 
     cycle = actions_at(0)
     for gap, step in enumerate(lane_steps(walk, num_lanes), start=1):
@@ -208,7 +207,7 @@ def make_schedule(walk: Walk, num_lanes: int) -> Schedule:
 def require_slots(walk: Walk, num_lanes: int) -> None:
     """Raises ConfigError if the walk has too few or too many slots, of weights or of KV, for its order."""
     num_overlapping = walk.order.style.num_ahead if set(walk.offloaded_kv) & set(walk.cpu_attention) else 0
-    needed = min(1 + num_overlapping, num_lanes)  # turns that the order runs at once
+    needed = min(1 + num_overlapping, num_lanes)  # turns of a stage that overlap
     if walk.offloaded_kv and walk.num_kv_slots < needed:
         raise ConfigError(
             f"kv.num_slots={walk.num_kv_slots}: policy.schedule={walk.order.value} attends for {needed} lanes of a "
@@ -254,25 +253,19 @@ def _with_transfers(walk: Walk, action: Action) -> Iterator[Action]:
 
 
 def _steps_by_stage(walk: Walk, num_lanes: int) -> Iterator[list[Action]]:
-    style, cpu_stages = walk.order.style, frozenset(walk.cpu_attention)
+    style, on_cpu = walk.order.style, frozenset(walk.cpu_attention)
     turns = walk.turns(num_lanes)
-    num_begun = num_ended = 0  # turns; a lane begins a turn only after its previous one, `num_lanes` before, ended
+    begun = ended = 0  # turns; a lane begins one only after its previous turn, `num_lanes` earlier, has ended
     for index, (stage, lane) in enumerate(turns):
-        next_stage = index - lane + num_lanes
-        limit = min(
-            index + 1 + style.num_ahead, num_ended + num_lanes, len(turns) if style.crosses_stages else next_stage
-        )
-        step = [
-            Action(op, *turn) for turn in turns[num_begun:limit] if turn[0] in cpu_stages for op in (Op.pre, Op.attend)
-        ]
+        stage_end = index - lane + num_lanes
+        limit = min(index + 1 + style.num_ahead, ended + num_lanes, len(turns) if style.crosses_stages else stage_end)
+        step = [Action(op, *turn) for turn in turns[begun:limit] if turn[0] in on_cpu for op in (Op.pre, Op.attend)]
         if stage in walk.batched_experts:
             step.append(Action(Op.route, stage, lane))
             if lane + 1 == num_lanes:
                 step += [Action(Op.experts, stage), *[Action(Op.end, stage, each) for each in range(num_lanes)]]
         else:
-            step.append(Action(Op.post if stage in cpu_stages else Op.run, stage, lane))
-        num_begun = limit
-        num_ended = (
-            index + 1 if stage not in walk.batched_experts else next_stage if index + 1 == next_stage else num_ended
-        )
+            step.append(Action(Op.post if stage in on_cpu else Op.run, stage, lane))
+        begun = limit
+        ended = index + 1 if stage not in walk.batched_experts else stage_end if index + 1 == stage_end else ended
         yield step + [Action(Op.sync, None)] * style.has_barriers

@@ -1,4 +1,4 @@
-"""The stages of a pass and the slots they use: all inputs of a schedule except the number of lanes."""
+"""The stages of a pass and the slots they use: the input of a schedule, apart from the number of lanes."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,9 +8,9 @@ from ...config.orders import PLAIN, Order
 
 @dataclass(frozen=True, kw_only=True)
 class Walk:
-    """The path of a pass: streamed stages, slots, the transfers involved, and the stages in which lanes stop.
+    """The path of a pass: streamed stages, slots, transfers, and the stages in which lanes stop.
 
-    `block`: stages are read in groups of this size; 1 for every other prefetch.
+    `block`: streamed stages read together as a group; 1 unless configured.
     """
 
     num_stages: int
@@ -18,9 +18,9 @@ class Walk:
     num_slots: int  # weight slots in compute memory
     num_staging_slots: int = 0  # host slots before device slots; 0 without a device
     in_host: frozenset[int] = frozenset()  # streamed stages held in host memory: never read from disk
-    copies: bool = False
+    copies: bool = False  # from host to device
     block: int = 1
-    first_stage: int = 0  # of a pass
+    first_stage: int = 0  # above 0 if decode passes skip an encoder
     order: Order = PLAIN
     num_pages: int = 1  # pieces per streamed stage
     cpu_attention: tuple[int, ...] = ()  # stages with attention on the CPU's workers

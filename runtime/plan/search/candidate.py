@@ -1,9 +1,9 @@
 """A candidate policy and the run it would produce: blocks, prefill chunk size, placement.
 
 A prefill pass loads the weights once for the chunks of all lanes. While a pass is bound by transfers, doubling the
-chunk halves the bytes per prompt. Once it is compute-bound, larger chunks only take memory from resident layers, unless
-products with more rows are faster per row, as for experts with few tokens. So each doubling is placed and timed, with
-its decode passes, until prefill is bound by products at full speed.
+chunk halves the bytes per prompt. Once it is compute-bound, larger chunks leave less memory for resident layers, and
+pay only if products with more rows take less time per row, as for experts with few tokens. So each doubling is placed
+and timed, with its decode passes, until prefill is compute-bound and products no longer get faster.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ from ..placement.run_load import least_memory_config, run_load
 from ..shape.model import ModelShape
 from .policy import Policy
 
-SAMPLE_GROUP = 64  # neighboring requests taken together in a sample
+SAMPLE_GROUP = 64  # neighboring requests that enter a sample together
 MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from resident layers
-NOTABLE = 0.05  # of a prefill pass, or of a product's time per row
-MIN_SAVING = 0.02  # of the prefill time, that a larger chunk must save
-UNLIMITED_TOKENS = 1 << 40
+NOTABLE = 0.05  # smaller shares of stalls in a prefill pass, and of gains in a product's rate, are ignored
+MIN_SAVING = 0.02  # share of the prefill time that a larger chunk must save
+UNLIMITED_TOKENS = 1 << 40  # no limit on a chunk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,8 @@ class Problem:
         return [size.prefix for size in self.sizes] if self.shape.is_packed else ()
 
     def sample(self, count: int) -> "Problem":
-        """Returns the problem for `count` of its requests, evenly spaced; requests with shared prefixes are taken in
-        runs of neighbors."""
+        """Returns the problem for `count` of its requests, evenly spaced. Requests are taken in groups, as
+        neighbors may share prefixes."""
         if count >= len(self.sizes):
             return self
         groups = [
@@ -93,7 +93,7 @@ class Problem:
 
     @cached_property
     def _sorted_by_prefix(self) -> Sequence[SequenceSize]:
-        """All sizes, sorted by the trie of their prefixes."""
+        """All sizes, sorted so that requests with a common prefix are neighbors."""
         prefix_numbers = dict[SharedPrefix, int]()
 
         def path(size: SequenceSize) -> list[int]:
@@ -109,7 +109,7 @@ class Problem:
         prefetch = least_memory_config(config).prefetch
         if config.prefetch.kind is not Prefetch.cost_aware or self.rates is None:
             placement = self.choose_placement(replace(config, prefetch=prefetch), load)
-        else:  # the depth with the shortest simulated decode pass, given the resident layers that then fit
+        else:  # the depth with the shortest decode pass, as each slot takes memory from resident layers
             placement, shortest = None, inf
             for depth in range(1, MAX_DEPTH + 1):
                 deeper = PrefetchConfig(kind=Prefetch.lookahead, depth=depth)
@@ -128,7 +128,7 @@ class Problem:
         return predict(self.shape, run.placement, run.blocks, self.sizes, run.chunk_tokens, self.rates, admission)
 
     def choose_placement(self, config: RuntimeConfig, load: Load) -> Placement:
-        """Returns the placement of a load, with the CPU's share of experts by the rates."""
+        """Returns the placement of a load, with the CPU's share of experts derived from the rates."""
         return with_cpu_share(self.shape, choose_placement(self.shape, config, self.budgets, load), self.rates)
 
 
@@ -143,9 +143,9 @@ def place_existing_blocks(problem: Problem, blocks: tuple[Block, ...]) -> Placed
 def choose_blocks(problem: Problem, widths: Sequence[int], num_halvings: int) -> tuple[int, tuple[Block, ...]]:
     """Returns the chunk in tokens, and the blocks.
 
-    `policy=fixed`: as configured. Otherwise the most sequences, up to the configured number, that fit with the minimum
-    of resident layers. Of the micro-batch `widths` it takes the first that needs no memory from something else, or the
-    last.
+    `policy=fixed`: as configured. Otherwise the most sequences, up to the configured number, that fit with the fewest
+    resident layers. `widths`: micro-batch sizes; the first one with which all KV fits in compute memory is used, or
+    else the last. `num_halvings`: out-of-memory errors so far; each halves the block.
     """
     shape, config = problem.shape, problem.config
 
@@ -165,10 +165,8 @@ def choose_blocks(problem: Problem, widths: Sequence[int], num_halvings: int) ->
         return chunk_sizes(shape, config.policy, blocks)[-1], blocks
     blocks: tuple[Block, ...] = ()
     largest = max(1, min(max_sequences, len(problem.sizes)) >> num_halvings)
-    block_sizes = {
-        step for halving in range(largest.bit_length()) for step in (largest >> halving, 3 * largest >> halving + 2)
-    }
-    ladder = sorted(block_sizes - {0}, reverse=True)  # all, 3/4, 1/2, 3/8 ... 1
+    sizes = {step for shift in range(largest.bit_length()) for step in (largest >> shift, 3 * largest >> shift + 2)}
+    ladder = sorted(sizes - {0}, reverse=True)  # all, 3/4, 1/2, 3/8 ... 1
     for tier in kv_tiers(shape, config, has_device=problem.budgets.has_device):
         tier_config = replace(least_memory_config(config), kv=replace(config.kv, tier=tier))
         for num_sequences in ladder:
@@ -196,8 +194,8 @@ def _fitting_chunk(
 
 
 def tune_chunks(problem: Problem, initial: PlacedRun) -> PlacedRun:
-    """Returns `first`, or the same blocks with larger chunks if that is faster overall. `first` must have the smallest
-    chunks; it is kept without rates, or if the settings fix the chunk."""
+    """Returns `initial`, which must have the smallest chunks, or the same blocks with larger chunks if that is faster.
+    Returns `initial` without rates, or if the settings fix the chunk."""
     if problem.rates is None or problem.config.policy.prefill_chunk_tokens is not None:
         return initial
     chosen = _best_chunk(problem, initial, problem.rates)
@@ -210,8 +208,8 @@ def tune_chunks(problem: Problem, initial: PlacedRun) -> PlacedRun:
 
 
 def _best_chunk(problem: Problem, initial: PlacedRun, rates: MachineRates) -> int:
-    """Returns the best chunk by rough predictions for the block that takes most memory, or for a few blocks with
-    continuous admission."""
+    """Returns the chunk with the shortest rough prediction, for the block that takes most memory. Continuous admission
+    predicts a few blocks."""
     best = chunk = initial.chunk_tokens
     max_tokens = max((pass_tokens(problem.shape, lane, UNLIMITED_TOKENS) for lane in initial.load.lanes), default=0)
     if chunk >= max_tokens:
@@ -239,7 +237,7 @@ def _predict_chunks(problem: Problem, initial: PlacedRun, num_tokens: int, rates
     if problem.config.policy.admission is Admission.continuous:
         run = problem.place_blocks(pick_evenly(initial.blocks, MAX_BLOCKS), num_tokens)
         return problem.predict(run) if run.placement.fits else None
-    load = Load.from_lanes(problem.shape, initial.load.lanes, num_tokens)  # the block that takes most memory
+    load = Load.from_lanes(problem.shape, initial.load.lanes, num_tokens)  # of the block that takes most memory
     load = replace(
         initial.load,
         chunk_tokens=num_tokens,

@@ -24,8 +24,8 @@ ATTENTIONS = tuple(Attention)
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGrid:
-    """`order` and `attention` index `ORDERS` and `ATTENTIONS`; `shares_experts`: the CPU computes some of the experts
-    in host memory. `num_requests` are divided into equal blocks."""
+    """The policies. `order` and `attention` index `ORDERS` and `ATTENTIONS`. `shares_experts`: the CPU computes some of
+    the experts in host memory. Blocks divide `num_requests` equally."""
 
     micro_batch: Floats
     count: Floats  # micro-batches of a block
@@ -68,8 +68,8 @@ class PolicyGrid:
         return np.array([order.style.crosses_stages for order in ORDERS])[self.order]
 
     def tokens_at_once(self, tokens: Floats) -> tuple[Floats, Floats]:
-        """Returns the tokens that a layer's experts process at once, given the tokens per lane, and how many times per
-        pass."""
+        """Returns the tokens that a layer's experts process at once, and how often the experts run in a pass. `tokens`:
+        per lane."""
         is_batched = self.batches_experts
         return np.where(is_batched, self.lanes * tokens, tokens), np.where(is_batched, 1.0, self.lanes)
 
@@ -82,18 +82,18 @@ class PolicyGrid:
         return np.array([order.style.num_ahead for order in ORDERS])[self.order]
 
     def by_lane_size(self, function: Callable[[int], float]) -> Floats:
-        """Maps the nominal lane size to a number."""
+        """Applies `function` to the nominal lane size of each policy."""
         return by_size(self.micro_batch, function)
 
     def by_sharing_size(self, function: Callable[[int], float], has_device: bool) -> Floats:
-        """Maps the number of sequences that may share a prefix to a number: those of a block, or of a lane if KV is
+        """Applies `function` to the number of sequences that may share a prefix: a block's, or a lane's if KV is
         offloaded."""
         is_offloaded = (self.kv_fraction < 1) & ~(has_device & self.cpu_attends)
         return by_size(np.where(is_offloaded, self.micro_batch, np.ceil(self.sequences)), function)
 
     def policy(self, index: int) -> Policy:
-        """Returns the policy at an index, with its actual sizes. They make the same blocks as the nominal ones, which
-        may be larger."""
+        """Returns the policy at an index, with its actual sizes: nominal sizes may be larger, but make the same
+        blocks."""
         only = self.select(np.array([index]))
         return Policy(
             micro_batch_size=int(np.ceil(only.rows[0])),
@@ -124,7 +124,7 @@ class PolicyGrid:
 
 
 def by_size(sizes: Floats, function: Callable[[int], float]) -> Floats:
-    """Maps an array of sizes with few distinct values to numbers."""
+    """Applies `function` to an array of sizes, once per distinct value."""
     unique_sizes, inverse = np.unique(sizes, return_inverse=True)
     return np.array([float(function(int(size))) for size in unique_sizes])[inverse]
 
@@ -144,7 +144,7 @@ class GridAxes:
         """Makes the axes. A setting in `config` is the only value of its axis; the number of micro-batches is an upper
         limit."""
         policy, num_layers, num_resident = config.policy, len(shape.layers), config.offload.resident_layers
-        lane_size, max_count = policy.micro_batch_size, policy.num_micro_batches or COUNTS[-1]
+        size, max_count = policy.micro_batch_size, policy.num_micro_batches or COUNTS[-1]
         if config.tier is Tier.none or (config.tier is Tier.cpu and not has_device):
             resident = [num_layers]
         elif num_resident is not None:
@@ -157,9 +157,7 @@ class GridAxes:
             can_share = cpu_experts_obstacle(shape, config, has_device=has_device) is None
             feedforwards = [each for each in FeedForward if can_share or each is FeedForward.device]
         return GridAxes(
-            micro_batches=_up_to(MICRO_BATCHES, num_requests)
-            if lane_size is None
-            else [min(lane_size, max(1, num_requests))],
+            micro_batches=_up_to(MICRO_BATCHES, num_requests) if size is None else [min(size, max(1, num_requests))],
             counts=_up_to(COUNTS, max(1, min(max_count, num_requests))),
             resident=resident,
             variants=_variants(shape, config, has_device=has_device),
@@ -167,7 +165,7 @@ class GridAxes:
         )
 
     def grid(self, num_requests: int) -> PolicyGrid:
-        """Returns the product of the axes, without blocks that exceed the workload by a whole micro-batch."""
+        """Returns all combinations of the axes, except blocks with micro-batches that the requests cannot fill."""
         axes = [np.asarray(axis, dtype=np.float64) for axis in (self.micro_batches, self.counts, self.resident)]
         variants = np.arange(len(self.variants), dtype=np.float64)
         shares = [float(each is FeedForward.cpu) for each in self.feedforwards]
@@ -196,8 +194,8 @@ def _up_to(values: Sequence[int], limit: int) -> list[int]:
 
 
 def _variants(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> list[tuple[Order, Attention, float]]:
-    """Returns the combinations that the settings allow. Unsupported attention on the CPU falls back to the device, see
-    `plan/plan_warnings.py`."""
+    """Returns the combinations that the settings allow. If attention on the CPU is unsupported, it falls back to the
+    device and `plan/plan_warnings.py` warns."""
     policy = config.policy
     fractions = {each: _kv_fractions(shape, config, each, has_device=has_device) for each in Attention}
     methods = [each for each in Attention if fractions[each]]
@@ -227,7 +225,7 @@ def _variants(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> 
 def _kv_fractions(
     shape: ModelShape, config: RuntimeConfig, attention: Attention, *, has_device: bool
 ) -> tuple[float, ...]:
-    """Returns the KV fractions to try; empty if the CPU cannot attend, or not to KV in the configured tier."""
+    """Returns the KV fractions to try; empty if the CPU cannot attend to KV in the configured tier."""
     can_offload = config.kv.tier is not KVTier.device and (has_device or config.kv.tier is not KVTier.cpu)
     if attention is Attention.cpu:
         policy = Policy(

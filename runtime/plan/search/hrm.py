@@ -1,8 +1,8 @@
-"""Searches for the policy with the highest throughput: MoE-Lightning's (N, mu, A, F, r_w, r_c), plus the compute order.
+"""Searches for the policy with the highest throughput: MoE-Lightning's (N, mu, A, F, r_w, r_c), see `Policy`.
 
-First, the hierarchical roofline ranks the whole grid, as if each block's prompts took one pass. Then the best of each
-variant are placed and timed by a few passes. Last, the best few are planned in full: the ledger decides whether they
-fit, the simulator how long they take.
+First, the hierarchical roofline ranks the whole grid, with all prompts of a block in one pass. Then the best policies
+of each variant are placed, and a few of their passes simulated. Last, the best few are planned in full: the ledger
+checks that they fit, and the simulator predicts their time.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -31,10 +31,10 @@ from .policy import Policy
 from .trials import Trial, Trials
 from .workload import Workload
 
-NUM_VARIANTS = 4  # finalists with the best block of each
+NUM_VARIANTS = 4  # with one finalist each
 NUM_BLOCKS = 5  # further finalists of any variant
-NEXT_SHARE = 0.75  # of a rejected block's sequences, to try next
-NOTABLE = 0.01  # of a run's time, to prefer another policy over the default one
+NEXT_SHARE = 0.75  # after a block that does not fit, the next has at most this share of its sequences
+NOTABLE = 0.01  # share of the run's time that another policy must save to replace the default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Candidate:
     policy: Policy
     roofline_seconds: float
     seconds: float  # by the simulator
-    binding: Resource  # the busiest one in decode passes, by the simulator
+    binding: Resource  # the busiest resource of the simulated decode passes
     tokens_per_second: float  # generated
     full_memory: str  # the memory closest to its budget
     full_share: float
@@ -104,7 +104,7 @@ class SearchResult:
         )
 
 
-Finalist: TypeAlias = tuple[Candidate, PlacedRun, Prediction]  # the run is what the candidate's numbers are of
+Finalist: TypeAlias = tuple[Candidate, PlacedRun, Prediction]  # with the run that was planned and timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +170,7 @@ class Finalists:
     def _make_finalist(self, policy: Policy, roofline_seconds: float) -> Finalist:
         """Raises BudgetError if the policy's run does not fit."""
         problem, blocks = self.problem.with_policy(policy), self.blocks
-        if blocks is None:  # cached by size: for many requests, dividing them takes longer than placing
+        if blocks is None:  # cached by size: dividing many requests into blocks takes longer than placing them
             key = (policy.micro_batch_size, policy.num_micro_batches)
             blocks = self._blocks_cache[key] = self._blocks_cache.get(key) or self.problem.blocks(*key)
         run = place_existing_blocks(problem, blocks)
@@ -270,10 +270,8 @@ def select_fitting(
 ) -> PolicyGrid:
     """Returns the policies within the budgets, with whole layers or paged experts; if there are none, the smallest."""
     budgets = machine.budgets
-    estimates = (
-        MemoryEstimate(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True)
-    )
-    fits = np.logical_or(*(estimate.fits(budgets) for estimate in estimates))
+    needs = (MemoryEstimate(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
+    fits = np.logical_or(*(estimate.fits(budgets) for estimate in needs))
     if fits.any():
         return grid.select(fits)
     size = grid.micro_batch * grid.count * (1 + grid.resident)

@@ -167,10 +167,8 @@ def layers_in_host(
     streamed = len(shape.layers) - grid.resident
     if not budgets.has_device or config.tier is not Tier.auto:
         return streamed * (config.tier is Tier.cpu)
-    estimates = (
-        MemoryEstimate(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True)
-    )
-    return np.maximum(*(estimate.layers_in_host(budgets.host_bytes) for estimate in estimates))
+    needs = (MemoryEstimate(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
+    return np.maximum(*(estimate.layers_in_host(budgets.host_bytes) for estimate in needs))
 
 
 def _total_bytes(entries: Iterable[Entry]) -> float:

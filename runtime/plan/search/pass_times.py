@@ -70,11 +70,9 @@ class Roofline:
         """Returns the tokens of a lane in one prefill pass; a padded one takes at least one column. If not configured,
         the whole prompts: larger chunks move fewer bytes, and plans check their memory."""
         whole, configured = grid.rows * self._prompt_tokens(grid), self.config.policy.prefill_chunk_tokens
-        return (
-            whole
-            if configured is None
-            else np.minimum(np.maximum(configured, 0 if self.is_packed else grid.rows), whole)
-        )
+        if configured is None:
+            return whole
+        return np.minimum(np.maximum(configured, 0 if self.is_packed else grid.rows), whole)
 
     def decode_pass(self, grid: PolicyGrid) -> PassTimes:
         """Returns the times of a decode pass halfway through the outputs."""
@@ -127,10 +125,8 @@ class Roofline:
         visits = at_once * work.num_experts_per_token
         if work.num_experts:
             experts = rates.experts_seconds(work.hits(at_once), visits, work.expert_weights)
-        times_per_layer = lanes if self.config.offload.dequantize is Dequantize.product else 1.0
-        dequantizing = times_per_layer * rates.dequantize_seconds(
-            work.stored.plus(work.stored_experts), self.item_bytes
-        )
+        num_times = lanes if self.config.offload.dequantize is Dequantize.product else 1.0
+        dequantizing = num_times * rates.dequantize_seconds(work.stored.plus(work.stored_experts), self.item_bytes)
         if decodes and rates.has_code_kernels(self.item_bytes):
             is_few = lanes * tokens <= FEW_ROWS
             dequantizing = np.where(is_few, 0.0, dequantizing)
