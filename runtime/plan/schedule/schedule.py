@@ -157,8 +157,8 @@ def _page_action(walk: Walk, op: Op, stage: int, page: int) -> Action:
 
 
 def kv_transfers(walk: Walk, num_lanes: int) -> dict[int, list[Action]]:
-    """Returns KV actions by gap. Fetches fill all slots when a pass starts. After each turn, its KV is stored and the slot
-    is refilled."""
+    """Returns KV actions by gap. Fetches fill all slots when a pass starts. After each turn, its KV is stored and the
+    slot is refilled."""
     if not walk.offloaded_kv:
         return {}
     turns = [

@@ -1,6 +1,6 @@
 """Memory estimates for every policy of a grid: the ledger's terms, with all requests of the mean length.
 
-Longer requests may take more, and paged experts less. The placement decides which of the promising policies fit.
+Longer requests may take more memory, and paged experts less. The placement then checks the promising policies exactly.
 """
 
 from collections.abc import Callable, Iterable
@@ -48,22 +48,22 @@ class MemoryEstimate:
         self._work, self._slots = LayerWork.from_shape(shape), grid.num_slots(config.prefetch)
         layer_bytes = [slot_layout(layer.dense if is_paged else layer).num_bytes for layer in shape.layers]
         self._layer_bytes = float(max(layer_bytes))  # slot size
-        # Mean bytes of a layer in host memory: the first layers of a mixture may be dense.
+        # Mean bytes of a layer in host memory. A mean, as the first layers of a mixture may be dense.
         experts = self._work.num_experts * is_paged * pinned_bytes(int(self._work.expert_bytes))
         self._host_layer_bytes = (
             sum(map(pinned_bytes, layer_bytes)) / len(layer_bytes) + experts
         ) / budgets.num_sharers
-        self._kv_in_host = self._has_device & grid.cpu_attends  # resident there
+        self._kv_in_host = self._has_device & grid.cpu_attends  # all KV, without slots on the device
         paged = {layer.index for layer in shape.layers} if is_paged else frozenset[int]()
         size, mode = DequantizedSize.from_shape(shape, paged, 1), config.offload.dequantize
         scratch_bytes = 0 if size is None or mode is Dequantize.product else size.entry.num_bytes
         has_scratch = mode is Dequantize.stage or scratch_bytes <= (budgets.device_bytes or 0) // 2
-        self._dequantize_bytes = scratch_bytes if has_scratch else 0  # of dequantized weights, if they will fit
+        self._dequantize_bytes = scratch_bytes if has_scratch else 0  # scratch area for dequantized weights
 
     def fits(self, budgets: Budgets) -> Bools:
         if budgets.device_bytes is None:
             return self.compute_bytes <= budgets.host_bytes
-        outside_bytes = max(0, budgets.library_bytes - ALLOCATOR_SLACK_BYTES)  # the slack is in compute_bytes
+        outside_bytes = max(0, budgets.library_bytes - ALLOCATOR_SLACK_BYTES)  # compute_bytes include the slack
         return (self.compute_bytes + outside_bytes <= budgets.device_bytes) & (self.host_bytes <= budgets.host_bytes)
 
     @cached_property
@@ -77,7 +77,7 @@ class MemoryEstimate:
         )
         resident_bytes += is_streamed * (self._slots * self._layer_bytes + paged_bytes)
         streamed_bytes = self._slots * max(self._layer_bytes, work.widest_outer_bytes) + paged_bytes
-        # Without resident layers, the other stages may be streamed too.
+        # Without resident layers, embeddings and head may be streamed too.
         weights = np.where(grid.resident == 0, np.minimum(resident_bytes, streamed_bytes), resident_bytes)
         is_batched = grid.batches_experts
         batch_bytes = is_batched * grid.lanes * self._tokens * _total_bytes(batch_entries(shape, 1))
@@ -96,8 +96,8 @@ class MemoryEstimate:
 
     @cached_property
     def host_bytes(self) -> Floats:
-        """Bytes in host memory with a device. Pinned layers and KV segments are rounded up by piece; resident weights
-        pass through a buffer."""
+        """Bytes in host memory with a device. Pinned layers and KV segments are rounded up one by one; resident
+        weights need a loading buffer."""
         work, grid = self._work, self._grid
         if not self._has_device:
             return np.zeros_like(grid.sequences)
@@ -133,8 +133,8 @@ class MemoryEstimate:
         return np.ceil(grid.sequences) * per_sequence
 
     def _kv(self) -> Floats:
-        """Returns the KV bytes in compute memory: of resident layers, and of slots or copies in flight for the
-        others."""
+        """Returns the KV bytes in compute memory: of layers with KV kept there, and of slots or transfers in
+        flight for the others."""
         work, grid, in_host = self._work, self._grid, self._kv_in_host
         resident = work.num_layers * self._positions * work.kv_bytes * np.where(in_host, 0.0, grid.kv_fraction)
         is_offloaded = (grid.kv_fraction < 1) & ~in_host
@@ -155,7 +155,7 @@ class MemoryEstimate:
         return by_size(tokens, lambda count: _total_bytes(visit_entries(self._shape, count, is_batched=is_batched)))
 
     def _per_lane(self, function: Callable[[list[SequenceSize]], float]) -> Floats:
-        """Maps the largest lane of each policy to a number."""
+        """Applies `function` to the largest lane of each policy."""
         num_rows = np.minimum(self._grid.micro_batch, self._workload.num_requests)
         return by_size(num_rows, lambda each: function(self._workload.sizes(each)))
 

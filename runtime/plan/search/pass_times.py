@@ -1,8 +1,8 @@
 """The hierarchical roofline over a grid of policies: busy seconds of each resource in a pass, and seconds of the pass.
 
 Concurrent resources take as long as the slowest: T = max(link, CPU, compute, disk, host memory); host memory carries
-the bytes of disk, link and CPU together. Work that an order does not overlap is added. Startup, slots and barriers are
-left to the simulator.
+the bytes of disk, link and CPU together. Work that an order does not overlap is added. Only the simulator models
+startup, slots and barriers.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class PassTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """Computes a grid's times. `in_host`: how many streamed layers stay in host memory."""
+    """Computes pass times for a grid. `in_host`: number of streamed layers that stay in host memory, per policy."""
 
     work: LayerWork
     rates: MachineRates
@@ -43,7 +43,7 @@ class Roofline:
     in_host: Callable[[PolicyGrid], Floats]
     item_bytes: int
     is_packed: bool = True
-    cross_kv_bytes: int = 0  # per encoder position; the decoder then caches its output only
+    cross_kv_bytes: int = 0  # per encoder position; above 0, the decoder's own KV cache holds no prompt
 
     def seconds(self, grid: PolicyGrid) -> Floats:
         """Returns the seconds of the whole workload, with equal blocks."""
@@ -67,8 +67,8 @@ class Roofline:
         return grid.by_sharing_size(self.workload.mean_spared_tokens, self.has_device)
 
     def _chunk(self, grid: PolicyGrid) -> Floats:
-        """Returns the tokens of a lane in one prefill pass; a padded one takes at least one column. If not configured,
-        the whole prompts: larger chunks move fewer bytes, and plans check their memory."""
+        """Returns the tokens of a lane in one prefill pass: the configured chunk, at least one column if padded, or
+        else the whole prompts. Larger chunks move fewer bytes; memory is checked later."""
         whole, configured = grid.rows * self._prompt_tokens(grid), self.config.policy.prefill_chunk_tokens
         if configured is None:
             return whole
@@ -117,8 +117,8 @@ class Roofline:
         )
 
     def _products(self, grid: PolicyGrid, tokens: Floats, head_share: Floats, *, decodes: bool = False) -> Floats:
-        """Returns compute's seconds for the products of a pass with `tokens` per lane; `head_share` of them get
-        logits."""
+        """Returns the compute seconds of the matrix products in a pass with `tokens` per lane; `head_share` of them
+        need logits."""
         work, rates, lanes = self.work, self.rates, grid.lanes
         at_once, turns = grid.tokens_at_once(tokens)
         dense, experts = rates.gemm_seconds(tokens, work.dense_weights), np.zeros_like(tokens)
@@ -156,14 +156,14 @@ class Roofline:
         kv_out: Floats,
         exchanged: Floats,
     ) -> PassTimes:
-        """Returns the times of a pass. Weights outside of memory come from disk. With an accelerator all of them cross
-        the link, KV moves from and to its tier, and `exchanged` bytes go both ways."""
+        """Returns the times of a pass. Streamed weights outside of host memory come from disk. With an accelerator, all
+        of them and the KV transfers cross the link, and `exchanged` bytes cross it both ways."""
         rates, work = self.rates, self.work
         layers, hits = work.num_layers * self._streamed_share(grid), np.zeros_like(tokens)
         loaded_share, (cpu_share, cpu_cost) = np.ones_like(tokens), self._cpu_share(grid, tokens)
         if work.num_experts:
             at_once, turns = grid.tokens_at_once(tokens)
-            hits = turns * work.hits(at_once)  # each is loaded once per lane
+            hits = turns * work.hits(at_once)  # experts loaded per layer
         if work.is_pageable and self.config.offload.expert_paging is not ExpertPaging.off:
             loaded_share = np.minimum(loaded_share, hits / work.num_experts)
         weights = layers * (work.dense_bytes + loaded_share * work.num_experts * work.expert_bytes)
@@ -209,8 +209,8 @@ class Roofline:
         )
 
     def _cpu_share(self, grid: PolicyGrid, tokens: Floats) -> tuple[Floats, Floats]:
-        """Returns the CPU's share of the hit experts in streamed layers, with even visits, and its time per expert,
-        where a copy over the link takes 1. Zero for prompts, which have too many tokens."""
+        """Returns the CPU's share of the hit experts in streamed layers, and its time per expert relative to a copy
+        over the link. Assumes even visits. The share is 0 in prefill passes, which have too many tokens."""
         work, zero = self.work, np.zeros_like(tokens)
         if not grid.shares_experts.any() or not work.num_experts:
             return zero, zero

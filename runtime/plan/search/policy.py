@@ -1,4 +1,4 @@
-"""The policy of a run, as a search sees it."""
+"""The policy of a run: the variables of the policy search."""
 
 import hashlib
 import json
@@ -13,10 +13,11 @@ from ...units import format_count
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """MoE-Lightning's policy: a block of N = `num_sequences` in micro-batches of mu, where attention runs, resident
-    layers (r_w), the share of layers with KV in compute memory (r_c); plus the compute order.
+    """MoE-Lightning's policy, plus the compute order.
 
-    Only experts may be computed elsewhere: a share of those in host memory, on the CPU.
+    Its symbols: N = `num_sequences` of a block, mu = `micro_batch_size`, A = `attention`, F = `feedforward`,
+    r_w = `resident_layers`, r_c = `kv_fraction`, the share of layers with KV in compute memory. With `feedforward` on
+    the CPU, it computes a share of the experts in host memory.
     """
 
     micro_batch_size: int

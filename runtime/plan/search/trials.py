@@ -1,7 +1,7 @@
 """Selects policies of a grid to plan in full: the best blocks of each variant, placed and timed by a few passes.
 
-The roofline is rarely above the simulated time, as it loads weights once for all prompts of a block. So policies much
-slower by the roofline than a timed one are skipped. A trial takes some milliseconds, a tenth of a full plan.
+The roofline is rarely above the simulated time, as it loads weights once for all prompts of a block. So a policy is
+skipped if its roofline time is much longer than the best trial. A trial takes milliseconds, a tenth of a full plan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,26 +19,26 @@ from .candidate import Problem
 from .grid import Floats, PolicyGrid
 from .policy import Policy
 
-SWEEP_TOKENS = 16 * CHUNK_TOKENS  # of all lanes together: products then take about as long as loading weights
-SWEEP_FACTOR = 4  # times as many if prefill still stalls, and as few for variants near the best
-STALL_SHARE = 0.05  # of the time, stalled in prefill passes
-MAX_SLOWDOWN = 1.0  # times the roofline's seconds
+SWEEP_TOKENS = 16 * CHUNK_TOKENS  # in a prefill pass of all lanes: compute takes about as long as loading weights
+SWEEP_FACTOR = 4  # further sweeps: this much larger if prefill stalls, this much smaller for variants near the best
+STALL_SHARE = 0.05  # prefill stalls above this share of the time count
+MAX_SLOWDOWN = 1.0  # times the roofline's seconds; slower trials repeat with the smallest chunk
 MANY_LANES = 4
 MAX_BOUND_RATIO = 1.25  # times the shortest trial: policies slower by the roofline are skipped
-NUM_FIRST = 2  # blocks per variant: the best by the roofline, and the best with many lanes
-NUM_NEAR = 6  # variants tried further
-NEAR_RATIO = 1.15  # times the best of the first trials
-NUM_BLOCKS = 6  # per variant near the best
+NUM_FIRST = 2  # trials per variant at first: the best block by the roofline, and the best one with many lanes
+NUM_NEAR = 6  # variants with further trials
+NEAR_RATIO = 1.15  # times the shortest trial: variants within it are near the best
+NUM_BLOCKS = 6  # blocks tried per variant near the best
 NUM_TIMED = 3  # blocks timed with padded lanes, as these differ
 MANY_REQUESTS = 8192  # above this, a trial places a sample
-NUM_TRIES = 8  # blocks per variant, if those that the grid estimates to fit do not
+NUM_TRIES = 8  # blocks per variant, if the first ones do not fit
 
 Variant: TypeAlias = tuple[object, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Predicted seconds of the whole workload, from its middle block; with padded lanes, from a few blocks."""
+    """Predicted seconds of the whole workload, scaled up from its middle block, or from a few blocks if padded."""
 
     index: int
     policy: Policy
@@ -92,15 +92,15 @@ class Trials:
     def _fitting_trials(self, indices: Sequence[int], shortest: float) -> Iterator[Trial]:
         """Yields the best trial of each policy that fits, over a few chunk sizes.
 
-        Larger chunks are tried if prefill stalls and the policy would be near the best without stalls; the smallest
-        chunk, if the trial is slower than the roofline, as layers or KV may have been displaced.
+        Larger chunks are tried if prefill stalls and the policy would be near the best without stalls. The smallest
+        chunk is tried if the trial is slower than the roofline: it leaves more memory for layers and KV.
         """
         for index in indices:
             first = self._trial(index, SWEEP_TOKENS)
             if first is None:
                 continue
             trials = [first]
-            busy_seconds = first.seconds - first.stall_seconds  # larger chunks can save no more than the wait
+            busy_seconds = first.seconds - first.stall_seconds  # larger chunks can only save stalls
             if first.stall_seconds > STALL_SHARE * first.seconds and busy_seconds < NEAR_RATIO * shortest:
                 trials.append(self._trial(index, SWEEP_FACTOR * SWEEP_TOKENS) or first)
             if first.seconds > MAX_SLOWDOWN * self.bounds[index]:
@@ -153,7 +153,7 @@ class Trials:
 
     @cached_property
     def _variants(self) -> dict[Variant, list[int]]:
-        """Grid indices by variant, each block once with the resident layers that fit, the fastest first."""
+        """Grid indices by variant, the fastest first. Blocks that differ only in resident layers count once."""
         grid, order = self.grid, np.argsort(self.bounds, kind="stable")
         sizes = np.stack([np.ceil(grid.rows), grid.lanes], axis=1)
         axes = np.stack([grid.order, grid.attention, grid.kv_fraction, grid.shares_experts], axis=1)

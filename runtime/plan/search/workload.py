@@ -9,7 +9,7 @@ from functools import cached_property
 from ...units import round_up
 from ..placement.memory import PAGE_TOKENS, SequenceSize
 
-MAX_SAMPLED_LENGTHS = 512  # sample size
+MAX_SAMPLED_LENGTHS = 512
 
 
 @dataclass(frozen=True, order=True)
@@ -22,7 +22,7 @@ class SharedRange:
     count: int
 
     def num_spared(self, lane_size: int) -> int:
-        """Returns how many computations sharing saves, if the sharing requests fill lanes (or blocks) of
+        """Returns how often the range need not be computed, if the sharing requests fill lanes (or blocks) of
         `lane_size`."""
         return self.count * (self.num_sharing - -(-self.num_sharing // lane_size))
 
@@ -40,12 +40,12 @@ class Workload:
 
     @staticmethod
     def from_sizes(sizes: Sequence[SequenceSize]) -> "Workload":
-        """Makes the workload from all lengths, or a sample over the ranks if there are many. Outputs count with the
-        longest."""
+        """Makes the workload from all prompt lengths, or from evenly spaced quantiles if there are many. All outputs
+        get the longest output's length."""
         lengths = sorted(size.num_prompt_tokens for size in sizes)
         num_lengths = min(len(lengths), MAX_SAMPLED_LENGTHS)
         sharing = Counter(each for size in sizes if size.prefix is not None for each in size.prefix.chain)
-        prefix_parts = Counter(  # the part of each prefix that is not its parent's
+        prefix_parts = Counter(  # the part of each prefix after its parent prefix
             (prefix.parent.num_tokens if prefix.parent is not None else 0, prefix.num_tokens, num_sharing)
             for prefix, num_sharing in sharing.items()
         )
@@ -78,8 +78,7 @@ class Workload:
         return replace(self, prompt_tokens=self.prompt_tokens[-1:])
 
     def sizes(self, num_requests: int | None = None) -> list[SequenceSize]:
-        """Returns `num_requests` (None: all) with lengths evenly over the ranks of the sample; for one request the
-        median."""
+        """Returns `num_requests` (None: all) with lengths at evenly spaced quantiles; for one request the median."""
         count = self.num_requests if num_requests is None else num_requests
         lengths = self.prompt_tokens
         chosen = (lengths[(2 * turn + 1) * len(lengths) // (2 * count)] for turn in range(count))
@@ -97,7 +96,7 @@ class Workload:
         return sum(self.prompt_tokens) / max(1, len(self.prompt_tokens))
 
     def mean_padded_tokens(self, lane_size: int) -> float:
-        """Returns the computed tokens per prompt if neighbors in length share a lane, padded to its longest."""
+        """Returns the computed tokens per prompt, if lanes of similar lengths are padded to their longest prompt."""
         lengths = self.prompt_tokens
         num_lanes = -(-self.num_requests // lane_size)
         longest = [lengths[-(-turn * len(lengths) // num_lanes) - 1] for turn in range(1, num_lanes + 1)]
