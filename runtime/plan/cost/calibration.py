@@ -1,5 +1,5 @@
-"""Calibration of machine rates: fitted to profiled layers before a run, as single products run faster than within a
-layer, and corrected by the run's first passes. Pure: a resumed run derives the same rates.
+"""Calibration of machine rates. They are fitted to profiled layers before a run, as products run faster alone than
+within a layer, and corrected by the run's first passes. Pure functions: a resumed run derives the same rates.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ from .lane_work import LaneWork, Piece
 from .rates import COMPUTE_RATES, UNLIMITED, MachineRates, interpolate
 from .work import StageWork
 
-MEASURED_ROWS = (1, 16, 64, 128, 256, 512)  # of products: short lanes, and sizes at which the kernel changes
+MEASURED_ROWS = (1, 16, 64, 128, 256, 512)  # of products: sizes of short lanes, and those where kernels change
 MIN_PRODUCT_SHARE = 0.25  # minimum share of a layer's time in products, to derive a rate from it
-MAX_FIT_FACTOR = 2.0  # product rates change by a factor of 1/2 to 2
-MAX_CORRECTION = 2.0  # rates change by a factor of 1/2 to 2; a larger error has another cause
+MAX_FIT_FACTOR = 2.0  # a fit changes product rates by 1/2 to 2
+MAX_CORRECTION = 2.0  # a correction changes rates by 1/2 to 2; a larger error has another cause
 MIN_SECONDS = 0.01  # minimum busy time of a resource to correct its rate
 CORRECTED_RATES = {  # besides COMPUTE_RATES
     Resource.disk: "disk_bytes_per_second",
@@ -28,12 +28,12 @@ CORRECTED_RATES = {  # besides COMPUTE_RATES
 
 @dataclass(frozen=True, kw_only=True)
 class TypicalLoad:
-    """Typical sizes of a block's lanes: maximum prefill tokens per pass, decoding rows, and the lengths of a row."""
+    """Sizes of a block's lanes that product and attention times depend on."""
 
-    chunk_tokens: int
-    num_rows: int
-    num_prompt_tokens: int  # per prompt
-    num_positions: int  # KV positions of a row halfway through its output
+    chunk_tokens: int  # largest prefill tokens of a lane in a pass
+    num_rows: int  # sequences of the largest lane
+    num_prompt_tokens: int  # per prompt, on average
+    num_positions: int  # KV positions of an average sequence halfway through its output
 
     @staticmethod
     def from_lanes(shape: ModelShape, lanes: Sequence[MicroBatch], prefill_chunk_tokens: int) -> "TypicalLoad":
@@ -48,8 +48,7 @@ class TypicalLoad:
         )
 
     def covers(self, other: "TypicalLoad") -> bool:
-        """True if rates measured for this load hold for the other: none of its sizes is more than twice as large.
-        Smaller sizes are measured too."""
+        """True if rates measured for this load hold for the other: none of its sizes is more than twice as large."""
         own_sizes, other_sizes = astuple(self), astuple(other)
         return all(b <= 2 * a for a, b in zip(own_sizes, other_sizes, strict=True))
 
@@ -78,10 +77,10 @@ class TypicalLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSeconds:
-    """Measured seconds of a lane in one layer."""
+    """Measured seconds of a lane around and in one layer."""
 
     before: float  # from the start of the pass to the layer
-    inside: float  # without experts
+    inside: float  # in the layer, experts excluded
     attention: float  # 0: not timed separately
 
     @staticmethod
@@ -94,7 +93,7 @@ class LayerSeconds:
 
 
 def with_overheads(rates: MachineRates, work: StageWork, single: LayerSeconds) -> MachineRates:
-    """Returns the rates with fixed overheads: the time of `single`, a pass of one token, without its products."""
+    """Returns the rates with fixed overheads: the time of `single`, a pass of one token, minus its products."""
     num_rows = min(rates.gemm_flops_per_second)
     products = 2.0 * num_rows * work.dense_weights / rates.gemm_flops_per_second[num_rows]
     turn = max(0.0, single.inside - products)
@@ -107,8 +106,8 @@ def fit_rates(
     """Returns rates that reproduce the measured seconds of the layer `work` for these lanes.
 
     Attention gets its measured rate. Product rates are fitted at the rows of the lanes, interpolated between them and
-    constant beyond; unchanged if the layer has other products than `work`, such as experts in the model's own code.
-    """
+    constant beyond. They stay unchanged if `work` lacks some of the layer's products, such as experts run by model
+    code."""
     has_known_products = not shape.expanded_kv_width and (not work.num_experts or rates.has_expert_rates)
     factors: dict[int, float] = {}
     for lane, layer_seconds in sorted(passes, key=lambda each: each[0].num_tokens):
@@ -137,8 +136,8 @@ def correct_rates(
 ) -> MachineRates:
     """Returns `rates` corrected by the ratio of predicted to measured busy seconds of each resource in the same passes.
 
-    `rates`: of the run's start, so that bounds hold over several corrections. All compute rates (products, attention,
-    overheads) get the same factor.
+    `rates` are those of the run's start, so that repeated corrections stay within the bounds. All compute rates
+    (products, attention, overheads) get the same factor.
     """
 
     def factor(resource: Resource) -> float:

@@ -1,4 +1,4 @@
-"""Seconds of every action of a pass, from the work of its lanes and the machine's rates. Pure.
+"""Seconds of every action of a pass, from the work of its lanes and the machine's rates. Pure functions.
 
 Not modeled: recurrent states, and sampling other than greedy.
 """
@@ -27,7 +27,7 @@ LINKS = (Resource.disk, Resource.host_to_device, Resource.device_to_host)
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """The work of each stage in a pass, and the index of the first stage with equal work; shared by all passes."""
+    """The work of each stage, and for each stage the index of the first one with equal work. Shared by all passes."""
 
     works: Sequence[StageWork]
     first_equal: Sequence[int]
@@ -89,7 +89,7 @@ def make_durations(
 
 @dataclass(frozen=True, kw_only=True)
 class _PassCosts:
-    """Costs of one pass. Equal stages cost a lane the same, so each cost is computed once."""
+    """Costs of one pass. Stages with equal work share costs, which are computed once."""
 
     shape: ModelShape
     placement: Placement
@@ -162,7 +162,7 @@ class _PassCosts:
         return self._experts(work, self._tokens_after_attention(work, lane))
 
     def pre_attention(self, work: StageWork, lane: LaneWork) -> float:
-        """Returns the seconds before attention: its share of the weights, and half of the overhead."""
+        """Returns the seconds before attention: products, dequantizing, and half of the overhead."""
         tokens = self._tokens(work, lane)
         second = (
             self._stored_product(work, lane.num_rows, work.pre_attention_weights)
@@ -174,7 +174,7 @@ class _PassCosts:
         )
         if not work.kind.is_layer or self._multiplies_codes:
             return seconds
-        # Lanes share a scratch area of dequantized weights; the head and paged experts are dequantized per lane.
+        # With a scratch area, lanes share one dequantization; the head and paged experts are dequantized per lane.
         stored = work.stored if work.is_paged else work.stored.plus(work.stored_experts)
         return seconds + self._dequantizing(stored) / (1 if self.placement.dequantized is None else len(self.lanes))
 
@@ -199,7 +199,7 @@ class _PassCosts:
         return self._product(num_rows, unquantized * num_weights) + codes
 
     def attend(self, work: StageWork, lane: LaneWork) -> float:
-        """Returns the seconds of attention on the CPU's workers; with an accelerator, transfers included."""
+        """Returns the seconds of attention on the CPU's workers, including transfers from and to an accelerator."""
         if not work.kv_bytes or (lane.prefill_pairs and not self._skips_unselected(work, lane)):
             return 0.0
         shape, rates = self.shape, self.rates
@@ -233,13 +233,13 @@ class _PassCosts:
         return self._batched[first]
 
     def stored_pages(self, lane: LaneWork) -> float:
-        """Returns the pages stored back: those written, or for quantized pages as many as the new tokens fill."""
+        """Returns the pages stored back: those written, or for quantized KV the new tokens only, in pages."""
         return lane.num_tokens / PAGE_TOKENS if self.placement.kv.is_quantized else lane.changed_pages
 
     def kv_transfer(
         self, bytes_per_second: float | None, num_pages: Callable[[LaneWork], float]
     ) -> Callable[[int, int], float]:
-        """Returns the seconds of a stage's and lane's pages over a link; 0 if its rate is None."""
+        """Returns a function of stage and lane: the seconds of its KV pages over a link. 0 if the rate is None."""
         kv, first = self.placement.kv, self.shape.layers[0].index
 
         def seconds(stage: int, lane: int) -> float:
@@ -284,7 +284,7 @@ class _PassCosts:
             products = num_on_cpu * share.cost(visits_per_expert) * work.expert_bytes / rates.link_in_bytes_per_second
             vectors = num_on_cpu * visits_per_expert * self.shape.hidden_size * self.shape.compute_dtype_bytes
             round_trip = vectors / rates.link_out_bytes_per_second + vectors / rates.link_in_bytes_per_second
-            # The host launches the others before it begins.
+            # The host launches the accelerator's experts before the CPU begins its own.
             cpu_seconds = products + round_trip + max(0.0, num_hit - num_on_cpu) * rates.hit_seconds
         return ExpertReads(
             num_experts=round(num_read),
@@ -315,7 +315,7 @@ class _PassCosts:
         return lane.selected_positions if self._skips_unselected(work, lane) else lane.kv_positions
 
     def _skips_unselected(self, work: StageWork, lane: LaneWork) -> bool:
-        """True if only tokens that need logits continue. KV pages in host memory need all tokens in the exchange."""
+        """True if only tokens that need logits continue. KV in host memory needs all tokens, to exchange them."""
         return work.can_skip_unselected and lane.skips_unselected and not self.placement.host_layers
 
     def _after_attention(self, work: StageWork, lane: LaneWork) -> float:
@@ -340,7 +340,7 @@ class _PassCosts:
         return seconds + self.rates.layer_exchange_seconds(vectors)
 
     def _experts(self, work: StageWork, num_tokens: float) -> float:
-        """Returns the seconds of the hit experts on the compute device, each with its share of the visits."""
+        """Returns the seconds of the hit experts on the compute device, with visits spread evenly."""
         if not work.num_experts or not work.expert_weights or not num_tokens:
             return 0.0
         hits, visits = work.hits(num_tokens), num_tokens * work.num_experts_per_token

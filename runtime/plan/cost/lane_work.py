@@ -1,5 +1,5 @@
-"""The work of lanes in a pass that determines its time: mirrors `engine/lanes/packed.py`, `padded.py` and `seq2seq.py`
-on sizes alone.
+"""The work of lanes in a pass, from sequence lengths alone. Mirrors `engine/lanes/packed.py`, `padded.py` and
+`seq2seq.py`.
 """
 
 from collections import deque
@@ -15,8 +15,8 @@ from ..shape.model import ModelShape
 class LaneWork:
     """The work of one lane in one pass, padding included: `num_tokens` go through the decoder, `num_rows` get logits.
 
-    Single tokens attend to `kv_positions` in total, prompts to `prefill_pairs` of token and position. In the last layer
-    of a packed lane only tokens that need logits attend, to `selected_positions`.
+    Decoding tokens attend to `kv_positions` in total; prompts have `prefill_pairs` of query and key. In the last layer
+    of a packed lane, only tokens that need logits attend, to `selected_positions`.
     """
 
     num_tokens: int
@@ -42,7 +42,7 @@ class LaneWork:
 
 @dataclass(frozen=True, kw_only=True)
 class PassGroup:
-    """`num_passes` passes with equal lanes. `prefill_share`: the share of prompt tokens."""
+    """`num_passes` passes with the same work per lane. `prefill_share`: prompt tokens relative to all tokens."""
 
     lanes: Sequence[LaneWork]
     prefill_share: float
@@ -54,8 +54,8 @@ class PassGroup:
 
 
 def can_skip_unselected(num_tokens: int, num_selected: int) -> bool:
-    """True if dropping unselected tokens in the last layer pays: selected ones then go through the weights before
-    attention twice."""
+    """True if dropping unselected tokens in the last layer saves time, although selected ones then go through the
+    weights before attention twice."""
     return 2 * num_selected <= num_tokens
 
 
@@ -76,8 +76,8 @@ class Piece:
 
 
 def packed_work(pieces: Iterable[Piece], num_pages: int = 0) -> LaneWork:
-    """Returns the work of a packed lane. Sequences outside of the pass have `new` of 0; `held` counts further pages of
-    the lane."""
+    """Returns the work of a packed lane. Sequences that skip the pass have `new` = 0. `num_pages`: KV pages of the lane
+    that belong to no piece."""
     tokens = rows = kv_positions = prefill_pairs = selected_positions = last_end = changed_pages = 0
     for piece in pieces:
         end = piece.past + piece.new
@@ -116,7 +116,7 @@ def prefill_works(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> lis
 
 
 def decode_work(shape: ModelShape, lane: MicroBatch, pass_index: int) -> LaneWork | None:
-    """Returns the work of decode pass `num_done`, if every sequence runs to its limit; None once all have ended."""
+    """Returns the work of a decode pass, if every sequence runs to its limit; None once all have ended."""
     rows = [size for size in lane if size.max_new_tokens - 1 > pass_index]
     if not rows:
         return None
@@ -151,8 +151,8 @@ def _num_pages(num_positions: int) -> int:
 
 @dataclass(kw_only=True, eq=False)
 class _PromptRow:
-    """A prompt or shared prefix with tokens `done` to `end` left to compute. The first `begin` belong to `parent`,
-    another row; `ended` is the pass in which a row is done. `size` is None for a shared prefix."""
+    """A prompt, or a shared prefix, with tokens `num_done` to `end` left to compute. Its first `begin` tokens are those
+    of `parent`. `end_pass`: from then on, rows may use its KV. `size`: None for a shared prefix."""
 
     begin: int
     end: int
@@ -178,14 +178,14 @@ class _PromptRow:
 
 @dataclass(kw_only=True)
 class _WaitingRows:
-    """Rows of a lane that wait for prefill, in order; `num_held`: pages of all its rows."""
+    """Rows of a lane that wait for prefill, in order. `num_pages`: KV pages of the lane so far."""
 
     waiting: deque[_PromptRow]
     num_pages: int = 0
 
     def next_pass(self, chunk_tokens: int, pass_index: int, delay: int) -> LaneWork | None:
         """Returns the next pass: rows in order until the chunk is full, the last one possibly in part. Rows that wait
-        for a shared prefix are skipped; None if all of them wait."""
+        for a shared prefix are skipped; None if all rows do. `delay`: passes until others may use a row's KV."""
         pieces, unfinished, room, other_pages = list[Piece](), list[_PromptRow](), chunk_tokens, self.num_pages
         while self.waiting and room:
             row = self.waiting.popleft()
@@ -273,8 +273,8 @@ def _padded_prefills(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> 
 
 
 def _encoder_pass(lane: MicroBatch) -> LaneWork:
-    """Returns the pass of the prompts through the encoder, and of each row's first token, or its scored tokens, through
-    the decoder."""
+    """Returns the pass of a lane's prompts through the encoder, and of the first or the scored tokens through the
+    decoder."""
     rows, width = len(lane), max(size.num_prompt_tokens for size in lane)
     columns = max(1, *(size.num_scored for size in lane))  # of the decoder
     return LaneWork(

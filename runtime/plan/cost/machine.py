@@ -44,7 +44,7 @@ CORE_ATTENTION_BYTES_PER_SECOND = 4e9  # of KV, by our kernel on a core with AVX
 CORE_FLOPS_PER_SECOND = 40e9  # products of many rows on a core, float32, AVX2: two thirds of what we measured
 LAUNCH_SECONDS = 10e-6  # host time of one operator, measured with an H100: docs/project/gpu-log.md
 TURN_SECONDS = 1e-3  # a lane in a dense decoder layer: 84 launches and Python; an H100 needed 1.8e-3 for Mixtral
-HIT_SECONDS = 12 * LAUNCH_SECONDS  # of an expert read by itself: 12 launches, counted on a simulated device
+HIT_SECONDS = 12 * LAUNCH_SECONDS  # overhead of a paged expert: 12 launches, counted on a simulated device
 PASS_SECONDS = 5e-3
 DEQUANTIZE_SHARE = 0.7  # of device memory bandwidth, in kernels that dequantize weights: 0.55 to 0.75 on an H100
 ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
@@ -86,7 +86,7 @@ class Fabric:
         return min(rates)
 
     def gather_seconds(self, num_ranks: int) -> float:
-        """Returns the latency of an all-gather."""
+        """Returns the latency of an all-gather, summed over its hops."""
         per_node = self.num_per_node(num_ranks)
         across = num_ranks // per_node if per_node < num_ranks else 0
         return (num_ranks - 1 - across) * HOP_SECONDS + across * NODE_HOP_SECONDS

@@ -1,8 +1,8 @@
 """Passes of continuous admission, simulated on sizes with the rules of `batching/admission.py`.
 
-Large runs are sampled. A few lanes represent all, with their share of requests and pages. A few requests represent all,
-in three parts: the slots fill, then a steady state that also represents all requests left out, and at last the passes
-with an empty queue.
+Large runs are sampled. A few lanes, with their share of requests and pages, represent all lanes. The first requests
+represent all requests, in three phases: slots fill; a steady state, counted several times for the requests left out;
+and the passes with an empty queue.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from .lane_work import LaneWork, PassGroup, Piece, packed_work
 MAX_STEPS = 48_000  # simulated slots times passes: about a tenth of a second
 NUM_TURNOVERS = 3  # at least this many requests per slot are simulated
 MAX_SLOTS = 256  # simulated, at least one lane; only without shared prefixes, which lanes cannot divide
-MIN_ROOM = 8  # times the pages of the longest sequence: with less, admission depends on single lengths
+MIN_ROOM = 8  # times the pages of the longest sequence: with less, single sequences decide what is admitted
 MAX_GROUPS = 96  # passes returned
 
 
@@ -52,12 +52,12 @@ def sample_passes(sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pa
 
 @dataclass(kw_only=True)
 class _PassSample:
-    """Every `stride`th pass, which also represents the passes before it."""
+    """Every `stride`-th pass, which also represents the passes since the previous one."""
 
     groups: list[PassGroup] = field(default_factory=list)
     stride: int = 1
     num_counted: int = 0
-    num_passes: float = 0.0  # not represented by a group yet
+    num_passes: float = 0.0  # since the last group
 
     def count_pass(self, num_passes: float) -> bool:
         """Counts a pass `num_passes` times. Returns True if it must be appended."""
@@ -82,7 +82,7 @@ class _PassSample:
 
 @dataclass(frozen=True, kw_only=True)
 class _RequestSample:
-    """Simulated requests in a few lanes. `num_unplayed_tokens`: tokens of these lanes' other requests."""
+    """Requests to simulate, in a few lanes. `num_other_tokens`: tokens of these lanes' other requests."""
 
     simulated: Sequence[SequenceSize]
     num_other_tokens: int
@@ -126,7 +126,7 @@ def _num_tokens(size: SequenceSize) -> int:
 
 
 class _RunningSlots:
-    """A run between two passes. Call `plan_next`, `make_group` and `advance` in this order."""
+    """State of a simulated run between two passes. Call `plan_next`, `make_group` and `advance` in this order."""
 
     def __init__(self, sizes: Sequence[SequenceSize], limits: AdmissionLimits, num_pages: int):
         self._sizes, self._limits, self._num_free = sizes, limits, num_pages
@@ -186,7 +186,7 @@ class _RunningSlots:
         return self._limits.pages(end) - self._limits.pages(begin)
 
     def _begin(self, key: PrefixKey) -> int:
-        """Returns the tokens of a prefix that belong to its parent."""
+        """Returns the prefix tokens that its parent prefix computes."""
         return self._limits.rule.num_shared(key[0].parent)
 
     def make_group(self, plan: PassPlan) -> PassGroup:

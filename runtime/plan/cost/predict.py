@@ -1,7 +1,7 @@
-"""Predicts the duration of a run by simulating representative passes. Pure.
+"""Predicts the duration of a run by simulating representative passes. Pure functions.
 
-Every sequence runs to its limit. Passes change slowly as prompts finish and KV grows. Each phase is cut into spans, and
-the middle pass of a span represents it.
+Assumes that every sequence runs to its limit. Passes change slowly as prompts finish and KV grows, so each phase is cut
+into spans of passes, and the middle pass represents its span.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from .rates import MachineRates
 from .simulator import Links, PhaseTime, Script, simulate_each
 
 MANY_PREFILLS = 8  # from this many passes on, the last one is not timed separately
-MAX_BLOCKS = 3  # representatives: blocks of a plan are similar
+MAX_BLOCKS = 3  # blocks to simulate: those of a plan are similar
 MAX_SPANS = 8  # per phase of a block
 MAX_MIXED_SPANS = 24  # per run with prefill and decode in one pass
 
@@ -126,8 +126,8 @@ def predict_from_sample(
     *,
     num_timed: int,
 ) -> Prediction:
-    """Returns the prediction for all blocks, from `num_timed` of them, each in the middle of a run of neighbors. Timed
-    per block: a full prefill pass, the last one if there are few, and a decode pass."""
+    """Returns the prediction for all blocks, from `num_timed` evenly spaced ones. Simulates per block a full prefill
+    pass, the last one if there are few, and a decode pass."""
     blocks = [block for block in (_drop_empty_requests(block, sizes) for block in blocks) if block.members]
     prefill, decode, count = PhaseTime(), PhaseTime(), min(num_timed, len(blocks))
     for part in range(count):
@@ -147,8 +147,8 @@ def block_spans(
     max_prefills: int = MAX_SPANS,
     max_decodes: int = MAX_SPANS,
 ) -> Iterator[PassGroup]:
-    """Yields prefill spans, with lanes dropping out as their prompts are done, then decode spans, with lanes dropping
-    out as their sequences end."""
+    """Yields prefill spans, then decode spans. Lanes drop out when their prompts are done, and when their sequences
+    end."""
     prompts = block_prefills(shape, lanes, chunk_tokens, rule)
     ends = {size.max_new_tokens - 1 for lane in lanes for size in lane}
 
@@ -173,8 +173,8 @@ def block_spans(
 def mixed_spans(
     placement: Placement, blocks: Sequence[Block], sizes: Sequence[SequenceSize], chunk_tokens: int
 ) -> list[PassGroup]:
-    """Returns the spans of continuous admission, with the slots of the run: the most lanes of any block, with the most
-    rows of any lane."""
+    """Returns the spans of continuous admission. The run has as many lanes as the largest block, each as large as the
+    largest lane."""
     limits = AdmissionLimits.from_lanes(
         placement.sharing_rule,
         num_lanes=max(len(block.micro_batches) for block in blocks),
@@ -189,7 +189,7 @@ def mixed_spans(
 
 
 def _drop_empty_requests(block: Block, sizes: Sequence[SequenceSize]) -> Block:
-    """Returns the block without requests for zero tokens: these never enter a lane."""
+    """Returns the block without requests for zero new tokens, which never enter a lane."""
     groups = (tuple(i for i in group if sizes[i].max_new_tokens) for group in block.micro_batches)
     return Block(index=block.index, micro_batches=tuple(group for group in groups if group))
 
@@ -199,7 +199,7 @@ def pick_evenly(blocks: Sequence[Block], count: int) -> tuple[Block, ...]:
 
 
 def _split_at(ends: Collection[int], max_parts: int) -> list[range]:
-    """Splits range(last end) into up to `most` ranges that do not cross an end if possible; the longest are halved."""
+    """Splits range(last end) at the ends into up to `max_parts` ranges, then halves the longest ones."""
     boundaries = sorted({0, *ends})
     part_ends = [boundaries[part[-1]] for part in _even_ranges(len(boundaries), max_parts)]
     parts = [range(begin, end) for begin, end in pairwise([0, *part_ends]) if begin < end]
@@ -210,7 +210,7 @@ def _split_at(ends: Collection[int], max_parts: int) -> list[range]:
 
 
 def _even_ranges(count: int, max_parts: int) -> list[range]:
-    """Splits range(count) into up to `most` ranges of about equal length."""
+    """Splits range(count) into up to `max_parts` ranges of about equal length."""
     num_parts = min(count, max_parts)
     return [range(count * n // num_parts, count * (n + 1) // num_parts) for n in range(num_parts)]
 
@@ -225,8 +225,8 @@ class _PassTimer:
     num_steady: int = 2  # passes after the first, averaged as the steady pass
 
     def predict(self, spans: Sequence[PassGroup], num_blocks: int = 1) -> Prediction:
-        """Returns the time of these passes by phase. Adds the extra time of each phase's first pass with empty slots:
-        at the start of the run, or in every block if the two walks differ."""
+        """Returns the time of these passes by phase. Adds the extra time of passes that start with empty slots: the
+        first of the run, or the first of each phase in each block if prefill and decode use two walks."""
         prefill, decode = PhaseTime(), PhaseTime()
         started, keeps_slots = set[bool](), self.placement.walk.first_stage == self.placement.decode_walk.first_stage
         for span in spans:
@@ -250,7 +250,7 @@ class _PassTimer:
     def _first_and_steady(self, span: PassGroup) -> tuple[PhaseTime, PhaseTime]:
         """Returns the time of a pass that starts with empty slots, and of a steady one: the mean of those after the
         first."""
-        # Only passes of prompts alone take the prefill walk.
+        # Passes with decoding tokens take the decode walk.
         walk = self.placement.walk if span.is_prefill else self.placement.decode_walk
         durations = make_durations(self.shape, self.placement, walk, span.lanes, self.rates, self._stage_costs)
         count, script = self.num_steady, _script(walk, len(span.lanes), durations.links)

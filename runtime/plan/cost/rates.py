@@ -84,7 +84,7 @@ class MachineRates:
 
     @property
     def weights_in_bytes_per_second(self) -> float:
-        """The rate at which weights arrive in compute memory."""
+        """The rate of weight transfers into the device's memory."""
         return self.shard_bytes_per_second or self.link_in_bytes_per_second
 
     @property

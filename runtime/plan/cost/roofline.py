@@ -1,10 +1,10 @@
 """The hierarchical roofline model, HRM (MoE-Lightning, Cao et al. 2025, section 3): turning points of a model's
 feed-forward layers on a machine, and the operating point of a policy.
 
-A **level** is a processor with its memory: the CPU with host memory, an accelerator with its own. An operation has an
-**intensity** at its level, FLOPs per byte it touches there, and one across levels, FLOPs per byte that must be
-transferred first. All sequences of a block share transferred weights; a micro-batch shares those it touches. The
-block's size sets the one intensity, the micro-batch's the other.
+A **level** is a processor with its memory: the CPU with host memory, an accelerator with its own. An operation has two
+**intensities**: FLOPs per byte read at its level, and FLOPs per byte transferred between levels first. Weights are
+transferred once per block, so the block's size sets the intensity across levels. They are read at a level once per
+micro-batch, so the micro-batch's size sets the intensity there.
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ def first_turning_point(lower: Level, link_bytes_per_second: float) -> float:
     """Returns P1, the intensity from which transferring data pays.
 
     With transfer, an operation of intensity I attains at most link * I; at the lower level, min(peak, memory * I). Both
-    grow with I, and a link is slower than the memory it reads. So the lower level leads until its peak: link * I =
-    peak, I = peak / link. A link faster than the memory leads from the start: 0.
+    grow with I, and a link is slower than the memory it reads. So the lower level is faster until its peak: link *
+    I = peak, I = peak / link. With a link faster than the memory, transferring always pays: 0.
     """
     if link_bytes_per_second >= lower.bytes_per_second:
         return 0.0
@@ -46,7 +46,7 @@ def second_turning_point(upper: Level, intensity: float, link_bytes_per_second: 
     """Returns P2, the intensity from which the link is no longer the bottleneck.
 
     The upper level attains min(peak, memory * its own intensity), independent of the link. The link's roof meets it at
-    link * I = min(peak, memory * intensity). Larger micro-batches raise that intensity and so P2, up to the peak.
+    link * I = min(peak, memory * intensity). Larger micro-batches raise `intensity` and so P2, up to the peak.
     """
     return float(upper.attainable(intensity)) / link_bytes_per_second
 
@@ -94,7 +94,7 @@ def hit_share(work: LayerWork, num_rows: float) -> float:
 
 
 def link_bytes_per_second(machine: Machine, *, reads: bool) -> float:
-    """Returns the rate of the slowest hop of streamed weights; with `reads` the disk is one."""
+    """Returns the rate of streamed weights, over the slowest hop. `reads`: they come from disk."""
     hops = [machine.rates.weights_in_bytes_per_second] if machine.device_bytes is not None else []
     if reads or not hops:
         hops.append(machine.rates.disk_bytes_per_second)

@@ -1,8 +1,8 @@
 """Discrete-event simulator: runs a schedule on a cost model with a disk, a link in both directions, a compute device,
 CPU attention workers, and their shared host memory.
 
-The schedule is compiled once to flat lines, each with its resource, dependencies and duration. Pure and deterministic.
-Durations come from `durations`; no constant here belongs to a machine.
+A schedule is compiled once to lines, each with its resource, dependencies and duration. Deterministic. All machine
+constants are in `durations`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +24,9 @@ UNUSED_EVENT = 1  # an event without dependents
 class ExpertReads:
     """Experts read within an action, one by one, each computed on arrival.
 
-    `read_seconds` and `copy_seconds` are totals. Of the action's seconds, `dense_seconds` come before the first expert
-    is needed; reading starts `lead_seconds` before that. Meanwhile the CPU computes other experts for `cpu_seconds`,
-    whose weights take `host_seconds` of host memory.
+    `read_seconds` and `copy_seconds` are totals. The action first computes for `dense_seconds` without experts; reading
+    starts `lead_seconds` before the end of that. Meanwhile the CPU computes other experts for `cpu_seconds`, and reads
+    their weights for `host_seconds` of host memory time.
     """
 
     num_experts: int
@@ -65,27 +65,26 @@ def _no_turn_seconds(stage: int, lane: int) -> float:
 
 
 class Links(NamedTuple):
-    """Paths of transfers: whether KV is on disk, whether it continues over the link, and whether CPU attention shares
-    cores with compute."""
+    """Resources that KV transfers and CPU attention use."""
 
     is_kv_on_disk: bool = False
-    has_link_behind: bool = False
-    cpu_is_compute: bool = False
+    has_link_behind: bool = False  # KV from disk also crosses the link to the device
+    cpu_is_compute: bool = False  # attention workers run on the cores that compute
 
 
 OVER_LINK = Links()
 
 
 class ScriptLine(NamedTuple):
-    """One step of a script. `kind`: a resource number, or a barrier. It starts after the events `after` and
-    `also_after`, and completes `event`. `duration`: the field of `Durations` with its seconds."""
+    """One step of a script. `kind`: a resource number, or SYNC. It starts after the events `after` and `also_after`,
+    and completes `event`. `duration`: the field of `Durations` with its seconds."""
 
     kind: int
     after: int
     also_after: int
     event: int
     action: Action
-    on_compute: bool  # on compute's timeline: executed, or waited for
+    on_compute: bool  # occupies compute, or makes it wait
     duration: str
 
 
@@ -94,8 +93,8 @@ Lines: TypeAlias = list[ScriptLine]
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """Seconds of each action, by stage or by stage and lane. `read` and `copy` are of a whole stage; pages take equal
-    shares.
+    """Seconds of each action, by stage or by stage and lane. `read` and `copy` are for a whole stage; pages take
+    equal shares.
 
     `fetch` and `store` use the link, or the disk if `links` say so, then `fetch_copy` and `store_copy` use the link.
     `expert_reads` is None if there are none. Busy resources take their `host_shares` of host memory; CPU attention
@@ -196,8 +195,8 @@ class Script:
 
 
 def _previous_in_slot(schedule: Schedule) -> dict[int, int]:
-    """Returns for each stage read into staging the stage that must be copied out of its slot first. The number of slots
-    is the maximum in use; they are used in round-robin order."""
+    """Maps each stage read into staging to the previous stage in its slot, which must be copied out first. Slots are
+    used in turn; their number is the maximum in use at once."""
     all_actions = (*schedule.prologue, *schedule.cycle)
     stages_read = {action.stage for action in all_actions if action.op is Op.read}
     actions = [action for action in all_actions if action.stage in stages_read]
@@ -275,9 +274,9 @@ class SimulatedPass(NamedTuple):
 def simulate(schedule: Schedule, num_passes: int, durations: Durations) -> PhaseTime:
     """Simulates the prologue and `num_passes` cycles.
 
-    Slots are not modeled: a checked schedule never exceeds them, and a stored KV slot is empty before the next fetch
-    arrives. Actions are issued in compute's order, as by the engine's thread. Host memory is a lower bound, not a
-    queue: passes take at least as long as all bytes through it. A million actions take about a second.
+    Slots are not modeled: a checked schedule never exceeds them, and a KV slot is empty before its next fetch arrives.
+    Actions are issued in compute's order, as by the engine's thread. Host memory has no queue, but a pass takes at
+    least the time to move all its bytes through host memory. Simulates about a million actions per second.
     """
     return simulate_each(Script(schedule, durations.links), [num_passes], durations)[0]
 
@@ -398,7 +397,7 @@ class _Clock:
     def _play_experts(
         self, begin: float, seconds: float, reads: ExpertReads, action: Action, spans: list[SimulatedSpan] | None
     ) -> float:
-        """Returns the end of all experts: those read, and those computed by the CPU meanwhile."""
+        """Returns the time when all experts are done: those read, and those that the CPU computes meanwhile."""
         dense_end, free = begin + reads.dense_seconds, self._free
         end = self._play_expert_reads(begin, seconds, reads, action, spans) if reads.num_experts else begin + seconds
         if not reads.cpu_seconds:
@@ -412,8 +411,8 @@ class _Clock:
     def _play_expert_reads(
         self, begin: float, seconds: float, reads: ExpertReads, action: Action, spans: list[SimulatedSpan] | None
     ) -> float:
-        """Returns the end of the experts read. Each is computed after it arrived and the previous one is done. The end
-        is the later of two bounds: first arrival plus all compute, and last arrival plus its compute."""
+        """Returns the time when the experts read are done. Each is computed once it has arrived and the previous one is
+        done. So the end is the later of first arrival plus all compute, and last arrival plus one expert's compute."""
         count, free = max(1, reads.num_experts), self._free
         requested = begin + reads.dense_seconds - reads.lead_seconds
         read, copy = reads.read_seconds / count, reads.copy_seconds / count

@@ -12,8 +12,8 @@ from ..shape.numbers import Numbers
 from ..shape.shapes import Stage, StageKind, distinct_bytes
 from .rates import NOTHING_STORED, MachineRates, StoredWork
 
-# Reads and writes of a token's vectors by the operators of transformers' decoder layers, without fusion; fused CPU
-# steps show in a profiling pass. Hidden: two norms at 7 and two sums at 3, attention's input and output. Heads: rotary
+# How often transformers' decoder layers read or write a token's vectors, without fused operators; a profiling pass
+# measures fused CPU operators. Hidden: two norms at 7 and two sums at 3, attention's input and output. Heads: rotary
 # embeddings of queries and keys at 8, the cache and a change of layout. Inner: an activation and its product with the
 # gate.
 HIDDEN_ROUND_TRIPS = 24
@@ -43,7 +43,7 @@ class StageWork:
     visit_bytes: float  # the same per expert visit, on average over all experts, of which this rank has a part
     is_paged: bool  # its experts are read one by one
     uses_cpu_experts: bool  # the CPU may compute some of its experts
-    can_skip_unselected: bool  # after KV, it computes only tokens that need logits (`model/stages.py`)
+    can_skip_unselected: bool  # after its KV is cached, only tokens that need logits continue (`model/stages.py`)
     stored: StoredWork = NOTHING_STORED  # weights to dequantize, without experts
     stored_experts: StoredWork = NOTHING_STORED  # the same of all experts, or of one if paged
 
@@ -120,7 +120,7 @@ class LayerWork:
     head_weights: float
     outer_bytes: float  # embeddings and head; shared tensors count once
     widest_outer_bytes: float  # the largest of them
-    stored: StoredWork = NOTHING_STORED  # what is dequantized before it is multiplied, without experts
+    stored: StoredWork = NOTHING_STORED  # weights to dequantize, without experts
     stored_experts: StoredWork = NOTHING_STORED  # the same of all experts
 
     @staticmethod
@@ -195,8 +195,8 @@ def with_cpu_share(shape: ModelShape, placement: Placement, rates: MachineRates 
 
 
 def make_cpu_share(expert_bytes: float, expert_weights: float, rates: MachineRates, max_tokens: int) -> CpuShare:
-    """Returns the CPU's share of experts. Per expert it takes the longer of reading it, launches included, and of
-    multiplying it. The link's reads reduce the CPU's memory bandwidth."""
+    """Returns the CPU's share of experts. An expert takes the longer of reading its weights (launches included)
+    and multiplying them. The link's reads reduce the CPU's memory bandwidth."""
     link, memory = rates.link_in_bytes_per_second, rates.cpu_attention_bytes_per_second
     cpu_memory = max(memory - link, MIN_MEMORY_SHARE * memory)
     share = CpuShare(max_tokens=max_tokens, reading=link / cpu_memory + rates.hit_seconds * link / expert_bytes)

@@ -20,7 +20,7 @@ class Walk:
     in_host: frozenset[int] = frozenset()  # streamed stages held in host memory: never read from disk
     copies: bool = False  # from host to device
     block: int = 1
-    first_stage: int = 0  # above 0 if decode passes skip an encoder
+    first_stage: int = 0  # above 0 on later pipeline ranks, and if decode passes skip an encoder
     order: Order = PLAIN
     num_pages: int = 1  # pieces per streamed stage
     cpu_attention: tuple[int, ...] = ()  # stages with attention on the CPU's workers
