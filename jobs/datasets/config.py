@@ -1,4 +1,4 @@
-"""Dataset settings and the entry point `read_rows`. `KINDS`: the input kinds of the modules in `kinds/`.
+"""Dataset settings and the entry point `read_rows`. `KINDS` contains the kinds that modules in `kinds/` define.
 `conf/dataset/*.yaml` mirrors `DatasetConfig` key for key."""
 
 from collections.abc import Callable, Iterable, Mapping
@@ -35,7 +35,7 @@ class DatasetKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetConfig(DatasetFields):
-    """Settings of one dataset. Raises ConfigError for a key that the kind does not use: none is silently ignored."""
+    """Settings of one dataset. Raises ConfigError if a key is set that the kind does not use."""
 
     kind: DatasetKind = DatasetKind["tasks"]
 
@@ -75,22 +75,22 @@ class DatasetConfig(DatasetFields):
 
 def require_usable(config: DatasetConfig, rows: Iterable[Row], problem: Callable[[Row], str | None]) -> None:
     """Raises DatasetError if every row has a problem, or there are no rows. Reads up to the first usable row."""
-    num_rows, first = 0, ""
+    num_rows, first_reason = 0, ""
     for row in rows:
         reason = problem(row)
         if reason is None:
             return
-        num_rows, first = num_rows + 1, first or reason
+        num_rows, first_reason = num_rows + 1, first_reason or reason
     if not num_rows:
         raise DatasetError(f"dataset.path={config.path} holds no rows (dataset.kind={config.kind.value})")
     raise DatasetError(
-        f"none of {format_count(num_rows, 'row')} of {config.source_name} can be used; the first: {first}"
+        f"none of {format_count(num_rows, 'row')} of {config.source_name} can be used; the first: {first_reason}"
         f"{input_kind_hint(config)}"
     )
 
 
 def check_first_rows(config: DatasetConfig) -> None:
-    """Reads a local input up to its first usable row, to refuse a wrong column before slow imports. Raises
+    """Reads a local input up to its first usable row, so that a wrong column fails before slow imports. Raises
     DatasetError."""
     path, kind = config.path, config.kind.name
     if path is None or is_url(path) or kind == "hub" or config.window_tokens is not None:

@@ -132,7 +132,7 @@ class DatasetFields:
         forms = ("template", "few_shot_path", "few_shot_template", "tools_field", "turns_field")
         for key in (*optional, *forms, *OVERRIDE_FIELDS):
             require(getattr(self, key) != "", f"dataset.{key} is empty; use null to leave it unset")
-        # exactly one source of the prompt, with all keys that it needs
+        # Exactly one source of the prompt, with all keys that it needs.
         chats = [key for key in ("messages_field", "turns_field") if getattr(self, key) is not None]
         require(len(chats) < 2, "dataset.messages_field and dataset.turns_field exclude each other: set one of them")
         for key in ("template", "few_shot_path"):

@@ -108,8 +108,8 @@ def open_bytes(path: Path) -> io.BufferedReader:
 
 
 def detect_compression(path: Path) -> str | None:
-    """Returns the compression of a file by its magic bytes, or None. Raises OSError if the suffix claims one it does
-    not have."""
+    """Returns the compression of a file by its magic bytes, or None. Raises OSError if only its suffix indicates
+    compression."""
     with path.open("rb") as file:
         head = file.read(max(map(len, COMPRESSION_MAGIC)))
     compression = next((name for magic, name in COMPRESSION_MAGIC.items() if head.startswith(magic)), None)
@@ -149,9 +149,9 @@ class _ChunkStream(io.RawIOBase):
             if chunk is None:
                 return 0
             self._left = memoryview(chunk)
-        count = min(len(buffer), len(self._left))
-        buffer[:count], self._left = self._left[:count], self._left[count:]
-        return count
+        num_bytes = min(len(buffer), len(self._left))
+        buffer[:num_bytes], self._left = self._left[:num_bytes], self._left[num_bytes:]
+        return num_bytes
 
     def close(self) -> None:
         if isinstance(self._chunks, Generator):
@@ -169,7 +169,7 @@ def skip_bytes(stream: io.BufferedReader, num_bytes: int) -> None:
 
 
 def other_kind_hint(path: Path, kind: str) -> str:
-    """A message suffix with the kind that a file looks like; empty if that is `kind` or unknown."""
+    """A hint that names the kind that a file looks like; empty if that is `kind` or unknown."""
     other = ""
     with suppress(DatasetError), translate_read_errors(path):
         with path.open("rb") as file:

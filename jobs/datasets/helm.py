@@ -36,22 +36,22 @@ def choose_examples(items: Sequence[ItemT], count: int, trial: int) -> list[Item
     class. Draws match Python's `random` seeded with `trial`.
     """
     rng = random.Random(trial)
-    items_of: dict[str, list[ItemT]] = defaultdict(list)
+    items_by_answer: dict[str, list[ItemT]] = defaultdict(list)
     for item in items:
-        items_of[item.answer].append(item)
+        items_by_answer[item.answer].append(item)
     answers_by_size: dict[int, list[str]] = defaultdict(list)
-    for answer in sorted(items_of):
-        answers_by_size[len(items_of[answer])].append(answer)
-    ordered: list[str] = []
+    for answer in sorted(items_by_answer):
+        answers_by_size[len(items_by_answer[answer])].append(answer)
+    ordered_answers: list[str] = []
     for size in sorted(answers_by_size, reverse=True):
         rng.shuffle(answers_by_size[size])
-        ordered += answers_by_size[size]
-    turns = cycle(ordered)
+        ordered_answers += answers_by_size[size]
+    turns = cycle(ordered_answers)
     examples: list[ItemT] = []
     while len(examples) < min(count, len(items)):
-        group = items_of[next(turns)]
-        if group:
-            examples.append(group.pop(rng.randrange(len(group))))
+        remaining_items = items_by_answer[next(turns)]
+        if remaining_items:
+            examples.append(remaining_items.pop(rng.randrange(len(remaining_items))))
     return examples
 
 

@@ -21,7 +21,7 @@ MAX_SEED = 2**63 - 1
 
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
 
-CALLER_FIELDS = frozenset(  # no effect on the answer
+IGNORED_FIELDS = frozenset(  # accepted with any value; no effect on the answer
     {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
 )
 NO_EFFECT_VALUES: Mapping[str, tuple[Json, ...]] = {  # values that equal the default behavior
@@ -118,19 +118,19 @@ ENDPOINTS: Mapping[str, Callable[[Fields], ParsedRequest]] = {CHAT_URL: read_cha
 
 
 def supported_fields(
-    body: Fields, known: AbstractSet[str], without_effect: Mapping[str, tuple[Json, ...]] = NO_EFFECT_VALUES
+    body: Fields, known: AbstractSet[str], no_effect: Mapping[str, tuple[Json, ...]] = NO_EFFECT_VALUES
 ) -> Fields:
     """The fields that are not null. Raises BadRecord for a field that is not in `known`, unless its value has no
     effect."""
     fields: Fields = {key: value for key, value in body.items() if value is not None}
     for key, value in fields.items():
-        if key == "model" or key in known | CALLER_FIELDS:
+        if key == "model" or key in known | IGNORED_FIELDS:
             continue
-        if key not in without_effect:
+        if key not in no_effect:
             hint = f": set {ALTERNATIVES[key]}" if key in ALTERNATIVES else ""
             raise BadRecord(f"body.{shorten(key)[1:-1]} is not supported{hint}")
         # compare types too: 0 == False in Python
-        if not any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in without_effect[key]):
+        if not any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in no_effect[key]):
             raise BadRecord(f"body.{key}={shorten(str(value))} is not supported: leave it out")
     check_text(fields.get("model"), "body.model")
     return fields
@@ -277,7 +277,7 @@ def read_embeddings(body: Fields) -> EncodeInputs:
         raise BadRecord(f"body.encoding_format must be {' or '.join(FORMATS)}")
     value = fields.get("input")
     if isinstance(value, list) and value and not _is_token_list(value):
-        texts = [_read_text_or_tokens(each, f"input {number} of body.input") for number, each in enumerate(value)]
+        texts = [_read_text_or_tokens(item, f"input {number} of body.input") for number, item in enumerate(value)]
     else:
         texts = [_read_text_or_tokens(value, "body.input")]
     return EncodeInputs(texts=tuple(texts))
@@ -308,7 +308,7 @@ def parse_endpoint(url: Json) -> str | None:
 
 
 def summarize_body(body: Fields) -> Fields:
-    """The body to store in each output row: a list of several inputs, which have a row each, becomes a digest."""
+    """The body to store in each output row. Each input has a row, so a list of several is replaced by its digest."""
     summary = dict(body)
     for key in INPUT_FIELDS & body.keys():
         value = body[key]

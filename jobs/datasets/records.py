@@ -61,8 +61,8 @@ class Record:
 @dataclass(frozen=True, kw_only=True)
 class Content:
     """Request of a record: a prompt as text or token ids (`prompt_ids`), or messages with an empty prompt. `reference`:
-    the record's own answer. `template_kwargs`: extra arguments of the chat template. `later_turns`: user messages of
-    the following turns."""
+    the correct answer in the record. `template_kwargs`: extra arguments of the chat template. `later_turns`: user
+    messages of the following turns."""
 
     prompt: str = ""
     prompt_ids: tuple[int, ...] | None = None
@@ -180,7 +180,7 @@ def check_messages(value: list[Json], where: str) -> list[Message]:
     """Validates a chat: each message has a role and a content.
 
     A content is a string, or parts of type text, which are joined by newlines; with `tool_calls` it may be missing.
-    Other keys go to the template unchanged, without null ones: tables have every key in every message.
+    Other keys go to the template unchanged, except null ones: in tables, messages have null for missing keys.
     """
     return [_check_message(message, f"message {number} of {where}") for number, message in enumerate(value)]
 
@@ -323,13 +323,13 @@ def read_overrides(fields: Fields, config: DatasetFields) -> SamplingOverrides:
     stored as 12.0, as pandas does in columns with nulls. Raises BadRecord naming the column and its key.
     """
     overrides: dict[str, Any] = {}
-    for key, read in zip(OVERRIDE_FIELDS, OVERRIDE_READERS, strict=True):
+    for key, read_value in zip(OVERRIDE_FIELDS, OVERRIDE_READERS, strict=True):
         name: str = getattr(config, key) or ""
         value = None
         with suppress(KeyError):
             value = value_at(fields, name) if name else None
         if value is not None and value != "":
-            overrides[key.removesuffix("_field")] = read(value, f"the field {shorten(name)} (dataset.{key})")
+            overrides[key.removesuffix("_field")] = read_value(value, f"the field {shorten(name)} (dataset.{key})")
     return SamplingOverrides(**overrides) if overrides else NO_OVERRIDES
 
 
@@ -359,7 +359,7 @@ def _read_stops(value: Json, what: str) -> list[str]:
 
 
 def _read_schema(value: Json, what: str) -> str:
-    """Returns the JSON of an object; text is JSON already."""
+    """Returns a schema as JSON text; accepts an object or JSON text."""
     if not isinstance(value, dict):
         return check_text(value, what)
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
@@ -374,4 +374,4 @@ def _read_choices(value: Json, what: str) -> list[str]:
 OVERRIDE_READERS: tuple[Callable[[Json, str], object], ...] = (
     *(_read_integer, _read_number, _read_stops, _read_schema, check_text),
     _read_choices,
-)  # of `OVERRIDE_FIELDS`
+)  # in the order of `OVERRIDE_FIELDS`

@@ -46,7 +46,7 @@ class SeekPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class RowRange:
-    """Consecutive rows of one file from `start` on; None for a row that cannot be read."""
+    """Consecutive rows of one file, beginning at `start`; None for a row that cannot be read."""
 
     start: SeekPoint
     rows: list[Fields | None]
@@ -100,8 +100,8 @@ CHAT_KEYS = frozenset({"messages_field", "turns_field", "tools_field"})  # for t
 @dataclass(frozen=True, kw_only=True)
 class InputKind:
     """A kind of dataset. `keys`: config keys it supports, beyond those of all kinds. `has_chats`: each row defines
-    whether it is a chat, not `chat_template`. `reject_wrong_endpoints`: turns requests of another job into error
-    rows; its second argument is True for jobs that encode."""
+    whether it is a chat, instead of `dataset.chat_template`. `reject_wrong_endpoints`: turns requests of another job
+    into error rows; its second argument is True for jobs that encode."""
 
     rows: Callable[[DatasetFields, CountTokens | None], Iterator[Row]]
     keys: frozenset[str] = frozenset()
@@ -132,7 +132,7 @@ class WindowedReader:
 
 
 class ConfiguredFieldCheck:
-    """Checks that each configured field occurs in some record; one that never occurs is a mistyped setting."""
+    """Checks that each configured field occurs in some record; a field that never occurs is a mistyped setting."""
 
     def __init__(self, config: DatasetFields):
         self._left, self._num_records = configured_fields(config), 0
@@ -234,7 +234,7 @@ def make_row(
 
 
 def bad_row_id(index: int) -> str:
-    """The id of a row without a readable one."""
+    """The id of a row whose own id cannot be read."""
     return f"bad-row-{index}"
 
 

@@ -59,7 +59,7 @@ class Row:
 
 
 def reject_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
-    """If rows are bad: raises DatasetError with `fail`, logs their number with `error_row`."""
+    """If any row is bad, raises DatasetError (`fail`) or logs the number of bad rows (`error_row`)."""
     errors = [row.error for row in rows if row.error is not None]
     if errors and policy is BadRowPolicy.fail:
         raise bad_rows_error(len(errors), len(rows), errors[0])
@@ -93,17 +93,17 @@ def repeat_rows(rows: Sequence[Row], times: int) -> list[Row]:
 def resolve_duplicates(rows: Sequence[Row], policy: DuplicatePolicy) -> list[Row]:
     """Returns rows with unique ids. Raises DatasetError for `refuse`; for `first` drops later duplicates and logs their
     number."""
-    first_of: dict[str, Row] = {}
+    rows_by_id: dict[str, Row] = {}
     counts: dict[str, int] = {}
     for row in rows:
-        first_of.setdefault(row.id, row)
+        rows_by_id.setdefault(row.id, row)
         counts[row.id] = counts.get(row.id, 0) + 1
-    if len(first_of) == len(rows):
+    if len(rows_by_id) == len(rows):
         return list(rows)
-    num_dropped = len(rows) - len(first_of)
+    num_dropped = len(rows) - len(rows_by_id)
     repeated = [(row_id, count) for row_id, count in counts.items() if count > 1]
     reject_duplicates(policy, num_dropped, len(repeated), repeated[:NUM_DUPLICATES_LISTED])
-    return list(first_of.values())
+    return list(rows_by_id.values())
 
 
 def reject_duplicates(
@@ -164,7 +164,7 @@ def add_column_kinds(kinds: ColumnKinds, rows: Iterable[Mapping[str, object]]) -
             column = kinds.get(name)
             if column is None:
                 column = kinds[name] = set()
-            if type(value) is str:  # fast path: nearly always
+            if type(value) is str:  # fast path for nearly all values
                 column.add("string")
             elif value is not None:
                 column.add(_value_kind(value))

@@ -1,5 +1,5 @@
-"""Strict JSON parser for rows: no NaN, infinities or duplicate keys, and bounded nesting, so that values can be
-written again and do not depend on the parser."""
+"""Strict JSON parser for rows. Rejects NaN, infinities, duplicate keys and deep nesting, so that values can be written
+as JSON again and do not depend on the parser."""
 
 import json
 from typing import TypeAlias
@@ -35,8 +35,8 @@ def _unique_keys(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"duplicate key {shorten(twice)} in an object")
+        repeated_key = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"duplicate key {shorten(repeated_key)} in an object")
     return fields
 
 
@@ -53,4 +53,4 @@ def _finite_float(text: str) -> float:
 
 DECODER = json.JSONDecoder(
     object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float
-)  # shared: `json.loads` with hooks would build one per call
+)  # shared: `json.loads` with hooks builds a decoder per call

@@ -66,8 +66,8 @@ def read_template(text: str, key: str) -> Template:
         parsed: list[tuple[str, str | None, str | None, str | None]] = list(Formatter().parse(unescaped))
     except ValueError as error:
         raise ConfigError(f"dataset.{key}: {error}; write literal braces as {{{{ and }}}}") from None
-    for _, name, form, conversion in parsed:
-        if name == "" or form or conversion:
+    for _, name, format_spec, conversion in parsed:
+        if name == "" or format_spec or conversion:
             raise ConfigError(f"dataset.{key}: only a field name is allowed between braces, got {shorten(name or '')}")
     template = Template(key=key, parts=tuple((literal, name) for literal, name, _, _ in parsed))
     if not template.names:
@@ -122,7 +122,7 @@ def _few_shot_prefix(config: DatasetFields, read: ReadRecords) -> str:
 
 
 def few_shot_config(config: DatasetFields) -> DatasetFields:
-    """The config to read the examples file: the rows' format, with `few_shot_path` and no other fields."""
+    """The config to read the examples file: format settings of the input, with `few_shot_path` as its path."""
     shared_keys = ("json_field", "csv_delimiter", "max_row_bytes", "hub_config", "hub_split", "hub_revision")
-    same = {key: getattr(config, key) for key in shared_keys}
-    return DatasetFields(path=config.few_shot_path, template=config.few_shot_template, **same)
+    shared_values = {key: getattr(config, key) for key in shared_keys}
+    return DatasetFields(path=config.few_shot_path, template=config.few_shot_template, **shared_values)

@@ -34,14 +34,14 @@ from .rows import (
 )
 
 log = logging.getLogger(__name__)
-NUM_FILES = 64  # each is sorted in memory on its own, 24 bytes per row
+NUM_FILES = 64  # ids are distributed over them by hash; one at a time is sorted in memory
 ENTRY = np.dtype([("high", np.int64), ("low", np.int64), ("row", np.int64)])
 
 
 class DuplicateFinder(Closing):
-    """Finds duplicate ids, with 24 bytes per row on disk. A context manager; its files are unlinked, so even a kill
-    leaves none. Compares ids by 128 bits of Python's keyed hash; collisions are negligible. Raises OSError if the disk
-    is full."""
+    """Finds duplicate ids, with 24 bytes per row on disk. A context manager; its files have no name, so a killed
+    process leaves none. Compares 128 bits of Python's keyed hash per id; collisions are negligible. Raises OSError if
+    the disk is full."""
 
     def __init__(self, folder: Path):
         self._stack = ExitStack()
@@ -58,9 +58,9 @@ class DuplicateFinder(Closing):
         entries["high"] = [hash(id) for id in ids]
         entries["low"] = [hash("\0" + id) for id in ids]
         entries["row"] = np.arange(first, first + len(ids))
-        numbers = entries["high"] % NUM_FILES
-        order = np.argsort(numbers, kind="stable")
-        begins = np.searchsorted(numbers[order], np.arange(NUM_FILES + 1))
+        file_indices = entries["high"] % NUM_FILES
+        order = np.argsort(file_indices, kind="stable")
+        begins = np.searchsorted(file_indices[order], np.arange(NUM_FILES + 1))
         for file, begin, end in zip(self._files, begins[:-1], begins[1:], strict=True):
             file.write(entries[order[begin:end]].tobytes())
 
@@ -71,20 +71,20 @@ class DuplicateFinder(Closing):
             file.seek(0)
             entries = np.frombuffer(file.read(), ENTRY)
             entries = entries[np.lexsort((entries["row"], entries["low"], entries["high"]))]
-            same = (np.diff(entries["high"]) == 0) & (np.diff(entries["low"]) == 0)
-            begins = np.concatenate([[True], ~same])[: len(entries)]
-            first_of = entries["row"][np.flatnonzero(begins)][np.cumsum(begins) - 1]
-            rows.append(entries["row"][~begins])
-            firsts.append(first_of[~begins])
-        duplicates, first = np.concatenate(rows), np.concatenate(firsts)
+            has_same_id = (np.diff(entries["high"]) == 0) & (np.diff(entries["low"]) == 0)
+            is_first = np.concatenate([[True], ~has_same_id])[: len(entries)]
+            first_row = entries["row"][np.flatnonzero(is_first)][np.cumsum(is_first) - 1]
+            rows.append(entries["row"][~is_first])
+            firsts.append(first_row[~is_first])
+        duplicates, first_rows = np.concatenate(rows), np.concatenate(firsts)
         order = np.argsort(duplicates)
-        return duplicates[order], first[order]
+        return duplicates[order], first_rows[order]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """Result of scanning an input. `num_rows`: rows of the run. `num_read`: rows including duplicates; `dropped`: row
-    numbers of those. `kinds`: value kinds of each column. `seek_points`: (row number, position) pairs."""
+    """Result of scanning an input. `num_rows`: rows without duplicates; `num_read`: with duplicates. `dropped`: row
+    numbers of the duplicates. `kinds`: value kinds of each column. `seek_points`: (row number, position) pairs."""
 
     num_rows: int
     num_read: int
@@ -160,13 +160,13 @@ def _raise_if_stopped(should_stop: Callable[[], bool]) -> None:
         raise Interrupted("stopped while scanning the input; start the same command again to repeat the scan")
 
 
-def _limit_ranges(spans: Iterator[RowRange], limit: int | None) -> Iterator[RowRange]:
-    for span in spans:
+def _limit_ranges(row_ranges: Iterator[RowRange], limit: int | None) -> Iterator[RowRange]:
+    for row_range in row_ranges:
         if limit is not None:
-            span = RowRange(start=span.start, rows=span.rows[:limit])
-            limit -= len(span.rows)
-        if span.rows:
-            yield span
+            row_range = RowRange(start=row_range.start, rows=row_range.rows[:limit])
+            limit -= len(row_range.rows)
+        if row_range.rows:
+            yield row_range
         if limit == 0:
             return
 
@@ -179,7 +179,7 @@ def _id_or_fallback(row: Fields | None, number: int, id_field: str) -> str:
 
 
 def _reject_any_bad_row(config: DatasetFields, windowed: WindowedReader, should_stop: Callable[[], bool]) -> None:
-    """Reads every row as the run does. Raises DatasetError if one is bad."""
+    """Reads every row, with the same checks as the run. Raises DatasetError if one is bad."""
     num_bad, num_rows, first = 0, 0, ""
     for row in windowed.all_rows(config):
         if num_rows == config.limit:
@@ -208,11 +208,11 @@ def windowed_input(config: DatasetConfig) -> WindowedReader | None:
 
 
 def has_more_than(config: DatasetConfig, num_rows: int) -> bool:
-    """True if the dataset, of a kind that is readable in windows, has more rows. Parses none. Raises DatasetError."""
+    """True if the dataset has more than `num_rows` rows; its kind must support windows. Raises DatasetError."""
     windowed = windowed_input(config)
     assert windowed is not None, "the kind can be read in windows"
-    is_cut = config.limit is not None and config.limit <= num_rows
-    return not is_cut and windowed.source.has_more_than(config, num_rows)
+    is_limited = config.limit is not None and config.limit <= num_rows
+    return not is_limited and windowed.source.has_more_than(config, num_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,16 +261,16 @@ class RowWindows:
         if not indices:
             return
         input_indices = map(self._input_index, indices)
-        number = next(input_indices)
-        for index, record in self._windowed.records(self.config, self.survey.seek_points, number):
-            if index == number:
+        wanted_index = next(input_indices)
+        for index, record in self._windowed.records(self.config, self.survey.seek_points, wanted_index):
+            if index == wanted_index:
                 yield index, record
-                if (following := next(input_indices, None)) is None:
+                if (next_index := next(input_indices, None)) is None:
                     return
-                number = following
+                wanted_index = next_index
 
     def _input_index(self, index: int) -> int:
-        """The number in the input of row `index`, which does not count dropped rows."""
+        """The input row number of row `index`, an index that does not count dropped rows."""
         number = index
         while (shifted := index + int(np.searchsorted(self.survey.dropped, number, side="right"))) != number:
             number = shifted

@@ -31,13 +31,13 @@ from .summary import Outcome, summarize
 
 LIBRARIES = ("torch", "transformers", "pyarrow")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-MAX_FILES = 10_000  # of all inputs; with more the digests are compared
+MAX_FILES = 10_000  # in all inputs together; with more, digests are compared
 
 
 def input_state(config: RunSettings) -> str | None:
-    """The digest of all settings, of the library versions, and of the path, size and times of each input file. None if
-    that does not determine the output: URLs, hub ids without a commit, several ranks, chats with turns. To be taken
-    before the inputs are read, so that a change in between shows."""
+    """Digest of all settings, library versions, and the path, size and times of each input file. None if these do not
+    determine the output: URLs, hub ids without a commit, several ranks, multi-turn chats. Call it before the inputs are
+    read, so that a change made meanwhile is noticed."""
     values = flatten(config)
     is_one_run = config.devices.way is Parallelism.one and not config.dataset.has_turns and config.output_url is None
     if not is_one_run or config.model.verify is Verify.full or config.dataset.kind.name == "hub":
@@ -69,11 +69,11 @@ def _file_states(path: Path) -> Iterator[JsonValue]:
         for name in sorted(names):
             yield from _file_states(Path(folder) / name)
     if not path.is_dir():
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):  # a pipe has no content of its own
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe, for example
             raise OSError(f"{path} is not a file")
-        # A program can set the time of the last change back, but not that of the inode.
-        yield [str(path.absolute()), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+        # A program can reset mtime, but not ctime.
+        yield [str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
 def record_inputs(directory: Path, state: str | None) -> None:
@@ -85,8 +85,7 @@ def record_inputs(directory: Path, state: str | None) -> None:
 
 
 def find_finished(config: RunSettings, state: str | None) -> Outcome | None:
-    """The outcome of the run, if it is finished, all its parts are whole, and its inputs were in this state; else
-    None."""
+    """The outcome of a finished run with intact parts, if its recorded input state equals `state`; otherwise None."""
     directory = RunDirectory(path=run_directory(config))
     try:
         if state is None or not directory.inputs.exists() or read_json(directory.inputs) != {"state": state}:
@@ -98,6 +97,6 @@ def find_finished(config: RunSettings, state: str | None) -> Outcome | None:
         rows, totals = read_json(directory.success)["rows"], read_json(directory.summary).get("totals")
     except (*PARQUET_PROBLEMS, WeightstreamError, LookupError):
         return None
-    counts = cast("Mapping[Status, int]", rows)  # `is_finished` has compared the digest of what was written
+    counts = cast("Mapping[Status, int]", rows)  # `is_finished` has verified the file's digest
     summary = summarize(passes, rows=counts, totals=totals if isinstance(totals, dict) else None)
     return Outcome(directory=directory.path, summary=summary, was_finished=True)

@@ -83,14 +83,14 @@ def _to_uint64(digest: bytes) -> int:
 
 
 def write_row_digests(path: Path, digests: InputDigests) -> None:
-    """Writes the digests of rows once per run. Raises OutputError."""
+    """Writes the digests of rows, if the file does not exist. Raises OutputError."""
     rows = digests.rows
     if rows is not None and not path.exists():
         publish(path, lambda file: write_parquet(rows, file), exclusive=True, expected_bytes=rows.nbytes)
 
 
 def describe_first_change(path: Path, digests: InputDigests, rows: Sequence[Row]) -> str | None:
-    """A sentence about the first row that differs from the digests at `path`; None if there is none, or if the file is
+    """A sentence about the first row that differs from the digests at `path`; None if all are equal, or if the file is
     missing or unreadable."""
     if digests.rows is None:
         return None

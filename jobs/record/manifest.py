@@ -18,7 +18,7 @@ FORMAT = 3
 MAX_DIFF_LINES = 20
 MAX_VALUE_CHARS = 80
 ABSENT = "(absent)"
-WEIGHTS_DIGEST_SUFFIX = " sha256"  # of a key that begins with a file name
+WEIGHTS_DIGEST_SUFFIX = " sha256"  # a key is a file name with this suffix
 WEIGHTS = "SHA-256 of weights"
 JUDGE_PATH_KEYS = (
     "dataset.answers_path",
@@ -39,7 +39,7 @@ class RunManifest:
 
     `operational`: settings that may change; recorded in each throughput part. `versions`: of Weightstream and
     libraries; a change is logged. `defaults`: default settings, for keys missing from an older run.json. `sources`:
-    file or directory of each key, or of keys with this first word; for messages.
+    file or directory that a value comes from, by its key or the key's first word; for messages.
     """
 
     semantic: Values
@@ -105,16 +105,16 @@ def _require_same_identity(run: Path, recorded: RunManifest, current: RunManifes
         LOG.warning("%s was started with other library versions; rounding may differ: %s", run, line)
     old_values, values, defaults = recorded.identity, current.identity, current.defaults
     new = {key: value for key, value in current.semantic.items() if key not in old_values and key in defaults}
-    by_default = {key for key, value in new.items() if canonical_json(defaults[key]) == canonical_json(value)}
+    default_keys = {key for key, value in new.items() if canonical_json(defaults[key]) == canonical_json(value)}
     unrecorded = _unrecorded_digests(run, old_values, values)
-    compared = {key: value for key, value in values.items() if key not in by_default | unrecorded}
+    compared = {key: value for key, value in values.items() if key not in default_keys | unrecorded}
     lines = _diff(old_values, compared, current.sources)
     if any(line.startswith("transformers:") for line in version_lines):
         # Another version of transformers may have more or fewer keys in a model's config.
-        by_version = [line for line in lines if ABSENT in line and _fact_source(line).endswith(".json")]
-        for line in by_version:
+        config_key_lines = [line for line in lines if ABSENT in line and _fact_source(line).endswith(".json")]
+        for line in config_key_lines:
             LOG.warning("%s: a config key added or removed by another transformers version: %s", run, line)
-        lines = [line for line in lines if line not in by_version]
+        lines = [line for line in lines if line not in config_key_lines]
     if not lines:
         return
     shown = [f"  {line}" for line in lines[:MAX_DIFF_LINES]]

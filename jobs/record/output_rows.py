@@ -72,7 +72,7 @@ def generation_schema(*, has_logprobs: bool, has_reasoning: bool = False, has_be
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRow:
-    """The result of a planned request, without values that the plan has. `columns`: columns of the input row;
+    """The result of a planned request, without the plan's values. `columns`: columns of the input row;
     `source_file`: the file it was read from. `error`: the cause if `status` is not `ok`. Log-probabilities are empty
     unless requested. `reasoning`: text before the answer. `beam_score`: as in `Completion`. `encoding`: columns with an
     embedding, classes or masks."""
@@ -130,18 +130,18 @@ class GenerationRow:
         }
 
 
-def infer_column_schema(rows: Iterable[Mapping[str, object]], fixed: pa.Schema = GENERATION_SCHEMA) -> pa.Schema:
+def infer_column_schema(rows: Iterable[Mapping[str, object]], fixed_schema: pa.Schema = GENERATION_SCHEMA) -> pa.Schema:
     """Schema of the passed-through columns over all rows of a run: string, int64, float64 or bool if all values agree,
     else a string of JSON. A name in `fixed` gets the prefix `row_`. Field metadata holds the input's column name and
     the encoding."""
     kinds = ColumnKinds()
     add_column_kinds(kinds, rows)
-    return column_schema(kinds, fixed)
+    return column_schema(kinds, fixed_schema)
 
 
-def column_schema(kinds: Mapping[str, AbstractSet[str]], fixed: pa.Schema) -> pa.Schema:
-    """`infer_column_schema` from the value kinds of each column."""
-    taken = {*fixed.names, *kinds}
+def column_schema(kinds: Mapping[str, AbstractSet[str]], fixed_schema: pa.Schema) -> pa.Schema:
+    """`infer_column_schema`, given the kinds of values in each column."""
+    used_names = {*fixed_schema.names, *kinds}
     columns: list[pa.Field] = []
     simple_types = (
         ({"string"}, pa.string()),
@@ -149,14 +149,14 @@ def column_schema(kinds: Mapping[str, AbstractSet[str]], fixed: pa.Schema) -> pa
         ({"int", "wide int"}, pa.int64()),
         ({"int", "float"}, pa.float64()),
     )
-    for name, kind in kinds.items():
-        column_type = next((column_type for allowed, column_type in simple_types if kind <= allowed), None)
+    for name, value_kinds in kinds.items():
+        column_type = next((column_type for allowed, column_type in simple_types if value_kinds <= allowed), None)
         encoding = b"json" if column_type is None else b"plain"
         metadata = {b"column": name.encode("utf-8", "surrogatepass"), b"encoding": encoding}
         output_name = name
-        while name in fixed.names and output_name in taken:
+        while name in fixed_schema.names and output_name in used_names:
             output_name = f"row_{output_name}"
-        taken.add(output_name)
+        used_names.add(output_name)
         columns.append(pa.field(clean_text(output_name), column_type or pa.string(), metadata=metadata))
     return pa.schema(columns)
 

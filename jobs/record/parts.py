@@ -57,7 +57,7 @@ class PartInfo:
 class PartStore:
     """The parts of a run: commits new ones, verifies existing ones. The caller holds the run's lock. `columns`: schema
     of passed-through columns; `fixed_schema`: of the others. `is_shared`: other workers may be writing. `copy`: a block
-    is done once its part is there too. `is_window`: parts of blocks outside `plan` belong to other windows."""
+    is done once the copy has its part too. `is_window`: parts of blocks outside `plan` belong to other windows."""
 
     directory: RunDirectory
     manifest: RunManifest
@@ -96,8 +96,8 @@ class PartStore:
         values = [rows[request.key].values(request, self.columns) for request in planned]
         table = pa.Table.from_pylist(values, schema=self._schema)
         operational = canonical_json({**self.manifest.operational, "versions": self.manifest.versions})
-        costs = [{"block": block, **vars(row), "operational": operational} for row in throughput]
-        passes = pa.Table.from_pylist(costs, schema=THROUGHPUT_SCHEMA)
+        throughput_rows = [{"block": block, **vars(row), "operational": operational} for row in throughput]
+        passes = pa.Table.from_pylist(throughput_rows, schema=THROUGHPUT_SCHEMA)
         if num_stops:
             table = table.replace_schema_metadata({NUM_STOPS: str(num_stops).encode()})
         paths = self.directory.throughput_part(block), self.directory.generations_part(block)
@@ -185,14 +185,14 @@ class PartStore:
     ) -> None:
         """Publishes `_SUCCESS.json`; call it last. `numbers`: as in `write_success`. `earlier_parts`: parts of previous
         windows. Raises OutputError if a planned block is missing."""
-        own = self.committed_parts()
-        missing = sorted(set(self.blocks) - set(own))
+        window_parts = self.committed_parts()
+        missing = sorted(set(self.blocks) - set(window_parts))
         if missing:
             raise OutputError(
                 f"{self.directory.generations}: {len(missing)} of {len(self.blocks)} blocks are missing (first: "
                 f"{missing[0]}). Run the same command again to generate them"
             )
-        parts = {self._part_name(block): part for block, part in {**(earlier_parts or {}), **own}.items()}
+        parts = {self._part_name(block): part for block, part in {**(earlier_parts or {}), **window_parts}.items()}
         try:
             for path in visible_files(self.directory.generations) if self.is_window else []:
                 if path.name not in parts:

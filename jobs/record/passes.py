@@ -20,7 +20,7 @@ Status: TypeAlias = Literal["ok", "error", "skipped"]
 
 @dataclass(frozen=True, kw_only=True)
 class PassRow:
-    """Statistics of one pass over the model. Prefill passes issue the first token of each sequence they finish.
+    """Statistics of one pass over the model. A prefill pass that completes a prompt issues its first token.
 
     The engine's `StageTimes` defines seconds, hits and experts; `stage_*` has a value per stage, the others are sums.
     `padded_tokens`: computed tokens including padding. `prompt_tokens`: prefilled tokens among `real_tokens`.
@@ -82,7 +82,7 @@ class PassRow:
 
     @property
     def decode_issued(self) -> int:
-        """Issued tokens of decoding rows, without the first tokens, which prefill issues."""
+        """Tokens issued by decode; the first token of each sequence is issued by prefill."""
         if self.phase == "mixed":
             return self.real_tokens - self.prompt_tokens
         return self.issued_tokens if self.phase == "decode" else 0
@@ -182,7 +182,7 @@ def mean_pass(prediction: Prediction, prefill_share: float) -> PhaseTimes:
     return prefill.scale(prefill_share).add(decode.scale(1 - prefill_share))
 
 
-SEPARATE_FIELDS = ("block", "index", "phase", "counts", "times")
+SEPARATE_FIELDS = ("block", "index", "phase", "counts", "times")  # of PassRecord; not copied under their names
 
 
 def pass_row(record: PassRecord, pass_index: int, prediction: Prediction | None, start: Start) -> PassRow:

@@ -46,7 +46,7 @@ PLAN_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRequest:
-    """A planned output row. Rejected rows have a slot too. Rows with one computation share a slot."""
+    """A planned output row. Rejected rows have a slot too. Rows with the same computation share a slot."""
 
     row_id: str
     row_index: int

@@ -126,7 +126,7 @@ class RunDirectory:
 
 @dataclass(frozen=True, kw_only=True)
 class RunState(Closing):
-    """An open run directory; closing releases its lock. `manifest`: with the identity in run.json."""
+    """An open run directory; closing releases its lock. `manifest` has the identity stored in run.json."""
 
     directory: RunDirectory
     manifest: RunManifest
@@ -159,7 +159,7 @@ def open_run(
                     f"{child} is a symbolic link, to {child.readlink()}: a run writes only into its own directory. "
                     f"Remove the link, or choose another directory with run="
                 )
-        bound = _read_bound_manifest(run, manifest, remote_manifest)
+        stored = _read_stored_manifest(run, manifest, remote_manifest)
         run.path.mkdir(parents=True, exist_ok=True)
         lock = RunLock(run.lock, is_shared=is_shared)
     except OSError as error:
@@ -168,7 +168,7 @@ def open_run(
         if not run.manifest.exists() and not write_json(
             run.manifest, remote_manifest or manifest.to_json(), exclusive=True
         ):
-            bound = _read_bound_manifest(run, manifest, remote_manifest)  # another worker wrote it first
+            stored = _read_stored_manifest(run, manifest, remote_manifest)  # another worker wrote it first
         for folder in (run.generations, run.throughput):
             folder.mkdir(exist_ok=True)
         fsync_directory(run.path)
@@ -179,10 +179,10 @@ def open_run(
     except BaseException:
         lock.release()
         raise
-    return RunState(directory=run, manifest=bound or manifest, is_resumed=bound is not None, lock=lock)
+    return RunState(directory=run, manifest=stored or manifest, is_resumed=stored is not None, lock=lock)
 
 
-def _read_bound_manifest(
+def _read_stored_manifest(
     run: RunDirectory, manifest: RunManifest, remote_manifest: Mapping[str, JsonValue] | None
 ) -> RunManifest | None:
     """`manifest` with the identity of run.json, here or in the run's copy; None without one. Raises if it differs or
@@ -210,15 +210,14 @@ def _read_bound_manifest(
 
 
 def require_writable(path: Path) -> None:
-    """Raises ConfigError or OutputError if the run directory `path` can be neither written nor made. Writes
-    nothing."""
-    existing = next(each for each in (path, *path.absolute().parents) if each.exists())
-    number = errno.ENOTDIR
+    """Raises ConfigError or OutputError if the run directory `path` cannot be created or written. Writes nothing."""
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    error_number = errno.ENOTDIR
     if existing.is_dir():
         is_read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
-        number = errno.EROFS if is_read_only else 0 if os.access(existing, os.W_OK | os.X_OK) else errno.EACCES
-    if number:
-        raise run_directory_error(RunDirectory(path=path), OSError(number, os.strerror(number)))
+        error_number = errno.EROFS if is_read_only else 0 if os.access(existing, os.W_OK | os.X_OK) else errno.EACCES
+    if error_number:
+        raise run_directory_error(RunDirectory(path=path), OSError(error_number, os.strerror(error_number)))
 
 
 def run_directory_error(run: RunDirectory, error: OSError) -> WeightstreamError:
@@ -227,6 +226,6 @@ def run_directory_error(run: RunDirectory, error: OSError) -> WeightstreamError:
     was_writable = error.errno == errno.EROFS and run.manifest.exists()
     if error.errno not in PERMANENT_ERRNOS or was_writable:
         return output_error(run.path, error)
-    is_name = error.errno == errno.ENAMETOOLONG or (run.path.exists() and not run.path.is_dir())
-    key = "run=" if is_name else "output_root="
+    is_name_problem = error.errno == errno.ENAMETOOLONG or (run.path.exists() and not run.path.is_dir())
+    key = "run=" if is_name_problem else "output_root="
     return ConfigError(f"cannot use {run.path} as a run directory: {error.strerror or error}. Choose another {key}")

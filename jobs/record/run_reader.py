@@ -41,7 +41,7 @@ from .plan_file import read_plan_table
 from .run_dir import RunDirectory
 from .stored_run import MANIFEST_NAME, NUM_FETCHES, RUN_FILE
 
-RETRY_SECONDS = 30.0  # a user waits
+RETRY_SECONDS = 30.0  # short: a user waits
 PLAIN_NAME = re.compile(r"[^/\\\0*?\[]*[^/\\\0*?\[.][^/\\\0*?\[]*")  # a folder name: no glob, and not only dots
 TURN = re.compile(r"turn-([1-9]\d*)")
 FETCH_RECORD = ".fetched.json"
@@ -65,11 +65,11 @@ def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
         if name == MANIFEST_NAME or name.endswith(f"/{MANIFEST_NAME}")
     ]
 
-    def order(name: str) -> tuple[str, int]:
+    def sort_key(name: str) -> tuple[str, int]:
         turn = TURN.fullmatch(PurePosixPath(name).name)
         return (name, 0) if turn is None else (str(PurePosixPath(name).parent), int(turn[1]))
 
-    matches = sorted((name for name in names if _matches_run(name, pattern)), key=order)
+    matches = sorted((name for name in names if _matches_run(name, pattern)), key=sort_key)
     if not matches:
         runs = f"; {len(names)} runs are below it, such as {url_child(base, names[0])}" if names else ""
         raise ConfigError(f"{key}={url} is not a run: it has no {MANIFEST_NAME}{runs}")
@@ -79,11 +79,11 @@ def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
 
 
 def _matches_run(name: str, pattern: str) -> bool:
-    """True if the run `name` matches the pattern, or is a turn of a match."""
+    """True if the run `name`, or the chat that it is a turn of, matches the pattern."""
     segments, expected_segments = ([segment for segment in path.split("/") if segment] for path in (name, pattern))
     if len(segments) == len(expected_segments) + 1 and TURN.fullmatch(segments[-1]):
         segments = segments[:-1]
-    is_plain = all(PLAIN_NAME.fullmatch(segment) for segment in segments)
+    is_plain = all(PLAIN_NAME.fullmatch(segment) for segment in segments)  # `..` must not leave the local folder
     return is_plain and len(segments) == len(expected_segments) and all(map(fnmatchcase, segments, expected_segments))
 
 
@@ -113,7 +113,7 @@ def _fetch_run(store: ObjectStore, name: str, files: Mapping[str, StoredFile], p
 
     with ThreadPoolExecutor(NUM_FETCHES) as pool:
         list(pool.map(fetch, new))
-    write_json(record, listing, exclusive=False)  # after the files: a crash only makes them be fetched again
+    write_json(record, listing, exclusive=False)  # after the files: a crash in between only repeats downloads
     return path, url_child(store.url, name) if name else store.url
 
 

@@ -54,14 +54,14 @@ class RunCopy:
     def attach(self) -> None:
         """Makes this directory the copy's writer and downloads missing files. The caller holds the run's lock.
 
-        All methods raise OutputError and StorageError, with nothing lost, RunInUseError and Interrupted.
+        All methods of RunCopy raise OutputError and StorageError (nothing is lost), RunInUseError and Interrupted.
         """
 
     def upload_missing(self, *paths: Path) -> None:
         """Uploads immutable files that the copy does not have."""
 
     def upload_part(self, throughput: Path, generations: Path) -> None:
-        """Uploads a new part. If the copy already has another one, that replaces the local one."""
+        """Uploads a new part. If the copy already has a different one, it replaces the local part."""
 
     def finish(self, *, is_new: bool) -> None:
         """Uploads the summary and `_SUCCESS.json` of a finished run; unless `is_new`, only if the copy has none."""
@@ -206,7 +206,7 @@ class StoredRun(RunCopy):
         return True
 
     def _replace(self, path: Path, data: bytes) -> None:
-        if path.exists() and path.parent != self._directory.path:
+        if path.exists() and path.parent != self._directory.path:  # a part
             move_to_quarantine(path, self._directory.quarantine, f"{self._store.url} already had another one")
         publish(path, lambda file: write_all(file, data), exclusive=False, expected_bytes=len(data))
 
@@ -216,9 +216,9 @@ class StoredRun(RunCopy):
         try:
             self._store.write(name, data, exclusive=True)
         except FileExistsError:  # by another worker, or by our own call before a retry
-            theirs = self._store.read(name)
-            if theirs != data:
-                self._replace(path, theirs)
+            stored_data = self._store.read(name)
+            if stored_data != data:
+                self._replace(path, stored_data)
         self._files[name] = StoredFile(num_bytes=len(data), tag="")
 
     def _upload_file(self, path: Path) -> None:

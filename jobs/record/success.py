@@ -20,8 +20,8 @@ def write_success(
     parts: Sequence[Mapping[str, JsonValue]],
     numbers: Mapping[str, JsonValue] | None,
 ) -> None:
-    """Each of `parts` has `file`, `block`, `num_rows` and `sha256`. `numbers`: dtypes of weights, keys and values, as
-    in `ResolvedSettings.numbers`; None if nothing was computed. Raises OutputError."""
+    """Writes the file. `config`: digest of the manifest. `parts`: `file`, `block`, `num_rows` and `sha256` of each.
+    `numbers`: as in `ResolvedSettings.numbers`; None if nothing was computed. Raises OutputError."""
     value: dict[str, JsonValue] = {"config": config, "rows": {**rows}, "numbers": numbers, "parts": parts}
     write_json(directory.success, value | {"digest": json_digest(value)}, exclusive=False)
 

@@ -4,9 +4,9 @@ prefill tokens/s = prompt tokens / prefill time; decode tokens/s = tokens from d
 generated tokens / (prefill + decode time). Issued tokens are all sampled ones, useful tokens those up to the end of a
 row. Times are sums over passes, without time in queues.
 
-A mixed pass (prefill and decode together) is divided in proportion to computed tokens, including its seconds, padding
-and useful tokens; a decoding row computes and issues one token. Tokens prefilled again, after a resume or preemption,
-count as prompt tokens.
+Seconds, padding and useful tokens of a mixed pass (prefill and decode together) are divided between the phases in
+proportion to computed tokens; a decoding row computes and issues one token. Tokens prefilled again, after a resume or
+preemption, count as prompt tokens.
 """
 
 from collections import defaultdict
@@ -95,7 +95,7 @@ class RunTimes:
 
     @staticmethod
     def from_passes(passes: Sequence[PassRow], columns: Sequence[str]) -> "RunTimes":
-        """Sums of PASS_SECONDS or PREDICTED_SECONDS. Mixed passes are divided between the phases."""
+        """Sums of `columns`, PASS_SECONDS or PREDICTED_SECONDS. Mixed passes are divided between the phases."""
 
         def weighted_sum(shares: Sequence[float]) -> PhaseTimes:
             sums = {
@@ -108,7 +108,7 @@ class RunTimes:
         return RunTimes(prefill=weighted_sum(shares), decode=weighted_sum([1 - share for share in shares]))
 
     def rates(self, passes: Sequence[PassRow]) -> Rates:
-        """Tokens of `passes` over these seconds, measured or predicted."""
+        """Tokens of `passes` per second of these times."""
         prefill_seconds, decode_seconds = self.prefill.seconds, self.decode.seconds
         total_seconds = prefill_seconds + decode_seconds
         return Rates(
@@ -159,11 +159,11 @@ class Elapsed:
             starts[row.started_at].append(row)
         if not starts:
             return None
-        seconds, until = 0.0, -inf
+        seconds, last_end = 0.0, -inf
         for begin, rows in sorted(starts.items()):
             end = begin + max(row.since_start_seconds for row in rows)
-            seconds += max(0.0, end - max(begin, until))
-            until = max(until, end)
+            seconds += max(0.0, end - max(begin, last_end))
+            last_end = max(last_end, end)
         first = starts[min(starts)]
         return Elapsed(
             num_starts=len(starts),

@@ -67,7 +67,7 @@ class OpenParts:
     def __init__(self, store: PartStore, blocks: Sequence[Block]):
         self._store = store
         self.num_stops = 0  # interruptions inside the block, in waves; recorded in its part
-        self._block_of = {request.key: block.index for block in blocks for request in store.blocks[block.index]}
+        self._block_by_key = {request.key: block.index for block in blocks for request in store.blocks[block.index]}
         self._num_missing = {block.index: len(store.blocks[block.index]) for block in blocks}
         self._complete: list[int] = []
         self.rows: dict[RequestKey, GenerationRow] = {}
@@ -79,7 +79,7 @@ class OpenParts:
     def add(self, row: GenerationRow) -> None:
         assert row.key not in self.rows, f"{row.key} was added before"
         self.rows[row.key] = row
-        block = self._block_of[row.key]
+        block = self._block_by_key[row.key]
         self._num_missing[block] -= 1
         if not self._num_missing[block]:
             self._complete.append(block)

@@ -46,7 +46,7 @@ def run_command(
     state = input_state(config)  # before the inputs are read
     if (finished := find_finished(config, state)) is not None:
         return _print_outcome(config, finished, print_results)
-    # What needs neither torch nor the model is checked first.
+    # Checks that need neither torch nor the model come first.
     require_writable(run_directory(config))
     check_first_rows(config.dataset)
     if config.num_workers != 1:
@@ -93,7 +93,7 @@ def _print_outcome(config: RunSettings, outcome: Outcome, print_results: Callabl
 
         print_line("\n".join(write_batch_files(outcome.directory)))
         upload_batch_files(config, outcome.directory)
-    if RunDirectory(path=outcome.directory).success.exists():  # else another worker finishes the run, and writes it
+    if RunDirectory(path=outcome.directory).success.exists():  # otherwise the worker that finishes the run writes it
         _write_out(config)
     print_results(outcome)
     return outcome.exit_code

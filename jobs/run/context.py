@@ -20,7 +20,7 @@ from .tasks.task import Task
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
     """`columns`: schema of columns passed through from the input; `fixed_schema`: of all others. `worker`: this process
-    as an elastic worker, or None. `copy`: the run's copy in an object store. `checkpoint_seconds`: None saves none."""
+    as an elastic worker, or None. `copy`: the run's copy in an object store. `checkpoint_seconds`: None for none."""
 
     task: Task
     runtime: Runtime

@@ -35,7 +35,7 @@ class Feedback:
     runtime: Runtime
     requests: Sequence[Request]
     policy: Policy | None = field(default=None, init=False)
-    _measured_rates: MachineRates | None = field(default=None, init=False)  # predicted the first block
+    _measured_rates: MachineRates | None = field(default=None, init=False)  # used to predict the first block
     _corrected_rates: MachineRates | None = field(default=None, init=False)
 
     def restore(self) -> None:

@@ -30,7 +30,7 @@ WINDOW_KEY = "dataset.window_rows"  # in run.json only if the run reads its inpu
 
 @dataclass(frozen=True, kw_only=True)
 class InputWindow:
-    """A window of a run's input. `read` returns its rows of this shard and raises DatasetError."""
+    """A window of a run's input. `read` returns the window's rows that this shard owns; raises DatasetError."""
 
     number: int
     count: int
@@ -53,7 +53,7 @@ class RunInput(Protocol):
     @property
     def identity(self) -> Mapping[str, JsonValue]: ...
 
-    def columns(self, fixed: pa.Schema) -> pa.Schema:
+    def columns(self, fixed_schema: pa.Schema) -> pa.Schema:
         """Schema of the passed-through columns, the same for all shards."""
         ...
 
@@ -80,8 +80,8 @@ class InMemoryRows:
         self.identity: Mapping[str, JsonValue] = {}
         self.windows = [InputWindow(number=0, count=1, read=lambda: self._rows)]
 
-    def columns(self, fixed: pa.Schema) -> pa.Schema:
-        return infer_column_schema([row.columns for row in self._all], fixed)
+    def columns(self, fixed_schema: pa.Schema) -> pa.Schema:
+        return infer_column_schema([row.columns for row in self._all], fixed_schema)
 
     def all_rows(self) -> Sequence[Row]:
         return self._all
@@ -119,8 +119,8 @@ class WindowedRows:
     def identity(self) -> Mapping[str, JsonValue]:
         return {WINDOW_KEY: self.window_rows}
 
-    def columns(self, fixed: pa.Schema) -> pa.Schema:
-        return column_schema(self.rows.survey.kinds, fixed)
+    def columns(self, fixed_schema: pa.Schema) -> pa.Schema:
+        return column_schema(self.rows.survey.kinds, fixed_schema)
 
     def all_rows(self) -> Iterator[Row]:
         return self.rows.all_rows()
@@ -163,8 +163,8 @@ def open_windowed_rows(
     window_rows = _resolve_window_rows(config, directory, remote_manifest) if windowed is not None else None
     if windowed is None or window_rows is None:
         return None
-    num_rows_each = max(1, window_rows // config.sampling.n)
-    if not has_more_than(dataset, num_rows_each * config.shard.count):
+    rows_per_window = max(1, window_rows // config.sampling.n)
+    if not has_more_than(dataset, rows_per_window * config.shard.count):
         return None
     examples = windowed.source.files(few_shot_config(dataset)) if dataset.few_shot_path is not None else []
     paths = [*windowed.source.files(dataset), *examples]
@@ -184,7 +184,7 @@ def open_windowed_rows(
         except OSError as error:  # from the temporary file of ids; unreadable input is a DatasetError
             raise run_directory_error(run, error) from error
     return WindowedRows(
-        rows=RowWindows(config=dataset, survey=survey, shard=config.shard, rows_per_window=num_rows_each),
+        rows=RowWindows(config=dataset, survey=survey, shard=config.shard, rows_per_window=rows_per_window),
         files=files,
         settings=settings,
         stamps=stamps,
@@ -199,20 +199,20 @@ def _resolve_window_rows(
     """Output rows per window; None to hold all rows in memory. A resumed run uses its recorded value unless one is
     set. Raises ConfigError if the recorded run has windows and `devices` does not support them."""
     requested, run = config.dataset.window_rows, RunDirectory(path=directory)
-    holds_all = config.dataset.repeat > 1 or config.dataset.has_turns or config.devices.way is not Parallelism.one
-    holds_all |= isinstance(config, ScoreConfig) and config.score.rolling
+    needs_all_rows = config.dataset.repeat > 1 or config.dataset.has_turns or config.devices.way is not Parallelism.one
+    needs_all_rows |= isinstance(config, ScoreConfig) and config.score.rolling
     if requested is None and (remote_manifest is not None or run.manifest.exists()):
-        recorded, way = None, config.devices.way
+        recorded, mode = None, config.devices.way
         with suppress(OSError, DamagedRunError):  # reported later by `open_run`
             settings = (remote_manifest or read_json(run.manifest)).get("semantic")
             recorded = settings.get(WINDOW_KEY) if isinstance(settings, dict) else None
         require(
-            recorded is None or way is Parallelism.one,
-            f"devices={way.value} does not support windows, but the run was started with {WINDOW_KEY}={recorded}: "
+            recorded is None or mode is Parallelism.one,
+            f"devices={mode.value} does not support windows, but the run was started with {WINDOW_KEY}={recorded}: "
             "resume it with devices=one, or choose another directory with run=",
         )
         return recorded if isinstance(recorded, int) else None
-    return None if holds_all else requested or WINDOW_ROWS
+    return None if needs_all_rows else requested or WINDOW_ROWS
 
 
 def _file_stamp(path: Path) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from ..record.passes import PassRow
 
 @dataclass(kw_only=True)
 class _Phase:
-    """`step_seconds`: predicted, of one step. The totals are of steps that this process did."""
+    """Predicted and measured time of a phase, over the steps of this process. `step_seconds`: predicted, per step."""
 
     step_seconds: float
     predicted_seconds: float = 0.0
@@ -52,7 +52,7 @@ class Forecast:
         self._open: dict[int, int] = {}  # remaining token limit of each unfinished request
         self._prompt_tokens_left = 0
         self._open_limit, self._num_steps_done = 0, 0.0  # decode steps of open blocks
-        # Prior of `_length_ratio`: short requests finish first, so a tenth of all tokens count as at their limit.
+        # Prior of `_length_ratio`, since short requests finish first: a tenth of all steps, done at their limit.
         self._finished_steps = self._finished_limit = 0.0 if is_wave else sum(self._steps.values()) / 10
 
     def skip(self, blocks: Iterable[int]) -> None:

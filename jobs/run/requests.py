@@ -103,8 +103,8 @@ class RequestBatch:
 
     @cached_property
     def joined(self) -> Sequence[JoinedRequest]:
-        """Distinct computations, each for one or more `members`, positions in `requests`. Blocks hold positions in
-        this list."""
+        """Distinct computations, each for one or more `members`, which are positions in `requests`. Blocks contain
+        positions in this list."""
         return list(
             add_hidden_beams(join_requests(self.requests, [self.slots.get(request.key) for request in self.requests]))
         )
@@ -124,26 +124,26 @@ def completion_requests(
 ) -> Iterator[Sequence[Request | Rejected]]:
     """The requests for `n` completions of each prompt."""
     limits = {runtime.config.sampling.max_new_tokens, *(row.overrides.max_new_tokens for row, _ in prompts)}
-    most_tokens = None if 0 in limits else runtime.model.shape.context_tokens
-    for row, ids in tokenize_prompts(runtime, prompts, most_tokens):
+    max_tokens = None if 0 in limits else runtime.model.shape.context_tokens
+    for row, ids in tokenize_prompts(runtime, prompts, max_tokens):
         failed = Rejected(id=row.id, error=ids) if isinstance(ids, str) else None
         request = failed or runtime.request(row.id, () if isinstance(ids, str) else ids, overrides=row.overrides)
         yield runtime.samples(request, row.overrides.n)
 
 
 def tokenize_prompts(
-    runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]], most_tokens: int | None
+    runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]], max_tokens: int | None
 ) -> Iterator[tuple[Row, Sequence[int] | str]]:
     """Yields each row with the token ids of its prompt, or with an error message."""
     token_ids = {}
     for is_chat in (False, True):
         texts = [text for row, text in prompts if isinstance(text, str) and (row.messages is not None) == is_chat]
-        token_ids[is_chat] = iter(tokenize_each(runtime.model, texts, is_rendered=is_chat, max_tokens=most_tokens))
+        token_ids[is_chat] = iter(tokenize_each(runtime.model, texts, is_rendered=is_chat, max_tokens=max_tokens))
     for row, text in prompts:
         yield row, next(token_ids[row.messages is not None]) if isinstance(text, str) else text
 
 
-def make_batch(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> RequestBatch:
+def make_batch(runtime: Runtime, rows: Sequence[Row], make_requests: MakeRequests) -> RequestBatch:
     """Tokenizes all rows and makes their requests; rows that fail become rejected ones. Raises ConfigError for more
     than `MAX_ROWS` requests."""
     num_samples = runtime.config.sampling.n
@@ -154,7 +154,7 @@ def make_batch(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> Req
             f"sampling.n={num_samples:,}, or the rows' own n, gives {sum(counts):,} completions of {len(rows):,} rows; "
             f"a run can have {MAX_ROWS:,}. Row {shorten(rows[largest].id)} asks for {counts[largest]:,}"
         )
-    requests_by_row = zip(rows, _requests_by_row(runtime, rows, make), strict=True)
+    requests_by_row = zip(rows, _requests_by_row(runtime, rows, make_requests), strict=True)
     items_by_row = [(row, item) for row, items in requests_by_row for item in items]
     require(len(items_by_row) <= MAX_ROWS, f"{len(items_by_row):,} requests; a run can have {MAX_ROWS:,}")
     return RequestBatch(
@@ -166,7 +166,7 @@ def make_batch(runtime: Runtime, rows: Sequence[Row], make: MakeRequests) -> Req
 
 
 def _requests_by_row(
-    runtime: Runtime, rows: Sequence[Row], make: MakeRequests
+    runtime: Runtime, rows: Sequence[Row], make_requests: MakeRequests
 ) -> Iterator[Sequence[Request | Rejected]]:
     pending: list[tuple[Row, Prompt | Rejected]] = []
     num_characters = 0
@@ -180,9 +180,9 @@ def _requests_by_row(
             pending.append((row, text))
             num_characters += len(text) if isinstance(text, str) else 0
             if len(pending) == CHUNK_ROWS or num_characters > CHUNK_CHARACTERS:
-                yield from _convert_chunk(runtime, pending, make)
+                yield from _convert_chunk(runtime, pending, make_requests)
                 pending, num_characters = [], 0
-    yield from _convert_chunk(runtime, pending, make)
+    yield from _convert_chunk(runtime, pending, make_requests)
 
 
 def _convert_chunk(
@@ -218,8 +218,8 @@ def plan_rows(batch: RequestBatch, blocks: Sequence[Block], first_block: int = 0
         for position, i in enumerate(members)
         for member in batch.joined[i].members
     ]
-    pairs, rejects = zip(batch.rejected_rows, batch.rejected, strict=True), first_block + len(blocks)
-    return planned + [_planned_request(row, item, rejects, 0, position) for position, (row, item) in enumerate(pairs)]
+    pairs, last = zip(batch.rejected_rows, batch.rejected, strict=True), first_block + len(blocks)
+    return planned + [_planned_request(row, item, last, 0, position) for position, (row, item) in enumerate(pairs)]
 
 
 def _planned_request(row: Row, item: Request | Rejected, block: int, micro_batch: int, position: int) -> PlannedRequest:
@@ -242,16 +242,16 @@ def blocks_from_plan(planned: Iterable[PlannedRequest], batch: RequestBatch) -> 
     slots: dict[int, dict[int, dict[int, None]]] = {}
     for request in planned:
         if request.status == "planned" and request.key in positions:
-            lanes = slots.setdefault(request.block, {})
-            lanes.setdefault(request.micro_batch, {})[positions[request.key]] = None
+            micro_batches = slots.setdefault(request.block, {})
+            micro_batches.setdefault(request.micro_batch, {})[positions[request.key]] = None  # an ordered set
     return tuple(
         Block(
             index=index,
             micro_batches=tuple(
-                tuple(with_hidden_beams(members, batch.computed)) for _, members in sorted(lanes.items())
+                tuple(with_hidden_beams(members, batch.computed)) for _, members in sorted(micro_batches.items())
             ),
         )
-        for index, lanes in sorted(slots.items())
+        for index, micro_batches in sorted(slots.items())
     )
 
 
@@ -259,8 +259,8 @@ def completed_rows(batch: RequestBatch, position: int, completion: Completion) -
     """The output rows of `batch.joined[position]`, one per member."""
     for i in batch.joined[position].members:
         row = _completed_row(batch.request_rows[i], batch.requests[i], completion)
-        is_read = batch.requests[i].encoding is not None and completion.error is None
-        yield replace(row, encoding=batch.read_columns(completion)) if is_read else row
+        is_encoding = batch.requests[i].encoding is not None and completion.error is None
+        yield replace(row, encoding=batch.read_columns(completion)) if is_encoding else row
 
 
 def _completed_row(row: Row, request: Request, completion: Completion) -> GenerationRow:

@@ -65,7 +65,7 @@ def open_model(
     are read before the model is downloaded. `remote_manifest`: run.json of the run's copy."""
     CACHE_DIR.set(config.offload.cache_dir)
     is_dataset, rows = task.rows is dataset_rows, None
-    if is_dataset:  # None: hold all rows in memory
+    if is_dataset:  # remains None if all rows are to be held in memory
         rows = open_windowed_rows(config, task.directory, should_stop, remote_manifest)
     if rows is None and config.dataset.window_tokens is None:
         rows = InMemoryRows(task.rows(config, None), config.shard)
@@ -85,7 +85,7 @@ def open_model(
         )
     task.check(runtime)
     require_template(runtime.model.tokenizer, config.dataset)
-    if rows is None:
+    if rows is None:  # dataset.window_tokens needs the tokenizer
         rows = InMemoryRows(task.rows(config, runtime), config.shard)
         if is_dataset:
             require_usable_row(task, config, rows.all_rows())

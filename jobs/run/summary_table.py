@@ -29,7 +29,7 @@ def format_table(summary: Summary) -> str:
     head = ("", "measured" if title else "", title)
     groups = (_count_lines(summary), _throughput_lines(summary), _time_lines(summary), _byte_lines(summary))
     lines = [line for group in groups if group for line in (("", "", ""), *group)]
-    lines = [*lines[1 : 1 + len(groups[0])], ("", "", ""), head, *lines[2 + len(groups[0]) :]]
+    lines = [*lines[1 : 1 + len(groups[0])], ("", "", ""), head, *lines[2 + len(groups[0]) :]]  # head below the counts
     widths = [max(len(line[column]) for line in lines) for column in range(3)]
     aligned = (f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}".rstrip() for a, b, c in lines)
     return "\n".join(aligned)
@@ -190,9 +190,9 @@ def format_errors(directory: Path) -> str:
 def format_totals(totals: Mapping[str, JsonValue]) -> str:
     """A summary's `totals` of a scored run, as a sentence."""
     values = [(key.split("_")[0], value) for key in PERPLEXITIES if isinstance(value := totals.get(key), float)]
-    found = [f"{value:{',.4f' if value < MAX_PLAIN else '.4g'}} per {unit}" for unit, value in values]
+    texts = [f"{value:{',.4f' if value < MAX_PLAIN else '.4g'}} per {unit}" for unit, value in values]
     counts = [int(str(totals[key])) for key in ("num_rows", "num_tokens", "num_greedy")]
     return (
         f"{format_count(counts[0], 'target')} of {format_count(counts[1], 'token')}, {counts[2]:,} of them greedy; "
-        f"log-probability {totals['logprob']:,.4f}" + (f", perplexity {', '.join(found)}" if found else "")
+        f"log-probability {totals['logprob']:,.4f}" + (f", perplexity {', '.join(texts)}" if texts else "")
     )

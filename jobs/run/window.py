@@ -93,9 +93,9 @@ class WindowRun:
             store = self._generate_requests(batch, is_planner=is_planner)
         else:
             store = self._open_store(batch, (), None, is_planner=is_planner)
-        rejects = self._first_block + (len(self.plan.blocks) if self.plan is not None else 0)
-        if batch.rejected and rejects not in store.committed_parts():
-            store.commit(rejects, rejected_rows(batch), [])
+        rejected_block = self._first_block + (len(self.plan.blocks) if self.plan is not None else 0)
+        if batch.rejected and rejected_block not in store.committed_parts():
+            store.commit(rejected_block, rejected_rows(batch), [])
         return store, self._next_block(store)
 
     def _next_block(self, store: PartStore) -> int:
@@ -141,11 +141,11 @@ class WindowRun:
                     Progress(batch.computed, plan.blocks, is_wave=is_wave) as progress,
                     tracing(trace, runtime.trace, is_worker=context.worker is not None) as write_trace,
                 ):
-                    for blocks, span_plan in self._spans(plan, store, feedback, progress):
-                        if (span_plan.policy, span_plan.kv) != (plan.policy, plan.kv):
-                            log.info("policy: switching to %s", span_plan.searched_policy)
+                    for blocks, group_plan in self._block_groups(plan, store, feedback, progress):
+                        if (group_plan.policy, group_plan.kv) != (plan.policy, plan.kv):
+                            log.info("policy: switching to %s", group_plan.searched_policy)
                             break
-                        after_pass = self._make_trace_writer(span_plan, batch, write_trace)
+                        after_pass = self._make_trace_writer(group_plan, batch, write_trace)
                         for group in [[block] for block in blocks] if is_wave else [blocks]:
                             OpenBlocks(
                                 session=session,
@@ -157,7 +157,7 @@ class WindowRun:
                                 progress=progress,
                                 start=context.start,
                                 after_pass=after_pass,
-                                prediction=span_plan.prediction,
+                                prediction=group_plan.prediction,
                             ).generate()
                     else:
                         self.plan, self.weights_seconds = plan, session.opening_seconds
@@ -208,7 +208,7 @@ class WindowRun:
             context.worker.release_plan()
         return store
 
-    def _spans(
+    def _block_groups(
         self, plan: RunPlan, store: PartStore, feedback: Feedback | None, progress: Progress
     ) -> Iterator[tuple[list[Block], RunPlan]]:
         """Yields the remaining blocks in groups that share a plan, with that plan; the first block alone if there is
@@ -220,20 +220,20 @@ class WindowRun:
         directory, text = self._context.state.directory, schedule_text(plan).encode()
         publish(directory.schedule, lambda file: write_all(file, text), exclusive=False)
         remove_checkpoints(directory, done)
-        left, first = [block for block in plan.blocks if block.index not in done], plan.blocks[0]
+        remaining, first = [block for block in plan.blocks if block.index not in done], plan.blocks[0]
         if plan.searched_policy is None:
             feedback = None
-        if feedback is not None and first in left:
+        if feedback is not None and first in remaining:
             feedback.record(plan)
             yield [first], plan
-            left.remove(first)
-        if feedback is not None and feedback.is_pending and left:
+            remaining.remove(first)
+        if feedback is not None and feedback.is_pending and remaining:
             plan = feedback.revise_plan(plan, store.read_passes([first.index]))
             progress.expect(plan.prediction, {*done, first.index})
         if self._context.worker is None:
-            yield left, plan
+            yield remaining, plan
             return
-        for block, done_by_all in self._context.worker.lease_blocks(left):
+        for block, done_by_all in self._context.worker.lease_blocks(remaining):
             progress.expect(plan.prediction, done_by_all)
             yield [block], plan
 

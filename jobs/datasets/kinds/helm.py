@@ -26,12 +26,12 @@ def read_requests(config: DatasetFields, count_tokens: CountTokens | None) -> It
     files = sorted(path.glob(f"**/{STATE_FILE}")) if path.is_dir() else [path]
     if not files:
         raise DatasetError(f"dataset.path={config.path} contains no {STATE_FILE}: set {NEEDS}")
-    known = set[str]()
+    known_ids = set[str]()
     for file in files:
         for record in read_jsonl(str(file), "request_states", max_row_bytes=config.max_row_bytes):
-            row = _make_row(record, len(known), file.parent.name, config)
-            if row.id not in known:
-                known.add(row.id)
+            row = _make_row(record, len(known_ids), file.parent.name, config)
+            if row.id not in known_ids:
+                known_ids.add(row.id)
                 yield replace(row, source_file=record.source)
 
 
@@ -46,12 +46,12 @@ def _make_row(record: Record, index: int, run: str, config: DatasetFields) -> Ro
         return Row(index=index, id=record.name, prompt="", messages=None, columns={}, error=error)
     columns: Fields = {}
     if config.keep_columns:  # origin of the request, and its first correct reference
-        references = [ref for ref in _as_list(_get(fields, "instance.references")) if isinstance(ref, dict)]
-        correct = [_get(ref, "output.text") for ref in references if "correct" in _as_list(ref.get("tags"))]
+        references = [ref for ref in _as_list(_value_or_none(fields, "instance.references")) if isinstance(ref, dict)]
+        correct = [_value_or_none(ref, "output.text") for ref in references if "correct" in _as_list(ref.get("tags"))]
         columns = {
             "helm_run": run,
-            "instance_id": _get(fields, "instance.id"),
-            "split": _get(fields, "instance.split"),
+            "instance_id": _value_or_none(fields, "instance.id"),
+            "split": _value_or_none(fields, "instance.split"),
             "reference": correct[0] if correct else None,
         }
     id = request_digest(request)
@@ -66,7 +66,7 @@ def _as_list(value: Json) -> list[Json]:
     return value if isinstance(value, list) else []
 
 
-def _get(fields: Fields, path: str) -> Json:
+def _value_or_none(fields: Fields, path: str) -> Json:
     with suppress(KeyError):
         return value_at(fields, path)
     return None

@@ -81,8 +81,8 @@ def select_examples(records: Sequence[Record], config: DatasetFields) -> dict[in
 def build_content(item: Item, examples: Sequence[Item], config: DatasetFields, count_tokens: CountTokens) -> Content:
     """Fits a prompt into the window: drops examples from the end, then words from the end of the article.
 
-    Differs from HELM only if an article alone exceeds the window: HELM then truncates from the right, request included;
-    here the request stays. Raises BadRecord if not even one word fits.
+    Differs from HELM only if an article alone exceeds the window: HELM then truncates from the right and loses the
+    request; here the request stays. Raises BadRecord if not even one word fits.
     """
 
     def fits(prompt: str) -> bool:

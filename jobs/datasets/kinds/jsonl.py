@@ -1,4 +1,4 @@
-"""Reads JSON lines, one record at a time: an invalid line affects only its own record. Lines end at byte 10 only."""
+"""Reads JSON files, one record at a time: an invalid line affects only its own record. Only byte 10 ends a line."""
 
 import codecs
 import json
@@ -46,7 +46,7 @@ class _Layout(Enum):
     document = "document"
 
 
-_RowText: TypeAlias = tuple[int, int, bytes | None, int]  # line, offset, text (None: too long), bytes with its end
+_RowText: TypeAlias = tuple[int, int, bytes | None, int]  # line, offset, text (None: too long), bytes with line end
 
 
 def read_jsonl(
@@ -80,8 +80,8 @@ def _read_file(file: Path, json_field: str | None, max_row_bytes: int, start: Se
 
 def _detect_layout(file: Path, json_field: str | None, max_row_bytes: int) -> _Layout:
     """Detects the layout from the head of a file, or from its name if the head is inconclusive (invalid first line)."""
-    is_named = strip_compression_suffix(file.name).endswith(".json")
-    default = _Layout.document if is_named else _Layout.lines
+    has_json_suffix = strip_compression_suffix(file.name).endswith(".json")
+    default = _Layout.document if has_json_suffix else _Layout.lines
     if json_field is not None:
         return _Layout.document
     with open_bytes(file) as stream:
@@ -89,16 +89,16 @@ def _detect_layout(file: Path, json_field: str | None, max_row_bytes: int) -> _L
         for max_bytes in (HEAD_BYTES, max_row_bytes):
             head += stream.read(max(0, max_bytes - len(head)))
             text, is_whole = head.decode("utf-8", "replace").removeprefix("\ufeff").strip(" \t\r\n"), not stream.peek(1)
-            if text.startswith("[") and is_named:
+            if text.startswith("[") and has_json_suffix:
                 return _Layout.document
-            detected = _layout_of_head(text, is_whole=is_whole, is_named=is_named)
+            detected = _detect_layout_from_head(text, is_whole=is_whole, has_json_suffix=has_json_suffix)
             if detected is not None or is_whole:
                 return detected or default
     return default
 
 
-def _layout_of_head(text: str, *, is_whole: bool, is_named: bool) -> _Layout | None:
-    """The layout of a file that begins with `text`; None if that is too short or ambiguous."""
+def _detect_layout_from_head(text: str, *, is_whole: bool, has_json_suffix: bool) -> _Layout | None:
+    """The layout of a file that begins with `text`; None if `text` is too short or ambiguous."""
     is_list = text.startswith("[")
     try:
         value, end = _ANY_JSON.raw_decode(text)
@@ -115,7 +115,7 @@ def _layout_of_head(text: str, *, is_whole: bool, is_named: bool) -> _Layout | N
     rest = text[end:].lstrip()
     if is_list:
         return _Layout.lines if rest else _Layout.document
-    if not isinstance(value, dict) or (is_named and is_whole and not rest):
+    if not isinstance(value, dict) or (has_json_suffix and is_whole and not rest):
         return None
     if "\n" in text[:end]:
         return _Layout.objects
@@ -127,7 +127,7 @@ def read_jsonl_path(config: DatasetFields) -> Iterator[Record]:
 
 
 def _count_rows(config: DatasetFields, file: Path, max_rows: int) -> int:
-    """Counts rows, up to `max_rows`. Lines are not parsed. A document is, unless it is too short for `max_rows`."""
+    """Counts rows, up to `max_rows`, without parsing lines. A document is parsed unless too short for `max_rows`."""
     with translate_read_errors(file):
         layout = _detect_layout(file, config.json_field, config.max_row_bytes)
         if layout is not _Layout.document:
@@ -135,7 +135,7 @@ def _count_rows(config: DatasetFields, file: Path, max_rows: int) -> int:
             return sum(1 for _ in islice(texts, max_rows))
         num_bytes = file.stat().st_size
         if not detect_compression(file) and num_bytes < MIN_ROW_BYTES * max_rows:
-            return num_bytes // MIN_ROW_BYTES
+            return num_bytes // MIN_ROW_BYTES  # an upper bound, and below `max_rows`
         return sum(1 for _ in islice(_read_document(file, config.json_field, config.max_row_bytes), max_rows))
 
 
@@ -187,21 +187,21 @@ def _row_texts(file: Path, layout: _Layout, max_row_bytes: int, start: SeekPoint
         yield from lines if layout is _Layout.lines else _join_objects(lines, max_row_bytes)
 
 
-def _split_lines(stream: BufferedReader, number: int, offset_bytes: int, max_row_bytes: int) -> Iterator[_RowText]:
+def _split_lines(stream: BufferedReader, line_number: int, offset_bytes: int, max_row_bytes: int) -> Iterator[_RowText]:
     """Yields the nonblank lines after line `number`."""
     for line, num_bytes in read_bounded_lines(stream, max_row_bytes):
-        number += 1
-        text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        line_number += 1
+        text = line.removeprefix(codecs.BOM_UTF8) if line_number == 1 else line
         if num_bytes > len(line) or len(line.rstrip(b"\r\n")) > max_row_bytes:
-            yield number, offset_bytes, None, num_bytes
+            yield line_number, offset_bytes, None, num_bytes
         elif text.strip():
-            yield number, offset_bytes, text.rstrip(b"\r\n"), num_bytes
+            yield line_number, offset_bytes, text.rstrip(b"\r\n"), num_bytes
         offset_bytes += num_bytes
 
 
 def _join_objects(lines: Iterator[_RowText], max_row_bytes: int) -> Iterator[_RowText]:
-    """Joins lines to objects; an object ends with the line that closes its last bracket. Without such a line, each line
-    that begins with a bracket starts a new object: printers indent the others."""
+    """Joins lines to objects; an object ends with the line that closes its last bracket. If none does, each line that
+    begins with a bracket starts a new object, since the inner lines of printed objects are indented."""
     pending, num_bytes, depth = list[_RowText](), 0, 0
     for line in lines:
         pending.append(line)

@@ -21,7 +21,7 @@ from ..rows import Row
 from .jsonl import read_jsonl
 
 log = logging.getLogger(__name__)
-REFERENCE_CATEGORIES = frozenset({"math", "reasoning", "coding", "arena-hard-200"})  # with references in FastChat
+REFERENCE_CATEGORIES = frozenset({"math", "reasoning", "coding", "arena-hard-200"})  # judged with a reference
 MAX_TURNS = 2  # in the judge prompts
 KEYS = frozenset({"path", "answers_path", "baseline_path", "references_path", "judge_prompts_path"})
 NEEDS = "dataset.path=question.jsonl and dataset.answers_path=<run directory or FastChat answers>"
@@ -172,13 +172,13 @@ def _read_questions(config: DatasetFields) -> list[_Question]:
         if not isinstance(turns, list) or not turns or id is None:
             raise DatasetError(f"{record.location}: no question_id and turns: not an MT-Bench question")
         own = [text for text in (reference if isinstance(reference, list) else [reference]) if isinstance(text, str)]
-        references = [text or "" for text in references_by_id.get(str(id), [])] or own  # one per turn
+        references = [text or "" for text in references_by_id.get(str(id), [])] or own  # one for each turn
         references = references if fields.get("category") in REFERENCE_CATEGORIES else ()
         questions.append(
             _Question(record=record, id=str(id), turns=[str(turn) for turn in turns], references=references)
         )
-    needing = [question for question in questions if question.fields.get("category") in REFERENCE_CATEGORIES]
-    if num_without := sum(not question.references for question in needing):
+    in_categories = [question for question in questions if question.fields.get("category") in REFERENCE_CATEGORIES]
+    if num_without := sum(not question.references for question in in_categories):
         log.warning(
             "%d questions of the categories %s have no reference answer and are judged without: set "
             "dataset.references_path",
@@ -208,8 +208,8 @@ def _make_rows(
         if baseline is None:
             yield _make_row(question, id, {"answer": answers}, prompts, {**columns, "game": None}, config)
             continue
-        other = baseline[1].get(question.id, ())
-        for game, (first, second) in enumerate(((answers, other), (other, answers)), start=1):
+        baseline_answers = baseline[1].get(question.id, ())
+        for game, (first, second) in enumerate(((answers, baseline_answers), (baseline_answers, answers)), start=1):
             pair = {"answer_a": first, "answer_b": second}
             yield _make_row(question, f"{id}/{game}", pair, prompts, {**columns, "game": game}, config)
 

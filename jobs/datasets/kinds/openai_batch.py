@@ -33,7 +33,7 @@ def read_batch(config: DatasetFields, count_tokens: CountTokens | None) -> Itera
 
 def _make_row(record: Record, index: int, first_lines: Mapping[str, int], config: DatasetFields) -> Row:
     fields = record.fields
-    # the export of results needs all four
+    # Exported results contain all four.
     columns = {key: (fields or {}).get(key) for key in FIELDS} if config.keep_columns else {}
     row = Row(index=index, id="", prompt="", messages=None, columns=columns, error=None)
     if fields is None:

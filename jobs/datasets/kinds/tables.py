@@ -160,8 +160,8 @@ def _rows_per_batch(file: pq.ParquetFile, max_rows: int) -> int:
     """Rows per batch, reduced for long rows so that a batch stays below `BATCH_BYTES`."""
     metadata = file.metadata
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-    num_bytes = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
-    return max(1, min(max_rows, BATCH_BYTES // max(1, num_bytes)))
+    row_bytes = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
+    return max(1, min(max_rows, BATCH_BYTES // max(1, row_bytes)))
 
 
 def _iter_rows(batches: Iterable[pa.Table]) -> Iterator[dict[str, object]]:
@@ -196,7 +196,7 @@ def _read_csv_file(path: Path, config: DatasetFields) -> Iterator[Record]:
     is_tsv = delimiter == DatasetFields.csv_delimiter and strip_compression_suffix(path.name).endswith(".tsv")
     if is_tsv and b"\t" in content.lstrip().partition(b"\n")[0]:  # in the header
         delimiter = "\t"
-    parse = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=record_error)
+    parse_options = pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=record_error)
     lines = (line.decode("utf-8") for line in io.BytesIO(content.removeprefix(codecs.BOM_UTF8)))
     names = next((names for names in csv.reader(lines, delimiter=delimiter) if names), list[str]())
     is_text = True
@@ -211,10 +211,10 @@ def _read_csv_file(path: Path, config: DatasetFields) -> Iterator[Record]:
     except DatasetError as error:
         raise DatasetError(f"{error}{other_kind_hint(path, 'csv')}") from error
     # One block and one thread: a quoted value may be of any size, and bad rows are numbered only when read in order.
-    whole = pa_csv.ReadOptions(use_threads=False, block_size=min(len(content) + 1, _MAX_CSV_BLOCK_BYTES))
+    read_options = pa_csv.ReadOptions(use_threads=False, block_size=min(len(content) + 1, _MAX_CSV_BLOCK_BYTES))
     columns = names if is_text else [name.encode("utf-8").decode("latin-1") for name in names]
-    as_bytes = pa_csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.binary()), strings_can_be_null=False)
-    table = pa_csv.read_csv(pa.BufferReader(content), whole, parse, as_bytes)
+    convert_options = pa_csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.binary()), strings_can_be_null=False)
+    table = pa_csv.read_csv(pa.BufferReader(content), read_options, parse_options, convert_options)
     cells = (row for batch in table.to_batches(NUM_ROWS_PER_BATCH) for row in batch.to_pylist())
     for number in range(table.num_rows + len(errors)):
         name, location = f"{path.name}:{number}", f"{path.name}, row {number}"

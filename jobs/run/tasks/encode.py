@@ -95,7 +95,7 @@ FIRST_FIELDS = (
 READ_FIELDS = {  # null in error rows
     Readout.embedding: (pa.field("embedding", pa.list_(pa.float32())),),
     Readout.classes: (  # most likely first
-        pa.field("label", pa.string()),  # null with one class, a reward model
+        pa.field("label", pa.string()),  # null for a reward model, which has one class
         pa.field("labels", pa.list_(pa.string())),
         pa.field("logits", pa.list_(pa.float32())),
         pa.field("probabilities", pa.list_(pa.float64())),
@@ -137,8 +137,8 @@ def encoding_task(config: EncodeConfig) -> tuple[Task, EncodeConfig]:
 
     def check(runtime: Runtime) -> None:
         require_readable(runtime.model, spec)
-        most = runtime.model.shape.vocab_size
-        require(spec.num_top <= most, f"encode.num_top={spec.num_top:,} exceeds the vocabulary size of {most:,}")
+        size = runtime.model.shape.vocab_size
+        require(spec.num_top <= size, f"encode.num_top={spec.num_top:,} exceeds the vocabulary size of {size:,}")
 
     task = Task(
         directory=run_directory(config),

@@ -48,8 +48,8 @@ def scoring_task(config: ScoreConfig) -> tuple[Task, ScoreConfig]:
         problem=problem,
         totals=lambda directory, read: Totals.from_parts(directory, read() if settings.rolling else ()).to_plain(),
     )
-    most = max(1, sampling.logprobs)
-    return task, replace(config, sampling=replace(sampling, logprobs=most, max_new_tokens=0))
+    num_logprobs = max(1, sampling.logprobs)
+    return task, replace(config, sampling=replace(sampling, logprobs=num_logprobs, max_new_tokens=0))
 
 
 def score(config: ScoreConfig, should_stop: Callable[[], bool], start: Start | None = None) -> Outcome:
@@ -113,25 +113,25 @@ class Totals:
     size: TextSize | None = None
 
     def perplexity(self, count: int | None) -> float | None:
-        """Perplexity per token, word or byte, given their number; None without any."""
+        """Perplexity per token, word or byte, given the `count` of these; None if it is 0 or None."""
         return math.exp(min(-self.logprob / count, MAX_EXPONENT)) if count else None
 
     @staticmethod
     def from_parts(directory: Path, documents: Sequence[Row] = ()) -> "Totals":
         """The totals of a run's parts. A document with an error in any window does not count."""
-        broken = (
+        failed_rows = (
             {row["row_index"] for row in _read_scores(directory) if row["logprob"] is None} if documents else set[int]()
         )
         scored, counts = set[int](), Counter[str]()
 
-        def good() -> Iterator[float]:
+        def complete_logprobs() -> Iterator[float]:
             for row in _read_scores(directory):
-                if row["logprob"] is not None and row["row_index"] not in broken:
+                if row["logprob"] is not None and row["row_index"] not in failed_rows:
                     counts.update(rows=1, tokens=row["num_target_tokens"], greedy=row["is_greedy"])
                     scored.update([row["row_index"]] if documents else ())
                     yield row["logprob"]
 
-        logprob = math.fsum(good())
+        logprob = math.fsum(complete_logprobs())
         whole = [row for row in documents if row.index in scored]
         sizes = [TextSize.from_text(row.prompt) for row in whole if row.messages is None and row.prompt_ids is None]
         return Totals(
