@@ -70,8 +70,8 @@ def _run(body: Callable[[C], int | None], config: C) -> int | None:
 def run_job(entry: Callable[[], None], schema: type) -> NoReturn:
     """Calls `entry`, a `@hydra.main` over an `as_job`, and exits with the job's code, or 2 if Hydra refuses the config.
 
-    `schema` is the config dataclass, used to suggest the key that a mistyped one was meant to be. Unexpected exceptions
-    exit with 70 and write their traceback to a file; Ctrl-C exits with 75.
+    `schema`: the config dataclass; for an unknown key, its closest key is suggested. Unexpected exceptions exit with 70
+    and write their traceback to a file; Ctrl-C exits with 75.
     """
     prepare_process()
     try:

@@ -22,13 +22,13 @@ NO_TEMPORARY = "No usable temporary directory"  # tempfile's message, during the
 
 @contextmanager
 def log_errors(path: Path | None = None) -> Iterator[None]:
-    """Context manager that converts other exceptions to WeightstreamError. The traceback is appended to `path`, the
-    error log of a started run; None writes a new temporary file."""
+    """Context manager that converts unexpected exceptions to WeightstreamError. The traceback is appended to `path`,
+    the log of a started run; None writes a new temporary file."""
     try:
         yield
     except WeightstreamError:
         raise
-    except Exception as error:  # any: otherwise the user would see a bare traceback
+    except Exception as error:  # all types: the user must not see a bare traceback
         raise to_user_error(error, path) from error
 
 

@@ -29,7 +29,7 @@ ALL = "all"
 PLACEHOLDER = re.compile(r"\{(settings|options):? ?([^}]*)\}")  # in a page of `jobs/data/help`
 SHELLS = ("bash", "zsh", "fish")
 GLOBAL_PACKAGE = "@package _global_"  # Hydra's header of a file with absolute keys, also outside its group
-FLAGS = ("--help", "--version", "--multirun", "--cfg")  # the useful ones of Hydra, and ours
+FLAGS = ("--help", "--version", "--multirun", "--cfg")  # completed options: Hydra's common ones, and our own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +92,8 @@ class JobSettings:
         return self._options.get(option[2:-1], "") if option.startswith("${") else option
 
     def description(self, key: str) -> str:
-        """The comment of a key: from the selected option, else the job's file, else any other option. For a key that
-        names the option: the first paragraph of that option's header."""
+        """The comment of a key: from the selected option, else the job's file, else any other option. For a key with
+        the option's name as value: the first paragraph of the option's header."""
         group, _, name = key.partition(".")
         if group not in self.groups:
             selected = map(self.selected_file, self.groups)
@@ -145,7 +145,7 @@ def option_file(group: str, option: str) -> Traversable:
 
 @cache
 def option_names(group: str) -> list[str]:
-    """The options of a group, sorted; without those of `--config-dir`."""
+    """The options of a group, sorted; without options from `--config-dir`."""
     names = (file.name for file in files("conf").joinpath(group).iterdir())
     return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
@@ -206,7 +206,7 @@ def _parse_comments(text: str) -> tuple[dict[str, str], list[str]]:
 
 
 def _key_positions(node: yaml.Node | None, parent: str) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
-    """Yields each dotted key with the (line, column) of its start and end: of a value, or of a group's name."""
+    """Yields each dotted key with the (line, column) of its start, and of the end of its value or group name."""
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         name = f"{parent}.{key.value}" if parent else key.value
         is_open = isinstance(value, yaml.CollectionNode) and not value.flow_style
@@ -283,7 +283,7 @@ def _format_setting(settings: JobSettings, key: str) -> str:
 
 
 def _two_columns(left: str, right: str, column: int) -> str:
-    """Appends `right`, wrapped, as a second column; below `left` if that is too long."""
+    """Appends `right`, wrapped, as a second column; below `left` if `left` is too long."""
     indent = " " * column
     text = fill(right, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
     if not right:

@@ -21,7 +21,7 @@ SPIN_COUNT = "1000"  # some microseconds
 
 
 def prepare_process() -> None:
-    """Opens closed standard streams on /dev/null, so that opened files do not get their descriptors. Characters that
+    """Opens closed standard streams on /dev/null, so that other files do not get descriptors 0 to 2. Characters that
     stdout cannot encode are printed as escapes. Re-executes the process in UTF-8 mode if the locale is ASCII and the
     command is not."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
@@ -60,7 +60,7 @@ def restart_tuned() -> None:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pauses the garbage collector during imports: it took 10 % of the start, and imported objects stay until exit."""
+    """Pauses the garbage collector during imports: it takes 10 % of startup, and imported objects stay until exit."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

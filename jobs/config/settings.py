@@ -43,7 +43,7 @@ Composed: TypeAlias = DictConfig  # Hydra's argument of a job's main
 
 MAX_WORKERS = 1024  # per command
 OPERATIONAL_GROUPS = frozenset({"offload", "kv", "prefetch", "machine", "devices"})
-LOSSY_KEYS = frozenset({"kv.dtype"})  # keys of those groups that change the output
+LOSSY_KEYS = frozenset({"kv.dtype"})  # keys of OPERATIONAL_GROUPS that change the output
 # Keys of other groups that do not change greedy float32 output. Rows over max_row_bytes change the input digest; the
 # manifest has window_rows and the result of model.verify=full.
 OPERATIONAL_KEYS = frozenset(
@@ -194,7 +194,7 @@ class RunSettings:
         )
 
     def _require_no_generation(self, job: str) -> None:
-        """Raises ConfigError for settings that need generation; `job` does not generate."""
+        """Raises ConfigError for settings that need generation. `job`: name of the job, for messages."""
         sampling, beams, way = self.sampling, self.sampling.num_beams, self.devices.way
         no_effect = f"has no effect in weightstream {job}: leave it out"
         require(sampling.n == 1, f"sampling.n={sampling.n} {no_effect}")
@@ -384,14 +384,14 @@ def operational(config: RunSettings) -> dict[str, JsonValue]:
 
 
 def _is_semantic(key: str) -> bool:
-    """Unknown groups count as semantic: resuming with other results is worse than a refusal."""
+    """Unknown groups count as semantic: a refused resume is better than one with other results."""
     group, _, name = key.partition(".")
     is_operational = group in OPERATIONAL_GROUPS and key not in LOSSY_KEYS
     return bool(name) and not is_operational and key not in OPERATIONAL_KEYS
 
 
 def _is_unset(key: str, value: JsonValue) -> bool:
-    """True for sampling settings that are off; they are left out, so that new ones do not change names of runs."""
+    """True for sampling settings that are off; these are left out, so that new settings do not change run names."""
     return key.startswith("sampling.") and (value is None or (key == "sampling.follow_model" and value is False))
 
 
@@ -417,8 +417,8 @@ def run_directory(config: RunSettings) -> Path:
 
 
 def settings_warnings(config: RunSettings) -> list[str]:
-    """Warnings about settings without effect or with a probably unintended one. `runtime.plan.plan_warnings` has those
-    that need the model or the plan."""
+    """Warnings about settings without effect or with a probably unintended effect. Warnings that need the model or the
+    plan: see `runtime.plan.plan_warnings`."""
     return [*_ignored_settings(config), *_escape_warnings(config.sampling.stop or [])]
 
 

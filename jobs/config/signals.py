@@ -32,8 +32,8 @@ def block_signals() -> None:
 
 
 def exit_on_signals() -> None:
-    """Unblocks the stop signals. Until a `StopFlag` is entered, a signal exits with 75, also one that was pending.
-    Called before slow imports, while there is nothing to save."""
+    """Unblocks the stop signals. Until a `StopFlag` is entered, a signal, even a pending one, exits with 75. Called
+    before slow imports, while there is nothing to save."""
     for number in stop_signals():
         signal.signal(number, _exit_handler)
     atexit.register(ignore_signals)
@@ -47,8 +47,8 @@ def _exit_handler(number: int, frame: FrameType | None) -> None:
 
 
 def ignore_signals() -> None:
-    """Ignores stop signals during interpreter shutdown, so that the exit code stays: launchers signal the remaining
-    processes once one has ended."""
+    """Ignores stop signals during interpreter shutdown, to keep the exit code: launchers signal the remaining processes
+    once one has ended."""
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)
 

@@ -81,7 +81,7 @@ def to_plain(value: object) -> "JsonValue":
 
 
 def key_types(cls: type) -> dict[str, object]:
-    """The type of each settable key of the dataclass `cls`: its fields, except those of `PASSTHROUGH_KEYS`."""
+    """The type of each settable key of the dataclass `cls`: its fields, except `PASSTHROUGH_KEYS`."""
     types = field_types(cls)
     if cls is not SamplingConfig:
         return types
@@ -147,7 +147,7 @@ def _convert(hint: object, value: object, key: str) -> object:
         return _convert_union(hint, value, key)
     if origin in (list, tuple):
         if isinstance(value, str):
-            value = [value]  # a text is a list of one
+            value = [value]  # a single text means a list with one item
         if not isinstance(value, list):
             raise _mismatch(hint, value, key)
         return origin(_convert(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value))

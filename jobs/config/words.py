@@ -1,5 +1,5 @@
-"""Rewrites the words of a command line to what Hydra reads: plain text in text settings, a run's directory as a bare
-word, a model's directory or hub id, and the kind of an input by its extension."""
+"""Rewrites command-line words to Hydra overrides: unquoted text in text settings, a run's directory as a bare word,
+`model=` with a directory or hub id, and the kind of an input from its file extension."""
 
 import re
 import typing
@@ -22,16 +22,15 @@ VALUE_OPTIONS = frozenset(
     | {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
 )
 QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
-ESCAPED = re.compile(r"\\[][,(){}:=\s]")  # by one who knows Hydra's grammar
+ESCAPED = re.compile(r"\\[][,(){}:=\s]")  # an escape of Hydra's grammar: the user has escaped the value
 PLAIN_ITEM = re.compile(r"[\w./*@%+|-]+(?: [\w./*@%+|-]+)*")
 PATH_NAMES = ("path", "tokenizer", "out", "output_root", "directory", "cache_dir", "run")
 GLOB_SIGNS = "*?["
 
 
 def rewrite_words(words: Sequence[str], schema: type) -> list[str]:
-    """The words of a job with the settings dataclass `schema`, as Hydra takes them. The words of a sweep keep their
-    commas and choices. Raises ConfigError for a bare word that is no run's directory, with the word to write
-    instead."""
+    """The words as Hydra overrides. `schema`: the job's settings dataclass. Words of a sweep keep their commas and
+    choices. Raises ConfigError for a bare word that is not a run's directory, with the word to write instead."""
     hints, is_sweep = _setting_types(schema), any(word in MULTIRUN for word in words)
     has_open_dataset = typing.get_origin(hints.get("dataset")) is dict  # its keys are not in the YAML of the job
     if has_open_dataset:
@@ -51,20 +50,20 @@ def rewrite_words(words: Sequence[str], schema: type) -> list[str]:
 
 
 def _setting_types(schema: type, prefix: str = "") -> dict[str, object]:
-    """The type of each setting that is no group, by dotted key."""
-    found = dict[str, object]()
+    """The type of each setting, groups excluded, by dotted key."""
+    types = dict[str, object]()
     for name, hint in key_types(schema).items():
         if isinstance(hint, type) and is_dataclass(hint):
-            found |= _setting_types(hint, f"{prefix}{name}.")
+            types |= _setting_types(hint, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = hint
-    return found
+            types[f"{prefix}{name}"] = hint
+    return types
 
 
 def _options(hint: object) -> set[object]:
-    """The types that a value of this type may have; `list` for lists of text."""
-    found = {*(typing.get_args(hint) or (hint,))} if typing.get_origin(hint) is not list else {hint}
-    return {list if typing.get_origin(each) is list and typing.get_args(each)[0] is str else each for each in found}
+    """The members of a union type, or the type itself; `list` for lists of text."""
+    types = {*(typing.get_args(hint) or (hint,))} if typing.get_origin(hint) is not list else {hint}
+    return {list if typing.get_origin(item) is list and typing.get_args(item)[0] is str else item for item in types}
 
 
 def _expand_bare_words(words: list[str], hints: dict[str, object]) -> list[str]:
@@ -109,11 +108,11 @@ def _expand_model(word: str, words: Sequence[str], schema: type) -> list[str]:
     """`model=DIR`, `model=FILE.gguf`, `model=ORG/NAME` and `model=URL` as `model.path=...`."""
     key, sign, value = word.partition("=")
     name = value.strip("'\"")
-    is_place = is_url(name) or "/" in name or name.endswith(".gguf") or _expand_home(name).is_dir()
-    if (key, sign) != ("model", "=") or not is_place or any(other.startswith("model.path=") for other in words):
+    is_location = is_url(name) or "/" in name or name.endswith(".gguf") or _expand_home(name).is_dir()
+    if (key, sign) != ("model", "=") or not is_location or any(other.startswith("model.path=") for other in words):
         return [word]
-    own = [Path(folder) for option, folder in pairwise(words) if option in ("--config-dir", "-cd")]
-    if name in option_names("model") or any((folder / "model" / f"{name}.yaml").exists() for folder in own):
+    folders = [Path(folder) for option, folder in pairwise(words) if option in ("--config-dir", "-cd")]
+    if name in option_names("model") or any((folder / "model" / f"{name}.yaml").exists() for folder in folders):
         return [word]
     path = f"model.path={quote(name if is_url(name) else str(_expand_home(name)))}"
     return ["model=hf", path] if "model.name" in known_keys(schema) else [path]
@@ -126,14 +125,14 @@ def _expand_home(path: str) -> Path:
 
 
 def _quote_text(word: str, hints: dict[str, object]) -> str:
-    """Quotes the value of a text setting, so that Hydra takes any character as it is. Values that are quoted, null or
-    interpolated stay as they are."""
+    """Quotes the value of a text setting, so that Hydra keeps all characters. Values that are quoted, null or
+    interpolated stay unchanged."""
     key, sign, value = word.partition("=")
     name = key.lstrip("+")
     types = _options(hints.get(name))
-    is_meant = QUOTED.fullmatch(value) or "${" in value or value.lower() == "null"
-    is_utf8 = value.encode(errors="ignore").decode() == value  # else Hydra refuses it
-    if not sign or not {str, list} & types or is_meant or not is_utf8:
+    has_syntax = QUOTED.fullmatch(value) or "${" in value or value.lower() == "null"
+    is_utf8 = value.encode(errors="ignore").decode() == value  # otherwise Hydra rejects it
+    if not sign or not {str, list} & types or has_syntax or not is_utf8:
         return word
     if value.startswith("~") and name.rpartition(".")[2] in PATH_NAMES:
         value = str(_expand_home(value))
@@ -169,9 +168,9 @@ def infer_dataset_kind(words: list[str]) -> list[str]:
     kinds = {kind_from_suffix(path.strip("'\"")) for path in paths}
     if len(kinds) != 1 or None in kinds:
         return words
-    # next to the path: argparse rejects a second group of positionals after an option such as `--cfg job`
-    at = next(i for i, word in enumerate(words) if word.startswith("dataset.path="))
-    return [*words[:at], f"dataset={kinds.pop()}", *words[at:]]
+    # Next to the path: argparse rejects a second group of positionals after an option such as `--cfg job`.
+    index = next(i for i, word in enumerate(words) if word.startswith("dataset.path="))
+    return [*words[:index], f"dataset={kinds.pop()}", *words[index:]]
 
 
 def quote(text: str) -> str:
@@ -183,7 +182,7 @@ def quote(text: str) -> str:
 
 def suggest_key(words: list[str], schema: type) -> str | None:
     """The error message for a setting written as an option (`--key`), or for an `architecture` key that Hydra accepts
-    but the job does not use; None if there is neither."""
+    but the job does not use; None for valid words."""
     keys = known_keys(schema)
     for word, after in zip_longest(words, words[1:], fillvalue="VALUE"):
         name, _, value = word.removeprefix("--").partition("=")

@@ -18,7 +18,7 @@ from ..record.output_rows import SOURCE_FIELDS
 from .config import ErrorRows, ExportFormat
 
 INTERNAL_COLUMNS = ("block", "micro_batch")
-MAX_FIELDS = 1000  # per struct, over all rows; larger objects stay JSON
+MAX_FIELDS = 1000  # of a struct that covers all rows; larger objects remain JSON text
 BATCH_ROWS = 4096
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 TYPE_ERRORS = (pa.ArrowException, OverflowError)  # raised if no Arrow type fits the values
@@ -180,8 +180,8 @@ def write_parquet(tables: Iterable[pa.Table], schema: pa.Schema, file: BinaryIO)
 
 @dataclass(kw_only=True)
 class ResultWriter(ABC):
-    """Base of writers for JSON lines in formats of other tools. Writes the results selected by `error_rows` and counts
-    lines and errors, including errors that are not written."""
+    """Base of writers for JSON lines in formats of other tools. Writes the results selected by `error_rows`. Counts the
+    written lines and all errors, written or not."""
 
     error_rows: ErrorRows
     num_lines: int = 0

@@ -29,7 +29,7 @@ from .openai_batch import make_batch_writer
 from .shards import check_complete, read_parts, require_one_run
 
 log = logging.getLogger(__name__)
-SORT_BYTES = 64 * MIB  # of stored parts per sort file; a few times as much in memory
+SORT_BYTES = 64 * MIB  # size of the parts sorted in one file; in memory, rows need a few times as much
 SORT_COLUMNS = ("row_index", "sample_index")
 TURN_SORT_COLUMNS = ("row_index", "turn")  # for multi-turn chats
 MAX_SORT_FILES = 500  # open at once
@@ -39,7 +39,7 @@ MAX_SORT_FILES = 500  # open at once
 class ExportResult:
     out: Path
     num_rows: int
-    num_errors: int  # of these rows
+    num_errors: int  # error rows among `num_rows`
     num_dropped: int
     num_shards: int
     missing: Sequence[str]  # sentences about missing rows and shards
@@ -62,7 +62,7 @@ class ExportResult:
 
 def export(config: ExportConfig) -> ExportResult:
     """Writes the exported file. Raises ConfigError, also for an incomplete run without `partial`, DamagedRunError, and
-    OutputError; an older file then stays unchanged."""
+    OutputError. After an error, an older file is unchanged."""
     shards = require_one_run(find_runs(config.runs, "run"))
     out = resolve_output(config)
     _reject_run_files(out, shards)
@@ -87,7 +87,7 @@ def export(config: ExportConfig) -> ExportResult:
     make_directory(out.absolute().parent)
     num_bytes, num_rows, num_errors = 0, 0, 0
     try:
-        # An estimate of the input rows suffices: it only decides how rows are distributed to sort files.
+        # An estimate of the input rows suffices: it only affects the distribution of rows to sort files.
         indices = (plan["row_index"].to_numpy() for run in shards for plan in run.plans())
         num_input_rows = max((int(rows.max()) + 1 for rows in indices if len(rows)), default=1)
         for path in (path for run in shards for path in run.parts.values()):
@@ -142,8 +142,8 @@ def write_batch_files(directory: Path, *, partial: bool = False) -> list[str]:
 
 
 def resolve_output(config: ExportConfig) -> Path:
-    """Returns the output path. Raises ConfigError if it is a directory, or an existing file that no export wrote
-    (without `overwrite`)."""
+    """Returns the output path. Raises ConfigError if it is a directory, or, without `overwrite`, an existing file that
+    no export wrote."""
     out = Path(config.out or "").expanduser()
     if out.is_dir():
         raise ConfigError(f"out={out} is a directory: name a file in it")
@@ -195,10 +195,10 @@ def _matching_input(out: Path, run: RunReader) -> str | None:
 
 class RowSorter(Closing):
     """External sort of rows into input order, in bounded memory: distributes rows to files by row index, then sorts
-    each file in memory. A context manager; its files, on the output's disk, have no names: a kill leaves none."""
+    each file in memory. A context manager; its files in `folder` have no name, so a killed process leaves none."""
 
     def __init__(self, folder: Path, num_input_rows: int, num_files: int, order: Sequence[str] = SORT_COLUMNS):
-        """Rows stay in memory with one file. `order`: sort columns; the first is the row index."""
+        """`num_files`: with 1, rows stay in memory. `order`: sort columns, beginning with the row index."""
         self._order = order
         self._num_input_rows, self._num_files = max(1, num_input_rows), max(1, min(num_files, MAX_SORT_FILES))
         self._stack = ExitStack()

@@ -27,7 +27,7 @@ ID_DIGITS = 22
 
 
 def parse_rating(judgment: str) -> int | float | None:
-    """The number in the first `[[7]]`, else in the first `[7]`; None without either."""
+    """The rating in the first `[[7]]`, otherwise in the first `[7]`; None without either."""
     match = RATING.search(judgment) or LOOSE_RATING.search(judgment)
     if match is None:
         return None

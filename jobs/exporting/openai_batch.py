@@ -90,7 +90,7 @@ class LogprobFormatter:
             begins_text = begins_text and not self._detokenizer.has_text(id)
 
     def _begins_text(self, row: Mapping[str, Any]) -> bool:
-        """True if decoding dropped a leading space because the completion begins the text; rows do not record that."""
+        """True if decoding dropped a leading space, which it does at the start of a text; inferred from the tokens."""
         ids, text = row["token_ids"], row["completion"]
         return not self._detokenizer.join_spellings(ids).startswith(text) and self._detokenizer.decode(ids).startswith(
             text
@@ -108,7 +108,7 @@ class LogprobFormatter:
 
 
 def _logprobs_by_text(chosen: TokenLogprob, likeliest: Sequence[TokenLogprob]) -> dict[str, float]:
-    """Log-probabilities by token text. Of tokens with equal text, the chosen one, else the most likely, gets it; the
+    """Log-probabilities by token text. If tokens have equal text, the chosen or else the most likely one keeps it; the
     others become `token_id:ID`, as in vLLM."""
     ids = {chosen.text: chosen.id}
     for token in likeliest:

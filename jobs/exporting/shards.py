@@ -22,8 +22,8 @@ def require_one_run(runs: Sequence[RunReader]) -> list[RunReader]:
     """Sorts `runs` by turn and shard index. Raises ConfigError unless they are distinct shards and turns of one run."""
     first = runs[0]
     for other in runs[1:]:
-        mine, theirs = first.identity, other.identity
-        keys = sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
+        expected, actual = first.identity, other.identity
+        keys = sorted(key for key in {*expected, *actual} if expected.get(key) != actual.get(key))
         if keys:
             raise ConfigError(
                 f"{other.location} and {first.location} are different runs: {', '.join(keys[:3])} differ. Export one "

@@ -24,7 +24,7 @@ from .published import PLAIN, PUBLISHED
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadConfig:
-    """Number and length of prompts; None: unknown. conf/workload sets them for bundled data sets."""
+    """Number and length of prompts; None if unknown. conf/workload has the values of bundled data sets."""
 
     num_requests: int | None = None
     mean_prompt_tokens: float | None = None

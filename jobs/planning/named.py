@@ -29,14 +29,14 @@ from ..files.publishing import json_digest, publish, write_all
 from .packed_shapes import Publication, published_shape
 from .shapes import ShapeRow, to_row
 
-STORED_DTYPE = DType.bfloat16  # of nearly all published models
-QUANTIZATION_KEY = "quantization_config"  # in the architecture of a model published quantized
+STORED_DTYPE = DType.bfloat16  # nearly all published models have it
+QUANTIZATION_KEY = "quantization_config"  # key in the architecture of a model that is published quantized
 
 
 def build_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, ModelShape]:
-    """The shapes of a model by compute dtype, as `load_model` gives them for a checkpoint in `STORED_DTYPE` with the
-    tensors that transformers would write. Without savings by CPU kernels of the host. `architecture`: keys of
-    transformers' config, including `model_type`; its quantization is ignored.
+    """The shapes of a model by compute dtype, equal to those of `load_model` for a checkpoint in `STORED_DTYPE` that
+    transformers wrote. Memory saved by CPU kernels of the host is not included. `architecture`: keys of transformers'
+    config, including `model_type`; its quantization is ignored.
 
     Takes seconds and little memory. Raises ConfigError for an impossible architecture."""
     model = _build(architecture, STORED_DTYPE)

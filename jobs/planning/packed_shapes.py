@@ -49,8 +49,8 @@ class Publication:
         return Publication(name=name, unconverted_modules=tuple(map(str, left_out)))
 
     def format_of(self, parameter: Parameter) -> str | None:
-        """The storage format of a parameter; None if unquantized: vectors, routers, and outside of GGUF embeddings and
-        head."""
+        """The storage format of a parameter; None if it is unquantized: vectors and routers, and, except in GGUF,
+        embeddings and head."""
         name, path, shape = parameter.name, parameter.name.split("."), parameter.shape
         is_stack = (parameter.is_experts or "experts" in path) and len(shape) > 1 and not name.endswith("bias")
         is_matrix = is_stack or (len(shape) == 2 and name.endswith(".weight"))

@@ -38,7 +38,7 @@ COLORS = {
 }
 NUMBERS = "{x:,.6g}"
 LINE, REFUSED = "#444444", "#f3dddd"
-MARGIN = 2**0.25  # factor of the axis below the first value and above the last
+MARGIN = 2**0.25  # the axis extends by this factor below the first value and above the last
 WEIGHT_RESOURCES = (Resource.disk, Resource.host_to_device, Resource.host_memory)
 NUM_LAYERS_SHOWN = 3  # in the enlarged panel
 ROOFS_HEIGHT_PIXELS = 720
@@ -147,7 +147,7 @@ def draw_roofline(path: Path, roofs: RooflineReport, title: str) -> None:
 
 
 def _draw_operation(axes: Axes, operation: Operation, marker: str, color: str) -> None:
-    """Marks an operation at its intensity over the link, and with a hollow mark at that over its own memory."""
+    """Marks an operation at its intensity over the link, and, with a hollow mark, at its intensity over its memory."""
     rate = operation.flops_per_second
     style = {"marker": marker, "color": color, "markersize": 9, "linestyle": "", "zorder": 5}
     axes.plot([operation.intensity], [rate], label=operation.text, **style)
@@ -253,8 +253,8 @@ def run_sweep(config: PlanConfig, planned: Planned, directory: Path) -> Iterator
     publish_named(directory / f"{kind.value}.csv", lambda file: write_all(file, text.getvalue().encode()))
     knees = dict[str, float]()
     if kind is Sweep.batch:
-        # Block sizes from which on weight transfers no longer bind: for a decode pass by the simulator, and for
-        # feed-forward layers alone by the roofline (P2).
+        # Smallest block sizes for which weight transfers are not the limit: of a decode pass, by the simulator, and of
+        # feed-forward layers alone, by the roofline (P2).
         fitting = (point for point in points if point.planned is not None)
         compute_bound = [point.value for point in fitting if point.binding not in WEIGHT_RESOURCES]
         knees = {"knee, weights no longer bind": compute_bound[0]} if compute_bound else {}

@@ -81,7 +81,7 @@ class Planned:
 
     @property
     def num_decoded_tokens(self) -> int:
-        """New tokens without the first of each prompt, which prefill computes."""
+        """New tokens except the first one of each prompt, which prefill computes."""
         return sum(max(0, size.max_new_tokens - 1) for size in self.sizes)
 
 
@@ -189,8 +189,8 @@ def _stored_shape(config: PlanConfig, dtype: DType, *, has_device: bool) -> tupl
 
 
 def _choose_attention_method(machine: Machine, shape: ModelShape, dtype: DType) -> AttentionMethod:
-    """The attention kernels of the machine: flash kernels on devices with bfloat16 units. Shapes do not have a model's
-    soft cap, which kernels do not support."""
+    """The attention kernels of the machine: flash kernels on devices with bfloat16 units. Ignores a model's soft cap,
+    which kernels do not support: shapes do not record it."""
     if machine.device_bytes is None or not shape.is_packed:
         return AttentionMethod.host
     if shape.score_heads:

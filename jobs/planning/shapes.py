@@ -36,8 +36,8 @@ SIZES = tuple(f.name for f in fields(ModelShape) if f.name not in _OTHERS)
 
 
 class ParameterRow(TypedDict):
-    """A parameter. `name`: with `*` for the number of a layer. `tied`: the parameter with the same bytes. `format` and
-    `num_bytes`: only if published quantized."""
+    """A parameter. `name`: with `*` in place of the layer number. `tied`: the parameter that has the same bytes.
+    `format` and `num_bytes`: only if published quantized."""
 
     name: str
     dtype: str

@@ -69,7 +69,7 @@ _FOOT = "Tested: equals transformers' generate, token for token, in every tier (
 
 
 def find_families(part: str | None) -> list[Family]:
-    """The families with `part` in name or model type, in table order; all for None. Raises ConfigError for none."""
+    """The families with `part` in name or model type, in table order; None: all. Raises ConfigError without matches."""
     matches = [family for family in FAMILIES.values() if part is None or part in f"{family.name} {family.model_type}"]
     if not matches:
         types = ", ".join(dict.fromkeys(family.model_type for family in FAMILIES.values()))

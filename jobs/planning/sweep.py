@@ -21,13 +21,13 @@ RANKS = "ranks"
 STEP = 2**0.5
 STEPS, BLOCK_STEPS = range(-4, 7), range(-8, 9)  # below and above the configured value
 MEMORY_STEP, MEMORY_STEPS = 2**0.25, range(-6, 5)
-LIMIT_SHARE = 0.05  # relative precision of the largest block that fits
+LIMIT_SHARE = 0.05  # relative precision of the bisection for the largest block that fits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A varied quantity. `base_value`: its value in the original plan. `is_open`: stop at the first value that does not
-    fit. `note`: about the values."""
+    """A varied quantity. `base_value`: its value in the original plan. `is_open`: the sweep stops at the first value
+    that does not fit. `note`: text for the table."""
 
     name: str
     unit: str
@@ -56,8 +56,8 @@ class Axis:
             return SweepPoint(axis=self, value=value, planned=None, refusal=str(error).splitlines()[0])
 
     def _limit(self, fitting: float, refused: float) -> Iterator["SweepPoint"]:
-        """Bisects whole numbers. Yields the largest value that fits, unless it is `fitting`, and the smallest that does
-        not."""
+        """Bisects between `fitting` and `refused`. Yields the largest value that fits, unless it is `fitting`, and the
+        smallest that does not."""
         largest, smallest = None, self.try_value(refused)
         low, high = fitting, refused
         while high - low > max(1, LIMIT_SHARE * low):
@@ -86,7 +86,7 @@ class SweepPoint:
 
 
 def sweep(axes: Sequence[Axis]) -> Iterator[SweepPoint]:
-    """Yields plans as they are made, each with a search if policy=hrm."""
+    """Yields each point as soon as it is planned; with policy=hrm, each plan is searched."""
     for axis in axes:
         yield from axis.points()
 

@@ -34,7 +34,7 @@ from .store import FINAL, STATUSES, UPLOAD_PURPOSE, URLS, BatchStore, FileInUseE
 log = logging.getLogger(__name__)
 FORM_BYTES = MIB // 4  # limit of a request, without the bytes of its file
 RECEIVE_SECONDS = 60.0  # timeout of each piece of a request
-DRAIN_SECONDS, DRAIN_PAUSE_SECONDS = 30.0, 2.0  # timeouts for the rest of a rejected request, and for each piece
+DRAIN_SECONDS, DRAIN_PAUSE_SECONDS = 30.0, 2.0  # timeouts for the rest of a rejected body, and for each piece of it
 MAX_METADATA_KEYS, MAX_KEY_CHARACTERS, MAX_VALUE_CHARACTERS = 16, 64, 512  # OpenAI's limits
 MAX_FILENAME_CHARACTERS = 255
 MAX_BATCHES_LISTED, MAX_FILES_LISTED = 100, 10_000
@@ -115,7 +115,7 @@ async def _handle_timeout(request: Request, error: Exception) -> Response:
 
 
 async def _handle_os_error(request: Request, error: Exception) -> Response:
-    """Response to transient resource errors: a full disk, no file descriptors."""
+    """Response to transient resource errors, such as a full disk or too few file descriptors."""
     cause = error.__cause__ if isinstance(error, OutputError) else error
     is_full = isinstance(cause, OSError) and cause.errno in DISK_FULL_ERRNOS
     log.error("%s %s: %s", request.method, shorten(request.scope["path"]), error)
@@ -134,7 +134,7 @@ class _Guard:
     def __init__(self, app: ASGIApp, config: ServeConfig, key: str | None):
         self._app, self._config = app, config
         self._authorization = None if key is None else f"Bearer {key}".encode()
-        # Names of this host: against DNS rebinding, a web page whose host name resolves to this machine is rejected.
+        # Allowed values of `Host`. Against DNS rebinding: a web page's own host name may resolve to this machine.
         self._names = {"localhost", "127.0.0.1", "[::1]", config.host, f"[{config.host}]"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -193,7 +193,7 @@ class _RequestBody:
         return message
 
     async def drain(self) -> bool:
-        """Discards the rest of the body. Returns True if it was received completely."""
+        """Receives and discards the rest of the body. Returns True if the client has sent all of it."""
         with anyio.move_on_after(DRAIN_SECONDS), suppress(TimeoutError):
             while not (self._is_done or self._waits_for_continue):
                 await self.receive(DRAIN_PAUSE_SECONDS)
@@ -365,7 +365,7 @@ def _public_fields(record: JsonRecord) -> JsonRecord:
 
 
 def _list_page(request: Request, records: Sequence[JsonRecord], default: int, max_limit: int) -> Response:
-    """Page of `records` (oldest first) by the query parameters `limit`, `after` and `order`."""
+    """The page of `records` (oldest first) that the query parameters `limit`, `after` and `order` select."""
     query = request.query_params
     limit, order, after = query.get("limit", str(default)), query.get("order", "desc"), query.get("after")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= max_limit):

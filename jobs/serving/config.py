@@ -16,7 +16,7 @@ from ..config.words import quote
 MAX_PORT, MAX_FILE_MIB, MAX_GIB, MAX_COUNT = 65_535, 100_000, 1_000_000, 1_000_000
 SERVER_KEYS = ("run", "output", "output_root", "shard", "dataset", "prompt", "trace")
 ALLOWED_KEYS = ("dataset.limit", "dataset.max_row_bytes")
-PATHS = ("model.path", "model.tokenizer", "sampling.json_schema")  # if such a path does not exist, it may be a Hub id
+PATHS = ("model.path", "model.tokenizer", "sampling.json_schema")  # a Hub id or JSON if no such path exists
 
 
 def job_settings(job: str, settings: Sequence[str]) -> list[str]:

@@ -32,15 +32,15 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 EXIT_INTERRUPTED = 75  # exit code of a resumable job
 FINAL_EXIT_CODES = (2, 4, 70)  # permanent failures; 1 and 120 are Python's own, e.g. on a full disk
-MAX_FAILURES, MAX_PAUSE_SECONDS = 20, 300.0  # without progress, about an hour: pauses double from 1 s
+MAX_FAILURES, MAX_PAUSE_SECONDS = 20, 300.0  # failures without progress: about an hour, as pauses double from 1 s
 MAX_MESSAGE = 2_000  # characters of a job's error in a record
 LOG_TAIL_BYTES = 64 * KIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class _RetryState:
-    """Failures of a batch since its last progress. `num_tries`: all failed steps; `num_failures`: those that ended the
-    job. `retry_at`: monotonic time of the next try; ignored if the status has changed since."""
+    """Failures of a batch since its last progress. `num_tries`: all failed steps; `num_failures`: failed jobs only.
+    `num_parts`: parts at the last failure. `retry_at`: monotonic time of the next try; void once `status` changes."""
 
     num_tries: int = 0
     num_failures: int = 0
@@ -110,8 +110,8 @@ class Keeper(threading.Thread):
         return is_locked(self._store.log_path(str(batch["id"]))) or is_locked(self._run_directory(batch).lock)
 
     def _attempt(self, batch: JsonRecord) -> None:
-        """Advances a batch by one step. Postpones it after a transient failure and fails it after others. Raises
-        OutputError if that cannot be recorded."""
+        """Advances a batch by one step. Postpones the batch after a transient failure; fails it after a permanent one.
+        Raises OutputError if the failure cannot be recorded."""
         id = str(batch["id"])
         try:
             self._advance(id, batch)
@@ -209,8 +209,8 @@ class Keeper(threading.Thread):
                 raise  # a cancelled run may have no rows
         files: JsonRecord = {}
         counts, tokens = {"completed": 0, "failed": 0}, {"prompt_tokens": 0, "completion_tokens": 0}
-        pairs = {"output": (run.batch_output, "completed"), "errors": (run.batch_errors, "failed")}
-        for kind, (path, count) in pairs.items():
+        results = {"output": (run.batch_output, "completed"), "errors": (run.batch_errors, "failed")}
+        for kind, (path, count) in results.items():
             if path.exists() and path.stat().st_size:
                 file_id = f"{id.replace('batch_', 'file-')}-{kind}"
                 self._store.add_file(file_id, path, f"{id}_{kind}.jsonl", RESULT_PURPOSE)

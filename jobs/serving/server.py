@@ -27,8 +27,8 @@ from .store import BatchStore
 
 log = logging.getLogger(__name__)
 MIN_KEY_CHARACTERS = 16
-IDLE_SECONDS = 60  # after which a connection without a request is closed
-SHUTDOWN_SECONDS = 10  # for responses in progress
+IDLE_SECONDS = 60  # a connection without a request is closed after this time
+SHUTDOWN_SECONDS = 10  # time for responses in progress
 MAX_CONNECTIONS = 500
 LOG_INTERVAL_SECONDS = 60.0
 
@@ -128,7 +128,7 @@ def _api_key(config: ServeConfig, folder: Path) -> str:
 
 
 def _max_connections() -> int:
-    """Connection limit that leaves file descriptors for uploads, which need three each."""
+    """Connection limit; leaves file descriptors for uploads, three for each."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, soft // 4))
 

@@ -58,8 +58,8 @@ class FileInUseError(Exception):
 
 
 class BatchStore:
-    """Records below `directory`; this process must be the only writer. A change is on disk before it is visible in
-    memory. Thread-safe: records are replaced, never mutated."""
+    """Records below `directory`; this process must be the only writer. Writes each change to disk before it becomes
+    visible in memory. Thread-safe: records are replaced, never mutated."""
 
     def __init__(self, directory: Path):
         """Removes incomplete uploads of a killed server. Raises OutputError, OSError."""
@@ -106,7 +106,7 @@ class BatchStore:
                 self._receiving_bytes -= num_bytes
 
     def add_upload(self, source: BinaryIO, filename: str) -> JsonRecord:
-        """Stores a new file and returns its record. Raises OutputError; nothing is stored then."""
+        """Stores a new file and returns its record. Raises OutputError, with nothing stored."""
         id = new_id("file-")
         path = self.content_path(id)
         try:

@@ -45,8 +45,8 @@ class Worker(Closing):
         return self._acquire_unless_done(SUMMARY, self._directory.success.exists)
 
     def lease_blocks(self, left: Sequence[Block]) -> Iterator[tuple[Block, set[int]]]:
-        """Yields blocks of `left`, each leased until the next one is taken, with the indices of committed blocks, until
-        all are committed. Raises Interrupted, OutputError."""
+        """Yields blocks of `left`, each leased until the next is requested, with the indices of committed blocks. Ends
+        once all are committed. Raises Interrupted, OutputError."""
         while True:
             names = {path.name for path in visible_files(self._directory.generations)}
             done = {int(name.split("-")[1].split(".")[0]) for name in names if name.startswith("part-")}

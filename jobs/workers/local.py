@@ -30,16 +30,16 @@ SYSFS = Path("/sys/devices/system")
 
 
 def processors_by_node(system: Path = SYSFS, allowed: Collection[int] | None = None) -> list[list[int]]:
-    """Processors of each NUMA node, hyperthreads of a core adjacent. `allowed`: None is this process's affinity.
-    One node if the kernel lists none."""
+    """Processors of each NUMA node, hyperthreads of a core adjacent; one node if the kernel lists none. `allowed`:
+    usable processors; None: this process's affinity."""
     allowed = allowed if allowed is not None else os.sched_getaffinity(0)
     listed = [_parse_ranges(path) for path in sorted(system.glob("node/node[0-9]*/cpulist"))]
 
-    def by_core(number: int) -> tuple[int, int]:
+    def sort_key(number: int) -> tuple[int, int]:
         siblings = _parse_ranges(system / f"cpu/cpu{number}/topology/thread_siblings_list")
         return min(siblings, default=number), number
 
-    nodes = [sorted(set(node) & set(allowed), key=by_core) for node in listed]
+    nodes = [sorted(set(node) & set(allowed), key=sort_key) for node in listed]
     return [node for node in nodes if node] or [sorted(allowed)]
 
 
@@ -139,7 +139,7 @@ def machine_shares(
 
 
 class WorkersResult(NamedTuple):
-    """Combined result of all workers: exit code, and text for stdout and stderr that was not shown yet."""
+    """Combined result of all workers: exit code, and text that is still to be printed to stdout and stderr."""
 
     code: int
     output: str
