@@ -1,7 +1,7 @@
-"""Plans a run from requests and budgets: its blocks, the placement of its weights, and its predicted duration. Pure.
+"""Plans a run from requests and budgets: its blocks, the placement of its weights, and its predicted time.
 
-The composition of blocks can change generated text, as matrix products of other shapes round differently. A resumed run
-keeps its blocks, and its prefill chunks while they fit; its placement may change.
+Different blocks can change generated text, as matrix products of other shapes round differently. So a resumed run keeps
+its blocks, and its prefill chunks while they fit; its placement may change.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ from .search.hrm import SearchResult, search
 from .search.policy import Policy
 from .shape.model import ModelShape
 
-WORTHWHILE = 0.02  # of a run's time, that a non-default micro-batch size must save
-MIN_SEARCHED_SECONDS = 4.0  # predicted for the default plan: a search takes about one and may halve it
+WORTHWHILE = 0.02  # share of a run's time that a non-default order or micro-batch size must save
+MIN_SEARCHED_SECONDS = 4.0  # of the default plan: a search takes about one second, and may halve the run's time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,12 +163,12 @@ def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -
 
 
 def _plan_with_order(problem: Problem, blocks: tuple[Block, ...] | None, num_halvings: int) -> RunPlan:
-    starts = _initial_runs(problem, num_halvings) if blocks is None else [place_existing_blocks(problem, blocks)]
-    starts[0].placement.require_fit(problem.config)
+    initial = _initial_runs(problem, num_halvings) if blocks is None else [place_existing_blocks(problem, blocks)]
+    initial[0].placement.require_fit(problem.config)
     if not num_halvings:
-        starts = [tune_chunks(problem, run) for run in starts]
-    best, shortest = starts[0], problem.predict(starts[0])
-    for run in starts[1:]:  # prefer the first, unless another is clearly faster
+        initial = [tune_chunks(problem, run) for run in initial]
+    best, shortest = initial[0], problem.predict(initial[0])
+    for run in initial[1:]:  # prefer the first, unless another is clearly faster
         prediction = problem.predict(run)
         if prediction and shortest and prediction.seconds < (1 - WORTHWHILE) * shortest.seconds:
             best, shortest = run, prediction
@@ -199,8 +199,8 @@ def _initial_runs(problem: Problem, num_halvings: int) -> list[PlacedRun]:
 def _make_policy(plan: RunPlan, shape: ModelShape) -> Policy:
     order = plan.policy.schedule
     assert order is not None, "a plan has an order"
-    num_travelling, num_fixed = len(plan.placement.kv.page_bytes), len(shape.bounded_layers)
-    num_layers = sum(1 for size in shape.kv_layer_bytes if size) - num_fixed
+    num_offloaded, num_bounded = len(plan.placement.kv.page_bytes), len(shape.bounded_layers)
+    num_layers = sum(1 for size in shape.kv_layer_bytes if size) - num_bounded
     return Policy(
         micro_batch_size=plan.lane_size,
         num_micro_batches=plan.num_lanes,
@@ -208,5 +208,5 @@ def _make_policy(plan: RunPlan, shape: ModelShape) -> Policy:
         feedforward=plan.policy.feedforward or FeedForward.device,
         schedule=order,
         resident_layers=sum(stage.index in plan.placement.resident for stage in shape.layers),
-        kv_fraction=1 - num_travelling / num_layers if num_layers > 0 else 1.0,
+        kv_fraction=1 - num_offloaded / num_layers if num_layers > 0 else 1.0,
     )

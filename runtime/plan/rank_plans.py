@@ -88,12 +88,12 @@ class RankView:
         if not phase.seconds:
             return phase
         lanes, layers = run.num_lanes, len(self.shape.layers)
-        turn = phase.busy_seconds[Resource.compute] / lanes
+        lane_seconds = phase.busy_seconds[Resource.compute] / lanes
         is_streamed = bool(run.placement.walk.streamed)
-        ahead = max(turn, phase.seconds - turn * (lanes - 1) / layers) if is_streamed else turn
-        hidden = tokens * self.whole.hidden_size * self.whole.compute_dtype_bytes
-        sent = phase.num_passes * self.machine.fabric.send_seconds(hidden, self.num_ranks)
-        return replace(phase, seconds=phase.seconds + (self.num_ranks - 1) * (ahead + sent))
+        delay = max(lane_seconds, phase.seconds - lane_seconds * (lanes - 1) / layers) if is_streamed else lane_seconds
+        num_bytes = tokens * self.whole.hidden_size * self.whole.compute_dtype_bytes
+        send_seconds = phase.num_passes * self.machine.fabric.send_seconds(num_bytes, self.num_ranks)
+        return replace(phase, seconds=phase.seconds + (self.num_ranks - 1) * (delay + send_seconds))
 
     def plan(self, problem: Problem, make_plan: Callable[[Problem], RunPlan]) -> RunPlan:
         """Returns the plan that `make_plan` makes for the rank, waits included. For a pipeline, also tries more and
@@ -119,8 +119,8 @@ class RankView:
         if self.parallelism is Parallelism.one or run.prediction is None or not run.prediction.seconds:
             return 0.0
         rates = self.machine.rates
-        at_once = None if rates.shard_bytes_per_second is None else self.num_ranks * rates.link_in_bytes_per_second
-        free = replace(rates, exchange_bytes_per_second=UNLIMITED, exchange_seconds=0.0, shard_bytes_per_second=at_once)
+        shards = None if rates.shard_bytes_per_second is None else self.num_ranks * rates.link_in_bytes_per_second
+        free = replace(rates, exchange_bytes_per_second=UNLIMITED, exchange_seconds=0.0, shard_bytes_per_second=shards)
         chunk = chunk_tokens(run.policy)
         alone = predict(self.shape, run.placement, run.blocks, sizes, chunk, free, admission)
         return max(0.0, 1 - alone.seconds / run.prediction.seconds)

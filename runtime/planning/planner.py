@@ -68,8 +68,8 @@ class RuntimeCache(Closing):
 
     def rates(self, load: TypicalLoad, paged: frozenset[int], backends: BackendTable) -> MachineRates | None:
         """Returns rates measured with these backends for a load that covers this one; None if there are none."""
-        found = (rates for usual, *rest, rates in self._rates if rest == [paged, backends] and usual.covers(load))
-        return next(found, None)
+        matching = (rates for usual, *rest, rates in self._rates if rest == [paged, backends] and usual.covers(load))
+        return next(matching, None)
 
     def add_rates(self, load: TypicalLoad, paged: frozenset[int], backends: BackendTable, rates: MachineRates) -> None:
         self._rates.append((load, paged, backends, rates))
@@ -82,8 +82,8 @@ class RuntimeCache(Closing):
 log = logging.getLogger(__name__)
 
 MEASURED_LAYERS, MEASURING_BYTES = 4, 256 * MIB  # maximum memory of a measurement, in addition to loaded weights
-COMPARED_SECONDS = 10.0  # minimum time of a run's products, for a comparison of backends to pay
-WORTHWHILE = 0.05  # of a run's time, that another policy must save; predictions are not more accurate
+COMPARED_SECONDS = 10.0  # backends are compared if a run's products take at least this long
+WORTHWHILE = 0.05  # share of a run's time that another policy must save; predictions are no more accurate
 
 
 class PlanOptions(TypedDict, total=False):
@@ -145,19 +145,19 @@ class Planner:
                 )
         reclaim_device_memory(self.device)
         budgets, blocks, num_halvings = self.budgets, options.get("blocks"), options.get("num_halvings", 0)
-        first = plan_run(self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings)
-        for walk in (first.placement.walk, first.placement.decode_walk):
-            require_slots(walk, first.num_lanes)
+        initial = plan_run(self.model.shape, self.config, budgets, sizes, blocks=blocks, num_halvings=num_halvings)
+        for walk in (initial.placement.walk, initial.placement.decode_walk):
+            require_slots(walk, initial.num_lanes)
         rates = options.get("rates")
         if rates is None and sizes and self.measures_rates:
-            rates = self.measure(first, sizes)
+            rates = self.measure(initial, sizes)
         problem = Problem(shape=self.model.shape, config=self.config, budgets=budgets, sizes=sizes, rates=rates)
-        table = self._compare_backends(first, sizes, rates) if self.compares_backends and rates is not None else None
+        table = self._compare_backends(initial, sizes, rates) if self.compares_backends and rates is not None else None
         if table is not None:
             return self.plan(sizes, **(options | {"backends": table, "chunk_tokens": None}))
         if self.config.policy.kind is PolicyKind.fixed or not sizes:
-            kept = blocks if budgets.has_device else first.blocks
-            plan = plan_policy(problem, blocks=kept, num_halvings=num_halvings)
+            fixed_blocks = blocks if budgets.has_device else initial.blocks
+            plan = plan_policy(problem, blocks=fixed_blocks, num_halvings=num_halvings)
         else:
             machine = f"{self.config.machine.name} {self.host}{'' if has_compiler() else ' in plain operators'}"
             key = search_key(machine, self.model.shape, self.config, budgets, sizes)
@@ -184,39 +184,39 @@ class Planner:
         fastest = max([*rates.gemm_flops_per_second.values(), *rates.expert_flops_per_second.values()])
         if flops < COMPARED_SECONDS * fastest or not has_compiler():
             return None
-        usual = TypicalLoad.from_lanes(self.model.shape, block_lanes(plan.blocks[0], sizes), chunk_tokens(plan.policy))
-        found = compare_backends(self.model, self.host, usual)
-        return found if found != self._backends else None
+        load = TypicalLoad.from_lanes(self.model.shape, block_lanes(plan.blocks[0], sizes), chunk_tokens(plan.policy))
+        fastest_table = compare_backends(self.model, self.host, load)
+        return fastest_table if fastest_table != self._backends else None
 
     def measure(self, plan: RunPlan, sizes: Sequence[SequenceSize]) -> MachineRates:
         """Returns this machine's rates at the sizes of `plan`'s passes, in about a second; cached for loads that they
         cover."""
         lanes = block_lanes(plan.blocks[0], sizes)
-        usual, paged = TypicalLoad.from_lanes(self.model.shape, lanes, chunk_tokens(plan.policy)), plan.placement.paged
+        load, paged = TypicalLoad.from_lanes(self.model.shape, lanes, chunk_tokens(plan.policy)), plan.placement.paged
         if self.cache is not None:
-            if (known := self.cache.rates(usual, paged, self._backends)) is not None:
-                return known
+            if (cached_rates := self.cache.rates(load, paged, self._backends)) is not None:
+                return cached_rates
             layer_bytes = max(self.model.shape.sizes.slot_bytes(paged))
             self.cache.weights.make_room(MEASURED_LAYERS * layer_bytes + MEASURING_BYTES, plan.budgets)
         log.info("measuring this machine to predict the run's time")
         with self.open_reader() as reader:
-            rates = measure_rates(self.model, reader, self.device, usual, paged)
+            rates = measure_rates(self.model, reader, self.device, load, paged)
         if self.cache is not None:
-            self.cache.add_rates(usual, paged, self._backends, rates)
+            self.cache.add_rates(load, paged, self._backends, rates)
         return rates
 
     def revise(self, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> RunPlan:
-        """Returns `plan` updated for `rates`: a newly searched variant if it saves at least `WORTHWHILE`, otherwise the
-        same. Blocks and budgets stay, as the session holds its memory."""
+        """Returns `plan` updated for `rates`: with a newly searched variant if it saves `WORTHWHILE`, otherwise with
+        the same policy. Blocks and budgets stay, as the session holds its memory."""
         problem = Problem(shape=self.model.shape, config=self.config, budgets=plan.budgets, sizes=sizes, rates=rates)
-        kept = replace(problem, config=replace(self.config, policy=plan.policy, kv=plan.kv))
-        same, searched = plan_policy(kept, blocks=plan.blocks), find_policy(problem, blocks=plan.blocks)
-        assert same.prediction is not None, "rates are given"
+        same_policy = replace(problem, config=replace(self.config, policy=plan.policy, kv=plan.kv))
+        current, searched = plan_policy(same_policy, blocks=plan.blocks), find_policy(problem, blocks=plan.blocks)
+        assert current.prediction is not None, "rates are given"
         assert searched.prediction is not None, "rates are given"
-        is_worth_it = searched.prediction.seconds < (1 - WORTHWHILE) * same.prediction.seconds
+        is_worth_it = searched.prediction.seconds < (1 - WORTHWHILE) * current.prediction.seconds
         if is_worth_it and searched.searched_policy is not None:
             return searched
-        return replace(same, searched_policy=plan.searched_policy)
+        return replace(current, searched_policy=plan.searched_policy)
 
     def resolved_settings(self, plan: RunPlan) -> ResolvedSettings:
         dtype = str(self.model.compute_dtype).removeprefix("torch.")

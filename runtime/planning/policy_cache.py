@@ -70,7 +70,7 @@ def search_key(
 
 
 def policies_directory(cache_dir: str | None) -> Path:
-    """Returns the directory; `offload.cache_dir` of None means the user's."""
+    """Returns the directory of cached policies; `cache_dir` None: the user's cache."""
     return cache_root(cache_dir) / "policies"
 
 
@@ -83,9 +83,9 @@ def plan_with_cached_policy(
     num_halvings: int = 0,
     previous: Policy | None = None,
 ) -> RunPlan:
-    """Returns the plan by the policy that `policy.pin` names, else by `previous`, the run's policy so far, or the one
-    cached under `key`. If it does not fit, searches a new one and caches it; with key None it is not cached. Logs the
-    policy and why.
+    """Returns the plan for the policy that `policy.pin` names, else for `previous` (the run's policy so far), else for
+    the one cached under `key`. If there is none or it does not fit, searches a new one and caches it, unless `key` is
+    None. Logs the policy and the reasons.
 
     `blocks` and `num_halvings` as for `find_policy`. Raises ConfigError for an unknown pin, BudgetError if a pinned
     policy does not fit.

@@ -41,7 +41,7 @@ class KVLayout:
         return bool(self.page_bytes) and not self.num_slots
 
     def stride_bytes(self, layer: int) -> int:
-        """Returns the distance of pages in tier and slot. Direct I/O needs whole disk blocks."""
+        """Returns the bytes from one page to the next in tier and slot. Direct I/O needs whole disk blocks."""
         size = self.page_bytes[layer]
         return round_up(size, ALIGNMENT_BYTES) if self.tier is KVTier.nvme else size
 
@@ -53,9 +53,9 @@ class KVLayout:
         """Returns the pages of each pinned segment of the layer."""
         if self.stays_in_host:  # CPU attention needs all rows in one segment
             return (self.num_pages,)
-        most = max(1, SEGMENT_BYTES // self.stride_bytes(layer))
-        whole, rest = divmod(self.num_pages, most)
-        return (most,) * whole + ((rest,) if rest else ())
+        max_pages = max(1, SEGMENT_BYTES // self.stride_bytes(layer))
+        whole, rest = divmod(self.num_pages, max_pages)
+        return (max_pages,) * whole + ((rest,) if rest else ())
 
     @property
     def slot_bytes(self) -> int:
@@ -88,14 +88,14 @@ def offloaded_kv_layers(shape: ModelShape, tier: KVTier, fraction: float, *, has
 
 def layer_ranges(numbers: Iterable[int], max_length: int | None = None) -> Iterator[range]:
     """Groups sorted numbers into consecutive ranges of at most `max_length`."""
-    run = range(0)
+    current = range(0)
     for number in sorted(numbers):
-        if run and (number != run.stop or len(run) == max_length):
-            yield run
-            run = range(0)
-        run = range(run.start if run else number, number + 1)
-    if run:
-        yield run
+        if current and (number != current.stop or len(current) == max_length):
+            yield current
+            current = range(0)
+        current = range(current.start if current else number, number + 1)
+    if current:
+        yield current
 
 
 def kv_layout(
@@ -148,7 +148,7 @@ def kv_cost(shape: ModelShape, layout: KVLayout, *, has_device: bool) -> KVCost:
 
 ROUND_TRIP_PARTS = 5  # queries, keys, values, sinks; the output
 PART_ALIGNMENT_BYTES = 64  # of each part of a round trip, for vector loads
-STORES_IN_FLIGHT = 2  # copies of prompts' KV to the host that run at once
+STORES_IN_FLIGHT = 2  # concurrent copies of prompts' KV to the host
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -230,14 +230,14 @@ def lane_entries(
     inner = vectors * shape.intermediate_size
     widest_step = max(3 * largest * heads, inner)  # queries, keys and values, plus copies
     numbers = 4 * largest * width + widest_step
-    between = 2 * width + 2 * shape.head_dim  # per token between stages; the embeddings live until the pass ends
+    per_token = 2 * width + 2 * shape.head_dim  # per token between stages; the embeddings live until the pass ends
     attention = _attention_bytes(shape, micro_batches, prefill_chunk_tokens)
     widest = max(width, heads, shape.intermediate_size)
     packed = min(PACKED_INPUT_BYTES, 6 * largest * widest) + KERNEL_SCRATCH_BYTES
     products = max(PANEL_BYTES, packed + min(PANEL_BYTES, 4 * width * widest))  # few rows, then many
-    choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
-    if shape.has_decode_kernel and choices:  # groups of experts on a CPU
-        visits = in_flight * choices * visit_elements(width, shape.expert_inner_size)
+    num_choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
+    if shape.has_decode_kernel and num_choices:  # groups of experts on a CPU
+        visits = in_flight * num_choices * visit_elements(width, shape.expert_inner_size)
         products += min(GROUPED_BYTES, visits * size)
     entries = list[Entry]()
     if per_row := shape.state_bytes_per_sequence:
@@ -255,8 +255,8 @@ def lane_entries(
         entries.append(_delta_rule_entry(shape, shape.delta_rule, micro_batches, prefill_chunk_tokens))
     if shape.num_parts > 1:
         entries.append(_gather_entry(shape, largest, micro_batches))
-    equation = f"{in_flight:,} tokens in flight x {between:,} x {size} B"
-    entries.append(Entry(name="hidden states", num_bytes=in_flight * between * size, equation=equation))
+    equation = f"{in_flight:,} tokens in flight x {per_token:,} x {size} B"
+    entries.append(Entry(name="hidden states", num_bytes=in_flight * per_token * size, equation=equation))
     if shape.rank_stages is not None:  # received from the previous rank and sent to the next
         equation = f"2 x {in_flight:,} tokens in flight x {width:,} x {size} B"
         entries.append(Entry(name="rank transfers", num_bytes=2 * in_flight * width * size, equation=equation))
@@ -296,7 +296,7 @@ def exchanged_elements(shape: ModelShape) -> int:
 def _delta_rule_entry(
     shape: ModelShape, rule: DeltaRule, micro_batches: Sequence[MicroBatch], chunk_tokens: int
 ) -> Entry:
-    """Returns the entry of the lane that takes most."""
+    """Returns the entry of the lane that needs the most memory."""
     size, lanes = shape.compute_dtype_bytes, list(filter(None, micro_batches))
     rectangles = [(len(lane), prompt_columns(shape, len(lane), _prompt_width(lane), chunk_tokens)) for lane in lanes]
     rows, columns = max(rectangles, key=lambda rectangle: rule.num_bytes(*rectangle, size), default=(0, 0))
@@ -331,10 +331,10 @@ def _encoder_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> 
 
 
 def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chunk_tokens: int) -> int:
-    """Returns the attention memory of the lane that takes most: scores of a decode step; masks, scores and gathered KV
+    """Returns the largest attention memory of a lane: scores of a decode step; masks, scores and gathered KV
     of a prefill chunk; expanded latents."""
     size = shape.compute_dtype_bytes
-    worst = 0
+    largest = 0
     for lane in filter(None, micro_batches):
         longest = max(_row_positions(shape, lane), _prompt_width(lane) if shape.has_encoder else 0)
         tokens = pass_tokens(shape, lane, chunk_tokens)
@@ -361,12 +361,12 @@ def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chu
             # Three float32 copies of a prompt, or of the rows gathered at a time on an accelerator; and masks over the
             # pages of a pass, which it attends to both quantized and unquantized.
             width, new = shape.num_kv_heads * shape.head_dim, min(tokens, longest)
-            most = GATHERED_BYTES // (2 * width * size)
-            positions = longest if shape.has_decode_kernel else max(longest, min(len(lane) * longest, most))
+            max_positions = GATHERED_BYTES // (2 * width * size)
+            positions = longest if shape.has_decode_kernel else max(longest, min(len(lane) * longest, max_positions))
             prefill += 3 * 2 * width * 4 * positions + 4 * new * (longest + new)
         expanded = 2 * len(lane) * longest * shape.expanded_kv_width * size
-        worst = max(worst, decode + expanded, prefill + expanded)
-    return worst
+        largest = max(largest, decode + expanded, prefill + expanded)
+    return largest
 
 
 def resumed_chunks(
@@ -385,13 +385,13 @@ def resumed_chunks(
         ]
         pairs = zip(planned, room, strict=True)
         return tuple(max(len(lane), min(pass_tokens(shape, lane, 0), most)) for lane, most in pairs)
-    as_planned = [pass_tokens(shape, lane, chunk_tokens) for lane in planned]
+    planned_tokens = [pass_tokens(shape, lane, chunk_tokens) for lane in planned]
     room, tokens = _num_bytes(lane_entries(shape, planned, chunk_tokens)) + spare_bytes, chunk_tokens
-    while tokens > max(as_planned, default=0):
+    while tokens > max(planned_tokens, default=0):
         if _num_bytes(lane_entries(shape, resumed, tokens)) <= room:
             return (tokens,) * len(planned)
         tokens //= 2
-    return tuple(as_planned)
+    return tuple(planned_tokens)
 
 
 def encoder_activation_bytes(shape: ModelShape, lane: MicroBatch) -> int:
