@@ -70,20 +70,20 @@ def has_window_size() -> bool:
 
 
 def flash_attention(
-    q_THD: torch.Tensor, k_SHD: torch.Tensor, v_SHD: torch.Tensor, spans: TokenRanges, window: int | None, rule: Rule
+    q_THD: torch.Tensor, k_SHD: torch.Tensor, v_SHD: torch.Tensor, ranges: TokenRanges, window: int | None, rule: Rule
 ) -> torch.Tensor:
     """Causal attention of the ranges' tokens over their packed positions (S), the last `window` at most: (T, H, Dv).
     Requires `can_use_flash`, and keys and values from `align`."""
     padding = k_SHD.shape[2] - v_SHD.shape[2]
-    is_single = spans.most_new == 1  # every position is visible: no mask
+    is_single = ranges.most_new == 1  # every position is visible: no mask
     window_size = (-1, -1) if is_single else (-1 if window is None else window - 1, 0)
     inputs = (  # positional arguments of both functions
         align(q_THD),
         k_SHD,
         F.pad(v_SHD, (0, padding)) if padding else v_SHD,
-        *spans.bounds,
-        spans.most_new,
-        spans.most_positions,
+        *ranges.bounds,
+        ranges.most_new,
+        ranges.most_positions,
     )
     operator = flash_operator()
     if operator is not None:
@@ -106,9 +106,9 @@ def flash_attention(
             return_aux=AuxRequest(lse=True),
             **_gqa_options(is_grouped=q_THD.shape[1] != k_SHD.shape[1]),
         )
-    out_THD, sums_HT = result[:2]  # output and logsumexp of the scores
+    out_THD, lse_HT = result[:2]  # output and logsumexp of the scores
     if rule.sinks is not None:
-        out_THD *= torch.sigmoid(sums_HT.T - rule.sinks.float())[..., None]
+        out_THD *= torch.sigmoid(lse_HT.T - rule.sinks.float())[..., None]
     return out_THD[..., : v_SHD.shape[2]] if padding else out_THD
 
 
@@ -130,8 +130,8 @@ def flash_operator() -> Callable[..., Sequence[torch.Tensor]] | None:
 def align(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor, or a contiguous copy if its data or strides are not aligned for the kernels."""
     *strides, step = tensor.stride()
-    is_even = gcd(*strides) * tensor.itemsize % ALIGNMENT_BYTES == 0
-    if step == 1 and is_even and tensor.data_ptr() % ALIGNMENT_BYTES == 0:
+    has_aligned_strides = gcd(*strides) * tensor.itemsize % ALIGNMENT_BYTES == 0
+    if step == 1 and has_aligned_strides and tensor.data_ptr() % ALIGNMENT_BYTES == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -152,11 +152,11 @@ def decode_on_device(
     q_BHD: torch.Tensor, kv: LayerKV | QuantizedKV, rows: DecodeRows, reach: Reach, rule: Rule
 ) -> torch.Tensor:
     """Attention of one new token per row over its pages: (B, H, Dv)."""
-    spans = rows.token_ranges(reach)
+    ranges = rows.token_ranges(reach)
     is_flash = isinstance(kv, LayerKV) and can_use_flash(q_BHD, *kv.likes, rule)
     is_gathered = is_flash or can_use_fused(q_BHD, kv.likes[1], rule)
-    most = max(1, (GATHERED_BYTES if is_gathered else SCORED_BYTES) // kv.position_bytes)
-    groups = spans.groups(most, are_padded=not is_flash)
+    max_positions = max(1, (GATHERED_BYTES if is_gathered else SCORED_BYTES) // kv.position_bytes)
+    groups = ranges.groups(max_positions, are_padded=not is_flash)
 
     def decode(q_BHD: torch.Tensor, group: TokenRanges) -> torch.Tensor:
         if isinstance(kv, LayerKV) and is_flash:
@@ -178,13 +178,13 @@ def prefill_flash(
     if not can_use_flash(query, key, value, rule) or (kv is None and reach.chunk is not None):
         return None
     if kv is None:
-        spans = prompts.token_ranges(Reach())
+        ranges = prompts.token_ranges(Reach())
         begin = prompts.segments[0].kv_start
-        k_SHD, v_SHD = (align(each[begin : begin + spans.num_positions]) for each in (key, value))
-        tokens = spans.tokens
-        return [(tokens, flash_attention(query[tokens], k_SHD, v_SHD, spans, reach.window, rule))]
-    spans, outputs = prompts.token_ranges(reach), []
-    for group in spans.groups(max(1, GATHERED_BYTES // kv.position_bytes), are_padded=False):
+        k_SHD, v_SHD = (align(each[begin : begin + ranges.num_positions]) for each in (key, value))
+        tokens = ranges.tokens
+        return [(tokens, flash_attention(query[tokens], k_SHD, v_SHD, ranges, reach.window, rule))]
+    ranges, outputs = prompts.token_ranges(reach), []
+    for group in ranges.groups(max(1, GATHERED_BYTES // kv.position_bytes), are_padded=False):
         tokens = group.tokens
         k_SHD, v_SHD = (align(key[tokens]), align(value[tokens])) if group.is_fresh else kv.gather_packed(group)
         outputs.append((tokens, flash_attention(query[tokens], k_SHD, v_SHD, group, reach.window, rule)))

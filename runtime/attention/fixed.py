@@ -15,7 +15,7 @@ from .views import DecodeRows, Reach, TokenRanges
 STEPS = 2  # sizes per power of two: at most a third of the positions is padding
 MIN_POSITIONS = 64  # smallest size
 
-GroupKeys: TypeAlias = Mapping[Reach, frozenset[tuple[int, bool]]]  # arguments of `TokenRanges.groups`, by span
+GroupKeys: TypeAlias = Mapping[Reach, frozenset[tuple[int, bool]]]  # arguments of `TokenRanges.groups`
 
 
 def group_keys_from_rows(rows: DecodeRows) -> GroupKeys:

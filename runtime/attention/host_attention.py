@@ -146,22 +146,22 @@ def decode_attention_torch(
     """`decode_attention` in torch operators, on any device."""
     num_kv_heads, page_tokens = k_NPHD.shape[2], k_NPHD.shape[1]
     out_BHD = q_BHD.new_zeros(*q_BHD.shape[:2], v_NPHD.shape[3])
-    seeing = torch.nonzero(ends_B > begins_B).flatten()
+    nonempty_rows = torch.nonzero(ends_B > begins_B).flatten()
     sinks_HG1 = None if rule.sinks is None else rule.sinks.float().view(num_kv_heads, -1, 1)
     row_bytes = 4 * max(1, tables_Bn.shape[1]) * page_tokens * num_kv_heads * k_NPHD.shape[3]
-    for rows in seeing.split(max(1, GATHERED_BYTES // row_bytes)) if len(seeing) else ():
+    for rows in nonempty_rows.split(max(1, GATHERED_BYTES // row_bytes)) if len(nonempty_rows) else ():
         begins, ends = begins_B[rows], ends_B[rows]
         first, last = int(begins.min()) // page_tokens, -(-int(ends.max()) // page_tokens)
-        places_S = torch.arange(first * page_tokens, last * page_tokens, device=q_BHD.device)
-        hidden_BS = (places_S < begins[:, None]) | (places_S >= ends[:, None])
+        positions_S = torch.arange(first * page_tokens, last * page_tokens, device=q_BHD.device)
+        hidden_BS = (positions_S < begins[:, None]) | (positions_S >= ends[:, None])
         is_unused_Bn = hidden_BS.unflatten(1, (-1, page_tokens)).all(2)
         pages_Bn = tables_Bn[rows, first:last].long().masked_fill(is_unused_Bn, 0)
         k_BHSD, v_BHSD = (pages[pages_Bn].flatten(1, 2).transpose(1, 2) for pages in (k_NPHD, v_NPHD))
         k_BHSD, v_BHSD = cast_to_compute(k_BHSD, torch.float32), cast_to_compute(v_BHSD, torch.float32)
         q_BHGD = q_BHD[rows].float().unflatten(1, (num_kv_heads, -1)) * rule.scale
         weights_BHGS = rule.weights(q_BHGD @ k_BHSD.transpose(2, 3), sinks_HG1, hidden_BS[:, None, None])
-        seen_BHSD = v_BHSD.masked_fill(hidden_BS[:, None, :, None], 0)  # 0 times NaN is NaN
-        out_BHD[rows] = (weights_BHGS @ seen_BHSD).flatten(1, 2).to(out_BHD.dtype)
+        visible_BHSD = v_BHSD.masked_fill(hidden_BS[:, None, :, None], 0)  # 0 times NaN is NaN
+        out_BHD[rows] = (weights_BHGS @ visible_BHSD).flatten(1, 2).to(out_BHD.dtype)
     return out_BHD
 
 

@@ -49,8 +49,8 @@ class PlaceRun(NamedTuple):
     """`num` positions at consecutive places from `place` on; `at`: index of the first position."""
 
     place: int
-    at: int
-    num: int
+    offset: int
+    num_positions: int
 
 
 class PageGather(NamedTuple):
@@ -59,7 +59,7 @@ class PageGather(NamedTuple):
     tables_Bn: torch.Tensor  # page tables
     lasts_B: torch.Tensor  # index of the last page in the table
     slots_B: torch.Tensor  # tail slots
-    at_BS: torch.Tensor  # visible positions within the row's pages
+    positions_BS: torch.Tensor  # visible positions within the row's pages
 
 
 class PassLayout:
@@ -177,11 +177,11 @@ class PassLayout:
         return both[:, 0], both[:, 1:]
 
     def runs(self, row: int, begin: int, end: int) -> Iterator[PlaceRun]:
-        places, at = self.places(row, begin, end), 0
+        places, begin_index = self.places(row, begin, end), 0
         for i in range(1, len(places) + 1):
             if i == len(places) or places[i] != places[i - 1] + 1:
-                yield PlaceRun(places[at], at, i - at)
-                at = i
+                yield PlaceRun(places[begin_index], begin_index, i - begin_index)
+                begin_index = i
 
     def places(self, row: int, begin: int, end: int) -> list[int]:
         """Places of positions [begin, end) of a row."""
@@ -286,12 +286,12 @@ class QuantizedKV:
 
     def gather_padded(self, ranges: TokenRanges) -> Pair:
         """Copies of decoding rows' positions, (B, S, H, D) each, padded by repeats."""
-        places = self.layout.page_gather(ranges)
-        stored = self.format.decode(self.pages[places.tables_Bn.flatten()], self.tails[0].dtype)
-        rows_B = torch.arange(len(places.slots_B), device=places.slots_B.device)
+        indices = self.layout.page_gather(ranges)
+        stored = self.format.decode(self.pages[indices.tables_Bn.flatten()], self.tails[0].dtype)
+        rows_B = torch.arange(len(indices.slots_B), device=indices.slots_B.device)
         gathered = []
         for pages, tails in zip(stored, self.tails, strict=True):
-            pages_BnPHD = pages.unflatten(0, places.tables_Bn.shape)
-            pages_BnPHD[rows_B, places.lasts_B] = tails[places.slots_B]
-            gathered.append(pages_BnPHD.flatten(1, 2)[rows_B[:, None], places.at_BS])
+            pages_BnPHD = pages.unflatten(0, indices.tables_Bn.shape)
+            pages_BnPHD[rows_B, indices.lasts_B] = tails[indices.slots_B]
+            gathered.append(pages_BnPHD.flatten(1, 2)[rows_B[:, None], indices.positions_BS])
         return gathered[0], gathered[1]

@@ -1,8 +1,8 @@
 """Encodings of `kv.dtype` in plain torch operators: casts of single values, or quantized pages.
 
-int8: value = scale * code. int4: value = scale * (code + zero). The int8 zero point gives a channel far from zero 16
-levels; the step is never finer than that of int8. Scales are rounded to bfloat16 before codes are computed. A value
-that is not finite makes all values with its scale not finite.
+int8: value = scale * code. int4: value = scale * (code + zero). With the int8 zero point, a channel far from zero uses
+all 16 levels; the step is never finer than that of int8. Scales are rounded to bfloat16 before codes are computed. A
+value that is not finite makes all values with its scale not finite.
 
 Letters as in paged.py; M pages.
 """
@@ -91,17 +91,17 @@ class PageFormat:
 
     def _quantize(self, x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Codes, scales and zero points, float32; numbers along `dim` share a scale."""
-        most, low, high = MAX_CODE[self.kv_dtype], x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+        max_code, low, high = MAX_CODE[self.kv_dtype], x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
         scale = torch.maximum(-low, high) / 127
         if self.kv_dtype is KVDType.int4:
-            scale = torch.maximum(scale, (high - low) / most)
+            scale = torch.maximum(scale, (high - low) / max_code)
         scale = scale.bfloat16().float()  # exactness: decode uses the rounded scale
         steps = torch.where(scale > 0, 1 / scale, 0)
         levels = (x * steps).round_()
         if self.kv_dtype is KVDType.int8:
-            return levels.clamp_(-most, most).nan_to_num_(0), scale, torch.zeros_like(scale)
+            return levels.clamp_(-max_code, max_code).nan_to_num_(0), scale, torch.zeros_like(scale)
         zero = (low * steps).round_().clamp_(-128, 127).nan_to_num_(0)
-        return (levels - zero).clamp_(0, most).nan_to_num_(0), scale, zero
+        return (levels - zero).clamp_(0, max_code).nan_to_num_(0), scale, zero
 
     def decode(self, pages: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Dequantizes pages (M, bytes) in float32 to keys and values (M, P, H, D) of `dtype`."""

@@ -151,19 +151,19 @@ class Reach:
         begin = 0 if self.window is None else max(0, position + 1 - self.window)
         return begin if self.chunk is None else max(begin, position // self.chunk * self.chunk)
 
-    def hidden_mask(self, queries_T1: torch.Tensor, places_1S: torch.Tensor) -> torch.Tensor:
+    def hidden_mask(self, queries_T1: torch.Tensor, positions_1S: torch.Tensor) -> torch.Tensor:
         """Mask (T, S), True where a position is out of a query's reach."""
-        hidden = torch.zeros(len(queries_T1), places_1S.shape[1], dtype=torch.bool, device=queries_T1.device)
+        hidden = torch.zeros(len(queries_T1), positions_1S.shape[1], dtype=torch.bool, device=queries_T1.device)
         if self.window is not None:
-            hidden |= places_1S <= queries_T1 - self.window
+            hidden |= positions_1S <= queries_T1 - self.window
         if self.chunk is not None:
-            hidden |= places_1S < queries_T1 // self.chunk * self.chunk
+            hidden |= positions_1S < queries_T1 // self.chunk * self.chunk
         return hidden
 
 
 @dataclass(frozen=True)
 class View:
-    """Cached positions [first, end) of a segment; `hidden` (T, S) masks out positions; None: nothing is hidden."""
+    """Positions [first, end) that a segment's tokens see; `hidden` (T, S) masks out some; None: nothing is hidden."""
 
     first: int
     end: int
@@ -200,9 +200,9 @@ class Segment:
         if self.new == 1 and self.past:
             view = View(first, self.end, None)
         elif self.past or reach.first(self.end - 1):
-            places = torch.arange(first, self.end, device=self.device)[None]
+            positions = torch.arange(first, self.end, device=self.device)[None]
             queries = torch.arange(self.past, self.end, device=self.device)[:, None]
-            view = View(first, self.end, (places > queries) | reach.hidden_mask(queries, places))
+            view = View(first, self.end, (positions > queries) | reach.hidden_mask(queries, positions))
         self._views[reach] = view
         return view
 
@@ -210,10 +210,10 @@ class Segment:
         """Range of the row's quantized pages, and a mask (T, S), True where hidden. S covers those pages, then the
         computed positions from the first page that the segment writes."""
         if reach not in self._paged_views:
-            own = self.past // page_tokens * page_tokens
+            first_computed = self.past // page_tokens * page_tokens
             pages = range(reach.first(self.past) // page_tokens, (self.end - 1) // page_tokens)
             stored = torch.arange(pages.start * page_tokens, pages.stop * page_tokens, device=self.device)[None]
-            computed = torch.arange(own, self.end, device=self.device)[None]
+            computed = torch.arange(first_computed, self.end, device=self.device)[None]
             queries = torch.arange(self.past, self.end, device=self.device)[:, None]
             begins = queries // page_tokens * page_tokens
             visible = torch.cat([stored < begins, (computed >= begins) & (computed <= queries)], 1)
@@ -222,11 +222,11 @@ class Segment:
 
     def token_ranges(self, reach: Reach) -> Iterator[TokenRange]:
         """One range; with chunked attention, one for each chunk."""
-        at = self.past
-        while at < self.end:
-            end = self.end if reach.chunk is None else min(self.end, (at // reach.chunk + 1) * reach.chunk)
-            yield TokenRange(self.row, self.start + at - self.past, end - at, reach.first(at), end)
-            at = end
+        begin = self.past
+        while begin < self.end:
+            end = self.end if reach.chunk is None else min(self.end, (begin // reach.chunk + 1) * reach.chunk)
+            yield TokenRange(self.row, self.start + begin - self.past, end - begin, reach.first(begin), end)
+            begin = end
 
 
 @dataclass(frozen=True)
@@ -235,13 +235,13 @@ class Prompts:
 
     segments: Sequence[Segment]
     device: torch.device
-    _spans: dict[Reach, TokenRanges] = field(default_factory=dict, compare=False)
+    _ranges: dict[Reach, TokenRanges] = field(default_factory=dict, compare=False)
 
     def token_ranges(self, reach: Reach) -> TokenRanges:
-        if reach not in self._spans:
+        if reach not in self._ranges:
             parts = tuple(part for segment in self.segments for part in segment.token_ranges(reach))
-            self._spans[reach] = TokenRanges(parts, self.device)
-        return self._spans[reach]
+            self._ranges[reach] = TokenRanges(parts, self.device)
+        return self._ranges[reach]
 
 
 @dataclass(frozen=True)
@@ -254,23 +254,23 @@ class DecodeRows:
     device: torch.device
     _begins: dict[Reach, torch.Tensor] = field(default_factory=dict, compare=False)
     _hidden: dict[Reach, torch.Tensor | None] = field(default_factory=dict, compare=False)
-    _spans: dict[Reach, TokenRanges] = field(default_factory=dict, compare=False)
+    _ranges: dict[Reach, TokenRanges] = field(default_factory=dict, compare=False)
 
     @cached_property
     def tokens_B(self) -> torch.Tensor:
         return upload(self.tokens, self.device)
 
     def token_ranges(self, reach: Reach) -> TokenRanges:
-        if reach not in self._spans:
+        if reach not in self._ranges:
             each = zip(self.rows, self.past, self.tokens, strict=True)
             parts = tuple(TokenRange(row, token, 1, reach.first(past), past + 1) for row, past, token in each)
-            self._spans[reach] = TokenRanges(parts, self.device)
-        return self._spans[reach]
+            self._ranges[reach] = TokenRanges(parts, self.device)
+        return self._ranges[reach]
 
     @property
     def reaches(self) -> Mapping[Reach, TokenRanges]:
         """Ranges of all `token_ranges` calls so far."""
-        return self._spans
+        return self._ranges
 
     @property
     def longest(self) -> int:
@@ -291,9 +291,9 @@ class DecodeRows:
     def hidden(self, reach: Reach) -> torch.Tensor | None:
         """Mask (B, longest), True where a row does not see a position; None if every row sees all."""
         if reach not in self._hidden:
-            places = torch.arange(self.longest, device=self.device)[None]
+            positions = torch.arange(self.longest, device=self.device)[None]
             hides = any(past + 1 < self.longest or reach.first(past) for past in self.past)
-            hidden = (places >= self.ends[:, None]) | (places < self.begins(reach)[:, None]) if hides else None
+            hidden = (positions >= self.ends[:, None]) | (positions < self.begins(reach)[:, None]) if hides else None
             self._hidden[reach] = hidden
         return self._hidden[reach]
 

@@ -2,7 +2,7 @@
 computes. Pure.
 
 Requests enter in the order of the plan, and the last one that entered is preempted first. So the first request always
-progresses, and every request finishes. A shared prefix is computed by a sequence of its own, which takes no slot.
+progresses, and every request finishes. An additional sequence computes each shared prefix; it takes no slot.
 
 Sources: iteration-level scheduling from Orca (Yu et al. 2022); chunked prefill under one token budget with decode from
 Sarathi (Agrawal et al. 2023); preemption with recomputation from vLLM (Kwon et al. 2023)."""
@@ -127,15 +127,15 @@ def plan_pass(
             free += limits.pages(youngest.num_cached) - limits.pages(limits.rule.num_shared(youngest.prefix))
             preempted.insert(0, youngest)
         assigned = _assign_tokens(remaining, prefixes, limits)
-    entered = [] if preempted else _admit(waiting, remaining, prefixes, free, limits)
-    assert remaining or entered or not waiting, f"request {waiting[0].request} can never be admitted: {free} pages"
-    new_tokens, filled = _assign_tokens([*remaining, *entered], prefixes, limits) if entered else assigned
+    admitted = [] if preempted else _admit(waiting, remaining, prefixes, free, limits)
+    assert remaining or admitted or not waiting, f"request {waiting[0].request} can never be admitted: {free} pages"
+    new_tokens, prefix_tokens = _assign_tokens([*remaining, *admitted], prefixes, limits) if admitted else assigned
     return PassPlan(
         preempted=tuple(slot.request for slot in preempted),
-        admitted=tuple((slot.request, slot.lane) for slot in entered),
+        admitted=tuple((slot.request, slot.lane) for slot in admitted),
         new_tokens=new_tokens,
         dropped=tuple(prefixes.dropped),
-        prefix_tokens=filled,
+        prefix_tokens=prefix_tokens,
     )
 
 
@@ -170,7 +170,7 @@ def _assign_tokens(
     """Distributes each lane's token budget: to decode, then to shared prefixes, then to prompt chunks, oldest first.
     Prefixes go by lane: in the same pass, a later lane can use the prefix that an earlier one computes."""
     budgets, rule = [limits.lane_tokens] * limits.num_lanes, limits.rule
-    new_tokens, filled = dict[int, int](), dict[PrefixKey, int]()
+    new_tokens, prefix_tokens = dict[int, int](), dict[PrefixKey, int]()
 
     def spend(lane: int, num_tokens: int) -> int:
         granted = min(budgets[lane], num_tokens)
@@ -179,7 +179,7 @@ def _assign_tokens(
 
     def can_prefill(slot: SlotState) -> bool:
         is_at_prefix = slot.prefix is not None and slot.num_cached == rule.num_shared(slot.prefix)
-        return not is_at_prefix or prefixes.can_start_after(slot.prefix, slot.lane, filled)
+        return not is_at_prefix or prefixes.can_start_after(slot.prefix, slot.lane, prefix_tokens)
 
     prompts = list[SlotState]()
     for slot in running:
@@ -193,12 +193,12 @@ def _assign_tokens(
     incomplete = [(key, cached) for key, cached in prefixes if cached.num_cached < rule.num_shared(key[0])]
     for (prefix, key_lane), cached in sorted(incomplete, key=lambda item: item[1].lane):
         is_at_parent = cached.num_cached == rule.num_shared(prefix.parent)
-        if not is_at_parent or prefixes.can_start_after(prefix.parent, cached.lane, filled):
-            filled[prefix, key_lane] = spend(cached.lane, rule.num_shared(prefix) - cached.num_cached)
+        if not is_at_parent or prefixes.can_start_after(prefix.parent, cached.lane, prefix_tokens):
+            prefix_tokens[prefix, key_lane] = spend(cached.lane, rule.num_shared(prefix) - cached.num_cached)
     for slot in prompts:
         if can_prefill(slot) and (granted := spend(slot.lane, slot.num_missing)):
             new_tokens[slot.request] = granted
-    return new_tokens, {key: count for key, count in filled.items() if count}
+    return new_tokens, {key: count for key, count in prefix_tokens.items() if count}
 
 
 def _admit(
@@ -215,19 +215,19 @@ def _admit(
     for slot in running:
         num_assigned[slot.lane] += 1
         num_tokens[slot.lane] += slot.num_known
-    room = free_pages - prefixes.pending_pages
+    left = free_pages - prefixes.pending_pages
     page = limits.page_tokens
     for slot in running:  # reserve one page beyond the known tokens of each
         reserved = slot.num_known + page
-        room -= -(-(reserved if reserved < slot.max_cached else slot.max_cached) // page) - -(-slot.num_cached // page)
-    entered: list[SlotState] = []
+        left -= -(-(reserved if reserved < slot.max_cached else slot.max_cached) // page) - -(-slot.num_cached // page)
+    admitted: list[SlotState] = []
     for index, request in enumerate(waiting):
         open_lanes = [lane for lane in range(limits.num_lanes) if num_assigned[lane] < limits.lane_size]
         if not open_lanes:
             break
         prefix = request.prefix
         lane = min(open_lanes, key=lambda lane: (num_tokens[lane] + prefixes.missing_tokens(prefix, lane), lane))
-        entering = SlotState(
+        candidate = SlotState(
             request=request.request,
             lane=lane,
             num_cached=limits.rule.num_shared(prefix),
@@ -236,17 +236,19 @@ def _admit(
             prefix=prefix,
         )
         needed = limits.pages(min(request.num_known + limits.page_tokens, request.max_cached))
-        needed += prefixes.missing_pages(prefix, lane) - limits.pages(entering.num_cached)
-        if needed > room:
+        needed += prefixes.missing_pages(prefix, lane) - limits.pages(candidate.num_cached)
+        if needed > left:
             num_released = prefixes.make_room(
-                needed - room, _assigned_prefixes([*running, *entered, entering]), _waiting_prefixes(waiting[index:])
+                needed - left,
+                _assigned_prefixes([*running, *admitted, candidate]),
+                _waiting_prefixes(waiting[index:]),
             )
             if num_released is None:
                 break
-            room += num_released
+            left += num_released
         prefixes.open(prefix, lane)
-        room -= needed
+        left -= needed
         num_assigned[lane] += 1
         num_tokens[lane] += request.num_known
-        entered.append(entering)
-    return entered
+        admitted.append(candidate)
+    return admitted

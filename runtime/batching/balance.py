@@ -100,7 +100,7 @@ def _plan_beam_blocks(
     return tuple(
         Block(
             index=block.index,
-            micro_batches=tuple(tuple(i for each in lane for i in searches[each]) for lane in block.micro_batches),
+            micro_batches=tuple(tuple(i for search in lane for i in searches[search]) for lane in block.micro_batches),
         )
         for block in blocks
     )
@@ -124,7 +124,7 @@ def _plan_prefix_blocks(
         for lane in lanes:
             first = prefixes[lane.members[0]]
             lanes_by_root[[*first.chain][-1] if first is not None else None].append(lane)
-        lanes = [lane for each in lanes_by_root.values() for lane in each]
+        lanes = [lane for same_root in lanes_by_root.values() for lane in same_root]
     for turn, lane in enumerate(lanes):
         index = turn * min(num_blocks, len(lanes)) // len(lanes) if is_continuous else _snake_index(turn, num_blocks)
         block_lanes[index].append(tuple(lane.members))
@@ -140,14 +140,14 @@ def balance(members: Sequence[int], num_tokens: Sequence[int], micro_batch_size:
     """MoE-Lightning's Algorithm 2: longest first, each into the micro-batch with room and the fewest tokens. `members`
     must be sorted longest first. Uses as few micro-batches as the size allows."""
     groups: list[list[int]] = [[] for _ in range(-(-len(members) // micro_batch_size))]
-    with_room = [(0, group) for group in range(len(groups))]  # heap of (tokens, group)
+    open_groups = [(0, group) for group in range(len(groups))]  # heap of (tokens, group)
     for member in members:
-        total, target = with_room[0]
+        total, target = open_groups[0]
         groups[target].append(member)
         if len(groups[target]) < micro_batch_size:
-            heapreplace(with_room, (total + num_tokens[member], target))
+            heapreplace(open_groups, (total + num_tokens[member], target))
         else:
-            heappop(with_room)
+            heappop(open_groups)
     return groups
 
 
@@ -167,16 +167,16 @@ def group_by_prefix(
             chains[prefix] = None
             prefix = prefix.parent
     for prefix in sorted(chains, key=lambda prefix: prefix.num_tokens, reverse=True):  # children before parents
-        own, groups = rows.pop(prefix, []), child_groups.pop(prefix, [])
-        count = len(own) + sum(len(group.members) for group in groups)
-        if count <= lane_size:
-            merged = Group(members=own, num_tokens=sum(num_tokens[i] for i in own) - len(own) * prefix.num_tokens)
+        members, groups = rows.pop(prefix, []), child_groups.pop(prefix, [])
+        num_members = len(members) + sum(len(group.members) for group in groups)
+        if num_members <= lane_size:
+            merged = Group(members=members, num_tokens=sum(num_tokens[i] - prefix.num_tokens for i in members))
             for group in groups:
                 merged.add(group)
             groups = [merged]
         else:
-            parts = [*groups, *_singletons(own, num_tokens, prefix.num_tokens)]
-            groups = _pack_groups(parts, -(-count // width), lane_size)
+            parts = [*groups, *_singletons(members, num_tokens, prefix.num_tokens)]
+            groups = _pack_groups(parts, -(-num_members // width), lane_size)
         for group in groups:
             group.num_tokens += prefix.num_tokens - (prefix.parent.num_tokens if prefix.parent is not None else 0)
         child_groups[prefix.parent] += groups
@@ -188,26 +188,26 @@ def _singletons(rows: Iterable[int], num_tokens: Sequence[int], num_shared: int)
 
 
 def _pack_groups(parts: Sequence[Group], num_groups: int, group_size: int) -> list[Group]:
-    """Packs parts into groups of up to `most` sequences: largest parts first, each into the group with room and the
-    fewest tokens, as in MoE-Lightning's Algorithm 2. A part that fits nowhere is split."""
+    """Packs parts into groups of up to `group_size` sequences: largest parts first, each into the group with room and
+    the fewest tokens, as in MoE-Lightning's Algorithm 2. A part that fits nowhere is split."""
     groups = [Group() for _ in range(num_groups)]
     waiting = defaultdict[int, list[Group]](list)
     for part in parts:
         waiting[len(part.members)].append(part)
     for size in range(max(waiting, default=0), 0, -1):
-        with_room = [(g.num_tokens, i) for i, g in enumerate(groups) if len(g.members) + size <= group_size]
-        heapify(with_room)
+        open_groups = [(g.num_tokens, i) for i, g in enumerate(groups) if len(g.members) + size <= group_size]
+        heapify(open_groups)
         for part in sorted(waiting.pop(size, []), key=lambda part: part.num_tokens, reverse=True):
-            if not with_room:
-                roomiest = min(groups, key=lambda group: len(group.members))
-                part, rest = part.split(group_size - len(roomiest.members))
-                roomiest.add(part)
-                waiting[len(rest.members)].append(rest)
+            if not open_groups:
+                smallest = min(groups, key=lambda group: len(group.members))
+                part, remainder = part.split(group_size - len(smallest.members))
+                smallest.add(part)
+                waiting[len(remainder.members)].append(remainder)
                 continue
-            _, i = with_room[0]
+            _, i = open_groups[0]
             groups[i].add(part)
             if len(groups[i].members) + size <= group_size:
-                heapreplace(with_room, (groups[i].num_tokens, i))
+                heapreplace(open_groups, (groups[i].num_tokens, i))
             else:
-                heappop(with_room)
+                heappop(open_groups)
     return groups

@@ -63,7 +63,8 @@ class PrefixSharing:
 
     @staticmethod
     def from_prefixes(prefixes: Sequence[SharedPrefix | None]) -> "PrefixSharing":
-        """Leaves out prefixes with one user in this subset, or at which no prompts diverge. `prefixes`: of the run."""
+        """Leaves out prefixes with one user in this subset, or at which no prompts diverge. `prefixes`: the longest of
+        each prompt in the whole run."""
         ends, counts = Counter(prefixes), Counter[SharedPrefix]()
         ends.pop(None, None)
         for prefix, count in ends.items():
@@ -115,7 +116,7 @@ class _Node:
 
 
 def shared_prefixes(prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> list[SharedPrefix | None]:
-    """Longest shared prefix of each prompt within its first `limits` tokens. Sorts the prompts, compares neighbors."""
+    """Longest shared prefix of each prompt within its first `limits[i]` tokens. Sorts prompts, compares neighbors."""
     heads = [array("i", prompt[:limit]).tobytes() for prompt, limit in zip(prompts, limits, strict=True)]
     order = sorted(range(len(heads)), key=heads.__getitem__)
     prefixes = list[SharedPrefix | None]([None] * len(heads))
@@ -152,15 +153,15 @@ def _trie(heads: Sequence[bytes]) -> _Node:
     return root
 
 
-def _num_common(one: bytes, other: bytes) -> int:
+def _num_common(first: bytes, second: bytes) -> int:
     """Length of the common prefix in tokens, by bisection; 0 if shorter than `MIN_PREFIX_TOKENS`."""
     min_bytes = MIN_PREFIX_TOKENS * TOKEN_BYTES
-    if one[:min_bytes] != other[:min_bytes]:
+    if first[:min_bytes] != second[:min_bytes]:
         return 0
-    low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
+    low, high = 0, min(len(first), len(second)) // TOKEN_BYTES
     while low < high:
         middle = (low + high + 1) // 2
-        if one[low * TOKEN_BYTES : middle * TOKEN_BYTES] == other[low * TOKEN_BYTES : middle * TOKEN_BYTES]:
+        if first[low * TOKEN_BYTES : middle * TOKEN_BYTES] == second[low * TOKEN_BYTES : middle * TOKEN_BYTES]:
             low = middle
         else:
             high = middle - 1
@@ -237,13 +238,13 @@ class RetainedPrefixes:
         """Pages that prefixes in progress still need."""
         return sum(self._num_pages(key) - self._stored_pages(key) for key in self._cached)
 
-    def can_start_after(self, prefix: SharedPrefix | None, lane: int, filled: Mapping[PrefixKey, int]) -> bool:
-        """True if a sequence of the lane may start after the prefix in a pass that adds `filled` tokens to prefixes."""
+    def can_start_after(self, prefix: SharedPrefix | None, lane: int, new_tokens: Mapping[PrefixKey, int]) -> bool:
+        """True if a sequence of the lane may start after the prefix in a pass that adds `new_tokens` to prefixes."""
         if prefix is None:
             return True
         key = prefix, ALL_LANES if self._rule.among_lanes else lane
         cached, num_tokens = self._cached[key], self._rule.num_shared(prefix)
-        in_pass = filled.get(key, 0) if self._rule.in_pass and cached.lane <= lane else 0
+        in_pass = new_tokens.get(key, 0) if self._rule.in_pass and cached.lane <= lane else 0
         return cached.num_cached + in_pass == num_tokens
 
     def drop_unused(self, assigned: Assigned, queue: Queue) -> int:
@@ -258,17 +259,17 @@ class RetainedPrefixes:
         return self._drop(idle[0]) if idle else None
 
     def make_room(self, num_pages: int, assigned: Assigned, queue: Queue) -> int | None:
-        """Drops idle prefixes until `num_pages` pages, stored or pending, are released. Returns their number; None, and
-        drops nothing, if they have fewer."""
-        idle, num_dropped = self._eviction_order(self._idle_keys(assigned), _first_uses(queue)), 0
+        """Drops idle prefixes until `num_pages` pages, stored or pending, are released. Returns how many were released;
+        returns None and drops nothing if idle prefixes have fewer."""
+        idle, num_released = self._eviction_order(self._idle_keys(assigned), _first_uses(queue)), 0
         if sum(map(self._num_pages, idle)) < num_pages:
             return None
         for key in idle:
-            if num_dropped >= num_pages:
+            if num_released >= num_pages:
                 break
-            num_dropped += self._num_pages(key)
+            num_released += self._num_pages(key)
             self._drop(key)
-        return num_dropped
+        return num_released
 
     def _idle_keys(self, assigned: Assigned) -> list[PrefixKey]:
         """Keys without running users."""

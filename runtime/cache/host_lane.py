@@ -35,8 +35,8 @@ class HostLayerKV(LayerKV):
         copies = list[CopyPart]()
         for (pages, _), row in zip(sources, rows_SHD, strict=True):
             flat = pages.flatten(0, 1)
-            for place, at, num in self.layout.runs(segment.row, 0, segment.past):
-                copies.append(CopyPart(flat[place : place + num], row[at : at + num]))
+            for place, index, num in self.layout.runs(segment.row, 0, segment.past):
+                copies.append(CopyPart(flat[place : place + num], row[index : index + num]))
         self.exchange.load(self.index, copies)
         for (_, new), row in zip(sources, rows_SHD, strict=True):
             row[segment.past :] = new[0, :, segment.start : segment.start + segment.new].transpose(0, 1)
@@ -54,8 +54,8 @@ class HostLayerKV(LayerKV):
             middle, end = begin + part.past - part.first, begin + part.num_positions
             for (pages, new_HTD), packed in zip(sources, packed_SHD, strict=True):
                 flat = pages.flatten(0, 1)
-                for place, at, num in self.layout.runs(part.row, part.first, part.past):
-                    copies.append(CopyPart(flat[place : place + num], packed[begin + at : begin + at + num]))
+                for place, index, num in self.layout.runs(part.row, part.first, part.past):
+                    copies.append(CopyPart(flat[place : place + num], packed[begin + index : begin + index + num]))
                 packed[middle:end] = new_HTD[:, part.start : part.start + part.new].transpose(0, 1)
             begin = end
         self.exchange.load(self.index, copies)
@@ -85,7 +85,7 @@ class HostAttention:
         layout.new_T.scatter(self._kv.v_NPHD, v_BHD)
         if self._copies is not None:
             copy_places(self._kv, self._copies)
-        answer = decode_attention(
+        out_BHD = decode_attention(
             q_BHD,
             self._kv.k_NPHD,
             self._kv.v_NPHD,
@@ -95,14 +95,14 @@ class HostAttention:
             Rule(scale, softcap, sinks[0] if sinks else None),
             num_threads,
         )
-        self._round_trip.send_output(answer)
+        self._round_trip.send_output(out_BHD)
         return self._round_trip.out
 
     def receive(self, out_THD: torch.Tensor) -> torch.Tensor:
         """Returns `out_THD` with the attention outputs of the decoding tokens, for compute queued from now on."""
-        answer_BHD = self._round_trip.receive()
-        if out_THD is not answer_BHD:
-            out_THD[self._tokens_B] = answer_BHD
+        out_BHD = self._round_trip.receive()
+        if out_THD is not out_BHD:
+            out_THD[self._tokens_B] = out_BHD
         return out_THD
 
 
@@ -121,11 +121,11 @@ class HostLane:
     ) -> None:
         """`pages`: page numbers of each row. `copies`: partial-page copies of decoding rows."""
         self._rows, self._segments, self._copies = None, segments, copies
-        if decoding is not None:  # on the host their tokens are numbered from 0: only these are sent
+        if decoding is not None:  # numbered from 0, as the host gets no other tokens
             self._rows = DecodeRows(decoding.rows, decoding.past, tuple(range(len(decoding.rows))), CPU)
-        new = [] if decoding is None else zip(decoding.rows, decoding.past, strict=True)
+        new_positions = [] if decoding is None else zip(decoding.rows, decoding.past, strict=True)
         self._layout = PassLayout(
-            pages, [(row, past, past + 1) for row, past in new], self._rows, segments, CPU, expands=False
+            pages, [(row, past, past + 1) for row, past in new_positions], self._rows, segments, CPU, expands=False
         )
 
     def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> HostLayerKV:
@@ -145,8 +145,8 @@ class HostLane:
         flat, new_THD = pages_NPHD.flatten(0, 1), new_1HTD[0].transpose(0, 1).contiguous()
         for segment in self._segments:
             tokens = new_THD[segment.start : segment.start + segment.new]
-            for place, at, num in self._layout.runs(segment.row, segment.past, segment.end):
-                yield CopyPart(tokens[at : at + num], flat[place : place + num])
+            for place, index, num in self._layout.runs(segment.row, segment.past, segment.end):
+                yield CopyPart(tokens[index : index + num], flat[place : place + num])
 
     def begin_attention(
         self,
@@ -157,8 +157,8 @@ class HostLane:
     ) -> HostAttention:
         """Queues copies of the decoding tokens' queries, keys and values (1, H, T, D) to host memory."""
         assert self._rows is not None, "no row decodes"
-        sent = [t[0, :, tokens_B].transpose(0, 1).contiguous() for t in qkv]
-        out = self._exchange.new_tensor((*sent[0].shape[:2], sent[2].shape[2]), sent[2].dtype)
+        inputs = [t[0, :, tokens_B].transpose(0, 1).contiguous() for t in qkv]
+        out = self._exchange.new_tensor((*inputs[0].shape[:2], inputs[2].shape[2]), inputs[2].dtype)
         sinks = [] if sinks_H is None else [sinks_H.float().contiguous()]
-        round_trip = self._exchange.send(index, [*sent, *sinks], out)
+        round_trip = self._exchange.send(index, [*inputs, *sinks], out)
         return HostAttention(round_trip, self.layer(index, *qkv[1:]), self._rows, tokens_B, self._copies)

@@ -79,7 +79,7 @@ class PageTable:
 
     def add(self, past: int = 0, *, owned_prefix: SharedPages | None = None, prefix: SharedPages | None = None) -> None:
         """Appends a row. Its first `past` positions count as cached. `owned_prefix`: pages that it computes for others.
-        `prefix`: pages that it continues from, filled by an earlier pass, or by an earlier row or lane of the same."""
+        `prefix`: pages that it continues from, filled by an earlier pass, or in the same pass by an earlier row."""
         begin, tail = prefix.num_tokens if prefix is not None else past, self._tails.allocate() if self._tails else 0
         self._rows.append(PagedRow(past=begin, owned_prefix=owned_prefix, prefix=prefix, tail=tail))
 
@@ -103,7 +103,7 @@ class PageTable:
             self.remove(len(self._rows) - 1)
 
     def release(self, shared: SharedPages) -> None:
-        """Drops one waiting user, which left or now holds the pages itself."""
+        """Drops one waiting user: it has left, or now holds the pages itself."""
         shared.num_users -= 1
         self._free_if_unused(shared)
 

@@ -203,21 +203,21 @@ class PagedKV(Cache, KVCache):
     @contextmanager
     def restrict_to_selected(self) -> Iterator[None]:
         """Context in which the pass has only the tokens `selected_B`; earlier ones count as cached."""
-        whole = self._view
-        sizes = zip(whole.past, whole.new, self._selected, strict=True)
+        full_view = self._view
+        sizes = zip(full_view.past, full_view.new, self._selected, strict=True)
         self._view = self._make_view([past + new - count for past, new, count in sizes], self._selected)
         self._is_already_stored = self._tails is not None
         try:
             yield
         finally:
-            self._view, self._is_already_stored = whole, False
+            self._view, self._is_already_stored = full_view, False
 
     def padded_view(self, num_rows: int) -> PassView:
         """View of a decode-only pass padded to `num_rows`, for recorded graphs. Padding repeats row 0: it writes equal
         values to the same positions."""
         past = self.table.past
-        numbers = [*range(len(past)), *[0] * (num_rows - len(past))]
-        return self._make_view([past[row] for row in numbers], [1] * num_rows, numbers)
+        row_numbers = [*range(len(past)), *[0] * (num_rows - len(past))]
+        return self._make_view([past[row] for row in row_numbers], [1] * num_rows, row_numbers)
 
     def replace_view(self, view: PassView, selected_B: torch.Tensor) -> None:
         """Makes layers see `view` in the current pass."""
@@ -229,32 +229,32 @@ class PagedKV(Cache, KVCache):
         return self._copies is None and not self.segments and all(new == 1 for new in self._new)
 
     def _make_view(
-        self, past: Sequence[int], new_tokens: Sequence[int], numbers: Sequence[int] | None = None
+        self, past: Sequence[int], new_tokens: Sequence[int], row_numbers: Sequence[int] | None = None
     ) -> PassView:
         """`numbers`: indices of the rows; None: all, in order."""
         starts = accumulate(new_tokens, initial=0)
-        rows = range(len(new_tokens)) if numbers is None else numbers
+        rows = range(len(new_tokens)) if row_numbers is None else row_numbers
         sizes = list(zip(rows, zip(past, new_tokens, starts, strict=False), strict=True))
-        single = [(i, before, start) for i, (before, new, start) in sizes if new == 1 and before]
+        decode_rows = [(i, before, start) for i, (before, new, start) in sizes if new == 1 and before]
         decoding = None
-        if single:
-            rows, cached, tokens = zip(*single, strict=True)
+        if decode_rows:
+            rows, cached, tokens = zip(*decode_rows, strict=True)
             decoding = DecodeRows(rows, cached, tokens, self._device)
-        begin = len(single) * decoding.longest if decoding else 0
+        begin = len(decode_rows) * decoding.longest if decoding else 0
         segments = list[Segment]()
         for i, (before, new, start) in sizes:
             if new > 1 or (new and not before):
                 segments.append(Segment(i, before, new, start, begin, self._device))
                 begin += before + new
-        places = [(i, before, before + new) for i, (before, new, _) in sizes]
+        new_places = [(i, before, before + new) for i, (before, new, _) in sizes]
 
         def layout(pages: Sequence[Sequence[int]]) -> PassLayout:
-            return PassLayout(pages, places, decoding, segments, self._device, expands=self.expands, slots=slots)
+            return PassLayout(pages, new_places, decoding, segments, self._device, expands=self.expands, slots=slots)
 
         slots, pages, offloaded_layout = self.table.tails, self.table.pages, None
         if self.offloaded_layers:
             page_places = self.table.page_places
-            offloaded_layout = layout([[page_places[page] for page in own] for own in pages])
+            offloaded_layout = layout([[page_places[page] for page in row_pages] for row_pages in pages])
         return PassView(
             past=past,
             new=new_tokens,
@@ -273,10 +273,10 @@ class PagedKV(Cache, KVCache):
         if not copies:
             return None
 
-        def pairs(number: Callable[[int], int], device: torch.device) -> tuple[Places, Places]:
+        def pairs(place_of: Callable[[int], int], device: torch.device) -> tuple[Places, Places]:
             sources, targets = (
-                upload([number(row[which]) * PAGE_TOKENS + at for row in copies for at in range(row[2])], device)
-                for which in (0, 1)
+                upload([place_of(copy[i]) * PAGE_TOKENS + at for copy in copies for at in range(copy[2])], device)
+                for i in (0, 1)  # source and target page; `copy[2]` is the number of positions
             )
             return Places(sources), Places(targets)
 

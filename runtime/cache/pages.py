@@ -60,7 +60,7 @@ class SharedPages:
 
     num_tokens: int
     in_pass: bool  # later rows and lanes may read tokens in the pass that computes them
-    num_users: int = 0  # sequences that have not started, and holders for later ones
+    num_users: int = 0  # sequences that have not started; plus 1 while the prefix is retained for later ones
     num_computed: int = 0  # tokens that others may read
     pages: list[int] = field(default_factory=list)
     has_owner_left: bool = False
@@ -223,18 +223,18 @@ class ContiguousPool(PagePool):
         """Index of the last span that starts at or before `page`; -1: none."""
         return bisect_right(self._spans, page, key=lambda span: span.start) - 1
 
-    def _take_from_span(self, begin: int, most: int) -> range:
-        at = self._span_index(begin)
-        span = self._spans[at]
-        allocated = range(begin, min(begin + most, span.stop))
-        rest = (range(span.start, allocated.start), range(allocated.stop, span.stop))
-        self._spans[at : at + 1] = [part for part in rest if part]
+    def _take_from_span(self, begin: int, max_pages: int) -> range:
+        index = self._span_index(begin)
+        span = self._spans[index]
+        allocated = range(begin, min(begin + max_pages, span.stop))
+        remaining = (range(span.start, allocated.start), range(allocated.stop, span.stop))
+        self._spans[index : index + 1] = [part for part in remaining if part]
         return allocated
 
     def _merge_span(self, run: range) -> None:
-        at = self._span_index(run.start) + 1
-        first = at - 1 if at and self._spans[at - 1].stop == run.start else at
-        end = at + 1 if at < len(self._spans) and self._spans[at].start == run.stop else at
-        touching = [run, *self._spans[first:end]]
-        whole = range(min(each.start for each in touching), max(each.stop for each in touching))
-        self._spans[first:end] = [whole]
+        index = self._span_index(run.start) + 1
+        first = index - 1 if index and self._spans[index - 1].stop == run.start else index
+        end = index + 1 if index < len(self._spans) and self._spans[index].start == run.stop else index
+        adjacent = [run, *self._spans[first:end]]
+        merged = range(min(span.start for span in adjacent), max(span.stop for span in adjacent))
+        self._spans[first:end] = [merged]

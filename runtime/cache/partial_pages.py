@@ -46,11 +46,11 @@ class PartialPages:
         tails = self._layers.get(index)
         if tails is not None and len(tails[0]) == self._num_slots:
             return tails
-        grown = self._zeros(like_k), self._zeros(like_v)
-        for new, old in zip(grown, tails or (), strict=False):
+        new_tails = self._zeros(like_k), self._zeros(like_v)
+        for new, old in zip(new_tails, tails or (), strict=False):
             new[: len(old)] = old
-        self._layers[index] = grown
-        return grown
+        self._layers[index] = new_tails
+        return new_tails
 
     def _zeros(self, like: torch.Tensor) -> torch.Tensor:
         shape = torch.Size((self._num_slots, PAGE_TOKENS, like.shape[1], like.shape[3]))
@@ -73,12 +73,12 @@ class PartialPages:
             kv.pages[kv.layout.filled_M] = kv.format.encode(k_MPHD, v_MPHD)
 
     def spans(self, segments: Sequence[Segment]) -> dict[int, Pair]:
-        """Spans of segments that are suffixes of those stored last."""
+        """Spans of `segments`, each a suffix of a segment that was stored last."""
         spans = {}
         for segment in segments:
             k_SHD, v_SHD = self._spans[segment.row]
-            own = segment.end - segment.past // PAGE_TOKENS * PAGE_TOKENS
-            spans[segment.row] = k_SHD[len(k_SHD) - own :], v_SHD[len(v_SHD) - own :]
+            num_tokens = segment.end - segment.past // PAGE_TOKENS * PAGE_TOKENS
+            spans[segment.row] = k_SHD[len(k_SHD) - num_tokens :], v_SHD[len(v_SHD) - num_tokens :]
         return spans
 
 

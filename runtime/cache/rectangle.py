@@ -51,30 +51,30 @@ def skip_layers(cache: Cache, layers: Collection[int], num_rows: int, num_tokens
 def row_moves(sources: Sequence[int]) -> Iterator[tuple[int, int] | tuple[None, int] | tuple[int, None]]:
     """Sequential moves (target, source) that make row i hold what row `sources[i]` held. No row is overwritten before
     its last read. None is a spare row, for cycles."""
-    pending = {new: old for new, old in enumerate(sources) if new != old}
+    pending = {target: source for target, source in enumerate(sources) if target != source}
     num_readers = Counter(pending.values())
-    free = [new for new in pending if not num_readers[new]]
+    free = [target for target in pending if not num_readers[target]]
     while pending:
         if not free:
-            new, old = next(iter(pending.items()))
-            yield None, new  # saved: its readers use the spare row
-            yield from _cycle_moves(new, pending)
+            target, source = next(iter(pending.items()))
+            yield None, target  # saved: its readers use the spare row
+            yield from _cycle_moves(target, pending)
             continue
-        new = free.pop()
-        old = pending.pop(new)
-        yield new, old
-        num_readers[old] -= 1
-        if not num_readers[old] and old in pending:
-            free.append(old)
+        target = free.pop()
+        source = pending.pop(target)
+        yield target, source
+        num_readers[source] -= 1
+        if not num_readers[source] and source in pending:
+            free.append(source)
 
 
 def _cycle_moves(first: int, pending: dict[int, int]) -> Iterator[tuple[int, int] | tuple[int, None]]:
     """Moves of a cycle after row `first` was saved; each row has one reader left."""
-    new = first
-    while (old := pending.pop(new)) != first:
-        yield new, old
-        new = old
-    yield new, None
+    target = first
+    while (source := pending.pop(target)) != first:
+        yield target, source
+        target = source
+    yield target, None
 
 
 class ReservedLayer(DynamicLayer):
@@ -227,5 +227,5 @@ def cross_rectangle_cache(
     offloaded_layers: frozenset[int],
 ) -> EncoderDecoderCache:
     """Builds the cache of an encoder-decoder; `config` is the decoder's. Cross-attention stays in compute memory."""
-    own = rectangle_cache(config, num_decoded, device, offloaded_layers)
-    return EncoderDecoderCache(own, rectangle_cache(config, num_encoded, device))
+    self_attention = rectangle_cache(config, num_decoded, device, offloaded_layers)
+    return EncoderDecoderCache(self_attention, rectangle_cache(config, num_encoded, device))

@@ -49,19 +49,19 @@ def insert_prefixes(
     in the first lane that needs it. Prefixes depend on all members of `groups`, so a resumed block shares the same
     ones. Mutates `running`."""
     lanes = list[list[Sequence]]()
-    for part in rule.sharing_groups(groups):
-        members = [i for group in part for i in group]
-        shares = PrefixSharing.from_prefixes([prefixes[i] for i in members])
-        prefix_of = dict(zip(members, shares.prefixes, strict=True))
-        opened = dict[SharedPrefix, SharedPages]()
-        for group in part:
+    for sharing_group in rule.sharing_groups(groups):
+        members = [i for group in sharing_group for i in group]
+        sharing = PrefixSharing.from_prefixes([prefixes[i] for i in members])
+        prefix_of = dict(zip(members, sharing.prefixes, strict=True))
+        open_pages = dict[SharedPrefix, SharedPages]()
+        for group in sharing_group:
             lanes.append([])
             for i in group:
                 if i in running:
                     sequence, prefix = running[i], prefix_of[i]
                     if prefix is not None:
                         sequence.parent_prefix = _open_prefix(
-                            prefix, shares, sequence.request.prompt_ids, rule, opened, lanes[-1]
+                            prefix, sharing, sequence.request.prompt_ids, rule, open_pages, lanes[-1]
                         )
                     lanes[-1].append(sequence)
     return lanes
@@ -69,21 +69,21 @@ def insert_prefixes(
 
 def _open_prefix(
     prefix: SharedPrefix,
-    shares: PrefixSharing,
+    sharing: PrefixSharing,
     tokens: tuple[int, ...],
     rule: SharingRule,
-    opened: dict[SharedPrefix, SharedPages],
+    open_pages: dict[SharedPrefix, SharedPages],
     lane: list[Sequence],
 ) -> SharedPages:
-    """Pages of the prefix, for one more user. The first also inserts the sequence that computes it into `lane`, after
-    those of its parents. `tokens`: the user's prompt."""
-    if prefix not in opened:
-        parent = shares.parents[prefix]
-        parent_pages = _open_prefix(parent, shares, tokens, rule, opened, lane) if parent is not None else None
-        opened[prefix] = SharedPages(num_tokens=rule.num_shared(prefix), in_pass=rule.in_pass)
-        lane.append(_prefix_sequence(opened[prefix], tokens, parent_pages))
-    opened[prefix].num_users += 1
-    return opened[prefix]
+    """Returns the prefix's pages and counts one more user. The first call also inserts the sequence that computes them
+    into `lane`, after those of its parents. `tokens`: the user's prompt."""
+    if prefix not in open_pages:
+        parent = sharing.parents[prefix]
+        parent_pages = _open_prefix(parent, sharing, tokens, rule, open_pages, lane) if parent is not None else None
+        open_pages[prefix] = SharedPages(num_tokens=rule.num_shared(prefix), in_pass=rule.in_pass)
+        lane.append(_prefix_sequence(open_pages[prefix], tokens, parent_pages))
+    open_pages[prefix].num_users += 1
+    return open_pages[prefix]
 
 
 def _prefix_sequence(pages: SharedPages, tokens: tuple[int, ...], parent: SharedPages | None) -> Sequence:
@@ -94,7 +94,7 @@ def _prefix_sequence(pages: SharedPages, tokens: tuple[int, ...], parent: Shared
 def make_prefix_sequence(
     prefix: SharedPrefix, parent: SharedPages | None, user: Sequence, rule: SharingRule
 ) -> Sequence:
-    """The sequence that computes a prefix of `user` in continuous batching. The caller must release its pages, too."""
+    """The sequence that computes a prefix of `user` in continuous batching. The caller must release its pages later."""
     pages = SharedPages(num_tokens=rule.num_shared(prefix), in_pass=rule.in_pass, num_users=1)
     if parent is not None:
         parent.num_users += 1
@@ -103,7 +103,8 @@ def make_prefix_sequence(
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The lanes of pass `index` of a block. `new_tokens`: per lane, the tokens of each sequence; None: its choice."""
+    """The lanes of pass `index` of a block. `new_tokens`: per lane, the number of tokens of each sequence; None: the
+    lane chooses."""
 
     block: int
     index: int
@@ -133,11 +134,11 @@ class Batcher(Closing):
 
 
 class StaticBatcher(Batcher):
-    """Lanes with a fixed set of sequences. With more lanes than `num_lanes`, the next one starts when one ends. The
-    result does not depend on interruptions."""
+    """Lanes with a fixed set of sequences. At most `num_lanes` are open; the next one starts when one ends. Results do
+    not depend on interruptions."""
 
     def __init__(self, queue: Iterator[Lane], *, num_lanes: int, block: int = 0):
-        """`queue`: lanes to run, none empty; at most `num_lanes` are open at a time."""
+        """`queue`: lanes to run, none empty."""
         super().__init__(block)
         self._queue, self._num_lanes = queue, num_lanes
         self._lanes: list[Lane] = []
@@ -172,14 +173,14 @@ class StaticBatcher(Batcher):
         self._lanes.extend(islice(self._queue, self._num_lanes - len(self._lanes)))
         if not self._lanes:
             return None
-        unfilled = [lane for lane in self._lanes if lane.is_prefilling]  # alone: other lanes need no encoder
-        if unfilled:
+        prefilling = [lane for lane in self._lanes if lane.is_prefilling]  # without the others, which need no encoder
+        if prefilling:
             phase = Phase.prefill
         else:
-            # A restarted sequence prefills while others decode; after the encoder, a resumed decoder still prefills.
+            # A restarted sequence prefills while others decode, and a resumed decoder after its encoder has run.
             phase = Phase.decode if all(lane.is_prefilled for lane in self._lanes) else Phase.mixed
-        choices = [(lane, lane.choose_tokens()) for lane in unfilled or self._lanes]
-        running = [(lane, new) for lane, new in choices if new is None or any(new)]  # the others wait for their prefix
+        choices = [(lane, lane.choose_tokens()) for lane in prefilling or self._lanes]
+        running = [(lane, new) for lane, new in choices if new is None or any(new)]  # others wait for a shared prefix
         return self._make_batch(phase, [lane for lane, _ in running], [new for _, new in running])
 
     def close(self) -> None:
@@ -190,8 +191,8 @@ class StaticBatcher(Batcher):
 
 class ContinuousBatcher(Batcher):
     """Continuous batching in packed lanes: executes the plans of `plan_pass`. `sequences`: by request index, in order
-    of admission; finished ones are skipped. `prefixes`: the shared prefix of each request; empty disables sharing. A
-    sequence of its own computes each prefix."""
+    of admission; finished ones are skipped. `prefixes`: the shared prefix of each request; empty disables sharing. An
+    additional sequence computes each prefix."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 """Compiles the model's CPU kernels on the first start on a host, into a cache on disk. Compiles in subprocesses, since
-numba's lock allows one compilation per process; to keep them small, this module does not import torch at the top."""
+numba's lock allows one compilation per process. It imports torch in functions, to keep the subprocesses small."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ from ..units import MIB
 
 log = logging.getLogger(__name__)
 
-COMPILING_SECONDS = 8.0  # upper bound, on a processor of 2024 with one process per part
+COMPILING_SECONDS = 8.0  # upper bound, on a processor of 2024 with one process per kernel set
 PROCESS_BYTES = 512 * MIB  # of one subprocess: torch, numba, LLVM
 POLL_SECONDS = 0.02
 TIMEOUT_SECONDS = 300.0  # then this process compiles instead
@@ -39,16 +39,16 @@ class KernelSet(NamedTuple):
 
     kind: str
     dtype: str  # of the inputs
-    stored: tuple[str, ...] = ()
-    formats: tuple[str, ...] = ()
+    stored: tuple[str, ...] = ()  # dtypes of weights or KV pages
+    formats: tuple[str, ...] = ()  # of quantized weights
 
 
-def prepare_kernels(part: KernelSet) -> None:
+def prepare_kernels(kernels: KernelSet) -> None:
     """Loads the kernels from the cache, or compiles them."""
     import torch
 
-    dtype = getattr(torch, part.dtype)
-    match part.kind:
+    dtype = getattr(torch, kernels.dtype)
+    match kernels.kind:
         case "attention":
             from ..attention.host_attention import prepare_decode_attention
 
@@ -57,11 +57,11 @@ def prepare_kernels(part: KernelSet) -> None:
             from ..attention.host_attention import prepare_decode_quantized
             from ..config.settings import KVDType
 
-            prepare_decode_quantized(KVDType(part.stored[0]), dtype)
+            prepare_decode_quantized(KVDType(kernels.stored[0]), dtype)
         case "products":
             from ..linear.backends import prepare_products
 
-            prepare_products([getattr(torch, name) for name in part.stored], set(part.formats), dtype)
+            prepare_products([getattr(torch, name) for name in kernels.stored], set(kernels.formats), dtype)
         case _:
             from ..model.fused_ops import prepare_host_ops
 
@@ -79,11 +79,11 @@ class CompiledKernels(Closing):
     """The kernels of a model; cached ones are loaded at construction. Until the others are compiled, a session either
     waits (`wait`) or uses plain operators (`use_plain_operators`)."""
 
-    def __init__(self, parts: Collection[KernelSet]):
+    def __init__(self, kernel_sets: Collection[KernelSet]):
         self._processes: list[subprocess.Popen[bytes]] = []
         self._plain_seconds, self.are_disabled = 0.0, False
         with kernels_enabled():
-            self._missing = [part for part in parts if can_compile() and not _load_if_cached(part)]
+            self._missing = [kernels for kernels in kernel_sets if can_compile() and not _load_if_cached(kernels)]
 
     @property
     def are_ready(self) -> bool:
@@ -97,7 +97,7 @@ class CompiledKernels(Closing):
 
     def begin(self) -> None:
         """Starts the compiling subprocesses. They exit with this process, as their standard input closes."""
-        shares = _split_work([part for part in self._missing if part.kind != HOST_OPS])
+        shares = _split_work([kernels for kernels in self._missing if kernels.kind != HOST_OPS])
         if self._processes or not shares:
             return
         from ..kernels.compiled import COMPILATION
@@ -122,8 +122,8 @@ class CompiledKernels(Closing):
             self._processes.append(process)
 
     def use_plain_operators(self, seconds: float) -> bool:
-        """Disables compiled kernels for a session that ends sooner without them. Returns True if it did. `seconds`:
-        estimate for the session in plain operators."""
+        """Disables compiled kernels for a session that would end before they are compiled. Returns True if it did.
+        `seconds`: estimate for the session in plain operators."""
         if self.are_ready or self._processes or self._plain_seconds + seconds > COMPILING_SECONDS:
             return False
         if not disable_kernels():
@@ -140,9 +140,9 @@ class CompiledKernels(Closing):
         self.begin()
         if self._processes:
             with kernels_enabled():
-                for part in self._missing:
-                    if part.kind == HOST_OPS:
-                        prepare_kernels(part)  # while the subprocesses compile
+                for kernels in self._missing:
+                    if kernels.kind == HOST_OPS:
+                        prepare_kernels(kernels)  # while the subprocesses compile
         end = time.monotonic() + TIMEOUT_SECONDS
         while any(process.poll() is None for process in self._processes):
             if should_stop() or time.monotonic() >= end:
@@ -153,12 +153,12 @@ class CompiledKernels(Closing):
             raise Interrupted("stopped while kernels were compiled; nothing was generated")
         enable_kernels()
         self.are_disabled = False
-        for part in self._missing:
-            prepare_kernels(part)
+        for kernels in self._missing:
+            prepare_kernels(kernels)
         self._missing = []
 
 
-def _load_if_cached(part: KernelSet) -> bool:
+def _load_if_cached(kernels: KernelSet) -> bool:
     """Loads kernels if they are cached on disk. Returns True if they are."""
     import torch
 
@@ -168,7 +168,7 @@ def _load_if_cached(part: KernelSet) -> bool:
     torch.set_num_threads(1)  # preparing calls each kernel once; do not start a thread team for it
     try:
         with cached_kernels_only():
-            prepare_kernels(part)
+            prepare_kernels(kernels)
         return True
     except KernelNotCached:
         return False
@@ -176,14 +176,14 @@ def _load_if_cached(part: KernelSet) -> bool:
         torch.set_num_threads(num_threads)
 
 
-def _split_work(parts: Sequence[KernelSet]) -> list[Sequence[KernelSet]]:
+def _split_work(kernel_sets: Sequence[KernelSet]) -> list[Sequence[KernelSet]]:
     """The kernels that each subprocess compiles. Empty if results cannot be cached or memory is short."""
     from ..kernels.compiled import COMPILATION
 
-    if not parts or not COMPILATION.are_cached or not sys.executable:
+    if not kernel_sets or not COMPILATION.are_cached or not sys.executable:
         return []
-    num_processes = min(len(parts), len(os.sched_getaffinity(0)), available_bytes() // (2 * PROCESS_BYTES))
-    return [parts[first::num_processes] for first in range(num_processes)]
+    num_processes = min(len(kernel_sets), len(os.sched_getaffinity(0)), available_bytes() // (2 * PROCESS_BYTES))
+    return [kernel_sets[first::num_processes] for first in range(num_processes)]
 
 
 def _end_with_parent() -> None:

@@ -37,12 +37,12 @@ class DequantizedWeights:
         """`dtype`: the model's compute dtype; weights of other dtypes are dequantized in their products. `transposed`:
         names of expert stacks that store each expert as (inputs, outputs)."""
         self._areas = [_Area(device.compute_buffer(size.area_bytes)) for _ in range(size.num_areas)]
-        self._layers, self._dtype, self._transposed = size.stages, dtype, transposed
+        self._stages, self._dtype, self._transposed = size.stages, dtype, transposed
 
     def get(self, stage: int, stored: Weights, *, has_few_rows: bool) -> Weights:
-        """A stage's weights, dequantized. Valid until as many other stages have been requested as there are areas. With
+        """A stage's weights, dequantized. Valid until `size.num_areas` other stages have been requested. With
         `has_few_rows`, weights that the device has kernels for stay quantized."""
-        if stage not in self._layers:
+        if stage not in self._stages:
             return stored
         contents = (stage, not has_few_rows)
         area = next((area for area in self._areas if area.contents == contents), None)

@@ -82,7 +82,7 @@ class Engine:
             cpu = CpuExperts(
                 loaded=loaded,
                 share=placement.cpu_share,
-                shared=placement.cpu_expert_stages,
+                host_stages=placement.cpu_expert_stages,
                 stream=streams.experts,
                 exchange=streams.round_trips,
                 monitor=self._monitor,
@@ -115,7 +115,7 @@ class Engine:
         """Runs one pass and appends its tokens to the sequences of the batcher's lanes. Returns None when no rank has
         sequences left. `may_replay=False` forbids recorded graphs, in which module hooks do not run. Raises
         Interrupted, BrokenModelError if no sequence gets finite logits, and any error of the streams."""
-        assert not self._player.has_lost_a_pass, "an earlier pass of this session failed: open another session"
+        assert not self._player.has_failed, "an earlier pass of this session failed: open another session"
         batch = batcher.next_batch() or empty_batch()
         num_lanes, phase = self._agree(len(batch.lanes), batch.phase)
         if not num_lanes:
@@ -123,8 +123,8 @@ class Engine:
         batch = replace(batch, phase=phase)
         begin, groups = time.monotonic(), [list(lane.sequences) for lane in batch.lanes]
         walk = self._placement.walk if phase is Phase.prefill else self._placement.decode_walk
-        is_whole = self._loaded.split_heads is None  # ranks with parts of experts multiply each separately
-        self._has_few_rows = phase is Phase.decode and is_whole and sum(map(len, groups)) <= FEW_ROWS
+        has_whole_experts = self._loaded.split_heads is None  # a rank multiplies parts of experts one by one
+        self._has_few_rows = phase is Phase.decode and has_whole_experts and sum(map(len, groups)) <= FEW_ROWS
         self._monitor.begin_pass()
         self._streams.discard_pages(self.lanes.pages.pool.take_freed())  # before their next owner stores anything
         launch = partial(self._player.play, self._schedule(walk, num_lanes), walk, batch.lanes, batch.new_tokens)
@@ -164,8 +164,8 @@ class Engine:
         )
 
     def _weights(self, stage: int) -> Weights:
-        """The stage's weights in compute memory. Views are cached per slot, in which a stage always has the same
-        offsets. Views of stages with misaligned tensors are copies, cached for one stage at a time."""
+        """The stage's weights in compute memory. Views are cached by stage and slot, as a stage's offsets in a slot do
+        not change. Stages with misaligned tensors are copied instead; only the last such stage is cached."""
         placed = self._streams.weights.acquire(stage)
         key = (stage, placed.key)
         if key not in self._views:

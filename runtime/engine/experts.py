@@ -61,12 +61,12 @@ class CpuExpertTask:
 
 @dataclass(frozen=True, kw_only=True)
 class CpuExperts:
-    """The CPU's share of experts; only the engine's thread calls it. `shared`: stages with experts in host memory.
+    """The CPU's share of experts; only the engine's thread calls it. `host_stages`: stages with experts in host memory.
     `first_layer`: the stage of decoder layer 0."""
 
     loaded: LoadedModel
     share: CpuShare
-    shared: frozenset[int]
+    host_stages: frozenset[int]
     stream: ExpertStream
     exchange: HostExchange
     monitor: PassMonitor
@@ -79,10 +79,11 @@ class CpuExperts:
         num_visits = {
             expert: visits.expert_rows(expert).stop - visits.expert_rows(expert).start for expert in visits.hit
         }
-        chosen = self.share.choose_experts(num_visits, len(hidden_TD)) if stage in self.shared else frozenset[int]()
-        if not chosen:
+        if stage not in self.host_stages:
             return None
-        experts = sorted(chosen)
+        experts = sorted(self.share.choose_experts(num_visits, len(hidden_TD)))
+        if not experts:
+            return None
         x_VD = hidden_TD[torch.cat([visits.tokens_V[visits.expert_rows(expert)] for expert in experts])]
         out_VD = self.exchange.new_tensor(x_VD.shape, x_VD.dtype)
         return CpuExpertTask(
@@ -119,7 +120,7 @@ def host_weights(
 
 class BatchedExperts:
     """Runs the experts of a stage; only the engine calls it. `stream`: open; None if no stage is paged. `is_grouped`:
-    run resident experts in one grouped product, as suits an accelerator. `cpu`: multiplies the CPU's share, if any."""
+    run resident experts in one grouped product, on an accelerator. `cpu`: multiplies the CPU's share, if any."""
 
     def __init__(
         self,
@@ -151,12 +152,12 @@ class BatchedExperts:
         per call. A token's outputs are summed in ascending order of experts, as in transformers, so results differ only
         by the shapes of products. Raises CheckpointError if a read fails."""
         module = events[0].module
-        assert all(each.module is module for each in events), "lanes wait at different experts modules"
+        assert all(event.module is module for event in events), "lanes wait at different experts modules"
         hidden_TD, index_TK, weights_TK = events[0].hidden_TD, events[0].top_k_index_TK, events[0].top_k_weights_TK
         if len(events) > 1:  # all tokens, lane by lane
-            hidden_TD = torch.cat([each.hidden_TD for each in events])
-            index_TK = torch.cat([each.top_k_index_TK for each in events])
-            weights_TK = torch.cat([each.top_k_weights_TK for each in events])
+            hidden_TD = torch.cat([event.hidden_TD for event in events])
+            index_TK = torch.cat([event.top_k_index_TK for event in events])
+            weights_TK = torch.cat([event.top_k_weights_TK for event in events])
         is_split = find_expert_share(module) is not None
         is_grouped = self._is_grouped and not is_split and stage not in self._paged
         out_TD = run_on_device(module, hidden_TD, index_TK, weights_TK) if is_grouped else None
@@ -174,7 +175,7 @@ class BatchedExperts:
                 }
                 outputs.update(cpu.outputs(task))
                 out_TD = accumulate_outputs(hidden_TD, visits, ((expert, outputs[expert]) for expert in visits.hit))
-        return list(out_TD.split([len(each.hidden_TD) for each in events]))
+        return list(out_TD.split([len(event.hidden_TD) for event in events]))
 
     def _mix(self, stage: int, module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
         """The weighted sum of each token's expert outputs. Other ranks may hold some experts, or parts of each."""
@@ -193,8 +194,8 @@ class BatchedExperts:
     def _hit_matrices(
         self, stage: int, module: torch.nn.Module, hit: Sequence[int], first: int = 0
     ) -> Iterator[tuple[int, Matrices]]:
-        """Each hit expert with its matrices: read by the stream if the stage is paged, else bound to the module, which
-        begins with expert `first`."""
+        """Each hit expert with its matrices: read by the stream if the stage is paged, else views of the module's
+        weights, which begin with expert `first`."""
         if self._stream is None or stage not in self._paged:
             yield from ((expert, bound_matrices(module, expert - first)) for expert in hit)
             return

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class PassMonitor:
-    """Times of one engine, called by its thread; only functions that `timed` returns run on others.
+    """Times of one engine. Only its thread calls methods; functions that `timed` returns may run on other threads.
 
     Actions of lanes and experts are enclosed in `begin_compute` and `end_compute`, inline attention in `begin_compute`
     and `end_attention`; attention on workers is wrapped by `timed`. `take_times` ends a pass, once the device has

@@ -63,9 +63,9 @@ class NonFiniteProbe:
         self._num_explained, self._is_probing = 0, False
 
     def explain(self, groups: Rows[Rows[Sequence]], counts: PassCounts) -> None:
-        """Reruns the broken sequences of a pass in as many lanes, and appends the source to their errors. `groups`: the
-        sequences of each lane; `counts`: those of the pass. Raises BrokenModelError if all sequences are broken and the
-        weights must be the cause."""
+        """Reruns the broken sequences of a pass and appends the source to their errors. `groups`: the sequences of each
+        lane; reruns use the same lanes. `counts`: those of the pass. Raises BrokenModelError if all sequences are
+        broken and the weights must be the cause."""
         broken = [[s for s in group if s.is_broken] for group in groups]
         all_broken = [s for group in broken for s in group]
         if self._is_probing or not all_broken or self._num_explained >= MAX_EXPLAINED_PASSES:
@@ -80,9 +80,9 @@ class NonFiniteProbe:
         for sequence, copy in zip(all_broken, [s for group in reruns for s in group], strict=True):
             if (source := sources.get(id(copy))) is not None:
                 sequence.error = f"{sequence.error}; {source}"
-        is_total = counts.useful_tokens == 0
+        all_failed = counts.useful_tokens == 0
         num_prompts = sum(1 for s in all_broken if s.request.num_beams == 1 or not s.request.sample_index)
-        if is_total and (num_prompts > 1 or any(origin.is_in_weights for origin in sources.values())):
+        if all_failed and (num_prompts > 1 or any(origin.is_in_weights for origin in sources.values())):
             raise BrokenModelError(
                 f"model.path={self._model.checkpoint.path}: all {len(all_broken)} rows of a pass have failed, the "
                 f"first with: {all_broken[0].error}. Committed rows stay valid; repair or download the weights again"

@@ -24,11 +24,11 @@ from .setup import Streams
 
 class PipelinePeers:
     """Pipeline-parallel transport: receives hidden states from the previous rank, sends them to the next, and
-    broadcasts the tokens that the last rank samples. Tensors pass through host memory. `num_numbers`: int32 values per
+    broadcasts the tokens that the last rank samples. Tensors pass through host memory. `row_width`: int32 values per
     sampled row."""
 
-    def __init__(self, link: PipelineLink, num_numbers: int, device: ComputeDevice):
-        self._link, self._num_numbers, self._device = link, num_numbers, device
+    def __init__(self, link: PipelineLink, row_width: int, device: ComputeDevice):
+        self._link, self._row_width, self._device = link, row_width, device
         self._lanes: Sequence[Lane] = ()
         self._incoming: Sequence[torch.Tensor | None] = ()  # receive buffers by lane, in host memory
 
@@ -66,11 +66,11 @@ class PipelinePeers:
             self._link.broadcast(torch.cat([each.reshape(-1) for each in drawn]))
             return drawn
         counts = [lane.expect_tokens() for lane in lanes]
-        tokens = torch.empty(sum(counts) * self._num_numbers, dtype=torch.int32)
+        tokens = torch.empty(sum(counts) * self._row_width, dtype=torch.int32)
         self._link.receive_broadcast(tokens)
         self._device.wait_for_compute()  # copies from the receive buffers must end before these are freed
         self._incoming = ()
-        return tokens.view(-1, self._num_numbers).split(counts)
+        return tokens.view(-1, self._row_width).split(counts)
 
 
 RESUME_HINT = "start the same command again to resume"
@@ -101,10 +101,10 @@ class Player:
         self._lanes: Rows[Lane] = ()
         self._events: list[Event | None] = []
         self._offloaded_stages = frozenset[int]()
-        self._attending: dict[int, Future[torch.Tensor]] = {}  # by lane
+        self._pending_attention: dict[int, Future[torch.Tensor]] = {}  # by lane
         self._expert_outputs: dict[int, torch.Tensor] = {}  # by lane
-        self._played: Schedule | None = None
-        self.has_lost_a_pass = False
+        self._last_schedule: Schedule | None = None
+        self.has_failed = False
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.read: lambda action: weights.read(action.stage_index, action.page),
             Op.copy: lambda action: weights.copy(action.stage_index, action.page),
@@ -116,9 +116,9 @@ class Player:
             Op.recv: lambda action: self._peers.receive(action.turn[1]),
             Op.send: lambda action: self._peers.send(action.turn[1]),
             Op.sync: self._sync,
-            Op.run: partial(self._advance, self._whole_stage, ()),
-            Op.pre: partial(self._advance, self._stage, (NeedAttention,)),
-            Op.post: partial(self._advance, self._attention, ()),
+            Op.run: partial(self._advance, self._enter_whole_stage, ()),
+            Op.pre: partial(self._advance, self._enter_stage, (NeedAttention,)),
+            Op.post: partial(self._advance, self._take_attention, ()),
             Op.route: partial(self._advance, self._attention_or_stage, (NeedExperts,)),
             Op.end: partial(self._advance, lambda action: self._expert_outputs.pop(action.turn[1], None), ()),
         }
@@ -137,7 +137,7 @@ class Player:
             if self._pipeline is not None:
                 self._peers.begin(lanes)
             actions = schedule.cycle
-            if self._played is None or self._played.prologue != schedule.prologue:
+            if self._last_schedule is None or self._last_schedule.prologue != schedule.prologue:
                 self._streams.weights.drop()  # prefetched stages are not those that this schedule expects
                 actions = (*schedule.prologue, *schedule.cycle)
             for action in actions:
@@ -145,18 +145,18 @@ class Player:
                     self._handlers[action.op](action)
             assert not any(self._events), f"lanes still wait for {self._events} after the last stage"
         except BaseException:
-            self.has_lost_a_pass = True
+            self.has_failed = True
             for lane in lanes:
                 lane.abandon()
             raise
         finally:
             self._lanes, self._events = (), []  # free the lanes' memory now, not at the next garbage collection
-        self._played = schedule
+        self._last_schedule = schedule
 
-    def _advance(self, answer_to: Callable[[Action], Answer | None], stops: Stops, action: Action) -> None:
+    def _advance(self, get_answer: Callable[[Action], Answer | None], stops: Stops, action: Action) -> None:
         """Resumes a lane with its answer, if any, until it needs another stage or an event in `stops`. A stage may
         have several modules, each of which requests its weights."""
-        answer = answer_to(action)
+        answer = get_answer(action)
         if answer is None:
             return
         stage, lane = action.turn
@@ -174,9 +174,9 @@ class Player:
             return self._weights_of(stage)
         if isinstance(event, NeedExperts):
             return self._experts.run(stage, [event])[0]
-        return self._attend_here(stage, event)
+        return self._attend_inline(stage, event)
 
-    def _stage(self, action: Action) -> Weights:
+    def _enter_stage(self, action: Action) -> Weights:
         """The weights of the stage that the lane enters. Binds its KV pages if they are offloaded."""
         if self._should_stop():
             raise Interrupted(RESUME_HINT)
@@ -192,26 +192,26 @@ class Player:
             self._lanes[lane].kv.bind(layer, self._kv.acquire(layer, lane))
         return self._weights_of(stage)
 
-    def _whole_stage(self, action: Action) -> Weights:
+    def _enter_whole_stage(self, action: Action) -> Weights:
         """The weights of a stage that the lane runs without a stop, experts included."""
         self._experts.prefetch(action.stage_index)
-        return self._stage(action)
+        return self._enter_stage(action)
 
-    def _attention(self, action: Action) -> torch.Tensor | None:
+    def _take_attention(self, action: Action) -> torch.Tensor | None:
         """The result of the lane's attention, from a worker if one runs it; None if the lane waits for none."""
         stage, lane = action.turn
         event = self._events[lane]
         if not isinstance(event, NeedAttention):
             return None
         self._experts.prefetch(stage)  # this lane is the next to need experts
-        pending = self._attending.pop(lane, None)
-        return pending.result() if pending is not None else self._attend_here(stage, event)
+        pending = self._pending_attention.pop(lane, None)
+        return pending.result() if pending is not None else self._attend_inline(stage, event)
 
     def _attention_or_stage(self, action: Action) -> Answer | None:
         """The answer that takes a lane to its router: attention, or weights if the stage has no attention stop."""
         if self._events[action.turn[1]] == NeedStage(action.stage_index):
-            return self._whole_stage(action)
-        return self._attention(action)
+            return self._enter_whole_stage(action)
+        return self._take_attention(action)
 
     def _attend(self, action: Action) -> None:
         stage, lane = action.turn
@@ -219,21 +219,21 @@ class Player:
         if isinstance(event, NeedAttention) and event.is_decode:  # some layers have no attention
             assert self._streams.workers is not None, f"'{action}': there are no CPU workers"
             compute = self._monitor.timed(stage, action, event.compute)
-            self._attending[lane] = self._streams.workers.submit(compute)
+            self._pending_attention[lane] = self._streams.workers.submit(compute)
 
-    def _attend_here(self, stage: int, event: NeedAttention) -> torch.Tensor:
+    def _attend_inline(self, stage: int, event: NeedAttention) -> torch.Tensor:
         begin = self._monitor.begin_compute()
         out = event.compute()
         self._monitor.end_attention(stage, begin)
         return out
 
     def _run_experts(self, action: Action) -> None:
-        parked = [(lane, event) for lane, event in enumerate(self._events) if isinstance(event, NeedExperts)]
-        if parked:
+        waiting = [(lane, event) for lane, event in enumerate(self._events) if isinstance(event, NeedExperts)]
+        if waiting:
             begin = self._monitor.begin_compute()
-            answers = self._experts.run(action.stage_index, [event for _, event in parked])
+            answers = self._experts.run(action.stage_index, [event for _, event in waiting])
             self._monitor.end_compute(action.stage_index, action, begin)
-            self._expert_outputs = {lane: answer for (lane, _), answer in zip(parked, answers, strict=True)}
+            self._expert_outputs = {lane: answer for (lane, _), answer in zip(waiting, answers, strict=True)}
 
     def _fetch(self, action: Action) -> None:
         stage, lane = action.turn

@@ -27,7 +27,7 @@ from .setup import Setup
 log = logging.getLogger(__name__)
 
 ROW_MULTIPLE = 8  # recordings have a multiple of this many rows
-Key: TypeAlias = tuple[int, frozenset[tuple[Reach, Size]]]  # rows, and sizes by reach
+Key: TypeAlias = tuple[int, frozenset[tuple[Reach, Size]]]  # number of rows, and sizes by attention window
 
 
 class _RecordedInputs(NamedTuple):
@@ -94,18 +94,18 @@ class RecordedPasses:
             return
         inputs = _pad_rows(lane.inputs[0], num_rows), _pad_rows(lane.inputs[1], num_rows)
         if key in self._recordings:
-            fixed, logits_BV, replay = self._recordings[key]
-            fixed.fill(inputs, view)
+            recorded, logits_BV, replay = self._recordings[key]
+            recorded.fill(inputs, view)
             self._replay(lane, logits_BV, replay)
             return
-        fixed = _RecordedInputs(
+        recorded = _RecordedInputs(
             inputs,
             view,
             FixedRows(view.decoding, view.layout, self._group_keys, sizes),
             torch.arange(num_rows, device=self._device.torch_device),
             view.offsets_T,
         )
-        lane.substitute_inputs(fixed.inputs, fixed.view, fixed.selected_B)
+        lane.substitute_inputs(recorded.inputs, recorded.view, recorded.selected_B)
         self._num_launches[num_rows] += 1
         if self._num_launches[num_rows] == 1:
             launch()  # warm-up with the same shapes: kernels must be loaded before capture
@@ -123,7 +123,7 @@ class RecordedPasses:
             lane.abandon()
             launch()
             return
-        self._recordings[key] = fixed, logits_BV, replay
+        self._recordings[key] = recorded, logits_BV, replay
         self._replay(lane, logits_BV, replay)
 
     def _replay(self, lane: PackedLane, logits_BV: torch.Tensor, replay: Callable[[], None]) -> None:

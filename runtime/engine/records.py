@@ -33,21 +33,19 @@ class PassCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """Times and traffic of one pass. Seconds are per stage, summed over lanes: busy disk (read) and link (copy); lanes
-    and experts with inline attention and waits for paged experts (compute); attention on any thread; compute waiting
-    for bytes (stall; an upper bound on an accelerator). Bytes are of weights, experts and KV together. Expert counts
-    are of paged stages: in total, visited by a token (each once per pass), and all reads."""
+    """Times and traffic of one pass. Seconds are per stage, summed over lanes. Bytes are of weights, experts and KV
+    together. Experts are those of paged stages."""
 
-    read_seconds: tuple[float, ...]
-    copy_seconds: tuple[float, ...]
-    compute_seconds: tuple[float, ...]
-    attention_seconds: tuple[float, ...]
-    stall_seconds: tuple[float, ...]
+    read_seconds: tuple[float, ...]  # the disk is busy
+    copy_seconds: tuple[float, ...]  # the link to the device is busy
+    compute_seconds: tuple[float, ...]  # lanes and experts; includes inline attention and waits for paged experts
+    attention_seconds: tuple[float, ...]  # on any thread
+    stall_seconds: tuple[float, ...]  # compute waits for bytes; an upper bound on an accelerator
     prefetch_hits: int  # streamed stages that were in compute memory when a lane first needed them
     prefetch_misses: int
     experts_total: int
-    experts_hit: int
-    experts_read: int
+    experts_hit: int  # visited by a token; each counts once per pass
+    experts_read: int  # reads, repeated ones included
     bytes_read_disk: int
     bytes_copied_device: int
     bytes_copied_host: int

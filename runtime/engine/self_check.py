@@ -69,15 +69,16 @@ class TeacherForcing:
     tokens: Mapping[str, tuple[int, ...]]
 
     def largest_difference(self, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> "Difference":
-        """The largest difference of a sequence, at its first token beyond rounding. Both hold logits (T, V) by id."""
+        """The sequence that differs most, at its first token beyond rounding. Both mappings hold logits (T, V) by
+        request id."""
         differences: list[Difference] = []
         for request in self.requests:
-            own_TV, other_TV = ours[request.id], theirs[request.id]
-            if not other_TV.isfinite().all():
+            our_TV, their_TV = ours[request.id], theirs[request.id]
+            if not their_TV.isfinite().all():
                 raise _Inconclusive("transformers' own logits are not finite")
-            sizes_T = ((own_TV - other_TV).abs().amax(-1) / other_TV.std()).nan_to_num(torch.inf)
-            beyond = (sizes_T > TOLERANCE).nonzero().flatten().tolist()
-            step = beyond[0] if beyond else int(sizes_T.argmax())
+            sizes_T = ((our_TV - their_TV).abs().amax(-1) / their_TV.std()).nan_to_num(torch.inf)
+            steps_beyond = (sizes_T > TOLERANCE).nonzero().flatten().tolist()
+            step = steps_beyond[0] if steps_beyond else int(sizes_T.argmax())
             differences.append(Difference(size=float(sizes_T.max()), request=request, step=step))
         return max(differences, key=lambda each: each.size)
 
@@ -116,20 +117,20 @@ class _ForcedTokens(LogitsProcessor):
 
 @torch.no_grad()
 def run_generate(
-    opened: LoadedModel, truncated: TruncatedModel, forcing: TeacherForcing, scores: bool
+    loaded: LoadedModel, truncated: TruncatedModel, forcing: TeacherForcing, scores: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Runs the class's own `generate` on dense float32 weights, one prompt at a time. Returns logits (T, V) by request
     id at each forced token and, with `scores`, the tokens' log-probabilities (T,) from one forward without a cache.
-    `opened`: the excerpt as lanes load it, to locate weights. May raise anything that the class raises."""
-    config = read_config(opened.checkpoint.path)
+    `loaded`: the excerpt as lanes load it, to locate weights. May raise anything that the class raises."""
+    config = read_config(loaded.checkpoint.path)
     pop_quantization_config(config)
     truncated.shorten(config)
     model: Any = build_meta_model(config, torch.float32)
     drop_unused_modules(model)
-    init_computed_parameters(model, opened.checkpoint.tensors.keys())
+    init_computed_parameters(model, loaded.checkpoint.tensors.keys())
     truncated.cut(model)
-    parameters = {p.name: p for stage in opened.shape.stages for p in stage.parameters}
-    load_parameters(model, parameters, opened.checkpoint, opened.virtual_files)
+    parameters = {p.name: p for stage in loaded.shape.stages for p in stage.parameters}
+    load_parameters(model, parameters, loaded.checkpoint, loaded.virtual_files)
     initialize_again(model)
     model.generation_config = GenerationConfig()  # the class's own may enable beams
     logits: dict[str, torch.Tensor] = {}
@@ -146,7 +147,7 @@ def run_generate(
                 do_sample=False,
                 eos_token_id=None,
                 pad_token_id=0,
-                decoder_start_token_id=opened.start_token_id,
+                decoder_start_token_id=loaded.start_token_id,
                 output_logits=True,
                 return_dict_in_generate=True,
             ),
@@ -154,7 +155,7 @@ def run_generate(
         )
         logits[request.id] = torch.cat(out.logits).float()
         if scores:
-            tokens_1T, start = torch.tensor([tokens]), opened.start_token_id
+            tokens_1T, start = torch.tensor([tokens]), loaded.start_token_id
             if start is not None:
                 decoded_1T = torch.cat([torch.tensor([[start]]), tokens_1T[:, :-1]], 1)
                 logits_TV = model(input_ids=ids, decoder_input_ids=decoded_1T).logits[0]
@@ -173,7 +174,7 @@ class ForcedSampler(Sampler):
         self.logits: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
 
     def sample(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
-        """Returns the raw logits, without the extra row of passes that sample nothing."""
+        """Returns the raw logits. A pass that samples nothing has one dummy row, which is dropped."""
         return logits_BV[: len(sequences)].float().view(torch.int32)
 
     def accept(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
@@ -213,7 +214,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class _Comparison:
-    """Result of one comparison. `score`: see `_Check._score`."""
+    """Result of one comparison. `score`: the largest error of a log-probability, divided by its tolerance."""
 
     forcing: TeacherForcing
     plan: RunPlan
@@ -309,22 +310,22 @@ class _Check:
         forcing = make_teacher_forcing(self.model, seed=seed)
         if forcing is None:
             raise _Inconclusive(f"its context of {self.model.shape.context_tokens} tokens is too short")
-        opened = self._load_truncated(truncated)
+        loaded = self._load_truncated(truncated)
         try:
             with as_checkpoint_error(f"its own generate fails with {truncated.num_layers} layers"):
-                logits, logprobs = run_generate(opened, truncated, forcing, self.scores)
+                logits, logprobs = run_generate(loaded, truncated, forcing, self.scores)
         except CheckpointError as error:
             raise _Inconclusive(str(error)) from error
-        del opened
+        del loaded
         sampler = ForcedSampler(forcing.tokens)
         plan, _ = self._run_in_lanes(truncated, forcing.requests, sampler)
         ours = {id: torch.stack(rows) for id, rows in sampler.logits.items()}
         worst = forcing.largest_difference(ours, logits)
         return _Comparison(
-            forcing=forcing, plan=plan, worst=worst, score=self._score(truncated, forcing, logits, logprobs)
+            forcing=forcing, plan=plan, worst=worst, score=self._score_error(truncated, forcing, logits, logprobs)
         )
 
-    def _score(
+    def _score_error(
         self,
         truncated: TruncatedModel,
         forcing: TeacherForcing,
@@ -382,7 +383,7 @@ class _Check:
         config = replace(self.config.model, dtype=DType.float32)
         try:
             return load_model(config, CPU, self.config.offload.cache_dir, truncated=truncated)
-        except (CheckpointError, ConfigError) as error:  # the truncation's: the whole model has been loaded before
+        except (CheckpointError, ConfigError) as error:  # caused by truncation: the whole model loaded before
             raise _Inconclusive(f"it cannot be truncated to {truncated.num_layers} layers: {error}") from error
 
     def _generate_in_lanes(

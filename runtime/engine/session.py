@@ -24,7 +24,7 @@ OnPass = Callable[[PassRecord], None]
 
 
 class LaneSlots(NamedTuple):
-    """Size of continuous batching: `num_lanes` lanes of `lane_size` sequences, each with up to `chunk_tokens` prefill
+    """Capacity of continuous batching: `num_lanes` lanes of `lane_size` sequences. A lane prefills up to `chunk_tokens`
     tokens per pass. `reserved_pages`: KV pages of other ranks."""
 
     num_lanes: int
@@ -33,8 +33,8 @@ class LaneSlots(NamedTuple):
     reserved_pages: int = 0
 
     def share(self, num_shares: int, num_pages: int) -> "LaneSlots":
-        """The slots of one of `num_shares` ranks with a pool of `num_pages`: smaller lanes, and fewer of them if there
-        would be less than one sequence per lane."""
+        """The capacity of one of `num_shares` ranks that share `num_pages` KV pages: smaller lanes, and fewer of them
+        if a lane would have less than one sequence."""
         num_lanes = max(1, min(self.num_lanes, self.num_lanes * self.lane_size // num_shares))
         return LaneSlots(
             num_lanes=num_lanes,
@@ -49,7 +49,7 @@ def ignore_pass(record: PassRecord) -> None:
 
 
 class Session:
-    """Runs the plan's blocks. Valid inside `Runtime.session`; after it has raised, only `snapshot` may be called. Not
+    """Runs the plan's blocks. Valid inside `Runtime.session`. After an exception only `snapshot` may be called. Not
     thread-safe.
 
     Requests are identified by their positions in `requests`, the list that the plan was made for. `on_pass` is called

@@ -55,10 +55,10 @@ def prepare_attention(model: LoadedModel) -> None:
 def compiled_kernels(model: LoadedModel) -> CompiledKernels:
     """A model's CPU kernels. Those in the on-disk cache are loaded."""
     parameters = (parameter for stage in model.shape.stages for parameter in stage.parameters)
-    parts = [*attention_kernels(model), product_kernels(parameters, model.compute_dtype)]
+    kernel_sets = [*attention_kernels(model), product_kernels(parameters, model.compute_dtype)]
     if model.compute_dtype in DTYPES:
-        parts.append(KernelSet(HOST_OPS, _name(model.compute_dtype)))
-    return CompiledKernels(parts)
+        kernel_sets.append(KernelSet(HOST_OPS, _name(model.compute_dtype)))
+    return CompiledKernels(kernel_sets)
 
 
 def attention_kernels(model: LoadedModel) -> list[KernelSet]:
@@ -69,13 +69,13 @@ def attention_kernels(model: LoadedModel) -> list[KernelSet]:
     return [KernelSet("attention", _name(stored_dtype(kv_dtype, computed)))] if model.shape.is_packed else []
 
 
-def product_kernels(parameters: Iterable[Parameter], inputs: torch.dtype) -> KernelSet:
+def product_kernels(parameters: Iterable[Parameter], input_dtype: torch.dtype) -> KernelSet:
     """The compiled kernels that multiply inputs of dtype `inputs` with these weights."""
     slices = [piece for parameter in parameters for piece in parameter.slices]
     stored = {piece.dtype for piece in slices if len(piece.shape) >= 2 and not piece.format}
     dtypes = [_name(TORCH_DTYPES[name]) for name in sorted(stored & TORCH_DTYPES.keys())]
     formats = sorted({piece.format for piece in slices if piece.format})
-    return KernelSet("products", _name(inputs), tuple(dtypes), tuple(formats))
+    return KernelSet("products", _name(input_dtype), tuple(dtypes), tuple(formats))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -126,15 +126,14 @@ def _run_inference(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """The open streams of an engine. `experts`: set if experts are paged; `kv`: if KV is offloaded; `workers`: if
-    attention runs on the CPU; `exchange`: if it does so for an accelerator; `round_trips`: if CPU experts do."""
+    """The open streams of an engine; None where the placement needs none."""
 
     weights: WeightStream
-    experts: ExpertStream | None
-    kv: KVStream | None
-    exchange: HostExchange | None
-    round_trips: HostExchange | None
-    workers: AttentionWorkers | None
+    experts: ExpertStream | None  # for paged experts
+    kv: KVStream | None  # for offloaded KV
+    exchange: HostExchange | None  # for attention that the CPU computes for an accelerator
+    round_trips: HostExchange | None  # for experts that the CPU computes for an accelerator
+    workers: AttentionWorkers | None  # for attention on the CPU
 
     @property
     def counters(self) -> list[Callable[[], StreamCounters]]:
@@ -149,7 +148,7 @@ class Streams:
 
 @contextmanager
 def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
-    """Opens the streams and reads the resident weights, reusing those in `setup.kept`. Raises CheckpointError,
+    """Opens the streams and reads the resident weights, reusing those in `setup.weight_cache`. Raises CheckpointError,
     KVFileError."""
     shape, placement, device, trace = setup.model.shape, setup.placement, setup.device, setup.trace
     cache = setup.weight_cache or WeightCache()

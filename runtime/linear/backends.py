@@ -30,7 +30,7 @@ from .kernel_products import (
 from .rows import KernelRows
 
 MANY_ROWS = 256  # with more, upcasting a large panel takes little time compared to its product
-WEIGHTS_PER_THREAD = 8  # at least so many whole weights can be split evenly enough among threads
+WEIGHTS_PER_THREAD = 8  # with at least this many, whole weights can be split almost evenly among threads
 NARROW_ROWS = 96  # up to here w @ x.T is mostly faster than x @ w.T: its inner loops run over the long side
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}  # as in a table
 
@@ -38,14 +38,14 @@ Linear = Callable[[torch.Tensor, Sequence[Block]], torch.Tensor]  # x (M, K), bl
 
 
 def prepare_products(
-    stored: Iterable[torch.dtype], formats: Collection[str] = (), inputs: torch.dtype = torch.float32
+    stored_dtypes: Iterable[torch.dtype], formats: Collection[str] = (), input_dtype: torch.dtype = torch.float32
 ) -> None:
     """Loads the kernels for inputs of a dtype and weights of these dtypes and storage formats; compiles them if they
     are not cached. Saves the first forward pass this time and memory."""
-    if has_matrix_unit() and inputs == torch.float32:
+    if has_matrix_unit() and input_dtype == torch.float32:
         prepare_tiles()
-    own = stored if inputs == torch.float32 else {inputs} & set(stored)
-    prepare_vectors(own, formats, inputs, pairs=inputs == torch.bfloat16 and has_fast_bf16_pairs())
+    plain_dtypes = stored_dtypes if input_dtype == torch.float32 else {input_dtype} & set(stored_dtypes)
+    prepare_vectors(plain_dtypes, formats, input_dtype, pairs=input_dtype == torch.bfloat16 and has_fast_bf16_pairs())
 
 
 def linear(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable | None = None) -> torch.Tensor:
@@ -56,8 +56,8 @@ def linear(x_MK: torch.Tensor, blocks: Sequence[Block], table: BackendTable | No
 def fused_linear(
     x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], table: BackendTable | None = None
 ) -> list[torch.Tensor]:
-    """Returns x @ w.T for each weight, in one kernel call if their backend supports it. Results equal `linear` bit by
-    bit."""
+    """Returns x @ w.T for each weight, in one kernel call if their backend supports it. Results are bit-identical to
+    those of `linear`."""
     backends = {choose_backend(x_MK, blocks, table) for blocks in weights}
     backend = backends.pop() if len(backends) == 1 else None
     if backend is LinearBackend.tiles:
@@ -70,13 +70,13 @@ def fused_linear(
 def grouped_linear(
     x_VK: torch.Tensor, groups: Sequence[tuple[slice, Sequence[Block]]], table: BackendTable | None = None
 ) -> torch.Tensor:
-    """Multiplies each run of rows of x by its own weight; returns (V, N). Bit by bit as `linear` with the same backend.
-    Weights must have equal shapes and formats. If all runs are short, each thread multiplies whole weights."""
+    """Multiplies each slice of rows of x by its own weight; returns (V, N), bit-identical to `linear` with the same
+    backend. Weights must have equal shapes and formats. If all slices are short, a thread multiplies whole weights."""
     rows, blocks = groups[0]
     backend = choose_backend(x_VK[rows], blocks, table)
-    is_whole = all(block.shape[0] % PAIR_ROWS == 0 for block in blocks)
-    has_room = all(rows.stop - rows.start <= GROUP_ROWS for rows, _ in groups)
-    if is_whole and has_room and _uses_vector_kernel(backend, x_VK[rows], blocks):
+    fills_pairs = all(block.shape[0] % PAIR_ROWS == 0 for block in blocks)
+    are_short = all(rows.stop - rows.start <= GROUP_ROWS for rows, _ in groups)
+    if fills_pairs and are_short and _uses_vector_kernel(backend, x_VK[rows], blocks):
         return multiply_groups_in_vectors(x_VK, groups, pairs=backend is LinearBackend.pairs)
     return torch.cat([linear(x_VK[rows], blocks, table) for rows, blocks in groups])
 
@@ -154,9 +154,9 @@ def default_backend(
     if inputs != torch.float32:
         if is_available(LinearBackend.pairs) and has_fast_bf16_pairs():
             return LinearBackend.pairs
-        by_torch = inputs == torch.bfloat16 and has_matrix_unit() and (is_plain or num_rows > NARROW_ROWS)
-        is_widened = is_available(LinearBackend.widened) and not by_torch
-        return LinearBackend.widened if is_widened else LinearBackend.inputs_first
+        torch_is_faster = inputs == torch.bfloat16 and has_matrix_unit() and (is_plain or num_rows > NARROW_ROWS)
+        can_widen = is_available(LinearBackend.widened) and not torch_is_faster
+        return LinearBackend.widened if can_widen else LinearBackend.inputs_first
     for compiled in (LinearBackend.tiles, LinearBackend.vectors):
         if is_available(compiled):
             return compiled

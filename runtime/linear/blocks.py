@@ -78,14 +78,14 @@ def float_rows(block: Block, rows: slice) -> torch.Tensor:
     return out
 
 
-def dequantize_rows(block: Block, dtype: torch.dtype, numbers: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns all rows, or the rows with these `numbers`, in `dtype`. Returns the block itself if it is already a plain
-    tensor of that dtype and `numbers` is None; otherwise a new tensor."""
+def dequantize_rows(block: Block, dtype: torch.dtype, row_numbers: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns all rows, or those in `row_numbers`, in `dtype`. The result is a new tensor, except that all rows of a
+    plain tensor of that dtype are the block itself."""
     if isinstance(block, torch.Tensor):
-        return block.to(dtype) if numbers is None else F.embedding(numbers, block).to(dtype)
-    height = block.shape[0] if numbers is None else numbers.numel()
+        return block.to(dtype) if row_numbers is None else F.embedding(row_numbers, block).to(dtype)
+    height = block.shape[0] if row_numbers is None else row_numbers.numel()
     rows = torch.empty(height, block.shape[1], device=block.device)
-    block.dequantize(slice(None) if numbers is None else numbers, rows)
+    block.dequantize(slice(None) if row_numbers is None else row_numbers, rows)
     return rows.to(dtype)
 
 
@@ -121,8 +121,8 @@ def _join_below(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor | None
     """Returns a view of both as one stack, if each expert's rows in `lower` follow its rows in `upper`."""
     rows, width = upper.shape[1] + lower.shape[1], upper.shape[2]
     follows = lower.storage_offset() == upper.storage_offset() + upper.shape[1] * width
-    is_alike = upper.shape[2] == lower.shape[2] and (len(upper) == 1 or upper.stride(0) == lower.stride(0))
-    if not follows or not is_alike or (len(upper) > 1 and rows * width > upper.stride(0)):
+    has_same_spacing = upper.shape[2] == lower.shape[2] and (len(upper) == 1 or upper.stride(0) == lower.stride(0))
+    if not follows or not has_same_spacing or (len(upper) > 1 and rows * width > upper.stride(0)):
         return None
     stride = upper.stride(0) if len(upper) > 1 else rows * width
     return upper.as_strided((len(upper), rows, width), (stride, *upper.stride()[1:]), upper.storage_offset())

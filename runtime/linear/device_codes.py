@@ -124,9 +124,9 @@ def multiply(x_MK: torch.Tensor, codes: Codes) -> torch.Tensor:
         return out_MN
     (height, rows, columns), options = _product_tile(_next_power_of_two(num_inputs), x_MK.dtype, codes.encoding)
     matrix, kind, lead = _kernel_arguments(codes, 1, columns)
-    grid, row = (-(-num_inputs // height), -(-(num_rows + lead) // rows), 1), x_MK.stride(0)
-    args = (x_MK, matrix, out_MN, num_inputs, num_rows, row, num_rows, lead, kind, height, rows, columns)
-    _launch("multiply", codes.launches, (x_MK.dtype, height, row, _is_aligned(x_MK)), grid, args, options)
+    grid, x_stride = (-(-num_inputs // height), -(-(num_rows + lead) // rows), 1), x_MK.stride(0)
+    args = (x_MK, matrix, out_MN, num_inputs, num_rows, x_stride, num_rows, lead, kind, height, rows, columns)
+    _launch("multiply", codes.launches, (x_MK.dtype, height, x_stride, _is_aligned(x_MK)), grid, args, options)
     return out_MN
 
 
@@ -175,14 +175,13 @@ def _launch_groups(
     mean_rows = -(-num_visits // num_experts)
     (height, rows, columns), options = _product_tile(_next_power_of_two(mean_rows), x_VK.dtype, encoding)
     matrix, kind, lead = make_arguments(columns)
-    # Upper bound, as only the device knows the sizes: each expert adds a partial tile at most; a tile has a row at
-    # least.
+    # Upper bound, as only the device knows the sizes: each expert adds at most one partial tile, and no tile is empty.
     num_tiles = min(num_visits, num_visits // height + num_experts)
-    grid, row = (num_tiles, -(-(num_rows + lead) // rows), 1), x_VK.stride(0)
+    grid, x_stride = (num_tiles, -(-(num_rows + lead) // rows), 1), x_VK.stride(0)
     width = max(MIN_EXPERTS, _next_power_of_two(num_experts))
-    sizes = (num_experts, num_rows, row, num_rows, lead)
+    sizes = (num_experts, num_rows, x_stride, num_rows, lead)
     args = (x_VK, matrix, out_VN, ends_E, *sizes, kind, width, height, rows, columns)
-    key = (*key, x_VK.dtype, height, num_experts, row, _is_aligned(x_VK), ends_E.dtype, _is_aligned(ends_E))
+    key = (*key, x_VK.dtype, height, num_experts, x_stride, _is_aligned(x_VK), ends_E.dtype, _is_aligned(ends_E))
     _launch("multiply_groups", launches, key, grid, args, options)
     return out_VN
 

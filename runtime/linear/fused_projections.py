@@ -13,17 +13,17 @@ from .blocks import Block
 
 
 class FusedProjections:
-    """Fused projections of one module. Not thread-safe: lanes share one thread. Results equal `linear`, bit by bit if
-    the same backend multiplies one weight and several."""
+    """Fused projections of one module. Not thread-safe: lanes share one thread. Results equal those of `linear`; they
+    are bit-identical if it chooses the same backend for each weight."""
 
     def __init__(self) -> None:
         self._is_learning = True
         self._groups: dict[str, list[str]] = {}  # weight names in order of use, by the first one
         self._x: torch.Tensor | None = None
-        self._run: list[str] = []  # while learning: weights that multiplied `_x`
+        self._current_group: list[str] = []  # while learning: weights that multiplied `_x`
         self._outputs: dict[str, torch.Tensor] = {}  # products of `_x` that are not fetched yet
         self._leader = ""  # first name of the group in `_outputs`
-        self._num_inside = 0
+        self._num_lanes = 0
         self._blocks: dict[str, Sequence[Block]] = {}
 
     def multiply(
@@ -35,10 +35,10 @@ class FusedProjections:
             return self._take(name)
         self._discard()
         if self._is_learning:
-            if x is not self._x or name in self._run:
+            if x is not self._x or name in self._current_group:
                 self._close_group()
                 self._x = x
-            self._run.append(name)
+            self._current_group.append(name)
         group = self._groups.get(name)
         if self._is_learning or group is None:
             return linear(x_MK, self._blocks[name], table)
@@ -51,16 +51,16 @@ class FusedProjections:
         """Registers a lane's weights by name while it runs the module. Learning ends when the first lane leaves. Lanes
         in the module at the same time must register the same weights."""
         self._blocks |= blocks
-        self._num_inside += 1
+        self._num_lanes += 1
         try:
             yield
         finally:
-            self._num_inside -= 1
+            self._num_lanes -= 1
             self._discard()
-            if self._run:
+            if self._current_group:
                 self._close_group()
                 self._is_learning = False
-            if not self._num_inside:
+            if not self._num_lanes:
                 self._blocks.clear()
 
     def _take(self, name: str) -> torch.Tensor:
@@ -76,7 +76,7 @@ class FusedProjections:
             self._x, self._outputs = None, {}
 
     def _close_group(self) -> None:
-        """Ends a run of products of the same input; two or more weights form a group."""
-        if len(self._run) > 1:
-            self._groups.setdefault(self._run[0], self._run)
-        self._x, self._run = None, []
+        """Ends a series of products of one input; two or more weights form a group."""
+        if len(self._current_group) > 1:
+            self._groups.setdefault(self._current_group[0], self._current_group)
+        self._x, self._current_group = None, []

@@ -44,9 +44,7 @@ from .work_items import (
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}  # dtypes of x and of the output
 STEP_INPUTS = 16  # lanes of the widest vectors
 PART_BYTES = 6  # per number of x in tiles: three bfloat16 for a float32
-GROUP_ROWS = (
-    96  # most rows of x per weight in a grouped product; with more, synchronizing per product takes little time
-)
+GROUP_ROWS = 96  # most rows of x per weight in a grouped product; with more, a barrier per product costs little
 
 
 @cache
@@ -109,9 +107,9 @@ def _workspace(pairs: bool) -> Iterator[tuple[np.ndarray, ...]]:
 def multiply_groups_in_vectors(
     x_VK: torch.Tensor, groups: Sequence[tuple[slice, Sequence[Block]]], *, pairs: bool = False
 ) -> torch.Tensor:
-    """Multiplies each run of rows of x by its own weight; returns (V, N), bit by bit as `multiply_in_vectors`. A thread
-    multiplies whole weights, so threads synchronize once. Weights must have N rows, in blocks of a multiple of 32; runs
-    at most GROUP_ROWS rows of x."""
+    """Multiplies each slice of rows of x by its own weight; returns (V, N), bit-identical to `multiply_in_vectors`. A
+    thread multiplies whole weights, so threads synchronize once. Weights must have N rows, in blocks of a multiple of
+    32; a slice at most GROUP_ROWS rows of x."""
     kernel = _kernel()
     x_VW = x_VK.contiguous().view(_word_dtype(x_VK, pairs)).numpy()
     out_VN = x_VK.new_empty(len(x_VK), sum(block.shape[0] for block in groups[0][1]))
@@ -121,16 +119,16 @@ def multiply_groups_in_vectors(
         rows, blocks = group
         x_MW, out_MN, column = x_VW[rows], out[rows], 0
         num_words = round_up(len(x_MW), STEP_INPUTS) * x_MW.shape[1]
-        laid_out = _input_pool().take(lambda: aligned_zeros((num_words,), np.uint32))
-        laid_out = laid_out if len(laid_out) >= num_words else aligned_zeros((num_words,), np.uint32)
-        kernel.lay_out_inputs(x_MW, 0, -(-len(x_MW) // kernel.INPUT_ROWS), laid_out.view(np.float32))
-        inputs = laid_out if pairs else laid_out.view(np.float32)
+        input_words = _input_pool().take(lambda: aligned_zeros((num_words,), np.uint32))
+        input_words = input_words if len(input_words) >= num_words else aligned_zeros((num_words,), np.uint32)
+        kernel.lay_out_inputs(x_MW, 0, -(-len(x_MW) // kernel.INPUT_ROWS), input_words.view(np.float32))
+        inputs = input_words if pairs else input_words.view(np.float32)
         with _workspace(pairs) as workspace:
             for block in blocks:
                 for target in product_targets(block, out_MN, column):
                     _run_kernel(target, kernel.CHUNK_ROWS, np.zeros(1, np.int64), inputs, KINDS[x_VK.dtype], workspace)
                 column += block.shape[0]
-        _input_pool().give_back(laid_out)
+        _input_pool().give_back(input_words)
 
     parallel_for(groups, multiply_one, torch.get_num_threads())
     return out_VN
@@ -139,14 +137,14 @@ def multiply_groups_in_vectors(
 def _multiply(x_MW: np.ndarray, targets: Sequence[ProductTarget], *, kind: int, pairs: bool) -> None:
     """Multiplies by all rows of w except the last ones that do not fill PAIR_ROWS; see `multiply_in_batches`."""
     kernel = _kernel()
-    (num_rows, num_words), num_threads, most_rows = x_MW.shape, torch.get_num_threads(), kernel.CHUNK_ROWS
-    laid_out = input_buffer(round_up(num_rows, STEP_INPUTS) * num_words)
-    inputs = laid_out if pairs else laid_out.view(np.float32)
+    (num_rows, num_words), num_threads, max_rows = x_MW.shape, torch.get_num_threads(), kernel.CHUNK_ROWS
+    input_words = input_buffer(round_up(num_rows, STEP_INPUTS) * num_words)
+    inputs = input_words if pairs else input_words.view(np.float32)
     counters = np.zeros((len(targets), 1), np.int64)  # next row of each target; threads claim rows atomically
-    steps = [rows_per_item(target.weights.num_rows, num_threads, most_rows) for target in targets]
+    steps = [rows_per_item(target.weights.num_rows, num_threads, max_rows) for target in targets]
 
     def lay_out_some(span: tuple[int, int]) -> None:
-        kernel.lay_out_inputs(x_MW, *span, laid_out.view(np.float32))
+        kernel.lay_out_inputs(x_MW, *span, input_words.view(np.float32))
 
     def multiply_remaining(thread: int) -> None:
         with _workspace(pairs) as workspace:
@@ -177,14 +175,14 @@ def _run_kernel(
 
 
 def prepare_vectors(
-    stored: Iterable[torch.dtype], formats: Collection[str], inputs: torch.dtype = torch.float32, *, pairs: bool = False
+    stored: Iterable[torch.dtype], formats: Collection[str], input_dtype: torch.dtype = torch.float32, *, pairs: bool
 ) -> None:
-    """Compiles or loads the vector kernels for inputs of a dtype; see `backends.prepare_products`."""
+    """Compiles or loads the vector kernels for weights of dtypes `stored`; see `backends.prepare_products`."""
     weights: list[Block] = [torch.zeros(PAIR_ROWS, GROUP_NUMBERS, dtype=dtype) for dtype in stored if dtype in BITS]
     if formats:  # one kernel decodes all formats
         weights.append(zero_rows(PAIR_ROWS))
     for weight in weights if has_compiler() else ():
-        multiply_in_vectors(torch.zeros(1, GROUP_NUMBERS, dtype=inputs), [weight], pairs=pairs)
+        multiply_in_vectors(torch.zeros(1, GROUP_NUMBERS, dtype=input_dtype), [weight], pairs=pairs)
 
 
 @cache
@@ -231,8 +229,8 @@ def _multiply_tiles(x_MK: np.ndarray, targets: Sequence[ProductTarget]) -> None:
     items, num_threads = list[tuple[ProductTarget, range]](), torch.get_num_threads()
     for target in targets:
         height = target.weights.num_rows
-        whole, step = round_down(height, PAIR_ROWS), rows_per_item(height, num_threads, CHUNK_ROWS)
-        items += [(target, range(row, min(row + step, whole))) for row in range(0, whole, step)]
+        num_whole, step = round_down(height, PAIR_ROWS), rows_per_item(height, num_threads, CHUNK_ROWS)
+        items += [(target, range(row, min(row + step, num_whole))) for row in range(0, num_whole, step)]
     parallel_for_groups(x_MK, TILE_ROWS, lay_out_some)
     parallel_for(items, multiply_some, num_threads)
 

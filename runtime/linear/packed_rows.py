@@ -38,9 +38,9 @@ ALL_COLUMNS = 31  # shift that puts every column in group 0
 
 
 class Layout(NamedTuple):
-    """Integer arguments of `kernels.packed.unpack_arguments`, in its order. `base`: of window4. `num_groups`: per row;
-    a column's group is column >> `shift`. For others see `kernels.packed.RowPacking` and
-    `kernels.grouped.GroupArrays`."""
+    """Integer arguments of `kernels.packed.unpack_arguments`, in its order. `base`: of window4, added to a code to
+    get its exponent. `num_groups`: per row; a column's group is column >> `shift`. For others see
+    `kernels.packed.RowPacking` and `kernels.grouped.GroupArrays`."""
 
     encoding: int
     num_rows: int
@@ -163,9 +163,8 @@ def zero_rows(num_rows: int) -> CodedRows:
 MIN_GROUP_COLUMNS = 16  # minimum columns per group: one vector
 STEP_COLUMNS = 8  # columns that a kernel step of ColumnCodes decodes at once
 BYTE_ENCODINGS = (BYTES, SIGNED_BYTES, SCALED_FLOAT8)
-ZerosAndScales = tuple[
-    torch.Tensor | None, torch.Tensor
-]  # zero points and factors: (R, G) float32, or (1, 1) for all alike
+# Zero points and factors: (R, G) float32, or (1, 1) if all are equal.
+ZerosAndScales = tuple[torch.Tensor | None, torch.Tensor]
 GetZerosAndScales = Callable[[slice], ZerosAndScales]
 
 
@@ -253,9 +252,9 @@ class ColumnCodes(GroupedRows):
 
 def supports_row_codes(shape: tuple[int, int], device: torch.device, num_groups: int) -> bool:
     """True if RowCodes supports such rows: on a CPU, whole vectors, groups of a power-of-two width."""
-    width, rest = divmod(shape[1], num_groups) if num_groups else (0, 1)
-    is_grouped = num_groups == 1 or (not rest and width >= MIN_GROUP_COLUMNS and width.bit_count() == 1)
-    return device.type == "cpu" and shape[1] % GROUP_NUMBERS == 0 and is_grouped
+    width, remainder = divmod(shape[1], num_groups) if num_groups else (0, 1)
+    has_valid_groups = num_groups == 1 or (not remainder and width >= MIN_GROUP_COLUMNS and width.bit_count() == 1)
+    return device.type == "cpu" and shape[1] % GROUP_NUMBERS == 0 and has_valid_groups
 
 
 def supports_column_codes(shape: tuple[int, int], device: torch.device, encoding: int, first_row: int) -> bool:

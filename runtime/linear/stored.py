@@ -154,10 +154,10 @@ class StoredWeight(torch.Tensor):
         stacks = list[Codes]()
         for blocks in zip(*self.entries, strict=True):
             parts = [None if isinstance(block, torch.Tensor) else block.codes() for block in blocks]
-            known = [part for part in parts if part is not None]
-            if len(known) < len(parts):
+            known_codes = [part for part in parts if part is not None]
+            if len(known_codes) < len(parts):
                 return ()
-            stack = known[0] if len(known) == 1 else stack_codes(known)
+            stack = known_codes[0] if len(known_codes) == 1 else stack_codes(known_codes)
             if stack is None or not stack.is_view:
                 return ()
             stacks.append(stack)

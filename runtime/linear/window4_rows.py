@@ -27,8 +27,8 @@ class Window4Rows(PackedRows):
     dtype = torch.bfloat16  # of the decoded numbers, like a tensor's
 
     def __init__(self, body_NB: torch.Tensor, escapes: Sequence[torch.Tensor], num_starts: int, first_row: int = 0):
-        """`escapes`: the int32 companion of a matrix with `num_starts` - 1 rows, if these are some of its rows, from
-        `first_row` on; or the companions of several matrices, if these are all of their rows."""
+        """`escapes`: the int32 companion tensor of each matrix, which has `num_starts` - 1 rows. With one matrix these
+        may be some of its rows, from `first_row` on; with several they are all rows."""
         super().__init__(body_NB, body_NB.shape[1] // GROUP_BYTES * GROUP_NUMBERS)
         self._escapes, self._num_starts, self._first_row = escapes, num_starts, first_row
 
@@ -90,8 +90,8 @@ class Window4Rows(PackedRows):
 
     def decode(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
         body_RB, num_rows = self._body_NB[rows], self._num_starts - 1
-        is_whole = len(body_RB) == len(self._escapes) * num_rows and isinstance(rows, slice)
-        row_numbers = None if is_whole else torch.arange(self.shape[0], device=self.device)[rows] + self._first_row
+        is_all_rows = len(body_RB) == len(self._escapes) * num_rows and isinstance(rows, slice)
+        row_numbers = None if is_all_rows else torch.arange(self.shape[0], device=self.device)[rows] + self._first_row
         self._decode_coded(body_RB, row_numbers, out_RK)
         bits = out_RK.view(torch.int32).view(-1)
         if row_numbers is None:
@@ -101,7 +101,7 @@ class Window4Rows(PackedRows):
         output_rows = torch.full((num_all + 1,), num_all, device=self.device)
         output_rows[row_numbers] = torch.arange(len(row_numbers), device=self.device)
         bits.index_add_(0, *self._escape_updates(output_rows[self._escape_rows()], len(row_numbers)))
-        if isinstance(rows, torch.Tensor):  # of equal row numbers, only one got its escapes: copy it to the others
+        if isinstance(rows, torch.Tensor):  # a repeated row got its escapes only once: copy it to its duplicates
             out_RK.copy_(out_RK[output_rows[row_numbers]])
 
     def _decode_coded(self, body_RB: torch.Tensor, row_numbers: torch.Tensor | None, out_RK: torch.Tensor) -> None:
@@ -126,14 +126,15 @@ class Window4Rows(PackedRows):
         exponents_E16[:, 0] = 0  # code 0: an escape
         return exponents_E16.index_select(1, pairs).view(torch.int32).flatten()
 
-    def _escape_updates(self, output_row_n: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns flat indices into the output and the bits to add, per escape. `output_row_n`: its output row, or at
-        least `num_rows` if it is not selected. Then, or if its column is invalid, it adds 0 to element 0."""
+    def _escape_updates(self, output_rows_n: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns flat indices into the output and the bits to add, per escape. `output_rows_n`: its output row, or
+        `num_rows` or more if it is not selected. An escape that is not selected, or has an invalid column, adds 0 to
+        element 0."""
         _, _, columns, exponents = self._parts
         column = columns.long() & 0xFFFF
-        is_skipped = (column >= self.shape[1]) | (output_row_n >= num_rows)
-        added = torch.where(is_skipped, 0, exponents.int() << 23)
-        return torch.where(is_skipped, 0, output_row_n * self.shape[1] + column), added
+        is_skipped = (column >= self.shape[1]) | (output_rows_n >= num_rows)
+        bits_to_add = torch.where(is_skipped, 0, exponents.int() << 23)
+        return torch.where(is_skipped, 0, output_rows_n * self.shape[1] + column), bits_to_add
 
     def _escape_rows(self) -> torch.Tensor:
         """Returns each escape's row over all matrices, (n,); for padding, one past the last row."""

@@ -50,14 +50,14 @@ class Workspace(NamedTuple):
         return self if len(self.sums) >= num_sums else Workspace(self.panel, aligned_zeros((num_sums,), np.float32))
 
 
-_laid_out = [np.zeros(0, np.uint32)]  # x in the kernel's layout; not thread-safe: only the engine's thread uses it
+_input_buffers = [np.zeros(0, np.uint32)]  # x in the kernel's layout; not thread-safe: only the engine's thread uses it
 
 
 def input_buffer(num_words: int) -> np.ndarray:
     """Returns an uninitialized uint32 buffer, reused: valid until the next call."""
-    if len(_laid_out[0]) < num_words:
-        _laid_out[0] = aligned_zeros((num_words,), np.uint32)
-    return _laid_out[0]
+    if len(_input_buffers[0]) < num_words:
+        _input_buffers[0] = aligned_zeros((num_words,), np.uint32)
+    return _input_buffers[0]
 
 
 def fits_kernel(
@@ -167,9 +167,9 @@ def multiply_in_batches(
 
 
 @cache
-def rows_per_item(height: int, num_threads: int, most_rows: int) -> int:
+def rows_per_item(height: int, num_threads: int, max_rows: int) -> int:
     """Returns how many of `height` rows of w a thread claims at a time."""
-    return min(most_rows, round_up(max(1, height // (ITEMS_PER_THREAD * num_threads)), PAIR_ROWS))
+    return min(max_rows, round_up(max(1, height // (ITEMS_PER_THREAD * num_threads)), PAIR_ROWS))
 
 
 def parallel_for_groups(x: np.ndarray, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:

@@ -34,20 +34,20 @@ class Candidates:
 
 
 class BeamSearch:
-    """All beam searches of a run. `sample` and `accept` as in `Sampler`. `scores`: applies processors to
-    log-probabilities; `num_top`: top log-probabilities per token; `bans`: settings that ban tokens, for messages."""
+    """All beam searches of a run. `sample` and `accept` as in `Sampler`. `num_top`: top log-probabilities per token;
+    `bans`: settings that ban tokens, for messages."""
 
     def __init__(
         self,
         rules: BeamRules,
         *,
-        scores: Callable[[Rows[Sequence], torch.Tensor], torch.Tensor],
-        ends: EndCheck,
+        process_logprobs: Callable[[Rows[Sequence], torch.Tensor], torch.Tensor],
+        find_end: EndCheck,
         vocab_size: int,
         num_top: int,
         bans: Rows[str],
     ):
-        self._rules, self._scores, self._ends = rules, scores, ends
+        self._rules, self._process_logprobs, self._find_end = rules, process_logprobs, find_end
         self._vocab_size, self._num_top, self._bans = vocab_size, num_top, bans
 
     def sample(self, sequences: Rows[Sequence], logits_BV: torch.Tensor, slice_bytes: int) -> torch.Tensor:
@@ -59,7 +59,8 @@ class BeamSearch:
         for rows in slices:  # as in transformers, processors get log-probabilities here
             slice_BV = logits_BV[rows].float()
             logprobs_BV = slice_BV.log_softmax(-1)
-            scores_BV, searches = self._scores(sequences[rows], logprobs_BV), list(split_searches(sequences[rows]))
+            scores_BV = self._process_logprobs(sequences[rows], logprobs_BV)
+            searches = list(split_searches(sequences[rows]))
             best = best_candidates(searches, scores_BV, logprobs_BV, self._rules, self._num_top)
             is_finite_B = slice_BV.abs().amax(-1) < torch.inf
             parts.append(torch.cat([is_finite_B.int()[:, None], best], 1))
@@ -78,7 +79,7 @@ class BeamSearch:
             elif not candidates.scores[0] > -torch.inf:
                 _fail_beams(beams, f"every token is banned {position} by {', '.join(self._bans)}", is_finite)
             else:
-                advance_search(beams, candidates, self._rules, self._ends)
+                advance_search(beams, candidates, self._rules, self._find_end)
 
 
 def _fail_beams(beams: Rows[Sequence], error: str, is_finite: Rows[int]) -> None:
@@ -132,15 +133,15 @@ def read_candidates(numbers: torch.Tensor, rules: BeamRules, vocab_size: int, nu
     )
 
 
-def advance_search(beams: Rows[Sequence], candidates: Candidates, rules: BeamRules, ends: EndCheck) -> None:
+def advance_search(beams: Rows[Sequence], candidates: Candidates, rules: BeamRules, find_end: EndCheck) -> None:
     """Advances one search by a token. Mutates its beams: appends the tokens of continued candidates and sets `source`,
     the beam to copy the KV cache from. If the search is over, returned beams get its completions."""
-    candidates_of = [(beams[beam], token) for beam, token in zip(candidates.beams, candidates.tokens, strict=True)]
+    beam_tokens = [(beams[beam], token) for beam, token in zip(candidates.beams, candidates.tokens, strict=True)]
     completed = list[BeamTrace | None]()
-    for rank, (beam, token) in enumerate(candidates_of):
+    for rank, (beam, token) in enumerate(beam_tokens):
         tokens = [*beam.generated, token]
         trace = None
-        if (end := ends(beam, tokens)) is not None:
+        if (end := find_end(beam, tokens)) is not None:
             logprobs = (*beam.logprobs, *candidates.logprobs(rank))
             trace = BeamTrace(token_ids=tuple(tokens), finish=end[0], text_end=end[1], logprobs=logprobs)
         completed.append(trace)
@@ -163,7 +164,7 @@ def advance_search(beams: Rows[Sequence], candidates: Candidates, rules: BeamRul
                 beam.generated, beam.logprobs = list(trace.token_ids), list(trace.logprobs)
                 beam.finish, beam.text_end, beam.beam_score = trace.finish, trace.text_end, hypothesis.score
         return
-    continuations = [(*candidates_of[rank], candidates.logprobs(rank)) for rank in continued]
+    continuations = [(*beam_tokens[rank], candidates.logprobs(rank)) for rank in continued]
     updates = [([*source.generated, token], [*source.logprobs, *own], source) for source, token, own in continuations]
     for beam, (beam.generated, beam.logprobs, beam.source) in zip(beams, updates, strict=True):
         beam.search = state

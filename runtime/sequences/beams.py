@@ -81,9 +81,9 @@ def advance_beams(
     hypotheses = _merge_hypotheses(rules, state.hypotheses, scores_K, completed, num_new)
     # The search continues while the best beam may beat the worst hypothesis or fill a free slot.
     worst = torch.tensor([each.score for each in hypotheses], dtype=torch.float32).min()
-    bars = torch.where(torch.tensor([each.way is not None for each in hypotheses]), worst, NO_SCORE)
+    thresholds = torch.where(torch.tensor([each.way is not None for each in hypotheses]), worst, NO_SCORE)
     best = rules.normalize(running_K[continued_B][:1], rules.best_length(num_new, max_new))
-    may_improve = bool((best > bars).any())
+    may_improve = bool((best > thresholds).any())
     is_full = rules.early_stopping is True and all(each.way is not None for each in hypotheses)
     is_over = not may_improve or is_full or bool(is_completed_K.all())
     state = BeamState(scores=tuple(running_K[continued_B].tolist()), hypotheses=hypotheses)

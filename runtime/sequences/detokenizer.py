@@ -59,15 +59,16 @@ class Detokenizer:
         return request.prompt_ids if self._start_token_id is None else (self._start_token_id,)
 
     def completion_text(self, request: "Request", ids: Rows[int], begin: int = 0) -> str:
-        """The text that `ids[begin:]` add to the prompt and the ids before them. With a grammar, as the grammar saw it:
-        no leading space is dropped."""
+        """The text that `ids[begin:]` add to the prompt and the ids before them. With a grammar, no leading space is
+        dropped, since the grammar counts it."""
         if request.grammar is not None:
             return self.join_spellings(ids[begin:])
         prompt = self.prompt_ids(request)
         return self.added_text([*prompt, *ids], len(prompt) + begin)
 
     def added_text(self, ids: Rows[int], begin: int, end: int | None = None) -> str:
-        """The text of `ids[:end]` minus its common prefix with that of `ids[:begin]`, which may end in a character."""
+        """The text of `ids[:end]` minus its common prefix with that of `ids[:begin]`, which may end in a partial
+        character."""
         context = self._context(ids, begin)
         before, both = self.decode(context), self.decode([*context, *ids[begin:end]])
         return both[_num_common(before, both) :]
@@ -163,9 +164,9 @@ class Detokenizer:
         return spelling.is_whole and bool(spelling.text) and self.has_text(token)
 
 
-def _num_common(one: str, other: str) -> int:
-    shorter = min(len(one), len(other))
-    return next((i for i in range(shorter) if one[i] != other[i]), shorter)
+def _num_common(first: str, second: str) -> int:
+    shorter = min(len(first), len(second))
+    return next((i for i in range(shorter) if first[i] != second[i]), shorter)
 
 
 UNKNOWN = b"\xff"  # replaces ids that the tokenizer lacks; in no UTF-8 stop string
@@ -182,11 +183,11 @@ class StopStrings:
         """Length of the text of `ids[begin:]` before the first stop string; None if none ends in the last token. Call
         it after each token, or after `num_new`. If `begin` is above 0, stop strings before it do not count."""
         stops = [stop.encode(errors="surrogatepass") for stop in request.stop]
-        longest, known = max(map(len, stops)), islice(reversed(ids), len(ids) - begin)
+        longest, generated = max(map(len, stops)), islice(reversed(ids), len(ids) - begin)
         prompt = self._detokenizer.prompt_ids(request) if not begin and request.stops_begin_in_prompt else ()
         pieces: list[bytes] = []  # spellings of the new tokens and of the context that a stop string may begin in
         num_bytes = 0
-        for token in islice(chain(known, reversed(prompt)), num_new + longest - 1):  # the window of transformers
+        for token in islice(chain(generated, reversed(prompt)), num_new + longest - 1):  # as transformers does
             spelling = self._detokenizer.spelling(token)
             pieces.append(spelling.text if spelling.is_known else UNKNOWN)
             num_bytes += len(pieces[-1]) if len(pieces) > num_new else 0
@@ -194,17 +195,17 @@ class StopStrings:
                 break
         pieces.reverse()
         text = b"".join(pieces)
-        num_seen = len(text) - sum(map(len, pieces[len(pieces) - min(num_new, len(ids) - begin) :]))
-        matches = [text.find(stop, max(0, num_seen - len(stop) + 1)) for stop in stops]
+        num_old_bytes = len(text) - sum(map(len, pieces[len(pieces) - min(num_new, len(ids) - begin) :]))
+        matches = [text.find(stop, max(0, num_old_bytes - len(stop) + 1)) for stop in stops]
         match = min((offset for offset in matches if offset >= 0), default=None)
         if match is None:
             return None
         ends = list(accumulate(map(len, pieces)))
         index = next(index for index, end in enumerate(ends) if match < end)
-        token, removed = len(ids) - len(pieces) + index, pieces[index][match - ends[index] :]
+        token, cut_bytes = len(ids) - len(pieces) + index, pieces[index][match - ends[index] :]
         if token < begin:
             return 0
-        if len(removed) == len(pieces[index]) or not self._detokenizer.has_text(ids[token]):
+        if len(cut_bytes) == len(pieces[index]) or not self._detokenizer.has_text(ids[token]):
             return len(self._detokenizer.completion_text(request, ids[:token], begin))
         text = self._detokenizer.completion_text(request, ids[: token + 1], begin)
-        return max(0, len(text) - len(removed.decode(errors="replace")))
+        return max(0, len(text) - len(cut_bytes.decode(errors="replace")))

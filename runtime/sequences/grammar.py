@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # bounded, or a weak model might emit whitespace forever
 SPECIAL_PREFIX = b"\xff"  # llguidance's prefix of special tokens; invalid in UTF-8
-CONTEXT_FREE_DECODERS = (
-    "Metaspace",
-    "WordPiece",
-)  # rejected by llguidance; token text needs no context
+CONTEXT_FREE_DECODERS = ("Metaspace", "WordPiece")  # llguidance rejects them; their token text needs no context
 NUM_CACHED_GRAMMARS = 1024  # compiled grammars in the cache
 
 
@@ -183,10 +180,10 @@ class Grammars:
         guides = [self._update_guide(sequence) for sequence in sequences]
         if all(guide is None for guide in guides):
             return None
-        computed = [guide.mask() if guide is not None else None for guide in guides]
-        remaining = [guide if mask is None else None for guide, mask in zip(guides, computed, strict=True)]
+        precomputed = [guide.mask() if guide is not None else None for guide in guides]
+        remaining = [guide if mask is None else None for guide, mask in zip(guides, precomputed, strict=True)]
         masks_BW = fill_masks(self._executor, remaining, self._tokens.vocab_size)
-        for row, mask in enumerate(computed):
+        for row, mask in enumerate(precomputed):
             if mask is not None:
                 masks_BW[row] = mask
         return masks_BW
@@ -209,11 +206,11 @@ class Grammars:
         if reasoning is not None and answer is None and reasoning.is_thinking(sequence):
             sequence.guide = None
             return None
-        if sequence.guide is None or (answer is not None and sequence.guide.num_reported < answer.num_tokens):
+        if sequence.guide is None or (answer is not None and sequence.guide.num_consumed < answer.num_tokens):
             matcher = self._compiled(grammar).deep_copy()
             if answer is not None:
                 matcher.consume_tokens(self._tokens.tokenize_str(answer.rest.lstrip()))
-                sequence.guide = Guide(matcher=matcher, num_reported=answer.num_tokens)
+                sequence.guide = Guide(matcher=matcher, num_consumed=answer.num_tokens)
             else:
                 opening = self._compiled(reasoning.opening_grammar).deep_copy() if reasoning is not None else None
                 sequence.guide = Guide(matcher=matcher, opening=opening)

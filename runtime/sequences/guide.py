@@ -1,7 +1,7 @@
 """State of a sequence in its grammar, and masks of allowed tokens. Depends on tokens only, so it can be rebuilt."""
 
 # pyright: reportMissingImports=false
-# The library is an extra.
+# llguidance is an optional dependency.
 
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
@@ -18,20 +18,20 @@ BITS = 32  # tokens per mask word
 
 @dataclass(kw_only=True)
 class Guide:
-    """Grammar state, owned by its sequence. `num_reported`: tokens consumed by `matcher` or before the structure.
+    """Grammar state, owned by its sequence. `num_consumed`: tokens consumed by `matcher` or before the structure.
     `opening`: matcher of a reasoning tag that may come instead of the structure. `pending_mask`: a future of masks with
     this guide's row; its thread owns both matchers until it is done."""
 
     matcher: "LLMatcher"
     opening: "LLMatcher | None" = None
-    num_reported: int = 0
+    num_consumed: int = 0
     pending_mask: tuple[Future[torch.Tensor], int] | None = None
 
     def accept(self, generated: Rows[int]) -> None:
         """Consumes new tokens."""
-        if self.num_reported < len(generated):
+        if self.num_consumed < len(generated):
             self.mask()  # waits: until then the mask's thread owns the matchers
-            tokens = list(generated[self.num_reported :])
+            tokens = list(generated[self.num_consumed :])
             if self.opening is not None:  # structure or tag, undecided while the tokens fit both
                 if self.opening.validate_tokens(tokens) < len(tokens):
                     self.opening = None
@@ -40,7 +40,7 @@ class Guide:
                 else:
                     self.opening.consume_tokens(tokens)
             self.matcher.consume_tokens(tokens)
-            self.num_reported, self.pending_mask = len(generated), None
+            self.num_consumed, self.pending_mask = len(generated), None
 
     def mask(self) -> torch.Tensor | None:
         """Waits for the pending mask, int32 (words). None if none is pending."""

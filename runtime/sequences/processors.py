@@ -49,14 +49,14 @@ class LengthStep:
     length: Callable[[Sequence], int | None]
 
     def __call__(self, sequences: Rows[Sequence], scores_BV: torch.Tensor) -> torch.Tensor:
-        rows_of: dict[int, list[int]] = {}
+        rows_by_length: dict[int, list[int]] = {}
         for row, sequence in enumerate(sequences):
             if (length := self.length(sequence)) is not None:
-                rows_of.setdefault(length, []).append(row)
-        if not rows_of:
+                rows_by_length.setdefault(length, []).append(row)
+        if not rows_by_length:
             return scores_BV
         out_BV = scores_BV.clone()
-        for length, rows in rows_of.items():
+        for length, rows in rows_by_length.items():
             rows_R, processors = upload(rows, scores_BV.device), LogitsProcessorList([self.processor])
             out_BV[rows_R] = apply_processors(processors, dummy_history(len(rows), length), scores_BV[rows_R])
         return out_BV
@@ -84,16 +84,16 @@ class Processors:
 
     def __call__(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
         """Returns processed scores. Never modifies `logits_BV`."""
-        rows_of: dict[float | None, list[int]] = {}  # rows by repetition penalty
+        rows_by_penalty: dict[float | None, list[int]] = {}  # rows by repetition penalty
         for row, sequence in enumerate(sequences):
-            own = sequence.request.repetition_penalty
-            rows_of.setdefault(self._run_penalty if own is None else own, []).append(row)
-        if len(rows_of) == 1:
-            [penalty] = rows_of
+            row_penalty = sequence.request.repetition_penalty
+            rows_by_penalty.setdefault(self._run_penalty if row_penalty is None else row_penalty, []).append(row)
+        if len(rows_by_penalty) == 1:
+            [penalty] = rows_by_penalty
             scores_BV = self._apply_history_steps(sequences, logits_BV, penalty)
         else:
             scores_BV = logits_BV.clone()
-            for penalty, rows in rows_of.items():
+            for penalty, rows in rows_by_penalty.items():
                 rows_R = upload(rows, logits_BV.device)
                 scores_BV[rows_R] = self._apply_history_steps(
                     [sequences[row] for row in rows], logits_BV[rows_R], penalty
@@ -110,9 +110,9 @@ class Processors:
             return logits_BV
         # Token ids of each row (with an encoder, without the prompt), left-padded with an id that no row contains.
         start, pad = self._start_token_id, logits_BV.shape[-1]
-        known = [[*(s.request.prompt_ids if start is None else (start,)), *s.generated] for s in sequences]
-        width = max(map(len, known))
-        ids_BT = upload([[pad] * (width - len(row)) + row for row in known], logits_BV.device)
+        histories = [[*(s.request.prompt_ids if start is None else (start,)), *s.generated] for s in sequences]
+        width = max(map(len, histories))
+        ids_BT = upload([[pad] * (width - len(row)) + row for row in histories], logits_BV.device)
         return apply_processors(steps, ids_BT, F.pad(logits_BV, (0, 1)))[:, :-1]  # a column for the pad id
 
     def _length_steps(self, config: SamplingConfig, eos: torch.Tensor | None) -> Iterator[LengthStep]:
@@ -129,7 +129,7 @@ class Processors:
                     _num_new(row) if _num_new(row) < _min_new_tokens(row, min_new) and _can_end(row) else None
                 ),
             )
-        is_forced = config.forced_bos_token_id is not None
+        has_forced_bos = config.forced_bos_token_id is not None
         if config.forced_bos_token_id is not None:
             yield LengthStep(
                 processor=ForcedBOSTokenLogitsProcessor(config.forced_bos_token_id),
@@ -154,12 +154,12 @@ class Processors:
         if config.begin_suppress_tokens:
             yield LengthStep(
                 processor=SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, 0, self._device),
-                length=lambda row: 0 if _num_new(row) == self._num_forced(row, is_forced) else None,
+                length=lambda row: 0 if _num_new(row) == self._num_forced(row, has_forced_bos) else None,
             )
 
-    def _num_forced(self, row: Sequence, is_forced: bool) -> int:
+    def _num_forced(self, row: Sequence, has_forced_bos: bool) -> int:
         """New tokens before the first sampled one: 1 if `forced_bos_token_id` applies to the row, else 0."""
-        return int(is_forced and self._length(row) - _num_new(row) == 1)
+        return int(has_forced_bos and self._length(row) - _num_new(row) == 1)
 
     def _length(self, row: Sequence) -> int:
         """The length that `generate` sees: prompt plus new tokens, or the decoder's start token plus new tokens."""
@@ -175,8 +175,8 @@ def _can_end(row: Sequence) -> bool:
 
 
 def _min_new_tokens(row: Sequence, run_setting: int) -> int:
-    own = row.request.min_new_tokens
-    return run_setting if own is None else own
+    row_setting = row.request.min_new_tokens
+    return run_setting if row_setting is None else row_setting
 
 
 def _history_processors(

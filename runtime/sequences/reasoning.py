@@ -31,8 +31,8 @@ class SplitText:
 
 
 class Reasoning:
-    """Finds the end of reasoning in a completion, by the tag's token id, as special tokens have no text, or its text.
-    `start_token_id`: see `Detokenizer`."""
+    """Finds the end of reasoning in a completion: by the end tag's token id (special tokens have no text) or by its
+    text. `start_token_id`: see `Detokenizer`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, begin: str, end: str, start_token_id: int | None = None):
         self._texts, self._begin, self._end = Detokenizer(tokenizer, start_token_id), begin, end
@@ -67,9 +67,9 @@ class Reasoning:
                 return SplitText(reasoning=None, text=text)
             return SplitText(reasoning=self._strip_tags(text), text="")
         reasoning = self._texts.decode(ids[: answer.num_tokens])
-        is_structure = sequence.request.grammar is not None and not answer.rest  # keeps leading whitespace
+        is_structured = sequence.request.grammar is not None and not answer.rest  # keeps leading whitespace
         text = answer.rest + self._texts.completion_text(sequence.request, ids, answer.num_tokens)[: sequence.text_end]
-        return SplitText(reasoning=self._strip_tags(reasoning), text=text if is_structure else text.lstrip())
+        return SplitText(reasoning=self._strip_tags(reasoning), text=text if is_structured else text.lstrip())
 
     @property
     def opening_grammar(self) -> str:

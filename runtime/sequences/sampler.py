@@ -61,13 +61,13 @@ BAN_SETTINGS = (
     "bad_words", "bad_words_ids", "no_repeat_ngram_size", "sequence_bias", "min_length", "min_new_tokens",
     "suppress_tokens", "begin_suppress_tokens",
 )  # fmt: skip
-STATUS_WIDTH = 3  # token id, finite flag, open flag
+STATUS_WIDTH = 3  # token id, True if logits are finite, True if some token is allowed
 SLICE_BYTES = 4 * MIB  # of float32 logits per slice: sorting takes several times as much
 
 
 class Sampler:
-    """Samples for all lanes of a run: once per lane and pass, `sample`, then `accept` with its result on the host.
-    Neither waits for a device. `start_token_id`: decoder start token of an encoder-decoder, else None. Raises
+    """Samples for all lanes of a run. Call `sample` once per lane and pass, then `accept` with its result on the host;
+    neither waits for a device. `start_token_id`: decoder start token of an encoder-decoder, else None. Raises
     ConfigError if the vocabulary or tokenizer does not support the settings."""
 
     def __init__(
@@ -80,8 +80,8 @@ class Sampler:
         start_token_id: int | None = None,
         device: torch.device | None = None,
     ):
-        has_words = tokenizer is not None or not config.bad_words
-        require(has_words, "sampling.bad_words needs a tokenizer; set model.tokenizer")
+        can_encode = tokenizer is not None or not config.bad_words
+        require(can_encode, "sampling.bad_words needs a tokenizer; set model.tokenizer")
         is_within = config.logprobs <= vocab_size
         require(is_within, f"sampling.logprobs={config.logprobs} is above the vocabulary's {vocab_size}")
         require_known_tokens(config, vocab_size)
@@ -102,8 +102,8 @@ class Sampler:
                 early_stopping=config.early_stopping or False,
                 num_ends=len(self._eos),
             ),
-            scores=self._beam_scores,
-            ends=self._beam_end,
+            process_logprobs=self._beam_scores,
+            find_end=self._beam_end,
             vocab_size=vocab_size,
             num_top=config.logprobs,
             bans=self._bans,
@@ -138,7 +138,7 @@ class Sampler:
             self._beam_search.accept(sequences, drawn, step)
             return
         logprobs = unpack_logprobs(drawn[:, STATUS_WIDTH:]) if self._config.logprobs else None
-        for row, (token, is_finite, is_open) in enumerate(drawn[:, :STATUS_WIDTH].tolist()):
+        for row, (token, is_finite, has_allowed) in enumerate(drawn[:, :STATUS_WIDTH].tolist()):
             sequence = sequences[row]
             position = f"at new token {len(sequence.generated)} (pass {step})"
             guide_error = sequence.guide.error if sequence.guide is not None else None
@@ -147,7 +147,7 @@ class Sampler:
             elif not is_finite:
                 sequence.is_broken = True
                 sequence.fail(f"the model gave NaN or infinite logits {position}")
-            elif not is_open:
+            elif not has_allowed:
                 bans = [*self._bans, *(["its grammar"] if sequence.request.grammar is not None else [])]
                 sequence.fail(f"every token is banned {position} by {', '.join(bans)}")
             else:
@@ -162,8 +162,8 @@ class Sampler:
         self._grammars.start_masks([sequence for sequence in sequences if sequence.finish is None])
 
     def _beam_scores(self, sequences: Rows[Sequence], logprobs_BV: torch.Tensor) -> torch.Tensor:
-        scores_BV, last = self._processors(sequences, logprobs_BV), warpers(self._config, sequences[0].request)
-        return apply_processors(last, empty_history(scores_BV), scores_BV) if last else scores_BV
+        scores_BV, final_warpers = self._processors(sequences, logprobs_BV), warpers(self._config, sequences[0].request)
+        return apply_processors(final_warpers, empty_history(scores_BV), scores_BV) if final_warpers else scores_BV
 
     def _beam_end(self, beam: Sequence, token_ids: Rows[int]) -> tuple[FinishReason, int | None] | None:
         if token_ids[-1] in self._eos:
@@ -188,25 +188,25 @@ class Sampler:
     def _sample_rows(
         self, sequences: Rows[Sequence], logits_BV: torch.Tensor, masks_BW: torch.Tensor | None
     ) -> torch.Tensor:
-        """Token, finite flag, open flag and log-probabilities of each row. `masks_BW`: bits of allowed tokens; None:
-        all. Applied between processors and warpers, as transformers applies custom processors."""
+        """Packed token, flags and log-probabilities of each row. `masks_BW`: bits of allowed tokens, None: all; applied
+        between processors and warpers, as transformers applies custom processors."""
         scores_BV = self._processors(sequences, logits_BV)
         if masks_BW is not None:
             scores_BV = apply_masks(scores_BV, masks_BW)
         is_finite_B = logits_BV.abs().amax(-1) < torch.inf  # False for NaN; 5x as fast as isfinite
-        is_open_B = is_finite_B if scores_BV is logits_BV else scores_BV.amax(-1) > -torch.inf
+        has_allowed_B = is_finite_B if scores_BV is logits_BV else scores_BV.amax(-1) > -torch.inf
         # Rows with equal temperature and cut-offs are batched; each gets the token that it would get alone.
-        rows_of: dict[tuple[float | None, ...], list[int]] = {}
+        rows_by_key: dict[tuple[float | None, ...], list[int]] = {}
         for row, sequence in enumerate(sequences):
-            rows_of.setdefault(sequence.request.sampling_key, []).append(row)
-        if len(rows_of) == 1:
+            rows_by_key.setdefault(sequence.request.sampling_key, []).append(row)
+        if len(rows_by_key) == 1:
             tokens_B = self._choose_tokens(sequences, scores_BV)
         else:
             tokens_B = torch.zeros_like(scores_BV[:, 0], dtype=torch.int64)
-            for rows in rows_of.values():
+            for rows in rows_by_key.values():
                 rows_R = upload(rows, scores_BV.device)
                 tokens_B[rows_R] = self._choose_tokens([sequences[row] for row in rows], scores_BV[rows_R])
-        numbers_B3 = torch.stack([tokens_B.int(), is_finite_B.int(), is_open_B.int()], 1)
+        numbers_B3 = torch.stack([tokens_B.int(), is_finite_B.int(), has_allowed_B.int()], 1)
         if not self._config.logprobs:
             return numbers_B3
         return torch.cat([numbers_B3, pack_logprobs(logits_BV, tokens_B, self._config.logprobs)], 1)

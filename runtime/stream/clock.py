@@ -109,8 +109,7 @@ def _by_stage() -> defaultdict[int, float]:
 @dataclass(kw_only=True)
 class StreamCounters:
     """Transfer counters. A hit is a streamed stage that had arrived when the first lane needed it. Expert counts are of
-    paged experts: in the stages passed, visited by a token (each once), and all reads. By stage: busy seconds of disk
-    (`reads`) and link (`copies`), and seconds that compute waited (`stalls`; an upper bound on an accelerator)."""
+    paged experts. `reads`, `copies` and `stalls` are seconds by stage."""
 
     bytes_read: int = 0  # disk -> host
     bytes_copied: int = 0  # host -> device
@@ -118,12 +117,12 @@ class StreamCounters:
     bytes_written: int = 0  # host -> disk
     num_hits: int = 0
     num_misses: int = 0
-    num_experts: int = 0
-    num_experts_hit: int = 0
-    num_experts_read: int = 0
-    reads: defaultdict[int, float] = field(default_factory=_by_stage)
-    copies: defaultdict[int, float] = field(default_factory=_by_stage)
-    stalls: defaultdict[int, float] = field(default_factory=_by_stage)
+    num_experts: int = 0  # in the stages that ran
+    num_experts_hit: int = 0  # visited by a token; each counts once
+    num_experts_read: int = 0  # reads, repeated ones included
+    reads: defaultdict[int, float] = field(default_factory=_by_stage)  # the disk is busy
+    copies: defaultdict[int, float] = field(default_factory=_by_stage)  # the link is busy
+    stalls: defaultdict[int, float] = field(default_factory=_by_stage)  # compute waits; an upper bound on accelerators
 
     def count_acquire(self, is_in_time: bool) -> None:
         """Counts the first use of a streamed stage after it was fetched."""

@@ -45,12 +45,12 @@ class RoundTrip:
         exchange: "HostExchange",
         layer: int,
         memory: RoundTripMemory,
-        sent: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
         out: torch.Tensor,
     ):
         self._exchange, self._layer, self._memory = exchange, layer, memory
-        self._sent = sent  # kept alive: the copy to the host may still read it
-        *self._inputs, self._output = memory.views([*sent, out])
+        self._sources = sources  # kept alive: the copy to the host may still read it
+        *self._inputs, self._output = memory.views([*sources, out])
         self.out = out
 
     def wait_for_inputs(self) -> list[torch.Tensor]:
@@ -88,7 +88,7 @@ class HostExchange:
         self._to_host, self._to_device = device.new_stream(), device.new_stream()
         self._free = [RoundTripMemory(device, size.round_trip_bytes) for _ in range(size.num_round_trips)]
         self._queued, self._loaded = device.new_event(), device.new_event()
-        self._stored: deque[tuple[Event, Sequence[CopyPart]]] = deque()
+        self._pending_stores: deque[tuple[Event, Sequence[CopyPart]]] = deque()
         self._counters = StreamCounters()
 
     def __enter__(self) -> "HostExchange":
@@ -129,19 +129,19 @@ class HostExchange:
 
     def store(self, layer: int, copies: Sequence[CopyPart]) -> None:
         """Queues copies from compute memory to host memory. The sources must not change until they are done."""
-        while len(self._stored) >= STORES_IN_FLIGHT:  # bounds the memory of sources, which `_stored` keeps alive
-            self._device.compute_waits_for(self._stored.popleft()[0])
+        while len(self._pending_stores) >= STORES_IN_FLIGHT:  # bounds the memory of sources that are kept alive
+            self._device.compute_waits_for(self._pending_stores.popleft()[0])
         self._queued.record(self._device.compute_stream())
         self._counters.bytes_returned += self._copy_to_host("store", layer, copies, self._queued)
         stored = self._device.new_event()
         stored.record(self._to_host)
-        self._stored.append((stored, copies))
+        self._pending_stores.append((stored, copies))
 
     def load(self, layer: int, copies: Iterable[CopyPart]) -> None:
         """Queues copies from host memory, after all earlier stores, for compute queued from now on."""
         self._queued.record(self._device.compute_stream())
-        if self._to_device is not None and self._stored:
-            self._device.wait(self._to_device, self._stored[-1][0])  # may read what is still being stored
+        if self._to_device is not None and self._pending_stores:
+            self._device.wait(self._to_device, self._pending_stores[-1][0])  # may read what is still being stored
         self._counters.bytes_copied += self._copy_to_device("load", layer, copies, self._queued)
         self._loaded.record(self._to_device)
         self._device.compute_waits_for(self._loaded)

@@ -28,7 +28,7 @@ MIN_SLOTS = 2  # one is computed while the next one arrives
 
 @dataclass(frozen=True)
 class ExpertBytes:
-    """One expert's weights, valid until the next one is taken. `stage` names its parameters: stacks of one expert."""
+    """One expert's weights, valid until the next expert is yielded. `stage`: its parameters, stacks of one expert."""
 
     expert: int
     stage: Stage
@@ -41,8 +41,8 @@ class ExpertBytes:
 
 
 class ExpertStream:
-    """Stream of experts; one per run. Not thread-safe: only the engine calls it. `paging` is `hit` or `all`, which also
-    reads experts without tokens, so that reads can start early."""
+    """Stream of experts; one per run. Not thread-safe: only the engine calls it. `paging`: `hit` reads experts that
+    have tokens; `all` reads every expert, so that reads can start before routing."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ExpertStream:
         walk = self._pages.walk(placement.walk, num_slots)
         self._walk, self._num_ahead = walk, walk.num_slots + walk.num_staging_slots
         self._started: deque[int] = deque()  # pages in flight, in order
-        self._num_copied = 0  # of these, copied out of staging
+        self._num_copied = 0  # of `_started`: pages copied out of staging
         expert_placement = Placement(
             resident=frozenset(),
             walk=walk,
@@ -78,8 +78,8 @@ class ExpertStream:
         )
         expert_shape = self._pages.as_shape(shape)
         self._stream = WeightStream(expert_shape, expert_placement, device, reader, trace, self._pages.name, loaded)
-        self._requested_stages: set[int] = set()  # stages
-        self._hit_pages: set[int] = set()  # pages
+        self._requested_stages: set[int] = set()
+        self._hit_pages: set[int] = set()
         self._num_read = 0
 
     def __enter__(self) -> "ExpertStream":
@@ -116,7 +116,7 @@ class ExpertStream:
                 self._stream.free(page)
 
     def host_expert(self, stage: int, expert: int) -> ExpertBytes:
-        """An expert that resides in host memory, in place."""
+        """Views of an expert that resides in host memory."""
         page = self._pages.page(stage, expert)
         self._requested_stages.add(stage)
         self._hit_pages.add(page)

@@ -1,6 +1,6 @@
 """Memory and I/O statistics of this process and machine in bytes, and memory limits of its control groups (containers,
-Slurm steps). Linux only. A cgroup's limit applies to all groups below it; version 1 has a hierarchy for memory only,
-version 2 one for everything, and a machine may mount both (cgroups(7))."""
+Slurm steps). Linux only. A cgroup's limit applies to all groups below it. Version 1 has a hierarchy for memory only,
+version 2 one for all controllers, and a machine may mount both (cgroups(7))."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ PROC = Path("/proc/self")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Version:
+class _CgroupVersion:
     """File names of one cgroup version. `reclaimable`: the entry of memory.stat for page cache that the kernel drops
     first; `usage` includes it."""
 
@@ -31,13 +31,14 @@ class _Version:
         """Directories of this process's group and of its mounted ancestors."""
         # Lines are `number:controllers:path`; version 2's has the number 0 and no controllers.
         lines = (line.split(":", 2) for line in _read_lines(proc / "cgroup"))
-        own = next((PurePosixPath(path) for _, names, path in lines if self.controllers in names.split(",")), None)
+        own_path = next((PurePosixPath(path) for _, names, path in lines if self.controllers in names.split(",")), None)
         mount = self._mount(proc)
-        if own is None or mount is None:
+        if own_path is None or mount is None:
             return
-        root, mounted_at = mount
-        relative = own.relative_to(root) if own.is_relative_to(root) and ".." not in own.parts else PurePosixPath()
-        group = mounted_at / relative
+        root, mount_point = mount
+        is_inside = own_path.is_relative_to(root) and ".." not in own_path.parts
+        relative = own_path.relative_to(root) if is_inside else PurePosixPath()
+        group = mount_point / relative
         yield group
         yield from group.parents[: len(relative.parts)]
 
@@ -45,21 +46,21 @@ class _Version:
         """The mounted root of the hierarchy and its mount point; see proc(5) on mountinfo."""
         for line in _read_lines(proc / "mountinfo"):
             mount, _, file_system = line.partition(" - ")
-            root, mounted_at = mount.split()[3:5]
+            root, mount_point = mount.split()[3:5]
             kind, _, options = file_system.split()[:3]
             if kind == self.file_system and (not self.controllers or self.controllers in options.split(",")):
-                return PurePosixPath(_unescape(root)), Path(_unescape(mounted_at))
+                return PurePosixPath(_unescape(root)), Path(_unescape(mount_point))
         return None
 
 
-VERSION_1 = _Version(
+VERSION_1 = _CgroupVersion(
     file_system="cgroup",
     controllers="memory",
     limits=("memory.limit_in_bytes",),
     usage="memory.usage_in_bytes",
     reclaimable="total_inactive_file",
 )
-VERSION_2 = _Version(
+VERSION_2 = _CgroupVersion(
     file_system="cgroup2",
     controllers="",
     limits=("memory.max", "memory.high"),  # beyond `high` a process is slowed down instead of killed
@@ -131,8 +132,7 @@ def resident_bytes(num_sharers: int = 1) -> int:
 
 
 def peak_resident_bytes(num_sharers: int = 1) -> int:
-    """Peak resident memory since the start or `reset_peak`. Shared pages count as 1 / `num_sharers`, by their current
-    number."""
+    """Peak resident memory since the start or `reset_peak`. The shared pages of now count as 1 / `num_sharers`."""
     return (_read_field(STATUS, "VmHWM") - _other_sharers_kib(num_sharers)) * KIB
 
 
@@ -168,8 +168,8 @@ def set_allocator(*, is_budget_hard: bool) -> None:
     """Configures glibc's malloc for activations; a no-op with another C library.
 
     Freed activations should stay in the heap for reuse: page faults cost a tenth of a prefill. But up to glibc 2.37 the
-    thread cache gives slivers between aligned blocks to small objects; blocks then fit no longer and the heap doubles.
-    Turning off the thread cache (`HEAP_TUNABLE`) and fast bins prevents that. If the thread cache is on and the budget
+    thread cache puts small objects into gaps between aligned blocks. Freed blocks are then too small for reuse, and the
+    heap doubles. Turning off the thread cache (`HEAP_TUNABLE`) and fast bins prevents that. If it is on and the budget
     is hard, blocks from 1 MiB are mapped individually instead."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -35,7 +35,7 @@ class PendingStore:
     written: Future[PendingTransfer] | None
 
     def includes(self, layer: int, pages: Sequence[int]) -> bool:
-        """True if any of these pages is among them."""
+        """True if any of these pages is being stored."""
         return self.layer == layer and not self.pages.isdisjoint(pages)
 
 
@@ -72,7 +72,7 @@ class PageRun(NamedTuple):
 
 
 class PinnedPages:
-    """The tier `cpu`. Not thread-safe."""
+    """KV pages of the tier `cpu`, in pinned memory. Not thread-safe."""
 
     def __init__(self, layout: KVLayout, device: ComputeDevice, on_copy: Callable[[Resource, int, float, float], None]):
         """`on_copy` is called with the resource, layer, begin and end of each copy."""
@@ -84,26 +84,26 @@ class PinnedPages:
         }
         self._is_stored = {layer: np.zeros(layout.num_pages, bool) for layer in layout.page_bytes}
 
-    def fetch(self, slot: KVSlot, layer: int, pages: Sequence[int], after: Sequence[KVSlot]) -> int:
-        """Queues copies of `pages` into the slot, after the slots in `after` are free, and zeroes pages that were never
+    def fetch(self, slot: KVSlot, layer: int, pages: Sequence[int], blocking: Sequence[KVSlot]) -> int:
+        """Queues copies of `pages` into the slot, once all `blocking` are free. Zeroes pages that were never
         stored. Returns the bytes to copy."""
         if self._fetch_stream is not None:
-            for other in after:
+            for other in blocking:
                 self._device.wait(self._fetch_stream, other.free)  # its stores end first: a page must not be stale
         slot.pending_store = None
         stride, numbers = self._layout.stride_bytes(layer), np.array(pages, np.int64)
         is_stored = self._is_stored[layer][numbers]
-        fresh, known = np.flatnonzero(~is_stored), np.flatnonzero(is_stored)
-        targets = [slot.buffer[run.start * stride : run.stop * stride] for run in layer_ranges(fresh.tolist())]
+        new_indices, stored_indices = np.flatnonzero(~is_stored), np.flatnonzero(is_stored)
+        targets = [slot.buffer[run.start * stride : run.stop * stride] for run in layer_ranges(new_indices.tolist())]
         if targets:
             self._device.clear_all(targets, on=self._fetch_stream, after=slot.free)
-        runs = find_page_runs(numbers[known], known, self._segment_pages(layer))
+        runs = find_page_runs(numbers[stored_indices], stored_indices, self._segment_pages(layer))
         parts = [CopyPart(self._run_memory(layer, run), run.slot_bytes(slot, stride)) for run in runs]
         if parts:
             on_copy = partial(self._on_copy, Resource.host_to_device, layer)
             self._device.copy_all(parts, on=self._fetch_stream, after=slot.free, then=on_copy)
         slot.ready.record(self._fetch_stream)
-        return len(known) * stride
+        return len(stored_indices) * stride
 
     def store(self, slot: KVSlot, layer: int, slot_indices: Mapping[int, int]) -> int:
         """Queues copies of pages (page number -> index in the slot) to the tier, after `slot.free`, which then signals
@@ -140,7 +140,7 @@ class PinnedPages:
 
 
 def find_page_runs(pages: np.ndarray, slot_indices: np.ndarray, segment_pages: int) -> list[PageRun]:
-    """Runs of pages at these slot indices, ascending. No run crosses a segment boundary."""
+    """Splits pages into runs that are consecutive in the tier and in the slot. No run crosses a segment boundary."""
     if not len(pages):
         return []
     order = np.argsort(pages)
@@ -155,7 +155,7 @@ def find_page_runs(pages: np.ndarray, slot_indices: np.ndarray, segment_pages: i
 
 
 class DiskPages:
-    """The tier `nvme`. Not thread-safe."""
+    """KV pages of the tier `nvme`, in a file. Not thread-safe."""
 
     def __init__(
         self,
@@ -170,11 +170,11 @@ class DiskPages:
         self._fetch_pool = ThreadPoolExecutor(1, thread_name_prefix="kv-fetch")
         self._store_pool = ThreadPoolExecutor(1, thread_name_prefix="kv-store")
 
-    def fetch(self, slot: KVSlot, layer: int, pages: Sequence[int], after: Sequence[KVSlot]) -> int:
-        """Starts reading `pages` into the slot and copying them to the device, after the stores of `after`. Returns the
-        bytes to copy."""
+    def fetch(self, slot: KVSlot, layer: int, pages: Sequence[int], blocking: Sequence[KVSlot]) -> int:
+        """Starts reading `pages` into the slot and copying them to the device, after the stores from `blocking`.
+        Returns the bytes to copy."""
         pending_writes = [
-            other.pending_store.written for other in after if other.pending_store and other.pending_store.written
+            other.pending_store.written for other in blocking if other.pending_store and other.pending_store.written
         ]
         slot.pending_fetch = self._fetch_pool.submit(self._fetch, slot, layer, pages, pending_writes)
         return len(pages) * self._layout.stride_bytes(layer) if slot.is_staged else 0

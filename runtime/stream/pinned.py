@@ -67,18 +67,18 @@ class Pinnable(mmap.mmap):
 
     def __del__(self) -> None:
         if self.registration is not None:
-            registrar, address = self.registration
-            registrar.cudaHostUnregister(address)  # before the pages are unmapped
+            driver, address = self.registration
+            driver.cudaHostUnregister(address)  # before the pages are unmapped
 
 
 def _register(memory: Pinnable, tensor: torch.Tensor) -> None:
     """Page-locks the memory. Raises RuntimeError if the driver cannot."""
-    registrar, address = cuda_driver(), tensor.data_ptr()
-    code = int(registrar.cudaHostRegister(address, tensor.nbytes, PORTABLE))
+    driver, address = cuda_driver(), tensor.data_ptr()
+    code = int(driver.cudaHostRegister(address, tensor.nbytes, PORTABLE))
     if code:
         _clear_cuda_error()
         raise RuntimeError("out of memory" if code == OUT_OF_MEMORY else f"the driver's error {code}")
-    memory.registration = registrar, address
+    memory.registration = driver, address
 
 
 def pin(memory: Pinnable, tensor: torch.Tensor) -> None:

@@ -52,7 +52,7 @@ class Staging(Closing):
         """`reader` reads into the slots, as its buffers 0 to `num_slots` - 1."""
         self._device, self._reader = device, reader
         self._free = [StagingSlot(n, reader.buffer(slot_bytes), device) for n in range(num_slots)]
-        self._staged: dict[int, StagingSlot] = {}  # by stage
+        self._slots_by_stage: dict[int, StagingSlot] = {}  # by stage
         self._read_pool = ThreadPoolExecutor(1, thread_name_prefix="weights-read")
         self._copy_pool = ThreadPoolExecutor(1, thread_name_prefix="weights-copy")
 
@@ -63,38 +63,38 @@ class Staging(Closing):
     def read(self, stage: int, page: int, extents: Sequence[Extent]) -> None:
         """Queues a read, which starts once its memory is free. Page 0 takes a slot."""
         if page == 0:
-            self._staged[stage] = self._free.pop(0)
-        slot = self._staged[stage]
+            self._slots_by_stage[stage] = self._free.pop(0)
+        slot = self._slots_by_stage[stage]
         slot.reads[page] = DeferredTransfer(
             self._read_pool.submit(self._begin_read, slot, page, slot.last_copy, extents)
         )
 
     def buffer(self, stage: int) -> torch.Tensor:
         """Buffer that the stage is read into."""
-        return self._staged[stage].buffer
+        return self._slots_by_stage[stage].buffer
 
     def copy(self, stage: int, page: int, queue: Callable[[], None], *, is_last: bool) -> DeferredTransfer:
         """Calls `queue` on another thread once the page is read, to queue its copy. Returns a transfer that is done
         once the copy is queued. The last page frees the slot."""
-        slot = self._staged[stage]
+        slot = self._slots_by_stage[stage]
         queued = self._copy_pool.submit(self._queue_copy, slot, slot.reads.pop(page), queue, is_last)
         if is_last:
             slot.last_copy = queued
-            self._free.append(self._staged.pop(stage))
+            self._free.append(self._slots_by_stage.pop(stage))
         return DeferredTransfer(queued)
 
     def pending_reads(self) -> Iterator[tuple[int, int, DeferredTransfer]]:
         """Yields (stage, page, transfer) of each read that `copy` was not called for."""
-        for stage, slot in self._staged.items():
+        for stage, slot in self._slots_by_stage.items():
             for page, read in slot.reads.items():
                 yield stage, page, read
 
     def drop(self) -> None:
         """Frees the slots of all `pending_reads`, which must be done."""
-        for slot in self._staged.values():
+        for slot in self._slots_by_stage.values():
             slot.reads.clear()
             self._free.append(slot)
-        self._staged.clear()
+        self._slots_by_stage.clear()
 
     def _begin_read(
         self, slot: StagingSlot, page: int, last_copy: Future[Transfer] | None, extents: Sequence[Extent]

@@ -22,8 +22,8 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class StreamWeights:
-    """Completely read weights of a stream. `resident`: groups of stages in compute memory, by the indices of the stages
-    that share a buffer. `in_host`: stages in host memory, copied to the device in each pass."""
+    """Weights of a stream that were read completely. `resident`: stages in compute memory; tied stages share a buffer,
+    so keys are groups of stage indices. `in_host`: stages in host memory, copied to the device in each pass."""
 
     resident: dict[tuple[int, ...], StageBytes] = field(default_factory=dict)
     in_host: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class WeightCache:
     @property
     def compute_bytes(self) -> int:
         """Bytes in compute memory."""
-        return sum(placed.buffer.nbytes for placed in self.stages.resident.values())
+        return sum(stage_bytes.buffer.nbytes for stage_bytes in self.stages.resident.values())
 
     @property
     def pinned_bytes(self) -> int:
@@ -75,6 +75,6 @@ class WeightCache:
         """Drops everything if the budgets leave less than `num_bytes` of host or device memory."""
         device_bytes = budgets.device_bytes
         in_host = self.pinned_bytes + (self.compute_bytes if device_bytes is None else 0)
-        is_tight = in_host + num_bytes > budgets.host_bytes
-        if is_tight or (device_bytes is not None and self.compute_bytes + num_bytes > device_bytes):
+        exceeds_host = in_host + num_bytes > budgets.host_bytes
+        if exceeds_host or (device_bytes is not None and self.compute_bytes + num_bytes > device_bytes):
             self.clear()

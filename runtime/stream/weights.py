@@ -30,8 +30,8 @@ from .slots import Slot, Staging
 from .weight_cache import StageBytes, StreamWeights
 from .weight_reader import LocalReader, SessionResources, Transfer
 
-NUM_CACHED_MOVES = 4096  # cached moves of pieces of stages
-NUM_CACHED_LAYOUTS = 256  # cached; ten thousand experts as stages would take 30 MB
+NUM_CACHED_MOVES = 4096  # pieces of stages with cached moves
+NUM_CACHED_LAYOUTS = 256  # bounded, as ten thousand experts as stages would take 30 MB
 IN_TIME_SECONDS = 50e-6  # upper bound between two events of a stream that did not wait in between
 
 
@@ -67,16 +67,16 @@ class WeightStream:
         self._loaded = loaded or StreamWeights()
         self._counters, self._barrier = StreamCounters(), device.new_event()
         walk, size = placement.walk, placement.slot_bytes
-        num_staged, has_device = walk.num_staging_slots, device.is_accelerator
-        num_slots = num_staged if has_device else walk.num_slots  # filled from files
-        num_once = 1 + len(walk.in_host) if has_device else len(placement.resident)
+        num_staged, is_accelerator = walk.num_staging_slots, device.is_accelerator
+        num_slots = num_staged if is_accelerator else walk.num_slots  # filled from files
+        num_filled_once = 1 + len(walk.in_host) if is_accelerator else len(placement.resident)
         self._buffer_numbers = count(num_slots)  # numbers of buffers that are filled once
         self._reader = (
             LocalReader(device, reader)
             if resources is None
-            else resources.weight_reader(device, reader, count=num_slots + num_once)
+            else resources.weight_reader(device, reader, count=num_slots + num_filled_once)
         )
-        buffer = device.compute_buffer if has_device else self._reader.buffer
+        buffer = device.compute_buffer if is_accelerator else self._reader.buffer
         self._free_slots = [Slot(n, buffer(size), device) for n in range(walk.num_slots)]
         self._staging = Staging(device, self._reader, num_slots=num_staged, slot_bytes=size) if num_staged else None
 
@@ -137,7 +137,7 @@ class WeightStream:
             for move in self._moves(stage, max(first, begin), min(first + HOST_PIECE_BYTES, end))
         ]
         is_last = page in (None, self._num_pages - 1)
-        queue = partial(self._queue, stage, page or 0, slot, parts, is_last)
+        queue = partial(self._queue_copy, stage, page or 0, slot, parts, is_last)
         if staging is None:
             queue()
         else:
@@ -205,7 +205,7 @@ class WeightStream:
             for page, read in slot.reads.items():
                 yield stage, page, read
 
-    def _queue(self, stage: int, page: int, slot: Slot, parts: Sequence[CopyPart], is_last: bool) -> None:
+    def _queue_copy(self, stage: int, page: int, slot: Slot, parts: Sequence[CopyPart], is_last: bool) -> None:
         self._device.copy_ahead(parts, after=slot.free, then=partial(self._count_copy, stage, page))
         if is_last:
             slot.ready.record(self._device.copy_stream)  # after the stage's last page
@@ -256,18 +256,18 @@ class WeightStream:
         staging = self._reader.buffer(min(largest, LOADING_BYTES)) if is_staged else None
         for key, layout in missing.items():
             if staging is None:
-                placed = layout
+                target_layout = layout
                 buffer = self._reader.load_once(next(self._buffer_numbers), layout.extents, layout.num_bytes)
             else:
-                placed = device_layout(groups[key], layout)
+                target_layout = device_layout(groups[key], layout)
                 buffer = self._device.compute_buffer(layout.num_bytes)
                 for begin, end, extents in layout.windows(len(staging)):
                     self._reader.fill(number, extents, staging).wait()
-                    for move in placed.clip_moves(begin, end):
+                    for move in target_layout.clip_moves(begin, end):
                         source, target = _make_copy_part(begin, staging, move, buffer)
                         target.copy_(source)  # blocking: the next window reuses the staging memory
                     self._reader.free(number)
-            self._loaded.resident[key] = StageBytes(buffer, placed.tensor_offsets, id(buffer))
+            self._loaded.resident[key] = StageBytes(buffer, target_layout.tensor_offsets, id(buffer))
         self._resident = {stage: self._loaded.resident[key] for key in groups for stage in key}
 
 

@@ -207,7 +207,7 @@ def seconds_of_layer(clock: VirtualTime, share: CpuShare, link: float, cpu: floa
         beside = CpuExperts(
             loaded=loaded,
             share=share,
-            shared=frozenset({LAYER.index}),
+            host_stages=frozenset({LAYER.index}),
             stream=stream,
             exchange=round_trips,
             monitor=PassMonitor(len(SHAPE.stages), device),

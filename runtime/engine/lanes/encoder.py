@@ -58,9 +58,9 @@ class WholePromptsLane(Lane):
             )
             return
         lengths = (len(s.request.prompt_ids) for s in self.sequences)
-        each = enumerate(zip(self.sequences, lengths, strict=True))
+        items = enumerate(zip(self.sequences, lengths, strict=True))
         self._targets = self._make_targets(
-            (s, row * width + length, s.target_tokens(0, length)) for row, (s, length) in each
+            (s, row * width + length, s.target_tokens(0, length)) for row, (s, length) in items
         )
 
     def _forward(self) -> None:
@@ -86,7 +86,7 @@ class WholePromptsLane(Lane):
             real_tokens=num_real,
             padded_tokens=self._ids_BS.numel(),
             prompt_tokens=num_real,
-            issued_tokens=len(self._drawing),
+            issued_tokens=len(self._sampled),
             useful_tokens=self._accept(drawn),
         )
         self.sequences = [sequence for sequence in self.sequences if sequence.finish is None]
@@ -129,8 +129,8 @@ class Seq2SeqLane(RectangleLane):
         kv = RectangleKV(cache.self_attention_cache, len(sequences), longest, context.pool)
         super().__init__(context, sequences, cache, kv, padding_side="right")
         self._start_token_id = start_token_id
-        self._columns = max(1, context.prefill_chunk_tokens // len(sequences))
-        self._done = 0  # decoder positions in the cache
+        self._chunk_columns = max(1, context.prefill_chunk_tokens // len(sequences))
+        self._num_cached = 0  # decoder positions in the cache
         self._encoded_BSD: torch.Tensor | None = None
 
     @property
@@ -150,13 +150,13 @@ class Seq2SeqLane(RectangleLane):
             rows = [[self._start_token_id, *s.request.decoder_ids] for s in self.sequences]
             width = max(map(len, rows))
             self._ids_BT = upload([row + [0] * (width - len(row)) for row in rows], self._device)
-            each = enumerate(zip(self.sequences, rows, strict=True))
+            items = enumerate(zip(self.sequences, rows, strict=True))
             self._targets = ScoringTargets.from_sequences(
-                (s, number * width, s.target_tokens(0, len(row))) for number, (s, row) in each
+                (s, number * width, s.target_tokens(0, len(row))) for number, (s, row) in items
             )
             return
-        begin, end = max(0, self._done - 1), self._done + self._columns - 1
-        start = [] if self._done else [self._start_token_id]
+        begin, end = max(0, self._num_cached - 1), self._num_cached + self._chunk_columns - 1
+        start = [] if self._num_cached else [self._start_token_id]
         self._ids_BT = upload([start + s.generated[begin:end] for s in self.sequences], self._device)
 
     def _forward(self) -> None:
@@ -181,24 +181,24 @@ class Seq2SeqLane(RectangleLane):
     def _sampled_sequences(self) -> list[Sequence]:
         if self._targets is not None:
             return []
-        end = self._done + self._ids_BT.shape[1] - 1
+        end = self._num_cached + self._ids_BT.shape[1] - 1
         return [s for s in self.sequences if len(s.request.prompt_ids) + end == s.num_known]
 
     def _finish(self, drawn: torch.Tensor) -> PassCounts:
         num_rows, num_columns = self._ids_BT.shape
-        is_first, is_prefill = self._done == 0, not all(s.is_prefilled for s in self.sequences)
-        self._done += num_columns
+        is_first, is_prefill = self._num_cached == 0, not all(s.is_prefilled for s in self.sequences)
+        self._num_cached += num_columns
         for sequence in self.sequences:
-            sequence.num_cached = len(sequence.request.prompt_ids) + self._done - 1
-        num_decoder = num_rows * (num_columns - is_first)  # the start token is not counted
-        num_real = num_decoder
+            sequence.num_cached = len(sequence.request.prompt_ids) + self._num_cached - 1
+        num_decoder_tokens = num_rows * (num_columns - is_first)  # the start token is not counted
+        num_real = num_decoder_tokens
         if self._targets is not None:
             num_real = sum(len(s.request.decoder_ids) for s in self.sequences)
         num_tokens = num_real + (sum(len(s.request.prompt_ids) for s in self.sequences) if is_first else 0)
         counts = PassCounts(
             num_sequences=num_rows,
             real_tokens=num_tokens,
-            padded_tokens=num_decoder + (self._prompts_BS.numel() if is_first else 0),
+            padded_tokens=num_decoder_tokens + (self._prompts_BS.numel() if is_first else 0),
             prompt_tokens=num_tokens if is_prefill else 0,
             issued_tokens=self.num_sampled,
             useful_tokens=self._accept(drawn),

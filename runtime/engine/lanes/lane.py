@@ -59,7 +59,7 @@ class Lane(ABC):
         self._rope_lengths = context.rope_lengths
         self._run: LaneRun | None = None
         self._logits_BV: torch.Tensor | None = None
-        self._drawing: list[Sequence] = []
+        self._sampled: list[Sequence] = []
         self._head_rows, self._last_stage = context.head_rows, context.last_stage
         self._targets: ScoringTargets | PoolingTargets | None = None  # of the prepared pass; None if it generates
         self._readout: torch.Tensor | None = None  # scores or vectors of the targets
@@ -119,32 +119,32 @@ class Lane(ABC):
 
     def expect_tokens(self) -> int:
         """Replaces `sample` if another rank samples. Returns the number of rows that `end_pass` expects."""
-        self._drawing = self._sampled_sequences()
-        self._sampler.expect(self._drawing)
-        return len(self._drawing)
+        self._sampled = self._sampled_sequences()
+        self._sampler.expect(self._sampled)
+        return len(self._sampled)
 
     def sample(self) -> torch.Tensor:
         """Queues the sampling of the next tokens. Returns one row per sampled sequence, for `end_pass` after a copy to
         host memory."""
         if self._readout is not None and self._targets is not None:
-            self._drawing, read, self._readout = list(self._targets.sequences), self._readout, None
+            self._sampled, read, self._readout = list(self._targets.sequences), self._readout, None
             return read
         assert self._logits_BV is not None, "the pass has not ended"
-        self._drawing, logits_BV = self._sampled_sequences(), self._logits_BV
+        self._sampled, logits_BV = self._sampled_sequences(), self._logits_BV
         self._logits_BV = None
-        return self._sampler.sample(self._drawing, logits_BV)
+        return self._sampler.sample(self._sampled, logits_BV)
 
     def end_pass(self, drawn: torch.Tensor) -> PassCounts:
         """Appends the sampled tokens, removes finished sequences and returns the token counts of the pass."""
         counts = self._finish(drawn)
-        self._drawing, self._run, self._is_prepared = [], None, False
+        self._sampled, self._run, self._is_prepared = [], None, False
         self._num_passes += 1
         return counts
 
     @property
     def num_sampled(self) -> int:
         """Number of rows that `sample` returned."""
-        return len(self._drawing)
+        return len(self._sampled)
 
     def is_running(self, run: object) -> bool:
         """True if `run` is this lane's current pass."""
@@ -173,11 +173,11 @@ class Lane(ABC):
     def _accept(self, drawn: torch.Tensor) -> int:
         """Appends sampled tokens, scores or vectors. Returns the number of sequences that got one."""
         if isinstance(self._targets, PoolingTargets):
-            return record_vectors(self._drawing, drawn, self._num_passes)
+            return record_vectors(self._sampled, drawn, self._num_passes)
         if self._targets is not None:
-            return record_scores(self._drawing, drawn, self._num_passes)
-        self._sampler.accept(self._drawing, drawn, self._num_passes)
-        returned = [sequence for sequence in self._drawing if sequence.request.is_returned]
+            return record_scores(self._sampled, drawn, self._num_passes)
+        self._sampler.accept(self._sampled, drawn, self._num_passes)
+        returned = [sequence for sequence in self._sampled if sequence.request.is_returned]
         return sum(sequence.finish is not FinishReason.error for sequence in returned)
 
     def _take_sources(self) -> list[int] | None:

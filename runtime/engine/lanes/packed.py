@@ -21,7 +21,7 @@ class PackedLane(Lane):
     def __init__(self, context: LaneContext, sequences: Rows[Sequence], cache: PagedKV):
         super().__init__(context, [])
         self._chunk_tokens, self._cache = context.prefill_chunk_tokens, cache
-        self._new: list[int] = []
+        self._new_tokens: list[int] = []
         self._num_selected: list[int] = []
         self._has_decoded = False
         for sequence in sequences:
@@ -67,7 +67,7 @@ class PackedLane(Lane):
         # The last layer may hold only the selected tokens, or a dummy token if none is selected.
         if (sliced := self._marked_slice_rows(marks)) is not None:
             return sliced
-        marked, counts = marks.flatten().cpu(), self._new
+        marked, counts = marks.flatten().cpu(), self._new_tokens
         if len(marked) != sum(counts):
             counts = self._num_selected
         if not any(counts):
@@ -80,15 +80,15 @@ class PackedLane(Lane):
         fill the chunk while the others decode."""
         if self.is_prefilled:
             return [1] * len(self.sequences)
-        decoding = 0 if self.is_prefilling else 1
+        num_decode = 0 if self.is_prefilling else 1
         new, left = [], self._chunk_tokens
         if any(s.request.num_beams > 1 for s in self.sequences):
             left = max(left, len(self.sequences))  # the last tokens of all beams must run in one pass
-        if decoding:
+        if num_decode:
             left = max(left, len(self.sequences)) - sum(s.is_prefilled for s in self.sequences)
         for s in self.sequences:
             may_begin = s.parent_prefix is None or s.parent_prefix.is_complete
-            new.append(decoding if s.is_prefilled else min(left, s.num_known - s.num_cached) if may_begin else 0)
+            new.append(num_decode if s.is_prefilled else min(left, s.num_known - s.num_cached) if may_begin else 0)
             left -= 0 if s.is_prefilled else new[-1]
             if s.fills_prefix is not None:
                 s.fills_prefix.num_computed = s.num_cached + new[-1] * s.fills_prefix.in_pass
@@ -96,7 +96,7 @@ class PackedLane(Lane):
 
     def prepare_pass(self, new_tokens: Rows[int] | None = None) -> None:
         """`new_tokens`: number of known tokens of each sequence in the pass; None: `choose_tokens`."""
-        self._new = list(new_tokens) if new_tokens is not None else self.choose_tokens()
+        self._new_tokens = list(new_tokens) if new_tokens is not None else self.choose_tokens()
         self._has_decoded |= self.is_prefilled
         super().prepare_pass(new_tokens)
 
@@ -126,27 +126,28 @@ class PackedLane(Lane):
 
     def _prepare(self) -> None:
         tokens = list[int]()  # known tokens that are not cached yet
-        for s, new in zip(self.sequences, self._new, strict=True):
+        for s, new in zip(self.sequences, self._new_tokens, strict=True):
             if s.is_prefilled:  # fast path: do not build the list of all known tokens
                 tokens += s.generated[-1:] if new else ()
             else:
                 tokens += s.known_ids[s.num_cached : s.num_cached + new]
-        pasts = zip(self._cache.table.past, self._new, strict=True)
+        pasts = zip(self._cache.table.past, self._new_tokens, strict=True)
         positions = [position for past, new in pasts for position in range(past, past + new)]
         self._ids_1T = upload([tokens], self._device)
         self._positions_1T = upload([positions], self._device)
-        pairs = zip(self.sequences, self._new, strict=True)
+        pairs = zip(self.sequences, self._new_tokens, strict=True)
         self._num_selected = [sequence.num_selected(new) for sequence, new in pairs]
-        self._cache.begin_pass(self._new, self._num_selected)
+        self._cache.begin_pass(self._new_tokens, self._num_selected)
         self._targets = None
         if self._reads_prompts:
-            items = zip(self.sequences, self._cache.table.past, self._new, accumulate(self._new), strict=True)
+            past_R, ends = self._cache.table.past, accumulate(self._new_tokens)
+            items = zip(self.sequences, past_R, self._new_tokens, ends, strict=True)
             self._targets = self._make_targets((s, end, s.target_tokens(past, new)) for s, past, new, end in items)
 
     def _lengths(self) -> torch.Tensor | None:
         if self._rope_lengths is None:
             return None
-        items = zip(self.sequences, self._cache.table.past, self._new, strict=True)
+        items = zip(self.sequences, self._cache.table.past, self._new_tokens, strict=True)
         return torch.tensor([[n for s, past, new in items for n in self._lengths_of(s, range(past, past + new))]])
 
     def _forward(self) -> None:
@@ -155,8 +156,8 @@ class PackedLane(Lane):
             return
         out = self._call_model(self._cache.selected_B)
         logits_TV = out.logits[0]
-        is_selected_alone = len(logits_TV) == len(self._cache.selected_B)  # some classes ignore logits_to_keep
-        self._logits_BV = logits_TV if is_selected_alone else logits_TV[self._cache.selected_B]
+        has_selected_only = len(logits_TV) == len(self._cache.selected_B)  # some classes ignore logits_to_keep
+        self._logits_BV = logits_TV if has_selected_only else logits_TV[self._cache.selected_B]
 
     def _call_model(self, logits_to_keep: torch.Tensor | int = 0) -> HasLogits:
         extra = {"logits_to_keep": logits_to_keep} if self._model.can_generate() else {}
@@ -176,18 +177,18 @@ class PackedLane(Lane):
 
     def _finish(self, drawn: torch.Tensor) -> PassCounts:
         self._cache.end_pass()
-        num_decoded = sum(new for s, new in zip(self.sequences, self._new, strict=True) if s.is_prefilled)
-        num_spared = sum(_num_skipped(s, new) for s, new in zip(self.sequences, self._new, strict=True) if new)
-        for sequence, new in zip(self.sequences, self._new, strict=True):
+        num_decoded = sum(new for s, new in zip(self.sequences, self._new_tokens, strict=True) if s.is_prefilled)
+        num_spared = sum(_num_skipped(s, new) for s, new in zip(self.sequences, self._new_tokens, strict=True) if new)
+        for sequence, new in zip(self.sequences, self._new_tokens, strict=True):
             sequence.num_cached += new
-        sampled = self._drawing
+        sampled = self._sampled
         counts = PassCounts(
             num_sequences=sum(
-                1 for s, new in zip(self.sequences, self._new, strict=True) if new and s.fills_prefix is None
+                1 for s, new in zip(self.sequences, self._new_tokens, strict=True) if new and s.fills_prefix is None
             ),
-            real_tokens=sum(self._new),
-            padded_tokens=sum(self._new),
-            prompt_tokens=sum(self._new) - num_decoded,
+            real_tokens=sum(self._new_tokens),
+            padded_tokens=sum(self._new_tokens),
+            prompt_tokens=sum(self._new_tokens) - num_decoded,
             issued_tokens=len(sampled),
             useful_tokens=self._accept(drawn),
             spared_tokens=num_spared,

@@ -1,7 +1,7 @@
 """Padded lanes: left-padded rectangles of prompts, for which the model builds its own masks.
 
 Used for classes that accept no other attention function, or that keep recurrent state, as only CUDA kernels know the
-boundaries of packed sequences there. Classes that give other tokens with padding get one rectangle per row.
+boundaries of packed sequences there. Classes that generate different tokens with padding get one rectangle per row.
 """
 
 from abc import abstractmethod
@@ -103,33 +103,33 @@ class PaddedLane(RectangleLane):
         context = self._context
         self._num_prompt = {s.request.key: s.num_known for s in sequences}  # including tokens generated before
         self._width = max(self._num_prompt.values())
-        self._columns = self._width
+        self._chunk_columns = self._width
         if not context.has_whole_prompts:
-            self._columns = chunk_columns(len(sequences), self._width, context.prefill_chunk_tokens)
-        self._done = 0  # columns in the cache
+            self._chunk_columns = chunk_columns(len(sequences), self._width, context.prefill_chunk_tokens)
+        self._num_cached = 0  # columns in the cache
         capacity = self._width + max(s.request.max_new_tokens - len(s.generated) for s in sequences)
         config, skipped = context.model.config, context.skipped_layers
         cache = rectangle_cache(config, capacity, context.device, context.offloaded_layers, skipped)
         return cache, RectangleKV(cache, len(sequences), capacity, context.pool)
 
     def _real_tokens(self, width: int) -> torch.Tensor | None:
-        mask = self._mask_BS[:, self._done : self._end]
+        mask = self._mask_BS[:, self._num_cached : self._end]
         return mask[:, -width:] if width <= mask.shape[1] else None
 
     def _prepare(self) -> None:
-        if self._done >= self._width:
+        if self._num_cached >= self._width:
             self._ids_BT = upload([[s.generated[-1]] for s in self.sequences], self._device)
             self._mask_BS = torch.cat([self._mask_BS, torch.ones_like(self._ids_BT)], 1)
         else:
-            self._ids_BT = self._prompts_BS[:, self._done : self._done + self._columns]
-        self._end = self._done + self._ids_BT.shape[1]
-        self._positions_BT = (self._mask_BS.cumsum(-1) - 1).clamp(min=0)[:, self._done : self._end]
+            self._ids_BT = self._prompts_BS[:, self._num_cached : self._num_cached + self._chunk_columns]
+        self._end = self._num_cached + self._ids_BT.shape[1]
+        self._positions_BT = (self._mask_BS.cumsum(-1) - 1).clamp(min=0)[:, self._num_cached : self._end]
         self._targets = None
         if self._reads_prompts:  # all prompts end in the last column
             parts = list[tuple[Sequence, int, list[tuple[int, ...]]]]()
             for row, s in enumerate(self.sequences, 1):
                 num_pads = self._width - self._num_prompt[s.request.key]
-                past, end = max(0, self._done - num_pads), max(0, self._end - num_pads)
+                past, end = max(0, self._num_cached - num_pads), max(0, self._end - num_pads)
                 parts.append((s, row * self._ids_BT.shape[1], s.target_tokens(past, end - past)))
             self._targets = self._make_targets(parts)
 
@@ -137,14 +137,15 @@ class PaddedLane(RectangleLane):
         if self._rope_lengths is None:
             return None
         columns = [(s, self._width - self._num_prompt[s.request.key]) for s in self.sequences]
-        return torch.tensor([self._lengths_of(s, range(self._done - pads, self._end - pads)) for s, pads in columns])
+        begin, end = self._num_cached, self._end
+        return torch.tensor([self._lengths_of(s, range(begin - pads, end - pads)) for s, pads in columns])
 
     def _forward(self) -> None:
         inputs = PassInputs(
             ids_BT=self._ids_BT,
             positions_BT=self._positions_BT,
             mask_BS=self._mask_BS[:, : self._end],
-            is_first=self._done < self._width,
+            is_first=self._num_cached < self._width,
         )
         arguments = inputs.make_arguments(self._model, self._cache)
         if self._targets is not None and (self._targets.positions or isinstance(self._targets, PoolingTargets)):
@@ -161,13 +162,13 @@ class PaddedLane(RectangleLane):
     def _finish(self, drawn: torch.Tensor) -> PassCounts:
         skip_layers(self._cache, self._context.skipped_layers, *self._ids_BT.shape)
         num_real = 0
-        is_prefill = self._done < self._width
+        is_prefill = self._num_cached < self._width
         for sequence in self.sequences:
             num_pads = self._width - self._num_prompt[sequence.request.key]
-            num_real += max(0, self._end - max(self._done, num_pads))
+            num_real += max(0, self._end - max(self._num_cached, num_pads))
             sequence.num_cached = max(0, self._end - num_pads)
-        self._done = self._end
-        sampled = self._drawing
+        self._num_cached = self._end
+        sampled = self._sampled
         counts = PassCounts(
             num_sequences=len(self.sequences),
             real_tokens=num_real,
@@ -187,8 +188,8 @@ class PaddedLane(RectangleLane):
 
 
 class SeparateRowsLane(Lane):
-    """Padded lane in which each row is a rectangle of its own, for classes that give other tokens with padding. Beams
-    of one request are equally long and share a rectangle. All rows run a stage while its weights are loaded, so the
+    """Padded lane in which each row is a rectangle of its own, for classes that generate different tokens with padding.
+    Beams of one request are equally long and share one. All rows run a stage while its weights are loaded, so the
     engine sees one lane. Rows of finished sequences leave."""
 
     def __init__(self, context: LaneContext, sequences: Rows[Sequence]):
@@ -284,8 +285,8 @@ class _JoinedKV(KVCache):
         return range(len(self.pages))
 
     def bind(self, layer: int, pages: torch.Tensor) -> None:
-        for part, own in zip(self._parts, pages.split([len(part.pages) for part in self._parts]), strict=True):
-            part.bind(layer, own)
+        for part, part_pages in zip(self._parts, pages.split([len(part.pages) for part in self._parts]), strict=True):
+            part.bind(layer, part_pages)
 
     def unbind(self, layer: int) -> None:
         for part in self._parts:
