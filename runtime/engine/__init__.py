@@ -1,3 +1,3 @@
-"""Runs passes: lanes carry micro-batches through the model, a player plays the schedule, sampling ends a pass. Here
-belongs what happens while tokens are generated.
+"""Runs passes: lanes carry micro-batches through the model, a player executes the schedule, sampling ends a pass. Code
+that runs while tokens are generated belongs here.
 """
