@@ -74,9 +74,7 @@ def _expand_bare_words(words: list[str], hints: dict[str, object]) -> list[str]:
         return words
     names = [words[i] for i in bare]
     reads_runs = "run" in hints and "model.path" not in hints
-    if reads_runs and all(
-        is_url(name) or Path(name).expanduser().exists() or {*GLOB_SIGNS} & {*name} for name in names
-    ):
+    if reads_runs and all(is_url(name) or {*GLOB_SIGNS} & {*name} or Path(name).exists() for name in names):
         value = f"[{','.join(map(quote, names))}]" if len(names) > 1 else quote(names[0])
         return [
             f"run={value}" if i == bare[0] else word for i, word in enumerate(words) if i == bare[0] or i not in bare

@@ -82,11 +82,15 @@ def require_usable(config: DatasetConfig, rows: Iterable[Row], problem: Callable
             return
         num_rows, first_reason = num_rows + 1, first_reason or reason
     if not num_rows:
-        raise DatasetError(f"dataset.path={config.path} holds no rows (dataset.kind={config.kind.value})")
+        raise _no_rows_error(config)
     raise DatasetError(
         f"none of {format_count(num_rows, 'row')} of {config.source_name} can be used; the first: {first_reason}"
         f"{input_kind_hint(config)}"
     )
+
+
+def _no_rows_error(config: DatasetConfig) -> DatasetError:
+    return DatasetError(f"dataset.path={config.path} has no rows (dataset.kind={config.kind.value})")
 
 
 def check_first_rows(config: DatasetConfig) -> None:
@@ -122,7 +126,7 @@ def read_rows(config: DatasetConfig, *, count_tokens: CountTokens | None = None,
     """
     rows = list(islice(KINDS[config.kind.name].rows(config, count_tokens), config.limit))
     if not rows:
-        raise DatasetError(f"dataset.path={config.path} has no rows (dataset.kind={config.kind.value})")
+        raise _no_rows_error(config)
     require(
         len(rows) * config.repeat <= MAX_ROWS,
         f"dataset.repeat={config.repeat:,} times {len(rows):,} rows is above the limit of {MAX_ROWS:,} rows per run",

@@ -13,6 +13,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase
 
 from runtime.checkpoint_source.config_rules import CONFIG, MAX_SETTINGS_BYTES
+from runtime.checkpoint_source.download import short_reason
 from runtime.checkpoint_source.localize import find_local_path
 from runtime.checkpoint_source.location import download_settings, find_checkpoint, load_tokenizer
 from runtime.config.settings import ANY, DType, ModelConfig
@@ -100,9 +101,8 @@ def _settings_directory(model: ModelConfig) -> Path:
     try:
         return download_settings(path, model.revision)
     except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"model.path={path}: config.json is neither here nor in the hub's cache: {reason}; "
+            f"model.path={path}: config.json is neither here nor in the hub's cache: {short_reason(error)}; "
             "a plan needs a directory with config.json, and model.tokenizer=DIR to count tokens of dataset.path"
         ) from error
 
