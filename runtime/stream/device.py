@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -144,7 +145,7 @@ class ComputeDevice:
     """Memory, streams and copies of one device. `is_accelerator`: compute memory is separate from host memory."""
 
     _shared: SharedWeights | None = None
-    _graph_pool: tuple[Any, torch.cuda.Stream] | None = None  # memory pool and capture stream of CUDA graphs
+    _graph_pool: tuple[Any, torch.cuda.Stream] | None = None  # memory and capture stream of all live CUDA graphs
 
     def __init__(self, name: str, shared: SharedWeights | None = None):
         """`shared`: host memory for weights that other processes use too."""
@@ -156,6 +157,7 @@ class ComputeDevice:
         self.copy_stream = self.new_stream()
         new_event = (lambda: torch.Event(device=self.torch_device, enable_timing=True)) if self.is_accelerator else None
         self.clock = DeviceClock(new_event, self.compute_stream)
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # live ones
 
     def new_stream(self) -> torch.Stream | None:
         """A new stream, for copies that must not queue behind others; None on a CPU."""
@@ -270,7 +272,7 @@ class ComputeDevice:
         of a device share memory: results are valid until another graph is replayed. Raises RuntimeError if `work`
         synchronizes with the device or memory runs out."""
         graph, previous_stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.torch_device)
-        if self._graph_pool is None:
+        if self._graph_pool is None or not self._graphs:  # torch refuses a pool whose graphs have all been freed
             self._graph_pool = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.torch_device)
         pool, stream = self._graph_pool
         try:
@@ -281,6 +283,7 @@ class ComputeDevice:
                 result = work()
         finally:
             torch.cuda.set_stream(previous_stream)  # a failed capture leaves its own stream current
+        self._graphs.add(graph)
         return result, graph.replay
 
     def compute_stream(self) -> torch.Stream | None:

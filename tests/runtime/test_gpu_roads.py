@@ -195,6 +195,16 @@ def test_replayed_passes_give_the_tokens_of_launched_ones(family: str, dtype: DT
     assert equal == len(ref.prompts) if dtype is DType.float32 else equal >= len(ref.prompts) / 2
 
 
+def test_a_second_session_records_its_passes_too(reference: References, caplog: pytest.LogCaptureFixture) -> None:
+    ref = reference("llama")
+    policy = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=8, num_micro_batches=1)
+    config = replace(config_for(ref, tier=Tier.none, resident_layers=None, policy=policy), machine=CUDA)
+    runtime = Runtime(replace(config, model=replace(config.model, graphs=True)))
+    first, second = (tokens_of(runtime, ref.prompts) for _ in range(2))
+    assert first == second == on_the_device(ref)
+    assert "cannot be recorded" not in caplog.text
+
+
 @pytest.mark.parametrize("admission", Admission)
 def test_a_row_alone_gets_the_tokens_that_it_gets_in_company(admission: Admission, reference: References) -> None:
     ref = reference("llama")
