@@ -1,5 +1,6 @@
 """python -m jobs.evaluate: runs tasks of lm-evaluation-harness; resumable."""
 
+import json
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,7 @@ import hydra
 
 from jobs.config.cli import as_job, print_line, run_job
 from jobs.config.logs import setup_logging
-from jobs.config.settings import Composed, load
+from jobs.config.settings import Composed, SummaryFormat, load
 from jobs.evaluating.config import EvaluateConfig
 from jobs.record.run_dir import require_writable
 from runtime.errors import require
@@ -25,7 +26,7 @@ def main(composed: Composed) -> None:
     began_at, began = time.time(), time.monotonic()
     config = load(EvaluateConfig, composed)
     require(find_spec("lm_eval") is not None, "weightstream evaluate needs the extra: pip install 'weightstream[eval]'")
-    setup_logging(config.log_level)
+    setup_logging(config.log_level, quiet=config.quiet)
 
     # Slow imports (torch, transformers) come after the checks of settings and tasks.
     require_writable(Path(config.output_root))
@@ -39,8 +40,10 @@ def main(composed: Composed) -> None:
 
     with StopFlag() as stop:
         evaluation = evaluate(config, manager, stop, Start(at=began_at, clock=began))
-    for line in evaluation.lines:
-        print_line(line)
+    if config.summary is SummaryFormat.json:
+        print_line(json.dumps({"directory": str(evaluation.directory), "results": evaluation.results}))
+    else:
+        print_line("\n".join(evaluation.lines))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.config.process import restart_tuned
@@ -20,6 +19,7 @@ from jobs.config.settings import Composed, GenerateConfig, load
 from jobs.datasets.config import DatasetKind
 from jobs.datasets.files import require_existing_path
 from jobs.run.command import run_command
+from jobs.run.summary_table import format_completions
 from runtime.checkpoint_source.localize import find_local_path
 from runtime.config.texts import is_url
 
@@ -66,14 +66,6 @@ def _print_results(config: GenerateConfig, outcome: "Outcome") -> None:
     print_line(HOW_TO_READ.format(folder=folder))
     if config.dataset.prompt is not None:
         print_line("\n" + format_completions(folder))
-
-
-def format_completions(folder: Path) -> str:
-    """The completions of a run with one prompt, or their errors."""
-    import pyarrow.parquet as pq
-
-    rows = pq.read_table(folder, columns=["completion", "error"]).to_pylist()
-    return "\n\n".join(row["error"] or row["completion"] for row in rows)
 
 
 if __name__ == "__main__":

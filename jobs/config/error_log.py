@@ -96,13 +96,14 @@ def _first_line(error: Exception) -> str:
 def _log_traceback(error: Exception, path: Path | None) -> str:
     text = f"{datetime.now().isoformat(timespec='seconds')}\n{''.join(traceback.format_exception(error))}\n"
     try:
-        return _append_traceback(text, path) if path is not None else _write_traceback(text)
+        return append_text(text, path) if path is not None else _write_traceback(text)
     except OSError as problem:
         log.error("cannot write this traceback to a file (%s):\n%s", problem, text)
         return "the log above"
 
 
-def _append_traceback(text: str, path: Path) -> str:
+def append_text(text: str, path: Path) -> str:
+    """Appends to a file of a run's directory and returns its path. Raises OSError."""
     # O_NOFOLLOW: the run's directory may belong to another user
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8", errors="backslashreplace") as file:

@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runtime.config.sampling import PASSTHROUGH_KEYS, STRUCTURES
+from runtime.config.sampling import STRUCTURES
 from runtime.config.settings import (
     BUILT_IN,
     Admission,
@@ -36,7 +36,7 @@ from runtime.errors import ConfigError
 from ..datasets.config import DatasetConfig
 from ..datasets.fields import ShardConfig
 from ..files.publishing import JsonValue, json_digest
-from .typed import ARCHITECTURE, TRANSFORMERS, build, field_types, flatten, to_plain
+from .typed import ARCHITECTURE, build, field_types, flatten
 
 T = TypeVar("T")
 Composed: TypeAlias = DictConfig  # Hydra's argument of a job's main
@@ -73,6 +73,13 @@ class Output(Enum):
     auto = "auto"
     parts = "parts"
     openai_batch = "openai_batch"
+
+
+class SummaryFormat(Enum):
+    """What a run prints to stdout: tables and samples, or one JSON object."""
+
+    text = "text"
+    json = "json"
 
 
 class Workers(Enum):
@@ -113,6 +120,8 @@ class RunSettings:
     num_workers: int | None = 1
     lease_seconds: float = 300.0
     log_level: LogLevel = LogLevel.info
+    quiet: bool = False
+    summary: SummaryFormat = SummaryFormat.text
     trace: bool = False
 
     def __post_init__(self) -> None:
@@ -174,6 +183,11 @@ class RunSettings:
     def is_batch(self) -> bool:
         """True if the input is an OpenAI batch."""
         return self.dataset.kind.name == Output.openai_batch.name
+
+    @property
+    def prints_tables(self) -> bool:
+        """True if stdout gets tables, samples and how to read the output."""
+        return not self.quiet and self.summary is SummaryFormat.text
 
     @property
     def has_batch_files(self) -> bool:
@@ -459,16 +473,6 @@ def read_yaml(path: Path) -> dict[str, object]:
     values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     assert isinstance(values, dict), f"{path} holds no mapping"
     return {str(key): value for key, value in values.items()}
-
-
-def to_yaml(config: RunSettings | SynthesizeConfig) -> str:
-    """The settings as YAML that `load` accepts."""
-    values = to_plain(config)
-    assert isinstance(values, dict)
-    if isinstance(sampling := values.get("sampling"), dict):
-        passed = {key: value for key in PASSTHROUGH_KEYS if (value := sampling.pop(key)) is not None}
-        sampling[TRANSFORMERS] = passed or None
-    return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
 def _require_path(model: ModelConfig) -> None:

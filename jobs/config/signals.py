@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -17,6 +18,10 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)  # ignored in background jobs (SIGINT) and under nohup (SIGHUP)
 INTERRUPTED_EARLY = b"interrupted before the run started; start the same command again\n"
 EXIT_INTERRUPTED = 75
+STOPPING = b"\nstopping after the current pass; press Ctrl-C again to stop at once\n"
+STOPPING_ONCE = b"\nstopping after the current pass\n"
+STOPPED = b"\nstopped at once; start the same command again to resume from the last commit\n"
+MESSAGE_SECONDS = 0.5  # that the last message may take
 STOP_BYTE = 0  # no signal has this number
 BURST_SECONDS = 0.5  # `timeout` and Ctrl-C in a pipeline signal the process and its group: one request, sent twice
 
@@ -121,9 +126,23 @@ class StopFlag:
             if not first:
                 first, first_seconds = number, now_seconds
                 self._name = signal.Signals(number).name
-                self._event.set()  # nothing is logged here: a blocked terminal must not hold up the second signal
+                self._event.set()
+                _write_aside(STOPPING if number in TERMINAL_SIGNALS else STOPPING_ONCE)
             elif number != first or now_seconds - first_seconds > BURST_SECONDS:
+                _write_aside(STOPPED).join(MESSAGE_SECONDS)
                 os._exit(EXIT_INTERRUPTED)
+
+
+def _write_aside(message: bytes) -> threading.Thread:
+    """Writes to stderr in a thread of its own: a blocked terminal must not hold up the second signal."""
+    thread = threading.Thread(target=_write, args=(message,), name="stop-message", daemon=True)
+    thread.start()
+    return thread
+
+
+def _write(message: bytes) -> None:
+    with suppress(OSError):
+        os.write(2, message)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:

@@ -31,6 +31,7 @@ from .summary import Outcome, summarize
 
 LIBRARIES = ("torch", "transformers", "pyarrow")
 COMMIT = re.compile(r"[0-9a-f]{40}")
+DISPLAY_KEYS = ("log_level", "quiet", "summary", "out")  # settings that change no file of the run
 MAX_FILES = 10_000  # in all inputs together; with more, digests are compared
 
 
@@ -38,7 +39,7 @@ def input_state(config: RunSettings) -> str | None:
     """Digest of all settings, library versions, and the path, size and times of each input file. None if these do not
     determine the output: URLs, hub ids without a commit, several ranks, multi-turn chats. Call it before the inputs are
     read, so that a change made meanwhile is noticed."""
-    values = flatten(config)
+    values = {key: value for key, value in flatten(config).items() if key not in DISPLAY_KEYS}
     is_one_run = config.devices.way is Parallelism.one and not config.dataset.has_turns and config.output_url is None
     if not is_one_run or config.model.verify is Verify.full or config.dataset.kind.name == "hub":
         return None

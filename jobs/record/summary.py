@@ -222,6 +222,11 @@ class Summary:
         num_requests = self.prefetch_hits + self.prefetch_misses
         return self.prefetch_hits / num_requests if num_requests else None
 
+    @property
+    def values(self) -> dict[str, JsonValue]:
+        """The content of `summary.json`."""
+        return {**asdict(self), "hit_rate": self.hit_rate}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -234,6 +239,16 @@ class Outcome:
     @property
     def exit_code(self) -> int:
         return 3 if self.summary.rows["error"] else 0
+
+    @property
+    def values(self) -> dict[str, JsonValue]:
+        """What `summary=json` prints."""
+        return {
+            "run": str(self.directory),
+            "exit_code": self.exit_code,
+            "was_finished": self.was_finished,
+            "summary": self.summary.values,
+        }
 
 
 def summarize(
@@ -311,5 +326,4 @@ def mean_memory(passes: Sequence[PassRow]) -> MemoryUse | None:
 
 def write_summary(path: Path, summary: Summary) -> None:
     """Publishes `summary` as JSON, replacing an older one. Raises OutputError."""
-    value: dict[str, JsonValue] = {**asdict(summary), "hit_rate": summary.hit_rate}
-    write_json(path, value, exclusive=False)
+    write_json(path, summary.values, exclusive=False)

@@ -1,5 +1,6 @@
 """Common main function of the jobs generate, score and encode."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,14 +10,14 @@ from runtime.errors import require
 
 from ..config.cli import print_and_return, print_line
 from ..config.process import gc_paused
-from ..config.settings import GenerateConfig, RunSettings, run_directory
+from ..config.settings import GenerateConfig, RunSettings, SummaryFormat, run_directory
 from ..datasets.config import check_first_rows
 from ..exporting.config import SUFFIXES, ExportConfig
 from ..exporting.export import export, resolve_output, write_batch_files
 from ..record.finished import find_finished, input_state, record_inputs
 from ..record.run_dir import RunDirectory, require_writable
 from ..record.summary import Outcome
-from .summary_table import format_outcome
+from .summary_table import format_completions, format_outcome
 
 if TYPE_CHECKING:
     from .tasks.task import Task
@@ -67,14 +68,18 @@ def run_command(
         if isinstance(config, GenerateConfig) and config.dataset.has_turns:
             if ranks is not None and ranks.rank:
                 return follow_turns(config, stop, ranks)
-            code = 0
+            outcomes: list[Outcome] = []
             for turn, outcome in enumerate(run_turns(config, stop, start, ranks), start=1):
-                print_line(f"turn {turn}{': finished, nothing to do' if outcome.was_finished else ''}")
-                print_line(format_outcome(outcome))
-                code = max(code, outcome.exit_code)
-            _write_out(config)
-            print_line(HOW_TO_READ_TURNS.format(folder=run_directory(config)))
-            return code  # of the worst turn
+                outcomes.append(outcome)
+                if config.prints_tables:
+                    print_line(f"turn {turn}{': finished, nothing to do' if outcome.was_finished else ''}")
+                    print_line(format_outcome(outcome))
+            exported = _write_out(config)
+            if config.summary is SummaryFormat.json:
+                print_line(json.dumps({"turns": [outcome.values for outcome in outcomes]}))
+            elif config.prints_tables:
+                print_line("\n".join([*exported, HOW_TO_READ_TURNS.format(folder=run_directory(config))]))
+            return max(outcome.exit_code for outcome in outcomes)
         task, settings = make_task(config)
         if ranks is not None and ranks.rank:
             return follow_run(task, settings, stop, ranks)
@@ -84,24 +89,33 @@ def run_command(
 
 
 def _print_outcome(config: RunSettings, outcome: Outcome, print_results: Callable[[Outcome], None]) -> int:
-    """Prints the summary table and results, and writes OpenAI's batch files. Returns the exit code."""
-    if outcome.was_finished:
-        print_line(f"{outcome.directory} is finished: nothing to do")
-    print_line(format_outcome(outcome))
+    """Writes OpenAI's batch files and `config.out`; prints the summary and results. Returns the exit code."""
+    if config.prints_tables:
+        if outcome.was_finished:
+            print_line(f"{outcome.directory} is finished: nothing to do")
+        print_line(format_outcome(outcome))
+    exported: list[str] = []
     if config.has_batch_files:
         from ..record.stored_run import upload_batch_files
 
-        print_line("\n".join(write_batch_files(outcome.directory)))
+        exported += write_batch_files(outcome.directory)
         upload_batch_files(config, outcome.directory)
     if RunDirectory(path=outcome.directory).success.exists():  # otherwise the worker that finishes the run writes it
-        _write_out(config)
-    print_results(outcome)
+        exported += _write_out(config)
+    if config.summary is SummaryFormat.json:
+        print_line(json.dumps(outcome.values))
+    elif config.prints_tables:
+        if exported:
+            print_line("\n".join(exported))
+        print_results(outcome)
+    elif isinstance(config, GenerateConfig) and config.dataset.prompt is not None:
+        print_line(format_completions(outcome.directory / "generations"))
     return outcome.exit_code
 
 
-def _write_out(config: RunSettings) -> None:
-    if config.out is not None:
-        print_line("\n".join(export(_export_config(config)).lines))
+def _write_out(config: RunSettings) -> list[str]:
+    """Writes `config.out`, if set; returns the lines that describe it."""
+    return export(_export_config(config)).lines if config.out is not None else []
 
 
 def _export_config(config: RunSettings) -> ExportConfig:

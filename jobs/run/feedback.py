@@ -78,7 +78,7 @@ class Feedback:
         measured, predicted = busy_seconds(passes)
         self._corrected_rates = correct_rates(self._measured_rates, measured, predicted)
         for resource in [resource for resource in measured if measured[resource] and predicted[resource]]:
-            log.info(
+            log.debug(
                 "policy: in the first block %s was busy for %.3g s; %.3g s were predicted",
                 resource.value,
                 measured[resource],

@@ -161,9 +161,6 @@ class _PhaseThroughput:
     num_tokens: float = 0.0
     seconds: float = 0.0
 
-    def __str__(self) -> str:
-        return f"{self.num_tokens / self.seconds:,.1f} tok/s" if self.seconds else ""
-
 
 class Progress:
     """Context manager that displays progress; call `advance` after each pass. Shows the first open block. `clock`:
@@ -180,7 +177,8 @@ class Progress:
         now: Callable[[], datetime] = datetime.now,
     ):
         self._requests, self._blocks, self._is_wave = requests, blocks, is_wave
-        self._is_terminal = sys.stderr.isatty() if is_terminal is None else is_terminal
+        is_shown = sys.stderr.isatty() and logging.getLogger().isEnabledFor(logging.INFO)
+        self._is_terminal = is_shown if is_terminal is None else is_terminal
         self._clock, self._now = clock, now
         self._forecast: Forecast | None = None
         self._done_blocks = set[int]()
@@ -196,7 +194,7 @@ class Progress:
             disable=not self._is_terminal,
             dynamic_ncols=True,
             mininterval=0,
-            bar_format="{desc} |{bar}| {percentage:3.0f}%{postfix}",
+            bar_format="{percentage:3.0f}% |{bar}| {desc}",
         )
         self._stack = ExitStack()
         if self._is_terminal:
@@ -245,9 +243,10 @@ class Progress:
         now = self._clock()
         if self._is_terminal and now - self._last_redraw >= SECONDS_PER_REDRAW:
             self._draw()
-        elif not self._is_terminal and now - self._last_line >= SECONDS_PER_LINE:
+        if now - self._last_line >= SECONDS_PER_LINE:
             self._last_line = now
-            log.info("%s: %s", self._position_text, self._state_text)
+            level = logging.DEBUG if self._is_terminal else logging.INFO  # the bar shows it already
+            log.log(level, "%s: %s", self._position_text, self._state_text)
 
     def finish_row(self, i: int, completion: Completion) -> None:
         self._num_rows_done += 1
@@ -261,8 +260,9 @@ class Progress:
         self._last_redraw = self._clock()
         if self._forecast is not None:
             self._bar.n = max(self._bar.n, self._forecast.share_done)  # never moves back when the estimate grows
-        self._bar.set_description_str(self._position_text, refresh=False)
-        self._bar.set_postfix_str(self._state_text, refresh=True)
+        seconds_left = f"{format_rounded(self._seconds_left)} left" if self._seconds_left else ""
+        parts = (f"{self._num_rows_done:,}/{self._num_rows:,} rows", self._rate_text, seconds_left)
+        self._bar.set_description_str(", ".join(filter(None, parts)), refresh=True)
 
     @property
     def _position_text(self) -> str:
@@ -271,14 +271,23 @@ class Progress:
 
     @property
     def _state_text(self) -> str:
-        throughput = self._throughput["prefill" if self._phase == "prefill" else "decode"]
-        parts = (f"{self._num_rows_done:,} of {self._num_rows:,} rows", str(throughput), self._time_left_text)
+        parts = (f"{self._num_rows_done:,} of {self._num_rows:,} rows", self._rate_text, self._time_left_text)
         return ", ".join(filter(None, parts))
 
     @property
+    def _rate_text(self) -> str:
+        """`2.0 new tok/s`; empty before the first pass of the phase has ended."""
+        phase, tokens = ("prefill", "prompt") if self._phase == "prefill" else ("decode", "new")
+        throughput = self._throughput[phase]
+        return f"{throughput.num_tokens / throughput.seconds:,.1f} {tokens} tok/s" if throughput.seconds else ""
+
+    @property
+    def _seconds_left(self) -> float:
+        return self._forecast.seconds_left if self._forecast is not None else 0.0
+
+    @property
     def _time_left_text(self) -> str:
-        seconds = self._forecast.seconds_left if self._forecast is not None else 0.0
-        return format_time_left(seconds, self._now()) if seconds else ""
+        return format_time_left(self._seconds_left, self._now()) if self._seconds_left else ""
 
 
 def format_time_left(seconds: float, now: datetime) -> str:

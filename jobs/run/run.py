@@ -1,6 +1,7 @@
 """A run from rows to parts: plans, generates and commits its windows in order, then writes the summary."""
 
 import gc
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -12,6 +13,7 @@ from runtime.stream.device import ComputeDevice
 from runtime.trace import Trace
 
 from ..config.error_log import log_errors
+from ..config.logs import run_log
 from ..config.settings import EncodeConfig, RunSettings, ScoreConfig
 from ..datasets import Row
 from ..datasets.config import require_usable
@@ -30,8 +32,11 @@ from .context import RunContext
 from .identity import make_manifest
 from .input import InMemoryRows, RunInput, open_windowed_rows
 from .requests import require_template
+from .summary_table import format_table
 from .tasks.task import Task, dataset_rows
 from .window import WindowRun
+
+log = logging.getLogger(__name__)
 
 
 def run_task(
@@ -144,6 +149,7 @@ class Run:
         with (
             state,
             log_errors(directory.log),
+            run_log(directory.log),
             Worker(directory, lease_seconds, should_stop) if config.is_elastic else nullcontext() as worker,
         ):
             if config.output_private:
@@ -224,4 +230,5 @@ class Run:
         )
         if not was_finished:
             write_summary(self._directory.summary, summary)
+            log.debug("summary:\n%s", format_table(summary))
         return Outcome(directory=self._directory.path, summary=summary, was_finished=was_finished)

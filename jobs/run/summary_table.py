@@ -187,6 +187,12 @@ def format_errors(directory: Path) -> str:
     return "\n".join(["rows with an error, by their column `error`:", *lines, *others])
 
 
+def format_completions(folder: Path) -> str:
+    """The completions of a run with one prompt, or their errors."""
+    rows = pq.read_table(folder, columns=["completion", "error"]).to_pylist()
+    return "\n\n".join(row["error"] or row["completion"] for row in rows)
+
+
 def format_totals(totals: Mapping[str, JsonValue]) -> str:
     """A summary's `totals` of a scored run, as a sentence."""
     values = [(key.split("_")[0], value) for key in PERPLEXITIES if isinstance(value := totals.get(key), float)]

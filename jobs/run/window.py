@@ -143,7 +143,7 @@ class WindowRun:
                 ):
                     for blocks, group_plan in self._block_groups(plan, store, feedback, progress):
                         if (group_plan.policy, group_plan.kv) != (plan.policy, plan.kv):
-                            log.info("policy: switching to %s", group_plan.searched_policy)
+                            log.debug("policy: switching to %s", group_plan.searched_policy)
                             break
                         after_pass = self._make_trace_writer(group_plan, batch, write_trace)
                         for group in [[block] for block in blocks] if is_wave else [blocks]:

@@ -261,7 +261,7 @@ def check_lanes(
         return
     finally:
         gc.collect()  # modules and greenlets refer to one another
-    log.info("self-check: %s; %.1f s", summary, time.monotonic() - begin)
+    log.debug("self-check: %s; %.1f s", summary, time.monotonic() - begin)
 
 
 @dataclass(frozen=True, kw_only=True)

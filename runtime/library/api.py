@@ -60,7 +60,7 @@ from ..stream.device import ComputeDevice
 from ..stream.host_memory import reset_peak, resident_bytes, set_allocator, trim_heap
 from ..stream.weight_reader import SessionResources
 from ..trace import Trace
-from ..units import MIB, format_bytes
+from ..units import GIB, MIB, format_bytes
 from .encoding import CLASSIFICATION_TASK, Classified, Embedded, Filled, embedding_task, mask_filling_task
 from .generation import CompletionStream, GenerationTask, Result, repeat_samples
 from .keywords import Settings, apply_settings
@@ -73,6 +73,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 L = TypeVar("L")
+LOGGED_BYTES = GIB  # reading more weights takes seconds, so it is logged
 V = TypeVar("V")
 T = TypeVar("T")
 
@@ -307,7 +308,12 @@ class Runtime(Closing):
         cached_note = (
             ", except those in memory already" if weight_cache is not None and weight_cache.compute_bytes else ""
         )
-        log.info("opening files, and reading %s of weights that stay in memory%s", format_bytes(num_bytes), cached_note)
+        log.log(
+            logging.INFO if num_bytes > LOGGED_BYTES else logging.DEBUG,
+            "opening files, and reading %s of weights that stay in memory%s",
+            format_bytes(num_bytes),
+            cached_note,
+        )
         begin = time.monotonic()
         common = nullcontext() if resources is None else resources
         with limit, self._session_reader() as reader, common, open_streams(setup, reader) as streams:
@@ -391,7 +397,7 @@ class Runtime(Closing):
                 try:
                     session = stack.enter_context(self.session(plan))
                     if may_back_off and plan.blocks:
-                        log.info("running the first pass as a trial, to test that memory suffices")
+                        log.debug("running the first pass as a trial, to test that memory suffices")
                         session.probe(requests)
                         self.require_within_budget(plan)
                 except (MemoryError, OSError, RuntimeError) as error:

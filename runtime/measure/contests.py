@@ -100,12 +100,12 @@ def compare_backends(
             break
         name, share = product.name, seconds / (len(pending) - index)
         comparisons[name] = _compare(product, comparisons.get(name), share, clock=clock, num_running=num_running)
-        log.info("linear backends: %s: %s", name, comparisons[name])
+        log.debug("linear backends: %s: %s", name, comparisons[name])
     if pending:
         try:
             save_comparisons(host, _kernels_digest(), comparisons)
         except OSError as error:
-            log.info("%s: cannot save the comparison of linear backends: %s", host.path, error.strerror)
+            log.debug("%s: cannot save the comparison of linear backends: %s", host.path, error.strerror)
     return _make_table(comparisons)
 
 

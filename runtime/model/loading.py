@@ -159,10 +159,10 @@ def load_model(
             cache = measure_cache(model)
         _register_functions(model, is_packed=is_packed)
     if reason:
-        log.info("lanes are padded: %s", reason)
+        log.debug("lanes are padded: %s", reason)
     if not is_encoder:
         for reason in filter(None, (padding.separate_rows, padding.whole_prompts)):
-            log.info("padded lanes: %s", reason)
+            log.debug("padded lanes: %s", reason)
 
     rounded = empty.make_rounded(config)
     parameters, digests = empty.map_bytes(rounded, config, cache_root(cache_dir), express, should_stop)

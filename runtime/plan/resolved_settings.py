@@ -110,6 +110,18 @@ class ResolvedSettings:
             weight_error=stored.relative_error,
         )
 
+    @property
+    def headline(self) -> str:
+        """Blocks and weights: `3 blocks of up to 64 rows; 4 of 10 stages resident, others from disk`."""
+        weights = "all weights resident"
+        if self.num_resident_stages != self.num_stages:
+            num_disk_stages = self.num_stages - self.num_resident_stages - self.num_host_stages
+            sources = ["host memory"] * bool(self.num_host_stages) + ["disk"] * bool(num_disk_stages)
+            weights = f"{self.num_resident_stages} of {self.num_stages} stages resident"
+            weights += f", others from {' and '.join(sources)}"
+        blocks = format_count(self.num_blocks, "block")
+        return f"{blocks} of up to {format_count(self.num_lanes * self.lane_size, 'row')}; {weights}"
+
     def __str__(self) -> str:
         each = ", each" if self.num_blocks > 1 else ""
         lanes = "1 micro-batch" if self.num_lanes == 1 else f"{self.num_lanes} micro-batches"

@@ -72,7 +72,7 @@ def limit_device_memory(offload: OffloadConfig, device: ComputeDevice, cache: We
         if device_gib is not None:
             device.set_memory_limit(None)
         used, reserved = format_bytes(device.peak_bytes()), format_bytes(device.peak_reserved_bytes())
-        log.info("device memory peak: %s in tensors, %s reserved by torch's allocator", used, reserved)
+        log.debug("device memory peak: %s in tensors, %s reserved by torch's allocator", used, reserved)
 
 
 def require_within_budget(placement: Placement, baseline_bytes: int, num_sharers: int) -> None:

@@ -226,10 +226,13 @@ class Planner:
         )
 
     def log_plan(self, plan: RunPlan, logged_warnings: set[str]) -> None:
-        """Logs the plan, its ledgers and its warnings. Adds warnings to `logged_warnings` and skips those in it."""
-        log.info("%s", self.resolved_settings(plan))
-        for ledger in plan.placement.ledgers:
-            log.info("%s", ledger)
+        """Logs the plan and its memory in two lines, all of their details at debug level, and warnings. Adds warnings
+        to `logged_warnings` and skips those in it."""
+        settings, ledgers = self.resolved_settings(plan), plan.placement.ledgers
+        log.info("plan: %s", settings.headline)
+        log.info("memory: %s", ", ".join(ledger.headline for ledger in ledgers))
+        for details in (settings, *ledgers):
+            log.debug("%s", details)
         for warning in plan_warnings(self.config, self.model.shape, plan, has_device=self.device.is_accelerator):
             if warning not in logged_warnings:
                 log.warning("%s", warning)

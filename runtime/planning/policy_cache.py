@@ -139,7 +139,7 @@ def plan_with_cached_policy(
 
 def _log_policy(cached: CachedPolicy, origin: str) -> None:
     for sentence in cached.why[:NUM_LOGGED]:
-        log.info("policy (%s): %s", origin, sentence)
+        log.debug("policy (%s): %s", origin, sentence)
 
 
 def _read_policy(path: Path) -> CachedPolicy | None:

@@ -52,7 +52,7 @@ class KVFile(Closing):
         space = _describe_space(self.directory, layout.tier_bytes)
         if layout.tier_bytes > free_bytes(self.directory):
             raise BudgetError(f"{self.directory}: {space}: {ADVICE}")
-        log.info("%s: %s", self.directory, space)
+        log.debug("%s: %s", self.directory, space)
         self._file = open_unnamed(self.directory)
         self._is_direct = direct and make_direct(self._file, self.directory)
         self._threads = TransferThreads(num_threads, "kv-file")

@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-import yaml
 from omegaconf import OmegaConf
 
 from jobs.config.settings import (
@@ -16,7 +15,6 @@ from jobs.config.settings import (
     run_name,
     semantic,
     settings_warnings,
-    to_yaml,
 )
 from jobs.config.typed import known_keys
 from jobs.datasets.config import DatasetKind
@@ -248,13 +246,6 @@ def test_settings_without_effect_are_named(overrides: list[str], keys: list[str]
     warnings = settings_warnings(generate(*overrides))
     assert len(warnings) == len(keys)
     assert all(key in warning for key, warning in zip(keys, warnings, strict=True))
-
-
-def test_yaml_reads_back_as_the_same_config() -> None:
-    words = ["offload.tier=nvme", "prefetch={kind: 'off'}", "sampling.stop=['a: b']", "model.dtype=bfloat16"]
-    config = generate(*words, "sampling.transformers={typical_p: 0.9, suppress_tokens: [5]}")
-    values: dict[str, object] = yaml.safe_load(to_yaml(config))
-    assert load(GenerateConfig, OmegaConf.create(values)) == config
 
 
 def test_runtime_gets_its_groups_unchanged() -> None:

@@ -153,8 +153,8 @@ def test_a_log_says_at_the_start_how_long_it_takes_and_once_a_minute_how_far_it_
         play(shown, clock)
     assert caplog.messages == [
         "generating 8 completions: about 2 min, until 14:07",
-        "block 1/2 decode: 4 of 8 rows, 2.0 tok/s, about 60 s, until 14:06",
-        "block 2/2 decode: 8 of 8 rows, 2.0 tok/s",
+        "block 1/2 decode: 4 of 8 rows, 2.0 new tok/s, about 60 s, until 14:06",
+        "block 2/2 decode: 8 of 8 rows, 2.0 new tok/s",
     ]
 
 
@@ -168,8 +168,8 @@ def test_a_terminal_has_a_bar_of_all_blocks_and_rows_those_of_earlier_starts_too
         clock.seconds += 20
         shown.advance(PREFILL)
     pictures = [line for line in capsys.readouterr().err.split("\r") if "rows" in line]
-    assert "block 2/2 prefill" in pictures[-1]
-    assert "67%, 4 of 8 rows, 2.0 tok/s, about 40 s, until 14:05" in pictures[-1]
+    assert pictures[-1].startswith(" 67% |")
+    assert pictures[-1].strip().endswith("| 4/8 rows, 2.0 prompt tok/s, 40 s left")
 
 
 def test_the_bar_is_drawn_five_times_a_second_at_most(capsys: pytest.CaptureFixture[str]) -> None:

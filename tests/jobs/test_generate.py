@@ -169,7 +169,7 @@ def test_every_tier_and_prefetch_gives_the_same_rows(
 
 
 def test_a_run_keeps_its_schedule_and_what_it_resolved_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         run(tmp_path, offload=OffloadConfig(tier=Tier.nvme, resident_layers=1))
     directory = RunDirectory(path=tmp_path / "generate" / "case")
     lines = directory.schedule.read_text().splitlines()
@@ -221,7 +221,7 @@ def test_policy_auto_gives_the_same_rows_as_fixed(tmp_path: Path, plain: pa.Tabl
 
 
 def test_a_finished_run_says_in_which_class_of_error_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     pack(PackConfig(model=SourceConfig(path=str(BUNDLED)), out=str(tmp_path / "store")), lambda *_: None)
     packed = ModelConfig(name="packed", path=str(tmp_path / "store"))
     table = format_table(run(tmp_path, model=packed, kv=KVConfig(dtype=KVDType.int8)).summary)

@@ -72,6 +72,26 @@ def test_second_signal_ends_the_process_at_once_with_75() -> None:
             print("too late")
     """)
     assert (result.returncode, result.stdout) == (75, ""), result.stderr
+    first, second = [line for line in result.stderr.splitlines() if line]
+    assert first == "stopping after the current pass"
+    assert second.startswith("stopped at once; ")
+
+
+def test_a_second_signal_ends_the_process_although_its_terminal_is_blocked() -> None:
+    result = run("""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        try:
+            while True:
+                os.write(writer, bytes(4096))
+        except BlockingIOError:
+            os.set_blocking(writer, True)
+        os.dup2(writer, 2)  # nobody reads
+        with StopFlag() as stop:
+            send_later(signal.SIGINT, 0.0, 0.7)
+            time.sleep(10)
+    """)
+    assert result.returncode == 75
 
 
 def test_another_signal_needs_no_pause_to_end_the_process() -> None:

@@ -113,7 +113,7 @@ def test_without_a_key_nothing_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_choice_is_logged_with_why_in_three_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         found, _ = ask(tmp_path, Planner()), ask(tmp_path, Planner())
     assert found.choice is not None
     for origin in ("searched", "from an earlier search"):

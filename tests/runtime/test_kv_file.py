@@ -165,7 +165,7 @@ def test_a_disk_without_room_is_refused_before_the_first_byte(tmp_path: Path, mo
 
 
 def test_the_room_is_stated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO), KVFile(LAYOUT, directory=str(tmp_path)):
+    with caplog.at_level(logging.DEBUG), KVFile(LAYOUT, directory=str(tmp_path)):
         assert "needs up to 480 KiB on disk" in caplog.text
 
 

@@ -141,7 +141,7 @@ def test_nothing_rounded_is_kept_beside_the_weights(models: Models) -> None:
 
 def test_the_log_says_how_far_weights_are_off(models: Models, caplog: pytest.LogCaptureFixture) -> None:
     tokens_of(models.runtime(models.published, Quantize.int8), PROMPTS)  # measures this machine, with some of them
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     tokens_of(models.runtime(models.published, Quantize.int8), PROMPTS)
     planned, read = caplog.text.split("weights were rounded while they were read: ")
     assert "lossy, relative RMS error not measured" in planned
@@ -151,7 +151,7 @@ def test_the_log_says_how_far_weights_are_off(models: Models, caplog: pytest.Log
 def test_the_class_itself_is_given_the_rounded_weights_by_the_self_check(
     models: Models, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger=check.__name__)
+    caplog.set_level(logging.DEBUG, logger=check.__name__)
     runtime = models.runtime(models.published, Quantize.int4)
     runtime.config = replace(runtime.config, model=replace(runtime.config.model, self_check=SelfCheck.full))
     tokens_of(runtime, PROMPTS)

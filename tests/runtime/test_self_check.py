@@ -134,10 +134,10 @@ def check(runtime: Runtime, mode: SelfCheck = SelfCheck.auto) -> None:
 def passes(runtime: Runtime, caplog: pytest.LogCaptureFixture, mode: SelfCheck = SelfCheck.auto) -> str:
     """What is said of a check that finds nothing wrong."""
     caplog.clear()
-    with caplog.at_level(logging.INFO, logger=self_check.__name__):
+    with caplog.at_level(logging.DEBUG, logger=self_check.__name__):
         check(runtime, mode)
     (said,) = [record for record in caplog.records if record.name == self_check.__name__]
-    assert said.levelno == logging.INFO, said.getMessage()
+    assert said.levelno == logging.DEBUG, said.getMessage()
     return said.getMessage()
 
 
@@ -185,7 +185,7 @@ def test_a_run_of_scores_has_its_log_probabilities_compared(
 ) -> None:
     runtime = opened(reference(family).directory)
     asked = replace(runtime.config, model=replace(runtime.config.model, self_check=SelfCheck.full))
-    with caplog.at_level(logging.INFO, logger=self_check.__name__):
+    with caplog.at_level(logging.DEBUG, logger=self_check.__name__):
         check_lanes(runtime.model, asked, runtime.budgets(), runtime.reader, lambda: False, scores=True)
     assert "logits and log-probabilities" in caplog.text
     written = reading.TokenScorer._pack_scores

@@ -34,6 +34,11 @@ class Ledger:
     def left_bytes(self) -> int:
         return self.budget_bytes - self.total_bytes
 
+    @property
+    def headline(self) -> str:
+        """`77.4 MiB of 20.3 GiB host memory`."""
+        return f"{format_bytes(self.total_bytes)} of {format_bytes(self.budget_bytes)} {self.memory} memory"
+
     def __str__(self) -> str:
         width = max(len(entry.name) for entry in self.entries)
         lines = [f"  {e.name:<{width}}  {format_bytes(e.num_bytes):>9}  = {e.equation}" for e in self.entries]
