@@ -152,32 +152,38 @@ class BatchResultWriter(ResultWriter):
             return embeddings_body(request_body, samples, self.model)
         if url in SCORE_URLS:
             return score_body(request_body, samples, self.model, digest)
-        choices = [self._choice(row, request_body, is_chat=is_chat) for row in samples]
-        num_prompt, num_new = first["num_prompt_tokens"], sum(row["num_completion_tokens"] for row in samples)
-        usage = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+        choices = [make_choice(row, request_body, self.logprob_formatter, is_chat=is_chat) for row in samples]
         return {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{digest}",
             "object": "chat.completion" if is_chat else "text_completion",
             "created": 0,
             "model": self.model,
             "choices": choices,
-            "usage": usage,
+            "usage": completion_usage(first["num_prompt_tokens"], sum(row["num_completion_tokens"] for row in samples)),
         }
 
-    def _choice(self, row: RowValues, request_body: RowValues, *, is_chat: bool) -> JsonObject:
-        choice = {"index": row["sample_index"], "finish_reason": FINISH_REASONS[row["finish_reason"]]}
-        num_logprobs = request_body.get("logprobs")  # chat: a bool
-        if not is_chat:
-            logprobs = None
-            if num_logprobs is not None:
-                logprobs = self.logprob_formatter.completion_logprobs(row, num_logprobs)
-            return {**choice, "text": row["completion"], "logprobs": logprobs}
-        message = {"role": "assistant", "content": row["completion"], "refusal": None}
-        if row.get("reasoning") is not None:
-            message["reasoning_content"] = row["reasoning"]
-        num_top = request_body.get("top_logprobs") or 0
-        logprobs = self.logprob_formatter.chat_logprobs(row, num_top) if num_logprobs else None
-        return {**choice, "message": message, "logprobs": logprobs}
+
+def completion_usage(num_prompt: int, num_new: int) -> JsonObject:
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+
+
+def make_choice(
+    row: RowValues, request_body: RowValues, logprob_formatter: LogprobFormatter, *, is_chat: bool
+) -> JsonObject:
+    """One sample as a choice of OpenAI's response body."""
+    choice = {"index": row["sample_index"], "finish_reason": FINISH_REASONS[row["finish_reason"]]}
+    num_logprobs = request_body.get("logprobs")  # chat: a bool
+    if not is_chat:
+        logprobs = None
+        if num_logprobs is not None:
+            logprobs = logprob_formatter.completion_logprobs(row, num_logprobs)
+        return {**choice, "text": row["completion"], "logprobs": logprobs}
+    message = {"role": "assistant", "content": row["completion"], "refusal": None}
+    if row.get("reasoning") is not None:
+        message["reasoning_content"] = row["reasoning"]
+    num_top = request_body.get("top_logprobs") or 0
+    logprobs = logprob_formatter.chat_logprobs(row, num_top) if num_logprobs else None
+    return {**choice, "message": message, "logprobs": logprobs}
 
 
 def make_batch_writer(shards: Sequence[RunReader], schema: pa.Schema, error_rows: ErrorRows) -> BatchResultWriter:

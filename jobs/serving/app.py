@@ -3,15 +3,17 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # The libraries come with an extra.
 
+import asyncio
 import errno
 import json
 import logging
 import re
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from pathlib import Path
+from typing import Any
 
 import anyio
 from starlette.applications import Starlette
@@ -19,16 +21,19 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.errors import OutputError
 from runtime.units import MIB
 
+from ..datasets.openai_body import ENCODE_ENDPOINTS, ENDPOINTS
 from ..datasets.records import BadRecord, check_text, shorten
+from .answers import AnswerError, Answers
 from .config import ServeConfig
 from .keeper import Keeper
+from .reply import Reply
 from .store import FINAL, STATUSES, UPLOAD_PURPOSE, URLS, BatchStore, FileInUseError, JsonRecord, UploadLimitError
 
 log = logging.getLogger(__name__)
@@ -41,14 +46,20 @@ MAX_BATCHES_LISTED, MAX_FILES_LISTED = 100, 10_000
 DEFAULT_BATCHES_LISTED = 20
 HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-UNSUPPORTED_PATHS = ("/v1/responses", "/v1/moderations", "/v1/images/generations", *URLS)
+SINGLE_BYTES = 8 * MIB  # limit of a single request
+UNSUPPORTED_PATHS = ("/v1/responses", "/v1/moderations", "/v1/images/generations", *ENCODE_ENDPOINTS)
 
 
 def make_app(
-    config: ServeConfig, store: BatchStore, keeper: Keeper, key: str | None = None, models: Sequence[str] = ()
+    config: ServeConfig,
+    store: BatchStore,
+    keeper: Keeper,
+    answers: Answers,
+    key: str | None = None,
+    models: Sequence[str] = (),
 ) -> Starlette:
     """Builds the application over `store`; new work wakes `keeper`. `key`: required API key. `models`: served names."""
-    routes = _Routes(config, store, keeper, models)
+    routes = _Routes(config, store, keeper, answers, models)
     return Starlette(
         routes=[
             Route("/v1/files", routes.add_file, methods=["POST"]),
@@ -64,6 +75,7 @@ def make_app(
             Route("/v1/models/{id:path}", routes.model),
             Route("/health", routes.health),
             Route("/metrics", routes.metrics),
+            *(Route(path, routes.answer, methods=["POST"]) for path in ENDPOINTS),
             *(Route(path, routes.reject_single_request, methods=["GET", "POST"]) for path in UNSUPPORTED_PATHS),
         ],
         middleware=[Middleware(_Guard, config=config, key=key)],
@@ -166,12 +178,13 @@ class _Guard:
             return _error_response(401, message, "authentication_error", "invalid_api_key", bearer)
         if request.method == "POST":
             is_file = request.scope["path"] == "/v1/files"
-            max_bytes = (config.max_file_bytes if is_file else 0) + FORM_BYTES
+            is_single = request.scope["path"] in ENDPOINTS
+            max_bytes = SINGLE_BYTES if is_single else (config.max_file_bytes if is_file else 0) + FORM_BYTES
             length = headers.get("content-length", "")
             if not (length.isascii() and length.isdigit()):
                 return _error_response(411, "a request needs a Content-Length")
             if int(length[:20]) > max_bytes:
-                limit = f"max_file_mib={config.max_file_mib}" if is_file else f"{FORM_BYTES:,} bytes"
+                limit = f"max_file_mib={config.max_file_mib}" if is_file else f"{max_bytes:,} bytes"
                 return _error_response(413, f"the request has {int(length[:20]):,} bytes; the limit is {limit}")
         return None
 
@@ -203,8 +216,9 @@ class _RequestBody:
 class _Routes:
     """Route handlers. Starlette runs the synchronous ones in threads, since they may block on disk."""
 
-    def __init__(self, config: ServeConfig, store: BatchStore, keeper: Keeper, models: Sequence[str]):
-        self._config, self._store, self._keeper, self._models = config, store, keeper, models
+    def __init__(self, config: ServeConfig, store: BatchStore, keeper: Keeper, answers: Answers, models: Sequence[str]):
+        self._config, self._store, self._keeper, self._answers = config, store, keeper, answers
+        self._models = models
 
     async def add_file(self, request: Request) -> Response:
         config = self._config
@@ -250,13 +264,7 @@ class _Routes:
         return FileResponse(path, media_type="application/jsonl")
 
     async def add_batch(self, request: Request) -> Response:
-        try:
-            body = json.loads(await request.body())
-        except (ValueError, RecursionError):
-            raise HTTPException(400, "the body is not JSON") from None
-        if not isinstance(body, dict):
-            raise HTTPException(400, "the body is not an object")
-        return await run_in_threadpool(self._create_batch, body)
+        return await run_in_threadpool(self._create_batch, await _read_object(request))
 
     def _create_batch(self, body: Mapping[str, object]) -> Response:
         """Validates the whole request before anything is stored."""
@@ -316,12 +324,67 @@ class _Routes:
 
     def metrics(self, request: Request) -> Response:
         return PlainTextResponse(
-            "".join(_format_metrics(self._store, is_alive=self._keeper.is_alive())),
+            "".join(_format_metrics(self._store, self._answers, is_alive=self._keeper.is_alive())),
             media_type="text/plain; version=0.0.4",
         )
 
+    async def answer(self, request: Request) -> Response:
+        """Answers a single request, whole or as server-sent events."""
+        body, url = await _read_object(request), request.scope["path"]
+        streams, options = body.get("stream", False), body.get("stream_options")
+        if not isinstance(streams, bool):
+            raise HTTPException(400, "stream is not true or false")
+        if options is not None and not (streams and isinstance(options, dict)):
+            raise HTTPException(400, "stream_options needs stream=true, and is an object")
+        if streams and body.get("logprobs"):
+            raise HTTPException(400, "logprobs are not supported with stream=true")
+        reply = Reply(url=url, model=str(body.get("model") or ", ".join(self._models)))
+        messages = self._answers.messages(url, body, streams=streams)
+        if streams:
+            first = await _first_message(request, messages)
+            has_usage = bool((options or {}).get("include_usage"))
+            return StreamingResponse(reply.events(first, messages, has_usage=has_usage), media_type="text/event-stream")
+        async with aclosing(messages):
+            return JSONResponse(reply.whole((await _first_message(request, messages))["response"]))
+
     def reject_single_request(self, request: Request) -> Response:
         raise HTTPException(404, "only batches are supported: upload a file to POST /v1/files, then POST /v1/batches")
+
+
+async def _read_object(request: Request) -> dict[str, Any]:
+    """The body as a JSON object. Raises HTTPException."""
+    try:
+        body = json.loads(await request.body())
+    except (ValueError, RecursionError):
+        raise HTTPException(400, "the body is not JSON") from None
+    if not isinstance(body, dict):
+        raise HTTPException(400, "the body is not an object")
+    return body
+
+
+async def _first_message(request: Request, messages: AsyncGenerator[dict[str, Any]]) -> dict[str, Any]:
+    """The first message of a request in progress. Raises HTTPException if there is an error instead, and
+    ClientDisconnect if the client leaves earlier; both end the request."""
+    first, left = asyncio.ensure_future(anext(messages)), asyncio.ensure_future(_wait_until_left(request))
+    try:
+        await asyncio.wait([first, left], return_when=asyncio.FIRST_COMPLETED)
+        if not first.done():
+            raise ClientDisconnect
+        return first.result()
+    except AnswerError as error:
+        headers = {"Retry-After": "10"} if error.status in (429, 503) else None
+        raise HTTPException(error.status, str(error), headers) from None
+    finally:
+        left.cancel()
+        if not first.done():
+            first.cancel()
+            with suppress(asyncio.CancelledError):
+                await first
+
+
+async def _wait_until_left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _require_found(record: JsonRecord | None, kind: str) -> JsonRecord:
@@ -387,8 +450,8 @@ def _model(name: str) -> Mapping[str, object]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "weightstream"}
 
 
-def _format_metrics(store: BatchStore, *, is_alive: bool) -> Iterator[str]:
-    """Yields totals over all records in the Prometheus text format."""
+def _format_metrics(store: BatchStore, answers: Answers, *, is_alive: bool) -> Iterator[str]:
+    """Yields totals over all records, and over single requests since the start, in the Prometheus text format."""
     batches, files = store.batches(), store.files()
     rows: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
@@ -413,6 +476,17 @@ def _format_metrics(store: BatchStore, *, is_alive: bool) -> Iterator[str]:
         ),
         ("files", "Stored files.", "purpose", Counter(str(file["purpose"]) for file in files)),
         ("file_bytes", "Bytes of these files.", "purpose", sizes),
+        (
+            "requests",
+            "Single requests by result.",
+            "result",
+            {name: answers.counts[name] for name in ("answered", "cancelled", "failed", "rejected")},
+        ),
+        ("requests_in_progress", "Single requests that wait or run.", "", {"": answers.num_waiting}),
+        ("pass_rows", "Completions in the latest pass.", "", {"": answers.num_pass_rows}),
+        ("passes", "Passes for single requests.", "", {"": answers.counts["passes"]}),
+        ("rows_of_passes", "Completions in all of these passes.", "", {"": answers.counts["pass_rows"]}),
+        ("new_tokens", "Tokens generated for single requests.", "", {"": answers.counts["tokens"]}),
     ]
     for name, help, label, values in families:
         yield f"# HELP weightstream_{name} {help}\n# TYPE weightstream_{name} gauge\n"

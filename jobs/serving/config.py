@@ -14,6 +14,7 @@ from ..config.settings import LogLevel
 from ..config.words import quote
 
 MAX_PORT, MAX_FILE_MIB, MAX_GIB, MAX_COUNT = 65_535, 100_000, 1_000_000, 1_000_000
+MAX_TOKENS, MAX_SECONDS = 100_000_000, 86_400
 SERVER_KEYS = ("run", "output", "output_root", "shard", "dataset", "prompt", "trace")
 ALLOWED_KEYS = ("dataset.limit", "dataset.max_row_bytes")
 PATHS = ("model.path", "model.tokenizer", "sampling.json_schema")  # a Hub id or JSON if no such path exists
@@ -52,6 +53,11 @@ class ServeConfig:
     max_files: int = 10_000
     max_uploads_gib: int = 100
     max_batches: int = 1_000
+    max_requests: int = 1_000
+    max_rows: int = 64
+    max_request_tokens: int = 4_096
+    max_wait_seconds: float = 0.1
+    idle_seconds: float = 30.0
     output_root: str = "outputs"
     log_level: LogLevel = LogLevel.info
 
@@ -63,10 +69,17 @@ class ServeConfig:
             "max_files": (MAX_COUNT, ""),
             "max_uploads_gib": (MAX_GIB, " GiB"),
             "max_batches": (MAX_COUNT, ""),
+            "max_requests": (MAX_COUNT, ""),
+            "max_rows": (MAX_COUNT, ""),
+            "max_request_tokens": (MAX_TOKENS, ""),
         }
         for key, (limit, unit) in limits.items():
             value = getattr(self, key)
             require(1 <= value <= limit, f"{key} must be 1 to {limit:,}{unit}, got {value}")
+        for key in ("max_wait_seconds", "idle_seconds"):
+            require(
+                0 <= getattr(self, key) <= MAX_SECONDS, f"{key} must be 0 to {MAX_SECONDS} s, got {getattr(self, key)}"
+            )
         require(bool(self.output_root.strip()), "output_root is empty: name a directory, e.g. output_root=outputs")
         require(
             self.require_api_key or self.is_loopback,

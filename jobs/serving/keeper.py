@@ -61,6 +61,7 @@ class Keeper(threading.Thread):
         super().__init__(daemon=True, name="batches")
         self._store, self._settings, self._output_root = store, settings, output_root.absolute()
         self._stop_event, self._wake_event = threading.Event(), threading.Event()
+        self._is_claimed, self._has_yielded = threading.Event(), threading.Event()
         self._current: str | None = None  # batch with the running job
         self._process: subprocess.Popen[bytes] | None = None  # None if an earlier server started the job
         self._log_start = 0  # offset of the current job's output in its log
@@ -74,6 +75,25 @@ class Keeper(threading.Thread):
     def stop(self) -> None:
         self._stop_event.set()
         self._wake_event.set()
+
+    def claim(self) -> None:
+        """Interrupts the running job and starts none until `release`: single requests need the machine's memory."""
+        self._is_claimed.set()
+        self._wake_event.set()
+
+    def release(self) -> None:
+        self._is_claimed.clear()
+        self._has_yielded.clear()
+        self._wake_event.set()
+
+    @property
+    def has_yielded(self) -> bool:
+        """True if no job runs, and none starts until `release`."""
+        return self._has_yielded.is_set()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._store.unfinished_batches())
 
     def run(self) -> None:
         while not self._stop_event.is_set():
@@ -101,7 +121,9 @@ class Keeper(threading.Thread):
             self._attempt(running)
         for batch in cancelling or (ready[:1] if running is None else []):
             self._attempt(batch)
-        if self._current is not None:
+        if self._is_claimed.is_set() and running is None and self._current is None:
+            self._has_yielded.set()
+        if self._current is not None or self._is_claimed.is_set():
             return POLL_SECONDS
         return 0.0 if ready or running is not None else min(waits, default=None)
 
@@ -132,7 +154,7 @@ class Keeper(threading.Thread):
         if is_running:
             if id != self._current or code is not None:
                 self._current, self._process, self._is_stop_requested = id, None, False
-            if is_cancelled and not self._is_stop_requested:
+            if (is_cancelled or self._is_claimed.is_set()) and not self._is_stop_requested:
                 self._is_stop_requested = _request_stop(self._process, run)
             return
         if run.success.exists():
@@ -140,10 +162,13 @@ class Keeper(threading.Thread):
         elif is_cancelled:
             self._finish(id, run, "cancelled")
         elif code is None:
-            self._start(id, batch)
+            if not self._is_claimed.is_set():
+                self._start(id, batch)
             return
+        elif code == EXIT_INTERRUPTED and self._is_stop_requested:
+            log.info("%s: interrupted for single requests", id)
         else:
-            message = _last_error(self._store.log_path(id), self._log_start)
+            message = last_error(self._store.log_path(id), self._log_start)
             if code in FINAL_EXIT_CODES and message is not None:
                 self._fail(id, message)
             elif code < 0:
@@ -167,11 +192,6 @@ class Keeper(threading.Thread):
             "output_private=true",
         ]
         job = _job_name(batch)
-        # The job runs in another directory and must import the same code as this process.
-        paths = [str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        root = Path(__file__).resolve().parents[2]
-        if root.name not in ("site-packages", "dist-packages"):  # a checkout that may not be installed
-            paths.append(str(root))
         changes: JsonRecord = {"status": "in_progress", "in_progress_at": int(time.time())}
         record = self._store.update_batch(id, lambda record: changes if record["status"] == "validating" else {})
         if record["status"] != "in_progress":
@@ -194,7 +214,7 @@ class Keeper(threading.Thread):
                 stderr=log_file,
                 start_new_session=True,
                 cwd=self._store.jobs,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env=job_environment(),
             )
         self._current, self._is_stop_requested = id, False
         log.info("%s: job started", id)
@@ -262,6 +282,15 @@ class Keeper(threading.Thread):
         return RunDirectory(path=self._output_root / _job_name(batch) / str(batch["id"]))
 
 
+def job_environment() -> dict[str, str]:
+    """The environment of a process in another directory that must import the same code as this one."""
+    paths = [str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    root = Path(__file__).resolve().parents[2]
+    if root.name not in ("site-packages", "dist-packages"):  # a checkout that may not be installed
+        paths.append(str(root))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 def _job_name(batch: JsonRecord) -> str:
     """Name of the job that serves the batch's endpoint; also the folder of its runs."""
     return "encode" if batch["endpoint"] in ENCODE_ENDPOINTS else "generate"
@@ -283,7 +312,7 @@ def _request_stop(job: "subprocess.Popen[bytes] | None", run: RunDirectory) -> b
     return False
 
 
-def _last_error(path: Path, start: int) -> str | None:
+def last_error(path: Path, start: int) -> str | None:
     """The last error in a job's log after `start`; None without one, e.g. after a full disk."""
     with path.open("rb") as file:
         file.seek(max(start, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))

@@ -20,6 +20,7 @@ from runtime.errors import ConfigError, RunInUseError, require
 
 from ..files.locks import RunLock
 from ..files.publishing import GROUP_AND_OTHERS, make_directory, private_umask, publish, write_all
+from .answers import Answers
 from .app import make_app
 from .config import ServeConfig
 from .keeper import Keeper
@@ -45,6 +46,7 @@ def serve(config: ServeConfig, output_root: Path, models: Sequence[str] = ()) ->
             logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of each rejected form
             store = BatchStore(folder)
             keeper = Keeper(store, config.settings, output_root)
+            answers = Answers(config, folder, keeper)
             url = f"http://{listener.getsockname()[0]}:{config.port}/v1"
             log.info("serving %s; batches are in %s", url, output_root / "generate")
             if key is None:
@@ -58,7 +60,7 @@ def serve(config: ServeConfig, output_root: Path, models: Sequence[str] = ()) ->
             try:
                 uvicorn.Server(
                     uvicorn.Config(
-                        make_app(config, store, keeper, key, models),
+                        make_app(config, store, keeper, answers, key, models),
                         http=_Connection,
                         ws="none",
                         lifespan="off",
@@ -73,6 +75,7 @@ def serve(config: ServeConfig, output_root: Path, models: Sequence[str] = ()) ->
                 ).run(sockets=[listener])
             finally:
                 keeper.stop()
+                answers.stop()
 
 
 @contextmanager

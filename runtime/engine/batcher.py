@@ -202,7 +202,7 @@ class ContinuousBatcher(Batcher):
         prefixes: Rows[SharedPrefix | None] = (),
     ):
         super().__init__()
-        self._factory, self._sequences, self._limits = lanes, sequences, limits
+        self._factory, self._sequences, self._limits = lanes, dict(sequences), limits
         self._prefixes = {i: prefixes[i] for i in sequences} if prefixes else {}
         self._queue = deque(sequences)
         self._lanes: list[PackedLane] = [lanes.packed([]) for _ in range(limits.num_lanes)]
@@ -210,7 +210,8 @@ class ContinuousBatcher(Batcher):
         self._prefixes_in_use: dict[PrefixKey, tuple[int, Sequence]] = {}  # lane and computing sequence, oldest first
 
     def next_batch(self) -> Batch | None:
-        self._lane_of = {i: lane for i, lane in self._lane_of.items() if self._sequences[i].finish is None}
+        for i in [i for i in self._lane_of if self._sequences[i].finish is not None]:
+            del self._lane_of[i], self._sequences[i]
         if not self._queue and not self._lane_of:
             return None
         max_running = self._limits.num_lanes * self._limits.lane_size
@@ -249,6 +250,19 @@ class ContinuousBatcher(Batcher):
         are_prefilled = {sequence.is_prefilled for lane in running for sequence in lane.sequences}
         phase = Phase.mixed if len(are_prefilled) > 1 else Phase.decode if True in are_prefilled else Phase.prefill
         return self._make_batch(phase, list(running), list(running.values()))
+
+    def add(self, sequences: Mapping[int, Sequence]) -> None:
+        """Appends sequences without shared prefixes to the queue, between passes."""
+        self._sequences.update(sequences)
+        self._queue.extend(sequences)
+
+    def remove(self, i: int) -> None:
+        """Drops an unfinished sequence and frees its pages, between passes."""
+        sequence, lane = self._sequences.pop(i), self._lane_of.pop(i, None)
+        if lane is None:
+            self._queue.remove(i)
+        else:
+            self._lanes[lane].leave(sequence)
 
     def close(self) -> None:
         for key in list(self._prefixes_in_use):

@@ -1,6 +1,7 @@
 """Generates blocks of requests on a model with loaded weights, and yields completions."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from ..batching.admission import AdmissionLimits
@@ -21,6 +22,17 @@ from .engine import Engine
 from .records import PassRecord
 
 OnPass = Callable[[PassRecord], None]
+
+
+class Arrivals(NamedTuple):
+    """Changes between two passes of `Session.live`: new requests by a number that is never used again, and numbers of
+    requests that nobody waits for any more."""
+
+    new: Mapping[int, Request]
+    cancelled: Collection[int] = ()
+
+
+Arrive = Callable[[bool], Arrivals | None]
 
 
 class LaneSlots(NamedTuple):
@@ -141,6 +153,45 @@ class Session:
         self._active = {i: resume_sequence(requests[i], states.get(i), device) for i in order}
         entering = {i: sequence for i, sequence in self._active.items() if sequence.finish is None}
         return self._generate(self._continuous_batcher(entering), on_pass)
+
+    def live(self, arrive: Arrive, on_pass: OnPass = ignore_pass) -> Generator[tuple[int, Completion]]:
+        """Continuous batching of requests that arrive while others run; yields completions as they finish.
+
+        `arrive(is_idle)` is called before each pass, and ends the session with None. If `is_idle`, no request is left:
+        it should wait for one. The session's plan limits the requests: none may be longer than those that it was made
+        for. In padded lanes, requests wait until all earlier ones have finished."""
+        self._active = {}
+        waiting = dict[int, Running]()
+        with ExitStack() as stack:
+            batcher: Batcher | None = None
+            while (arrivals := arrive(not self._active)) is not None:
+                new = {i: start_sequence(request) for i, request in arrivals.new.items()}
+                self._active |= new
+                waiting |= {i: sequence for i, sequence in new.items() if sequence.finish is None}
+                for i in [i for i in arrivals.cancelled if i in self._active]:
+                    del self._active[i]
+                    if waiting.pop(i, None) is None and isinstance(batcher, ContinuousBatcher):
+                        batcher.remove(i)
+                yield from self._pop_finished()
+                if isinstance(batcher, ContinuousBatcher):
+                    batcher.add(waiting)
+                    waiting = {}
+                elif batcher is None and waiting:
+                    batcher, waiting = stack.enter_context(self._continuous_batcher(waiting)), {}
+                record = self._engine.step(batcher) if batcher is not None else None
+                if record is not None:
+                    yield from self._pop_finished()
+                    on_pass(record)
+                elif isinstance(batcher, StaticBatcher):
+                    batcher = None
+
+    def text_so_far(self, i: int) -> str | None:
+        """The text that an unfinished request has generated; its end may still change. None without a tokenizer, and
+        if reasoning is split off, which needs the whole text."""
+        if self._detokenizer is None or self._reasoning is not None:
+            return None
+        sequence = self._active[i]
+        return self._detokenizer.completion_text(sequence.request, sequence.generated)
 
     def _generate(self, batcher: Batcher, on_pass: OnPass) -> Generator[tuple[int, Completion]]:
         yield from self._pop_finished()

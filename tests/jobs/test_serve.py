@@ -24,6 +24,7 @@ import pytest
 from jobs.record.run_dir import RunDirectory
 from jobs.record.run_reader import is_locked
 from jobs.serve import collect_settings
+from jobs.serving.answers import Answers
 from jobs.serving.config import ServeConfig, absolute_path_settings, job_settings
 from jobs.serving.keeper import Keeper
 from jobs.serving.store import BatchStore, FileInUseError, UploadLimitError
@@ -74,7 +75,8 @@ def port(folder: Path) -> Iterator[int]:
 
     config = ServeConfig(port=free_port(), max_file_mib=1, output_root=str(folder))
     store = BatchStore(folder)
-    app = make_app(config, store, Keeper(store, [], folder), KEY, ["org/model"])
+    keeper = Keeper(store, [], folder)
+    app = make_app(config, store, keeper, Answers(config, folder, keeper), KEY, ["org/model"])
     server = uvicorn.Server(uvicorn.Config(app, port=config.port, http=_Connection, log_config=None))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -253,7 +255,7 @@ def test_who_asks_for_something_else_is_told_what_there_is(port: int) -> None:
     client = client_of(port)
     assert [model.id for model in client.models.list()] == ["org/model"]
     assert client.models.retrieve("org/model").id == "org/model"
-    single = refused(lambda: client.chat.completions.create(model="m", messages=[]))
+    single = refused(lambda: client.embeddings.create(model="m", input="a"))
     assert single == (404, "only batches are supported: upload a file to POST /v1/files, then POST /v1/batches")
     status, said = answer(port, "GET", "/")
     assert (status, "POST /v1/batches" in said, "DELETE /v1/files/{id}" in said) == (404, True, True)
@@ -270,7 +272,8 @@ def test_health_says_without_a_key_whether_batches_are_worked_on(tmp_path: Path)
 
     store = BatchStore(tmp_path)
     keeper = Keeper(store, [], tmp_path)
-    with TestClient(make_app(ServeConfig(), store, keeper, KEY), base_url="http://127.0.0.1") as client:
+    answers = Answers(ServeConfig(), tmp_path, keeper)
+    with TestClient(make_app(ServeConfig(), store, keeper, answers, KEY), base_url="http://127.0.0.1") as client:
         assert client.get("/health").status_code == 503
         keeper.start()
         assert client.get("/health").json() == {"status": "ok"}
