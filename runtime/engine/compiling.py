@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 COMPILING_SECONDS = 8.0  # upper bound, on a processor of 2024 with one process per kernel set
 PROCESS_BYTES = 512 * MIB  # of one subprocess: torch, numba, LLVM
 POLL_SECONDS = 0.02
+LOG_SECONDS = 10.0  # between log lines while kernels are compiled
 TIMEOUT_SECONDS = 300.0  # then this process compiles instead
 # bfloat16 weight bytes per second in plain operators: with one token, and (times tokens) in batches of 16 or more.
 # Two cores of an AMD EPYC (AVX-512) reach 2.8e9 and 42e9.
@@ -143,10 +144,15 @@ class CompiledKernels(Closing):
                 for kernels in self._missing:
                     if kernels.kind == HOST_OPS:
                         prepare_kernels(kernels)  # while the subprocesses compile
-        end = time.monotonic() + TIMEOUT_SECONDS
-        while any(process.poll() is None for process in self._processes):
-            if should_stop() or time.monotonic() >= end:
+        begin = logged_at = time.monotonic()
+        while num_running := sum(process.poll() is None for process in self._processes):
+            now = time.monotonic()
+            if should_stop() or now >= begin + TIMEOUT_SECONDS:
                 break
+            if now >= logged_at + LOG_SECONDS:
+                logged_at, num_processes = now, len(self._processes)
+                num_done = num_processes - num_running
+                log.info("compiling kernels: %.0f s, %d of %d processes done", now - begin, num_done, num_processes)
             time.sleep(POLL_SECONDS)
         self.close()
         if should_stop():

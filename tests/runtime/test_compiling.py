@@ -165,12 +165,18 @@ def test_a_process_ends_with_the_one_that_began_it() -> None:
     assert process.wait(timeout=60) == 1
 
 
-def test_a_wait_has_an_end(
-    compiled: Compiled, process_does: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+def test_a_wait_has_an_end_and_says_how_far_it_is(
+    compiled: Compiled,
+    process_does: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(compiling, "TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(compiling, "LOG_SECONDS", 0.02)
     process_does("exec sleep 60")
     begin = time.monotonic()
-    CompiledKernels([PART]).wait(lambda: False)
+    with caplog.at_level("INFO"):
+        CompiledKernels([PART]).wait(lambda: False)
+    assert "compiling kernels: 0 s, 0 of 1 processes done" in caplog.text
     assert compiled.parts == ["products"]
     assert time.monotonic() - begin < 50
