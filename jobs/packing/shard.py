@@ -18,7 +18,7 @@ from runtime.formats.kinds.window4 import (
     ESCAPES,
     MAX_ESCAPES,
     Window4,
-    pack_pieces,
+    pack_chunks,
     packed_columns,
     skip_reason,
     stack_escapes,
@@ -132,10 +132,10 @@ class _Shard:
         num_escapes = 0
         for matrix in words if words.ndim == 3 else words[None]:
             matrices.append([])
-            for piece in pack_pieces(matrix):
-                self._file.write(piece.body.data)
-                matrices[-1].append(piece.without_body())
-                num_escapes += len(piece.columns)
+            for chunk in pack_chunks(matrix):
+                self._file.write(chunk.body.data)
+                matrices[-1].append(chunk.without_body())
+                num_escapes += len(chunk.columns)
                 if num_escapes > max_escapes:
                     return f"more than {MAX_ESCAPES:.1%} of its exponents are outside of a window of 15"
         escapes = stack_escapes(matrices)

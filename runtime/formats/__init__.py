@@ -1,2 +1,2 @@
-"""Storage formats of weights: encodings of numbers in bytes, and their decoders. Each module in `kinds/` registers
-itself."""
+"""Storage formats of weights: how a matrix is encoded in bytes, and how its rows are decoded. `registry.py` imports
+every module in `kinds/`."""

@@ -1,5 +1,10 @@
-"""Combines checkpoint tensors into weights: a module's tensors in published quantized checkpoints, and `X_FORMAT` with
-its companion as `weightstream pack` writes them. Unsupported quantization settings raise an error or log a warning."""
+"""Helpers to read quantized checkpoints: they find the tensors of one weight, check them, and attach the companions
+(scales, zero points) to it.
+
+Published checkpoints have several tensors per module, such as `qweight` and `scales`. `weightstream pack` writes two
+tensors for a weight X: `X_FORMAT`, such as `X_window4`, and its companion, such as `X_escapes`. Unsupported
+quantization settings raise an error or log a warning.
+"""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,22 +19,22 @@ from .scaled_rows import SCALES
 
 log = logging.getLogger(__name__)
 
-MAX_CHARACTERS = 400  # of a config value in messages
+MAX_CHARACTERS = 400  # longest text about a config value in a message
 UNQUANTIZED = "the unquantized checkpoint; most models have one"
-ZEROS, GROUPS = "zeros", "groups"  # companion roles: zero points; the group of each column
-METHOD = "weightstream"  # `quant_method` in a packed store's config.json
-RELATIVE_ERROR = "relative_rms_error"  # key next to it: over all rounded weights
-MakeWeight = Callable[[TensorSlice, TensorSlice], TensorSlice]  # bytes and companion -> the weight
+ZEROS, GROUPS = "zeros", "groups"  # companion roles: zero points; the group number of each column
+METHOD = "weightstream"  # `quant_method` in config.json of a checkpoint that `weightstream pack` wrote
+RELATIVE_ERROR = "relative_rms_error"  # key next to `quant_method`: rounding error over all rounded weights
+MakeWeight = Callable[[TensorSlice, TensorSlice], TensorSlice]  # (codes, companion) -> weight with its companion
 
 
 def unsupported_error(problem: str, readable: str) -> CheckpointError:
-    """Returns the error for an unsupported variant, with the supported ones (`readable`)."""
+    """Returns an error that names the unsupported `problem`, and the supported variants (`readable`)."""
     problem = problem if len(problem) <= MAX_CHARACTERS else f"{problem[:MAX_CHARACTERS]}..."
     return CheckpointError(f"model.path: {problem}, which is not supported. Supported: {readable}, and {UNQUANTIZED}")
 
 
 def warn_activations(scheme: str) -> None:
-    """Logs a warning that the config's quantization of activations is ignored."""
+    """Logs a warning that the config's quantization of activations (`scheme`) is ignored."""
     log.warning("model.path: its config quantizes activations (%s): ignored, only weights are quantized here", scheme)
 
 
@@ -55,16 +60,16 @@ def get_integer(values: Mapping[str, object], key: str, default: int) -> int:
 
 @dataclass(frozen=True)
 class ModuleTensors:
-    """A module's tensors. `path`: prefix of their names, with the last dot."""
+    """The tensors of one module, such as `model.layers.0.mlp.up_proj.`. Their last names (`weight`) are leaves."""
 
-    path: str
-    tensors: Mapping[str, TensorSlice]  # the whole checkpoint's
+    path: str  # prefix of the names, including the last dot
+    tensors: Mapping[str, TensorSlice]  # all tensors of the checkpoint, by name
 
     def find(self, leaf: str) -> TensorSlice | None:
         return self.tensors.get(self.path + leaf)
 
     def require(self, leaf: str, *dtypes: str) -> TensorSlice:
-        """Returns a tensor. Raises CheckpointError if it is missing or its dtype is not one of `dtypes`."""
+        """Returns the tensor `leaf`. Raises CheckpointError if it is missing or its dtype is not one of `dtypes`."""
         tensor = self.find(leaf)
         if tensor is None:
             file = next(tensor.file for name, tensor in self.tensors.items() if name.startswith(self.path))
@@ -75,7 +80,7 @@ class ModuleTensors:
 
 
 def modules_with(tensors: Mapping[str, TensorSlice], leaf: str) -> Iterator[ModuleTensors]:
-    """Yields the modules that have a tensor named `leaf`."""
+    """Yields each module that has a tensor `leaf`."""
     for name in tensors:
         path = name.removesuffix(leaf)
         if path != name and (not path or path.endswith(".")):
@@ -85,7 +90,8 @@ def modules_with(tensors: Mapping[str, TensorSlice], leaf: str) -> Iterator[Modu
 def replace_tensors(
     tensors: Mapping[str, TensorSlice], weights: Mapping[str, TensorSlice], leaves: Collection[str]
 ) -> Mapping[str, TensorSlice]:
-    """Returns the tensors, with the `leaves` of each module in `weights` (by path) replaced by its `weight`."""
+    """Returns the checkpoint's tensors after removing `leaves` from each module of `weights` (module path -> weight)
+    and storing that module's weight under the name `weight`."""
     result = dict(tensors)
     for path, weight in weights.items():
         for leaf in leaves:
@@ -95,7 +101,7 @@ def replace_tensors(
 
 
 def require_matrix(tensor: TensorSlice) -> tuple[int, int]:
-    """Returns the shape of a matrix. Raises CheckpointError for any other tensor."""
+    """Returns the shape of a matrix. Raises CheckpointError if the tensor has not two dimensions."""
     if len(tensor.shape) != 2:
         raise CheckpointError(
             f"{tensor.file}: {tensor.name!r} has shape {tensor.shape}; weights in this format must be matrices"
@@ -104,14 +110,16 @@ def require_matrix(tensor: TensorSlice) -> tuple[int, int]:
 
 
 def require_shape(tensor: TensorSlice, expected: tuple[int, ...], owner: str) -> TensorSlice:
-    """Returns the tensor. Raises CheckpointError if its shape is not `expected`. `owner`: what needs that shape."""
+    """Returns the tensor. Raises CheckpointError if its shape is not `expected`. `owner`: the weight or module that
+    requires this shape, for the message."""
     if tensor.shape != expected:
         raise CheckpointError(f"{tensor.file}: {tensor.name!r} has shape {tensor.shape}; {owner} needs {expected}")
     return tensor
 
 
 def column_groups(groups: TensorSlice, num_columns: int, num_groups: int) -> Companion:
-    """Returns the companion with the group of each column. Raises CheckpointError for group numbers out of range."""
+    """Returns `groups`, the group number of each column, as a companion. Reads it, and raises CheckpointError if a
+    number is out of range."""
     require_shape(groups, (num_columns,), "its module")
     numbers = read_integers(groups)
     if min(numbers, default=0) < 0 or max(numbers, default=0) >= num_groups:
@@ -122,8 +130,8 @@ def column_groups(groups: TensorSlice, num_columns: int, num_groups: int) -> Com
 
 
 def row_factors(factors: TensorSlice, num_rows: int, role: str = SCALES) -> Companion:
-    """Returns a companion of factors as a matrix: one or more per row, or one for all rows. Raises CheckpointError if
-    the shape does not fit."""
+    """Returns `factors` (scales, or zero points) as a companion of shape (num_rows, factors per row), or (1, factors
+    per row) if all rows share them. Raises CheckpointError for other shapes."""
     shape = (1, 1) if prod(factors.shape) == 1 else factors.shape
     shape = (*shape, 1) if len(shape) == 1 else shape
     if len(shape) != 2 or shape[0] not in (1, num_rows):
@@ -144,7 +152,7 @@ def group_width(num_columns: int, factors: TensorSlice, num_groups: int) -> int:
 
 
 def read_relative_error(quantization: Mapping[str, object]) -> float | None:
-    """Returns the relative RMS error in a packed store's config; None if it is missing or invalid."""
+    """Returns the rounding error that `weightstream pack` wrote into the config; None if it is missing or invalid."""
     error = quantization.get(RELATIVE_ERROR)
     return float(error) if isinstance(error, int | float) and 0 <= error < inf else None
 
@@ -154,12 +162,13 @@ def part_name(weight: str, part: str) -> str:
 
 
 def pair_parts(
-    tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object], part: str, companion: str, fit: MakeWeight
+    tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object], part: str, companion: str, make: MakeWeight
 ) -> Mapping[str, TensorSlice]:
-    """Returns the tensors, with each pair of `X_part` and `X_companion` combined into weight X by `fit`.
+    """Returns the tensors of a checkpoint that `weightstream pack` wrote. Each pair of `X_{part}` (codes, U8 or I8) and
+    `X_{companion}` is replaced by weight X, which `make` builds from them.
 
-    Raises CheckpointError if a companion is missing, or if the config does not name the method `weightstream`: without
-    it the checksums would not be verified."""
+    Raises CheckpointError if a companion is missing, or if `quant_method` is not `weightstream`: checksums are verified
+    only for that method."""
     result, suffix = dict(tensors), part_name("", part)
     for name, tensor in tensors.items():
         weight = name.removesuffix(suffix)
@@ -173,11 +182,12 @@ def pair_parts(
                 f"{tensor.file}: {name!r} was written by `weightstream pack`, but config.json lacks its "
                 "quantization_config: use the config.json that pack wrote"
             )
-        result[weight] = fit(result.pop(name), partner)
+        result[weight] = make(result.pop(name), partner)
     return result
 
 
 def mismatch_error(body: TensorSlice, companion: TensorSlice) -> CheckpointError:
+    """Returns the error for a companion whose shape or dtype does not match the codes in `body`."""
     return CheckpointError(
         f"{body.file}: {companion.name!r} ({companion.dtype}, shape {companion.shape}) does not fit {body.name!r} "
         f"(shape {body.shape}): pack the model again"

@@ -1,4 +1,4 @@
-"""Registry of storage formats and of quantization methods (`quant_method`) by name, from the modules in `kinds/`."""
+"""Registry of all modules in `kinds/`: storage formats by name, and readers of checkpoints by `quant_method`."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -14,7 +14,7 @@ from .storage_format import Loss, Method, StorageFormat
 MODULES = [import_module(f"{kinds.__name__}.{module.name}") for module in iter_modules(kinds.__path__)]
 FORMATS: Mapping[str, StorageFormat] = {format.name: format for module in MODULES for format in module.FORMATS}
 LOSSES: Mapping[str, Loss] = {name: format.loss for name, format in FORMATS.items()}
-METHODS: dict[str, list[Method]] = {}  # modules may share a method's name: each pairs the tensors that it knows
+METHODS: dict[str, list[Method]] = {}  # by `quant_method`; several modules may read different tensors of one method
 for _module in MODULES:
     for _name, _method in getattr(_module, "METHODS", {}).items():
         METHODS.setdefault(_name, []).append(_method)
@@ -23,15 +23,17 @@ for _module in MODULES:
 def pair_companions(
     tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
 ) -> Mapping[str, TensorSlice]:
-    """Combines tensors into weights with formats and companions. If the config names no method, tries all of them on
-    the tensors' names. Raises CheckpointError for companions that do not fit their weight."""
-    named = str(quantization.get("quant_method") or "")
-    for method in METHODS[named] if named else chain.from_iterable(METHODS.values()):
+    """Attaches scales, zero points and other companions to the quantized weights that they belong to, and sets the
+    weights' storage formats. `quantization`: the config's quantization_config. If it has no `quant_method`, applies all
+    methods: each changes only tensors whose names it knows. Raises CheckpointError for companions that do not fit."""
+    quant_method = str(quantization.get("quant_method") or "")
+    for method in METHODS[quant_method] if quant_method else chain.from_iterable(METHODS.values()):
         tensors = method(tensors, quantization)
     return tensors
 
 
 def is_output_major(tensor: TensorSlice) -> bool:
+    """True if the tensor's format always stores one row per output; see `StorageFormat`."""
     return bool(tensor.format) and FORMATS[tensor.format].is_output_major
 
 

@@ -1,7 +1,10 @@
-"""Rows of low-precision numbers with shared factors: integers with a zero point and scale per group of columns, FP8 and
-FP4 with a factor per block.
+"""Dequantizes rows of published formats: integers with a zero point and scale per group of columns (`IntegerRows`), FP8
+and FP4 with a factor per block (`ScaledRows`).
 
-Shapes: N rows of K numbers, R of them selected; G groups of columns; W words.
+A word is 32 bits with several codes. A pair is two float32 numbers in one 64-bit element: torch copies or looks up both
+at once.
+
+Shapes: N rows of K numbers; R selected rows; G groups of columns, each with one factor; B bytes or W words per row.
 """
 
 from collections.abc import Callable
@@ -17,19 +20,19 @@ from ..linear.rows import Codes, Rows
 from ..plan.shape.shapes import Companion, TensorSlice
 
 WORD_BITS = 32
-SCALES = "scales"
-FACTORS = ("F32", "F16", "BF16", "F64", "F8_E8M0", "F8_E4M3", "U8")
-ENCODINGS = {None: FLOAT4, torch.float8_e4m3fn: SCALED_FLOAT8}  # by dtype, None for FP4
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # FP4's magnitudes; its highest bit is the sign
-RowSelection = slice | torch.Tensor  # a run of rows, or row numbers in order
+SCALES = "scales"  # companion role
+FACTORS = ("F32", "F16", "BF16", "F64", "F8_E8M0", "F8_E4M3", "U8")  # dtypes of factors
+ENCODINGS = {None: FLOAT4, torch.float8_e4m3fn: SCALED_FLOAT8}  # encoding of the vector kernels by dtype, None for FP4
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of FP4 codes 0 to 7; the highest bit is the sign
+RowSelection = slice | torch.Tensor  # consecutive rows, or increasing row numbers
 Write = Callable[[RowSelection, torch.Tensor], None]  # writes the codes of selected rows into (R, K) float32
-Factors = Callable[[RowSelection], torch.Tensor]  # returns (R, G) float32 for selected rows, or (1, 1) for all
-Apply = Callable[[torch.Tensor, torch.Tensor], object]
+Factors = Callable[[RowSelection], torch.Tensor]  # returns (R, G) float32, or (1, 1) if all numbers share one factor
+Apply = Callable[[torch.Tensor, torch.Tensor], object]  # operator in place, such as `torch.Tensor.mul_`
 
 
 class IntegerRows:
-    """Rows of `(code - zero) * scale`; see `rows.Rows`. Exact in float32: codes and zero points have at most nine bits,
-    scales 16."""
+    """Rows of `(code - zero) * scale`; see `linear.rows.Rows`. float32 is exact: codes and zero points have at most
+    nine bits, scales 16."""
 
     def __init__(
         self,
@@ -43,14 +46,15 @@ class IntegerRows:
         *,
         codes: Callable[[], Codes],
     ):
-        """`width`: columns per group. `groups`: group of each column if not consecutive: (K,), or (E, K) for
-        E concatenated matrices. `codes`: see `Rows`."""
+        """`write`, `zeros` and `scales` return or write the codes, zero points and scales of selected rows. `width`:
+        columns per group. `groups`: group number of each column, (K,), or (E, K) for E concatenated matrices; None if
+        group g is columns [g * width, (g + 1) * width). `codes`: see `Rows`."""
         self.shape, self.device = shape, device
         self._write, self._zeros, self._scales, self._width, self._groups = write, zeros, scales, width, groups
         self.codes = codes
 
     def zeros_and_scales(self, rows: RowSelection) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns zero points and scales of the selected rows: (R, G) float32 each, or (1, 1) for all."""
+        """Returns zero points and scales of the selected rows: float32, (R, G), or (1, 1) if all numbers share one."""
         return self._zeros(rows), self._scales(rows)
 
     def dequantize(self, rows: RowSelection, out_RK: torch.Tensor) -> None:
@@ -59,11 +63,12 @@ class IntegerRows:
             if self._groups is None or self._groups.dim() == 1:
                 apply_by_group(out_RK, factors(rows), self._width, apply, self._groups)
             else:
-                # Concatenated matrices with different groups.
+                # Concatenated matrices of `height` rows, each with its own groups: apply factors matrix by matrix.
                 assert isinstance(rows, slice), "rows of several matrices are selected by slices"
                 factors_RG, height = factors(rows), self.shape[0] // len(self._groups)
                 first, stop, _ = rows.indices(self.shape[0])
                 for matrix in range(first // height, -(-stop // height)):
+                    # Rows of `out_RK` that belong to this matrix.
                     begin, end = (min(max(edge * height, first), stop) - first for edge in (matrix, matrix + 1))
                     apply(out_RK[begin:end], factors_RG[begin:end].index_select(1, self._groups[matrix]))
 
@@ -71,8 +76,8 @@ class IntegerRows:
 def apply_by_group(
     out_RK: torch.Tensor, factors_RG: torch.Tensor, width: int, apply: Apply, groups: torch.Tensor | None = None
 ) -> None:
-    """Applies a factor per group in place: groups are runs of `width` columns (the last may be shorter), or as `groups`
-    assigns columns."""
+    """Applies one factor per row and group to `out_RK`, in place. Groups have `width` consecutive columns (the last one
+    may have fewer). If `groups` (K,) is given, it has the group number of each column instead."""
     num_whole = out_RK.shape[1] // width
     if factors_RG.shape[1] == 1:
         apply(out_RK, factors_RG)
@@ -85,7 +90,8 @@ def apply_by_group(
 
 
 def write_words(words_RW: torch.Tensor, num_bits: int, out_RK: torch.Tensor) -> None:
-    """Writes 4- or 8-bit codes from contiguous words, lowest bits first. Codes past the last column are padding."""
+    """Writes the 4- or 8-bit codes in contiguous int32 words as numbers, lowest bits first. Ignores padding after the
+    last column."""
     bytes_RB = words_RW.view(torch.uint8)
     if num_bits == 4:
         write_pairs(nibble_pairs(bytes_RB.device), bytes_RB, out_RK)
@@ -94,7 +100,8 @@ def write_words(words_RW: torch.Tensor, num_bits: int, out_RK: torch.Tensor) -> 
 
 
 def write_pairs(pairs: torch.Tensor, bytes_RB: torch.Tensor, out_RK: torch.Tensor) -> None:
-    """Writes the two numbers of each byte, looked up in `pairs` (256,): 64-bit elements of two floats."""
+    """Writes the two numbers that each byte encodes. `pairs`: table from byte to pair, (256,), or (256 * E,) if
+    `bytes_RB` are indices into E such tables."""
     numbers = bytes_RB.flatten().int()
     if out_RK.shape[1] == 2 * bytes_RB.shape[1]:
         torch.index_select(pairs, 0, numbers, out=out_RK.view(pairs.dtype).flatten())
@@ -104,31 +111,33 @@ def write_pairs(pairs: torch.Tensor, bytes_RB: torch.Tensor, out_RK: torch.Tenso
 
 @lru_cache
 def byte_halves(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(256,) each: the low and the high nibble of each byte. Cached: copying it to a device would synchronize."""
+    """Returns two tables (256,): from byte to low nibble, and to high nibble. Cached, since a copy to the device waits
+    for its queued work."""
     byte = torch.arange(256)
     return (byte & 15).to(device), (byte >> 4).to(device)
 
 
 @lru_cache
 def nibble_pairs(device: torch.device) -> torch.Tensor:
-    """(256,): both nibbles of each byte as floats, low first, as one 64-bit element."""
+    """Returns a table (256,) from byte to the pair of its nibbles, low nibble first."""
     return pack_pairs(*byte_halves(device))
 
 
 def pack_pairs(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Packs two tensors of numbers into float pairs, as 64-bit elements."""
+    """Returns pairs (n,) int64 of two tensors (n,) of numbers."""
     return torch.stack([first, second], dim=1).float().view(torch.int64).flatten()
 
 
 def extract_fields(words_RW: torch.Tensor, positions: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Returns the codes at these positions of each row of words, lowest bits first: (R, positions)."""
+    """Returns the codes numbered `positions` in each row of words: (R, positions). Code 0 has the lowest bits."""
     per_word = WORD_BITS // num_bits
     shifts = (positions % per_word * num_bits).to(words_RW.dtype)
     return words_RW[:, positions // per_word] >> shifts & ((1 << num_bits) - 1)
 
 
 def row_numbers(rows: RowSelection, num_rows: int, first_row: int, device: torch.device) -> torch.Tensor:
-    """Returns the selected rows' numbers in the whole weight, where these `num_rows` rows begin at `first_row`."""
+    """Converts a selection among `num_rows` rows to row numbers in the whole weight, in which these rows begin at
+    `first_row`."""
     if isinstance(rows, slice):
         start, stop, _ = rows.indices(num_rows)
         return torch.arange(first_row + start, first_row + stop, device=device)
@@ -136,7 +145,8 @@ def row_numbers(rows: RowSelection, num_rows: int, first_row: int, device: torch
 
 
 def select_columns(matrix: torch.Tensor, rows: RowSelection, num_rows: int, first_row: int) -> torch.Tensor:
-    """Returns the columns of a transposed matrix for the selected rows; a view if they are a slice."""
+    """Returns the selected rows of a matrix stored transposed, as columns; a view if `rows` is a slice. For `num_rows`
+    and `first_row` see `row_numbers`."""
     if isinstance(rows, slice):
         start, stop, _ = rows.indices(num_rows)
         return matrix[:, first_row + start : first_row + stop]
@@ -144,7 +154,7 @@ def select_columns(matrix: torch.Tensor, rows: RowSelection, num_rows: int, firs
 
 
 class ScaledRows:
-    """FP8 numbers, or FP4 numbers (two per byte, the even column in the low nibble), times a factor per block.
+    """Rows of FP8 numbers, or FP4 numbers (two per byte, the even column in the low nibble), times a factor per block.
 
     Source of FP4 and its exponents: OCP Microscaling Formats 1.0.
     """
@@ -152,7 +162,7 @@ class ScaledRows:
     def __init__(
         self, raw_NB: torch.Tensor, dtype: torch.dtype | None, scales: torch.Tensor, block_rows: int, block_columns: int
     ):
-        """`raw_NB`: bytes of `dtype`, None for FP4; `scales`: (N / block_rows, K / block_columns)."""
+        """`raw_NB`: bytes of `dtype` numbers, None for FP4. `scales`: (N / block_rows, K / block_columns)."""
         self._raw_NB, self._dtype, self._scales = raw_NB, dtype, scales
         self._block_rows, self._block_columns = block_rows, block_columns
         self.shape = (raw_NB.shape[0], raw_NB.shape[1] * (2 if dtype is None else 1))
@@ -160,7 +170,7 @@ class ScaledRows:
 
     def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
         table = byte_values(self._dtype, self.device)
-        out = out_RK.view(table.dtype).flatten()
+        out = out_RK.view(table.dtype).flatten()  # for FP4 64-bit elements: a byte writes two numbers
         torch.index_select(table, 0, self._raw_NB[rows].flatten().int(), out=out)
         apply_by_group(out_RK, self._factors(rows), self._block_columns, torch.Tensor.mul_)
 
@@ -187,19 +197,19 @@ class ScaledRows:
 def scaled_rows(
     raw_NB: torch.Tensor, dtype: torch.dtype | None, scales: torch.Tensor, block_rows: int, block_columns: int
 ) -> Rows:
-    """Returns ScaledRows, wrapped in RowCodes if the vector kernels can decode them inside a product."""
+    """Returns ScaledRows, wrapped in RowCodes if the CPU's vector kernels can decode them during a product."""
     rows = ScaledRows(raw_NB, dtype, scales, block_rows, block_columns)
     num_groups = scales.shape[1]
-    is_even = num_groups == 1 or num_groups * block_columns == rows.shape[1]
-    if dtype not in ENCODINGS or not is_even or not supports_row_codes(rows.shape, rows.device, num_groups):
+    has_equal_groups = num_groups == 1 or num_groups * block_columns == rows.shape[1]
+    if dtype not in ENCODINGS or not has_equal_groups or not supports_row_codes(rows.shape, rows.device, num_groups):
         return rows
     return RowCodes(rows, raw_NB, ENCODINGS[dtype], num_groups, rows.zeros_and_scales)
 
 
 @lru_cache
 def byte_values(dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
-    """(256,): a table from a byte to its float32, or for FP4 to two of them as one 64-bit element. Five times as fast
-    as torch's conversion of FP8 on a CPU."""
+    """Returns a table (256,) from byte to the float32 that it encodes, or for FP4 (None) to a pair. Looking up FP8 is
+    five times as fast as torch's conversion on a CPU."""
     if dtype is not None:
         return torch.arange(256, dtype=torch.uint8).view(dtype).float().to(device)
     numbers = torch.tensor([*E2M1, *(-magnitude for magnitude in E2M1)], device=device)
@@ -208,7 +218,8 @@ def byte_values(dtype: torch.dtype | None, device: torch.device) -> torch.Tensor
 
 
 def attach_factors(tensor: TensorSlice, factors: TensorSlice, rows: int, columns: int) -> TensorSlice:
-    """Returns the weight with a factor per block of `rows` x `columns`. Raises CheckpointError if they do not fit."""
+    """Returns the weight with a factor per block of `rows` x `columns`. Raises CheckpointError if dtype or shape of the
+    factors does not fit."""
     if len(tensor.shape) < 2 or factors.dtype not in FACTORS:
         raise CheckpointError(
             f"{factors.file}: {factors.name!r} is {factors.dtype}, {tensor.name!r} has shape {tensor.shape}; expected "

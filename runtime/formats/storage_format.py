@@ -1,6 +1,8 @@
 """The interface of a storage format: an encoding of a matrix in bytes.
 
-Shapes: N rows of K numbers, of B bytes each.
+A companion is a tensor needed to decode the matrix, such as its scales; its role is its name within the format.
+
+Shapes: N rows, each of K numbers in B bytes; E matrices.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,34 +19,36 @@ from ..plan.shape.shapes import Companion, TensorSlice
 
 
 class StoredMatrix(NamedTuple):
-    """A matrix in memory: its bytes, and its companions by role. Views into a slot: valid until the slot is reused."""
+    """An encoded matrix in memory. Tensors are views into a slot: valid until the slot is reused."""
 
-    piece: TensorSlice
-    raw: torch.Tensor  # uint8, flat
-    companions: Mapping[str, torch.Tensor]  # in their own dtypes and shapes
+    source: TensorSlice  # the same matrix in the checkpoint: shape, format and constants
+    raw: torch.Tensor  # the encoded bytes: uint8, flat
+    companions: Mapping[str, torch.Tensor]  # by role, in the dtypes and shapes of the checkpoint
 
     @property
     def raw_NB(self) -> torch.Tensor:
-        return self.raw.view(self.piece.shape[0], -1)
+        return self.raw.view(self.source.shape[0], -1)
 
 
 def join_by_rows(matrices: Sequence[StoredMatrix]) -> StoredMatrix | None:
-    """Concatenates matrices of one shape, such as experts, into one of E x N rows: a view if contiguous, otherwise a
-    copy. Returns None if their layouts differ, or a companion belongs neither to rows nor to whole matrices."""
-    first, num_rows = matrices[0].piece, matrices[0].piece.shape[0]
+    """Concatenates E matrices of one shape, such as experts, into one matrix of E * N rows. Does not copy tensors that
+    are adjacent in memory. Returns None if layouts differ, or companion rows cannot be assigned to matrix rows."""
+    first, num_rows = matrices[0].source, matrices[0].source.shape[0]
     if not have_same_layout(matrices) or first.row_order:
         return None
     companions, tensors = list[Companion](), dict[str, torch.Tensor]()
     for companion in first.companions:
         parts, block = [stored.companions[companion.role] for stored in matrices], companion.block_rows
         if parts[0].dim() != 2 or (parts[0].dtype == torch.int32 and len(parts[0]) * block != num_rows):
-            return None  # fields of the last word would belong to no row
-        if len(parts[0]) == 1:  # one for all rows of its matrix
+            return None  # int32 words that each hold fields for several rows: the last word is only partly used
+        if len(parts[0]) == 1:  # one companion row for the whole matrix: repeat it for every matrix row
             parts, block = [part.expand(num_rows, -1) for part in parts], 1
         elif len(parts[0]) * block != num_rows:
             if -(-num_rows // block) != len(parts[0]):
                 return None
+            # The last block is shorter, so blocks would shift in the next matrix: repeat for every matrix row.
             rows = torch.arange(num_rows, device=parts[0].device) // block
+            # FP8 is viewed as uint8, since torch cannot index it.
             parts = [part.view(CONCAT_DTYPES.get(part.dtype, part.dtype))[rows].view(part.dtype) for part in parts]
             block = 1
         tensors[companion.role] = concat_rows(parts)
@@ -55,9 +59,10 @@ def join_by_rows(matrices: Sequence[StoredMatrix]) -> StoredMatrix | None:
 
 
 def join_by_columns(matrices: Sequence[StoredMatrix], num_words: int) -> StoredMatrix | None:
-    """Same as `join_by_rows` for transposed matrices: `num_words` rows of 32-bit words, one column per row of the
-    matrix, as in their companions. One-dimensional companions are stacked, one row per matrix."""
-    first, num_rows = matrices[0].piece, matrices[0].piece.shape[0]
+    """Same as `join_by_rows` for matrices stored transposed: `num_words` rows of 32-bit words, in which a column holds
+    one or more matrix rows. Two-dimensional companions are transposed in the same way. One-dimensional companions are
+    stacked: (E, K)."""
+    first, num_rows = matrices[0].source, matrices[0].source.shape[0]
     if not have_same_layout(matrices) or first.first_row or num_rows % WORD_ROWS:
         return None
     words = torch.cat([stored.raw.view(torch.int32).view(num_words, -1) for stored in matrices], dim=1)
@@ -70,39 +75,36 @@ def join_by_columns(matrices: Sequence[StoredMatrix], num_words: int) -> StoredM
 
 
 def have_same_layout(matrices: Sequence[StoredMatrix]) -> bool:
-    """True if shapes, formats, dtypes and companions' shapes are equal."""
+    """True if shapes, formats, dtypes and companions' shapes are equal, and the first two constants."""
 
     def layout_key(stored: StoredMatrix) -> tuple[object, ...]:
-        piece, sizes = stored.piece, {role: tensor.shape for role, tensor in stored.companions.items()}
-        return piece.shape, piece.format, piece.dtype, piece.first_row, piece.constants[:2], stored.raw.shape, sizes
+        info, sizes = stored.source, {role: tensor.shape for role, tensor in stored.companions.items()}
+        return info.shape, info.format, info.dtype, info.first_row, info.constants[:2], stored.raw.shape, sizes
 
     return all(layout_key(matrix) == layout_key(matrices[0]) for matrix in matrices)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorageFormat:
-    """A storage format, by the `name` in a tensor slice.
+    """A storage format. `is_output_major`: stored rows are outputs, even if the model class stores this weight
+    transposed, as GPT-2 does."""
 
-    `row_bytes(num_columns)`: bytes per row, with its share of the companions. `rows`: makes dequantizable rows of a
-    stored matrix, on any device. `companions`: their roles. `is_output_major`: rows are outputs even if the model class
-    stores its weight transposed, as GPT-2 does. `join`: concatenates matrices, so that a device decodes all experts of
-    a layer at once.
-    """
-
-    name: str
+    name: str  # as in `TensorSlice.format`
     loss: Loss
-    row_bytes: Callable[[int], float]
-    rows: Callable[[StoredMatrix], Rows]
-    companions: tuple[str, ...] = ()
+    row_bytes: Callable[[int], float]  # number of columns -> bytes per row, with its share of the companions
+    rows: Callable[[StoredMatrix], Rows]  # makes the object that dequantizes rows, on any device
+    companions: tuple[str, ...] = ()  # roles
     is_output_major: bool = False
+    # Concatenates the experts of a layer, so that a device decodes them at once; None: cannot be concatenated.
     join: Callable[[Sequence[StoredMatrix]], StoredMatrix | Rows | None] = join_by_rows
 
     def join_matrices(self, matrices: Sequence[StoredMatrix]) -> Rows | None:
-        """Concatenates matrices of one shape by rows; None if they cannot form one matrix."""
+        """Concatenates matrices of one shape by rows; None if `join` cannot."""
         joined = self.join(matrices)
         return self.rows(joined) if isinstance(joined, StoredMatrix) else joined
 
 
-# A quantization method: (tensors, quantization config) -> tensors, its weights combined, with format and companions.
-# Raises CheckpointError for tensors that do not fit each other and for unsupported variants.
+# The reader of a quantization method: (tensors of a checkpoint, quantization_config) -> tensors, in which each
+# quantized weight has its format and companions, and the name that the model uses. Raises CheckpointError for tensors
+# that do not fit each other and for unsupported variants.
 Method = Callable[[Mapping[str, TensorSlice], Mapping[str, object]], Mapping[str, TensorSlice]]

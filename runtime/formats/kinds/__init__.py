@@ -1,3 +1,5 @@
-"""The storage formats. Each module here is discovered; it defines `FORMATS`, and `METHODS` if configs name it or its
-tensors are named differently from the weight. Code for one format belongs here, shared code one folder up.
+"""The storage formats, one or a few related ones per module. `registry.py` imports all modules of this folder.
+
+A module defines `FORMATS`. It also defines `METHODS` if a checkpoint's config names the format (`quant_method`), or if
+stored tensors have other names than the model's weight. Code for several formats belongs one folder up.
 """

@@ -1,7 +1,10 @@
 """AWQ in its `gemm` version: `qweight` (K, N / 8), `qzeros` (G, N / 8) and `scales` (G, N).
 
-A word holds the codes of eight neighboring rows in one column: from the lowest bits, rows 0, 2, 4, 6, 1, 3, 5, 7. Zero
-points are packed the same way. The number is (code - zero) * scale.
+A 32-bit word of `qweight` holds the 4-bit codes of eight neighboring rows in one column. From the lowest bits, these
+are rows 0, 2, 4, 6, 1, 3, 5, 7. Words of `qzeros` hold zero points in the same order. The number is (code - zero) *
+scale.
+
+Shapes: a weight of N rows (outputs) and K columns (inputs), R rows selected; G groups of columns; W words.
 """
 
 from collections.abc import Mapping
@@ -31,16 +34,16 @@ from ..scaled_rows import IntegerRows, RowSelection, row_numbers, select_columns
 from ..storage_format import Loss, StorageFormat, StoredMatrix, join_by_columns
 
 NAME, NUM_BITS, PER_WORD, USUAL_WIDTH = "awq-int4", 4, 8, 128
-NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of the eight rows in a word
+NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # row r of the eight has bits 4 * NIBBLES[r] and up of its word
 LEAVES = ("qweight", "qzeros", "scales")
 READABLE = "AWQ of 4 bits in version gemm"
 
 
 def _rows(stored: StoredMatrix) -> Rows:
-    piece = stored.piece
-    num_rows, num_columns = piece.shape
+    source = stored.source
+    num_rows, num_columns = source.shape
     words_KW = stored.raw.view(torch.int32).view(num_columns, -1)
-    position = (num_rows, piece.first_row)
+    position = (num_rows, source.first_row)
 
     def write(rows: RowSelection, out_RK: torch.Tensor) -> None:
         out_RK.copy_(_codes(words_KW, rows, *position))
@@ -51,11 +54,11 @@ def _rows(stored: StoredMatrix) -> Rows:
     def scales(rows: RowSelection) -> torch.Tensor:
         return select_columns(stored.companions[SCALES], rows, *position).t().float()
 
-    width = next(companion.block_columns for companion in piece.companions if companion.role == SCALES)
+    width = next(companion.block_columns for companion in source.companions if companion.role == SCALES)
     shape, device = (num_rows, num_columns), stored.raw.device
 
     def codes() -> Codes:
-        begin, end = piece.first_row, piece.first_row + num_rows
+        begin, end = source.first_row, source.first_row + num_rows
         return Codes(
             encoding=ROW_WORDS,
             shape=shape,
@@ -68,10 +71,10 @@ def _rows(stored: StoredMatrix) -> Rows:
         )
 
     rows = IntegerRows(shape, device, write, zeros, scales, width, codes=codes)
-    if not supports_column_codes(shape, device, ROW_WORDS, piece.first_row):
+    if not supports_column_codes(shape, device, ROW_WORDS, source.first_row):
         return rows
     num_groups = len(stored.companions[SCALES])
-    return ColumnCodes(rows, words_KW, ROW_WORDS, piece.first_row, num_groups, rows.zeros_and_scales, width)
+    return ColumnCodes(rows, words_KW, ROW_WORDS, source.first_row, num_groups, rows.zeros_and_scales, width)
 
 
 def _codes(words_KW: torch.Tensor, rows: RowSelection, num_rows: int, first_row: int) -> torch.Tensor:
@@ -80,6 +83,7 @@ def _codes(words_KW: torch.Tensor, rows: RowSelection, num_rows: int, first_row:
     shifts = _shifts(words_KW.device)
     if isinstance(rows, torch.Tensor) or not len(numbers):
         return words_KW[:, numbers // PER_WORD].t() >> shifts[numbers % PER_WORD, None] & 15
+    # Decode all eight rows of each word that overlaps the slice, then cut off rows before and after the slice.
     start, stop, _ = rows.indices(num_rows)
     first, last = (first_row + start) // PER_WORD, -(-(first_row + stop) // PER_WORD)
     words_WK = words_KW[:, first:last].t().contiguous()
@@ -90,12 +94,13 @@ def _codes(words_KW: torch.Tensor, rows: RowSelection, num_rows: int, first_row:
 
 @lru_cache
 def _shifts(device: torch.device) -> torch.Tensor:
-    """(8,): the shift to each row's code in a word. Cached: copying it to a device would synchronize."""
+    """Returns the shift to each row's code in a word, (8,). Cached, since a copy to the device waits for its queued
+    work."""
     return (NUM_BITS * torch.tensor(NIBBLES, dtype=torch.int32)).to(device)
 
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
-    """See `Method`."""
+    """See `storage_format.Method`."""
     if quantization.get("quant_method") != "awq":
         return tensors
     version = str(quantization.get("version") or quantization.get("checkpoint_format") or "gemm").lower()
@@ -126,11 +131,12 @@ FORMATS = (
     StorageFormat(
         name=NAME,
         loss=Loss.exact,
+        # A group has a float16 scale and a 4-bit zero point.
         row_bytes=lambda num_columns: num_columns / 2 + num_columns / USUAL_WIDTH * 2.5,
         rows=_rows,
         companions=(SCALES, ZEROS),
         is_output_major=True,
-        join=lambda matrices: join_by_columns(matrices, matrices[0].piece.shape[1]),
+        join=lambda matrices: join_by_columns(matrices, matrices[0].source.shape[1]),
     ),
 )
 METHODS = {"awq": _pair}

@@ -1,11 +1,11 @@
-"""compressed-tensors (llm-compressor). A module's format is recognized by its tensors' names and dtypes:
+"""The method `compressed-tensors` (llm-compressor): recognizes each module's format by its tensors' names and dtypes.
 
     weight_packed in I32, weight_shape    pack-quantized: integers of 4 or 8 bits in words
     weight_packed in U8                   nvfp4-pack-quantized with weight_global_scale, mxfp4-pack-quantized without
     weight in I8                          int-quantized, naive-quantized
     weight in F8                          float-quantized, mxfp8-quantized
 
-Modules in its `ignore` list have a plain `weight`.
+Modules in the config's `ignore` list have an unquantized `weight`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,13 +33,13 @@ from .mxfp4 import BLOCK_COLUMNS
 from .mxfp4 import NAME as MXFP4
 from .nvfp4 import nvfp4_weight
 
-READABLE = (
+READABLE = (  # for messages
     "compressed-tensors' pack-quantized of 4 or 8 bits, int-quantized, naive-quantized, float-quantized, "
     "mxfp8-quantized, nvfp4-pack-quantized and mxfp4-pack-quantized"
 )
 UNREADABLE = ("sparse-24-bitmask", "sparse-bitmask", "marlin-24", "mxfp6-pack-quantized")
-DENSE = (None, "", "dense")
-ORDERED = ("group", "dynamic", True)
+DENSE = (None, "", "dense")  # values of sparsity_config.format without sparsity
+ORDERED = ("group", "dynamic", True)  # values of `actorder` with `weight_g_idx`
 LEAVES = (
     "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx",
     "weight_global_scale", "input_scale", "input_zero_point", "input_global_scale", "output_scale",
@@ -48,7 +48,7 @@ LEAVES = (
 
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
-    """See `Method`."""
+    """See `storage_format.Method`."""
     if quantization.get("quant_method") != "compressed-tensors":
         return tensors
     groups = [group for group in get_mapping(quantization, "config_groups").values() if isinstance(group, Mapping)]
@@ -74,6 +74,7 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
 
 
 def _weight(module: ModuleTensors, schemes: Iterable[Mapping[str, object]]) -> TensorSlice:
+    """Returns a module's weight with companions. `schemes`: `weights` of each entry in `config_groups`."""
     packed = module.find("weight_packed")
     if packed is None:
         weight = module.require("weight", "I8", *DTYPES)
@@ -96,11 +97,14 @@ def _weight(module: ModuleTensors, schemes: Iterable[Mapping[str, object]]) -> T
 
 
 def _zeros(module: ModuleTensors, *dtypes: str) -> TensorSlice | None:
+    """Returns the zero points; None if the module has none (symmetric quantization)."""
     leaf = "weight_zero_point"
     return None if module.find(leaf) is None else module.require(leaf, *dtypes)
 
 
 def _word_weight(module: ModuleTensors, words: TensorSlice, schemes: Iterable[Mapping[str, object]]) -> TensorSlice:
+    """Returns the weight of integers in words. Its number of bits is that of the scheme that matches the number of
+    words: the config assigns schemes to modules only by patterns."""
     num_rows, num_words = require_matrix(words)
     shape = read_integers(module.require("weight_shape", "I32", "I64"))
     candidates = [scheme for scheme in schemes if _num_words(shape, scheme) == num_words]
@@ -108,7 +112,7 @@ def _word_weight(module: ModuleTensors, words: TensorSlice, schemes: Iterable[Ma
     if len(shape) != 2 or shape[0] != num_rows or num_bits is None:
         problem = f"{words.name!r} has {num_words} words in each of {num_rows} rows for weight_shape {[*shape]}"
         raise unsupported_error(f"{problem}, which matches no packing of 4 or 8 bits in its config_groups", READABLE)
-    groups = module.find("weight_g_idx")  # decides, not `actorder` in the config
+    groups = module.find("weight_g_idx")  # if it exists, it is used even if the config has no `actorder`
     if groups is not None or any(scheme.get("actorder") in ORDERED for scheme in candidates):
         groups = module.require("weight_g_idx", "I32")
     scales = module.require("weight_scale", *FLOATS)
@@ -116,7 +120,7 @@ def _word_weight(module: ModuleTensors, words: TensorSlice, schemes: Iterable[Ma
 
 
 def _num_words(shape: Sequence[int], scheme: Mapping[str, object]) -> int | None:
-    """Returns the number of words per row; None if the scheme has no integer weights."""
+    """Returns the number of words per row of a weight of `shape`; None if the scheme does not pack integers."""
     num_bits = scheme.get("num_bits")
     if not shape or type(num_bits) is not int or scheme.get("type", "int") != "int" or not 0 < num_bits <= WORD_BITS:
         return None

@@ -1,5 +1,7 @@
-"""FP8 with a factor per block (DeepSeek-V3, MiniMax-M2), per tensor or per row (FBGEMM, vLLM): `X` in F8 with
-`X_scale_inv` or `X_scale`."""
+"""FP8 with a factor per block (DeepSeek-V3, MiniMax-M2), per tensor or per row (FBGEMM, vLLM).
+
+A checkpoint has FP8 numbers under the weight's name X, and the factors under `X_scale_inv` or `X_scale`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,28 +17,28 @@ from ..storage_format import Loss, StorageFormat, StoredMatrix
 
 NAME, DTYPES = "fp8", {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 SUFFIXES = ("_scale_inv", "_scale")
-ACTIVATION_SCALES = ("activation_scale", "input_scale", "input_scale_ub")
-DEFAULT_BLOCK = (128, 128)
+ACTIVATION_SCALES = ("activation_scale", "input_scale", "input_scale_ub")  # tensors that are ignored
+DEFAULT_BLOCK = (128, 128)  # rows, columns
 
 
 def _rows(stored: StoredMatrix) -> Rows:
-    (scales,) = stored.piece.companions
-    factors, dtype = stored.companions[SCALES], DTYPES[stored.piece.dtype]
+    (scales,) = stored.source.companions
+    factors, dtype = stored.companions[SCALES], DTYPES[stored.source.dtype]
     return scaled_rows(stored.raw_NB, dtype, factors, scales.block_rows, scales.block_columns)
 
 
 def fp8_weight(tensor: TensorSlice, factors: TensorSlice, block: tuple[int, int]) -> TensorSlice:
-    """Returns the weight with its factors: one for all, or one per block, row, column, or group of a row's columns.
-    Raises CheckpointError for other shapes."""
+    """Returns the weight with its factors: one for the whole tensor, or one per row, column, block, or group of columns
+    in a row. `block`: rows and columns of a block. Raises CheckpointError for other shapes."""
     if len(tensor.shape) < 2:
         raise CheckpointError(f"{tensor.file}: {tensor.name!r} has shape {tensor.shape}; FP8 weights must be matrices")
     *stack, height, width = tensor.shape
-    (rows, columns), shape = block, factors.shape
+    (rows, columns), shape = block, factors.shape  # rows x columns that share a factor
     if prod(shape) == 1:
         shape, rows, columns = (1,) * len(tensor.shape), height, width
     elif shape == (*stack, height):
         shape, rows, columns = (*shape, 1), 1, width
-    elif shape != (*stack, -(-height // rows), -(-width // columns)):
+    elif shape != (*stack, -(-height // rows), -(-width // columns)):  # not one factor per block
         if shape[:-1] == (*stack, height) and shape[-1] and width % shape[-1] == 0:
             rows, columns = 1, width // shape[-1]
         elif shape == (*stack, 1, width):
@@ -45,14 +47,14 @@ def fp8_weight(tensor: TensorSlice, factors: TensorSlice, block: tuple[int, int]
 
 
 def block_shape(value: object) -> tuple[int, int]:
-    """Returns the rows and columns of a block from a config value; DEFAULT_BLOCK if it is missing or invalid."""
+    """Returns (rows, columns) of a block from the config value; DEFAULT_BLOCK if it is missing or invalid."""
     if isinstance(value, list | tuple) and len(value) == 2 and all(type(size) is int and size > 0 for size in value):
         return value[0], value[1]
     return DEFAULT_BLOCK
 
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
-    """See `Method`."""
+    """See `storage_format.Method`."""
     block, result = block_shape(quantization.get("weight_block_size")), dict(tensors)
     for name, tensor in tensors.items():
         factors = next((name + suffix for suffix in SUFFIXES if name + suffix in tensors), None)

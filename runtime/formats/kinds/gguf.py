@@ -1,10 +1,10 @@
-"""GGUF's block formats, by type name. A block is a run of columns together with its scales. Plain types are here only
-for rows stored in another order.
+"""GGUF's block formats (Q8_0, Q4_K ...), by type name. A block is a fixed number of neighboring columns of a row, with
+their scales. Unquantized types (F32, F16, BF16) are decoded here only if rows are stored in another order.
 
-Numbers are `scale * q + offset` for small integers q. Types without a decoder use the numpy code of the package `gguf`,
-several times slower. Source of the layouts: ggml's block structures (ggml-common.h), as llama.cpp writes them.
+Numbers are `scale * q + offset` for small integers q. Types without a decoder here are decoded by the package `gguf` in
+numpy, several times slower. Source of the layouts: ggml's block structures (ggml-common.h), as llama.cpp writes them.
 
-Shapes: n blocks of B bytes, each of G groups of W numbers with one scale.
+Shapes: n blocks of B bytes; a block has G groups of W numbers with one scale each. R selected rows of K numbers.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,8 @@ class BlockNumbers(NamedTuple):
 
 
 class GgufRows:
-    """Rows of a GGUF tensor; see `rows.Rows`. `order`: the stored row of each row; None if rows are in order."""
+    """Rows of a GGUF tensor; see `linear.rows.Rows`. `order`: index of the stored row for each row of the weight; None
+    if the order is the same."""
 
     def __init__(self, raw_NB: torch.Tensor, dtype: str, num_columns: int, order: torch.Tensor | None):
         self._raw_NB, self._dtype, self._order = raw_NB, dtype, order
@@ -48,7 +49,7 @@ class GgufRows:
 
 
 def decode(dtype: str, raw_RB: torch.Tensor, out_RK: torch.Tensor) -> None:
-    """Decodes whole rows of bytes into `out_RK`, float32 and contiguous."""
+    """Decodes rows of bytes into `out_RK`, float32 and contiguous. `dtype`: a GGUF type name."""
     decoder = DECODERS.get(dtype)
     if dtype in PLAIN:
         out_RK.copy_(raw_RB.view(PLAIN[dtype]))
@@ -71,34 +72,38 @@ def _load_half(blocks_nB: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 def _extract_fields(bytes_nB: torch.Tensor, num_bits: int, run: int) -> torch.Tensor:
-    """Splits bytes into fields of `num_bits`: for each `run` of bytes, first the lowest bits of all, then their next
-    bits. Returns (n, B * 8 / num_bits)."""
+    """Splits bytes into fields of `num_bits`: (n, B * 8 / num_bits). The order of fields, for each `run` of bytes: the
+    lowest field of every byte, then the second field of every byte, and so on."""
     bytes_ncr = bytes_nB.contiguous().unflatten(1, (-1, run))  # contiguous bytes shift ten times as fast
     fields = [bytes_ncr >> shift & ((1 << num_bits) - 1) for shift in range(0, 8, num_bits)]
     return torch.stack(fields, dim=2).flatten(1)
 
 
 def _fifth_bits(bytes_nB: torch.Tensor) -> torch.Tensor:
-    """Returns 16 for each set bit and 0 for others, from the lowest bit of the first byte: (n, 8 * B)."""
+    """Returns bits as 0 or 16, from the lowest bit of the first byte on: (n, 8 * B). These are added to 4-bit fields to
+    make 5-bit codes."""
     table = _spread_bits(bytes_nB.device)
     return table[bytes_nB.int()].view(torch.uint8)
 
 
 @lru_cache
 def _spread_bits(device: torch.device) -> torch.Tensor:
-    """(256,): a table from a byte to its eight bits as bytes 0 or 16, packed into one 64-bit element."""
+    """Returns a table (256,) from a byte to eight bytes, 0 or 16 for each of its bits, in one 64-bit element."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
     return (bits << 4).to(torch.uint8).view(torch.int64).flatten().to(device)
 
 
 def _subtract_zero(q: torch.Tensor, zero: int, width: int) -> torch.Tensor:
-    """Returns q - zero as int8, in groups of `width`. Mutates q."""
+    """Returns q - zero as int8, in groups of `width` numbers: (n, G, W). Mutates q."""
     return q.view(torch.int8).sub_(zero).unflatten(1, (-1, width))
 
 
 def _scales_and_minima(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the scales and minima of Q4_K and Q5_K, (n, 8) each: six bits; the two highest bits of the second four
-    are stored above the first four."""
+    """Returns the scales and (negative) minima of the eight groups of Q4_K and Q5_K blocks, (n, 8) each.
+
+    Scales and minima have six bits; a float16 factor multiplies all scales, and another all minima. Numbers 0 to 3 are
+    the low six bits of a byte, whose two highest bits belong to numbers 4 to 7. `rest` has the other four bits of
+    numbers 4 to 7."""
     low, high, rest = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scale = torch.cat([low & 63, rest & 15 | low >> 6 << 4], dim=1)
     minimum = torch.cat([high & 63, rest >> 4 | high >> 6 << 4], dim=1)
@@ -106,6 +111,8 @@ def _scales_and_minima(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 PLAIN: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Decoders by type. `b`: blocks (n, B) of bytes. Byte ranges are the fields of ggml's structures: block_q4_0, for
+# example, has a float16 scale (bytes 0 and 1), then 16 bytes of two codes each.
 DECODERS: Mapping[str, Callable[[torch.Tensor], BlockNumbers]] = {
     "Q8_0": lambda b: BlockNumbers(b[:, None, 2:34].view(torch.int8), _load_half(b, 0)),
     "Q4_0": lambda b: BlockNumbers(_subtract_zero(_extract_fields(b[:, 2:18], 4, 16), 8, 32), _load_half(b, 0)),
@@ -139,9 +146,9 @@ DECODERS: Mapping[str, Callable[[torch.Tensor], BlockNumbers]] = {
 
 
 def _rows(stored: StoredMatrix) -> Rows:
-    piece, device = stored.piece, stored.raw.device
-    runs = [torch.arange(run.start, run.stop, run.step, device=device) for run in piece.row_order]
-    return GgufRows(stored.raw_NB, piece.dtype, prod(piece.shape[1:]), torch.cat(runs) if runs else None)
+    source, device = stored.source, stored.raw.device
+    runs = [torch.arange(run.start, run.stop, run.step, device=device) for run in source.row_order]
+    return GgufRows(stored.raw_NB, source.dtype, prod(source.shape[1:]), torch.cat(runs) if runs else None)
 
 
 FORMATS = tuple(

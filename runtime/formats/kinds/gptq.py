@@ -1,9 +1,12 @@
 """GPTQ, as AutoGPTQ and GPTQModel write it: `qweight` (K / codes per word, N), `qzeros` (G, N / codes per word),
-`scales` (G, N), and `g_idx` (K,), the group of each column.
+`scales` (G, N), and `g_idx` (K,), the group number of each column.
 
-A word of `qweight` holds codes of neighboring columns of one row, lowest bits first; a word of `qzeros` holds zero
-points of neighboring rows. The number is (code - zero) * scale. Format version 1 stores zero points minus one, modulo
-the number of codes; version 2 stores them unchanged.
+Words have 32 bits. A word of `qweight` holds codes of neighboring columns of one row, lowest bits first; a word of
+`qzeros` holds zero points of neighboring rows. The number is (code - zero) * scale. checkpoint_format `gptq` stores
+zero points minus one, modulo the number of codes; `gptq_v2` stores them unchanged.
+
+Shapes: a weight of N rows (outputs) and K columns (inputs), R rows selected; E concatenated matrices; G groups of
+columns; W words.
 """
 
 from collections.abc import Mapping
@@ -45,36 +48,36 @@ ENCODINGS = {4: WORDS4, 8: WORDS8}
 
 
 def _rows(num_bits: int, stored: StoredMatrix) -> Rows:
-    piece, companions = stored.piece, stored.companions
-    num_rows, num_columns = piece.shape
+    source, companions = stored.source, stored.companions
+    num_rows, num_columns = source.shape
     words_WN = stored.raw.view(torch.int32).view(num_columns * num_bits // WORD_BITS, -1)
-    position = (num_rows, piece.first_row)
-    zero_offset = int(piece.constants[0])
+    position = (num_rows, source.first_row)
+    zero_offset = int(source.constants[0])
 
     def write(rows: RowSelection, out_RK: torch.Tensor) -> None:
         words_RW = select_columns(words_WN, rows, *position).t().clone(memory_format=torch.contiguous_format)
         write_words(words_RW, num_bits, out_RK)
 
     def zeros(rows: RowSelection) -> torch.Tensor:
-        """Decodes zero points by a table of bytes: for a slice, only the words that hold its rows."""
+        """Looks up the bytes of zero points in a table; for a slice, only bytes of words that overlap it."""
         words_GW, first_word, per_word = companions[ZEROS], 0, WORD_BITS // num_bits
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(num_rows)
-            first_word, last_word = (piece.first_row + start) // per_word, -(-(piece.first_row + stop) // per_word)
+            first_word, last_word = (source.first_row + start) // per_word, -(-(source.first_row + stop) // per_word)
             words_GW = words_GW[:, first_word:last_word]
         codes = _byte_zeros(num_bits, zero_offset, stored.raw.device)
         zeros_GN = codes.index_select(0, words_GW.contiguous().view(torch.uint8).flatten().int())
         zeros_GN = zeros_GN.view(torch.float32).view(len(words_GW), -1)
-        return select_columns(zeros_GN, rows, num_rows, piece.first_row - first_word * per_word).t()
+        return select_columns(zeros_GN, rows, num_rows, source.first_row - first_word * per_word).t()
 
     def scales(rows: RowSelection) -> torch.Tensor:
         return select_columns(companions[SCALES], rows, *position).t().float()
 
-    width = next(companion.block_columns for companion in piece.companions if companion.role == SCALES)
+    width = next(companion.block_columns for companion in source.companions if companion.role == SCALES)
     shape, device, groups = (num_rows, num_columns), stored.raw.device, companions.get(GROUPS)
 
     def codes() -> Codes:
-        begin, end = piece.first_row, piece.first_row + num_rows
+        begin, end = source.first_row, source.first_row + num_rows
         groups_EK = None if groups is None else groups.view(-1, num_columns)
         matrices = (1 if groups_EK is None else len(groups_EK), -1)
         body = words_WN.t()[begin:end].unflatten(0, matrices)
@@ -88,21 +91,21 @@ def _rows(num_bits: int, stored: StoredMatrix) -> Rows:
             zeros=companions[ZEROS].t().unflatten(0, matrices),
             zero_bits=num_bits,
             zero_offset=zero_offset,
-            first_row=piece.first_row,
+            first_row=source.first_row,
         )
 
     rows, encoding = IntegerRows(shape, device, write, zeros, scales, width, groups, codes=codes), ENCODINGS[num_bits]
-    if not supports_column_codes(shape, device, encoding, piece.first_row):
+    if not supports_column_codes(shape, device, encoding, source.first_row):
         return rows
     return ColumnCodes(
-        rows, words_WN, encoding, piece.first_row, len(companions[SCALES]), rows.zeros_and_scales, width, groups
+        rows, words_WN, encoding, source.first_row, len(companions[SCALES]), rows.zeros_and_scales, width, groups
     )
 
 
 @lru_cache
 def _byte_zeros(num_bits: int, zero_offset: int, device: torch.device) -> torch.Tensor:
-    """(256,): a table from a byte to its zero points plus `zero_offset`, modulo the number of codes: a float32, or two
-    as one 64-bit element."""
+    """Returns a table (256,) from a byte to its zero points plus `zero_offset`, modulo the number of codes. For 8 bits
+    an element is a float32, for 4 bits a pair (see `scaled_rows.py`)."""
     if num_bits == 8:
         return (torch.arange(256) + zero_offset & 255).float().to(device)
     low, high = byte_halves(device)
@@ -110,7 +113,8 @@ def _byte_zeros(num_bits: int, zero_offset: int, device: torch.device) -> torch.
 
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
-    """See `Method`. AWQ uses the same tensor names: raises CheckpointError without a config that names the method."""
+    """See `storage_format.Method`. Raises CheckpointError if tensors have GPTQ's names but the config has no
+    quantization_config: they could be AWQ's, which have the same names."""
     words = next(modules_with(tensors, "qweight"), None)
     if words is not None and not quantization:
         raise CheckpointError(
@@ -135,6 +139,7 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
 
 
 def _weight(module: ModuleTensors, quantization: Mapping[str, object], version: str) -> TensorSlice:
+    """Returns a module's weight with scales and zero points. `version`: checkpoint_format."""
     words, scales, groups = module.require("qweight", "I32"), module.require("scales", *FLOATS), module.find("g_idx")
     (height, num_rows), (num_groups, _) = require_matrix(words), require_matrix(scales)
     num_bits = get_integer(quantization, "bits", 4)
@@ -150,7 +155,7 @@ def _weight(module: ModuleTensors, quantization: Mapping[str, object], version: 
     require_shape(scales, (num_groups, num_rows), f"{words.name!r}, {words.shape},")
     zeros = require_shape(module.require("qzeros", "I32"), (num_groups, num_rows * num_bits // WORD_BITS), "its module")
     width = get_integer(quantization, "group_size", -1)
-    if width <= 0 or -(-num_columns // width) != num_groups:  # group_size does not match: assume equal groups
+    if width <= 0 or -(-num_columns // width) != num_groups:  # group_size contradicts the scales: assume equal groups
         if not num_groups or num_columns % num_groups:
             raise CheckpointError(
                 f"{scales.file}: {scales.name!r} has {num_groups} groups; {num_columns} columns in groups of "
@@ -168,7 +173,7 @@ def _weight(module: ModuleTensors, quantization: Mapping[str, object], version: 
 
 
 def _has_consecutive_groups(module: ModuleTensors, weight: TensorSlice) -> bool:
-    """True if column k of the module is in group k // width, as without `desc_act`. Reads `g_idx`."""
+    """True if column k of the weight is in group k // width, which is always so without `desc_act`. Reads `g_idx`."""
     groups = module.find("g_idx")
     if groups is None or not prod(groups.shape):
         return True
@@ -179,6 +184,7 @@ def _has_consecutive_groups(module: ModuleTensors, weight: TensorSlice) -> bool:
 
 @lru_cache(maxsize=8)
 def _consecutive_groups(num_columns: int, width: int, itemsize: int) -> bytes:
+    """Returns the bytes of `g_idx` for consecutive groups of `width` columns."""
     return (np.arange(num_columns) // width).astype(f"i{itemsize}").tobytes()
 
 
@@ -186,13 +192,14 @@ FORMATS = tuple(
     StorageFormat(
         name=f"gptq-int{num_bits}",
         loss=Loss.exact,
+        # A group has a float16 scale and a zero point.
         row_bytes=lambda num_columns, bits=num_bits: (
             num_columns * bits / 8 + num_columns / USUAL_WIDTH * (2 + bits / 8)
         ),
         rows=partial(_rows, num_bits),
         companions=(SCALES, ZEROS, GROUPS),
         is_output_major=True,
-        join=lambda matrices, bits=num_bits: join_by_columns(matrices, matrices[0].piece.shape[1] * bits // WORD_BITS),
+        join=lambda matrices, bits=num_bits: join_by_columns(matrices, matrices[0].source.shape[1] * bits // WORD_BITS),
     )
     for num_bits in BITS
 )

@@ -1,8 +1,11 @@
-"""Integers of compressed-tensors: `weight_packed` (N, words) with `weight_scale`, or `weight` in int8.
+"""Integer weights of compressed-tensors: `weight_packed` (N, words) of 4 or 8 bits, or `weight` in int8.
 
-A word holds codes of neighboring columns, lowest bits first, each offset by half its range; `weight_zero_point` packs
-neighboring rows the same way. The number is (code - zero) * scale, with a scale per tensor, row, or group of columns.
-With activation ordering, `weight_g_idx` holds the group of each column.
+A 32-bit word of `weight_packed` holds codes of neighboring columns, lowest bits first. Codes are unsigned: half of
+their range was added. `weight_zero_point` is stored like `weight_scale`, or packed in words of neighboring rows. The
+number is (code - zero) * scale, with a scale per tensor, row, or group of columns. With activation ordering,
+`weight_g_idx` holds the group number of each column.
+
+Shapes: N rows of K numbers in W words, R rows selected.
 """
 
 from dataclasses import replace
@@ -24,7 +27,7 @@ ENCODINGS = {4: NIBBLES, 8: BYTES}
 
 
 def plain_integers(weight: TensorSlice, scales: TensorSlice, zeros: TensorSlice | None) -> TensorSlice:
-    """Returns an int8 weight with its scales and zero points per row or group."""
+    """Returns an int8 weight with its scales and zero points, which may be per tensor, row or group of columns."""
     num_rows, num_columns = weight.shape
     companions = [_scales(scales, num_rows, num_columns)]
     if zeros is not None:
@@ -40,7 +43,7 @@ def integers_in_words(
     zeros: TensorSlice | None,
     groups: TensorSlice | None,
 ) -> TensorSlice:
-    """Returns a weight of that shape with codes of `num_bits` packed in words."""
+    """Returns the weight of `shape` (N, K) whose codes of `num_bits` are packed in `words`."""
     num_rows, num_columns = shape
     companions = [_scales(scales, num_rows, num_columns)]
     num_groups = companions[0].tensor.shape[1]
@@ -56,6 +59,7 @@ def integers_in_words(
 
 
 def _scales(scales: TensorSlice, num_rows: int, num_columns: int) -> Companion:
+    """Returns the companion of scales, with `block_columns` set to the columns per group."""
     companion = row_factors(scales, num_rows)
     return replace(companion, block_columns=group_width(num_columns, companion.tensor, companion.tensor.shape[1]))
 
@@ -88,9 +92,10 @@ def _word_rows(num_bits: int, stored: StoredMatrix) -> Rows:
 def _integer_rows(
     stored: StoredMatrix, write: Write, zeros: Factors, encoding: int, zero_offset: int, *, zero_bits: int = 0
 ) -> Rows:
-    """`zero_offset` is added to zero points; `zero_bits`: bits of a zero point if they are packed in words."""
-    scales, shape = stored.companions[SCALES], (stored.piece.shape[0], stored.piece.shape[1])
-    width = stored.piece.companions[0].block_columns
+    """Returns rows that the CPU's vector kernels can decode, if they support these; see `IntegerRows` for `write` and
+    `zeros`. `zero_offset` is added to stored zero points. `zero_bits`: bits of a zero point packed in words, else 0."""
+    scales, shape = stored.companions[SCALES], (stored.source.shape[0], stored.source.shape[1])
+    width = stored.source.companions[0].block_columns
     groups, num_groups = stored.companions.get(GROUPS), scales.shape[1]
 
     def codes() -> Codes:
@@ -117,7 +122,8 @@ def _integer_rows(
 
 
 def _plain_zeros(stored: StoredMatrix, zero_offset: int) -> Factors:
-    """Zero points stored like scales (0 if there are none), plus `zero_offset`."""
+    """Returns a function that gives the zero points of selected rows, plus `zero_offset`. Stored zero points have one
+    entry per scale; without stored ones they are 0."""
     zeros = stored.companions.get(ZEROS)
     if zeros is None:
         zeros = torch.zeros(1, 1, device=stored.raw.device)
@@ -125,6 +131,7 @@ def _plain_zeros(stored: StoredMatrix, zero_offset: int) -> Factors:
 
 
 def _row_values(factors: torch.Tensor, offset: int, rows: RowSelection) -> torch.Tensor:
+    """Returns the factors of selected rows plus `offset`, (R, G) float32; (1, G) if all rows share them."""
     return (factors if len(factors) == 1 else factors[rows]).float() + offset
 
 

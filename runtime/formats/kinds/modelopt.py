@@ -1,4 +1,5 @@
-"""NVIDIA ModelOpt: FP8 with a factor per tensor (`weight_scale`), and NVFP4 with a second one (`weight_scale_2`)."""
+"""NVIDIA ModelOpt: FP8 with a factor per tensor (`weight_scale`), and NVFP4, which has a factor per 16 columns
+(`weight_scale`) and one per tensor (`weight_scale_2`)."""
 
 from collections.abc import Mapping
 
@@ -22,7 +23,7 @@ LEAVES = ("weight", "weight_scale", "weight_scale_2", "input_scale")
 
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
-    """See `Method`."""
+    """See `storage_format.Method`."""
     if str(quantization.get("quant_method")) not in METHODS:
         return tensors
     weights = {module.path: _weight(module) for module in modules_with(tensors, "weight_scale")}

@@ -1,7 +1,7 @@
-"""MXFP4 (gpt-oss): `X_blocks` with `X_scales`, both U8, as rows of the transposed parameter.
+"""MXFP4, as gpt-oss stores it: `X_blocks` with `X_scales`, both U8. Their rows are columns of parameter X of the model.
 
-Each byte holds two numbers, and each 16 bytes share an exponent. compressed-tensors stores the same encoding under
-other names.
+Each byte holds two FP4 numbers, and 16 bytes (32 numbers of a row) share an exponent. compressed-tensors stores the
+same encoding under other names, see `compressed_tensors.py`.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
 
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
-    """See `Method`."""
+    """See `storage_format.Method`."""
     result = dict(tensors)
     for name in tensors:
         base = name.removesuffix(BLOCKS_SUFFIX)

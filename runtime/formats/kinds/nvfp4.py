@@ -1,6 +1,8 @@
 """NVFP4: two FP4 numbers per byte (even column in the low nibble), an FP8 factor per 16 columns, and one global factor.
 
 compressed-tensors divides by the global factor (`weight_global_scale`), ModelOpt multiplies by it (`weight_scale_2`).
+
+Shapes: N rows of K numbers in B = K / 2 bytes, R rows selected.
 """
 
 from dataclasses import replace
@@ -18,12 +20,14 @@ from ..module_tensors import SCALES, require_matrix, require_shape
 from ..scaled_rows import RowSelection, apply_by_group, byte_values, write_pairs
 from ..storage_format import Loss, StorageFormat, StoredMatrix
 
-DIVIDED, MULTIPLIED, WIDTH = "nvfp4", "nvfp4-modelopt", 16
+DIVIDED, MULTIPLIED = "nvfp4", "nvfp4-modelopt"  # format names, by the operation with the global factor
+WIDTH = 16  # columns per FP8 factor
 OVERALL = "overall"  # companion role: the global factor
 
 
 class Nvfp4Rows:
-    """Rows of FP4 numbers times a group factor and a global factor; see `rows.Rows`."""
+    """Rows of FP4 numbers times a group factor and a global factor; see `linear.rows.Rows`. `scales`: (N, K / WIDTH)
+    FP8. `overall`: the global factor as (1, 1), or (N, 1) for concatenated matrices."""
 
     def __init__(self, raw_NB: torch.Tensor, scales: torch.Tensor, overall: torch.Tensor, *, divides: bool):
         self._raw_NB, self._scales, self._overall, self._divides = raw_NB, scales, overall, divides
@@ -53,8 +57,9 @@ class Nvfp4Rows:
 
 
 def nvfp4_weight(numbers: TensorSlice, scales: TensorSlice, overall: TensorSlice, *, divides: bool) -> TensorSlice:
-    """Returns the weight with its factors. Raises CheckpointError if they do not fit."""
-    height, width = require_matrix(numbers)
+    """Returns the weight with its group factors (`scales`) and global factor (`overall`). `divides`: numbers are
+    divided by the global factor. Raises CheckpointError if shapes do not fit."""
+    height, width = require_matrix(numbers)  # rows and bytes per row
     if prod(overall.shape) != 1:
         raise CheckpointError(f"{overall.file}: {overall.name!r} has shape {overall.shape}; must be one number")
     require_shape(scales, (height, 2 * width // WIDTH), f"{numbers.name!r} in groups of {WIDTH} columns")

@@ -1,9 +1,9 @@
 """Weights rounded by `weightstream pack format=int8|int4|fp8`: codes with a scale per row or per group of columns.
 
-`X_int8-rows`, `X_int4-groups` or `X_fp8-rows` (uint8) with `X_scales`, bfloat16 (N, G); `linear/packed_rows.py` has the
-layout of codes. Weights of layers and experts are rounded a few rows at a time.
+For weight X it writes the codes as `X_int8-rows`, `X_int4-groups` or `X_fp8-rows` (uint8), and `X_scales`, bfloat16
+(N, G). The layout of codes is in `linear/packed_rows.py`. Rows are rounded in chunks, to bound memory.
 
-Shapes: N rows of a matrix, K columns, R rows rounded at once, B bytes of codes, G groups of W columns.
+Shapes: N rows of K columns, R rows of a chunk, B bytes of codes per row, G groups of W columns.
 """
 
 import re
@@ -23,40 +23,40 @@ from ..module_tensors import METHOD, mismatch_error, pair_parts
 from ..scaled_rows import SCALES
 from ..storage_format import Loss, StorageFormat
 
-ENCODINGS = {"int8": INT8, "int4": INT4, "fp8": FLOAT8}  # by the name in model.quantize and pack's format
-MAX_INT8, MAX_FLOAT8 = 127, 448
+ENCODINGS = {"int8": INT8, "int4": INT4, "fp8": FLOAT8}  # by the value of model.quantize, or of `format` for pack
+MAX_INT8, MAX_FLOAT8 = 127, 448  # largest codes
 CLIPS = (1.0, 0.93, 0.86, 0.79)  # clipping ratios tried for a group's largest number
-NUMBERS_AT_ONCE = 1 << 17  # fits a cache while all clipping ratios are tried
+NUMBERS_AT_ONCE = 1 << 17  # of a chunk, which stays in the CPU cache while all clipping ratios are tried
 DEFAULT_GROUP_SIZE = 64  # columns
-LAYER_TENSOR = re.compile(r"\.\d+\.")
+LAYER_TENSOR = re.compile(r"\.\d+\.")  # names with a layer number
 ROUTERS = {"gate", "router", "shared_expert_gate"}  # modules that choose experts
 
 
 class RoundedRows(NamedTuple):
-    """Rows of codes and their scales; `squared_error`, `squared_norm`: sums over errors and numbers."""
+    """A chunk of rounded rows."""
 
     codes_RB: torch.Tensor
     scales_RG: torch.Tensor
-    squared_error: float
-    squared_norm: float
+    squared_error: float  # sum over squared rounding errors
+    squared_norm: float  # sum over squared numbers, before rounding
 
 
-Squares = tuple[float, float]  # sums of squared rounding errors and of squared numbers
+Squares = tuple[float, float]  # sums over a weight's squared rounding errors, and over its squared numbers
 
 
 def relative_rms_error(squares: Iterable[Squares]) -> float | None:
-    """Returns the RMS rounding error relative to the RMS of the weights; None if all weights are 0."""
-    sums = list(squares)
-    total = sum(size for _, size in sums)
-    return sqrt(sum(error for error, _ in sums) / total) if total else None
+    """Returns the RMS rounding error relative to the RMS of the numbers, over several weights; None if all are 0."""
+    pairs = list(squares)
+    squared_norm = sum(norm for _, norm in pairs)
+    return sqrt(sum(error for error, _ in pairs) / squared_norm) if squared_norm else None
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """A rounding by its name in `ENCODINGS`. `group_size`: columns per scale, for int4."""
+    """A way to round weights."""
 
-    name: str
-    group_size: int = DEFAULT_GROUP_SIZE
+    name: str  # key of `ENCODINGS`
+    group_size: int = DEFAULT_GROUP_SIZE  # columns per scale of int4; int8 and fp8 have one scale per row
 
     @property
     def encoding(self) -> int:
@@ -71,7 +71,7 @@ class Rounding:
         return f"{self.name}, groups of {self.group_size}" if self.encoding == INT4 else self.name
 
     def skip_reason(self, name: str, dtype: str, shape: tuple[int, ...]) -> str | None:
-        """Returns the reason why a tensor is not rounded; None if it is rounded."""
+        """Returns the reason why a tensor must not be rounded; None if it can be."""
         if dtype not in FLOATS or len(shape) not in (2, 3) or 0 in shape:
             return f"{dtype}, not a float matrix"
         if LAYER_TENSOR.search(name) is None:
@@ -90,7 +90,7 @@ class Rounding:
         return code_bytes(self.encoding, num_columns)
 
     def round_rows(self, stored_NK: torch.Tensor) -> Iterator[RoundedRows | None]:
-        """Rounds a few rows at a time; yields None for rows with infinities or NaN."""
+        """Yields the rounded rows in chunks, in order. Yields None for a chunk with infinities or NaN."""
         for stored_RK in stored_NK.split(max(1, NUMBERS_AT_ONCE // stored_NK.shape[1])):
             numbers_RK = stored_RK.float()
             if not numbers_RK.isfinite().all():
@@ -102,14 +102,16 @@ class Rounding:
             yield RoundedRows(codes_RB, scales_RG, error, float(numbers_RK.square().sum(dtype=torch.float64)))
 
     def decode(self, codes_RB: torch.Tensor, scales_RG: torch.Tensor) -> torch.Tensor:
+        """Returns the numbers of these codes: (R, K) float32."""
         rows = CodedRows(codes_RB, scales_RG, self.encoding)
         out_RK = torch.empty(rows.shape)
         rows.dequantize(slice(None), out_RK)
         return out_RK
 
     def choose_scales(self, numbers_RK: torch.Tensor) -> torch.Tensor:
-        """Returns scales (R, G) bfloat16 for finite float32 numbers. int8 and fp8: the largest number gets the largest
-        code. int4: the largest number gets code -8, clipped by the ratio of `CLIPS` with the smallest squared error."""
+        """Returns scales (R, G) bfloat16 for finite float32 numbers, chosen by the number x with the largest magnitude.
+        int8 and fp8: |x| gets the largest code. int4: c * x gets code -8, for the ratio c of `CLIPS` that gives the
+        smallest squared error in the group."""
         groups_RGW = numbers_RK.unflatten(1, (self.num_groups(numbers_RK.shape[1]), -1))
         if self.encoding != INT4:
             largest_RG = groups_RGW.abs().amax(2)
@@ -117,8 +119,8 @@ class Rounding:
             nearest = exact.to(torch.bfloat16)
             above = torch.nextafter(nearest, torch.full_like(nearest, torch.inf))
             return torch.where(nearest.float() < exact, above, nearest)  # round up: no code may exceed the largest
-        largest_RG = groups_RGW.gather(2, groups_RGW.abs().argmax(2, keepdim=True))[..., 0]
-        best_RG = torch.full_like(largest_RG, torch.inf)
+        largest_RG = groups_RGW.gather(2, groups_RGW.abs().argmax(2, keepdim=True))[..., 0]  # with its sign
+        best_RG = torch.full_like(largest_RG, torch.inf)  # smallest squared errors so far
         scales_RG = torch.zeros_like(largest_RG, dtype=torch.bfloat16)
         rounded = torch.empty_like(groups_RGW)
         for ratio in CLIPS:
@@ -131,7 +133,7 @@ class Rounding:
         return scales_RG
 
     def encode(self, numbers_RK: torch.Tensor, scales_RG: torch.Tensor) -> torch.Tensor:
-        """Returns the nearest codes of float32 numbers, ties to even: (R, bytes) uint8."""
+        """Returns the nearest codes of float32 numbers, ties to even: (R, B) uint8."""
         groups_RGW = numbers_RK.unflatten(1, (scales_RG.shape[1], -1))
         rounded = torch.empty_like(groups_RGW)
         if self.encoding == FLOAT8:
@@ -141,28 +143,31 @@ class Rounding:
             _round_to(groups_RGW, scales_RG, -MAX_INT8, MAX_INT8, rounded)
             return rounded.to(torch.int8).view(torch.uint8).flatten(1)
         _round_to(groups_RGW, scales_RG, -INT4_MIDDLE, INT4_MIDDLE - 1, rounded)
+        # In each run of CODE_RUN codes, the first half are low nibbles and the second half high nibbles.
         halves = rounded.add_(INT4_MIDDLE).to(torch.uint8).flatten(1).unflatten(1, (-1, 2, CODE_RUN // 2))
         return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
 
 
 def _round_to(groups_RGW: torch.Tensor, scales_RG: torch.Tensor, minimum: int, maximum: int, out: torch.Tensor) -> None:
+    """Writes numbers divided by their scales to `out`, rounded and clamped."""
     torch.div(groups_RGW, _divisors(scales_RG), out=out).round_().clamp_(minimum, maximum)
 
 
 def _divisors(scales_RG: torch.Tensor) -> torch.Tensor:
-    """Returns the scales with 0 replaced by 1: a group of zeros gets codes of 0."""
+    """Returns the scales as float32 (R, G, 1), with 0 replaced by 1, so that a group of zeros gets codes of 0."""
     scales = scales_RG.float()
     return torch.where(scales == 0, 1, scales)[..., None]
 
 
 def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]) -> Mapping[str, TensorSlice]:
-    """Joins codes and scales to weights, see `Method`."""
+    """See `storage_format.Method`."""
     for name in ROUNDED_ENCODINGS:
         tensors = pair_parts(tensors, quantization, name, SCALES, partial(_weight, name))
     return tensors
 
 
 def _weight(name: str, codes: TensorSlice, scales: TensorSlice) -> TensorSlice:
+    """Returns the weight of codes in format `name`, with its scales."""
     if len(codes.shape) < 2 or scales.dtype != "BF16" or scales.shape[:-1] != codes.shape[:-1]:
         raise mismatch_error(codes, scales)
     *rows, num_bytes = codes.shape
