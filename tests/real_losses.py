@@ -52,7 +52,7 @@ def main() -> None:
                 assert tokenizer is not None
                 ids = [tokenizer(text)["input_ids"] for text in real_model.documents()]
                 results = runtime.score([(each[:1], each[1:]) for each in ids])
-                error, kv_bytes = runtime.model.numbers.relative_error, runtime.model.shape.kv_bytes_per_token
+                error, kv_bytes = runtime.model.weight_storage.relative_error, runtime.model.shape.kv_bytes_per_token
             if exact is None:
                 exact = results
                 num_tokens = sum(each.num_target_tokens for each in results)

@@ -127,7 +127,7 @@ def trained_rows(directory: Path) -> Iterator[Row]:
         runtime = Runtime(config)
         scores = TrainedScores.of(runtime)
         exact = exact or scores
-        yield Row(option=option, loss=loss, numbers=runtime.model.numbers, found=scores, exact=exact)
+        yield Row(option=option, loss=loss, numbers=runtime.model.weight_storage, found=scores, exact=exact)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of FP4 codes 0 to 
 RowSelection = slice | torch.Tensor  # consecutive rows, or increasing row numbers
 Write = Callable[[RowSelection, torch.Tensor], None]  # writes the codes of selected rows into (R, K) float32
 Factors = Callable[[RowSelection], torch.Tensor]  # returns (R, G) float32, or (1, 1) if all numbers share one factor
-Apply = Callable[[torch.Tensor, torch.Tensor], object]  # operator in place, such as `torch.Tensor.mul_`
+Apply = Callable[[torch.Tensor, torch.Tensor], object]  # in-place operator on (numbers, factors), such as mul_
 
 
 class IntegerRows:
@@ -46,9 +46,9 @@ class IntegerRows:
         *,
         codes: Callable[[], Codes],
     ):
-        """`write`, `zeros` and `scales` return or write the codes, zero points and scales of selected rows. `width`:
+        """`write` writes the codes of selected rows; `zeros` and `scales` return their zero points and scales. `width`:
         columns per group. `groups`: group number of each column, (K,), or (E, K) for E concatenated matrices; None if
-        group g is columns [g * width, (g + 1) * width). `codes`: see `Rows`."""
+        group g has columns [g * width, (g + 1) * width). `codes`: see `Rows`."""
         self.shape, self.device = shape, device
         self._write, self._zeros, self._scales, self._width, self._groups = write, zeros, scales, width, groups
         self.codes = codes

@@ -329,7 +329,7 @@ class Runtime(Closing):
             )
             seconds, reasoning = time.monotonic() - begin, sampler.reasoning
             if self.model.rounded is not None:
-                log.info("weights were rounded while they were read: %s", self.model.numbers)
+                log.info("weights were rounded while they were read: %s", self.model.weight_storage)
             if shared is None or rank_sync is None:
                 yield Session(self.model, engine, plan, plan.policy, opening_seconds=seconds, reasoning=reasoning)
             else:

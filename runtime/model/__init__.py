@@ -1,2 +1,2 @@
-"""A transformers model as stages whose weights are streamed: loads it without weights, splits it into stages, reads its
-properties. Code that touches the module tree belongs here."""
+"""Prepares a transformers model for streamed weights: loads it without weights, splits it into stages (parts whose
+weights are read together), and reads its properties. Code that changes the module tree belongs here."""

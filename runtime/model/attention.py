@@ -1,7 +1,12 @@
-"""Attention over a packed lane: tokens of sequences of different lengths, concatenated, without padding or mask.
+"""The attention function of packed lanes, registered with transformers. A packed lane is a micro-batch of sequences of
+different lengths, whose tokens are concatenated: there is no padding, and transformers builds no mask.
 
-Registered with transformers under its own name, so no mask is built. Supports sliding windows, chunks, soft-capped
-scores (Gemma-2) and sinks (gpt-oss). Dimension letters as in cache/paged.py.
+Supports sliding windows, chunks, soft-capped scores (Gemma-2) and sinks (gpt-oss). A layer's reach is the positions
+that a token attends to: all, a window or a chunk. Its rule is the softmax: scale, soft cap and sinks.
+
+Letters: T tokens of the pass; B decoding rows (sequences with one new token); S cached positions; N pages of P
+positions, n pages of a row; H KV heads, each with G query heads (H alone in a tensor of queries or outputs: all query
+heads); D size of a head, Dv of a value.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,8 +55,8 @@ def ragged_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: query (1, H*G, T, D) -> (1, T, H*G, D). K and V, including the new ones, are
-    already in the lane's cache."""
+    """Maps query (1, H*G, T, D) to (1, T, H*G, D), with the arguments of transformers' attention functions. All keys
+    and values, including those of the new tokens, are already in the lane's cache."""
     if reason := guards.unsupported_argument(kwargs) or guards.custom_mask(attention_mask):
         raise _unsupported_error(module, reason)
     cache = current_lane_run().cache
@@ -69,30 +74,32 @@ def ragged_attention(
         raise _unsupported_error(module, reason)
 
     num_threads = torch.get_num_threads()  # read here: a worker thread would report 1
-    visit, view = cache.begin_host_attention(layer, query, key, value, rule.sinks), cache.view
+    host_attention, view = cache.begin_host_attention(layer, query, key, value, rule.sinks), cache.view
     kv = None if cache.expands else cache.layer(layer, key, value)
-    snapshot = _PassView(kv, view.decoding, view.prompts, cache.is_on_accelerator)
-    compute = partial(_attend, snapshot, (query, key, value), reach, rule, num_threads, visit)
+    snapshot = _PassSnapshot(kv, view.decoding, view.prompts, cache.is_on_accelerator)
+    compute = partial(_attend, snapshot, (query, key, value), reach, rule, num_threads, host_attention)
     out = need_tensor(NeedAttention(compute, is_decode=not view.prompts.segments))
-    out = (visit.receive(out) if visit is not None else out).unsqueeze(0)
+    out = (host_attention.receive(out) if host_attention is not None else out).unsqueeze(0)
     return out if heads is None else heads.gather_heads(out, 2), None
 
 
 class _LayerRule(NamedTuple):
-    """The attention parameters of a layer, without sinks, which belong to its weights."""
+    """The attention parameters of a layer. Without sinks, since these are streamed weights."""
 
-    layer: int
+    layer: int  # index
     reach: Reach
     rule: Rule
 
 
-_LAYER_RULES = WeakKeyDictionary[torch.nn.Module, tuple[tuple[object, ...], _LayerRule]]()  # arguments and rule
+# For each attention module: the arguments of `_find_layer_rule`, and its result.
+_LAYER_RULES = WeakKeyDictionary[torch.nn.Module, tuple[tuple[object, ...], _LayerRule]]()
 
 
 def _find_layer_rule(
     module: torch.nn.Module, scale: float, sliding_window: int | None, softcap: float | None, is_causal: object
 ) -> _LayerRule:
-    """Returns the rule of a layer. Cached: every pass uses the same arguments."""
+    """Returns the attention parameters of a layer, cached, since every pass has the same arguments. Raises ConfigError
+    if packed lanes do not support them."""
     arguments = scale, sliding_window, softcap, is_causal
     cached = _LAYER_RULES.get(module)
     if cached is None or cached[0] != arguments:
@@ -105,13 +112,13 @@ def _find_layer_rule(
 
 
 def _unsupported_error(module: torch.nn.Module, reason: str) -> ConfigError:
-    """Makes the error for a class that the probe at load time did not catch."""
+    """Returns the error for a model class that should have been refused at load time, but was not."""
     return ConfigError(f"{type(module).__name__} cannot run in packed lanes: {reason}; use model.lanes=padded")
 
 
-class _PassView(NamedTuple):
-    """A snapshot of the pass for one layer's attention: a worker may compute it after the lane has moved on. `kv`: None
-    if key and value hold all cached positions."""
+class _PassSnapshot(NamedTuple):
+    """The pass as one layer's attention sees it. A snapshot, because a worker thread may use it after the lane's own
+    state has changed. `kv`: None if the layer expands latents: its key and value tensors then hold all positions."""
 
     kv: LayerKV | QuantizedKV | None
     decoding: DecodeRows | None
@@ -124,34 +131,34 @@ class _PassView(NamedTuple):
 
 
 def _attend(
-    snapshot: _PassView,
+    snapshot: _PassSnapshot,
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     reach: Reach,
     rule: Rule,
     num_threads: int,
-    visit: HostAttention | None,
+    host_attention: HostAttention | None,
 ) -> torch.Tensor:
-    """Returns the attention output (T, H*G, D) of the pass. With a host visit, the output of decoding rows is in the
-    visit instead."""
+    """Returns the attention output (T, H*G, D) of the pass. If `host_attention` is given, it computes decoding rows on
+    the CPU, and their output is in it instead."""
     query, _, value = qkv
-    if visit is not None and not snapshot.segments:
-        return visit.attend(reach, scale=rule.scale, softcap=rule.softcap, num_threads=num_threads)
+    if host_attention is not None and not snapshot.segments:
+        return host_attention.attend(reach, scale=rule.scale, softcap=rule.softcap, num_threads=num_threads)
     rows = snapshot.decoding
     if rows is not None and not snapshot.segments:  # decoding rows are the whole pass, in its order
         return _decode(snapshot, rows, query.squeeze(0).transpose(0, 1), qkv, reach, rule, num_threads)
     out = value.new_empty(query.shape[2], query.shape[1], value.shape[-1])
-    if rows is not None and visit is None:
+    if rows is not None and host_attention is None:
         q_BHD = query[0, :, rows.tokens_B].transpose(0, 1)
         out[rows.tokens_B] = _decode(snapshot, rows, q_BHD, qkv, reach, rule, num_threads)
     for tokens, prefilled in _prefill(snapshot, qkv, reach, rule):
         out[tokens] = prefilled
-    if visit is not None:  # after the launches of prompts: the device computes them meanwhile
-        visit.attend(reach, scale=rule.scale, softcap=rule.softcap, num_threads=num_threads)
+    if host_attention is not None:  # after the launches of prompts: the device computes them meanwhile
+        host_attention.attend(reach, scale=rule.scale, softcap=rule.softcap, num_threads=num_threads)
     return out
 
 
 def _decode(
-    snapshot: _PassView,
+    snapshot: _PassSnapshot,
     rows: DecodeRows,
     q_BHD: torch.Tensor,
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -159,7 +166,7 @@ def _decode(
     rule: Rule,
     num_threads: int,
 ) -> torch.Tensor:
-    """Returns (B, H*G, D) for the decoding rows."""
+    """Returns the attention output (B, H*G, D) of the decoding rows."""
     kv, (_, key, value) = snapshot.kv, qkv
     if kv is None:
         return _decode_expanded(q_BHD, key, value, rows, reach, rule)
@@ -175,7 +182,8 @@ def _decode(
 def _decode_expanded(
     q_BHD: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: DecodeRows, reach: Reach, rule: Rule
 ) -> torch.Tensor:
-    """Decodes one token per row over expanded latents. Folds queries to (B, H, G, D), so KV heads are not repeated."""
+    """Returns the attention output (B, H*G, D) over expanded latents (MLA). Folds queries to (B, H, G, D), so that KV
+    heads are not repeated. `key`, `value`: (1, H, positions, D), in which each row is padded to `rows.longest`."""
     shape = (len(rows.rows), rows.longest)
     k, v = (t[0, :, : shape[0] * shape[1]].unflatten(1, shape).transpose(0, 1) for t in (key, value))
     hidden = rows.hidden(reach)
@@ -188,9 +196,10 @@ def _decode_expanded(
 
 
 def _prefill(
-    snapshot: _PassView, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], reach: Reach, rule: Rule
+    snapshot: _PassSnapshot, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], reach: Reach, rule: Rule
 ) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor]]:
-    """Yields tokens of the pass and their attention output (T, H, Dv), segment by segment."""
+    """Yields indices of tokens in the pass and their attention output (T, H, Dv), for all prompts. A segment is the
+    part of one prompt that this pass computes."""
     query, key, value = qkv
     if isinstance(snapshot.kv, QuantizedKV):
         for segment in snapshot.segments:
@@ -212,6 +221,7 @@ def _prefill(
         if snapshot.kv is not None and segment.past:
             k, v = snapshot.kv.gather_row(segment)
         else:
+            # First position of the row in `key` and `value`: of new tokens, or of all positions of expanded latents.
             start = segment.start if snapshot.kv is not None else segment.kv_start
             k, v = (tensor[0, :, start : start + segment.end] for tensor in (key, value))
         view = segment.view(reach)
@@ -239,7 +249,8 @@ def _prefill(
 def _prefill_by_head(
     q_HTD: torch.Tensor, k_HSD: torch.Tensor, v_HSD: torch.Tensor, hidden: torch.Tensor | None, rule: Rule
 ) -> torch.Tensor:
-    """Computes attention without a fused kernel, one KV head at a time to bound the memory of scores."""
+    """Returns the attention output (T, H, Dv) without a fused kernel, one KV head at a time to bound the memory of
+    scores. `hidden` (T, S): True where a token does not see a position; None: causal."""
     num_heads, num_tokens, _ = q_HTD.shape
     if hidden is None and num_tokens > 1:
         hidden = torch.ones(num_tokens, k_HSD.shape[1], dtype=torch.bool, device=q_HTD.device).triu(1)

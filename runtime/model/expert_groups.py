@@ -1,10 +1,17 @@
-"""Runs all experts of a layer in a few launches. One by one they would need a dozen launches each on an accelerator, or
-a thread barrier per product on a CPU.
+"""Runs the experts of a layer together. One by one, each expert would need a dozen kernel launches on an accelerator,
+or a thread barrier per product on a CPU.
 
-Few visits run as one grouped product per stack, if torch or Triton has a kernel, without synchronizing with the device;
-experts stored as codes always do. Otherwise few tokens are multiplied by all experts, since reading the experts
-dominates, and each token selects its own. Else the host reads the visit counts once, and each expert costs one product
-per stack and one sum.
+A visit is one token routed to one expert. A stack is one matrix of all experts, such as all up projections; codes are a
+stack of quantized matrices that device kernels decode. On an accelerator:
+
+- Stacks of codes, and plain stacks with up to GROUPED_VISITS visits if torch or Triton has a kernel: one grouped
+  product per stack, which multiplies each expert's visits by its matrix. The host does not wait for the routing.
+- Otherwise, few tokens: all tokens are multiplied by all experts, and each token selects its outputs. This costs
+  little, since reading the experts takes most of the time.
+- Otherwise: the host waits for the number of visits of each expert, then launches one product per expert and stack.
+
+On a CPU, compiled kernels compute the product of each stack for a run of experts: consecutive hit experts, whose visits
+are few enough for one temporary.
 
 Shapes: T tokens of D numbers, each routed to K of E experts; V = T x K visits, sorted by expert; products have N
 outputs.
@@ -26,20 +33,21 @@ from ..plan.placement.memory import GROUPED_BYTES, visit_elements
 from .experts import Experts, Visits, apply_activation, has_norm, matrix_names, stacked_bias
 
 VECTOR_BYTES = 16  # alignment of rows and experts for torch's grouped kernel
-Spans = Sequence[tuple[int, slice]]  # experts, each with its rows among a run's visits
-MAX_GROUPS = 1023  # limit of torch's grouped kernel
+Spans = Sequence[tuple[int, slice]]  # (expert, its rows among the visits of a run)
+MAX_GROUPS = 1023  # most experts in torch's grouped kernel
 GROUPING_PROCESSORS = (9, 10)  # major compute capabilities; on others torch synchronizes and loops
 
 
 class _Stacks(NamedTuple):
-    """Expert stacks, in parts along their outputs: all plain tensors (E, inputs, N), or all `Codes` of E matrices."""
+    """The stacks of a layer. Each is a sequence of parts with different outputs: plain tensors (E, inputs, N), or
+    `Codes` of E matrices."""
 
     up: Sequence[Any]
     down: Sequence[Any]
     are_codes: bool = False
 
 
-Products = Callable[[torch.Tensor, Any], torch.Tensor]  # x (V, inputs), a part -> (V, N)
+Products = Callable[[torch.Tensor, Any], torch.Tensor]  # x (V, inputs), a part of a stack -> (V, N)
 
 
 def run_on_device(
@@ -55,8 +63,8 @@ def run_on_device(
         max_tokens = max(1, GROUPED_VISITS // top_k_index_TK.shape[1])
         runs = zip(*(tensor.split(max_tokens) for tensor in routed), strict=True)
 
-        def products(x_VK: torch.Tensor, codes: Codes, *, offs: torch.Tensor) -> torch.Tensor:
-            return device_codes.multiply_groups(x_VK, codes, len(offs), offs)
+        def products(x: torch.Tensor, codes: Codes, *, offs: torch.Tensor) -> torch.Tensor:
+            return device_codes.multiply_groups(x, codes, len(offs), offs)
 
         return torch.cat([_run_grouped(module, stacks, x, index, weights, products) for x, index, weights in runs])
     if top_k_index_TK.numel() <= GROUPED_VISITS and supports_grouped_mm(parts):
@@ -71,28 +79,29 @@ def run_on_device(
 
 
 def run_on_host(module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor | None:
-    """Same as `run_on_device` for a CPU; None if experts are transposed, few, or have many visits. Products match those
-    of single experts. Each token's sum is added in the order of experts, in float32, and rounded once."""
+    """Same as `run_on_device` for a CPU; returns None if experts are transposed, few, or have many visits. Products are
+    bit-identical to those of single experts. A token's outputs are summed in the order of experts, in float32, and
+    rounded once."""
     up, down = (getattr(module, name) for name in matrix_names(module))
-    is_worth_it = can_multiply_in_groups(len(visits.tokens_V), len(visits.hit))
-    are_alike = all(isinstance(weight, StoredWeight) and weight.has_uniform_experts for weight in (up, down))
-    if not is_worth_it or not are_alike or cast("Experts", module).is_transposed:
+    is_faster = can_multiply_in_groups(len(visits.tokens_V), len(visits.hit))
+    are_uniform = all(isinstance(weight, StoredWeight) and weight.has_uniform_experts for weight in (up, down))
+    if not is_faster or not are_uniform or cast("Experts", module).is_transposed:
         return None
 
     def products(x: torch.Tensor, stack: torch.Tensor, spans: Spans) -> torch.Tensor:
         stored = cast(StoredWeight, stack)
         return grouped_linear(x, [(rows, stored.entries[expert]) for expert, rows in spans], stored.table)
 
-    numbers, out_TD = visit_elements(hidden_TD.shape[1], down.shape[2]), torch.zeros(hidden_TD.shape)
-    max_visits = GROUPED_BYTES // (hidden_TD.itemsize * numbers)
+    per_visit, out_TD = visit_elements(hidden_TD.shape[1], down.shape[2]), torch.zeros(hidden_TD.shape)
+    max_visits = GROUPED_BYTES // (hidden_TD.itemsize * per_visit)
     for _, tokens, outputs in _compute_runs(module, _Stacks([up], [down]), hidden_TD, visits, max_visits, products):
         out_TD.index_add_(0, tokens, outputs.float())
     return out_TD.to(hidden_TD.dtype)
 
 
 def supports_grouped_mm(stacks: Sequence[torch.Tensor]) -> bool:
-    """True if torch multiplies these (E, inputs, N) in one launch without synchronizing: bfloat16 since Hopper. Also
-    True on a CPU, where the operator is a loop."""
+    """True if torch's grouped_mm multiplies these stacks (E, inputs, N) in one launch, without waiting for the device:
+    aligned bfloat16 on Hopper and Blackwell. Also True for bfloat16 on a CPU, where grouped_mm is a loop."""
     first = stacks[0]
     if first.device.type == "cuda":
         major, _ = torch.cuda.get_device_capability(first.device)
@@ -110,6 +119,7 @@ def supports_grouped_mm(stacks: Sequence[torch.Tensor]) -> bool:
 
 
 def _stacks(module: torch.nn.Module, dtype: torch.dtype) -> _Stacks | None:
+    """Returns the module's stacks; None if their storage or layout is not supported."""
     experts, (up_name, down_name) = cast("Experts", module), matrix_names(module)
     up_weight, down_weight = getattr(module, up_name), getattr(module, down_name)
     up, down = _stack_parts(up_weight, dtype), _stack_parts(down_weight, dtype)
@@ -119,18 +129,19 @@ def _stacks(module: torch.nn.Module, dtype: torch.dtype) -> _Stacks | None:
             return _Stacks(up_weight.codes, down_weight.codes, are_codes=True)
         return None
     if experts.is_transposed:
-        return _Stacks(up, down) if len(up) == len(down) == 1 else None  # parts would be runs of inputs
+        return _Stacks(up, down) if len(up) == len(down) == 1 else None  # several parts would have different inputs
     return _Stacks([part.mT for part in up], [part.mT for part in down])
 
 
 def _are_codes(weight: torch.Tensor, dtype: torch.dtype, is_transposed: bool) -> bool:
-    """True if a stack is stored as codes that device kernels multiply, with one row per output."""
+    """True if a stack is stored as codes that device kernels can multiply, with one row per output."""
     if not isinstance(weight, StoredWeight) or weight.compute_dtype != dtype or not weight.needs_dequantizing:
         return False
     return weight.is_transposed == is_transposed and weight.has_kernels
 
 
 def _stack_parts(weight: torch.Tensor, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """Returns the parts of a stack as plain tensors; empty if it is not stored in `dtype`."""
     if isinstance(weight, StoredWeight):
         return weight.stacks() if weight.compute_dtype == dtype else ()
     return [weight] if weight.dim() == 3 and weight.dtype == dtype else []
@@ -144,8 +155,10 @@ def _run_grouped(
     weights_TK: torch.Tensor,
     grouped: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Runs `grouped(x, part, offs)`, with rows of x sorted by expert and `offs` the end of each expert's rows."""
+    """Returns the weighted sums (T, D) by `grouped(x, part, offs)`, which multiplies rows of x, sorted by expert.
+    `offs`: the end of each expert's rows."""
     num_tokens, num_choices = index_TK.shape
+    # Sort each token's choices by expert, so that its outputs are summed in the order of experts, then all visits.
     ascending_TK, ranks_TK = index_TK.sort(dim=1)
     experts_V, order_V = ascending_TK.view(-1).sort(stable=True)
     num_experts = stacks.up[0].num_matrices if stacks.are_codes else len(stacks.up[0])
@@ -162,7 +175,8 @@ def _run_grouped(
 def _run_all_experts(
     module: torch.nn.Module, stacks: _Stacks, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
 ) -> torch.Tensor:
-    """Runs all tokens through every expert and selects outputs by index, so that NaN of other experts has no effect."""
+    """Returns the weighted sums (T, D) by running all tokens through every expert. Outputs are selected by index: a NaN
+    of an expert that was not chosen has no effect."""
     (num_tokens, _), num_experts = index_TK.shape, len(stacks.up[0])
     ascending_TK, ranks_TK = index_TK.sort(dim=1)
     every_E = torch.arange(num_experts, device=index_TK.device)
@@ -178,14 +192,16 @@ def _run_all_experts(
 
 
 def _sum_choices(out_TKD: torch.Tensor) -> torch.Tensor:
+    """Sums over K in a fixed order."""
     out_TD = out_TKD[:, 0].clone()
-    for choice in range(1, out_TKD.shape[1]):  # not `sum`: a fixed order, so that results round alike on all paths
+    for choice in range(1, out_TKD.shape[1]):  # not `sum`: all methods must round alike
         out_TD += out_TKD[:, choice]
     return out_TD
 
 
 def _run_one_by_one(module: torch.nn.Module, stacks: _Stacks, hidden_TD: torch.Tensor, visits: Visits) -> torch.Tensor:
-    """Runs products expert by expert, everything else over runs of experts."""
+    """Returns the weighted sums (T, D). Launches a product per expert; applies activations and the router's weights to
+    a run of experts at once."""
 
     def products(x: torch.Tensor, stack: torch.Tensor, spans: Spans) -> torch.Tensor:
         out = x.new_empty(len(x), stack.shape[2])
@@ -206,9 +222,10 @@ def _compute_runs(
     hidden_TD: torch.Tensor,
     visits: Visits,
     max_visits: int,
-    products: Callable[..., torch.Tensor],  # (x, part, spans)
+    products: Callable[..., torch.Tensor],  # (x, part, spans) -> (V, N)
 ) -> Iterator[tuple[Spans, torch.Tensor, torch.Tensor]]:
-    """Yields runs of experts with up to `max_visits`, or one expert: spans, tokens and weighted outputs (V, D)."""
+    """Yields spans, token indices (V,) and weighted outputs (V, D) for each run of experts, which has up to
+    `max_visits` visits, or a single expert."""
     for run in _split_runs(visits, max_visits):
         begin, end = visits.expert_rows(run[0]).start, visits.expert_rows(run[-1]).stop
         rows = [visits.expert_rows(expert) for expert in run]
@@ -219,7 +236,7 @@ def _compute_runs(
 
 
 def _split_runs(visits: Visits, max_visits: int) -> Sequence[Sequence[int]]:
-    """Groups consecutive hit experts with up to `max_visits` in total; a single expert may have more."""
+    """Divides the hit experts, in order, into runs with up to `max_visits` in total; a single expert may have more."""
     runs, count = list[list[int]](), 0
     for expert in visits.hit:
         rows = visits.expert_rows(expert)
@@ -234,7 +251,7 @@ def _split_runs(visits: Visits, max_visits: int) -> Sequence[Sequence[int]]:
 def _compute_outputs(
     module: torch.nn.Module, stacks: _Stacks, x_VD: torch.Tensor, experts_V: torch.Tensor, products: Products
 ) -> torch.Tensor:
-    """Returns the output of each visit's expert for its token."""
+    """Returns the output (V, D) of each visit's expert for its token, without the router's weights."""
     experts, (up, down) = cast("Experts", module), matrix_names(module)
 
     def project(x: torch.Tensor, parts: Sequence[torch.Tensor], name: str) -> torch.Tensor:

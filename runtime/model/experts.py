@@ -1,9 +1,14 @@
-"""Mixture-of-experts feed-forward over stored weights: tokens sorted by expert, each expert's matrices used once.
+"""Mixture-of-experts feed-forward: sorts tokens by expert, so that each expert's matrices are read and used once.
 
-Registered with transformers' experts interface. It sends an event to the engine, which computes it for one lane or
-several (engine/experts.py). The module still owns gating, activation and layout.
+`experts_forward` is registered with transformers' experts interface. It only sends an event to the engine, which
+computes the experts for one lane (micro-batch) or for several together (engine/experts.py). The functions here use the
+transformers module for its activation, biases and layout.
 
-Shapes: T tokens of D numbers, each routed to K experts; V = T x K visits.
+A visit is one token routed to one expert. Experts with at least one visit are hit. A stack is one matrix of all
+experts, such as `gate_up_proj` (E, N, D).
+
+Shapes: T tokens of D numbers, each routed to K of E experts; V = T x K visits, or the visits of one expert; N outputs;
+H intermediate numbers.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +26,7 @@ from .fused import FusedGate
 
 NAME = "weightstream_sorted"
 
-Matrices = Mapping[str, torch.Tensor]  # of one expert, by the name of the stack
+Matrices = Mapping[str, torch.Tensor]  # name of the stack -> matrix of one expert; first up, then down
 
 
 class Experts(Protocol):
@@ -38,16 +43,16 @@ class Experts(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Visits:
-    """Pairs of token and expert, sorted by expert, then token. `ends[e]` is the end of expert e's rows."""
+    """Pairs of token and expert, sorted by expert, then token."""
 
-    tokens_V: torch.Tensor
+    tokens_V: torch.Tensor  # token indices
     experts_V: torch.Tensor
-    weights_V: torch.Tensor
-    ends: Sequence[int]
+    weights_V: torch.Tensor  # of the router
+    ends: Sequence[int]  # visits of expert e end before index ends[e]
 
     @staticmethod
     def from_top_k(top_k_index_TK: torch.Tensor, top_k_weights_TK: torch.Tensor, num_experts: int) -> "Visits":
-        """Sorts the router's choices by expert. Synchronizes once with a device, to read `ends`."""
+        """Sorts the router's choices by expert. Waits for the device once, to read `ends`."""
         experts_V, order = torch.sort(top_k_index_TK.reshape(-1), stable=True)
         every_E = torch.arange(num_experts, device=experts_V.device, dtype=experts_V.dtype)
         return Visits(
@@ -75,6 +80,7 @@ class Visits:
         )
 
     def expert_rows(self, expert: int) -> slice:
+        """The indices of an expert's visits."""
         return slice(self._begin(expert), self.ends[expert])
 
     def _begin(self, expert: int) -> int:
@@ -82,7 +88,7 @@ class Visits:
 
 
 class ExpertShare(ABC):
-    """A rank's share of an experts module: its `own` experts, or a part of each if None."""
+    """This rank's share of an experts module: the experts in `own`, or if that is None a part of every expert."""
 
     def __init__(self, own: range | None = None):
         self.own = own
@@ -91,30 +97,31 @@ class ExpertShare(ABC):
     def mix_experts(
         self, module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
     ) -> torch.Tensor:
-        """Returns the output of `mix_experts` over all ranks' shares, (T, D). `hit` yields this rank's experts,
-        ascending."""
+        """Returns the output of `mix_experts` over the experts of all ranks, (T, D). `hit` yields (expert, matrices)
+        for the hit experts of this rank, ascending."""
 
 
-SHARE = "expert_share"  # attribute of an experts module that is divided among ranks
+SHARE = "expert_share"  # attribute that holds the `ExpertShare` of an experts module divided among ranks
 
 
 def find_expert_share(module: torch.nn.Module) -> ExpertShare | None:
-    """Returns this rank's share; None if it has all experts."""
+    """Returns this rank's share; None if experts are not divided."""
     return getattr(module, SHARE, None)
 
 
 def experts_forward(
     self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """transformers' experts function: hidden_states (T, D), top_k_index and top_k_weights (T, K) -> (T, D)."""
+    """Maps hidden_states (T, D), top_k_index and top_k_weights (T, K) to (T, D); see transformers' experts
+    interface."""
     return need_tensor(NeedExperts(self, hidden_states, top_k_index, top_k_weights))
 
 
 def mix_experts(
     module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
 ) -> torch.Tensor:
-    """Returns the weighted sum over each token's experts (T, D), added in the order of `hit`. Uses the matrices of one
-    expert before it fetches the next."""
+    """Returns the weighted sum over each token's experts (T, D), added in the order of `hit`, which yields (expert,
+    matrices). Requests the matrices of the next expert only after the current expert is computed."""
     outputs = ((expert, expert_output(module, matrices, expert, hidden_TD, visits)) for expert, matrices in hit)
     return accumulate_outputs(hidden_TD, visits, outputs)
 
@@ -122,14 +129,15 @@ def mix_experts(
 def expert_output(
     module: torch.nn.Module, matrices: Matrices, expert: int, hidden_TD: torch.Tensor, visits: Visits
 ) -> torch.Tensor:
-    """Returns an expert's output (V, D) for its visits."""
+    """Returns an expert's output (V, D) for its visits, without the router's weights."""
     return run_expert(module, matrices, expert, hidden_TD[visits.tokens_V[visits.expert_rows(expert)]])
 
 
 def accumulate_outputs(
     hidden_TD: torch.Tensor, visits: Visits, outputs: Iterable[tuple[int, torch.Tensor]]
 ) -> torch.Tensor:
-    """Returns the weighted sum over each token's experts (T, D), added in the order of `outputs`."""
+    """Returns the weighted sum over each token's experts (T, D), added in the order of `outputs`: (expert, its output
+    for its visits)."""
     out_TD = torch.zeros_like(hidden_TD)
     for expert, result in outputs:
         rows = visits.expert_rows(expert)
@@ -138,7 +146,7 @@ def accumulate_outputs(
 
 
 def bound_matrices(module: torch.nn.Module, expert: int, overrides: Matrices | None = None) -> Matrices:
-    """Returns an expert's matrices: from `overrides`, else as bound to the module."""
+    """Returns an expert's matrices: from `overrides`, or if missing there, from the module's parameters."""
     overrides = overrides or {}
     return {n: overrides[n] if n in overrides else getattr(module, n)[expert] for n in matrix_names(module)}
 
@@ -150,6 +158,7 @@ def stack_names(model: PreTrainedModel) -> list[str]:
 
 
 def is_experts(module: torch.nn.Module) -> bool:
+    """True for a module that runs through transformers' experts interface."""
     return hasattr(module, "has_gate")  # set by transformers' decorator
 
 
@@ -159,6 +168,7 @@ def has_norm(experts: Experts) -> bool:
 
 
 def matrix_names(module: torch.nn.Module) -> tuple[str, str]:
+    """The names of the two stacks: up (with the gate if there is one) and down."""
     return ("gate_up_proj" if cast("Experts", module).has_gate else "up_proj", "down_proj")
 
 
@@ -171,8 +181,8 @@ def run_expert(module: torch.nn.Module, matrices: Matrices, expert: int, x: torc
 
 
 def run_bare_expert(module: torch.nn.Module, matrices: Matrices, x: torch.Tensor) -> torch.Tensor:
-    """Same as `run_expert` for an expert that `is_bare`. Reads no parameter bound to the module, so the matrices may be
-    on another device; the steps between products are transformers' own."""
+    """Same as `run_expert` for an expert without biases and norm (`is_bare`). Reads no parameter of the module, so the
+    matrices may be on another device. The activation is transformers' code."""
     experts, (up, down) = cast("Experts", module), matrices
     inner = _product(experts, x, matrices[up])
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
@@ -189,7 +199,7 @@ def apply_activation(experts: Experts, inner: torch.Tensor) -> torch.Tensor:
     """Applies the activation, with the gate if there is one: (V, 2H) or (V, H) to (V, H)."""
     if not experts.has_gate:
         return experts.act_fn(inner)
-    act = getattr(experts, "act_fn", None)  # gated experts of some classes have none
+    act = getattr(experts, "act_fn", None)  # missing in some classes with gates
     out = act.ops.gate_halves(inner) if isinstance(act, FusedGate) else None
     return experts._apply_gate(inner) if out is None else out
 

@@ -1,5 +1,5 @@
-"""Tiny configs of the model families that are tested token for token, for `jobs.models` and the tests. No other code
-depends on families; other families may run too."""
+"""Tiny configs of the model families whose tokens are compared with transformers, for `jobs.models` and the tests. The
+engine does not use this list: it may run other families too."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A tiny config: transformers' defaults for `model_type` with `overrides`. Has each kind of layer of the family."""
+    """A tiny config with each kind of layer that the family has: transformers' defaults for `model_type`, with
+    `overrides`."""
 
     name: str
     model_type: str

@@ -1,11 +1,11 @@
 """Replaces transformers modules by fused ones: RMS norms, gated feed-forwards, attention with rotary embeddings, and
 gates of experts.
 
-A module is replaced if its class has the same bytecode, names and constants as a class of Llama, Mistral, Mixtral,
-Qwen2 or Qwen3 listed here, including the functions that it calls, and its activation is SiLU. A replacement has the
-original's parameters and children under the same names. Results differ in the last bits of float32.
+A module is replaced if its forward has the same bytecode, names and constants as one of the known classes of Llama,
+Mistral, Mixtral, Qwen2 or Qwen3 below, and so have the functions that it calls. Activations must be SiLU. A replacement
+has the original's parameters and children under the same names. Results differ in the last bits of float32.
 
-T rows (tokens), H numbers of each; B sequences of T positions, h heads of D.
+Shapes: T tokens of H numbers; V visits of experts; B sequences of T positions, h heads of D numbers; R rows at a time.
 """
 
 from collections import Counter
@@ -26,13 +26,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 EXPERTS: Any = MixtralExperts  # transformers' decorator adds `_apply_gate`
 SILU = nn.SiLU | SiLUActivation
-Rotated = tuple[torch.Tensor, torch.Tensor]
+Rotated = tuple[torch.Tensor, torch.Tensor]  # queries, keys
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedOps:
-    """The operations of replacements. They return None for unsupported tensors; the replacement then runs plain code.
-    Feed-forwards take `mlp_rows` rows at a time; None: all at once."""
+    """The operations that replacements call. An operation returns None for unsupported tensors; the replacement then
+    runs transformers' code. `mlp_rows`: rows that a feed-forward computes at a time; None: all."""
 
     norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor | None]  # x (..., H), weight (H), eps -> (..., H)
     gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]  # silu(gate) * up, possibly in place of gate
@@ -41,7 +41,7 @@ class FusedOps:
     mlp_rows: int | None
 
     def make_replacement(self, parent: nn.Module, name: str, child: nn.Module) -> nn.Module | None:
-        """Returns the replacement for `child` of `parent`; None if there is none."""
+        """Returns the replacement for `child`, which `parent` has under `name`; None if its code is not known."""
         forward = type(child).forward
         if has_same_code(forward, llama.LlamaRMSNorm.forward):
             return FusedRMSNorm(child, self)
@@ -55,7 +55,7 @@ class FusedOps:
 
 
 class _Replacement(nn.Module):
-    """A module that shares parameters, children and attributes with the original, so weights bound to one are bound to
+    """A module that shares all attributes with the original, also the dict of parameters: a weight set in one is set in
     both."""
 
     def __init__(self, original: nn.Module, ops: FusedOps):
@@ -65,7 +65,7 @@ class _Replacement(nn.Module):
 
 
 class FusedRMSNorm(_Replacement):
-    """Llama's RMS norm in one pass over memory. After Zhang and Sennrich, "Root Mean Square Layer Normalization"
+    """Llama's RMS norm in one pass over memory. Source: Zhang and Sennrich, "Root Mean Square Layer Normalization"
     (2019)."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -74,14 +74,14 @@ class FusedRMSNorm(_Replacement):
 
 
 class FusedGatedMLP(_Replacement):
-    """Llama's feed-forward with a fused gate. After Shazeer, "GLU Variants Improve Transformer" (2020)."""
+    """Llama's feed-forward with a fused gate. Source: Shazeer, "GLU Variants Improve Transformer" (2020)."""
 
     gate_proj: nn.Module
     up_proj: nn.Module
     down_proj: nn.Module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps (..., D) to (..., D), `mlp_rows` rows at a time to bound the size of the inner activation."""
+        """Maps (..., D) to (..., D), `mlp_rows` rows at a time to bound the memory of the intermediate activation."""
         if self.ops.mlp_rows is None:
             return self.down_proj(self._inner(x))
         runs = x.reshape(-1, x.shape[-1]).split(self.ops.mlp_rows)
@@ -96,7 +96,8 @@ class FusedGatedMLP(_Replacement):
 
 
 class FusedGate(nn.Module):
-    """The SiLU of an experts module, alone or fused with the gated product."""
+    """The SiLU of an experts module. `forward` applies it alone; callers may use `ops.gate_halves`, which fuses it with
+    the product of the gate."""
 
     def __init__(self, act: nn.Module, ops: FusedOps):
         super().__init__()
@@ -108,11 +109,11 @@ class FusedGate(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class _AttentionCode:
-    """A forward that `FusedAttention` can replace. `has_norms`: queries and keys are normalized per head; `window`: the
-    window arguments for the attention function."""
+    """A forward that `FusedAttention` can replace."""
 
     forward: Callable[..., object]
-    has_norms: bool = False
+    has_norms: bool = False  # queries and keys are normalized per head
+    # Attention module -> the keyword arguments about its window for the attention function.
     window: Callable[[Any], dict[str, int | None]] = lambda attention: {"sliding_window": attention.sliding_window}
 
 
@@ -128,7 +129,7 @@ _ATTENTION_CODES = (
 
 
 class FusedAttention(_Replacement):
-    """Llama's attention with fused rotary embeddings. After Su et al., "RoFormer: Enhanced Transformer with Rotary
+    """Llama's attention with fused rotary embeddings. Source: Su et al., "RoFormer: Enhanced Transformer with Rotary
     Position Embedding" (2021)."""
 
     def __init__(self, original: nn.Module, ops: FusedOps, code: _AttentionCode):
@@ -143,26 +144,28 @@ class FusedAttention(_Replacement):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Maps (B, T, D) to the same. Stores K and V in `past_key_values` and calls the config's attention function."""
-        own: Any = self
+        """Maps (B, T, hidden size) to the same shape. Stores keys and values in `past_key_values`, and calls the
+        attention function that the config names."""
+        module: Any = self  # Any: attributes are the original's
         shape = hidden_states.shape[:-1]
-        projections = (own.q_proj, own.k_proj, own.v_proj)
-        q, k, v = (project(hidden_states).view(*shape, -1, own.head_dim) for project in projections)
+        projections = (module.q_proj, module.k_proj, module.v_proj)
+        q, k, v = (project(hidden_states).view(*shape, -1, module.head_dim) for project in projections)
         if self.has_norms:
-            q, k = own.q_norm(q), own.k_norm(k)
+            q, k = module.q_norm(q), module.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         rotated = self.ops.rotate(q, k, *position_embeddings)
         q, k = llama.apply_rotary_pos_emb(q, k, *position_embeddings) if rotated is None else rotated
         if past_key_values is not None:
-            k, v = past_key_values.update(k, v, own.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(own.config._attn_implementation, llama.eager_attention_forward)
-        out, scores = attend(self, q, k, v, attention_mask, dropout=0.0, scaling=own.scaling, **self.window, **kwargs)
-        return own.o_proj(out.reshape(*shape, -1).contiguous()), scores
+            k, v = past_key_values.update(k, v, module.layer_idx)
+        name, scaling = module.config._attn_implementation, module.scaling
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, llama.eager_attention_forward)
+        out, scores = attend(self, q, k, v, attention_mask, dropout=0.0, scaling=scaling, **self.window, **kwargs)
+        return module.o_proj(out.reshape(*shape, -1).contiguous()), scores
 
 
 def fuse(model: nn.Module, ops: FusedOps) -> Counter[str]:
-    """Replaces supported modules in `model`. Returns their counts by kind."""
-    replacements = dict[nn.Module, nn.Module]()  # one for each module, also if it has several parents
+    """Replaces supported modules in `model`. Returns the number of replacements by kind, such as "RMS norms"."""
+    replacements = dict[nn.Module, nn.Module]()  # original -> replacement; a module may have several parents
     for parent in reversed(list(model.modules())):  # children first: a replacement shares its original's children
         for name, child in list(parent._modules.items()):
             if child is None:
@@ -183,6 +186,7 @@ _KINDS: dict[type[nn.Module], str] = {
 
 def _calls_llama_functions(forward: Callable[..., object]) -> bool:
     """True if the functions that an attention class calls by name have Llama's code."""
+    # Functions that the forward calls, and the function that each of them calls.
     for name, inner in (("apply_rotary_pos_emb", "rotate_half"), ("eager_attention_forward", "repeat_kv")):
         function = _globals_of(forward).get(name)
         if not has_same_code(function, vars(llama)[name]):
@@ -197,7 +201,7 @@ def _globals_of(function: object) -> dict[str, object]:
 
 
 def has_same_code(function: object, known: object) -> bool:
-    """True if two functions have the same bytecode, names and constants; defaults and docstrings may differ."""
+    """True if two functions have the same bytecode, names and constants. Ignores defaults and docstrings."""
     bodies = list[tuple[object, ...]]()
     for compared in (function, known):
         code = getattr(compared, "__code__", None)

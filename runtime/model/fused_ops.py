@@ -1,11 +1,12 @@
 """Fused operations: RMS norms, SiLU gates, rotary embeddings.
 
 On a CPU, compiled kernels read and write each number once; they support contiguous float32 and bfloat16. On an
-accelerator `torch.compile` makes one kernel of each operation: a norm is seven launches otherwise, a gate two, a rotary
-embedding twelve. Results differ in the last bits: kernels keep intermediate results in float32, plain code rounds them
-to the dtype of the tensors.
+accelerator, `torch.compile` makes one kernel of each operation. Without it, a norm takes seven launches, a gate two,
+and a rotary embedding twelve. Results differ in the last bits: kernels keep intermediate results in float32, while
+plain torch code rounds them to the dtype of the tensors.
 
-T rows (tokens), H numbers of each; B sequences of T positions, h heads of D.
+Shapes: T rows (tokens) of H numbers; B sequences of T positions, h heads of D numbers; V rows of 2H numbers (gates,
+then ups).
 """
 
 from collections.abc import Callable
@@ -30,14 +31,15 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def host_ops() -> FusedOps | None:
-    """Operations for a CPU; None without a compiler: plain code is fastest then."""
+    """Returns the operations for a CPU; None if no compiler is available, since plain code is fastest then."""
     if not can_compile():
         return None
     return FusedOps(norm=norm, gate=gate, gate_halves=gate_halves, rotate=rotate, mlp_rows=GATED_ROWS)
 
 
 def prepare_host_ops(dtype: torch.dtype = torch.float32) -> None:
-    """Loads all kernels for a dtype of DTYPES, and compiles them on first use, so that no pass spends time on it."""
+    """Loads all kernels for a dtype of DTYPES, or compiles them if they are not cached, so that no pass waits for
+    this."""
     if has_compiler():
         rows_BThD = torch.ones(1, 1, 2, 2, dtype=dtype)
         norm(rows_BThD, rows_BThD[0, 0, 0], 0.0)
@@ -53,7 +55,7 @@ def _kernel() -> ModuleType:
 
 
 def _as_numpy(x: torch.Tensor) -> np.ndarray:
-    """Returns a NumPy view: float32, or the bits of bfloat16."""
+    """Returns a NumPy view: float32 numbers, or the bits of bfloat16 numbers."""
     return x.detach().view(BITS[x.dtype]).numpy()
 
 
@@ -91,7 +93,7 @@ def gate(gate_TH: torch.Tensor, up_TH: torch.Tensor) -> torch.Tensor | None:
 
 
 def gate_halves(gate_up_V2H: torch.Tensor) -> torch.Tensor | None:
-    """Returns silu(gate) * up (V, H) of rows with both halves, (V, 2H)."""
+    """Returns silu(gate) * up (V, H) for rows (V, 2H) whose first half is the gate and second half up."""
     if gate_up_V2H.dim() != 2 or not _can_run(gate_up_V2H):
         return None
     num_rows, num_gates = gate_up_V2H.shape[0], gate_up_V2H.shape[1] // 2
@@ -99,8 +101,8 @@ def gate_halves(gate_up_V2H: torch.Tensor) -> torch.Tensor | None:
 
 
 def _apply_gate(gate_TN: torch.Tensor, up_TN: torch.Tensor, up_begin: int, out_TH: torch.Tensor) -> torch.Tensor:
-    """Writes silu(gate) * up to `out_TH`, which may be `gate_TN`: H columns of `gate_TN`, and of `up_TN` from
-    `up_begin` on."""
+    """Returns silu(gate) * up, written to `out_TH`, which may be `gate_TN`. gate: the first H columns of `gate_TN`. up:
+    H columns of `up_TN`, from column `up_begin` on."""
     out, kernel = _as_numpy(out_TH), _kernel()
     arrays = (_as_numpy(gate_TN), _as_numpy(up_TN), up_begin, out)
     parallel_for_groups(out, 1, lambda rows: kernel.gate_rows(*arrays, *rows, np.empty(kernel.RUN, np.float32)))
@@ -108,11 +110,12 @@ def _apply_gate(gate_TN: torch.Tensor, up_TN: torch.Tensor, up_begin: int, out_T
 
 
 def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Rotated | None:
-    """Rotates queries and keys (B, h, T, D) by angles (B, T, D): pairs of numbers half a head apart."""
+    """Returns queries and keys (B, h, T, D) rotated by angles (B, T, D), as Llama does: numbers d and d + D / 2 are a
+    pair."""
     B, _, T, D = q.shape
-    rows = [q.transpose(1, 2), k.transpose(1, 2)]  # contiguous, as products return them
-    is_each_token = cos.shape == sin.shape == (k.shape[0], *k.shape[2:]) == (B, T, D)
-    if not is_each_token or not _can_run(*rows, cos, sin):
+    rows = [q.transpose(1, 2), k.transpose(1, 2)]  # (B, T, h, D): contiguous, since projections return this layout
+    has_angles_per_token = cos.shape == sin.shape == (k.shape[0], *k.shape[2:]) == (B, T, D)
+    if not has_angles_per_token or not _can_run(*rows, cos, sin):
         return None
     cos_TD, sin_TD = _as_rows(cos), _as_rows(sin)
     rotate_rows, rotated = _kernel().rotate_rows, list[torch.Tensor]()
@@ -136,8 +139,8 @@ def require_accelerator(device: torch.device) -> None:
 
 
 def compiled_ops() -> FusedOps:
-    """Operations that torch.compile turns into one kernel each. Compiles in the first pass, and again for a pass of a
-    single token, some seconds per operation."""
+    """Returns the operations for an accelerator, which torch.compile turns into one kernel each. It compiles in the
+    first pass, and again in the first pass with a single token: some seconds per operation."""
     return FusedOps(
         norm=lambda x, weight, eps: _compile(plain_norm)(x, weight, eps),
         gate=lambda gate, up: _compile(plain_gate)(gate, up),
@@ -153,7 +156,7 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plain_norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm, in float32 up to the product with the weight."""
+    """RMS norm, in float32 until the result is rounded and multiplied by the weight."""
     wide = x.float()
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight_H * scaled.to(x.dtype)

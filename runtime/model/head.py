@@ -1,5 +1,11 @@
-"""Runs the model's head on a slice of tokens at a time, so that logits of many tokens are never in memory together.
-Works with any class: its forward runs again for each slice, with the base model's first output reused."""
+"""Runs the model's head (the output projection) on a slice of tokens at a time, to bound the memory of logits.
+
+Works with any model class. The base model (everything below the head) is wrapped. The class's forward runs once per
+slice: in the first run the base model computes the hidden states of all tokens, in later runs its wrapper returns the
+hidden states of the next slice.
+
+Letters: B rows of T tokens; N selected tokens, n in a slice; D hidden size; V vocabulary; C classes.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,12 +25,13 @@ class HasLogits(Protocol):
 
 
 class _HeadSkipped(Exception):
-    """Ends the forward after the base model if the head is not needed."""
+    """Ends the model's forward after the base model, if the head is not needed."""
 
 
 class BaseModelWrapper(torch.nn.Module):
-    """Wraps a candidate for the base model below the head: the first one called in a pass is. Inside `sliced_logits` it
-    runs once and then returns its output for the current slice. Elsewhere it is transparent."""
+    """Wraps a module that may be the base model. Of nested wrappers, the first one that a pass calls acts as the base
+    model; others just call their module. The acting one runs its module once, and then returns the hidden states of the
+    current slice. Without `LaneRun.head`, all wrappers just call their module."""
 
     def __init__(self, inner: torch.nn.Module):
         super().__init__()
@@ -47,7 +54,7 @@ class BaseModelWrapper(torch.nn.Module):
             slices.owner = self
             slices.output = self.inner(*args, **kwargs)
             slices.hidden_1ND = _select_hidden(slices.output, slices.selected_N)
-            slices.output = _replace_hidden(slices.output, slices.hidden_1ND[:, :0])
+            slices.output = _replace_hidden(slices.output, slices.hidden_1ND[:, :0])  # frees the other states
             if slices.skips_head:
                 raise _HeadSkipped
         return _replace_hidden(slices.output, slices.next_hidden(slices.hidden_1ND))
@@ -56,8 +63,8 @@ class BaseModelWrapper(torch.nn.Module):
 def sliced_logits(
     forward: Callable[[], HasLogits], selected_N: torch.Tensor, num_rows: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields the start and logits (n, V) of slices of up to `num_rows` selected tokens. Call inside a lane's run.
-    `forward` runs the model; `selected_N` indexes its B * T tokens."""
+    """Yields (index of the slice's first token in `selected_N`, logits (n, V)) for slices of up to `num_rows` selected
+    tokens. Must be called in a LaneRun. `forward` runs the model; `selected_N`: indices among its B * T tokens."""
     run = current_lane_run()
     slices = run.head = HeadSlices(selected_N=selected_N)
     try:
@@ -70,8 +77,8 @@ def sliced_logits(
 
 
 def hidden_states(forward: Callable[[], object], selected_N: torch.Tensor) -> HeadSlices:
-    """Computes the last hidden states of the selected tokens, the head's input. Call inside a lane's run. `forward`: as
-    in `sliced_logits`, or of a model without a head."""
+    """Computes the hidden states of the selected tokens that are the head's input. Must be called in a LaneRun.
+    `forward` runs the model, which may have no head."""
     run = current_lane_run()
     slices = run.head = HeadSlices(selected_N=selected_N, skips_head=True)
     try:
@@ -84,8 +91,9 @@ def hidden_states(forward: Callable[[], object], selected_N: torch.Tensor) -> He
 
 
 def class_logits(model: torch.nn.Module, slices: HeadSlices, ids_N: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Computes float32 logits (N, C) of a decoder's classifier for the hidden states in `slices`; `ids_N`: their
-    tokens. Each is passed as a prompt of one token, since the class pools the last token."""
+    """Returns float32 logits (N, C) of a decoder's classifier for the hidden states in `slices`. `ids_N`: the tokens of
+    these hidden states. Each is passed as a prompt of one token, since transformers' class pools a prompt's last
+    token."""
     run, parts = current_lane_run(), list[torch.Tensor]()
     slices.skips_head, slices.as_rows = False, True
     run.head = slices
@@ -99,11 +107,11 @@ def class_logits(model: torch.nn.Module, slices: HeadSlices, ids_N: torch.Tensor
 
 
 def slice_head(staged: StagedModel) -> None:
-    """Enables `sliced_logits`. Mutates the model; idempotent. Raises ConfigError if the head is not separate from the
-    layers."""
+    """Wraps the base model, as `sliced_logits` requires. Mutates the model; idempotent. Raises ConfigError if one
+    module contains both the layers and the head."""
     if any(isinstance(module, BaseModelWrapper) for module in staged.model.modules()):
         return
-    # All modules that contain the decoder's layers and not the head, outer ones first: a class may call any of them.
+    # All modules that contain the decoder's layers but not the head, outer ones first: a class may call any of them.
     last_layer = next(module for module in staged.modules if module.is_last_layer)
     head = staged.model.get_output_embeddings()
     parent, candidates = staged.model, list[tuple[torch.nn.Module, str]]()
@@ -133,6 +141,7 @@ def _select_hidden(output: object, selected_N: torch.Tensor) -> torch.Tensor:
 
 
 def _replace_hidden(output: object, hidden: torch.Tensor) -> object:
+    """Returns a base model's output with other hidden states."""
     if isinstance(output, ModelOutput):
         return replace(output, **{next(iter(output)): hidden})  # pyright: ignore[reportArgumentType] - its subclasses are
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden

@@ -1,4 +1,8 @@
-"""Loads a model without its weights: opens a checkpoint, maps its bytes to parameters, splits the model into stages."""
+"""Loads a model without its weights: opens a checkpoint, finds the bytes of each parameter, and splits the model into
+stages, whose weights are read later.
+
+Lanes run micro-batches: packed lanes concatenate sequences of different lengths, padded lanes pad them.
+"""
 
 import hashlib
 import logging
@@ -57,48 +61,49 @@ from .truncated_model import TruncatedModel, drop_unused_modules
 
 log = logging.getLogger(__name__)
 
-STORED_DTYPES = frozenset(dtype.value for dtype in DType if dtype is not DType.auto)
+# Dtypes that the setting model.dtype offers, by name.
+OFFERED_DTYPES = frozenset(dtype.value for dtype in DType if dtype is not DType.auto)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A staged model and its checkpoint. `dtypes`: compute dtype by full parameter name; `config`: the checkpoint's
-    config, including quantization; `digests`: with model.verify=full, the SHA-256 of each weight file by path."""
+    """A staged model and its checkpoint."""
 
     staged: StagedModel
     shape: ModelShape
-    dtypes: Mapping[str, torch.dtype]
+    dtypes: Mapping[str, torch.dtype]  # compute dtype by full parameter name
     compute_dtype: torch.dtype
     tokenizer: PreTrainedTokenizerBase | None
     generation: GenerationDefaults
     eos_token_ids: frozenset[int]
-    start_token_id: int | None  # first decoder token of an encoder-decoder; None for others
+    start_token_id: int | None  # first decoder token of an encoder-decoder; None for other models
     checkpoint: Checkpoint
-    config: Mapping[str, object]
-    fingerprint: str
-    digests: Mapping[str, str]
-    expands_latents: bool  # CacheShape.is_latent
+    config: Mapping[str, object]  # config.json, including quantization
+    fingerprint: str  # of the checkpoint
+    digests: Mapping[str, str]  # path of a weight file -> its SHA-256; empty without model.verify=full
+    expands_latents: bool  # see `CacheShape.is_latent`
     padding: PaddingBehavior  # of a decoder in padded lanes
     head: Head
     looks_ahead: bool  # bidirectional attention over the whole prompt: an encoder
-    stored: WeightStorage
-    rounded: RoundedTensors | None  # rounded by model.quantize while they are read
+    stored: WeightStorage  # formats in the checkpoint
+    rounded: RoundedTensors | None  # with model.quantize: weights that are rounded while they are read
     rope_lengths: RopeLengths | None  # if rotary embeddings depend on a sequence's length
     split_heads: HeadShare | None = None  # with tensor parallelism: this rank's heads
     backends: BackendTable | None = None  # measured choice of linear backends; None: the default rule
 
     @property
-    def numbers(self) -> WeightStorage:
-        """The storage formats of weights, with the relative error of weights that are quantized while loading."""
+    def weight_storage(self) -> WeightStorage:
+        """The storage formats of the weights. Includes the error of weights rounded while they are read, once all of
+        them were read."""
         return self.stored if self.rounded is None else replace(self.stored, relative_error=self.rounded.relative_error)
 
     @property
     def virtual_files(self) -> Mapping[str, Fill]:
-        """Weight files that exist only in memory, for `Reader`."""
+        """Files that do not exist on disk: name -> function that fills memory with the file's bytes, for `Reader`."""
         return {} if self.rounded is None else self.rounded.fills
 
     def for_device(self, device: ComputeDevice) -> "LoadedModel":
-        """Returns the model with the attention method of this device, which determines its memory."""
+        """Returns a copy whose shape has the attention method for this device, on which memory use depends."""
         method = attention.attention_method(self.staged.model, self.shape, device)
         return replace(self, shape=replace(self.shape, attention_method=method))
 
@@ -120,8 +125,8 @@ class ModelSplit(ABC):
 
     @abstractmethod
     def split_model(self, model: PreTrainedModel, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
-        """Reduces the model to this rank's part of each matrix and returns the parts' byte ranges. Mutates the model.
-        Raises ConfigError if its class or its storage format cannot be split."""
+        """Reduces the model's matrices to this rank's parts. Returns the byte ranges of these parts, by full parameter
+        name. Mutates the model. Raises ConfigError if its class or its storage format cannot be split."""
 
 
 def load_model(
@@ -129,21 +134,21 @@ def load_model(
     device: torch.device,
     cache_dir: str | None,
     *,
-    express: bool = True,
+    use_byte_ranges: bool = True,
     truncated: TruncatedModel | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     split: ModelSplit | None = None,
     encodes: bool = False,
 ) -> LoadedModel:
-    """Opens a checkpoint, maps its bytes to parameters, and stages the model.
+    """Opens a checkpoint, finds the bytes of each parameter, and stages the model.
 
-    `express`: see `map_weights`; `truncated`: only the first layers; `split`: this rank's part; `encodes`: only the
-    encoder of an encoder-decoder. Raises CheckpointError or ConfigError, with what to do.
+    `use_byte_ranges`: see `map_weights`. `truncated`: load only the first layers. `split`: load only this rank's part.
+    `encodes`: load only the encoder of an encoder-decoder. Raises CheckpointError or ConfigError.
     """
     empty = _build_empty_model(config, device, cache_dir, truncated, should_stop, encodes=encodes)
     model, checkpoint, class_name = empty.model, empty.checkpoint, type(empty.model).__name__
 
-    # Run the class without weights to probe its lanes. An encoder's lanes are padded, run once, and have no cache.
+    # Run the class without weights to choose packed or padded lanes. An encoder has padded lanes without a cache.
     is_encoder = model_head(model) is not Head.text and looks_ahead(model)
     if is_encoder and config.lanes is Lanes.packed:
         raise ConfigError(f"model.lanes=packed: not possible for {class_name}: {NO_DECODER}; set auto or padded")
@@ -165,7 +170,7 @@ def load_model(
             log.debug("padded lanes: %s", reason)
 
     rounded = empty.make_rounded(config)
-    parameters, digests = empty.map_bytes(rounded, config, cache_root(cache_dir), express, should_stop)
+    parameters, digests = empty.map_bytes(rounded, config, cache_root(cache_dir), use_byte_ranges, should_stop)
     heads = None if split is None else split.share_heads(cache, is_packed=is_packed)
     if split is not None:
         parameters = split.split_model(model, parameters)
@@ -176,7 +181,7 @@ def load_model(
         ops = host_ops()
     if ops is not None:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(fuse(model, ops).items()))
-        log.debug("%s: fused modules: %s", class_name, kinds or "none, as none has the code of a supported class")
+        log.debug("%s: fused modules: %s", class_name, kinds or "none: no module has the code of a supported class")
 
     rope_lengths = follow_lengths(model)
     with as_config_error(class_name):
@@ -215,21 +220,20 @@ def load_model(
 
 @dataclass(frozen=True, kw_only=True)
 class _EmptyWeights:
-    """A checkpoint and its model with parameters on the meta device. `published_config`: with `quantization`, its
-    quantization settings."""
+    """A checkpoint, and its model with parameters on the meta device."""
 
     checkpoint: Checkpoint
     fingerprint: str
     model: PreTrainedModel
     dtype: torch.dtype
-    published_config: Mapping[str, object]
-    quantization: Mapping[str, object]
+    published_config: Mapping[str, object]  # config.json, including quantization
+    quantization: Mapping[str, object]  # its quantization_config
     generation: GenerationDefaults
-    zeroed_rows: Mapping[str, Sequence[int]]  # see `runtime.probing.meta`
+    zeroed_rows: Mapping[str, Sequence[int]]  # parameter -> rows that transformers sets to zero when it loads the class
 
     def make_rounded(self, config: ModelConfig) -> RoundedTensors | None:
-        """Returns the checkpoint's tensors quantized by `model.quantize`, None if it is not set. Raises CheckpointError
-        if they are quantized already."""
+        """Returns the tensors that `model.quantize` rounds while they are read; None if it is not set. Raises
+        CheckpointError if the checkpoint is quantized already."""
         if config.quantize is None:
             return None
         stored = "GGUF" if self.checkpoint.gguf is not None else self.quantization.get("quant_method")
@@ -245,17 +249,17 @@ class _EmptyWeights:
         rounded: RoundedTensors | None,
         config: ModelConfig,
         cache: Path,
-        express: bool,
+        use_byte_ranges: bool,
         should_stop: Callable[[], bool],
     ) -> tuple[dict[str, Parameter], dict[str, str]]:
-        """Returns byte ranges of all parameters by full name, and with model.verify=full the digests of files. Converts
-        layouts that byte ranges cannot express into a file in `cache`."""
+        """Returns the byte ranges of all parameters by full name, and with model.verify=full the SHA-256 of files by
+        path. Converts parameters whose layout is no sequence of byte ranges into a file in `cache`, and uses that."""
         checkpoint, model = self.checkpoint, self.model
         if checkpoint.gguf is not None:
             parameters, conversions = map_gguf(model, checkpoint)
         else:
             plain = pair_companions(checkpoint.tensors, self.quantization) if rounded is None else rounded.tensors
-            parameters, conversions = map_weights(model, plain, express=express)
+            parameters, conversions = map_weights(model, plain, use_byte_ranges=use_byte_ranges)
         is_verified = config.verify is Verify.full
         if self.quantization.get("quant_method") == METHOD:
             check_packed(checkpoint.files, is_full=is_verified)
@@ -270,13 +274,14 @@ class _EmptyWeights:
                     f"needs: run weightstream pack out=OUT format={name}, then set model.path=OUT"
                 )
         if conversions:
-            # The fingerprint samples bytes: with digests, files that differ elsewhere are converted separately.
+            # The fingerprint covers only samples of the bytes. With digests, the cached file is specific to all bytes.
             identity = "".join([self.fingerprint, *digests.values()])
             identity = hashlib.sha256(identity.encode()).hexdigest() if digests else identity
             converted = convert_once(model, conversions, cache, identity)
-            tied = {name: parameters[name].pieces for name in converted if name in parameters}
+            # Parameters tied to a converted one have the same byte ranges: they must use the converted bytes too.
+            old_pieces = {name: parameters[name].pieces for name in converted if name in parameters}
             for name, parameter in parameters.items():
-                source = next((target for target, pieces in tied.items() if pieces == parameter.pieces), name)
+                source = next((target for target, pieces in old_pieces.items() if pieces == parameter.pieces), name)
                 parameters[name] = replace(converted[source], name=name) if source in converted else parameter
             parameters |= converted
             if is_verified:
@@ -286,15 +291,15 @@ class _EmptyWeights:
         return parameters, digests
 
     def _zeroing_conversions(self, parameters: Mapping[str, Parameter]) -> list[Conversion]:
-        """Makes conversions for rows that transformers sets to zero while loading. Raises ConfigError for a matrix in
-        several pieces."""
+        """Returns conversions that zero the rows which transformers sets to zero while loading. Raises ConfigError for
+        a matrix made of several tensors."""
         conversions, class_name = list[Conversion](), type(self.model).__name__
         for name, rows in self.zeroed_rows.items():
             pieces = parameters[name].slices if name in parameters else ()
             if len(pieces) != 1:
                 raise ConfigError(
                     f"model.path: transformers sets rows {list(rows)} of {name!r} to zero when it loads {class_name}; "
-                    "not supported for a matrix in several pieces: use transformers itself"
+                    "not supported for a matrix made of several tensors: use transformers itself"
                 )
             zeroing = make_zeroing(name, pieces[0], rows)
             if zeroing is not None:
@@ -313,7 +318,7 @@ def _build_empty_model(
     *,
     encodes: bool,
 ) -> _EmptyWeights:
-    """Reads the small files and headers of a checkpoint, and builds the model without weights."""
+    """Reads the small files and headers of a checkpoint, and builds the model on the meta device."""
     if config.compile:
         require_accelerator(device)
     path = find_checkpoint(config, cache_dir, should_stop)
@@ -347,19 +352,20 @@ def _build_empty_model(
 
 
 def _compute_dtype(setting: DType, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """Resolves model.dtype; `auto` as in plans. On a device, keeps checkpoint dtypes that are not settings."""
+    """Returns the compute dtype for model.dtype; `auto` is resolved as in plans. On an accelerator, `auto` keeps a
+    checkpoint's dtype that model.dtype does not offer."""
     if setting is not DType.auto:
         return getattr(torch, setting.value)
     stored = getattr(config, "dtype", None)
     if not isinstance(stored, torch.dtype):
         return torch.float32
-    has_device, name = device.type != "cpu", str(stored).removeprefix("torch.")
-    if has_device and name not in STORED_DTYPES:
+    is_accelerator, name = device.type != "cpu", str(stored).removeprefix("torch.")
+    if is_accelerator and name not in OFFERED_DTYPES:
         return stored
-    published = DType(name) if name in STORED_DTYPES else DType.float32
-    has_bfloat16 = not has_device or has_bfloat16_units(device)
-    chosen = resolve_auto_dtype(published, has_device=has_device, has_bfloat16=has_bfloat16)
-    if has_device and chosen is not published:
+    published = DType(name) if name in OFFERED_DTYPES else DType.float32
+    has_bfloat16 = not is_accelerator or has_bfloat16_units(device)
+    chosen = resolve_auto_dtype(published, has_device=is_accelerator, has_bfloat16=has_bfloat16)
+    if is_accelerator and chosen is not published:
         log.warning(
             "model.dtype=auto: %s, not the checkpoint's %s, for which %s has no units; a row with numbers above 65,504 "
             "becomes an error row: set model.dtype=float32 if the model has such numbers",
@@ -385,8 +391,8 @@ def _register_functions(model: PreTrainedModel, *, is_packed: bool) -> None:
 
 
 def fill_buffers(staged: StagedModel, parameters: Mapping[str, Parameter], device: torch.device) -> None:
-    """Loads persistent buffers outside all stages from the checkpoint; missing ones keep their computed values. Moves
-    all buffers to `device`. Mutates the model. Raises OSError if a read fails."""
+    """Loads persistent buffers that belong to no stage; buffers missing in the checkpoint keep the values that the
+    class computed. Moves all buffers to `device`. Mutates the model. Raises OSError if a read fails."""
     for name, buffer in staged.model.state_dict(keep_vars=True).items():
         if name in parameters and name not in staged.stage_of:
             path, _, leaf = name.rpartition(".")

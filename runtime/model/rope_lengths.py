@@ -1,10 +1,12 @@
-"""Rotary embeddings that depend on the sequence length: LongRoPE (Ding et al. 2024), with one set of factors up to the
-pretraining length and another above it.
+"""Rotary embeddings that depend on the sequence length: LongRoPE (Ding et al. 2024), with short factors up to the
+pretraining length (the limit) and long factors above it.
 
-transformers picks the set by the largest position of a call, which is correct for a single sequence. A lane has many:
-each token uses its own sequence's length, and the class's code runs once for short and once for long sequences. Cached
-keys keep their embedding, as in `generate`. If `generate` drops its cache when a sequence crosses the limit, that
-sequence is prefilled again.
+transformers chooses the factors by the largest position of a call, which is correct for a single sequence. A lane
+(micro-batch) has several sequences: here the class's code runs once with short and once with long factors, and each
+token uses the result for its sequence's length. Cached keys are not changed when their sequence grows over the limit,
+as in `generate`. If the class's `generate` instead drops its cache at the limit, the sequence is prefilled again.
+
+T tokens of D numbers.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,39 +25,39 @@ Embeddings = torch.Tensor | tuple[torch.Tensor, ...]  # (..., T, D) each
 
 @dataclass(frozen=True, kw_only=True)
 class RopeLengths:
-    """The effect of sequence lengths. `restart_tokens`: the length at which `generate` recomputes all keys; None if it
-    never does."""
+    """How the keys of a sequence depend on its length."""
 
-    restart_tokens: int | None
+    restart_tokens: int | None  # the length at which `generate` drops its cache and recomputes all keys; None: never
 
     def token_lengths(self, positions: Iterable[int], *, num_prompt: int, num_known: int) -> list[int]:
-        """Sequence lengths at which `generate` last computed the keys at `positions`."""
-        least = num_prompt
+        """Returns the length that the sequence had when `generate` last computed the key at each of `positions`.
+        `num_known`: current tokens of the sequence, of which `num_prompt` are the prompt."""
+        prefill_length = num_prompt  # keys at earlier positions were computed together
         if self.restart_tokens is not None and num_known >= self.restart_tokens:
-            least = max(num_prompt, self.restart_tokens)
-        return [max(position + 1, least) for position in positions]
+            prefill_length = max(num_prompt, self.restart_tokens)
+        return [max(position + 1, prefill_length) for position in positions]
 
     def is_restart(self, *, num_cached: int, num_known: int) -> bool:
-        """True if the keys of a sequence must be recomputed after its newest token."""
+        """True if all keys of a sequence must be recomputed, because its newest token reached `restart_tokens`."""
         return self.restart_tokens == num_known == num_cached + 1
 
 
 def follow_lengths(model: PreTrainedModel) -> RopeLengths | None:
-    """Makes rotary modules use `LaneRun.lengths`. Mutates `model`; returns None if nothing depends on length. Raises
-    ConfigError for unsupported classes."""
+    """Makes rotary modules use `LaneRun.lengths`. Mutates `model`. Returns None if no embedding depends on the length.
+    Raises ConfigError for unsupported classes."""
     limits: set[int] = set()
     for module in model.modules():
-        own: dict[str | None, int] = {}  # longest sequence with short factors, by layer type (None: one for all layers)
-        kinds: Any = getattr(module, "rope_type", None)
-        kinds = {None: kinds} if isinstance(kinds, str) else kinds
+        module_limits: dict[str | None, int] = {}  # limit by layer type (None: all layers)
+        rope_types: Any = getattr(module, "rope_type", None)
+        rope_types = {None: rope_types} if isinstance(rope_types, str) else rope_types
         parameters: Any = getattr(getattr(module, "config", None), "rope_parameters", {})
-        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else ():
-            if kind == "longrope":
+        for layer_type, rope_type in rope_types.items() if isinstance(rope_types, dict) else ():
+            if rope_type == "longrope":
                 settings = parameters if layer_type is None else parameters[layer_type]
-                own[layer_type] = settings["original_max_position_embeddings"]
-        if own:
-            module.forward = _length_aware(module.forward, own)
-            limits.update(own.values())
+                module_limits[layer_type] = settings["original_max_position_embeddings"]
+        if module_limits:
+            module.forward = _length_aware(module.forward, module_limits)
+            limits.update(module_limits.values())
     if not limits:
         return None
     if model.config.is_encoder_decoder:
@@ -66,7 +68,8 @@ def follow_lengths(model: PreTrainedModel) -> RopeLengths | None:
 
 
 def _length_aware(forward: Callable[..., Embeddings], limits: dict[str | None, int]) -> Callable[..., Embeddings]:
-    """Wraps the forward of a rotary module for use in lanes."""
+    """Returns the forward of a rotary module, changed to choose factors by each token's sequence length. `limits`: by
+    layer type."""
 
     def embed(
         x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None, **kwargs: object
@@ -89,23 +92,25 @@ def _length_aware(forward: Callable[..., Embeddings], limits: dict[str | None, i
         is_long = lengths > limit  # (..., T), on the CPU: True for tokens with long factors
         if not is_long.any():
             return embed_all(position_ids)
-        beyond = torch.full_like(position_ids[..., :1], limit)  # one more token makes the class use long factors
+        # An additional position above the limit makes the class use long factors; its embedding is dropped.
+        beyond = torch.full_like(position_ids[..., :1], limit)
         out = [part[..., :-1, :] for part in _parts(embed_all(torch.cat([position_ids, beyond], -1)))]
         if not is_long.all():
             short = embed_all(position_ids.clamp(max=limit - 1))
             mask = is_long.to(position_ids.device)[..., None]
-            out = [torch.where(mask, *both) for both in zip(out, _parts(short), strict=True)]
+            out = [torch.where(mask, *pair) for pair in zip(out, _parts(short), strict=True)]  # pair: long, short
         return out[0] if len(out) == 1 else tuple(out)
 
     return embed
 
 
 def _parts(embeddings: Embeddings) -> Iterator[torch.Tensor]:
+    """Yields cosine and sine, or the one tensor that some classes use."""
     yield from (embeddings,) if isinstance(embeddings, torch.Tensor) else embeddings
 
 
 class _FakeCache(DynamicCache):
-    """A cache that reports `num_positions`."""
+    """An empty cache that reports `num_positions` cached positions."""
 
     num_positions = 0
 
@@ -114,10 +119,12 @@ class _FakeCache(DynamicCache):
 
 
 def _restart_tokens(model: PreTrainedModel, limits: set[int]) -> int | None:
-    """Finds the length at which the class's `generate` drops its cache, by calling it; None if it never does."""
+    """Finds the length at which `generate` drops its cache, by calling the class's `prepare_inputs_for_generation` just
+    above each limit. Returns None if it never does."""
     prepare: Any = model.prepare_inputs_for_generation
     original = getattr(model.config.get_text_config(), "original_max_position_embeddings", None)
-    for num_known in sorted({limit + 1 for limit in {*limits, *([original] if isinstance(original, int) else [])}}):
+    all_limits = {*limits, original} if isinstance(original, int) else limits
+    for num_known in sorted(limit + 1 for limit in all_limits):
         cache = _FakeCache(config=model.config.get_text_config())
         cache.num_positions = num_known - 1
         ids = torch.zeros(1, num_known, dtype=torch.long)

@@ -1,9 +1,14 @@
-"""Splits a model into stages without touching its code: wraps each layer, and each outer module with weights, in a
-`StreamedModule`. Dry runs find the outer modules that run before the layers.
+"""Splits a model into stages: wraps each layer, and each module with weights outside the layers (outer module), in a
+`StreamedModule`, which requests the stage's weights when the model's forward calls it.
 
-In the last decoder layer all tokens store K and V, but only tokens that the head needs continue: decoded ones, and the
-last of a finished prompt. With L layers this saves almost 1/L of a prefill. It is valid for any class: outside of
-attention, tokens are independent.
+A stage is the weights of one part of the forward: embeddings, one layer, or norm and head. Dry runs find the outer
+modules that run before the layers.
+
+In the last decoder layer all tokens store keys and values. After that, the layer computes only the tokens that the head
+needs (selected tokens): decoded tokens, and the last token of a finished prompt. With L layers this saves almost 1/L of
+a prefill. It is valid for any class, since tokens are independent outside of attention.
+
+Letters: T tokens of a pass, B selected tokens.
 """
 
 import inspect
@@ -26,7 +31,7 @@ from ..plan.cost.lane_work import can_skip_unselected
 from ..plan.shape.shapes import StageKind
 from ..probing.layer_lists import encoder_config, layer_lists, stage_kinds
 
-EMBEDDING = 0
+EMBEDDING = 0  # number of the first stage
 NO_FUSION = nullcontext()
 ForwardOverride: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], object]
 _Tensors: TypeAlias = dict[str, torch.Tensor | None]  # a module's parameters or buffers, by name
@@ -34,13 +39,12 @@ _Tensors: TypeAlias = dict[str, torch.Tensor | None]  # a module's parameters or
 
 @dataclass(frozen=True, kw_only=True)
 class AbsentWeight:
-    """Attributes of a weight that is not loaded, for code outside its module. The device is None: `x.to(None)` leaves x
-    unmoved. `fetch` requests the weight from the engine."""
+    """Stands for a weight that is not loaded now, when model code reads its attributes from outside its module."""
 
     shape: torch.Size
     dtype: torch.dtype
-    fetch: Callable[[], torch.Tensor]
-    device: None = None
+    fetch: Callable[[], torch.Tensor]  # requests the weight from the engine
+    device: None = None  # `x.to(weight.device)` then does not move x
 
     def __getitem__(self, index: int | tuple[int, slice]) -> torch.Tensor:
         """Returns a row of an embedding table, such as Gemma-4's padding token."""
@@ -50,7 +54,7 @@ class AbsentWeight:
 
 
 class StreamedModule(torch.nn.Module):
-    """Wraps a module: requests its stage's weights from the engine and runs the original with them."""
+    """Wraps a module: `forward` requests the stage's weights from the engine and runs the module with them."""
 
     def __init__(self, inner: torch.nn.Module, name: str, stage: int, *, is_last_layer: bool = False):
         super().__init__()
@@ -58,11 +62,11 @@ class StreamedModule(torch.nn.Module):
         self.name = name
         self.stage = stage
         self.is_last_layer = is_last_layer
-        self.parameter_names = tuple(inner.state_dict())  # in the stage's weights with the prefix `name`
+        self.parameter_names = tuple(inner.state_dict())  # without the module's path, which is `name`
         self.binding = Binding(inner, self.parameter_names, f"{name}.")
         self.projections = FusedProjections()
-        self.instead: ForwardOverride | None = None  # replaces `forward` if another rank has this layer
-        self.stand_in: Callable[[], Weights] | None = None  # provides weights that another rank has
+        self.forward_override: ForwardOverride | None = None  # replaces `forward` if another rank has this layer
+        self.weights_override: Callable[[], Weights] | None = None  # returns weights if another rank has the real ones
 
     def __getattr__(  # pyright: ignore[reportIncompatibleMethodOverride] - may return an AbsentWeight
         self, name: str
@@ -80,19 +84,19 @@ class StreamedModule(torch.nn.Module):
             )
 
     def _weights(self) -> Weights:
-        return need_stage(self.stage) if self.stand_in is None else self.stand_in()
+        return need_stage(self.stage) if self.weights_override is None else self.weights_override()
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        return self.run_inner(args, kwargs) if self.instead is None else self.instead(args, kwargs)
+        return self.run_inner(args, kwargs) if self.forward_override is None else self.forward_override(args, kwargs)
 
     def run_inner(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Runs the module with its weights bound."""
+        """Requests the stage's weights, sets the module's parameters to them, and runs the module."""
         weights = self._weights()
         inner = self._modules["inner"]  # faster than `__getattr__`
         assert inner is not None, "no module is wrapped"
         stored = self.binding.enter(weights)
         try:
-            blocks: dict[str, Sequence[Block]] = {}  # of weights that may be multiplied together
+            blocks: dict[str, Sequence[Block]] = {}  # row blocks of weights that may be multiplied together, by name
             for name, weight in stored.items():
                 if weight.is_plain:
                     weight.projections, blocks[name] = (self.projections, name), weight.entries[0]
@@ -103,27 +107,29 @@ class StreamedModule(torch.nn.Module):
 
 
 class Binding:
-    """Binds a stage's weights to a module's parameters while any lane is inside the module. `names`: parameters and
-    buffers of `module`; their weights are keyed by `prefix` + name. Not thread-safe: all lanes share one thread.
+    """Sets a module's parameters to the stage's weights while any lane is inside the module. A lane (micro-batch) may
+    be suspended there while another one enters. Not thread-safe: all lanes share one thread.
 
-    Not `torch.func.functional_call`, which restores parameters in LIFO order: lanes leave a layer in FIFO order, so the
-    first to leave would unbind the weights of the others.
+    `torch.func.functional_call` cannot be used: it restores parameters in LIFO order, but lanes leave a layer in FIFO
+    order. The first lane to leave would remove the weights that other lanes still use.
     """
 
     def __init__(self, module: torch.nn.Module, names: Sequence[str], prefix: str = ""):
-        self._targets: list[tuple[str, _Tensors, str]] = []  # key of the weight; dict of its module, and key there
+        """`names`: parameters and buffers of `module`. `prefix` + name is the key in a stage's weights."""
+        # (key in a stage's weights, the owning module's dict of parameters or buffers, key in that dict).
+        self._targets: list[tuple[str, _Tensors, str]] = []
         for name in names:
             path, _, leaf = name.rpartition(".")
             owner = module.get_submodule(path)
             tensors = owner._parameters if leaf in owner._parameters else owner._buffers
             self._targets.append((prefix + name, cast("_Tensors", tensors), leaf))
-        self._num_inside = 0
-        self._absent: list[torch.Tensor | None] = []  # the meta tensors, restored when the last lane leaves
+        self._num_inside = 0  # lanes
+        self._absent: list[torch.Tensor | None] = []  # meta tensors of `_targets`, restored when the last lane leaves
         self._stored: dict[str, StoredWeight] = {}
 
     def enter(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, StoredWeight]:
-        """Binds the weights until as many lanes have left. Lanes inside at the same time must pass the same weights;
-        the first one's are used. Returns the weights that stay in their storage format."""
+        """Sets the weights, until `leave` was called as often as `enter`. Lanes that are inside together must pass the
+        same weights; those of the first lane are used. Returns the weights that stay in their storage format."""
         self._num_inside += 1
         if self._num_inside > 1:
             return self._stored
@@ -145,7 +151,7 @@ class Binding:
 
     @contextmanager
     def bound(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Binds the weights for the duration of a `with` block."""
+        """Sets the weights for the duration of a `with` block."""
         self.enter(weights)
         try:
             yield
@@ -155,17 +161,17 @@ class Binding:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedModel:
-    """A model that requests its weights by stage. `stage_of`: stage by full parameter name; `kinds`: kind of each
-    stage."""
+    """A model that requests its weights stage by stage."""
 
     model: PreTrainedModel
-    kinds: tuple[StageKind, ...]
-    stage_of: Mapping[str, int]
+    kinds: tuple[StageKind, ...]  # of each stage
+    stage_of: Mapping[str, int]  # full parameter name -> stage
     modules: tuple[StreamedModule, ...]
 
 
 def stage_model(model: PreTrainedModel) -> StagedModel:
-    """Wraps the layers and outer modules of `model`. Mutates it. Parameters must be on the meta device, buffers not."""
+    """Wraps the layers and outer modules of `model`, which it mutates. All parameters must be on the meta device, and
+    no buffers."""
     state = dict(model.state_dict(keep_vars=True))
     lists = layer_lists(model)
     kinds = stage_kinds(lists)
@@ -187,7 +193,8 @@ def stage_model(model: PreTrainedModel) -> StagedModel:
 
 
 def _wrap_outer(model: PreTrainedModel, layer_paths: Sequence[str], first_number: int) -> list[StreamedModule]:
-    """Wraps the topmost modules outside the layers that own parameters; each gets a provisional stage number."""
+    """Wraps the outer modules: the topmost modules that own parameters and contain no layers. Gives each a provisional
+    stage number, from `first_number` on. `layer_paths`: names of the module lists of layers."""
     outer: list[StreamedModule] = []
 
     def visit(module: torch.nn.Module, path: str) -> None:
@@ -207,18 +214,18 @@ def _wrap_outer(model: PreTrainedModel, layer_paths: Sequence[str], first_number
 
 
 def _assign_outer_stages(model: PreTrainedModel, outer: list[StreamedModule], kinds: tuple[StageKind, ...]) -> None:
-    """Assigns stages to outer modules by dry runs of one token: modules that run before the first layer belong to the
-    stage before it."""
+    """Assigns stages to outer modules. Dry runs of one token find modules that run before the first layer; these belong
+    to the stage before that layer, and the others to the head."""
     ids = torch.zeros(1, 1, dtype=torch.long)
     stages = dict.fromkeys(outer, kinds.index(StageKind.head))
     if StageKind.bridge in kinds:
         encoder = model.get_encoder()
         before = _modules_before_layers(lambda: encoder(input_ids=ids), outer)
         before += [module for module in outer if module is model.get_input_embeddings()]  # T5 never calls them itself
-        # The bridge: outer modules of the encoder, and those that the decoder runs before its layers.
+        # The bridge: outer modules in the encoder, and outer modules that the decoder runs before its layers.
         in_encoder = set(encoder.modules())
-        encoded = (torch.zeros(1, 1, encoder_config(model.config).hidden_size, dtype=model.dtype),)
-        inputs = {"encoder_outputs": encoded, "decoder_input_ids": ids, "use_cache": False}
+        encoder_outputs = (torch.zeros(1, 1, encoder_config(model.config).hidden_size, dtype=model.dtype),)
+        inputs = {"encoder_outputs": encoder_outputs, "decoder_input_ids": ids, "use_cache": False}
         bridge = _modules_before_layers(lambda: model(**inputs), outer)
         bridge += [module for module in outer if module in in_encoder]
         stages |= dict.fromkeys(bridge, kinds.index(StageKind.bridge))
@@ -238,7 +245,8 @@ def accepted_arguments(forward: Callable[..., object], arguments: Mapping[str, o
 
 
 def _modules_before_layers(forward: Callable[[], object], outer: list[StreamedModule]) -> list[StreamedModule]:
-    """Finds the outer modules that run before the first layer. Weights are stride-0 zeros, so nothing is allocated."""
+    """Finds the outer modules that run before the first layer. Answers their requests with zeros of stride 0, which
+    take no memory, and stops `forward` at the first request of a layer. Needs provisional stage numbers."""
     by_number = {module.stage: module for module in outer}
     before: list[StreamedModule] = []
     run = greenlet(forward)
@@ -254,7 +262,8 @@ def _modules_before_layers(forward: Callable[[], object], outer: list[StreamedMo
 
 
 def empty_weights(staged: StagedModel, stage: int, device: torch.device) -> Weights:
-    """Returns stride-0 zeros as a stage's weights, for a rank whose results of this stage are not used."""
+    """Returns zeros of stride 0 as a stage's weights, for a rank that must run the stage but does not use its
+    result."""
     weights: dict[str, torch.Tensor] = {}
     for module in staged.modules:
         if module.stage == stage:
@@ -272,7 +281,8 @@ def _empty_weight(module: StreamedModule, device: torch.device | None = None) ->
 
 
 def forward_selected(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns `layer(*args, **kwargs)`, with zeros for tokens that are not selected."""
+    """Returns `layer(*args, **kwargs)`, with zeros for tokens that are not selected. Runs the layer twice: with all
+    tokens until it has stored keys and values, then with the selected tokens."""
     run = getcurrent()
     cache = run.cache if isinstance(run, LaneRun) else None
     if not isinstance(cache, PagedKV) or not can_skip_unselected(cache.num_tokens, cache.num_selected):
@@ -287,7 +297,7 @@ def forward_selected(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict
         return layer(*args, **kwargs)
     try:
         with cache.stop_after_storing(indices.pop()):
-            return layer(*args, **kwargs)  # not interrupted: the layer stored no K and V here
+            return layer(*args, **kwargs)  # LayerStored was not raised: the layer did not update the cache
     except LayerStored:
         pass
     with cache.restrict_to_selected():
@@ -298,11 +308,11 @@ def forward_selected(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict
 
 
 class _NotByTokenError(Exception):
-    """A tensor has a dimension of `num_tokens` that is not a token dimension."""
+    """Raised if a tensor has a dimension of size `num_tokens` that may not be its tokens."""
 
 
 def _select_tokens(value: Any, selected_B: torch.Tensor, num_tokens: int) -> Any:
-    """Selects tokens of tensors (1, T, ...) or (T), also in nested containers."""
+    """Selects tokens of a tensor (1, T, ...) or (T,), or of all such tensors in nested containers."""
     if isinstance(value, torch.Tensor):
         if value.dim() > 1 and value.shape[:2] == (1, num_tokens):
             return value[:, selected_B]

@@ -1,7 +1,7 @@
-"""Truncates a model to its first layers, to test its class in little memory and time. Names and shapes match the
-checkpoint. Windows, chunks and LongRoPE's limit are shortened so that a few tokens exceed them.
+"""Truncates a model to its first layers, to check its class with the checkpoint's weights in little memory and time.
+Attention windows, chunks and LongRoPE's limit are shortened, so that a few tokens exceed them.
 
-Also drops the vision and audio towers of composite models, and their projections, which text prompts do not use.
+Also drops the vision and audio towers of multimodal models, and their projections, which text prompts do not use.
 """
 
 import logging
@@ -24,18 +24,19 @@ from ..weights.stage_weights import load_tensor
 
 log = logging.getLogger(__name__)
 
-SHORT_WINDOW, SHORT_LIMIT = 7, 10  # tokens
+SHORT_WINDOW, SHORT_LIMIT = 7, 10  # tokens: of windows and chunks, of LongRoPE's limit
+# Names in configs.
 WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
-NO_CONTEXT = 1 << 30
+NO_CONTEXT = 1 << 30  # context length of configs without one
 
 
 @dataclass(frozen=True, kw_only=True)
 class TruncatedModel:
-    """A truncation to `num_layers` of each layer list, with the lane kind of the whole model."""
+    """How to truncate a model."""
 
-    num_layers: int
-    is_packed: bool
+    num_layers: int  # to keep of each layer list (encoder, decoder)
+    is_packed: bool  # use packed lanes, as the whole model does
 
     def shorten(self, config: PreTrainedConfig) -> None:
         """Shortens `config` and nested configs in place."""
@@ -53,23 +54,23 @@ class TruncatedModel:
                     if isinstance(getattr(part, "original_max_position_embeddings", None), int):
                         setattr(part, "original_max_position_embeddings", SHORT_LIMIT)  # noqa: B010 - not declared
             depths = {name: getattr(part, name, None) for name in LAYER_COUNTS}
-            lengths = {depth for depth in depths.values() if isinstance(depth, int) and depth > self.num_layers}
+            too_deep = {depth for depth in depths.values() if isinstance(depth, int) and depth > self.num_layers}
             for name, value in list(vars(part).items()):
-                if isinstance(value, list | tuple) and len(value) in lengths:  # one item per layer
+                if isinstance(value, list | tuple) and len(value) in too_deep:  # a list with one item per layer
                     setattr(part, name, value[: self.num_layers])
             for name, depth in depths.items():
                 if isinstance(depth, int) and depth > self.num_layers:
                     setattr(part, name, self.num_layers)
 
     def cut(self, model: PreTrainedModel) -> None:
-        """Removes layers that the shortened config did not. Mutates `model`."""
+        """Removes layers that the class created regardless of the shortened config. Mutates `model`."""
         for layer_list in layer_lists(model):
             del layer_list.layers[self.num_layers :]
 
 
 def num_representative_layers(shape: ModelShape, config: PreTrainedConfig) -> int:
-    """Number of first layers that include every kind, by weights and by layer type; at least two, so that one layer
-    feeds another."""
+    """Returns the number of first layers that include every kind of layer, by parameter shapes and layer type. At least
+    two, so that a layer's output is another layer's input."""
     layers = shape.layers
     types = getattr(config.get_text_config(decoder=True), "layer_types", None)
     if not isinstance(types, list) or len(types) != len(layers):
@@ -79,15 +80,15 @@ def num_representative_layers(shape: ModelShape, config: PreTrainedConfig) -> in
 
 
 def _parameter_shapes(stage: Stage) -> frozenset[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a stage's parameters, without the layer number."""
+    """Returns names and shapes of a stage's parameters, without the layer number and what precedes it in names."""
     paths = [parameter.name.split(".") for parameter in stage.parameters]
-    numbers = [i for i, step in enumerate(paths[0]) if step.isdigit()] if paths else []
-    first = numbers[0] + 1 if numbers else 0
+    number_indices = [i for i, step in enumerate(paths[0]) if step.isdigit()] if paths else []
+    first = number_indices[0] + 1 if number_indices else 0
     return frozenset((".".join(path[first:]), p.shape) for path, p in zip(paths, stage.parameters, strict=True))
 
 
 def dense_bytes(shape: ModelShape, num_layers: int) -> int:
-    """Bytes of the truncated model in float32, plus a temporary copy of the largest weight."""
+    """Returns the bytes of the truncated model in float32, plus a temporary copy of the largest weight."""
     stages: list[Stage] = [stage for stage in shape.stages if not stage.kind.is_layer]
     for kind in (StageKind.encoder, StageKind.layer):
         stages += shape.stages_of_kind(kind)[:num_layers]
@@ -101,16 +102,16 @@ def load_parameters(
     checkpoint: Checkpoint,
     virtual_files: Mapping[str, Fill],
 ) -> None:
-    """Loads dense parameters and buffers from the checkpoint. Mutates `model`; equal bytes are read once.
-    `virtual_files`: files that exist only in memory. Raises KeyError for a parameter missing in `parameters`."""
-    loaded: dict[tuple[str, ...], nn.Parameter] = {}  # by source: tied parameters share one tensor
+    """Loads all parameters and buffers from the checkpoint, dequantized. Mutates `model`; tied parameters are read
+    once. `virtual_files`: files that exist only in memory. Raises KeyError for a parameter missing in `parameters`."""
+    loaded: dict[tuple[str, ...], nn.Parameter] = {}  # by tensors in the checkpoint: tied parameters share one tensor
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
         if isinstance(tensor, nn.Parameter) and tensor.is_meta:
             parameter = parameters[name]
             source = tuple(f"{piece.file} {piece.name}" for piece in parameter.slices)
             if source not in loaded or loaded[source].shape != tensor.shape:
-                entries = [
+                entries = [  # one per expert; a parameter that is not stacked has one
                     torch.cat([load_tensor(piece, virtual_files) for piece in blocks]) for blocks in parameter.pieces
                 ]
                 whole = torch.stack(entries) if parameter.is_stacked else entries[0]
@@ -126,7 +127,7 @@ def load_parameters(
 
 
 class UnusedModule(nn.Module):
-    """Replaces a module and drops its weights. Running it raises ConfigError."""
+    """Replaces a module that text prompts do not use; its weights are not loaded. Running it raises ConfigError."""
 
     def __init__(self, inner: nn.Module, name: str):
         super().__init__()
@@ -147,7 +148,7 @@ class UnusedModule(nn.Module):
 
 
 def drop_unused_modules(model: PreTrainedModel) -> None:
-    """Drops the weights of a composite model outside its text decoder and head. Mutates `model`."""
+    """Drops the weights of a multimodal model outside its text decoder and head. Mutates `model`."""
     decoder = model.get_decoder()
     if model.config.is_encoder_decoder or decoder_config(model.config) is model.config or decoder is model:
         return

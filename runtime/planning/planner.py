@@ -197,7 +197,7 @@ class Planner:
             if (cached_rates := self.cache.rates(load, paged, self._backends)) is not None:
                 return cached_rates
             layer_bytes = max(self.model.shape.sizes.slot_bytes(paged))
-            self.cache.weights.make_room(MEASURED_LAYERS * layer_bytes + MEASURING_BYTES, plan.budgets)
+            self.cache.weights.ensure_free(MEASURED_LAYERS * layer_bytes + MEASURING_BYTES, plan.budgets)
         log.info("measuring this machine to predict the run's time")
         with self.open_reader() as reader:
             rates = measure_rates(self.model, reader, self.device, load, paged)
@@ -222,7 +222,12 @@ class Planner:
         dtype = str(self.model.compute_dtype).removeprefix("torch.")
         has_lengths = self.model.rope_lengths is not None
         return ResolvedSettings.from_plan(
-            self.config, self.model.shape, plan, dtype=dtype, stored=self.model.numbers, has_rope_lengths=has_lengths
+            self.config,
+            self.model.shape,
+            plan,
+            dtype=dtype,
+            stored=self.model.weight_storage,
+            has_rope_lengths=has_lengths,
         )
 
     def log_plan(self, plan: RunPlan, logged_warnings: set[str]) -> None:

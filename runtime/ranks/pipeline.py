@@ -164,15 +164,15 @@ def keep_stages(staged: StagedModel, part: range, layers: Sequence[LayerSignatur
     for module in staged.modules:
         signature = layers[module.stage - 1] if 0 < module.stage <= len(layers) else None
         if module.stage == EMBEDDING and EMBEDDING not in part:
-            module.stand_in = partial(_placeholder_weights, module, empty_weights(staged, EMBEDDING, device))
+            module.weights_override = partial(_placeholder_weights, module, empty_weights(staged, EMBEDDING, device))
         elif signature is None:
             continue
         elif module.stage < part.start:
-            module.instead = partial(_skip_layer, signature)
+            module.forward_override = partial(_skip_layer, signature)
         elif module.stage == part.start > EMBEDDING:
-            module.instead = partial(_run_first_layer, module, signature)
+            module.forward_override = partial(_run_first_layer, module, signature)
         elif module.stage == part.stop:
-            module.instead = partial(_end_local_stages, signature)
+            module.forward_override = partial(_end_local_stages, signature)
 
 
 def run_local_stages(forward: Callable[[], object]) -> None:

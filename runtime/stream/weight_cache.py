@@ -1,4 +1,4 @@
-"""Cache of weights between sessions, so that the next session does not read them again."""
+"""Cache of weights between sessions of a process, so that the next session does not read them again."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,19 +13,20 @@ from ..plan.shape.model import ModelShape
 
 @dataclass(frozen=True)
 class StageBytes:
-    """A stage's weights, valid until `WeightStream.free`. `key` identifies the buffer, to cache views of it."""
+    """A stage's weights, valid until `WeightStream.free`."""
 
     buffer: torch.Tensor
-    tensor_offsets: Mapping[str, int]
-    key: int
+    tensor_offsets: Mapping[str, int]  # name of a checkpoint tensor -> its offset in the buffer
+    key: int  # identifies the buffer, so that views of it can be cached
 
 
 @dataclass(frozen=True)
 class StreamWeights:
-    """Weights of a stream that were read completely. `resident`: stages in compute memory; tied stages share a buffer,
-    so keys are groups of stage indices. `in_host`: stages in host memory, copied to the device in each pass."""
+    """Weights of a stream that stay in memory."""
 
+    # Resident stages, in compute memory. A key has all stages that share a buffer, since they share (tied) weights.
     resident: dict[tuple[int, ...], StageBytes] = field(default_factory=dict)
+    # Weights in host memory, by stage. They are copied to the device in each pass.
     in_host: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def clear(self) -> None:
@@ -34,15 +35,16 @@ class StreamWeights:
 
 
 class WeightCache:
-    """A model's weights between sessions: whole `stages`, and `experts` that are streamed one by one."""
+    """A model's weights between sessions: `stages`, and `experts` that are streamed one by one. In `experts`, an expert
+    (page) takes the place of a stage."""
 
     def __init__(self) -> None:
         self.stages, self.experts = StreamWeights(), StreamWeights()
-        self._paged = frozenset[int]()
+        self._paged = frozenset[int]()  # stages whose experts are streamed one by one
 
     def drop_unused(self, shape: ModelShape, placement: Placement) -> None:
         """Drops weights that a session with this placement does not use. Call it before the session allocates."""
-        if placement.paged != self._paged:  # a stage's host memory then holds other tensors
+        if placement.paged != self._paged:  # the host memory of a stage includes its experts only if it is not paged
             self.stages.in_host.clear()
             self.experts.clear()
             self._paged = placement.paged
@@ -71,8 +73,8 @@ class WeightCache:
         """Bytes in host memory, pinned if there is an accelerator."""
         return sum(buffer.nbytes for buffer in (*self.stages.in_host.values(), *self.experts.in_host.values()))
 
-    def make_room(self, num_bytes: int, budgets: Budgets) -> None:
-        """Drops everything if the budgets leave less than `num_bytes` of host or device memory."""
+    def ensure_free(self, num_bytes: int, budgets: Budgets) -> None:
+        """Drops all weights if the budgets leave less than `num_bytes` of host or device memory."""
         device_bytes = budgets.device_bytes
         in_host = self.pinned_bytes + (self.compute_bytes if device_bytes is None else 0)
         exceeds_host = in_host + num_bytes > budgets.host_bytes

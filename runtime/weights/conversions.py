@@ -1,6 +1,8 @@
-"""Converts checkpoint tensors into parameters with transformers' own code, for layouts that byte ranges cannot express.
+"""Converts checkpoint tensors to parameters with transformers' own code, if a parameter's layout differs so that no
+sequence of byte ranges of the checkpoint has it.
 
 Results are written once, atomically, to a safetensors file in a cache directory named by the checkpoint's fingerprint.
+Terms of transformers: a converter makes one or more parameters (targets) of tensors whose names match its patterns.
 """
 
 import logging
@@ -23,32 +25,33 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """A conversion of `sources` to the parameters `targets` (full names), all of one dtype. `convert` reads the sources
-    and yields one tensor per target, in order."""
+    """A conversion of checkpoint tensors to parameters."""
 
-    targets: tuple[str, ...]
+    targets: tuple[str, ...]  # full parameter names
     sources: tuple[TensorSlice, ...]
-    dtype: torch.dtype
-    convert: Callable[[PreTrainedModel], Iterable[torch.Tensor]]
+    dtype: torch.dtype  # of all targets
+    convert: Callable[[PreTrainedModel], Iterable[torch.Tensor]]  # reads the sources, yields a tensor for each target
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConverterUse:
-    """A converter for one group of targets, with its checkpoint tensors by source pattern."""
+    """One use of a converter, such as for the experts of one layer."""
 
-    first_target: str
+    first_target: str  # full parameter name
     converter: WeightConverter
-    collected: Mapping[str, Sequence[TensorSlice]]
+    collected: Mapping[str, Sequence[TensorSlice]]  # source pattern -> checkpoint tensors that match it
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Full target names: `first_target` with its pattern replaced by each of the converter's target patterns."""
+        """Full names of all targets: `first_target`, in which its pattern is replaced by each target pattern."""
         patterns = self.converter.target_patterns
         first_pattern = next(pattern for pattern in patterns if pattern in self.first_target)
         return tuple(self.first_target.replace(first_pattern, pattern) for pattern in patterns)
 
     @property
     def conversion(self) -> Conversion:
+        """The conversion that runs the converter on dequantized tensors."""
+
         def results(model: PreTrainedModel) -> Iterator[torch.Tensor]:
             loaded = {name: [load_tensor(tensor) for tensor in tensors] for name, tensors in self.collected.items()}
             results = self.run_converter(model, loaded)
@@ -60,7 +63,7 @@ class ConverterUse:
     def run_converter(
         self, model: PreTrainedModel, collected: Mapping[str, list[torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
-        """Runs a copy of the converter on these tensors. Returns the converted tensors by target name."""
+        """Runs a copy of the converter on tensors, by source pattern. Returns the converted tensors by target name."""
         template = self.converter
         converter = template.copy(
             list(template._original_source_patterns),
@@ -73,8 +76,8 @@ class ConverterUse:
 
 
 def make_zeroing(target: str, source: TensorSlice, rows: Sequence[int]) -> Conversion | None:
-    """Returns a conversion that zeroes `rows`, as transformers does when it loads this class; None if the checkpoint
-    already has zeros there."""
+    """Returns a conversion of `source` to parameter `target` that sets `rows` to zero, as transformers does when it
+    loads this class; None if these rows are already zero in the checkpoint."""
     parts = [source.row_part(row, source.shape[0]) for row in rows]
     if not any(part is None or bool(load_tensor(part).any()) for part in parts):
         return None
@@ -88,7 +91,7 @@ def make_zeroing(target: str, source: TensorSlice, rows: Sequence[int]) -> Conve
 
 
 def target_specs(model: PreTrainedModel, conversions: Iterable[Conversion]) -> list[TensorSpec]:
-    """Returns a file spec (name, dtype, shape) for each target of `conversions`."""
+    """Returns name, dtype and shape of each target, for the file to write."""
     state = model.state_dict()
     return [
         TensorSpec(name=target, dtype=conversion.dtype, shape=tuple(state[target].shape))
@@ -100,7 +103,7 @@ def target_specs(model: PreTrainedModel, conversions: Iterable[Conversion]) -> l
 def convert_once(
     model: PreTrainedModel, conversions: Sequence[Conversion], cache: Path, fingerprint: str
 ) -> dict[str, Parameter]:
-    """Writes the converted file if it is missing, and returns the targets of `conversions` as plain parameters in it.
+    """Writes the converted file if it is missing. Returns the targets of `conversions` as parameters in that file.
 
     Peak memory: the sources and targets of one conversion, such as the experts of one layer.
     """

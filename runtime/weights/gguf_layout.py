@@ -1,12 +1,13 @@
 """Maps the bytes of a GGUF file to parameters by running transformers' own tensor processing on row tags.
 
 llama.cpp stores some weights differently from transformers: query and key rows interleaved, gate and up split, norms
-increased by one. transformers undoes this on dequantized tensors. Here its code runs on **tags**: small integer arrays
-of a tensor number and a row number. The output shows which rows of which tensors form a parameter, so weights stay
-quantized. If the tags do not survive (arithmetic, moved columns), the tensor is converted once; see conversions.py.
+increased by one. transformers reverts this on dequantized tensors. Here its code runs on **tags** instead: an integer
+per row, which encodes a tensor number and a row number. The output shows which rows of which tensors form a parameter,
+so weights stay quantized. If the output has other numbers than tags, or not all rows of a tensor (because the code
+computes with values or moves columns), the tensor is dequantized and converted once; see conversions.py.
 
-Most architectures have a `TensorProcessor` for numpy arrays, newer ones use the converters of safetensors. Both are
-private to transformers: only this file and conversions.py use them.
+For most architectures transformers has a `TensorProcessor`, which works on numpy arrays; newer architectures use the
+converters of safetensors. Both interfaces are private to transformers: only this file and conversions.py use them.
 """
 
 import logging
@@ -30,7 +31,7 @@ from .stage_weights import load_tensor
 
 log = logging.getLogger(__name__)
 
-Processing: TypeAlias = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
+Processing: TypeAlias = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]  # by GGUF name -> by parameter name
 ROW_BITS = 40  # low bits of a tag: the row number; the tensor number is above them
 
 
@@ -40,12 +41,12 @@ def map_gguf(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[dict[str, 
     run, conversions = _choose_processing(model, checkpoint)
     tensors = list(checkpoint.tensors.values())
     state = model.state_dict()
-    pieces: dict[str, Pieces] = {}
-    stacked: set[str] = set()
-    used: set[str] = set()
+    pieces: dict[str, Pieces] = {}  # by parameter name
+    stacked: set[str] = set()  # names of parameters that are stacks of experts
+    used: set[str] = set()  # names of tensors
     for name, tags in run({t.name: _make_tags(number, t) for number, t in enumerate(tensors)}).items():
         sources = _sources_from_tags(tags, tensors) if name in state else []
-        if sources:
+        if sources:  # one tensor, or stacks of experts to concatenate
             is_stack = len(sources[0].shape) == 3
             experts = range(sources[0].shape[0]) if is_stack else range(0)
             pieces[name] = tuple(tuple(s.expert(index) for s in sources) for index in experts) or ((sources[0],),)
@@ -62,15 +63,15 @@ def map_gguf(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[dict[str, 
 
 
 def _make_tags(number: int, tensor: TensorSlice) -> np.ndarray:
-    """Returns one tag per row, as a column of int64; for a stack of matrices, a single tag."""
+    """Returns one int64 tag per row, or a single tag for a stack of matrices. All other dimensions are 1."""
     tag, num_dimensions = np.int64(number) << ROW_BITS, len(tensor.shape)
     num_rows = tensor.shape[0] if num_dimensions < 3 else 1
     return (tag + np.arange(num_rows)).reshape(-1, *(1,) * (num_dimensions - 1))
 
 
 def _sources_from_tags(tags: np.ndarray, tensors: Sequence[TensorSlice]) -> list[TensorSlice]:
-    """Returns the tensor that the tags describe, with its row order, or the stacks to concatenate by rows. Returns []
-    if the tags did not survive or do not cover whole tensors."""
+    """Returns the tensor whose rows the tags list, with their order; or for tags of stacks, the stacks to concatenate
+    by rows. Returns [] if these numbers are not tags, or do not list all rows of a tensor."""
     if tags.dtype != np.int64:
         return []
     numbers = tags.ravel() >> ROW_BITS
@@ -84,13 +85,14 @@ def _sources_from_tags(tags: np.ndarray, tensors: Sequence[TensorSlice]) -> list
         return []
     is_transposed = len(first.shape) == 2 and tags.shape[0] != first.shape[0]
     runs = _row_runs(order.tobytes())
-    storage = first.dtype if runs else first.format
+    storage = first.dtype if runs else first.format  # unquantized types have a format only for rows in another order
     return [replace(first, format=storage, row_order=runs, is_transposed=is_transposed)]
 
 
 @lru_cache
 def _row_runs(order: bytes) -> tuple[range, ...]:
-    """Splits row numbers (int64) into ranges; () for 0, 1, 2 .... Cached: every layer has the same order."""
+    """Splits row numbers (the bytes of an int64 array) into ranges with a constant step. Returns () for 0, 1, 2 ....
+    Cached, since every layer has the same order."""
     rows = np.frombuffer(order, dtype=np.int64).tolist()
     if rows == list(range(len(rows))):
         return ()
@@ -106,9 +108,9 @@ def _row_runs(order: bytes) -> tuple[range, ...]:
 
 
 def _choose_processing(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[Processing, list[Conversion]]:
-    """Returns transformers' processing of this file: as a function from arrays by GGUF name to arrays by parameter
-    name, without parameters that need the real number of columns, and as conversions of the real tensors. Raises
-    CheckpointError for an architecture that transformers does not support."""
+    """Returns transformers' processing of this file in two forms: a function for tags, which omits parameters whose
+    code needs the real number of columns; and conversions of the real tensors. Raises CheckpointError for an
+    architecture that transformers does not support."""
     assert checkpoint.gguf is not None, f"{checkpoint.path} is not a GGUF file"
     architecture, tensors = checkpoint.gguf.architecture, checkpoint.tensors
     try:
@@ -123,7 +125,7 @@ def _choose_processing(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[
 def _from_processor(
     names: Mapping[str, str], processor: TensorProcessor, tensors: Mapping[str, TensorSlice]
 ) -> tuple[Processing, list[Conversion]]:
-    """Processing by a `TensorProcessor`. `names` maps GGUF names to parameter names."""
+    """Returns the two forms of `_choose_processing` for a `TensorProcessor`. `names`: GGUF name -> parameter name."""
 
     def run(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         parsed: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}
@@ -152,7 +154,8 @@ def _from_processor(
 def _from_converters(
     model: PreTrainedModel, plain: Mapping[str, TensorSlice], uses: Sequence[ConverterUse]
 ) -> tuple[Processing, list[Conversion]]:
-    """Processing by converters. `plain`: tensors that are parameters as they are; `uses`: tensors to convert."""
+    """Returns the two forms of `_choose_processing` for converters. `plain`: tensors that need no conversion, by
+    parameter name. `uses`: tensors to convert."""
 
     def run(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         results = {target: arrays[tensor.name] for target, tensor in plain.items()}

@@ -1,7 +1,8 @@
-"""Maps checkpoint bytes to model parameters by reading transformers' renamings and converters instead of running them.
+"""Finds the checkpoint bytes of each parameter by reading transformers' renamings and converters, without running them.
 
-Stacking experts and concatenating rows only orders contiguous pieces: `pieces` holds that order, and nothing is copied.
-A converter that permutes elements cannot be expressed this way; it is returned as `inexpressible`.
+Many converters only stack experts or concatenate rows. Their result is a sequence of whole tensors or row ranges of the
+checkpoint (pieces, each a `TensorSlice`), so nothing is copied. Converters that permute elements must be run once;
+these are returned as `Conversion`.
 """
 
 import re
@@ -31,57 +32,57 @@ from ..plan.shape.shapes import Parameter, TensorSlice
 from .conversions import Conversion, ConverterUse
 from .stage_weights import is_plain
 
-Pieces = tuple[tuple[TensorSlice, ...], ...]  # per expert (one if not stacked), slices to concatenate by rows
-Collected = dict[str, list[TensorSlice]]
+Pieces = tuple[tuple[TensorSlice, ...], ...]  # for each expert (one if not stacked): slices to concatenate by rows
+Collected = dict[str, list[TensorSlice]]  # source pattern of a converter -> checkpoint tensors that match it
 
 
 def map_weights(
-    model: PreTrainedModel, tensors: Mapping[str, TensorSlice], *, express: bool = True
+    model: PreTrainedModel, tensors: Mapping[str, TensorSlice], *, use_byte_ranges: bool = True
 ) -> tuple[dict[str, Parameter], list[Conversion]]:
-    """Returns parameters by full name, and the inexpressible conversions to run (see conversions.py). `model` is on the
-    meta device. With `express=False` (for tests) every conversion is inexpressible.
+    """Returns parameters by full name, and the conversions to run (see conversions.py) for all other parameters.
+    `model` is on the meta device. With `use_byte_ranges=False` (for tests) every converter becomes a conversion.
 
-    Raises CheckpointError if a parameter has no tensor or a tensor's shape differs from its parameter's.
+    Raises CheckpointError if a parameter has no tensor, or the tensor has another shape.
     """
     plain, uses = match_tensors(model, tensors, get_model_conversion_mapping(model))
     parameters = model.state_dict().keys()
     uses = [use for use in uses if not parameters.isdisjoint(use.targets)]
-    pieces: dict[str, Pieces] = {}
-    stacked: set[str] = set()
-    inexpressible = list[Conversion]()
+    pieces: dict[str, Pieces] = {}  # by parameter name
+    stacked: set[str] = set()  # names of parameters that are stacks of experts
+    conversions = list[Conversion]()
     for name, tensor in plain.items():
         module = model.get_submodule(name.rpartition(".")[0]) if name in parameters else None
         if isinstance(module, Conv1D) and is_output_major(tensor):
-            tensor = replace(tensor, is_transposed=True)  # Conv1D stores (in, out)
+            tensor = replace(tensor, is_transposed=True)  # Conv1D declares (in, out); the format stores (out, in)
         experts = expert_pieces(tensor)
         pieces[name] = experts or ((tensor,),)
         stacked.update([name] if experts else [])
     for use in uses:
-        targets = _as_pieces(use) if express else None
+        targets = _as_pieces(use) if use_byte_ranges else None
         if targets is None:
-            inexpressible.append(use.conversion)
+            conversions.append(use.conversion)
         else:
             pieces.update(targets)
             if any(isinstance(op, MergeModulelist) for op in use.converter.operations):
                 stacked.update(targets)
-    return build_parameters(model, pieces, stacked, inexpressible), inexpressible
+    return build_parameters(model, pieces, stacked, conversions), conversions
 
 
 def expert_pieces(tensor: TensorSlice) -> Pieces:
-    """Returns the matrices of a quantized or transposed stack, () for any other tensor."""
+    """Returns the matrices of a stack that is quantized or transposed; () for any other tensor."""
     if len(tensor.shape) != 3 or (is_plain(tensor) and not tensor.is_transposed):
         return ()
     return tuple((tensor.expert(index),) for index in range(tensor.shape[0]))
 
 
 def build_parameters(
-    model: PreTrainedModel, pieces: Mapping[str, Pieces], stacked: Collection[str], inexpressible: Sequence[Conversion]
+    model: PreTrainedModel, pieces: Mapping[str, Pieces], stacked: Collection[str], conversions: Sequence[Conversion]
 ) -> dict[str, Parameter]:
-    """Returns parameters by full name, except targets of `inexpressible`. Raises CheckpointError if a parameter has no
-    pieces or their combined shape differs."""
-    converted = {target for conversion in inexpressible for target in conversion.targets}
+    """Returns parameters by full name, except targets of `conversions`. `pieces`, `stacked`: see `map_weights`. Raises
+    CheckpointError if a parameter has no pieces or their combined shape differs."""
+    converted = {target for conversion in conversions for target in conversion.targets}
     buffers = dict(model.named_buffers())
-    owners: dict[int, str] = {}
+    owners: dict[int, str] = {}  # id of a parameter -> the name under which the checkpoint stores it
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in pieces:
             owners.setdefault(id(parameter), name)
@@ -112,7 +113,8 @@ def build_parameters(
 def match_tensors(
     model: PreTrainedModel, tensors: Mapping[str, TensorSlice], transforms: Iterable[WeightTransform]
 ) -> tuple[dict[str, TensorSlice], list[ConverterUse]]:
-    """Returns tensors that are only renamed, by parameter name, and the uses of converters for all others."""
+    """Matches checkpoint tensors with transformers' renamings and converters (`transforms`). Returns tensors that are
+    only renamed, by parameter name, and the uses of converters for all other tensors."""
     transforms = list(transforms)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -136,6 +138,8 @@ def match_tensors(
 
 
 def _as_pieces(use: ConverterUse) -> dict[str, Pieces] | None:
+    """Returns the pieces of each target; None if the converter must be run. Raises CheckpointError for missing
+    experts."""
     converter, collected = use.converter, use.collected
     kinds = [(type(op), getattr(op, "dim", None)) for op in converter.operations]
     sources = [collected[pattern] for pattern in converter.source_patterns if pattern in collected]
@@ -153,7 +157,7 @@ def _as_pieces(use: ConverterUse) -> dict[str, Pieces] | None:
 
 
 def _combined_shape(parameter: Parameter) -> tuple[int, ...]:
-    """Returns the shape of the combined pieces; a dimension is 0 if the pieces disagree on it."""
+    """Returns the shape of a parameter's combined pieces. A dimension is 0 if it differs between pieces."""
     heights = {sum(piece.shape[0] if piece.shape else 1 for piece in blocks) for blocks in parameter.pieces}
     tails = {piece.shape[1:] for blocks in parameter.pieces for piece in blocks}
     shape = (heights.pop() if len(heights) == 1 else 0, *(tails.pop() if len(tails) == 1 else (0,)))
@@ -167,9 +171,9 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def init_computed_parameters(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Replaces unsaved parameters, such as sinusoidal positions, by CPU buffers with the class's initial values.
-
-    Only if the checkpoint's tensor `names` lack them. Mutates `model`, which is on the meta device."""
+    """Replaces parameters that the class computes and does not save, such as sinusoidal positions, by CPU buffers with
+    the class's initial values. Keeps those in `names`, the checkpoint's tensors. Mutates `model`, which is on the meta
+    device."""
     patterns = model._keys_to_ignore_on_save or ()
     for name in [name for name, _ in model.named_parameters()]:
         if name not in names and any(re.search(pattern, name) for pattern in patterns):

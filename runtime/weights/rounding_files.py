@@ -1,6 +1,7 @@
-"""Weights rounded while they are read: virtual files with the bytes that `weightstream pack` would write.
+"""Weights rounded while they are read (`model.quantize`): virtual files, which exist only in memory, with the bytes
+that `weightstream pack` would write.
 
-A matrix is rounded when its first byte is read, and freed when all its bytes have been read.
+A matrix is rounded when its first byte is read, and its result is freed when all bytes have been read.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,11 +24,11 @@ from ..store.read_errors import read_error
 from ..store.reader import Fill
 from .stage_weights import TORCH_DTYPES
 
-CHUNK_NUMBERS = 1 << 20  # numbers read at a time
+CHUNK_NUMBERS = 1 << 20  # numbers read from the source at a time
 
 
 class RoundedTensor:
-    """A virtual file for one matrix or stack of matrices: all codes, then all scales. Thread-safe."""
+    """The virtual file of one matrix or stack of matrices: all codes, then all scales. Thread-safe."""
 
     def __init__(self, source: TensorSlice, rounding: Rounding):
         self._rounding, self._lock = rounding, Lock()
@@ -37,9 +38,9 @@ class RoundedTensor:
         codes = _part_slice(source, rounding.format, file, 0, "U8", (*rows, rounding.packed_columns(num_columns)))
         groups = (*rows, rounding.num_groups(num_columns))
         self.tensors = (codes, _part_slice(source, SCALES, file, codes.num_bytes, "BF16", groups))
-        self._rounded: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by matrix: codes and scales
-        self._bytes_left: dict[int, int] = {}  # by matrix: bytes not read yet
-        self.squares: dict[int, Squares] = {}  # by matrix, once it is rounded
+        self._rounded: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # index of a matrix -> its codes and scales
+        self._bytes_left: dict[int, int] = {}  # index of a matrix -> bytes not read yet
+        self.squares: dict[int, Squares] = {}  # index of a matrix -> its sums, once it is rounded
 
     @property
     def file(self) -> str:
@@ -57,6 +58,7 @@ class RoundedTensor:
             for (part, tensor), matrix in product(enumerate(self.tensors), range(self.num_matrices)):
                 num_bytes = tensor.num_bytes // self.num_matrices
                 begin = tensor.offset + matrix * num_bytes
+                # The bytes [first, last) of the file that are requested and belong to this part (codes or scales).
                 first, last = max(begin, offset), min(begin + num_bytes, offset + len(target))
                 if first >= last:
                     continue
@@ -69,23 +71,25 @@ class RoundedTensor:
                     del self._rounded[matrix], self._bytes_left[matrix]
 
     def _round(self, matrix: int) -> tuple[np.ndarray, np.ndarray]:
-        source, codes, scales, error, size = self._matrices[matrix], list[np.ndarray](), list[np.ndarray](), 0.0, 0.0
-        for piece in (piece for rows in _read_row_chunks(source) for piece in self._rounding.round_rows(rows)):
-            if piece is None:
+        """Reads and rounds a matrix. Returns its codes and scales as bytes."""
+        source, codes, scales, error, norm = self._matrices[matrix], list[np.ndarray](), list[np.ndarray](), 0.0, 0.0
+        for chunk in (chunk for rows in _read_row_chunks(source) for chunk in self._rounding.round_rows(rows)):
+            if chunk is None:
                 raise CheckpointError(
                     f"{source.file}: {source.name!r} holds infinities or NaN, which model.quantize="
                     f"{self._rounding.name} cannot encode: unset it, or use weightstream pack, which keeps such tensors"
                 )
-            codes.append(piece.codes_RB.numpy().reshape(-1))
-            scales.append(piece.scales_RG.view(torch.uint8).numpy().reshape(-1))
-            error, size = error + piece.squared_error, size + piece.squared_norm
-        self.squares[matrix] = error, size
+            codes.append(chunk.codes_RB.numpy().reshape(-1))
+            scales.append(chunk.scales_RG.view(torch.uint8).numpy().reshape(-1))
+            error, norm = error + chunk.squared_error, norm + chunk.squared_norm
+        self.squares[matrix] = error, norm
         return np.concatenate(codes), np.concatenate(scales)
 
 
 def _part_slice(
     source: TensorSlice, part: str, file: str, offset: int, dtype: str, shape: tuple[int, ...]
 ) -> TensorSlice:
+    """Returns the codes or scales (`part`) of a rounded `source` as a tensor at `offset` of the virtual `file`."""
     num_bytes = prod(shape) * TORCH_DTYPES[dtype].itemsize
     return replace(
         source,
@@ -99,8 +103,8 @@ def _part_slice(
 
 
 def _read_row_chunks(matrix: TensorSlice) -> Iterator[torch.Tensor]:
-    """Yields the rows of a matrix, CHUNK_NUMBERS numbers at a time. Raises CheckpointError if the file is truncated and
-    StorageError for read errors."""
+    """Yields the rows of a matrix in chunks of about CHUNK_NUMBERS numbers. Raises CheckpointError if the file is
+    truncated and StorageError for read errors."""
     num_rows, num_columns = matrix.shape
     row_bytes, step = matrix.num_bytes // num_rows, max(1, CHUNK_NUMBERS // num_columns)
     try:
@@ -118,9 +122,9 @@ def _read_row_chunks(matrix: TensorSlice) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundedTensors:
-    """A checkpoint's tensors, some of them rounded while they are read."""
+    """A checkpoint's tensors, some of which are rounded while they are read."""
 
-    tensors: Mapping[str, TensorSlice]
+    tensors: Mapping[str, TensorSlice]  # all tensors by name; rounded weights have codes in a virtual file
     rounded: tuple[RoundedTensor, ...]
 
     @staticmethod
@@ -143,7 +147,7 @@ class RoundedTensors:
 
     @property
     def relative_error(self) -> float | None:
-        """Relative RMS error of the rounded weights, as in `StoredNumbers`; None until all of them have been read."""
+        """RMS rounding error of the rounded weights relative to their RMS; None until all of them have been read."""
         squares = [pair for tensor in self.rounded for pair in tensor.squares.values()]
         if len(squares) < sum(tensor.num_matrices for tensor in self.rounded):
             return None

@@ -22,7 +22,7 @@ def test_with_all_bytes_compared_no_file_takes_what_was_converted_of_another(
 
     def load() -> LoadedModel:
         config = ModelConfig(name="test", path=str(directory), verify=verify)
-        return load_model(config, torch.device("cpu"), str(cache), express=False)
+        return load_model(config, torch.device("cpu"), str(cache), use_byte_ranges=False)
 
     first = load()
     flip_outside_samples(Path(open_checkpoint(directory).files[0]))

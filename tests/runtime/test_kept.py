@@ -161,7 +161,7 @@ def test_measuring_again_has_room_beside_what_is_kept(num_bytes: int, of: Budget
     kept = WeightCache()
     kept.stages.resident[(0,)] = StageBytes(torch.empty(3072, dtype=torch.uint8), {}, 0)
     kept.experts.in_host[0] = torch.empty(512, dtype=torch.uint8)
-    kept.make_room(num_bytes, of)
+    kept.ensure_free(num_bytes, of)
     assert (kept.compute_bytes + kept.pinned_bytes > 0) is are_held
 
 

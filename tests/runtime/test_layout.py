@@ -27,18 +27,18 @@ References = Callable[[str], Reference]
 CPU = torch.device("cpu")
 
 
-def load(reference: Reference, cache: Path, *, express: bool = True) -> loading.LoadedModel:
+def load(reference: Reference, cache: Path, *, use_byte_ranges: bool = True) -> loading.LoadedModel:
     config = ModelConfig(name="test", path=str(reference.directory), dtype=DType.bfloat16)
-    return loading.load_model(config, CPU, str(cache), express=express)
+    return loading.load_model(config, CPU, str(cache), use_byte_ranges=use_byte_ranges)
 
 
-@pytest.mark.parametrize("express", [True, False], ids=["direct", "converted"])
+@pytest.mark.parametrize("use_byte_ranges", [True, False], ids=["direct", "converted"])
 @pytest.mark.parametrize("family", ["llama, tied", "gpt2", "mixtral", "qwen3-moe"])
 def test_every_parameter_equals_from_pretrained(
-    family: str, express: bool, reference: References, tmp_path: Path
+    family: str, use_byte_ranges: bool, reference: References, tmp_path: Path
 ) -> None:
     ref = reference(family)
-    loaded = load(ref, tmp_path, express=express)
+    loaded = load(ref, tmp_path, use_byte_ranges=use_byte_ranges)
     expected = AutoModelForCausalLM.from_pretrained(ref.directory, dtype=torch.bfloat16).state_dict()
     device, seen = ComputeDevice("cpu"), set()
     with Reader(num_threads=2) as reader:
@@ -73,7 +73,9 @@ def test_converted_experts_give_the_tokens_of_the_direct_layout(
     monkeypatch.setattr(
         api,
         "load_model",
-        lambda config, device, cache, **options: loading.load_model(config, device, cache, express=False, **options),
+        lambda config, device, cache, **options: loading.load_model(
+            config, device, cache, use_byte_ranges=False, **options
+        ),
     )
     assert tokens(config, ref.prompts) == ref.expected
     (converted,) = tmp_path.glob("*/converted.safetensors")

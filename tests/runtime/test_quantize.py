@@ -71,9 +71,9 @@ def test_tokens_and_error_are_those_of_the_packed_store(quantize: Quantize, mode
     store = models.runtime(models.packed(quantize), None)
     runtime = models.runtime(models.published, quantize)
     expected = tokens_of(store, PROMPTS)
-    assert runtime.model.numbers.relative_error is None, "nothing was read"
+    assert runtime.model.weight_storage.relative_error is None, "nothing was read"
     assert tokens_of(runtime, PROMPTS) == expected
-    found, packed = runtime.model.numbers, store.model.numbers
+    found, packed = runtime.model.weight_storage, store.model.weight_storage
     assert found.loss is packed.loss is Loss.lossy
     assert Rounding(quantize.value).format in {*found.formats} & {*packed.formats}
     assert packed.relative_error is not None

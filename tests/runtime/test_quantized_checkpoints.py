@@ -99,7 +99,7 @@ def test_a_conversion_that_no_map_expresses_is_carried_out_on_the_numbers(
     ref = reference("qwen3-moe")
     quantised, plain = write(ref.directory, tmp_path, (32, 48))
     config = ModelConfig(name="test", path=str(quantised))
-    loaded = load_model(config, torch.device("cpu"), str(tmp_path), express=False)
+    loaded = load_model(config, torch.device("cpu"), str(tmp_path), use_byte_ranges=False)
     (converted,) = tmp_path.glob("*/converted.safetensors")
     expected = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).state_dict()
     found = tensors_in(converted.parent)

@@ -43,7 +43,7 @@ def _rows(stored: StoredMatrix) -> Rows:
     source = stored.source
     num_rows, num_columns = source.shape
     words_KW = stored.raw.view(torch.int32).view(num_columns, -1)
-    position = (num_rows, source.first_row)
+    position = (num_rows, source.first_row)  # of these rows in the whole weight, see `row_numbers`
 
     def write(rows: RowSelection, out_RK: torch.Tensor) -> None:
         out_RK.copy_(_codes(words_KW, rows, *position))

@@ -10,7 +10,7 @@ Nested quantization also encodes the factors: `weight.absmax` then holds a byte 
 the whole matrix. `TensorSlice.constants` are (numbers per block, factors per nested block, offset), or only the first
 without nested quantization.
 
-Shapes: N rows of K numbers in B bytes, R rows selected; E concatenated matrices; n nested blocks.
+Shapes: N rows of K numbers in B bytes, R rows selected; E concatenated matrices; b blocks, n nested blocks.
 """
 
 import json
@@ -128,20 +128,21 @@ def _join(matrices: Sequence[StoredMatrix]) -> StoredMatrix | None:
     width = int(source.constants[0])
     if not have_same_layout(matrices) or source.first_row or (source.shape[0] * source.shape[1]) % width:
         return None
-    factors_EB, *nested = (
+    # Factors by matrix and block; if they are nested, they are codes, with tables and factors of their own.
+    factors_Eb, *nested = (
         torch.stack([stored.companions[role] for stored in matrices])
         for role in (SCALES, NESTED_CODES, NESTED_SCALES)
         if role in first
     )
     if nested:
-        codes_E, scales_En = nested
-        blocks = torch.arange(factors_EB.shape[1], device=matrices[0].raw.device) // int(source.constants[1])
+        tables_E256, scales_En = nested
+        blocks = torch.arange(factors_Eb.shape[1], device=matrices[0].raw.device) // int(source.constants[1])
         offsets = tuple(stored.source.constants[2] for stored in matrices)
-        factors_EB = codes_E.float().gather(1, factors_EB.long()) * scales_En.float()[:, blocks]
-        factors_EB = factors_EB + device_constant(offsets, torch.float32, factors_EB.device)[:, None]
+        factors_Eb = tables_E256.float().gather(1, factors_Eb.long()) * scales_En.float()[:, blocks]
+        factors_Eb = factors_Eb + device_constant(offsets, torch.float32, factors_Eb.device)[:, None]
     joined = replace(source, shape=(len(matrices) * source.shape[0], source.shape[1]), constants=source.constants[:1])
     codes_E16 = torch.stack([stored.companions[CODES] for stored in matrices])
-    tensors = {CODES: codes_E16, SCALES: factors_EB.flatten()}
+    tensors = {CODES: codes_E16, SCALES: factors_Eb.flatten()}
     return StoredMatrix(joined, concat_rows([stored.raw for stored in matrices]), tensors)
 
 

@@ -74,7 +74,8 @@ def _load_half(blocks_nB: torch.Tensor, offset: int) -> torch.Tensor:
 def _extract_fields(bytes_nB: torch.Tensor, num_bits: int, run: int) -> torch.Tensor:
     """Splits bytes into fields of `num_bits`: (n, B * 8 / num_bits). The order of fields, for each `run` of bytes: the
     lowest field of every byte, then the second field of every byte, and so on."""
-    bytes_ncr = bytes_nB.contiguous().unflatten(1, (-1, run))  # contiguous bytes shift ten times as fast
+    # c runs of r bytes. Contiguous bytes shift ten times as fast.
+    bytes_ncr = bytes_nB.contiguous().unflatten(1, (-1, run))
     fields = [bytes_ncr >> shift & ((1 << num_bits) - 1) for shift in range(0, 8, num_bits)]
     return torch.stack(fields, dim=2).flatten(1)
 

@@ -51,7 +51,7 @@ def _rows(num_bits: int, stored: StoredMatrix) -> Rows:
     source, companions = stored.source, stored.companions
     num_rows, num_columns = source.shape
     words_WN = stored.raw.view(torch.int32).view(num_columns * num_bits // WORD_BITS, -1)
-    position = (num_rows, source.first_row)
+    position = (num_rows, source.first_row)  # of these rows in the whole weight, see `select_columns`
     zero_offset = int(source.constants[0])
 
     def write(rows: RowSelection, out_RK: torch.Tensor) -> None:
@@ -65,8 +65,8 @@ def _rows(num_bits: int, stored: StoredMatrix) -> Rows:
             start, stop, _ = rows.indices(num_rows)
             first_word, last_word = (source.first_row + start) // per_word, -(-(source.first_row + stop) // per_word)
             words_GW = words_GW[:, first_word:last_word]
-        codes = _byte_zeros(num_bits, zero_offset, stored.raw.device)
-        zeros_GN = codes.index_select(0, words_GW.contiguous().view(torch.uint8).flatten().int())
+        table = _byte_zeros(num_bits, zero_offset, stored.raw.device)
+        zeros_GN = table.index_select(0, words_GW.contiguous().view(torch.uint8).flatten().int())
         zeros_GN = zeros_GN.view(torch.float32).view(len(words_GW), -1)
         return select_columns(zeros_GN, rows, num_rows, source.first_row - first_word * per_word).t()
 
@@ -79,7 +79,7 @@ def _rows(num_bits: int, stored: StoredMatrix) -> Rows:
     def codes() -> Codes:
         begin, end = source.first_row, source.first_row + num_rows
         groups_EK = None if groups is None else groups.view(-1, num_columns)
-        matrices = (1 if groups_EK is None else len(groups_EK), -1)
+        matrices = (1 if groups_EK is None else len(groups_EK), -1)  # splits rows into E matrices
         body = words_WN.t()[begin:end].unflatten(0, matrices)
         return Codes(
             encoding=ENCODINGS[num_bits],
