@@ -1,1 +1,2 @@
-"""Files as bytes: validated safetensors and GGUF headers, direct reads of extents, KV pages on disk."""
+"""Files as bytes: validated headers of safetensors and GGUF, background reads of byte ranges, KV pages on disk, and
+writers of safetensors."""

@@ -1,4 +1,5 @@
-"""Opens checkpoints (directories of safetensors, GGUF files): tensor names, shapes and file offsets, no weights."""
+"""Opens checkpoints (directories of safetensors, or GGUF files): reads names, shapes and file offsets of tensors, but
+no weights."""
 
 import hashlib
 import logging
@@ -24,46 +25,48 @@ SINGLE = "model.safetensors"
 CONFIG, WEIGHTS_KEY = "config.json", "transformers_weights"  # the key names another weights file or index
 INDEX_SUFFIX = ".index.json"
 ADAPTER = "adapter_config.json"
-MAX_NAME_BYTES = 255  # Linux: of a file name
+MAX_NAME_BYTES = 255  # of a file name, on Linux
 SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 VENDOR_FILES = re.compile(r"(original/.*|consolidated[^/]*)\.(safetensors|pth|pt)$")  # of Mistral's and Meta's programs
+# Python code for an error message: writes an index of the shards that match {pattern} to the file {index}.
 WRITE_INDEX = (
     "import glob, json; from safetensors import safe_open; json.dump({{'metadata': {{}}, 'weight_map': {{t: f for f in "
     "sorted(glob.glob('{pattern}')) for t in safe_open(f, 'pt').keys()}}}}, open('{index}', 'w'))"
 )
-SAMPLE_BYTES = 4096
-NUM_SAMPLES = 16
+SAMPLE_BYTES, NUM_SAMPLES = 4096, 16  # of each file in a fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """The tensors of a checkpoint. `duplicates`: for tensors stored in several files, the file that is read."""
+    """The tensors of a checkpoint, by name."""
 
     path: Path
     tensors: Mapping[str, TensorSlice]
-    gguf: GgufHeader | None = None
-    duplicates: Mapping[str, str] = field(default_factory=dict)
+    gguf: GgufHeader | None = None  # of a GGUF file
+    duplicates: Mapping[str, str] = field(default_factory=dict)  # tensor stored in several files -> file that is read
 
     @property
     def files(self) -> list[str]:
+        """Sorted paths of the files that contain tensors."""
         return sorted({tensor.file for tensor in self.tensors.values()})
 
     def fingerprint(self) -> str:
-        """SHA-256 over each shard's name, size, header and 16 samples of its data; independent of the directory. Tells
-        checkpoints apart, but does not detect every changed bit."""
+        """SHA-256 over each shard's name, size, header and 16 samples of its data; independent of the directory.
+        Different checkpoints have different fingerprints, but a few changed bits may go unnoticed."""
         digest = hashlib.sha256()
-        header_bytes: dict[str, int] = {}
+        data_begins: dict[str, int] = {}  # offset of the first tensor in each file
         for tensor in self.tensors.values():
-            header_bytes[tensor.file] = min(tensor.offset, header_bytes.get(tensor.file, tensor.offset))
+            data_begins[tensor.file] = min(tensor.offset, data_begins.get(tensor.file, tensor.offset))
         for file in map(Path, self.files):
             try:
                 size = file.stat().st_size
                 digest.update(f"{file.name}:{size};".encode())
                 with file.open("rb") as handle:
-                    begin = handle.read(8)
-                    # min: a GGUF file begins with its magic number; a shard with tensors that are not read.
-                    num_bytes = min(header_bytes[str(file)], 8 + int.from_bytes(begin, "little"))
-                    digest.update(begin + handle.read(num_bytes - len(begin)))
+                    start = handle.read(8)  # of safetensors: the header's length
+                    # The minimum is the header's size also in two other cases: in a GGUF file, which begins with a
+                    # magic number, and in a shard whose first tensors are read from another shard.
+                    header_bytes = min(data_begins[str(file)], 8 + int.from_bytes(start, "little"))
+                    digest.update(start + handle.read(header_bytes - len(start)))
                     for sample in range(NUM_SAMPLES):
                         handle.seek(max(0, size - SAMPLE_BYTES) * sample // (NUM_SAMPLES - 1))
                         digest.update(handle.read(SAMPLE_BYTES))
@@ -79,7 +82,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if is_gguf(path):
         header = read_gguf(path)
         return Checkpoint(path=path, tensors=header.tensors, gguf=header)
-    entry = find_weights(path)
+    entry = find_weights(path)  # a weights file or an index
     if entry is None:
         raise no_weights_error(str(path), list_names(path))
     if not entry.exists():
@@ -87,9 +90,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not is_index(entry):
         warn_of_unused_index(entry)
         return Checkpoint(path=path, tensors=read_header(entry))
-    # As in transformers: the index decides which shard a tensor is read from; unlisted tensors are read too.
+    # As in transformers: the index decides from which shard a tensor is read. Unlisted tensors are read too.
     weight_map = read_index(entry)
-    tensors, files = dict[str, TensorSlice](), dict[str, list[str]]()
+    tensors, files = dict[str, TensorSlice](), dict[str, list[str]]()  # files: shards that contain each tensor
     for file in shard_names(entry):
         if not (path / file).exists():
             raise CheckpointError(f"{path / file}: missing, but {entry.name} names it")
@@ -98,7 +101,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             files.setdefault(name, []).append(file)
         tensors |= shard_tensors(path / file, header, weight_map)
     duplicates = {name: tensors[name].file for name, several in files.items() if len(several) > 1}
-    for name, chosen in list(duplicates.items())[:1]:
+    for name, chosen in list(duplicates.items())[:1]:  # one warning, with the first tensor as example
         others = ", ".join(file for file in files[name] if file != Path(chosen).name)
         reason = (
             f"as {entry.name} says" if name in weight_map else f"the last shard, since {entry.name} does not list it"
@@ -142,11 +145,11 @@ def shard_tensors(
 
 
 def find_weights(directory: Path, names: Collection[str] | None = None) -> Path | None:
-    """Finds the weights file or index that transformers would read: `transformers_weights` of config.json, else
-    model.safetensors, else model.safetensors.index.json. Returns None if there is none.
+    """Finds the weights file or index that transformers would read: the file named by `transformers_weights` in
+    config.json, else model.safetensors, else model.safetensors.index.json. Returns None if there is none.
 
-    `names`: the files of the repository if `directory` does not hold its weights yet. Raises CheckpointError if
-    `transformers_weights` is not a plain file name."""
+    `names`: the files of the repository, if its weights are not downloaded to `directory` yet. Raises CheckpointError
+    if `transformers_weights` is not a plain file name."""
     config = directory / CONFIG
     named = read_json_object(config).get(WEIGHTS_KEY) if config.is_file() else None
     if named is not None:
@@ -172,8 +175,8 @@ def shard_names(entry: Path) -> list[str]:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Returns the shard of each tensor. Raises CheckpointError if the index is malformed or names a file outside its
-    directory."""
+    """Returns the shard's file name for each tensor. Raises CheckpointError if the index is malformed or names a file
+    outside its directory."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, Mapping):
         raise CheckpointError(f"{index}: not a safetensors index: weight_map must map tensor names to file names")
@@ -189,7 +192,8 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 def warn_of_unused_index(single: Path) -> None:
-    """Logs a warning if an index of other shards is next to the file that is read: their weights may differ."""
+    """Logs a warning if the directory of `single`, the file that is read, also has an index of other shards, whose
+    weights may differ."""
     index, shards = single.with_name(INDEX), [single.name]
     with suppress(CheckpointError, OSError):
         shards = shard_names(index)
@@ -204,8 +208,8 @@ def warn_of_unused_index(single: Path) -> None:
 
 
 def no_weights_error(location: str, names: Collection[str], *, is_local: bool = True) -> CheckpointError:
-    """Makes the error for a location without readable weights: what is there and what to do. `names`: the relative
-    paths of its files; `is_local`: a directory, not a hub id or URL."""
+    """Returns the error for a location without readable weights, which says what is there and what to do. `names`: the
+    relative paths of its files. `is_local`: the location is a directory, not a hub id or URL."""
     fetch = "" if is_local else "download it, and "
     files = sorted(name for name in names if "/" not in name)
     vendor_files = sorted(name for name in names if VENDOR_FILES.match(name))
@@ -249,12 +253,13 @@ def no_weights_error(location: str, names: Collection[str], *, is_local: bool = 
 
 
 def list_names(directory: Path) -> list[str]:
-    """Relative paths of the files of a directory and of its direct subdirectories."""
+    """Returns the relative paths of files in a directory and its direct subdirectories."""
     paths = [path for pattern in ("*", "*/*") for path in directory.glob(pattern)]
     return [path.relative_to(directory).as_posix() for path in paths if path.is_file()]
 
 
 def _describe_missing_index(directory: str | None, shards: Sequence[str]) -> str:
+    """Returns the problem of shards without index, and what to do. `directory`: None if it is not local."""
     expected = max(int(match[2]) for name in shards if (match := SHARD.search(name)))
     if len(shards) < expected:
         return (
@@ -272,6 +277,7 @@ def _describe_missing_index(directory: str | None, shards: Sequence[str]) -> str
 
 
 def _require_plain_name(file: str, source: str) -> str:
+    """Returns the name. Raises CheckpointError if it contains a directory. `source`: where the name is from."""
     if Path(file).name != file or "\0" in file or len(file.encode("utf-8", "replace")) > MAX_NAME_BYTES:
         raise CheckpointError(f"{source} names {file!a:.80}; only plain file names are allowed")
     return file

@@ -1,6 +1,8 @@
-"""Integrity of weight files: cached SHA-256 of whole files, CRC-32 of the pieces of packed shards.
+"""Integrity of weight files: SHA-256 of whole files, and CRC-32 of 4 MiB pieces of the shards that `weightstream pack`
+wrote (packed shards).
 
-Digests are cached with the file's size and dates. Bit rot changes neither: delete the cache to find it.
+SHA-256 digests are cached with the file's size and dates. A bit error on the disk changes neither: delete the cache to
+find such errors.
 """
 
 import hashlib
@@ -26,9 +28,9 @@ log = logging.getLogger(__name__)
 BUFFER_BYTES = 8 << 20
 NUM_THREADS = 4
 PIECE_BYTES = 4 << 20
-NUM_SAMPLED = 8  # pieces read at each start: 32 MiB at most
-METADATA = "weightstream"  # key of a packed shard's header: a description of the original, and checksums
-SETTLED_SECONDS = 2.0  # a younger file may be written again within one tick of the file system's clock
+NUM_SAMPLED = 8  # pieces checked at each start: at most 32 MiB
+METADATA = "weightstream"  # key of the packing record (the original's description, checksums) in a shard's header
+SETTLED_SECONDS = 2.0  # a file written more recently may change again without a change of its time stamp
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -44,6 +46,7 @@ class _Stamp:
 
     @property
     def is_settled(self) -> bool:
+        """True if a later change of the file will change its time stamps."""
         return time.time() - max(self.mtime_ns, self.ctime_ns) / 1e9 >= SETTLED_SECONDS
 
     def cache_path(self, cache: Path) -> Path:
@@ -58,10 +61,10 @@ def digest_files(
     setting: str = "model.verify=full",
 ) -> Mapping[str, str]:
     """Returns the SHA-256 of each file in hexadecimal: from the cache if the file is unchanged, else by reading it.
-    `setting`: named in messages.
+    `setting`: the setting to name in messages.
 
-    Raises CheckpointError (also if a blob of the Hugging Face cache differs from its name, or a file changes
-    meanwhile), StorageError for a transient fault, Interrupted if `should_stop` returns True.
+    Raises CheckpointError (also if a blob of the Hugging Face cache differs from its name, or a file changes while it
+    is read), StorageError for a transient fault, and Interrupted if `should_stop` returns True.
     """
     stamps = {file: _stamp(file) for file in files}
     cached = {file: _find_digest(stamp, cache) for file, stamp in stamps.items()}
@@ -90,7 +93,7 @@ def _digest_all(
         digest = _digest_file(file, should_stop, setting)
         if _stamp(file) != stamps[file]:
             raise CheckpointError(f"{file}: was written while it was read for {setting}")
-        if stamps[file].is_settled:  # else a write within the same clock tick would keep the stamp
+        if stamps[file].is_settled:  # otherwise a later write could leave the stamp unchanged
             _store_digest(stamps[file], digest, cache)
         return digest
 
@@ -125,18 +128,18 @@ def _stamp(file: str) -> _Stamp:
 
 
 def _find_digest(stamp: _Stamp, cache: Path) -> str | None:
-    """The cached digest if the file is unchanged, else None. Warns of an unreadable cache file."""
+    """Returns the cached digest if the file is unchanged, else None. Logs a warning for an unreadable cache file."""
     path = stamp.cache_path(cache)
     try:
         entry = json.loads(path.read_text())
-        stamp_then, digest = entry["file"], entry["sha256"]
-        is_sound = isinstance(digest, str) and DIGEST.fullmatch(digest) is not None
+        cached_stamp, digest = entry["file"], entry["sha256"]
+        is_digest = isinstance(digest, str) and DIGEST.fullmatch(digest) is not None
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("%s: unreadable digest cache ignored: %s", path, error)
         return None
-    return digest if is_sound and stamp_then == asdict(stamp) else None
+    return digest if is_digest and cached_stamp == asdict(stamp) else None
 
 
 def _store_digest(stamp: _Stamp, digest: str, cache: Path) -> None:
@@ -151,7 +154,7 @@ def _store_digest(stamp: _Stamp, digest: str, cache: Path) -> None:
 
 
 def crc32_sums(path: Path, begin: int) -> str:
-    """CRC-32 of each 4 MiB piece from offset `begin`: eight hexadecimal digits each, concatenated."""
+    """Returns the CRC-32 of each 4 MiB piece from offset `begin` on, as eight hexadecimal digits, concatenated."""
     sums = list[str]()
     with path.open("rb") as file:
         file.seek(begin)
@@ -161,8 +164,8 @@ def crc32_sums(path: Path, begin: int) -> str:
 
 
 def read_packing_record(path: Path) -> tuple[Mapping[str, object], int]:
-    """Returns a packed shard's record of its original and the offset of its data. Raises CheckpointError if the file is
-    not a packed shard."""
+    """Returns a packed shard's packing record (see `METADATA`) and the offset of its data. Raises CheckpointError if
+    the file is not a packed shard."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -181,18 +184,19 @@ def read_packing_record(path: Path) -> tuple[Mapping[str, object], int]:
 
 
 def check_packed(files: Sequence[str], *, is_full: bool) -> None:
-    """Verifies the CRC-32 of all pieces of packed shards, or of up to 8 evenly spaced ones. Raises CheckpointError."""
+    """Verifies the CRC-32 of all pieces of packed shards if `is_full`, else of up to 8 evenly spaced pieces. Raises
+    CheckpointError."""
     records = {file: read_packing_record(Path(file)) for file in files}
     pieces = [
         (file, number) for file, (record, _) in records.items() for number in range(len(str(record["crc32"])) // 8)
-    ]
+    ]  # (path, number of the piece)
     count = len(pieces) if is_full else min(NUM_SAMPLED, len(pieces))
     sample = [pieces[index * len(pieces) // count] for index in range(count)]
     for file, (record, begin) in records.items():
         sums = str(record["crc32"])
         try:
             with Path(file).open("rb") as handle:
-                for number in (number for name, number in sample if name == file):
+                for number in (number for path, number in sample if path == file):
                     handle.seek(begin + number * PIECE_BYTES)
                     actual, expected = f"{zlib.crc32(handle.read(PIECE_BYTES)):08x}", sums[8 * number : 8 * number + 8]
                     if actual != expected:

@@ -22,21 +22,23 @@ DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
 MAX_NAME_BYTES = 256  # of a metadata key or a tensor; the format allows 64 for tensors
-MAX_ENTRIES, MAX_TENSORS, MAX_STRINGS = 1 << 16, 1 << 17, 1 << 21  # per header; strings: in all arrays together
+# Limits per header: metadata entries; tensors; strings in all arrays together.
+MAX_ENTRIES, MAX_TENSORS, MAX_STRINGS = 1 << 16, 1 << 17, 1 << 21
+# Metadata types by number; scalars with the format letter of `struct`.
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-LENGTH = struct.Struct("<Q")
+LENGTH = struct.Struct("<Q")  # of a string
 Value = int | float | bool | str
 
 
 class GgufBlock(NamedTuple):
-    """The unit of a tensor's data: `num_numbers` of a row, stored in `num_bytes`."""
+    """The unit of a tensor's data: `num_numbers` neighboring numbers of a row, stored in `num_bytes`."""
 
     num_numbers: int
     num_bytes: int
 
 
-# ggml's type numbers: name and block.
+# Names and blocks of ggml's types, by type number.
 TYPES: Mapping[int, tuple[str, GgufBlock]] = {
     0: ("F32", GgufBlock(1, 4)), 1: ("F16", GgufBlock(1, 2)), 30: ("BF16", GgufBlock(1, 2)),
     28: ("F64", GgufBlock(1, 8)), 24: ("I8", GgufBlock(1, 1)), 25: ("I16", GgufBlock(1, 2)),
@@ -49,15 +51,15 @@ TYPES: Mapping[int, tuple[str, GgufBlock]] = {
     22: ("IQ2_S", GgufBlock(256, 82)), 23: ("IQ4_XS", GgufBlock(256, 136)), 29: ("IQ1_M", GgufBlock(256, 56)),
     34: ("TQ1_0", GgufBlock(256, 54)), 35: ("TQ2_0", GgufBlock(256, 66)), 39: ("MXFP4", GgufBlock(32, 17)),
 }  # fmt: skip
-BLOCKS: Mapping[str, GgufBlock] = dict(TYPES.values())
+BLOCKS: Mapping[str, GgufBlock] = dict(TYPES.values())  # by type name
 
 
 @dataclass(frozen=True, kw_only=True)
 class GgufHeader:
-    """A parsed header. `metadata` holds arrays by their length only."""
+    """A parsed header."""
 
     tensors: Mapping[str, TensorSlice]
-    metadata: Mapping[str, Value]
+    metadata: Mapping[str, Value]  # an array is replaced by its length
 
     @property
     def architecture(self) -> str:
@@ -72,17 +74,18 @@ def read_gguf(path: Path) -> GgufHeader:
             return _Parser(path, data).header()
     except OSError as error:
         raise read_error(path, "reading its header", error) from error
-    except (struct.error, ValueError, OverflowError) as error:  # end of file; invalid UTF-8; empty file
+    except (struct.error, ValueError, OverflowError) as error:  # such as: end of file, invalid UTF-8, empty file
         raise CheckpointError(f"{path}: truncated, or not a GGUF file: {error}") from error
 
 
 class _Parser:
-    """Parses the header of one memory-mapped file, once."""
+    """Parses the header of one memory-mapped file. Methods read at offset `_at` and advance it."""
 
     def __init__(self, path: Path, data: mmap.mmap):
         self._path, self._data, self._at, self._num_strings = path, data, 0, 0
 
     def header(self) -> GgufHeader:
+        """Parses the whole header; may be called once."""
         if self._data[:4] != MAGIC:
             raise CheckpointError(f"{self._path}: not a GGUF file: begins with {self._data[:4]!r}")
         self._at = 4
@@ -115,6 +118,7 @@ class _Parser:
         return GgufHeader(tensors=self._tensors(num_tensors, metadata), metadata=metadata)
 
     def _tensors(self, num_tensors: int, metadata: Mapping[str, Value]) -> dict[str, TensorSlice]:
+        """Parses all tensor entries, and checks that their bytes are in the file and do not overlap."""
         entries: dict[str, TensorSlice] = {}
         for _ in range(num_tensors):
             entry = self._tensor()
@@ -127,7 +131,7 @@ class _Parser:
                 f"{self._path}: general.alignment must be a power of two from 8 to {MAX_ALIGNMENT:,}, "
                 f"got {alignment!r:.40}"
             )
-        # Each begins where the previous one ends, rounded up: no shared and no hidden bytes.
+        # Each tensor must begin at the end of the previous one, rounded up: no byte is shared or unused.
         end, previous = 0, "the header"
         for tensor in sorted(entries.values(), key=lambda tensor: (tensor.offset, tensor.num_bytes)):
             if tensor.offset != round_up(end, alignment):
@@ -154,7 +158,7 @@ class _Parser:
             raise CheckpointError(
                 f"{self._path}: tensor {name!r} claims {num_dimensions} dimensions; at most {MAX_DIMENSIONS}"
             )
-        shape = tuple(self._number("Q") for _ in range(num_dimensions))[::-1]  # the file lists rows last
+        shape = tuple(self._number("Q") for _ in range(num_dimensions))[::-1]  # the file lists the number of rows last
         kind, offset = self._number("I"), self._number("Q")
         if kind not in TYPES:
             raise CheckpointError(f"{self._path}: tensor {name!r} has unsupported ggml type {kind}")
@@ -176,6 +180,7 @@ class _Parser:
         )
 
     def _skip_array(self) -> int:
+        """Advances to the end of an array. Returns its length."""
         kind, length = self._number("I"), self._number("Q")
         if kind in SCALARS:
             self._at += length * struct.calcsize(SCALARS[kind])
@@ -186,7 +191,7 @@ class _Parser:
                     f"{self._path}: claims {self._num_strings:,} strings in arrays; limit: {MAX_STRINGS:,}"
                 )
             position, data = self._at, self._data
-            for _ in range(length):  # up to a million: no Python calls
+            for _ in range(length):  # up to a million strings: no call of a method for each
                 position += 8 + LENGTH.unpack_from(data, position)[0]
             self._at = position
         else:
@@ -194,6 +199,7 @@ class _Parser:
         return length
 
     def _scalar(self, letter: str) -> int | float | bool:
+        """Reads a number. `letter`: its format in `struct`."""
         (value,) = struct.unpack_from(f"<{letter}", self._data, self._at)
         self._at += struct.calcsize(letter)
         return value

@@ -13,7 +13,7 @@ from ..units import MIB, format_bytes
 from .json_object import require_regular
 from .read_errors import read_error
 
-MAX_HEADER_BYTES = 32 * MIB  # the 92,000 tensors of DeepSeek-V3 need 11; Python objects take up to 20 times as much
+MAX_HEADER_BYTES = 32 * MIB  # the 92,000 tensors of DeepSeek-V3 need 11 MiB; parsed, up to 20 times as much memory
 MAX_TENSORS, MAX_DIMENSIONS = 1 << 20, 64
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
@@ -24,11 +24,11 @@ DTYPE_BITS = {
 def read_header(path: Path) -> dict[str, TensorSlice]:
     """Returns the tensors of a file by name. Raises CheckpointError or StorageError.
 
-    As strict as the safetensors library: tensors are contiguous and do not overlap. A dtype replaced by another of the
-    same width goes unnoticed.
+    As strict as the safetensors library: tensors must be contiguous and must not overlap. A damaged header in which a
+    dtype became another dtype of the same width is not detected.
     """
 
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    def make_unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         result = dict(pairs)
         if len(result) != len(pairs):
             raise ValueError("the same key twice")
@@ -47,7 +47,7 @@ def read_header(path: Path) -> dict[str, TensorSlice]:
     except OSError as error:
         raise read_error(path, "reading its header", error) from error
     try:
-        entries = json.loads(text, object_pairs_hook=unique)
+        entries = json.loads(text, object_pairs_hook=make_unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: header is not valid JSON: {error}") from error
     if not isinstance(entries, dict):
@@ -79,6 +79,7 @@ def _shorten(value: object) -> str:
 
 
 def _parse_entry(path: Path, name: str, entry: object, data_start: int) -> TensorSlice:
+    """Returns the tensor of a header entry. `data_start`: file offset to which the entry's offsets are relative."""
     try:
         if not isinstance(entry, dict):
             raise TypeError("not a JSON object")
@@ -88,10 +89,10 @@ def _parse_entry(path: Path, name: str, entry: object, data_start: int) -> Tenso
         if len(shape) > MAX_DIMENSIONS:
             raise CheckpointError(f"{path}: tensor {name!r} claims {len(shape):,} dimensions; limit: {MAX_DIMENSIONS}")
         num_bytes = prod(shape) * DTYPE_BITS[dtype] // 8
-        is_sound = 0 <= start <= end and end - start == num_bytes and all(n >= 0 for n in shape)
+        is_consistent = 0 <= start <= end and end - start == num_bytes and all(n >= 0 for n in shape)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: tensor {name!r} has a malformed header entry: {_shorten(entry)}") from error
-    if not is_sound:
+    if not is_consistent:
         raise CheckpointError(
             f"{path}: tensor {name!r}: {dtype} {_shorten(shape)} does not match its bytes {start}..{end}"
         )

@@ -14,7 +14,7 @@ JsonValue: TypeAlias = "bool | int | float | str | Sequence[JsonValue] | Mapping
 JsonObject: TypeAlias = Mapping[str, JsonValue]
 
 MAX_DEPTH = 64
-MAX_JSON_BYTES = 64 * MIB  # the largest tokenizer.json in use has about half
+MAX_JSON_BYTES = 64 * MIB  # the largest tokenizer.json in use has about 32 MiB
 TYPE_NAMES = {type(None): "null", bool: "true or false", str: "text", list: "a list", dict: "an object"}
 
 
@@ -50,11 +50,12 @@ def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> JsonObje
 
 
 def type_name(value: object) -> str:
+    """Returns the name of a JSON value's type for messages."""
     return TYPE_NAMES.get(type(value), "a number")
 
 
 def require_regular(path: Path) -> int:
-    """Returns the size in bytes. Raises CheckpointError if not a regular file: a device or pipe may never end."""
+    """Returns the file's size in bytes. Raises CheckpointError for a device or pipe, since reading it may never end."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path}: cannot be read: not a regular file")

@@ -1,5 +1,8 @@
-"""KV pages in an anonymous file: read and written by several threads, with O_DIRECT if possible and a checksum for each
-page. The file never has a name, so nothing is left of it if the process is killed.
+"""KV pages (keys and values of 16 tokens) in a file, read and written by several threads, with O_DIRECT if possible and
+a checksum for each page. The file has no name, so the system deletes it even if the process is killed.
+
+A slot is memory for pages of one layer. A page has a number, which is its index in the layer's part of the file, and a
+position, which is its index in a slot. A run is a range of consecutive pages that one system call transfers.
 """
 
 import errno
@@ -25,17 +28,18 @@ from .transfer import ChunkTiming, PendingTransfer, TransferThreads, transfer
 
 log = logging.getLogger(__name__)
 
-MAX_VIEWS = 1024  # of one request: the kernel's IOV_MAX
+MAX_VIEWS = 1024  # memory ranges in one system call (IOV_MAX)
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
-NEVER_WRITTEN = -1  # no checksum
+NEVER_WRITTEN = -1  # instead of a page's checksum
 ADVICE = "free disk space, set kv.directory to another disk, or lower policy.num_micro_batches or micro_batch_size"
 
 
 class KVFile(Closing):
-    """KV pages on disk. Owns the file and its threads. Any thread may call it, but not for pages in flight.
+    """KV pages on disk. Owns the file and its threads. Any thread may call its methods, but a page that is being read
+    or written may be used again only after `wait`.
 
-    `directory`: None is the system's temporary directory (TMPDIR). Raises ConfigError or BudgetError if `layout` does
-    not fit.
+    `layout`: the layers and their pages. `directory`: None is the system's temporary directory (TMPDIR). Raises
+    BudgetError if the disk has too little space, and ConfigError if the directory cannot be used.
     """
 
     def __init__(
@@ -56,8 +60,9 @@ class KVFile(Closing):
         self._file = open_unnamed(self.directory)
         self._is_direct = direct and make_direct(self._file, self.directory)
         self._threads = TransferThreads(num_threads, "kv-file")
-        self._row = {layer: row for row, layer in enumerate(sorted(layout.page_bytes))}
-        self._checksums = np.full((len(self._row), layout.num_pages), NEVER_WRITTEN, dtype=np.int64)  # CHECKSUM_BYTES
+        self._row = {layer: row for row, layer in enumerate(sorted(layout.page_bytes))}  # of `_checksums`
+        # CRC-32 by row and page. The plan counts CHECKSUM_BYTES for each element.
+        self._checksums = np.full((len(self._row), layout.num_pages), NEVER_WRITTEN, dtype=np.int64)
         self._zeros = memoryview(bytes(max(map(layout.stride_bytes, layout.page_bytes), default=0)))
 
     def close(self) -> None:
@@ -65,8 +70,9 @@ class KVFile(Closing):
         self._file.close()
 
     def read(self, layer: int, positions: Mapping[int, int], slot: memoryview) -> PendingTransfer:
-        """Starts reading each page to `positions[page]` of the page-aligned slot, which must stay alive until done.
-        Pages never written read as zeros. Waiting raises KVFileError if a checksum does not match."""
+        """Starts reading each page of a layer to position `positions[page]` of the slot. The slot must be aligned to
+        memory pages, and must stay alive until the read is done. Pages that were never written are zeros. `wait` raises
+        KVFileError if a checksum does not match."""
         stride = self._layout.stride_bytes(layer)
         checksums = self._checksums[self._row[layer]]
         written = [page for page in positions if checksums[page] != NEVER_WRITTEN]
@@ -80,8 +86,8 @@ class KVFile(Closing):
         )
 
     def write(self, layer: int, positions: Mapping[int, int], slot: memoryview) -> PendingTransfer:
-        """Starts writing each page from its position in the slot, which must not change until done. Waiting may raise
-        KVFileError."""
+        """Starts writing each page of a layer from position `positions[page]` of the slot, which must not change until
+        the write is done. `wait` may raise KVFileError."""
         stride = self._layout.stride_bytes(layer)
         return self._threads.begin(
             [
@@ -95,10 +101,11 @@ class KVFile(Closing):
         self._checksums[:, list(pages)] = NEVER_WRITTEN
 
     def _runs(self, pages: Iterable[int], stride: int) -> Iterator[range]:
-        """Runs of consecutive pages, each within one request's limits."""
+        """Divides the pages into runs within the limits of one system call. `stride`: bytes per page."""
         return layer_ranges(pages, min(MAX_VIEWS, max(1, self._chunk_bytes // stride)))
 
     def _read(self, layer: int, run: range, views: list[memoryview]) -> ChunkTiming:
+        """Reads a run of pages into `views`, one per page, and verifies checksums."""
         begin, offset = time.monotonic(), self._offset(layer, run[0])
         num_bytes = sum(map(len, views))
         try:
@@ -116,6 +123,7 @@ class KVFile(Closing):
         return ChunkTiming(begin, time.monotonic(), done)
 
     def _write(self, layer: int, run: range, views: list[memoryview]) -> ChunkTiming:
+        """Writes a run of pages from `views`, one per page, and keeps their checksums."""
         begin, offset = time.monotonic(), self._offset(layer, run[0])
         num_bytes = sum(map(len, views))
         checksums = [self._checksum(layer, view) for view in views]
@@ -136,7 +144,7 @@ class KVFile(Closing):
         return self._layout.offset_bytes(layer) + page * self._layout.stride_bytes(layer)
 
     def _drop_page_cache(self, offset: int, num_bytes: int) -> None:
-        """Starts write-back and drops clean pages from the page cache."""
+        """Starts write-back of the byte range, and drops clean pages from the page cache. Not needed with O_DIRECT."""
         if not self._is_direct:
             os.posix_fadvise(self._file.fileno(), offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
@@ -196,7 +204,9 @@ def _directory_error(directory: str, key: str, error: OSError) -> ConfigError:
 
 
 def _is_memory(directory: str) -> bool:
+    """True if the directory is on a file system in memory."""
     device = Path(directory).stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
+    # A line is: mount ID, parent ID, device number ... " - " type of the file system ...
     mounts = [line.partition(" - ") for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     return any(mount.split()[2] == number and kind.split()[0] in MEMORY_FILE_SYSTEMS for mount, _, kind in mounts)

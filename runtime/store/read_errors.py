@@ -1,4 +1,4 @@
-"""Read errors of files: retries transient ones of a disk or network, and converts errors to StorageError or
+"""Read errors of files: retries transient errors of a disk or network, and converts OSError to StorageError or
 CheckpointError."""
 
 import errno
@@ -20,7 +20,8 @@ TRANSIENT_ERRNOS = frozenset(
         *(errno.ENETUNREACH, errno.ENETRESET, errno.ENFILE, errno.ENOBUFS),
     }
 )
-PAUSES_SECONDS = (0.5, 2.0, 5.0)  # between tries; a failover of a file server takes longer: it ends the run with 75
+# Pauses between tries. A failover of a file server takes longer: the run then ends with exit code 75.
+PAUSES_SECONDS = (0.5, 2.0, 5.0)
 T = TypeVar("T")
 
 
@@ -29,7 +30,8 @@ def is_transient(error: OSError) -> bool:
 
 
 def read_error(path: str | PathLike[str], what: str, error: OSError) -> WeightstreamError:
-    """The error to raise for `error` during `what`: StorageError (exit code 75) if transient, else CheckpointError."""
+    """Returns the error to raise for an OSError: StorageError (exit code 75) if it is transient, else CheckpointError.
+    `what`: the operation that failed, for the message."""
     name = errno.errorcode.get(error.errno or 0, "no errno")
     message = f"{path}: {what} failed: {error.strerror or error} ({name}){open_files_hint(error)}"
     if is_transient(error):
@@ -38,7 +40,7 @@ def read_error(path: str | PathLike[str], what: str, error: OSError) -> Weightst
 
 
 def open_files_hint(error: OSError) -> str:
-    """Advice to append to the message of EMFILE (too many open files); empty for other errors."""
+    """Returns advice to append to the message of EMFILE (too many open files); "" for other errors."""
     if error.errno != errno.EMFILE:
         return ""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -51,7 +53,8 @@ def open_files_hint(error: OSError) -> str:
 
 
 def with_retries(read: Callable[[], T], path: str, what: str, pause: Callable[[float], object]) -> T:
-    """Calls `read` and retries transient errors after a `pause`. Raises StorageError or CheckpointError."""
+    """Calls `read`; after a transient error it waits (`pause`, which takes seconds) and tries again. `what`: see
+    `read_error`. Raises StorageError or CheckpointError."""
     for seconds in PAUSES_SECONDS:
         try:
             return read()

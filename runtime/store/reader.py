@@ -1,6 +1,6 @@
-"""Reads extents from disk into host memory in the background: several threads, O_DIRECT `preadv`, a deep queue.
+"""Reads extents (aligned byte ranges of files) into host memory in the background, with several threads and O_DIRECT.
 
-Without O_DIRECT, pages are dropped from the page cache after each read: a checkpoint larger than memory must not evict
+Without O_DIRECT, each read then drops its pages from the page cache, since a checkpoint larger than memory would evict
 everything else.
 """
 
@@ -26,6 +26,8 @@ RESTORE_FILE = "restore the original file and start the same command again"
 
 
 class _File(NamedTuple):
+    """An open file."""
+
     descriptor: int
     is_direct: bool
     num_bytes: int  # when it was opened
@@ -36,7 +38,7 @@ Fill = Callable[[int, memoryview], None]  # fills memory with a file's bytes fro
 
 
 class Reader(Closing):
-    """Reads extents in the background, in submission order. Owns its threads and file descriptors."""
+    """Reads extents in the background, in order of `submit`. Owns its threads and file descriptors."""
 
     def __init__(
         self,
@@ -46,15 +48,17 @@ class Reader(Closing):
         direct: bool = True,
         virtual_files: Mapping[str, Fill] | None = None,
     ):
-        """`virtual_files`: by name, functions that generate the contents of files not on disk, on reader threads."""
+        """`chunk_bytes`: bytes that a thread reads at a time. `direct`: use O_DIRECT if possible. `virtual_files`: for
+        files that do not exist on disk, functions that fill memory with their bytes, by file name; reader threads call
+        them."""
         self._virtual_files = virtual_files or {}
         self._chunk_bytes = chunk_bytes
         self._direct = direct
         self._threads = TransferThreads(num_threads, "reader")
         self._lock = threading.Lock()
         self._files: dict[str, _File] = {}  # by path
-        self._first_opened: dict[str, _File] = {}
-        self._descriptors: list[int] = []
+        self._first_opened: dict[str, _File] = {}  # by path: sizes and dates at the first opening
+        self._descriptors: list[int] = []  # to close at the end
         self._closing = threading.Event()
 
     def close(self) -> None:
@@ -66,8 +70,8 @@ class Reader(Closing):
         self._files.clear()
 
     def submit(self, extents: Sequence[Extent], target: memoryview) -> PendingTransfer:
-        """Starts filling `target` (page-aligned, writable) at each extent's slot_offset. `target` must stay alive until
-        the read is done, and must hold all extents: a short buffer would look like a truncated file."""
+        """Starts reading each extent to its slot_offset in `target`, which must be writable and aligned to memory
+        pages. `target` must stay alive until the read is done, and must have space for all extents."""
         chunks = list[Chunk]()
         for extent in extents:
             end = extent.slot_offset + extent.num_bytes
@@ -80,7 +84,8 @@ class Reader(Closing):
         return self._threads.begin(chunks)
 
     def _read(self, path: str, offset: int, view: memoryview, needed: int) -> ChunkTiming:
-        """Fills `view`; the file may end after the first `needed` bytes."""
+        """Reads bytes from `offset` on into `view`. The file may end after the first `needed` bytes: an extent is
+        rounded up to whole disk blocks."""
         begin = time.monotonic()
         if (fill := self._virtual_files.get(path)) is not None:
             fill(offset, view)
@@ -111,8 +116,9 @@ class Reader(Closing):
         return ChunkTiming(begin, time.monotonic(), done)
 
     def _open(self, path: str) -> _File:
-        """Opens the file, or returns it if open. Raises CheckpointError if it was replaced since its first use."""
-        with self._lock:  # several threads open shards
+        """Returns the open file, which it opens if needed. Raises CheckpointError if the file was replaced since its
+        first use."""
+        with self._lock:  # several threads open files
             if path not in self._files:
                 file = _open_file(path, self._direct)
                 self._descriptors.append(file.descriptor)

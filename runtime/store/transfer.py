@@ -1,4 +1,7 @@
-"""Threads for positional reads and writes: complete transfers or an error, with timing."""
+"""Threads that read and write files at given offsets in the background, with timing.
+
+A transfer is divided into chunks, each of which one thread reads or writes.
+"""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
@@ -12,7 +15,7 @@ from ..units import round_down
 
 
 class ChunkTiming(NamedTuple):
-    """Time of a chunk or of a whole transfer, in monotonic seconds, without waiting in the queue."""
+    """When a chunk or a whole transfer ran, in seconds of the monotonic clock. Excludes the wait in the queue."""
 
     begin: float
     end: float
@@ -20,11 +23,11 @@ class ChunkTiming(NamedTuple):
 
 
 ChunkResult = ChunkTiming | BaseException
-Chunk = Callable[[], ChunkTiming]
+Chunk = Callable[[], ChunkTiming]  # reads or writes the chunk
 
 
 class PendingTransfer:
-    """Chunks in flight between a file and memory. One thread may wait for it, and not again after an interrupt."""
+    """A transfer that may still run. One thread may call `wait`, and must not call it again if it was interrupted."""
 
     def __init__(self, num_chunks: int, queue: SimpleQueue[ChunkResult]):
         self._num_chunks, self._queue = num_chunks, queue
@@ -36,7 +39,7 @@ class PendingTransfer:
 
     def wait(self) -> None:
         """Waits for all chunks, then raises the first error if there was one."""
-        while len(self._results) < self._num_chunks:  # all, even after an error: the others still use the memory
+        while len(self._results) < self._num_chunks:  # all, even after an error: other chunks still use the memory
             self._results.append(self._queue.get())
         for result in self._results:
             if isinstance(result, BaseException):
@@ -44,7 +47,7 @@ class PendingTransfer:
 
     @property
     def timing(self) -> ChunkTiming:
-        """Time from the first chunk's begin to the last one's end; valid after `wait`."""
+        """The time from the begin of the first chunk to the end of the last chunk. Valid after `wait`."""
         timings = [result for result in self._results if isinstance(result, ChunkTiming)]
         return ChunkTiming(
             begin=min((t.begin for t in timings), default=0.0),
@@ -54,9 +57,11 @@ class PendingTransfer:
 
 
 class TransferThreads(Closing):
-    """Threads that run chunks in submission order. `close` waits for chunks in flight and drops the others.
+    """Threads that run chunks in order of `begin`. `close` waits for running chunks and drops chunks still in the
+    queue.
 
-    Not `concurrent.futures`, whose lock and condition per chunk take 8 % of the interpreter's time in decode passes.
+    `concurrent.futures` is not used: its lock and condition per chunk take 8 % of the interpreter's time in decode
+    passes.
     """
 
     def __init__(self, num_threads: int, name: str):
@@ -64,7 +69,7 @@ class TransferThreads(Closing):
         self._threads = [
             Thread(target=self._serve, name=f"{name}-{index}", daemon=True) for index in range(num_threads)
         ]
-        self._lock = Lock()  # a chunk queued after the end markers would never run
+        self._lock = Lock()  # orders `begin` and `close`: a chunk queued after the end markers would never run
         self._is_closed = False
         for thread in self._threads:
             thread.start()
@@ -73,11 +78,12 @@ class TransferThreads(Closing):
         with self._lock:
             self._is_closed = True
             for _ in self._threads:
-                self._queue.put(None)
+                self._queue.put(None)  # end marker for one thread
         for thread in self._threads:
             thread.join()
 
     def begin(self, chunks: Sequence[Chunk]) -> PendingTransfer:
+        """Queues the chunks of a transfer. Raises RuntimeError after `close`."""
         results = SimpleQueue[ChunkResult]()
         with self._lock:
             if self._is_closed:
@@ -93,7 +99,7 @@ class TransferThreads(Closing):
                 results.put(CancelledError() if self._is_closed else chunk())
             except BaseException as error:
                 results.put(error)
-            del item, chunk, results  # while this thread waits, it must not keep target memory alive
+            del item, chunk, results  # while this thread waits for the next item, it must not keep memory alive
 
 
 def transfer(
@@ -105,8 +111,8 @@ def transfer(
     *,
     is_direct: bool,
 ) -> int:
-    """Calls `os.preadv` or `os.pwritev` until `num_bytes` are transferred or a call transfers none. Returns the number
-    of bytes transferred. Raises OSError."""
+    """Calls `os.preadv` or `os.pwritev` until `num_bytes` are transferred, or a call transfers nothing. Returns the
+    number of bytes transferred. `views`: memory ranges to fill or write, in order. Raises OSError."""
     remaining, done = list(views), 0
     while done < num_bytes:
         count = call(descriptor, remaining, offset + done)
@@ -116,6 +122,7 @@ def transfer(
         if count == 0:
             break
         done += count
+        # Drop the views that are complete, and cut the view in which the call ended.
         while remaining and count >= len(remaining[0]):
             count -= len(remaining.pop(0))
         if remaining:

@@ -1,6 +1,6 @@
-"""Writes safetensors: a file or a sharded checkpoint, streamed, with one tensor in memory at a time.
+"""Writes a safetensors file or a sharded checkpoint, with one tensor in memory at a time.
 
-Format: the safetensors README (8-byte little-endian header length, JSON header, tensor bytes).
+Format: 8-byte little-endian header length, JSON header, tensor bytes; see the README of safetensors.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from ..units import format_bytes, round_up
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-PAGE_BYTES = 4096  # the data begins on a page, so that O_DIRECT reads waste least
-PUBLISHED_ALIGNMENT_BYTES = 8  # as the safetensors library aligns the data
+PAGE_BYTES = 4096  # tensor data begins at a multiple: O_DIRECT reads whole pages
+PUBLISHED_ALIGNMENT_BYTES = 8  # at which the safetensors library begins tensor data
 _LENGTH_BYTES = 8
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -61,7 +61,8 @@ Shards: TypeAlias = Mapping[str, Sequence[TensorSpec]]  # file name -> its tenso
 
 
 def plan_shards(specs: Sequence[TensorSpec], max_shard_bytes: int) -> Shards:
-    """Fills shards in order up to `max_shard_bytes` of tensor data; a larger tensor gets a shard of its own."""
+    """Assigns tensors to shards, in order, up to `max_shard_bytes` of tensor data each. A larger tensor gets a shard of
+    its own."""
     groups: list[list[TensorSpec]] = [[]]
     used_bytes = 0
     for spec in specs:
@@ -82,8 +83,8 @@ def write_checkpoint(
 ) -> int:
     """Writes all shards, then the index if there are several. Returns the total bytes written.
 
-    `tensors` yields one tensor for each spec of each shard, in order; each is freed before the next is requested.
-    Raises OutputError if the directory cannot be written; complete files stay.
+    `tensors` yields one tensor for each spec of each shard, in order. A tensor is freed before the next one is
+    requested. Raises OutputError if the directory cannot be written; files that are complete stay.
     """
     iterator = iter(tensors)
     written_bytes = sum(
@@ -98,8 +99,8 @@ def write_checkpoint(
 def write_sparse_checkpoint(
     directory: Path, shards: Shards, metadata: Callable[[int], Mapping[str, str]] = lambda num_bytes: {}
 ) -> None:
-    """Writes sparse files: the files of `write_checkpoint` with holes for tensor data, which read as zeros and take no
-    disk space. `metadata`: extra header entries as a function of a shard's data bytes. Raises OutputError."""
+    """Writes the files of `write_checkpoint` with holes instead of tensor data: these read as zeros and take no disk
+    space. `metadata`: function from a shard's data bytes to additional header entries. Raises OutputError."""
     for name, specs in shards.items():
         data_bytes = sum(spec.num_bytes for spec in specs)
         header = _encode_header(specs, PUBLISHED_ALIGNMENT_BYTES, metadata(data_bytes))
@@ -115,8 +116,8 @@ def write_safetensors(
 ) -> int:
     """Writes one file atomically. Returns its size in bytes.
 
-    Takes exactly `len(specs)` tensors from `tensors`, in order. The data begins at a multiple of `alignment_bytes` and
-    is contiguous. Raises OutputError.
+    Takes exactly `len(specs)` tensors from `tensors`, in order. Tensor data is contiguous, and begins at a multiple of
+    `alignment_bytes`. Raises OutputError.
     """
     header = _encode_header(specs, alignment_bytes)
     num_bytes = len(header) + sum(spec.num_bytes for spec in specs)
@@ -143,7 +144,7 @@ def _encode_header(
         }
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    padded_bytes = round_up(_LENGTH_BYTES + len(text), alignment_bytes) - _LENGTH_BYTES
+    padded_bytes = round_up(_LENGTH_BYTES + len(text), alignment_bytes) - _LENGTH_BYTES  # spaces end the JSON
     return padded_bytes.to_bytes(_LENGTH_BYTES, "little") + text.ljust(padded_bytes)
 
 
@@ -171,15 +172,16 @@ def _write_index(path: Path, shards: Shards) -> int:
 
 @contextlib.contextmanager
 def atomic_write(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
-    """Writes a temporary file that is renamed to `path` once complete and synced, and deleted on any error."""
+    """Opens a temporary file to write. On exit, syncs it and renames it to `path`; on an error, deletes it.
+    `num_bytes`: its size, for the message of OutputError."""
     temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temp.open("xb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # before the rename: a crash must not leave an incomplete file under the name
+            os.fsync(file.fileno())  # before the rename: a crash must not leave an incomplete file named `path`
         temp.replace(path)
-        sync_directory(path.parent)  # or the rename itself may be lost in a power cut
+        sync_directory(path.parent)  # otherwise a power cut may undo the rename
     except BaseException as error:
         with contextlib.suppress(OSError):  # the first error is the one to report
             temp.unlink()
@@ -193,7 +195,7 @@ def atomic_write(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes the directory's entries durable: a file renamed into it before survives a power cut."""
+    """Makes renames in the directory durable: a power cut later does not undo them."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

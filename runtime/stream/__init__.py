@@ -1,3 +1,3 @@
-"""Transfers between disk, host and device while lanes compute: weights, experts, keys and values, inputs of attention
-on the CPU. The schedule orders them; this package executes them and wraps the compute device.
+"""Transfers between disk, host and device while micro-batches compute: weights, experts, keys and values, inputs of
+attention on the CPU. A schedule decides the order of transfers; this package runs them, and wraps the compute device.
 """

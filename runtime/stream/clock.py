@@ -1,6 +1,7 @@
-"""Timing of device work in the host's monotonic seconds, and counters of transfers.
+"""Timing of device work in seconds of the host's monotonic clock, and counters of transfers.
 
-On a CPU, work is done when the call returns and is reported at once. An accelerator's events are read once per pass.
+On a CPU, work is done when the call returns, and its time is reported at once. On an accelerator, work is timed by
+events in its streams, which are read once per pass.
 """
 
 import threading
@@ -17,13 +18,16 @@ TimingCallback: TypeAlias = Callable[[float, float], None]  # called with the be
 
 
 class Reference(NamedTuple):
-    """An event and its host time, renewed each pass: elapsed times are float32 milliseconds, and clocks drift."""
+    """An event and its host time, from which times of other events are computed. Renewed in each pass, since elapsed
+    times are float32 milliseconds and the clocks of host and device drift."""
 
     event: torch.Event
     seconds: float
 
 
 class TimedWork(NamedTuple):
+    """Work whose time is not reported yet."""
+
     begin: torch.Event
     end: torch.Event
     then: TimingCallback
@@ -31,22 +35,23 @@ class TimedWork(NamedTuple):
 
 
 class DeviceClock:
-    """Times work on one device. Any thread may call `begin` and `end`; only the engine's thread calls `resolve`.
-    `new_event` makes timing events; None on a CPU."""
+    """Times work on one device. Any thread may call `begin` and `end`; only the engine's thread calls `resolve`."""
 
     def __init__(
         self,
         new_event: Callable[[], torch.Event] | None = None,
         compute_stream: Callable[[], torch.Stream | None] = lambda: None,
     ):
+        """`new_event`: makes timing events; None on a CPU. `compute_stream`: returns the stream of compute."""
         self._new_event, self._compute_stream = new_event, compute_stream
-        self._spare_events: deque[torch.Event] = deque()  # reusable: their work was reported
+        self._spare_events: deque[torch.Event] = deque()  # their work was reported, so they can be reused
         self._reference: Reference | None = None
         self._reference_lock = threading.Lock()
         self._running: deque[TimedWork] = deque()  # append and popleft are atomic; swapping lists would lose work
 
     def begin(self, stream: torch.Stream | None = None) -> Moment:
-        """Marks the start of work on `stream`, once its dependencies are queued. Pass the result to one `end` only."""
+        """Marks the start of work that is queued next on `stream`. Call it after the stream was made to wait for the
+        work's dependencies, so that waiting is not timed. Pass the result to exactly one `end`."""
         if self._new_event is None:
             return time.monotonic()
         if self._reference is None:
@@ -56,7 +61,8 @@ class DeviceClock:
         return self._record_event(stream)
 
     def end(self, begin: Moment, then: TimingCallback, stream: torch.Stream | None = None) -> None:
-        """Marks the end of queued work. Calls `then` at once on a CPU, else in the first `resolve` after the work."""
+        """Marks the end of the work. Calls `then` with its times: on a CPU at once, otherwise in the first `resolve`
+        after the work is done."""
         if isinstance(begin, int | float):
             then(begin, time.monotonic())
             return
@@ -65,14 +71,14 @@ class DeviceClock:
         self._running.append(TimedWork(begin, self._record_event(stream), then, self._reference))
 
     def wait(self, compute_stream: torch.Stream) -> None:
-        """Waits for all work queued on the stream, once per pass, and renews the reference."""
+        """Waits for all work queued on the stream, and renews the reference. Call it once per pass."""
         if self._new_event is None:
             compute_stream.synchronize()
         else:
             self._reference = self._make_reference(self._new_event())
 
     def resolve(self) -> None:
-        """Reports finished work to its callbacks: once per pass, after `wait`."""
+        """Calls the callbacks of finished work. Call it once per pass, after `wait`."""
         if self._new_event is None:
             return
         for _ in range(len(self._running)):
@@ -93,8 +99,8 @@ class DeviceClock:
         return event
 
     def _make_reference(self, event: torch.Event) -> Reference:
-        event.record(self._compute_stream())  # not the current stream: its device differs by thread
-        event.synchronize()  # before reading the host time, so both are the same moment
+        event.record(self._compute_stream())  # not torch's current stream, whose device differs by thread
+        event.synchronize()  # before reading the host's clock, so that event and time are the same moment
         return Reference(event, time.monotonic())
 
 
@@ -108,8 +114,8 @@ def _by_stage() -> defaultdict[int, float]:
 
 @dataclass(kw_only=True)
 class StreamCounters:
-    """Transfer counters. A hit is a streamed stage that had arrived when the first lane needed it. Expert counts are of
-    paged experts. `reads`, `copies` and `stalls` are seconds by stage."""
+    """Transfer counters. A hit is a streamed stage whose bytes had arrived when the first lane (micro-batch) needed
+    them, otherwise it is a miss. Expert counts include only experts that are read one by one (paged)."""
 
     bytes_read: int = 0  # disk -> host
     bytes_copied: int = 0  # host -> device
@@ -118,13 +124,14 @@ class StreamCounters:
     num_hits: int = 0
     num_misses: int = 0
     num_experts: int = 0  # in the stages that ran
-    num_experts_hit: int = 0  # visited by a token; each counts once
-    num_experts_read: int = 0  # reads, repeated ones included
-    reads: defaultdict[int, float] = field(default_factory=_by_stage)  # the disk is busy
-    copies: defaultdict[int, float] = field(default_factory=_by_stage)  # the link is busy
-    stalls: defaultdict[int, float] = field(default_factory=_by_stage)  # compute waits; an upper bound on accelerators
+    num_experts_hit: int = 0  # with at least one token; an expert used several times counts once
+    num_experts_read: int = 0  # an expert read several times counts several times
+    # Seconds by stage: the disk was busy, a host-device link was busy, compute waited (on accelerators an upper bound).
+    reads: defaultdict[int, float] = field(default_factory=_by_stage)
+    copies: defaultdict[int, float] = field(default_factory=_by_stage)
+    stalls: defaultdict[int, float] = field(default_factory=_by_stage)
 
     def count_acquire(self, is_in_time: bool) -> None:
-        """Counts the first use of a streamed stage after it was fetched."""
+        """Counts a hit or a miss: the first use of a streamed stage after it was fetched."""
         self.num_hits += is_in_time
         self.num_misses += not is_in_time

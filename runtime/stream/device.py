@@ -1,8 +1,8 @@
 """The compute device: memory, streams and events. One code path serves every accelerator through `torch.Stream` and
-`torch.Event`; the CPU is a null implementation of the same interface.
+`torch.Event`; on a CPU, streams are None and events do nothing.
 
-Accelerator memory is counted as torch's allocators hold it. They cache freed device and pinned memory, which the driver
-and the system still count as used.
+Compute memory is memory that the device's operators use: the accelerator's memory, or on a CPU host memory. torch's
+allocators cache freed device and pinned memory; the driver and the system still count this memory as used.
 """
 
 import logging
@@ -26,12 +26,14 @@ from .shared_weights import SharedWeights
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# Environment variables that configure torch's allocator.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 EXPANDABLE_SEGMENTS = "expandable_segments"
 
 
 def choose_device(name: str) -> torch.device:
-    """The torch device for `machine.device`; `auto` falls back to the CPU. Raises ConfigError."""
+    """Returns the torch device for the setting `machine.device`; `auto` uses the CPU if no accelerator is suitable.
+    Raises ConfigError."""
     try:
         device = None if name == "auto" else torch.device(name)
     except RuntimeError as error:
@@ -67,7 +69,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def _missing_feature(device: torch.device) -> str | None:
-    """The required feature that torch lacks on this device, for an error message; None if there is none."""
+    """Returns the name of a required feature that torch lacks on this device; None if it has all."""
     if not hasattr(torch.get_device_module(device), "mem_get_info"):
         return "memory statistics"
     try:
@@ -78,27 +80,29 @@ def _missing_feature(device: torch.device) -> str | None:
 
 
 def has_bfloat16_units(device: torch.device) -> bool:
-    """True if the device computes bfloat16 natively (NVIDIA: compute capability 8.0). Otherwise torch emulates it."""
+    """True if the device computes bfloat16 natively (NVIDIA: compute capability 8.0 or higher). Otherwise torch
+    emulates it."""
     if device.type != "cuda" or torch.version.hip is not None:
         return True
     return torch.get_device_module(device).get_device_capability(device) >= (8, 0)
 
 
 class DeviceMemory(NamedTuple):
-    """Device memory in bytes: `unreserved` is free for all processes, `reserved` held by torch, `allocated` used."""
+    """Device memory in bytes."""
 
-    unreserved: int
-    reserved: int
-    allocated: int
+    unreserved: int  # free for all processes
+    reserved: int  # by torch's allocator in this process
+    allocated: int  # of `reserved`: used by tensors
 
     @property
     def free_bytes(self) -> int:
+        """Bytes that this process can allocate."""
         return self.unreserved + self.reserved - self.allocated
 
 
 def enable_expandable_segments(device: torch.device) -> None:
-    """Turns on torch's expandable segments, against fragmentation. Does nothing if the allocator's environment
-    variables are set; falls back with a warning if the device does not support them."""
+    """Turns on torch's expandable segments, which prevent fragmentation. Does nothing if the user configured the
+    allocator by environment variables. Logs a warning if the device does not support them."""
     if device.type != "cuda" or torch.version.hip is not None or any(map(os.environ.get, ALLOCATOR_VARIABLES)):
         return
     _configure(f"{EXPANDABLE_SEGMENTS}:True")
@@ -117,7 +121,7 @@ def _configure(settings: str) -> None:
 
 
 class Event(Protocol):
-    """Interface of `torch.Event`. Streams can wait only for events of their own device."""
+    """Interface of `torch.Event`. A stream can wait only for events of its own device."""
 
     def record(self, stream: torch.Stream | None = None) -> None: ...
 
@@ -125,7 +129,7 @@ class Event(Protocol):
 
 
 class NullEvent:
-    """Event of a CPU, where work is done when the call returns."""
+    """An event on a CPU. It does nothing, since work is done when the call returns."""
 
     def record(self, stream: torch.Stream | None = None) -> None:
         pass
@@ -135,14 +139,16 @@ class NullEvent:
 
 
 class CopyPart(NamedTuple):
-    """One piece of a copy; both tensors have the same number of bytes."""
+    """One of several tensors to copy; both sides have the same number of bytes."""
 
     source: torch.Tensor
     target: torch.Tensor
 
 
 class ComputeDevice:
-    """Memory, streams and copies of one device. `is_accelerator`: compute memory is separate from host memory."""
+    """Memory, streams and copies of one device. `is_accelerator`: compute memory is separate from host memory.
+
+    Copies are asynchronous on an accelerator: they are queued on a stream, and the call returns at once."""
 
     _shared: SharedWeights | None = None
     _graph_pool: tuple[Any, torch.cuda.Stream] | None = None  # memory and capture stream of all live CUDA graphs
@@ -160,21 +166,22 @@ class ComputeDevice:
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # live ones
 
     def new_stream(self) -> torch.Stream | None:
-        """A new stream, for copies that must not queue behind others; None on a CPU."""
+        """Returns a new stream, for copies that must not wait for copies on other streams; None on a CPU."""
         return torch.Stream(device=self.torch_device) if self.is_accelerator else None
 
     def new_event(self) -> Event:
         return torch.Event(device=self.torch_device) if self.is_accelerator else NullEvent()
 
     def host_pages(self, num_bytes: int) -> torch.Tensor:
-        """uint8 host memory for copies: pinned, not aligned for direct disk reads."""
+        """Returns uint8 host memory for copies to and from the device: pinned, but not aligned for direct disk
+        reads."""
         if not self.is_accelerator:
             return self.host_buffer(num_bytes)
         return allocate_pinned(num_bytes, is_aligned=False)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Page-aligned uint8 host memory for weights, pinned if there is an accelerator. On a CPU it uses huge pages if
-        possible: a direct read must look up every page that it fills."""
+        """Returns page-aligned uint8 host memory for weights, pinned if there is an accelerator. On a CPU it uses huge
+        pages if possible, since a direct disk read must look up every page that it fills."""
         size = round_up(max(num_bytes, 1), ALIGNMENT_BYTES)
         if not self.is_accelerator:
             return allocate_anonymous(size, huge=size >= HUGE_PAGE_BYTES)
@@ -188,7 +195,8 @@ class ComputeDevice:
     def load_host_weights(
         self, extents: Sequence[Extent], num_bytes: int, read: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
-        """Read-only host buffer with resident weights, filled by `read` or by another process that shares them."""
+        """Returns a read-only host buffer of `num_bytes` with the weights in `extents`. `read` fills the buffer, unless
+        another process that shares the weights has filled it."""
         if self._shared is None:
             buffer = self.host_buffer(num_bytes)
             read(buffer)
@@ -197,19 +205,19 @@ class ComputeDevice:
         return self._shared.get_or_fill(extents, size, read, is_pinned=self.is_accelerator)
 
     def compute_buffer(self, num_bytes: int) -> torch.Tensor:
-        """uint8 compute memory."""
+        """Returns uninitialized uint8 compute memory."""
         if not self.is_accelerator:
             return self.host_buffer(num_bytes)
         return torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=self.torch_device)
 
     def zeros(self, num_bytes: int) -> torch.Tensor:
-        """Zeroed uint8 compute memory for long-lived data."""
+        """Returns zeroed uint8 compute memory for long-lived data."""
         if self.is_accelerator:
             return self.compute_buffer(num_bytes).zero_()
         return allocate_anonymous(num_bytes, huge=False)  # not from the heap, which it would fragment
 
     def copy_ahead(self, parts: Sequence[CopyPart], *, after: Event, then: TimingCallback | None = None) -> None:
-        """Queues host-to-device copies on the copy stream, as `copy_all`."""
+        """Same as `copy_all` on the copy stream, for copies from host to device."""
         assert self.copy_stream is not None, "only an accelerator has a copy stream"
         self.copy_all(parts, on=self.copy_stream, after=after, then=then)
 
@@ -222,14 +230,15 @@ class ComputeDevice:
         after: Event,
         then: TimingCallback | None = None,
     ) -> None:
-        """Queues one copy, as `copy_all`."""
+        """Same as `copy_all` for a single copy."""
         self.copy_all([CopyPart(source, target)], on=on, after=after, then=then)
 
     def copy_all(
         self, parts: Sequence[CopyPart], *, on: torch.Stream | None, after: Event, then: TimingCallback | None = None
     ) -> None:
-        """Queues copies in either direction on stream `on`, after the event `after`. Returns at once; `then` gets the
-        begin and end of all of them. Both sides of each copy must stay alive and unchanged until it is done."""
+        """Queues copies between host and device on stream `on`; they begin after the event `after`. `then` is called
+        with the begin of the first copy and the end of the last. Sources and targets must stay alive and unchanged
+        until the copies are done."""
         if on is not None:
             self.wait(on, after)  # the stream waits, not the host
         begin = self.clock.begin(on) if then is not None else 0.0
@@ -240,7 +249,7 @@ class ComputeDevice:
             self.clock.end(begin, then, on)
 
     def clear_all(self, targets: Sequence[torch.Tensor], *, on: torch.Stream | None, after: Event) -> None:
-        """Queues zeroing of the targets on stream `on`, after the event `after`."""
+        """Queues the zeroing of tensors on stream `on`; it begins after the event `after`."""
         if on is not None:
             self.wait(on, after)
         with self.on_stream(on):
@@ -248,17 +257,17 @@ class ComputeDevice:
                 target.zero_()
 
     def on_stream(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
-        """Context that makes `stream` current for this thread."""
+        """Returns a context in which `stream` is this thread's current stream."""
         if stream is None:
             return nullcontext()
-        # A new object each time: a torch.Stream stores the stream to restore, and two threads may use the same one.
+        # A new object for each context: it stores the stream to restore, and several threads may use this stream.
         return torch.Stream(
             stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
         )
 
     def wait(self, stream: torch.Stream, event: Event) -> None:
         """Makes work queued on the stream from now on wait for `event`."""
-        stream.wait_event(event)  # pyright: ignore[reportArgumentType] - `new_event` made it: it is the stream's kind
+        stream.wait_event(event)  # pyright: ignore[reportArgumentType] - a torch.Event, since there is a stream
 
     @property
     def can_record(self) -> bool:
@@ -268,9 +277,9 @@ class ComputeDevice:
     def record_graph(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """Captures the operators that `work` queues in a CUDA graph, without running them.
 
-        Returns the result of `work`, with tensors that each replay fills, and the asynchronous replay function. Graphs
-        of a device share memory: results are valid until another graph is replayed. Raises RuntimeError if `work`
-        synchronizes with the device or memory runs out."""
+        Returns the result of `work` and a function that replays the graph. Each replay is asynchronous, and fills the
+        tensors in the result again. All graphs of a device share memory, so a result is valid until another graph is
+        replayed. Raises RuntimeError if `work` synchronizes with the device or memory runs out."""
         graph, previous_stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.torch_device)
         if self._graph_pool is None or not self._graphs:  # torch refuses a pool whose graphs have all been freed
             self._graph_pool = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.torch_device)
@@ -287,33 +296,35 @@ class ComputeDevice:
         return result, graph.replay
 
     def compute_stream(self) -> torch.Stream | None:
+        """The stream on which the model's operators are queued; None on a CPU."""
         return torch.accelerator.current_stream(self.torch_device) if self.is_accelerator else None
 
     def compute_waits_for(self, event: Event) -> None:
+        """Makes compute that is queued from now on wait for `event`."""
         stream = self.compute_stream()
         if stream is not None:
             self.wait(stream, event)
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies tensors of one dtype to host memory in one transfer. Waits for all queued compute."""
+        """Returns tensors of one dtype, copied to host memory in one transfer. Waits for all queued compute."""
         if not self.is_accelerator:
             return list(tensors)
         joined = torch.cat([tensor.flatten() for tensor in tensors])
         on_host = self.host_pages(max(1, joined.nbytes))[: joined.nbytes].view(joined.dtype)
         on_host.copy_(joined, non_blocking=True)
-        self.wait_for_compute()  # the host may read `on_host` only afterwards
+        self.wait_for_compute()  # includes the copy: the host may read `on_host` only now
         parts = on_host.split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def wait_for_compute(self) -> None:
-        """Blocks the host until all queued compute is done: once per pass, when its tokens are needed anyway."""
+        """Blocks the host until all queued compute is done. Call it once per pass, when the host needs the tokens."""
         stream = self.compute_stream()
         if stream is not None:
             self.clock.wait(stream)
 
     def synchronize(self) -> None:
-        """Blocks the host until all streams are done, and reports their timed work. Required before their memory is
-        freed."""
+        """Blocks the host until all streams are done, and reports their timed work. Call it before memory that their
+        work uses is freed."""
         if self.is_accelerator:
             torch.accelerator.synchronize(self.torch_device)
             self.clock.resolve()
@@ -327,11 +338,12 @@ class ComputeDevice:
         )
 
     def free_bytes(self) -> int:
-        """Free device memory, including what torch caches."""
+        """Free device memory, including memory that torch's allocator caches."""
         return self.memory().free_bytes
 
     def set_memory_limit(self, num_bytes: int | None) -> None:
-        """Limits torch's allocator in this process (beyond it, OutOfMemoryError); None removes the limit."""
+        """Limits the device memory of torch's allocator in this process; beyond the limit, it raises OutOfMemoryError.
+        None removes the limit."""
         if self.is_accelerator:
             module = torch.get_device_module(self.torch_device)
             share = 1.0 if num_bytes is None else min(1.0, num_bytes / module.mem_get_info(self.torch_device)[1])
@@ -353,9 +365,9 @@ class ComputeDevice:
         return torch.accelerator.max_memory_reserved(self.torch_device) if self.is_accelerator else 0
 
     def used_bytes(self) -> int:
-        """Device memory in tensors now; 0 on a CPU."""
+        """Device memory that tensors use now; 0 on a CPU."""
         return torch.accelerator.memory_allocated(self.torch_device) if self.is_accelerator else 0
 
     def peak_bytes(self) -> int:
-        """Peak device memory in tensors since the process started; 0 on a CPU, where it is the process's own peak."""
+        """Peak device memory of tensors since the process started; 0 on a CPU, where tensors are host memory."""
         return torch.accelerator.max_memory_allocated(self.torch_device) if self.is_accelerator else 0

@@ -1,4 +1,9 @@
-"""Streams the experts of paged stages one by one, with a `WeightStream` in which each expert is a stage."""
+"""Streams the experts of paged stages one by one, with a `WeightStream` in which each expert is a stage.
+
+A paged stage is a layer whose experts are read one by one instead of with the layer. Its experts are pages, numbered
+over all paged stages (`ExpertPages`). A staging slot is host memory between disk and device; a page is read to a
+staging slot, then copied to a device slot.
+"""
 
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -23,26 +28,26 @@ from .weights import WeightStream
 
 # Returns a stage's weights by name, as views into a buffer with tensors at the given offsets.
 StageViews: TypeAlias = Callable[[Stage, torch.Tensor, Mapping[str, int]], Mapping[str, torch.Tensor]]
-MIN_SLOTS = 2  # one is computed while the next one arrives
+MIN_SLOTS = 2  # one expert is computed while the next one arrives
 
 
 @dataclass(frozen=True)
 class ExpertBytes:
-    """One expert's weights, valid until the next expert is yielded. `stage`: its parameters, stacks of one expert."""
+    """The weights of one expert, valid until the stream yields the next expert."""
 
-    expert: int
-    stage: Stage
+    expert: int  # index in its layer
+    stage: Stage  # the expert's parameters, as stacks of one expert
     stage_bytes: StageBytes
 
     def matrices(self, weights_of: StageViews, prefix: str) -> dict[str, torch.Tensor]:
-        """The expert's matrices by name, without `prefix`."""
+        """Returns the expert's matrices by name, without `prefix`."""
         weights = weights_of(self.stage, self.stage_bytes.buffer, self.stage_bytes.tensor_offsets)
         return {name.removeprefix(prefix): weight[0] for name, weight in weights.items()}
 
 
 class ExpertStream:
-    """Stream of experts; one per run. Not thread-safe: only the engine calls it. `paging`: `hit` reads experts that
-    have tokens; `all` reads every expert, so that reads can start before routing."""
+    """Stream of experts; one per run. Not thread-safe: only the engine calls it. With paging `hit` it reads only
+    experts that have tokens; with `all` it reads every expert, so that reads can start before the routing is known."""
 
     def __init__(
         self,
@@ -56,17 +61,17 @@ class ExpertStream:
         trace: Trace | None = None,
         loaded: StreamWeights | None = None,
     ):
-        """`loaded` as for `WeightStream`."""
+        """`loaded`: see `WeightStream`."""
         assert num_slots >= MIN_SLOTS, f"{num_slots} expert slots cannot be computed and filled at the same time"
         assert paging in (ExpertPaging.hit, ExpertPaging.all), f"no experts are paged with {paging}"
         assert not placement.paged & placement.resident, "a resident stage cannot page its experts"
         self._shape, self._paging = shape, paging
         self._pages = ExpertPages.from_shape(shape, placement.paged)
         self.slot_bytes = max(slot_layout(page).num_bytes for page in self._pages.pages)
-        walk = self._pages.walk(placement.walk, num_slots)
+        walk = self._pages.walk(placement.walk, num_slots)  # order and number of slots of the pages
         self._walk, self._num_ahead = walk, walk.num_slots + walk.num_staging_slots
         self._started: deque[int] = deque()  # pages in flight, in order
-        self._num_copied = 0  # of `_started`: pages copied out of staging
+        self._num_copied = 0  # the first pages of `_started`, whose copy from staging to device slots was queued
         expert_placement = Placement(
             resident=frozenset(),
             walk=walk,
@@ -78,6 +83,7 @@ class ExpertStream:
         )
         expert_shape = self._pages.as_shape(shape)
         self._stream = WeightStream(expert_shape, expert_placement, device, reader, trace, self._pages.name, loaded)
+        # For `take_counters`: since its last call.
         self._requested_stages: set[int] = set()
         self._hit_pages: set[int] = set()
         self._num_read = 0
@@ -92,19 +98,20 @@ class ExpertStream:
         self._stream.__exit__(kind, value, traceback)
 
     def prefetch(self, stage: int) -> None:
-        """Starts reading experts of the next paged stage, as many as there are slots, and drops reads of other stages.
-        Does nothing with `hit`: the routed experts are not known yet."""
+        """Starts reading as many experts of a paged stage as there are slots, and drops reads of other stages. Does
+        nothing with paging `hit`, since the routing is not known yet."""
         if self._paging is ExpertPaging.all:
             self._start(self._all_pages(stage)[: self._num_ahead])
 
     def experts(self, stage: int, hit: Sequence[int]) -> Generator[ExpertBytes]:
-        """Yields the experts `hit` (ascending) of a paged stage while later ones are read. Raises CheckpointError."""
+        """Yields the experts `hit` (ascending) of a paged stage, while the next experts are read. Raises
+        CheckpointError."""
         hit_pages = [self._pages.page(stage, expert) for expert in hit]
         pages = self._all_pages(stage) if self._paging is ExpertPaging.all else hit_pages
         self._requested_stages.add(stage)
         self._hit_pages.update(hit_pages)
         self._num_read += len(pages)
-        experts = dict(zip(hit_pages, hit, strict=True))
+        experts = dict(zip(hit_pages, hit, strict=True))  # page -> expert
         for position, page in enumerate(pages):
             self._start(pages[position : position + self._num_ahead])
             self._started.popleft()
@@ -116,14 +123,14 @@ class ExpertStream:
                 self._stream.free(page)
 
     def host_expert(self, stage: int, expert: int) -> ExpertBytes:
-        """Views of an expert that resides in host memory."""
+        """Returns the weights of an expert that stays in host memory, for computing it on the CPU."""
         page = self._pages.page(stage, expert)
         self._requested_stages.add(stage)
         self._hit_pages.add(page)
         return ExpertBytes(expert, self._pages.pages[page], self._stream.host_stage(page))
 
     def take_counters(self) -> StreamCounters:
-        """Counters since the last call, by the stages of the experts."""
+        """Returns the counters since the last call. Seconds are by the experts' stages."""
         counters = replace(
             self._stream.take_counters(),
             num_experts=sum(self._shape.stages[stage].num_experts for stage in self._requested_stages),
@@ -134,12 +141,14 @@ class ExpertStream:
         return counters
 
     def _start(self, pages: Sequence[int]) -> None:
-        """Starts reading these pages, up to the number of slots; drops all others. No page may be in use."""
+        """Starts reading these pages, as far as there are slots. If pages in flight are not the first ones of `pages`,
+        drops all pages in flight. No page may be in use."""
         if list(self._started) != list(pages[: len(self._started)]):
             self._stream.drop()
             self._started.clear()
             self._num_copied = 0
         waiting = deque(pages[len(self._started) :])
+        # Copy the next page while a device slot is free, which frees its staging slot; otherwise read another page.
         while True:
             if self._is_staged and self._num_copied < min(len(self._started), self._walk.num_slots):
                 self._stream.copy(self._started[self._num_copied])
@@ -158,5 +167,6 @@ class ExpertStream:
         return self._walk.num_staging_slots > 0
 
     def _all_pages(self, stage: int) -> Sequence[int]:
+        """Returns the pages of all experts of a stage."""
         first = self._pages.first_page[stage]
         return range(first, first + self._shape.stages[stage].num_experts)

@@ -1,7 +1,11 @@
 """Transfers KV pages of offloaded layers between their tier and KV slots, by the schedule's fetch and store actions.
 
-Tier `cpu`: runs of pages are copied from and to pinned host memory, each way on its own stream; the host does not wait.
-Tier `nvme`: one thread each way keeps the order of fetches and of stores; the file's own threads read and write.
+An offloaded layer keeps its keys and values in another memory than compute memory, its tier: pinned host memory (`cpu`)
+or a file (`nvme`). A KV slot is compute memory for the pages of one lane (micro-batch) in one layer.
+
+Tier `cpu`: runs of consecutive pages are copied, with one stream for each direction; the host does not wait.
+Tier `nvme`: one thread for each direction keeps the order of fetches and of stores; the threads of `KVFile` read and
+write.
 """
 
 import time
@@ -28,11 +32,11 @@ from .device import ComputeDevice, CopyPart, Event
 
 @dataclass(frozen=True, kw_only=True)
 class PendingStore:
-    """Pages of a layer being stored. `written` is done once they are in the file; None: `KVSlot.free` signals it."""
+    """Pages of a layer that are being stored."""
 
     layer: int
     pages: frozenset[int]
-    written: Future[PendingTransfer] | None
+    written: Future[PendingTransfer] | None  # tier nvme: done once the pages are in the file; None: see `KVSlot.free`
 
     def includes(self, layer: int, pages: Sequence[int]) -> bool:
         """True if any of these pages is being stored."""
@@ -40,8 +44,8 @@ class PendingStore:
 
 
 class KVSlot:
-    """A slot for the pages of one lane in one layer. Events: `ready` (the pages have arrived) and `free` (compute and
-    the copy out of the slot are done). Disk I/O uses `staging`, which is `buffer` itself on a CPU."""
+    """A slot for the pages of one lane in one layer. Events: `ready` (the pages have arrived), `free` (compute and the
+    copy out of the slot are done). `staging`: host memory for disk reads and writes; on a CPU it is `buffer` itself."""
 
     def __init__(self, buffer: torch.Tensor, staging: torch.Tensor, device: ComputeDevice):
         self.buffer, self.staging = buffer, staging
@@ -53,6 +57,7 @@ class KVSlot:
 
     @property
     def is_staged(self) -> bool:
+        """True if pages are copied between `staging` and `buffer`."""
         return self.staging is not self.buffer
 
     def is_storing(self, layer: int, pages: Sequence[int]) -> bool:
@@ -63,37 +68,39 @@ class KVSlot:
 class PageRun(NamedTuple):
     """Pages that are consecutive both in the tier and in the slot."""
 
-    page: int
-    slot_index: int
+    page: int  # the first page's number in the tier
+    slot_index: int  # the first page's index in the slot
     num_pages: int
 
     def slot_bytes(self, slot: KVSlot, stride: int) -> torch.Tensor:
+        """Returns the run's bytes in the slot. `stride`: bytes per page."""
         return slot.buffer[self.slot_index * stride : (self.slot_index + self.num_pages) * stride]
 
 
 class PinnedPages:
-    """KV pages of the tier `cpu`, in pinned memory. Not thread-safe."""
+    """KV pages of the tier `cpu`, in pinned memory. A layer's memory is divided into segments. Not thread-safe."""
 
     def __init__(self, layout: KVLayout, device: ComputeDevice, on_copy: Callable[[Resource, int, float, float], None]):
-        """`on_copy` is called with the resource, layer, begin and end of each copy."""
+        """`on_copy` is called with the resource, layer, begin and end (seconds) of each copy."""
         self._layout, self._device, self._on_copy = layout, device, on_copy
         self._fetch_stream, self._store_stream = device.new_stream(), device.new_stream()
         self._segments = {
             layer: [device.host_pages(count * layout.stride_bytes(layer)) for count in layout.segment_pages(layer)]
             for layer in layout.page_bytes
         }
+        # For each page: True if it was stored since `forget`. Other pages are fetched as zeros.
         self._is_stored = {layer: np.zeros(layout.num_pages, bool) for layer in layout.page_bytes}
 
     def fetch(self, slot: KVSlot, layer: int, pages: Sequence[int], blocking: Sequence[KVSlot]) -> int:
-        """Queues copies of `pages` into the slot, once all `blocking` are free. Zeroes pages that were never
-        stored. Returns the bytes to copy."""
+        """Queues copies of `pages` to the slot. They begin when all slots in `blocking` are free, which may still store
+        the same pages. Zeroes pages that were never stored. Returns the bytes to copy."""
         if self._fetch_stream is not None:
             for other in blocking:
-                self._device.wait(self._fetch_stream, other.free)  # its stores end first: a page must not be stale
+                self._device.wait(self._fetch_stream, other.free)  # its stores must end first, or pages would be stale
         slot.pending_store = None
         stride, numbers = self._layout.stride_bytes(layer), np.array(pages, np.int64)
         is_stored = self._is_stored[layer][numbers]
-        new_indices, stored_indices = np.flatnonzero(~is_stored), np.flatnonzero(is_stored)
+        new_indices, stored_indices = np.flatnonzero(~is_stored), np.flatnonzero(is_stored)  # indices in the slot
         targets = [slot.buffer[run.start * stride : run.stop * stride] for run in layer_ranges(new_indices.tolist())]
         if targets:
             self._device.clear_all(targets, on=self._fetch_stream, after=slot.free)
@@ -106,8 +113,8 @@ class PinnedPages:
         return len(stored_indices) * stride
 
     def store(self, slot: KVSlot, layer: int, slot_indices: Mapping[int, int]) -> int:
-        """Queues copies of pages (page number -> index in the slot) to the tier, after `slot.free`, which then signals
-        their end. Returns the bytes to copy."""
+        """Queues copies of pages from the slot to the tier; they begin after `slot.free`, which is then recorded again
+        at their end. `slot_indices`: page number -> index in the slot. Returns the bytes to copy."""
         stride = self._layout.stride_bytes(layer)
         on_copy = partial(self._on_copy, Resource.device_to_host, layer)
         numbers = np.array([*slot_indices], np.int64)
@@ -120,33 +127,36 @@ class PinnedPages:
         return len(slot_indices) * stride
 
     def forget(self, pages: Sequence[int]) -> None:
+        """Marks pages as never stored, in all layers."""
         for is_stored in self._is_stored.values():
             is_stored[list(pages)] = False
 
     def close(self) -> None:
-        """Waits for copies in flight: their memory is freed next."""
+        """Waits for copies in flight, since their memory is freed next."""
         for stream in (self._fetch_stream, self._store_stream):
             if stream is not None:
                 stream.synchronize()
 
     def _run_memory(self, layer: int, run: PageRun) -> torch.Tensor:
+        """Returns the run's bytes in the tier."""
         stride, segment_pages = self._layout.stride_bytes(layer), self._segment_pages(layer)
         begin = run.page % segment_pages * stride
         return self._segments[layer][run.page // segment_pages][begin : begin + run.num_pages * stride]
 
     def _segment_pages(self, layer: int) -> int:
-        """Pages in each of the layer's segments except the last."""
+        """Returns the number of pages in each segment of the layer, except that the last one may have fewer."""
         return self._layout.segment_pages(layer)[0]
 
 
 def find_page_runs(pages: np.ndarray, slot_indices: np.ndarray, segment_pages: int) -> list[PageRun]:
-    """Splits pages into runs that are consecutive in the tier and in the slot. No run crosses a segment boundary."""
+    """Splits pages into runs that are consecutive in the tier and in the slot. No run crosses a segment boundary.
+    `slot_indices`: the index in the slot of each page."""
     if not len(pages):
         return []
     order = np.argsort(pages)
     pages, slot_indices = pages[order], slot_indices[order]
-    begins = (np.diff(pages) != 1) | (np.diff(slot_indices) != 1) | (pages[1:] % segment_pages == 0)
-    firsts = np.flatnonzero(np.concatenate([[True], begins]))
+    is_begin = (np.diff(pages) != 1) | (np.diff(slot_indices) != 1) | (pages[1:] % segment_pages == 0)
+    firsts = np.flatnonzero(np.concatenate([[True], is_begin]))
     sizes = np.diff(firsts, append=len(pages))
     return [
         PageRun(*each)
@@ -164,15 +174,15 @@ class DiskPages:
         file: KVFile,
         on_copy: Callable[[Resource, int, float, float], None],
     ):
-        """`on_copy` as for `PinnedPages`; reads and writes report their times in the slots' futures."""
+        """`on_copy`: see `PinnedPages`. Times of reads and writes are in `KVSlot.pending_fetch` and `pending_store`."""
         self._layout, self._device, self._file, self._on_copy = layout, device, file, on_copy
         self._fetch_stream, self._store_stream = device.new_stream(), device.new_stream()
         self._fetch_pool = ThreadPoolExecutor(1, thread_name_prefix="kv-fetch")
         self._store_pool = ThreadPoolExecutor(1, thread_name_prefix="kv-store")
 
     def fetch(self, slot: KVSlot, layer: int, pages: Sequence[int], blocking: Sequence[KVSlot]) -> int:
-        """Starts reading `pages` into the slot and copying them to the device, after the stores from `blocking`.
-        Returns the bytes to copy."""
+        """Starts reading `pages` and copying them to the slot, after pending stores of the slots in `blocking`. Returns
+        the bytes to copy to the device."""
         pending_writes = [
             other.pending_store.written for other in blocking if other.pending_store and other.pending_store.written
         ]
@@ -180,7 +190,8 @@ class DiskPages:
         return len(pages) * self._layout.stride_bytes(layer) if slot.is_staged else 0
 
     def store(self, slot: KVSlot, layer: int, slot_indices: Mapping[int, int]) -> int:
-        """Starts writing pages (page number -> index in the slot), after `slot.free`. Returns the bytes to copy."""
+        """Starts writing pages from the slot, after `slot.free`. `slot_indices`: page number -> index in the slot.
+        Returns the bytes to copy from the device."""
         stride = self._layout.stride_bytes(layer)
         if slot.is_staged:
             on_copy = partial(self._on_copy, Resource.device_to_host, layer)
@@ -196,7 +207,8 @@ class DiskPages:
         self._file.forget(pages)
 
     def close(self) -> None:
-        """Waits for transfers in flight: their memory is freed next. Errors stay in the slots' futures."""
+        """Waits for transfers in flight, since their memory is freed next. Their errors stay in `pending_fetch` and
+        `pending_store` of the slots."""
         self._fetch_pool.shutdown(wait=True)
         self._store_pool.shutdown(wait=True)
         for stream in (self._fetch_stream, self._store_stream):
@@ -206,9 +218,10 @@ class DiskPages:
     def _fetch(
         self, slot: KVSlot, layer: int, pages: Sequence[int], pending_writes: Sequence[Future[PendingTransfer]]
     ) -> PendingTransfer:
+        """Runs on the fetch thread: waits for `pending_writes`, reads pages, and queues their copy."""
         for written in pending_writes:
             written.result()  # a page must be written before it is read again
-        slot.ready.synchronize()  # the last copy may still read the staging memory
+        slot.ready.synchronize()  # the previous copy to the device may still read the staging memory
         pending = self._file.read(
             layer, {page: slot_index for slot_index, page in enumerate(pages)}, slot.staging.numpy().data
         )
@@ -221,6 +234,7 @@ class DiskPages:
         return pending
 
     def _store(self, slot: KVSlot, layer: int, slot_indices: Mapping[int, int]) -> PendingTransfer:
+        """Runs on the store thread: writes pages."""
         slot.free.synchronize()  # compute, or the copy into staging, must be done before the disk reads the memory
         pending = self._file.write(layer, slot_indices, slot.staging.numpy().data)
         pending.wait()
@@ -228,8 +242,8 @@ class DiskPages:
 
 
 class KVStream:
-    """Stream of KV pages; one per run. Not thread-safe. `file`: for the tier `nvme` only. `layer` counts decoder layers
-    from 0. A KVFileError of a background thread is raised by a later call, at the latest on exit."""
+    """Stream of KV pages; one per run. Not thread-safe. Arguments `layer` are decoder layers, from 0 on. A KVFileError
+    of a background thread is raised by a later call, at the latest on exit."""
 
     def __init__(
         self,
@@ -240,9 +254,10 @@ class KVStream:
         first_stage: int = 0,
         trace: Trace | None = None,
     ):
+        """`file`: for the tier `nvme` only. `first_stage`: stage index of decoder layer 0, for counters and traces."""
         assert (layout.tier is KVTier.nvme) == (file is not None), f"kv={layout.tier.value} with file {file}"
         self._layout, self._device = layout, device
-        self._first_stage, self._trace = first_stage, trace  # stage index of decoder layer 0, for counters and traces
+        self._first_stage, self._trace = first_stage, trace
         on_copy = self._count_copy
         self._tier = PinnedPages(layout, device, on_copy) if file is None else DiskPages(layout, device, file, on_copy)
         self._slots = list[KVSlot]()
@@ -274,7 +289,8 @@ class KVStream:
                 value.add_note(f"a KV transfer in flight failed too: {error}")
 
     def fetch(self, layer: int, lane: int, pages: Sequence[int]) -> None:
-        """Starts fetching pages into a free slot, after pending stores of the same pages. New pages are zeros."""
+        """Starts fetching a lane's pages to a free slot, after pending stores of the same pages. New pages are
+        zeros."""
         assert (layer, lane) not in self._fetched, f"layer {layer} of lane {lane} is fetched already"
         assert len(pages) <= self._layout.slot_pages, f"{len(pages)} pages, slots have {self._layout.slot_pages}"
         self._collect_stores()
@@ -284,8 +300,8 @@ class KVStream:
         self._fetched[layer, lane] = slot, tuple(pages)
 
     def acquire(self, layer: int, lane: int) -> torch.Tensor:
-        """The fetched pages, uint8 (len(pages), page_bytes) in compute memory, perhaps strided, for compute queued from
-        now on. Valid until `store`. Blocks on disk reads."""
+        """Returns the fetched pages, uint8 (pages, page bytes) in compute memory, perhaps strided. Compute queued from
+        now on may use them, until `store`. Waits for disk reads."""
         self._collect_stores()
         slot, pages = self._fetched[layer, lane]
         if slot.pending_fetch is not None:
@@ -297,8 +313,8 @@ class KVStream:
         return rows[:, : self._layout.page_bytes[layer]]
 
     def store(self, layer: int, lane: int, dirty: Sequence[int]) -> None:
-        """Starts storing the fetched pages with indices `dirty`, possibly none, and frees the slot. The next fetch into
-        it waits for the store."""
+        """Starts storing the fetched pages that changed (`dirty`: their indices in the slot), and frees the slot. The
+        next fetch to this slot waits until they are stored."""
         slot, pages = self._fetched.pop((layer, lane))
         self._finish_fetch(slot, layer)
         self._collect_stores()
@@ -309,7 +325,7 @@ class KVStream:
         self._free_slots.append(slot)
 
     def forget(self, pages: Sequence[int]) -> None:
-        """Drops the contents of freed pages in all layers. Waits for their pending disk writes."""
+        """Drops the contents of freed pages in all layers. Waits for pending disk writes of these pages."""
         freed = set(pages)
         for slot in self._slots:
             if (
@@ -332,6 +348,7 @@ class KVStream:
                 self._wait(slot.pending_store.written, slot.pending_store.layer)
 
     def take_counters(self) -> StreamCounters:
+        """Returns the counters since the last call."""
         self._collect_stores()
         counters, self._counters = self._counters, StreamCounters()
         return counters
@@ -346,6 +363,7 @@ class KVStream:
             slot.pending_fetch = None
 
     def _wait(self, pending: Future[PendingTransfer], layer: int) -> PendingTransfer:
+        """Waits for a transfer, and counts the time as a stall."""
         begin = time.monotonic()
         try:
             return pending.result()

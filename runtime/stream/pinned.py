@@ -1,6 +1,8 @@
-"""Pinned host memory. torch's pinned allocator rounds up to powers of two and caches freed memory: a KV cache of
-33.6 GiB takes 64. So large buffers are mapped here and registered with the driver; they return to the system with the
-last tensor that uses them. Small buffers come from torch."""
+"""Allocates pinned (page-locked) host memory.
+
+torch's pinned allocator rounds up to powers of two and caches freed memory: a KV cache of 33.6 GiB would take 64 GiB.
+So large buffers are mapped here and registered with the CUDA driver; the system gets them back when the last tensor
+that uses them is deleted. Small buffers come from torch."""
 
 import mmap
 from contextlib import suppress
@@ -14,13 +16,13 @@ from ..units import MIB, format_bytes, round_up
 
 Mapped = TypeVar("Mapped", bound=mmap.mmap)
 HUGE_PAGE_BYTES = 2 * MIB
-OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
-PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+OUT_OF_MEMORY = 2  # error code cudaErrorMemoryAllocation
+PORTABLE = 1  # flag cudaHostRegisterPortable: pinned for every device of the process
 
 
 def allocate_pinned(num_bytes: int, *, is_aligned: bool) -> torch.Tensor:
-    """Pinned uint8 memory, page-aligned if `is_aligned`. Raises MemoryError: a system may pin less memory than it has
-    (WSL 2: half)."""
+    """Returns pinned uint8 memory, page-aligned if `is_aligned`. Raises MemoryError; the limit may be lower than the
+    system's memory (WSL 2: half of it)."""
     try:
         if num_bytes >= REGISTERED_BYTES and torch.cuda.is_available():
             size = round_up(num_bytes, ALIGNMENT_BYTES)
@@ -35,7 +37,7 @@ def allocate_pinned(num_bytes: int, *, is_aligned: bool) -> torch.Tensor:
         if is_out_of_memory(error) or num_bytes >= REGISTERED_BYTES:
             raise _pinning_error(num_bytes, error) from error
         raise
-    start = -buffer.data_ptr() % ALIGNMENT_BYTES
+    start = -buffer.data_ptr() % ALIGNMENT_BYTES  # bytes up to the first aligned address
     return buffer[start : start + num_bytes]
 
 
@@ -44,7 +46,8 @@ def _pinning_error(num_bytes: int, error: RuntimeError) -> MemoryError:
 
 
 def allocate_anonymous(num_bytes: int, *, huge: bool) -> torch.Tensor:
-    """Anonymous uint8 memory, zeroed page by page at the first access; in huge pages if `huge` and possible."""
+    """Returns zeroed uint8 memory outside of the heap. The system provides its pages at the first access, as huge pages
+    if `huge` and possible."""
     return torch.frombuffer(_map(mmap.mmap, num_bytes, huge=huge), dtype=torch.uint8)
 
 
@@ -61,7 +64,8 @@ def cuda_driver() -> Driver:
 
 
 class Pinnable(mmap.mmap):
-    """Memory map that may be registered with the driver, until it is deleted. Tensors keep it alive."""
+    """A memory map that may be registered with the driver; its deletion ends the registration. Tensors that use the
+    memory keep the map alive."""
 
     registration: tuple[Driver, int] | None = None  # the driver and the registered address
 
@@ -72,7 +76,7 @@ class Pinnable(mmap.mmap):
 
 
 def _register(memory: Pinnable, tensor: torch.Tensor) -> None:
-    """Page-locks the memory. Raises RuntimeError if the driver cannot."""
+    """Pins the memory, which `tensor` covers. Raises RuntimeError if the driver cannot pin it."""
     driver, address = cuda_driver(), tensor.data_ptr()
     code = int(driver.cudaHostRegister(address, tensor.nbytes, PORTABLE))
     if code:
@@ -82,7 +86,7 @@ def _register(memory: Pinnable, tensor: torch.Tensor) -> None:
 
 
 def pin(memory: Pinnable, tensor: torch.Tensor) -> None:
-    """Pins `memory`, which `tensor` covers. A no-op for small memory or without CUDA. Raises MemoryError."""
+    """Pins `memory`, which `tensor` covers. Does nothing for small memory or without CUDA. Raises MemoryError."""
     if tensor.nbytes < REGISTERED_BYTES or not torch.cuda.is_available():
         return
     try:
@@ -92,7 +96,7 @@ def pin(memory: Pinnable, tensor: torch.Tensor) -> None:
 
 
 def _clear_cuda_error() -> None:
-    """Clears CUDA's last error, which the next launch would report again."""
+    """Clears CUDA's last error: the next kernel launch would report it again."""
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 

@@ -1,7 +1,9 @@
-"""Slots of streamed stages: in compute memory, and staging slots in host memory between disk and device.
+"""Slots: memory that holds one streamed stage (the weights of one layer, for example) at a time. A device slot is
+compute memory. A staging slot is host memory; a stage is read from disk to it, then copied to a device slot.
 
-Reads and copies each have a thread, so that the engine's thread can queue compute meanwhile. A read waits until its
-slot's previous copy is done; a copy waits until its page is read.
+A stage is transferred in pages: equal byte ranges. Reads to staging slots and copies have one thread each, so that the
+engine's thread can queue compute meanwhile. A read waits until the previous copy from its slot is done; a copy waits
+until its page is read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +19,7 @@ from .weight_reader import Transfer, WeightReader
 
 
 class DeferredTransfer:
-    """A transfer that another thread starts or waits for; same interface as `PendingTransfer`."""
+    """A transfer that another thread starts or waits for. Has the interface of `PendingTransfer`."""
 
     def __init__(self, future: Future[Transfer]):
         self.future = future
@@ -35,24 +37,23 @@ class DeferredTransfer:
 
 
 class StagingSlot:
-    """Host memory that one stage is read into. `last_copy` completes when the stage's copy to the device is queued, the
-    event `free` when that copy is done. `is_used`: True after the first read."""
+    """Host memory for reads of one stage. `is_used`: True after the first read."""
 
     def __init__(self, number: int, buffer: torch.Tensor, device: ComputeDevice):
         self.number, self.buffer, self.is_used = number, buffer, False
-        self.free: Event = device.new_event()
-        self.last_copy: Future[Transfer] | None = None
-        self.reads: dict[int, DeferredTransfer] = {}  # by page
+        self.free: Event = device.new_event()  # the previous stage's copy to the device is done
+        self.last_copy: Future[Transfer] | None = None  # done once this copy is queued and `free` is recorded
+        self.reads: dict[int, DeferredTransfer] = {}  # by page: reads for which `Staging.copy` was not called yet
 
 
 class Staging(Closing):
     """Staging slots of a weight stream. Not thread-safe. `close` waits for transfers, without raising their errors."""
 
     def __init__(self, device: ComputeDevice, reader: WeightReader, *, num_slots: int, slot_bytes: int):
-        """`reader` reads into the slots, as its buffers 0 to `num_slots` - 1."""
+        """`reader`: reads to the slots; they are its buffers 0 to `num_slots` - 1."""
         self._device, self._reader = device, reader
         self._free = [StagingSlot(n, reader.buffer(slot_bytes), device) for n in range(num_slots)]
-        self._slots_by_stage: dict[int, StagingSlot] = {}  # by stage
+        self._slots_by_stage: dict[int, StagingSlot] = {}
         self._read_pool = ThreadPoolExecutor(1, thread_name_prefix="weights-read")
         self._copy_pool = ThreadPoolExecutor(1, thread_name_prefix="weights-copy")
 
@@ -61,7 +62,8 @@ class Staging(Closing):
         self._read_pool.shutdown(wait=True)
 
     def read(self, stage: int, page: int, extents: Sequence[Extent]) -> None:
-        """Queues a read, which starts once its memory is free. Page 0 takes a slot."""
+        """Queues the read of a page, which starts once the slot's memory is free. Page 0 assigns a slot to the
+        stage."""
         if page == 0:
             self._slots_by_stage[stage] = self._free.pop(0)
         slot = self._slots_by_stage[stage]
@@ -70,12 +72,12 @@ class Staging(Closing):
         )
 
     def buffer(self, stage: int) -> torch.Tensor:
-        """Buffer that the stage is read into."""
+        """Returns the buffer to which the stage is read."""
         return self._slots_by_stage[stage].buffer
 
     def copy(self, stage: int, page: int, queue: Callable[[], None], *, is_last: bool) -> DeferredTransfer:
-        """Calls `queue` on another thread once the page is read, to queue its copy. Returns a transfer that is done
-        once the copy is queued. The last page frees the slot."""
+        """Calls `queue`, which queues the page's copy to the device, on another thread once the page is read. Returns a
+        transfer that is done once the copy is queued. The last page frees the slot."""
         slot = self._slots_by_stage[stage]
         queued = self._copy_pool.submit(self._queue_copy, slot, slot.reads.pop(page), queue, is_last)
         if is_last:
@@ -84,13 +86,13 @@ class Staging(Closing):
         return DeferredTransfer(queued)
 
     def pending_reads(self) -> Iterator[tuple[int, int, DeferredTransfer]]:
-        """Yields (stage, page, transfer) of each read that `copy` was not called for."""
+        """Yields (stage, page, transfer) of each read for which `copy` was not called."""
         for stage, slot in self._slots_by_stage.items():
             for page, read in slot.reads.items():
                 yield stage, page, read
 
     def drop(self) -> None:
-        """Frees the slots of all `pending_reads`, which must be done."""
+        """Frees all slots. The `pending_reads` must be done."""
         for slot in self._slots_by_stage.values():
             slot.reads.clear()
             self._free.append(slot)
@@ -99,8 +101,9 @@ class Staging(Closing):
     def _begin_read(
         self, slot: StagingSlot, page: int, last_copy: Future[Transfer] | None, extents: Sequence[Extent]
     ) -> Transfer:
+        """Runs on the read thread: waits until the slot's memory is free, then starts the read."""
         if last_copy is not None:
-            last_copy.result()  # only then is `free` recorded
+            last_copy.result()  # `free` is recorded only when this is done
         slot.free.synchronize()  # the copy may still read this memory
         if page == 0 and slot.is_used:
             self._reader.free(slot.number)
@@ -111,6 +114,7 @@ class Staging(Closing):
     def _queue_copy(
         self, slot: StagingSlot, read: DeferredTransfer, queue: Callable[[], None], is_last: bool
     ) -> Transfer:
+        """Runs on the copy thread: waits until the page is read, then queues its copy."""
         read.wait()
         queue()
         if is_last:
@@ -119,13 +123,12 @@ class Staging(Closing):
 
 
 class Slot:
-    """Compute memory of one streamed stage. Events: `free` (its last user is done), `ready` (its bytes have arrived).
-    `is_fresh`: True until a lane first uses the stage. `reads`: reads in flight, by page."""
+    """Compute memory of one streamed stage."""
 
     def __init__(self, number: int, buffer: torch.Tensor, device: ComputeDevice):
         self.number, self.buffer = number, buffer
-        self.free: Event = device.new_event()
-        self.free.record(device.compute_stream())  # queued compute may still use this memory's last tensor
-        self.ready: Event = device.new_event()
-        self.reads: dict[int, Transfer] = {}
-        self.is_fresh = False
+        self.free: Event = device.new_event()  # compute with the previous stage is done
+        self.free.record(device.compute_stream())  # queued compute may use a tensor that was in this memory before
+        self.ready: Event = device.new_event()  # the stage's bytes have arrived
+        self.reads: dict[int, Transfer] = {}  # by page: transfers that are not counted yet
+        self.is_fresh = False  # True until a lane (micro-batch) first uses the stage

@@ -1,4 +1,6 @@
-"""Readers of weight pages into host buffers: `LocalReader` reads alone; those of ranks read a share of every page."""
+"""Readers of weights into host buffers. `LocalReader` reads all bytes in this process. The readers of several ranks
+(package `ranks`) each read a part, and gather the parts of other ranks.
+"""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -27,39 +29,39 @@ class Transfer(Protocol):
 
 
 class WeightReader(Closing):
-    """Reads weights into host buffers. Not thread-safe, except `abandon`. `number` identifies a buffer; it must be the
-    same on all ranks."""
+    """Reads weights into host buffers. Not thread-safe, except `abandon`. Arguments `number` identify a buffer; a
+    buffer has the same number on all ranks."""
 
     @abstractmethod
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """New host memory to read into; pinned if there is an accelerator."""
+        """Returns new host memory for reads; pinned if there is an accelerator."""
 
     @abstractmethod
     def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> Transfer:
-        """Starts reading the extents into the buffer, which must stay alive until `wait`. Returns at once."""
+        """Starts reading the extents into the buffer, which must stay alive until `Transfer.wait`. Returns at once."""
 
     def load_once(self, number: int, extents: Sequence[Extent], num_bytes: int) -> torch.Tensor:
-        """Reads resident weights into new memory. Blocks until done."""
+        """Reads weights that stay in memory into a new buffer. Blocks until done."""
         buffer = self.buffer(num_bytes)
         self.fill(number, extents, buffer).wait()
         return buffer
 
     def gather_timing(self, read: Transfer) -> ChunkTiming | None:
-        """Timing of the gather from other ranks for a finished read; None if nothing is gathered."""
+        """Returns the time of gathering other ranks' parts of a finished read; None if nothing is gathered."""
         return None
 
     def free(self, number: int) -> None:
-        """Marks the buffer as unused on this rank: it may be filled again once all ranks have freed it."""
+        """Marks the buffer as unused on this rank. It may be filled again when all ranks have called this."""
 
     def abandon(self) -> None:
-        """Makes waits for pending reads fail. Any thread may call it."""
+        """Makes waiting for pending reads fail. Any thread may call it."""
 
     def close(self) -> None:
         """Waits for pending reads."""
 
 
 class LocalReader(WeightReader):
-    """Reads without other ranks."""
+    """Reads all bytes itself, without other ranks."""
 
     def __init__(self, device: ComputeDevice, reader: Reader):
         self._device, self._reader = device, reader
@@ -84,4 +86,4 @@ class SessionResources(AbstractContextManager[object]):
 
     @abstractmethod
     def weight_reader(self, device: ComputeDevice, reader: Reader, *, count: int) -> WeightReader:
-        """This rank's reader of weights, for `count` slots and buffers."""
+        """Returns this rank's reader of weights, for `count` buffers."""

@@ -1,5 +1,12 @@
-"""Streams the weights of stages to compute memory, by the schedule's read, copy and free actions. Resident stages are
-read once at the start; others pass through slots. Experts of paged stages are not included."""
+"""Streams the weights of stages to compute memory, by the schedule's read, copy and free actions.
+
+A stage is the weights of one part of the forward, such as a layer. Resident stages are read once at the start and stay
+in compute memory. Streamed stages use slots, which each hold one stage at a time, and are transferred in pages (equal
+byte ranges). On an accelerator, a stage is read to a staging slot in host memory, or stays in host memory, and is
+copied to a device slot. Experts that are read one by one (of paged stages) are not included, see experts.py.
+
+`Placement.walk` has the streamed stages of a pass in order, and the numbers of slots and pages.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,9 +37,9 @@ from .slots import Slot, Staging
 from .weight_cache import StageBytes, StreamWeights
 from .weight_reader import LocalReader, SessionResources, Transfer
 
-NUM_CACHED_MOVES = 4096  # pieces of stages with cached moves
-NUM_CACHED_LAYOUTS = 256  # bounded, as ten thousand experts as stages would take 30 MB
-IN_TIME_SECONDS = 50e-6  # upper bound between two events of a stream that did not wait in between
+NUM_CACHED_MOVES = 4096  # byte ranges of stages for which copies are cached
+NUM_CACHED_LAYOUTS = 256  # limited: an expert may be a stage, and ten thousand experts would take 30 MB
+IN_TIME_SECONDS = 50e-6  # two events of a stream may be this far apart although it did not wait between them
 
 
 class WeightStream:
@@ -49,8 +56,8 @@ class WeightStream:
         loaded: StreamWeights | None = None,
         resources: SessionResources | None = None,
     ):
-        """`stage_name`: for traces. `loaded`: weights read by earlier streams; this one adds its own. `resources`: of
-        ranks that read together; None: this process reads alone."""
+        """`stage_name`: returns a stage's name for traces. `loaded`: weights in memory that earlier streams read; this
+        stream adds its own. `resources`: of several ranks that read together; None: this process reads alone."""
         shape = dense_shape(shape, placement.paged)
         self._shape, self._placement, self._device = shape, placement, device
         self._trace, self._stage_name = trace, stage_name
@@ -58,19 +65,21 @@ class WeightStream:
         self._device_layout = lru_cache(NUM_CACHED_LAYOUTS)(
             lambda stage: device_layout([shape.stages[stage]], self._layout(stage))
         )
-        self._moves = lru_cache(NUM_CACHED_MOVES)(
+        self._moves = lru_cache(NUM_CACHED_MOVES)(  # arguments: stage, begin and end of a byte range in its host slot
             lambda stage, *part: tuple(self._device_layout(stage).clip_moves(*part))
         )
         self._num_pages = placement.walk.num_pages
-        self._used_slots: dict[int, Slot] = {}
-        self._resident: dict[int, StageBytes] = {}
+        self._used_slots: dict[int, Slot] = {}  # by stage
+        self._resident: dict[int, StageBytes] = {}  # by stage
         self._loaded = loaded or StreamWeights()
         self._counters, self._barrier = StreamCounters(), device.new_event()
         walk, size = placement.walk, placement.slot_bytes
         num_staged, is_accelerator = walk.num_staging_slots, device.is_accelerator
-        num_slots = num_staged if is_accelerator else walk.num_slots  # filled from files
+        # The reader's buffers are numbered: first slots, then buffers of weights that stay in host memory, and on an
+        # accelerator the bounce buffer for resident weights.
+        num_slots = num_staged if is_accelerator else walk.num_slots
         num_filled_once = 1 + len(walk.in_host) if is_accelerator else len(placement.resident)
-        self._buffer_numbers = count(num_slots)  # numbers of buffers that are filled once
+        self._buffer_numbers = count(num_slots)
         self._reader = (
             LocalReader(device, reader)
             if resources is None
@@ -92,9 +101,9 @@ class WeightStream:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Waits for reads in flight: their threads write into buffers that are freed next."""
+        """Waits for reads in flight, since they write to buffers that are freed next."""
         if value is not None:
-            self._reader.abandon()  # other ranks may never finish their shares
+            self._reader.abandon()  # other ranks may never read their parts
         if self._staging is not None:
             self._staging.close()
         self._reader.close()
@@ -108,7 +117,8 @@ class WeightStream:
                     value.add_note(f"a read in flight failed too: {error}")
 
     def read(self, stage: int, page: int | None = None) -> None:
-        """Starts reading a stage, or one page of it, from disk to host. Page 0 takes a slot. Returns at once."""
+        """Starts reading a stage, or one page of it, from disk to host memory. Page 0 assigns a slot to the stage.
+        Returns at once."""
         layout = self._layout(stage)
         extents = layout.extents if page is None else layout.page_extents(page, self._num_pages)
         if self._staging is not None:
@@ -121,8 +131,8 @@ class WeightStream:
         slot.reads[page or 0] = self._reader.fill(slot.number, extents, slot.buffer)
 
     def copy(self, stage: int, page: int | None = None) -> None:
-        """Queues the copy of a stage, or one page of it, from host to device, after its read and once the device slot
-        is free. Page 0 takes the device slot. Returns at once."""
+        """Queues the copy of a stage, or one page of it, from host to device. It begins when the read is done and the
+        device slot is free. Page 0 assigns a device slot to the stage. Returns at once."""
         if not page:
             self._used_slots[stage] = self._free_slots.pop(0)
             self._used_slots[stage].is_fresh = True
@@ -130,7 +140,7 @@ class WeightStream:
         begin, end = (0, layout.num_bytes) if page is None else layout.page_bounds(page, self._num_pages)
         staging = None if stage in self._placement.walk.in_host else self._staging
         source = self._loaded.in_host[stage] if staging is None else staging.buffer(stage)
-        # In pieces, so that urgent small copies can run in between on a device with one copy engine.
+        # Copies of limited size, so that urgent small copies can run in between on a device with one copy engine.
         parts = [
             _make_copy_part(0, source, move, slot.buffer)
             for first in range(begin // HOST_PIECE_BYTES * HOST_PIECE_BYTES, end, HOST_PIECE_BYTES)
@@ -145,11 +155,11 @@ class WeightStream:
         self._counters.bytes_copied += sum(part.source.numel() for part in parts)
 
     def acquire(self, stage: int) -> StageBytes:
-        """The stage's weights in compute memory, for compute queued from now on."""
+        """Returns the stage's weights in compute memory, which compute queued from now on may use."""
         if stage in self._resident:
             return self._resident[stage]
         slot, copies = self._used_slots[stage], self._placement.walk.copies
-        if slot.is_fresh:  # first lane only
+        if slot.is_fresh:  # the first lane waits for the stage
             slot.is_fresh = False
             if not copies:
                 self._counters.count_acquire(all(read.is_done for read in slot.reads.values()))
@@ -163,11 +173,12 @@ class WeightStream:
         return StageBytes(slot.buffer, layout.tensor_offsets, id(slot))
 
     def host_stage(self, stage: int) -> StageBytes:
-        """The weights of a stage that resides in host memory, in place."""
+        """Returns the weights of a stage that stays in host memory, without a copy to the device."""
         buffer = self._loaded.in_host[stage]
         return StageBytes(buffer, self._layout(stage).tensor_offsets, id(buffer))
 
     def free(self, stage: int) -> None:
+        """Frees the stage's slot, for transfers that begin after compute queued so far."""
         slot = self._used_slots.pop(stage)
         self._finish_reads(stage, slot)
         slot.free.record(self._device.compute_stream())  # the next copy waits for compute queued so far
@@ -176,7 +187,8 @@ class WeightStream:
         self._free_slots.append(slot)
 
     def drop(self) -> None:
-        """Frees all prefetched stages, for a pass that starts at another stage. Waits for reads in flight."""
+        """Frees the slots of all stages that were read ahead, for a pass that begins at another stage. Waits for reads
+        in flight."""
         for stage in list(self._used_slots):
             self.free(stage)
         if self._staging is not None:
@@ -185,7 +197,8 @@ class WeightStream:
             self._staging.drop()
 
     def sync(self) -> None:
-        """Waits for pending reads, and makes compute wait for pending copies. Later calls still count the reads."""
+        """Waits for pending reads, and makes compute wait for pending copies. The reads are counted later, when their
+        stages are used."""
         for stage, _, read in self._pending_reads():
             self._wait(stage, read)
         if self._device.copy_stream is not None:
@@ -193,12 +206,13 @@ class WeightStream:
             self._device.compute_waits_for(self._barrier)
 
     def take_counters(self) -> StreamCounters:
-        """Counters since the last call. Work of an accelerator is counted once the device's clock has resolved it."""
+        """Returns the counters since the last call. Work of an accelerator is counted when `DeviceClock.resolve`
+        reports it."""
         counters, self._counters = self._counters, StreamCounters()
         return counters
 
     def _pending_reads(self) -> Iterator[tuple[int, int, Transfer]]:
-        """(stage, page, transfer) of each pending read."""
+        """Yields (stage, page, transfer) of each read that is not counted yet."""
         if self._staging is not None:
             yield from self._staging.pending_reads()
         for stage, slot in self._used_slots.items():
@@ -225,6 +239,7 @@ class WeightStream:
             self._trace_span(Resource.host_to_device, "gather", stage, page, gathered.begin, gathered.end)
 
     def _wait(self, stage: int, read: Transfer) -> None:
+        """Waits for a read, and counts the time as a stall."""
         begin = time.monotonic()
         read.wait()
         self._counters.stalls[self._counter_index(stage)] += time.monotonic() - begin
@@ -243,35 +258,38 @@ class WeightStream:
         self._counters.count_acquire(end - begin < IN_TIME_SECONDS)
 
     def _counter_index(self, stage: int) -> int:
-        """Stage index for counters; an expert streamed as a stage counts for its layer."""
+        """Returns the stage index for counters; an expert that is streamed as a stage counts for its layer."""
         return self._shape.stages[stage].index
 
     def _load_resident(self) -> None:
+        """Reads resident stages that are not in `_loaded`: on a CPU to their buffers, on an accelerator through a
+        bounce buffer."""
         stages = [self._shape.stages[index] for index in sorted(self._placement.resident)]
         groups = {tuple(stage.index for stage in group): group for group in group_tied_stages(stages)}
         missing = {key: group_layout(group) for key, group in groups.items() if key not in self._loaded.resident}
         largest = max((layout.num_bytes for layout in missing.values()), default=0)
         is_staged = self._device.is_accelerator and bool(missing)
         number = next(self._buffer_numbers) if is_staged else 0
-        staging = self._reader.buffer(min(largest, LOADING_BYTES)) if is_staged else None
+        bounce = self._reader.buffer(min(largest, LOADING_BYTES)) if is_staged else None
         for key, layout in missing.items():
-            if staging is None:
+            if bounce is None:
                 target_layout = layout
                 buffer = self._reader.load_once(next(self._buffer_numbers), layout.extents, layout.num_bytes)
             else:
                 target_layout = device_layout(groups[key], layout)
                 buffer = self._device.compute_buffer(layout.num_bytes)
-                for begin, end, extents in layout.windows(len(staging)):
-                    self._reader.fill(number, extents, staging).wait()
+                for begin, end, extents in layout.windows(len(bounce)):
+                    self._reader.fill(number, extents, bounce).wait()
                     for move in target_layout.clip_moves(begin, end):
-                        source, target = _make_copy_part(begin, staging, move, buffer)
-                        target.copy_(source)  # blocking: the next window reuses the staging memory
+                        source, target = _make_copy_part(begin, bounce, move, buffer)
+                        target.copy_(source)  # blocking: the next window reuses the bounce buffer
                     self._reader.free(number)
             self._loaded.resident[key] = StageBytes(buffer, target_layout.tensor_offsets, id(buffer))
         self._resident = {stage: self._loaded.resident[key] for key in groups for stage in key}
 
 
 def _make_copy_part(begin: int, source: torch.Tensor, move: Move, target: torch.Tensor) -> CopyPart:
-    """One move as a copy. `source`: pinned memory with the stage's bytes from `begin` on."""
+    """Returns the tensors of a move. `source`: host memory with the stage's bytes from `begin` on; `target`: device
+    memory of the whole stage."""
     first = move.begin - begin
     return CopyPart(source[first : first + move.num_bytes], target[move.target : move.target + move.num_bytes])

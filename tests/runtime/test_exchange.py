@@ -127,7 +127,7 @@ def test_more_trips_or_bytes_than_planned_are_our_mistake() -> None:
     device = FakeDevice()
     with HostExchange(SIZE, device) as exchange:
         out = exchange.new_tensor((1,), torch.float32)
-        with pytest.raises(AssertionError, match="a trip of 4,432 B has 4,096 B of pinned"):
+        with pytest.raises(AssertionError, match="a round trip of 4,432 B has 4,096 B of pinned"):
             exchange.send(0, [torch.zeros(1000)], exchange.new_tensor((100,), torch.float32))
     with HostExchange(SIZE, device) as exchange:
         exchange.send(0, [torch.zeros(1)], out)
