@@ -143,9 +143,12 @@ def tokenize_prompts(
         yield row, next(token_ids[row.messages is not None]) if isinstance(text, str) else text
 
 
-def make_batch(runtime: Runtime, rows: Sequence[Row], make_requests: MakeRequests) -> RequestBatch:
-    """Tokenizes all rows and makes their requests; rows that fail become rejected ones. Raises ConfigError for more
-    than `MAX_ROWS` requests."""
+def make_batch(
+    runtime: Runtime, rows: Sequence[Row], make_requests: MakeRequests, renderer: ChatRenderer | None = None
+) -> RequestBatch:
+    """Tokenizes all rows and makes their requests; rows that fail become rejected ones. `renderer`: one that stays
+    open; None opens one if rows are chats, which takes seconds. Raises ConfigError for more than `MAX_ROWS`
+    requests."""
     num_samples = runtime.config.sampling.n
     counts = [num_samples if row.overrides.n is None else row.overrides.n for row in rows]
     if sum(counts) > MAX_ROWS:
@@ -154,7 +157,7 @@ def make_batch(runtime: Runtime, rows: Sequence[Row], make_requests: MakeRequest
             f"sampling.n={num_samples:,}, or the rows' own n, gives {sum(counts):,} completions of {len(rows):,} rows; "
             f"a run can have {MAX_ROWS:,}. Row {shorten(rows[largest].id)} asks for {counts[largest]:,}"
         )
-    requests_by_row = zip(rows, _requests_by_row(runtime, rows, make_requests), strict=True)
+    requests_by_row = zip(rows, _requests_by_row(runtime, rows, make_requests, renderer), strict=True)
     items_by_row = [(row, item) for row, items in requests_by_row for item in items]
     require(len(items_by_row) <= MAX_ROWS, f"{len(items_by_row):,} requests; a run can have {MAX_ROWS:,}")
     return RequestBatch(
@@ -166,14 +169,14 @@ def make_batch(runtime: Runtime, rows: Sequence[Row], make_requests: MakeRequest
 
 
 def _requests_by_row(
-    runtime: Runtime, rows: Sequence[Row], make_requests: MakeRequests
+    runtime: Runtime, rows: Sequence[Row], make_requests: MakeRequests, renderer: ChatRenderer | None
 ) -> Iterator[Sequence[Request | Rejected]]:
     pending: list[tuple[Row, Prompt | Rejected]] = []
     num_characters = 0
     tokenizer = runtime.model.tokenizer
     with ExitStack() as stack:
-        renderer: ChatRenderer | None = None
-        if tokenizer is not None and has_template(tokenizer) and any(row.messages is not None for row in rows):
+        has_chats = any(row.messages is not None for row in rows)
+        if renderer is None and tokenizer is not None and has_template(tokenizer) and has_chats:
             renderer = stack.enter_context(make_renderer(tokenizer))
         for row in rows:
             text = _render_prompt(renderer, row)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,7 +34,14 @@ from jobs.datasets.openai_body import CHAT_URL, ENDPOINTS
 from jobs.datasets.records import BadRecord, Fields, to_chat_content
 from jobs.datasets.rows import Row
 from jobs.exporting.openai_batch import LogprobFormatter, completion_usage, make_choice
-from jobs.run.requests import RequestBatch, completed_rows, completion_requests, make_batch
+from jobs.run.requests import (
+    RequestBatch,
+    completed_rows,
+    completion_requests,
+    has_template,
+    make_batch,
+    make_renderer,
+)
 from runtime.config.settings import Admission, SharePrefixes
 from runtime.engine.records import PassRecord
 from runtime.engine.session import Arrivals, Session
@@ -120,6 +128,8 @@ class Answers:
 
     def __init__(self, config: GenerateConfig, runtime: Runtime, capacity: Capacity, inbox: Inbox, write: Any):
         self._config, self._runtime, self._capacity, self._inbox, self._write = config, runtime, capacity, inbox, write
+        tokenizer = runtime.model.tokenizer
+        self._renderer = make_renderer(tokenizer) if tokenizer is not None and has_template(tokenizer) else None
         self._formatter = LogprobFormatter(model=config.model, cache_dir=config.offload.cache_dir)
         self._answers: dict[str, _Answer] = {}
         self._numbers: dict[int, tuple[_Answer, int]] = {}  # answer and choice of each request in the session
@@ -135,8 +145,9 @@ class Answers:
             counts = record.counts
             self._write({"pass": {"rows": counts.num_sequences, "tokens": counts.useful_tokens, "s": record.seconds}})
 
-        for number, completion in session.live(self._arrive, on_pass):
-            self._finish(number, completion)
+        with self._renderer or nullcontext():
+            for number, completion in session.live(self._arrive, on_pass):
+                self._finish(number, completion)
 
     def _arrive(self, is_idle: bool) -> Arrivals | None:
         messages = self._inbox.take(
@@ -180,7 +191,7 @@ class Answers:
         num_samples = sum(row.overrides.n or self._runtime.config.sampling.n for row in rows)
         if num_samples > MAX_PROMPTS:
             raise BadRecord(f"the request asks for {num_samples:,} completions; the limit is {MAX_PROMPTS:,}")
-        batch = make_batch(self._runtime, rows, completion_requests)
+        batch = make_batch(self._runtime, rows, completion_requests, self._renderer)
         if batch.rejected:
             raise BadRecord(batch.rejected[0].error)
         limit = self._capacity.num_tokens

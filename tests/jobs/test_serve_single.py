@@ -331,6 +331,13 @@ def test_answers_equal_those_of_generate(served: "openai.OpenAI") -> None:
                 for choice in event.choices:
                     parts[choice.index] = parts.get(choice.index, "") + choice.text
             assert parts == {choice.index: choice.text for choice in whole.choices}
+    messages = [{"role": "user", "content": "Spell the word brown."}]
+    with Runtime(model="tiny", max_new_tokens=12) as runtime:
+        [chat] = runtime.generate([Prompt(messages=messages)])
+    chats = served.chat.completions
+    assert chats.create(model="tiny", messages=messages, max_tokens=12).choices[0].message.content == chat.text
+    chunks = chats.create(model="tiny", messages=messages, max_tokens=12, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == chat.text
     together = create(model="tiny", prompt=PROMPTS, max_tokens=12)
     assert [(choice.index, choice.text) for choice in together.choices] == [*enumerate(expected[0])]
     assert together.usage.completion_tokens > 4
