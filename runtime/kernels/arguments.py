@@ -1,7 +1,11 @@
-"""Arguments of kernels: stored weights, KV pages, work items and scratch memory. Loads neither numba nor Triton.
+"""Argument types of kernels: stored weights, KV pages, work items and scratch memory. Loads neither numba nor Triton.
 
-W work items, B rows, n pages of a row, P positions of a page, H KV heads, G query heads of each, D of a head, S
-positions of a chunk.
+A product multiplies x (M rows of K inputs) by the transpose of a weight matrix w (N rows, one per output). A row of an
+attention kernel is the new token of one sequence. A chunk is CHUNK_TOKENS adjacent positions of a sequence, scored
+before the next ones.
+
+Axes in names of arrays: W work items, B rows, n pages of a row, P positions of a page, H KV heads, G query heads per
+KV head (argument `group`), D numbers per head (Dk of a key), S positions of a chunk.
 """
 
 import math
@@ -11,27 +15,32 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 ISA = "WEIGHTSTREAM_ISA"  # environment variable that limits the instruction set, see compiled.py
-PAIR_ROWS = 32  # rows of weights in a step of a product; kernels skip a last, partial step
-GROUP_NUMBERS, GROUP_BYTES = 64, 96  # window4: sign and mantissa bytes, then nibbles
-WINDOW4, INT8, INT4, FLOAT8 = range(4)  # encodings that `weightstream pack` writes
-# Published encodings, with zero points and factors per group. By rows: bytes, FP8, nibbles, FP4, and nibbles that index
-# a table. By columns: words of neighboring columns (4 or 8 bits each), words of neighboring rows (4 bits).
+PAIR_ROWS = 32  # rows of w per step of a product, two AMX tiles; kernels skip the last N % PAIR_ROWS rows of w
+GROUP_NUMBERS = 64  # K of packed rows is a multiple of it; each run of 64 numbers takes `group_bytes` in every row
+GROUP_BYTES = 96  # bytes of GROUP_NUMBERS in WINDOW4: 64 of sign and mantissa, then 32 of two exponent codes each
+# Encodings that `weightstream pack` writes. WINDOW4: lossless bfloat16 in 12 bits, see formats/kinds/window4.py.
+WINDOW4, INT8, INT4, FLOAT8 = range(4)
+# Encodings of published checkpoints, with a zero point and a factor per group of columns.
+# Stored row by row: a byte, FP8, a nibble (4 bits), FP4 or a nibble that indexes a table, for each number.
+# Stored in 32-bit words: WORDS4 and WORDS8 hold 4- and 8-bit codes of neighboring columns, ROW_WORDS 4-bit codes of
+# neighboring rows.
 BYTES, SIGNED_BYTES, SCALED_FLOAT8, NIBBLES, FLOAT4, TABLE_NIBBLES = range(4, 10)
 WORDS4, WORDS8, ROW_WORDS = range(10, 13)
-WORD_ROWS = 8  # rows whose 4-bit fields share a 32-bit word
-# Encodings for accelerators only: FP8 E5M2, plain numbers, and GGUF's blocks.
+WORD_ROWS = 8  # rows of w whose 4-bit codes share a word of ROW_WORDS
+# Encodings for accelerators only: FP8 E5M2, unquantized numbers of x's dtype, and GGUF's blocks.
 FLOAT8_E5M2, PLAIN, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K = range(13, 20)
 GGUF = {"Q8_0": Q8_0, "Q4_0": Q4_0, "Q4_K": Q4_K, "Q5_K": Q5_K, "Q6_K": Q6_K}
-INT4_MIDDLE = 8  # added to INT4 codes to make them unsigned
-FLOAT32, BFLOAT16, FLOAT16 = range(3)  # output dtypes
-CODE_RUN = 32  # codes in a run; INT4: its first half in the low nibbles, its second half in the high ones
-CHUNK_TOKENS = 64  # positions; their scores, queries and sums fit 48 KiB of L1 cache at 32 heads of 128
+INT4_MIDDLE = 8  # added to INT4 codes, -8 to 7, to store them unsigned
+FLOAT32, BFLOAT16, FLOAT16 = range(3)  # dtypes of a product's output
+CODE_RUN = 32  # adjacent INT4 codes in 16 bytes: the first 16 in their low nibbles, the others in the high ones
+CHUNK_TOKENS = 64  # positions per chunk: its scores, queries and sums fit 48 KiB of L1 cache at 32 heads of 128
 Span: TypeAlias = tuple[int, int]  # begin, end (exclusive)
 
 
 class StoredRows(NamedTuple):
-    """Packed rows of weights as flat arrays. `layout`: see `linear/packed_rows.py`; for the others see
-    `packed.RowPacking` and `grouped.GroupArrays`."""
+    """Packed rows of weights as flat arrays. `layout` has the fields of `packed_rows.Layout` in linear/. `body`: codes.
+    `starts`, `columns`, `exponents`: see `packed.Escapes`; `scales`: see `packed.Scales`; `zeros`, `factors`, `table`
+    and `groups` (of each column): see `grouped.GroupArrays`. Arrays that the encoding does not use are empty."""
 
     body: np.ndarray
     layout: np.ndarray
@@ -46,10 +55,14 @@ class StoredRows(NamedTuple):
 
 
 class VectorProduct(NamedTuple):
-    """Arguments of a product in the vector kernels: `num_rows` rows of x in `inputs`, written to columns from `begin`
-    on of an output of dtype `kind` (`halves`: see `linear_parts.OutputRows`). Threads claim `step` rows of w at a time,
-    a multiple of PAIR_ROWS up to CHUNK_ROWS, from a shared `counter`, initially 0. `words`, `tile` and `sums` are one
-    thread's scratch memory, see `split_workspace`."""
+    """Arguments of a product in the vector kernels, for one thread. `inputs`: `num_rows` rows of x, as `lay_out_inputs`
+    wrote them. `halves`: the output (M, N) as uint16, two for a float32. `kind`: its dtype, such as BFLOAT16. `begin`:
+    its column for row 0 of w.
+
+    Threads take `step` rows of w at a time, a multiple of PAIR_ROWS up to CHUNK_ROWS. `counter` (1,) is the next row of
+    w, shared by all threads and initially 0. `words`, `tile` and `sums` are this thread's scratch memory: see
+    `split_workspace` in `linear_wide.py` or `linear_narrow.py`.
+    """
 
     step: int
     counter: np.ndarray
@@ -64,7 +77,7 @@ class VectorProduct(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """KV pages as flat arrays; page i begins at i * stride and holds (P, H, D)."""
+    """KV pages as flat arrays; page i begins at element i * stride of `keys` or `values`, and holds (P, H, D)."""
 
     keys: np.ndarray
     values: np.ndarray
@@ -75,9 +88,9 @@ class Pages(NamedTuple):
 
 
 class QuantizedPages(NamedTuple):
-    """Quantized KV pages as flat arrays, with `stride_bytes` from one page to the next in each. Codes: int8 (P, H, D),
-    or uint8 (P, H, D/2) with two `codes_in_byte`. Scales: bfloat16 bits, (H, Dk) for keys and (H, P) for values. Zeros:
-    int8 of the same shapes, or empty uint8 if there are none."""
+    """Quantized KV pages as flat arrays; in each array, pages are `stride_bytes` apart. Codes of a page: int8
+    (P, H, D), or uint8 (P, H, D/2) if `codes_in_byte` is 2. Scales: bfloat16 bits, (H, Dk) for keys and (H, P) for
+    values. Zero points: int8 in the shape of the scales, or an empty uint8 array if the format has none."""
 
     key_codes: np.ndarray
     value_codes: np.ndarray
@@ -92,15 +105,15 @@ class QuantizedPages(NamedTuple):
 
 
 class TailPages(NamedTuple):
-    """The last, unquantized page of each row; row b's is page `slots_B1[b]`."""
+    """The unquantized last page of each row: row b has page `slots_B1[b]` of `pages`."""
 
     pages: Pages
     slots_B1: np.ndarray
 
 
 class RowTables(NamedTuple):
-    """Page tables: row b attends to positions [begins[b], ends[b]) of the pages in `tables[b]`. Its first `shared[b]`
-    positions, a multiple of CHUNK_TOKENS, are in the same pages as a neighboring row's."""
+    """Page tables: row b attends to positions [begins[b], ends[b]); `tables[b]` lists its pages. Its first `shared[b]`
+    positions, a multiple of CHUNK_TOKENS, are in pages that a neighboring row also has."""
 
     tables_Bn: np.ndarray
     begins_B: np.ndarray
@@ -109,22 +122,23 @@ class RowTables(NamedTuple):
 
 
 class AttentionItem(NamedTuple):
-    """A work item: a run of rows and a run of their KV heads."""
+    """A work item of decode attention: adjacent rows, and the KV heads to compute for them."""
 
     rows: Span
     heads: Span
 
 
 class WorkItems(NamedTuple):
-    """Work items shared by threads. `spans_W4`: first row, end row, first KV head, end head. `counter` (1,): the next
-    item; threads claim items atomically."""
+    """Work items shared by threads. `spans_W4`: per item its first row, end row, first KV head and end head. `counter`
+    (1,): index of the next item; threads increase it atomically."""
 
     spans_W4: np.ndarray
     counter: np.ndarray
 
 
 class SoftmaxState(NamedTuple):
-    """Running maxima and sums of weights per row, saved between chunks that rows share."""
+    """Running maxima of scores and running totals of softmax weights, per row and query head. Saved here while other
+    rows compute a shared chunk."""
 
     maxima_BHG: np.ndarray
     totals_BHG: np.ndarray
@@ -132,7 +146,7 @@ class SoftmaxState(NamedTuple):
 
 class Softmax(NamedTuple):
     """Softmax parameters. `softcap`: limit of absolute scores; 0 disables it. `maxima_HG` and `total`: initial maxima
-    and sums of weights; with attention sinks, the sinks' scores and weight."""
+    and initial total of weights; with attention sinks, the scores of the sinks and their weight 1."""
 
     softcap: np.float32
     maxima_HG: np.ndarray
@@ -140,7 +154,7 @@ class Softmax(NamedTuple):
 
 
 class ScoreScratch(Protocol):
-    """Scratch memory that the softmax uses."""
+    """The scratch memory that the softmax uses, see `Scratch`."""
 
     @property
     def scores_HGS(self) -> np.ndarray: ...
@@ -151,7 +165,8 @@ class ScoreScratch(Protocol):
 
 
 class QuantizedScratch(NamedTuple):
-    """A `Scratch`, queries times a page's scales, and terms of zero points."""
+    """A thread's scratch memory for quantized pages: a `Scratch`, `scaled_HGD` (queries times a page's key scales), and
+    `added_HG` (the zero points' part of each query's scores, later of its sums)."""
 
     scores_HGS: np.ndarray
     maxima_HG: np.ndarray
@@ -166,7 +181,8 @@ class QuantizedScratch(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """A thread's scratch memory: scores of a chunk, then their weights; running maxima; sums of weights."""
+    """A thread's scratch memory. `scores_HGS`: scores of a chunk, replaced by their softmax weights. `maxima_HG`:
+    running maxima. `totals_HG`: running totals of weights."""
 
     scores_HGS: np.ndarray
     maxima_HG: np.ndarray
@@ -181,18 +197,26 @@ class Scratch(NamedTuple):
 def aligned_zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
     """Returns zeros aligned to 64 bytes, because loads of unaligned tile rows take six times as long."""
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    room = np.zeros(num_bytes + 63, np.uint8)
-    return np.ndarray(shape, dtype, room, -room.__array_interface__["data"][0] % 64)
+    buffer = np.zeros(num_bytes + 63, np.uint8)
+    return np.ndarray(shape, dtype, buffer, -buffer.__array_interface__["data"][0] % 64)
 
 
-TILE_ROWS, TILE_DIMS, TILE_QUERIES = 16, 32, 4  # TILE_DIMS bfloat16 fill a 64-byte tile row
-PAIRED = 2 * TILE_QUERIES  # columns: high and low parts, or sums of even and of odd dims
+# A tile is a register of the CPU's matrix unit (AMX): up to TILE_ROWS rows of 64 bytes, or TILE_DIMS bfloat16.
+TILE_ROWS, TILE_DIMS, TILE_QUERIES = 16, 32, 4  # TILE_QUERIES: queries in a tile
+PAIRED = 2 * TILE_QUERIES  # two numbers per query: high and low bfloat16 part, or sums of an even and an odd dim
 
 
 class TileScratch(NamedTuple):
-    """A thread's scratch memory for attention in tiles. `queries`: a row per pair of dims, with the high parts of four
-    queries, then their low parts. `products`: of each position with these eight. `weights`: high, then low parts, each
-    twice: with a zero after it (for even dims of values) and before it (odd dims). `sums`: even dims, then odd."""
+    """A thread's scratch memory for attention in tiles. A float32 is split into a high and a low bfloat16 part. The
+    unit multiplies 32-bit words, each a pair of bfloat16. J groups of TILE_QUERIES queries, T tiles of a head, R pairs
+    of dims in a tile, C = PAIRED.
+
+    `queries`: word [r, c] has dims 2r and 2r + 1 of the high part of query c; of the low part from TILE_QUERIES on.
+    `products`: of each position's key with these C parts.
+    `weights`: high, then low parts (axis of length 2). A query takes two of the C rows: one has the part in the lower
+    half of each word and so multiplies even dims of values, the next has it in the upper half, for odd dims.
+    `sums`: even dims, then odd dims. `shapes`: see `attention_tile_configs`.
+    """
 
     queries_HJTRC: np.ndarray
     products_SC: np.ndarray
@@ -220,30 +244,33 @@ class TileScratch(NamedTuple):
 
 @cache
 def attention_tile_configs() -> np.ndarray:
-    """Returns tile configurations for 1 to 16 positions of a page, (2, 16, 64) uint8: for scores, for values. Tile
-    numbers are in `amx/unit.py`; the format is in Intel's manual under LDTILECFG."""
+    """Returns tile configurations (2, 16, 64) uint8: first for scores, then for values; entry n - 1 is for n positions
+    of a page. Each has bytes per row and rows for tiles 0 to 7, whose use is in `amx/unit.py`. The format is in Intel's
+    manual under LDTILECFG."""
     shapes = aligned_zeros((2, TILE_ROWS, 64), np.uint8)
-    shapes[..., 0] = 1  # palette
+    shapes[..., 0] = 1  # palette 1: the only one with tiles
     for n in range(1, TILE_ROWS + 1):
-        row_bytes = shapes[:, n - 1, 16:32].view(np.uint16)
-        num_rows = shapes[:, n - 1, 48:56]
+        row_bytes = shapes[:, n - 1, 16:32].view(np.uint16)  # for each of the eight tiles
+        num_rows = shapes[:, n - 1, 48:56]  # for each of the eight tiles
         row_bytes[0], num_rows[0] = [32] * 6 + [64] * 2, [TILE_ROWS] * 4 + [n] * 4
         row_bytes[1], num_rows[1] = [64] * 4 + [4 * n] * 2 + [64] * 2, [PAIRED] * 6 + [n] * 2
     return shapes
 
 
-PLAIN_FLOATS, EXPONENTS, SMALL_FLOATS = range(3)  # dtypes of factors: plain float, E8M0, E4M3
-# Kinds of zero points: none, one constant, plain numbers, 4-bit and 8-bit fields of words, AWQ's fields.
+# Constants of Triton kernels. A factor is a group's scale; an overall factor is a second one, per row.
+PLAIN_FLOATS, EXPONENTS, SMALL_FLOATS = range(3)  # dtypes of factors: float16 to float32, E8M0, E4M3
+# Kinds of zero points: none, one constant, a number per group, 4-bit or 8-bit fields of words, 4-bit in AWQ's order.
 NO_ZEROS, CONSTANT_ZERO, PLAIN_ZEROS, FIELDS4, FIELDS8, AWQ_FIELDS = range(6)
-NO_OVERALL, MULTIPLIED, DIVIDED = range(3)  # operation of overall factors on group factors
+NO_OVERALL, MULTIPLIED, DIVIDED = range(3)  # group factors are multiplied or divided by the overall factor
 
 
 class Matrix(NamedTuple):
-    """A stack of E matrices for Triton: pointers to the first (tensors or None), strides in elements, sizes.
+    """A stack of stored matrices, one per expert, as argument of a Triton kernel. Tensors or None, then their strides
+    in elements (`..._expert`: from one matrix to the next), then sizes. For the tensors see `Codes` in linear/rows.py.
 
-    `extra`: the table of TABLE_NIBBLES, the bases of WINDOW4, or the stored row of each row (GGUF). `row_step`: rows
-    from one expert to the next in one tall matrix; 0 if `..._expert` strides are used. `first_row`: row of the first
-    field of words.
+    `extra`: the table of TABLE_NIBBLES, the exponent bases of WINDOW4, or `Codes.order`. `scale_rows`: rows that share
+    a factor. `row_step`: rows per expert if all experts are in one tall matrix, otherwise 0. `first_row`: the stored
+    row that is row 0 of this matrix, if words hold several rows; `body` begins with the word of that row.
     """
 
     body: Any = None
@@ -274,8 +301,11 @@ class Matrix(NamedTuple):
 
 
 class MatrixKind(NamedTuple):
-    """Compile-time constants of a Triton kernel. `width`: columns per group; 0 for one group per row. `group_tile`:
-    groups per tile; equal to its columns if each column's group is looked up (in `groups` if `has_groups`)."""
+    """Compile-time constants of a Triton kernel: how matrices are stored, and how a tile splits into groups of columns
+    that share a factor. `encoding`, `scales`, `zeros` and `overall` are constants of this module. `has_groups`: each
+    column's group is in `Matrix.groups`. `is_reordered`: stored row numbers are in `Matrix.extra`. `width`: columns per
+    group; 0 for one group per row. `group_tile`: groups per tile; equal to the tile's columns if each column's group is
+    computed or looked up by itself."""
 
     encoding: int
     scales: int

@@ -1,9 +1,12 @@
 """Compiled decode attention: one new token per row over KV pages; each page is read once, in memory order.
 
-Online softmax (Milakov and Gimelshein 2018), CHUNK_TOKENS positions at a time. NaN and infinities give the same results
-as in torch. Numba ignores the annotations. Products use vectors (`attention_blocks.py`) or tiles (`amx/attention.py`).
+A row is the new token of one sequence. Its positions are attended to in chunks of CHUNK_TOKENS, with an online softmax
+(Milakov and Gimelshein 2018): it keeps a running maximum of scores, a running total of softmax weights, and weighted
+sums of values, and rescales total and sums when the maximum grows. NaN and infinities give the same results as in
+torch. Vector code for scores and sums is in `attention_blocks.py`. Numba ignores the annotations.
 
-B rows, H KV heads, G query heads of each, D of a head, P positions of a page, n pages of a row.
+B rows, H KV heads, G query heads per KV head, D numbers per head (Dk of a key, Dv of a value), S positions of a chunk
+(Gs query heads if padded), n pages of a row.
 """
 
 from typing import NamedTuple
@@ -33,11 +36,12 @@ TANH_MAX = np.float32(10)  # tanh is 1 from 9.1 on
 
 @njit(fastmath=FUSED)
 def _apply_softcap(scores_HGS: np.ndarray, h: int, g: int, num: int, softcap: np.float32) -> None:
+    """Replaces scores x by softcap * tanh(x / softcap), with tanh(y) = (e^2y - 1) / (e^2y + 1)."""
     for i in range(num):
         x = np.float32(scores_HGS[h, g, i] / softcap)
         x = x if not x > TANH_MAX else TANH_MAX  # `not >` instead of `<=`: keeps NaN
         x = x if not x < -TANH_MAX else -TANH_MAX
-        e = exp(np.float32(x + x), ZERO)
+        e = exp(np.float32(x + x), ZERO)  # e^2x - 1
         scores_HGS[h, g, i] = softcap * np.float32(e / np.float32(e + np.float32(2)))
 
 
@@ -45,6 +49,7 @@ def _apply_softcap(scores_HGS: np.ndarray, h: int, g: int, num: int, softcap: np
 def _rescale_sums(
     h: int, g: int, highest: np.float32, maxima_HG: np.ndarray, totals_HG: np.ndarray, sums_HGD: np.ndarray
 ) -> None:
+    """Makes `highest` the running maximum of a query, and rescales its total and sums to it."""
     x = np.float32(maxima_HG[h, g] - highest)
     factor = exp(x, ONE) if x > EXP_MIN else ZERO
     maxima_HG[h, g] = highest
@@ -66,7 +71,8 @@ def _update_maxima(num: int, heads: Span, scratch: ScoreScratch, sums_HGD: np.nd
 
 @njit(fastmath=REORDERED)
 def _exponentiate(scores_HGS: np.ndarray, h: int, g: int, num: int, maximum: np.float32) -> np.float32:
-    """Replaces scores by exp(score - maximum). Returns their sum; a second loop for it would wait for the stores."""
+    """Replaces scores by weights exp(score - maximum). Returns the sum of weights: a separate loop that sums would wait
+    for the stores of this one."""
     total = ZERO
     for i in range(num):
         x = np.float32(scores_HGS[h, g, i] - maximum)
@@ -77,14 +83,14 @@ def _exponentiate(scores_HGS: np.ndarray, h: int, g: int, num: int, maximum: np.
 
 @njit(fastmath=REORDERED)
 def apply_softmax(num: int, heads: Span, softcap: np.float32, scratch: ScoreScratch, sums_HGD: np.ndarray) -> None:
-    """Turns `num` scores of each query into softmax weights, relative to the running maximum."""
+    """Replaces `num` scores of each query by weights exp(score - running maximum), and updates its softmax state."""
     G = scratch.maxima_HG.shape[1]
     if softcap > ZERO:
         for h in range(heads[0], heads[1]):
             for g in range(G):
                 _apply_softcap(scratch.scores_HGS, h, g, num, softcap)
     _update_maxima(num, heads, scratch, sums_HGD)
-    for h in range(heads[0], heads[1]):  # in the loop above, each would wait for its maximum: 1.8 us, not 0.9
+    for h in range(heads[0], heads[1]):  # a separate loop: no query waits for its new maximum (0.9 us, not 1.8)
         for g in range(G):
             scratch.totals_HG[h, g] += _exponentiate(scratch.scores_HGS, h, g, num, scratch.maxima_HG[h, g])
 
@@ -96,8 +102,8 @@ LOWEST = np.float32(np.finfo(np.float32).min)  # initial maximum; not -inf, as -
 def locate_in_page(
     pages: Pages | QuantizedPages, table_n: np.ndarray, position: int, last: int
 ) -> tuple[int, int, int]:
-    """Returns the page of `position`, the offset in it, and the number of positions in the page before `last`. Raises
-    IndexError if the page does not exist."""
+    """Returns the page of `position`, the offset of `position` in that page, and how many positions before `last` the
+    page holds from there on. Raises IndexError if the page does not exist."""
     page, offset = table_n[position // pages.page_tokens], position % pages.page_tokens
     if page < 0 or page >= pages.num_pages:
         raise IndexError("page number in a KV page table is out of range")
@@ -105,7 +111,7 @@ def locate_in_page(
 
 
 class AttentionRow(NamedTuple):
-    """A row's queries, page table, and sums of values."""
+    """A row's queries, page table, and weighted sums of values (the row of the output)."""
 
     q_HGD: np.ndarray
     table_n: np.ndarray
@@ -116,7 +122,8 @@ class AttentionRow(NamedTuple):
 def attend_chunk(
     row: AttentionRow, pages: Pages, span: Span, end: int, heads: Span, softcap: np.float32, scratch: ScoreScratch
 ) -> None:
-    """Attends to positions [first, last) of a span, a chunk at most. Prefetches the next chunk's keys, up to `end`."""
+    """Attends to the positions of `span`, at most a chunk. Prefetches the keys of the next chunk, up to position
+    `end`."""
     (q_HGD, table_n, sums_HGD), (first, last) = row, span
     H, Dk = q_HGD.shape[0], q_HGD.shape[2]
     Dv, position = sums_HGD.shape[2], first
@@ -140,7 +147,7 @@ def attend_chunk(
 
 @njit(fastmath=REORDERED)
 def reset_softmax(softmax: Softmax, heads: Span, scratch: ScoreScratch) -> None:
-    """Resets a row's maxima and sums of weights to their initial values."""
+    """Sets running maxima and totals to the initial values in `softmax`, before a row's first chunk."""
     for h in range(heads[0], heads[1]):
         for g in range(scratch.maxima_HG.shape[1]):
             scratch.maxima_HG[h, g], scratch.totals_HG[h, g] = softmax.maxima_HG[h, g], softmax.total
@@ -148,6 +155,7 @@ def reset_softmax(softmax: Softmax, heads: Span, scratch: ScoreScratch) -> None:
 
 @njit(fastmath=REORDERED)
 def _save_softmax(paused: SoftmaxState, row: int, heads: Span, scratch: Scratch) -> None:
+    """Saves a row's running maxima and totals while another row uses the scratch memory."""
     for h in range(heads[0], heads[1]):
         for g in range(scratch.maxima_HG.shape[1]):
             paused.maxima_BHG[row, h, g] = scratch.maxima_HG[h, g]
@@ -173,8 +181,9 @@ def _attend_shared(
     scratch: Scratch,
     paused: SoftmaxState,
 ) -> None:
-    """Attends to chunks that rows share: for each chunk all rows in turn, so that later rows find it in a cache. Each
-    row sums in the same order as without sharing, so results are equal bit by bit."""
+    """Attends to chunks that several rows of the item share. Computes all rows for one chunk before the next chunk, so
+    that the later rows find its pages in a CPU cache. Each row adds chunks in the same order as without sharing, so
+    results are equal bit by bit. Leaves the rows' softmax state in `paused`."""
     (own_rows, heads), num_shared = item, 0
     for row in range(own_rows[0], own_rows[1]):
         if rows.shared_B[row]:
@@ -195,7 +204,7 @@ def _attend_shared(
 
 @njit(fastmath=REORDERED)
 def normalize_sums(out_BHGD: np.ndarray, row: int, heads: Span, scratch: ScoreScratch) -> None:
-    """Divides a row's sums by its total of weights."""
+    """Divides a row's sums by its totals of softmax weights."""
     G, Dv = out_BHGD.shape[2:]
     for h in range(heads[0], heads[1]):
         for g in range(G):
@@ -215,6 +224,7 @@ def _attend_item(
     scratch: Scratch,
     paused: SoftmaxState,
 ) -> None:
+    """Computes the rows of one item: first the shared chunks of all rows, then the other chunks, row by row."""
     own_rows, heads = item
     _attend_shared(q_BHGD, pages, rows, softmax, out_BHGD, item, scratch, paused)
     for row in range(own_rows[0], own_rows[1]):
@@ -251,8 +261,9 @@ def attend(
     scratch: Scratch,
     paused: SoftmaxState,
 ) -> None:
-    """Computes attention for the work items that this thread claims. Queries (scaled) and `out` are float32; `out` must
-    hold zeros. A row without positions stays zero."""
+    """Computes attention for the work items that this thread takes from `items`. Queries (already scaled) and `out` are
+    float32. `out` must hold zeros at the start, and rows without positions stay zero. `paused`: scratch memory shared
+    by all threads, one entry per row and head."""
     i = claim_items(items.counter, 1)
     while i < items.spans_W4.shape[0]:
         _attend_item(q_BHGD, pages, rows, softmax, out_BHGD, get_item(items, i), scratch, paused)

@@ -1,13 +1,19 @@
-"""Vector kernels of decode attention for a few positions of a page: scores of keys, weighted sums of values.
+"""Vector code of decode attention: scores of keys and weighted sums of values, for positions of one page.
+
+A block is a few positions times four queries (or one) of a KV head. Its code is emitted as LLVM instructions for
+vectors of LANES numbers, because numba's own loops take twice as long (see `primitives.py`). Two loops call it: over
+heads and queries, and over the positions of a page.
 
 Hardware cannot predict the next page. A page's values are therefore prefetched while its keys are read, and the next
 chunk's keys while values are added: on two threads 15 GB/s of float32 instead of 13.6, and 10 of bfloat16 instead of 9.
 Multiplying pairs of bfloat16 in one instruction (AVX512-BF16) was not faster.
 
-Quantized pages: once per page, queries are multiplied by key scales and weights by value scales, and zero points add
-one number to each sum. So these kernels use codes without scales.
+These kernels multiply quantized pages as codes, without scales. Their caller applies scales and zero points once per
+page: see `attention_quantized.py`.
 
-H KV heads, G query heads of each, D of a head, S positions of a chunk.
+Functions marked `@intrinsic` are explained in `primitives.py`, and documented at their public names below.
+
+H KV heads, G query heads per KV head, D numbers per head, S positions of a chunk.
 """
 
 from collections.abc import Callable
@@ -43,13 +49,13 @@ from .primitives import (
     sum_lanes,
 )
 
-SCORE_BLOCK = 4 if LANES == 16 else 2  # positions; times 4 queries: the sums fit in 32 registers, or in 16
-ADD_BLOCK = 2 * SCORE_BLOCK  # positions; sums are in memory, and longer blocks load them less often
-LINE_BYTES = 64
+SCORE_BLOCK = 4 if LANES == 16 else 2  # positions per block of scores: with 4 queries, the sums fit the registers
+ADD_BLOCK = 2 * SCORE_BLOCK  # positions per block of sums, which are in memory: longer blocks load them less often
+LINE_BYTES = 64  # of a cache line
 
-# Loads LANES elements of a dtype from a pointer on, where the mask is set.
+# Loads LANES elements of a dtype from a pointer on, masked: one vector, or two for elements with two codes each.
 LoadElements = Callable[[Builder, Any, Value, Value | None], list[Value]]
-LoadedPart = tuple[list[Value], Value]  # a vector of each row, and the index of its first number in a query
+LoadedPart = tuple[list[Value], Value]  # one vector per position, and the index of its first number in a query
 
 
 def _load_numbers(builder: Builder, dtype: Any, address: Value, mask: Value | None) -> list[Value]:
@@ -57,31 +63,31 @@ def _load_numbers(builder: Builder, dtype: Any, address: Value, mask: Value | No
 
 
 def _load_codes(builder: Builder, dtype: Any, address: Value, mask: Value | None) -> list[Value]:
-    """Loads codes: int8, or two per uint8 byte with the first half of a head in the low nibbles."""
+    """Loads codes as float32: one int8 per element, or two nibbles per uint8. In the latter, the low nibbles hold the
+    first half of a head."""
     return [*load_pairs(builder, address, mask)] if dtype == types.uint8 else [load(builder, dtype, address, mask)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _BlockEmitter:
-    """Emits LLVM code for a block of positions and queries of one KV head. Pointers: `rows` to keys or values of each
-    position (`width` elements), `columns` to each query or its sums (D,), `scores` to the first query's scores; the
-    next query's are CHUNK_TOKENS further."""
+    """Emits LLVM code for a block of positions and queries of one KV head."""
 
     builder: Builder
     load: LoadElements
     dtype: Any  # of keys and values
-    width: Value
-    rows: list[Value]
-    ahead: list[Value]  # pointers to prefetch along with each row
-    columns: list[Value]
-    scores: Value
+    width: Value  # elements of a key or value: D, or D / 2 with two codes per element
+    rows: list[Value]  # per position: pointer to its key or value
+    ahead: list[Value]  # per position: pointer to `width` elements to prefetch; empty for none
+    columns: list[Value]  # per query: pointer to its D numbers, or to its D sums of values
+    scores: Value  # pointer to the first query's scores or weights; the next query's are CHUNK_TOKENS further
 
     def score(self, query: int, position: int = 0) -> Value:
-        """Returns the pointer to a score."""
+        """Returns the pointer to the score of a query of the block at a position."""
         return self.builder.gep(self.scores, [self.width.type(query * CHUNK_TOKENS + position)])
 
     def read(self, d: Value, mask: Value | None) -> list[LoadedPart]:
-        """Loads LANES elements of each row from element `d` on, and prefetches `ahead`."""
+        """Loads LANES elements of each row from element `d` on, and prefetches the same elements of `ahead`. Returns
+        one part, or with two codes per element a part for each half of a head."""
         for row in self.ahead:
             prefetch(self.builder, row, d)
         loaded = [self.load(self.builder, self.dtype, self.builder.gep(row, [d]), mask) for row in self.rows]
@@ -93,7 +99,8 @@ Emit = Callable[[_BlockEmitter], None]
 
 
 def _make_block(emit: Emit, load_elements: LoadElements, num_positions: int, num_queries: int) -> Callable[..., None]:
-    """Returns a compiled function with the code that `emit` emits for adjacent positions and queries."""
+    """Returns a compiled function with the code that `emit` emits for adjacent positions and queries. Its arguments:
+    first query, first key or value, `width`, first score, and what to prefetch: elements `ahead_by` after `ahead`."""
 
     @intrinsic
     def block(typing: Any, x: Any, rows: Any, width: Any, scores: Any, ahead: Any, ahead_by: Any) -> Any:
@@ -127,7 +134,7 @@ def _make_block(emit: Emit, load_elements: LoadElements, num_positions: int, num
 
 
 def _emit_scores(block: _BlockEmitter) -> None:
-    """Emits products of keys and queries: each is loaded once, and sums stay in registers."""
+    """Emits products of keys and queries. Keys and queries are loaded once, and sums stay in registers."""
     builder = block.builder
     partial = [[cgutils.alloca_once(builder, FLOATS) for _ in block.rows] for _ in block.columns]
     for address in chain(*partial):
@@ -135,7 +142,7 @@ def _emit_scores(block: _BlockEmitter) -> None:
 
     def step(d: Value, mask: Value | None) -> None:
         for xs, at in block.read(d, mask):
-            for column, addresses in zip(block.columns, partial, strict=True):
+            for column, addresses in zip(block.columns, partial, strict=True):  # per query
                 y = load(builder, types.float32, builder.gep(column, [at]), mask)
                 for x, address in zip(xs, addresses, strict=True):
                     builder.store(multiply_add(builder, x, y, builder.load(address)), address)
@@ -147,7 +154,7 @@ def _emit_scores(block: _BlockEmitter) -> None:
 
 
 def _emit_additions(block: _BlockEmitter) -> None:
-    """Emits additions of weighted values to the sums of queries."""
+    """Emits additions of values, times their softmax weights, to the sums of queries."""
     builder = block.builder
     num_rows, num_queries = len(block.rows), len(block.columns)
     weights = [[splat(builder, builder.load(block.score(g, i))) for i in range(num_rows)] for g in range(num_queries)]
@@ -165,8 +172,8 @@ def _emit_additions(block: _BlockEmitter) -> None:
 
 
 def _make_head_loop(emit: Emit, load_elements: LoadElements, num: int) -> Callable[..., None]:
-    """Returns a loop over heads and queries, four queries at a time and then single ones, for `num` positions from p
-    on."""
+    """Returns a compiled loop over heads and queries for `num` positions from position `p` on: four queries at a time,
+    then the remaining ones singly. Arguments: see `_make_position_loop`."""
     four, one = _make_block(emit, load_elements, num, 4), _make_block(emit, load_elements, num, 1)
 
     @njit
@@ -190,8 +197,11 @@ def _make_head_loop(emit: Emit, load_elements: LoadElements, num: int) -> Callab
 
 
 def _make_position_loop(emit: Emit, load_elements: LoadElements, block_size: int) -> Callable[..., None]:
-    """Returns a loop over `num` positions of a page, `block_size` at a time and then single ones. `numbers` begin with
-    the first position (`width` elements per head) and `scores` with its score. Prefetches as many from `ahead` on."""
+    """Returns a compiled loop over `num` positions of a page: `block_size` at a time, then the remaining ones singly.
+
+    Its arguments: `x_HGD`, queries or sums of values; `numbers`, keys or values from the first position on, `width`
+    elements per head; `scores`, scores or weights from the first position on; `ahead`, as many elements to prefetch.
+    """
     block_loop, single_loop = _make_head_loop(emit, load_elements, block_size), _make_head_loop(emit, load_elements, 1)
 
     @njit
@@ -220,7 +230,7 @@ def _scale_numbers(typing: Any, x: Any, num: Any, scales: Any, zeros: Any, out: 
     def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
         first, scale_first, zero_first, out_first = (
             pointer_of(context, builder, kind, arguments[i]) for kind, i in ((x, 0), (scales, 2), (zeros, 3), (out, 4))
-        )
+        )  # scales are bfloat16 bits, which `load` converts to float32
         added = cgutils.alloca_once(builder, FLOATS)
         builder.store(FLOATS(None), added)
 
@@ -239,7 +249,8 @@ def _scale_numbers(typing: Any, x: Any, num: Any, scales: Any, zeros: Any, out: 
     return types.float32(x, types.intp, scales, zeros, out), build
 
 
-# Writes `num` numbers times their scales into `out`. Returns the sum of the results times their zero points, or 0.
+# Writes `num` numbers of x times their scales to `out`. Returns the sum of these products times their zero points; 0 if
+# there are none. Arguments: x, num, scales, zeros, out.
 scale_numbers: Callable[[ArrayAt, int, ArrayAt, ArrayAt, ArrayAt], np.float32] = cast(Any, _scale_numbers)
 
 

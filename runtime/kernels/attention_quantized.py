@@ -1,7 +1,16 @@
-"""Compiled decode attention over quantized pages; codes are decoded in registers. A row's last page (its tail) is not
-quantized and uses `attention.py`. Each row reads shared pages again: they are small and usually still in a cache.
+"""Compiled decode attention over quantized pages. Codes are converted to float32 in registers, and multiplied without
+scales: a number is (code + zero point) * scale.
 
-B rows, H KV heads, G query heads of each, D of a head, P positions of a page, n pages of a row.
+    score = q . ((codes + zeros) * scales) = (q * scales) . codes + (q * scales) . zeros
+    sum   = weights . ((codes + zeros) * scales), likewise with (weights * scales)
+
+Key scales are per dim, so queries are scaled once per page; the term of zero points is one number per query. Value
+scales are per position, so weights are scaled.
+
+A row's last page (its tail) is not quantized and uses `attention.py`. Pages that rows share are read again for each
+row: they are small and usually still in a cache.
+
+B rows, H KV heads, G query heads per KV head, D numbers per head, S positions of a chunk, n pages of a row.
 """
 
 import numpy as np
@@ -34,8 +43,8 @@ from .primitives import ZERO, ArrayAt, claim_items
 
 @njit(fastmath=REORDERED)
 def _scale_queries(q_HGD: np.ndarray, pages: QuantizedPages, page: int, heads: Span, scratch: QuantizedScratch) -> None:
-    """Multiplies queries by a page's key scales. Computes the term of key zero points, equal for all positions of a
-    page."""
+    """Multiplies a row's queries by a page's key scales. Writes the term of the key zero points, which is equal for all
+    positions of the page, to `added_HG`."""
     _, G, D = q_HGD.shape
     begin_bytes = page * pages.stride_bytes
     for h in range(heads[0], heads[1]):
@@ -51,7 +60,8 @@ def _scale_queries(q_HGD: np.ndarray, pages: QuantizedPages, page: int, heads: S
 def _score_page(
     pages: QuantizedPages, page: int, offset: int, num: int, heads: Span, scratch: QuantizedScratch, at: int
 ) -> None:
-    """Computes scores of `num` positions of a page, and prefetches their values."""
+    """Computes scores of `num` positions from `offset` in a page on, written from index `at` of a chunk's scores on.
+    Prefetches the values of these positions."""
     H, G, D = scratch.scaled_HGD.shape
     width = D // pages.codes_in_byte
     step, base = H * width, page * pages.stride_bytes + offset * H * width
@@ -70,7 +80,8 @@ def _score_page(
 def _scale_weights(
     pages: QuantizedPages, page: int, offset: int, num: int, heads: Span, scratch: QuantizedScratch, at: int
 ) -> None:
-    """Multiplies weights by value scales in place. Accumulates the term of value zero points for each sum."""
+    """Multiplies the weights of `num` positions by their value scales, in place. Adds the term of the value zero points
+    to `added_HG`: one number per query, as it is equal for all dims."""
     _, G, S = scratch.scores_HGS.shape
     begin_bytes = page * pages.stride_bytes
     for h in range(heads[0], heads[1]):
@@ -86,7 +97,7 @@ def _scale_weights(
 def _attend_chunk(
     row: AttentionRow, pages: QuantizedPages, span: Span, heads: Span, softcap: np.float32, scratch: QuantizedScratch
 ) -> None:
-    """Attends to positions [first, last) of a span, a chunk at most."""
+    """Attends to the positions of `span`, at most a chunk."""
     (q_HGD, table_n, sums_HGD), (first, last) = row, span
     H, G, Dv = sums_HGD.shape
     width, position = Dv // pages.codes_in_byte, first
@@ -98,7 +109,7 @@ def _attend_chunk(
     apply_softmax(last - first, heads, softcap, scratch, sums_HGD)
     for h in range(heads[0], heads[1]):
         for g in range(G):
-            scratch.added_HG[h, g] = ZERO
+            scratch.added_HG[h, g] = ZERO  # from here on the term of value zero points
     position = first
     while position < last:
         page, offset, num = locate_in_page(pages, table_n, position, last)
@@ -123,6 +134,7 @@ def _attend_item(
     item: AttentionItem,
     scratch: QuantizedScratch,
 ) -> None:
+    """Computes the rows of one item: quantized pages in chunks, then the tail."""
     own_rows, heads = item
     for row in range(own_rows[0], own_rows[1]):
         first, end = rows.begins_B[row], rows.ends_B[row]
@@ -136,6 +148,7 @@ def _attend_item(
             coded_row = AttentionRow(q_HGD, rows.tables_Bn[row], sums_HGD)
             _attend_chunk(coded_row, pages, (first, last), heads, softmax.softcap, scratch)
             first = last
+        # The tail has a page table of one page, and positions that count from its start.
         tail_row, num_tail = AttentionRow(q_HGD, tails.slots_B1[row], sums_HGD), end - tail_first
         attend_chunk(tail_row, tails.pages, (first - tail_first, num_tail), num_tail, heads, softmax.softcap, scratch)
         normalize_sums(out_BHGD, row, heads, scratch)
@@ -152,7 +165,7 @@ def attend(
     items: WorkItems,
     scratch: QuantizedScratch,
 ) -> None:
-    """Same as `attention.attend`, over quantized pages and unquantized tails."""
+    """Same as `attention.attend`, over quantized pages and unquantized tails. Does not share chunks between rows."""
     i = claim_items(items.counter, 1)
     while i < items.spans_W4.shape[0]:
         _attend_item(q_BHGD, pages, tails, rows, softmax, out_BHGD, get_item(items, i), scratch)

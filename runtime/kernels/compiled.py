@@ -1,8 +1,9 @@
-"""Compiles kernels with numba at their first call and caches them on disk, for this processor's instruction set or a
-smaller one (`WEIGHTSTREAM_ISA`). Numba caches each instruction set separately; results may differ in the last bits.
+"""Compiles kernels with numba at their first call and caches them on disk. They use this processor's instruction set,
+or a smaller one that WEIGHTSTREAM_ISA names. Numba caches each instruction set separately; results of two sets may
+differ in the last bits.
 
-Numba checks only the kernel's own file for changes. Kernels call functions of several files, so here cached code is
-valid only while all files of this package are unchanged.
+Numba checks only the kernel's own file for changes, but kernels call functions of several files. Here, cached code is
+valid only while all files of this package are unchanged (`package_digest`).
 """
 
 import glob
@@ -28,15 +29,15 @@ from ..cache_root import cache_root, is_private
 from ..errors import ConfigError
 from .arguments import ISA
 
-# Prefixes of LLVM feature names that an instruction set excludes.
+# By value of WEIGHTSTREAM_ISA: prefixes of LLVM feature names that kernels must not use, and the feature they need.
 EXCLUDED_FEATURES = {"avx2": ("avx512", "avx10", "evex512", "amx"), "avx512": ("amx",), "amx": ()}
 REQUIRED_FEATURE = {"avx2": "avx2", "avx512": "avx512f", "amx": "amx-bf16"}
 
 
 @cache
 def features() -> dict[str, bool]:
-    """CPU features that kernels may use, by LLVM name. Raises ConfigError if WEIGHTSTREAM_ISA is unknown or not
-    supported by this processor."""
+    """Returns, by LLVM name, whether kernels may use a CPU feature. Raises ConfigError if WEIGHTSTREAM_ISA is unknown
+    or not supported by this processor."""
     detected = cast(dict[str, bool], dict(binding.get_host_cpu_features()))
     isa = os.environ.get(ISA)
     if isa is None:
@@ -54,6 +55,7 @@ def has_fma_without_avx512() -> bool:
 
 
 def _limit_to_isa() -> None:
+    """Makes numba compile for the instruction set of WEIGHTSTREAM_ISA, if it is set. Otherwise numba detects it."""
     isa = os.environ.get(ISA)
     if isa is None or not EXCLUDED_FEATURES.get(isa):
         return
@@ -66,11 +68,12 @@ _limit_to_isa()  # before any kernel is compiled
 log = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., object])
 
-REORDERED = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order; never nnan or ninf: inputs may be NaN
-FUSED = {"contract"}  # no reordering, even inlined into REORDERED code: it would undo the exact steps of `exp`
-LOCK_TIMEOUT_SECONDS, LOCK_POLL_SECONDS = 120.0, 0.05  # for another process that compiles the same kernel
-_LOCK, _LOCATORS = Lock(), "CACHE_LOCATOR_CLASSES"
-_thread_state = local()
+# LLVM's fast-math flags. REORDERED allows sums in any order. Neither has nnan or ninf: inputs may be NaN or infinite.
+# FUSED allows only fused multiply-adds, also where it is inlined into REORDERED code: reordering would break `exp`.
+REORDERED, FUSED = {"reassoc", "contract", "nsz", "arcp"}, {"contract"}
+LOCK_TIMEOUT_SECONDS, LOCK_POLL_SECONDS = 120.0, 0.05  # wait for another process that compiles the same kernel
+_LOCK, _LOCATORS = Lock(), "CACHE_LOCATOR_CLASSES"  # numba's setting with the names of cache locators, and its lock
+_thread_state = local()  # `cached_only`: True inside `cached_kernels_only`
 
 
 class KernelNotCached(Exception):
@@ -79,7 +82,8 @@ class KernelNotCached(Exception):
 
 @contextmanager
 def cached_kernels_only() -> Iterator[None]:
-    """Calls of kernels that are not on disk raise KernelNotCached inside the block, in this thread only."""
+    """Makes kernels that are not cached on disk raise KernelNotCached instead of compiling, inside the `with` block and
+    in this thread."""
     _thread_state.cached_only = True
     try:
         yield
@@ -88,13 +92,14 @@ def cached_kernels_only() -> Iterator[None]:
 
 
 class _CompilationNotice(event.Listener):
-    """Logs once per process that kernels are being compiled, when the first compilation begins."""
+    """Listens to numba's compilations: logs the first one of a process, and forbids all in `cached_kernels_only`."""
 
     def __init__(self) -> None:
-        self._was_logged, self.are_cached = False, True
+        self._was_logged, self.are_cached = False, True  # `are_cached`: a cache directory is writable
 
     def on_start(self, event: event.Event) -> None:
-        """Called before a kernel, or a function that it calls, is compiled."""
+        """Runs before a kernel, or a function that it calls, is compiled. Raises KernelNotCached where compiling is
+        forbidden."""
         if getattr(_thread_state, "cached_only", False):
             raise KernelNotCached((event.data or {})["dispatcher"].py_func.__name__)
         self.log_once()
@@ -114,7 +119,8 @@ event.register("numba:compile", COMPILATION)
 
 
 def cached_kernel(function: Function) -> Function:
-    """Decorates a kernel: compiled at its first call in 2 to 4 s, cached on disk, runs without the GIL."""
+    """Decorates a kernel: it is compiled at its first call, in 2 to 4 s, or loaded from disk, and runs without the
+    GIL."""
     options = {"nogil": True, "fastmath": REORDERED, "error_model": "numpy"}
     compiled: Any = njit(**options)(function)
     try:
@@ -127,23 +133,25 @@ def cached_kernel(function: Function) -> Function:
 
 
 class _LockedCache(FunctionCache):
-    """A kernel's disk cache with a file lock: one process compiles, others wait and load the result. The lock ends with
-    its process. Without file locks, or after a timeout, each process compiles."""
+    """A kernel's disk cache with a file lock: one process compiles, others wait and load the result. The operating
+    system releases the lock when the process ends. If the file system has no locks, or after a timeout, each process
+    compiles."""
 
     def __init__(self, function: Callable[..., object]) -> None:
         super().__init__(function)
         self._lock_fd: int | None = None  # open while this process compiles
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Returns cached code for a signature, or None with the lock held: the caller compiles."""
+        """Returns cached code for a signature. Returns None after taking the lock if there is none; numba then compiles
+        and calls `save_overload`."""
         try:
             code = super().load_overload(sig, target_context)
-        except (AttributeError, ImportError):  # an index of older sources, with a removed argument class
+        except (AttributeError, ImportError):  # the index was written by older sources: an argument class was removed
             self._cache_file.flush()
             code = None
         if code is None and self._lock_fd is None and not getattr(_thread_state, "cached_only", False):
             self._lock_fd = _acquire_lock(Path(self.cache_path) / f"{self._impl.filename_base}.lock")
-            code = super().load_overload(sig, target_context)  # written while this process waited?
+            code = super().load_overload(sig, target_context)  # another process may have compiled it meanwhile
             if code is not None:
                 self._unlock()
         return code
@@ -151,7 +159,8 @@ class _LockedCache(FunctionCache):
     def save_overload(self, sig: Any, data: Any) -> None:
         """Saves compiled code and releases the lock."""
         try:
-            # Numba writes the index before the code: after a crash in between, it must not find old code of that name.
+            # Numba writes its index before the code file. After a crash between the two, the index must not refer to a
+            # code file of older sources: delete such files before an index gets its first entry.
             if not self._cache_file._load_index():
                 for old in Path(self.cache_path).glob(f"{glob.escape(self._impl.filename_base)}.*.nbc"):
                     old.unlink(missing_ok=True)
@@ -166,7 +175,8 @@ class _LockedCache(FunctionCache):
 
 
 def _acquire_lock(path: Path) -> int | None:
-    """Returns a descriptor that holds the lock; None without file locks or after the timeout."""
+    """Returns a file descriptor that holds the lock until it is closed. Returns None if the file system has no locks,
+    or after the timeout."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, stat.S_IRUSR | stat.S_IWUSR)
     except OSError:
@@ -196,8 +206,10 @@ def package_digest() -> bytes:
 
 
 class _PackageStamp:
+    """A part of numba's cache locators: code is valid while the package's digest is the same."""
+
     def get_source_stamp(self) -> bytes:
-        """The stamp of cached code; code with another stamp is recompiled."""
+        """Returns the stamp to compare with that of cached code; if they differ, numba recompiles."""
         return package_digest()
 
 
@@ -210,7 +222,7 @@ class SourceDirLocator(_PackageStamp, InTreeCacheLocator):
 
 
 class UserCacheLocator(_PackageStamp, UserWideCacheLocator):
-    """A directory in the user's cache. It must be private, because cached code is executed."""
+    """A directory in the user's cache. It must be private (mode 700), because cached code is executed."""
 
     def __init__(self, py_func: Callable[..., object], py_file: str) -> None:
         super().__init__(py_func, py_file)
@@ -228,8 +240,8 @@ class UserCacheLocator(_PackageStamp, UserWideCacheLocator):
 
 @contextmanager
 def _cache_locators() -> Iterator[None]:
-    """Makes numba use these cache locators, in order, for functions decorated inside the block."""
-    with _LOCK:  # numba reads the class names from a global setting
+    """Makes numba try the three locators of this module, in order, for functions decorated inside the `with` block."""
+    with _LOCK:  # the class names are a global setting of numba
         before = getattr(config, _LOCATORS)
         locators = (NumbaCacheDirLocator, SourceDirLocator, UserCacheLocator)
         setattr(config, _LOCATORS, ",".join(f"{__name__}.{locator.__name__}" for locator in locators))

@@ -1,4 +1,8 @@
-"""Kernel compiler and CPU features of this process. Importing it loads neither numba (0.2 s) nor torch."""
+"""Tells which kernels this process can compile and run, and switches kernels off and on. Importing this module loads
+neither numba (0.2 s) nor torch.
+
+While kernels are disabled, torch operators compute the same, with results that may differ in the last bits.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -8,7 +12,7 @@ from importlib.util import find_spec
 from threading import Event
 
 log = logging.getLogger(__name__)
-_disabled, _enabled_permanently = Event(), Event()
+_disabled, _enabled_permanently = Event(), Event()  # for all threads of the process
 
 
 def has_compiler() -> bool:
@@ -17,22 +21,23 @@ def has_compiler() -> bool:
 
 
 def disable_kernels() -> bool:
-    """Makes passes use torch operators until `enable_kernels`. Returns False if kernels are enabled permanently."""
-    # No effect once they were enabled: sessions that run at the same time are planned with kernels.
+    """Makes forward passes use torch operators until `enable_kernels` is called, and returns True. If `enable_kernels`
+    was called before, has no effect and returns False: concurrent sessions may be planned with kernels."""
     if not _enabled_permanently.is_set():
         _disabled.set()
     return _disabled.is_set()
 
 
 def enable_kernels() -> None:
-    """Enables kernels permanently. Call it between two passes only: results differ in the last bits."""
+    """Enables kernels permanently. Call it between two forward passes, not during one, as results change in the last
+    bits."""
     _enabled_permanently.set()
     _disabled.clear()
 
 
 @contextmanager
 def kernels_enabled() -> Iterator[None]:
-    """Enables kernels inside the `with` block, so that a caller can test which ones this CPU supports."""
+    """Enables kernels inside the `with` block, so that the caller can find out which ones this CPU supports."""
     was_disabled = _disabled.is_set()
     _disabled.clear()
     try:
@@ -66,7 +71,7 @@ def _may_use_tiles() -> bool:
 
 
 def has_bf16_pairs() -> bool:
-    """True if kernels can multiply pairs of bfloat16 (AVX512-BF16). Loads the compiler."""
+    """True if kernels can multiply pairs of bfloat16 in one instruction (AVX512-BF16). Loads the compiler."""
     return has_compiler() and _has_pair_products()
 
 
@@ -78,8 +83,8 @@ def _has_pair_products() -> bool:
 
 
 def has_fast_bf16_pairs() -> bool:
-    """True if a product of bfloat16 pairs takes as long as one of float32, as on AMD. On Intel it took twice as long,
-    see docs/project/benchmarks-kernels.md."""
+    """True if an instruction on pairs of bfloat16 takes as long as one on float32, which has half as many numbers. This
+    holds for AMD; on Intel it took twice as long, see docs/project/benchmarks-kernels.md."""
     return has_bf16_pairs() and _is_amd()
 
 

@@ -1,8 +1,14 @@
-"""Vector code that decodes published formats to float32. Groups of columns share a zero point and a factor, see
-`linear/packed_rows.py`. Operations and their order are those of the format, so results are equal bit by bit.
+"""Vector code that decodes the quantized formats of published checkpoints to float32: a number is (code - zero point) *
+factor, with a zero point and a factor per row and group of columns. Operations have the order that the format defines,
+so results equal those of torch operators bit by bit. To widen codes is to decode them to float32.
 
-Codes stored by rows: lanes are columns. Codes stored in columns of words: half of the lanes are rows in one column, the
-other half the same rows eight columns further; eight such vectors are then transposed.
+Codes stored row by row: a vector holds neighboring columns of one row.
+
+Codes stored in 32-bit words (see `WORDS4` and `ROW_WORDS` in `arguments.py`): a unit is UNIT_ROWS rows, half as many as
+a vector has lanes. Half of the lanes hold one column of these rows, the other half the column eight further. Eight such
+vectors, for 16 columns, are then transposed. A word row is the words of all rows for the same column or columns.
+
+N rows, G groups of columns.
 """
 
 from collections.abc import Callable
@@ -37,15 +43,16 @@ from .primitives import (
 )
 from .squares import transpose_vectors
 
-UNIT_ROWS = LANES // 2  # rows per vector; each half of the lanes holds another column
+UNIT_ROWS = LANES // 2
 WORD_COLUMNS = 8  # columns from one half of the lanes to the other
-HAS_TABLE_LOOKUP = bool(features().get("avx2"))  # lookups of numbers in a vector register
-ROW_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # bit shifts of the eight rows in an AWQ word
+HAS_TABLE_LOOKUP = bool(features().get("avx2"))  # True if the CPU can look up numbers in a vector register
+ROW_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # bit positions of the eight rows in an AWQ word, encoding ROW_WORDS
 
 
 class GroupArrays(NamedTuple):
-    """Zero points and factors. Codes by rows: (N, G), with column k in group k >> shift, and a `table` of 16 numbers.
-    Codes by columns: (G, N), with column k in group `columns[k]`; `is_wide`: each eight columns share a group."""
+    """Zero points and factors, as flat arrays. For codes stored row by row they are (N, G), and column k is in group
+    k >> shift; `table`: the 16 numbers that codes index, if any. For codes in words they are (G, N), and column k is in
+    group `columns[k]`; `is_wide`: columns 8i to 8i + 7 share a group."""
 
     zeros: np.ndarray
     factors: np.ndarray
@@ -54,12 +61,15 @@ class GroupArrays(NamedTuple):
     is_wide: bool
 
 
-# Emits float32 numbers from codes, their zero point and factor (in all lanes), and a pointer to the table.
+# Emits float32 numbers. Arguments: builder, codes, zero points and factors of the lanes, and a pointer to the table.
 Dequantize = Callable[[Builder, Value, Value, Value, Value], Value]
-LoadCodes = Callable[[Builder, Value, Value], tuple[Value, Value]]  # loads 2 * LANES columns of a row from column k on
+# Loads codes of 2 * LANES columns as two vectors. Arguments: builder, pointer to the row, first column.
+LoadCodes = Callable[[Builder, Value, Value], tuple[Value, Value]]
 
 
 def _byte_loader(kind: Any) -> LoadCodes:
+    """Returns a loader for a code per byte: int8 or uint8."""
+
     def load_codes(builder: Builder, row: Value, k: Value) -> tuple[Value, Value]:
         addresses = [builder.gep(row, [builder.add(k, k.type(at))]) for at in (0, LANES)]
         first, second = (_load_vector(builder, address, LANES) for address in addresses)
@@ -70,6 +80,8 @@ def _byte_loader(kind: Any) -> LoadCodes:
 
 
 def _nibble_loader(*, is_low_first: bool) -> LoadCodes:
+    """Returns a loader for two codes per byte; `is_low_first`: the low nibble has the first column."""
+
     def load_codes(builder: Builder, row: Value, k: Value) -> tuple[Value, Value]:
         both = _load_vector(builder, builder.gep(row, [builder.lshr(k, k.type(1))]), LANES)
         low, high = builder.and_(both, both.type([15] * LANES)), builder.lshr(both, both.type([4] * LANES))
@@ -87,6 +99,7 @@ def _load_float8(builder: Builder, row: Value, k: Value) -> tuple[Value, Value]:
 
 
 def _load_vector(builder: Builder, address: Value, count: int) -> Value:
+    """Loads `count` adjacent elements, unaligned."""
     kind = ir.VectorType(address.type.pointee, count)
     return builder.load(builder.bitcast(address, kind.as_pointer()), align=1)
 
@@ -100,26 +113,27 @@ def _scale(builder: Builder, numbers: Value, zero: Value, factor: Value, table: 
 
 
 def _scale_float4(builder: Builder, codes: Value, zero: Value, factor: Value, table: Value) -> Value:
-    numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # E2M1 by its low three bits
+    numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # E2M1 (FP4) numbers by their low three bits; bit 3 is the sign
     if LANES == 16:
         signed = FLOATS([*numbers, *(-number for number in numbers)])
         return builder.fmul(_look_up(builder, signed, codes), factor)
     sign = builder.shl(builder.and_(codes, ints(8)), ints(28))
     if HAS_TABLE_LOOKUP:
         magnitude = _look_up(builder, FLOATS(numbers), codes)
-    else:  # a product adjusts the exponent, exactly
+    else:  # shifts exponent and mantissa to their places in float32; a product corrects the exponent, exactly
         bits = builder.shl(builder.and_(codes, ints(7)), ints(22))
         magnitude = builder.fmul(builder.bitcast(bits, FLOATS), FLOATS([2.0**126] * LANES))
     return builder.fmul(builder.bitcast(builder.or_(builder.bitcast(magnitude, INTS), sign), FLOATS), factor)
 
 
 def _look_up(builder: Builder, numbers: Value, lanes: Value) -> Value:
-    """Looks up numbers in a vector by the low bits of each lane."""
+    """Looks up LANES numbers of the vector `numbers`, by the low bits of each lane of `lanes`."""
     name = "avx512.permvar.sf.512" if LANES == 16 else "avx2.permps"
     return call(builder, f"llvm.x86.{name}", FLOATS, [numbers, lanes])
 
 
 def _scale_from_table(builder: Builder, codes: Value, zero: Value, factor: Value, table: Value) -> Value:
+    # With 8 lanes, the table takes two vectors: looks up in both and selects by the code's highest bit.
     parts = [_load_vector(builder, builder.gep(table, [INT(at)]), LANES) for at in range(0, 16, LANES)]
     looked_up = [_look_up(builder, part, codes) for part in parts]
     if LANES == 16:
@@ -128,7 +142,7 @@ def _scale_from_table(builder: Builder, codes: Value, zero: Value, factor: Value
 
 
 def _make_row_widener(load_codes: LoadCodes, dequantize: Dequantize) -> Any:
-    """Returns a compiled function that decodes rows of codes to float32."""
+    """Returns a compiled function that decodes codes stored row by row to float32."""
 
     @intrinsic
     def widen(
@@ -173,16 +187,15 @@ def _make_row_widener(load_codes: LoadCodes, dequantize: Dequantize) -> Any:
 
 
 class _Unit(NamedTuple):
-    """The rows of one vector at column k: pointer to their words, bytes from a word to that of the next columns, and a
-    bit shift to apply first."""
+    """A unit of rows from a column k on."""
 
-    words: Value
-    stride: Value
-    shift: Value
+    words: Value  # pointer to the unit's words in the word row of column k
+    stride: Value  # bytes from one word row to the next
+    shift: Value  # number of bits by which to shift words right first
 
     def load_halves(self, builder: Builder, first: int, second: int, *, are_rows: bool) -> Value:
-        """Loads word rows `first` and `second` into one half of the lanes each. Words are loaded for each row if
-        `are_rows`, otherwise one for all."""
+        """Loads words of two word rows into a vector: of `first` into its lower half, of `second` into its upper half.
+        `are_rows`: each row has its own word; otherwise one word holds all rows of the unit."""
         n, word = self.stride.type, INT
         parts = list[Value]()
         for word_row in (first, second):
@@ -195,12 +208,12 @@ class _Unit(NamedTuple):
         return builder.lshr(words, splat(builder, self.shift))
 
 
-# Loads codes of column k + j into one half of the lanes, of column k + 8 + j into the other.
+# Loads codes of column k + j into the lower half of the lanes, of column k + 8 + j into the upper half.
 LoadColumn = Callable[[Builder, _Unit, int], Value]
 
 
 def _column_word_loader(num_bits: int) -> LoadColumn:
-    """Returns a loader for words of neighboring columns."""
+    """Returns a loader for words that hold codes of neighboring columns, `num_bits` each."""
     per_word, mask = 32 // num_bits, (1 << num_bits) - 1
 
     def load_codes(builder: Builder, unit: _Unit, j: int) -> Value:
@@ -212,21 +225,22 @@ def _column_word_loader(num_bits: int) -> LoadColumn:
 
 
 def _load_row_word_codes(builder: Builder, unit: _Unit, j: int) -> Value:
-    """Loads codes from words of eight neighboring rows."""
+    """Loads codes from words that hold eight neighboring rows."""
     words = unit.load_halves(builder, j, j + WORD_COLUMNS, are_rows=False)
     return builder.and_(builder.lshr(words, INTS([*ROW_SHIFTS[:UNIT_ROWS]] * 2)), ints(15))
 
 
 class _GroupScales(NamedTuple):
-    """Zero points and factors of a unit's rows, groups `stride` numbers apart, and the group of each column."""
+    """Zero points and factors of a unit's rows."""
 
-    zeros: Value
+    zeros: Value  # pointer to the unit's zero points in group 0
     factors: Value
-    stride: Value
-    columns: Value
+    stride: Value  # numbers from one group to the next
+    columns: Value  # pointer to the group numbers of all columns
 
     def load_columns(self, builder: Builder, k: Value, j: int) -> tuple[Value, Value]:
-        """Loads zero points and factors of column k + j into one half of the lanes, of k + 8 + j into the other."""
+        """Loads zero points and factors: of column k + j into the lower half of the lanes, of k + 8 + j into the
+        upper half."""
         n, starts = self.stride.type, list[Value]()
         for at in (j, j + WORD_COLUMNS):
             group = builder.sext(builder.load(builder.gep(self.columns, [builder.add(k, n(at))])), n)
@@ -235,13 +249,13 @@ class _GroupScales(NamedTuple):
 
 
 def _load_halves(builder: Builder, numbers: Value, starts: list[Value]) -> Value:
-    """Loads each half of the lanes from one of two start indices."""
+    """Loads the lower half of the lanes from index `starts[0]` on, the upper half from `starts[1]` on."""
     low, high = (_load_vector(builder, builder.gep(numbers, [start]), UNIT_ROWS) for start in starts)
     return shuffle(builder, low, high, [*range(LANES)])
 
 
 def _store_unit(builder: Builder, vectors: list[Value], out: Value, stride: Value, k: Value) -> None:
-    """Transposes a unit and writes it: vector j has columns k + j and k + 8 + j. Rows are `stride` numbers apart."""
+    """Transposes a unit and writes its rows, `stride` numbers apart. Vector j has columns k + j and k + 8 + j."""
     n = k.type
     for i, vector in enumerate(transpose_vectors(builder, vectors)):
         row, column = i % UNIT_ROWS, i // UNIT_ROWS * WORD_COLUMNS
@@ -250,7 +264,8 @@ def _store_unit(builder: Builder, vectors: list[Value], out: Value, stride: Valu
 
 
 def _make_unit_widener(load_codes: LoadColumn, word_shift: int, *, are_rows_in_words: bool = False) -> Any:
-    """Returns a compiled function that decodes units of UNIT_ROWS rows. Column k is in word row k >> word_shift."""
+    """Returns a compiled function that decodes codes in words to float32, a unit of UNIT_ROWS rows at a time. Column k
+    is in word row k >> word_shift."""
 
     @intrinsic
     def widen(
@@ -276,7 +291,7 @@ def _make_unit_widener(load_codes: LoadColumn, word_shift: int, *, are_rows_in_w
             def decode_unit(row: Value, k: Value, *, is_shared: bool) -> None:
                 stored_row, word_row = builder.add(top, row), builder.lshr(k, n(word_shift))
                 word, bit_shift = stored_row, INT(0)
-                if are_rows_in_words:
+                if are_rows_in_words:  # AWQ: a word has 8 rows, rows 4 to 7 at the bits of rows 0 to 3 plus 8
                     word = builder.lshr(stored_row, n(3))
                     bit_shift = builder.trunc(builder.shl(builder.and_(stored_row, n(7)), n(1)), INT)
                 at = builder.add(builder.mul(word_row, stride), builder.shl(word, n(2)))
@@ -310,13 +325,13 @@ WidenRow = Callable[[RowsAt, int, int, RowsAt, RowsAt, int, ArrayAt, RowsAt], No
 WidenUnit = Callable[[RowsAt, int, int, int, RowsAt, RowsAt, ArrayAt, bool, RowsAt], None]
 
 # Arguments: rows of codes, number of rows, numbers per row (a multiple of 2 * LANES), zero points and factors (from the
-# group of the first number on; number k is in group k >> shift), shift, table, output rows.
+# group of the first number on), shift (number k is in group k >> shift), table, output rows.
 widen_bytes: WidenRow = cast(Any, _make_row_widener(_byte_loader(types.uint8), _dequantize))
 widen_signed_bytes: WidenRow = cast(Any, _make_row_widener(_byte_loader(types.int8), _dequantize))
 widen_nibbles: WidenRow = cast(Any, _make_row_widener(_nibble_loader(is_low_first=True), _dequantize))
 widen_scaled_float8: WidenRow = cast(Any, _make_row_widener(_load_float8, _scale))
 widen_float4: WidenRow = cast(Any, _make_row_widener(_nibble_loader(is_low_first=True), _scale_float4))
-# Never called if HAS_TABLES is false: the substitute only has to compile.
+# Without HAS_TABLE_LOOKUP it is never called, but must compile.
 widen_table_nibbles: WidenRow = cast(
     Any, _make_row_widener(_nibble_loader(is_low_first=False), _scale_from_table if HAS_TABLE_LOOKUP else _scale_float4)
 )

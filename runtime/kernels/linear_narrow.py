@@ -1,9 +1,18 @@
-"""Products in vectors of 8 lanes and 16 registers (AVX2). Lanes are rows of w. Each number of x is multiplied by two
-vectors of them.
+"""Products x @ w.T in vectors of 8 lanes and 16 registers (AVX2). A vector holds the same input of 8 rows of w, and is
+multiplied by one number of x.
 
-A panel of a few rows and inputs of w is converted to float32 in the L1 cache and multiplied by a block of rows of x in
-the L2 cache, while the next rows of w are prefetched. The order of summation of an output does not depend on other
-rows.
+| term | meaning |
+|---|---|
+| chain | up to CHAIN_INPUTS adjacent inputs, whose products are summed in registers |
+| panel | a chain of PANEL_ROWS rows of w as float32, (inputs, 2 vectors, LANES), in the L1 cache |
+| group | up to MOST_ROWS rows of x that are multiplied together, laid out as (K, rows) |
+| block | adjacent groups, which fit the L2 cache for one chain |
+| chunk | the rows of w that are multiplied by a block before the next block |
+| register block | one or two panels times one group; all sums are in registers |
+
+Each panel is multiplied by all groups of a block, while the next rows of w are prefetched. The order of summation of an
+output does not depend on other rows. `linear_parts.py` has code shared with `linear_wide.py`. Functions marked
+`@intrinsic` are explained in `primitives.py`, and documented at their public names below.
 
 Blocking for caches and registers after Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
 (2008), and Van Zee and van de Geijn, "BLIS" (2015).
@@ -58,29 +67,30 @@ from .primitives import (
 )
 from .squares import load_columns
 
-binding.initialize_native_asmparser()  # numba leaves it out
+binding.initialize_native_asmparser()  # for inline assembly; numba does not do it
 
-CHAIN_INPUTS = 256  # most inputs summed in registers
+CHAIN_INPUTS = 256
 PANEL_ROWS = 2 * LANES
 PANEL_NUMBERS = PANEL_ROWS * CHAIN_INPUTS
-MOST_ROWS, FEW_ROWS = 6, 3  # most rows of x multiplied at once by one panel, or by two
+MOST_ROWS, FEW_ROWS = 6, 3  # most rows of x in a group that is multiplied by one panel, or by two
+# Shapes of register blocks: (vectors of one or two panels, rows of x).
 SHAPES = [(2, rows) for rows in range(1, MOST_ROWS + 1)] + [(4, rows) for rows in range(1, FEW_ROWS + 1)]
 STEP_INPUTS = 16  # inputs between prefetches
-GROUP_SHIFT = GROUP_NUMBERS.bit_length() - 1
+GROUP_SHIFT = GROUP_NUMBERS.bit_length() - 1  # log2 of GROUP_NUMBERS
 _COLUMNS = 8  # 32-bit words of each row transposed at a time
 _UNROLLED = 4  # inputs per iteration of the innermost loop
 _NUMBER_BYTES, _VECTOR_BYTES = 4, 4 * LANES
-_PLACE, _COUNT = ir.IntType(8).as_pointer(), ir.IntType(64)
+_POINTER, _COUNT = ir.IntType(8).as_pointer(), ir.IntType(64)
 
 
 class Shape(NamedTuple):
-    """The shape of a register block: vectors of rows of w, and rows of x."""
+    """The shape of a register block: number of vectors of w, and number of rows of x."""
 
     vectors: int
     rows: int
 
     def vector_at(self, vector: int, k: int) -> int:
-        """The byte offset of a vector of input k in the panels."""
+        """Returns the byte offset of a vector of input k in the panels: two adjacent vectors belong to one panel."""
         return vector // 2 * PANEL_NUMBERS * _NUMBER_BYTES + (2 * k + vector % 2) * _VECTOR_BYTES
 
 
@@ -118,7 +128,7 @@ def _transpose_weights(typing: Any, rows: Any, num_inputs: Any, panel: Any) -> A
 
 
 def _word_numbers(builder: Builder, stored: Any, words: Value) -> list[Value]:
-    """Converts words to float32: one number per word, or two of 16 bits."""
+    """Converts words to vectors of float32: one for float32 words, two for words of two 16-bit numbers."""
     if stored == types.float32:
         return [words]
     if stored == types.uint16:
@@ -128,7 +138,7 @@ def _word_numbers(builder: Builder, stored: Any, words: Value) -> list[Value]:
 
 
 class _NarrowArguments(NamedTuple):
-    """The arguments of `add_products` in order: numba types, or LLVM values."""
+    """The arguments of `add_products` in order, as numba types or LLVM values."""
 
     panels: Any
     num_vectors: Any
@@ -166,15 +176,17 @@ def _add_products(
         n, add_inputs = values.num_inputs.type, _emit_assembly if has_fma_without_avx512() else _emit_ir
 
         def emit_prefetches(k: Value) -> None:
-            # The last input of a step, not the first: rows of checkpoints are not aligned to cache lines.
+            # Prefetches the cache line of the step's last input in each next row. Not of its first input: rows of
+            # checkpoints are not aligned to cache lines, so a step may end in a new line.
             end = builder.mul(builder.add(k, n(STEP_INPUTS)), values.group_stride)
             last = builder.sub(builder.lshr(end, n(GROUP_SHIFT)), n(1))
             with cgutils.for_range(builder, values.num_ahead, intp=n) as loop:
                 prefetch(builder, next_rows, builder.add(builder.mul(loop.index, stride), last))
 
         for shape in (Shape(*sizes) for sizes in SHAPES):
-            vectors, rows = (equals(builder, results, own) for results, own in zip(values[1:4:2], shape, strict=True))
-            with builder.if_then(builder.and_(vectors, rows)):
+            has_vectors = equals(builder, values.num_vectors, shape.vectors)
+            has_rows = equals(builder, values.num_rows, shape.rows)
+            with builder.if_then(builder.and_(has_vectors, has_rows)):
                 addresses = [cgutils.alloca_once(builder, FLOATS) for _ in range(shape.vectors * shape.rows)]
                 for address in addresses:
                     builder.store(FLOATS(None), address)
@@ -193,32 +205,38 @@ def _add_products(
 
 
 def _emit_assembly(builder: Builder, shape: Shape, panels: Value, inputs: Value, sums: list[Value]) -> list[Value]:
-    """Returns the sums plus products of STEP_INPUTS inputs, in inline assembly. Operands: the sums; vectors or rows,
-    whichever are fewer, held in registers; a scratch register for the others; both pointers; the count."""
+    """Returns the sums plus products of STEP_INPUTS inputs, in inline assembly.
+
+    Per input, it first loads the vectors of w or the numbers of x, whichever are fewer, into one register each. Then it
+    loads the more numerous kind, one at a time, into a scratch register and multiplies it by all registers loaded
+    first."""
+    # Operands $0, $1, ... in order: sums, loaded registers, scratch register, pointers to w and x, inputs left.
     vectors, rows = shape
-    hold_vectors, num_held = vectors <= rows, min(vectors, rows)
-    num_registers = len(sums) + num_held + 1
-    held, scratch = [f"${len(sums) + i}" for i in range(num_held)], f"${num_registers - 1}"
+    loads_vectors, num_loaded = vectors <= rows, min(vectors, rows)
+    num_registers = len(sums) + num_loaded + 1
+    loaded, scratch = [f"${len(sums) + i}" for i in range(num_loaded)], f"${num_registers - 1}"
     panel, x, left = (f"${num_registers + i}" for i in range(3))
     lines = ["1:"]
     for k in range(_UNROLLED):
         vector_loads = [f"vmovups {shape.vector_at(v, k)}({panel}), " for v in range(vectors)]
         row_loads = [f"vbroadcastss {(k * rows + j) * _NUMBER_BYTES}({x}), " for j in range(rows)]
-        held_loads, passed_loads = (vector_loads, row_loads) if hold_vectors else (row_loads, vector_loads)
-        lines += [instruction + register for instruction, register in zip(held_loads, held, strict=True)]
-        for i, instruction in enumerate(passed_loads):
+        first_loads, later_loads = (vector_loads, row_loads) if loads_vectors else (row_loads, vector_loads)
+        lines += [instruction + register for instruction, register in zip(first_loads, loaded, strict=True)]
+        for later, instruction in enumerate(later_loads):
             lines.append(instruction + scratch)
-            for h, register in enumerate(held):
-                total = i * vectors + h if hold_vectors else h * vectors + i
+            for first, register in enumerate(loaded):
+                total = later * vectors + first if loads_vectors else first * vectors + later
                 lines.append(f"vfmadd231ps {register}, {scratch}, ${total}")
     lines.append(f"addq $${_UNROLLED * 2 * _VECTOR_BYTES}, {panel}")
     lines.append(f"addq $${_UNROLLED * rows * _NUMBER_BYTES}, {x}")
     lines += [f"subq $${_UNROLLED}, {left}", "jne 1b"]
+    # LLVM constraints: all operands are outputs, in vector ("x") or general registers ("r"); sums, pointers and count
+    # are also inputs, tied to the outputs of these numbers.
     outputs = ["=&x"] * num_registers + ["=&r"] * 3
     tied = [*range(len(sums)), *range(num_registers, num_registers + 3)]
     clobbers = ["~{memory}", "~{dirflag}", "~{fpsr}", "~{flags}"]
-    operands = [*sums, builder.bitcast(panels, _PLACE), builder.bitcast(inputs, _PLACE), _COUNT(STEP_INPUTS)]
-    result = ir.LiteralStructType([FLOATS] * num_registers + [_PLACE, _PLACE, _COUNT])
+    operands = [*sums, builder.bitcast(panels, _POINTER), builder.bitcast(inputs, _POINTER), _COUNT(STEP_INPUTS)]
+    result = ir.LiteralStructType([FLOATS] * num_registers + [_POINTER, _POINTER, _COUNT])
     kind = ir.FunctionType(result, [value.type for value in operands])
     constraints = ",".join([*outputs, *map(str, tied), *clobbers])
     results = builder.call(ir.InlineAsm(kind, "\n".join(lines), constraints, side_effect=True), operands)
@@ -226,6 +244,7 @@ def _emit_assembly(builder: Builder, shape: Shape, panels: Value, inputs: Value,
 
 
 def _emit_ir(builder: Builder, shape: Shape, panels: Value, inputs: Value, sums: list[Value]) -> list[Value]:
+    """Same as `_emit_assembly`, for any CPU."""
     vectors, rows = shape
     n = ir.IntType(64)
     addresses = [cgutils.alloca_once(builder, FLOATS) for _ in sums]
@@ -243,53 +262,54 @@ def _emit_ir(builder: Builder, shape: Shape, panels: Value, inputs: Value, sums:
     return [builder.load(address) for address in addresses]
 
 
-# Writes `num_inputs` numbers of a row of x, a multiple of LANES, as float32, `stride` numbers apart.
+# Writes `num_inputs` numbers of a row of x, a multiple of LANES, as float32, `stride` numbers apart. Arguments: row,
+# num_inputs, out, stride.
 lay_out_row: Callable[[ArrayAt, int, ArrayAt, int], None] = cast(Any, _lay_out_row)
-# Writes `num_inputs` stored numbers, a multiple of 16, of LANES rows of w as float32 into one of the two vectors of a
-# panel (num_inputs, 2, LANES).
+# Writes `num_inputs` stored numbers, a multiple of 16, of LANES rows of w as float32 to one of the two vectors of a
+# panel (num_inputs, 2, LANES). Arguments: rows, num_inputs, panel.
 transpose_weights: Callable[[RowsAt, int, ArrayAt], None] = cast(Any, _transpose_weights)
-# Multiplies panels of `num_vectors` vectors by `num_rows` rows of inputs (num_inputs, num_rows) and adds the products
-# to sums (num_rows, num_vectors, LANES), or overwrites them if `is_first`. Prefetches the same inputs of `num_ahead`
-# rows of stored weights to L2, see `PrefetchRows`.
+# Multiplies one or two panels (`num_vectors` 2 or 4) by a group of inputs (num_inputs, num_rows) and adds the products
+# to sums (num_rows, num_vectors, LANES), or overwrites them if `is_first`. Prefetches to L2 as many inputs of
+# `num_ahead` rows of stored weights, from `ahead` on. Arguments: see `_NarrowArguments`.
 add_products: Callable[[ArrayAt, int, ArrayAt, int, int, ArrayAt, bool, RowsAt, int, int], None] = cast(
     Any, _add_products
 )
 
 
-CHUNK_ROWS = 256  # most rows of w per pass over a block of x
-INPUT_ROWS = 1  # rows of x that can be laid out independently
-BLOCK_GROUPS = 240 // MOST_ROWS  # usual groups of rows of x in a block: 240 KiB at CHAIN_INPUTS
+CHUNK_ROWS = 256  # most rows of w in a chunk
+INPUT_ROWS = 1  # rows of x that `lay_out` can write independently of others
+BLOCK_GROUPS = 240 // MOST_ROWS  # usual groups in a block: 240 rows, whose chain takes 240 KiB
 MAX_GROUPS = BLOCK_GROUPS + BLOCK_GROUPS // 2
 CACHED_NUMBERS = 1 << 15  # numbers of x that fit the L2 cache: 128 KiB
-TILE_NUMBERS = LANES * CHAIN_INPUTS  # decoded numbers of w, before their layout as a panel
-SUM_NUMBERS = CHUNK_ROWS * MAX_GROUPS * MOST_ROWS
+TILE_NUMBERS = LANES * CHAIN_INPUTS  # numbers of the tile: decoded rows of w, before they are written to a panel
+SUM_NUMBERS = CHUNK_ROWS * MAX_GROUPS * MOST_ROWS  # sums of a chunk and a block
 WORK_NUMBERS = 2 * PANEL_NUMBERS + TILE_NUMBERS
 
 
 def split_workspace(work: np.ndarray, *, pairs: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Splits a thread's workspace into panels and tile."""
+    """Splits a thread's WORK_NUMBERS of scratch memory into two panels and a tile of decoded rows."""
     assert not pairs, "products of bfloat16 pairs need AVX-512"
     return work[TILE_NUMBERS:], work[:TILE_NUMBERS]
 
 
 @njit(fastmath=REORDERED)
 def _most_rows(num_rows: int) -> int:
-    """Returns the most rows of x in a group. FEW_ROWS, with two panels, if a group with one panel would have too few
-    sums to keep the FMA units busy."""
+    """Returns the most rows of x in a group. Returns FEW_ROWS, for register blocks of two panels, if groups for one
+    panel would have too few sums to keep the FMA units busy."""
     return FEW_ROWS if num_rows <= FEW_ROWS or MOST_ROWS < num_rows <= 3 * FEW_ROWS else MOST_ROWS
 
 
 @njit(fastmath=REORDERED)
 def _groups(num_rows: int) -> tuple[int, int, int]:
-    """Splits rows of x into groups. Returns the number of groups, the least rows per group, and how many groups, the
-    first ones, have one more."""
+    """Splits rows of x into groups. Returns the number of groups, the least rows per group, and the number of groups
+    with one more row, which are the first ones."""
     num_groups = -(-num_rows // _most_rows(num_rows))
     return num_groups, num_rows // num_groups, num_rows % num_groups
 
 
 @njit(fastmath=REORDERED)
 def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None:
-    """Writes rows [first, last) of x, interleaved with other rows of their group. Groups (K, rows) are adjacent."""
+    """Writes rows [first, last) of x to their groups in `inputs`. Groups (K, rows) are adjacent."""
     M, K = x_MK.shape
     num_groups, least, num_larger = _groups(M)
     for g in range(num_groups):
@@ -300,7 +320,8 @@ def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None
 
 @njit(fastmath=REORDERED)
 def _write_output(sums: np.ndarray, width: int, height: int, rows: Span, out: OutputRows, begin: int) -> None:
-    """Writes sums of `width` rows of w, `height` per panel, and a span of rows of x to columns of out from `begin`."""
+    """Writes sums of `width` rows of w and the given rows of x to columns of `out` from `begin` on. `height`: rows of
+    w per register block."""
     num_rows = rows[1] - rows[0]
     for row in range(num_rows):
         own = RowsAt(sums, row * height, num_rows * height)
@@ -320,7 +341,8 @@ def _multiply_panels(
     w: np.ndarray,
     ahead: PrefetchRows,
 ) -> None:
-    """Multiplies one or two panels (`rows` of their chunk) by a chain of inputs of a block of x. Prefetches `ahead`."""
+    """Multiplies one or two panels, with the given rows of a chunk of w, by a chain of inputs of a block of x.
+    Prefetches the rows of `ahead`, an equal part of them per group."""
     k, height = chain[0], rows[1] - rows[0]
     top = group_start(block.first, block.least, block.num_larger)
     block_rows = group_start(block.last, block.least, block.num_larger) - top
@@ -348,8 +370,8 @@ def _lay_out_weights(
     bits: np.ndarray,
     panels: np.ndarray,
 ) -> None:
-    """Writes a chain of inputs of rows of w as panels. Packed rows are first decoded to `tile` (`bits`: its view as
-    integers); their next escapes are in `cursors` from `first_cursor` on."""
+    """Writes a chain of inputs of the given rows of w to `panels`. Decodes packed rows to `tile` before (`bits`: the
+    tile viewed as uint32). Entries of `cursors` from `first_cursor` on are for these rows, see `make_cursors`."""
     (first, last), (k, end) = rows, chain
     for top in range(first, last, LANES):
         vector = (top - first) // LANES
@@ -368,20 +390,22 @@ def _lay_out_weights(
 
 @njit(fastmath=REORDERED)
 def multiply(w: np.ndarray, num_weights: int, K: int, packed: RowPacking | None, product: VectorProduct) -> None:
-    """See `linear`. w has `num_weights` rows, plain or `packed`."""
+    """Multiplies rows of x by the rows of w that this thread takes, see `linear.linear`. `num_weights`: rows of w.
+    `packed`: None for plain rows."""
     step, counter, inputs, halves, kind, begin, num_rows, panels, tile, sums = product
     num_groups, least, num_larger = _groups(num_rows)
     num_blocks, cursors = count_blocks(num_groups, BLOCK_GROUPS), make_cursors(packed, CHUNK_ROWS)
-    out, bits = as_output(halves, kind), tile.view(np.uint32)  # once: reference counting costs as much as a row
+    # Views of arrays are made once: counting references to an array takes as long as a row.
+    out, bits = as_output(halves, kind), tile.view(np.uint32)
     stride, group_stride = row_stride(w, num_weights, packed), group_elements(packed)
     height = 2 * PANEL_ROWS if _most_rows(num_rows) == FEW_ROWS else PANEL_ROWS
-    chunk = height if num_rows * K <= CACHED_NUMBERS else step  # rows of w per pass over x; one panel if x is cached
+    chunk = height if num_rows * K <= CACHED_NUMBERS else step  # if all of x fits the cache, one register block
     whole = num_weights // PAIR_ROWS * PAIR_ROWS
     item = claim_items(counter, step)
     while item < whole:
         end = min(item + step, whole)
         for top in range(item, end, chunk):
-            width = min(chunk, end - top)
+            width = min(chunk, end - top)  # of the chunk: multiplied by each block of x, chain by chain
             for b in range(num_blocks):
                 block = RowBlock(b * num_groups // num_blocks, (b + 1) * num_groups // num_blocks, least, num_larger)
                 set_cursors(packed, cursors, top, width)
@@ -390,6 +414,7 @@ def multiply(w: np.ndarray, num_weights: int, K: int, packed: RowPacking | None,
                     for n in range(0, width, height):
                         panel_rows, rows = (n, n + height), (top + n, top + n + height)
                         _lay_out_weights(w, K, packed, cursors, n, rows, chain, tile, bits, panels)
+                        # Next are the chunk's next rows, else its first rows in the next chain, else the next chunk.
                         next_top, next_k = (top + n + height, k) if n + height < width else (top, chain[1])
                         if next_k >= K:
                             next_top, next_k = top + width, 0

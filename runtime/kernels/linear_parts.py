@@ -1,4 +1,10 @@
-"""Code shared by `linear_wide` and `linear_narrow`: row blocks, addresses of plain or packed weights, and output."""
+"""Code shared by `linear_wide` and `linear_narrow`: blocks of x, addresses of weights in w, and output.
+
+Both multiply x (M rows of K inputs) by w (N rows). Rows of x are split into groups of nearly equal size, multiplied at
+once; a block is several adjacent groups that fit the L2 cache. Rows of w are plain (float32, bfloat16 or float16) or
+packed (encoded, see `packed.py`); their elements are numbers or, if packed, bytes. Functions marked `@intrinsic`
+are explained in `primitives.py`, and documented at their public names below.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -29,11 +35,12 @@ from .primitives import (
 )
 
 _SHORT = ir.VectorType(ir.IntType(16), LANES)
-_EXPONENT = 23  # bit position in float32; in float16 13 bits lower, with a bias 112 less
+_EXPONENT = 23  # bit position of the exponent in float32; float16 has it 13 bits lower, with a bias that is 112 less
 
 
 class OutputRows(NamedTuple):
-    """Output rows of dtype `kind` as 16-bit `halves`: `per_number` for each number, `stride` from row to row."""
+    """The output matrix, viewed as uint16 `halves`: `per_number` is 2 for float32 and 1 for 16-bit dtypes. `stride`:
+    halves from row to row. `kind`: FLOAT32, BFLOAT16 or FLOAT16."""
 
     halves: np.ndarray
     stride: int
@@ -43,12 +50,13 @@ class OutputRows(NamedTuple):
 
 @njit(fastmath=REORDERED, forceinline=True)
 def as_output(halves: np.ndarray, kind: int) -> OutputRows:
-    """Views halves (M, N or 2N) as output rows of FLOAT32, BFLOAT16 or FLOAT16."""
+    """Returns an output of dtype `kind` whose halves are (M, N), or (M, 2N) for FLOAT32."""
     return OutputRows(halves, halves.shape[1], 2 if kind == FLOAT32 else 1, kind)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
 def output_at(out: OutputRows, row: int, column: int) -> RowsAt:
+    """Returns the halves of the output from a row and column on."""
     return RowsAt(out.halves, row * out.stride + column * out.per_number, out.stride)
 
 
@@ -72,14 +80,15 @@ def _write_rows(typing: Any, rows: Any, num_rows: Any, width: Any, out: Any, kin
 
 
 def _to_float16(builder: Builder, numbers: Value) -> Value:
-    """Rounds to float16, ties to even. 2^16 and more become infinite (NaN stays NaN); rounding of normal numbers may
-    carry up to infinity. Subnormal results are rounded by adding 1/2, which moves them to its last bits."""
+    """Rounds float32 to float16 bits, ties to even. Numbers from 2^16 on become infinite; NaN stays NaN."""
     bits = builder.bitcast(numbers, INTS)
-    size = builder.and_(bits, ints(0x7FFFFFFF))
+    size = builder.and_(bits, ints(0x7FFFFFFF))  # bits without the sign
     is_nan = builder.icmp_unsigned(">", size, ints(0x7F800000))
     special = builder.select(is_nan, ints(0x7E00), ints(0x7C00))
+    # Normal results: rounds the low 13 bits. A carry increases the exponent, up to infinity, as it should.
     last_bit = builder.and_(builder.lshr(size, ints(13)), ints(1))
     moved = builder.add(builder.sub(size, ints(112 << _EXPONENT)), builder.add(last_bit, ints(0xFFF)))
+    # Subnormal results, below 2^-14: adding 1/2 moves the bits that stay to the end of the sum, and rounds them.
     half = FLOATS([0.5] * LANES)
     summed = builder.bitcast(builder.fadd(builder.bitcast(size, FLOATS), half), INTS)
     small = builder.sub(summed, builder.bitcast(half, INTS))
@@ -96,13 +105,14 @@ _ROUNDING: dict[int, Callable[[Builder, Value], Value]] = {
     FLOAT16: _to_float16,
 }
 
-# Rounds `width` numbers (a multiple of LANES) of `num_rows` float32 rows to a dtype, and writes output rows.
+# Rounds `width` numbers (a multiple of LANES) of `num_rows` float32 rows to dtype `kind`, and writes them as output
+# rows. Arguments: rows, num_rows, width, out, kind.
 write_rows: Callable[[RowsAt, int, int, RowsAt, int], None] = cast(Any, _write_rows)
 
 
 class RowBlock(NamedTuple):
-    """Groups [first, last) of rows of x, with `least` rows (or vectors) each; the first `num_larger` of all groups have
-    one more."""
+    """A block of x: its groups [first, last). Groups have `least` rows (in `linear_wide`: vectors of rows); the first
+    `num_larger` groups of x have one more."""
 
     first: int
     last: int
@@ -111,8 +121,8 @@ class RowBlock(NamedTuple):
 
 
 class PrefetchRows(NamedTuple):
-    """Rows of w that are multiplied next, from element `at` on. Rows are `stride` elements apart, and groups of
-    GROUP_NUMBERS inputs in a row `group_stride`."""
+    """The rows of w that are multiplied next, to be prefetched: `num_rows` rows from element `at` on, `stride` elements
+    apart. GROUP_NUMBERS inputs of a row take `group_stride` elements."""
 
     at: int
     num_rows: int
@@ -121,7 +131,8 @@ class PrefetchRows(NamedTuple):
 
 
 def add_sums(builder: Builder, totals: list[Value], results: Value, is_first: Value) -> None:
-    """Stores vectors of sums contiguously, added to the previous values unless `is_first`."""
+    """Emits code that stores vectors of sums one after the other. Adds them to the previous values, unless `is_first`:
+    then overwrites these, as it handles the first inputs of a row."""
     for i, total in enumerate(totals):
         address = cgutils.gep_inbounds(builder, results, i * LANES)
         before = builder.select(is_first, FLOATS(None), load(builder, types.float32, address, None))
@@ -130,33 +141,33 @@ def add_sums(builder: Builder, totals: list[Value], results: Value, is_first: Va
 
 @njit(fastmath=REORDERED, forceinline=True)
 def group_start(group: int, least: int, num_larger: int) -> int:
-    """Returns the first row (or vector) of a group."""
+    """Returns the first row of x (or vector of rows) in a group, see `RowBlock`."""
     return group * least + min(group, num_larger)
 
 
 @njit(fastmath=REORDERED)
 def count_blocks(num_groups: int, usual: int) -> int:
-    """Returns the number of blocks, with up to 1.5 times the `usual` groups. A small last block would cost as much, as
-    weights are decoded once per block."""
+    """Returns into how many blocks to split the groups: a block may have 1.5 times the `usual` groups. All weights are
+    decoded again for each block, so a small last block would take long."""
     return max(1, (num_groups + usual // 2) // usual)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
 def input_index(K: int, packed: RowPacking | None, row: int, k: int) -> int:
-    """Returns the index of input `k` of a row of w, in elements: numbers, or bytes if it is packed."""
+    """Returns the index of input `k` of a row of w, in elements."""
     return row * K + k if packed is None else packed_offset(K, packed.group_bytes, row, k)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
 def group_elements(packed: RowPacking | None) -> int:
-    """Returns the elements of GROUP_NUMBERS inputs of a row."""
+    """Returns how many elements GROUP_NUMBERS inputs of a row take."""
     return GROUP_NUMBERS if packed is None else packed.group_bytes
 
 
 @njit(fastmath=REORDERED, forceinline=True)
 def row_stride(w: np.ndarray, num_weights: int, packed: RowPacking | None) -> int:
-    """Returns the elements of w from row to row; 0 if stored in columns: not prefetched, as one cache line serves many
-    rows."""
+    """Returns the elements of w from row to row. Returns 0 if words hold neighboring columns or rows: then rows are not
+    prefetched, as a cache line has words of many rows."""
     if packed is None:
         return w.size // num_weights
     return 0 if packed.word_stride else w.size // num_weights
@@ -164,13 +175,13 @@ def row_stride(w: np.ndarray, num_weights: int, packed: RowPacking | None) -> in
 
 @njit(fastmath=REORDERED, forceinline=True)
 def make_cursors(packed: RowPacking | None, num_rows: int) -> np.ndarray:
-    """Allocates a cursor into the escapes of each packed row; none for plain rows."""
+    """Allocates cursors: per packed row, the index of its next escape (see `packed.Escapes`). Empty for plain rows."""
     return np.empty(0 if packed is None else num_rows, np.int64)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
 def set_cursors(packed: RowPacking | None, cursors: np.ndarray, first: int, count: int) -> None:
-    """Resets cursors to the first escapes of rows [first, first + count), for the next block of x."""
+    """Sets cursors to the first escapes of rows [first, first + count), because each block of x starts at input 0."""
     if packed is None:
         return
     if packed.encoding == WINDOW4:

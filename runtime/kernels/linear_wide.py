@@ -1,8 +1,21 @@
-"""Products in vectors of 16 lanes and 32 registers (AVX-512). Lanes are rows of x (float32, or words of two bfloat16).
-Each number of w is multiplied by up to three vectors of them.
+"""Products x @ w.T in vectors of 16 lanes and 32 registers (AVX-512). A vector holds the same word of 16 rows of x, and
+is multiplied by one word of w. A word is a float32, or a pair of bfloat16 inputs.
 
-A few rows and inputs of w at a time are converted in the L1 cache and multiplied by a block of rows of x in the L2
-cache, while the next rows of w are prefetched. The order of summation of an output does not depend on other rows.
+| term | meaning |
+|---|---|
+| chain | up to CHAIN_INPUTS adjacent words of a row, whose products are summed in registers |
+| converted rows | a chain of up to WEIGHT_ROWS rows of w as words, in the L1 cache |
+| group | up to MAX_VECTORS vectors of rows of x that are multiplied together, laid out as (K, vectors, LANES) |
+| block | adjacent groups, which fit the L2 cache for one chain |
+| chunk | the rows of w that are multiplied by a block before the next block |
+| `sides` | if x has few rows: 4 or 2 rows of w share a vector, side by side, otherwise 1 |
+
+With `sides` > 1, a lane belongs to one row of x and one of these rows of w: each number of x is repeated `sides` times,
+and `sides` rows of w are interleaved, so that one load has their numbers of one input.
+
+Converted rows are multiplied by all groups of a block, while the next rows of w are prefetched. The order of summation
+of an output does not depend on other rows. `linear_parts.py` has code shared with `linear_narrow.py`. Functions marked
+`@intrinsic` are explained in `primitives.py`, and documented at their public names below.
 
 Blocking for caches and registers after Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
 (2008). Here x is laid out instead of w, as it is smaller.
@@ -61,11 +74,11 @@ from .primitives import (
 )
 from .squares import SIDES, deinterleave_sums, interleave, transpose
 
-MAX_VECTORS = 3  # vectors of rows of x multiplied at once
-WEIGHT_ROWS = 24  # rows of w converted at once: as many sums as fit in registers
-CHAIN_INPUTS = 256  # most words summed in registers; also the stride of converted rows
-GROUP_SHIFT = GROUP_NUMBERS.bit_length() - 1
-_AHEAD = 4  # inputs; distance of prefetches of x to L1, which save 3 % of a product of 480 rows
+MAX_VECTORS = 3
+WEIGHT_ROWS = 24  # also the most sums that fit in registers: vectors of a group times rows of w
+CHAIN_INPUTS = 256  # also the words from one converted row to the next
+GROUP_SHIFT = GROUP_NUMBERS.bit_length() - 1  # log2 of GROUP_NUMBERS
+_AHEAD = 4  # prefetches x to L1 this many words before its use, which saves 3 % of a product of 480 rows
 
 
 @intrinsic
@@ -91,7 +104,7 @@ def _copy_interleaved(typing: Any, rows: Any, num_rows: Any, num_words: Any, sid
 
 
 def _load_words(builder: Builder, row: Any, out: Any, stored: Value, k: Value) -> Value:
-    """Loads LANES words of the type of `out`, from word `k` of a stored row on."""
+    """Loads LANES words from word `k` of a stored row on: float32, or pairs of bfloat16 if `out` has uint32 words."""
     dtype, words = row.types[0].dtype, out.types[0].dtype
     if dtype == words or not _is_paired(out.types[0]):
         return load(builder, dtype, builder.gep(stored, [k]), None)
@@ -137,11 +150,12 @@ def _numbers_per_word(typing: Any, words: Any) -> Any:
 
 
 def _is_paired(words: Any) -> bool:
+    """True if an array's words are pairs of bfloat16: these are uint32."""
     return words.dtype == types.uint32
 
 
 class _WideArguments(NamedTuple):
-    """The arguments of `add_products` in order: numba types, or LLVM values."""
+    """The arguments of `add_products` in order, as numba types or LLVM values."""
 
     weights: Any
     num_rows: Any
@@ -180,7 +194,8 @@ def _add_products(
         next_rows, stride = pointer_of(context, builder, ahead, values.ahead), stride_of(builder, values.ahead)
 
         def emit_prefetches(k: Value) -> None:
-            # The last input of a step, not the first: rows of checkpoints are not aligned to cache lines.
+            # Prefetches the cache line of the step's last input in each next row. Not of its first input: rows of
+            # checkpoints are not aligned to cache lines, so a step may end in a new line.
             end = builder.mul(builder.add(k, k.type(LANES)), values.group_stride)
             last = builder.sub(builder.lshr(end, k.type(GROUP_SHIFT)), k.type(1))
             with cgutils.for_range(builder, values.num_ahead, intp=k.type) as loop:
@@ -202,9 +217,10 @@ def _add_products(
 
 
 def _row_counts(vectors: int) -> list[int]:
-    """Returns the numbers of rows of w to compile for `vectors`: the most with WEIGHT_ROWS sums, and all remainders of
-    a multiple of PAIR_ROWS."""
+    """Returns for which numbers of rows of w to compile code with `vectors` vectors of x: the most rows that give
+    WEIGHT_ROWS sums, and all smaller numbers that can be left at the end of a chunk."""
     max_rows = WEIGHT_ROWS // vectors
+    # Rows of the last conversion of a chunk, which has a multiple of PAIR_ROWS rows.
     counts = {PAIR_ROWS * i % WEIGHT_ROWS or WEIGHT_ROWS for i in range(1, WEIGHT_ROWS + 1)}
     return sorted({min(max_rows, count - row) for count in counts for row in range(0, count, max_rows)})
 
@@ -217,8 +233,9 @@ def _emit_sums(
     num_inputs: Value,
     emit_prefetches: Callable[[Value], None],
 ) -> list[Value]:
-    """Emits a product of a register block. Returns the sums row by row, one for each row of w (or `sides` rows) and
-    vector of x. `shape`: rows, vectors, sides. `emit_prefetches` is called for each LANES inputs."""
+    """Emits a product whose sums are all in registers. Returns them row by row: a vector for each row of w (or `sides`
+    rows) and each vector of x. `shape`: (rows, or tuples of `sides` rows; vectors; sides). Calls `emit_prefetches` for
+    every LANES words."""
     rows, vectors, sides = shape
     n, add = num_inputs.type, multiply_add if inputs.type.pointee == FLOATS.element else add_pairs
     sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(vectors)] for _ in range(rows)]
@@ -241,48 +258,53 @@ def _emit_sums(
 
 
 def _load_repeated(builder: Builder, address: Value, count: int) -> Value:
+    """Loads `count` adjacent words, repeated to fill a vector."""
     if count == 1:
         return splat(builder, builder.load(address))
     words = builder.load(builder.bitcast(address, ir.VectorType(address.type.pointee, count).as_pointer()), align=4)
     return shuffle(builder, words, words, [lane % count for lane in range(LANES)])
 
 
-# Same as `copy_words` for `num_rows` stored rows, with each `sides` rows interleaved.
+# Same as `copy_words` for `num_rows` stored rows, `sides` rows at a time interleaved. Arguments: rows, num_rows,
+# num_words, sides, out.
 copy_interleaved: Callable[[RowsAt, int, int, int, ArrayAt], None] = cast(Any, _copy_interleaved)
 # Copies `num_words` words of a stored row, a multiple of LANES: converts to float32, or keeps pairs of bfloat16.
+# Arguments: row, num_words, out.
 copy_words: Callable[[ArrayAt, int, ArrayAt], None] = cast(Any, _copy_words)
-# Rounds float32 numbers to pairs of bfloat16: `num_words` words (a multiple of LANES). No-op if words are float32.
+# Rounds float32 numbers to `num_words` pairs of bfloat16, a multiple of LANES. Does nothing if out has float32 words.
+# Arguments: row, num_words, out.
 round_to_pairs: Callable[[ArrayAt, int, ArrayAt], None] = cast(Any, _round_to_pairs)
-# A compile-time constant: 1 for float32 words, 2 for uint32.
+# A compile-time constant: 1 if an array has words of float32, 2 for pairs of bfloat16.
 numbers_per_word: Callable[[np.ndarray], int] = cast(Any, _numbers_per_word)
-# Multiplies `num_rows` rows of weights by inputs (num_inputs, num_vectors, LANES) and adds the products to sums
-# (num_rows, num_vectors, LANES), or overwrites them if `is_first`. Prefetches the same inputs of `num_ahead` rows of
-# stored weights to L2, see `PrefetchRows`. With `sides` > 1, each `sides` interleaved rows share a vector of sums.
+# Multiplies `num_rows` converted rows of weights by inputs (num_inputs, num_vectors, LANES) and adds the products to
+# sums (num_rows / sides, num_vectors, LANES), or overwrites them if `is_first`. Inputs are words. Prefetches to L2 as
+# many inputs of `num_ahead` rows of stored weights, from `ahead` on. Arguments: see `_WideArguments`.
 add_products: Callable[[ArrayAt, int, ArrayAt, int, int, ArrayAt, bool, RowsAt, int, int, int], None] = cast(
     Any, _add_products
 )
 
 
-CHUNK_ROWS = 256  # most rows of w per pass over a block of x
-INPUT_ROWS = MAX_VECTORS * LANES  # most rows of x in a group; vectors of a group are adjacent
-BLOCK_GROUPS = 240 // INPUT_ROWS  # usual groups of rows of x in a block: 240 KiB at CHAIN_INPUTS
+CHUNK_ROWS = 256  # most rows of w in a chunk
+INPUT_ROWS = MAX_VECTORS * LANES  # most rows of x in a group, which `lay_out` writes at once
+BLOCK_GROUPS = 240 // INPUT_ROWS  # usual groups in a block: 240 rows, whose chain takes 240 KiB
 MAX_GROUPS = BLOCK_GROUPS + BLOCK_GROUPS // 2
 TILE_NUMBERS = WEIGHT_ROWS * CHAIN_INPUTS
-SUM_NUMBERS = CHUNK_ROWS * MAX_GROUPS * INPUT_ROWS
+SUM_NUMBERS = CHUNK_ROWS * MAX_GROUPS * INPUT_ROWS  # sums of a chunk and a block
 WORK_NUMBERS = 3 * TILE_NUMBERS
 
 
 def split_workspace(work: np.ndarray, *, pairs: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Splits a thread's workspace into words and tile, with twice as many words as tile numbers. Words include the tile
-    for float32 x; for `pairs` they are separate uint32."""
+    """Splits a thread's WORK_NUMBERS of scratch memory. Returns `words`, for converted rows and then the same rows
+    interleaved, and `tile`, for decoded rows of packed weights. For float32 x the tile is the first part of the words:
+    decoded rows need no conversion. For `pairs` it is separate, and words are uint32."""
     words = work[TILE_NUMBERS:].view(np.uint32) if pairs else work[: 2 * TILE_NUMBERS]
     return words, work[:TILE_NUMBERS]
 
 
 @njit(fastmath=REORDERED)
 def _groups(num_rows: int) -> tuple[int, int, int]:
-    """Splits vectors of rows of x into groups. Returns the number of groups, the least vectors per group, and how many
-    groups, the first ones, have one more."""
+    """Splits vectors of rows of x into groups. Returns the number of groups, the least vectors per group, and the
+    number of groups with one more vector, which are the first ones."""
     num_vectors = -(-num_rows // LANES)
     num_groups = -(-num_vectors // MAX_VECTORS)
     return num_groups, num_vectors // num_groups, num_vectors % num_groups
@@ -290,7 +312,7 @@ def _groups(num_rows: int) -> tuple[int, int, int]:
 
 @njit(fastmath=REORDERED)
 def _rows_per_vector(num_rows: int) -> int:
-    """Returns `sides`: 4 or 2 if x has so few rows that as many rows of w share a vector, otherwise 1."""
+    """Returns `sides`: 4 or 2 if x has so few rows that this many rows of w fit in a vector, otherwise 1."""
     for sides in SIDES:
         if num_rows * sides <= LANES:
             return sides
@@ -302,7 +324,7 @@ def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None
     """Writes groups [first, last) of rows of x, each as (K, vectors, LANES), zero-padded after the last row. See
     `linear.lay_out_inputs`."""
     M, K = x_MK.shape
-    (_, least, num_larger), shift = _groups(M), _rows_per_vector(M) // 2
+    (_, least, num_larger), shift = _groups(M), _rows_per_vector(M) // 2  # shift: log2 of `sides`
     for g in range(first, last):
         begin, width = group_start(g, least, num_larger) * LANES, (least + (g < num_larger)) * LANES
         for m in range(0, width, LANES):
@@ -316,7 +338,8 @@ def lay_out(x_MK: np.ndarray, first: int, last: int, inputs: np.ndarray) -> None
 def _write_output(
     sums: np.ndarray, width: int, num_rows: int, block: RowBlock, out: OutputRows, begin: int, square: RowsAt
 ) -> None:
-    """Writes sums of `width` rows of w and a block of x to columns of out from `begin` on. `square`: scratch."""
+    """Writes sums of `width` rows of w and a block of x to columns of `out` from `begin` on. `square`: scratch memory
+    of LANES x LANES numbers."""
     row, at = group_start(block.first, block.least, block.num_larger) * LANES, 0
     for g in range(block.first, block.last):
         stride = (block.least + (g < block.num_larger)) * LANES
@@ -331,7 +354,7 @@ def _write_output(
 def _write_interleaved_output(
     sums: np.ndarray, width: int, num_rows: int, sides: int, out: OutputRows, begin: int, square: RowsAt
 ) -> None:
-    """Same as `_write_output` for `sides` interleaved rows of w, and all rows of x."""
+    """Same as `_write_output` for sums with `sides` > 1, for which all rows of x are in one vector."""
     for n in range(0, width, LANES * sides):
         num_sums = min(LANES, (width - n) // sides)
         deinterleave_sums(ArrayAt(sums, n // sides * LANES), num_sums, sides, ArrayAt(square.numbers, square.at))
@@ -352,7 +375,8 @@ def _multiply_tile(
     ahead: PrefetchRows,
     sides: int,
 ) -> None:
-    """Multiplies a span of rows of w (as words) by a chain of inputs of a block of x. Prefetches the rows `ahead`."""
+    """Multiplies converted rows, `span` of their chunk, by a chain of inputs of a block of x. Prefetches the rows of
+    `ahead`, an equal part of them per call of `add_products`."""
     k, vector, n, count = chain[0], 0, span[0], span[1] - span[0]
     num_products = (block.last - block.first) * -(-count * block.least // WEIGHT_ROWS)
     next_at, num_left, stride, group_stride = ahead.at, ahead.num_rows, ahead.stride, ahead.group_stride
@@ -386,10 +410,11 @@ def _widen_rows(
     bits: np.ndarray,
     sides: int,
 ) -> None:
-    """Writes a chain of inputs of rows of w as words, interleaved ones after the tile. Packed rows are first decoded to
-    `tile` (`bits`: its view as integers); their next escapes are in `cursors` from `first_cursor` on."""
+    """Writes a chain of the given rows of w to `words`, with `sides` > 1 interleaved from TILE_NUMBERS on. Decodes
+    packed rows to `tile` before (`bits`: the tile viewed as uint32). Entries of `cursors` from `first_cursor` on are
+    for these rows, see `make_cursors`."""
     first, per_word, num_words = rows[0], numbers_per_word(words), chain[1] - chain[0]
-    k, last = chain[0] * per_word, chain[1] * per_word
+    k, last = chain[0] * per_word, chain[1] * per_word  # numbers of a row of w; `chain` counts words
     if packed is None:
         if sides > 1:
             address = ArrayAt(words, TILE_NUMBERS)
@@ -418,17 +443,20 @@ def _widen_rows(
 
 @njit(fastmath=REORDERED)
 def multiply(w: np.ndarray, num_weights: int, K: int, packed: RowPacking | None, product: VectorProduct) -> None:
-    """See `linear`. w has `num_weights` rows, plain or `packed`."""
+    """Multiplies rows of x by the rows of w that this thread takes, see `linear.linear`. `num_weights`: rows of w.
+    `packed`: None for plain rows."""
     step, counter, inputs, halves, kind, begin, num_rows, words, tile, sums = product
     num_groups, least, num_larger = _groups(num_rows)
     num_blocks, cursors = count_blocks(num_groups, BLOCK_GROUPS), make_cursors(packed, CHUNK_ROWS)
-    out, bits = as_output(halves, kind), tile.view(np.uint32)  # once: reference counting costs as much as a row
+    # Views of arrays are made once: counting references to an array takes as long as a row.
+    out, bits = as_output(halves, kind), tile.view(np.uint32)
     stride, per_word = row_stride(w, num_weights, packed), numbers_per_word(words)
     num_words, group_stride, sides = K // per_word, group_elements(packed) * per_word, _rows_per_vector(num_rows)
+    # The square for output is in the tile, which is free by then.
     whole, square = num_weights // PAIR_ROWS * PAIR_ROWS, RowsAt(tile, 0, LANES)
     top = claim_items(counter, step)
     while top < whole:
-        width = min(step, whole - top)
+        width = min(step, whole - top)  # of the chunk: multiplied by each block of x, chain by chain
         for b in range(num_blocks):
             block = RowBlock(b * num_groups // num_blocks, (b + 1) * num_groups // num_blocks, least, num_larger)
             set_cursors(packed, cursors, top, width)
@@ -437,6 +465,7 @@ def multiply(w: np.ndarray, num_weights: int, K: int, packed: RowPacking | None,
                 for n in range(0, width, WEIGHT_ROWS):
                     count = min(WEIGHT_ROWS, width - n)
                     _widen_rows(w, K, packed, cursors, n, (top + n, top + n + count), chain, words, tile, bits, sides)
+                    # Next are the chunk's next rows, else its first rows in the next chain, else none is prefetched.
                     next_n, next_k = (n + count, k) if n + count < width else (0, chain[1])
                     num_next = min(WEIGHT_ROWS, width - next_n) if next_k < num_words and stride else 0
                     next_at = input_index(K, packed, top + next_n, next_k * per_word)

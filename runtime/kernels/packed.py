@@ -1,6 +1,13 @@
 """Decodes packed rows of weights of any encoding to float32, inside a product or for whole rows.
 
-R rows of K numbers.
+Packed rows hold codes instead of numbers. To widen codes is to decode them to float32. WINDOW4 is lossless bfloat16 in
+12 bits (see `formats/kinds/window4.py`): a group is GROUP_NUMBERS numbers in GROUP_BYTES bytes, first the sign and
+mantissa bytes, then 4-bit codes of exponents. Its escapes are numbers whose exponent has no code. The encodings of
+published checkpoints are decoded in `grouped.py`.
+
+Functions marked `@intrinsic` are explained in `primitives.py`, and documented at their public names below.
+
+R rows of K numbers (the inputs of a product).
 """
 
 from collections.abc import Callable
@@ -61,15 +68,19 @@ from .primitives import (
     store,
 )
 
-HALF, LANE = GROUP_NUMBERS // 2, 16  # shuffles combine the two bytes of a number within LANE bytes
+HALF = GROUP_NUMBERS // 2
+LANE = 16  # bytes in 128 bits of a vector, within which shuffles of bytes are cheap
 _BYTE, _WORD = ir.IntType(8), ir.IntType(16)
+# Vectors of a WINDOW4 group: a byte per number, the same as 16-bit words, its bytes of two exponent codes each, and
+# half of its numbers as pairs of bfloat16.
 _BYTES, _WORDS = ir.VectorType(_BYTE, GROUP_NUMBERS), ir.VectorType(_WORD, HALF)
 _NIBBLES, _PAIRS = ir.VectorType(_BYTE, HALF), ir.VectorType(INT, HALF // 2)
 
 
 class Escapes(NamedTuple):
-    """Numbers with exponents that have no code, in ascending columns; row n has [starts[n], starts[n + 1]). Other
-    exponents are code + `base`, for codes above 0."""
+    """The escapes of a matrix: numbers whose exponent has no code. Row n has escapes [starts[n], starts[n + 1]), in
+    ascending `columns`, with the given `exponents`. The exponents of other numbers are code + `base` for codes above 0;
+    code 0 means exponent 0."""
 
     base: int
     starts: np.ndarray
@@ -103,8 +114,10 @@ def _widen_window4(typing: Any, rows: Any, num_rows: Any, num_inputs: Any, base:
 
 
 def _load_pairs(builder: Builder, group: Value, added: Value) -> list[Value]:
-    """Decodes both halves of a group to pairs of bfloat16: number i of a half in the low bits, 16 + i in the high bits.
-    Works on all bytes at once; the last shuffles combine the two bytes of each number."""
+    """Decodes a WINDOW4 group to pairs of bfloat16, a vector for each half of the group: number i of the half in the
+    low 16 bits, number 16 + i in the high ones."""
+    # A bfloat16 has a high byte (sign, upper 7 exponent bits) and a low byte (last exponent bit, mantissa). Computes
+    # all low bytes and all high bytes of the group, then interleaves them with shuffles.
     exponents = _exponents(builder, _load_vector(builder, group, GROUP_NUMBERS, _NIBBLES), added)
     words, body = builder.bitcast(exponents, _WORDS), _load_vector(builder, group, 0, _BYTES)
     last_bits = builder.bitcast(builder.shl(words, _constant(7, _WORDS)), _BYTES)
@@ -120,7 +133,8 @@ def _load_pairs(builder: Builder, group: Value, added: Value) -> list[Value]:
 
 
 def _exponents(builder: Builder, nibbles: Value, added: Value) -> Value:
-    """Decodes nibbles to one exponent byte per number; the high nibbles are those of the second half."""
+    """Decodes a group's exponent codes to one byte per number. Low nibbles are codes of its first half, high nibbles
+    those of the second."""
     twice = builder.shuffle_vector(nibbles, nibbles, _lane_order([*range(HALF)] * 2))
     shifts = _WORDS([0] * (HALF // 2) + [4] * (HALF // 2))
     shifted = builder.bitcast(builder.lshr(builder.bitcast(twice, _WORDS), shifts), _BYTES)
@@ -130,11 +144,12 @@ def _exponents(builder: Builder, nibbles: Value, added: Value) -> Value:
 
 
 def _merge_bits(builder: Builder, mask: int, one: Value, other: Value) -> Value:
-    """Combines the bits of `one` in `mask` with the other bits of `other`."""
+    """Returns `one` where bits of `mask` are set, `other` elsewhere."""
     return builder.or_(builder.and_(one, _constant(mask, _BYTES)), builder.and_(other, _constant(0xFF ^ mask, _BYTES)))
 
 
 def _constant(number: int, kind: Any) -> Value:
+    """Returns a vector of type `kind` with `number` in all lanes."""
     return kind([number] * kind.count)
 
 
@@ -155,15 +170,16 @@ def _store_bits(builder: Builder, bits: Value, address: Value, at: int) -> None:
     builder.store(bits, builder.bitcast(builder.gep(address, [INT(at)]), bits.type.as_pointer()), align=4)
 
 
-# Decodes packed rows to bits of float32, `num_inputs` numbers (a multiple of GROUP_NUMBERS) per row. Escapes get
-# exponent 0.
+# Decodes WINDOW4 rows to bits of float32, `num_inputs` numbers (a multiple of GROUP_NUMBERS) per row. Escapes get
+# exponent 0. Arguments: rows, num_rows, num_inputs, base, out.
 widen_window4: Callable[[RowsAt, int, int, int, RowsAt], None] = cast(Any, _widen_window4)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
 def write_escapes(escapes: Escapes, at: int, row: int, first: int, last: int, bits: np.ndarray, begin: int) -> int:
-    """Writes exponents of a row's escapes in columns [first, last), from escape `at` on. `bits[begin]`: the float32 of
-    column `first`. Returns the next escape."""
+    """Adds the exponents of escapes to decoded numbers of a row, in its columns [first, last). `at`: index of its first
+    escape from column `first` on. `bits[begin]`: the float32 bits of column `first`. Returns the index of the next
+    escape after these columns."""
     # Files may be damaged: never write outside of the row, nor read past the last escape.
     end = min(np.int64(escapes.starts[np.uint64(row + 1)]), escapes.columns.size)
     while at < end and escapes.columns[np.uint64(at)] < last:
@@ -175,12 +191,13 @@ def write_escapes(escapes: Escapes, at: int, row: int, first: int, last: int, bi
     return at
 
 
-# Emits code that decodes one run, given pointers to the stored and the decoded row, the first input, and the scale.
+# Emits code that decodes one run of CODE_RUN codes. Arguments: builder, pointers to the stored and the decoded row,
+# index of the run's first number, and its scale in all lanes.
 WidenRun = Callable[[Builder, Value, Value, Value, Value], None]
 
 
 def _load_scale(builder: Builder, scales: Value, k: Value, shift: Value) -> Value:
-    """Loads the scale of input k into all lanes."""
+    """Loads the scale of number k into all lanes; number k has scale k >> shift."""
     bits = builder.load(builder.gep(scales, [builder.lshr(k, shift)]))
     return splat(builder, builder.bitcast(builder.shl(builder.zext(bits, INT), INT(16)), ir.FloatType()))
 
@@ -210,6 +227,7 @@ def _make_widener(run: WidenRun) -> Any:
 
 
 def _byte_run(kind: Any) -> WidenRun:
+    """Returns code for runs with a byte of dtype `kind` per number."""
 
     def run(builder: Builder, stored: Value, widened: Value, k: Value, scale: Value) -> None:
         for at in range(0, CODE_RUN, LANES):
@@ -231,8 +249,8 @@ def _nibble_run(builder: Builder, stored: Value, widened: Value, k: Value, scale
             store(builder, multiply_add(builder, codes, scale, offset), builder.gep(widened, [to]))
 
 
-# Decodes rows of codes to float32, `num_inputs` (a multiple of CODE_RUN) per row. Scales are bfloat16 bits; number k of
-# a row has scale k >> shift.
+# Decodes rows of codes to float32, `num_inputs` numbers (a multiple of CODE_RUN) per row. Scales are bfloat16 bits;
+# number k of a row has scale k >> shift. Arguments: rows, num_rows, num_inputs, scales, shift, out.
 widen_int8: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _make_widener(_byte_run(types.int8)))
 widen_float8: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _make_widener(_byte_run(types.uint8)))
 widen_int4: Callable[[RowsAt, int, int, RowsAt, int, RowsAt], None] = cast(Any, _make_widener(_nibble_run))
@@ -247,9 +265,10 @@ class Scales(NamedTuple):
 
 
 class RowPacking(NamedTuple):
-    """The layout of `num_rows` packed rows. `encoding`: a constant of `arguments.py`. By rows: `group_bytes` per
-    GROUP_NUMBERS numbers. By columns: `word_stride` bytes from a word to that of the next columns. `escapes` are for
-    WINDOW4, `scales` for INT8, INT4 and FLOAT8, `groups` for published encodings."""
+    """The layout of `num_rows` packed rows. `encoding`: a constant of `arguments.py`. If codes are stored row by row,
+    GROUP_NUMBERS numbers take `group_bytes`. If words of columns are stored (WORDS4, WORDS8, ROW_WORDS), the same row's
+    next word is `word_stride` bytes further. `escapes` are for WINDOW4, `scales` for INT8, INT4 and FLOAT8, `groups`
+    for published encodings."""
 
     encoding: int
     num_rows: int
@@ -262,8 +281,8 @@ class RowPacking(NamedTuple):
 
 @njit(fastmath=REORDERED)
 def unpack_arguments(stored: StoredRows) -> RowPacking:
-    """Builds the layout from the flat arguments of a kernel."""
-    layout = stored.layout  # by index: see `Layout` in linear/packed_rows.py
+    """Returns the layout of packed rows, from the flat arguments of a kernel."""
+    layout = stored.layout  # numbers in the order of `Layout` in linear/packed_rows.py
     escapes = Escapes(layout[5], stored.starts, stored.columns, stored.exponents)
     scales = Scales(stored.scales, layout[6], layout[7])
     groups = GroupArrays(stored.zeros, stored.factors, stored.table, stored.groups, layout[8] > 0)
@@ -272,13 +291,14 @@ def unpack_arguments(stored: StoredRows) -> RowPacking:
 
 @njit(fastmath=REORDERED, forceinline=True)
 def packed_offset(K: int, group_bytes: int, row: int, k: int) -> int:
-    """Returns the byte offset of input `k` of a row."""
+    """Returns the byte offset of number `k` of a row, for codes stored row by row."""
     return (row * K + k) // GROUP_NUMBERS * group_bytes
 
 
 @njit(fastmath=REORDERED, forceinline=True)
 def _widen_grouped(packed: RowPacking, stored: RowsAt, num_rows: int, num_inputs: int, at: int, to: RowsAt) -> None:
-    """Same as `widen_packed` for published encodings by rows. Zero points and factors begin at index `at`."""
+    """Same as `widen_packed` for published encodings stored row by row. `at`: index of the first zero point and factor
+    to use."""
     encoding, num_groups, shift = packed.encoding, packed.scales.num_groups, packed.scales.shift
     zeros, factors = RowsAt(packed.groups.zeros, at, num_groups), RowsAt(packed.groups.factors, at, num_groups)
     table = ArrayAt(packed.groups.table, 0)
@@ -298,7 +318,8 @@ def _widen_grouped(packed: RowPacking, stored: RowsAt, num_rows: int, num_inputs
 
 @njit(fastmath=REORDERED, forceinline=True)
 def _widen_columns(packed: RowPacking, body: np.ndarray, rows: Span, k: int, num_inputs: int, to: RowsAt) -> None:
-    """Same as `widen_packed` for encodings by columns. Needs a multiple of UNIT_ROWS rows."""
+    """Same as `widen_packed` for words of columns, from number `k` of the rows on. Needs a multiple of UNIT_ROWS
+    rows."""
     first, num_rows, encoding, stride = rows[0], rows[1] - rows[0], packed.encoding, packed.word_stride
     zeros = RowsAt(packed.groups.zeros, first, packed.num_rows)
     factors = RowsAt(packed.groups.factors, first, packed.num_rows)
@@ -318,8 +339,9 @@ def _widen_columns(packed: RowPacking, body: np.ndarray, rows: Span, k: int, num
 def widen_packed(
     packed: RowPacking, body: np.ndarray, K: int, rows: Span, chain: Span, out: np.ndarray, stride: int
 ) -> None:
-    """Decodes a chain of inputs of rows to float32, rows `stride` numbers apart. Escapes get exponent 0. Calls take all
-    rows, because reference counting per call costs as much as a row."""
+    """Decodes numbers [chain[0], chain[1]) of the given rows to float32, written `stride` numbers apart in `out`.
+    Escapes get exponent 0. K: numbers of a row. Call it once for several rows: counting references to arrays takes as
+    long as a row."""
     (first, last), k, num_inputs = rows, chain[0], chain[1] - chain[0]
     num_rows, encoding, group_bytes, scales = last - first, packed.encoding, packed.group_bytes, packed.scales
     shift, at = scales.shift, first * scales.num_groups + (k >> scales.shift)
@@ -341,7 +363,7 @@ def widen_packed(
 
 @cached_kernel
 def unpack_rows(stored: StoredRows, first: int, out_RK: np.ndarray) -> None:
-    """Decodes R rows from `first` on to `out_RK`, float32 and contiguous. Encodings by rows only."""
+    """Decodes R rows from `first` on to `out_RK`, float32 and contiguous. Only for codes stored row by row."""
     packed, (R, K) = unpack_arguments(stored), out_RK.shape
     numbers = out_RK.reshape(R * K)
     widen_packed(packed, stored.body, K, (first, first + R), (0, K), numbers, K)

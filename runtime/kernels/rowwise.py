@@ -1,9 +1,10 @@
 """Fused row-wise kernels between products: SiLU gates, RMS norms, rotary embeddings. Each reads and writes memory once;
-torch's operators take two to nine passes.
+torch's operators make two to nine passes over memory.
 
-Numbers are float32 or bits of bfloat16. bfloat16 is computed in float32 and rounded after each of torch's operators.
+Numbers are float32 or bits of bfloat16. With bfloat16, kernels compute in float32 and round to bfloat16 wherever one of
+torch's operators would end. Arguments `first` and `last`: the rows [first, last) to compute.
 
-T rows (tokens), H numbers of each, h heads of D.
+T rows (tokens), H numbers of a row, N columns of a matrix with at least H, h heads of D numbers.
 """
 
 import math
@@ -14,7 +15,7 @@ from numba import njit
 from .compiled import FUSED, cached_kernel
 from .primitives import EXP_MIN, ONE, exp, round_like, to_float32
 
-RUN = 1024  # numbers at a time; they fit the L1 cache
+RUN = 1024  # numbers that `gate_rows` computes at a time; they fit the L1 cache
 
 
 @njit(fastmath=FUSED)
@@ -36,8 +37,8 @@ def gate_rows(
     last: int,
     scratch: np.ndarray,
 ) -> None:
-    """Computes rows [first, last) of silu(gate) * up, from the first H columns of `gate_TN` and columns of `up_TN` from
-    `up_begin` on. `scratch`: (RUN,) float32, because the output may alias the gates."""
+    """Computes silu(gate) * up, with the gate in the first H columns of `gate_TN`, and up in H columns of `up_TN` from
+    `up_begin` on. `scratch`: (RUN,) float32 for results, because the output may overwrite the gates."""
     H = out_TH.shape[1]
     for t in range(first, last):
         for begin in range(0, H, RUN):
@@ -54,7 +55,7 @@ def gate_rows(
 def norm_rows(
     x_TH: np.ndarray, weight_H: np.ndarray, eps: np.float32, out_TH: np.ndarray, first: int, last: int
 ) -> None:
-    """Computes the RMS norm of rows [first, last) of x, times the weight."""
+    """Computes the RMS norm of rows of x, times the weight."""
     H = x_TH.shape[1]
     for t in range(first, last):
         total = np.float32(0)
@@ -70,7 +71,7 @@ def norm_rows(
 def rotate_rows(
     x_ThD: np.ndarray, cos_TD: np.ndarray, sin_TD: np.ndarray, out_ThD: np.ndarray, first: int, last: int
 ) -> None:
-    """Applies rotary embeddings to rows [first, last), pairing the two halves of each head."""
+    """Applies rotary embeddings to rows: rotates number i of a head together with number i + D / 2."""
     _, h, D = x_ThD.shape
     half = D // 2
     for t in range(first, last):

@@ -1,4 +1,10 @@
-"""Transposes squares of LANES vectors, for the layout of inputs and for output. Missing rows of a square are zeros."""
+"""Transposes squares of LANES x LANES numbers in vector registers, to lay out inputs of a product and to write outputs.
+
+A square is LANES vectors of LANES lanes. Rows that a square lacks are zeros. Interleaved vectors: the first lane of
+each vector, then the second lane of each, and so on. A word is 32 bits, a quad four adjacent words.
+
+Functions marked `@intrinsic` are explained in `primitives.py`, and documented at their public names below.
+"""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -24,8 +30,8 @@ from .primitives import (
     stride_of,
 )
 
-QUAD = 4  # words in 128 bits, within which shuffles are cheap
-SIDES = (4, 2)  # `sides`: rows of w interleaved in one vector, if x has few rows; descending
+QUAD = 4  # words in 128 bits; shuffles within such a part of a vector are cheap
+SIDES = (4, 2)  # values of `sides`: rows of w whose numbers share a vector, side by side, if x has few rows
 
 
 @intrinsic
@@ -58,7 +64,7 @@ def _deinterleave_sums(typing: Any, sums: Any, num_sums: Any, sides: Any, out: A
 
 
 def interleave(builder: Builder, vectors: list[Value]) -> list[Value]:
-    """Interleaves vectors: the first lane of each, then the second of each, and so on."""
+    """Returns as many vectors as given, with the first lane of each, then the second lane of each, and so on."""
     if len(vectors) == 1:
         return vectors
     even, odd = interleave(builder, vectors[::2]), interleave(builder, vectors[1::2])
@@ -70,8 +76,8 @@ def interleave(builder: Builder, vectors: list[Value]) -> list[Value]:
 def _load_transposed(
     builder: Builder, dtype: Any, first: Value, stride: Value, num_rows: Value, shift: Value
 ) -> list[Value]:
-    """Loads LANES rows as float32 and returns their columns. Repeats each of `num_rows` rows 2^shift times; the rest is
-    0."""
+    """Loads `num_rows` rows as float32, each repeated 2^shift times, and returns the LANES columns of this square. The
+    lanes of missing rows are 0."""
     addresses = [cgutils.alloca_once(builder, FLOATS) for _ in range(LANES)]
     for i, target in enumerate(addresses):
         builder.store(FLOATS(None), target)
@@ -84,9 +90,9 @@ def _load_transposed(
 
 def transpose_vectors(builder: Builder, vectors: list[Value]) -> list[Value]:
     """Transposes n vectors within each run of n lanes: result i has lane i of each vector. n: a power of two up to
-    LANES. Repeatedly swaps two quarters of the square."""
+    LANES."""
     vectors, width = list(vectors), len(vectors)
-    while width > 1:
+    while width > 1:  # swaps the upper right and lower left quarter of each square of 2 x `width` rows
         width //= 2
         is_first = [lane // width % 2 == 0 for lane in range(LANES)]
         upper = [lane if first else LANES + lane - width for lane, first in enumerate(is_first)]
@@ -98,10 +104,10 @@ def transpose_vectors(builder: Builder, vectors: list[Value]) -> list[Value]:
 
 
 def load_columns(builder: Builder, rows: list[Value], num_columns: int) -> list[Value]:
-    """Loads the first columns (a multiple of QUAD) of LANES rows of 32-bit words. Vector i has word i of each row.
+    """Loads the first `num_columns` words, a multiple of QUAD, of LANES rows. Vector i has word i of each row.
 
-    A vector is loaded from quads of rows r, r + 4, r + 8, ... This leaves squares of four within 128 bits to transpose,
-    with two shuffles per vector: loads are cheaper than shuffles across 128-bit lanes."""
+    First loads vectors of one quad from each of rows r, r + 4, r + 8, ... Then only squares of four words within 128
+    bits are left to transpose, with two shuffles per vector: loads are cheaper than shuffles across 128-bit parts."""
     columns = list[Value]()
     for first in range(0, num_columns, QUAD):
         vectors = [_load_quads(builder, rows[r::QUAD], first) for r in range(QUAD)]
@@ -115,14 +121,14 @@ def load_columns(builder: Builder, rows: list[Value], num_columns: int) -> list[
 
 
 def _interleave_words(builder: Builder, a: Value, b: Value, words: tuple[int, int]) -> Value:
-    """Interleaves two words of a and b within each 128 bits: the first word of both, then the second."""
+    """Interleaves a and b within each 128 bits: word `words[0]` of a and of b, then word `words[1]` of a and of b."""
     return shuffle(
         builder, a, b, [quad + word + side for quad in range(0, LANES, QUAD) for word in words for side in (0, LANES)]
     )
 
 
 def _load_quads(builder: Builder, rows: list[Value], first: int) -> Value:
-    """Loads four words of each row into one vector."""
+    """Loads the four words from `first` on of each row, and concatenates them to one vector."""
     kind = ir.VectorType(INT, QUAD)
     addresses = [builder.gep(builder.bitcast(row, INT.as_pointer()), [INT(first)]) for row in rows]
     parts = [builder.load(builder.bitcast(address, kind.as_pointer()), align=1) for address in addresses]
@@ -132,8 +138,10 @@ def _load_quads(builder: Builder, rows: list[Value], first: int) -> Value:
     return parts[0]
 
 
-# Transposes `num_rows` rows of stored numbers, each repeated 2^shift times, into a float32 square padded with zeros.
+# Transposes `num_rows` rows of LANES stored numbers, each repeated 2^shift times, into a float32 square padded with
+# zeros. Arguments: rows, num_rows, shift, out.
 transpose: Callable[[RowsAt, int, int, RowsAt], None] = cast(Any, _transpose)
-# Writes `num_sums` vectors (LANES at most) of sums of interleaved rows of w as LANES / sides rows of `out`, LANES x
-# sides apart. Each row holds the sums of all these rows of w; numbers after them are undefined.
+# Writes sums of interleaved rows of w row by row: `num_sums` vectors (LANES at most) become LANES / sides rows of out,
+# one per row of x, LANES x sides apart. A row holds the sums of `num_sums` x sides rows of w, then undefined numbers.
+# Arguments: sums, num_sums, sides, out.
 deinterleave_sums: Callable[[ArrayAt, int, int, ArrayAt], None] = cast(Any, _deinterleave_sums)

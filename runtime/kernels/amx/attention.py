@@ -1,11 +1,18 @@
-"""Compiled decode attention on the CPU's matrix unit over bfloat16 pages; `../attention.py` has all other cases.
+"""Compiled decode attention on the CPU's matrix unit over bfloat16 pages. For pages of other dtypes and for other CPUs
+there is `../attention.py`. `unit.py` explains tiles, which are registers.
 
-Positions of a page are rows of a tile, so keys and values are loaded as stored. Tile loads run ahead, so nothing is
-prefetched: from memory, two threads reached 16.0 GB/s, and 15.8 to 16.8 with several kinds of prefetches. From a cache,
-a position of 32/8 heads of 128 takes 0.16 us; the vector kernel takes 0.28.
+Positions of a page are rows of a tile, so keys and values are loaded as stored. Queries and softmax weights are float32
+and split into two bfloat16 parts, high and low, laid out as `arguments.TileScratch` says. A row is the new token of one
+sequence, as in `../attention.py`.
 
-H KV heads, G query heads of each, J tiles of its queries, T tiles in the D numbers of a head,
-S positions of a chunk, n pages of a row.
+The CPU loads tiles ahead of their use, so kernels prefetch nothing: from memory, two threads reached 16.0 GB/s, and
+15.8 to 16.8 with several kinds of prefetches. From a cache, a position of 32/8 heads of 128 takes 0.16 us; the vector
+kernel takes 0.28.
+
+Functions marked `@intrinsic` are explained in `../primitives.py`, and documented at their public names below.
+
+H KV heads, G query heads per KV head, J groups of TILE_QUERIES of these, T tiles in the D numbers of a head, R rows of
+a tile, C = PAIRED columns, S positions of a chunk, n pages of a row.
 """
 
 from collections.abc import Callable
@@ -52,12 +59,14 @@ from ..primitives import (
 from .unit import NUM_TILES, WORD, add, configure, load_queries, load_sums, release, score, store_sums
 
 BFLOAT16_VECTOR = ir.VectorType(ir.IntType(16), 2 * LANES)
+# Lanes of two vectors: the even and the odd ones, and those that interleave a vector of even and one of odd dims.
 EVEN, ODD = list(range(0, 2 * LANES, 2)), list(range(1, 2 * LANES, 2))
 INTERLEAVED = [address for pair in zip(range(LANES), range(LANES, 2 * LANES), strict=True) for address in pair]
 
 
 def round_to_bfloat16(builder: Builder, x: Value) -> Value:
-    """Rounds float32 to bfloat16, in the upper half of each 32-bit lane; ties to even, NaN stays NaN, as in torch."""
+    """Rounds float32 to bfloat16, in the upper half of each 32-bit lane, with zeros below. Ties to even and NaN stays
+    NaN, as in torch."""
     bits = builder.bitcast(x, INTS)
     is_odd = builder.and_(builder.lshr(bits, ints(16)), ints(1))
     rounded = builder.and_(builder.add(bits, builder.add(is_odd, ints(0x7FFF))), ints(0xFFFF0000))
@@ -65,13 +74,15 @@ def round_to_bfloat16(builder: Builder, x: Value) -> Value:
 
 
 def _split_number(builder: Builder, x: Value) -> list[Value]:
-    """Splits float32 into a high and a low bfloat16: 16 of its 24 bits."""
+    """Splits float32 into a high and a low bfloat16, in the upper halves of words. Together they keep 16 of its 24 bits
+    of precision."""
     high = round_to_bfloat16(builder, x)
     return [high, round_to_bfloat16(builder, builder.fsub(x, builder.bitcast(high, FLOATS)))]
 
 
 def pack_pair(builder: Builder, even: Value, odd: Value) -> Value:
-    """Packs bfloat16 numbers of upper halves: even in the lower half, odd in the upper."""
+    """Packs pairs of bfloat16 into words: `even` into the lower halves, `odd` into the upper halves. Both arguments
+    have their numbers in the upper halves of words."""
     return builder.or_(builder.lshr(even, ints(16)), odd)
 
 
@@ -114,7 +125,7 @@ def _write_sum(typing: Any, sums: Any, even_offset: Any, odd_offset: Any, invers
 
 @njit
 def split_queries(q_BHGD: np.ndarray, row: int, scale: np.float32, heads: Span, queries_HJTRC: np.ndarray) -> None:
-    """Writes the queries of one row, times the scale, as high and low bfloat16 parts."""
+    """Writes the queries of one row, times `scale`, as high and low bfloat16 parts."""
     H, G, D = q_BHGD.shape[1:]
     J, T = queries_HJTRC.shape[1:3]
     for h in range(heads[0], heads[1]):
@@ -126,7 +137,7 @@ def split_queries(q_BHGD: np.ndarray, row: int, scale: np.float32, heads: Span, 
 
 @njit
 def write_sums(sums_HGD: np.ndarray, totals_HG: np.ndarray, heads: Span, out_BHGD: np.ndarray, row: int) -> None:
-    """Writes sums divided by their query's total of weights; interleaves even and odd dims."""
+    """Writes a row's output: its sums divided by the totals of softmax weights, with even and odd dims interleaved."""
     H, G, D = out_BHGD.shape[1:]
     for h in range(heads[0], heads[1]):
         for g in range(G):
@@ -137,8 +148,8 @@ def write_sums(sums_HGD: np.ndarray, totals_HG: np.ndarray, heads: Span, out_BHG
 
 
 def _transpose_queries(builder: Builder, vectors: list[Value]) -> list[Value]:
-    """Transposes four vectors of four positions x four queries each: one vector of 16 positions per query."""
-    lanes = [[4 * p + g for p in range(8)] for g in range(4)]  # by query: its eight positions in two vectors
+    """Transposes four vectors of (4 positions, 4 queries) to four vectors of 16 positions of one query."""
+    lanes = [[4 * p + g for p in range(8)] for g in range(4)]  # per query: lanes of its 8 positions in two vectors
     upper, lower = (
         [shuffle(builder, a, b, lanes[0] + lanes[1]), shuffle(builder, a, b, lanes[2] + lanes[3])]
         for a, b in (vectors[:2], vectors[2:])
@@ -153,6 +164,7 @@ def _write_scores(typing: Any, products: Any, offset: Any, num: Any, scores: Any
         first = pointer_at(context, builder, products, *arguments[:2])
         addresses = [builder.gep(first, [WORD(LANES * i)]) for i in range(PAIRED)]
         pairs = [load(builder, types.float32, address, None) for address in addresses]  # two positions in each
+        # A position has four products with high parts of queries, then four with low parts; a score is the sum of two.
         high = [lane for lane in range(2 * LANES) if lane % PAIRED < TILE_QUERIES]
         low = [lane + TILE_QUERIES for lane in high]
         vectors = [
@@ -179,6 +191,7 @@ def _split_weights(typing: Any, scores: Any, score_offset: Any, num: Any, weight
         with cgutils.for_range_slice(builder, num.type(0), num, num.type(LANES), num.type) as (i, _):
             x = load(builder, types.float32, builder.gep(score, [i]), None)
             for part, bits in enumerate(_split_number(builder, x)):
+                # A row of weights for even dims of values, in lower halves of words, then one for odd dims.
                 even = builder.gep(weight, [builder.add(i, num.type(part * PAIRED * CHUNK_TOKENS))])
                 store(builder, builder.lshr(bits, ints(16)), even)
                 store(builder, bits, builder.gep(even, [num.type(CHUNK_TOKENS)]))
@@ -188,18 +201,24 @@ def _split_weights(typing: Any, scores: Any, score_offset: Any, num: Any, weight
     return types.void(scores, n, n, weights, n), build
 
 
-# These two read or write TILE_DIMS numbers of one query at an offset, float32 or bits of bfloat16.
+# Reads TILE_DIMS numbers of a query (float32 or bits of bfloat16), multiplies them by `scale`, and writes both parts to
+# a tile of queries. Arguments: q, offset, scale, queries, query_offset.
 split_query: Callable[[np.ndarray, int, np.float32, np.ndarray, int], None] = cast(Any, _split_query)
+# Writes TILE_DIMS sums of a query times `inverse` (float32 or bits of bfloat16). Arguments: sums, even_offset,
+# odd_offset, inverse, out, offset.
 write_sum: Callable[[np.ndarray, int, int, np.float32, np.ndarray, int], None] = cast(Any, _write_sum)
-# Adds high and low `products` of `num` positions, 16 at most, and writes them to the score rows of four queries.
+# Adds the products with high and low parts for `num` positions, at most 16, and writes them to the scores of four
+# queries. Arguments: products, offset, num, scores, score_offset.
 write_scores: Callable[[np.ndarray, int, int, np.ndarray, int], None] = cast(Any, _write_scores)
-# Splits `num` weights of one query in whole vectors: may write past `num`, but not past the chunk.
+# Splits `num` weights of one query, in whole vectors: may write past `num`, but not past the chunk. Arguments: scores,
+# score_offset, num, weights, weight_offset.
 split_weights: Callable[[np.ndarray, int, int, np.ndarray, int], None] = cast(Any, _split_weights)
 
 
 @njit(fastmath=REORDERED)
 def _next_span(position: int, last: int, page_tokens: int) -> Span:
-    """Returns the positions per page, and the end, of the next span: several whole pages or a part of one."""
+    """Returns which positions to compute with one tile configuration, which needs equally many per page: several whole
+    pages, or a part of one page. Returns the number per page, and the end of these positions."""
     num = min(page_tokens - position % page_tokens, last - position)
     return num, position + (last - position) // num * num if num == page_tokens else position + num
 
@@ -208,6 +227,7 @@ def _next_span(position: int, last: int, page_tokens: int) -> Span:
 def _score_span(
     pages: Pages, table_n: np.ndarray, first: int, position: int, stop: int, num: int, heads: Span, scratch: TileScratch
 ) -> None:
+    """Computes scores of positions [position, stop), `num` per page. `first`: first position of their chunk."""
     H, J, T = scratch.queries_HJTRC.shape[:3]
     row = H * T * TILE_DIMS
     for h in range(heads[0], heads[1]):
@@ -228,6 +248,7 @@ def _score_span(
 def _add_span(
     pages: Pages, table_n: np.ndarray, first: int, position: int, stop: int, num: int, heads: Span, scratch: TileScratch
 ) -> None:
+    """Adds values of positions [position, stop), `num` per page, times their weights to the sums."""
     H, J, D = len(scratch.sums_HGD), scratch.weights_HJPCS.shape[1], scratch.sums_HGD.shape[2]
     T = D // TILE_DIMS
     for h in range(heads[0], heads[1]):
@@ -273,6 +294,7 @@ def _add_chunk(pages: Pages, table_n: np.ndarray, first: int, last: int, heads: 
 
 @njit(fastmath=REORDERED)
 def _check_pages(pages: Pages, table_n: np.ndarray, first: int, end: int) -> None:
+    """Raises IndexError if the page of a position in [first, end) does not exist."""
     if first < end:
         for position in range(first - first % pages.page_tokens, end, pages.page_tokens):
             locate_in_page(pages, table_n, position, end)
@@ -289,6 +311,7 @@ def _attend_item(
     item: AttentionItem,
     scratch: TileScratch,
 ) -> None:
+    """Computes the rows of one item, a chunk of positions at a time."""
     own_rows, heads = item
     for row in range(own_rows[0], own_rows[1]):
         first, end, table_n = rows.begins_B[row], rows.ends_B[row], rows.tables_Bn[row]
@@ -321,8 +344,8 @@ def attend(
     scratch: TileScratch,
 ) -> None:
     """Same as `attention.attend`, for bfloat16 pages of up to TILE_ROWS positions and D a multiple of TILE_DIMS.
-    Requires `may_use_tiles`. Queries and `out` are float32, or both bits of bfloat16; `out` is overwritten. Infinite
-    keys and values may give NaN; subnormal numbers count as zero."""
+    Requires `may_use_tiles`. `q_BHGD` (not scaled yet, unlike there) and `out_BHGD` are float32, or both bits of
+    bfloat16; the output is overwritten. Infinite keys and values may give NaN; subnormal numbers count as zero."""
     i = claim_items(items.counter, 1)
     while i < items.spans_W4.shape[0]:
         _attend_item(q_BHGD, scale, pages, rows, softmax, out_BHGD, get_item(items, i), scratch)

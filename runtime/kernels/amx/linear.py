@@ -4,6 +4,15 @@ x is split exactly into three bfloat16 parts, so x @ w.T is the sum of three bfl
 are float32. Weights are read once, as stored. The order of summation of an output does not depend on other rows.
 Infinite inputs give NaN, and parts below 2^-126 count as zero.
 
+A tile (register, see `unit.py`) holds 16 rows of TILE_DIMS = 32 bfloat16 inputs. A step multiplies two tiles of w (32
+rows) by one or two tiles of x (16 rows each, with three parts of 16 pairs) at the same 32 inputs. Tiles 0 to 3 are
+sums, 4 and 5 are w, 6 and 7 are x. A chain is CHAIN_STEPS steps that are summed in tiles; sums of chains are added in
+memory. The depth of an input is its step: k // TILE_DIMS.
+
+Functions marked `@intrinsic` are explained in `../primitives.py`, and documented at their public names below.
+
+M rows of x, N rows of w, K inputs.
+
 Splitting in three for AMX: Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For
 Higher-Precision Computations" (2019).
 """
@@ -22,21 +31,23 @@ from ..squares import transpose_vectors
 from .attention import EVEN, ODD, pack_pair, round_to_bfloat16
 from .unit import BYTE, WORD, configure, emit_tile_op, release
 
-PARTS = 3  # bfloat16 that add up to a float32: 8 bits of its 24 each
-TILE_WORDS = TILE_ROWS * TILE_ROWS  # of 32 bits
-STEP_WORDS = PARTS * TILE_WORDS  # inputs of 16 rows at one depth: one tile per part
-PAIR_NUMBERS = PAIR_ROWS * TILE_DIMS
-SUM_NUMBERS = 2 * TILE_ROWS  # numbers in a row of sums
+PARTS = 3  # bfloat16 numbers that add up to a float32: each has 8 of its 24 bits
+TILE_WORDS = TILE_ROWS * TILE_ROWS  # 32-bit words of a tile
+STEP_WORDS = PARTS * TILE_WORDS  # words of 16 rows of x at one depth: a tile per part
+PAIR_NUMBERS = PAIR_ROWS * TILE_DIMS  # numbers in two tiles of w
+SUM_NUMBERS = 2 * TILE_ROWS  # numbers in a row of sums: one row of w by two tiles of x
 
 
 def _move(builder: Builder, name: str, tile: int, first: Value, at: Value, row_bytes: Value) -> None:
+    """Emits the load or store instruction `name` for register `tile` and the memory at first[at]."""
     address = builder.bitcast(builder.gep(first, [at]), BYTE.as_pointer())
     emit_tile_op(builder, name, BYTE(tile), address, row_bytes)
 
 
 def _make_adder(num_tiles: int) -> Any:
-    """Returns a compiled function that adds the products of `num_tiles` tiles of x, all parts at one depth, and
-    32 rows of w from w[at] on."""
+    """Returns a compiled function for one step: it adds the products of `num_tiles` tiles of x, all parts, and 32 rows
+    of w to the sums in tiles. Its arguments: w, index of its first number, numbers from row to row of w; x, index of
+    its first word, words from one tile of 16 rows to the next."""
 
     @intrinsic
     def add(typing: Any, w: Any, w_at: Any, row_numbers: Any, x: Any, x_at: Any, x_numbers: Any) -> Any:
@@ -74,6 +85,8 @@ def _copy_inputs(typing: Any, w: Any, at: Any, panel: Any, address: Any) -> Any:
 
 
 def _make_zero(num_tiles: int) -> Any:
+    """Returns a compiled function that sets the sums for `num_tiles` tiles of x to zero."""
+
     @intrinsic
     def zero(typing: Any) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
@@ -87,6 +100,8 @@ def _make_zero(num_tiles: int) -> Any:
 
 
 def _make_store(num_tiles: int) -> Any:
+    """Returns a compiled function that writes the sums for `num_tiles` tiles of x from sums[at] on."""
+
     @intrinsic
     def store_tiles(typing: Any, sums: Any, at: Any) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
@@ -150,33 +165,37 @@ def _write_products(typing: Any, sums: Any, at: Any, num_rows: Any, out: Any, ou
     return types.void(sums, n, n, out, n, n), build
 
 
-# For one or two tiles across.
+# Versions for one and for two tiles of x.
 add_products1, add_products2 = _make_adder(1), _make_adder(2)
 zero1, zero2 = _make_zero(1), _make_zero(2)
 store1, store2 = _make_store(1), _make_store(2)
-# Copies 32 inputs of a row, from any address to an aligned cache line.
+# Copies 32 inputs of a row of w, from any address to an aligned cache line. Arguments: w, at, panel, address.
 copy_inputs: Callable[[np.ndarray, int, np.ndarray, int], None] = cast(Any, _copy_inputs)
-# Writes `num_rows` rows of 32 inputs, padded with zeros, as one step of tiles.
+# Writes 32 inputs of `num_rows` rows of x, padded with zero rows, as a tile for each part. Arguments: x, at,
+# row_numbers, num_rows, tiles, tile_at.
 split_inputs: Callable[[np.ndarray, int, int, int, np.ndarray, int], None] = cast(Any, _split_inputs)
-# Writes 16 x 16 sums as `num_rows` rows of the result.
+# Transposes 16 x 16 sums, and writes the first `num_rows` rows as rows of the output. Arguments: sums, at, num_rows,
+# out, out_at, row_numbers.
 write_products: Callable[[np.ndarray, int, int, np.ndarray, int, int], None] = cast(Any, _write_products)
 
 
 CHUNK_ROWS = 256  # most rows of w per call
-CHAIN_STEPS = 32  # 1024 inputs, summed separately: longer sums are less precise
-CACHED_STEPS = 340  # of x, 1 MiB: if x fits the L2 cache, w is read once and not copied
-BLOCK_NUMBERS = PAIR_ROWS * SUM_NUMBERS
-PANEL_NUMBERS = CHUNK_ROWS * CHAIN_STEPS * TILE_DIMS  # one chain of a call's rows of w
+CHAIN_STEPS = 32  # 1024 inputs: longer sums are less precise
+CACHED_STEPS = 340  # groups of 16 rows of x times depths: 1 MiB, which fits the L2 cache; with more, w is copied
+BLOCK_NUMBERS = PAIR_ROWS * SUM_NUMBERS  # sums of two tiles of w and two tiles of x
+PANEL_NUMBERS = CHUNK_ROWS * CHAIN_STEPS * TILE_DIMS  # a panel: a copy of one chain of a call's rows of w
 
 
 def num_sums(num_rows: int) -> int:
-    """Returns the number of sums to allocate for `num_rows` rows of x: a call's outputs, and a block for a chain."""
+    """Returns the number of sums to allocate for `num_rows` rows of x: those of a call, after one block for the sums of
+    a chain that is not the first."""
     return (1 + CHUNK_ROWS // PAIR_ROWS * -(-num_rows // SUM_NUMBERS)) * BLOCK_NUMBERS
 
 
 @cached_kernel
 def lay_out_inputs(x_MK: np.ndarray, first: int, last: int, tiles: np.ndarray) -> None:
-    """Writes tiles [first, last) of 16 rows of a contiguous x (M, K) float32; all depths of a tile are adjacent."""
+    """Writes rows of x as tiles, for groups [first, last) of 16 rows. x is float32 and contiguous; the tiles of a group
+    are adjacent in order of depth."""
     M, K = x_MK.shape
     depth = K // TILE_DIMS
     for t in range(first, last):
@@ -187,8 +206,8 @@ def lay_out_inputs(x_MK: np.ndarray, first: int, last: int, tiles: np.ndarray) -
 
 @njit(fastmath=REORDERED)
 def _copy_weights(w_NK: np.ndarray, at: int, num_steps: int, panel: np.ndarray, address: int) -> None:
-    """Copies 32 rows of w as consecutive pairs of tiles. Rows are often a multiple of 4 KiB apart, which would put all
-    lines of a tile into one set of the L1 cache."""
+    """Copies `num_steps` steps of 32 rows of w to a panel: per step, two adjacent tiles. Without a copy, rows are often
+    a multiple of 4 KiB apart, so all cache lines of a tile would be in one set of the L1 cache."""
     K = w_NK.shape[1]
     for row in range(PAIR_ROWS):
         for k in range(num_steps):
@@ -207,7 +226,8 @@ def _add_chain(
     num_steps: int,
     is_pair: bool,
 ) -> None:
-    """Multiplies a pair of tiles of w by one or two tiles of x, over `num_steps` steps, `step` numbers of w apart."""
+    """Multiplies two tiles of w by one tile of x, or two if `is_pair`, over `num_steps` steps. `step`: numbers of w
+    from one step to the next. `x_words`: words from the first tile of x to the second."""
     if is_pair:
         zero2()
         for k in range(num_steps):
@@ -220,7 +240,8 @@ def _add_chain(
 
 @njit(fastmath=REORDERED)
 def _write_block(sums: np.ndarray, at: int, num_rows: int, out_MN: np.ndarray, to: int, out_numbers: int) -> None:
-    """Writes products of a pair of tiles of w and the first `num_rows` rows of a pair of tiles of x."""
+    """Writes the sums of 32 rows of w and the first `num_rows` rows of two tiles of x, from sums[at] on, to `out_MN`
+    from flat index `to` on."""
     for j in range(2 if num_rows > TILE_ROWS else 1):
         top = j * TILE_ROWS
         for i in range(2):
@@ -243,8 +264,11 @@ def linear(
     sums: np.ndarray,
     shape: np.ndarray,
 ) -> None:
-    """Multiplies rows [first, last) of w by the `num_rows` rows of x in `tiles`: a multiple of 32, CHUNK_ROWS at most.
-    Writes float32 to `out_MN` from column `begin` on; its row stride is `out_numbers`. `w_NK`: bits of bfloat16."""
+    """Multiplies rows [first, last) of w (bits of bfloat16) by the `num_rows` rows of x in `tiles`. The rows of w are a
+    multiple of 32, at most CHUNK_ROWS. Writes float32 to `out_MN`, which has `out_numbers` columns, with row 0 of w in
+    column `begin`. `panel` and `sums`: scratch memory. `shape`: the tile configuration."""
+    # If x does not fit the L2 cache, all rows of w are copied and read from the panel for each two tiles of x.
+    # Otherwise 32 rows at a time are multiplied by all of x, and read from memory once.
     K = w_NK.shape[1]
     depth = K // TILE_DIMS
     num_tiles, row_words = -(-num_rows // TILE_ROWS), depth * STEP_WORDS

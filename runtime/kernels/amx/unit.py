@@ -1,13 +1,20 @@
 """LLVM instructions for the CPU's matrix unit (Intel AMX), and steps of decode attention.
 
-The unit has eight tiles: registers of up to 16 rows of 64 bytes. A product adds to each float32 of a tile the dot
-product of a row and a column of bfloat16 pairs. `arguments.attention_tile_configs` configures the tiles:
+The unit has eight tiles: registers of up to 16 rows of 64 bytes. A product of tiles adds to each float32 of one tile
+the dot product of a row of the second tile and a column of the third, in words of two bfloat16. Kernels use the tiles,
+whose sizes `arguments.attention_tile_configs` sets, as follows:
 
-    in scores:  0-3 queries   4 scores                       6, 7 keys
-    in values:  0-3 sums      4, 5 weights, high and low     6, 7 values
+    step     tiles 0-3   tile 4         tile 5        tiles 6, 7
+    scores   queries     scores                       keys
+    values   sums        high weights   low weights   values
 
-Four tiles hold 128 numbers of a head; longer heads take several turns. Tile numbers are constants of instructions.
-Rows in memory should be aligned to 64 bytes: otherwise a load takes six times as long.
+Four tiles hold 128 numbers of a head; kernels repeat the step for longer heads. High and low weights are the two
+bfloat16 parts of a float32, see `arguments.TileScratch`. Tile numbers are constants in instructions, so loops over
+tiles are unrolled. Rows in memory should be aligned to 64 bytes: otherwise a load takes six times as long.
+
+Functions marked `@intrinsic` are explained in `../primitives.py`, and documented at their public names below.
+In their arguments, `at` is the index of an array's first element to use, and `row_bytes` the distance of a tile's rows
+in memory.
 """
 
 import ctypes
@@ -30,15 +37,16 @@ log = logging.getLogger(__name__)
 
 NUM_TILES = 4  # tiles of queries or sums, for adjacent numbers of a head
 SCORES, HIGH_WEIGHTS, LOW_WEIGHTS = 4, 4, 5
-READ_TILES = (6, 7)  # keys or values, alternating
+READ_TILES = (6, 7)  # keys or values, alternating: a load need not wait for the previous product
 BYTE, WORD = ir.IntType(8), ir.IntType(64)
-ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64, the only system with tiles
+# Linux on x86-64: system call arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA) requests the use of tiles.
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
 
 
 @cache
 def may_use_tiles() -> bool:
     """True if the CPU has the matrix unit and Linux lets this process use it. Requests the permission once."""
-    is_native = all(getattr(config, name) is None for name in ("CPU_NAME", "CPU_FEATURES"))  # what numba compiles for
+    is_native = all(getattr(config, name) is None for name in ("CPU_NAME", "CPU_FEATURES"))  # no instruction set is set
     if not is_native or LANES != 16 or not features().get("amx-bf16"):
         return False
     # Without the permission, the first tile instruction would kill the process.
@@ -49,10 +57,12 @@ def may_use_tiles() -> bool:
 
 
 def emit_tile_op(builder: Builder, name: str, *arguments: Value) -> None:
+    """Emits a tile instruction; tile numbers are constants of type BYTE."""
     call(builder, f"llvm.x86.{name}", ir.VoidType(), list(arguments))
 
 
 def _emit_for_tiles(builder: Builder, num: Value, act: Callable[[int], None]) -> None:
+    """Emits the code of `act(i)` for each of the first `num` tiles."""
     for i in range(NUM_TILES):
         with builder.if_then(builder.icmp_signed(">", num, num.type(i))):
             act(i)
@@ -60,7 +70,8 @@ def _emit_for_tiles(builder: Builder, num: Value, act: Callable[[int], None]) ->
 
 @dataclass(frozen=True, kw_only=True)
 class _TileRows:
-    """Rows of tiles in memory; each tile begins `tile_numbers` after the previous one."""
+    """Tiles in memory, to load or store. The first begins at `first`, each further one `tile_numbers` elements after
+    the previous. `row_bytes`: bytes from one row of a tile to the next."""
 
     builder: Builder
     first: Value
@@ -68,6 +79,7 @@ class _TileRows:
     tile_numbers: int = 0
 
     def move(self, name: str, tile: int, i: int = 0) -> None:
+        """Emits the load or store instruction `name` for register `tile` and tile `i` in memory."""
         address = self.builder.gep(self.first, [WORD(i * self.tile_numbers)])
         emit_tile_op(self.builder, name, BYTE(tile), self.builder.bitcast(address, BYTE.as_pointer()), self.row_bytes)
 
@@ -135,6 +147,8 @@ def _score(typing: Any, keys: Any, at: Any, row_bytes: Any, num: Any, scores: An
 
 
 def _make_sum_mover(name: str) -> Callable[..., None]:
+    """Returns a compiled function that loads or stores tiles of sums with the instruction `name`."""
+
     @intrinsic
     def transfer(typing: Any, sums: Any, at: Any, row_bytes: Any, num: Any) -> Any:
         def build(context: Any, builder: Builder, signature: Any, arguments: list[Value]) -> Value:
@@ -175,12 +189,15 @@ def _add(typing: Any, values: Any, at: Any, row_bytes: Any, num: Any, weights: A
     return types.void(values, n, n, n, weights, n), build
 
 
+# Sets the sizes of tiles to the 64-byte configuration at `shapes[at]`. Call `release` after the last tile instruction.
 configure: Callable[[np.ndarray, int], None] = cast(Any, _configure)
 release: Callable[[], None] = cast(Any, _release)
-# Load or store the first `num` tiles, from element `at` on.
+# Load or store the first `num` tiles, from element `at` on. Arguments: queries, at, num; or sums, at, row_bytes, num.
 load_queries: Callable[[np.ndarray, int, int], None] = cast(Any, _load_queries)
 load_sums, store_sums = _make_sum_mover("tileloadd64"), _make_sum_mover("tilestored64")
-# Multiplies keys from element `at` on by the loaded queries. Adds to `scores` if `adds`, or overwrites them.
+# Multiplies keys from element `at` on by the `num` loaded tiles of queries. Adds to the scores from `score_at` on if
+# `adds`, or overwrites them. Arguments: keys, at, row_bytes, num, scores, score_at, adds.
 score: Callable[[np.ndarray, int, int, int, np.ndarray, int, bool], None] = cast(Any, _score)
-# Adds values from element `at` on, times high and low weights, to the sums in tiles.
+# Adds values from element `at` on, times high and low weights from `weight_at` on, to the `num` loaded tiles of sums.
+# Arguments: values, at, row_bytes, num, weights, weight_at.
 add: Callable[[np.ndarray, int, int, int, np.ndarray, int], None] = cast(Any, _add)
