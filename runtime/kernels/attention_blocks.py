@@ -217,6 +217,7 @@ def _make_position_loop(emit: Emit, load_elements: LoadElements, block_size: int
     return loop
 
 
+# Write scores of keys, or add weighted values to sums; for plain pages, or for codes of quantized pages.
 score_numbers = _make_position_loop(_emit_scores, _load_numbers, SCORE_BLOCK)
 add_numbers = _make_position_loop(_emit_additions, _load_numbers, ADD_BLOCK)
 score_codes = _make_position_loop(_emit_scores, _load_codes, SCORE_BLOCK)

@@ -220,7 +220,9 @@ def _next_span(position: int, last: int, page_tokens: int) -> Span:
     """Returns which positions to compute with one tile configuration, which needs equally many per page: several whole
     pages, or a part of one page. Returns the number per page, and the end of these positions."""
     num = min(page_tokens - position % page_tokens, last - position)
-    return num, position + (last - position) // num * num if num == page_tokens else position + num
+    if num == page_tokens:
+        return num, position + (last - position) // num * num
+    return num, position + num
 
 
 @njit(fastmath=REORDERED)
@@ -229,11 +231,12 @@ def _score_span(
 ) -> None:
     """Computes scores of positions [position, stop), `num` per page. `first`: first position of their chunk."""
     H, J, T = scratch.queries_HJTRC.shape[:3]
-    row = H * T * TILE_DIMS
+    row = H * T * TILE_DIMS  # numbers from one position to the next
     for h in range(heads[0], heads[1]):
         for j in range(J):
             for t in range(0, T, NUM_TILES):
                 tiles = min(NUM_TILES, T - t)
+                # Tiles after the first four (t > 0) add to the products of the previous ones.
                 load_queries(scratch.queries_HJTRC, ((h * J + j) * T + t) * TILE_ROWS * PAIRED, tiles)
                 for p in range(position, stop, num):
                     page, offset = table_n[p // pages.page_tokens], p % pages.page_tokens
