@@ -1,4 +1,7 @@
-"""Attention rates: decode over KV pages in bytes, prefill in FLOPs."""
+"""Attention rates: decode in bytes of KV per second, prefill in FLOPs per second. A row is a sequence that decodes.
+
+B (or R) rows, N pages in a cache of P positions each, T tokens of a prompt, H heads, D numbers of a head.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,14 +21,14 @@ from ..stream.device import ComputeDevice
 from .linear import DTYPES
 from .timing import Probe, Timer
 
-NUM_POSITIONS = 512  # of a row or prompt
-FILL_VALUE = 0.5  # of cached positions: unwritten memory maps to one zero page, which is read too fast
-FULL_REACH = Reach()
+NUM_POSITIONS = 512  # positions of a row, or tokens of a prompt
+FILL_VALUE = 0.5  # keys and values: Linux maps unwritten memory to a single page of zeros, which is read too fast
+FULL_REACH = Reach()  # attention to all positions
 
 
 class UniformRows:
-    """Decode attention over rows of `num_positions` each, by the functions that runs use. `pages`: the page numbers
-    of each row. The query is at the last position."""
+    """Decode attention of rows with `num_positions` each, by the functions that runs use. `pages`: the page numbers of
+    each row. Each row has one query, at its last position."""
 
     def __init__(self, pages: Sequence[Sequence[int]], num_positions: int, device: ComputeDevice):
         row_indices, torch_device = tuple(range(len(pages))), device.torch_device
@@ -44,7 +47,8 @@ class UniformRows:
     def attend_quantized(
         self, q_BHD: torch.Tensor, page_format: PageFormat, pages: torch.Tensor, tails: Pair
     ) -> torch.Tensor:
-        """Attention over a layer's quantized pages (N, bytes) and the rows' unquantized tails (R, P, H, D)."""
+        """Attention over a layer's quantized pages (N, bytes) and the rows' unquantized last pages, keys and values
+        (R, P, H, D) each."""
         kv, rule = QuantizedKV(page_format, pages, tails, {}, self._layout), Rule(q_BHD.shape[2] ** -0.5)
         if self._is_on_accelerator:
             return decode_on_device(q_BHD, kv, self._rows, FULL_REACH, rule)
@@ -63,7 +67,7 @@ class AttentionShape:
 
     @property
     def position_bytes(self) -> int:
-        """Stored KV bytes per position."""
+        """Bytes of keys and values per position, as stored in the KV cache."""
         if self.kv_dtype.is_quantized:
             return self.page_format.page_bytes // PAGE_TOKENS
         return 2 * self.num_kv_heads * self.head_dim * stored_dtype(self.kv_dtype, self.dtype).itemsize
@@ -76,7 +80,8 @@ class AttentionShape:
 def decode_timer(
     shape: AttentionShape, device: ComputeDevice, num_rows: int, num_positions: int, *, num_layers: int = 1
 ) -> Timer:
-    """Times decode attention, layer after layer, in KV bytes. Each row has its own pages, in random order."""
+    """Times decode attention of `num_layers` layers in sequence, in bytes of KV. No two rows share pages, and the pages
+    of a row are in random order."""
     num_row_pages = num_pages_for(num_positions)
     num_pages = num_rows * num_row_pages
     pages = KVPages(num_pages, device, dtype=shape.kv_dtype)
@@ -115,15 +120,18 @@ def prefill_timer(shape: AttentionShape, device: ComputeDevice, num_tokens: int)
 
 
 def attention_name(dtype: str, *, is_on_cpu: bool) -> str:
+    """The name of a probe of decode attention."""
     return f"decode attention, {dtype}, " + ("CPU" if is_on_cpu else "device")
 
 
 def prefill_name(dtype: str) -> str:
+    """The name of a probe of prefill attention."""
     return f"prefill attention, {dtype}"
 
 
 def attention_probes(dtype: str, device: ComputeDevice, *, num_bytes: int) -> list[Probe]:
-    """Probes with the shape of a Llama-3-8B layer and `num_bytes` of KV, which must be larger than the CPU caches."""
+    """Probes of attention with the heads of Llama 3 8B and `num_bytes` of KV, which must be larger than the CPU
+    caches."""
     shape = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, dtype=DTYPES[dtype])
     row_bytes = num_pages_for(NUM_POSITIONS) * PAGE_TOKENS * shape.position_bytes
     num_rows = max(1, num_bytes // row_bytes)

@@ -1,7 +1,8 @@
 """Measures the rates of this machine for one run, in about a second: for predictions and `prefetch=cost_aware`.
 
-Uses the probes of `jobs.measure` with the run's own reader, layers, lanes, code and pass sizes: what slows the run also
-slows the measurement.
+Uses the probes of `jobs.measure` with the run's own reader, layers, micro-batches, code and pass sizes: anything that
+slows the run also slows the measurement. A stage is the weights of one part of the forward pass, here of one layer. If
+the experts of a layer are paged, a run reads the layer's dense part and only those experts to which tokens are routed.
 """
 
 from collections.abc import Collection
@@ -31,9 +32,9 @@ from .layers import ProfilingPass, cpu_expert_timer, expert_rates
 from .linear import matmul_timer
 from .timing import Timer
 
-NUM_READS = 3  # layers, back to back
+NUM_READS = 3  # layers that are read in sequence to measure the disk
 CACHED_BYTES = 1 << 30  # upper bound of a processor's caches
-KV_BYTES = 64 * MIB  # most KV that decode attention reads
+KV_BYTES = 64 * MIB  # most KV that a measurement of decode attention reads
 
 
 @torch.inference_mode()
@@ -44,21 +45,22 @@ def measure_rates(
     typical_load: TypicalLoad,
     paged_stages: Collection[int] = (),
 ) -> MachineRates:
-    """The rates of this machine for a run. Reads and computes with a few layers; of `paged_stages`, with the dense part
-    and one expert. Allocates two weight slots, later 64 MiB of KV; freed on return. Raises CheckpointError if a read
-    fails."""
+    """The rates of this machine for a run. Reads a few layers and computes with them; for `paged_stages` (layers with
+    paged experts), with the dense part and one expert. Allocates memory for two layers and then 64 MiB of KV, freed on
+    return. Raises CheckpointError if a read fails."""
     run = RunProbes(
         loaded=loaded, reader=reader, device=device, typical_load=typical_load, paged_stages=frozenset(paged_stages)
     )
     layer = run.load_layer(run.typical_layer)
     gemm, experts = run.matmul_rates(layer.weights), layer.expert_rates()
-    disk, links = run.disk_timer(layer.host).rate_once(), run.link_rates(layer.host)
+    disk = run.disk_timer(layer.host).rate_once()
+    link_in, link_out = run.link_rates(layer.host)
     cpu_attention = run.decode_attention_timer(ComputeDevice("cpu")).rate()
     attention = run.decode_attention_timer(device).rate() if device.is_accelerator else cpu_attention
     rates = MachineRates(
         disk_bytes_per_second=disk,
-        link_in_bytes_per_second=links[0],
-        link_out_bytes_per_second=links[1],
+        link_in_bytes_per_second=link_in,
+        link_out_bytes_per_second=link_out,
         gemm_flops_per_second=gemm,
         expert_flops_per_second=experts,
         memory_bytes_per_second=run.memory_timer().rate(),
@@ -73,35 +75,35 @@ def measure_rates(
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedLayer:
-    """A layer in memory. `host`: the bytes as read. `stored`: its weights in compute memory, as stored. `weights`: the
-    same, but dequantized on an accelerator."""
+    """A layer in memory. `host`: its bytes as read, in host memory. `stored`: its weights in compute memory (an
+    accelerator's, or the host's), as stored. `weights`: the same, dequantized if compute memory is an accelerator's."""
 
     run: "RunProbes"
     stage: Stage
     host: torch.Tensor
     weights: Weights
     stored: Weights
-    expert: Weights  # of expert 0, if experts are paged
+    expert: Weights  # weights of expert 0 if experts are paged, else empty
 
     def dequantize_rate(self) -> float:
-        """Bytes read and written per second while a layer's stored weights are dequantized."""
+        """Bytes read plus written per second while the layer's weights are dequantized. UNLIMITED if they are not."""
         run, device, shape = self.run, self.run.device, self.run.shape
-        size, whole = run.room_for(self.stored), run.streamed_part(self.stage)
+        size, part = run.dequantized_size(self.stored), run.streamed_part(self.stage)
         if not size:
             return UNLIMITED
-        buffer, work = device.compute_buffer(size), StoredWork.from_parameters(whole.parameters, shape.compute_dtype)
+        buffer, work = device.compute_buffer(size), StoredWork.from_parameters(part.parameters, shape.compute_dtype)
         moved = work.num_bytes + work.num_elements * shape.compute_dtype_bytes
         return Timer(moved, lambda: dequantize_all(self.stored, buffer), device.wait_for_compute).rate()
 
     def expert_rates(self) -> dict[int, float]:
-        """FLOPs per second of one expert by rows, see `layers.expert_rates`."""
+        """FLOPs per second of experts, by rows (tokens) per expert, see `layers.expert_rates`."""
         loaded, tokens = self.run.loaded, self.run.typical_load.product_rows
         return expert_rates(loaded, self.run.device, self.stage, self.weights, self.expert, tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunProbes:
-    """Probes with the sizes of one run."""
+    """Probes with the sizes of one run. Timers and rates have the units of their `MachineRates` field."""
 
     loaded: LoadedModel
     reader: Reader
@@ -115,19 +117,20 @@ class RunProbes:
 
     @property
     def typical_layer(self) -> Stage:
-        """The middle layer: the first layers of a mixture of experts may be dense."""
+        """The middle layer, as the first layers of a mixture of experts may be dense."""
         layers = self.shape.layers
         return layers[len(layers) // 2]
 
     def load_layer(self, stage: Stage) -> LoadedLayer:
+        """Reads a layer, and dequantizes it as the run would do."""
         host, stored = self._read(self.streamed_part(stage))
         expert = self._read(stage.expert(0))[1] if stage.index in self.paged_stages else {}
-        size = self.room_for(stored)
+        size = self.dequantized_size(stored)
         weights = {**stored, **dequantize_all(stored, self.device.compute_buffer(size))} if size else stored
         return LoadedLayer(run=self, stage=stage, host=host, weights=weights, stored=stored, expert=expert)
 
-    def room_for(self, stored: Weights) -> int:
-        """Bytes of a layer's dequantized weights; 0 if they stay as stored."""
+    def dequantized_size(self, stored: Weights) -> int:
+        """Bytes of a layer's dequantized weights; 0 if they are used as stored: on a CPU, or for lack of memory."""
         if not self.device.is_accelerator:
             return 0
         size = dequantized_bytes(stored)
@@ -138,6 +141,7 @@ class RunProbes:
         return stage.dense if stage.index in self.paged_stages else stage
 
     def _read(self, stage: Stage) -> tuple[torch.Tensor, Weights]:
+        """Reads a stage. Returns its bytes in host memory, and its weights in compute memory."""
         layout = slot_layout(stage)
         host = self.device.host_buffer(layout.num_bytes)
         self.reader.submit(layout.extents, host.numpy().data).wait()
@@ -149,15 +153,15 @@ class RunProbes:
         return host, self.loaded.weights_of(stage, buffer, placed.tensor_offsets, on_device=True)
 
     def disk_timer(self, buffer: torch.Tensor) -> Timer:
-        """Times reading layers back to back into `buffer`, which they overwrite."""
-        # Skips layers that do not fit: of equal layers, one may take a disk block more, depending on its alignment.
+        """Times reading a few layers in sequence; each overwrites `buffer`."""
+        # Skips layers that do not fit the buffer: equal layers may differ by a disk block, as their alignment differs.
         layouts = [slot_layout(self.streamed_part(stage)) for stage in self.shape.layers]
         fitting = [layout for layout in layouts if layout.num_bytes <= buffer.numel()]
         layouts = fitting[:: max(1, len(fitting) // NUM_READS)]
         return read_timer(self.reader, [layout.extents for layout in layouts], buffer)
 
     def link_rates(self, host: torch.Tensor) -> tuple[float, float]:
-        """Bytes per second to the device and from it."""
+        """Bytes per second to the device, and from the device."""
         if not self.device.is_accelerator:
             return UNLIMITED, UNLIMITED
         on_device = self.device.compute_buffer(host.numel())
@@ -166,18 +170,19 @@ class RunProbes:
         return copy_timer(self.device, host, on_device).rate(), copy_timer(self.device, on_device, host).rate()
 
     def matmul_rates(self, weights: Weights) -> dict[int, float]:
-        """FLOPs per second by rows, over all matrices of a layer in sequence as in a run."""
+        """FLOPs per second by number of rows (tokens), over all matrices of a layer in sequence as in a run."""
         matrices = [weight for weight in weights.values() if weight.dim() == 2 and min(weight.shape) > 1]
-        place = self.device.torch_device
+        device = self.device.torch_device
 
-        def probe(num_rows: int) -> Timer:
-            inputs = [torch.ones(num_rows, w.shape[1], dtype=w.dtype, device=place) for w in matrices]
+        def make_timer(num_rows: int) -> Timer:
+            inputs = [torch.ones(num_rows, w.shape[1], dtype=w.dtype, device=device) for w in matrices]
             return matmul_timer(inputs, [matrices], self.device)
 
-        return {num_rows: probe(num_rows).rate() for num_rows in self.typical_load.product_rows}
+        return {num_rows: make_timer(num_rows).rate() for num_rows in self.typical_load.product_rows}
 
     def cpu_expert_rate(self) -> float | None:
-        """FLOPs per second of an expert on the CPU next to an accelerator; None if experts cannot run there."""
+        """FLOPs per second of an expert on the CPU of a machine with an accelerator. None without an accelerator, or if
+        the model's experts cannot run on the CPU alone."""
         stage = self.typical_layer
         if not self.device.is_accelerator or not self.shape.has_bare_experts:
             return None
@@ -186,9 +191,9 @@ class RunProbes:
         return cpu_expert_timer(self.loaded, stage, self._read(stage.expert(0))[0]).rate()
 
     def memory_timer(self) -> Timer:
-        """Times the gated activation between two products, which streams through memory."""
-        most = GATED_ROWS if self.shape.has_fused_gates else self.typical_load.chunk_tokens
-        num_rows = min(most, self.typical_load.chunk_tokens)
+        """Times the gated activation between two products of an MLP, which is limited by memory bandwidth."""
+        max_rows = GATED_ROWS if self.shape.has_fused_gates else self.typical_load.chunk_tokens
+        num_rows = min(max_rows, self.typical_load.chunk_tokens)
         return gate_timer(num_rows, self.shape.intermediate_size, self.loaded.compute_dtype, self.device)
 
     @property
@@ -203,13 +208,13 @@ class RunProbes:
         )
 
     def decode_attention_timer(self, device: ComputeDevice) -> Timer:
-        """Times decode attention over at most `KV_BYTES`, layer after layer."""
+        """Times decode attention over at most `KV_BYTES`, in several layers in sequence if they fit."""
         position_bytes = self._attention.position_bytes
         num_positions = min(self.typical_load.num_positions, max(PAGE_TOKENS, KV_BYTES // position_bytes))
         row_bytes = -(-num_positions // PAGE_TOKENS) * PAGE_TOKENS * position_bytes
-        most_rows = max(1, KV_BYTES // row_bytes)
-        num_rows = min(self.typical_load.num_rows, most_rows)
-        num_layers = max(1, min(most_rows // num_rows, len(self.shape.layers)))
+        max_rows = max(1, KV_BYTES // row_bytes)  # of all layers together
+        num_rows = min(self.typical_load.num_rows, max_rows)
+        num_layers = max(1, min(max_rows // num_rows, len(self.shape.layers)))
         return decode_timer(self._attention, device, num_rows, num_positions, num_layers=num_layers)
 
     def prefill_attention_timer(self) -> Timer:
@@ -218,14 +223,15 @@ class RunProbes:
         return prefill_timer(self._attention, self.device, num_tokens)
 
     def with_profile(self, rates: MachineRates) -> MachineRates:
-        """`rates` adjusted by profiling passes through the first layer. Its weights are evicted from the CPU caches
-        before each pass."""
+        """`rates` adjusted to the times of profiling passes through the model's first layer. The layer's weights are
+        evicted from the CPU caches before each pass, as in a run with many layers."""
         stage = next(stage for stage in self.shape.stages if stage.kind.is_layer)
         work, layer = stage_works(self.shape, self.paged_stages)[stage.index], self.load_layer(stage)
         fits_caches = layer.host.nbytes <= CACHED_BYTES and not self.device.is_accelerator
         memory = torch.ones_like(layer.host[: layer.host.numel() // 8 * 8]).view(torch.int64) if fits_caches else None
 
-        def evict_caches() -> None:  # by computing: cores that waited for a disk would be slow at first
+        def evict_caches() -> None:
+            # Reads other memory. Not a file: processor cores that waited for a disk are slow at first.
             if memory is not None:
                 memory.sum()
 

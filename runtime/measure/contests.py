@@ -1,11 +1,14 @@
-"""Picks the linear backends of a run on a machine without `jobs.measure`. During planning, candidate backends for a
-model's main products are timed against the default backend, in under a second. Results are saved for later runs.
+"""Picks the linear backends of a run on a machine where `jobs.measure` was not used. During planning, the backends for
+a model's main products are compared with the default backend, in under a second. Results are saved for later runs.
 
-Load from other processes must not decide permanently. Rounds are short, candidates alternate, and only the best round
-of each counts. Suspicious timings are marked doubtful: each run repeats the comparison, and the default stays until a
-second run confirms the result.
+A linear backend is an implementation of products with stored weights (`linear/backends.py`). A kind of product is its
+dtypes and whether it has more inputs than outputs. In a round, each backend is timed once for a few milliseconds.
 
-M rows, N outputs, K inputs.
+Other processes on the machine must not decide the choice for all later runs. So backends alternate, and only the best
+round of each counts. A suspicious result is marked as doubtful: then the next run repeats the comparison, and the
+default backend is used until a second run confirms the result.
+
+A product is x (M rows, K inputs) by weights (N outputs, K).
 """
 
 import hashlib
@@ -38,21 +41,22 @@ from .timing import Clock, Timer
 
 log = logging.getLogger(__name__)
 
-SECONDS = 0.7  # for all comparisons of a run; the next run makes the others
-MIN_FLOPS_SHARE = 0.05  # of a run's FLOPs; smaller products are not compared
-NUM_ROUNDS, MIN_ROUNDS = 6, 3  # two consecutive rounds may be slowed by the same event
-ACT_FLOPS = 0.5e9  # per thread and call: a few milliseconds, with enough outputs for each thread
-MIN_OUTPUTS = 128  # per thread and call
-WEIGHT_BYTES = 32 * MIB  # working set of weights: with few rows they come from memory, as in a run
-ELIMINATION_SHARE = 0.5  # of the fastest rate; slower backends drop out after the first round
+SECONDS = 0.7  # for all comparisons of a run; comparisons that do not fit are left to the next run
+MIN_FLOPS_SHARE = 0.05  # products with a smaller share of the run's FLOPs are not compared
+NUM_ROUNDS, MIN_ROUNDS = 6, 3  # fewer than 3 are in doubt: the same event may slow two consecutive rounds
+CALL_FLOPS = 0.5e9  # FLOPs per thread of one call: a few milliseconds
+MIN_OUTPUTS = 128  # outputs per thread of one call
+WEIGHT_BYTES = 32 * MIB  # all weights of a comparison: more than caches, so that they come from memory as in a run
+ELIMINATION_SHARE = 0.5  # backends slower than this share of the fastest rate drop out after the first round
 SUSPICIOUS_RATIO = 2.0  # the default is rarely this much slower than the fastest, unless it was disturbed
-MAX_SPREAD = 1.3  # most ratio of a backend's fastest to its slowest round
+MAX_SPREAD = 1.3  # largest ratio of a backend's fastest to its slowest round without a doubt
 LOADAVG = Path("/proc/loadavg")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """x (M, K) by weights (N, K): the largest product of its kind in a model. `flops`: the total of the kind."""
+    """A model's product with the most FLOPs of its kind and M. `flops`: of all products of this kind and M in a run, up
+    to a common factor."""
 
     kind: BackendProductKind
     num_rows: int
@@ -66,7 +70,7 @@ class Product:
 
 
 def running_threads() -> int:
-    """Runnable threads on the whole machine; 0 if unknown."""
+    """The number of runnable threads on the whole machine; 0 if unknown."""
     try:
         return int(LOADAVG.read_text().split()[3].partition("/")[0])
     except (OSError, ValueError, IndexError):
@@ -74,7 +78,8 @@ def running_threads() -> int:
 
 
 def known_backends(host: Host) -> BackendTable | None:
-    """The fastest backends of earlier runs on this host; None if none is faster than the default."""
+    """The fastest backends that earlier runs found on this host; None if the default is the fastest for all
+    products."""
     table = _make_table(find_comparisons(host, _kernels_digest()))
     return None if table == DEFAULT_BACKENDS else table
 
@@ -88,11 +93,13 @@ def compare_backends(
     clock: Clock = time.perf_counter,
     num_running: Callable[[], int] = running_threads,
 ) -> BackendTable:
-    """The fastest known backends, after comparing products of `load` that are unknown or doubtful. Takes `SECONDS` plus
-    at most one comparison. Allocates `WEIGHT_BYTES`, freed on return."""
+    """The fastest backends known for this host, after comparing them for those products of `load` that have no result
+    yet, or a doubtful one. Takes `SECONDS`, and at most one comparison longer. Allocates `WEIGHT_BYTES`, freed on
+    return."""
     comparisons, begin = find_comparisons(host, _kernels_digest()), clock()
     products = main_products(model.shape, model.compute_dtype, load)
     pending = [one for one in products if (known := comparisons.get(one.name)) is None or known.doubt is not None]
+    # Products that were compared least often come first.
     pending.sort(key=lambda product: comparisons[product.name].num_times if product.name in comparisons else 0)
     for index, product in enumerate(pending):
         seconds = SECONDS - (clock() - begin)
@@ -110,17 +117,19 @@ def compare_backends(
 
 
 def main_products(shape: ModelShape, compute: torch.dtype, load: TypicalLoad) -> list[Product]:
-    """A model's main products that a backend table covers, in decode and prefill passes, most FLOPs first."""
-    num_new = 2 * (load.num_positions - load.num_prompt_tokens)
+    """A model's main products of the kinds in a backend table, in decode and prefill passes, most FLOPs first. Their M
+    is the nearest one in `ROWS`."""
+    num_new = 2 * (load.num_positions - load.num_prompt_tokens)  # `num_positions` is halfway through the output
     groups: dict[tuple[BackendProductKind, int], list[Product]] = defaultdict(list)
-    for num_tokens, weight in ((load.num_rows, num_new), (load.chunk_tokens, load.num_prompt_tokens)):
+    # Decode, then prefill: tokens in a pass, and tokens of a sequence in all such passes.
+    for num_tokens, num_total in ((load.num_rows, num_new), (load.chunk_tokens, load.num_prompt_tokens)):
         for kind, num_rows, shape_NK, flops in _products(shape, compute, num_tokens):
             nearest = min(ROWS, key=lambda rows: abs(log2(rows / num_rows)))
             product = Product(
-                kind=kind, num_rows=nearest, num_outputs=shape_NK[0], num_inputs=shape_NK[1], flops=weight * flops
+                kind=kind, num_rows=nearest, num_outputs=shape_NK[0], num_inputs=shape_NK[1], flops=num_total * flops
             )
             groups[kind, nearest].append(product)
-    merged = [
+    merged = [  # per kind and M: the largest product, with the FLOPs of all
         replace(max(group, key=lambda product: product.flops), flops=sum(product.flops for product in group))
         for group in groups.values()
     ]
@@ -132,19 +141,22 @@ def main_products(shape: ModelShape, compute: torch.dtype, load: TypicalLoad) ->
 def _products(
     shape: ModelShape, compute: torch.dtype, num_tokens: int
 ) -> Iterator[tuple[BackendProductKind, int, tuple[int, int], float]]:
-    """Yields the products of a pass of `num_tokens`: kind, M, the weights' (N, K), and FLOPs per token."""
+    """Yields the products of a pass of `num_tokens` tokens: kind, M, the weights' (N, K), and FLOPs per token."""
     inputs = DTYPE_NAMES.get(compute)
     for stage, work in zip(shape.stages, stage_works(shape, frozenset()), strict=True):
         stacks = {parameter.name for parameter in stage.stacks}
         for parameter in stage.parameters if stage.kind not in (StageKind.embedding, StageKind.bridge) else ():
-            piece, is_stack = parameter.pieces[0][0], parameter.name in stacks
+            piece, is_stack = parameter.pieces[0][0], parameter.name in stacks  # a stack: weights of all experts
+            # None for quantized weights, and for dtypes that a backend table does not have.
             stored = None if piece.format else DTYPE_NAMES.get(TORCH_DTYPES.get(piece.dtype, torch.bool))
             if inputs is None or stored is None or inputs not in (FLOAT32, stored):
                 continue
             if len(parameter.shape) != 2 + is_stack:
                 continue
-            num_outputs, num_inputs = parameter.shape[-2:][:: -1 if parameter.is_transposed else 1]
+            height, width = parameter.shape[-2:]
+            num_outputs, num_inputs = (width, height) if parameter.is_transposed else (height, width)
             num_visits = work.num_experts_per_token if is_stack else 1
+            # For experts, M is the mean number of tokens per expert that gets any.
             num_rows = max(1, round(num_tokens * num_visits / work.hits(num_tokens))) if is_stack else num_tokens
             kind = BackendProductKind(inputs, stored, is_tall=num_inputs > num_outputs)
             yield kind, num_rows, (num_outputs, num_inputs), 2.0 * num_visits * num_outputs * num_inputs
@@ -153,12 +165,14 @@ def _products(
 def _compare(
     product: Product, before: BackendComparison | None, seconds: float, *, clock: Clock, num_running: Callable[[], int]
 ) -> BackendComparison:
-    """Runs one comparison. A backend's rate is its best round over all comparisons."""
+    """Compares the backends for one product, in rounds for at most `seconds` (at least one). `before`: the result of
+    earlier runs. A backend's rate is that of its best round, including earlier runs."""
     begin, num_cpus = clock(), os.cpu_count() or 1
     probes, default, shape_NK = _probes(product, clock)
-    rounds, running = {backend: [probe()] for backend, probe in probes.items()}, [num_running()]
-    least = ELIMINATION_SHARE * max(rates[0] for rates in rounds.values())
-    candidates = [backend for backend in probes if backend is default or rounds[backend][0] >= least]
+    rounds = {backend: [probe()] for backend, probe in probes.items()}  # GFLOP/s of each round
+    running = [num_running()]  # runnable threads after each round
+    min_rate = ELIMINATION_SHARE * max(rates[0] for rates in rounds.values())
+    candidates = [backend for backend in probes if backend is default or rounds[backend][0] >= min_rate]
     while len(candidates) > 1 and len(rounds[default]) < NUM_ROUNDS and not _is_decided(rounds, default):
         if clock() - begin >= seconds:
             break
@@ -190,7 +204,7 @@ def _compare(
 
 
 def _is_decided(rounds: Mapping[LinearBackend, list[float]], default: LinearBackend) -> bool:
-    """True if the default, or the best other backend, was faster in all rounds."""
+    """True if each round of the default was faster than all rounds of the best other backend, or the reverse."""
     others = [rates for backend, rates in rounds.items() if backend is not default]
     best = max(others, key=max, default=[0.0])
     if len(rounds[default]) < MIN_ROUNDS:
@@ -199,16 +213,17 @@ def _is_decided(rounds: Mapping[LinearBackend, list[float]], default: LinearBack
 
 
 def _probes(product: Product, clock: Clock) -> tuple[dict[LinearBackend, Timer], LinearBackend, tuple[int, int]]:
-    """Timers by backend, the default backend, and (N, K) of one call. Weights are random: the model's are not read yet,
-    and values do not affect the time."""
+    """Returns timers by backend, the default backend, and (N, K) of the weights in one call. Weights are random: the
+    model's are not read yet, and values do not affect the time."""
     kind, num_inputs, threads = product.kind, product.num_inputs, torch.get_num_threads()
     generator = torch.Generator().manual_seed(0)
     dtype = DTYPES[kind.stored]
-    most = max(1, WEIGHT_BYTES // (dtype.itemsize * num_inputs))
-    num_wanted = max(MIN_OUTPUTS * threads, int(ACT_FLOPS * threads / (2 * product.num_rows * num_inputs)) // 32 * 32)
-    num_outputs = min(product.num_outputs, num_wanted, most)
-    sample = torch.randn(max(1, most // 64), num_inputs, generator=generator).to(dtype)
-    numbers = sample.repeat(-(-most // len(sample)), 1)[: most // num_outputs * num_outputs]
+    max_outputs = max(1, WEIGHT_BYTES // (dtype.itemsize * num_inputs))
+    num_wanted = max(MIN_OUTPUTS * threads, int(CALL_FLOPS * threads / (2 * product.num_rows * num_inputs)) // 32 * 32)
+    num_outputs = min(product.num_outputs, num_wanted, max_outputs)
+    # WEIGHT_BYTES of random rows, repeated 64 times to save time, split into weights for consecutive calls.
+    sample = torch.randn(max(1, max_outputs // 64), num_inputs, generator=generator).to(dtype)
+    numbers = sample.repeat(-(-max_outputs // len(sample)), 1)[: max_outputs // num_outputs * num_outputs]
     x_MK = torch.randn(product.num_rows, num_inputs, generator=generator).to(DTYPES[kind.inputs])
     batches = [[weight] for weight in numbers.split(num_outputs)]
     backends = supported_backends(x_MK, batches[0])
@@ -227,7 +242,8 @@ def _probes(product: Product, clock: Clock) -> tuple[dict[LinearBackend, Timer],
 
 
 def _make_table(comparisons: Mapping[str, BackendComparison]) -> BackendTable:
-    """A table with the kinds for which a backend is faster than the default at some M."""
+    """A table of the fastest backends, for kinds for which a backend is faster than the default at some M; other kinds
+    are not in it."""
     multipliers: dict[str, list[LinearBackend]] = {}
     for kind in backend_product_kinds():
         known = [comparisons.get(_product_name(kind, rows)) for rows in ROWS]
@@ -249,7 +265,7 @@ def _product_name(kind: BackendProductKind, num_rows: int) -> str:
 
 @cache
 def _kernels_digest() -> str:
-    """SHA-256 (hex) of the source of kernels: changed code is compared again."""
+    """SHA-256 (hex) of the source of kernels and backends: backends are compared again after a change."""
     digest, root = hashlib.sha256(), Path(__file__).parents[1]
     for file in sorted([*(root / "kernels").rglob("*.py"), *(root / "linear").rglob("*.py")]):
         digest.update(f"\0{file.relative_to(root)}\0".encode() + file.read_bytes())

@@ -1,4 +1,10 @@
-"""Times passes of a lane through one layer, and experts, with the code of a run."""
+"""Times forward passes of a lane through one layer, and experts of a layer, with the code of a run.
+
+A lane is a micro-batch and the coroutine that runs it through the model's own forward. The coroutine yields an event
+whenever it needs something, such as the weights of a stage (one layer, or the embeddings), and goes on with the result.
+
+T (or V) tokens of D numbers, K experts per token.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -30,15 +36,15 @@ from ..stream.weight_cache import StageBytes
 from .attention import FILL_VALUE
 from .timing import Timer
 
-NUM_SINGLE_PASSES = 9
-MAX_PASSES, ENOUGH_SECONDS = 10, 1.5
-HOST_ROWS = 64  # of an expert on the CPU: with fewer, reading its weights takes most time
+NUM_SINGLE_PASSES = 9  # timed passes of a single token
+MAX_PASSES, ENOUGH_SECONDS = 10, 1.5  # packed passes are repeated until one of these limits
+HOST_ROWS = 64  # tokens to time an expert on the CPU with: for fewer, reading its weights takes most of the time
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilingPass:
-    """Passes of a lane through one layer: `stage`, the first layer that the forward enters, with `weights`.
-    `evict_caches` is called before each pass."""
+    """Times passes of a lane through one layer. `stage`: the layer's stage number; it must be the first layer that the
+    model's forward runs. `weights`: the layer's weights. `evict_caches` is called before each packed pass."""
 
     loaded: LoadedModel
     device: ComputeDevice
@@ -47,8 +53,9 @@ class ProfilingPass:
     evict_caches: Callable[[], object]
 
     def time_packed(self, pieces: Sequence[Piece]) -> LayerSeconds:
-        """The mean seconds of a pass of these pieces in one packed lane; past positions count as cached. The mean, not
-        the median: a run has slow passes too. Allocates one layer's KV pages for all positions."""
+        """The mean seconds of a pass of `pieces` in one packed lane (without padding); their past positions count as
+        cached. The mean, not the median, as a run has slow passes too. Allocates one layer's KV pages for all
+        positions."""
         lanes = self._lanes(sum(num_pages_for(piece.past + piece.new) for piece in pieces))
         lane = lanes.packed([])
 
@@ -67,8 +74,8 @@ class ProfilingPass:
         return LayerSeconds.mean(times)
 
     def time_single_token(self) -> LayerSeconds:
-        """The median seconds of a first pass of one token, in the kind of lane that the model supports. Weights may
-        be in the CPU caches."""
+        """The median seconds of a prefill pass of one token, in the kind of lane that the model supports. Weights may
+        be in the CPU caches, unlike in `time_packed`."""
         encoding = Encoding(num_read=1) if self.loaded.looks_ahead else None
         request = Request(id="", prompt_ids=(0,), max_new_tokens=1, encoding=encoding)
         lanes = self._lanes(1)
@@ -76,19 +83,20 @@ class ProfilingPass:
         return sorted(times, key=lambda seconds: seconds.inside)[NUM_SINGLE_PASSES // 2]
 
     def _time_pass(self, lane: Lane, new_tokens: Sequence[int] | None = None) -> LayerSeconds:
-        """The seconds of one pass. Removes the lane's sequences."""
+        """The seconds of one pass: before the layer, in the layer without attention, and of attention. Removes the
+        lane's sequences, and does not finish the forward."""
         attention = 0.0
         try:
             start = time.perf_counter()
             event: Event | None = lane.begin_pass(new_tokens)
-            while isinstance(event, NeedStage) and event.stage != self.stage:
+            while isinstance(event, NeedStage) and event.stage != self.stage:  # embeddings
                 event = lane.advance(empty_weights(self.loaded.staged, event.stage, self.device.torch_device))
             self.device.wait_for_compute()
             begin = time.perf_counter()
             while event is not None and not (isinstance(event, NeedStage) and event.stage != self.stage):
                 if isinstance(event, NeedStage):
                     event = lane.advance(self.weights)
-                elif isinstance(event, NeedExperts):
+                elif isinstance(event, NeedExperts):  # skipped: `expert_rates` times experts
                     event = lane.advance(torch.zeros_like(event.hidden_TD))
                 else:
                     assert isinstance(event, NeedAttention), f"unexpected event {event!r}"
@@ -127,9 +135,10 @@ def expert_rates(
     expert: Weights,
     pass_tokens: Sequence[int],
 ) -> dict[int, float]:
-    """FLOPs per second of one expert of `stage` by rows, in passes of `pass_tokens` tokens. Empty if the model's own
-    code runs the experts. `weights` are in compute memory; `expert` has those of expert 0 if experts are paged. Both
-    are keyed by full name."""
+    """FLOPs per second of the experts of layer `stage`, by mean rows (tokens) per expert, in a pass for each number of
+    tokens in `pass_tokens`. Empty if the model's own code runs the experts. `weights`: the layer's, by full parameter
+    name, in compute memory. `expert`: weights of expert 0, likewise by name, if experts are paged; then only this
+    expert is timed."""
     streamed, path, module = _find_experts(loaded, stage)
     if module is None:
         return {}
@@ -141,7 +150,7 @@ def expert_rates(
         return torch.ones(num_tokens, loaded.shape.hidden_size, dtype=loaded.compute_dtype, device=torch_device)
 
     def random_experts(num_tokens: int) -> Timer:
-        """Times tokens routed to random experts, so that the load is uneven."""
+        """Times all experts, with tokens routed at random, so that some experts get more than others."""
         hidden_TD, num_chosen = make_hidden(num_tokens), stage.num_experts_per_token
         order = torch.rand(num_tokens, stage.num_experts, generator=torch.Generator().manual_seed(num_tokens))
         weights_TK, experts_TK = order.topk(num_chosen)
@@ -151,7 +160,7 @@ def expert_rates(
         return Timer(flops, lambda: batched.run(stage.index, [event]), device.wait_for_compute)
 
     def single_expert(num_rows: int) -> Timer:
-        """Times tokens routed to expert 0."""
+        """Times expert 0 alone, with `num_rows` tokens."""
         hidden_TD = make_hidden(num_rows)
         visits = Visits(
             tokens_V=torch.arange(num_rows, device=torch_device),
@@ -173,7 +182,8 @@ def expert_rates(
 
 
 def _find_experts(loaded: LoadedModel, stage: Stage) -> tuple[StreamedModule, str, torch.nn.Module | None]:
-    """A layer, and the path and module of its experts; "" and None if the model's own code runs them."""
+    """Finds a layer, and the path and module of its experts in it. Path and module are "" and None if the model's own
+    code runs the experts."""
     streamed = next(module for module in loaded.staged.modules if module.stage == stage.index)
     candidates = ((path, module) for path, module in streamed.inner.named_modules() if is_experts(module))
     path, module = next(candidates, ("", None))
@@ -181,8 +191,8 @@ def _find_experts(loaded: LoadedModel, stage: Stage) -> tuple[StreamedModule, st
 
 
 def cpu_expert_timer(loaded: LoadedModel, stage: Stage, host: torch.Tensor) -> Timer:
-    """Times expert 0 of `stage` on the CPU, as a run with an accelerator does, in FLOPs. `host`: that expert's
-    bytes."""
+    """Times expert 0 of layer `stage` on the CPU, as a run with an accelerator would compute it, in FLOPs. `host`: the
+    expert's bytes as read."""
     streamed, path, module = _find_experts(loaded, stage)
     assert module is not None, "experts run in the model's own code"
     expert = stage.expert(0)

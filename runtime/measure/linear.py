@@ -1,7 +1,8 @@
-"""Rates of matrix products with weights as stored, the fastest backend on this CPU by dtype, orientation and rows, and
-the rate of dequantization.
+"""Rates of matrix products with weights as stored, the fastest backend for them on this CPU, and rates of
+dequantization. A backend is an implementation of such products, see `linear/backends.py`.
 
-Calls cycle through so many matrices that none is in a cache, as in a run. M rows, N outputs, K inputs.
+A kind of product is its dtypes and the layout of its weights. Calls use so many matrices in turn that none is in a
+cache, as in a run. A product is x (M rows, K inputs) by weights (N outputs, K).
 """
 
 import time
@@ -24,16 +25,18 @@ from ..store.gguf import BLOCKS
 from ..stream.device import ComputeDevice
 from .timing import Clock, Figure, Probe, Timer
 
-MAX_REPORTED_ROWS = 256  # of kinds that `weightstream measure` prints and plans do not use
+MAX_REPORTED_ROWS = 256  # largest M of kinds that `weightstream measure` only prints, without use for plans
 MIN_GAIN = 0.05  # least speedup over the default backend; less may be noise
-ROWS = (1, 4, 16, 64, 256, 512)  # ratios between backends change little beyond; the last is above backends.MANY_ROWS
-Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# Numbers of rows M at which backends are compared. Beyond 512, ratios between backends change little.
+ROWS = (1, 4, 16, 64, 256, 512)
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x (M, K), weights (N, K) or (K, N) -> (M, N)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProductKind:
-    """Dtypes and layout of a product by the default backend. `is_flipped`: weights are (K, N), as in GPT-2."""
+    """A kind of product to measure with the default backend. `compute` and `stored`: dtypes of x and of the weights.
+    `is_flipped`: weights are (K, N), as in GPT-2."""
 
     compute: str
     stored: str
@@ -53,6 +56,7 @@ def typical_kind(dtype: str, device: ComputeDevice) -> ProductKind:
 
 
 def product_kinds(device: ComputeDevice) -> list[ProductKind]:
+    """The kinds to measure: the typical ones, on a CPU two more for float32, and one with flipped weights."""
     typical = [typical_kind(dtype, device) for dtype in DTYPES]
     others = [ProductKind(compute="float32", stored=stored) for stored in ("float32", "float16")]
     flipped = [ProductKind(compute=kind.compute, stored=kind.stored, is_flipped=True) for kind in typical[:1]]
@@ -61,21 +65,22 @@ def product_kinds(device: ComputeDevice) -> list[ProductKind]:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSeries:
-    """Probes of one kind of product by M, ascending. `end_reason`: reason why larger M were skipped, if any."""
+    """Probes of one kind of product, by number of rows M, ascending. `end_reason`: why larger M were skipped; None if
+    none were."""
 
     probes: dict[int, Probe]
     end_reason: str | None
 
     def nearest(self, num_rows: int) -> Probe:
-        """The probe for `num_rows`, or for the largest M."""
+        """The probe for `num_rows`; beyond the largest M, the probe for the largest M."""
         return self.probes[min(num_rows, max(self.probes))]
 
 
 def make_series(
     name: str, rows: Sequence[int], make_probe: Callable[[int], tuple[Probe, Timer]], *, longest_seconds: float
 ) -> ProbeSeries:
-    """Builds probes with `make_probe(M)`. Skips larger M once a call takes over `longest_seconds`, not counting
-    its warm-up."""
+    """Builds the probes of one kind for M in `rows`. `make_probe(M)` returns a probe and the timer that it reads. Skips
+    larger M once a call, after a warm-up, takes over `longest_seconds`."""
     probes: dict[int, Probe] = {}
     ascending = sorted(rows)
     for index, num_rows in enumerate(ascending):
@@ -114,8 +119,8 @@ def matmul_timer(
     *,
     clock: Clock = time.perf_counter,
 ) -> Timer:
-    """Times products with the matrices of one batch in sequence, in FLOPs. Input i (M, K) is multiplied by matrix i.
-    Each call uses the next batch. All batches have equal shapes."""
+    """Times products of a layer, in FLOPs. A call multiplies inputs[i] (M, K) by matrix i of a batch, for all i, and
+    the next call uses the next batch of `batches`. All batches have matrices of the same shapes."""
     batch_cycle = cycle(batches)
 
     def multiply_batch() -> torch.Tensor:
@@ -128,7 +133,7 @@ def matmul_timer(
 def product_probes(
     kind: ProductKind, rows: Sequence[int], matrices: Matrices, device: ComputeDevice, *, longest_seconds: float
 ) -> ProbeSeries:
-    """The probes of one kind of product by M."""
+    """The probes of one kind of product with the default backend."""
 
     def probe(num_rows: int) -> tuple[Probe, Timer]:
         x_MK = torch.randn(num_rows, matrices.width, device=device.torch_device).to(DTYPES[kind.compute])
@@ -139,7 +144,7 @@ def product_probes(
 
 
 def product_timer(kind: ProductKind, x_MK: torch.Tensor, matrices: Matrices, device: ComputeDevice) -> Timer:
-    """Times one product per call, cycling through the matrices."""
+    """Times one product per call, with the next matrix at each call."""
 
     def make_weight(matrix: torch.Tensor) -> torch.Tensor:
         if matrix.dtype == x_MK.dtype and matrix.device.type != "cpu":
@@ -156,7 +161,7 @@ def product_timer(kind: ProductKind, x_MK: torch.Tensor, matrices: Matrices, dev
 
 
 def upcast_probes(device: ComputeDevice, *, width: int) -> list[Probe]:
-    """Probes of dequantizing rows to float32, a panel at a time, in numbers per second."""
+    """Probes of dequantizing quantized rows to float32 in a reused buffer, in numbers per second."""
 
     def probe(name: str, rows: Rows) -> Probe:
         def dequantize() -> None:
@@ -183,7 +188,8 @@ def upcast_probes(device: ComputeDevice, *, width: int) -> list[Probe]:
 
 
 class BackendProductKind(NamedTuple):
-    """A kind of product for which backends are compared. `is_tall`: K > N."""
+    """A kind of product for which backends are compared. `inputs` and `stored`: dtypes of x and of the weights.
+    `is_tall`: K > N."""
 
     inputs: str
     stored: str
@@ -199,7 +205,7 @@ class BackendProductKind(NamedTuple):
         return supported_backends(x, [weight])
 
     def default(self, num_rows: int) -> LinearBackend:
-        """The backend without measurements."""
+        """The backend that runs use without measurements."""
         return default_backend(self.candidates.__contains__, num_rows, DTYPES[self.inputs])
 
     def name(self, backend: LinearBackend, num_rows: int) -> str:
@@ -207,14 +213,15 @@ class BackendProductKind(NamedTuple):
 
 
 def backend_product_kinds() -> Iterator[BackendProductKind]:
-    """Yields all kinds. Weights for 16-bit inputs have the same dtype."""
+    """Yields all kinds for which backends are compared. Float32 inputs go with weights of any dtype, 16-bit inputs with
+    weights of the same dtype."""
     for inputs, stored, is_tall in product(DTYPE_NAMES.values(), DTYPE_NAMES.values(), (False, True)):
         if inputs in (FLOAT32, stored):
             yield BackendProductKind(inputs, stored, is_tall)
 
 
 def backend_probes(rows: Sequence[int], matrices: Matrices, *, longest_seconds: float) -> list[ProbeSeries]:
-    """FLOP probes for each kind and backend."""
+    """Probes of the rate in FLOPs of each kind and backend, at the numbers of rows in `ROWS` up to max(rows)."""
 
     def series(kind: BackendProductKind, backend: LinearBackend) -> ProbeSeries:
         # N : K is 4 : 1, or 1 : 4 if tall.
@@ -235,11 +242,13 @@ def backend_probes(rows: Sequence[int], matrices: Matrices, *, longest_seconds: 
 
 
 def fastest_backends(rows: Sequence[int], figures: Mapping[str, Figure]) -> BackendTable:
-    """The fastest backend by kind and M: the default, unless another is faster by `MIN_GAIN` in all rounds. A backend
-    that was not measured at an M counts with its rate at its largest M."""
+    """A table of the fastest backend by kind and M: the default, unless another is faster by `MIN_GAIN` in the median
+    and its slowest round is faster than the default's fastest. For M that were skipped, a backend has its rate at the
+    largest M measured. `figures`: by probe name."""
 
     def fastest(kind: BackendProductKind, num_rows: int) -> LinearBackend:
         def figure(backend: LinearBackend) -> Figure:
+            # The figure at the largest measured M up to `num_rows`.
             names = [kind.name(backend, num_compared) for num_compared in _compared_rows([num_rows])]
             return next(figures[name] for name in reversed(names) if name in figures)
 
@@ -254,5 +263,5 @@ def fastest_backends(rows: Sequence[int], figures: Mapping[str, Figure]) -> Back
 
 
 def _compared_rows(rows: Sequence[int]) -> list[int]:
-    """The entries of ROWS up to the largest of `rows`."""
+    """The numbers of rows in ROWS up to the largest of `rows`."""
     return [number for number in ROWS if number <= max(rows)]

@@ -1,4 +1,6 @@
-"""All probes of a machine without a model, and a plan's rates from their figures."""
+"""All probes of `jobs.measure`, which measure a machine without a model, and the rates for plans that result from them.
+
+A probe is a named measurement; its figure is the measured value with its spread (see `timing.py`)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,8 +25,9 @@ from .linear import (
 )
 from .timing import Figure, Probe
 
-LONGEST_SHARE, MIN_LONGEST_SECONDS = 0.02, 0.05  # longest product: a share of `measure.seconds`, but at least this
-WEIGHT_DIVISOR = 2  # the matrices of a dtype take memory_mib / WEIGHT_DIVISOR
+# A product may take this share of `measure.seconds`, but at least these seconds; for longer ones, no larger M is tried.
+LONGEST_SHARE, MIN_LONGEST_SECONDS = 0.02, 0.05
+WEIGHT_DIVISOR = 2  # the matrices of a dtype take `measure.memory_mib` / WEIGHT_DIVISOR
 PIECE_MIB = 64  # size of one disk read
 
 
@@ -32,8 +35,9 @@ PIECE_MIB = 64  # size of one disk read
 def machine_probes(
     config: MeasureConfig, device: ComputeDevice
 ) -> Iterator[tuple[list[Probe], dict[str, ProbeSeries], list[str]]]:
-    """Yields all probes, the typical product probes by compute dtype, and notes on products that are not measured. Uses
-    2x `disk_mib` and a few times `memory_mib`."""
+    """Yields all probes, the probes of each compute dtype's most common product (by dtype), and messages about products
+    that are not measured. Uses `measure.disk_mib` of disk, and as much host memory plus a few times
+    `measure.memory_mib`."""
     memory_bytes, disk_bytes = config.memory_mib * MIB, config.disk_mib * MIB
     matrices = Matrices(device, width=config.matrix_width, num_bytes=memory_bytes // WEIGHT_DIVISOR)
     with disk_probes(config.directory, device, file_bytes=disk_bytes, piece_bytes=PIECE_MIB * MIB) as disk:
@@ -59,7 +63,8 @@ def machine_probes(
 def dtype_rates(
     dtype: str, products: ProbeSeries, rows: Sequence[int], figures: Mapping[str, Figure], device: ComputeDevice
 ) -> DTypeRates:
-    """The rates of one compute dtype, with one product rate per entry of `rows`."""
+    """The rates of a compute dtype: of attention, and of `products` at each number of rows in `rows`. Beyond the
+    largest measured number of rows, it is the rate at that number."""
     return DTypeRates(
         gemm_gflops=[figures[products.nearest(num_rows).name].value for num_rows in rows],
         attention_gb_per_second=figures[attention_name(dtype, is_on_cpu=not device.is_accelerator)].value,
@@ -69,6 +74,7 @@ def dtype_rates(
 
 
 def device_name(device: ComputeDevice) -> str:
+    """The name of an accelerator, such as "NVIDIA H100"; "cpu" for a CPU."""
     if device.torch_device.type == "cpu":
         return "cpu"
     return str(torch.get_device_module(device.torch_device).get_device_name(device.torch_device))

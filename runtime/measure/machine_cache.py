@@ -1,4 +1,8 @@
-"""Measured rates of this host in the user's cache directory. Loads no torch."""
+"""Measured rates and fastest linear backends of this host, kept in the user's cache directory. Loads no torch.
+
+A linear backend is an implementation of products with stored weights. There is one JSON file, or record, per `Host`. It
+has the results of `jobs.measure` (rates, and a table of fastest backends), and the comparisons of backends that runs
+made where `jobs.measure` had not been used."""
 
 import hashlib
 import json
@@ -25,7 +29,8 @@ ISAS = {"amx": "amx_tile", "avx512": "avx512f", "avx2": "avx2"}  # Linux CPU fla
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The key of measured rates: any different field is another machine."""
+    """The machine and software for which measured rates are valid. Rates of one host do not hold for another, if any
+    field differs."""
 
     hostname: str
     cpu: str
@@ -36,7 +41,7 @@ class Host:
     isa: str = ""  # instruction set of compiled kernels
 
     def matches_device(self, device: str) -> bool:
-        """True if the rates are valid for `machine.device`; auto matches any."""
+        """True if this host's rates are valid for `device`, a value of `machine.device`; "auto" matches any host."""
         return device == "auto" or (device == "cpu") == (self.device == "cpu")
 
     @property
@@ -46,15 +51,16 @@ class Host:
 
     @property
     def path(self) -> Path:
+        """The file of this host's record."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
         return cache_root() / "machine" / f"{digest[:16]}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendComparison:
-    """Comparison of linear backends for one product. `gflops`: of each one's best round so far. `num_times`: runs that
-    compared. `doubt`: why the next run repeats it; None if decided. `conditions`: of the last comparison, for readers
-    of the file."""
+    """A comparison of linear backends for one product. `gflops`: the rate of each backend's best round so far, by
+    backend name. `num_times`: number of runs that compared them. `doubt`: the reason to repeat the comparison in the
+    next run; None if it is decided. `conditions`: those of the last comparison, only for people who read the file."""
 
     gflops: dict[str, float]
     num_times: int
@@ -67,8 +73,8 @@ class BackendComparison:
         return ", ".join(f"{name} {rate:.0f}" for name, rate in rates) + f" GFLOP/s{doubt}"
 
     def winner(self, default: str, min_gain: float) -> str:
-        """The fastest backend if it is faster than `default` by the share `min_gain`, otherwise `default`. A doubtful
-        result of a single run does not count."""
+        """The name of the fastest backend if it is faster than `default` by the share `min_gain`, otherwise `default`.
+        If there is a doubt, results of a single run do not count."""
         if default not in self.gflops or (self.doubt is not None and self.num_times < 2):
             return default
         best = max(self.gflops, key=lambda name: self.gflops[name])
@@ -99,19 +105,19 @@ def isa() -> str:
 
 
 def cpu_flags() -> frozenset[str]:
-    """The CPU flags that Linux reports for the first processor; empty elsewhere."""
+    """The CPU flags that Linux reports for the first processor; empty on other systems."""
     return frozenset(_cpu_info("flags").split())
 
 
 def save_rates(host: Host, rates: MeasuredRates, products: BackendTable | None = None) -> None:
-    """Replaces the host's record, and deletes its comparisons. Raises OSError."""
+    """Replaces the host's record by one without comparisons. Raises OSError if it cannot be written."""
     _write(_HostRecord(host=host, rates=rates, products=products))
 
 
 def save_comparisons(host: Host, kernels: str, comparisons: Mapping[str, BackendComparison]) -> None:
-    """Replaces the comparisons, by product name, in the host's record. `kernels`: digest of the compared code. Raises
-    OSError."""
-    # Not atomic: of two processes, one result may be lost. The next run measures it again.
+    """Replaces the comparisons (by product name) in the host's record. `kernels`: digest of the compared code. Raises
+    OSError if the record cannot be written."""
+    # Not atomic: if two processes save at once, the results of one may be lost. The next run measures them again.
     record = _read(host.path) if host.path.exists() else None
     _write(replace(record or _HostRecord(host=host), kernels=kernels, comparisons=comparisons))
 
@@ -121,20 +127,20 @@ def _write(record: "_HostRecord") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     products = None if record.products is None else {**record.products.to_plain(), "compared": BACKEND_NAMES}
-    contests = {name: asdict(contest) for name, contest in record.comparisons.items()}
+    comparisons = {name: asdict(comparison) for name, comparison in record.comparisons.items()}
     values = {
         "host": asdict(record.host),
         "rates": record.rates and asdict(record.rates),
         "products": products,
-        "contests": None if record.kernels is None else {"kernels": record.kernels, "found": contests},
+        "contests": None if record.kernels is None else {"kernels": record.kernels, "found": comparisons},
     }
     temp.write_text(json.dumps(values, indent=1) + "\n")
     temp.replace(path)  # atomic: readers never see a partial file
 
 
 def find_latest_rates(device: str = "auto") -> MeasuredRates | None:
-    """The newest rates of this host for `machine.device`, of any torch version and thread count. Skips unreadable files
-    with a warning."""
+    """The newest rates of this computer for `device`, a value of `machine.device`, whatever the torch version and
+    thread count. Skips unreadable files with a warning. None if there are no rates."""
     this_host = (platform.node(), _cpu_model())
     paths = sorted((cache_root() / "machine").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     records = (record for path in paths if (record := _read(path)) is not None)
@@ -145,20 +151,21 @@ def find_latest_rates(device: str = "auto") -> MeasuredRates | None:
 
 
 def find_products(host: Host) -> BackendTable | None:
-    """The fastest backends for exactly this host key."""
+    """The fastest backends that `jobs.measure` found for exactly this host; None if there are none."""
     record = _read(host.path) if host.path.exists() else None
     return record.products if record is not None else None
 
 
 def find_comparisons(host: Host, kernels: str) -> dict[str, BackendComparison]:
-    """Comparisons of runs with exactly this host key and kernel code, by product name."""
+    """The comparisons (by product name) of runs with exactly this host and kernel code, see `save_comparisons`."""
     record = _read(host.path) if host.path.exists() else None
     return {**record.comparisons} if record is not None and record.kernels == kernels else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _HostRecord:
-    """The content of a file. `kernels`: digest of the code in `comparisons`; None if there are none."""
+    """The content of a host's file. `products`: the fastest backends that `jobs.measure` found. `kernels`: digest of
+    the code that `comparisons` compared; None without comparisons."""
 
     host: Host
     rates: MeasuredRates | None = None
@@ -168,6 +175,7 @@ class _HostRecord:
 
 
 def _read(path: Path) -> _HostRecord | None:
+    """Reads a record. Logs a warning and returns None if the file is invalid."""
     try:
         values = json.loads(path.read_text())
         record = _HostRecord(host=Host(**values["host"]))
@@ -181,10 +189,11 @@ def _read(path: Path) -> _HostRecord | None:
                 raise ConfigError(f"compares backends {known} instead of {', '.join(BACKEND_NAMES)}")
             record = replace(record, products=BackendTable.from_plain(products))
         if (saved := values.get("contests")) is not None:
-            comparisons = {name: BackendComparison(**contest) for name, contest in saved["found"].items()}
-            for rate in (rate for contest in comparisons.values() for rate in contest.gflops.items()):
-                if rate[0] not in BACKEND_NAMES or not isinstance(rate[1], float) or rate[1] <= 0:
-                    raise ValueError(f"{rate} is not a backend and its GFLOP/s")
+            comparisons = {name: BackendComparison(**comparison) for name, comparison in saved["found"].items()}
+            rates_by_name = [rate for comparison in comparisons.values() for rate in comparison.gflops.items()]
+            for name, gflops in rates_by_name:
+                if name not in BACKEND_NAMES or not isinstance(gflops, float) or gflops <= 0:
+                    raise ValueError(f"{(name, gflops)} is not a backend and its GFLOP/s")
             record = replace(record, kernels=saved["kernels"], comparisons=comparisons)
         return record
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
@@ -197,7 +206,7 @@ def _cpu_model() -> str:
 
 
 def _cpu_info(name: str) -> str:
-    """A field that Linux reports for the first processor; "" elsewhere."""
+    """The value of field `name` that Linux reports for the first processor; "" on other systems."""
     for line in CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []:
         key, _, value = line.partition(":")
         if key.strip() == name:

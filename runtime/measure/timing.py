@@ -1,5 +1,8 @@
-"""Timers, and statistics of their readings. A run uses the median of a few calls. `jobs.measure` reads all probes in
-rounds, so that the spread shows changes over time."""
+"""Timers, and statistics of what they measure.
+
+A reading is one measured rate, of one or more calls of the timed function. A probe is a named measurement that returns
+readings. `jobs.measure` reads all probes in turn, in several rounds: the spread between rounds shows how rates change
+over time. Planning a run takes the median of a few calls instead."""
 
 import math
 import time
@@ -9,17 +12,17 @@ from statistics import median
 
 GIGA = 1e9
 SHORTEST_SECONDS = 1e-7  # resolution of the clock
-OVER_SHARE = 0.25  # of their time; rounds may exceed it by so much, since each probe finishes its last reading
+OVER_SHARE = 0.25  # share by which rounds may exceed their time, because each probe finishes its last reading
 READING_SECONDS = 4e-3  # least length of a reading, so that reading the clock takes no significant time
-NUM_REPEATS = 5  # calls per rate of a run
-LONG_SECONDS = 0.1  # longer calls are not repeated
+NUM_REPEATS = 5  # calls for `Timer.rate`
+LONG_SECONDS = 0.1  # `Timer.rate` does not repeat longer calls
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """Median, minimum and maximum over the rounds, in `unit`."""
+    """A measured quantity: median, minimum and maximum of its rounds, in `unit`."""
 
     value: float
     low: float
@@ -32,13 +35,13 @@ class Figure:
         return max(self.high - self.value, self.value - self.low) / self.value if self.value else 0.0
 
     def agrees_with(self, other: "Figure") -> bool:
-        """True if the ranges overlap."""
+        """True if the ranges from minimum to maximum overlap."""
         return self.low <= other.high and other.low <= self.high
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredFigures:
-    """`figures` by probe name over `num_rounds` rounds; the last took `round_seconds`."""
+    """`figures` by probe name, from `num_rounds` rounds. `round_seconds`: duration of the last round."""
 
     figures: dict[str, Figure]
     num_rounds: int
@@ -47,7 +50,7 @@ class MeasuredFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A measurement: `read` returns one reading in `unit`. The first call is a warm-up; ignore its value."""
+    """A named measurement: `read` returns one reading in `unit`. The first call is a warm-up; ignore its value."""
 
     name: str
     unit: str
@@ -55,10 +58,11 @@ class Probe:
 
 
 class Timer:
-    """Times `act`, which does `amount` of work, and `finish`, which waits for asynchronous work of `act`.
+    """Measures the rate of `act`, which does `amount` of work (FLOPs, bytes or numbers). `finish` waits for
+    asynchronous work that `act` started.
 
-    Called as a probe, it returns a reading of enough calls to last `READING_SECONDS`, in 1e9 units per second. `rate`
-    and `rate_once` take less time, for a run, and return units per second.
+    Calling the timer returns a reading in 1e9 units of work per second, over as many calls of `act` as take
+    `READING_SECONDS`. For planning, `rate` and `rate_once` take less time, and return units of work per second.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class Timer:
         clock: Clock = time.perf_counter,
     ):
         self._amount, self.act, self._finish, self._clock = amount, act, finish, clock
-        self._num_acts = 0  # of a reading
+        self._num_acts = 0  # calls of `act` in a reading; 0 before the warm-up
 
     def __call__(self) -> float:
         if not self._num_acts:
@@ -80,10 +84,11 @@ class Timer:
         return self._amount * self._num_acts / self._run(self._num_acts) / GIGA
 
     def rate(self) -> float:
+        """Units of work per second, see `seconds`."""
         return self._amount / self.seconds()
 
     def rate_once(self) -> float:
-        """The rate of a single call without a warm-up, for disk reads."""
+        """Units of work per second of a single call without a warm-up, for disk reads."""
         return self._amount / self._run(1)
 
     def seconds(self) -> float:
@@ -97,13 +102,14 @@ class Timer:
         return median(times)
 
     def warm_seconds(self) -> float:
-        """The seconds of a call after a warm-up call."""
+        """The seconds of a call after a warm-up call. Also sets how many calls a reading has."""
         self._run(1)
         seconds = max(self._run(1), SHORTEST_SECONDS)
         self._num_acts = max(1, math.ceil(READING_SECONDS / seconds))
         return seconds
 
     def _run(self, num_acts: int) -> float:
+        """The seconds of `num_acts` calls of `act`, until `finish` returns."""
         begin = self._clock()
         for _ in range(num_acts):
             self.act()
@@ -119,9 +125,10 @@ def measure(
     clock: Clock = time.perf_counter,
     advance: Callable[[str], object] = lambda name: None,
 ) -> MeasuredFigures:
-    """Reads each probe at least once per round, and as often as its share of `seconds` allows. A round's value is the
-    median of its readings. Stops before a round that would end after `seconds` if it took as long as the last one.
-    `advance` is called with a probe's name after its warm-up and in each round."""
+    """Reads all probes in rounds. Each probe gets an equal share of `seconds`: in each round it is read at least once,
+    and repeatedly until its share for that round is used. A round's value is the median of its readings. Stops before a
+    round that would exceed `seconds` by more than `OVER_SHARE`, if it took as long as the last one. Calls `advance`
+    with a probe's name after its warm-up and after its readings in each round."""
     for probe in probes:
         probe.read()
         advance(probe.name)

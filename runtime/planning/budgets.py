@@ -1,4 +1,5 @@
-"""Memory budgets of a run: as configured, or a share of free memory."""
+"""Memory budgets of a run on the host and on an accelerator: as configured, or a share of free memory. A ledger is the
+list of everything that a run needs in one memory, in bytes."""
 
 import gc
 import logging
@@ -16,27 +17,27 @@ from ..units import format_bytes, gib_to_bytes
 
 log = logging.getLogger(__name__)
 
-FREE_SHARE = 0.9  # of free memory at the start, if no budget is configured
+FREE_SHARE = 0.9  # share of the free memory that is the budget if none is configured
 
 
 def reclaim_device_memory(device: ComputeDevice) -> None:
-    """Frees device and pinned memory left over by an earlier session. Skipped if none is reserved, as it takes a tenth
-    of a second."""
+    """Frees device memory and pinned memory that an earlier session left reserved. Takes a tenth of a second, unless
+    nothing is reserved."""
     if device.is_accelerator and device.memory().reserved:
-        gc.collect()  # an engine has reference cycles
+        gc.collect()  # an ended engine has reference cycles, which keep its tensors
         device.empty_caches()
 
 
 def usable_host_bytes(num_cached_bytes: int = 0, *, is_pinned: bool) -> int:
-    """Returns the default host budget: a share of free memory plus `num_cached_bytes` of weights cached by earlier
-    runs. With an accelerator it is at most `PINNED_SHARE` of total memory."""
+    """Returns the default host budget: FREE_SHARE of free memory, including `num_cached_bytes` of weights that earlier
+    runs left in memory. `is_pinned`: with an accelerator, it is at most `PINNED_SHARE` of total memory."""
     free = int((available_bytes() + num_cached_bytes) * FREE_SHARE)
     return min(free, int(total_bytes() * PINNED_SHARE)) if is_pinned else free
 
 
 def make_budgets(offload: OffloadConfig, device: ComputeDevice, cache: WeightCache | None = None) -> Budgets:
-    """Returns the budgets of a run. Weights in `cache` count as free memory: a run's ledgers include the ones it
-    reuses, and the rest are released."""
+    """Returns the budgets of a run. Weights in `cache` count as free memory: the run's ledgers include the weights that
+    it reuses, and the other weights are released."""
     cached_compute, pinned = (cache.compute_bytes, cache.pinned_bytes) if cache is not None else (0, 0)
     cached_host = pinned + (0 if device.is_accelerator else cached_compute)
     host_gib = offload.host_memory_gib
@@ -57,8 +58,9 @@ def make_budgets(offload: OffloadConfig, device: ComputeDevice, cache: WeightCac
 
 @contextmanager
 def limit_device_memory(offload: OffloadConfig, device: ComputeDevice, cache: WeightCache | None) -> Iterator[None]:
-    """Limits torch's allocator to `offload.device_memory_gib`, if set, minus memory that libraries allocate outside of
-    it. Of existing tensors, only cached weights count. Logs the allocator's peak at the end."""
+    """Limits the memory of torch's allocator inside the `with` block: to `offload.device_memory_gib`, if set, minus the
+    memory that libraries allocate without torch. Tensors that already exist do not count, except cached weights. Logs
+    the allocator's peak at the end."""
     if not device.is_accelerator:
         yield
         return
@@ -76,7 +78,8 @@ def limit_device_memory(offload: OffloadConfig, device: ComputeDevice, cache: We
 
 
 def require_within_budget(placement: Placement, baseline_bytes: int, num_sharers: int) -> None:
-    """Raises OverBudget if the process's peak memory above its baseline exceeds the host budget."""
+    """Raises OverBudget if the peak memory of the process, minus `baseline_bytes`, exceeds the host budget.
+    `num_sharers`: processes that share weights in host memory."""
     host = next(ledger for ledger in placement.ledgers if ledger.memory == "host")
     used = peak_resident_bytes(num_sharers) - baseline_bytes
     if used > host.budget_bytes:

@@ -1,4 +1,9 @@
-"""Plans runs on this machine: measures missing rates, and reuses a cached policy or searches a new one."""
+"""Plans runs on this machine: measures missing rates, and reuses a cached policy or searches for a new one.
+
+A policy is what a search chooses: sizes of blocks and micro-batches, placement of weights and KV, order of steps. A
+block is the micro-batches that are decoded together. A session is one run of an open runtime. A linear backend is an
+implementation of products with stored weights.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -39,15 +44,14 @@ from .policy_cache import plan_with_cached_policy, policies_directory, search_ke
 
 
 class RuntimeCache(Closing):
-    """Weights, reader and measured rates that a runtime keeps between sessions.
-
-    `open_reader` is called for the first reader, and for a new one after a call failed with reads in flight.
-    """
+    """Weights, reader of weights and measured rates that a runtime keeps between sessions. `open_reader` opens the
+    reader, also again after `close_reader`."""
 
     def __init__(self, open_reader: Callable[[], Reader]):
         self.weights = WeightCache()
         self._open_reader = open_reader
         self._reader: Reader | None = None
+        # Rates, each with the load, the stages with paged experts, and the backends for which they were measured.
         self._rates: list[tuple[TypicalLoad, frozenset[int], BackendTable, MachineRates]] = []
 
     def close(self) -> None:
@@ -55,7 +59,7 @@ class RuntimeCache(Closing):
         self.weights.clear()
 
     def reader(self) -> Reader:
-        """Returns the reader, which stays open."""
+        """Returns the open reader, which the caller must not close."""
         if self._reader is None:
             self._reader = self._open_reader()
         return self._reader
@@ -67,43 +71,46 @@ class RuntimeCache(Closing):
             self._reader = None
 
     def rates(self, load: TypicalLoad, paged: frozenset[int], backends: BackendTable) -> MachineRates | None:
-        """Returns rates measured with these backends for a load that covers this one; None if there are none."""
-        matching = (rates for usual, *rest, rates in self._rates if rest == [paged, backends] and usual.covers(load))
-        return next(matching, None)
+        """Returns rates that were measured for the same `paged` stages and `backends`, and for a load that covers
+        `load` (see `TypicalLoad.covers`); None if there are none."""
+        for measured_load, *others, rates in self._rates:
+            if others == [paged, backends] and measured_load.covers(load):
+                return rates
+        return None
 
     def add_rates(self, load: TypicalLoad, paged: frozenset[int], backends: BackendTable, rates: MachineRates) -> None:
         self._rates.append((load, paged, backends, rates))
 
     def clear_rates(self) -> None:
-        """Drops the rates after the computation changed, such as other backends."""
+        """Drops all rates, because the computation that they were measured for has changed."""
         self._rates.clear()
 
 
 log = logging.getLogger(__name__)
 
-MEASURED_LAYERS, MEASURING_BYTES = 4, 256 * MIB  # maximum memory of a measurement, in addition to loaded weights
+MEASURED_LAYERS, MEASURING_BYTES = 4, 256 * MIB  # most memory that a measurement allocates: these layers plus bytes
 COMPARED_SECONDS = 10.0  # backends are compared if a run's products take at least this long
-WORTHWHILE = 0.05  # share of a run's time that another policy must save; predictions are no more accurate
+WORTHWHILE = 0.05  # share of a run's time that a new policy must save to be used: predictions are not more accurate
 
 
 class PlanOptions(TypedDict, total=False):
-    """Known parts of a plan; None is the same as omitted."""
+    """Optional inputs of a plan that are known before it is made. None means the same as an omitted key."""
 
     rates: MachineRates | None  # measured if omitted
-    blocks: tuple[Block, ...] | None  # of a resumed run
-    known: Policy | None  # of an earlier search, used if it fits
-    chunk_tokens: int | None  # of a resumed run, used if it fits
-    backends: BackendTable | None  # of a resumed run
+    blocks: tuple[Block, ...] | None  # blocks of a resumed run
+    known: Policy | None  # policy of an earlier search, used if it fits
+    chunk_tokens: int | None  # prefill chunk of a resumed run, used if it fits
+    backends: BackendTable | None  # linear backends of a resumed run
     num_halvings: int  # as for `plan_policy`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planner:
-    """Makes the plans of one runtime. The methods raise ConfigError or BudgetError before anything is read.
+    """Makes the plans of one runtime. Methods raise ConfigError or BudgetError before they read weights.
 
-    `open_reader` opens a reader of the weights, for measuring. `cache`: state of an open runtime between calls.
-    `measures_rates`: measure missing rates. `fixed_budgets`: None uses this machine's. `compares_backends`: for long
-    runs, compare linear backends if `jobs.measure` has not run.
+    `open_reader`: opens a reader of the weights, for measuring. `cache`: what an open runtime keeps between sessions.
+    `measures_rates`: whether to measure missing rates. `fixed_budgets`: budgets to use instead of this machine's.
+    `compares_backends`: whether to compare linear backends for long runs, if `jobs.measure` was not used.
     """
 
     model: LoadedModel
@@ -117,18 +124,19 @@ class Planner:
 
     @property
     def host(self) -> Host:
-        """The machine for which measured rates are valid."""
+        """This machine, as the key of measured rates."""
         return current_host(device_name(self.device), torch.get_num_threads())
 
     @property
     def budgets(self) -> Budgets:
-        """The memory budgets; by default a share of what is free now."""
+        """The memory budgets; if not configured, a share of the memory that is free now."""
         if self.fixed_budgets is not None:
             return self.fixed_budgets
         return make_budgets(self.config.offload, self.device, self.cache.weights if self.cache is not None else None)
 
     def plan(self, sizes: Sequence[SequenceSize], **options: Unpack[PlanOptions]) -> RunPlan:
-        """Returns the plan for requests of these sizes."""
+        """Returns the plan for requests of these sizes. `options`: see `PlanOptions`."""
+        # Fixes options of a resumed run in the model or the configuration, and plans again without these options.
         if (backends := options.get("backends")) is not None:
             resumed = replace(self, model=replace(self.model, backends=backends), compares_backends=False)
             return resumed.plan(sizes, **(options | {"backends": None}))
@@ -178,7 +186,8 @@ class Planner:
     def _compare_backends(
         self, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates
     ) -> BackendTable | None:
-        """Returns linear backends faster than the current ones; None if there are none, or if the run is short."""
+        """Returns a table of the fastest linear backends, compared for the sizes of `plan`; None if it equals the table
+        in use, or if the run is too short for a comparison."""
         num_tokens = sum(size.num_prompt_tokens + size.max_new_tokens for size in sizes)
         flops = num_tokens * sum(stage.flops_per_token for stage in self.model.shape.stages)
         fastest = max([*rates.gemm_flops_per_second.values(), *rates.expert_flops_per_second.values()])
@@ -189,8 +198,8 @@ class Planner:
         return fastest_table if fastest_table != self._backends else None
 
     def measure(self, plan: RunPlan, sizes: Sequence[SequenceSize]) -> MachineRates:
-        """Returns this machine's rates at the sizes of `plan`'s passes, in about a second; cached for loads that they
-        cover."""
+        """Returns this machine's rates for passes of the sizes in `plan`. Measures them in about a second, unless
+        cached ones cover these sizes."""
         lanes = block_lanes(plan.blocks[0], sizes)
         load, paged = TypicalLoad.from_lanes(self.model.shape, lanes, chunk_tokens(plan.policy)), plan.placement.paged
         if self.cache is not None:
@@ -206,8 +215,9 @@ class Planner:
         return rates
 
     def revise(self, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> RunPlan:
-        """Returns `plan` updated for `rates`: with a newly searched variant if it saves `WORTHWHILE`, otherwise with
-        the same policy. Blocks and budgets stay, as the session holds its memory."""
+        """Returns a plan for `rates`, measured while `plan` runs. It has a newly searched policy if this saves the
+        share `WORTHWHILE` of the run's time, otherwise the policy of `plan`. Blocks and budgets stay the same, because
+        the session has already allocated its memory."""
         problem = Problem(shape=self.model.shape, config=self.config, budgets=plan.budgets, sizes=sizes, rates=rates)
         same_policy = replace(problem, config=replace(self.config, policy=plan.policy, kv=plan.kv))
         current, searched = plan_policy(same_policy, blocks=plan.blocks), find_policy(problem, blocks=plan.blocks)
@@ -219,6 +229,7 @@ class Planner:
         return replace(current, searched_policy=plan.searched_policy)
 
     def resolved_settings(self, plan: RunPlan) -> ResolvedSettings:
+        """Returns the settings with which a run follows `plan`, with all defaults filled in."""
         dtype = str(self.model.compute_dtype).removeprefix("torch.")
         has_lengths = self.model.rope_lengths is not None
         return ResolvedSettings.from_plan(

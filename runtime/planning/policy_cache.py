@@ -1,6 +1,8 @@
-"""Caches policies of searches in the user's cache directory, by the inputs of the search, or by name (`policy.pin`).
+"""Caches the policies that searches chose, one JSON file each, in the user's cache directory.
 
-A policy that no longer fits, or cannot be read, is searched again.
+A policy is the block and micro-batch sizes, placement of weights and KV, and order of steps of a run. It is found by a
+digest of the search's inputs, or by its own digest, if `policy.pin` is set. If a cached policy no longer fits the
+memory or cannot be read, a new search is made.
 """
 
 import hashlib
@@ -27,13 +29,13 @@ from ..plan.shape.model import ModelShape
 
 log = logging.getLogger(__name__)
 
-NUM_LOGGED = 3  # logged sentences of `why`: the policy, the runner-up, and the bottleneck
-SEARCH_VERSION = 4  # increment if searches choose differently, to invalidate cached policies
+NUM_LOGGED = 3  # sentences of `CachedPolicy.why` that are logged: the policy, the second best, and the bottleneck
+SEARCH_VERSION = 4  # increment it when searches choose differently, to invalidate cached policies
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachedPolicy:
-    """A policy, and the search's reasons as sentences."""
+    """A policy. `why`: sentences that explain why the search chose it."""
 
     policy: Policy
     why: tuple[str, ...]
@@ -55,8 +57,8 @@ class CachedPolicy:
 def search_key(
     machine: str, shape: ModelShape, config: RuntimeConfig, budgets: Budgets, sizes: Sequence[SequenceSize]
 ) -> str:
-    """Returns a digest of the inputs of a search: machine, model, workload, budgets to two digits, and settings. Rates
-    are excluded, as they differ from one measurement to the next."""
+    """Returns a digest of the inputs of a search: machine, model, workload, budgets rounded to two digits, and
+    settings. Without measured rates, which differ from one measurement to the next."""
     parts = [
         f"edition {SEARCH_VERSION}",
         machine,
@@ -70,7 +72,7 @@ def search_key(
 
 
 def policies_directory(cache_dir: str | None) -> Path:
-    """Returns the directory of cached policies; `cache_dir` None: the user's cache."""
+    """Returns the directory of cached policies: in `cache_dir`, or in the user's cache directory if that is None."""
     return cache_root(cache_dir) / "policies"
 
 
@@ -83,12 +85,12 @@ def plan_with_cached_policy(
     num_halvings: int = 0,
     previous: Policy | None = None,
 ) -> RunPlan:
-    """Returns the plan for the policy that `policy.pin` names, else for `previous` (the run's policy so far), else for
-    the one cached under `key`. If there is none or it does not fit, searches a new one and caches it, unless `key` is
-    None. Logs the policy and the reasons.
+    """Returns a plan with the first of these policies that is given: the one that `policy.pin` names, `previous` (the
+    policy of the run so far), or the one cached under `key`. If there is none, or it does not fit, searches for a new
+    policy and caches it under `key`, unless `key` is None. Logs the policy and the reasons for it.
 
-    `blocks` and `num_halvings` as for `find_policy`. Raises ConfigError for an unknown pin, BudgetError if a pinned
-    policy does not fit.
+    `blocks` and `num_halvings`: as for `find_policy`. Raises ConfigError if no policy or several match `policy.pin`,
+    and BudgetError if the pinned policy does not fit.
     """
     pin = problem.config.policy.pin
     path = directory / f"{key}.json" if key is not None else None
@@ -143,6 +145,7 @@ def _log_policy(cached: CachedPolicy, origin: str) -> None:
 
 
 def _read_policy(path: Path) -> CachedPolicy | None:
+    """Returns the policy in a file. Returns None if there is no such file, or with a warning if it is invalid."""
     try:
         return CachedPolicy.from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
