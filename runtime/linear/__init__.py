@@ -1,2 +1,3 @@
-"""Linear layers on weights as stored, bfloat16 or quantized, multiplied where they are in their slot. Code that
-replaces a linear layer without knowledge of the model belongs here."""
+"""Linear layers on weights as stored, bfloat16 or quantized, without a copy of the weights: they are multiplied in the
+slot, the buffer into which their layer was read. Code that replaces a linear layer and knows nothing about the model
+belongs here."""

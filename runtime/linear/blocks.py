@@ -1,5 +1,9 @@
 """Row blocks of a stored matrix: dequantized panel by panel to a reused buffer, or joined to one tensor without a copy.
 
+A row block is adjacent rows of a weight (N, K) in one piece of memory: a plain tensor, or quantized `Rows`. A fused
+weight, such as query, key and value, has several blocks. A panel is a few rows of a block, dequantized or converted to
+the dtype of a product.
+
 Shapes: a block is (rows, K); a stack of E experts has row blocks for each expert.
 """
 
@@ -18,14 +22,13 @@ Block = torch.Tensor | Rows
 
 
 class _Buffers:
-    """Reused buffers for dequantized or upcast weights, one per (device, dtype). Not thread-safe: only the engine's
-    thread uses them."""
+    """Reused buffers for panels, one per (device, dtype). Not thread-safe: only the engine's thread uses them."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns uninitialized memory, valid until the next call."""
+        """Returns uninitialized memory, valid until the next call for this device and dtype."""
         size = torch.Size(shape).numel()
         buffer = self._buffers.get((device, dtype))
         if buffer is None or buffer.numel() < size:
@@ -41,9 +44,10 @@ _buffers = _Buffers()
 def panels(
     blocks: Sequence[Block], dtype: torch.dtype, plain_panel_bytes: int | None = None, *, on_device: bool = False
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields (first row, rows) in `dtype`; rows are valid until the next ones. Plain blocks of that dtype are yielded
-    whole, without a copy. Other blocks are converted in panels of at most PANEL_BYTES; `plain_panel_bytes` replaces
-    this limit for plain blocks. `on_device`: panels of MAX_DEQUANTIZED_ELEMENTS, for an accelerator."""
+    """Yields all rows of the concatenated blocks in `dtype`, as (index of the first row, panel); a panel is valid until
+    the next one. A plain block of this dtype is yielded whole, without a copy. Other blocks are converted in panels of
+    at most PANEL_BYTES; `plain_panel_bytes` replaces this limit for plain blocks. `on_device`: panels have up to
+    MAX_DEQUANTIZED_ELEMENTS, for an accelerator."""
     row = 0
     for block in blocks:
         if isinstance(block, torch.Tensor) and block.dtype == dtype:
@@ -61,6 +65,7 @@ def panels(
 
 
 def _panel(block: Block, rows: slice, dtype: torch.dtype) -> torch.Tensor:
+    """Converts rows of a block to `dtype` in a reused buffer."""
     shape = (rows.stop - rows.start, block.shape[1])
     if isinstance(block, torch.Tensor):
         return _buffers.take(shape, dtype, block.device).copy_(block[rows])
@@ -70,7 +75,7 @@ def _panel(block: Block, rows: slice, dtype: torch.dtype) -> torch.Tensor:
 
 
 def float_rows(block: Block, rows: slice) -> torch.Tensor:
-    """Returns a run of rows as a new float32 tensor."""
+    """Returns adjacent rows of a block as a new float32 tensor."""
     if isinstance(block, torch.Tensor):
         return block[rows].float()
     out = torch.empty(rows.stop - rows.start, block.shape[1], device=block.device)
@@ -79,8 +84,8 @@ def float_rows(block: Block, rows: slice) -> torch.Tensor:
 
 
 def dequantize_rows(block: Block, dtype: torch.dtype, row_numbers: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns all rows, or those in `row_numbers`, in `dtype`. The result is a new tensor, except that all rows of a
-    plain tensor of that dtype are the block itself."""
+    """Returns all rows, or the rows in `row_numbers`, in `dtype`. The result is a new tensor; but all rows of a plain
+    tensor that already has this dtype are returned as they are, without a copy."""
     if isinstance(block, torch.Tensor):
         return block.to(dtype) if row_numbers is None else F.embedding(row_numbers, block).to(dtype)
     height = block.shape[0] if row_numbers is None else row_numbers.numel()
@@ -100,12 +105,13 @@ def join_blocks(blocks: Sequence[Block], dtype: torch.dtype) -> torch.Tensor | N
 
 
 def join_stacks(entries: Sequence[Sequence[Block]], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """Returns views (E, rows, K) of all experts' weights; adjacent row blocks share a view. `entries`: each expert's
-    blocks. Empty if blocks are not plain tensors of `dtype`, or experts are not evenly spaced in memory."""
+    """Returns views (E, rows, K) of all experts' weights: one view, or several if row blocks are not adjacent in
+    memory. `entries`: row blocks of each expert. Returns nothing if blocks are not plain tensors of `dtype`, or experts
+    are not evenly spaced in memory."""
     stacks = list[torch.Tensor]()
-    for part in zip(*entries, strict=True):
-        plain = [b for b in part if isinstance(b, torch.Tensor) and b.dtype == dtype and b.is_contiguous()]
-        stack = as_strided_stack(plain) if len(plain) == len(part) else None
+    for blocks in zip(*entries, strict=True):  # one block of each expert
+        plain = [b for b in blocks if isinstance(b, torch.Tensor) and b.dtype == dtype and b.is_contiguous()]
+        stack = as_strided_stack(plain) if len(plain) == len(blocks) else None
         if stack is None or stack.stride(0) < plain[0].numel():  # blocks overlap
             return ()
         previous = stacks[-1] if stacks else None
@@ -118,7 +124,8 @@ def join_stacks(entries: Sequence[Sequence[Block]], dtype: torch.dtype) -> Seque
 
 
 def _join_below(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor | None:
-    """Returns a view of both as one stack, if each expert's rows in `lower` follow its rows in `upper`."""
+    """Returns a view of two stacks as one, with the rows of `lower` below those of `upper`. Returns None if the rows of
+    an expert in `lower` do not directly follow its rows in `upper` in memory."""
     rows, width = upper.shape[1] + lower.shape[1], upper.shape[2]
     follows = lower.storage_offset() == upper.storage_offset() + upper.shape[1] * width
     has_same_spacing = upper.shape[2] == lower.shape[2] and (len(upper) == 1 or upper.stride(0) == lower.stride(0))
@@ -130,15 +137,15 @@ def _join_below(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor | None
 
 @lru_cache(maxsize=4096)
 def device_constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns a few constants as a device tensor, copied once: a pass recorded as a CUDA graph must not copy from the
-    host."""
-    # The source may be freed at once: CUDA stages copies from pageable memory before it returns.
+    """Returns a few constants as a device tensor. It is cached, because a pass that is recorded as a CUDA graph must
+    not copy from the host."""
+    # The source tensor may be freed at once: a copy from pageable memory returns after CUDA has read the source.
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def concat_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenates tensors of one shape along the first dimension: a view if they are adjacent in memory, otherwise a
-    copy."""
+    """Concatenates tensors of one shape along the first dimension. Returns a view if they are adjacent in memory,
+    otherwise a copy."""
     first = tensors[0]
     size, begin, memory = first.numel(), first.storage_offset(), first.untyped_storage().data_ptr()
     for index, tensor in enumerate(tensors):

@@ -1,22 +1,24 @@
 """Launches Triton kernels on stored matrices in an accelerator's memory, and checks that they work.
 
-    can_decode(rows, dtype) -> bool             True if `decode` supports such rows
-    try_decode(rows, out) -> bool               decodes if supported; True if it did
-    decode(codes, out)                          dequantizes all rows into out (N, K) or (E, n, K)
-    can_multiply(rows, dtype) -> bool           True if `multiply` supports such rows
-    multiply(x_MK, codes) -> (M, N)             x @ w.T
-    can_multiply_groups(rows, dtype) -> bool    True if `multiply_groups` supports experts of such rows
-    multiply_groups(x_VK, codes, num_experts, ends_E) -> (V, n)
-    can_group(stack) -> bool                    True if `grouped_mm` supports a stack (E, K, N) of plain numbers
-    grouped_mm(x_VK, stack, offs=ends_E) -> (V, N)     as torch.nn.functional.grouped_mm, for any device
+    decode(codes, out)                     dequantizes all rows into out (N, K) or (E, n, K)
+    multiply(x_MK, codes)                  returns x @ w.T (M, N)
+    multiply_groups(x_VK, codes, ...)      returns (V, n): x sorted by expert, each row by its expert's matrix
+    grouped_mm(x_VK, stack_EKN, offs=...)  the same for plain numbers, as torch.nn.functional.grouped_mm
 
-`codes` is `rows.codes()`, or `stack_codes` of experts. Reuse it: it caches compiled launches. Launches do not
-synchronize with the device. The first `can_...` for a kind of matrix does: it compares a few rows with torch's
-operators. It returns False, with a warning, if Triton is missing, lacks a C compiler or fails.
+`can_decode`, `can_multiply`, `can_multiply_groups` and `can_group` return True if the respective function supports such
+rows and dtype. Their first call for a kind of matrix compares the kernel's results for a few rows with those of torch
+operators, which synchronizes with the device. They return False, with a warning, if results differ, or if Triton is
+missing, lacks a C compiler or fails. `try_decode` decodes rows if `can_decode` is True. Other calls do not synchronize
+with the device.
 
-Decoded numbers equal `Rows.dequantize`, rounded once. Products accumulate in float32; last bits differ from torch's.
+`codes` is the memory layout of a quantized matrix, from `Rows.codes` or, for experts, from `stack_codes`. Reuse the
+object, because it caches compiled launches: kernels with their arguments.
 
-M rows of x, V of them sorted by expert, E experts; N rows of a matrix, n of an expert, of K numbers.
+Decoded numbers equal those of `Rows.dequantize`, rounded once. Products accumulate in float32 and differ from torch's
+in the last bits.
+
+M rows of x, V if sorted by expert; E experts; N rows of a matrix, n rows of an expert's matrix; K columns; R checked
+rows.
 """
 
 import logging
@@ -53,12 +55,12 @@ log = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_KINDS = {torch.float8_e8m0fnu: EXPONENTS, torch.float8_e4m3fn: SMALL_FLOATS}
-COLUMN_ENCODINGS = (constants.WORDS4, constants.WORDS8)  # words of neighboring rows are adjacent
-BLOCKS = tuple(constants.GGUF.values())
-CHECKED_ROWS, CHECKED_INPUTS = 48, 17
+COLUMN_ENCODINGS = (constants.WORDS4, constants.WORDS8)  # words of neighboring columns
+BLOCKS = tuple(constants.GGUF.values())  # encodings in blocks of 32 or 256 columns
+CHECKED_ROWS, CHECKED_INPUTS = 48, 17  # rows of a matrix and of x that are compared with torch operators
 MIN_EXPERTS = 16  # least length of the vector in which a program searches for its expert
 ALIGNED_BYTES = 16  # Triton emits 16-byte loads for addresses known to be aligned
-MAX_ERROR_CHARACTERS = 300
+MAX_ERROR_CHARACTERS = 300  # of an exception's text in a warning
 
 _is_interpreted = False
 
@@ -91,7 +93,7 @@ def _has_triton() -> bool:
 
 
 def decode(codes: Codes, out: torch.Tensor) -> None:
-    """Dequantizes all rows, in order, to `out`: (N, K) or (E, n, K), with a last stride of 1."""
+    """Dequantizes all rows, in order, to `out`: (N, K) or (E, n, K). Numbers of a row must be adjacent in `out`."""
     stack = out if out.dim() == 3 else out.unflatten(0, (codes.num_matrices, -1))
     num_experts, num_rows, num_columns = stack.shape
     strides = stack.stride(0), stack.stride(1)
@@ -114,7 +116,7 @@ def decode(codes: Codes, out: torch.Tensor) -> None:
 
 
 def multiply(x_MK: torch.Tensor, codes: Codes) -> torch.Tensor:
-    """Returns x @ w.T (M, N), of x's dtype, for a single matrix; codes are decoded inside the product."""
+    """Returns x @ w.T (M, N) in x's dtype for a single matrix w; codes are decoded inside the product."""
     assert codes.num_matrices == 1
     assert codes.encoding != constants.WINDOW4
     x_MK = x_MK if x_MK.stride(-1) == 1 else x_MK.contiguous()
@@ -131,8 +133,8 @@ def multiply(x_MK: torch.Tensor, codes: Codes) -> torch.Tensor:
 
 
 def multiply_groups(x_VK: torch.Tensor, codes: Codes, num_experts: int, ends_E: torch.Tensor) -> torch.Tensor:
-    """Multiplies rows of x, sorted by expert, by their expert's matrix; returns (V, n). `codes`: a stack, or one matrix
-    with the rows of all experts. `ends_E`: int32, the end (exclusive) of each expert's rows of x."""
+    """Multiplies rows of x, sorted by expert, by their expert's matrix; returns (V, n). `codes`: a stack of matrices,
+    or one tall matrix with the rows of all experts. `ends_E`: int32, the end (exclusive) of each expert's rows of x."""
     num_rows = codes.num_matrices * codes.shape[0] // num_experts
     assert codes.num_matrices in (1, num_experts)
     assert codes.encoding != constants.WINDOW4
@@ -165,8 +167,9 @@ def _launch_groups(
     launches: dict[object, Any],
     key: tuple[object, ...],
 ) -> torch.Tensor:
-    """Launches `multiply_groups`. `make_arguments(num_columns)` returns kernel arguments for tiles of that width; `key`
-    identifies them in `launches`."""
+    """Launches the kernel `multiply_groups`. `make_arguments(num_columns)` returns the matrix, its kind and `lead` (see
+    `_kernel_arguments`) for tiles of so many columns. `launches` caches compiled kernels; `key` has what distinguishes
+    these arguments from others in it."""
     x_VK = x_VK if x_VK.stride(-1) == 1 else x_VK.contiguous()
     num_visits, num_experts = x_VK.shape[0], ends_E.shape[0]
     out_VN = x_VK.new_empty(num_visits, num_rows)
@@ -175,7 +178,8 @@ def _launch_groups(
     mean_rows = -(-num_visits // num_experts)
     (height, rows, columns), options = _product_tile(_next_power_of_two(mean_rows), x_VK.dtype, encoding)
     matrix, kind, lead = make_arguments(columns)
-    # Upper bound, as only the device knows the sizes: each expert adds at most one partial tile, and no tile is empty.
+    # An upper bound, as only the device knows how many rows an expert has: each expert adds at most one partial tile,
+    # and each tile has at least one row.
     num_tiles = min(num_visits, num_visits // height + num_experts)
     grid, x_stride = (num_tiles, -(-(num_rows + lead) // rows), 1), x_VK.stride(0)
     width = max(MIN_EXPERTS, _next_power_of_two(num_experts))
@@ -194,10 +198,10 @@ def _launch(
     args: tuple[Any, ...],
     options: Mapping[str, Any],
 ) -> None:
-    """Launches a kernel on the current stream of its arguments' device. Reuses the compiled kernel for a known `key`:
-    Triton's dispatch over forty arguments takes as long as several launches."""
-    # `key` must hold all that code is specialized for: dtypes, strides, address alignment, and sizes that are not
-    # marked `do_not_specialize`. A missing one would run code for other arguments.
+    """Launches the kernel `name` on the current stream of its arguments' device. Reuses the compiled kernel in
+    `launches` for this `key`, because Triton's dispatch over forty arguments takes as long as several launches."""
+    # `key` must have all properties of arguments for which Triton specializes code: dtypes, strides, address alignment,
+    # and sizes not marked `do_not_specialize`. If one were missing, code for other arguments would run.
     device = args[1].device if isinstance(args[1], torch.Tensor) else args[0].device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton uses the current device
         compiled = launches.get((name, key))
@@ -217,7 +221,7 @@ def can_decode(rows: Rows, dtype: torch.dtype) -> bool:
 
 
 def try_decode(rows: Rows, out: torch.Tensor) -> bool:
-    """Decodes rows to `out` if `decode` supports them. Returns True if it did."""
+    """Decodes rows to `out` and returns True, if `decode` supports them. Otherwise returns False."""
     codes = _usable_codes(rows, out.dtype, "to decode", _check_decode)
     if codes is not None:
         decode(codes, out)
@@ -235,7 +239,7 @@ def can_multiply_groups(rows: Rows, dtype: torch.dtype) -> bool:
 
 
 def can_group(stack_EKN: torch.Tensor) -> bool:
-    """True if `grouped_mm` supports such a stack."""
+    """True if `grouped_mm` supports such a stack of plain numbers."""
     if not is_available(stack_EKN.device) or not _has_tensor_cores(stack_EKN.device):
         return False
     if stack_EKN.dtype not in DTYPES or not stack_EKN.numel():
@@ -247,7 +251,9 @@ def can_group(stack_EKN: torch.Tensor) -> bool:
 def _usable_codes(
     rows: Rows, dtype: torch.dtype, purpose: str, matches_torch: Callable[[Codes, torch.Tensor, torch.dtype], bool]
 ) -> Codes | None:
-    """Returns the rows' codes if a kernel supports them and matches torch's results; otherwise None."""
+    """Returns the rows' codes if a kernel supports them and its results match those of torch operators; otherwise None.
+    `purpose`: words for a warning. `matches_torch` gets codes of a few rows, their dequantized numbers and `dtype`; it
+    runs the kernel and compares its results with those numbers, or with products of them."""
     codes = rows.codes() if is_available(rows.device) and dtype in DTYPES else None
     if codes is None or not prod(codes.shape):
         return None
@@ -271,7 +277,8 @@ def _has_tensor_cores(device: torch.device) -> bool:
 
 
 def _check_once(key: tuple[object, ...], compare: Callable[[], bool]) -> bool:
-    """Runs `compare` once per process and key, and returns its result. Logs a warning if it is False or raises."""
+    """Runs `compare` once per process and key, and returns its result. If it is False or an exception, logs a warning
+    and returns False."""
     is_usable = _check_results.get(key)
     if is_usable is None:
         reason = "results differ from torch's operators"
@@ -308,20 +315,20 @@ def _check_grouped_mm(stack_EKN: torch.Tensor) -> bool:
     stack = stack_EKN[:2, :, :CHECKED_ROWS]
     x_MK = _check_inputs(stack.shape[1], stack.dtype, stack.device)
     ends = torch.full((len(stack),), len(x_MK), dtype=torch.int32, device=stack.device)
-    ends[:-1] = 5
+    ends[:-1] = 5  # of two experts, the first gets 5 rows
     out_MN = grouped_mm(x_MK, stack, offs=ends)
     row_ranges = (slice(None),) if len(stack) == 1 else (slice(5), slice(5, None))
     return all(_is_product(out_MN[rows], x_MK[rows], stack[expert].t()) for expert, rows in enumerate(row_ranges))
 
 
 def _check_inputs(num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    # Deterministic, so that the run's random state does not change.
+    # No random numbers, so that the run's random state does not change.
     numbers = torch.arange(CHECKED_INPUTS * num_columns, dtype=torch.float32, device=device)
     return numbers.sin().to(dtype).view(CHECKED_INPUTS, num_columns)
 
 
 def _is_product(out_MN: torch.Tensor, x_MK: torch.Tensor, w_NK: torch.Tensor) -> bool:
-    """True if `out_MN` equals x @ w.T up to rounding where the product is finite in x's dtype."""
+    """True if `out_MN` equals x @ w.T up to rounding, wherever the product is finite in x's dtype."""
     x, w = x_MK.double(), w_NK.double()
     expected, sizes = x @ w.t(), x.abs() @ w.abs().t()
     float32_error = sizes * torch.finfo(torch.float32).eps * len(w[0])
@@ -331,8 +338,8 @@ def _is_product(out_MN: torch.Tensor, x_MK: torch.Tensor, w_NK: torch.Tensor) ->
 
 
 def _kernel_arguments(codes: Codes, num_experts: int, tile_columns: int) -> tuple[Matrix, MatrixKind, int]:
-    """Returns kernel arguments for tiles of `tile_columns`, and how many rows of the first word precede the first row.
-    Cached with the codes."""
+    """Returns kernel arguments for tiles of `tile_columns` columns. The last is `lead`: how many rows of the first word
+    precede the matrix, if words hold several rows. Cached with the codes."""
     key = (num_experts, tile_columns)
     if (arguments := codes.launches.get(key)) is None:
         lead = codes.first_row % WORD_ROWS if codes.encoding == constants.ROW_WORDS else 0
@@ -341,7 +348,7 @@ def _kernel_arguments(codes: Codes, num_experts: int, tile_columns: int) -> tupl
 
 
 def _matrix(codes: Codes, num_experts: int) -> Matrix:
-    """Kernel arguments for a stack of experts, or for one matrix with the rows of all experts."""
+    """Returns kernel arguments for a stack of experts, or for one tall matrix with the rows of all experts."""
     is_concatenated = codes.num_matrices < num_experts
     expert_rows = codes.shape[0] // num_experts if is_concatenated else 0
     assert expert_rows % WORD_ROWS == 0 or codes.encoding != constants.ROW_WORDS, "a word must hold rows of one expert"
@@ -364,12 +371,12 @@ def _matrix(codes: Codes, num_experts: int) -> Matrix:
 
 
 def _expert_stride(tensor: torch.Tensor | None) -> int:
-    """Elements from one matrix of a stack to the next; 0 for a single matrix."""
+    """Returns the elements from one matrix of a stack to the next; 0 for a single matrix."""
     return 0 if tensor is None or len(tensor) == 1 else tensor.stride(0)
 
 
 def _matrix_kind(codes: Codes, tile_columns: int) -> MatrixKind:
-    """Compile-time constants of a kernel for tiles of `tile_columns`."""
+    """Returns compile-time constants of a kernel for tiles of `tile_columns` columns."""
     num_groups = 1 if codes.scales is None else codes.scales.shape[2]
     width = 0 if num_groups == 1 else codes.width
     if codes.groups is not None and num_groups > 1:
@@ -393,6 +400,7 @@ def _matrix_kind(codes: Codes, tile_columns: int) -> MatrixKind:
 
 
 def _zeros_kind(codes: Codes) -> int:
+    """Returns the constant of `kernels/arguments.py` for how zero points are stored."""
     if codes.zeros is None:
         return CONSTANT_ZERO if codes.zero_offset else NO_ZEROS
     if not codes.zero_bits:
@@ -403,7 +411,8 @@ def _zeros_kind(codes: Codes) -> int:
 
 
 def _decode_tile(encoding: int) -> tuple[int, int]:
-    """Rows and columns of a tile. Each row covers whole memory sectors, as codes and as numbers."""
+    """Returns rows and columns of a tile for `decode`. A row of a tile is whole sectors of memory (32 bytes), both as
+    codes and as numbers."""
     if encoding in COLUMN_ENCODINGS:
         return 64, 128
     if encoding == constants.ROW_WORDS:
@@ -413,16 +422,17 @@ def _decode_tile(encoding: int) -> tuple[int, int]:
 
 @cache
 def _product_tile(num_inputs: int, dtype: torch.dtype, encoding: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Returns the tile (rows of x, rows of the matrix, columns) and launch options for `num_inputs` rows of x, a power
-    of two: the fastest on an H100 that fits the shared memory of compute capabilities 8.0 to 12.0."""
+    """Returns the tile of a product (rows of x, rows of the matrix, columns) and launch options, for `num_inputs` rows
+    of x, a power of two. It is the fastest tile on an H100 that fits the shared memory of GPUs with compute
+    capabilities 8.0 to 12.0."""
     height = min(max(16, num_inputs), 128)
     if dtype == torch.float32:  # not timed
         height = min(height, 16 if encoding in BLOCKS else 32)
         tile, warps, stages = ((height, 32, 128), 4, 1) if encoding in BLOCKS else ((height, 64, 32), 4, 2)
-    elif encoding in BLOCKS:  # a tile is half of the largest blocks
+    elif encoding in BLOCKS:  # 128 columns, half of a block of 256
         is_plain = encoding not in (constants.Q5_K, constants.Q6_K)
         if height == 128:
-            tile, warps, stages = (height, 64, 128), *((8, 1) if is_plain else (4, 3))
+            tile, (warps, stages) = (height, 64, 128), (8, 1) if is_plain else (4, 3)
         else:
             tile, warps, stages = (height, 32, 128), 4, 3 if is_plain or height == 16 else 1
     elif encoding == constants.PLAIN:
@@ -434,7 +444,7 @@ def _product_tile(num_inputs: int, dtype: torch.dtype, encoding: int) -> tuple[t
             tile = (height, 64, 64 if height == 128 else 128)
         warps, stages = 8 if height == 128 and not are_words else 4, 4
         if encoding == constants.TABLE_NIBBLES:  # the table would be copied at each stage
-            tile, stages = (height, *((32, 128) if height == 16 else (64, 64))), 1
+            tile, stages = (height, 32, 128) if height == 16 else (height, 64, 64), 1
     return tile, _OPTIONS | {"num_stages": stages, "num_warps": warps}
 
 
@@ -443,5 +453,5 @@ def _next_power_of_two(number: int) -> int:
 
 
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
-_check_results: dict[object, bool] = {}
-_plain_launches: dict[object, Any] = {}
+_check_results: dict[object, bool] = {}  # by key of `_check_once`
+_plain_launches: dict[object, Any] = {}  # compiled launches of `grouped_mm`

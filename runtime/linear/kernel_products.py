@@ -1,7 +1,11 @@
-"""Multi-threaded products with stored weights in compiled CPU kernels: vector kernels for float32 inputs or pairs of
-bfloat16, matrix-unit kernels for float32 inputs and bfloat16 weights.
+"""Multi-threaded products x @ w.T in compiled CPU kernels, with weights w as stored. Vector kernels take float32
+inputs, or multiply pairs of bfloat16. Matrix-unit kernels take float32 inputs and bfloat16 weights; a tile is a
+register of this unit.
 
-M rows of x of W words, N of w, K inputs.
+x is first laid out in the order in which kernels read it. Then threads take rows of w until none is left. w is given as
+blocks of rows (see `blocks.py`), plain or quantized.
+
+M rows of x (V if sorted by weight) of W words: float32, or pairs of bfloat16. N rows of w, K inputs.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -42,13 +46,14 @@ from .work_items import (
 )
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}  # dtypes of x and of the output
-STEP_INPUTS = 16  # lanes of the widest vectors
-PART_BYTES = 6  # per number of x in tiles: three bfloat16 for a float32
-GROUP_ROWS = 96  # most rows of x per weight in a grouped product; with more, a barrier per product costs little
+STEP_INPUTS = 16  # numbers in the widest vectors; K must be a multiple of it
+PART_BYTES = 6  # bytes per number of x in tiles: three bfloat16 for a float32
+GROUP_ROWS = 96  # most rows of x per weight in a grouped product; with more, synchronizing per product costs little
 
 
 @cache
-def _workspace_pool(unit: LinearBackend) -> SparePool[Workspace]:
+def _workspace_pool(backend: LinearBackend) -> SparePool[Workspace]:
+    """Pool of scratch memory, one workspace per thread, for the kernels of a backend."""
     return SparePool()
 
 
@@ -66,8 +71,8 @@ def _kernel() -> ModuleType:
 
 
 def fits_vectors(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
-    """True if `multiply_in_vectors` supports these row blocks of w, given a compiler. 16-bit x needs plain rows of its
-    dtype, or rows that kernels decode."""
+    """True if `multiply_in_vectors` supports these row blocks of w. Assumes that a compiler is installed. With 16-bit
+    x, blocks must be plain with the dtype of x, or be rows that kernels decode."""
     if x_MK.dtype not in KINDS:
         return False
     dtypes = BITS if x_MK.dtype is torch.float32 else {x_MK.dtype}
@@ -75,14 +80,15 @@ def fits_vectors(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
 
 
 def fits_pairs(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
-    """True if `multiply_in_vectors` with `pairs` supports these blocks, given the instruction."""
+    """True if `multiply_in_vectors` with `pairs` supports these row blocks of w. Assumes that the CPU has the
+    instruction."""
     is_paired = x_MK.dtype is torch.bfloat16 and x_MK.storage_offset() % 2 == 0  # viewed as 32-bit words
     return is_paired and fits_kernel(x_MK, blocks, {torch.bfloat16}, 2 * STEP_INPUTS, packed=True)
 
 
 def multiply_in_vectors(x_MK: torch.Tensor, blocks: Sequence[Block], *, pairs: bool = False) -> torch.Tensor:
-    """Returns x @ w.T (M, N) of x's dtype, where w is the blocks concatenated. Products and sums are float32; 16-bit
-    results are rounded once. `pairs`: multiplies pairs of bfloat16; decoded rows are rounded to bfloat16."""
+    """Returns x @ w.T (M, N) of x's dtype, where w is the concatenated blocks. Products and sums are float32; 16-bit
+    results are rounded once. `pairs`: multiplies pairs of bfloat16, and rounds decoded rows to bfloat16."""
     return multiply_all_in_vectors(x_MK, [blocks], pairs=pairs)[0]
 
 
@@ -96,10 +102,10 @@ def multiply_all_in_vectors(
 
 @contextmanager
 def _workspace(pairs: bool) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yields a thread's words, tile and sums as kernel arguments."""
+    """Yields scratch memory for a thread inside the `with` block: `words`, `tile` and `sums` of `VectorProduct`."""
     kernel = _kernel()
     spares = _workspace_pool(LinearBackend.vectors)
-    workspace = spares.take(lambda: Workspace.make(kernel.WORK_NUMBERS, np.float32)).with_room(kernel.SUM_NUMBERS)
+    workspace = spares.take(lambda: Workspace.make(kernel.WORK_NUMBERS, np.float32)).with_sums(kernel.SUM_NUMBERS)
     yield *kernel.split_workspace(workspace.panel, pairs=pairs), workspace.sums
     spares.give_back(workspace)
 
@@ -107,9 +113,9 @@ def _workspace(pairs: bool) -> Iterator[tuple[np.ndarray, ...]]:
 def multiply_groups_in_vectors(
     x_VK: torch.Tensor, groups: Sequence[tuple[slice, Sequence[Block]]], *, pairs: bool = False
 ) -> torch.Tensor:
-    """Multiplies each slice of rows of x by its own weight; returns (V, N), bit-identical to `multiply_in_vectors`. A
-    thread multiplies whole weights, so threads synchronize once. Weights must have N rows, in blocks of a multiple of
-    32; a slice at most GROUP_ROWS rows of x."""
+    """Multiplies each slice of rows of x by a weight of its own. `groups`: (slice, row blocks of the weight). Returns
+    (V, N), bit-identical to `multiply_in_vectors`. A thread multiplies whole weights, so threads synchronize only once.
+    All weights must have N rows, each block a multiple of PAIR_ROWS rows, and each slice at most GROUP_ROWS rows."""
     kernel = _kernel()
     x_VW = x_VK.contiguous().view(_word_dtype(x_VK, pairs)).numpy()
     out_VN = x_VK.new_empty(len(x_VK), sum(block.shape[0] for block in groups[0][1]))
@@ -135,12 +141,12 @@ def multiply_groups_in_vectors(
 
 
 def _multiply(x_MW: np.ndarray, targets: Sequence[ProductTarget], *, kind: int, pairs: bool) -> None:
-    """Multiplies by all rows of w except the last ones that do not fill PAIR_ROWS; see `multiply_in_batches`."""
+    """Multiplies x by the rows of all targets, except the last N % PAIR_ROWS rows, see `multiply_in_batches`."""
     kernel = _kernel()
     (num_rows, num_words), num_threads, max_rows = x_MW.shape, torch.get_num_threads(), kernel.CHUNK_ROWS
     input_words = input_buffer(round_up(num_rows, STEP_INPUTS) * num_words)
     inputs = input_words if pairs else input_words.view(np.float32)
-    counters = np.zeros((len(targets), 1), np.int64)  # next row of each target; threads claim rows atomically
+    counters = np.zeros((len(targets), 1), np.int64)  # next row of w of each target; threads increase it atomically
     steps = [rows_per_item(target.weights.num_rows, num_threads, max_rows) for target in targets]
 
     def lay_out_some(span: tuple[int, int]) -> None:
@@ -156,7 +162,7 @@ def _multiply(x_MW: np.ndarray, targets: Sequence[ProductTarget], *, kind: int, 
 
 
 def _word_dtype(x_MK: torch.Tensor, pairs: bool) -> torch.dtype:
-    """The dtype as which a kernel views x: a pair of bfloat16 is one float32."""
+    """Returns the dtype as which a kernel views x: a pair of bfloat16 is one float32."""
     return torch.float32 if pairs else BITS[x_MK.dtype]
 
 
@@ -168,16 +174,18 @@ def _run_kernel(
     kind: int,
     workspace: tuple[np.ndarray, ...],
 ) -> None:
-    (weights, out_MN, column), (panel, tile, sums) = target, workspace
+    """Runs the vector kernel for one target in this thread. Arguments: see `VectorProduct` and `_workspace`."""
+    (weights, out_MN, column), (words, tile, sums) = target, workspace
     halves = out_MN.view(np.uint16)
-    product = VectorProduct(step, counter, inputs, halves, kind, column, len(out_MN), panel, tile, sums)
+    product = VectorProduct(step, counter, inputs, halves, kind, column, len(out_MN), words, tile, sums)
     getattr(_kernel(), weights.kernel)(weights.stored, product)
 
 
 def prepare_vectors(
     stored: Iterable[torch.dtype], formats: Collection[str], input_dtype: torch.dtype = torch.float32, *, pairs: bool
 ) -> None:
-    """Compiles or loads the vector kernels for weights of dtypes `stored`; see `backends.prepare_products`."""
+    """Compiles or loads the vector kernels for plain weights of the dtypes `stored`, and for quantized ones if there
+    are `formats`; see `backends.prepare_products`."""
     weights: list[Block] = [torch.zeros(PAIR_ROWS, GROUP_NUMBERS, dtype=dtype) for dtype in stored if dtype in BITS]
     if formats:  # one kernel decodes all formats
         weights.append(zero_rows(PAIR_ROWS))
@@ -187,19 +195,20 @@ def prepare_vectors(
 
 @cache
 def linear_tile_config() -> np.ndarray:
-    """The tile configuration for products; the format is in Intel's manual under LDTILECFG."""
+    """Returns the tile configuration for products: eight tiles of TILE_ROWS rows of 64 bytes. The format is in Intel's
+    manual under LDTILECFG."""
     shape = aligned_zeros((64,), np.uint8)
     shape[0], shape[16:32].view(np.uint16)[:], shape[48:56] = 1, 64, TILE_ROWS
     return shape
 
 
 def fits_tiles(x_MK: torch.Tensor, blocks: Sequence[Block]) -> bool:
-    """True if `multiply_in_tiles` supports these row blocks of w, given a matrix unit."""
+    """True if `multiply_in_tiles` supports these row blocks of w. Assumes that the CPU has a matrix unit."""
     return x_MK.dtype is torch.float32 and fits_kernel(x_MK, blocks, {torch.bfloat16}, TILE_DIMS, packed=False)
 
 
 def multiply_in_tiles(x_MK: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
-    """Returns x @ w.T (M, N) as precise as in float32, where w is the blocks concatenated."""
+    """Returns x @ w.T (M, N) as precise as in float32, where w is the concatenated blocks."""
     return multiply_all_in_tiles(x_MK, [blocks])[0]
 
 
@@ -209,7 +218,7 @@ def multiply_all_in_tiles(x_MK: torch.Tensor, weights: Sequence[Sequence[Block]]
 
 
 def _multiply_tiles(x_MK: np.ndarray, targets: Sequence[ProductTarget]) -> None:
-    """Same as `_multiply` on the matrix unit."""
+    """Same as `_multiply`, on the matrix unit."""
     from ..kernels.amx.linear import CHUNK_ROWS, PANEL_NUMBERS, lay_out_inputs, linear, num_sums
 
     num_rows, spares = x_MK.shape[0], _workspace_pool(LinearBackend.tiles)
@@ -221,9 +230,9 @@ def _multiply_tiles(x_MK: np.ndarray, targets: Sequence[ProductTarget]) -> None:
 
     def multiply_some(item: tuple[ProductTarget, range]) -> None:
         (weights, out, column), rows = item
-        workspace = spares.take(lambda: Workspace.make(PANEL_NUMBERS, np.uint16)).with_room(num_sums(num_rows))
-        size = (column, out.shape[1], num_rows)
-        linear(weights.stored, rows.start, rows.stop, tiles, out, *size, *workspace, linear_tile_config())
+        workspace = spares.take(lambda: Workspace.make(PANEL_NUMBERS, np.uint16)).with_sums(num_sums(num_rows))
+        output = (out, column, out.shape[1])  # array, first column, number of columns
+        linear(weights.stored, rows.start, rows.stop, tiles, *output, num_rows, *workspace, linear_tile_config())
         spares.give_back(workspace)
 
     items, num_threads = list[tuple[ProductTarget, range]](), torch.get_num_threads()
@@ -236,4 +245,5 @@ def _multiply_tiles(x_MK: np.ndarray, targets: Sequence[ProductTarget]) -> None:
 
 
 def prepare_tiles() -> None:
+    """Compiles or loads the matrix-unit kernels."""
     multiply_in_tiles(torch.zeros(1, TILE_DIMS), [torch.zeros(PAIR_ROWS, TILE_DIMS, dtype=torch.bfloat16)])

@@ -1,12 +1,14 @@
-"""Rows that the vector kernels decode inside a product (`kernels/packed.py`).
+"""Rows that the CPU's vector kernels decode inside a product (`kernels/packed.py`). Packed rows hold codes instead of
+numbers; a group of columns shares a scale, also called factor, and a zero point.
 
 `CodedRows`: codes that `weightstream pack` writes, with a bfloat16 scale per row or per group of columns. int8 and FP8
-(E4M3) take a byte per code. int4 takes half a byte and is stored with 8 added; a run of CODE_RUN codes has its first
-half in the low nibbles. Code times scale is exact in float32.
+(E4M3) take a byte per code. int4 takes half a byte and is stored with 8 added; of CODE_RUN adjacent codes, the low
+nibbles have the first half. Code times scale is exact in float32.
 
-`GroupedRows`: codes in published formats, row by row (neighboring columns adjacent) or in columns of 32-bit words.
+`GroupedRows`: codes in formats of published checkpoints, either row by row (`RowCodes`), or in 32-bit words of
+neighboring columns or rows (`ColumnCodes`).
 
-N rows of K numbers, R of them selected; G groups of columns.
+N rows of K numbers, B bytes per row, W rows of words, R selected rows; G groups of columns.
 """
 
 from abc import ABC, abstractmethod
@@ -34,13 +36,13 @@ from ..kernels.arguments import SCALED_FLOAT8 as SCALED_FLOAT8
 from ..kernels.compiler import has_compiler
 from .rows import Codes, KernelWeights, Rows
 
-ALL_COLUMNS = 31  # shift that puts every column in group 0
+ALL_COLUMNS = 31  # column >> ALL_COLUMNS is 0: all columns are in group 0
 
 
 class Layout(NamedTuple):
-    """Integer arguments of `kernels.packed.unpack_arguments`, in its order. `base`: of window4, added to a code to
-    get its exponent. `num_groups`: per row; a column's group is column >> `shift`. For others see
-    `kernels.packed.RowPacking` and `kernels.grouped.GroupArrays`."""
+    """Integer arguments of `kernels.packed.unpack_arguments`, in its order. `base`: see `kernels.packed.Escapes`.
+    `num_groups`: groups per row; a column is in group column >> `shift`. `group_bytes` and `word_stride`: see
+    `kernels.packed.RowPacking`; `is_wide`: see `kernels.grouped.GroupArrays`."""
 
     encoding: int
     num_rows: int
@@ -54,7 +56,8 @@ class Layout(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """Flat array arguments of `kernels.packed.unpack_arguments`, in its order."""
+    """Flat array arguments of `kernels.packed.unpack_arguments`, in its order. An encoding uses only some of them; for
+    their meaning see `kernels.arguments.StoredRows`."""
 
     starts: np.ndarray = np.zeros(0, np.uint32)
     columns: np.ndarray = np.zeros(0, np.uint16)
@@ -72,11 +75,12 @@ def group_shift(num_columns: int, num_groups: int) -> int:
 
 
 def make_kernel_weights(body: np.ndarray, layout: Layout, arrays: Arrays) -> KernelWeights:
+    """Returns the arguments of kernel `linear_packed`; `body`: codes as a flat array."""
     return KernelWeights("linear_packed", StoredRows(body, np.array(layout, np.int64), *arrays), layout.num_rows)
 
 
 class PackedRows(ABC):
-    """See `KernelRows`."""
+    """Rows whose arrays are all stored in memory in the form that kernels need; see `KernelRows`."""
 
     row_scratch_bytes = 0
 
@@ -95,11 +99,11 @@ class PackedRows(ABC):
 
     @abstractmethod
     def _layout(self) -> tuple[Layout, Arrays]:
-        """Kernel arguments for all rows. CPU only."""
+        """Returns kernel arguments for all rows, which must be in host memory."""
 
     @abstractmethod
     def decode(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
-        """Same as `dequantize`, with torch operators that do not synchronize with the device."""
+        """Same as `dequantize`, but only with torch operators. Does not synchronize with the device."""
 
     def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
         """See `Rows`."""
@@ -111,7 +115,7 @@ class PackedRows(ABC):
             self.decode(rows, out_RK)
 
 
-ROUNDED_ENCODINGS = {"int8-rows": INT8, "int4-groups": INT4, "fp8-rows": FLOAT8}  # encodings by storage format
+ROUNDED_ENCODINGS = {"int8-rows": INT8, "int4-groups": INT4, "fp8-rows": FLOAT8}  # by name of the storage format
 FORMAT_NAMES = {encoding: name for name, encoding in ROUNDED_ENCODINGS.items()}
 
 
@@ -120,8 +124,11 @@ def code_bytes(encoding: int, num_codes: int) -> int:
 
 
 class CodedRows(PackedRows):
+    """Rows of INT8, INT4 or FLOAT8 codes with a scale per group of columns."""
+
     def __init__(self, codes_NB: torch.Tensor, scales_NG: torch.Tensor, encoding: int):
-        """`codes_NB`: uint8; `scales_NG`: bfloat16, for equal groups of a power-of-two width, or a single group."""
+        """Makes rows of codes `codes_NB` (uint8) in `encoding`. `scales_NG`: bfloat16, for groups of equal,
+        power-of-two width, or a single group."""
         super().__init__(codes_NB, codes_NB.shape[1] * GROUP_NUMBERS // code_bytes(encoding, GROUP_NUMBERS))
         self._scales_NG, self._encoding = scales_NG, encoding
 
@@ -155,30 +162,32 @@ class CodedRows(PackedRows):
 
 
 def zero_rows(num_rows: int) -> CodedRows:
-    """Rows of GROUP_NUMBERS zeros, for compiling a kernel."""
+    """Returns rows of GROUP_NUMBERS zeros, with which to compile the kernel before it is needed."""
     codes = torch.zeros(num_rows, GROUP_NUMBERS, dtype=torch.uint8)
     return CodedRows(codes, torch.ones(num_rows, 1, dtype=torch.bfloat16), INT8)
 
 
-MIN_GROUP_COLUMNS = 16  # minimum columns per group: one vector
-STEP_COLUMNS = 8  # columns that a kernel step of ColumnCodes decodes at once
-BYTE_ENCODINGS = (BYTES, SIGNED_BYTES, SCALED_FLOAT8)
-# Zero points and factors: (R, G) float32, or (1, 1) if all are equal.
+MIN_GROUP_COLUMNS = 16  # fewest columns per group of RowCodes: one vector
+STEP_COLUMNS = 8  # columns of ColumnCodes that a kernel decodes with the same zero points, if groups allow it
+BYTE_ENCODINGS = (BYTES, SIGNED_BYTES, SCALED_FLOAT8)  # a byte per code; other RowCodes have two codes per byte
+# Zero points (None for none) and factors: (R, G), or (1, 1) if all are equal. The function gets a slice of rows.
 ZerosAndScales = tuple[torch.Tensor | None, torch.Tensor]
 GetZerosAndScales = Callable[[slice], ZerosAndScales]
 
 
 class GroupedRows:
-    """Codes in a published format; see `KernelRows`. `plain` decodes the same numbers outside of vector kernels."""
+    """Codes in a format of published checkpoints; see `KernelRows`. `plain`: the same rows, to dequantize them without
+    vector kernels. `get_scales`: returns zero points and factors of rows, which are expanded for each kernel call."""
 
     def __init__(self, plain: Rows, num_groups: int, get_scales: GetZerosAndScales):
         self.shape, self.device, self.dequantize = plain.shape, plain.device, plain.dequantize
         self.codes = plain.codes
         self._num_groups, self._get_scales = num_groups, get_scales
-        self.row_scratch_bytes = 2 * 4 * num_groups
+        self.row_scratch_bytes = 2 * 4 * num_groups  # a zero point and a factor per group, float32
 
     def _expand_scales(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns zero points and factors of a run of rows, broadcast to (R, G) each."""
+        """Returns zero points and factors of a slice of rows, broadcast to (R, G) each. Without zero points, kernels
+        ignore the first tensor."""
         zeros, factors = self._get_scales(rows)
         shape = (rows.stop - rows.start, self._num_groups)
         factors = factors.float().expand(shape)
@@ -186,6 +195,8 @@ class GroupedRows:
 
 
 class RowCodes(GroupedRows):
+    """Codes stored row by row."""
+
     def __init__(
         self,
         plain: Rows,
@@ -195,7 +206,8 @@ class RowCodes(GroupedRows):
         get_scales: GetZerosAndScales,
         table: torch.Tensor | None = None,
     ):
-        """`table`: the 16 numbers of TABLE_NIBBLES codes."""
+        """Makes rows of codes `raw_NB`, stored row by row in `encoding`. `table`: the 16 numbers that codes index, for
+        TABLE_NIBBLES."""
         super().__init__(plain, num_groups, get_scales)
         self._raw_NB, self._encoding, self._table = raw_NB, encoding, table
 
@@ -216,6 +228,8 @@ class RowCodes(GroupedRows):
 
 
 class ColumnCodes(GroupedRows):
+    """Codes stored in 32-bit words of neighboring columns, or of neighboring rows (ROW_WORDS)."""
+
     def __init__(
         self,
         plain: Rows,
@@ -227,8 +241,9 @@ class ColumnCodes(GroupedRows):
         width: int,
         groups: torch.Tensor | None = None,
     ):
-        """`words_WN`: int32 (W, N), for ROW_WORDS (K, N / 8); these rows begin at its row `first_row`. `width`:
-        columns per group. `groups` (K,): the group of each column, if they are not consecutive."""
+        """Makes rows of codes in words. `words_WN`: int32 (W, N); for ROW_WORDS (K, N / 8). Row 0 of these rows is row
+        `first_row` of the words. `width`: columns per group. `groups` (K,): the group of each column, if groups are not
+        adjacent columns."""
         super().__init__(plain, num_groups, get_scales)
         self._words_WN, self._encoding, self._first_row = words_WN, encoding, first_row
         self._width, self._groups = width, groups
@@ -251,21 +266,23 @@ class ColumnCodes(GroupedRows):
 
 
 def supports_row_codes(shape: tuple[int, int], device: torch.device, num_groups: int) -> bool:
-    """True if RowCodes supports such rows: on a CPU, whole vectors, groups of a power-of-two width."""
+    """True if RowCodes supports such rows: they must be in host memory, with K a multiple of GROUP_NUMBERS, and groups
+    of a power-of-two width or a single group."""
     width, remainder = divmod(shape[1], num_groups) if num_groups else (0, 1)
     has_valid_groups = num_groups == 1 or (not remainder and width >= MIN_GROUP_COLUMNS and width.bit_count() == 1)
     return device.type == "cpu" and shape[1] % GROUP_NUMBERS == 0 and has_valid_groups
 
 
 def supports_column_codes(shape: tuple[int, int], device: torch.device, encoding: int, first_row: int) -> bool:
-    """True if ColumnCodes supports such rows: on a CPU, whole vectors, words aligned to rows."""
+    """True if ColumnCodes supports such rows: they must be in host memory, with K a multiple of GROUP_NUMBERS. With
+    ROW_WORDS, they must begin with the first row of a word."""
     is_aligned = encoding != ROW_WORDS or first_row % WORD_ROWS == 0
     return device.type == "cpu" and shape[1] % GROUP_NUMBERS == 0 and is_aligned
 
 
 @lru_cache(maxsize=8)
 def consecutive_groups(num_columns: int, width: int) -> np.ndarray:
-    """Returns the group of each column (K,), for consecutive groups of `width` columns."""
+    """Returns the group of each column (K,), for groups of `width` adjacent columns."""
     return np.arange(num_columns, dtype=np.int32) // np.int32(width)
 
 

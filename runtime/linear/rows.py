@@ -1,10 +1,11 @@
-"""Protocols for rows of a quantized matrix: dequantize some of them, or describe their memory layout to a kernel.
+"""Protocols for rows of a quantized matrix: dequantize some rows, or describe their memory layout to a kernel.
 
 `Codes` is the layout for accelerator kernels: tensors of codes, zero points and factors, which each storage format
-returns from `Rows.codes`. A number is (code - zero) * factor * `last_factor`; each step is rounded to float32, as in
-`Rows.dequantize`.
+returns from `Rows.codes`. A number is (code - zero point) * factor * `last_factor`; each step is rounded to float32, as
+in `Rows.dequantize`. A slot is a buffer into which the weights of a layer are read.
 
-Shapes: E matrices of N rows and K columns; R selected rows; G groups of columns.
+Shapes: E matrices (experts, or one) of N rows and K columns; R selected rows; G groups of columns, each with its own
+zero point and factor.
 """
 
 from collections.abc import Sequence
@@ -21,15 +22,18 @@ class Codes:
     slot is reused.
 
     `encoding`: a constant of `kernels/arguments.py`.
-    `body`: (E, N, B) uint8; for WORDS4 and WORDS8 (E, N, W) int32, words of neighboring columns; for ROW_WORDS (E, N /
-    8, K) int32, words of eight rows; the first word contains row `first_row`.
-    `scales` (E, N / scale_rows, G): any float dtype, for groups of `width` columns, or with `groups` (E, K) per column.
-    `zeros` (E, N, G): plain numbers; with `zero_bits` (E, words, G) int32, with fields for rows from `first_row` on.
-    `zero_offset`: added to zero points (to fields modulo their range); without `zeros`, the zero point itself.
+    `body`: codes. (E, N, B) uint8, B bytes per row. WORDS4 and WORDS8: (E, N, W) int32, W words of neighboring columns.
+    ROW_WORDS: (E, N / 8, K) int32, words of eight neighboring rows, of which the first one contains row `first_row`.
+    `scales`: factors (E, N / scale_rows, G), of any float dtype, one for `scale_rows` rows and a group of columns.
+    `width`: columns per group. `groups` (E, K): the group of each column, if groups are not adjacent columns.
+    `zeros`: zero points (E, N, G). If `zero_bits` is not 0: (E, W, G) int32, in W words of fields with `zero_bits` bits
+    for neighboring rows, from row `first_row` on.
+    `zero_offset`: added to zero points, modulo 2 ** zero_bits for fields. Without `zeros`, it is the zero point.
     `table` (E, 16): the numbers of TABLE_NIBBLES codes. `order` (E, N) int64: the row of `body` that holds each row.
-    `overall` (E, N): a second factor, which multiplies the group factors, or divides them if `divides`.
-    Escapes of WINDOW4: `bases` (E, 1) and `starts` (E, N + 1) int32; `columns` int16 and `exponents` uint8 (E, n), or
-    (1, n) for all matrices; each matrix's escapes then begin at `escape_offsets` (E,) int32.
+    `overall` (E, N): a second factor per row, which multiplies the factors, or divides them if `divides`.
+    Escapes of WINDOW4 (numbers whose exponent has no code): see `kernels.packed.Escapes`. `bases` (E, 1) and `starts`
+    (E, N + 1) int32. `columns` int16 and `exponents` uint8 are (E, n); or (1, n) for the escapes of all matrices, which
+    then begin at `escape_offsets` (E,) int32 for each matrix.
     """
 
     encoding: int
@@ -56,7 +60,7 @@ class Codes:
 
     @cached_property
     def launches(self) -> dict[object, Any]:
-        """Cache of compiled launches and kernel arguments for these codes."""
+        """A cache for `device_codes.py`: compiled launches and kernel arguments for these codes, by its keys."""
         return {}
 
     @property
@@ -81,8 +85,8 @@ class Codes:
 
 
 def stack_codes(parts: Sequence[Codes]) -> Codes | None:
-    """Returns the codes of single matrices as one stack, without a copy. Returns None if encodings or shapes differ, or
-    tensors are not at equal distances in one storage."""
+    """Returns the codes of several single matrices as one stack, without a copy. Returns None if encodings or shapes
+    differ, or if tensors are not at equal distances in one storage."""
     stacks = dict[str, torch.Tensor]()
     for field in fields(Codes):
         values = [getattr(part, field.name) for part in parts]
@@ -99,7 +103,7 @@ def stack_codes(parts: Sequence[Codes]) -> Codes | None:
 
 def as_strided_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Returns a view that stacks tensors along a new first dimension. Returns None if shapes, dtypes or strides differ,
-    or tensors are not at equal distances in one storage."""
+    or if tensors are not at equal distances in one storage."""
     first = tensors[0]
     memory, begins = first.untyped_storage().data_ptr(), list[int]()
     for tensor in tensors:
@@ -115,14 +119,14 @@ def as_strided_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 class Rows(Protocol):
-    """A quantized matrix of `shape` (N, K) on `device`. A view into a slot: valid until the slot is reused."""
+    """A quantized matrix of `shape` (N, K) on `device`: a view into a slot, valid until the slot is reused."""
 
     shape: tuple[int, int]
     device: torch.device
 
     def dequantize(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
-        """Writes the selected rows (a slice, or row numbers) to `out_RK`, float32 and contiguous. Allocates a few bytes
-        per number, freed on return."""
+        """Writes the selected rows (a slice, or a tensor of row numbers) to `out_RK`, float32 and contiguous. Allocates
+        a few bytes per number, freed on return."""
         ...
 
     def codes(self) -> Codes | None:
@@ -131,21 +135,21 @@ class Rows(Protocol):
 
 
 class KernelWeights(NamedTuple):
-    """Arguments of the vector kernel named `kernel`."""
+    """Weights as arguments of a CPU kernel."""
 
-    kernel: str
-    stored: Any  # array (N, K), or StoredRows
+    kernel: str  # name of a kernel in `kernels.linear`: "linear" or "linear_packed"
+    stored: Any  # array (num_rows, K) for "linear", StoredRows for "linear_packed"
     num_rows: int
 
 
 @runtime_checkable
 class KernelRows(Rows, Protocol):
-    """Rows that a CPU kernel decodes inside the product. `kernel_weights` allocates `row_scratch_bytes` per row, and
-    views."""
+    """Rows that a CPU kernel decodes inside the product. `kernel_weights` makes views, and allocates
+    `row_scratch_bytes` per row."""
 
     row_scratch_bytes: int
 
     def kernel_weights(self, rows: slice) -> KernelWeights:
-        """Returns kernel arguments for a run of rows that begins at a multiple of 32; `rows` must be all rows if
-        `row_scratch_bytes` is 0. CPU only. Valid as long as these rows."""
+        """Returns kernel arguments for rows from a multiple of 32 on. `rows` must be all rows if `row_scratch_bytes` is
+        0. Only for rows in host memory. The result is valid as long as this object's tensors."""
         ...

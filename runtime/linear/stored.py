@@ -1,11 +1,15 @@
-"""Parameters that stay as stored (bf16 or quantized views into a slot) and are dequantized inside each product.
+"""Parameters that stay as stored (bf16 or quantized) and are dequantized inside each product.
 
-On a CPU without fast bf16 units, fp32 products are several times faster than bf16, but upcasting a whole layer takes
-twice its memory and a pass over it. `StoredWeight` looks like an fp32 parameter to the model, and multiplies a few rows
-at a time, dequantized to a small reused buffer (`backends.py`). On a device a launch takes the host ten microseconds
-and caches are small, so a whole matrix, or several experts, are dequantized in a few large launches.
+On a CPU without fast bf16 units, fp32 products are several times faster than bf16. But converting a whole layer to fp32
+takes twice its memory and a pass over it. `StoredWeight` looks like an fp32 parameter to the model, and multiplies a
+few rows at a time, dequantized to a small reused buffer (`backends.py`). On an accelerator, a launch takes the host ten
+microseconds and caches are small, so a whole matrix, or several experts, are dequantized in a few large launches.
 
-Shapes: w (N, K) as in nn.Linear, x (..., K), result (..., N).
+The bytes of a weight stay in a slot, the buffer into which its layer was read. A row block is adjacent rows of a weight
+in one piece of memory: a plain tensor, or quantized `Rows`; a fused weight, such as gate and up, has several. A stack
+is the weights of all experts. Codes are the memory layout of a quantized block for accelerator kernels (`rows.py`).
+
+Shapes: w (N, K) as in nn.Linear, x (..., K) or as rows (M, K), result (..., N); E experts of n rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,19 +28,20 @@ from .blocks import Block, dequantize_rows, join_blocks, join_stacks, panels
 from .fused_projections import FusedProjections
 from .rows import Codes, Rows, stack_codes
 
-MAX_KERNEL_ROWS = 1024  # rows of x up to which kernels decode inside the product; above, dequantize once
+MAX_KERNEL_ROWS = 1024  # most rows of x for kernels that decode inside the product; with more, w is dequantized first
 
 
 def expert_batches(out_EnK: torch.Tensor) -> Iterator[range]:
-    """Yields ranges of experts to dequantize together: at most MAX_DEQUANTIZED_ELEMENTS, or one expert."""
+    """Yields ranges of experts to dequantize together: each has at most MAX_DEQUANTIZED_ELEMENTS, or is one expert."""
     num_matrices, *size = out_EnK.shape
     step = max(1, MAX_DEQUANTIZED_ELEMENTS // max(1, size[0] * size[1]))
     return (range(first, min(first + step, num_matrices)) for first in range(0, num_matrices, step))
 
 
 def dequantize(block: Block, out_EnK: torch.Tensor) -> None:
-    """Dequantizes a block (of one matrix, or of the experts of an `expert_batches` range) to `out_EnK`, rounded once to
-    its dtype. Uses a device kernel, or torch operators with up to `DEQUANTIZING_BYTES` of scratch memory."""
+    """Dequantizes a block to `out_EnK`, rounded once to its dtype. The block is rows of one matrix, or of all experts
+    in a range of `expert_batches`. Uses an accelerator kernel, or torch operators with up to `DEQUANTIZING_BYTES` of
+    scratch memory."""
     if isinstance(block, torch.Tensor):
         out_EnK.copy_(block.view(out_EnK.shape))
         return
@@ -49,9 +54,9 @@ def dequantize(block: Block, out_EnK: torch.Tensor) -> None:
 
 
 def multiply(x_MK: torch.Tensor, blocks: Sequence[Block], codes: Sequence[Codes] = ()) -> torch.Tensor:
-    """Returns x @ w.T (M, N), where w is the row blocks concatenated, dequantized panel by panel. `codes`: of all
-    blocks, if a device kernel can multiply them."""
-    # The kernel decodes weights again for every hundred rows or so: slower with many rows.
+    """Returns x @ w.T (M, N) on an accelerator, where w is the concatenated row blocks. `codes`: those of all blocks if
+    a kernel can multiply them; without codes, or with many rows of x, blocks are dequantized panel by panel."""
+    # The kernel decodes weights again for every hundred rows or so, which is slow with many rows.
     if codes and len(x_MK) <= MAX_KERNEL_ROWS:
         outs = [device_codes.multiply(x_MK, part) for part in codes]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
@@ -61,26 +66,26 @@ def multiply(x_MK: torch.Tensor, blocks: Sequence[Block], codes: Sequence[Codes]
     return out_MN
 
 
-Join = Callable[[int, range], Rows | None]  # (block number, experts) -> the experts' blocks, concatenated by rows
+Join = Callable[[int, range], Rows | None]  # (index i of a block, experts) -> block i of all these experts as one
 
 
 class StoredWeight(torch.Tensor):
-    """A parameter made of row blocks (plain tensors or quantized rows) that computes in `dtype`.
+    """A parameter made of row blocks (plain tensors or quantized rows), to be used like a tensor of `dtype`.
 
-    `entries[e]` holds the row blocks of expert e; a weight that is not stacked has one entry. Products and embedding
+    `entries[e]` has the row blocks of expert e; a weight that is not a stack has one entry. Products and embedding
     lookups use the blocks as stored. Other operations get a dequantized copy of the whole weight.
     """
 
     entries: Sequence[Sequence[Block]]
     is_stacked: bool
-    is_transposed: bool  # shape is (K, N), rows are stored as (N, K); for a stack, per expert
-    is_matrix: bool  # cached: `dim()` of a tensor subclass calls `__torch_function__`
+    is_transposed: bool  # the shape is (K, N), or (E, K, N) for a stack, but blocks are rows of (N, K)
+    is_matrix: bool  # the shape has two dimensions; stored, as `dim()` of a tensor subclass is slow
     compute_dtype: torch.dtype
-    projections: tuple[FusedProjections, str] | None  # the group and this weight's name in it
-    table: BackendTable | None  # measured backends; None: the default rule
-    join: Join | None  # None if not in an accelerator's memory
-    decoders: dict[torch.dtype, bool]  # True if device kernels decode its codes to the dtype
-    _stacks: Sequence[torch.Tensor] | None
+    projections: tuple[FusedProjections, str] | None  # the module's fused projections, and this weight's name in them
+    table: BackendTable | None  # measured backends; None for the default rule
+    join: Join | None  # joins blocks of experts; None if the weight is in host memory
+    decoders: dict[torch.dtype, bool]  # by dtype: whether accelerator kernels decode the codes to it
+    _stacks: Sequence[torch.Tensor] | None  # cache of `stacks()`
 
     @staticmethod
     def __new__(
@@ -111,7 +116,7 @@ class StoredWeight(torch.Tensor):
 
     @property
     def is_plain(self) -> bool:
-        """True if it is a single matrix stored as (N, K): products use its blocks directly."""
+        """True if this is a single matrix with shape (N, K), so that products use its blocks directly."""
         return self.is_matrix and not (self.is_stacked or self.is_transposed)
 
     @cached_property
@@ -124,11 +129,13 @@ class StoredWeight(torch.Tensor):
         )
 
     def dequantize_into(self, out: torch.Tensor) -> torch.Tensor:
-        """Dequantizes the weight to `out` (1-D, as many elements), rounded once to its dtype. Returns a view of `out`
-        with this weight's shape."""
+        """Dequantizes the weight to `out`, 1-D with as many elements, rounded once to the dtype of `out`. Returns a
+        view of `out` with this weight's shape."""
         heights = [block.shape[0] for block in self.entries[0]]
         out_EnK, first = out.view(len(self.entries), sum(heights), -1), 0
         for index, height in enumerate(heights):
+            # Block `index` of all experts: copied if plain, otherwise decoded by one launch, or several experts at
+            # once, or expert by expert.
             rows_EnK, first = out_EnK[:, first : first + height], first + height
             if self.is_stacked and _copy_plain([blocks[index] for blocks in self.entries], rows_EnK):
                 continue
@@ -147,8 +154,8 @@ class StoredWeight(torch.Tensor):
 
     @cached_property
     def codes(self) -> Sequence[Codes]:
-        """The codes of each block for device kernels; for a stack, of all experts. Empty if a block has no codes, or
-        experts are not at equal distances. Views, valid as long as the blocks."""
+        """The codes of each row block, for a stack those of all experts. Empty if kernels cannot run, a block has no
+        codes, or experts are not at equal distances in memory. Views, valid as long as the blocks."""
         if self.join is None or not device_codes.is_available(self.entries[0][0].device):
             return ()
         stacks = list[Codes]()
@@ -164,6 +171,7 @@ class StoredWeight(torch.Tensor):
         return stacks
 
     def _has_decoder(self, dtype: torch.dtype) -> bool:
+        """True if accelerator kernels decode the codes to `dtype`."""
         if dtype not in self.decoders:
             rows = [cast(Rows, block) for block in self.entries[0]]
             self.decoders[dtype] = all(device_codes.can_decode(block, dtype) for block in rows)
@@ -171,15 +179,16 @@ class StoredWeight(torch.Tensor):
 
     @cached_property
     def has_kernels(self) -> bool:
-        """True if device kernels multiply 16-bit inputs by its codes; for a stack, by all experts at once."""
+        """True if accelerator kernels multiply 16-bit inputs by the codes; for a stack, by those of all experts at
+        once."""
         if not self.codes or self.compute_dtype.itemsize != 2:
             return False
         can_multiply = device_codes.can_multiply_groups if self.is_stacked else device_codes.can_multiply
         return all(can_multiply(cast(Rows, block), self.compute_dtype) for block in self.entries[0])
 
     def stacks(self) -> Sequence[torch.Tensor]:
-        """Returns views (E, rows, K) of a stack of plain numbers of the compute dtype, in row order. Empty if experts
-        are not at equal distances. Cached; valid as long as the blocks."""
+        """Returns views (E, rows, K) of a stack of plain tensors of the compute dtype, from the first row on. Empty for
+        other weights, or if experts are not at equal distances in memory. Cached; valid as long as the blocks."""
         if self._stacks is None:
             is_whole = self.is_stacked and not self.is_transposed
             self._stacks = join_stacks(self.entries, self.compute_dtype) if is_whole else ()
@@ -187,7 +196,7 @@ class StoredWeight(torch.Tensor):
 
     @cached_property
     def has_uniform_experts(self) -> bool:
-        """True for a stack of experts with equal block types, shapes, dtypes and layouts, stored as (N, K)."""
+        """True for a stack (N, K) of experts whose blocks all have the same types, shapes, dtypes and layouts."""
         if not self.is_stacked or self.is_transposed:
             return False
         return len({tuple(map(_block_layout, blocks)) for blocks in self.entries}) == 1
@@ -221,6 +230,7 @@ class StoredWeight(torch.Tensor):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        """Runs the handler of an operation on stored blocks, if there is one and it supports the arguments."""
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
         if handler is not None:
@@ -243,7 +253,7 @@ class StoredWeight(torch.Tensor):
 
 
 def _copy_plain(blocks: Sequence[Block], out_EnK: torch.Tensor) -> bool:
-    """Copies the blocks of all experts at once if they are plain tensors. Returns True if it did."""
+    """Copies blocks, one of each expert, and returns True, if they are plain tensors. Otherwise returns False."""
     plain = [block for block in blocks if isinstance(block, torch.Tensor)]
     if len(plain) < len(blocks):
         return False
@@ -256,12 +266,14 @@ def _copy_plain(blocks: Sequence[Block], out_EnK: torch.Tensor) -> bool:
 
 
 def _block_layout(block: Block) -> tuple[object, ...]:
+    """Returns properties that are equal for blocks which a kernel can handle together."""
     if isinstance(block, torch.Tensor):
         return block.shape, block.dtype, block.is_contiguous()
     return type(block), block.shape
 
 
 def _dequantize(value: object) -> object:
+    """Returns an argument of an operation with stored weights dequantized, also in lists and tuples."""
     if isinstance(value, StoredWeight):
         return value.dequantized()
     if isinstance(value, (list, tuple)):
@@ -269,6 +281,7 @@ def _dequantize(value: object) -> object:
     return value
 
 
+# Handlers of torch operations. They return NotImplemented for arguments that they do not support.
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if not isinstance(weight, StoredWeight) or not weight.is_matrix or x.dtype != weight.compute_dtype:
         return NotImplemented
@@ -291,14 +304,15 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 
 def _add_product(x: torch.Tensor, weight: StoredWeight, out_MN: torch.Tensor) -> torch.Tensor:
-    """Adds x @ weight to `out_MN` in place, for a weight stored as (K, N). Panels split the inner dimension."""
+    """Adds x @ weight to `out_MN` in place, for a weight stored as (K, N): each panel is a part of the inner dimension
+    K."""
     for row, panel in panels(weight.entries[0], weight.dtype, on_device=weight.join is not None):
         out_MN.addmm_(x[:, row : row + panel.shape[0]], panel)
     return out_MN
 
 
 def _addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """torch.addmm, which GPT-2's Conv1D calls with weights stored as (in, out)."""
+    """Handles torch.addmm, which GPT-2's Conv1D calls with weights stored as (K, N)."""
     if not isinstance(weight, StoredWeight) or isinstance(x, StoredWeight):
         return NotImplemented
     if weight.is_transposed:
@@ -322,8 +336,8 @@ def _transpose(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _view(weight: torch.Tensor, *sizes: int | Sequence[int]) -> torch.Tensor:
-    """Views a matrix of experts, concatenated by rows, as a stack (DBRX). Left to torch if a size
-    is -1, as in DeepSeek-V4's grouped output projection, which has no experts."""
+    """Views a matrix that has the rows of all experts, one below the other, as a stack (for DBRX). Sizes of -1 are left
+    to torch: DeepSeek-V4 uses one for its grouped output projection, which has no experts."""
     shape = [size for part in sizes for size in (part if isinstance(part, Sequence) else [part])]
     if not isinstance(weight, StoredWeight) or weight.is_stacked or weight.is_transposed or len(shape) != 3:
         return NotImplemented

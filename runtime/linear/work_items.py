@@ -1,6 +1,10 @@
-"""Splits products for compiled kernels: rows of x into batches that fit a buffer, rows of w into items for threads.
+"""Splits products x @ w.T for compiled kernels: rows of x into batches that fit a buffer, rows of w into parts whose
+scratch memory is limited, and into items for threads.
 
-M rows of x of W words, N of w, K inputs.
+w is given as blocks of rows (see `blocks.py`), plain or quantized. Kernels multiply the largest multiple of PAIR_ROWS
+rows of a block. Torch multiplies the remaining rows, called the tail.
+
+M rows of x of W words (float32, or pairs of bfloat16), N rows of w, K inputs.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -18,26 +22,26 @@ from ..units import round_down, round_up
 from .blocks import Block, float_rows
 from .rows import KernelRows, KernelWeights
 
-ITEMS_PER_THREAD = 4  # keeps the wait for the last item short
-INPUT_BYTES = PACKED_INPUT_BYTES  # most bytes of the input buffer, as planned; each batch of x reads the weights once
-MIN_WEIGHTS = 1 << 16  # numbers; with fewer, a kernel call takes longer than the product
-SCRATCH_BYTES = 4 << 20  # most bytes of expanded zero points and factors at a time
-SHARED_INPUTS = 1 << 18  # numbers, laid out in 0.1 ms; with fewer, waking a thread takes longer
+ITEMS_PER_THREAD = 4  # with several, threads wait only shortly for the one with the last item
+INPUT_BYTES = PACKED_INPUT_BYTES  # most bytes of the input buffer, as planned; each batch of x reads all weights again
+MIN_WEIGHTS = 1 << 16  # numbers of w; with fewer, a kernel call takes longer than the product
+SCRATCH_BYTES = 4 << 20  # most bytes of scratch memory for weights at a time: expanded zero points and factors
+SHARED_INPUTS = 1 << 18  # numbers of x, laid out in 0.1 ms; with fewer, waking a thread takes longer
 
 
 class ProductTarget(NamedTuple):
-    """A block of rows of w as kernel arguments, and its output: columns of `out_MN` from `column` on."""
+    """Rows of w as kernel arguments, and their output: columns of `out_MN` from `column` on."""
 
     weights: KernelWeights
     out_MN: np.ndarray
     column: int
 
 
-Multiply = Callable[[np.ndarray, Sequence[ProductTarget]], None]  # x (M, W)
+Multiply = Callable[[np.ndarray, Sequence[ProductTarget]], None]  # multiplies x (M, W) by the weights of all targets
 
 
 class Workspace(NamedTuple):
-    """Scratch memory of a thread: upcast or laid-out rows of w, and sums of products."""
+    """Scratch memory of a thread: `panel` for converted rows of w, and `sums` of products, float32."""
 
     panel: np.ndarray
     sums: np.ndarray
@@ -46,7 +50,8 @@ class Workspace(NamedTuple):
     def make(cls, panel_numbers: int, dtype: type) -> "Workspace":
         return cls(aligned_zeros((panel_numbers,), dtype), np.zeros(0, np.float32))
 
-    def with_room(self, num_sums: int) -> "Workspace":
+    def with_sums(self, num_sums: int) -> "Workspace":
+        """Returns a workspace for at least `num_sums` sums: this one, or a new one with the same panel."""
         return self if len(self.sums) >= num_sums else Workspace(self.panel, aligned_zeros((num_sums,), np.float32))
 
 
@@ -54,7 +59,7 @@ _input_buffers = [np.zeros(0, np.uint32)]  # x in the kernel's layout; not threa
 
 
 def input_buffer(num_words: int) -> np.ndarray:
-    """Returns an uninitialized uint32 buffer, reused: valid until the next call."""
+    """Returns an uninitialized uint32 buffer. It is reused, so it is valid until the next call."""
     if len(_input_buffers[0]) < num_words:
         _input_buffers[0] = aligned_zeros((num_words,), np.uint32)
     return _input_buffers[0]
@@ -63,8 +68,9 @@ def input_buffer(num_words: int) -> np.ndarray:
 def fits_kernel(
     x_MK: torch.Tensor, blocks: Sequence[Block], dtypes: Collection[torch.dtype], step_inputs: int, *, packed: bool
 ) -> bool:
-    """True if a kernel supports this product: on a CPU, contiguous plain blocks of one of `dtypes` (with `packed`, also
-    KernelRows), MIN_WEIGHTS weights, K a multiple of `step_inputs`."""
+    """True if a kernel supports this product. Tensors must be in host memory. w must have at least MIN_WEIGHTS
+    numbers, and K must be a multiple of `step_inputs`. Plain blocks must be contiguous and all of the same dtype, one
+    of `dtypes`. `packed`: True if the kernel also supports KernelRows."""
     num_rows, num_inputs = x_MK.shape
     if not x_MK.is_cpu or num_inputs % step_inputs or not num_rows:
         return False
@@ -83,7 +89,7 @@ def fits_kernel(
 
 
 class _Part(NamedTuple):
-    """A run of rows of a block, and its output: columns of `out_MN` from `column` on."""
+    """Adjacent rows of a block, and their output: columns of `out_MN` from `column` on."""
 
     block: Block
     rows: slice
@@ -92,6 +98,7 @@ class _Part(NamedTuple):
 
     @property
     def scratch_bytes(self) -> int:
+        """Bytes that `target` allocates."""
         num_rows = self.rows.stop - self.rows.start
         return 0 if isinstance(self.block, torch.Tensor) else cast(KernelRows, self.block).row_scratch_bytes * num_rows
 
@@ -104,7 +111,7 @@ class _Part(NamedTuple):
 
 
 def _parts(block: Block, out_MN: np.ndarray, column: int) -> Iterator[_Part]:
-    """Splits a block into runs of rows that need at most SCRATCH_BYTES each."""
+    """Splits a block into parts that need at most SCRATCH_BYTES each, or have PAIR_ROWS rows."""
     num_rows = block.shape[0]
     row_bytes = 0 if isinstance(block, torch.Tensor) else cast(KernelRows, block).row_scratch_bytes
     step = max(PAIR_ROWS, round_down(SCRATCH_BYTES // row_bytes, PAIR_ROWS)) if row_bytes else max(num_rows, 1)
@@ -113,12 +120,12 @@ def _parts(block: Block, out_MN: np.ndarray, column: int) -> Iterator[_Part]:
 
 
 def product_targets(block: Block, out_MN: np.ndarray, column: int) -> Iterator[ProductTarget]:
-    """Yields the parts of a block as kernel targets."""
+    """Yields kernel arguments for the rows of a block, as one or several targets."""
     return (part.target() for part in _parts(block, out_MN, column))
 
 
 def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    """Yields batches of parts that need at most SCRATCH_BYTES together."""
+    """Yields lists of parts that need at most SCRATCH_BYTES together."""
     batch, num_bytes = list[_Part](), 0
     for part in parts:
         if batch and num_bytes + part.scratch_bytes > SCRATCH_BYTES:
@@ -132,9 +139,9 @@ def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
 def multiply_in_batches(
     x_MK: torch.Tensor, weights: Sequence[Sequence[Block]], multiply: Multiply, *, words: torch.dtype, number_bytes: int
 ) -> list[torch.Tensor]:
-    """Returns x @ w.T (M, N), of x's dtype, for each weight. `multiply` gets batches of rows of x, viewed as `words`,
-    that fit INPUT_BYTES at `number_bytes` per number. Torch multiplies the last rows of w that do not fill
-    PAIR_ROWS."""
+    """Returns x @ w.T (M, N), of x's dtype, for each of several weights w. `multiply` gets batches of rows of x that
+    fit INPUT_BYTES, and the parts of all weights as targets. `words`: dtype as which it gets x. `number_bytes`: bytes
+    per number of x in the input buffer. Torch multiplies the tails: the last N % PAIR_ROWS rows of each block."""
     x_MK = x_MK.contiguous()
     num_rows, num_inputs = x_MK.shape
     outs, parts, has_tails = list[torch.Tensor](), list[_Part](), False
@@ -168,12 +175,13 @@ def multiply_in_batches(
 
 @cache
 def rows_per_item(height: int, num_threads: int, max_rows: int) -> int:
-    """Returns how many of `height` rows of w a thread claims at a time."""
+    """Returns how many of `height` rows of w a thread takes at a time: a multiple of PAIR_ROWS, at most `max_rows`."""
     return min(max_rows, round_up(max(1, height // (ITEMS_PER_THREAD * num_threads)), PAIR_ROWS))
 
 
 def parallel_for_groups(x: np.ndarray, group_rows: int, act: Callable[[tuple[int, int]], None]) -> None:
-    """Calls `act` with spans (first, last) of groups of `group_rows` rows of x, in parallel if that is faster."""
+    """Calls `act` with ranges (first, last) of groups, in parallel if that is faster. A group is `group_rows` rows of
+    x."""
     num_groups = -(-x.shape[0] // group_rows)
     num_threads = torch.get_num_threads() if x.size >= SHARED_INPUTS else 1
     if num_threads == 1:
