@@ -1,5 +1,5 @@
-"""Decides what a run does before it starts: which bytes are placed where, the order of actions, and how long it takes.
+"""Planner: before a run, places weights and KV cache in memories, orders all actions, and predicts the run's time.
 
-Pure: no torch, I/O, threads or clock. Packages build on each other in the order shape, schedule, placement, cost,
-search; only the modules of this folder combine all five.
+The code uses no torch, I/O, threads or clock. Its packages build on each other in the order shape, schedule, placement,
+cost, search; only the modules directly in this folder combine all five.
 """

@@ -1,6 +1,8 @@
-"""Warnings about settings that have no effect, or less than expected, in a given plan.
+"""Warnings about settings that have no effect in a given plan, or make it slow.
 
-Each is one sentence: the key, the reason, and what to set. `jobs.config.settings` has warnings that need no plan.
+Each warning is one sentence with the config key, the reason, and the value to set. Warnings that need no plan are in
+`jobs.config.settings`. A **lane** runs one micro-batch through the model; a **padded lane** has left-padded rows, for
+models without packed sequences.
 """
 
 from collections.abc import Iterator
@@ -27,7 +29,7 @@ from .placement.walks import cpu_attends
 from .planner import RunPlan
 from .shape.model import ModelShape
 
-ROOM_FOR_ALL = "the whole KV cache fits in compute memory"
+ALL_KV_FITS = "the whole KV cache fits in compute memory"
 
 
 def plan_warnings(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *, has_device: bool) -> list[str]:
@@ -55,8 +57,8 @@ def slow_settings(config: RuntimeConfig, plan: RunPlan) -> list[str]:
             f"slow; raise {keys}, or lower policy.micro_batch_size or sampling.max_new_tokens"
             + (", or set kv.dtype=int8, which is smaller but lossy" if layout.can_be_quantized else "")
         )
-    is_by_rule = plan.searched_policy is None
-    if placement.paged and plan.num_lanes > 1 and not placement.decode_walk.batched_experts and is_by_rule:
+    reads_again = bool(placement.paged) and plan.num_lanes > 1 and not placement.decode_walk.batched_experts
+    if reads_again and plan.searched_policy is None:  # a search has compared the batched schedule already
         warnings.append(
             f"offload.expert_paging={placement.paging.value} reads an expert up to {plan.num_lanes} times per pass, "
             f"once for each micro-batch; policy.schedule={BATCHED.value} reads it once for all"
@@ -66,14 +68,14 @@ def slow_settings(config: RuntimeConfig, plan: RunPlan) -> list[str]:
 
 def _weight_warnings(config: RuntimeConfig, shape: ModelShape, *, has_device: bool) -> Iterator[str]:
     offload, tier = config.offload, config.tier
-    keeps_all = tier is Tier.none or (tier is Tier.cpu and not has_device)
+    keeps_all_layers = tier is Tier.none or (tier is Tier.cpu and not has_device)
     has_quantized = DequantizedSize.from_shape(shape, frozenset(), 1) is not None
     if offload.dequantize is not Dequantize.auto and not (has_device and has_quantized):
         why = "no weights are stored quantized" if has_device else "there is no accelerator"
         yield f"offload.dequantize={offload.dequantize.value} has no effect: {why}; set auto"
     if offload.tier is Tier.cpu and not has_device:
         yield "offload=cpu is the same as offload=none without an accelerator; offload=nvme streams from disk"
-    if offload.resident_layers is not None and keeps_all:
+    if offload.resident_layers is not None and keeps_all_layers:
         yield (
             f"offload.resident_layers={offload.resident_layers} has no effect: offload={offload.tier.value} keeps all "
             "layers in memory; set null"
@@ -107,7 +109,7 @@ def _compute_warnings(config: RuntimeConfig, shape: ModelShape, plan: RunPlan, *
     if config.policy.attention is Attention.cpu and not cpu_attends(shape, config, has_device=has_device):
         why = "the model only runs in padded lanes, which use its own attention code"
         if shape.is_packed:
-            why = "the accelerator expands this model's latents (MLA) in its memory"
+            why = "this model's latents (MLA) are expanded in the accelerator's memory"
         yield f"policy.attention=cpu has no effect: {why}; set policy.attention=device"
 
 
@@ -115,7 +117,8 @@ def _kv_warnings(config: RuntimeConfig, shape: ModelShape, placement: Placement,
     kv, layout = config.kv, placement.kv
     if kv.tier is KVTier.cpu and not has_device:
         yield "kv=cpu is the same as kv=device without an accelerator; kv=nvme stores the KV cache on disk"
-    if layout.page_bytes and not layout.stays_in_host:
+    is_offloaded = bool(layout.page_bytes) and not layout.stays_in_host
+    if is_offloaded:  # then all KV settings have an effect, except perhaps the directory
         if kv.directory is not None and layout.tier is not KVTier.nvme:
             yield f"kv.directory={kv.directory} has no effect: the KV cache is in host memory; set kv=nvme to use it"
         return
@@ -126,10 +129,10 @@ def _kv_warnings(config: RuntimeConfig, shape: ModelShape, placement: Placement,
     elif kv.tier is KVTier.device or (kv.tier is KVTier.cpu and not has_device):
         why = f"kv={kv.tier.value} keeps the whole KV cache in compute memory"
     elif kv.tier is KVTier.auto or kv.device_fraction is None:
-        why = ROOM_FOR_ALL
+        why = ALL_KV_FITS
     else:
         why = f"kv.device_fraction={kv.device_fraction:g} leaves no layer to offload"
-    if kv.tier in (KVTier.cpu, KVTier.nvme) and kv.device_fraction is None and why == ROOM_FOR_ALL:
+    if kv.tier in (KVTier.cpu, KVTier.nvme) and kv.device_fraction is None and why == ALL_KV_FITS:
         yield f"kv={kv.tier.value} has no effect: {why}; set kv.device_fraction=0 to offload it anyway"
     if kv.device_fraction is not None:
         yield f"kv.device_fraction={kv.device_fraction:g} has no effect: {why}; set null"

@@ -1,7 +1,8 @@
-"""Plans a run from requests and budgets: its blocks, the placement of its weights, and its predicted time.
+"""Plans a run from requests and memory budgets: blocks, placement of weights and KV cache, and predicted time.
 
-Different blocks can change generated text, as matrix products of other shapes round differently. So a resumed run keeps
-its blocks, and its prefill chunks while they fit; its placement may change.
+A **block** is the set of micro-batches that decode together and share each read of the weights. The matrix products of
+another block have other shapes, round differently, and can change generated text. So a resumed run keeps its blocks,
+and keeps its prefill chunks as long as they fit in memory. Its placement may change.
 """
 
 from collections.abc import Sequence
@@ -30,8 +31,9 @@ from .search.hrm import SearchResult, search
 from .search.policy import Policy
 from .shape.model import ModelShape
 
-WORTHWHILE = 0.02  # share of a run's time that a non-default order or micro-batch size must save
-MIN_SEARCHED_SECONDS = 4.0  # of the default plan: a search takes about one second, and may halve the run's time
+WORTHWHILE = 0.02  # minimum saving of a non-default order or micro-batch size, as a share of the run's time
+# Minimum predicted time of the default plan for a policy search, which takes about one second and may halve that time.
+MIN_SEARCHED_SECONDS = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,29 +43,29 @@ class RunPlan:
     blocks: tuple[Block, ...]
     budgets: Budgets
     placement: Placement
-    policy: PolicyConfig  # resolved: fixed, with attention and prefill chunks set
-    kv: KVConfig  # resolved with it
-    prefetch: PrefetchConfig  # resolved: cost_aware became a depth
+    policy: PolicyConfig  # without automatic values: attention and prefill chunks are set
+    kv: KVConfig  # without automatic values
+    prefetch: PrefetchConfig  # `cost_aware` is replaced by a depth
     rates: MachineRates | None  # None: not measured
     prediction: Prediction | None  # None: no rates
-    choice: SearchResult | None = None  # of the search for this plan
-    searched_policy: Policy | None = None  # of this or an earlier search
-    prefixes: Sequence[SharedPrefix | None] = ()  # by request, if any are shared
-    backends: BackendTable | None = None  # of a CPU's linear layers; None: not chosen
+    choice: SearchResult | None = None  # result of the policy search for this plan; None: no search
+    searched_policy: Policy | None = None  # result of the latest search, perhaps for an earlier plan of this run
+    prefixes: Sequence[SharedPrefix | None] = ()  # longest shared prefix of each request; empty: none is shared
+    backends: BackendTable | None = None  # implementations of a CPU's matrix products; None: not chosen
 
     @property
     def block_size(self) -> int:
-        """The maximum sequences of a block."""
+        """The number of sequences of the largest block."""
         return max((len(block.members) for block in self.blocks), default=0)
 
     @property
     def num_lanes(self) -> int:
-        """The maximum micro-batches of a block."""
+        """The largest number of micro-batches in a block. A **lane** is a running micro-batch."""
         return max((len(block.micro_batches) for block in self.blocks), default=1)
 
     @property
     def lane_size(self) -> int:
-        """The maximum sequences of a micro-batch."""
+        """The number of sequences of the largest micro-batch."""
         return max((len(group) for block in self.blocks for group in block.micro_batches), default=1)
 
 
@@ -77,16 +79,18 @@ def plan_run(
     blocks: tuple[Block, ...] | None = None,
     num_halvings: int = 0,
 ) -> RunPlan:
-    """Same as `plan_policy` of a `Problem` with these values."""
+    """Calls `plan_policy` with a `Problem` made of these values."""
     problem = Problem(shape=shape, config=config, budgets=budgets, sizes=sizes, rates=rates)
     return plan_policy(problem, blocks=blocks, num_halvings=num_halvings)
 
 
 def plan_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, num_halvings: int = 0) -> RunPlan:
-    """Returns the plan of the configured policy; settings left open get defaults.
+    """Returns the plan of the configured policy. Settings that are not configured get defaults.
 
-    `blocks`: of a resumed run. `num_halvings`: number of out-of-memory errors so far; chunks then stay minimal. Raises
-    BudgetError, with the ledger, if not even the smallest block fits.
+    `blocks`: existing blocks of a resumed run. `num_halvings`: number of out-of-memory errors so far. Each error halves
+    the block of an automatic policy, and after any error the prefill chunks keep their default size.
+
+    Raises BudgetError, with the table of memory use, if not even the smallest block fits.
     """
     if problem.config.policy.schedule is not None:
         return _plan_with_order(problem, blocks, num_halvings)
@@ -102,18 +106,18 @@ def plan_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, nu
             best = plan
         elif plan.prediction is not None and best.prediction is not None:
             best = plan if plan.prediction.seconds < (1 - WORTHWHILE) * best.prediction.seconds else best
-        elif plan.block_size > best.block_size:  # without rates: more sequences per load of the weights
+        elif plan.block_size > best.block_size:  # no predicted times: prefer more sequences per read of the weights
             best = plan
     if best is None:
-        raise last_error or AssertionError("there is a default order")
+        raise last_error or AssertionError("there is always a default order")
     return best
 
 
 def find_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, num_halvings: int = 0) -> RunPlan:
-    """Returns the plan of the fastest policy found by a search, or of the default policy if not `is_search_worthwhile`.
+    """Searches the fastest policy and returns its plan. Returns the default plan if a search is not worthwhile.
 
-    With `blocks` of a resumed run, only the policy's variant is searched. `num_halvings` as for `plan_policy`. Raises
-    BudgetError, with the ledger, if not even the smallest block fits.
+    Parameters and errors are those of `plan_policy`. With existing `blocks` the search keeps their sizes, and varies
+    only the order, the KV placement, and the processors for attention and experts.
     """
     default_plan = plan_policy(problem, blocks=blocks, num_halvings=num_halvings)
     if not is_search_worthwhile(problem.config.policy.kind, default_plan):
@@ -132,8 +136,10 @@ def find_policy(problem: Problem, *, blocks: tuple[Block, ...] | None = None, nu
 
 
 def is_search_worthwhile(kind: PolicyKind, default_plan: RunPlan) -> bool:
-    """True with `policy=hrm`, or with `auto` if the default plan takes several times as long as a search. False without
-    rates or requests."""
+    """True with `policy=hrm`, or with `auto` if the default plan takes several times as long as a search.
+
+    False without measured rates or without requests.
+    """
     if kind is PolicyKind.fixed or default_plan.prediction is None or not default_plan.blocks:
         return False
     return kind is PolicyKind.hrm or default_plan.prediction.seconds >= MIN_SEARCHED_SECONDS
@@ -168,7 +174,7 @@ def _plan_with_order(problem: Problem, blocks: tuple[Block, ...] | None, num_hal
     if not num_halvings:
         initial = [tune_chunks(problem, run) for run in initial]
     best, shortest = initial[0], problem.predict(initial[0])
-    for run in initial[1:]:  # prefer the first, unless another is clearly faster
+    for run in initial[1:]:  # the first run is the default: another must be clearly faster
         prediction = problem.predict(run)
         if prediction and shortest and prediction.seconds < (1 - WORTHWHILE) * shortest.seconds:
             best, shortest = run, prediction
@@ -176,31 +182,34 @@ def _plan_with_order(problem: Problem, blocks: tuple[Block, ...] | None, num_hal
 
 
 def _initial_runs(problem: Problem, num_halvings: int) -> list[PlacedRun]:
-    """Returns runs with minimal chunks, the default first.
+    """Returns runs with default prefill chunks: one with large micro-batches, one with small ones, or both.
 
-    On an accelerator one large micro-batch has fewer launches; four small ones prefill as many tokens per load of the
-    weights in less memory. Rates decide; without them the large one is preferred if everything is resident.
+    On an accelerator, one large micro-batch launches fewer kernels than four small ones. The small ones prefill as many
+    tokens per read of the weights in less memory. The caller compares the runs if it has rates. Without rates it takes
+    the first: large micro-batches if everything is resident in device memory, otherwise small ones.
     """
 
-    def place(sizes: tuple[int, ...]) -> PlacedRun:
-        chunk, blocks = choose_blocks(problem, sizes, num_halvings)
+    def place(lane_sizes: tuple[int, ...]) -> PlacedRun:
+        chunk, blocks = choose_blocks(problem, lane_sizes, num_halvings)
         return problem.place_blocks(blocks, chunk)
 
-    sizes = micro_batch_sizes(problem.shape, problem.config, problem.budgets)[-1 if num_halvings else 0 :]
-    largest = place(sizes)
-    if not problem.budgets.has_device or len(sizes) == 1:
+    candidates = micro_batch_sizes(problem.shape, problem.config, problem.budgets)
+    lane_sizes = candidates[-1:] if num_halvings else candidates
+    largest = place(lane_sizes)
+    if not problem.budgets.has_device or len(lane_sizes) == 1:
         return [largest]
-    smallest = place(sizes[-1:])
+    smallest = place(lane_sizes[-1:])
     if smallest.blocks == largest.blocks or not smallest.placement.fits:
         return [largest]
     return [largest, smallest] if largest.placement.is_fully_resident else [smallest, largest]
 
 
 def _make_policy(plan: RunPlan, shape: ModelShape) -> Policy:
+    """Returns the policy that `plan` follows, as a candidate for the search."""
     order = plan.policy.schedule
     assert order is not None, "a plan has an order"
     num_offloaded, num_bounded = len(plan.placement.kv.page_bytes), len(shape.bounded_layers)
-    num_layers = sum(1 for size in shape.kv_layer_bytes if size) - num_bounded
+    num_layers = sum(1 for size in shape.kv_layer_bytes if size) - num_bounded  # layers with KV that could be offloaded
     return Policy(
         micro_batch_size=plan.lane_size,
         num_micro_batches=plan.num_lanes,

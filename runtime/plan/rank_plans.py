@@ -1,4 +1,7 @@
-"""Plans for several ranks: one rank's share of the model and machine, and the time it waits for others."""
+"""Plans for several ranks: plans the largest rank's share of the model, and adds its waiting time for other ranks.
+
+A **rank** is one of the processes that compute a run together. A **lane** is a micro-batch of a rank.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,18 +21,18 @@ from .search.candidate import Problem
 from .shape.model import ModelShape
 from .shape.rank_shares import pipeline_shape, tensor_parallel_shape
 
-LANES_PER_RANK = (1, 2, 4)  # tried for pipelines
+LANES_PER_RANK = (1, 2, 4)  # candidates for the lanes of a pipeline, as multiples of its ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankView:
-    """Model and machine of the largest rank. `whole`: the model of all ranks."""
+    """A model and machine as seen by the largest rank."""
 
     parallelism: Parallelism
     num_ranks: int
-    whole: ModelShape
-    shape: ModelShape
-    machine: Machine
+    whole: ModelShape  # the model of all ranks together
+    shape: ModelShape  # this rank's share of the model
+    machine: Machine  # this rank's share of the machine
 
     @staticmethod
     def from_shape(
@@ -39,11 +42,12 @@ class RankView:
         num_ranks: int,
         experts: DividedExperts = DividedExperts.auto,
     ) -> "RankView":
-        """Raises ConfigError if the model or the machine cannot be divided among `num_ranks`."""
+        """Divides model and machine. Raises ConfigError if `num_ranks` ranks cannot divide one of them."""
         is_one, key = parallelism is Parallelism.one, f"devices={parallelism.value}"
         if (num_ranks == 1) is not is_one:
-            processes = "one process; set devices=sharded, tensor or pipeline"
-            processes = processes if is_one else "several processes; set it to 2 or more"
+            processes = "several processes; set it to 2 or more"
+            if is_one:
+                processes = "one process; set devices=sharded, tensor or pipeline"
             raise ConfigError(f"plan.num_ranks={num_ranks}: {key} runs in {processes}")
         require(
             is_one or not shape.has_encoder,
@@ -58,32 +62,33 @@ class RankView:
         return RankView(parallelism=parallelism, num_ranks=num_ranks, whole=shape, shape=part, machine=machine_share)
 
     def sizes(self, sizes: Sequence[SequenceSize]) -> Sequence[SequenceSize]:
-        """Returns the requests that the rank computes."""
+        """Returns the sizes of the requests that the rank computes. Sharded ranks each take every n-th request."""
         return sizes[:: self.num_ranks] if self.parallelism is Parallelism.sharded else sizes
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that the rank reads per pass, if none are resident."""
+        """The bytes of weights that the rank reads per pass if no stage is resident."""
         is_sharded = self.parallelism is Parallelism.sharded
         return self.whole.weight_bytes // self.num_ranks if is_sharded else self.shape.weight_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Mean KV bytes per rank for each token of the run."""
+        """The KV bytes of this rank per token of the whole run. Each token belongs to one of the sharded ranks."""
         return self.shape.kv_bytes_per_token // (self.num_ranks if self.parallelism is Parallelism.sharded else 1)
 
     def add_waiting(self, prediction: Prediction, run: RunPlan) -> Prediction:
-        """Returns one rank's prediction plus the time that it waits for other ranks."""
+        """Returns the rank's prediction plus the time that it waits for other pipeline ranks."""
         if self.parallelism is not Parallelism.pipeline:
             return prediction
         prefill = self._pipeline_phase(prediction.prefill, run, chunk_tokens(run.policy))
         return Prediction(prefill=prefill, decode=self._pipeline_phase(prediction.decode, run, run.lane_size))
 
     def _pipeline_phase(self, phase: PhaseTime, run: RunPlan, tokens: int) -> PhaseTime:
-        """Returns a phase's time over all pipeline ranks.
+        """Returns one rank's `phase` plus the bubble of GPipe (Huang et al. 2019): the time to fill the pipeline.
 
-        Adds GPipe's bubble (Huang et al. 2019). With resident weights a lane leaves the first rank after its share of
-        compute; with streamed weights all lanes run each layer together, so a lane leaves only in the last layer.
+        Each rank starts a pass when the first lane leaves the previous rank. With resident weights that is after the
+        compute time of one lane. With streamed weights all lanes run a layer before the next layer begins, so the first
+        lane leaves in the last layer. `tokens`: tokens of a lane per pass.
         """
         if not phase.seconds:
             return phase
@@ -96,17 +101,20 @@ class RankView:
         return replace(phase, seconds=phase.seconds + (self.num_ranks - 1) * (delay + send_seconds))
 
     def plan(self, problem: Problem, make_plan: Callable[[Problem], RunPlan]) -> RunPlan:
-        """Returns the plan that `make_plan` makes for the rank, waits included. For a pipeline, also tries more and
-        smaller lanes and returns the fastest, as the search of a single rank does not see their benefit."""
+        """Returns the rank's plan by `make_plan`, with waiting time added to its prediction.
+
+        For a pipeline, also tries more and smaller lanes and returns the fastest plan. `make_plan` cannot find it, as
+        it does not know that smaller lanes shorten the wait.
+        """
         best = self._plan_with_waiting(problem, make_plan)
         if self.parallelism is not Parallelism.pipeline:
             return best
-        policy, block = problem.config.policy, best.block_size
-        for times in LANES_PER_RANK:
-            size = -(-block // (times * self.num_ranks))
-            if size >= min(best.lane_size, policy.micro_batch_size or best.lane_size):
+        policy, block_size = problem.config.policy, best.block_size
+        for lanes_per_rank in LANES_PER_RANK:
+            lane_size = -(-block_size // (lanes_per_rank * self.num_ranks))
+            if lane_size >= min(best.lane_size, policy.micro_batch_size or best.lane_size):
                 continue
-            smaller = replace(problem.config, policy=replace(policy, micro_batch_size=size))
+            smaller = replace(problem.config, policy=replace(policy, micro_batch_size=lane_size))
             best = min(best, self._plan_with_waiting(replace(problem, config=smaller), make_plan), key=_seconds)
         return best
 
@@ -115,14 +123,19 @@ class RankView:
         return replace(run, prediction=self.add_waiting(run.prediction, run)) if run.prediction is not None else run
 
     def waiting_share(self, run: RunPlan, sizes: Sequence[SequenceSize], admission: Admission) -> float:
-        """Returns the share of the run's time spent waiting for data from other ranks."""
+        """Returns the share of the run's time that the rank waits for data from other ranks.
+
+        Compares the prediction with that of a rank whose exchanges take no time.
+        """
         if self.parallelism is Parallelism.one or run.prediction is None or not run.prediction.seconds:
             return 0.0
         rates = self.machine.rates
         shards = None if rates.shard_bytes_per_second is None else self.num_ranks * rates.link_in_bytes_per_second
-        free = replace(rates, exchange_bytes_per_second=UNLIMITED, exchange_seconds=0.0, shard_bytes_per_second=shards)
+        no_exchange = replace(
+            rates, exchange_bytes_per_second=UNLIMITED, exchange_seconds=0.0, shard_bytes_per_second=shards
+        )
         chunk = chunk_tokens(run.policy)
-        alone = predict(self.shape, run.placement, run.blocks, sizes, chunk, free, admission)
+        alone = predict(self.shape, run.placement, run.blocks, sizes, chunk, no_exchange, admission)
         return max(0.0, 1 - alone.seconds / run.prediction.seconds)
 
 

@@ -1,4 +1,4 @@
-"""All `auto` settings of a run as resolved, for the log and the run's record."""
+"""The settings of a run with all `auto` values replaced by the plan's choices, for the log and the run's record."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,10 @@ from .shape.model import ModelShape
 
 
 def prefix_sharing_obstacle(config: RuntimeConfig, shape: ModelShape, *, has_rope_lengths: bool) -> str | None:
-    """Returns why prompts share no prefixes; None if they may. `has_rope_lengths`: keys depend on the prompt length."""
+    """Returns the reason why prompts cannot share prefixes in the KV cache; None if they can.
+
+    `has_rope_lengths`: rotary embeddings, and so the cached keys, depend on the prompt length.
+    """
     if config.policy.share_prefixes is SharePrefixes.off:
         return "policy.share_prefixes=off"
     if not shape.is_packed:
@@ -26,22 +29,25 @@ def prefix_sharing_obstacle(config: RuntimeConfig, shape: ModelShape, *, has_rop
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedSettings:
-    """Values for JSON, mostly config values; `str` returns a few lines for the log."""
+    """Resolved settings as plain values for JSON, mostly config values. `str` returns a few lines for the log.
+
+    A lane is a micro-batch. A stage is the weights of one decoder layer, of the embeddings, or of the head.
+    """
 
     dtype: str
     weights: str
     num_stages: int
     num_resident_stages: int
-    num_host_stages: int  # held in host memory and copied to the device
+    num_host_stages: int  # streamed from host memory to the device, never read from disk
     prefetch: str
     prefetch_depth: int  # stages read ahead of compute; the block size for block prefetch, 0 without prefetch
     num_slots: int
     expert_paging: str
-    num_paged_stages: int
+    num_paged_stages: int  # stages with experts that are read one by one
     feedforward: str  # cpu: the CPU computes some experts in host memory
     kv: str
     num_kv_layers: int
-    num_travelling_layers: int  # of those, with KV outside compute memory
+    num_travelling_layers: int  # layers with offloaded KV: fetched to compute memory and stored back
     schedule: str
     attention: str
     admission: str
@@ -56,7 +62,7 @@ class ResolvedSettings:
     kv_loss: str = Loss.exact.value
     weight_formats: Sequence[str] = ()
     weight_loss: str = Loss.exact.value
-    weight_error: float | None = None  # relative RMS of rounded weights; None: none or unknown
+    weight_error: float | None = None  # relative RMS error of rounded weights; None: unknown, or nothing is rounded
 
     @staticmethod
     def from_plan(
@@ -73,10 +79,13 @@ class ResolvedSettings:
         why = prefix_sharing_obstacle(config, shape, has_rope_lengths=has_rope_lengths)
         members, spared_rule = [block.micro_batches for block in plan.blocks], rule
         if not is_wave:
-            # Upper bound: each prefix stays cached until its last use, once for all lanes.
+            # Upper bound: counts each prefix once per run, as if it stayed cached from its first use to its last.
             members = [[[i for block in plan.blocks for i in block.members]]]
             spared_rule = SharingRule(among_lanes=True, page_tokens=PAGE_TOKENS)
         attention = Attention.cpu if walk.cpu_attention else Attention.device
+        scope = "micro-batch"
+        if rule.among_lanes:
+            scope = "block" if is_wave else "run"
         kv = placement.kv.tier if placement.kv.page_bytes else KVTier.device
         return ResolvedSettings(
             dtype=dtype,
@@ -100,7 +109,7 @@ class ResolvedSettings:
             num_lanes=plan.num_lanes,
             lane_size=plan.lane_size,
             prefill_chunk_tokens=chunk_tokens(plan.policy),
-            sharing="off" if why else "micro-batch" if not rule.among_lanes else "block" if is_wave else "run",
+            sharing="off" if why else scope,
             why_unshared=why,
             num_spared_tokens=0 if why else num_spared(members, plan.prefixes, spared_rule),
             kv_dtype=shape.kv_dtype.value,

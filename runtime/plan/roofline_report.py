@@ -1,4 +1,8 @@
-"""A plan under the hierarchical roofline: the roofs of a decode pass, and its operations below them."""
+"""Contents of a plan's roofline diagram: the roofs of a decode pass, and the operations below them.
+
+The **intensity** of an operation is its FLOPs per byte. P1 and P2 are the turning points of the hierarchical roofline
+model, see `cost.roofline`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,14 +27,14 @@ GIGA, TERA = 1e9, 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class PeakLine:
-    """A roof: the FLOP/s of a processor if all bytes come over `link`."""
+    """One roof of the diagram: the attainable FLOP/s of a processor if all bytes come over `link`."""
 
     level: Level
     link: str
 
     @property
     def ridge(self) -> float:
-        """The intensity at which the roof becomes flat."""
+        """The intensity from which the processor's peak FLOP/s limit the roof, not the link."""
         return self.level.flops_per_second / self.level.bytes_per_second
 
     @property
@@ -40,7 +44,7 @@ class PeakLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """An operation in the roofline diagram."""
+    """One operation of a decode pass as a point in the diagram."""
 
     name: str
     intensity: float  # FLOPs per byte over the limiting link
@@ -58,7 +62,7 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class TurningPoint:
-    """The intersection of two roofs."""
+    """The intersection of two roofs, P1 or P2."""
 
     name: str
     intensity: float
@@ -79,10 +83,10 @@ class RooflineReport:
 
     roofs: Sequence[PeakLine]
     operations: Sequence[Operation]
-    turning_points: Sequence[TurningPoint]  # the known ones above 0
-    needed_sequences: float  # block size that reaches P2
-    num_sequences: int
-    num_rows: int  # per feed-forward product
+    turning_points: Sequence[TurningPoint]  # with an intensity above 0
+    needed_sequences: float  # block size from which the link no longer limits feed-forward products (P2)
+    num_sequences: int  # of the largest block
+    num_rows: int  # tokens per feed-forward product
 
     @property
     def intensities(self) -> list[float]:
@@ -98,7 +102,7 @@ class RooflineReport:
         return {level.name: level.flops_per_second for level in levels if isfinite(level.flops_per_second)}
 
     def lowest(self, intensity: float) -> float:
-        """Returns the lowest FLOP/s of any operation, or of any roof at this intensity."""
+        """Returns the lowest FLOP/s in the diagram: of all operations, and of all roofs at `intensity`."""
         at_roofs = [float(roof.level.attainable(intensity)) for roof in self.roofs]
         return min([operation.flops_per_second for operation in self.operations] + at_roofs)
 
@@ -109,7 +113,7 @@ def make_roofline_report(shape: ModelShape, machine: Machine, plan: RunPlan) -> 
     is_batched = plan.placement.decode_walk.order.style.batches_experts
     num_rows = num_sequences if is_batched else plan.lane_size
     point = operating_point(work, machine, reads=reads, num_sequences=num_sequences, num_rows=num_rows)
-    links = {  # P1: the link; P2: the whole path of streamed weights
+    links = {  # P1 lies on the roof of the link; P2 on that of the whole path from disk, if weights are read from it
         "P1": (point.p1, machine.rates.link_in_bytes_per_second),
         "P2": (point.p2, link_bytes_per_second(machine, reads=reads)),
     }
@@ -137,7 +141,7 @@ def _peak_lines(work: LayerWork, machine: Machine) -> list[PeakLine]:
     disk = roof_over("disk", rates.disk_bytes_per_second)
     if machine.device_bytes is None:
         return [roof_over("host memory", compute.bytes_per_second), disk]
-    cpu = host_level(rates) or Level(
+    cpu = host_level(rates) or Level(  # with unknown peak FLOP/s
         name="CPU", flops_per_second=inf, bytes_per_second=rates.cpu_attention_bytes_per_second
     )
     roofs = [
@@ -169,7 +173,10 @@ def _attention(point: OperatingPoint, machine: Machine, plan: RunPlan) -> Operat
 def _feed_forward(
     point: OperatingPoint, work: LayerWork, machine: Machine, reads: bool, plan: RunPlan, num_rows: int
 ) -> Operation:
-    """Returns the products with feed-forward weights. If all are resident, only their own memory limits them."""
+    """Returns the feed-forward products of a layer as one operation. `reads`: weights come from disk in each pass.
+
+    Resident weights are limited by compute memory and FLOP/s only, streamed weights also by the link.
+    """
     own = num_rows * work.ffn_flops_per_token / work.ffn_bytes / hit_share(work, num_rows)
     attained = float(compute_level(work, machine.rates).attainable(own))
     if not plan.placement.decode_walk.streamed:

@@ -1,4 +1,4 @@
-"""Simulated timeline of a few passes of a plan, and its schedule as text. Pure."""
+"""Simulated timeline of a few passes of a plan, and the plan's schedule as text. A **lane** is a micro-batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ NUM_DECODE_PASSES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Simulated passes with their `names`. They start with empty slots, at second 0."""
+    """A few simulated passes. The first one starts at second 0, before any weights are loaded into slots."""
 
     description: str
-    names: Sequence[str]
+    names: Sequence[str]  # one per pass
     passes: Sequence[SimulatedPass]
 
     @property
@@ -32,8 +32,10 @@ class Timeline:
 
 
 def make_timeline(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> Timeline:
-    """Returns the first prefill pass and the first decode passes of the first block; for continuous admission, passes
-    from the middle of the run."""
+    """Simulates the first prefill pass and the first decode passes of the first block.
+
+    With continuous admission, a pass both prefills and decodes: simulates a typical pass several times instead.
+    """
     placement, chunk = plan.placement, chunk_tokens(plan.policy)
     if plan.policy.admission is Admission.continuous and shape.is_packed:
         groups, count = mixed_spans(placement, plan.blocks, sizes, chunk), NUM_DECODE_PASSES + 1
@@ -44,14 +46,15 @@ def make_timeline(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize
         prompts = block_prefills(shape, lanes, chunk, placement.sharing_rule)
         num_decode = max(size.max_new_tokens for lane in lanes for size in lane) - 1
         num_shown = min(NUM_DECODE_PASSES, num_decode)
+        # The work of each lane, by pass; None: the lane has no work in that pass.
         works: list[list[LaneWork | None]] = [[lane[0] if lane else None for lane in prompts]]
-        works += [[decode_work(shape, lane, turn) for lane in lanes] for turn in range(num_shown)]
+        works += [[decode_work(shape, lane, number) for lane in lanes] for number in range(num_shown)]
         decode = f" and decode passes 1 to {num_shown} of {num_decode:,}" if num_shown else ""
         description = f"prefill pass 1 of {max(map(len, prompts)):,}{decode} of the first block"
         names = ["prefill pass", *(f"decode pass {number + 1}" for number in range(num_shown))]
         shown = [
-            PassGroup(lanes=[work for work in lane_works if work is not None], prefill_share=0.0 if turn else 1.0)
-            for turn, lane_works in enumerate(works)
+            PassGroup(lanes=[work for work in lane_works if work is not None], prefill_share=0.0 if number else 1.0)
+            for number, lane_works in enumerate(works)
         ]
     passes = list[tuple[Schedule, Durations]]()
     for group in shown:
@@ -60,13 +63,14 @@ def make_timeline(shape: ModelShape, plan: RunPlan, sizes: Sequence[SequenceSize
     return Timeline(description=description, names=names, passes=simulate_passes(passes, rates.pass_seconds))
 
 
-MAX_ACTIONS = 20_000  # some 200 KB; 80 layers and 16 lanes make about 3,000
+MAX_ACTIONS = 20_000  # about 200 KB of text; 80 layers with 16 lanes have about 3,000
 
 
 def schedule_text(plan: RunPlan, *, max_actions: int = MAX_ACTIONS) -> str:
     """Returns the schedule of the first block: the actions before its first pass, one prefill pass and one decode pass.
 
-    Lists the first `max_actions`, for `parse_action`; other lines start with `#`.
+    Each line is an action that `parse_action` can read, or a comment that starts with `#`. Actions after the first
+    `max_actions` are omitted.
     """
     num_lanes = len(plan.blocks[0].micro_batches) if plan.blocks else plan.num_lanes
     of_lanes = f"of {num_lanes} micro-batch{'es' if num_lanes > 1 else ''}"

@@ -1,1 +1,1 @@
-"""Memory placement: ledgers in bytes against budgets, the demand of a run, and which weights and KV are streamed."""
+"""Memory placement: chooses weights and KV cache to keep in memory, and checks tables of memory use against budgets."""

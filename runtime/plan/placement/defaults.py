@@ -1,10 +1,13 @@
-"""Default micro-batch sizes, prefill chunks and compute orders, for settings left open.
+"""Default micro-batch sizes, prefill chunks and compute orders, for settings that are not configured.
 
-On a CPU few large lanes are faster: transfers do not overlap another lane's compute, and products with more rows take
-less time per row. One packed lane of 256 decoded 1.25 times the tokens of four of 64 (llama-3.2-1b's shape, two cores
-with AVX-512); one of 128 gave 1.1 times those of two of 64. The same holds on an accelerator if everything is resident,
-as each lane has its own launches. With CPU attention one lane attends while another is computed. Padded lanes stay
-small, as every row is padded to the longest.
+A **lane** is a micro-batch in execution; a **padded lane** has left-padded rows. On a CPU, few large lanes are faster
+than many small ones: no transfer of one lane overlaps the compute of another, and products with more rows take less
+time per row. One packed lane of 256 sequences decoded 1.25 times as many tokens per second as four lanes of 64, and a
+lane of 128 decoded 1.1 times as many as two of 64 (llama-3.2-1b's shape, two cores with AVX-512).
+
+Large lanes are also faster on an accelerator if everything is resident, as every lane launches all kernels. With CPU
+attention, several lanes are needed: the CPU attends for one while the device computes another. Padded lanes stay small,
+as every row is padded to the longest.
 """
 
 from collections.abc import Sequence
@@ -22,12 +25,12 @@ LARGE_MICRO_BATCHES = (256, 128)  # tried first, if the KV cache fits in compute
 
 
 def block_size(policy: PolicyConfig) -> int:
-    """Returns the maximum sequences of a block."""
+    """Returns the maximum number of sequences in a block, the micro-batches that decode together."""
     return (policy.micro_batch_size or MICRO_BATCH_SIZE) * (policy.num_micro_batches or NUM_MICRO_BATCHES)
 
 
 def micro_batch_sizes(shape: ModelShape, config: RuntimeConfig, budgets: Budgets) -> tuple[int, ...]:
-    """Returns candidate sizes, the best first; the last one is used even if it does not fit."""
+    """Returns candidate sizes, the best first. A caller tries them in order, and must take the last in any case."""
     policy = config.policy
     if policy.micro_batch_size is not None:
         return (policy.micro_batch_size,)
@@ -39,11 +42,11 @@ def micro_batch_sizes(shape: ModelShape, config: RuntimeConfig, budgets: Budgets
 
 
 def chunk_sizes(shape: ModelShape, policy: PolicyConfig, blocks: Sequence[Block]) -> tuple[int, ...]:
-    """Returns candidate prefill chunks in tokens of a micro-batch, the best first; a search may find a better one.
+    """Returns candidate prefill chunks, in tokens per micro-batch and pass, the best first.
 
-    One large micro-batch replaces four and gets four times the chunk, so that weights are read no more often; or twice
-    the chunk if that does not fit. On a CPU the second read of a dense model hides behind its products; that of experts
-    with few tokens may not.
+    One large micro-batch replaces four, and gets four times their chunk, so that prefill reads weights equally often.
+    If this does not fit, it gets twice the chunk, and prefill reads the weights twice as often. On a CPU, products of a
+    dense model take longer than the second read, but products of experts with few tokens may not.
     """
     if policy.prefill_chunk_tokens is not None:
         return (policy.prefill_chunk_tokens,)
@@ -62,24 +65,26 @@ def with_chunk_tokens(config: RuntimeConfig, num_tokens: int) -> RuntimeConfig:
 
 
 def has_all_kv_in_compute(placement: Placement) -> bool:
-    """True if the whole KV cache fits in compute memory.
+    """True if the whole KV cache fits in compute memory. Large lanes are used in this case.
 
-    Experts may be paged: 256 sequences of mixtral-s with paged experts decoded 1.26 times as fast as 64 at a time with
-    whole layers, in one run of each from disk (two cores with AVX-512).
+    For weights no such condition is needed: 256 sequences of mixtral-s with experts read one by one decoded 1.26 times
+    as fast as 64 at a time with whole layers (one run of each from disk, two cores with AVX-512).
     """
     return not placement.kv.page_bytes
 
 
-MANY_EXPERTS = 32
+MANY_EXPERTS = 32  # per layer, from which batching experts over all lanes is the default on an accelerator
 
 
 def default_orders(shape: ModelShape, *, has_device: bool) -> tuple[Order, ...]:
-    """Returns candidate compute orders, the default first; another is used if predicted faster, or without rates if it
-    allows larger blocks.
+    """Returns candidate compute orders, the default first.
 
-    On an accelerator, many experts with few tokens each take one micro-batch as long as all together. By the simulator,
-    batching four of 64 was never slower: 1.3 to 1.4 times as fast with olmoe's weights resident (`machine=rtx4090`,
-    `a100-40`), 3.9 times with gpt-oss-120b's experts read one by one (`machine=rtx3060 offload=nvme`).
+    The second is used if it is predicted faster, or without rates if it allows larger blocks.
+
+    On an accelerator, many experts with few tokens each take as long for one micro-batch as for all of a block. In the
+    simulator, batching the experts of four micro-batches of 64 was never slower. It was 1.3 to 1.4 times as fast with
+    olmoe's weights resident (`machine=rtx4090`, `a100-40`), and 3.9 times with gpt-oss-120b's experts read one by one
+    (`machine=rtx3060 offload=nvme`).
     """
     num_experts = max((stage.num_experts for stage in shape.layers), default=0)
     if has_device and shape.has_grouped_experts and num_experts >= MANY_EXPERTS:

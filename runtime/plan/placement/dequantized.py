@@ -1,4 +1,4 @@
-"""Device memory for dequantized weights."""
+"""Device memory into which the weights of a whole stage are dequantized, once for all lanes (micro-batches)."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -15,24 +15,25 @@ ALIGNMENT = 256  # bytes, preferred by matrix kernels
 
 @dataclass(frozen=True, kw_only=True)
 class DequantizedSize:
-    """Scratch memory for the dequantized weights of `stages`."""
+    """Sizes of the scratch areas for dequantized weights. Each area holds one stage at a time."""
 
-    num_areas: int  # one per stage computed at the same time
+    num_areas: int  # number of stages computed at the same time
     area_bytes: int
-    stages: frozenset[int]
+    stages: frozenset[int]  # stages with weights to dequantize
 
     @staticmethod
     def from_shape(shape: ModelShape, paged: Collection[int], num_open: int) -> "DequantizedSize | None":
-        """Returns the size for a model's layers, without the experts of `paged` ones; None if nothing is quantized.
+        """Returns the sizes for the layers of a model, with `num_open` areas; None if no layer is quantized.
 
-        Excludes embeddings, which are looked up by row, and the head, which runs once per pass.
+        Excludes experts of `paged` stages, which are read one by one. Embeddings, which are looked up by row, and the
+        head, which runs once per pass, are not dequantized here.
         """
-        sizes, dtype, item = dict[int, int](), shape.compute_dtype, shape.compute_dtype_bytes
+        sizes, dtype, item_bytes = dict[int, int](), shape.compute_dtype, shape.compute_dtype_bytes
         for stage in shape.stages:
             if stage.kind.is_layer:
                 parameters = (stage.dense if stage.index in paged else stage).parameters
                 sizes[stage.index] = sum(
-                    area_bytes(p.num_elements * item) for p in parameters if needs_dequantizing(p, dtype)
+                    area_bytes(p.num_elements * item_bytes) for p in parameters if needs_dequantizing(p, dtype)
                 )
         stages = frozenset(stage for stage, num_bytes in sizes.items() if num_bytes)
         if not stages:
@@ -47,12 +48,15 @@ class DequantizedSize:
 
 
 def needs_dequantizing(parameter: Parameter, compute_dtype: str) -> bool:
-    """True if a matrix or stack is stored quantized, or in another dtype than `compute_dtype` (safetensors name; empty
-    if unknown)."""
+    """True if a matrix, or stack of matrices, is stored quantized or in another dtype than `compute_dtype`.
+
+    `compute_dtype`: safetensors name; empty if unknown.
+    """
     pieces = [piece for entry in parameter.pieces for piece in entry if len(parameter.shape) > 1]
-    others = {*FLOATS} - {compute_dtype} if compute_dtype in FLOATS else ()
-    return any(piece.format or piece.dtype in others for piece in pieces)
+    other_floats = {*FLOATS} - {compute_dtype} if compute_dtype in FLOATS else ()
+    return any(piece.format or piece.dtype in other_floats for piece in pieces)
 
 
 def area_bytes(num_bytes: int) -> int:
+    """Returns the bytes that a dequantized matrix takes in an area."""
     return round_up(num_bytes, ALIGNMENT)

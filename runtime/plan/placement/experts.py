@@ -1,6 +1,9 @@
-"""Expert paging: experts read one by one; which stages support it, when it pays, and the memory it takes.
+"""Expert paging, which reads experts one by one: the stages that support it, when it saves time, and its memory.
 
-The slot of a paged stage holds its dense part only. Its experts are stages of a second walk, with slots for one expert.
+The slot of a paged stage, the buffer into which it is read, holds all weights except experts. Its experts have slots
+for one expert each. A **walk** describes the path of a pass: stages, slots and transfers. Paged experts are the stages
+of a second walk. A **hit** is an expert to which at least one token is routed; a **visit** is one expert computed for
+one token. A lane is a micro-batch.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,34 +19,36 @@ from ..shape.stage_sizes import ExpertSizes
 from .ledger import Entry
 from .memory import INNER_VECTORS, exchanged_elements, visit_elements
 
-WORTHWHILE_SHARE = 0.9  # of the experts: reading fewer one by one beats one sequential read of all
-NUM_STAGING_SLOTS = 2
+# Up to this share of hit experts, reading them one by one takes less time than one sequential read of all experts.
+WORTHWHILE_SHARE = 0.9
+NUM_STAGING_SLOTS = 2  # pinned host buffers between disk and device, for one expert each
 FULL_TOKENS = 64  # up to this many tokens, reading all experts takes longer than multiplying by them
-GROUPED_VISITS = 2048  # visits per grouped product on an accelerator, or a lane's tokens if that is more
-RUNNING_HIDDEN, RUNNING_INNER = 5, 4  # temporary vectors per token of experts batched over all lanes
-INDEX_BYTES = 8  # torch numbers experts and tokens in int64
+GROUPED_VISITS = 2048  # maximum visits per grouped product on an accelerator, or a lane's tokens if those are more
+# Temporary vectors per token of hidden size, and of intermediate size, for experts batched over all lanes.
+RUNNING_HIDDEN, RUNNING_INNER = 5, 4
+INDEX_BYTES = 8  # torch indexes experts and tokens with int64
 
 
 def expected_hits(num_experts: int, num_experts_per_token: int, num_tokens: Numbers) -> Numbers:
-    """Returns the expected distinct experts of `num_tokens` under uniform routing. Trained routers hit fewer."""
+    """Returns the expected number of experts hit by `num_tokens` under uniform routing. Trained routers hit fewer."""
     missed = (1 - num_experts_per_token / num_experts) ** num_tokens
-    return num_experts * (1 - missed)  # pyright: ignore[reportReturnType] - the power of a number is one
+    return num_experts * (1 - missed)  # pyright: ignore[reportReturnType] - a float's power is a float
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPhase:
-    """Equal passes. `runs_per_pass`: runs of a layer's experts (lanes; 1 if batched), for `num_tokens` each."""
+    """A phase of `num_passes` equal passes, as seen by the experts of one layer."""
 
     num_passes: float
-    runs_per_pass: int
-    num_tokens: int
+    runs_per_pass: int  # how often a pass runs the experts: once per lane, or 1 if batched over all lanes
+    num_tokens: int  # per run
 
     @property
     def total_runs(self) -> float:
         return self.num_passes * self.runs_per_pass
 
     def hits(self, num_experts: int, num_experts_per_token: int) -> float:
-        """Returns the experts hit over all runs."""
+        """Returns the expected hits of all runs together. An expert counts once for each run that hits it."""
         return self.total_runs * expected_hits(num_experts, num_experts_per_token, self.num_tokens)
 
 
@@ -52,32 +57,33 @@ def choose_paging(
 ) -> ExpertPaging:
     """Resolves `offload.expert_paging=auto` for a layer, from the bytes that all passes of a run read.
 
-    `hit` reads only hit experts; chosen if it saves a tenth of the bytes. Otherwise `off` reads the whole layer once
-    per pass, ahead of its turn. If the slots cannot hold a layer, `all` reads all experts for each lane, without
-    waiting for the routers.
+    - `hit` reads only hit experts. It is chosen if it saves at least a tenth of the bytes.
+    - `off` reads the whole layer once per pass, before the layer runs. It needs slots that hold a layer (`layer_fits`).
+    - `all` reads all experts again for each lane, but without waiting for the routers.
     """
-    hits = sum(phase.hits(num_experts, num_experts_per_token) for phase in phases)
-    layers = sum(phase.num_passes for phase in phases)
-    runs = sum(phase.total_runs for phase in phases)
-    if hits < WORTHWHILE_SHARE * num_experts * layers:
+    num_hits = sum(phase.hits(num_experts, num_experts_per_token) for phase in phases)
+    num_passes = sum(phase.num_passes for phase in phases)
+    num_runs = sum(phase.total_runs for phase in phases)
+    if num_hits < WORTHWHILE_SHARE * num_experts * num_passes:
         return ExpertPaging.hit
     if layer_fits:
         return ExpertPaging.off
-    return ExpertPaging.hit if hits < WORTHWHILE_SHARE * num_experts * runs else ExpertPaging.all
+    return ExpertPaging.hit if num_hits < WORTHWHILE_SHARE * num_experts * num_runs else ExpertPaging.all
 
 
 def pageable_stages(shape: ModelShape) -> frozenset[int]:
+    """Returns the stages with experts that can be read one by one."""
     return frozenset(stage.index for stage in shape.stages if stage.experts)
 
 
 def dense_shape(shape: ModelShape, paged: Collection[int]) -> ModelShape:
-    """Returns the model with `paged` stages without their experts."""
+    """Returns the model without the experts of `paged` stages."""
     return replace(shape, stages=tuple(stage.dense if stage.index in paged else stage for stage in shape.stages))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPages:
-    """The experts of paged stages as pages: expert e of stage s is page `first_page[s] + e`."""
+    """The experts of all paged stages, numbered: expert e of stage s is page `first_page[s] + e`."""
 
     pages: tuple[Stage, ...]
     first_page: Mapping[int, int]
@@ -100,14 +106,15 @@ class ExpertPages:
         return f"{stage} expert {page - self.first_page[stage]}"
 
     def as_shape(self, shape: ModelShape) -> ModelShape:
-        """Returns `shape` with the pages as its stages, to stream them."""
+        """Returns `shape` with the pages as its stages. Code that streams stages can then stream experts."""
         return replace(shape, stages=self.pages)
 
     def in_host(self, outer: Walk) -> frozenset[int]:
+        """Returns the pages in host memory: those of stages that the walk of stages, `outer`, has there."""
         return frozenset(number for number, page in enumerate(self.pages) if page.index in outer.in_host)
 
     def walk(self, outer: Walk, num_slots: int) -> Walk:
-        """Returns the walk of the pages, given the walk of the stages."""
+        """Returns the walk of the pages. `outer`: the walk of the stages."""
         in_host = self.in_host(outer)
         reads_disk = len(in_host) < len(self.pages)
         return Walk(
@@ -121,14 +128,18 @@ class ExpertPages:
 
 
 def slot_entry(paged: Collection[ExpertSizes], num_slots: int) -> Entry:
+    """Returns the compute memory of expert slots. `paged`: expert sizes of each paged stage."""
     size = max(stage.slot_bytes for stage in paged)
     equation = f"{num_slots} x {size:,} B, the largest expert"
     return Entry(name="expert slots", num_bytes=num_slots * size, equation=equation)
 
 
 def host_entries(paged: Mapping[int, ExpertSizes], outer: Walk, share: Callable[[Entry], Entry]) -> tuple[Entry, ...]:
-    """Returns the host memory for experts with an accelerator: staging slots for those read from disk, and pinned
-    memory for the others, scaled by `share`."""
+    """Returns the host memory for paged experts; empty without an accelerator.
+
+    Experts that are read from disk need staging slots. All others are in pinned memory, and `share` scales their entry
+    by the processes that share it. `paged`: expert sizes by stage. `outer`: the walk of the stages.
+    """
     if not outer.copies:
         return ()
     from_disk = [sizes for stage, sizes in paged.items() if stage not in outer.in_host]
@@ -146,26 +157,31 @@ def host_entries(paged: Mapping[int, ExpertSizes], outer: Walk, share: Callable[
 
 
 def batch_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
-    """Returns the compute memory for experts batched over `num_tokens` of all lanes.
+    """Returns the compute memory for experts that run once for the `num_tokens` of all lanes.
 
-    Waiting lanes hold the residual, the experts' input, the shared experts' output and the routing. Running
-    experts need most if all tokens visit one: input, gate and up, their product twice, output and weighted output.
+    Each lane that waits for the others keeps its residual, the experts' input, the shared experts' output and the
+    routing. Running experts take most memory if all tokens visit the same one: input, gate and up, their product twice,
+    output and weighted output.
     """
     size = shape.compute_dtype_bytes
     num_experts = max((stage.num_experts for stage in shape.stages), default=0)
     choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
+    # Bytes per token.
     waiting = (3 * shape.hidden_size + num_experts) * size + choices * (size + INDEX_BYTES)
     vectors = RUNNING_HIDDEN * shape.hidden_size + RUNNING_INNER * shape.intermediate_size + exchanged_elements(shape)
     running = vectors * size + choices * 3 * (size + INDEX_BYTES)
     return tuple(
-        Entry(name=name, num_bytes=num_tokens * row, equation=f"{num_tokens:,} tokens of all lanes x {row:,} B")
-        for name, row in (("waiting lanes", waiting), ("batched experts", running))
+        Entry(name=name, num_bytes=num_tokens * each, equation=f"{num_tokens:,} tokens of all lanes x {each:,} B")
+        for name, each in (("waiting lanes", waiting), ("batched experts", running))
     )
 
 
 def multiplies_all_experts(num_tokens: int, num_choices: int, num_experts: int) -> bool:
-    """True if an accelerator without a grouped kernel multiplies the tokens by all experts: most are hit anyway, and
-    the rest take less time than waiting for the routing."""
+    """True if an accelerator without a grouped kernel multiplies the tokens by all experts, hit or not.
+
+    Few tokens hit most experts anyway, and multiplying by the missed ones takes less time than waiting until the host
+    has read the routing. `num_choices`: experts per token.
+    """
     return (
         num_tokens <= FULL_TOKENS
         and num_tokens * num_choices >= num_experts
@@ -174,8 +190,10 @@ def multiplies_all_experts(num_tokens: int, num_choices: int, num_experts: int) 
 
 
 def visit_entries(shape: ModelShape, num_tokens: int, *, is_batched: bool) -> tuple[Entry, ...]:
-    """Returns the memory of experts run together on an accelerator, minus what a lane's activations or `batch_entries`
-    count already."""
+    """Returns the memory of experts that run in one grouped product on an accelerator, for `num_tokens`.
+
+    Excludes vectors that are counted elsewhere: by `batch_entries` if `is_batched`, else by the lane's activations.
+    """
     choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
     if not choices:
         return ()
@@ -184,14 +202,16 @@ def visit_entries(shape: ModelShape, num_tokens: int, *, is_batched: bool) -> tu
     num_full = min(num_tokens, FULL_TOKENS, GROUPED_VISITS // experts)  # tokens multiplied by all experts
     num_full_visits = num_full * experts if multiplies_all_experts(num_full, choices, experts) else 0
     num_visits = max(min(num_tokens * choices, max(num_tokens, GROUPED_VISITS)), num_full_visits)
-    numbers = visit_elements(shape.hidden_size, shape.expert_inner_size)
+    per_visit = visit_elements(shape.hidden_size, shape.expert_inner_size)
+    # Elements per token that are counted elsewhere.
     counted = RUNNING_INNER * shape.intermediate_size + RUNNING_HIDDEN * shape.hidden_size if is_batched else 0
     if not is_batched and not shape.has_fused_gates:
         counted = INNER_VECTORS * shape.intermediate_size
     return (
         Entry(
             name="expert activations",
-            num_bytes=max(0, num_visits * numbers - num_tokens * counted) * size,
-            equation=f"({num_visits:,} visits x {numbers:,} - {num_tokens:,} tokens x {counted:,} counted) x {size} B",
+            num_bytes=max(0, num_visits * per_visit - num_tokens * counted) * size,
+            equation=f"({num_visits:,} visits x {per_visit:,} - {num_tokens:,} tokens x {counted:,} counted) "
+            f"x {size} B",
         ),
     )

@@ -1,8 +1,8 @@
-"""Experts computed by the CPU on weights in host memory, while others are copied over the link: choice and memory.
+"""Chooses experts that the CPU computes in host memory while the link copies all others to the device.
 
-MoE-Lightning places a layer's feed-forward as a whole (Cao et al. 2025). Fiddler decides per expert, by the time to
-copy and to multiply it (Kamahori et al. 2024). Here link and CPU work in parallel: the CPU gets experts as long as it
-finishes before the link.
+MoE-Lightning computes the whole feed-forward of a layer on one processor (Cao et al. 2025). Fiddler decides for each
+expert, by the time to copy it and to compute it on the CPU (Kamahori et al. 2024). Here link and CPU work in parallel:
+the CPU gets more experts as long as it finishes before the link. A **visit** is one expert computed for one token.
 """
 
 from collections.abc import Mapping
@@ -19,21 +19,22 @@ from .ledger import Entry
 from .memory import KERNEL_SCRATCH_BYTES, PACKED_INPUT_BYTES
 
 FLOAT32_BYTES = 4
-DEFAULT_READING, DEFAULT_MULTIPLYING = 1.0, 0.125  # without rates: assumes a link as fast as host memory
+DEFAULT_READING, DEFAULT_MULTIPLYING = 1.0, 0.125  # if no rates are measured: the link is as fast as host memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuShare:
-    """Splits a layer's experts between CPU and link, in passes of at most `max_tokens`. The unit of time is the copy of
-    one expert over the link."""
+    """Splits a layer's experts between CPU and link. Times are relative to copying one expert over the link."""
 
-    max_tokens: int
-    reading: float = DEFAULT_READING  # CPU time per expert, if longer than `multiplying`
-    multiplying: float = DEFAULT_MULTIPLYING  # CPU time per token
+    max_tokens: int  # passes with more tokens do not use the CPU
+    reading: float = DEFAULT_READING  # CPU time to read an expert's weights, for few visits
+    multiplying: float = DEFAULT_MULTIPLYING  # CPU time per visit, for many visits
 
     def choose_experts(self, num_visits: Mapping[int, int], num_tokens: int) -> frozenset[int]:
-        """Returns the experts for the CPU out of those hit (`num_visits` by expert): the least visited ones, as many as
-        it computes before the link has copied the others."""
+        """Returns the experts for the CPU: those with the fewest visits, until it would finish later than the link.
+
+        `num_visits`: visits by expert, of all experts that the pass needs in this layer. `num_tokens`: of the pass.
+        """
         if num_tokens > self.max_tokens:
             return frozenset()
         chosen, busy = list[int](), 0.0
@@ -45,10 +46,11 @@ class CpuShare:
         return frozenset(chosen)
 
     def num_experts(self, num_hit: int, num_visits: float) -> int:
-        """Returns the number of `choose_experts` if all `num_hit` experts have `num_visits` each."""
+        """Returns how many experts `choose_experts` returns if there are `num_hit`, with `num_visits` each."""
         return min(num_hit, max(0, ceil((num_hit + 1) / (1 + self.cost(num_visits))) - 1))
 
     def cost(self, num_visits: Numbers) -> Numbers:
+        """Returns the CPU time of an expert."""
         return larger(self.reading, num_visits * self.multiplying)
 
 
@@ -83,18 +85,21 @@ def require_cpu_experts(shape: ModelShape, config: RuntimeConfig, *, has_device:
 
 
 def max_visits(shape: ModelShape, share: CpuShare) -> int:
+    """Returns the maximum visits of all experts of a layer in a pass."""
     return share.max_tokens * max((stage.num_experts_per_token for stage in shape.stages), default=0)
 
 
 def round_trip_size(shape: ModelShape, share: CpuShare) -> ExchangeSize:
-    """Returns the buffer of one round trip: the visits' tokens to the CPU, their outputs back."""
+    """Returns the size of the buffer between device and CPU: inputs of all visits to the CPU, and outputs back."""
     num_bytes = max_visits(shape, share) * shape.hidden_size * shape.compute_dtype_bytes + PART_ALIGNMENT_BYTES
     return ExchangeSize(num_round_trips=1, round_trip_bytes=2 * num_bytes)
 
 
 def host_entries(shape: ModelShape, share: CpuShare | None) -> tuple[Entry, ...]:
-    """Returns the host memory of the CPU's share without weights: the round trip, and float32 vectors and scratch of
-    one expert visited by all tokens."""
+    """Returns the host memory for the CPU's computation: the buffer shared with the device, and float32 vectors.
+
+    The vectors are those of one expert with visits by all tokens. Weights are not included.
+    """
     if share is None:
         return ()
     round_trip = pinned_bytes(round_trip_size(shape, share).round_trip_bytes, is_aligned=False)
@@ -109,7 +114,7 @@ def host_entries(shape: ModelShape, share: CpuShare | None) -> tuple[Entry, ...]
 
 
 def device_entries(shape: ModelShape, share: CpuShare | None) -> tuple[Entry, ...]:
-    """Returns the device memory for inputs and outputs of the CPU's visits, until outputs are summed."""
+    """Returns the device memory for inputs and outputs of all visits on the CPU, until the outputs are summed."""
     if share is None:
         return ()
     visits, vector_bytes = max_visits(shape, share), shape.hidden_size * shape.compute_dtype_bytes

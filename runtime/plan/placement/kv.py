@@ -1,9 +1,11 @@
-"""Placement of the KV cache: which layers' KV is offloaded, page sizes, and the memory it takes.
+"""Placement of the KV cache: the layers with offloaded KV, page sizes, and the memory for pages and transfers.
 
-A **page** is `PAGE_TOKENS` positions of one sequence in one layer; its number is the same in every layer.
+A **page** is `PAGE_TOKENS` positions of one sequence; it has the same number in every layer. The KV of an **offloaded**
+layer is in host memory or on disk (its **tier**). It is loaded into a **slot** in compute memory before a lane (a
+micro-batch) runs the layer, and stored after it.
 
-With CPU attention KV stays in host memory: the device sends queries and new keys and values, and receives the outputs.
-A **round trip** is that exchange for one lane in one layer.
+With CPU attention next to an accelerator, KV stays in host memory. The device sends queries and new keys and values,
+and receives the outputs. A **round trip** is this exchange for one lane in one layer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,28 +22,28 @@ from .ledger import Entry
 from .load import Load
 from .memory import PAGE_TOKENS
 
-SEGMENT_BYTES = 16 * MIB  # of pinned memory, so that a lane's pages are in few segments
-CHECKSUM_BYTES = 8  # per page in the file
+SEGMENT_BYTES = 16 * MIB  # a layer's pages in host memory are pinned in segments of at most this size
+CHECKSUM_BYTES = 8  # in memory, per page on disk
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVLayout:
-    """Pages of the layers with offloaded KV."""
+    """The KV pages of offloaded layers."""
 
     tier: KVTier  # cpu or nvme
-    page_bytes: Mapping[int, int]  # by offloaded layer
+    page_bytes: Mapping[int, int]  # bytes of a page, by offloaded decoder layer
     num_pages: int  # per layer
-    slot_pages: int  # maximum pages of a lane
-    num_slots: int  # 0: KV stays in host memory, where the CPU attends
+    slot_pages: int  # pages of a slot: the most that a lane has
+    num_slots: int  # 0: KV stays in host memory, where the CPU computes attention
     is_quantized: bool = False
-    can_be_quantized: bool = False  # kv.dtype is auto, and the model supports a quantized one
+    can_be_quantized: bool = False  # kv.dtype is auto, and the model supports a quantized dtype
 
     @property
     def stays_in_host(self) -> bool:
         return bool(self.page_bytes) and not self.num_slots
 
     def stride_bytes(self, layer: int) -> int:
-        """Returns the bytes from one page to the next in tier and slot. Direct I/O needs whole disk blocks."""
+        """Returns the distance in bytes between pages, in the tier and in slots. O_DIRECT needs whole disk blocks."""
         size = self.page_bytes[layer]
         return round_up(size, ALIGNMENT_BYTES) if self.tier is KVTier.nvme else size
 
@@ -50,8 +52,8 @@ class KVLayout:
         return self.num_pages * sum(self.stride_bytes(other) for other in self.page_bytes if other < layer)
 
     def segment_pages(self, layer: int) -> tuple[int, ...]:
-        """Returns the pages of each pinned segment of the layer."""
-        if self.stays_in_host:  # CPU attention needs all rows in one segment
+        """Returns the number of pages in each pinned segment of the layer."""
+        if self.stays_in_host:  # the kernel for CPU attention needs all sequences in one segment
             return (self.num_pages,)
         max_pages = max(1, SEGMENT_BYTES // self.stride_bytes(layer))
         whole, rest = divmod(self.num_pages, max_pages)
@@ -68,16 +70,19 @@ class KVLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class KVCost:
-    """Ledger entries of the KV cache."""
+    """Memory of the KV cache, as entries of the ledgers."""
 
-    compute: tuple[Entry, ...]  # of the host without a device
-    host: tuple[Entry, ...] = ()
+    compute: tuple[Entry, ...]  # in device memory, or without a device in host memory
+    host: tuple[Entry, ...] = ()  # in host memory next to a device
     disk_bytes: int = 0  # maximum size of the file
 
 
 def offloaded_kv_layers(shape: ModelShape, tier: KVTier, fraction: float, *, has_device: bool) -> tuple[int, ...]:
-    """Returns the decoder layers, from 0, with KV in `tier`. The share `fraction`, evenly spaced over the
-    depth, stays in compute memory, and so do sliding-window caches of padded lanes."""
+    """Returns the decoder layers, counted from 0, with KV offloaded to `tier`.
+
+    A share of `fraction` of the layers keeps KV in compute memory, evenly spaced over the depth. So do layers with a
+    sliding-window cache in padded lanes (lanes with left-padded rows).
+    """
     assert tier is not KVTier.auto, "the tier must be resolved"
     if tier is KVTier.device or (tier is KVTier.cpu and not has_device):
         return ()
@@ -113,7 +118,7 @@ def kv_layout(
 
 
 def kv_cost(shape: ModelShape, layout: KVLayout, *, has_device: bool) -> KVCost:
-    """Returns the memory of all pages, including those of layers in compute memory."""
+    """Returns the memory of all KV pages: in compute memory, and of offloaded layers."""
     in_compute_bytes = sum(size for layer, size in enumerate(shape.kv_layer_bytes) if layer not in layout.page_bytes)
     positions, num_offloaded = layout.num_pages * PAGE_TOKENS, len(layout.page_bytes)
     equation = f"{positions:,} positions x {in_compute_bytes:,} B"
@@ -146,32 +151,34 @@ def kv_cost(shape: ModelShape, layout: KVLayout, *, has_device: bool) -> KVCost:
     return KVCost(compute=tuple(compute), host=(staging, checksums), disk_bytes=layout.tier_bytes)
 
 
-ROUND_TRIP_PARTS = 5  # queries, keys, values, sinks; the output
-PART_ALIGNMENT_BYTES = 64  # of each part of a round trip, for vector loads
-STORES_IN_FLIGHT = 2  # concurrent copies of prompts' KV to the host
+ROUND_TRIP_PARTS = 5  # tensors of a round trip: queries, keys, values, attention sinks; and the output
+PART_ALIGNMENT_BYTES = 64  # alignment of each of these tensors, for vector loads
+STORES_IN_FLIGHT = 2  # maximum concurrent copies of prompts' KV to the host
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeSize:
-    """Pinned buffers for `num_round_trips` concurrent round trips of `round_trip_bytes` each."""
+    """Size of the pinned buffers for concurrent round trips. A buffer has `round_trip_bytes`."""
 
     num_round_trips: int
     round_trip_bytes: int
 
 
 def exchange_size(shape: ModelShape, kv: KVLayout, walk: Walk, load: Load) -> ExchangeSize:
-    """Returns the buffers for CPU attention; empty if no KV stays in host memory. `walk`: of decode passes."""
+    """Returns the buffers for CPU attention; of size 0 if no KV stays in host memory. `walk`: that of decode passes."""
     if not kv.stays_in_host:
         return ExchangeSize(num_round_trips=0, round_trip_bytes=0)
     sinks = shape.num_heads * 4 + ROUND_TRIP_PARTS * PART_ALIGNMENT_BYTES
-    # Per new token: its key and value, and for each KV head a group of queries and outputs.
-    row_bytes = (1 + -(-shape.num_heads // max(1, shape.num_kv_heads))) * _position_bytes(shape, kv)
+    # Per new token: a key and value for each KV head, and a query and output for each head of its group.
+    group = -(-shape.num_heads // max(1, shape.num_kv_heads))
+    row_bytes = (1 + group) * _position_bytes(shape, kv)
     return ExchangeSize(
         num_round_trips=walk.order.style.num_ahead + 1, round_trip_bytes=load.max_rows * row_bytes + sinks
     )
 
 
 def _position_bytes(shape: ModelShape, kv: KVLayout) -> int:
+    """Returns the KV bytes of one position in one layer: the maximum over the offloaded layers."""
     return max(shape.kv_layer_bytes[layer] for layer in kv.page_bytes)
 
 
@@ -185,8 +192,11 @@ def exchange_host_entry(size: ExchangeSize) -> Entry:
 
 
 def exchange_device_entry(shape: ModelShape, kv: KVLayout, size: ExchangeSize, load: Load) -> Entry:
-    """Returns the device memory of CPU attention: device buffers, prompts' KV on its way to the host, and the KV of the
-    longest row, which a resumed prompt copies back."""
+    """Returns the device memory of CPU attention.
+
+    It has buffers for round trips, the KV of prompts until it is copied to the host, and the KV of the longest
+    sequence: a later chunk of a prompt copies the KV of earlier chunks back to the device.
+    """
     per_position = _position_bytes(shape, kv)
     positions = (STORES_IN_FLIGHT + 1) * load.max_tokens + load.max_positions
     return Entry(

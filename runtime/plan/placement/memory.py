@@ -1,6 +1,7 @@
-"""Ledger terms of lanes and their KV cache: upper bounds from shapes alone.
+"""Memory of lanes and their KV cache: upper bounds from the sizes of model and requests, as entries of a ledger.
 
-Activations are counted for one lane in one stage; between stages a lane keeps only its hidden states.
+A **lane** is a micro-batch in execution; its sequences are packed, or in a **padded lane** left-padded rows. One lane
+at a time computes a stage (a layer), so activations are counted for one lane. All other lanes keep hidden states only.
 """
 
 from collections.abc import Sequence
@@ -21,43 +22,41 @@ from ..shape.dtypes import PAGE_TOKENS as PAGE_TOKENS
 from ..shape.model import ModelShape
 from .ledger import Entry
 
-PANEL_BYTES = 16 * MIB  # maximum of weights converted for a product
+PANEL_BYTES = 16 * MIB  # maximum of weights that are converted at once for a product
 MAX_DEQUANTIZED_ELEMENTS = 1 << 24  # elements per step on a device, see linear/stored.py
 # Up to this many rows of all lanes, device kernels multiply 16-bit activations with quantized codes. On an H100 more
 # rows are faster with weights dequantized once for all lanes.
 FEW_ROWS = 128
 DEQUANTIZING_BYTES = 4 * 4 * MAX_DEQUANTIZED_ELEMENTS  # float32 elements and temporaries
-INNER_VECTORS = 3  # per token: gate, up and their product
+INNER_VECTORS = 3  # feed-forward vectors per token: gate, up and their product
 GATED_ROWS = 512  # tokens per block of our fused feed-forward, see model/fused.py
 GROUPED_BYTES = 16 * MIB  # inputs and outputs of a group of experts on a CPU, see model/expert_groups.py
-PACKED_INPUT_BYTES, KERNEL_SCRATCH_BYTES = (
-    24 * MIB,
-    8 * MIB,
-)  # packed inputs of CPU kernels, threads' scratch
+PACKED_INPUT_BYTES = 24 * MIB  # inputs of a product that CPU kernels have copied into their own order
+KERNEL_SCRATCH_BYTES = 8 * MIB  # scratch memory of the threads of a CPU kernel
 SAMPLING_BYTES = 24 * MIB  # temporaries for a few rows of logits, see sequences/sampler.py
-SEARCH_FACTOR = 6  # times the logits of beams scored together: scores and copies
-HEAD_SLICE_BYTES = 64 * MIB  # of float32 logits per slice of scored tokens
+SEARCH_FACTOR = 6  # memory of beam search relative to the logits of the beams scored together: scores and copies
+HEAD_SLICE_BYTES = 64 * MIB  # maximum float32 logits of scored tokens computed at once
 ALLOCATOR_SLACK_BYTES = 48 * MIB  # measured: heap fragmentation, libraries' buffers (docs/explanation/memory.md)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSize:
-    """The size of one request."""
+    """The size of one request, in tokens."""
 
     num_prompt_tokens: int
     max_new_tokens: int
-    num_scored: int = 0  # last prompt tokens to score; then nothing is generated
-    prefix: SharedPrefix | None = None  # shared with other requests of the run
-    num_beams: int = 1  # neighboring sequences that are the beams of one search
+    num_scored: int = 0  # number of prompt tokens to score, counted from the end; above 0, nothing is generated
+    prefix: SharedPrefix | None = None  # longest prefix shared with other requests of the run
+    num_beams: int = 1  # beams of a search; each is a sequence of the same lane
 
     @cached_property
     def capacity_tokens(self) -> int:
-        """KV positions at the sequence's limit, in whole pages."""
+        """The KV positions of the sequence at its token limit, in whole pages."""
         num_new = 0 if self.num_scored else self.max_new_tokens
         return round_up(self.num_prompt_tokens + num_new, PAGE_TOKENS)
 
     def num_selected(self, past: int, new: int) -> int:
-        """Returns how many of the `new` prompt tokens after `past` need logits."""
+        """Returns how many tokens need logits in a prefill pass with `new` prompt tokens after `past` earlier ones."""
         first = self.num_prompt_tokens - max(1, self.num_scored)
         return max(0, past + new - max(past, first))
 
@@ -70,7 +69,7 @@ class SequenceSize:
         prefix: SharedPrefix | None = None,
         num_beams: int = 1,
     ) -> "SequenceSize":
-        """Returns the same object for all requests of this size: a run may have 100,000 of a few hundred sizes."""
+        """Returns the same object for equal sizes: a run may have 100,000 requests, but only a few hundred sizes."""
         return SequenceSize(
             num_prompt_tokens=num_prompt_tokens,
             max_new_tokens=max_new_tokens,
@@ -90,29 +89,30 @@ MicroBatch = Sequence[SequenceSize]
 
 
 def kv_tokens(shape: ModelShape, micro_batches: Sequence[MicroBatch], *, among_lanes: bool = False) -> int:
-    """Returns the KV positions of a block if every sequence runs to its limit.
+    """Returns the KV positions of a block if every sequence runs to its token limit.
 
-    A padded lane is as wide as its longest prompt plus its longest output; an encoder-decoder caches outputs only.
-    Prefixes shared within a lane, or with `among_lanes` within the block, count once, in whole pages.
+    A padded lane is as wide as its longest prompt plus its longest output; an encoder-decoder caches outputs only. A
+    prefix counts once per lane that shares it, in whole pages; with `among_lanes`, it counts once per block.
     """
     if shape.is_packed:
         sizes = [size for lane in micro_batches for size in lane]
-        groups = [sizes] if among_lanes else micro_batches  # that share prefixes
-        return sum(size.capacity_tokens for size in sizes) - sum(map(_spared_positions, groups))
+        sharing_groups = [sizes] if among_lanes else micro_batches
+        return sum(size.capacity_tokens for size in sizes) - sum(map(_spared_positions, sharing_groups))
     return sum(len(lane) * _row_positions(shape, lane) for lane in micro_batches if lane)
 
 
 def _spared_positions(lane: MicroBatch) -> int:
-    """Returns the KV positions saved by prefix sharing."""
+    """Returns the KV positions saved by prefix sharing: those of all members, less those stored once."""
     shares = prefix_shares(lane)
     if shares is None:
         return 0
-    members = sum(_whole_page_tokens(prefix.num_tokens) for prefix in shares.prefixes if prefix is not None)
-    shared = (
+    saved_positions = sum(_whole_page_tokens(prefix.num_tokens) for prefix in shares.prefixes if prefix is not None)
+    # A prefix is stored without the whole pages of its parent, a shorter prefix.
+    stored_positions = sum(
         round_up(prefix.num_tokens, PAGE_TOKENS) - (_whole_page_tokens(parent.num_tokens) if parent is not None else 0)
         for prefix, parent in shares.parents.items()
     )
-    return members - sum(shared)
+    return saved_positions - stored_positions
 
 
 def _whole_page_tokens(num_tokens: int) -> int:
@@ -128,7 +128,7 @@ def prefix_shares(lane: MicroBatch) -> PrefixSharing | None:
 
 
 def computed_tokens(lane: MicroBatch) -> int:
-    """Returns the prompt tokens that the lane computes; shared prefixes count once."""
+    """Returns the number of prompt tokens that the lane computes. Shared prefixes count once."""
     shares = prefix_shares(lane)
     return sum(size.num_prompt_tokens for size in lane) - (shares.num_spared() if shares is not None else 0)
 
@@ -153,20 +153,23 @@ def _prompt_width(lane: MicroBatch) -> int:
 
 
 def chunk_columns(num_rows: int, width: int, chunk_tokens: int) -> int:
-    """Returns the columns of a padded rectangle per prefill pass; the last chunk may have fewer. No chunk of a longer
-    prompt has a single column: recurrent layers would take it for a decode step, which has no padding."""
+    """Returns the columns per prefill pass of a padded lane with `num_rows` prompts, `width` tokens wide.
+
+    The last pass may have fewer columns. If there are several passes, none has a single column: recurrent layers would
+    treat it as a decode step, which has no padding.
+    """
     max_columns = min(width, max(2, chunk_tokens // num_rows))
     candidates = (*range(max_columns, 1, -1), *range(max_columns + 1, width))
     return next((columns for columns in candidates if width % columns != 1), width)
 
 
 def prompt_columns(shape: ModelShape, num_rows: int, width: int, chunk_tokens: int) -> int:
-    """Returns `chunk_columns`, or all columns if the model class does not support chunks."""
+    """Returns `chunk_columns`, or `width` if the model cannot prefill in chunks."""
     return width if shape.has_whole_prompts else chunk_columns(num_rows, width, chunk_tokens)
 
 
 def pass_tokens(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) -> int:
-    """Returns the maximum tokens of a lane in one pass, without prefix sharing."""
+    """Returns the maximum number of tokens of a lane in one pass. Assumes that no prefixes are shared."""
     if not lane:
         return 0
     if shape.is_packed:
@@ -182,22 +185,25 @@ def pass_tokens(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) 
 
 
 def prefill_passes(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) -> int:
-    """Returns the number of passes for a lane's prompts."""
+    """Returns the number of passes that prefill a lane's prompts."""
     tokens = computed_tokens(lane) if shape.is_packed else len(lane) * _prompt_width(lane)
     return -(-tokens // pass_tokens(shape, lane, prefill_chunk_tokens)) if tokens else 0
 
 
 def head_rows(vocab_size: int) -> int:
-    """Returns the scored tokens per slice of logits."""
+    """Returns the number of scored tokens for which logits are computed at once."""
     return max(1, HEAD_SLICE_BYTES // (4 * vocab_size))
 
 
 def _logits_entry(shape: ModelShape, micro_batches: Sequence[MicroBatch], tokens: Sequence[int]) -> Entry:
-    """Returns the entry for logits: a row per sequence; for scored tokens, a slice of rows and all hidden states.
-    `tokens`: maximum tokens of each lane in a pass."""
+    """Returns the entry for logits: one row per sequence of a lane.
+
+    If prompt tokens are scored, it has a slice of their logits and all of their hidden states instead.
+    `tokens`: maximum tokens per pass, by lane.
+    """
     num_rows = max((len(lane) for lane in micro_batches), default=0)
     pairs = zip(micro_batches, tokens, strict=True)
-    num_scored = max((min(most, sum(size.num_scored for size in lane)) for lane, most in pairs), default=0)
+    num_scored = max((min(in_pass, sum(size.num_scored for size in lane)) for lane, in_pass in pairs), default=0)
     hidden = num_scored * shape.hidden_size * shape.compute_dtype_bytes
     if num_scored:
         num_rows = min(num_scored, head_rows(shape.vocab_size))
@@ -221,20 +227,22 @@ def lane_entries(
     *,
     slack_bytes: int = ALLOCATOR_SLACK_BYTES,
 ) -> tuple[Entry, ...]:
-    """Returns the compute memory of concurrent lanes: states, hidden states, activations and logits."""
-    size, width = shape.compute_dtype_bytes, shape.hidden_size
-    tokens = [pass_tokens(shape, lane, prefill_chunk_tokens) for lane in micro_batches]
+    """Returns the compute memory of concurrent lanes, without KV cache: states, hidden states, activations, logits."""
+    size, width = shape.compute_dtype_bytes, shape.hidden_size  # bytes and elements
+    tokens = [pass_tokens(shape, lane, prefill_chunk_tokens) for lane in micro_batches]  # per pass, by lane
     largest, in_flight, num_rows = max(tokens, default=0), sum(tokens), sum(map(len, micro_batches))
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    vectors = 2 * min(largest, GATED_ROWS) if shape.has_fused_gates else INNER_VECTORS * largest
-    inner = vectors * shape.intermediate_size
-    widest_step = max(3 * largest * heads, inner)  # queries, keys and values, plus copies
-    numbers = 4 * largest * width + widest_step
-    per_token = 2 * width + 2 * shape.head_dim  # per token between stages; the embeddings live until the pass ends
+    inner_vectors = 2 * min(largest, GATED_ROWS) if shape.has_fused_gates else INNER_VECTORS * largest
+    # Either attention, with a copy of queries, keys and values, or feed-forward takes most memory.
+    widest_step = max(3 * largest * heads, inner_vectors * shape.intermediate_size)
+    activations = 4 * largest * width + widest_step
+    # Elements per token that all lanes keep between stages. The embeddings are kept until the pass ends.
+    per_token = 2 * width + 2 * shape.head_dim
     attention = _attention_bytes(shape, micro_batches, prefill_chunk_tokens)
     widest = max(width, heads, shape.intermediate_size)
     packed = min(PACKED_INPUT_BYTES, 6 * largest * widest) + KERNEL_SCRATCH_BYTES
-    products = max(PANEL_BYTES, packed + min(PANEL_BYTES, 4 * width * widest))  # few rows, then many
+    # Products with few rows convert a panel of weights; those with many rows also pack their inputs.
+    products = max(PANEL_BYTES, packed + min(PANEL_BYTES, 4 * width * widest))
     num_choices = max((stage.num_experts_per_token for stage in shape.stages), default=0)
     if shape.has_decode_kernel and num_choices:  # groups of experts on a CPU
         visits = in_flight * num_choices * visit_elements(width, shape.expert_inner_size)
@@ -244,7 +252,8 @@ def lane_entries(
         equation = f"{num_rows:,} sequences x {per_row:,} B"
         entries.append(Entry(name="states", num_bytes=num_rows * per_row, equation=equation))
     if per_row := shape.kv_tail_bytes_per_sequence:
-        # Partial pages of sequences and shared prefixes: at least one prefix per lane, as a running lane may get one.
+        # Sequences and shared prefixes have a tail each, a partly filled page. Counts at least one prefix per lane, as
+        # a prefix may be added while the lane runs.
         shares = map(prefix_shares, micro_batches)
         num_tails = num_rows + sum(max(1, len(share.parents)) if share is not None else 1 for share in shares)
         equation = f"{num_tails:,} sequences x {per_row:,} B of {PAGE_TOKENS} unquantized positions"
@@ -260,8 +269,8 @@ def lane_entries(
     if shape.rank_stages is not None:  # received from the previous rank and sent to the next
         equation = f"2 x {in_flight:,} tokens in flight x {width:,} x {size} B"
         entries.append(Entry(name="rank transfers", num_bytes=2 * in_flight * width * size, equation=equation))
-    equation = f"{largest:,} tokens of the largest lane: {numbers:,} x {size} B + attention {attention:,} B"
-    entries.append(Entry(name="activations", num_bytes=numbers * size + attention, equation=equation))
+    equation = f"{largest:,} tokens of the largest lane: {activations:,} x {size} B + attention {attention:,} B"
+    entries.append(Entry(name="activations", num_bytes=activations * size + attention, equation=equation))
     entries.append(_logits_entry(shape, micro_batches, tokens))
     equation = f"matrix products {products / MIB:.1f} MiB + slack {slack_bytes // MIB} MiB"
     entries.append(Entry(name="workspace", num_bytes=products + slack_bytes, equation=equation))
@@ -269,24 +278,33 @@ def lane_entries(
 
 
 def _gather_entry(shape: ModelShape, num_tokens: int, micro_batches: Sequence[MicroBatch]) -> Entry:
-    """Returns the buffers of tensor-parallel ranks: parts received and concatenated, or whole experts' exchange."""
-    size, inner = shape.compute_dtype_bytes, min(num_tokens, GATED_ROWS) if shape.has_fused_gates else num_tokens
-    heads = shape.num_parts * shape.num_heads * shape.head_dim
-    numbers = max(num_tokens * max(heads, shape.hidden_size), inner * shape.intermediate_size)
-    numbers = max(numbers, max(map(len, micro_batches), default=0) * shape.vocab_size)
-    numbers = max(2 * numbers, num_tokens * exchanged_elements(shape))
-    return Entry(name="gather buffers", num_bytes=numbers * size, equation=f"{numbers:,} x {size} B")
+    """Returns the buffers of a tensor-parallel rank: outputs of all ranks, received and concatenated, or the exchange
+    of whole experts."""
+    size, heads = shape.compute_dtype_bytes, shape.num_parts * shape.num_heads * shape.head_dim
+    gated_tokens = min(num_tokens, GATED_ROWS) if shape.has_fused_gates else num_tokens
+    max_rows = max(map(len, micro_batches), default=0)
+    largest_output = max(
+        num_tokens * max(heads, shape.hidden_size), gated_tokens * shape.intermediate_size, max_rows * shape.vocab_size
+    )
+    num_elements = max(2 * largest_output, num_tokens * exchanged_elements(shape))
+    return Entry(name="gather buffers", num_bytes=num_elements * size, equation=f"{num_elements:,} x {size} B")
 
 
 def visit_elements(hidden_size: int, inner_size: int) -> int:
-    """Returns the elements per visit of an expert: input, gate and up, twice their product, and outputs, unweighted,
-    weighted and in float32."""
+    """Returns the elements of one visit: an expert computed for one token.
+
+    Counts vectors of hidden size (the input, and the output unweighted, weighted and in float32) and vectors of
+    intermediate size (gate, up, and twice their product).
+    """
     return 6 * hidden_size + 4 * inner_size
 
 
 def exchanged_elements(shape: ModelShape) -> int:
-    """Returns the elements per token that ranks with whole experts exchange, if all visited ones are on this rank:
-    their outputs, those received for tokens that it sums, and the sums sent and received."""
+    """Returns the elements per token in the exchange between ranks with whole experts; 0 without whole experts.
+
+    In the worst case this rank has all experts that tokens visit. It sends their outputs, receives outputs for the
+    tokens that it sums, and sends and receives sums.
+    """
     if not shape.num_whole_experts:
         return 0
     choices = max(stage.num_experts_per_token for stage in shape.layers)
@@ -296,7 +314,7 @@ def exchanged_elements(shape: ModelShape) -> int:
 def _delta_rule_entry(
     shape: ModelShape, rule: DeltaRule, micro_batches: Sequence[MicroBatch], chunk_tokens: int
 ) -> Entry:
-    """Returns the entry of the lane that needs the most memory."""
+    """Returns the memory of gated delta net layers, for the lane that needs most."""
     size, lanes = shape.compute_dtype_bytes, list(filter(None, micro_batches))
     rectangles = [(len(lane), prompt_columns(shape, len(lane), _prompt_width(lane), chunk_tokens)) for lane in lanes]
     rows, columns = max(rectangles, key=lambda rectangle: rule.num_bytes(*rectangle, size), default=(0, 0))
@@ -309,7 +327,7 @@ def _delta_rule_entry(
 
 
 def _encoder_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> tuple[Entry, ...]:
-    """Returns the entries of the encoder's output, and of the position bias and mask for pairs of positions."""
+    """Returns the memory for the encoder's output, and for the position bias and mask of all pairs of positions."""
     size = shape.compute_dtype_bytes
     rectangles = [(len(lane), _prompt_width(lane)) for lane in micro_batches if lane]
     positions = sum(rows * width for rows, width in rectangles)
@@ -331,8 +349,11 @@ def _encoder_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> 
 
 
 def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chunk_tokens: int) -> int:
-    """Returns the largest attention memory of a lane: scores of a decode step; masks, scores and gathered KV
-    of a prefill chunk; expanded latents."""
+    """Returns the attention memory of the lane that needs most.
+
+    It has the scores of a decode step, or the masks, scores and gathered KV of a prefill chunk. Expanded latents (MLA)
+    are added to either.
+    """
     size = shape.compute_dtype_bytes
     largest = 0
     for lane in filter(None, micro_batches):
@@ -358,8 +379,8 @@ def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chu
             prefill = min(chunk_tokens, longest) * longest * (2 + size * (1 + 3 * shape.score_heads))
             prefill += 2 * longest * shape.num_kv_heads * shape.head_dim * size
         if shape.kv_dtype.is_quantized:
-            # Three float32 copies of a prompt, or of the rows gathered at a time on an accelerator; and masks over the
-            # pages of a pass, which it attends to both quantized and unquantized.
+            # Three float32 copies of the keys and values of a prompt, or of the rows that an accelerator gathers.
+            # Masks cover new positions twice, as the pass attends to them both in quantized pages and unquantized.
             width, new = shape.num_kv_heads * shape.head_dim, min(tokens, longest)
             max_positions = GATHERED_BYTES // (2 * width * size)
             positions = longest if shape.has_decode_kernel else max(longest, min(len(lane) * longest, max_positions))
@@ -372,23 +393,24 @@ def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chu
 def resumed_chunks(
     shape: ModelShape, planned: Sequence[MicroBatch], resumed: Sequence[MicroBatch], chunk_tokens: int, spare_bytes: int
 ) -> tuple[int, ...]:
-    """Returns the maximum tokens of each lane in a prefill pass after a resume.
+    """Returns the maximum prefill tokens per pass, by lane, for a run that resumes.
 
-    `planned`: the lanes of the plan. `resumed`: the remaining sequences, with generated tokens in their prompts.
-    `spare_bytes`: unused compute memory in the ledger.
+    `planned`: the lanes for which memory is planned. `resumed`: lanes with the remaining sequences, whose generated
+    tokens now belong to their prompts. `spare_bytes`: compute memory that the ledger leaves unused.
     """
     if shape.has_encoder:
-        # An encoder-decoder's head makes logits for every token: as many as fit into the encoder's freed activations.
-        room = [
+        # An encoder-decoder computes logits for every token: as many as fit into the encoder's freed activations.
+        max_logits = [
             len(lane) + (encoder_activation_bytes(shape, lane) + spare_bytes) // (4 * shape.vocab_size)
             for lane in planned
         ]
-        pairs = zip(planned, room, strict=True)
+        pairs = zip(planned, max_logits, strict=True)
         return tuple(max(len(lane), min(pass_tokens(shape, lane, 0), most)) for lane, most in pairs)
     planned_tokens = [pass_tokens(shape, lane, chunk_tokens) for lane in planned]
-    room, tokens = _num_bytes(lane_entries(shape, planned, chunk_tokens)) + spare_bytes, chunk_tokens
+    available_bytes = _num_bytes(lane_entries(shape, planned, chunk_tokens)) + spare_bytes
+    tokens = chunk_tokens
     while tokens > max(planned_tokens, default=0):
-        if _num_bytes(lane_entries(shape, resumed, tokens)) <= room:
+        if _num_bytes(lane_entries(shape, resumed, tokens)) <= available_bytes:
             return (tokens,) * len(planned)
         tokens //= 2
     return tuple(planned_tokens)
@@ -404,14 +426,15 @@ def _num_bytes(entries: Sequence[Entry]) -> int:
     return sum(entry.num_bytes for entry in entries)
 
 
-NUM_RECORDINGS = 16  # CUDA graphs kept, the latest ones
-RECORDING_BYTES = 32 * MIB  # driver memory for the launches of a pass: an estimate
-RECORDING_HEADROOM = 1.5  # maximum ratio of recorded to attended positions
+NUM_RECORDINGS = 16  # CUDA graphs kept; older ones are dropped
+RECORDING_BYTES = 32 * MIB  # estimate of the driver's memory for the launches of a pass
+RECORDING_HEADROOM = 1.5  # maximum ratio of the positions for which a graph is recorded to those in use
+# Entries of `lane_entries` that a recorded pass needs in the graphs' pool.
 PASS_ENTRIES = frozenset({"hidden states", "activations", "logits"})
 
 
 def recordings_entry(shape: ModelShape, lanes: Sequence[MicroBatch]) -> Entry:
-    """Returns the memory of CUDA graphs, which share one private pool, and of their inputs and outputs."""
+    """Returns the memory of the CUDA graphs of decode passes. They share one memory pool for a pass."""
     entries = lane_entries(shape, lanes, prefill_chunk_tokens=1, slack_bytes=0)
     pass_bytes = round(RECORDING_HEADROOM * sum(entry.num_bytes for entry in entries if entry.name in PASS_ENTRIES))
     return Entry(

@@ -1,4 +1,4 @@
-"""Placement of weights and KV cache with its ledgers, and advice on config keys that make a run fit."""
+"""Placement of weights and KV cache with its ledgers (tables of memory use), and advice to make a run fit."""
 
 import math
 from collections.abc import Sequence
@@ -17,14 +17,17 @@ from .memory import PAGE_TOKENS
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """Bytes that a run may use."""
+    """Memory budgets of a run in bytes.
+
+    They are for one process, or for all processes together that compute a run on this machine.
+    """
 
     host_bytes: int  # of `num_copies` processes together
     device_bytes: int | None = None  # of `num_devices` devices together; None: no device
-    library_bytes: int = 0  # of device_bytes, for the device's libraries
-    num_sharers: int = 1  # processes that share weights in host memory, each counting its part
-    num_copies: int = 1  # processes with their own weights and slots
-    num_devices: int = 1  # devices with all weights each
+    library_bytes: int = 0  # part of `device_bytes` for libraries such as cuBLAS
+    num_sharers: int = 1  # processes that share the weights in host memory; each counts an equal part
+    num_copies: int = 1  # processes counted here, each with its own slots
+    num_devices: int = 1  # devices counted here, each with all resident weights
 
     @property
     def has_device(self) -> bool:
@@ -32,18 +35,19 @@ class Budgets:
 
     @property
     def compute_bytes(self) -> int:
+        """The budget of the memory in which the model is computed."""
         return self.host_bytes if self.device_bytes is None else self.device_bytes
 
     def count_per_process(self, entry: Entry) -> Entry:
-        """Returns the entry times the processes that hold a copy."""
+        """Returns the entry for all processes, if each has a copy."""
         return _multiply_entry(entry, self.num_copies, "processes")
 
     def count_per_device(self, entry: Entry) -> Entry:
-        """Returns an entry in compute memory times the devices (or processes) that hold a copy."""
+        """Returns an entry in compute memory for all devices, or without devices for all processes."""
         return _multiply_entry(entry, self.num_devices, "devices") if self.has_device else self.count_per_process(entry)
 
     def count_shared(self, entry: Entry) -> Entry:
-        """Returns an entry of host weights divided by the processes that share them."""
+        """Returns the part of an entry for weights in host memory, if several processes share these weights."""
         if self.num_sharers == 1:
             return self.count_per_process(entry)
         equation = f"{entry.equation}, shared by {self.num_sharers} processes"
@@ -61,41 +65,47 @@ def _multiply_entry(entry: Entry, count: int, owners: str) -> Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Placement of weights and KV cache for a run."""
+    """Placement of weights and KV cache for a run.
 
-    resident: frozenset[int]  # stages in compute memory; the others pass through slots
+    A **walk** describes the path of a pass: stages, slots and transfers. A **slot** is a buffer into which streamed
+    stages are read one after another.
+    """
+
+    resident: frozenset[int]  # stages that stay in compute memory; all other stages are streamed through slots
     walk: Walk  # of prefill passes
-    decode_walk: Walk
+    decode_walk: Walk  # of decode passes
     slot_bytes: int
-    ledgers: tuple[Ledger, ...]
+    ledgers: tuple[Ledger, ...]  # of device and host memory, or without a device of host memory
     kv: KVLayout
-    exchange: ExchangeSize  # buffers for CPU attention to `host_layers`
-    paged: frozenset[int] = frozenset()  # streamed stages with experts in `num_expert_slots` instead
+    exchange: ExchangeSize  # buffers for CPU attention in `host_layers`
+    paged: frozenset[int] = frozenset()  # streamed stages with experts that are read one by one
     paging: ExpertPaging = ExpertPaging.off
-    num_expert_slots: int = 0
-    cpu_share: CpuShare | None = None  # experts in host memory that the CPU computes
-    dequantized: DequantizedSize | None = None  # None: dequantized within each product
-    keys_at_minimum: frozenset[str] = frozenset()  # config keys that cannot lower the load further
+    num_expert_slots: int = 0  # slots for one expert each
+    cpu_share: CpuShare | None = None  # chooses experts in host memory that the CPU computes; None: no experts
+    dequantized: DequantizedSize | None = None  # areas for whole dequantized stages; None: each product dequantizes
+    keys_at_minimum: frozenset[str] = frozenset()  # config keys that cannot reduce memory further
 
     @property
     def host_layers(self) -> frozenset[int]:
-        """Layers with KV in host memory, where the CPU attends."""
+        """The layers with KV in host memory, where the CPU computes their attention."""
         return frozenset(self.kv.page_bytes) if self.kv.stays_in_host else frozenset()
 
     @property
     def sharing_rule(self) -> SharingRule:
-        """Which prompts may share prefixes.
+        """The prompts that may share prefixes in the KV cache.
 
-        With KV in host memory, lanes share pages, except in the pass that computes them. Offloaded KV is fetched per
-        lane and shared within a lane only. Quantized pages are shared whole.
+        With KV in compute memory, all lanes (micro-batches) share prefixes. With KV that stays in host memory they
+        share whole pages, but not in the pass that computes the prefix. Offloaded KV is loaded for each lane, and so
+        shared within a lane only. Quantized pages are shared whole.
         """
         in_host = self.kv.stays_in_host
-        among_lanes, by_page = in_host or not self.kv.page_bytes, in_host or self.kv.is_quantized
+        among_lanes = in_host or not self.kv.page_bytes
+        by_page = in_host or self.kv.is_quantized
         return SharingRule(among_lanes=among_lanes, in_pass=not in_host, page_tokens=PAGE_TOKENS if by_page else 1)
 
     @property
     def cpu_expert_stages(self) -> frozenset[int]:
-        """Stages with some experts computed on the CPU."""
+        """The stages with experts of which the CPU may compute some."""
         return frozenset() if self.cpu_share is None else self.paged & self.walk.in_host
 
     @property
@@ -105,7 +115,7 @@ class Placement:
 
     @property
     def has_device(self) -> bool:
-        """True if compute has a memory of its own."""
+        """True if an accelerator computes, in a memory of its own."""
         return any(ledger.memory == "device" for ledger in self.ledgers)
 
     @property
@@ -113,7 +123,7 @@ class Placement:
         return all(ledger.fits for ledger in self.ledgers)
 
     def require_fit(self, config: RuntimeConfig | None = None) -> None:
-        """Raises BudgetError, with the ledger and the keys that can make the run fit."""
+        """Raises BudgetError if the run does not fit, with the ledger and settings that can make it fit."""
         for ledger in self.ledgers:
             advice = fit_advice(ledger, self.walk, self.kv, config or RuntimeConfig(), self.keys_at_minimum)
             if self.has_device and ledger.memory == "host" and config and config.offload.host_memory_gib is None:
@@ -121,10 +131,11 @@ class Placement:
             ledger.require_fit(advice)
 
 
+# Names of ledger entries.
 KV_TERMS = frozenset({"KV cache", "KV pages"})
 SLOT_TERMS = frozenset({"KV slots", "KV staging"})
 LANE_TERMS = frozenset({"states", "KV tails", "hidden states", "delta rule", "activations", "logits", "KV exchange"})
-LOWERED_TERMS = {  # ledger terms that a lower value of the key lowers
+LOWERED_TERMS = {  # config key -> ledger entries that a lower value of the key reduces
     "policy.micro_batch_size": LANE_TERMS | KV_TERMS | SLOT_TERMS,
     "policy.num_micro_batches": frozenset({"states", "KV tails", "hidden states", *KV_TERMS}),
     "policy.prefill_chunk_tokens": frozenset({"hidden states", "activations"}),
@@ -134,7 +145,7 @@ LOWERED_TERMS = {  # ledger terms that a lower value of the key lowers
 
 
 def fit_advice(ledger: Ledger, walk: Walk, kv: KVLayout, config: RuntimeConfig, keys_at_minimum: frozenset[str]) -> str:
-    """Returns config changes to make a run fit, from the ledger's terms."""
+    """Returns a text with the config changes that can make a run fit, chosen by the entries of `ledger`."""
     terms = frozenset(entry.name for entry in ledger.entries if entry.num_bytes)
     options = [f"raise {ledger.budget_key} to {math.ceil(1000 * ledger.total_bytes / GIB) / 1000:g}"]
     lower = [key for key, lowered in LOWERED_TERMS.items() if terms & lowered and key not in keys_at_minimum]
@@ -145,6 +156,7 @@ def fit_advice(ledger: Ledger, walk: Walk, kv: KVLayout, config: RuntimeConfig, 
     if "KV cache" in terms and kv.tier is KVTier.nvme:
         lower.append("kv.device_fraction")
     use, model = list[str](), config.model
+    # Settings to use instead: for each, an entry that it removes must exist.
     if "weights" in terms or ("resident weights" in terms and not walk.streamed):
         packed = f" with packed weights instead of model.quantize ({model.pack_command})"
         # Otherwise every pass would quantize the weights that it reads.

@@ -1,4 +1,8 @@
-"""Memory needs of a placement, and the search for the one with the most in compute memory: KV before layers."""
+"""Searches the placement with the most KV cache, then the most layers, in compute memory; and its memory needs.
+
+A **resident** stage stays in compute memory. All other stages are **streamed** through slots, from host memory or disk.
+A lane is a micro-batch in execution.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +39,7 @@ HOST_KEY, DEVICE_KEY = "offload.host_memory_gib", "offload.device_memory_gib"
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """Memory needs of all placements with the KV layout `kv`."""
+    """Memory needs that placements with the same KV layout have in common, and their ledgers."""
 
     shape: ModelShape
     config: RuntimeConfig
@@ -44,7 +48,7 @@ class Requirements:
     kv: KVLayout
 
     def can_hold(self, resident_bytes: int) -> bool:
-        """True if these weights fit in compute memory, without slots."""
+        """True if `resident_bytes` of weights fit in compute memory, next to the fixed entries but without slots."""
         compute, host = self.budgets.device_bytes, self.budgets.host_bytes
         fixed = sum(entry.num_bytes for entry in self._fixed_entries)
         if compute is None:
@@ -63,7 +67,7 @@ class Requirements:
 
     @cached_property
     def _fixed_entries(self) -> tuple[Entry, ...]:
-        """Compute memory independent of the resident weights."""
+        """The compute memory that does not depend on the resident weights: KV cache, lanes, libraries."""
         lanes, chunk, libraries = self.load.lanes, self.load.chunk_tokens, self.budgets.library_bytes
         if not libraries:
             return (*self._kv_cost.compute, *lane_entries(self.shape, lanes, chunk))
@@ -108,7 +112,7 @@ class Requirements:
         return tuple(entries)
 
     def _host_entries(self, placement: Placement) -> tuple[Entry, ...]:
-        """Returns the host memory used with an accelerator."""
+        """Returns the host memory that a run with an accelerator uses."""
         walk, pinned = placement.walk, pinned_bytes(placement.slot_bytes)
         count = walk.num_staging_slots
         staging = Entry(name="staging slots", num_bytes=count * pinned, equation=f"{count} x {pinned:,} B, pinned")
@@ -132,11 +136,11 @@ class Requirements:
         return tuple(entries)
 
 
-KV_FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)  # tried if kv.device_fraction is null
+KV_FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)  # candidates if kv.device_fraction is null
 
 
 def cpu_attention_obstacle(shape: ModelShape, config: RuntimeConfig) -> str | None:
-    """Returns why the CPU next to an accelerator cannot attend to this KV cache; None if it can."""
+    """Returns the reason why the CPU next to an accelerator cannot compute attention; None if it can."""
     tier = config.kv.tier
     if tier not in (KVTier.auto, KVTier.cpu):
         return (
@@ -152,7 +156,10 @@ def cpu_attention_obstacle(shape: ModelShape, config: RuntimeConfig) -> str | No
 
 
 def kv_tiers(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> tuple[KVTier, ...]:
-    """Returns the KV tiers to try, the fastest first. Raises ConfigError if they do not support `policy.attention`."""
+    """Returns the candidate tiers for the KV cache, the fastest first.
+
+    Raises ConfigError if the configured tier does not support `policy.attention=cpu`.
+    """
     tier = config.kv.tier
     if has_device and cpu_attends(shape, config, has_device=True):
         if (obstacle := cpu_attention_obstacle(shape, config)) is not None:
@@ -164,15 +171,15 @@ def kv_tiers(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> t
 
 
 def can_offload_kv(shape: ModelShape, config: RuntimeConfig, tier: KVTier, *, has_device: bool) -> bool:
-    """True if some layers' KV may be fetched from `tier` and stored back."""
+    """True if the KV of some layers may be loaded from `tier` in each pass, and stored back."""
     layers = offloaded_kv_layers(shape, tier, config.kv.device_fraction or 0.0, has_device=has_device)
     return bool(layers) and not (has_device and cpu_attends(shape, config, has_device=True))
 
 
 def choose_placement(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, load: Load) -> Placement:
-    """Returns the placement that fits with the most in compute memory: KV first, then layers; or if none fits, the
-    smallest, with ledgers that show why.
+    """Returns the first placement that fits, or the last and smallest one if none fits.
 
+    Placements are tried in the order of their KV cache in compute memory, most first, then of their resident layers.
     Embeddings and head stay resident if they fit, and are streamed like layers otherwise. Raises ConfigError if the CPU
     does not support the configured attention or experts.
     """
@@ -188,17 +195,17 @@ def choose_placement(shape: ModelShape, config: RuntimeConfig, budgets: Budgets,
 
 @dataclass(frozen=True, kw_only=True)
 class _PlacementCandidate:
-    """A set of `resident` stages with a KV layout."""
+    """The choices that determine a placement: KV layout, resident stages, expert paging, area for dequantizing."""
 
-    needs: Requirements
+    needs: Requirements  # with the KV layout
     paging: ExpertPaging
     resident: frozenset[int]
     resident_bytes: int  # tied weights count once
-    has_dequantize_area: bool = False  # for dequantized weights
+    has_dequantize_area: bool = False  # stages are dequantized as a whole, once for all lanes
 
     @property
     def may_fit(self) -> bool:
-        """Cheap test that rejects nearly all candidates that cannot fit."""
+        """False if the candidate cannot fit. A quick test, which a few candidates pass that do not fit either."""
         return self.needs.can_hold(self.resident_bytes)
 
     def make_placement(self) -> Placement:
@@ -208,18 +215,20 @@ class _PlacementCandidate:
         tier, has_device = self.needs.config.tier, self.needs.budgets.has_device
         if not has_device or tier is Tier.nvme or not streamed:
             return self._make(streamed, frozenset())
-        whole = self._make(streamed, frozenset(streamed))
-        if tier is Tier.cpu or whole.fits:
-            return whole
-        none = self._make(streamed, frozenset())
-        if not none.fits:
-            return none
-        held = self._choose_host_stages(none, streamed)
-        return self._make(streamed, held) if held else none
+        all_in_host = self._make(streamed, frozenset(streamed))
+        if tier is Tier.cpu or all_in_host.fits:
+            return all_in_host
+        none_in_host = self._make(streamed, frozenset())
+        if not none_in_host.fits:
+            return none_in_host
+        host_stages = self._choose_host_stages(none_in_host, streamed)
+        return self._make(streamed, host_stages) if host_stages else none_in_host
 
     def _choose_host_stages(self, placement: Placement, streamed: Sequence[int]) -> frozenset[int]:
-        """Returns the streamed stages that fit in the host memory left by `placement`. They are evenly spaced over the
-        depth, so that their turns give the disk time for the next stage."""
+        """Returns the streamed stages to keep in host memory, as many as fit in the memory that `placement` leaves.
+
+        They are evenly spaced over the depth: while one of them is computed, the disk reads a later stage.
+        """
         ledger = placement.ledgers[-1]
         cpu_entries = feedforward.host_entries(self.needs.shape, self._cpu_share) if placement.paged else ()
         spare = ledger.budget_bytes - ledger.total_bytes - sum(entry.num_bytes for entry in cpu_entries)
@@ -238,7 +247,7 @@ class _PlacementCandidate:
 
     @property
     def _cpu_share(self) -> CpuShare | None:
-        """The CPU's share of experts in decode passes; prefill has too many tokens per expert."""
+        """The rule for experts on the CPU, in decode passes only: prefill has too many tokens per expert."""
         config, load = self.needs.config, self.needs.load
         if not cpu_multiplies(config):
             return None
@@ -246,6 +255,7 @@ class _PlacementCandidate:
         return CpuShare(max_tokens=load.block_rows if is_batched else load.max_rows)
 
     def _make(self, streamed: Sequence[int], in_host: frozenset[int]) -> Placement:
+        """Returns the placement with `in_host` as the streamed stages in host memory."""
         shape, config, load, kv = self.needs.shape, self.needs.config, self.needs.load, self.needs.kv
         paging = self.paging
         paged = pageable_stages(shape) & {*streamed} if paging is not ExpertPaging.off else frozenset[int]()
@@ -284,17 +294,22 @@ class _PlacementCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class _Placer:
+    """Enumerates the candidate placements of a load."""
+
     shape: ModelShape
     config: RuntimeConfig
     budgets: Budgets
     load: Load
 
     def candidates(self) -> Iterator[_PlacementCandidate]:
-        """Yields all candidates. Every number of resident layers is tried, as a larger one may take less memory: it
-        frees slots, and host memory with an accelerator."""
+        """Yields all candidates, the preferred ones first.
+
+        Every number of resident layers is a candidate. More resident layers can take less memory: they need no slots,
+        and with an accelerator no host memory.
+        """
         residents, areas = list(self._resident_sets()), [False]
         if self.budgets.has_device and DequantizedSize.from_shape(self.shape, frozenset(), 1) is not None:
-            # With a scratch area first: without it every lane dequantizes again.
+            # Prefer an area for whole dequantized stages: without it, every lane dequantizes the weights again.
             by_choice = {Dequantize.auto: [True, False], Dequantize.stage: [True], Dequantize.product: [False]}
             areas = by_choice[self.config.offload.dequantize]
         for has_area in areas:
@@ -311,11 +326,16 @@ class _Placer:
                         )
 
     def _kv_layouts(self) -> Iterator[KVLayout]:
+        """Yields the distinct KV layouts, the one with most KV in compute memory first."""
         fraction, has_device = self.config.kv.device_fraction, self.budgets.has_device
         attends_on_cpu = has_device and cpu_attends(self.shape, self.config, has_device=True)
-        seen: set[tuple[KVTier, tuple[int, ...]] | None] = set()  # None: nothing is offloaded, in any tier
+        fractions = KV_FRACTIONS if fraction is None else (fraction,)
+        if attends_on_cpu:
+            fractions = (0.0,)
+        # Tier and offloaded layers of earlier layouts; None: nothing is offloaded, whatever the tier.
+        seen: set[tuple[KVTier, tuple[int, ...]] | None] = set()
         for tier in kv_tiers(self.shape, self.config, has_device=has_device):
-            for share in [0.0] if attends_on_cpu else KV_FRACTIONS if fraction is None else [fraction]:
+            for share in fractions:
                 layers = offloaded_kv_layers(self.shape, tier, share, has_device=has_device)
                 key = (tier, layers) if layers else None
                 if key in seen:
@@ -333,7 +353,10 @@ class _Placer:
                 )
 
     def _paging_modes(self) -> list[ExpertPaging]:
-        """Returns the modes to try; `auto` pages if that reads less, or if a whole layer does not fit."""
+        """Returns the candidate modes of expert paging.
+
+        `auto` reads experts one by one if that reads fewer bytes, or if a whole layer does not fit into slots.
+        """
         paging = self.config.offload.expert_paging
         if not pageable_stages(self.shape) or self._keeps_all:
             return [ExpertPaging.off]
@@ -342,13 +365,13 @@ class _Placer:
         if paging is not ExpertPaging.auto:
             return [paging]
         load, is_batched = self.load, (self.config.policy.schedule or PLAIN).style.batches_experts
-        prefill, decode = load.lane_tokens, [len(lane) for lane in load.lanes]
+        prefill, decode = load.lane_tokens, [len(lane) for lane in load.lanes]  # tokens per pass, by lane
         tokens = [sum(lanes) if is_batched else max(lanes, default=0) for lanes in (prefill, decode)]
-        num_requests = 1 if is_batched else len(load.lanes)
-        # One mode for both phases: prefill visits nearly all experts, but most passes are decode passes.
+        num_runs = 1 if is_batched else len(load.lanes)
+        # Both phases use the same mode: prefill hits nearly all experts, but most passes are decode passes.
         phases = (
-            ExpertPhase(num_passes=load.num_prefill_passes, runs_per_pass=num_requests, num_tokens=tokens[0]),
-            ExpertPhase(num_passes=load.num_decode_passes, runs_per_pass=num_requests, num_tokens=tokens[1]),
+            ExpertPhase(num_passes=load.num_prefill_passes, runs_per_pass=num_runs, num_tokens=tokens[0]),
+            ExpertPhase(num_passes=load.num_decode_passes, runs_per_pass=num_runs, num_tokens=tokens[1]),
         )
         stage = self.shape.stages[min(pageable_stages(self.shape))]
         if_it_fits, if_not = (
@@ -364,11 +387,13 @@ class _Placer:
 
     @property
     def _keeps_all(self) -> bool:
+        """True if the configured tier requires that all stages stay in compute memory."""
         tier = self.config.tier
         return tier is Tier.none or (tier is Tier.cpu and not self.budgets.has_device)
 
     def _resident_sets(self) -> Iterator[tuple[frozenset[int], int]]:
-        """Yields sets of resident stages and their bytes: first with all non-layer stages, and with most layers."""
+        """Yields candidate sets of resident stages, each with its bytes: those with embeddings and head first, and of
+        those the ones with most layers."""
         sizes, configured = self.shape.sizes, self.config.offload.resident_layers
         num_layers = sizes.num_layers
         if self._keeps_all:

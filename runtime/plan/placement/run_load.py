@@ -1,4 +1,7 @@
-"""The worst-case memory load of a run: its largest block, or with continuous admission its longest sequences."""
+"""Computes the worst-case load of a run: its largest block, or with continuous admission its longest sequences.
+
+With continuous admission, waiting sequences enter a lane (a running micro-batch) as soon as others end.
+"""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -17,11 +20,12 @@ from .placer import can_offload_kv, choose_placement, kv_tiers
 
 
 def block_lanes(block: Block, sizes: Sequence[SequenceSize]) -> list[MicroBatch]:
+    """Returns the sizes of the sequences in each micro-batch. `sizes`: of all requests."""
     return [[sizes[i] for i in micro_batch] for micro_batch in block.micro_batches]
 
 
 def least_memory_config(config: RuntimeConfig) -> RuntimeConfig:
-    """Returns the config with automatic settings at their least memory: no resident layers, prefetch depth 1."""
+    """Returns the config with automatic settings fixed to the values that take least memory."""
     offload, prefetch = config.offload, config.prefetch
     return replace(
         config,
@@ -37,7 +41,7 @@ def run_load(
     blocks: Sequence[Block],
     sizes: Sequence[SequenceSize],
 ) -> Load:
-    """Returns the largest load of any block, or with continuous admission the longest sequences side by side."""
+    """Returns the load of the largest block, or with continuous admission of the longest sequences in one block."""
     if config.policy.admission is Admission.continuous:
         return _continuous_load(shape, config, budgets, blocks, sizes)
     return Load.from_blocks(shape, [block_lanes(block, sizes) for block in blocks], chunk_tokens(config.policy))
@@ -50,12 +54,13 @@ def _continuous_load(
     blocks: Sequence[Block],
     sizes: Sequence[SequenceSize],
 ) -> Load:
-    """Returns the load of the longest sequences, as many as the largest block has.
+    """Returns the load if the longest sequences run together, as many as the largest block has.
 
-    KV pages are reduced to what the budget allows, at least those of the longest sequence.
+    KV pages are reduced until they fit the budget, but not below those of the longest sequence.
 
-    A preempted sequence is prefilled with all its tokens, so a lane may compute every token of its sequences in
-    prefill. A padded lane may hold the longest prompt together with the longest output.
+    A preempted sequence loses its KV pages, and later prefills again with all tokens that it has by then. So in the
+    worst case a lane prefills all tokens of its sequences. A padded lane may have the longest prompt together with the
+    longest output.
     """
     chunk = chunk_tokens(config.policy)
     num_slots = max((len(block.members) for block in blocks), default=0)
@@ -82,11 +87,12 @@ def _continuous_load(
     min_pages = full.max_positions // PAGE_TOKENS
     counts = [full.num_kv_pages] * 2  # without and with prefix sharing across lanes
     if any(size.prefix is not None for size in sizes):
-        # The pages of the largest block: its sequences are admitted one after another, and preempted if they need more.
+        # Enough pages for the largest block. If the sequences need more at some time, some are preempted.
         blocks_lanes = [block_lanes(block, sizes) for block in blocks]
         tokens = [max(kv_tokens(shape, lanes, among_lanes=among) for lanes in blocks_lanes) for among in (False, True)]
         counts = [max(num_tokens // PAGE_TOKENS, min_pages) for num_tokens in tokens]
-    # Upper bound of a lane's pages: the largest unshared parts plus all prefixes, if below the longest sequences'.
+    # Upper bound of a lane's pages: the largest unshared parts of sequences plus all prefixes, or the pages of the
+    # longest sequences if those are fewer.
     own = [size.capacity_tokens // PAGE_TOKENS - _whole_pages(size.prefix) for size in sizes]
     prefixes = {prefix for size in sizes if size.prefix is not None for prefix in size.prefix.chain}
     shared = sum(_whole_pages(prefix) - _whole_pages(prefix.parent) for prefix in prefixes)
@@ -104,11 +110,12 @@ def _whole_pages(prefix: SharedPrefix | None) -> int:
 def _fit_pages(
     shape: ModelShape, config: RuntimeConfig, budgets: Budgets, per_lane: Load, per_block: Load, min_pages: int
 ) -> Load:
-    """Returns the load with the most KV pages in the fastest tier in which it `has_enough_pages`.
+    """Returns the load with as many KV pages as fit, in the fastest tier that fits enough of them.
 
-    Without such a tier, returns the most pages of any tier, but at least `min_pages`: the ledger then shows what does
-    not fit. `per_lane`: load with prefixes shared within lanes, for offloaded KV. `per_block`: load with prefixes
-    shared in the block, for other KV. Half of all pages are enough, since most outputs end before their limits.
+    Half of all pages are enough (`has_enough_pages`), since most outputs end before their token limit. If no tier fits
+    enough, returns the most pages that fit in any tier, but at least `min_pages`: the ledger then shows what does not
+    fit. `per_lane`: the full load if prefixes are shared within lanes, as for offloaded KV. `per_block`: the full load
+    if prefixes are shared within the block, as for KV in compute memory.
     """
     max_pages, full = min_pages, per_lane
     for tier in kv_tiers(shape, config, has_device=budgets.has_device):
@@ -123,7 +130,7 @@ def _fit_pages(
 
 
 def _max_fitting_pages(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, full: Load, counts: range) -> int:
-    """Returns the largest of these page counts for which a placement fits; 0 if there is none."""
+    """Returns the largest of the page `counts` with which a placement of load `full` fits; 0 if there is none."""
     num_fitting = bisect_left(
         counts, True, key=lambda n: not choose_placement(shape, config, budgets, replace(full, num_kv_pages=n)).fits
     )

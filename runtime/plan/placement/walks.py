@@ -1,4 +1,7 @@
-"""The walks of prefill and decode passes."""
+"""Makes the walks of prefill and decode passes. A **walk** describes the path of a pass: stages, slots and transfers.
+
+A **lane** is a micro-batch in execution. A **turn** is the computation of one lane in one stage.
+"""
 
 from collections.abc import Sequence
 
@@ -10,14 +13,17 @@ from .kv import KVLayout
 
 
 def num_weight_slots(prefetch: PrefetchConfig, order: Order) -> int:
-    """Returns the number of weight slots: for stages read ahead, plus those being computed."""
-    ahead = prefetch.depth + order.style.num_open
-    return {Prefetch.off: 1, Prefetch.block: 2 * prefetch.block_layers}.get(prefetch.kind, ahead)
+    """Returns the number of weight slots, for stages that are read ahead and stages in computation."""
+    lookahead_slots = prefetch.depth + order.style.num_open
+    return {Prefetch.off: 1, Prefetch.block: 2 * prefetch.block_layers}.get(prefetch.kind, lookahead_slots)
 
 
 def cpu_attends(shape: ModelShape, config: RuntimeConfig, *, has_device: bool) -> bool:
-    """True if attention runs on the CPU's workers. Not supported for padded lanes, and on an accelerator not for layers
-    that expand latents, as they expand them in its memory."""
+    """True if attention runs on the CPU.
+
+    Padded lanes do not support it, nor do layers with latents (MLA) next to an accelerator, which expands them in its
+    own memory.
+    """
     is_possible = shape.is_packed and not (has_device and shape.expanded_kv_width)
     return is_possible and config.policy.attention is Attention.cpu
 
@@ -33,9 +39,9 @@ def make_walk(
     is_decode: bool,
     has_device: bool,
 ) -> Walk:
-    """Returns the walk of prefill or decode passes. Only decode passes skip an encoder and use CPU attention.
+    """Returns the walk of prefill or decode passes. Only decode passes skip the encoder and use CPU attention.
 
-    `streamed` stages pass through slots, in pages if the order spreads them; those `in_host` stay in host memory.
+    `streamed`: stages that are read into slots. `in_host`: those of them that stay in host memory, not on disk.
     """
     prefetch, order = config.prefetch, config.policy.schedule or PLAIN
     own = shape.own_stages
@@ -46,8 +52,8 @@ def make_walk(
     num_read = sum(stage not in in_host for stage in in_pass)
     staging = (2 if block == 1 else block) if copies else 0
     offloaded_kv = tuple(shape.layers[layer].index for layer in kv.page_bytes) if kv.num_slots else ()
-    # One page per turn of a streamed stage. If turns end with barriers, also one per turn of a resident stage, as disk
-    # and link would idle in a turn without a page.
+    # If the order spreads the parts ("pages") of a stage over turns, each turn of a streamed stage gets one page. If
+    # turns end with barriers, turns of resident stages get pages too, as disk and link would be idle without a page.
     style = order.style
     stages_per_load = round((own.stop - first) / max(1, len(in_pass))) if style.has_barriers else 1
     batched_experts = tuple[int, ...]()

@@ -1,1 +1,1 @@
-"""The model in bytes and FLOPs: tensors, stages, and their sizes on disk and in memory; no machine, no requests."""
+"""Sizes of a model, independent of machine and requests: FLOPs, and bytes of tensors on disk and in memory."""

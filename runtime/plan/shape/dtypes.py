@@ -1,8 +1,9 @@
 """KV cache dtypes and their page sizes, error classes of storage formats, and the dtype for `model.dtype=auto`.
 
-A **page** of quantized keys and values holds codes of P positions: a byte each for int8, half a byte for int4. Keys
-have a bfloat16 scale per channel, values one per head and position (KIVI, Liu et al. 2024). For int4 each scale has a
-zero point of one byte. For H heads with Dk and Dv elements:
+A **page** holds the keys and values of P positions of one sequence in one layer. A quantized page stores them as codes
+of one byte (int8) or half a byte (int4). Keys have a bfloat16 scale per channel; values have one per head and position
+(KIVI, Liu et al. 2024). For int4 each scale has a zero point of one byte. With H KV heads, and Dk and Dv elements per
+head for keys and values, the bytes of a page are:
 
     int8: P H (Dk + Dv)     + 2 (H Dk + P H)
     int4: P H (Dk + Dv) / 2 + 3 (H Dk + P H)
@@ -18,10 +19,10 @@ from ...errors import ConfigError
 from ...units import round_up
 from .model import ModelShape
 
-PAGE_TOKENS = 16  # P, positions per KV page, see cache/pages.py
-PAGE_ALIGNMENT_BYTES = 16  # of quantized pages, so that the bytes per position are an integer
-FLOATS = ("F16", "BF16", "F32")  # dtypes of safetensors that hold plain numbers
-KV_ITEM_BYTES = {KVDType.bfloat16: 2, KVDType.float8: 1}  # per element, of dtypes without scales
+PAGE_TOKENS = 16  # P, see cache/pages.py
+PAGE_ALIGNMENT_BYTES = 16  # sizes of quantized pages are multiples of it, and so whole bytes per position
+FLOATS = ("F16", "BF16", "F32")  # safetensors dtypes of unquantized weights
+KV_ITEM_BYTES = {KVDType.bfloat16: 2, KVDType.float8: 1}  # bytes per element of KV dtypes without scales
 
 
 class PageParts(NamedTuple):
@@ -40,34 +41,37 @@ class PageParts(NamedTuple):
 
 
 def page_parts(dtype: KVDType, num_heads: int, key_dim: int, value_dim: int) -> PageParts:
-    """Returns the part sizes of an int8 or int4 page. int4 packs two codes per byte and needs even head dimensions."""
-    channels, tokens, is_half = num_heads * key_dim, PAGE_TOKENS * num_heads, dtype is KVDType.int4
+    """Returns the part sizes of an int8 or int4 page. `key_dim` and `value_dim` must be even for int4."""
+    num_key_scales, num_value_scales = num_heads * key_dim, PAGE_TOKENS * num_heads
+    is_int4 = dtype is KVDType.int4
+    codes_per_byte = 2 if is_int4 else 1
     return PageParts(
-        key_codes=tokens * key_dim // (2 if is_half else 1),
-        value_codes=tokens * value_dim // (2 if is_half else 1),
-        key_scales=2 * channels,
-        value_scales=2 * tokens,
-        key_zeros=channels if is_half else 0,
-        value_zeros=tokens if is_half else 0,
+        key_codes=PAGE_TOKENS * num_heads * key_dim // codes_per_byte,
+        value_codes=PAGE_TOKENS * num_heads * value_dim // codes_per_byte,
+        key_scales=2 * num_key_scales,
+        value_scales=2 * num_value_scales,
+        key_zeros=num_key_scales if is_int4 else 0,
+        value_zeros=num_value_scales if is_int4 else 0,
     )
 
 
 def with_kv_dtype(shape: ModelShape, dtype: KVDType) -> ModelShape:
-    """Returns `shape` with its KV cache stored as `dtype`; `kv_layer_bytes` become the bytes per position of a page.
+    """Returns `shape` with its KV cache stored as `dtype`, and sets its `kv_layer_bytes` accordingly.
 
-    Raises ConfigError for `kv.dtype` if the model's lanes or heads do not support it.
+    Raises ConfigError if the model does not support this `kv.dtype`.
     """
     if dtype is KVDType.auto:
         return shape
     if reason := kv_dtype_obstacle(shape, dtype):
         raise ConfigError(f"kv.dtype={dtype.value}: {shape.name} {reason}: set kv.dtype=auto")
-    tails = sum(shape.kv_layer_bytes) * PAGE_TOKENS if dtype.is_quantized else 0
+    # Each sequence keeps its tail, the newest partly filled page, unquantized.
+    tail_bytes = sum(shape.kv_layer_bytes) * PAGE_TOKENS if dtype.is_quantized else 0
     if dtype.is_quantized:
         parts = [page_parts(dtype, *_kv_head_sizes(shape, layer)) for layer in range(len(shape.kv_layer_bytes))]
         sizes = tuple(part.page_bytes // PAGE_TOKENS for part in parts)
     else:
         sizes = tuple(size // shape.compute_dtype_bytes * KV_ITEM_BYTES[dtype] for size in shape.kv_layer_bytes)
-    return replace(shape, kv_dtype=dtype, kv_layer_bytes=sizes, kv_tail_bytes_per_sequence=tails)
+    return replace(shape, kv_dtype=dtype, kv_layer_bytes=sizes, kv_tail_bytes_per_sequence=tail_bytes)
 
 
 def kv_dtype_obstacle(shape: ModelShape, dtype: KVDType) -> str:
@@ -83,7 +87,10 @@ def kv_dtype_obstacle(shape: ModelShape, dtype: KVDType) -> str:
 
 
 def _kv_head_sizes(shape: ModelShape, layer: int) -> tuple[int, int, int]:
-    """Returns a layer's number of KV heads, key size and value size; derived from its bytes if not listed."""
+    """Returns a layer's number of KV heads, and the elements per head of keys and of values.
+
+    If the shape does not list them, assumes keys and values of equal size.
+    """
     if shape.kv_heads:
         return shape.kv_heads[layer]
     dim = shape.kv_layer_bytes[layer] // (2 * max(1, shape.num_kv_heads) * shape.compute_dtype_bytes)
@@ -91,7 +98,7 @@ def _kv_head_sizes(shape: ModelShape, layer: int) -> tuple[int, int, int]:
 
 
 class Loss(Enum):
-    """Error class of a storage format."""
+    """The error that a storage format introduces."""
 
     exact = "exact"  # the published bytes, decoded as the format defines
     lossless = "lossless"  # repacked, bit-identical to the published values
@@ -107,17 +114,17 @@ LOSS_TEXTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class WeightStorage:
-    """Storage formats of a model's matrices."""
+    """Summary of the storage formats of a model's matrices."""
 
-    formats: tuple[str, ...]  # or dtypes of plain tensors; the largest total bytes first
-    loss: Loss  # the worst of them
+    formats: tuple[str, ...]  # format names, or dtypes of unquantized matrices; most bytes first
+    loss: Loss  # of the worst format
     relative_error: float | None = None  # RMS error of rounded weights relative to their RMS; None: unknown or zero
 
     @staticmethod
     def from_losses(
         shape: ModelShape, losses: Mapping[str, Loss], relative_error: float | None = None
     ) -> "WeightStorage":
-        """Makes the summary. `losses`: error classes by format; others are exact."""
+        """Makes the summary of a model. `losses`: error classes by format; formats that it omits are exact."""
         num_bytes = dict[str, int]()
         parameters = [parameter for stage in shape.stages for parameter in stage.parameters]
         pieces = [piece for parameter in parameters for entry in parameter.pieces for piece in entry]
@@ -146,14 +153,14 @@ class WeightStorage:
         return f"lossy, relative RMS error {error}"
 
 
-NATIVE_SHARE = 0.5  # of float16's FLOP/s: bfloat16 at or below this is emulated
+NATIVE_SHARE = 0.5  # a device emulates bfloat16 if its FLOP/s are at most this share of those of float16
 
 
 def resolve_auto_dtype(stored: DType, *, has_device: bool, has_bfloat16: bool = True) -> DType:
     """Returns the dtype for `model.dtype=auto`.
 
-    On a CPU it is float32, the most accurate and on most CPUs the fastest. On a device it is the checkpoint's dtype, or
-    float16 if that is bfloat16 and the device lacks bfloat16 units. float16 overflows at 65,504.
+    On a CPU this is float32, the most accurate and on most CPUs the fastest dtype. On a device it is the dtype of the
+    checkpoint. A device without bfloat16 units runs bfloat16 checkpoints in float16, which overflows at 65,504.
     """
     if not has_device:
         return DType.float32

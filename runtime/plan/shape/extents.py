@@ -1,10 +1,12 @@
 """File ranges to read for a stage, and the offsets of its tensors in a host slot and on a device.
 
-O_DIRECT needs file offsets, lengths and memory addresses that are multiples of the disk's block size; tensors in
-safetensors files are not aligned. A slot therefore holds aligned *supersets* of the ranges, with tensors as views.
+A **slot** is a buffer into which a stage is read. O_DIRECT needs file offsets, lengths and memory addresses that are
+multiples of the disk's block size, but tensors in safetensors files are not aligned. So a slot holds **extents**:
+aligned file ranges that include the tensors. Tensors are views into them. A slot is copied to a device in parts, its
+**pages**.
 
-Matrix kernels load 16 bytes at a time and are slow, or fail, on misaligned tensors. Copies to an accelerator therefore
-realign tensors, and place a layer's experts in order at equal strides.
+Matrix kernels load 16 bytes at a time and are slow, or fail, on misaligned tensors. So copies to an accelerator realign
+tensors, and place a layer's experts in order at equal distances.
 """
 
 from bisect import bisect_right
@@ -15,32 +17,32 @@ from typing import NamedTuple
 from ...units import MIB, round_down, round_up
 from .shapes import Parameter, Stage, TensorSlice
 
-ALIGNMENT_BYTES = 4096
-REGISTERED_BYTES = MIB  # from this size on we allocate pinned memory and register it with the driver
-LOADING_BYTES = 32 * MIB  # pinned bounce buffer for resident weights
-HOST_PIECE_BYTES = 64 * MIB  # of weights in host memory, copied at once
-MERGE_GAP_BYTES = 256 * 1024  # reading this much unused data is cheaper than another request
+ALIGNMENT_BYTES = 4096  # block size of disks, and size of a memory page
+REGISTERED_BYTES = MIB  # pinned buffers from this size on are mapped by us and registered with the driver
+LOADING_BYTES = 32 * MIB  # size of the pinned buffer through which resident weights are read
+HOST_PIECE_BYTES = 64 * MIB  # largest single copy from weights in host memory
+MERGE_GAP_BYTES = 256 * 1024  # one read across this many unused bytes takes less time than two reads
 
 VECTOR_BYTES = 16  # vector load of a kernel
 RUN_BYTES = 256  # allocation granularity of device memory
-COPY_GAP_BYTES = 4096  # copying this much unused data is cheaper than another copy
-FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}  # of tensors that kernels read without conversion
-INTEGER_BYTES = {"I32": 4, "I64": 8}
-BLOCK_BYTES = 2  # element size in reads of quantized blocks
+COPY_GAP_BYTES = 4096  # one copy across this many unused bytes takes less time than two copies
+FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}  # element sizes of plain floats, by safetensors dtype
+INTEGER_BYTES = {"I32": 4, "I64": 8}  # element sizes
+BLOCK_BYTES = 2  # kernels read quantized blocks in elements of this size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """An aligned read: `num_bytes` at `offset` of `file` into `slot_offset`."""
+    """An aligned read of `num_bytes` from `offset` of `file` to `slot_offset` of a slot."""
 
     file: str
     offset: int
     num_bytes: int
-    used_bytes: int  # up to the end of the last tensor; the file may end there
+    used_bytes: int  # bytes up to the end of the last tensor; the file may end there
     slot_offset: int
 
     def clip(self, begin: int, end: int) -> "Extent | None":
-        """Returns the part that lands in bytes [begin, end) of the slot; None if there is none."""
+        """Returns the part that is read into bytes [begin, end) of the slot; None if there is none."""
         first = max(begin, self.slot_offset) - self.slot_offset
         last = min(end, self.slot_offset + self.num_bytes) - self.slot_offset
         if first >= last:
@@ -55,7 +57,7 @@ class Extent:
 
 
 def reader_share(extents: Sequence[Extent], index: int, count: int) -> tuple[Extent, ...]:
-    """Returns the extents of reader `index` of `count`: about equal shares, in whole blocks."""
+    """Divides extents about equally among `count` readers, in whole disk blocks; returns those of reader `index`."""
     if not extents:
         return ()
     first, last = extents[0].slot_offset, extents[-1].slot_offset + extents[-1].num_bytes
@@ -64,26 +66,29 @@ def reader_share(extents: Sequence[Extent], index: int, count: int) -> tuple[Ext
 
 
 def even_reader_share(extents: Sequence[Extent], index: int, count: int) -> tuple[tuple[Extent, ...], int, int]:
-    """Returns the extents of reader `index` for shares of exactly equal size, and the slot's byte range [begin, end)
-    that is divided. The few blocks after `end` are read by every reader, after its share.
+    """Divides extents into exactly equal shares for `count` readers, for collectives that need equal sizes.
+
+    Returns the extents of reader `index`, and the slot's byte range [begin, end) that is divided. Every reader also
+    reads the few blocks after `end` that cannot be divided: they are the last of its extents.
     """
     if not extents:
         return (), 0, 0
     first, last = extents[0].slot_offset, extents[-1].slot_offset + extents[-1].num_bytes
     size = round_down((last - first) // count, ALIGNMENT_BYTES)
     end = first + count * size
-    bounds = (first + index * size, first + (index + 1) * size), (end, last)
-    return tuple(part for bound in bounds for extent in extents if (part := extent.clip(*bound))), first, end
+    ranges = (first + index * size, first + (index + 1) * size), (end, last)  # the reader's share, the undivided end
+    parts = [extent.clip(*share) for share in ranges for extent in extents]
+    return tuple(part for part in parts if part is not None), first, end
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotLayout:
-    extents: tuple[Extent, ...]
-    tensor_offsets: Mapping[str, int]  # tensor name -> its first byte in the slot
+    extents: tuple[Extent, ...]  # in the order of their slot offsets
+    tensor_offsets: Mapping[str, int]  # first byte in the slot, by tensor name
     num_bytes: int
 
     def page_bounds(self, page: int, num_pages: int) -> tuple[int, int]:
-        """Returns bytes [begin, end) of one of `num_pages` about equal pages of the slot, in whole blocks."""
+        """Returns the bytes [begin, end) of page number `page`. All pages are about equal, in whole disk blocks."""
         begin, end = (round_up(self.num_bytes * n // num_pages, ALIGNMENT_BYTES) for n in (page, page + 1))
         return min(begin, self.num_bytes), min(end, self.num_bytes)
 
@@ -92,8 +97,10 @@ class SlotLayout:
         return self._within(*self.page_bounds(page, num_pages))
 
     def windows(self, window_bytes: int) -> Iterator[tuple[int, int, tuple[Extent, ...]]]:
-        """Yields bytes [begin, end) of the slot in windows of `window_bytes`, a multiple of `ALIGNMENT_BYTES`, with
-        their extents at slot offsets relative to `begin`."""
+        """Divides the slot into windows of `window_bytes`, a multiple of `ALIGNMENT_BYTES`.
+
+        Yields the bytes [begin, end) of each window, and its extents with slot offsets relative to `begin`.
+        """
         for begin in range(0, self.num_bytes, window_bytes):
             end = min(begin + window_bytes, self.num_bytes)
             moved = [replace(part, slot_offset=part.slot_offset - begin) for part in self._within(begin, end)]
@@ -105,7 +112,7 @@ class SlotLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A copy of `num_bytes` from `begin` of the host slot to `target` of the device slot."""
+    """A copy of `num_bytes` from offset `begin` in the host slot to offset `target` in the device slot."""
 
     begin: int
     num_bytes: int
@@ -118,14 +125,14 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceLayout:
-    """Tensor offsets on a device, and the copies that produce them. `moves` are sorted by `end`."""
+    """Tensor offsets in a device slot, and the copies that put the tensors there."""
 
-    moves: tuple[Move, ...]
-    tensor_offsets: Mapping[str, int]  # tensor name -> its first byte on the device
+    moves: tuple[Move, ...]  # sorted by `end`
+    tensor_offsets: Mapping[str, int]  # first byte in the device slot, by tensor name
     num_bytes: int
 
     def clip_moves(self, begin: int, end: int) -> Iterator[Move]:
-        """Yields the copies of bytes [begin, end) of the host slot."""
+        """Yields the copies that start in bytes [begin, end) of the host slot, cut to this range."""
         for move in self.moves[bisect_right(self.moves, begin, key=lambda move: move.end) :]:
             first, last = max(begin, move.begin), min(end, move.end)
             if first < last:
@@ -133,21 +140,26 @@ class DeviceLayout:
 
 
 def group_tied_stages(stages: Iterable[Stage]) -> list[list[Stage]]:
-    """Groups stages that share a tensor (tied embeddings and head), so that one buffer holds it once."""
+    """Groups stages that share a tensor, such as tied embeddings and head: one buffer then holds that tensor once."""
+    # Disjoint groups of tensor names and stages. A stage that shares names with several groups joins them.
     groups: list[tuple[set[str], list[Stage]]] = []
     for stage in stages:
         names = {piece.name for parameter in stage.parameters for piece in parameter.slices}
         members = [stage]
-        for shared in [group for group in groups if group[0] & names]:
-            groups.remove(shared)
-            names |= shared[0]
-            members = shared[1] + members
+        for group in [group for group in groups if group[0] & names]:
+            groups.remove(group)
+            group_names, group_members = group
+            names |= group_names
+            members = group_members + members
         groups.append((names, members))
     return [members for _, members in groups]
 
 
 def group_layout(stages: Sequence[Stage]) -> SlotLayout:
-    """Returns the layout of stages that share one buffer, large enough for the realigned tensors of a device."""
+    """Returns the layout of stages that share one buffer.
+
+    The buffer may be larger than the extents need, as a device slot of the same size must hold the realigned tensors.
+    """
     slices = {piece.name: piece for stage in stages for p in stage.parameters for piece in p.slices}
     layout = make_layout(slices.values())
     moved_bytes = round_up(device_layout(stages, layout).num_bytes, ALIGNMENT_BYTES)
@@ -159,6 +171,7 @@ def slot_layout(stage: Stage) -> SlotLayout:
 
 
 def make_layout(slices: Iterable[TensorSlice]) -> SlotLayout:
+    """Returns the slot layout of these tensors. One extent reads neighbors in a file, and small gaps between them."""
     groups: list[list[TensorSlice]] = []
     for piece in sorted(slices, key=lambda s: (s.file, s.offset)):
         last = groups[-1][-1] if groups else None
@@ -182,8 +195,11 @@ def make_layout(slices: Iterable[TensorSlice]) -> SlotLayout:
 
 
 def pinned_bytes(num_bytes: int, *, is_aligned: bool = True) -> int:
-    """Returns the bytes allocated for `num_bytes` of pinned memory, see `stream/pinned.py`: whole pages, or for small
-    sizes torch's next power of two, with one more page for manual alignment."""
+    """Returns the bytes allocated for `num_bytes` of pinned memory, see `stream/pinned.py`.
+
+    Large buffers are rounded up to whole memory pages. Small buffers come from torch, which rounds up to a power of two
+    and does not align to pages. So with `is_aligned` they are larger by one page before rounding.
+    """
     if num_bytes >= REGISTERED_BYTES:
         return round_up(num_bytes, ALIGNMENT_BYTES)
     requested = num_bytes + ALIGNMENT_BYTES if is_aligned else num_bytes
@@ -191,24 +207,27 @@ def pinned_bytes(num_bytes: int, *, is_aligned: bool = True) -> int:
 
 
 class _DeviceOrder(NamedTuple):
-    """Sort key of a tensor on the device."""
+    """Sort key of a tensor in a device slot."""
 
     major: int
     minor: int
 
 
-OUTSIDE_EXPERTS, FIRST_EXPERT = _DeviceOrder(-1, 0), _DeviceOrder(0, 0)  # other tensors come first
+OUTSIDE_EXPERTS, FIRST_EXPERT = _DeviceOrder(-1, 0), _DeviceOrder(0, 0)  # tensors outside of experts come first
 
 
 def device_layout(stages: Iterable[Stage], layout: SlotLayout) -> DeviceLayout:
-    """Returns the accelerator layout of stages that share one buffer with `layout` in host memory. Plain tensors start
-    at multiples of 16 bytes, others at multiples of their element size."""
+    """Returns the device layout of stages that share one buffer, which has `layout` in host memory.
+
+    Plain tensors start at multiples of 16 bytes, others at multiples of their element size. Tensors keep their order in
+    the host slot, but experts come last, sorted so that kernels can step over them at equal distances.
+    """
     tensor_offsets = layout.tensor_offsets
     parameters = [parameter for stage in stages for parameter in stage.parameters]
     alignments: dict[str, int] = {}
     for parameter in parameters:
         alignments.update((piece.name, _element_bytes(piece)) for piece in parameter.slices)
-        # Not for scales of quantized tensors: kernels read them element by element.
+        # Scales of quantized tensors keep the element alignment: kernels read them element by element.
         alignments.update((piece.name, VECTOR_BYTES) for piece in _plain_slices(parameter))
     expert_order = _expert_order(parameters, tensor_offsets)
     ordered = sorted(
@@ -220,6 +239,7 @@ def device_layout(stages: Iterable[Stage], layout: SlotLayout) -> DeviceLayout:
         name, begin = piece.name, tensor_offsets[piece.name]
         if name in offsets:
             continue
+        # Extends the last move if the tensor follows it closely in the host slot and would be aligned on the device.
         last = moves[-1] if moves else None
         is_near = last is not None and last.begin <= begin <= last.end + COPY_GAP_BYTES
         if last is None or not is_near or (last.target + begin - last.begin) % alignments[name]:
@@ -234,7 +254,10 @@ def device_layout(stages: Iterable[Stage], layout: SlotLayout) -> DeviceLayout:
 
 
 def misaligned_bytes(stage: Stage) -> int:
-    """Returns the bytes of tensors not aligned to their elements in host memory; a CPU computes with copies of them."""
+    """Returns the bytes of tensors that are not aligned to their element size in the file, and so in a host slot.
+
+    A CPU computes with aligned copies of them.
+    """
     pieces = {piece.name: piece for parameter in stage.parameters for piece in parameter.slices}
     return sum(piece.num_bytes for piece in pieces.values() if piece.offset % _element_bytes(piece))
 
@@ -244,21 +267,28 @@ def _element_bytes(piece: TensorSlice) -> int:
 
 
 def _expert_order(parameters: Iterable[Parameter], tensor_offsets: Mapping[str, int]) -> dict[str, _DeviceOrder]:
-    """Returns the sort keys of separately stored experts in file order: by expert, or by part (such as all gates)."""
+    """Returns sort keys for the tensors of stacks with separately stored experts, by tensor name.
+
+    A part is one kind of matrix, such as the gates of all experts. Files store either all parts of an expert together,
+    or all experts of a part; the keys keep that order.
+    """
     stacks = [
         p.pieces for p in parameters if p.is_stacked and len(_plain_slices(p)) == len(p.pieces) * len(p.pieces[0])
     ]
+    # One entry per part: its tensor of each expert.
     parts = [part for stack in stacks for part in zip(*stack, strict=True)]
     parts.sort(key=lambda part: tensor_offsets[part[0].name])
     if not parts or len(parts[0]) < 2:
         return {}
+    # True if the last part of the first expert comes before the first part of the second.
     is_by_expert = tensor_offsets[parts[-1][0].name] < tensor_offsets[parts[0][1].name]
     return {
-        piece.name: _DeviceOrder(expert, turn) if is_by_expert else _DeviceOrder(turn, expert)
-        for turn, part in enumerate(parts)
+        piece.name: _DeviceOrder(expert, number) if is_by_expert else _DeviceOrder(number, expert)
+        for number, part in enumerate(parts)
         for expert, piece in enumerate(part)
     }
 
 
 def _plain_slices(parameter: Parameter) -> Collection[TensorSlice]:
+    """Returns the slices of plain floats, without companions."""
     return [piece for rows in parameter.pieces for piece in rows if not piece.format and piece.dtype in FLOAT_BYTES]

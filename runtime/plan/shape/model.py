@@ -1,4 +1,8 @@
-"""Model sizes that determine memory and time: plain values, no torch. All planning is computed from these."""
+"""Sizes of a model as plain values without torch: everything that a plan needs to know about the model.
+
+A **lane** is a micro-batch in execution: packed sequences, or in a **padded lane** left-padded rows. A **stage** is the
+weights of one step of the forward pass, see shapes.py.
+"""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,39 +15,39 @@ from .stage_sizes import StageSizes
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a model. `*_bytes_per_token`: per position, over all layers."""
+    """Sizes of a model, or of one rank's part of it. `*_bytes_per_token`: bytes per position, over all layers."""
 
     name: str
     stages: tuple[Stage, ...]
     hidden_size: int
-    intermediate_size: int  # widest feed-forward activation per token; for experts at least that of one
+    intermediate_size: int  # widest feed-forward layer, in elements per token; at least the width of one expert
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     context_tokens: int
-    kv_layer_bytes: tuple[int, ...]  # per position and decoder layer; 0 without a KV cache
+    kv_layer_bytes: tuple[int, ...]  # KV bytes per position, by decoder layer; 0: the layer has no KV cache
     compute_dtype_bytes: int
-    is_packed: bool  # lanes run without padding
-    state_bytes_per_sequence: int = 0  # recurrent layers
-    state_layer_bytes: tuple[int, ...] = ()  # the same per decoder layer, if known
-    expanded_kv_width: int = 0  # elements per position after expanding latents (MLA), during attention
-    cross_kv_bytes_per_token: int = 0  # per encoder position, over all decoder layers
-    score_heads: int = 0  # heads with prefill scores in memory at a time, without a fused kernel
-    bounded_layers: frozenset[int] = frozenset()  # padded lanes: layers with a sliding-window cache in transformers
+    is_packed: bool  # lanes are packed, not padded
+    state_bytes_per_sequence: int = 0  # recurrent states of all layers
+    state_layer_bytes: tuple[int, ...] = ()  # recurrent state per sequence, by decoder layer; empty: unknown
+    expanded_kv_width: int = 0  # elements per position to which attention expands latents (MLA); 0: no latents
+    cross_kv_bytes_per_token: int = 0  # cross-attention KV per encoder position, over all decoder layers
+    score_heads: int = 0  # heads whose prefill scores are in memory at a time; 0: a fused kernel keeps none
+    bounded_layers: frozenset[int] = frozenset()  # decoder layers of padded lanes with a sliding-window cache
     restart_tokens: int | None = None  # sequence length at which all keys are recomputed (LongRoPE)
-    has_decode_kernel: bool = False  # CPU decode attention with scores in the processor's cache
-    attention_method: AttentionMethod = AttentionMethod.host  # packed lanes, on the compute device
-    has_fused_gates: bool = False  # feed-forward in token blocks, with the gate product in place
-    has_whole_prompts: bool = False  # padded lanes without chunked prefill
+    has_decode_kernel: bool = False  # a CPU kernel computes decode attention without scores in main memory
+    attention_method: AttentionMethod = AttentionMethod.host  # of packed lanes on the compute device
+    has_fused_gates: bool = False  # feed-forward layers run in blocks of tokens, with the gate product in place
+    has_whole_prompts: bool = False  # padded lanes cannot prefill in chunks
     has_bare_experts: bool = False  # experts run in model/expert_groups.py and have no biases
-    delta_rule: DeltaRule | None = None  # layers with a gated delta net
+    delta_rule: DeltaRule | None = None  # sizes of gated delta net layers; None: no such layers
     kv_dtype: KVDType = KVDType.auto  # storage of the KV cache, see dtypes.py
-    kv_heads: tuple[tuple[int, int, int], ...] = ()  # per decoder layer: KV heads, key size, value size
-    kv_tail_bytes_per_sequence: int = 0  # unquantized newest page of all layers
+    kv_heads: tuple[tuple[int, int, int], ...] = ()  # by decoder layer: KV heads, key size, value size per head
+    kv_tail_bytes_per_sequence: int = 0  # newest KV page, unquantized, of all layers; 0: KV is not quantized
     rank_stages: range | None = None  # stages computed by this pipeline rank, see rank_shares.py; None: all
     compute_dtype: str = ""  # safetensors name; "": unknown
-    num_parts: int = 1  # tensor-parallel ranks; this shape is one rank's part
+    num_parts: int = 1  # tensor-parallel ranks that divide the model; this shape is the part of one
     weight_bytes: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -51,7 +55,7 @@ class ModelShape:
         object.__setattr__(self, "weight_bytes", sum(slices.values()))
 
     def with_head_share(self, num_parts: int) -> "ModelShape":
-        """Returns the shape of one of `num_parts` ranks that divide the heads; `stages` already belong to this rank."""
+        """Divides heads and KV sizes by `num_parts`, for a shape with `stages` that are one rank's part already."""
         return replace(
             self,
             num_parts=num_parts,
@@ -81,7 +85,7 @@ class ModelShape:
 
     @cached_property
     def num_whole_experts(self) -> int:
-        """The most experts of a layer that this rank alone holds; 0 if all ranks hold rows of every expert."""
+        """The largest number of whole experts of a layer on this rank; 0 if each rank has some rows of every expert."""
         return max((p.shape[0] for stage in self.layers for p in stage.parameters if p.num_experts), default=0)
 
     @property
@@ -105,5 +109,5 @@ class ModelShape:
 
     @property
     def first_decode_stage(self) -> int:
-        """The first stage of a decode pass: an encoder runs in the prefill pass only."""
+        """The index of the first stage of a decode pass. An encoder runs in prefill passes only."""
         return self.stages_of_kind(StageKind.bridge)[0].index if self.has_encoder else self.own_stages.start

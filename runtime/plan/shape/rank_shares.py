@@ -1,4 +1,7 @@
-"""One rank's share of a model: rows of each matrix or whole experts (tensor parallelism), or layers (pipeline)."""
+"""One rank's share of a model: rows of each matrix or whole experts (tensor parallelism), or layers (pipeline).
+
+A **rank** is one of the processes that compute a model together.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +15,7 @@ from .shapes import Companion, Parameter, Stage, StageKind, TensorSlice, inner_s
 
 @dataclass(frozen=True, kw_only=True)
 class RowShare:
-    """One of `count` equal row ranges."""
+    """Share number `index` if the rows of a matrix are divided into `count` equal ranges."""
 
     index: int
     count: int
@@ -21,20 +24,22 @@ class RowShare:
         return num_rows % self.count == 0
 
     def rows(self, num_rows: int) -> range:
-        """Returns this share's rows of `num_rows`."""
+        """Returns the rows of this share, out of `num_rows`."""
         height = num_rows // self.count
         return range(self.index * height, (self.index + 1) * height)
 
 
 def cut_rows(parameter: Parameter, share: RowShare, *, num_fused: int = 1) -> Parameter | None:
-    """Returns the parameter with one share of its rows; a stack is cut matrix by matrix.
+    """Returns the parameter with one share of its rows. Each matrix of a stack is cut by itself.
 
-    `num_fused`: number of fused matrices (2 for gate and up); each is cut separately, and the parts are concatenated.
-    Returns None if rows are not contiguous in the file, or a cut would split a block that shares one scale.
+    `num_fused`: number of matrices that the rows concatenate, such as 2 for gate and up. Each of them is cut by itself,
+    and the parts are concatenated again.
+
+    Returns None if rows are not contiguous in the file, or if a cut would split a block that shares one scale.
     """
     is_stack = parameter.is_stacked or len(parameter.shape) == 3
     entries = parameter.pieces
-    if is_stack and not parameter.is_stacked:
+    if is_stack and not parameter.is_stacked:  # one tensor holds all matrices
         [[whole]] = entries
         entries = tuple((whole.expert(index),) for index in range(whole.shape[0]))
     height = sum(piece.shape[0] for piece in entries[0])
@@ -53,10 +58,10 @@ def cut_rows(parameter: Parameter, share: RowShare, *, num_fused: int = 1) -> Pa
 
 
 def _cut_entry(pieces: Sequence[TensorSlice], row_ranges: Sequence[range]) -> tuple[TensorSlice, ...] | None:
-    """Returns these row ranges of a matrix concatenated from `pieces`; None if they cannot be separated."""
+    """Returns row ranges of the matrix that `pieces` form if concatenated by rows; None if they cannot be separated."""
     slices = list[TensorSlice]()
     for rows in row_ranges:
-        begin = 0
+        begin = 0  # first row of the piece in the matrix
         for piece in pieces:
             first, last = max(rows.start, begin), min(rows.stop, begin + piece.shape[0])
             if first < last:
@@ -69,22 +74,22 @@ def _cut_entry(pieces: Sequence[TensorSlice], row_ranges: Sequence[range]) -> tu
 
 
 def slice_rows(piece: TensorSlice, first: int, last: int) -> TensorSlice | None:
-    """Returns rows [first, last) of a tensor; None if they are not contiguous bytes."""
-    height, tail = piece.shape[0], piece.shape[1:]
+    """Returns rows [first, last) of a tensor; None if they are not contiguous in the file, or split a scaled block."""
+    height, row_shape = piece.shape[0], piece.shape[1:]
     if piece.is_interleaved:
-        return replace(piece, shape=(last - first, *tail), first_row=piece.first_row + first)
-    row_bytes, rest = divmod(piece.num_bytes, height)
+        return replace(piece, shape=(last - first, *row_shape), first_row=piece.first_row + first)
+    row_bytes, remainder = divmod(piece.num_bytes, height)
     rows = [row for run in piece.row_order for row in run][first:last]
-    # Permuted rows can be cut only if the range maps to itself in the file.
-    if rest or piece.is_transposed or (piece.row_order and sorted(rows) != list(range(first, last))):
+    # Permuted rows can be cut only if the file stores exactly these rows in this range, in any order.
+    if remainder or piece.is_transposed or (piece.row_order and sorted(rows) != list(range(first, last))):
         return None
     companions = list[Companion]()
     for companion in piece.companions:
         if not companion.is_shared:
-            block = companion.block_rows
-            if first % block or (last % block and last != height):
+            block_rows = companion.block_rows
+            if first % block_rows or (last % block_rows and last != height):
                 return None
-            part = slice_rows(companion.tensor, first // block, -(-last // block))
+            part = slice_rows(companion.tensor, first // block_rows, -(-last // block_rows))
             if part is None:
                 return None
             companion = replace(companion, tensor=part)
@@ -94,7 +99,7 @@ def slice_rows(piece: TensorSlice, first: int, last: int) -> TensorSlice | None:
         name=f"{piece.name}[{first}:{last}]",
         offset=piece.offset + first * row_bytes,
         num_bytes=(last - first) * row_bytes,
-        shape=(last - first, *tail),
+        shape=(last - first, *row_shape),
         companions=tuple(companions),
         row_order=tuple(range(row - first, row - first + 1) for row in rows),
         first_row=piece.first_row + first,
@@ -102,23 +107,24 @@ def slice_rows(piece: TensorSlice, first: int, last: int) -> TensorSlice | None:
 
 
 def split_evenly(count: int, num_parts: int) -> Sequence[range]:
-    """Splits range(count) into `num_parts` contiguous ranges; the first ones may be longer by one."""
+    """Splits range(count) into `num_parts` contiguous ranges. Those at the start may be longer by one."""
     base, remainder = divmod(count, num_parts)
     begins = [part * base + min(part, remainder) for part in range(num_parts + 1)]
     return [range(begin, end) for begin, end in pairwise(begins)]
 
 
 def whole_experts_send_less(hidden_size: int, inner_size: int, num_ranks: int) -> bool:
-    """True if ranks exchange less with whole experts than with rows of every expert.
+    """True if ranks exchange fewer bytes with whole experts than with rows of every expert.
 
-    Per visit, a whole expert sends its output to the rank that sums the token; rows of an expert send intermediate
-    activations to all ranks. In both cases the sum goes to all ranks.
+    A visit is one expert computed for one token. With whole experts, the rank of the expert sends its output to the
+    rank that sums the token's outputs. With rows of every expert, all ranks send their part of the intermediate
+    activations to all others. In both cases the sum goes to all ranks.
     """
     return hidden_size <= inner_size * num_ranks
 
 
 def keeps_experts_whole(stage: Stage, hidden_size: int, num_ranks: int, mode: DividedExperts) -> bool:
-    """True if ranks hold whole experts of a stage."""
+    """True if each rank holds whole experts of the stage, not rows of every expert. `mode`: the configured choice."""
     inner = inner_size(stage, hidden_size)
     if not inner or mode is DividedExperts.rows or stage.num_experts < num_ranks:
         return False
@@ -129,7 +135,7 @@ def keeps_experts_whole(stage: Stage, hidden_size: int, num_ranks: int, mode: Di
 
 
 def slice_experts(stack: Parameter, experts: range) -> Parameter | None:
-    """Returns the stack with these experts only; None if experts are not contiguous in the file."""
+    """Returns the stack with these experts only; None if the matrix of an expert is not contiguous in the file."""
     if len(stack.shape) != 3:
         return None
     entries, num_experts = stack.pieces, stack.shape[0]
@@ -140,7 +146,7 @@ def slice_experts(stack: Parameter, experts: range) -> Parameter | None:
         [[whole]] = entries
         if not (whole.format or whole.companions or whole.is_transposed):
             matrix_bytes = whole.num_bytes // num_experts
-            part = replace(  # neighboring matrices of an unquantized stack
+            part = replace(  # an unquantized stack: the experts' matrices are neighbors in the file
                 whole,
                 name=f"{whole.name}[{experts.start}:{experts.stop}]",
                 offset=whole.offset + experts.start * matrix_bytes,
@@ -156,10 +162,11 @@ def slice_experts(stack: Parameter, experts: range) -> Parameter | None:
 def tensor_parallel_shape(
     shape: ModelShape, num_ranks: int, experts: DividedExperts = DividedExperts.auto
 ) -> ModelShape:
-    """Returns the shape of the first rank under tensor parallelism: matrices cut by output rows, KV heads divided.
+    """Returns the shape of the first rank under tensor parallelism, for planning only.
 
-    Each rank holds rows of every expert or whole experts, by `experts`. Ranks replicate hidden states, embeddings,
-    head, vectors, routers, and matrices with rows not divisible by `num_ranks`. Raises ConfigError if KV heads are not.
+    Matrices are cut by output rows, and KV heads are divided. `experts` decides between rows of every expert and whole
+    experts. Every rank has all hidden states, embeddings, head, vectors, routers, and matrices with rows that are not
+    divisible by `num_ranks`. Raises ConfigError if the number of heads is not divisible.
     """
     heads, alternatives = shape.num_kv_heads, "devices=sharded or pipeline"
     is_equal = heads % num_ranks == 0 and shape.num_heads % num_ranks == 0
@@ -179,10 +186,10 @@ def tensor_parallel_shape(
         if not stage.kind.is_layer:
             stages.append(stage)
             continue
-        first, is_whole = split_evenly(stage.num_experts, num_ranks)[0], stage.index in whole_stages
-        parts = [slice_experts(p, first) if is_whole and p.is_experts else None for p in stage.parameters]
-        pairs = zip(stage.parameters, parts, strict=True)
-        parameters = tuple(part or _cut_parameter(p, stage.num_experts, num_ranks) for p, part in pairs)
+        own_experts, is_whole = split_evenly(stage.num_experts, num_ranks)[0], stage.index in whole_stages
+        whole_stacks = [slice_experts(p, own_experts) if is_whole and p.is_experts else None for p in stage.parameters]
+        pairs = zip(stage.parameters, whole_stacks, strict=True)
+        parameters = tuple(stack or _cut_parameter(p, stage.num_experts, num_ranks) for p, stack in pairs)
         stages.append(replace(stage, parameters=parameters))
     return replace(
         shape,
@@ -198,8 +205,11 @@ def tensor_parallel_shape(
 
 
 def pipeline_shape(shape: ModelShape, num_ranks: int) -> ModelShape:
-    """Returns the shape of the largest pipeline rank, with all non-layer stages. Raises ConfigError if there are fewer
-    layers than ranks."""
+    """Returns the shape of the largest pipeline rank, for planning only.
+
+    It has ceil(layers / ranks) layers, and as an upper bound also the embeddings and the head. Raises ConfigError if
+    there are fewer layers than ranks.
+    """
     layers = shape.layers
     require(
         len(layers) >= num_ranks,
@@ -220,15 +230,17 @@ def pipeline_shape(shape: ModelShape, num_ranks: int) -> ModelShape:
 
 
 def _cut_parameter(parameter: Parameter, num_experts: int, num_parts: int) -> Parameter:
+    """Returns the parameter with one of `num_parts` equal row ranges; vectors and routers unchanged."""
     shape = parameter.shape
-    if len(shape) < 2 or shape[-2] % num_parts or shape == (num_experts, shape[-1]):
+    is_router = len(shape) == 2 and shape[0] == num_experts
+    if len(shape) < 2 or shape[-2] % num_parts or is_router:
         return parameter
     pieces = tuple(tuple(_cut_slice(piece, num_parts) for piece in entry) for entry in parameter.pieces)
     return replace(parameter, shape=(*shape[:-2], shape[-2] // num_parts, shape[-1]), pieces=pieces)
 
 
 def _cut_slice(piece: TensorSlice, num_parts: int) -> TensorSlice:
-    """Returns the slice with shape and size of one rank's rows, for planning only; all bytes if interleaved."""
+    """Returns the slice with the shape and size of one rank's rows. Rows of interleaved tensors keep all bytes."""
     shape = piece.shape
     rows = (*shape[:-2], -(-shape[-2] // num_parts), shape[-1]) if len(shape) > 1 else shape
     companions = tuple(replace(c, tensor=_cut_slice(c.tensor, num_parts)) for c in piece.companions)
@@ -237,10 +249,11 @@ def _cut_slice(piece: TensorSlice, num_parts: int) -> TensorSlice:
 
 
 def split_stages(stages: Sequence[Stage], count: int, *, count_embeddings: bool = False) -> tuple[range, ...]:
-    """Assigns contiguous layers to `count` ranks so that the largest rank has the fewest bytes.
+    """Divides stages among `count` ranks by contiguous layers, so that the largest rank has the fewest bytes.
 
-    Embeddings go with the first layer, norm and head with the last. Embeddings cost memory but hardly time, as a token
-    reads one row: `count_embeddings` balances memory instead of time. Raises ConfigError for fewer layers than ranks.
+    Embeddings go with the first layer, norm and head with the last. Embeddings take memory but hardly any time, as a
+    token reads one row. So `count_embeddings` balances the memory of ranks; without it, their time is balanced.
+    Returns the stage numbers of each rank. Raises ConfigError if there are fewer layers than ranks.
     """
     layers = [stage.index for stage in stages if stage.kind is StageKind.layer]
     require(
@@ -250,23 +263,28 @@ def split_stages(stages: Sequence[Stage], count: int, *, count_embeddings: bool 
     weights = [stages[index].num_bytes for index in layers]
     weights[0] += stages[0].num_bytes if count_embeddings else 0
     weights[-1] += stages[-1].num_bytes
-    # Dynamic programming over non-empty groups: bytes of the largest group, and the first layer of each.
-    ends = [0, *accumulate(weights)]
-    best = [(float(end), [0]) for end in ends]  # one group, by its number of layers
-    for size in range(2, count + 1):
-        candidates = best[:size]
-        for end in range(size, len(ends)):
-            pairs = ((max(best[cut][0], ends[end] - ends[cut]), cut) for cut in range(size - 1, end))
-            heaviest, cut = min(pairs)
-            candidates.append((heaviest, [*best[cut][1], cut]))
-        best = candidates
+    # Dynamic programming over the number of groups. best[n] is the best division of the first n layers: the bytes of
+    # its heaviest group, and the first layer of each group. No group may be empty.
+    cumulative = [0, *accumulate(weights)]
+    best = [(float(num_bytes), [0]) for num_bytes in cumulative]  # with one group
+    for num_groups in range(2, count + 1):
+        next_best = best[:num_groups]  # too few layers for so many groups: never used
+        for end in range(num_groups, len(cumulative)):
+            # The last group has layers [cut, end).
+            options = (
+                (max(best[cut][0], cumulative[end] - cumulative[cut]), cut) for cut in range(num_groups - 1, end)
+            )
+            heaviest, cut = min(options)
+            next_best.append((heaviest, [*best[cut][1], cut]))
+        best = next_best
     firsts = best[-1][1]
     begins = [0, *(layers[first] for first in firsts[1:])]
     return tuple(range(begin, end) for begin, end in zip(begins, [*begins[1:], len(stages)], strict=True))
 
 
 def restrict_to_stages(shape: ModelShape, stages: range) -> ModelShape:
-    """Returns the model with only these stages on this rank; the others have no weights, KV cache or states here."""
+    """Returns the model with only these stages on this rank. All other stages keep their numbers, but have no weights,
+    KV cache or recurrent states here."""
     first = shape.layers[0].index
     is_own = [first + layer in stages for layer in range(len(shape.kv_layer_bytes))]
     kv = tuple(own * size for own, size in zip(is_own, shape.kv_layer_bytes, strict=True))

@@ -1,8 +1,8 @@
 """Checkpoint tensors and stages as byte ranges of files: plain values, no torch.
 
-A **stage** holds the weights of one step of the forward pass: 0 is the embeddings, 1..L the decoder layers, the last
-one the norm and head. An encoder-decoder has encoder layers and a **bridge** (the encoder's norm and the decoder's
-input) before its decoder layers.
+A **stage** holds the weights of one step of the forward pass. Stage 0 has the embeddings, stages 1 to L the decoder
+layers, and the last stage the norm and head. An encoder-decoder has encoder layers and a **bridge** (the encoder's norm
+and the decoder's input) before its decoder layers. A **stack** is a parameter with a matrix per expert.
 """
 
 from collections import Counter
@@ -36,11 +36,10 @@ class FileExtent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSlice:
-    """A checkpoint tensor or a part of it: `num_bytes` at `offset` of `file`, with `shape` elements of `dtype`.
+    """A checkpoint tensor or a part of it: `num_bytes` at `offset` of `file`.
 
-    `shape` counts elements; a quantized tensor may pack several per byte. `format` is the storage format of the bytes
-    and of `companions`, with its `constants`; empty for plain `dtype` elements. A row range starts at row `first_row`
-    of companions that are not cut, and of its own bytes if `is_interleaved` (rows are not contiguous).
+    `shape` counts elements, of which a quantized tensor may pack several per byte. The bytes of an `is_interleaved`
+    tensor mix all rows, so that a range of its rows keeps all bytes.
     """
 
     name: str
@@ -49,40 +48,40 @@ class TensorSlice:
     num_bytes: int
     dtype: str  # safetensors name (F32, BF16, F8_E4M3, F4, I64 ...) or GGUF block type (Q8_0, Q4_K ...)
     shape: tuple[int, ...]
-    format: str = ""
+    format: str = ""  # storage format of the bytes and of `companions`; empty: plain elements of `dtype`
     companions: tuple["Companion", ...] = ()
     row_order: tuple[range, ...] = ()  # stored rows in the order of the parameter; empty: as stored
     is_transposed: bool = False  # rows are stored as columns
-    first_row: int = 0
+    first_row: int = 0  # of a row range: its first row in shared companions, and in bytes that are interleaved
     is_interleaved: bool = False
-    constants: tuple[float, ...] = ()
+    constants: tuple[float, ...] = ()  # numbers of the storage format
 
     def expert(self, index: int) -> "TensorSlice":
-        """Returns one matrix of a stack."""
+        """Returns matrix number `index` of a stack."""
         part = self._split(index, self.shape[0])
         return replace(part, shape=self.shape[1:], companions=tuple(c.expert(index) for c in self.companions))
 
     def file_extent(self, part: tuple[int, int] | None) -> FileExtent:
-        """Returns the tensor's byte range, or with `part` = (i, n) the i-th of its n equal parts."""
+        """Returns the tensor's byte range; with `part` = (i, n), that of part i of n equal parts."""
         if part is None:
             return FileExtent(self.file, self.offset, self.num_bytes)
         num_bytes = self.num_bytes // part[1]
         return FileExtent(self.file, self.offset + part[0] * num_bytes, num_bytes)
 
     def row_part(self, index: int, num_parts: int) -> "TensorSlice | None":
-        """Returns equal row range `index` of `num_parts`; None if it would split a block that shares one scale."""
+        """Divides the rows equally and returns part `index`; None if it would split a block that shares one scale."""
         if self.is_interleaved:
             height = self.shape[0] // num_parts
             return replace(self, shape=(height, *self.shape[1:]), first_row=self.first_row + index * height)
         part = self._split(index, num_parts)
-        # A companion must belong to these rows only, or to all rows.
+        # Each row of a companion must belong to rows of one part only, or to all rows.
         if any(not c.is_shared and part.shape[0] % c.block_rows for c in self.companions):
             return None
         companions = tuple(c.row_part(index, num_parts) for c in self.companions)
         return replace(part, companions=companions, first_row=self.first_row + index * part.shape[0])
 
     def with_companions(self) -> tuple["TensorSlice", ...]:
-        """Returns all tensors to read for it."""
+        """Returns this tensor and its companions: everything to read."""
         return (self, *(c.tensor for c in self.companions))
 
     def _split(self, index: int, num_parts: int) -> "TensorSlice":
@@ -98,23 +97,19 @@ class TensorSlice:
 
 @dataclass(frozen=True, kw_only=True)
 class Companion:
-    """A tensor needed to decode a stored matrix, or stack of matrices: scales, zero points or escape values.
+    """A tensor needed to decode a stored matrix, or stack of matrices: scales, zero points or escape values."""
 
-    `role`: its name in the storage format. Each row covers `block_rows` rows of the matrix, the last one the remainder;
-    0: all rows. `block_columns`: columns per scale.
-    """
-
-    role: str
+    role: str  # name in the storage format
     tensor: TensorSlice
-    block_rows: int = 0
-    block_columns: int = 0
+    block_rows: int = 0  # rows of the matrix per row of this tensor, the last may have fewer; 0: all rows use all of it
+    block_columns: int = 0  # columns of the matrix per scale
 
     def expert(self, index: int) -> "Companion":
         """Returns the companion of one matrix of a stack."""
         return replace(self, tensor=self.tensor.expert(index))
 
     def row_part(self, index: int, num_parts: int) -> "Companion":
-        """Returns the companion of equal row range `index` of the matrix."""
+        """Returns the companion of part `index`, if the rows of the matrix are divided equally into `num_parts`."""
         return self if self.is_shared else replace(self, tensor=self.tensor._split(index, num_parts))
 
     @property
@@ -125,29 +120,29 @@ class Companion:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One argument of a stage's module, assembled from tensor slices without copying.
+    """A parameter of a stage's module, and the tensor slices to assemble it from.
 
-    `pieces[e]`: slices to concatenate by rows into entry `e` of a stacked parameter (an expert). An unstacked parameter
-    has one entry, usually of one slice.
+    `pieces` has an entry per expert if `is_stacked`, otherwise one entry. The slices of an entry are concatenated by
+    rows; usually there is one.
     """
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[tuple[TensorSlice, ...], ...]
-    is_stacked: bool = False
-    is_experts: bool = False  # a matrix per expert, run by model/expert_groups.py
-    num_experts: int = 0  # over all ranks, if this rank holds only some of them
+    is_stacked: bool = False  # experts are stored as separate tensors
+    is_experts: bool = False  # a stack that model/expert_groups.py runs
+    num_experts: int = 0  # of all ranks, if this rank holds only some of them
 
     @cached_property
     def is_pageable(self) -> bool:
-        """True if its experts can be read one by one: no two share a byte or a companion."""
+        """True if experts can be read one by one: no two of them share a byte or a companion."""
         names = [piece.name for piece in self.slices]
-        whole = self.pieces[0][0]
-        is_cut = self.is_stacked and len(self.pieces) == self.shape[0] and len({*names}) == len(names)
-        return self.is_experts and (is_cut or (len(names) == 1 and whole.shape == self.shape))
+        has_own_tensors = self.is_stacked and len(self.pieces) == self.shape[0] and len({*names}) == len(names)
+        is_one_tensor = len(names) == 1 and self.pieces[0][0].shape == self.shape
+        return self.is_experts and (has_own_tensors or is_one_tensor)
 
     def expert(self, index: int) -> "Parameter":
-        """Returns a stack of one expert."""
+        """Returns a stack with expert `index` only."""
         assert self.is_pageable, f"{self.name} cannot be read by expert"
         if self.is_stacked:
             return replace(self, shape=(1, *self.shape[1:]), pieces=(self.pieces[index],))
@@ -155,7 +150,7 @@ class Parameter:
         return replace(self, shape=(1, *self.shape[1:]), pieces=((replace(part, shape=(1, *part.shape)),),))
 
     def expert_extents(self, index: int) -> list[FileExtent]:
-        """Returns the byte ranges of one expert, companions included."""
+        """Returns the byte ranges of expert `index` and its companions."""
         entry, parts = (self.pieces[index], None) if self.is_stacked else (self.pieces[0], (index, self.shape[0]))
         return [tensor.file_extent(parts) for piece in entry for tensor in piece.with_companions()]
 
@@ -179,7 +174,7 @@ class Parameter:
 
 
 def distinct_bytes(parameters: Iterable[Parameter]) -> int:
-    """Returns the bytes of these parameters; shared tensors count once."""
+    """Returns the bytes of these parameters. A tensor that several of them share counts once."""
     return sum({piece.name: piece.num_bytes for p in parameters for piece in p.slices}.values())
 
 
@@ -198,7 +193,7 @@ class Stage:
 
     @cached_property
     def stacks(self) -> tuple[Parameter, ...]:
-        """Parameters with a matrix per expert; excludes convolution kernels."""
+        """Parameters with a matrix per expert. Convolution kernels, which have three dimensions too, are excluded."""
         count = self.num_experts
         return tuple(
             p
@@ -219,7 +214,7 @@ class Stage:
 
     @cached_property
     def experts(self) -> tuple[Parameter, ...]:
-        """Stacks that can be read by expert and share no bytes with the rest of the stage."""
+        """Stacks that can be read expert by expert and share no bytes with other parameters of the stage."""
         uses = Counter(piece.name for p in self.parameters for piece in p.slices)
         pageable = [p for p in self.parameters if p.is_pageable and p.shape[0] == self.num_experts]
         return tuple(p for p in pageable if all(uses[piece.name] == 1 for piece in p.slices))
@@ -231,7 +226,7 @@ class Stage:
         return replace(self, parameters=tuple(p for p in self.parameters if p.name not in paged))
 
     def expert(self, index: int) -> "Stage":
-        """Returns the weights of one expert as a stage, in stacks of one."""
+        """Returns the weights of one expert as a stage. Its parameters are stacks with one matrix."""
         parameters = tuple(p.expert(index) for p in self.experts)
         return replace(self, name=f"{self.name} expert {index}", parameters=parameters)
 
@@ -246,6 +241,6 @@ class Stage:
 
 
 def inner_size(stage: Stage, hidden_size: int) -> int:
-    """Returns the intermediate size of one expert; 0 if the stage has no experts in model/expert_groups.py."""
+    """Returns the intermediate size of one expert; 0 if no experts of the stage run in model/expert_groups.py."""
     sizes = [stack.num_elements // (stack.shape[0] * hidden_size) for stack in stage.stacks if stack.is_experts]
     return min(sizes, default=0)

@@ -1,4 +1,4 @@
-"""Memory that stages take in slots: their aligned extents, not only their own bytes."""
+"""Memory of stages in slots, the buffers into which they are read: aligned file ranges, not only the tensors' bytes."""
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
@@ -20,43 +20,45 @@ from .shapes import Stage, StageKind
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSizes:
-    """Sizes of a stage's experts: the slot for the largest one, and all of them in pinned memory."""
+    """Sizes of a stage's experts if each is read by itself."""
 
     num_experts: int
-    slot_bytes: int
-    pinned_bytes: int
+    slot_bytes: int  # of the largest expert
+    pinned_bytes: int  # of all experts, each in its own pinned buffer
 
     @staticmethod
     def from_stage(stage: Stage) -> "ExpertSizes":
-        cache, sizes = dict[Hashable, int](), list[int]()  # by layout, as most experts have the same
+        # Most experts have the same layout: its size is computed once.
+        layout_bytes, sizes = dict[Hashable, int](), list[int]()
         for expert in range(stage.num_experts):
             key = _expert_layout_key(stage, expert)
-            if key not in cache:
-                cache[key] = slot_layout(stage.expert(expert)).num_bytes
-            sizes.append(cache[key])
+            if key not in layout_bytes:
+                layout_bytes[key] = slot_layout(stage.expert(expert)).num_bytes
+            sizes.append(layout_bytes[key])
         return ExpertSizes(num_experts=len(sizes), slot_bytes=max(sizes), pinned_bytes=sum(map(pinned_bytes, sizes)))
 
 
 @dataclass(frozen=True)
 class StageSizes:
-    """Caches the layout size of each stage, as a plan queries it thousands of times."""
+    """Slot sizes of a model's stages. They are cached, as planning queries them thousands of times."""
 
     stages: tuple[Stage, ...]
 
     @cached_property
     def whole_bytes(self) -> tuple[int, ...]:
+        """Slot bytes by stage, experts included."""
         return tuple(slot_layout(stage).num_bytes for stage in self.stages)
 
     @cached_property
     def dense_bytes(self) -> tuple[int, ...]:
-        """Bytes of each stage without experts that can be read one by one."""
+        """Slot bytes by stage, without experts that can be read one by one."""
         return tuple(
             slot_layout(stage.dense).num_bytes if stage.experts else whole
             for stage, whole in zip(self.stages, self.whole_bytes, strict=True)
         )
 
     def slot_bytes(self, paged: Collection[int]) -> Sequence[int]:
-        """Returns the slot bytes of each stage; `paged` stages count their dense part only."""
+        """Returns the slot bytes by stage, without the experts of `paged` stages, which have slots of their own."""
         if not paged:
             return self.whole_bytes
         pairs = zip(self.dense_bytes, self.whole_bytes, strict=True)
@@ -64,7 +66,7 @@ class StageSizes:
 
     @cached_property
     def misaligned_bytes(self) -> tuple[int, ...]:
-        """Bytes of each stage that a CPU must copy for alignment."""
+        """Bytes by stage that a CPU must copy to align them."""
         return tuple(map(misaligned_bytes, self.stages))
 
     @cached_property
@@ -73,13 +75,14 @@ class StageSizes:
 
     @cached_property
     def num_layers(self) -> int:
-        """The decoder and encoder layers with weights on this rank."""
+        """The number of decoder and encoder layers with weights on this rank."""
         return sum(stage.kind.is_layer and bool(stage.parameters) for stage in self.stages)
 
     def choose_resident(self, num_layers: int, *, has_outer: bool) -> tuple[frozenset[int], int]:
-        """Returns stages to keep in memory: `num_layers` layers, with `has_outer` all other stages; and their bytes.
+        """Chooses stages to keep in memory; returns them and their bytes.
 
-        Decoder layers come first, as every pass needs them; encoder layers are needed once per block.
+        They are `num_layers` layers, and with `has_outer` also all stages that are not layers. Decoder layers are
+        chosen before encoder layers: every pass needs them, while encoder layers are needed once per block.
         """
         key = (num_layers, has_outer)
         if key not in self._resident_cache:
@@ -99,7 +102,7 @@ class StageSizes:
         return {}
 
     def resident_bytes(self, resident: Collection[int]) -> int:
-        """Returns the bytes of the buffers that hold these stages; tied weights count once."""
+        """Returns the bytes of the buffers for `resident` stages. Tied weights count once."""
         tied = [self.stages[index] for index in sorted(self._tied.intersection(resident))]
         alone = sum(self.whole_bytes[index] for index in resident if index not in self._tied)
         return alone + sum(group_layout(group).num_bytes for group in group_tied_stages(tied))
@@ -114,20 +117,25 @@ class StageSizes:
 
 
 def _expert_layout_key(stage: Stage, expert: int) -> Hashable:
-    """Returns a key of the expert's layout: tensor order, and offsets in merged reads."""
+    """Returns a key that is equal for experts with equal slot layouts, cheaper than the layout itself.
+
+    It lists the tensors in file order, with their offsets in the merged read to which they belong.
+    """
     extents = [extent for parameter in stage.experts for extent in parameter.expert_extents(expert)]
-    pattern, file, begin, end = list[tuple[int, int, int]](), "", 0, 0
-    for turn in sorted(range(len(extents)), key=lambda turn: extents[turn]):
-        extent = extents[turn]
-        if extent.file != file or extent.offset > end + MERGE_GAP_BYTES:
+    key, file, begin, end = list[tuple[int, int, int]](), "", 0, 0
+    for number in sorted(range(len(extents)), key=lambda number: extents[number]):
+        extent = extents[number]
+        if extent.file != file or extent.offset > end + MERGE_GAP_BYTES:  # a new read starts
             file, begin = extent.file, round_down(extent.offset, ALIGNMENT_BYTES)
-            pattern.append((-1, 0, 0))
+            key.append((-1, 0, 0))
         end = extent.offset + extent.num_bytes
-        pattern.append((turn, extent.offset - begin, extent.num_bytes))
-    return tuple(pattern)
+        key.append((number, extent.offset - begin, extent.num_bytes))
+    return tuple(key)
 
 
 def evenly_spaced(num_layers: int, num_chosen: int) -> tuple[int, ...]:
-    """Returns `num_chosen` evenly spaced positions of `num_layers`. Each resident layer gives time to load the next
-    streamed one."""
-    return tuple(int((turn + 0.5) * num_layers / num_chosen) for turn in range(num_chosen))
+    """Returns `num_chosen` evenly spaced numbers of range(num_layers).
+
+    While a resident layer is computed, the next streamed layer is read, so resident layers should be spread.
+    """
+    return tuple(int((number + 0.5) * num_layers / num_chosen) for number in range(num_chosen))
