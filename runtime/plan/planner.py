@@ -182,7 +182,7 @@ def _plan_with_order(problem: Problem, blocks: tuple[Block, ...] | None, num_hal
 
 
 def _initial_runs(problem: Problem, num_halvings: int) -> list[PlacedRun]:
-    """Returns runs with default prefill chunks: one with large micro-batches, one with small ones, or both.
+    """Returns one or two runs with default prefill chunks: with large or with small micro-batches.
 
     On an accelerator, one large micro-batch launches fewer kernels than four small ones. The small ones prefill as many
     tokens per read of the weights in less memory. The caller compares the runs if it has rates. Without rates it takes

@@ -42,7 +42,7 @@ class RankView:
         num_ranks: int,
         experts: DividedExperts = DividedExperts.auto,
     ) -> "RankView":
-        """Divides model and machine. Raises ConfigError if `num_ranks` ranks cannot divide one of them."""
+        """Raises ConfigError if the model or the machine cannot be divided among `num_ranks` ranks."""
         is_one, key = parallelism is Parallelism.one, f"devices={parallelism.value}"
         if (num_ranks == 1) is not is_one:
             processes = "several processes; set it to 2 or more"

@@ -1,1 +1,1 @@
-"""The cost model, from bytes and FLOPs to seconds: machine rates, the work of lanes and stages, and the simulator."""
+"""Cost model: predicts seconds from bytes and FLOPs, with machine rates, the work of lanes and stages, a simulator."""

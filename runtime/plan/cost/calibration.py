@@ -1,5 +1,7 @@
-"""Calibration of machine rates. They are fitted to profiled layers before a run, as products run faster alone than
-within a layer, and corrected by the run's first passes. Pure functions: a resumed run derives the same rates.
+"""Calibration of machine rates, by profiled layers before a run, and by the first passes of the run.
+
+Rates measured on single products are too optimistic, as products run faster alone than within a layer. The functions
+are pure, so that a resumed run derives the same rates. A **lane** is a micro-batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +15,12 @@ from .lane_work import LaneWork, Piece
 from .rates import COMPUTE_RATES, UNLIMITED, MachineRates, interpolate
 from .work import StageWork
 
-MEASURED_ROWS = (1, 16, 64, 128, 256, 512)  # of products: sizes of short lanes, and those where kernels change
-MIN_PRODUCT_SHARE = 0.25  # minimum share of a layer's time in products, to derive a rate from it
+MEASURED_ROWS = (1, 16, 64, 128, 256, 512)  # rows of measured products: small lanes, and sizes where kernels change
+MIN_PRODUCT_SHARE = 0.25  # a layer that spends less of its time in products is not used to fit their rate
 MAX_FIT_FACTOR = 2.0  # a fit changes product rates by 1/2 to 2
 MAX_CORRECTION = 2.0  # a correction changes rates by 1/2 to 2; a larger error has another cause
-MIN_SECONDS = 0.01  # minimum busy time of a resource to correct its rate
-CORRECTED_RATES = {  # besides COMPUTE_RATES
+MIN_SECONDS = 0.01  # the rate of a resource that was busy for less time is not corrected
+CORRECTED_RATES = {  # resource -> field of `MachineRates`; compute has `COMPUTE_RATES`
     Resource.disk: "disk_bytes_per_second",
     Resource.host_to_device: "link_in_bytes_per_second",
     Resource.device_to_host: "link_out_bytes_per_second",
@@ -28,9 +30,9 @@ CORRECTED_RATES = {  # besides COMPUTE_RATES
 
 @dataclass(frozen=True, kw_only=True)
 class TypicalLoad:
-    """Sizes of a block's lanes that product and attention times depend on."""
+    """Sizes of a run's lanes that determine the time of products and attention."""
 
-    chunk_tokens: int  # largest prefill tokens of a lane in a pass
+    chunk_tokens: int  # maximum prefill tokens of a lane in a pass
     num_rows: int  # sequences of the largest lane
     num_prompt_tokens: int  # per prompt, on average
     num_positions: int  # KV positions of an average sequence halfway through its output
@@ -48,9 +50,9 @@ class TypicalLoad:
         )
 
     def covers(self, other: "TypicalLoad") -> bool:
-        """True if rates measured for this load hold for the other: none of its sizes is more than twice as large."""
-        own_sizes, other_sizes = astuple(self), astuple(other)
-        return all(b <= 2 * a for a, b in zip(own_sizes, other_sizes, strict=True))
+        """True if rates measured for this load are valid for `other`: its sizes are at most twice as large."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return all(other_size <= 2 * own_size for own_size, other_size in pairs)
 
     @property
     def product_rows(self) -> list[int]:
@@ -59,10 +61,10 @@ class TypicalLoad:
         return sorted({rows for rows in (*MEASURED_ROWS, self.chunk_tokens, self.num_rows) if rows <= max_rows})
 
     def profile_passes(self, position_bytes: int, max_bytes: int) -> list[list[Piece]]:
-        """Returns the pieces of a packed lane in a decode pass halfway through the outputs, and in a prefill pass of
-        whole prompts.
+        """Returns two passes to profile, as the sequences of a packed lane.
 
-        Shortened if the KV of a layer, at `position_bytes` each, would exceed `most_bytes`.
+        The first is a decode pass halfway through the outputs, the second a prefill pass of whole prompts. They have
+        fewer or shorter sequences if the KV of a layer would exceed `max_bytes`, at `position_bytes` per position.
         """
         max_positions = max(1, max_bytes // position_bytes)
         chunk, prompt = min(self.chunk_tokens, max_positions), self.num_prompt_tokens
@@ -77,7 +79,7 @@ class TypicalLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSeconds:
-    """Measured seconds of a lane around and in one layer."""
+    """Measured seconds of one lane in one layer, and before the layer."""
 
     before: float  # from the start of the pass to the layer
     inside: float  # in the layer, experts excluded
@@ -93,7 +95,10 @@ class LayerSeconds:
 
 
 def with_overheads(rates: MachineRates, work: StageWork, single: LayerSeconds) -> MachineRates:
-    """Returns the rates with fixed overheads: the time of `single`, a pass of one token, minus its products."""
+    """Returns the rates with overheads from a measured pass of one token.
+
+    `work` is the work of the measured layer, `single` its time. The overhead of a turn is that time minus the products.
+    """
     num_rows = min(rates.gemm_flops_per_second)
     products = 2.0 * num_rows * work.dense_weights / rates.gemm_flops_per_second[num_rows]
     turn = max(0.0, single.inside - products)
@@ -103,11 +108,12 @@ def with_overheads(rates: MachineRates, work: StageWork, single: LayerSeconds) -
 def fit_rates(
     rates: MachineRates, shape: ModelShape, work: StageWork, passes: Sequence[tuple[LaneWork, LayerSeconds]]
 ) -> MachineRates:
-    """Returns rates that reproduce the measured seconds of the layer `work` for these lanes.
+    """Returns rates with which the cost model reproduces measured times. `passes`: lanes, with their time in a layer.
 
-    Attention gets its measured rate. Product rates are fitted at the rows of the lanes, interpolated between them and
-    constant beyond. They stay unchanged if `work` lacks some of the layer's products, such as experts run by model
-    code."""
+    `work` is the work of that layer. Attention gets its measured rate. Product rates are multiplied by a factor, known
+    at the measured numbers of rows, interpolated between them and constant beyond. Product rates stay unchanged if
+    `work` does not include all products of the layer, such as experts that model code runs.
+    """
     has_known_products = not shape.expanded_kv_width and (not work.num_experts or rates.has_expert_rates)
     factors: dict[int, float] = {}
     for lane, layer_seconds in sorted(passes, key=lambda each: each[0].num_tokens):
@@ -116,14 +122,14 @@ def fit_rates(
             rates = replace(rates, prefill_attention_flops_per_second=flops / layer_seconds.attention)
         elif layer_seconds.attention:
             rate = lane.kv_positions * work.kv_bytes / layer_seconds.attention
-            # With an accelerator, the CPU's rate is separate.
+            # Without an accelerator (no link), this is also the rate of attention on the CPU.
             cpu_rate = rate if rates.link_in_bytes_per_second == UNLIMITED else rates.cpu_attention_bytes_per_second
             rates = replace(rates, attention_bytes_per_second=rate, cpu_attention_bytes_per_second=cpu_rate)
-        products = 2.0 * lane.num_tokens * work.dense_weights / rates.gemm_rate(lane.num_tokens)
+        predicted = 2.0 * lane.num_tokens * work.dense_weights / rates.gemm_rate(lane.num_tokens)
         other = lane.num_tokens * work.token_bytes / rates.memory_bytes_per_second + rates.turn_seconds
         product_seconds = layer_seconds.inside - other
         if has_known_products and product_seconds > MIN_PRODUCT_SHARE * layer_seconds.inside:
-            factors[lane.num_tokens] = min(MAX_FIT_FACTOR, max(1 / MAX_FIT_FACTOR, products / product_seconds))
+            factors[lane.num_tokens] = min(MAX_FIT_FACTOR, max(1 / MAX_FIT_FACTOR, predicted / product_seconds))
     if not factors:
         return rates
     points = list(factors.items())
@@ -134,10 +140,10 @@ def fit_rates(
 def correct_rates(
     rates: MachineRates, measured: Mapping[Resource, float], predicted: Mapping[Resource, float]
 ) -> MachineRates:
-    """Returns `rates` corrected by the ratio of predicted to measured busy seconds of each resource in the same passes.
+    """Returns `rates` multiplied by the ratio of predicted to measured busy seconds, for each resource.
 
-    `rates` are those of the run's start, so that repeated corrections stay within the bounds. All compute rates
-    (products, attention, overheads) get the same factor.
+    `measured` and `predicted` are for the same passes. `rates` must be those of the run's start, so that repeated
+    corrections stay within the bounds. All rates of compute (products, attention, overheads) get the same factor.
     """
 
     def factor(resource: Resource) -> float:

@@ -1,5 +1,6 @@
-"""The work of lanes in a pass, from sequence lengths alone. Mirrors `engine/lanes/packed.py`, `padded.py` and
-`seq2seq.py`.
+"""Computes the work of each lane (micro-batch) in a pass, from the lengths of its sequences.
+
+It must agree with what the engine runs: `engine/lanes/packed.py`, `padded.py` and `seq2seq.py`.
 """
 
 from collections import deque
@@ -13,25 +14,21 @@ from ..shape.model import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class LaneWork:
-    """The work of one lane in one pass, padding included: `num_tokens` go through the decoder, `num_rows` get logits.
+    """The work of one lane in one pass, padding included."""
 
-    Decoding tokens attend to `kv_positions` in total; prompts have `prefill_pairs` of query and key. In the last layer
-    of a packed lane, only tokens that need logits attend, to `selected_positions`.
-    """
-
-    num_tokens: int
-    num_rows: int
-    kv_positions: int = 0
-    prefill_pairs: int = 0
-    selected_positions: int = 0
+    num_tokens: int  # tokens that go through the decoder
+    num_rows: int  # tokens that need logits
+    kv_positions: int = 0  # positions that decoding tokens attend to, in total
+    prefill_pairs: int = 0  # pairs of query and key of prompts
+    selected_positions: int = 0  # positions that tokens with logits attend to, in total
     held_pages: int = 0  # KV pages of the lane after the pass
-    changed_pages: int = 0  # of those, pages written to
-    num_encoder_tokens: int = 0
-    num_cross_positions: int = 0  # encoder positions attended, over all rows
+    changed_pages: int = 0  # KV pages into which the pass writes
+    num_encoder_tokens: int = 0  # tokens that go through the encoder
+    num_cross_positions: int = 0  # encoder positions that decoder tokens attend to, in total
 
     @property
     def skips_unselected(self) -> bool:
-        """True if the last layer drops tokens that need no logits."""
+        """True if the last layer drops tokens that need no logits, after it has cached their KV."""
         return can_skip_unselected(self.num_tokens, self.num_rows)
 
     @property
@@ -42,10 +39,10 @@ class LaneWork:
 
 @dataclass(frozen=True, kw_only=True)
 class PassGroup:
-    """`num_passes` passes with the same work per lane. `prefill_share`: prompt tokens relative to all tokens."""
+    """Several passes with the same work."""
 
     lanes: Sequence[LaneWork]
-    prefill_share: float
+    prefill_share: float  # prompt tokens relative to all tokens
     num_passes: float = 1.0
 
     @property
@@ -54,30 +51,33 @@ class PassGroup:
 
 
 def can_skip_unselected(num_tokens: int, num_selected: int) -> bool:
-    """True if dropping unselected tokens in the last layer saves time, although selected ones then go through the
-    weights before attention twice."""
+    """True if it saves time that the last layer drops tokens which need no logits ("unselected").
+
+    The selected tokens then go through the weights before attention twice.
+    """
     return 2 * num_selected <= num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`new` tokens of a sequence with `past` cached positions, the first `num_shared` in pages of a shared prefix. The
-    last `num_selected` need logits."""
+    """The part of one sequence that a pass computes."""
 
-    past: int
-    new: int
-    num_selected: int
-    num_shared: int = 0
+    past: int  # cached positions before the pass
+    new: int  # tokens that the pass computes
+    num_selected: int  # number of `new` tokens that need logits, counted from the end
+    num_shared: int = 0  # cached positions in pages of a shared prefix
 
     @property
     def num_own_pages(self) -> int:
-        """Unshared pages after the pass."""
+        """The number of KV pages after the pass, without those of a shared prefix."""
         return _num_pages(self.past + self.new) - self.num_shared // PAGE_TOKENS
 
 
 def packed_work(pieces: Iterable[Piece], num_pages: int = 0) -> LaneWork:
-    """Returns the work of a packed lane. Sequences that skip the pass have `new` = 0. `num_pages`: KV pages of the lane
-    that belong to no piece."""
+    """Returns the work of a packed lane. Pieces with `new` = 0 have KV pages, but no work.
+
+    `num_pages`: KV pages of the lane that belong to none of the pieces, such as those of shared prefixes.
+    """
     tokens = rows = kv_positions = prefill_pairs = selected_positions = last_end = changed_pages = 0
     for piece in pieces:
         end = piece.past + piece.new
@@ -87,11 +87,11 @@ def packed_work(pieces: Iterable[Piece], num_pages: int = 0) -> LaneWork:
         tokens, last_end = tokens + piece.new, end
         selected = piece.num_selected
         rows += selected
-        selected_positions += selected * end - selected * (selected - 1) // 2
+        selected_positions += selected * end - selected * (selected - 1) // 2  # a token attends to all before it
         changed_pages += _num_pages(end) - piece.past // PAGE_TOKENS
         if piece.new == 1:
             kv_positions += end
-        else:
+        else:  # all pairs with earlier positions, and the causal half of pairs among new tokens
             prefill_pairs += piece.new * piece.past + piece.new * (piece.new + 1) // 2
     return LaneWork(
         num_tokens=tokens,
@@ -105,7 +105,7 @@ def packed_work(pieces: Iterable[Piece], num_pages: int = 0) -> LaneWork:
 
 
 def prefill_works(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> list[LaneWork]:
-    """Returns the lane's work pass by pass, until all its prompts are cached."""
+    """Returns the lane's work in each of its prefill passes."""
     if not lane:
         return []
     if shape.has_encoder:
@@ -116,7 +116,10 @@ def prefill_works(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> lis
 
 
 def decode_work(shape: ModelShape, lane: MicroBatch, pass_index: int) -> LaneWork | None:
-    """Returns the work of a decode pass, if every sequence runs to its limit; None once all have ended."""
+    """Returns the work of decode pass number `pass_index`; None if all sequences have ended before.
+
+    Assumes that every sequence runs to its token limit.
+    """
     rows = [size for size in lane if size.max_new_tokens - 1 > pass_index]
     if not rows:
         return None
@@ -128,7 +131,7 @@ def decode_work(shape: ModelShape, lane: MicroBatch, pass_index: int) -> LaneWor
             Piece(size.num_prompt_tokens + pass_index, 1, 1, prefix.num_tokens if prefix is not None else 0)
             for size, prefix in zip(rows, shares.prefixes, strict=True)
         ]
-        prefix_pages = (  # shared whole pages count once; each row has its own copy of a partial page
+        prefix_pages = (  # whole pages of a prefix count once; each row has a copy of the last, partial page
             prefix.num_tokens // PAGE_TOKENS - (parent.num_tokens // PAGE_TOKENS if parent is not None else 0)
             for prefix, parent in shares.parents.items()
         )
@@ -151,24 +154,25 @@ def _num_pages(num_positions: int) -> int:
 
 @dataclass(kw_only=True, eq=False)
 class _PromptRow:
-    """A prompt, or a shared prefix, with tokens `num_done` to `end` left to compute. Its first `begin` tokens are those
-    of `parent`. `end_pass`: from then on, rows may use its KV. `size`: None for a shared prefix."""
+    """A prompt, or a shared prefix, that is being prefilled."""
 
-    begin: int
-    end: int
-    parent: "_PromptRow | None"
-    size: SequenceSize | None
-    num_done: int = field(init=False)
-    end_pass: int | None = None
-    num_pages: int = 0
+    begin: int  # number of tokens of `parent`, with which it starts
+    end: int  # number of tokens
+    parent: "_PromptRow | None"  # a shared prefix
+    size: SequenceSize | None  # None: a shared prefix
+    num_done: int = field(init=False)  # tokens computed so far, `parent` included
+    end_pass: int | None = None  # first pass in which other rows may use its KV; None: not known yet
+    num_pages: int = 0  # own KV pages so far
 
     def __post_init__(self) -> None:
         self.num_done = self.begin
 
     def can_begin(self, pass_index: int) -> bool:
+        """True if the KV of `parent` may be used in this pass."""
         return self.parent is None or (self.parent.end_pass is not None and self.parent.end_pass <= pass_index)
 
     def take_piece(self, max_tokens: int) -> Piece:
+        """Removes up to `max_tokens` from the tokens left to compute, and returns them as a piece."""
         new, cached = min(max_tokens, self.end - self.num_done), self.num_done
         self.num_done += new
         piece = Piece(cached, new, self.size.num_selected(cached, new) if self.size is not None else 0, self.begin)
@@ -178,21 +182,26 @@ class _PromptRow:
 
 @dataclass(kw_only=True)
 class _WaitingRows:
-    """Rows of a lane that wait for prefill, in order. `num_pages`: KV pages of the lane so far."""
+    """Rows of a lane that wait for prefill."""
 
-    waiting: deque[_PromptRow]
-    num_pages: int = 0
+    waiting: deque[_PromptRow]  # in order
+    num_pages: int = 0  # KV pages of the lane so far
 
     def next_pass(self, chunk_tokens: int, pass_index: int, delay: int) -> LaneWork | None:
-        """Returns the next pass: rows in order until the chunk is full, the last one possibly in part. Rows that wait
-        for a shared prefix are skipped; None if all rows do. `delay`: passes until others may use a row's KV."""
-        pieces, unfinished, room, other_pages = list[Piece](), list[_PromptRow](), chunk_tokens, self.num_pages
-        while self.waiting and room:
+        """Returns the work of the next pass; None if all rows wait for shared prefixes.
+
+        Takes rows in order until the chunk is full, except those that wait; the last row may be taken in part.
+        `delay`: number of passes after which other rows may use the KV of a finished row.
+        """
+        pieces, unfinished = list[Piece](), list[_PromptRow]()
+        num_left = chunk_tokens  # tokens that fit into the chunk
+        other_pages = self.num_pages  # pages of rows without a piece in this pass
+        while self.waiting and num_left:
             row = self.waiting.popleft()
             if row.can_begin(pass_index):
                 other_pages -= row.num_pages
-                pieces.append(row.take_piece(room))
-                room -= pieces[-1].new
+                pieces.append(row.take_piece(num_left))
+                num_left -= pieces[-1].new
             if row.num_done < row.end:
                 unfinished.append(row)
             else:
@@ -207,8 +216,10 @@ class _WaitingRows:
 def block_prefills(
     shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens: int, rule: SharingRule
 ) -> list[list[LaneWork | None]]:
-    """Returns each lane's work in the prefill passes of a block; None in a pass in which the lane waits for another
-    lane's prefix."""
+    """Returns the work of a block's prefill passes, by lane and pass.
+
+    None: the lane waits in this pass for a shared prefix that another lane computes.
+    """
     if not shape.is_packed:
         return [[*prefill_works(shape, lane, chunk_tokens)] for lane in lanes]
     groups = rule.sharing_groups([[i] for i in range(len(lanes))])
@@ -216,6 +227,7 @@ def block_prefills(
 
 
 def _prompt_passes(lanes: Sequence[MicroBatch], chunk_tokens: int, rule: SharingRule) -> list[list[LaneWork | None]]:
+    """Returns what `block_prefills` returns, for packed lanes that share prefixes with each other."""
     waiting_lanes = [_WaitingRows(waiting=deque(each)) for each in _prompt_rows(lanes, rule)]
     works = [list[LaneWork | None]() for _ in lanes]
     pass_index = 0
@@ -228,7 +240,7 @@ def _prompt_passes(lanes: Sequence[MicroBatch], chunk_tokens: int, rule: Sharing
 
 
 def _prompt_rows(lanes: Sequence[MicroBatch], rule: SharingRule) -> list[list[_PromptRow]]:
-    """Returns the rows of each lane in order, each after its parent."""
+    """Returns the rows of each lane in order. A shared prefix is a row just before the first prompt that uses it."""
     shares = prefix_shares([size for lane in lanes for size in lane])
     if shares is None:
         return [
@@ -237,6 +249,7 @@ def _prompt_rows(lanes: Sequence[MicroBatch], rule: SharingRule) -> list[list[_P
     rows, prefix_rows, lane_prefixes = list[list[_PromptRow]](), dict[SharedPrefix, _PromptRow](), iter(shares.prefixes)
 
     def prefix_row(prefix: SharedPrefix | None) -> _PromptRow | None:
+        """Returns the row of a prefix; at the first call, adds the row (and those of its parents) to the last lane."""
         if prefix is None:
             return None
         if prefix not in prefix_rows:
@@ -256,13 +269,13 @@ def _prompt_rows(lanes: Sequence[MicroBatch], rule: SharingRule) -> list[list[_P
 
 
 def _padded_prefills(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> Iterator[LaneWork]:
-    """Yields the passes over columns of the padded rectangle; every row is computed."""
+    """Yields the prefill passes of a padded lane: each computes some columns of all rows."""
     rows, width = len(lane), max(size.num_prompt_tokens for size in lane)
     columns = prompt_columns(shape, rows, width, chunk_tokens)
-    scored = sorted(width - size.num_scored for size in lane)  # first scored column of each row
+    first_scored = sorted(width - size.num_scored for size in lane)  # column of each row
     for start in range(0, width, columns):
         end = min(start + columns, width)
-        num_scored = sum(max(0, end - max(start, first)) for first in scored)
+        num_scored = sum(max(0, end - max(start, first)) for first in first_scored)
         yield LaneWork(
             num_tokens=rows * (end - start),
             num_rows=num_scored or rows,
@@ -273,10 +286,12 @@ def _padded_prefills(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> 
 
 
 def _encoder_pass(lane: MicroBatch) -> LaneWork:
-    """Returns the pass of a lane's prompts through the encoder, and of the first or the scored tokens through the
-    decoder."""
+    """Returns the first pass of an encoder-decoder.
+
+    Prompts go through the encoder. The start token of each row, or all scored tokens, go through the decoder.
+    """
     rows, width = len(lane), max(size.num_prompt_tokens for size in lane)
-    columns = max(1, *(size.num_scored for size in lane))  # of the decoder
+    columns = max(1, *(size.num_scored for size in lane))  # decoder tokens per row
     return LaneWork(
         num_tokens=rows * columns,
         num_rows=max(rows, sum(size.num_scored for size in lane)),

@@ -1,7 +1,8 @@
 """Predicts the duration of a run by simulating representative passes. Pure functions.
 
-Assumes that every sequence runs to its limit. Passes change slowly as prompts finish and KV grows, so each phase is cut
-into spans of passes, and the middle pass represents its span.
+Assumes that every sequence runs to its token limit. Passes change slowly as prompts finish and KV grows. So each phase
+is divided into **spans** of consecutive passes, and the middle pass represents its span. A **walk** describes the path
+of a pass (stages, slots and transfers); a **lane** is a micro-batch.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,10 +26,10 @@ from .mixed_passes import sample_passes
 from .rates import MachineRates
 from .simulator import Links, PhaseTime, Script, simulate_each
 
-MANY_PREFILLS = 8  # from this many passes on, the last one is not timed separately
-MAX_BLOCKS = 3  # blocks to simulate: those of a plan are similar
+MANY_PREFILLS = 8  # with more prefill passes than this, a rough prediction does not time the partial last one
+MAX_BLOCKS = 3  # number of simulated blocks, as the blocks of a plan are similar
 MAX_SPANS = 8  # per phase of a block
-MAX_MIXED_SPANS = 24  # per run with prefill and decode in one pass
+MAX_MIXED_SPANS = 24  # per run with continuous admission, whose passes both prefill and decode
 
 
 @lru_cache(64)
@@ -38,8 +39,10 @@ def _script(walk: Walk, num_lanes: int, links: Links) -> Script:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Predicted time by phase. The time of a pass with both prompts and decoding tokens is divided by their token
-    counts."""
+    """Predicted time of a run by phase.
+
+    The time of a pass that both prefills and decodes is divided in the ratio of prompt tokens to decoding tokens.
+    """
 
     prefill: PhaseTime
     decode: PhaseTime
@@ -110,7 +113,7 @@ def predict_roughly(
     *,
     max_prefills: int = 3,
 ) -> Prediction:
-    """Returns the prediction for one block, from a few of its passes."""
+    """Returns the prediction for one block, from at most `max_prefills` prefill passes and one decode pass."""
     rule = placement.sharing_rule
     spans = list(block_spans(shape, lanes, chunk_tokens, rule, max_prefills=max_prefills, max_decodes=1))
     return _PassTimer(shape=shape, placement=placement, rates=rates, num_steady=1).predict(spans)
@@ -126,11 +129,14 @@ def predict_from_sample(
     *,
     num_timed: int,
 ) -> Prediction:
-    """Returns the prediction for all blocks, from `num_timed` evenly spaced ones. Simulates per block a full prefill
-    pass, the last one if there are few, and a decode pass."""
+    """Returns the prediction for all blocks, from `num_timed` evenly spaced ones.
+
+    For each of these it simulates a full prefill pass and a decode pass, and the last prefill pass if there are few.
+    """
     blocks = [block for block in (_drop_empty_requests(block, sizes) for block in blocks) if block.members]
     prefill, decode, count = PhaseTime(), PhaseTime(), min(num_timed, len(blocks))
     for part in range(count):
+        # The middle one of these neighboring blocks represents them.
         nearby = blocks[part * len(blocks) // count : (part + 1) * len(blocks) // count]
         lanes = [[sizes[i] for i in group] for group in nearby[len(nearby) // 2].micro_batches]
         prediction = predict_roughly(shape, placement, lanes, chunk_tokens, rates, max_prefills=2)
@@ -147,21 +153,24 @@ def block_spans(
     max_prefills: int = MAX_SPANS,
     max_decodes: int = MAX_SPANS,
 ) -> Iterator[PassGroup]:
-    """Yields prefill spans, then decode spans. Lanes drop out when their prompts are done, and when their sequences
-    end."""
+    """Yields the prefill spans of a block, then its decode spans.
+
+    A lane leaves the prefill passes when its prompts are done, and the decode passes when its sequences end.
+    """
     prompts = block_prefills(shape, lanes, chunk_tokens, rule)
     ends = {size.max_new_tokens - 1 for lane in lanes for size in lane}
 
-    def prefill_lanes(turn: int) -> list[LaneWork]:
-        return [work for works in prompts if turn < len(works) and (work := works[turn]) is not None]
+    def prefill_lanes(index: int) -> list[LaneWork]:
+        return [work for works in prompts if index < len(works) and (work := works[index]) is not None]
 
-    def decode_lanes(turn: int) -> list[LaneWork]:
-        return [work for lane in lanes if (work := decode_work(shape, lane, turn)) is not None]
+    def decode_lanes(index: int) -> list[LaneWork]:
+        return [work for lane in lanes if (work := decode_work(shape, lane, index)) is not None]
 
+    # Spans end where lanes end. The last prefill pass is a span of its own, as it is often partial.
     counts = set(map(len, prompts))
     num_prefills = max(counts, default=0)
     parts = _split_at({*counts, num_prefills - 1}, max_prefills) if num_prefills else []
-    if max_prefills <= 2:  # full passes, and the partial last one if there are few
+    if max_prefills <= 2:  # a span of full passes, and if passes are few a span of the partial last pass
         part_ends = [num_prefills] if num_prefills > MANY_PREFILLS else [max(0, num_prefills - 1), num_prefills]
         parts = [range(begin, end) for begin, end in pairwise([0, *part_ends]) if begin < end]
     for part in parts:
@@ -173,8 +182,10 @@ def block_spans(
 def mixed_spans(
     placement: Placement, blocks: Sequence[Block], sizes: Sequence[SequenceSize], chunk_tokens: int
 ) -> list[PassGroup]:
-    """Returns the spans of continuous admission. The run has as many lanes as the largest block, each as large as the
-    largest lane."""
+    """Returns the spans of a run with continuous admission.
+
+    It has as many lanes as the largest block, and each lane has the size of the largest.
+    """
     limits = AdmissionLimits.from_lanes(
         placement.sharing_rule,
         num_lanes=max(len(block.micro_batches) for block in blocks),
@@ -195,11 +206,15 @@ def _drop_empty_requests(block: Block, sizes: Sequence[SequenceSize]) -> Block:
 
 
 def pick_evenly(blocks: Sequence[Block], count: int) -> tuple[Block, ...]:
+    """Returns up to `count` evenly spaced blocks."""
     return tuple(blocks[part[len(part) // 2]] for part in _even_ranges(len(blocks), count))
 
 
 def _split_at(ends: Collection[int], max_parts: int) -> list[range]:
-    """Splits range(last end) at the ends into up to `max_parts` ranges, then halves the longest ones."""
+    """Splits range(max(ends)) at some or all of `ends` into up to `max_parts` ranges.
+
+    If there are fewer, halves the longest ranges until there are `max_parts`.
+    """
     boundaries = sorted({0, *ends})
     part_ends = [boundaries[part[-1]] for part in _even_ranges(len(boundaries), max_parts)]
     parts = [range(begin, end) for begin, end in pairwise([0, *part_ends]) if begin < end]
@@ -217,18 +232,26 @@ def _even_ranges(count: int, max_parts: int) -> list[range]:
 
 @dataclass(frozen=True, kw_only=True)
 class _PassTimer:
-    """Times passes on one machine with one placement."""
+    """Simulates passes with one placement on one machine.
+
+    The first pass starts with empty weight slots. Later passes are **steady**: while one runs, the first stages of the
+    next are read already.
+    """
 
     shape: ModelShape
     placement: Placement
     rates: MachineRates
-    num_steady: int = 2  # passes after the first, averaged as the steady pass
+    num_steady: int = 2  # number of simulated steady passes, whose times are averaged
 
     def predict(self, spans: Sequence[PassGroup], num_blocks: int = 1) -> Prediction:
-        """Returns the time of these passes by phase. Adds the extra time of passes that start with empty slots: the
-        first of the run, or the first of each phase in each block if prefill and decode use two walks."""
+        """Returns the time of these spans by phase, from steady passes plus the extra time of first passes.
+
+        A pass starts with empty slots at the start of the run. If prefill and decode have different walks, the first
+        pass of each phase of each block starts with empty slots too.
+        """
         prefill, decode = PhaseTime(), PhaseTime()
-        started, keeps_slots = set[bool](), self.placement.walk.first_stage == self.placement.decode_walk.first_stage
+        keeps_slots = self.placement.walk.first_stage == self.placement.decode_walk.first_stage
+        started = set[bool]()  # phases whose extra time is added: True for prefill
         for span in spans:
             first, steady = self._first_and_steady(span)
             share = span.prefill_share
@@ -248,18 +271,17 @@ class _PassTimer:
         return self._first_and_steady(span)[1]
 
     def _first_and_steady(self, span: PassGroup) -> tuple[PhaseTime, PhaseTime]:
-        """Returns the time of a pass that starts with empty slots, and of a steady one: the mean of those after the
-        first."""
-        # Passes with decoding tokens take the decode walk.
+        """Returns the time of a first pass, and of a steady pass."""
+        # Passes that both prefill and decode use the decode walk.
         walk = self.placement.walk if span.is_prefill else self.placement.decode_walk
         durations = make_durations(self.shape, self.placement, walk, span.lanes, self.rates, self._stage_costs)
         count, script = self.num_steady, _script(walk, len(span.lanes), durations.links)
-        one, all_ = simulate_each(script, [1, 1 + count], durations)
+        one, more = simulate_each(script, [1, 1 + count], durations)  # one pass, and several in sequence
         steady = PhaseTime(
             num_passes=1,
-            seconds=(all_.seconds - one.seconds) / count + self.rates.pass_seconds,
-            stall_seconds=max(0.0, all_.stall_seconds - one.stall_seconds) / count,
-            busy_seconds={r: (all_.busy_seconds[r] - one.busy_seconds[r]) / count for r in Resource},
+            seconds=(more.seconds - one.seconds) / count + self.rates.pass_seconds,
+            stall_seconds=max(0.0, more.stall_seconds - one.stall_seconds) / count,
+            busy_seconds={r: (more.busy_seconds[r] - one.busy_seconds[r]) / count for r in Resource},
         )
         first = PhaseTime(seconds=one.seconds + self.rates.pass_seconds, stall_seconds=one.stall_seconds)
         return first, steady

@@ -1,4 +1,7 @@
-"""Rates of a machine, as the cost model uses them."""
+"""Rates and overheads of a machine, from which the cost model computes seconds.
+
+A **lane** is a micro-batch; a **paged** expert is read by itself, only when a token is routed to it.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -21,15 +24,16 @@ COMPUTE_RATES = (  # rates of the compute device
     "attention_bytes_per_second",
     "prefill_attention_flops_per_second",
 )
-DEQUANTIZE_LAUNCHES = 2  # per matrix, or stack of experts, with kernels; torch operators take about ten
+# Kernel launches to dequantize a matrix, or the experts' matrices of one kind. Plain torch operators take about ten.
+DEQUANTIZE_LAUNCHES = 2
 
 
 class StoredWork(NamedTuple):
-    """Quantized weights: elements, stored bytes, and matrices (a stack of experts counts once)."""
+    """Amount of quantized weights, possibly an average."""
 
     num_elements: float = 0.0
-    num_bytes: float = 0.0
-    num_matrices: float = 0.0
+    num_bytes: float = 0.0  # as stored
+    num_matrices: float = 0.0  # a matrix of each expert, stored as one stack, counts once
 
     @staticmethod
     def from_parameters(parameters: Iterable[Parameter], compute_dtype: str) -> "StoredWork":
@@ -52,44 +56,44 @@ NOTHING_STORED = StoredWork()
 
 @dataclass(frozen=True, kw_only=True)
 class MachineRates:
-    """Rates of a machine, or of one rank's share, for one compute dtype. The defaults cost nothing.
+    """Rates of a machine, or of one rank's share, for one compute dtype.
 
-    `gemm_flops_per_second` maps the rows (M) of a product to its rate, including the conversion of stored weights.
-    `expert_flops_per_second`: the same for an expert, from gathering its tokens to adding its outputs; empty if not
-    measured. `exchange_*`: all exchanges between ranks in one layer: hidden-vector bytes per second, and latency.
-    `attention_*`: decode attention per byte of KV, on the compute device and on the CPU's workers;
-    `prefill_attention_*` per FLOP of query-key pairs. `turn_seconds`: overhead of a lane in a stage, such as launches;
-    `hit_seconds`: of each paged expert; `pass_seconds`: of a pass.
+    An operation takes no time at its default rate. `gemm_flops_per_second` and `expert_flops_per_second` map the rows
+    of a product to its FLOP/s. They include the conversion of stored weights; those of experts also include gathering
+    tokens and adding outputs.
     """
 
     disk_bytes_per_second: float
     gemm_flops_per_second: Mapping[int, float]
-    link_in_bytes_per_second: float = UNLIMITED  # host -> device, from pinned memory
-    link_out_bytes_per_second: float = UNLIMITED
-    shard_bytes_per_second: float | None = None  # weights loaded in shards by all ranks; None: over the link
-    memory_bytes_per_second: float = UNLIMITED  # of the compute device, read and written by activations
-    attention_bytes_per_second: float = UNLIMITED
-    cpu_attention_bytes_per_second: float = UNLIMITED
-    prefill_attention_flops_per_second: float = UNLIMITED
-    expert_flops_per_second: Mapping[int, float] = field(default_factory=dict)
-    cpu_flops_per_second: float | None = None  # products on an accelerator's host; None: not known
-    host_memory_bytes_per_second: float = UNLIMITED  # shared by disk, links and CPU; of an accelerator's host
-    exchange_bytes_per_second: float = UNLIMITED
-    exchange_seconds: float = 0.0
-    dequantize_bytes_per_second: float = UNLIMITED  # stored and dequantized bytes together
-    launch_seconds: float = 0.0  # of one operator
-    turn_seconds: float = 0.0
-    hit_seconds: float = 0.0
-    pass_seconds: float = 0.0
+    link_in_bytes_per_second: float = UNLIMITED  # host to device, from pinned memory
+    link_out_bytes_per_second: float = UNLIMITED  # device to host
+    shard_bytes_per_second: float | None = None  # weights that all ranks load in shards; None: each uses its own link
+    memory_bytes_per_second: float = UNLIMITED  # memory of the compute device, for activations
+    attention_bytes_per_second: float = UNLIMITED  # KV bytes in decode attention on the compute device
+    cpu_attention_bytes_per_second: float = UNLIMITED  # KV bytes in decode attention on the CPU
+    prefill_attention_flops_per_second: float = UNLIMITED  # FLOPs of pairs of query and key
+    expert_flops_per_second: Mapping[int, float] = field(default_factory=dict)  # empty: not measured
+    cpu_flops_per_second: float | None = None  # products on the host of an accelerator; None: not known
+    host_memory_bytes_per_second: float = UNLIMITED  # of an accelerator's host; disk, links and CPU share it
+    exchange_bytes_per_second: float = UNLIMITED  # hidden-vector bytes in all exchanges between ranks in a layer
+    exchange_seconds: float = 0.0  # latency of these exchanges
+    dequantize_bytes_per_second: float = UNLIMITED  # stored bytes read plus dequantized bytes written
+    launch_seconds: float = 0.0  # per operator
+    turn_seconds: float = 0.0  # overhead of a lane in a stage, such as kernel launches
+    hit_seconds: float = 0.0  # overhead of a paged expert
+    pass_seconds: float = 0.0  # overhead of a pass
 
     @property
     def weights_in_bytes_per_second(self) -> float:
-        """The rate of weight transfers into the device's memory."""
+        """The rate at which weights reach the device's memory."""
         return self.shard_bytes_per_second or self.link_in_bytes_per_second
 
     @property
     def host_shares(self) -> Mapping[Resource, float]:
-        """The share of host memory bandwidth that each resource uses while busy; empty if either rate is unlimited."""
+        """The share of host memory bandwidth that each resource uses while busy.
+
+        Omits resources with an unlimited rate; empty if the bandwidth of host memory is unlimited.
+        """
         rates = {
             Resource.disk: self.disk_bytes_per_second,
             Resource.host_to_device: self.link_in_bytes_per_second,
@@ -100,7 +104,7 @@ class MachineRates:
         return {resource: rate / host for resource, rate in rates.items() if rate < UNLIMITED and host < UNLIMITED}
 
     def map_rates(self, names: Iterable[str], change: Callable[[float], float]) -> "MachineRates":
-        """Returns the rates with `change` applied to these fields, and to each entry of mappings; None stays None."""
+        """Returns the rates with `change` applied to the named fields: to numbers, and to all values of mappings."""
 
         def map_value(value: float | Mapping[int, float] | None) -> float | Mapping[int, float] | None:
             if isinstance(value, Mapping):
@@ -140,37 +144,46 @@ class MachineRates:
         return bool(self.expert_flops_per_second)
 
     def gemm_rate(self, num_rows: Numbers) -> Numbers:
-        """Returns the FLOP/s of a product of `num_rows`: interpolated between measured points, constant beyond the
-        last, proportional to the rows below the first."""
+        """Returns the FLOP/s of a product of `num_rows`.
+
+        It is interpolated between measured numbers of rows, constant above the largest, and proportional to the rows
+        below the smallest.
+        """
         return _rate(self._gemm_points, num_rows)
 
     def expert_rate(self, num_rows: Numbers) -> Numbers:
-        """Returns the FLOP/s of an expert's product; that of `gemm_rate` if not measured."""
+        """Returns the FLOP/s of an expert with `num_rows` tokens. Uses `gemm_rate` if experts were not measured."""
         return _rate(self._expert_points or self._gemm_points, num_rows)
 
     def gemm_seconds(self, num_rows: Numbers, num_weights: Numbers | float) -> Numbers:
-        """Returns the seconds of a product; `num_rows` must be positive."""
+        """Returns the seconds of a product of `num_rows`, which must be positive, with `num_weights`."""
         return 2.0 * num_rows * num_weights / self.gemm_rate(num_rows)
 
     def has_code_kernels(self, item_bytes: int) -> bool:
-        """True if device kernels multiply a few rows with quantized codes directly."""
+        """True if device kernels multiply a few rows with quantized codes directly. `item_bytes`: compute dtype."""
         return self.dequantize_bytes_per_second < UNLIMITED and item_bytes == 2
 
     def codes_seconds(self, stored: StoredWork, num_rows: Numbers) -> Numbers:
-        """Returns the seconds of a product with quantized codes. Decoding and multiplying overlap: the longer counts.
-        Decoding takes as long as reading 16-bit elements, as measured."""
+        """Returns the seconds of a product with quantized codes.
+
+        Decoding and multiplying overlap, so the longer one counts. Measurements show that decoding takes as long as
+        reading 16-bit elements.
+        """
         decoding = 2.0 * stored.num_elements / self.dequantize_bytes_per_second
         products = 2.0 * num_rows * stored.num_elements / max(self.gemm_flops_per_second.values())
         return larger(decoding, products)
 
     def dequantize_seconds(self, stored: StoredWork, item_bytes: int) -> float:
-        """Returns the seconds to dequantize to `item_bytes` per element: one read, one write, a few launches."""
+        """Returns the seconds to read and dequantize weights, and to write them with `item_bytes` per element."""
         num_bytes = stored.num_bytes + stored.num_elements * item_bytes
         launches = DEQUANTIZE_LAUNCHES * stored.num_matrices
         return num_bytes / self.dequantize_bytes_per_second + launches * self.launch_seconds
 
     def experts_seconds(self, num_hit: Numbers, num_visits: Numbers, num_weights: float) -> Numbers:
-        """Returns the seconds of `num_hit` experts of `num_weights` each, with even shares of the visits."""
+        """Returns the seconds of `num_hit` experts of `num_weights` each, if all have the same number of tokens.
+
+        `num_visits`: tokens of all these experts together.
+        """
         return 2.0 * num_visits * num_weights / self.expert_rate(num_visits / num_hit)
 
     @cached_property
@@ -183,7 +196,7 @@ class MachineRates:
 
 
 def interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
-    """Interpolates linearly between ascending points; constant outside."""
+    """Interpolates linearly between points (x, y) with ascending x; constant outside."""
     if x <= points[0][0]:
         return points[0][1]
     for (x0, y0), (x1, y1) in pairwise(points):
@@ -193,6 +206,7 @@ def interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
 
 
 def _rate(points: Sequence[tuple[int, float]], num_rows: Numbers) -> Numbers:
+    """Returns the FLOP/s for `num_rows`. `points`: (rows, FLOP/s), ascending."""
     if isinstance(num_rows, np.ndarray):
         return np.interp(num_rows, [0.0, *(rows for rows, _ in points)], [0.0, *(rate for _, rate in points)])
     first_rows, first = points[0]

@@ -1,10 +1,9 @@
-"""The hierarchical roofline model, HRM (MoE-Lightning, Cao et al. 2025, section 3): turning points of a model's
-feed-forward layers on a machine, and the operating point of a policy.
+"""The hierarchical roofline model, HRM (MoE-Lightning, Cao et al. 2025, section 3), for feed-forward layers.
 
-A **level** is a processor with its memory: the CPU with host memory, an accelerator with its own. An operation has two
-**intensities**: FLOPs per byte read at its level, and FLOPs per byte transferred between levels first. Weights are
-transferred once per block, so the block's size sets the intensity across levels. They are read at a level once per
-micro-batch, so the micro-batch's size sets the intensity there.
+A **level** is a processor with its memory: the CPU with host memory (lower), or an accelerator with its own (upper). An
+operation has two **intensities**: FLOPs per byte that its level reads, and FLOPs per byte that is transferred to this
+level first. Weights are transferred once per block, so the size of the block determines the intensity across levels. A
+level reads them once per micro-batch, so the size of the micro-batch determines the intensity within the level.
 """
 
 from dataclasses import dataclass
@@ -26,16 +25,16 @@ class Level:
     bytes_per_second: float
 
     def attainable(self, intensity: float | Floats) -> float | Floats:
-        """Returns the FLOP/s of an operation with all its bytes at this level: the classical roofline."""
+        """Returns the FLOP/s of an operation if all its bytes are in this level's memory: the classical roofline."""
         return np.minimum(self.flops_per_second, self.bytes_per_second * intensity)
 
 
 def first_turning_point(lower: Level, link_bytes_per_second: float) -> float:
-    """Returns P1, the intensity from which transferring data pays.
+    """Returns P1, the intensity from which an operation is faster after a transfer to the upper level.
 
-    With transfer, an operation of intensity I attains at most link * I; at the lower level, min(peak, memory * I). Both
-    grow with I, and a link is slower than the memory it reads. So the lower level is faster until its peak: link *
-    I = peak, I = peak / link. With a link faster than the memory, transferring always pays: 0.
+    An operation of intensity I attains at most link * I after a transfer, and min(peak, memory * I) at the lower level.
+    Both grow with I, and a link is slower than the memory from which it reads. So the lower level is faster until its
+    peak is reached: link * I = peak, or I = peak / link. A link faster than the memory would make P1 0.
     """
     if link_bytes_per_second >= lower.bytes_per_second:
         return 0.0
@@ -43,35 +42,37 @@ def first_turning_point(lower: Level, link_bytes_per_second: float) -> float:
 
 
 def second_turning_point(upper: Level, intensity: float, link_bytes_per_second: float) -> float:
-    """Returns P2, the intensity from which the link is no longer the bottleneck.
+    """Returns P2, the intensity across levels from which the link is no longer the bottleneck.
 
-    The upper level attains min(peak, memory * its own intensity), independent of the link. The link's roof meets it at
-    link * I = min(peak, memory * intensity). Larger micro-batches raise `intensity` and so P2, up to the peak.
+    Without the link, the upper level attains min(peak, memory * `intensity`), where `intensity` counts bytes of its own
+    memory. The link allows the same FLOP/s at link * P2. Larger micro-batches raise `intensity`, and so P2 until the
+    peak is reached.
     """
     return float(upper.attainable(intensity)) / link_bytes_per_second
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatingPoint:
-    """Intensities in FLOPs per byte: of decode attention, and of feed-forward weights shared by N sequences.
-    `needed_sequences`: N that reaches P2.
+    """Intensities of a decode pass across levels, in FLOPs per byte.
 
-    The turning points `p1` and `p2` are intensities across levels. Below `p1` an operation is faster at the lower
-    level; above `p2` the link is no longer the bottleneck. Between them it is, and more sequences help.
+    Below `p1` an operation is faster at the lower level. Above `p2` the link is no longer the bottleneck. Between them,
+    the link limits the speed, and larger blocks are faster.
     """
 
-    p1: float | None  # None: no FLOP/s known for the lower level
+    p1: float | None  # None: the FLOP/s of the lower level are not known
     p2: float
     attention: float
-    feed_forward: float
-    needed_sequences: float
+    feed_forward: float  # of weights shared by all sequences of a block
+    needed_sequences: float  # block size with a feed-forward intensity of `p2`
 
 
 def operating_point(
     work: LayerWork, machine: Machine, *, reads: bool, num_sequences: float, num_rows: float
 ) -> OperatingPoint:
-    """Returns the operating point of a decode pass over `num_sequences`; feed-forward layers process `num_rows` at
-    once."""
+    """Returns the operating point of a decode pass over `num_sequences`.
+
+    `num_rows`: tokens per feed-forward product. `reads`: weights come from disk.
+    """
     rates, link = machine.rates, link_bytes_per_second(machine, reads=reads)
     lower = host_level(rates) if machine.device_bytes is not None else None
     per_sequence = work.ffn_flops_per_token / work.ffn_bytes
@@ -87,14 +88,14 @@ def operating_point(
 
 
 def hit_share(work: LayerWork, num_rows: float) -> float:
-    """Returns the share of expert bytes that a micro-batch touches."""
+    """Returns the share of a layer's experts to which at least one of `num_rows` tokens is routed."""
     if not work.num_experts:
         return 1.0
     return work.hits(max(1, round(num_rows))) / work.num_experts
 
 
 def link_bytes_per_second(machine: Machine, *, reads: bool) -> float:
-    """Returns the rate of streamed weights, over the slowest hop. `reads`: they come from disk."""
+    """Returns the rate of streamed weights, limited by the slowest link. `reads`: they come from disk."""
     hops = [machine.rates.weights_in_bytes_per_second] if machine.device_bytes is not None else []
     if reads or not hops:
         hops.append(machine.rates.disk_bytes_per_second)
@@ -102,8 +103,10 @@ def link_bytes_per_second(machine: Machine, *, reads: bool) -> float:
 
 
 def compute_level(work: LayerWork, rates: MachineRates) -> Level:
-    """Returns the level of the compute device. Its bandwidth is derived from the smallest measured product, which is
-    bound by reading weights."""
+    """Returns the level of the compute device.
+
+    Its bandwidth is derived from the measured product with the fewest rows, whose time is that of reading its weights.
+    """
     rows, rate = min(rates.gemm_flops_per_second.items())
     weights = work.dense_weights + work.num_experts * work.expert_weights
     return Level(
@@ -114,7 +117,7 @@ def compute_level(work: LayerWork, rates: MachineRates) -> Level:
 
 
 def host_level(rates: MachineRates) -> Level | None:
-    """Returns the CPU's level with an accelerator; None if its rates are unknown."""
+    """Returns the level of the CPU next to an accelerator; None if its rates are unknown."""
     if rates.cpu_flops_per_second is None:
         return None
     return Level(

@@ -1,8 +1,8 @@
-"""Discrete-event simulator: runs a schedule on a cost model with a disk, a link in both directions, a compute device,
-CPU attention workers, and their shared host memory.
+"""Discrete-event simulator: predicts the time of a schedule on a disk, a link in both directions, a compute device, and
+CPU attention, which share host memory.
 
-A schedule is compiled once to lines, each with its resource, dependencies and duration. Deterministic. All machine
-constants are in `durations`.
+A schedule is compiled once to a **script** of lines. Each line has a resource, the events that it waits for, and the
+name of its duration. Numbers that depend on the machine are in `durations`. The simulation is deterministic.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,27 +15,22 @@ from ..schedule.schedule import Schedule
 
 DISK, LINK_IN, LINK_OUT, COMPUTE, CPU, HOST = (resource.number for resource in Resource)
 _RESOURCES = tuple(Resource)  # by their numbers
-SYNC = len(Resource)
-NO_EVENT = 0  # an event in the past: no dependency
-UNUSED_EVENT = 1  # an event without dependents
+SYNC = len(Resource)  # kind of a barrier, which uses no resource
+NO_EVENT = 0  # event for a line that waits for nothing: it lies in the past
+UNUSED_EVENT = 1  # event for a line that no other line waits for
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertReads:
-    """Experts read within an action, one by one, each computed on arrival.
-
-    `read_seconds` and `copy_seconds` are totals. The action first computes for `dense_seconds` without experts; reading
-    starts `lead_seconds` before the end of that. Meanwhile the CPU computes other experts for `cpu_seconds`, and reads
-    their weights for `host_seconds` of host memory time.
-    """
+    """Experts that an action reads one by one. Each is computed when it has arrived."""
 
     num_experts: int
-    read_seconds: float
-    copy_seconds: float
-    dense_seconds: float
-    lead_seconds: float
-    cpu_seconds: float = 0.0
-    host_seconds: float = 0.0
+    read_seconds: float  # from disk, all experts together
+    copy_seconds: float  # to the device, all experts together
+    dense_seconds: float  # compute of the action before the experts
+    lead_seconds: float  # reading starts this long before the end of `dense_seconds`
+    cpu_seconds: float = 0.0  # time in which the CPU computes further experts, after `dense_seconds`
+    host_seconds: float = 0.0  # host memory time to read the weights of the CPU's experts
 
     @property
     def busy(self) -> tuple[tuple[int, float], ...]:
@@ -48,8 +43,10 @@ class ExpertReads:
         )
 
     def compute_spans(self, action: Action, begin: float, end: float, seconds: float) -> "list[SimulatedSpan]":
-        """Returns the spans in which compute is busy with the action for `seconds` in total. All waiting is placed
-        between the dense part and the experts."""
+        """Returns the spans of compute for an action that lasts from `begin` to `end` and is busy for `seconds`.
+
+        All waiting is shown between the part without experts and the experts.
+        """
         parts = [(begin, begin + self.dense_seconds), (end - (seconds - self.dense_seconds), end)]
         if end - begin <= seconds:
             parts = [(begin, end)]
@@ -67,25 +64,24 @@ def _no_turn_seconds(stage: int, lane: int) -> float:
 class Links(NamedTuple):
     """Resources that KV transfers and CPU attention use."""
 
-    is_kv_on_disk: bool = False
-    has_link_behind: bool = False  # KV from disk also crosses the link to the device
-    cpu_is_compute: bool = False  # attention workers run on the cores that compute
+    is_kv_on_disk: bool = False  # False: KV transfers use the link
+    has_link_behind: bool = False  # KV on disk also crosses the link to the device
+    cpu_is_compute: bool = False  # CPU attention runs on the cores that compute everything else
 
 
 OVER_LINK = Links()
 
 
 class ScriptLine(NamedTuple):
-    """One step of a script. `kind`: a resource number, or SYNC. It starts after the events `after` and `also_after`,
-    and completes `event`. `duration`: the field of `Durations` with its seconds."""
+    """One step of a script."""
 
-    kind: int
-    after: int
-    also_after: int
-    event: int
+    kind: int  # a resource number, or SYNC
+    after: int  # event that must have happened before the step starts
+    also_after: int  # a second such event
+    event: int  # event that happens when the step ends
     action: Action
-    on_compute: bool  # occupies compute, or makes it wait
-    duration: str
+    on_compute: bool  # the step uses compute, or compute waits for it
+    duration: str  # the field of `Durations` with its seconds
 
 
 Lines: TypeAlias = list[ScriptLine]
@@ -93,12 +89,11 @@ Lines: TypeAlias = list[ScriptLine]
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """Seconds of each action, by stage or by stage and lane. `read` and `copy` are for a whole stage; pages take
-    equal shares.
+    """Seconds of each action, as functions of stage, or of stage and lane.
 
-    `fetch` and `store` use the link, or the disk if `links` say so, then `fetch_copy` and `store_copy` use the link.
-    `expert_reads` is None if there are none. Busy resources take their `host_shares` of host memory; CPU attention
-    takes `host_attend`.
+    Most fields have the name of their action. `read` and `copy` are for a whole stage; its pages take equal shares.
+    `fetch` and `store` use the link, or the disk if `links` has KV on disk. In the latter case, `fetch_copy` and
+    `store_copy` are the copies between host and device.
     """
 
     read: Callable[[int], float] = _no_stage_seconds
@@ -114,16 +109,17 @@ class Durations:
     store: Callable[[int, int], float] = _no_turn_seconds
     fetch_copy: Callable[[int, int], float] = _no_turn_seconds
     store_copy: Callable[[int, int], float] = _no_turn_seconds
-    expert_reads: Callable[[Action], ExpertReads | None] | None = None
-    host_attend: Callable[[int, int], float] = _no_turn_seconds
-    host_shares: Mapping[int, float] = field(default_factory=dict)
-    num_pages: int = 1
+    expert_reads: Callable[[Action], ExpertReads | None] | None = None  # None: no action reads experts
+    host_attend: Callable[[int, int], float] = _no_turn_seconds  # host memory time of CPU attention
+    host_shares: Mapping[int, float] = field(default_factory=dict)  # resource number -> share of host memory
+    num_pages: int = 1  # per stage
     links: Links = OVER_LINK
 
     def line_seconds(self, lines: Lines) -> list[float]:
-        """Returns the seconds of each line; 0 for barriers."""
+        """Returns the seconds of each line; 0 for actions without a field, such as barriers."""
         costs: dict[str, Callable[..., float]]
         costs = {name: getattr(self, name, _no_stage_seconds) for name in {line.duration for line in lines}}
+        # Actions of a lane, of a whole stage, or of one page of a stage.
         return [
             costs[line.duration](line.action.stage, line.action.lane)
             if line.action.lane is not None
@@ -133,7 +129,11 @@ class Durations:
 
 
 class Events:
-    """Numbers of the events that compute waits for: pages read, weights loaded, KV and attention of a turn."""
+    """Assigns numbers to the events that lines wait for. Numbers 0 and 1 are `NO_EVENT` and `UNUSED_EVENT`.
+
+    Keys of events: (stage, "read", page) if a page is in a staging slot, (stage,) if the stage's weights are in compute
+    memory, (stage, lane) if the KV is loaded or CPU attention is done.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[object, ...], int] = {}
@@ -147,18 +147,19 @@ class Events:
 
 
 class Script:
-    """A schedule compiled to lines. Scripts simulated one after another share their events."""
+    """A schedule compiled to lines. Scripts that are simulated one after another must share their `events`."""
 
     def __init__(self, schedule: Schedule, links: Links, events: Events | None = None):
         self.events = events or Events()
         self._links = links
         actions = (*schedule.prologue, *schedule.cycle)
         self._copied = {action.stage for action in actions if action.op is Op.copy}
-        self._slot_owner = _previous_in_slot(schedule)
+        self._previous_stage = _previous_in_slot(schedule)
         self.prologue: Lines = [line for action in schedule.prologue for line in self._make_lines(action)]
         self.cycle: Lines = [line for action in schedule.cycle for line in self._make_lines(action)]
 
     def _make_lines(self, action: Action) -> list[ScriptLine]:
+        """Returns the lines of an action: none, one, or for KV that crosses two resources two."""
         op, stage, event = action.op, action.stage, self.events.number
         if op is Op.free:
             return []
@@ -166,7 +167,7 @@ class Script:
             return [ScriptLine(SYNC, NO_EVENT, NO_EVENT, UNUSED_EVENT, action, True, op.value)]
         if op is Op.read:
             read = event(stage, "read", action.page) if stage in self._copied else event(stage)
-            slot_free = event(self._slot_owner[action.stage_index]) if stage in self._copied else NO_EVENT
+            slot_free = event(self._previous_stage[action.stage_index]) if stage in self._copied else NO_EVENT
             return [_line(DISK, action, slot_free, read)]
         if op is Op.copy:
             return [_line(LINK_IN, action, event(stage, "read", action.page), event(stage))]
@@ -180,23 +181,26 @@ class Script:
         return [ScriptLine(COMPUTE, event(stage), turn, UNUSED_EVENT, action, True, op.value)]
 
     def _kv_lines(self, action: Action, path: tuple[int, int], event: int) -> list[ScriptLine]:
-        """Returns the lines of a KV transfer: over the link, the disk, or both in sequence."""
-        link = next(part for part in path if part != DISK)
+        """Returns the lines of a KV transfer: over the link, from or to the disk, or both in the order of `path`."""
+        link = next(resource for resource in path if resource != DISK)
         if not self._links.is_kv_on_disk:
             return [_line(link, action, event=event)]
         if not self._links.has_link_behind:
             return [_line(DISK, action, event=event)]
-        first_done, copy = self.events.number(*action.turn, action.op), f"{action.op.value}_copy"
-        first, second = ((part, copy if part == link else action.op.value) for part in path)
+        durations = {DISK: action.op.value, link: f"{action.op.value}_copy"}
+        first, second = path
+        first_done = self.events.number(*action.turn, action.op)
         return [
-            _line(first[0], action, event=first_done, duration=first[1]),
-            _line(second[0], action, first_done, event, duration=second[1]),
+            _line(first, action, event=first_done, duration=durations[first]),
+            _line(second, action, first_done, event, duration=durations[second]),
         ]
 
 
 def _previous_in_slot(schedule: Schedule) -> dict[int, int]:
-    """Maps each stage read into staging to the previous stage in its slot, which must be copied out first. Slots are
-    used in turn; their number is the maximum in use at once."""
+    """Maps each stage that is read into a staging slot to the previous stage in this slot, which must be copied first.
+
+    Slots are used in rotation. Their number is the maximum number of stages that are read but not copied yet.
+    """
     all_actions = (*schedule.prologue, *schedule.cycle)
     stages_read = {action.stage for action in all_actions if action.op is Op.read}
     actions = [action for action in all_actions if action.stage in stages_read]
@@ -210,6 +214,7 @@ def _previous_in_slot(schedule: Schedule) -> dict[int, int]:
         num_used -= action.op is Op.copy and action.page in (None, last_page)
         num_slots = max(num_slots, num_used)
     order = [action.stage_index for action in schedule.cycle if action.op is Op.read and not action.page]
+    # A negative index is a stage of the previous pass.
     return {stage: order[index - num_slots] for index, stage in enumerate(order)}
 
 
@@ -226,7 +231,7 @@ def _line(
 
 
 class SimulatedSpan(NamedTuple):
-    """Busy time of a resource with one action, in seconds."""
+    """Time from `begin` to `end`, in seconds, in which a resource is busy with one action."""
 
     resource: Resource
     action: Action
@@ -236,7 +241,7 @@ class SimulatedSpan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTime:
-    """Total time of several passes, such as a phase."""
+    """Total time of several passes, such as all passes of a phase."""
 
     num_passes: float = 0.0
     seconds: float = 0.0
@@ -263,27 +268,29 @@ class PhaseTime:
 
 
 class SimulatedPass(NamedTuple):
-    """A simulated pass: start and end on compute, and the spans of all resources in order of issue, including
-    prefetches for it."""
+    """A simulated pass."""
 
-    begin: float
-    end: float
-    spans: Sequence[SimulatedSpan]
+    begin: float  # on compute
+    end: float  # on compute
+    spans: Sequence[SimulatedSpan]  # of all resources, in the order of the schedule
 
 
 def simulate(schedule: Schedule, num_passes: int, durations: Durations) -> PhaseTime:
-    """Simulates the prologue and `num_passes` cycles.
+    """Simulates the prologue (actions before the first pass) and `num_passes` cycles of a schedule.
 
-    Slots are not modeled: a checked schedule never exceeds them, and a KV slot is empty before its next fetch arrives.
-    Actions are issued in compute's order, as by the engine's thread. Host memory has no queue, but a pass takes at
-    least the time to move all its bytes through host memory. Simulates about a million actions per second.
+    Actions start in the order of the schedule, as in the engine, where one thread computes and starts transfers. Slots
+    are not modeled: a checked schedule never uses more than there are, and a KV slot is empty before its next fetch
+    arrives. Host memory has no queue, but a pass takes at least the time to move all its bytes through host memory.
+    Simulates about a million actions per second.
     """
     return simulate_each(Script(schedule, durations.links), [num_passes], durations)[0]
 
 
 def simulate_each(script: Script, counts: Sequence[int], durations: Durations) -> list[PhaseTime]:
-    """Returns the result of `simulate` for each of several ascending numbers of passes, at the cost of the last.
-    `script` must be compiled with the links of `durations`."""
+    """Returns the results of `simulate` for several numbers of passes, from one simulation of the largest number.
+
+    `counts` must be ascending. `script` must be compiled with the links of `durations`.
+    """
     clock, times, num_done = _Clock(script.events.count), list[PhaseTime](), 0
     prologue, cycle = (
         _TimedLines.from_script(script.prologue, durations),
@@ -304,8 +311,11 @@ def simulate_each(script: Script, counts: Sequence[int], durations: Durations) -
 
 
 def simulate_passes(passes: Sequence[tuple[Schedule, Durations]], pass_seconds: float = 0.0) -> list[SimulatedPass]:
-    """Simulates one pass of each schedule in sequence, and returns their spans. Slots filled by the previous pass are
-    not filled again. `pass_seconds`: overhead on compute after each pass, overlapped with reads."""
+    """Simulates one pass of each schedule, one after another.
+
+    If the previous pass has the same prologue, slots are filled already and the prologue is skipped. `pass_seconds`:
+    overhead on compute after each pass, during which reads continue.
+    """
     events = Events()
     scripts = [Script(schedule, durations.links, events) for schedule, durations in passes]
     clock, results = _Clock(events.count), list[SimulatedPass]()
@@ -354,11 +364,13 @@ class _TimedLines:
 
 
 class _Clock:
-    """Simulation state: compute's time, when each resource is free, and when each event happened."""
+    """State of a simulation."""
 
     def __init__(self, num_events: int):
-        self.now, self.stall_seconds = 0.0, 0.0
-        self._free, self._ends = [0.0] * len(_RESOURCES), [0.0] * num_events
+        self.now = 0.0  # time up to which compute is done
+        self.stall_seconds = 0.0  # time that compute has waited
+        self._free = [0.0] * len(_RESOURCES)  # the time when each resource becomes free
+        self._ends = [0.0] * num_events  # the time when each event happens
 
     def wait_until(self, second: float) -> None:
         """Advances compute to `second`, unless it is later already."""
@@ -366,7 +378,11 @@ class _Clock:
         self.now = max(self.now, second)
 
     def play(self, timed: _TimedLines, spans: list[SimulatedSpan] | None = None) -> None:
-        """Runs lines, and appends to `spans`. A single loop over local variables, as it runs a million times."""
+        """Runs lines, and appends their busy times to `spans`.
+
+        A line on compute waits for its events, and later lines wait for it. All other lines queue at their resource.
+        The code is one loop over local variables for speed.
+        """
         now, stalled, free, ends = self.now, self.stall_seconds, self._free, self._ends
         timed_lines = zip(timed.lines, timed.seconds, timed.reads, strict=True)
         for (kind, after, also_after, event, action, on_compute, _), seconds, reads in timed_lines:
@@ -397,7 +413,7 @@ class _Clock:
     def _play_experts(
         self, begin: float, seconds: float, reads: ExpertReads, action: Action, spans: list[SimulatedSpan] | None
     ) -> float:
-        """Returns the time when all experts are done: those read, and those that the CPU computes meanwhile."""
+        """Returns the time when all experts are done: those that are read, and those that the CPU computes."""
         dense_end, free = begin + reads.dense_seconds, self._free
         end = self._play_expert_reads(begin, seconds, reads, action, spans) if reads.num_experts else begin + seconds
         if not reads.cpu_seconds:
@@ -411,8 +427,11 @@ class _Clock:
     def _play_expert_reads(
         self, begin: float, seconds: float, reads: ExpertReads, action: Action, spans: list[SimulatedSpan] | None
     ) -> float:
-        """Returns the time when the experts read are done. Each is computed once it has arrived and the previous one is
-        done. So the end is the later of first arrival plus all compute, and last arrival plus one expert's compute."""
+        """Returns the time when all experts that are read are done.
+
+        An expert is computed when it has arrived and the previous one is done. So the end is the first arrival plus
+        the compute of all experts, or the last arrival plus the compute of one expert if that is later.
+        """
         count, free = max(1, reads.num_experts), self._free
         requested = begin + reads.dense_seconds - reads.lead_seconds
         read, copy = reads.read_seconds / count, reads.copy_seconds / count
@@ -425,7 +444,7 @@ class _Clock:
         if spans is not None and reads.read_seconds:
             spans.append(SimulatedSpan(Resource.disk, Action(Op.read, action.stage), read_begin, free[DISK]))
         if spans is not None and reads.copy_seconds:
-            copy_begin = last_arrival - reads.copy_seconds  # drawn as if only the first expert waited for its read
+            copy_begin = last_arrival - reads.copy_seconds  # shown as if only the first expert waited for its read
             spans.append(
                 SimulatedSpan(Resource.host_to_device, Action(Op.copy, action.stage), copy_begin, last_arrival)
             )

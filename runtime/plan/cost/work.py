@@ -1,5 +1,7 @@
-"""The work of stages and layers: weights to multiply, and bytes that operators read and write; used by simulator and
-roofline. Also the CPU's speed at experts, which sets its share of them.
+"""The work of stages and layers: weights to multiply, and bytes that operators read and write.
+
+Simulator and roofline compute times from it. The module also derives how many experts the CPU computes. A **visit** is
+one expert computed for one token; **paged** experts are read one by one.
 """
 
 from dataclasses import dataclass, replace
@@ -12,13 +14,11 @@ from ..shape.numbers import Numbers
 from ..shape.shapes import Stage, StageKind, distinct_bytes
 from .rates import NOTHING_STORED, MachineRates, StoredWork
 
-# How often transformers' decoder layers read or write a token's vectors, without fused operators; a profiling pass
-# measures fused CPU operators. Hidden: two norms at 7 and two sums at 3, attention's input and output. Heads: rotary
-# embeddings of queries and keys at 8, the cache and a change of layout. Inner: an activation and its product with the
-# gate.
-HIDDEN_ROUND_TRIPS = 24
-HEAD_ROUND_TRIPS = 12
-INNER_ROUND_TRIPS = 5
+# How often unfused operators of transformers' decoder layers read or write a token's vectors. (For fused operators on a
+# CPU, a profiling pass measures the time instead.)
+HIDDEN_ROUND_TRIPS = 24  # hidden vectors: 2 norms with 7 each, 2 sums with 3 each, input and output of attention
+HEAD_ROUND_TRIPS = 12  # queries, keys, values: 8 in rotary embeddings, the cache, a change of layout
+INNER_ROUND_TRIPS = 5  # intermediate vectors: the activation, and its product with the gate
 VISIT_ROUND_TRIPS = 8  # per expert visit of a token: gathered, weighted and added
 LOGIT_ROUND_TRIPS = 6  # a change of layout, a check for finite values, and the argmax
 EXPANDED_ROUND_TRIPS = 6  # of keys and values expanded from latents
@@ -27,34 +27,34 @@ MIN_MEMORY_SHARE = 0.5  # minimum share of host bandwidth left to the CPU while 
 
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """Work of one stage. `*_weights` count matrix elements; `pre_attention_weights` is the part of `dense_weights`
-    before attention. `num_bytes`: bytes loaded into a slot, for paged experts the dense part only."""
+    """Work of one stage. `*_weights` count matrix elements."""
 
     kind: StageKind
-    num_bytes: int
-    dense_weights: float
-    pre_attention_weights: float
+    num_bytes: int  # loaded into a slot, without paged experts
+    dense_weights: float  # weights that every token is multiplied with
+    pre_attention_weights: float  # the part of `dense_weights` before attention
     expert_weights: float  # of one expert
-    expert_bytes: float
+    expert_bytes: float  # of one expert
     num_experts: int
     num_experts_per_token: int
     kv_bytes: int  # per position
-    token_bytes: float  # read and written per token, experts excluded
-    visit_bytes: float  # the same per expert visit, on average over all experts, of which this rank has a part
-    is_paged: bool  # its experts are read one by one
-    uses_cpu_experts: bool  # the CPU may compute some of its experts
-    can_skip_unselected: bool  # after its KV is cached, only tokens that need logits continue (`model/stages.py`)
-    stored: StoredWork = NOTHING_STORED  # weights to dequantize, without experts
-    stored_experts: StoredWork = NOTHING_STORED  # the same of all experts, or of one if paged
+    token_bytes: float  # read and written per token by operators between products, without experts
+    visit_bytes: float  # the same per visit; less if this rank has only a part of the experts
+    is_paged: bool  # experts are paged
+    uses_cpu_experts: bool  # the CPU may compute some experts
+    can_skip_unselected: bool  # only tokens that need logits continue after the stage has cached KV (`model/stages.py`)
+    stored: StoredWork = NOTHING_STORED  # quantized weights, without experts
+    stored_experts: StoredWork = NOTHING_STORED  # quantized weights of all experts, or of one expert if paged
 
     def hits(self, num_tokens: Numbers) -> Numbers:
-        """Returns the expected distinct experts that `num_tokens` visit; only for stages with experts."""
+        """Returns the expected number of experts that `num_tokens` visit. The stage must have experts."""
         return expected_hits(self.num_experts, self.num_experts_per_token, num_tokens)
 
 
 def stage_works(
     shape: ModelShape, paged: frozenset[int], cpu_expert_stages: frozenset[int] = frozenset()
 ) -> list[StageWork]:
+    """Returns the work by stage. `paged`: stages with paged experts."""
     first = shape.layers[0].index if shape.layers else 0
     works = [_stage_work(shape, stage, stage.index in paged, stage.index - first) for stage in shape.stages]
     return [
@@ -63,15 +63,17 @@ def stage_works(
 
 
 def _stage_work(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> StageWork:
+    """Returns the work of a stage. `layer`: number of the decoder layer, unused for other stages."""
     dense = stage.num_dense_weights
     count, size = max(1, stage.num_experts), shape.compute_dtype_bytes
-    looked_up = stage.kind in (StageKind.embedding, StageKind.bridge)
+    is_lookup = stage.kind in (StageKind.embedding, StageKind.bridge)
     stacks = {p.name for p in stage.stacks}
-    stored = () if looked_up else [p for p in stage.parameters if p.name not in stacks]
+    stored = () if is_lookup else [p for p in stage.parameters if p.name not in stacks]
     experts = StoredWork.from_parameters(stage.stacks, shape.compute_dtype)
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    has_inner = stage.kind.is_layer and dense > 3 * heads * shape.hidden_size  # mixtures may have experts only
-    token = (
+    # Dense weights that are too many for attention alone: the layer has a dense feed-forward part, not only experts.
+    has_inner = stage.kind.is_layer and dense > 3 * heads * shape.hidden_size
+    token_elements = (
         HIDDEN_ROUND_TRIPS * shape.hidden_size
         + HEAD_ROUND_TRIPS * heads
         + INNER_ROUND_TRIPS * shape.intermediate_size * has_inner
@@ -79,14 +81,14 @@ def _stage_work(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> 
     return StageWork(
         kind=stage.kind,
         num_bytes=stage.dense.num_bytes if is_paged else stage.num_bytes,
-        dense_weights=0 if looked_up else dense,
+        dense_weights=0 if is_lookup else dense,
         pre_attention_weights=min(dense, heads * shape.hidden_size),
         expert_weights=sum(p.num_elements for p in stage.stacks) / count,
         expert_bytes=(stage.num_bytes - stage.dense.num_bytes) / count,
         num_experts=stage.num_experts,
         num_experts_per_token=stage.num_experts_per_token,
         kv_bytes=shape.kv_layer_bytes[layer] if stage.kind is StageKind.layer else 0,
-        token_bytes=float(size * (token if stage.kind.is_layer else 2 * shape.hidden_size)),
+        token_bytes=float(size * (token_elements if stage.kind.is_layer else 2 * shape.hidden_size)),
         is_paged=is_paged,
         uses_cpu_experts=False,
         can_skip_unselected=shape.is_packed and stage in shape.layers[-1:],
@@ -101,31 +103,33 @@ def _stage_work(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWork:
-    """The average decoder layer, and the stages around the layers. `*_weights` count elements that a token may be
-    multiplied with, `*_bytes` bytes in the checkpoint or cache. `num_experts` is 0 for a dense model."""
+    """Work of the average decoder layer, and of all other stages together.
+
+    `*_weights` count matrix elements, `*_bytes` count bytes in the checkpoint or in the KV cache.
+    """
 
     num_layers: int
-    dense_bytes: float  # weights that every token needs
+    dense_bytes: float  # weights that every token is multiplied with
     expert_bytes: float  # of one expert
-    dense_weights: float
-    ffn_weights: float  # of `dense_weights`, those after attention
+    dense_weights: float  # elements of `dense_bytes`
+    ffn_weights: float  # the part of `dense_weights` after attention
     expert_weights: float  # of one expert
-    num_experts: int
+    num_experts: int  # per layer; 0: a dense model
     num_experts_per_token: int
     is_pageable: bool
     kv_bytes: float  # per position
-    query_bytes: float  # of one token's queries, and of its attention outputs
-    hidden_bytes: float  # of one token between layers
-    pair_flops: float  # attention per token and position
+    query_bytes: float  # queries of one token; its attention outputs have the same size
+    hidden_bytes: float  # hidden vector of one token
+    pair_flops: float  # attention FLOPs per pair of query and key
     head_weights: float
-    outer_bytes: float  # embeddings and head; shared tensors count once
-    widest_outer_bytes: float  # the largest of them
-    stored: StoredWork = NOTHING_STORED  # weights to dequantize, without experts
-    stored_experts: StoredWork = NOTHING_STORED  # the same of all experts
+    outer_bytes: float  # stages that are not layers, such as embeddings and head; shared tensors count once
+    widest_outer_bytes: float  # the largest of these stages
+    stored: StoredWork = NOTHING_STORED  # quantized weights of a layer, without experts
+    stored_experts: StoredWork = NOTHING_STORED  # quantized weights of all experts of a layer
 
     @staticmethod
     def from_shape(shape: ModelShape) -> "LayerWork":
-        """Makes the average of the decoder's layers; encoder layers are not part of a decode pass."""
+        """Makes the average of all decoder layers. Encoder layers are left out, as decode passes skip them."""
         layers, outer = shape.layers, [stage for stage in shape.stages if not stage.kind.is_layer]
         stacks = [parameter for stage in layers for parameter in stage.stacks]
         parameters = [parameter for stage in layers for parameter in stage.parameters]
@@ -159,7 +163,7 @@ class LayerWork:
         )
 
     def hits(self, num_tokens: Numbers) -> Numbers:
-        """Returns the expected distinct experts of a layer that `num_tokens` visit; only for mixtures."""
+        """Returns the expected number of experts of a layer that `num_tokens` visit. The model must have experts."""
         return expected_hits(self.num_experts, self.num_experts_per_token, num_tokens)
 
     @property
@@ -169,7 +173,7 @@ class LayerWork:
 
     @property
     def flops_per_token(self) -> float:
-        """Two FLOPs per weight that a token is multiplied with."""
+        """The FLOPs of products per token: two for each weight that the token is multiplied with."""
         return 2 * (self.dense_weights + self.num_experts_per_token * self.expert_weights)
 
     @property
@@ -184,7 +188,7 @@ class LayerWork:
 
 
 def with_cpu_share(shape: ModelShape, placement: Placement, rates: MachineRates | None) -> Placement:
-    """Returns `placement` with the CPU's share of experts derived from the rates, if known."""
+    """Returns `placement` with the CPU's share of experts derived from the rates. Unchanged without rates."""
     share = placement.cpu_share
     if share is None or rates is None:
         return placement
@@ -195,8 +199,11 @@ def with_cpu_share(shape: ModelShape, placement: Placement, rates: MachineRates 
 
 
 def make_cpu_share(expert_bytes: float, expert_weights: float, rates: MachineRates, max_tokens: int) -> CpuShare:
-    """Returns the CPU's share of experts. An expert takes the longer of reading its weights (launches included)
-    and multiplying them. The link's reads reduce the CPU's memory bandwidth."""
+    """Returns the rule for the CPU's share of experts. Its times are relative to copying an expert over the link.
+
+    An expert takes the CPU as long as reading its weights (with kernel launches), or as multiplying them if that takes
+    longer. The link reads host memory at the same time, which leaves less bandwidth for the CPU.
+    """
     link, memory = rates.link_in_bytes_per_second, rates.cpu_attention_bytes_per_second
     cpu_memory = max(memory - link, MIN_MEMORY_SHARE * memory)
     share = CpuShare(max_tokens=max_tokens, reading=link / cpu_memory + rates.hit_seconds * link / expert_bytes)
@@ -206,7 +213,7 @@ def make_cpu_share(expert_bytes: float, expert_weights: float, rates: MachineRat
 
 
 def num_cpu_experts(share: CpuShare | None, work: StageWork, num_tokens: float) -> int:
-    """Returns how many of a stage's experts the CPU computes, for `num_tokens` with even visits."""
+    """Returns how many experts of a stage the CPU computes for `num_tokens`, if all hit experts have equal visits."""
     if share is None or not work.uses_cpu_experts or not 0 < num_tokens <= share.max_tokens:
         return 0
     num_hit = max(1, round(work.hits(num_tokens)))

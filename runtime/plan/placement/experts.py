@@ -159,9 +159,9 @@ def host_entries(paged: Mapping[int, ExpertSizes], outer: Walk, share: Callable[
 def batch_entries(shape: ModelShape, num_tokens: int) -> tuple[Entry, ...]:
     """Returns the compute memory for experts that run once for the `num_tokens` of all lanes.
 
-    Each lane that waits for the others keeps its residual, the experts' input, the shared experts' output and the
-    routing. Running experts take most memory if all tokens visit the same one: input, gate and up, their product twice,
-    output and weighted output.
+    Each waiting lane keeps its residual, the input of the experts, the output of shared experts and the routing.
+    Running experts take most memory if all tokens visit the same one: input, gate and up, their product twice, output
+    and weighted output.
     """
     size = shape.compute_dtype_bytes
     num_experts = max((stage.num_experts for stage in shape.stages), default=0)

@@ -39,7 +39,7 @@ class CpuShare:
             return frozenset()
         chosen, busy = list[int](), 0.0
         for expert in sorted(num_visits, key=lambda expert: (num_visits[expert], expert)):
-            busy += self.cost(num_visits[expert])
+            busy += self.cost(num_visits[expert])  # the link takes 1 per remaining expert
             if busy >= len(num_visits) - len(chosen):
                 break
             chosen.append(expert)
@@ -47,6 +47,7 @@ class CpuShare:
 
     def num_experts(self, num_hit: int, num_visits: float) -> int:
         """Returns how many experts `choose_experts` returns if there are `num_hit`, with `num_visits` each."""
+        # The largest k with k * cost < num_hit - k + 1, as in `choose_experts`.
         return min(num_hit, max(0, ceil((num_hit + 1) / (1 + self.cost(num_visits))) - 1))
 
     def cost(self, num_visits: Numbers) -> Numbers:

@@ -40,6 +40,7 @@ class KVLayout:
 
     @property
     def stays_in_host(self) -> bool:
+        """True if the CPU attends to offloaded KV in host memory, so that it is not loaded into slots."""
         return bool(self.page_bytes) and not self.num_slots
 
     def stride_bytes(self, layer: int) -> int:
@@ -61,10 +62,12 @@ class KVLayout:
 
     @property
     def slot_bytes(self) -> int:
+        """The size of a slot, which fits any lane and layer."""
         return self.slot_pages * max((self.stride_bytes(layer) for layer in self.page_bytes), default=0)
 
     @property
     def tier_bytes(self) -> int:
+        """The bytes of all pages in the tier."""
         return self.num_pages * sum(self.stride_bytes(layer) for layer in self.page_bytes)
 
 
@@ -92,7 +95,7 @@ def offloaded_kv_layers(shape: ModelShape, tier: KVTier, fraction: float, *, has
 
 
 def layer_ranges(numbers: Iterable[int], max_length: int | None = None) -> Iterator[range]:
-    """Groups sorted numbers into consecutive ranges of at most `max_length`."""
+    """Divides numbers into ranges of consecutive numbers, of at most `max_length` each."""
     current = range(0)
     for number in sorted(numbers):
         if current and (number != current.stop or len(current) == max_length):
@@ -125,9 +128,11 @@ def kv_cost(shape: ModelShape, layout: KVLayout, *, has_device: bool) -> KVCost:
     if num_offloaded:
         num_layers = sum(1 for size in shape.kv_layer_bytes if size)
         equation += f" in {num_layers - num_offloaded} of {num_layers} layers"
+    # KV that stays in compute memory.
     compute = [Entry(name="KV cache", num_bytes=positions * in_compute_bytes, equation=equation)]
     if not num_offloaded:
         return KVCost(compute=tuple(compute))
+    # Slots for offloaded KV, and its tier: pinned pages in host memory, or a file.
     num_slots, slot_bytes = layout.num_slots, layout.slot_bytes
     if not layout.stays_in_host:
         equation = f"{num_slots} x {slot_bytes:,} B, {layout.slot_pages:,} pages of the largest lane"
@@ -141,6 +146,7 @@ def kv_cost(shape: ModelShape, layout: KVLayout, *, has_device: bool) -> KVCost:
             "pinned",
         )
         return KVCost(compute=tuple(compute), host=(pages,))
+    # Pages in a file have checksums in memory, and with a device go through staging buffers.
     num_pages, pinned = layout.num_pages * num_offloaded, pinned_bytes(slot_bytes)
     equation = f"{num_pages:,} pages x {CHECKSUM_BYTES} B"
     checksums = Entry(name="KV checksums", num_bytes=num_pages * CHECKSUM_BYTES, equation=equation)
@@ -158,22 +164,22 @@ STORES_IN_FLIGHT = 2  # maximum concurrent copies of prompts' KV to the host
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeSize:
-    """Size of the pinned buffers for concurrent round trips. A buffer has `round_trip_bytes`."""
+    """Sizes of the pinned buffers for round trips between device and CPU. Each buffer serves one at a time."""
 
-    num_round_trips: int
-    round_trip_bytes: int
+    num_round_trips: int  # number of buffers
+    round_trip_bytes: int  # size of a buffer
 
 
 def exchange_size(shape: ModelShape, kv: KVLayout, walk: Walk, load: Load) -> ExchangeSize:
     """Returns the buffers for CPU attention; of size 0 if no KV stays in host memory. `walk`: that of decode passes."""
     if not kv.stays_in_host:
         return ExchangeSize(num_round_trips=0, round_trip_bytes=0)
-    sinks = shape.num_heads * 4 + ROUND_TRIP_PARTS * PART_ALIGNMENT_BYTES
+    fixed_bytes = shape.num_heads * 4 + ROUND_TRIP_PARTS * PART_ALIGNMENT_BYTES  # float32 sinks; padding
     # Per new token: a key and value for each KV head, and a query and output for each head of its group.
     group = -(-shape.num_heads // max(1, shape.num_kv_heads))
     row_bytes = (1 + group) * _position_bytes(shape, kv)
     return ExchangeSize(
-        num_round_trips=walk.order.style.num_ahead + 1, round_trip_bytes=load.max_rows * row_bytes + sinks
+        num_round_trips=walk.order.style.num_ahead + 1, round_trip_bytes=load.max_rows * row_bytes + fixed_bytes
     )
 
 

@@ -1,7 +1,8 @@
 """Memory of lanes and their KV cache: upper bounds from the sizes of model and requests, as entries of a ledger.
 
-A **lane** is a micro-batch in execution; its sequences are packed, or in a **padded lane** left-padded rows. One lane
-at a time computes a stage (a layer), so activations are counted for one lane. All other lanes keep hidden states only.
+A **lane** is a micro-batch in execution; its sequences are packed, or in a **padded lane** left-padded. A **row** is
+one sequence of a lane. One lane at a time computes a stage (such as a layer), so activations are counted for one lane.
+All other lanes keep hidden states only.
 """
 
 from collections.abc import Sequence
@@ -102,7 +103,7 @@ def kv_tokens(shape: ModelShape, micro_batches: Sequence[MicroBatch], *, among_l
 
 
 def _spared_positions(lane: MicroBatch) -> int:
-    """Returns the KV positions saved by prefix sharing: those of all members, less those stored once."""
+    """Returns the KV positions that prefix sharing saves: those of all rows minus those that are stored once."""
     shares = prefix_shares(lane)
     if shares is None:
         return 0
@@ -149,6 +150,7 @@ def _may_restart(shape: ModelShape, size: SequenceSize) -> bool:
 
 
 def _prompt_width(lane: MicroBatch) -> int:
+    """Returns the tokens of the longest prompt."""
     return max((size.num_prompt_tokens for size in lane), default=0)
 
 
@@ -173,7 +175,7 @@ def pass_tokens(shape: ModelShape, lane: MicroBatch, prefill_chunk_tokens: int) 
     if not lane:
         return 0
     if shape.is_packed:
-        # A restart recomputes all keys of a sequence in one pass.
+        # At a restart (LongRoPE), a pass recomputes all keys of a sequence.
         row_tokens = (
             shape.restart_tokens or 0 if _may_restart(shape, size) else size.num_prompt_tokens for size in lane
         )
@@ -228,15 +230,16 @@ def lane_entries(
     slack_bytes: int = ALLOCATOR_SLACK_BYTES,
 ) -> tuple[Entry, ...]:
     """Returns the compute memory of concurrent lanes, without KV cache: states, hidden states, activations, logits."""
-    size, width = shape.compute_dtype_bytes, shape.hidden_size  # bytes and elements
+    size, width = shape.compute_dtype_bytes, shape.hidden_size  # bytes per element, elements per hidden vector
     tokens = [pass_tokens(shape, lane, prefill_chunk_tokens) for lane in micro_batches]  # per pass, by lane
     largest, in_flight, num_rows = max(tokens, default=0), sum(tokens), sum(map(len, micro_batches))
-    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim  # elements of queries, keys, values per token
+    # Activations of the largest lane, in elements: four hidden vectors per token, and the step that takes most memory.
+    # This is attention, with copies of queries, keys and values, or feed-forward.
     inner_vectors = 2 * min(largest, GATED_ROWS) if shape.has_fused_gates else INNER_VECTORS * largest
-    # Either attention, with a copy of queries, keys and values, or feed-forward takes most memory.
     widest_step = max(3 * largest * heads, inner_vectors * shape.intermediate_size)
     activations = 4 * largest * width + widest_step
-    # Elements per token that all lanes keep between stages. The embeddings are kept until the pass ends.
+    # Elements per token that every lane keeps between stages: hidden states, embeddings until the pass ends, RoPE.
     per_token = 2 * width + 2 * shape.head_dim
     attention = _attention_bytes(shape, micro_batches, prefill_chunk_tokens)
     widest = max(width, heads, shape.intermediate_size)
@@ -278,8 +281,10 @@ def lane_entries(
 
 
 def _gather_entry(shape: ModelShape, num_tokens: int, micro_batches: Sequence[MicroBatch]) -> Entry:
-    """Returns the buffers of a tensor-parallel rank: outputs of all ranks, received and concatenated, or the exchange
-    of whole experts."""
+    """Returns the buffers of a tensor-parallel rank for exchanges with other ranks.
+
+    They have the outputs of all ranks twice (received, and concatenated), or the exchange of whole experts.
+    """
     size, heads = shape.compute_dtype_bytes, shape.num_parts * shape.num_heads * shape.head_dim
     gated_tokens = min(num_tokens, GATED_ROWS) if shape.has_fused_gates else num_tokens
     max_rows = max(map(len, micro_batches), default=0)
@@ -332,7 +337,7 @@ def _encoder_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> 
     rectangles = [(len(lane), _prompt_width(lane)) for lane in micro_batches if lane]
     positions = sum(rows * width for rows, width in rectangles)
     per_position = shape.cross_kv_bytes_per_token + shape.hidden_size * size
-    pairs = sum((shape.num_heads * size + rows) * width**2 for rows, width in rectangles)
+    pair_bytes = sum((shape.num_heads * size + rows) * width**2 for rows, width in rectangles)
     return (
         Entry(
             name="encoder output",
@@ -342,7 +347,7 @@ def _encoder_entries(shape: ModelShape, micro_batches: Sequence[MicroBatch]) -> 
         ),
         Entry(
             name="position bias",
-            num_bytes=pairs,
+            num_bytes=pair_bytes,
             equation=f"({shape.num_heads} heads x {size} B + mask) x pairs of positions of each lane",
         ),
     )
@@ -360,7 +365,7 @@ def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chu
         longest = max(_row_positions(shape, lane), _prompt_width(lane) if shape.has_encoder else 0)
         tokens = pass_tokens(shape, lane, chunk_tokens)
         rows = len(lane) if shape.is_packed else tokens
-        decode = 0 if shape.has_decode_kernel else 2 * rows * shape.num_heads * longest * size
+        decode = 0 if shape.has_decode_kernel else 2 * rows * shape.num_heads * longest * size  # scores, twice
         prefill = 0
         if shape.is_packed and shape.attention_method is not AttentionMethod.host:
             sizes = AttentionSizes(
@@ -374,8 +379,8 @@ def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chu
                 longest=longest,
             )
             prefill = device_attention_bytes(shape.attention_method, sizes)
-            decode = decode if shape.expanded_kv_width else 0
-        elif shape.is_packed:
+            decode = decode if shape.expanded_kv_width else 0  # counted above, except with latents
+        elif shape.is_packed:  # on a CPU, prompt by prompt: mask and scores, and gathered keys and values
             prefill = min(chunk_tokens, longest) * longest * (2 + size * (1 + 3 * shape.score_heads))
             prefill += 2 * longest * shape.num_kv_heads * shape.head_dim * size
         if shape.kv_dtype.is_quantized:
@@ -385,7 +390,7 @@ def _attention_bytes(shape: ModelShape, micro_batches: Sequence[MicroBatch], chu
             max_positions = GATHERED_BYTES // (2 * width * size)
             positions = longest if shape.has_decode_kernel else max(longest, min(len(lane) * longest, max_positions))
             prefill += 3 * 2 * width * 4 * positions + 4 * new * (longest + new)
-        expanded = 2 * len(lane) * longest * shape.expanded_kv_width * size
+        expanded = 2 * len(lane) * longest * shape.expanded_kv_width * size  # latents of all rows
         largest = max(largest, decode + expanded, prefill + expanded)
     return largest
 
@@ -418,8 +423,8 @@ def resumed_chunks(
 
 def encoder_activation_bytes(shape: ModelShape, lane: MicroBatch) -> int:
     """Returns a lower bound of the encoder's activations, which are freed before the decoder's head runs."""
-    numbers = (4 * shape.hidden_size + 3 * shape.intermediate_size) * pass_tokens(shape, lane, 0)
-    return numbers * shape.compute_dtype_bytes
+    num_elements = (4 * shape.hidden_size + 3 * shape.intermediate_size) * pass_tokens(shape, lane, 0)
+    return num_elements * shape.compute_dtype_bytes
 
 
 def _num_bytes(entries: Sequence[Entry]) -> int:

@@ -105,7 +105,7 @@ class Placement:
 
     @property
     def cpu_expert_stages(self) -> frozenset[int]:
-        """The stages with experts of which the CPU may compute some."""
+        """The stages in which the CPU may compute some of the experts."""
         return frozenset() if self.cpu_share is None else self.paged & self.walk.in_host
 
     @property

@@ -63,11 +63,11 @@ def _continuous_load(
     longest output.
     """
     chunk = chunk_tokens(config.policy)
-    num_slots = max((len(block.members) for block in blocks), default=0)
+    num_slots = max((len(block.members) for block in blocks), default=0)  # sequences that run at a time
     lane_size = max((len(lane) for block in blocks for lane in block.micro_batches), default=1)
     if shape.is_packed:
-        most_tokens = nlargest(num_slots, (size.capacity_tokens for size in sizes))
-        longest = [SequenceSize(num_prompt_tokens=num_tokens, max_new_tokens=0) for num_tokens in most_tokens]
+        capacities = nlargest(num_slots, (size.capacity_tokens for size in sizes))
+        longest = [SequenceSize(num_prompt_tokens=num_tokens, max_new_tokens=0) for num_tokens in capacities]
     else:
         widest = SequenceSize(
             num_prompt_tokens=max((size.num_prompt_tokens for size in sizes), default=0),

@@ -41,7 +41,7 @@ def make_walk(
 ) -> Walk:
     """Returns the walk of prefill or decode passes. Only decode passes skip the encoder and use CPU attention.
 
-    `streamed`: stages that are read into slots. `in_host`: those of them that stay in host memory, not on disk.
+    `streamed`: stages that are read into slots. `in_host`: streamed stages that are in host memory, not on disk.
     """
     prefetch, order = config.prefetch, config.policy.schedule or PLAIN
     own = shape.own_stages
@@ -49,8 +49,8 @@ def make_walk(
     in_pass = tuple(stage for stage in streamed if stage >= first)
     block = prefetch.block_layers if prefetch.kind is Prefetch.block and len(in_pass) > prefetch.block_layers else 1
     copies = has_device and bool(in_pass)
-    num_read = sum(stage not in in_host for stage in in_pass)
-    staging = (2 if block == 1 else block) if copies else 0
+    num_from_disk = sum(stage not in in_host for stage in in_pass)
+    max_staging_slots = (2 if block == 1 else block) if copies else 0
     offloaded_kv = tuple(shape.layers[layer].index for layer in kv.page_bytes) if kv.num_slots else ()
     # If the order spreads the parts ("pages") of a stage over turns, each turn of a streamed stage gets one page. If
     # turns end with barriers, turns of resident stages get pages too, as disk and link would be idle without a page.
@@ -65,7 +65,7 @@ def make_walk(
         first_stage=first,
         streamed=in_pass,
         num_slots=min(num_weight_slots(prefetch, order), len(in_pass)),
-        num_staging_slots=min(staging, num_read),
+        num_staging_slots=min(max_staging_slots, num_from_disk),
         in_host=in_host.intersection(in_pass),
         copies=copies,
         block=block,

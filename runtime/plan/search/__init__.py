@@ -1,1 +1,1 @@
-"""Policy search: the grid of candidates, the hierarchical roofline that ranks them, and finalists planned in full."""
+"""Policy search: a grid of candidate policies, a roofline model that ranks them, and full plans of the best ones."""

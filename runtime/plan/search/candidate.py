@@ -1,9 +1,10 @@
-"""A candidate policy and the run it would produce: blocks, prefill chunk size, placement.
+"""Turns a policy into a run: divides requests into blocks, chooses prefill chunks, and places weights and KV cache.
 
-A prefill pass loads the weights once for the chunks of all lanes. While a pass is bound by transfers, doubling the
-chunk halves the bytes per prompt. Once it is compute-bound, larger chunks leave less memory for resident layers, and
-pay only if products with more rows take less time per row, as for experts with few tokens. So each doubling is placed
-and timed, with its decode passes, until prefill is compute-bound and products no longer get faster.
+A **block** is the set of lanes (micro-batches) that decode together. A **chunk** is the prompt tokens of a lane in one
+prefill pass, which loads the weights once for the chunks of all lanes. As long as transfers limit a pass, doubling the
+chunk halves the bytes per prompt. Once compute limits it, larger chunks only leave less memory for resident layers,
+unless products with more rows take less time per row, as for experts with few tokens. So the chunk is doubled until
+compute limits prefill and products no longer get faster. Each size is placed and timed, decode passes included.
 """
 
 from collections.abc import Sequence
@@ -26,21 +27,21 @@ from ..placement.run_load import least_memory_config, run_load
 from ..shape.model import ModelShape
 from .policy import Policy
 
-SAMPLE_GROUP = 64  # neighboring requests that enter a sample together
-MAX_DEPTH = 4  # cost_aware: deeper look-ahead than this only takes memory from resident layers
-NOTABLE = 0.05  # smaller shares of stalls in a prefill pass, and of gains in a product's rate, are ignored
-MIN_SAVING = 0.02  # share of the prefill time that a larger chunk must save
+SAMPLE_GROUP = 64  # a sample of requests consists of groups of this many neighbors
+MAX_DEPTH = 4  # maximum depth of prefetch=cost_aware: a larger depth only takes memory from resident layers
+NOTABLE = 0.05  # minimum share of stalls in a prefill pass, or relative gain of a product's rate, to try a larger chunk
+MIN_SAVING = 0.02  # minimum saving by a larger chunk, as a share of the prefill time
 UNLIMITED_TOKENS = 1 << 40  # no limit on a chunk
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedRun:
-    """A run with its placement, which may not fit. `config` contains the prefill chunk."""
+    """A run with its placement, which may not fit."""
 
     blocks: tuple[Block, ...]
-    config: RuntimeConfig
+    config: RuntimeConfig  # with the prefill chunk
     load: Load
-    prefetch: PrefetchConfig  # resolved: cost_aware became a depth
+    prefetch: PrefetchConfig  # `cost_aware` is replaced by a depth
     placement: Placement
 
     @property
@@ -50,20 +51,20 @@ class PlacedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Inputs of a plan: a model and its requests, a machine's budgets and rates, and the settings."""
+    """Inputs of a plan."""
 
     shape: ModelShape
     config: RuntimeConfig
     budgets: Budgets
-    sizes: Sequence[SequenceSize]
-    rates: MachineRates | None
+    sizes: Sequence[SequenceSize]  # by request
+    rates: MachineRates | None  # None: not measured
 
     def with_policy(self, policy: Policy) -> "Problem":
         """Returns the problem with `policy` fixed in its settings."""
         return replace(self, config=policy.apply(self.config, has_device=self.budgets.has_device))
 
     def blocks(self, micro_batch_size: int, num_micro_batches: int) -> tuple[Block, ...]:
-        """Divides all requests into blocks of at most this size."""
+        """Divides all requests into blocks of at most `num_micro_batches` with `micro_batch_size` sequences."""
         return plan_blocks(
             [size.capacity_tokens for size in self.sizes],
             micro_batch_size=micro_batch_size,
@@ -79,8 +80,10 @@ class Problem:
         return [size.prefix for size in self.sizes] if self.shape.is_packed else ()
 
     def sample(self, count: int) -> "Problem":
-        """Returns the problem for `count` of its requests, evenly spaced. Requests are taken in groups, as
-        neighbors may share prefixes."""
+        """Returns the problem for `count` of its requests, in evenly spaced groups of neighbors.
+
+        Neighbors may share prefixes.
+        """
         if count >= len(self.sizes):
             return self
         groups = [
@@ -97,6 +100,7 @@ class Problem:
         prefix_numbers = dict[SharedPrefix, int]()
 
         def path(size: SequenceSize) -> list[int]:
+            """Returns the numbers of the request's prefixes, shortest prefix first."""
             chain = size.prefix.chain if size.prefix is not None else ()
             return [prefix_numbers.setdefault(each, len(prefix_numbers)) for each in chain][::-1]
 
@@ -109,7 +113,8 @@ class Problem:
         prefetch = least_memory_config(config).prefetch
         if config.prefetch.kind is not Prefetch.cost_aware or self.rates is None:
             placement = self.choose_placement(replace(config, prefetch=prefetch), load)
-        else:  # the depth with the shortest decode pass, as each slot takes memory from resident layers
+        else:
+            # Choose the depth with the shortest decode pass. A deeper one must save 1%: its slots take memory.
             placement, shortest = None, inf
             for depth in range(1, MAX_DEPTH + 1):
                 deeper = PrefetchConfig(kind=Prefetch.lookahead, depth=depth)
@@ -133,7 +138,7 @@ class Problem:
 
 
 def place_existing_blocks(problem: Problem, blocks: tuple[Block, ...]) -> PlacedRun:
-    """Places existing blocks, with the best of the default chunks that fits."""
+    """Places existing blocks with the first of the default chunks that fits."""
     *larger, chunk = chunk_sizes(problem.shape, problem.config.policy, blocks)
     if larger:
         chunk = _fitting_chunk(problem, least_memory_config(problem.config), blocks, all_in_compute=True) or chunk
@@ -141,15 +146,16 @@ def place_existing_blocks(problem: Problem, blocks: tuple[Block, ...]) -> Placed
 
 
 def choose_blocks(problem: Problem, widths: Sequence[int], num_halvings: int) -> tuple[int, tuple[Block, ...]]:
-    """Returns the chunk in tokens, and the blocks.
+    """Returns the prefill chunk in tokens, and the blocks.
 
-    `policy=fixed`: as configured. Otherwise the most sequences, up to the configured number, that fit with the fewest
-    resident layers. `widths`: micro-batch sizes; the first one with which all KV fits in compute memory is used, or
-    else the last. `num_halvings`: out-of-memory errors so far; each halves the block.
+    With `policy=fixed`, blocks have the configured size. Otherwise they have as many sequences, up to the configured
+    number, as fit if no layer is resident. `widths`: candidate micro-batch sizes. The first one with which all KV fits
+    in compute memory is used, or else the last. `num_halvings`: out-of-memory errors so far; each halves the block.
     """
     shape, config = problem.shape, problem.config
 
     def counts(num_sequences: int) -> list[int]:
+        """Returns the number of micro-batches for each width."""
         return list(dict.fromkeys(-(-num_sequences // width) for width in widths))
 
     def make_blocks(num_sequences: int, count: int) -> tuple[Block, ...]:
@@ -157,7 +163,7 @@ def choose_blocks(problem: Problem, widths: Sequence[int], num_halvings: int) ->
 
     max_sequences = block_size(config.policy)
     if config.policy.kind is PolicyKind.fixed:
-        *large, usual = counts(max_sequences)
+        *large, usual = counts(max_sequences)  # few large micro-batches, and the number for the last width
         for blocks in (make_blocks(max_sequences, count) for count in large):
             if chunk := _fitting_chunk(problem, least_memory_config(config), blocks, all_in_compute=True):
                 return chunk, blocks
@@ -165,11 +171,12 @@ def choose_blocks(problem: Problem, widths: Sequence[int], num_halvings: int) ->
         return chunk_sizes(shape, config.policy, blocks)[-1], blocks
     blocks: tuple[Block, ...] = ()
     largest = max(1, min(max_sequences, len(problem.sizes)) >> num_halvings)
+    # Block sizes to try, descending: all sequences, 3/4, 1/2, 3/8 ... 1.
     sizes = {step for shift in range(largest.bit_length()) for step in (largest >> shift, 3 * largest >> shift + 2)}
-    ladder = sorted(sizes - {0}, reverse=True)  # all, 3/4, 1/2, 3/8 ... 1
+    block_sizes = sorted(sizes - {0}, reverse=True)
     for tier in kv_tiers(shape, config, has_device=problem.budgets.has_device):
         tier_config = replace(least_memory_config(config), kv=replace(config.kv, tier=tier))
-        for num_sequences in ladder:
+        for num_sequences in block_sizes:
             *large, usual = counts(num_sequences)
             for count in (*large, usual):
                 blocks = make_blocks(num_sequences, count)
@@ -181,8 +188,10 @@ def choose_blocks(problem: Problem, widths: Sequence[int], num_halvings: int) ->
 def _fitting_chunk(
     problem: Problem, config: RuntimeConfig, blocks: tuple[Block, ...], *, all_in_compute: bool
 ) -> int | None:
-    """Returns the best chunk with which these blocks fit under `config`; None if there is none. With `all_in_compute`,
-    the KV cache must fit in compute memory."""
+    """Returns the first of the default chunks with which these blocks fit; None if there is none.
+
+    With `all_in_compute`, the whole KV cache must fit in compute memory.
+    """
     shape, budgets = problem.shape, problem.budgets
     for chunk in chunk_sizes(shape, config.policy, blocks):
         chunked = with_chunk_tokens(config, chunk)
@@ -194,8 +203,10 @@ def _fitting_chunk(
 
 
 def tune_chunks(problem: Problem, initial: PlacedRun) -> PlacedRun:
-    """Returns `initial`, which must have the smallest chunks, or the same blocks with larger chunks if that is faster.
-    Returns `initial` without rates, or if the settings fix the chunk."""
+    """Returns the blocks of `initial` with larger prefill chunks if that is faster, otherwise `initial`.
+
+    `initial` must have the smallest chunks. It stays as it is without rates, or if the chunk is configured.
+    """
     if problem.rates is None or problem.config.policy.prefill_chunk_tokens is not None:
         return initial
     chosen = _best_chunk(problem, initial, problem.rates)
@@ -208,22 +219,25 @@ def tune_chunks(problem: Problem, initial: PlacedRun) -> PlacedRun:
 
 
 def _best_chunk(problem: Problem, initial: PlacedRun, rates: MachineRates) -> int:
-    """Returns the chunk with the shortest rough prediction, for the block that takes most memory. Continuous admission
-    predicts a few blocks."""
+    """Returns the chunk with the shortest predicted time.
+
+    The prediction is a rough one for the block that takes most memory, or with continuous admission for a few blocks.
+    """
     best = chunk = initial.chunk_tokens
     max_tokens = max((pass_tokens(problem.shape, lane, UNLIMITED_TOKENS) for lane in initial.load.lanes), default=0)
     if chunk >= max_tokens:
         return best
     shares = {stage.num_experts_per_token / stage.num_experts for stage in problem.shape.layers if stage.num_experts}
+    # Rates as functions of rows, with the share of a chunk's tokens that one such product multiplies.
     rate_shares = [(rates.gemm_rate, 1.0), *((rates.expert_rate, share) for share in shares)]
     fixed_seconds = len(initial.load.lanes) * len(initial.load.shape.stages) * rates.turn_seconds + rates.pass_seconds
     prediction = shortest = _predict_chunks(problem, initial, chunk, rates)
     while prediction is not None and shortest is not None and chunk < max_tokens:
-        prefill = prediction.prefill  # stalls and fixed overheads do not grow with the chunk
+        # Stalls and overheads do not grow with the chunk, so a larger chunk has less of both per token.
+        prefill = prediction.prefill
         is_stalled = prefill.stall_seconds + prefill.num_passes * fixed_seconds > NOTABLE * prefill.seconds
-        if not is_stalled and all(
-            rate(2 * part * chunk) <= (1 + NOTABLE) * rate(part * chunk) for rate, part in rate_shares
-        ):
+        has_peak_rates = all(rate(2 * part * chunk) <= (1 + NOTABLE) * rate(part * chunk) for rate, part in rate_shares)
+        if not is_stalled and has_peak_rates:
             break
         chunk *= 2
         prediction = _predict_chunks(problem, initial, chunk, rates)

@@ -1,8 +1,9 @@
-"""Searches for the policy with the highest throughput: MoE-Lightning's (N, mu, A, F, r_w, r_c), see `Policy`.
+"""Searches for the policy with the highest throughput, see `Policy`.
 
-First, the hierarchical roofline ranks the whole grid, with all prompts of a block in one pass. Then the best policies
-of each variant are placed, and a few of their passes simulated. Last, the best few are planned in full: the ledger
-checks that they fit, and the simulator predicts their time.
+First, the hierarchical roofline model (HRM) ranks the whole grid, as if all prompts of a block were prefilled in one
+pass. Then the best policies of each variant (a policy without its sizes) are placed, and a few of their passes are
+simulated. Last, a few finalists are planned in full: the table of memory use shows whether they fit, and the simulator
+predicts their time.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -31,10 +32,10 @@ from .policy import Policy
 from .trials import Trial, Trials
 from .workload import Workload
 
-NUM_VARIANTS = 4  # with one finalist each
+NUM_VARIANTS = 4  # variants with a finalist each
 NUM_BLOCKS = 5  # further finalists of any variant
-NEXT_SHARE = 0.75  # after a block that does not fit, the next has at most this share of its sequences
-NOTABLE = 0.01  # share of the run's time that another policy must save to replace the default
+NEXT_SHARE = 0.75  # if a block does not fit, the next candidate has at most this share of its sequences
+NOTABLE = 0.01  # minimum saving of a policy that replaces the default, as a share of the run's time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +43,12 @@ class Candidate:
     """A policy that fits, with its predicted time for the whole workload."""
 
     policy: Policy
-    roofline_seconds: float
-    seconds: float  # by the simulator
-    binding: Resource  # the busiest resource of the simulated decode passes
-    tokens_per_second: float  # generated
-    full_memory: str  # the memory closest to its budget
-    full_share: float
+    roofline_seconds: float  # predicted by the roofline
+    seconds: float  # predicted by the simulator
+    binding: Resource  # busiest resource of the simulated decode passes
+    tokens_per_second: float  # generated tokens
+    full_memory: str  # host or device: the memory closest to its budget
+    full_share: float  # used share of this budget
 
     @property
     def text(self) -> str:
@@ -59,8 +60,8 @@ class SearchResult:
     """The best policies of a search."""
 
     table: tuple[Candidate, ...]  # the fastest first
-    busy_seconds: Mapping[Resource, float]  # of a decode pass of the best policy, by the roofline
-    operating_point: OperatingPoint
+    busy_seconds: Mapping[Resource, float]  # roofline of a decode pass of the best policy
+    operating_point: OperatingPoint  # of the best policy
 
     @property
     def best(self) -> Candidate:
@@ -76,12 +77,13 @@ class SearchResult:
 
     @property
     def runner_up(self) -> Candidate | None:
-        """The fastest policy of another variant, or else of another size; None if there is none."""
+        """The fastest policy of another variant, or if there is none, of another size."""
         others = [each for each in self.table[1:] if each.policy.variant != self.best.policy.variant]
         return (others or list(self.table[1:]) or [None])[0]
 
     @property
     def why(self) -> tuple[str, ...]:
+        """Lines of text for users that explain the choice."""
         best, runner_up, point = self.best, self.runner_up, self.operating_point
         parts = [f"{resource.value} {s:.3g} s" for resource, s in self.busy_seconds.items() if s]
         is_same = self.binding is self.roofline_binding
@@ -104,28 +106,29 @@ class SearchResult:
         )
 
 
-Finalist: TypeAlias = tuple[Candidate, PlacedRun, Prediction]  # with the run that was planned and timed
+Finalist: TypeAlias = tuple[Candidate, PlacedRun, Prediction]  # a candidate with its run and predicted time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finalists:
-    """Plans of the most promising policies."""
+    """Plans the most promising policies of a grid in full."""
 
     problem: Problem
     workload: Workload
     grid: PolicyGrid
-    roofline: Callable[[PolicyGrid], Floats]  # the seconds of each policy
-    blocks: tuple[Block, ...] | None = None  # of a resumed run; None: by policy
+    roofline: Callable[[PolicyGrid], Floats]  # predicted seconds of each policy
+    blocks: tuple[Block, ...] | None = None  # blocks of a resumed run; None: each policy divides the requests
     default: Policy | None = None  # the default policy, always a finalist
 
     @cached_property
     def seconds(self) -> Floats:
+        """Seconds of each policy, predicted by the roofline."""
         return self.roofline(self.grid)
 
     def table(self) -> tuple[Finalist, ...]:
-        """Returns the finalists: the best block of a few variants, then further blocks, sorted by simulated time.
+        """Returns the finalists, the fastest first: the best policies of a few variants, and a few further policies.
 
-        Raises BudgetError, with the ledger, if not even the smallest block fits.
+        Raises BudgetError, with the table of memory use, if not even the smallest block fits.
         """
         trials = Trials(problem=self.problem, grid=self.grid, bounds=self.seconds, blocks=self.blocks).best()
         best_of_variants = dict[Hashable, Trial]()
@@ -155,7 +158,7 @@ class Finalists:
                 yield self._finalist_at(trial.index)
 
     def _smaller_block(self) -> Finalist:
-        """Tries smaller and smaller blocks until one fits, the fastest first. Raises BudgetError if none does."""
+        """Returns the fastest policy that fits, trying ever smaller blocks. Raises BudgetError if none fits."""
         remaining = np.argsort(self.seconds, kind="stable")
         while len(remaining):
             try:
@@ -168,7 +171,7 @@ class Finalists:
         return self._make_finalist(self.grid.policy(index), float(self.seconds[index]))
 
     def _make_finalist(self, policy: Policy, roofline_seconds: float) -> Finalist:
-        """Raises BudgetError if the policy's run does not fit."""
+        """Plans the run of `policy`. Raises BudgetError if it does not fit."""
         problem, blocks = self.problem.with_policy(policy), self.blocks
         if blocks is None:  # cached by size: dividing many requests into blocks takes longer than placing them
             key = (policy.micro_batch_size, policy.num_micro_batches)
@@ -177,7 +180,7 @@ class Finalists:
         run.placement.require_fit(problem.config)
         run = tune_chunks(problem, run)
         prediction = problem.predict(run)
-        assert prediction is not None, "a search predicts"
+        assert prediction is not None, "a search needs rates"
         seconds = prediction.seconds
         fullest = max(run.placement.ledgers, key=lambda ledger: ledger.total_bytes / ledger.budget_bytes)
         num_resident = sum(stage.index in run.placement.resident for stage in problem.shape.layers)
@@ -207,13 +210,15 @@ def search(
     blocks: tuple[Block, ...] | None = None,
     default: Policy | None = None,
 ) -> tuple[SearchResult, PlacedRun, Prediction]:
-    """Returns the best policy for the tiers and prefetch of `problem`, which must have rates, and its run.
+    """Returns the search result for the tiers and prefetch of `problem`, and the run of the best policy with its time.
 
-    `workload`: None samples the problem's requests. `axes`: None allows all. `blocks`: of a resumed run. `default`: the
-    default policy, always simulated. Raises BudgetError, with the ledger, if not even the smallest block fits.
+    `problem` must have rates. `workload`: None derives it from the problem's requests. `axes`: None allows all values.
+    `blocks`: existing blocks of a resumed run. `default`: the default policy, which is always a finalist.
+
+    Raises BudgetError, with the table of memory use, if not even the smallest block fits.
     """
     shape, config, budgets = problem.shape, problem.config, problem.budgets
-    assert problem.rates is not None, "a search goes by rates"
+    assert problem.rates is not None, "a search needs rates"
     machine = Machine(
         name="this machine",
         host_bytes=budgets.host_bytes,
@@ -224,7 +229,7 @@ def search(
     )
     workload = workload or Workload.from_sizes(problem.sizes)
     axes = axes or GridAxes.from_config(shape, config, workload.num_requests, has_device=budgets.has_device)
-    if problem.rates.cpu_flops_per_second is None:  # then the CPU gets experts only if configured
+    if problem.rates.cpu_flops_per_second is None:  # the CPU then computes experts only if configured
         axes = replace(axes, feedforwards=[config.policy.feedforward or FeedForward.device])
     if blocks:
         lanes = [[len(lane) for lane in block.micro_batches] for block in blocks]
@@ -268,7 +273,10 @@ def make_roofline(shape: ModelShape, machine: Machine, workload: Workload, confi
 def select_fitting(
     shape: ModelShape, machine: Machine, workload: Workload, config: RuntimeConfig, grid: PolicyGrid
 ) -> PolicyGrid:
-    """Returns the policies within the budgets, with whole layers or paged experts; if there are none, the smallest."""
+    """Returns the policies that fit the budgets, with whole layers or with experts that are read one by one.
+
+    If none fits, returns the smallest policies.
+    """
     budgets = machine.budgets
     needs = (MemoryEstimate(shape, config, workload, grid, budgets, is_paged=is_paged) for is_paged in (False, True))
     fits = np.logical_or(*(estimate.fits(budgets) for estimate in needs))

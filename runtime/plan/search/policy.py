@@ -1,4 +1,4 @@
-"""The policy of a run: the variables of the policy search."""
+"""The policy of a run: the values that a policy search chooses."""
 
 import hashlib
 import json
@@ -13,29 +13,25 @@ from ...units import format_count
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """MoE-Lightning's policy, plus the compute order.
+    """The policy of MoE-Lightning (N, mu, A, F, r_w, r_c), plus the compute order. N is `num_sequences`."""
 
-    Its symbols: N = `num_sequences` of a block, mu = `micro_batch_size`, A = `attention`, F = `feedforward`,
-    r_w = `resident_layers`, r_c = `kv_fraction`, the share of layers with KV in compute memory. With `feedforward` on
-    the CPU, it computes a share of the experts in host memory.
-    """
-
-    micro_batch_size: int
-    num_micro_batches: int
-    attention: Attention
+    micro_batch_size: int  # mu
+    num_micro_batches: int  # per block
+    attention: Attention  # A: the processor of decode attention
     schedule: Order
-    resident_layers: int
-    kv_fraction: float
-    feedforward: FeedForward = FeedForward.device
+    resident_layers: int  # r_w: number of layers with weights in compute memory
+    kv_fraction: float  # r_c: share of layers with KV in compute memory
+    feedforward: FeedForward = FeedForward.device  # F: with `cpu`, the CPU computes some of the experts in host memory
     prefill_chunk_tokens: int | None = None  # per micro-batch and pass; None: the plan decides
 
     @property
     def num_sequences(self) -> int:
+        """The number of sequences in a block."""
         return self.micro_batch_size * self.num_micro_batches
 
     @property
     def variant(self) -> tuple[Order, Attention, float, FeedForward]:
-        """The policy without its sizes."""
+        """The policy without block size and resident layers."""
         return self.schedule, self.attention, self.kv_fraction, self.feedforward
 
     @property
@@ -44,7 +40,7 @@ class Policy:
 
     @property
     def without_plan(self) -> "Policy":
-        """The policy without values that a plan fills in."""
+        """The policy without the values that a plan chooses by itself: resident layers and prefill chunk."""
         return replace(self, resident_layers=0, prefill_chunk_tokens=None)
 
     def __str__(self) -> str:
@@ -79,8 +75,10 @@ class Policy:
         )
 
     def apply(self, config: RuntimeConfig, *, has_device: bool) -> RuntimeConfig:
-        """Returns `config` with this policy fixed. Resident layers are left to the placement, which keeps as many as
-        fit."""
+        """Returns `config` with this policy as a fixed policy.
+
+        Resident layers are not fixed: the placement keeps as many as fit.
+        """
         policy = replace(
             config.policy,
             kind=PolicyKind.fixed,
@@ -103,8 +101,10 @@ class Policy:
         return replace(config, policy=policy, kv=kv)
 
     def halve(self, num_halvings: int) -> "Policy":
-        """Returns the policy after `num_halvings` out-of-memory errors: fewer micro-batches, then smaller ones, and
-        smaller chunks."""
+        """Returns the policy after `num_halvings` out-of-memory errors, each of which halves block and chunk.
+
+        A block gets fewer micro-batches. Only if it has a single one already, that gets smaller.
+        """
         num_lanes, chunk = self.num_micro_batches >> num_halvings, self.prefill_chunk_tokens
         smaller = replace(self, prefill_chunk_tokens=None if chunk is None else max(1, chunk >> num_halvings))
         if num_lanes:

@@ -1,7 +1,8 @@
-"""Selects policies of a grid to plan in full: the best blocks of each variant, placed and timed by a few passes.
+"""Selects policies of a grid to plan in full, by trials: a trial places a policy and simulates a few of its passes.
 
-The roofline is rarely above the simulated time, as it loads weights once for all prompts of a block. So a policy is
-skipped if its roofline time is much longer than the best trial. A trial takes milliseconds, a tenth of a full plan.
+A **variant** is a policy without its block size and resident layers. The roofline's time is nearly a lower bound of the
+simulated time, as it assumes that weights are loaded once for all prompts of a block. So a policy is skipped if its
+roofline time is much longer than the best trial. A trial takes milliseconds, a tenth of a full plan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,50 +20,54 @@ from .candidate import Problem
 from .grid import Floats, PolicyGrid
 from .policy import Policy
 
-SWEEP_TOKENS = 16 * CHUNK_TOKENS  # in a prefill pass of all lanes: compute takes about as long as loading weights
-SWEEP_FACTOR = 4  # further sweeps: this much larger if prefill stalls, this much smaller for variants near the best
-STALL_SHARE = 0.05  # prefill stalls above this share of the time count
-MAX_SLOWDOWN = 1.0  # times the roofline's seconds; slower trials repeat with the smallest chunk
+# Maximum tokens of all lanes in a prefill pass of a trial: compute then takes about as long as loading the weights.
+SWEEP_TOKENS = 16 * CHUNK_TOKENS
+SWEEP_FACTOR = 4  # a further trial has passes larger by this factor if prefill stalls, or smaller if near the best
+STALL_SHARE = 0.05  # minimum share of prefill stalls in the time, to try larger passes
+MAX_SLOWDOWN = 1.0  # trials slower than this, relative to the roofline, are repeated with the smallest chunk
 MANY_LANES = 4
-MAX_BOUND_RATIO = 1.25  # times the shortest trial: policies slower by the roofline are skipped
-NUM_FIRST = 2  # trials per variant at first: the best block by the roofline, and the best one with many lanes
-NUM_NEAR = 6  # variants with further trials
-NEAR_RATIO = 1.15  # times the shortest trial: variants within it are near the best
-NUM_BLOCKS = 6  # blocks tried per variant near the best
-NUM_TIMED = 3  # blocks timed with padded lanes, as these differ
-MANY_REQUESTS = 8192  # above this, a trial places a sample
-NUM_TRIES = 8  # blocks per variant, if the first ones do not fit
+MAX_BOUND_RATIO = 1.25  # policies with a longer roofline time, relative to the shortest trial, are skipped
+NUM_FIRST = 2  # first trials per variant: the best block by the roofline, and the best one with many lanes
+NUM_NEAR = 6  # maximum number of variants with further trials
+NEAR_RATIO = 1.15  # variants with a shorter time, relative to the shortest trial, are near the best
+NUM_BLOCKS = 6  # block sizes to try for each variant near the best
+NUM_TIMED = 3  # blocks to simulate with padded lanes, as these differ
+MANY_REQUESTS = 8192  # with more requests, a trial uses a sample of them
+NUM_TRIES = 8  # maximum block sizes to try per variant until `NUM_FIRST` fit
 
 Variant: TypeAlias = tuple[object, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Predicted seconds of the whole workload, scaled up from its middle block, or from a few blocks if padded."""
+    """Predicted seconds of a policy for the whole workload, from a simulation of one block, or of a few if padded."""
 
-    index: int
+    index: int  # of the policy in the grid
     policy: Policy
     seconds: float
     stall_seconds: float  # in prefill
-    bound_seconds: float  # the roofline's
+    bound_seconds: float  # predicted by the roofline
 
     @property
     def pessimistic_seconds(self) -> float:
-        """The slower of trial and roofline, as either may be wrong."""
+        """The longer time of trial and roofline, as either may be too short."""
         return max(self.seconds, self.bound_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trials:
-    """Times policies of a grid."""
+    """Runs trials of policies of a grid."""
 
     problem: Problem
     grid: PolicyGrid
-    bounds: Floats  # the roofline's seconds of each policy
-    blocks: tuple[Block, ...] | None = None  # of a resumed run; None: by policy
+    bounds: Floats  # roofline seconds of each policy
+    blocks: tuple[Block, ...] | None = None  # blocks of a resumed run; None: each policy divides the requests
 
     def best(self) -> list[Trial]:
-        """Returns the best trial of each policy, the fastest first; empty if none fits."""
+        """Returns the best trial of each policy that fits, the fastest first.
+
+        A few policies of each variant are tried, then more policies of the variants near the best.
+        """
         trials_by_variant = dict[Variant, list[Trial]]()
         shortest = float("inf")
         for variant, indices in self._variants.items():
@@ -90,10 +95,10 @@ class Trials:
         return list(best.values())
 
     def _fitting_trials(self, indices: Sequence[int], shortest: float) -> Iterator[Trial]:
-        """Yields the best trial of each policy that fits, over a few chunk sizes.
+        """Yields, for each policy that fits, the best of its trials with different prefill chunks.
 
-        Larger chunks are tried if prefill stalls and the policy would be near the best without stalls. The smallest
-        chunk is tried if the trial is slower than the roofline: it leaves more memory for layers and KV.
+        Larger chunks are tried if prefill stalls and the policy would be near the best without these stalls. The
+        smallest chunk is tried if the trial is slower than the roofline, as it leaves more memory for layers and KV.
         """
         for index in indices:
             first = self._trial(index, SWEEP_TOKENS)
@@ -108,7 +113,10 @@ class Trials:
             yield min(trials, key=lambda trial: trial.seconds)
 
     def _trial(self, index: int, sweep_tokens: int) -> Trial | None:
-        """Returns the trial with the largest chunks, up to `sweep_tokens` over all lanes, that fit; None if none do."""
+        """Returns the trial with the largest chunks that fit; None if no chunk fits.
+
+        `sweep_tokens`: maximum tokens of all lanes in a prefill pass.
+        """
         policy = self.grid.policy(index)
         sample, blocks, scale = self._sample(policy.micro_batch_size, policy.num_micro_batches)
         problem = sample.with_policy(policy)
@@ -122,7 +130,7 @@ class Trials:
             if fixed_chunk or chunk <= CHUNK_TOKENS:
                 return None
             chunk //= 2
-        assert problem.rates is not None, "a search goes by rates"
+        assert problem.rates is not None, "a search needs rates"
         num_timed = 1 if problem.shape.is_packed else NUM_TIMED
         prediction = predict_from_sample(
             problem.shape, run.placement, blocks, problem.sizes, chunk, problem.rates, num_timed=num_timed
@@ -136,8 +144,11 @@ class Trials:
         )
 
     def _sample(self, micro_batch_size: int, num_micro_batches: int) -> tuple[Problem, tuple[Block, ...], int]:
-        """Returns a sample of the requests, its blocks, and the factor to scale times. Blocks are cached by size, as
-        dividing takes longer than placing. For many packed requests one block is enough, as blocks are similar."""
+        """Returns a sample of the requests, its blocks, and the ratio of all requests to the sample.
+
+        The sample is one block if there are many packed requests, as their blocks are similar; otherwise all requests.
+        Results are cached by size, as dividing requests into blocks takes longer than placing them.
+        """
         key, problem = (micro_batch_size, num_micro_batches), self.problem
         if key not in self._samples:
             num_blocks = -(-len(problem.sizes) // (micro_batch_size * num_micro_batches))
@@ -153,7 +164,10 @@ class Trials:
 
     @cached_property
     def _variants(self) -> dict[Variant, list[int]]:
-        """Grid indices by variant, the fastest first. Blocks that differ only in resident layers count once."""
+        """Grid indices by variant, the fastest first by the roofline.
+
+        Of policies that differ only in resident layers, only the fastest is included.
+        """
         grid, order = self.grid, np.argsort(self.bounds, kind="stable")
         sizes = np.stack([np.ceil(grid.rows), grid.lanes], axis=1)
         axes = np.stack([grid.order, grid.attention, grid.kv_fraction, grid.shares_experts], axis=1)

@@ -9,39 +9,42 @@ from functools import cached_property
 from ...units import round_up
 from ..placement.memory import PAGE_TOKENS, SequenceSize
 
-MAX_SAMPLED_LENGTHS = 512
+MAX_SAMPLED_LENGTHS = 512  # maximum number of prompt lengths in a workload
 
 
 @dataclass(frozen=True, order=True)
 class SharedRange:
-    """Prompt tokens [begin, end) shared by `num_sharing` requests; there are `count` such prefixes."""
+    """A range of prompt tokens that requests share: the part of a prefix after its parent, a shorter shared prefix."""
 
     begin: int
     end: int
-    num_sharing: int
-    count: int
+    num_sharing: int  # requests that share the range
+    count: int  # number of such prefixes: same range, other tokens
 
     def num_spared(self, lane_size: int) -> int:
-        """Returns how often the range need not be computed, if the sharing requests fill lanes (or blocks) of
-        `lane_size`."""
+        """Returns how many requests need not compute the range, if lanes (or blocks) have `lane_size` of them.
+
+        One request of each lane computes the range for all of them.
+        """
         return self.count * (self.num_sharing - -(-self.num_sharing // lane_size))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """`prompt_tokens`: ascending lengths, each for an equal number of requests. `num_scored`: scored tokens per prompt
-    on average; 0 for generation. `shared`: common prefixes."""
+    """Number and lengths of the requests of a run."""
 
     num_requests: int
-    prompt_tokens: tuple[int, ...]
+    prompt_tokens: tuple[int, ...]  # ascending prompt lengths, each for an equal number of requests
     max_new_tokens: int
-    num_scored: int = 0
-    shared: tuple[SharedRange, ...] = ()
+    num_scored: int = 0  # scored tokens per prompt, on average; 0: requests generate
+    shared: tuple[SharedRange, ...] = ()  # prefixes that requests share
 
     @staticmethod
     def from_sizes(sizes: Sequence[SequenceSize]) -> "Workload":
-        """Makes the workload from all prompt lengths, or from evenly spaced quantiles if there are many. All outputs
-        get the longest output's length."""
+        """Makes the workload from all prompt lengths, or from evenly spaced quantiles if there are many.
+
+        Assumes that every output is as long as the longest.
+        """
         lengths = sorted(size.num_prompt_tokens for size in sizes)
         num_lengths = min(len(lengths), MAX_SAMPLED_LENGTHS)
         sharing = Counter(each for size in sizes if size.prefix is not None for each in size.prefix.chain)
@@ -52,7 +55,7 @@ class Workload:
         return Workload(
             num_requests=len(sizes),
             prompt_tokens=tuple(
-                lengths[(2 * turn + 1) * len(lengths) // (2 * num_lengths)] for turn in range(num_lengths)
+                lengths[(2 * number + 1) * len(lengths) // (2 * num_lengths)] for number in range(num_lengths)
             ),
             max_new_tokens=max((size.max_new_tokens for size in sizes), default=0),
             num_scored=-(-sum(size.num_scored for size in sizes) // max(1, len(sizes))),
@@ -61,12 +64,15 @@ class Workload:
 
     @staticmethod
     def from_mean(num_requests: int, *, mean: float, longest: int, max_new_tokens: int) -> "Workload":
-        """Makes a workload from the mean and longest length: the share q of prompts is no longer than longest *
-        q^(longest/mean - 1), the power law with that mean. Raises ValueError if the mean exceeds the longest."""
+        """Makes a workload from the mean and the longest prompt length.
+
+        Lengths follow the power law with this mean: quantile q has length longest * q^(longest/mean - 1). Raises
+        ValueError if the mean exceeds the longest.
+        """
         if not 1 <= mean <= longest:
             raise ValueError(f"prompts of {mean} tokens in the mean and {longest} at most: 1 <= mean <= longest")
         power = longest / mean - 1
-        quantiles = [(turn + 0.5) / MAX_SAMPLED_LENGTHS for turn in range(MAX_SAMPLED_LENGTHS)]
+        quantiles = [(number + 0.5) / MAX_SAMPLED_LENGTHS for number in range(MAX_SAMPLED_LENGTHS)]
         return Workload(
             num_requests=num_requests,
             prompt_tokens=tuple(max(1, round(longest * quantile**power)) for quantile in quantiles),
@@ -78,10 +84,10 @@ class Workload:
         return replace(self, prompt_tokens=self.prompt_tokens[-1:])
 
     def sizes(self, num_requests: int | None = None) -> list[SequenceSize]:
-        """Returns `num_requests` (None: all) with lengths at evenly spaced quantiles; for one request the median."""
+        """Returns the sizes of `num_requests` (None: all), with prompt lengths at evenly spaced quantiles."""
         count = self.num_requests if num_requests is None else num_requests
         lengths = self.prompt_tokens
-        chosen = (lengths[(2 * turn + 1) * len(lengths) // (2 * count)] for turn in range(count))
+        chosen = (lengths[(2 * number + 1) * len(lengths) // (2 * count)] for number in range(count))
         return [
             SequenceSize(
                 num_prompt_tokens=length,
@@ -96,14 +102,14 @@ class Workload:
         return sum(self.prompt_tokens) / max(1, len(self.prompt_tokens))
 
     def mean_padded_tokens(self, lane_size: int) -> float:
-        """Returns the computed tokens per prompt, if lanes of similar lengths are padded to their longest prompt."""
+        """Returns the mean tokens per prompt, if lanes of similar prompts are padded to their longest prompt."""
         lengths = self.prompt_tokens
         num_lanes = -(-self.num_requests // lane_size)
-        longest = [lengths[-(-turn * len(lengths) // num_lanes) - 1] for turn in range(1, num_lanes + 1)]
+        longest = [lengths[-(-number * len(lengths) // num_lanes) - 1] for number in range(1, num_lanes + 1)]
         return sum(longest) / max(1, num_lanes)
 
     def mean_spared_tokens(self, lane_size: int) -> float:
-        """Returns the tokens per prompt saved by prefix sharing."""
+        """Returns the mean tokens per prompt that prefix sharing saves."""
         spared = sum((each.end - each.begin) * each.num_spared(lane_size) for each in self.shared)
         return spared / max(1, self.num_requests)
 
@@ -114,23 +120,23 @@ class Workload:
 
     @cached_property
     def mean_squared_tokens(self) -> float:
-        """The mean square of prompt lengths; proportional to query-key pairs."""
+        """The mean square of prompt lengths, which is proportional to the number of query-key pairs."""
         return sum(length**2 for length in self.prompt_tokens) / max(1, len(self.prompt_tokens))
 
     @cached_property
     def mean_capacity_tokens(self) -> float:
-        """The mean KV positions of a sequence at its limit, in whole pages."""
+        """The mean KV positions of a sequence at its token limit, in whole pages."""
         whole = [round_up(length + self.max_new_tokens, PAGE_TOKENS) for length in self.prompt_tokens]
         return sum(whole) / max(1, len(whole))
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens generated, or scored, by all requests."""
+        """The number of tokens that all requests generate or score."""
         return self.num_requests * max(self.max_new_tokens, self.num_scored)
 
     @cached_property
     def digest(self) -> str:
-        """A digest, equal for workloads that a search does not distinguish."""
+        """A digest that is equal for workloads with equal search results."""
         scored = f" {self.num_scored}" if self.num_scored else ""
         shared = f" {self.shared}" if self.shared else ""
         text = f"{self.num_requests} {self.max_new_tokens} {self.prompt_tokens}{scored}{shared}"

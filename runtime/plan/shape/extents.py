@@ -43,6 +43,7 @@ class Extent:
 
     def clip(self, begin: int, end: int) -> "Extent | None":
         """Returns the part that is read into bytes [begin, end) of the slot; None if there is none."""
+        # Offsets from the start of the extent.
         first = max(begin, self.slot_offset) - self.slot_offset
         last = min(end, self.slot_offset + self.num_bytes) - self.slot_offset
         if first >= last:
@@ -83,6 +84,8 @@ def even_reader_share(extents: Sequence[Extent], index: int, count: int) -> tupl
 
 @dataclass(frozen=True, kw_only=True)
 class SlotLayout:
+    """The layout of a slot in host memory."""
+
     extents: tuple[Extent, ...]  # in the order of their slot offsets
     tensor_offsets: Mapping[str, int]  # first byte in the slot, by tensor name
     num_bytes: int
@@ -132,7 +135,7 @@ class DeviceLayout:
     num_bytes: int
 
     def clip_moves(self, begin: int, end: int) -> Iterator[Move]:
-        """Yields the copies that start in bytes [begin, end) of the host slot, cut to this range."""
+        """Yields the copies of bytes [begin, end) of the host slot: moves, cut to this range."""
         for move in self.moves[bisect_right(self.moves, begin, key=lambda move: move.end) :]:
             first, last = max(begin, move.begin), min(end, move.end)
             if first < last:
@@ -207,7 +210,7 @@ def pinned_bytes(num_bytes: int, *, is_aligned: bool = True) -> int:
 
 
 class _DeviceOrder(NamedTuple):
-    """Sort key of a tensor in a device slot."""
+    """Sort key of a tensor in a device slot: numbers of expert and part, or of part and expert."""
 
     major: int
     minor: int
@@ -243,7 +246,9 @@ def device_layout(stages: Iterable[Stage], layout: SlotLayout) -> DeviceLayout:
         last = moves[-1] if moves else None
         is_near = last is not None and last.begin <= begin <= last.end + COPY_GAP_BYTES
         if last is None or not is_near or (last.target + begin - last.begin) % alignments[name]:
-            used = round_up(used, VECTOR_BYTES if expert_order.get(name, OUTSIDE_EXPERTS) > FIRST_EXPERT else RUN_BYTES)
+            # After the first expert, distances must be equal, so that moves cannot start at multiples of 256 bytes.
+            is_later_expert = expert_order.get(name, OUTSIDE_EXPERTS) > FIRST_EXPERT
+            used = round_up(used, VECTOR_BYTES if is_later_expert else RUN_BYTES)
             last = Move(begin=begin, num_bytes=0, target=used)
             moves.append(last)
         end = max(last.end, begin + piece.num_bytes)

@@ -48,14 +48,14 @@ class ModelShape:
     rank_stages: range | None = None  # stages computed by this pipeline rank, see rank_shares.py; None: all
     compute_dtype: str = ""  # safetensors name; "": unknown
     num_parts: int = 1  # tensor-parallel ranks that divide the model; this shape is the part of one
-    weight_bytes: int = field(init=False, default=0)
+    weight_bytes: int = field(init=False, default=0)  # of all stages; shared tensors count once
 
     def __post_init__(self) -> None:
         slices = {piece.name: piece.num_bytes for s in self.stages for p in s.parameters for piece in p.slices}
         object.__setattr__(self, "weight_bytes", sum(slices.values()))
 
     def with_head_share(self, num_parts: int) -> "ModelShape":
-        """Divides heads and KV sizes by `num_parts`, for a shape with `stages` that are one rank's part already."""
+        """Returns the shape with heads and KV sizes divided by `num_parts`. Its `stages` must be one rank's part."""
         return replace(
             self,
             num_parts=num_parts,
@@ -105,6 +105,7 @@ class ModelShape:
 
     @cached_property
     def own_stages(self) -> range:
+        """The stages that this rank computes."""
         return self.rank_stages if self.rank_stages is not None else range(len(self.stages))
 
     @property

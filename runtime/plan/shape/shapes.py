@@ -114,7 +114,7 @@ class Companion:
 
     @property
     def is_shared(self) -> bool:
-        """True if all of it applies to every row."""
+        """True if the whole companion applies to every row of the matrix."""
         return not self.block_rows or self.tensor.shape[0] == 1
 
 
@@ -122,8 +122,8 @@ class Companion:
 class Parameter:
     """A parameter of a stage's module, and the tensor slices to assemble it from.
 
-    `pieces` has an entry per expert if `is_stacked`, otherwise one entry. The slices of an entry are concatenated by
-    rows; usually there is one.
+    `pieces` has an entry per expert if `is_stacked`, otherwise one entry. An entry is a tuple of slices (pieces),
+    usually one, that are concatenated by rows.
     """
 
     name: str

@@ -71,6 +71,7 @@ class StageSizes:
 
     @cached_property
     def experts(self) -> dict[int, ExpertSizes]:
+        """Sizes of experts that can be read one by one, by stage."""
         return {stage.index: ExpertSizes.from_stage(stage) for stage in self.stages if stage.experts}
 
     @cached_property
@@ -99,6 +100,7 @@ class StageSizes:
 
     @cached_property
     def _resident_cache(self) -> dict[tuple[int, bool], tuple[frozenset[int], int]]:
+        """Cached results of `choose_resident`, by arguments."""
         return {}
 
     def resident_bytes(self, resident: Collection[int]) -> int:
