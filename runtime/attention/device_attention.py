@@ -1,12 +1,13 @@
 """Attention on an accelerator: few launches, and no synchronization with the host.
 
-Keys and values are gathered in their cached precision, once per layer and pass, for flash kernels (Dao 2023) or
-torch's fused attention. Fused attention gets each KV head as a sequence of its own, with its query heads as tokens:
-with `enable_gqa`, torch may pick a backend that materializes scores in float32.
+Keys and values are gathered from the cache in the cache's dtype, once per layer and pass. Then flash kernels (Dao 2023)
+or torch's fused attention run over them. Fused attention gets each KV head as a sequence of its own, with its query
+heads as tokens, because with `enable_gqa` torch may choose a backend that materializes scores in float32.
 
 An attention sink is a score without a value. So the flash output is multiplied by sigmoid(logsumexp - sink).
 
-Letters as in paged.py; G query heads of a KV head.
+Letters of tensor dimensions: B rows (sequences) that decode, T tokens of the pass, S positions, H heads, G query heads
+of a KV head, D elements of a head (Dv of a value head), N pages, P positions of a page.
 """
 
 import inspect
@@ -22,8 +23,9 @@ from .layout import LayerKV, QuantizedKV
 from .views import DecodeRows, Prompts, Reach, Rule, Segment, TokenRanges
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-MAX_HEAD_DIM, HEAD_MULTIPLE = 256, 8
-ALIGNMENT_BYTES = 16  # of one load in the kernels
+MAX_HEAD_DIM, HEAD_MULTIPLE = 256, 8  # head sizes that kernels support: multiples of 8 up to 256
+ALIGNMENT_BYTES = 16  # kernels load this many bytes at once
+# Arguments of aten's flash operator that this module knows.
 POSITIONAL_ARGUMENTS = (
     "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask",
 )  # fmt: skip
@@ -31,7 +33,7 @@ KEYWORD_ARGUMENTS = {"scale", "window_size_left", "window_size_right"}
 
 
 def can_use_flash(like_q: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tensor, rule: Rule) -> bool:
-    """True if flash kernels support these head sizes (the last dimension), dtypes, rule and device."""
+    """True if flash kernels support the head sizes (last dimension), dtypes and device of these tensors, and `rule`."""
     head_dim = like_q.shape[-1]
     return (
         like_q.dtype in KERNEL_DTYPES
@@ -46,8 +48,10 @@ def can_use_flash(like_q: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tens
 
 @cache
 def has_flash(device: torch.device) -> bool:
-    """True if torch has usable flash kernels for `device`: FlashAttention-2 needs compute capability 8.0. Excludes
-    ROCm, whose kernels align few queries with the first keys instead of the last."""
+    """True if torch has usable flash kernels for `device`. FlashAttention-2 needs compute capability 8.0.
+
+    ROCm is excluded: if there are fewer queries than keys, its kernels align queries with the first keys, not the last.
+    """
     return (
         device.type == "cuda"
         and torch.version.hip is None
@@ -59,25 +63,30 @@ def has_flash(device: torch.device) -> bool:
 
 @cache
 def varlen_attn() -> Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
+    """torch's flash attention for sequences of different lengths."""
     from torch.nn.attention import varlen  # takes 0.2 s to import
 
     return varlen.varlen_attn
 
 
 def has_window_size() -> bool:
-    """True if `varlen_attn` takes `window_size` and `return_aux`, as from torch 2.11 on."""
+    """True if `varlen_attn` has the parameters `window_size` and `return_aux`, as since torch 2.11."""
     return {"window_size", "return_aux"} <= inspect.signature(varlen_attn()).parameters.keys()
 
 
 def flash_attention(
     q_THD: torch.Tensor, k_SHD: torch.Tensor, v_SHD: torch.Tensor, ranges: TokenRanges, window: int | None, rule: Rule
 ) -> torch.Tensor:
-    """Causal attention of the ranges' tokens over their packed positions (S), the last `window` at most: (T, H, Dv).
-    Requires `can_use_flash`, and keys and values from `align`."""
+    """Causal attention of the tokens of `ranges` over their positions, which are concatenated (S): (T, H, Dv).
+
+    A token attends to at most the last `window` positions. Requires `can_use_flash`, and keys and values from `align`.
+    """
     padding = k_SHD.shape[2] - v_SHD.shape[2]
-    is_single = ranges.most_new == 1  # every position is visible: no mask
+    is_single = ranges.most_new == 1
+    # Positions to the left and right of a token that it attends to; -1: all. A single token attends to all positions of
+    # its range, so that it needs no mask.
     window_size = (-1, -1) if is_single else (-1 if window is None else window - 1, 0)
-    inputs = (  # positional arguments of both functions
+    inputs = (  # positional arguments of the operator and of `varlen_attn`
         align(q_THD),
         k_SHD,
         F.pad(v_SHD, (0, padding)) if padding else v_SHD,
@@ -114,7 +123,10 @@ def flash_attention(
 
 @cache
 def flash_operator() -> Callable[..., Sequence[torch.Tensor]] | None:
-    """The aten operator behind `varlen_attn`, 40 us faster per call. None unless its schema is as expected."""
+    """The aten operator that `varlen_attn` calls; calling it directly saves 40 us per call.
+
+    None if its schema is not the known one: aten operators may change with any version of torch.
+    """
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     if operator is None or "default" not in operator.overloads():
         return None
@@ -128,7 +140,7 @@ def flash_operator() -> Callable[..., Sequence[torch.Tensor]] | None:
 
 
 def align(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or a contiguous copy if its data or strides are not aligned for the kernels."""
+    """The tensor itself, or a contiguous copy if its address or strides are not aligned for the kernels."""
     *strides, step = tensor.stride()
     has_aligned_strides = gcd(*strides) * tensor.itemsize % ALIGNMENT_BYTES == 0
     if step == 1 and has_aligned_strides and tensor.data_ptr() % ALIGNMENT_BYTES == 0:
@@ -138,24 +150,25 @@ def align(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _gqa_options(*, is_grouped: bool) -> dict[str, bool]:
-    """Keyword for grouped heads; some versions of torch detect them and have none."""
+    """The keyword argument of `varlen_attn` for grouped query heads. Some versions of torch do not need it."""
     is_supported = "enable_gqa" in inspect.signature(varlen_attn()).parameters
     return {"enable_gqa": is_grouped} if is_supported else {}
 
 
 def can_use_fused(like_q: torch.Tensor, like_v: torch.Tensor, rule: Rule) -> bool:
-    """True if torch's fused attention supports these heads on any device, masked or not."""
+    """True if torch's fused attention supports these head sizes and `rule` on any device, with or without a mask."""
     return rule.is_plain and not any(like.shape[-1] % HEAD_MULTIPLE for like in (like_q, like_v))
 
 
 def decode_on_device(
     q_BHD: torch.Tensor, kv: LayerKV | QuantizedKV, rows: DecodeRows, reach: Reach, rule: Rule
 ) -> torch.Tensor:
-    """Attention of one new token per row over its pages: (B, H, Dv)."""
+    """Attention of one new token per row over the cached positions of the row: (B, H, Dv)."""
     ranges = rows.token_ranges(reach)
     is_flash = isinstance(kv, LayerKV) and can_use_flash(q_BHD, *kv.likes, rule)
-    is_gathered = is_flash or can_use_fused(q_BHD, kv.likes[1], rule)
-    max_positions = max(1, (GATHERED_BYTES if is_gathered else SCORED_BYTES) // kv.position_bytes)
+    has_kernel = is_flash or can_use_fused(q_BHD, kv.likes[1], rule)
+    # Groups of rows, to limit the memory of gathered keys and values, and of scores without a kernel.
+    max_positions = max(1, (GATHERED_BYTES if has_kernel else SCORED_BYTES) // kv.position_bytes)
     groups = ranges.groups(max_positions, are_padded=not is_flash)
 
     def decode(q_BHD: torch.Tensor, group: TokenRanges) -> torch.Tensor:
@@ -172,8 +185,11 @@ def decode_on_device(
 def prefill_flash(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], kv: LayerKV | None, prompts: Prompts, reach: Reach, rule: Rule
 ) -> list[tuple[slice | torch.Tensor, torch.Tensor]] | None:
-    """Attention of all prompt segments: pairs of token indices and outputs (T, H, Dv); None if flash kernels do not
-    apply. Without `kv`, key and value hold all positions, packed from the first segment's `kv_start` on."""
+    """Attention of all prompt chunks by flash kernels; None if they do not support the layer.
+
+    Returns pairs of token indices and outputs (T, H, Dv). `qkv`: queries, keys and values (1, H, T, D). Without `kv`,
+    keys and values include the cached positions: all positions of all rows, concatenated in `kv_start` order.
+    """
     query, key, value = (each[0].transpose(0, 1) for each in qkv)
     if not can_use_flash(query, key, value, rule) or (kv is None and reach.chunk is not None):
         return None
@@ -186,6 +202,7 @@ def prefill_flash(
     ranges, outputs = prompts.token_ranges(reach), []
     for group in ranges.groups(max(1, GATHERED_BYTES // kv.position_bytes), are_padded=False):
         tokens = group.tokens
+        # Fresh ranges attend to tokens of this pass only, whose keys and values need not be gathered.
         k_SHD, v_SHD = (align(key[tokens]), align(value[tokens])) if group.is_fresh else kv.gather_packed(group)
         outputs.append((tokens, flash_attention(query[tokens], k_SHD, v_SHD, group, reach.window, rule)))
     return outputs
@@ -194,7 +211,7 @@ def prefill_flash(
 def prefill_fused(
     q_HTD: torch.Tensor, k_HSD: torch.Tensor, v_HSD: torch.Tensor, segment: Segment, reach: Reach, scale: float
 ) -> torch.Tensor:
-    """Attention of one segment's tokens over the positions of its view: (T, H, Dv)."""
+    """Attention of one prompt chunk over the positions that its tokens see: (T, H, Dv)."""
     view = segment.view(reach)
     is_causal = view is None and segment.new > 1
     return attend_fused(q_HTD, k_HSD, v_HSD, None if view is None else view.visible, scale, is_causal=is_causal)
@@ -209,8 +226,11 @@ def attend_fused(
     *,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """Fused attention of tokens over positions where `visible_TS` is True: (T, H, Dv). None: all positions, or with
-    `is_causal` those up to the token's own (T = S)."""
+    """Fused attention of tokens over positions where `visible_TS` is True: (T, H, Dv).
+
+    Without `visible_TS`, tokens attend to all positions. With `is_causal`, which needs T = S, a token attends to
+    positions up to its own.
+    """
     q_HGTD = q_HTD.unflatten(0, (k_HSD.shape[0], -1))
     k_HGSD, v_HGSD = (each[:, None].expand(-1, q_HGTD.shape[1], -1, -1) for each in (k_HSD, v_HSD))
     out_HGTD = F.scaled_dot_product_attention(
@@ -220,7 +240,7 @@ def attend_fused(
 
 
 def _decode_padded(q_BHD: torch.Tensor, kv: LayerKV | QuantizedKV, group: TokenRanges, rule: Rule) -> torch.Tensor:
-    """Decode over padded rows. Query heads of a KV head use the token dimension, to avoid copies of KV heads."""
+    """Decode attention over padded rows. The query heads of a KV head are its tokens, to avoid copies of KV heads."""
     k_BHSD, v_BHSD = (each.transpose(1, 2) for each in kv.gather_padded(group))
     q_BHGD = q_BHD.unflatten(1, (k_BHSD.shape[1], -1))
     if can_use_fused(q_BHD, v_BHSD, rule):

@@ -1,10 +1,12 @@
 """Decode attention on the CPU: reads keys and values in place, once, without copies.
 
-The compiled kernels release the GIL, so their threads run in parallel. Work is split by rows, and by KV heads if rows
-are few. `decode_attention_torch` is the reference and the fallback without numba; it gathers pages first. Quantized
-pages use a compiled kernel too, or the device code path without numba.
+The compiled kernels release the GIL, so their threads run in parallel. Work is divided by rows (sequences), and if
+there are few rows also by KV heads. Without numba, `decode_attention_torch` is used, which gathers pages first and is
+also the reference for tests. Quantized pages use another compiled kernel, or without numba the operators for
+accelerators.
 
-B rows, N pages, P positions of a page, n pages of a row, H heads, G query heads of a KV head, D of a head.
+Letters of tensor dimensions: B rows, N pages, P positions of a page, n pages of a row, H heads, G query heads of a KV
+head, D elements of a head (Dv of a value head), W work items.
 """
 
 from collections.abc import Callable
@@ -40,10 +42,10 @@ from .layout import PassLayout, QuantizedKV
 from .page_codes import PageFormat, cast_to_compute
 from .views import DecodeRows, Reach, Rule
 
-GATHERED_BYTES = 16 * MIB  # keys of a few rows in float32; values take as much again
-ITEMS_PER_THREAD = 4  # threads finish at about the same time
-MIN_ITEM_BYTES = MIB // 2  # about 50 us of work, the time it takes to wake a thread
-# dtype under which kernels see each dtype; uint8 holds the bits of float8.
+GATHERED_BYTES = 16 * MIB  # float32 keys that `decode_attention_torch` gathers at once; values take as much again
+ITEMS_PER_THREAD = 4  # several, so that all threads finish at about the same time
+MIN_ITEM_BYTES = MIB // 2  # takes about 50 us, as long as waking a thread
+# torch dtype -> dtype of the array that kernels get: NumPy lacks bfloat16. uint8 has the bits of float8.
 BITS = {
     torch.float32: torch.float32,
     torch.bfloat16: torch.uint16,
@@ -51,7 +53,7 @@ BITS = {
     torch.uint8: torch.uint8,
 }
 
-# A function that processes items until none is left, and its output (B, H, G, D).
+# A function that processes items until none is left, and the output that it writes (B, H, G, D).
 Work = tuple[Callable[[WorkItems], None], torch.Tensor]
 
 
@@ -65,16 +67,17 @@ def decode_attention(
     rule: Rule,
     num_threads: int | None = None,
 ) -> torch.Tensor:
-    """Attention of one query per row over positions [begins_B[b], ends_B[b]) of its pages: (B, H, Dv) in the queries'
-    dtype, accumulated in float32. Rows with an empty range get zeros.
+    """Attention of one query per row over positions [begins_B[b], ends_B[b]) of the row's pages: (B, H, Dv).
 
-    `q_BHD` has H * G query heads, those of a KV head adjacent. Keys and values may be strided over N; they are float32,
-    bfloat16, float16, or float8 bits as uint8. Scores are `scale * q.k`, capped to +-softcap; sinks are extra scores
-    whose weight is dropped. `num_threads` None: torch's number in the calling thread, which is 1 in a worker of
-    `AttentionWorkers`. Blocks until done. `tables_Bn`, `begins_B` and `ends_B` must never be modified afterwards:
-    `work_items` caches by tensor identity.
+    The output has the dtype of the queries and is accumulated in float32. Rows with an empty range get zeros. `q_BHD`
+    has all query heads; those of a KV head are adjacent. Keys and values may have any stride between pages; they are
+    float32, bfloat16, float16, or float8 bits as uint8. `tables_Bn`: page numbers of each row. `num_threads`: None is
+    torch's number in the calling thread, which is 1 in a worker of `AttentionWorkers`.
+
+    Blocks until done. `tables_Bn`, `begins_B` and `ends_B` must never be modified afterwards, as `work_items` caches by
+    tensor identity.
     """
-    # Compiled code has no bounds checks: wrong shapes would read or write elsewhere. `work_items` checks rows.
+    # Compiled code does not check bounds: wrong shapes would read or write other memory. `work_items` checks rows.
     assert k_NPHD.device.type == v_NPHD.device.type == "cpu", f"KV pages are on {k_NPHD.device}, {v_NPHD.device}"
     assert k_NPHD.dtype == v_NPHD.dtype, f"keys are {k_NPHD.dtype}, values {v_NPHD.dtype}"
     assert k_NPHD.shape[:3] == v_NPHD.shape[:3], f"pages of keys {k_NPHD.shape} and values {v_NPHD.shape}"
@@ -94,8 +97,10 @@ def decode_attention(
 def decode_quantized(
     q_BHD: torch.Tensor, kv: QuantizedKV, rows: DecodeRows, reach: Reach, rule: Rule, num_threads: int | None = None
 ) -> torch.Tensor:
-    """Attention of one new token per row over quantized pages: (B, H, Dv) in the queries' dtype, accumulated in
-    float32. Blocks until done."""
+    """Attention of one new token per row over quantized pages: (B, H, Dv).
+
+    The output has the dtype of the queries and is accumulated in float32. Blocks until done.
+    """
     if not has_compiler():
         return decode_on_device(q_BHD, kv, rows, reach, rule)
     from ..kernels.attention_quantized import attend
@@ -127,7 +132,7 @@ def decode_quantized(
 
 
 def _run_items(work: Work, spans_W4: np.ndarray, num_threads: int) -> torch.Tensor:
-    """Runs all items on threads and returns the output."""
+    """Runs all items on threads and returns the output. `spans_W4`: see `work_items`."""
     run, out_BHGD = work
     items = WorkItems(spans_W4, np.zeros(1, np.int64))
     parallel_for([items] * min(num_threads, len(spans_W4)), run, num_threads)
@@ -143,12 +148,13 @@ def decode_attention_torch(
     ends_B: torch.Tensor,
     rule: Rule,
 ) -> torch.Tensor:
-    """`decode_attention` in torch operators, on any device."""
+    """The same as `decode_attention` in torch operators, on any device."""
     num_kv_heads, page_tokens = k_NPHD.shape[2], k_NPHD.shape[1]
     out_BHD = q_BHD.new_zeros(*q_BHD.shape[:2], v_NPHD.shape[3])
     nonempty_rows = torch.nonzero(ends_B > begins_B).flatten()
     sinks_HG1 = None if rule.sinks is None else rule.sinks.float().view(num_kv_heads, -1, 1)
     row_bytes = 4 * max(1, tables_Bn.shape[1]) * page_tokens * num_kv_heads * k_NPHD.shape[3]
+    # A few rows at a time, to limit the memory of gathered keys and values.
     for rows in nonempty_rows.split(max(1, GATHERED_BYTES // row_bytes)) if len(nonempty_rows) else ():
         begins, ends = begins_B[rows], ends_B[rows]
         first, last = int(begins.min()) // page_tokens, -(-int(ends.max()) // page_tokens)
@@ -160,7 +166,8 @@ def decode_attention_torch(
         k_BHSD, v_BHSD = cast_to_compute(k_BHSD, torch.float32), cast_to_compute(v_BHSD, torch.float32)
         q_BHGD = q_BHD[rows].float().unflatten(1, (num_kv_heads, -1)) * rule.scale
         weights_BHGS = rule.weights(q_BHGD @ k_BHSD.transpose(2, 3), sinks_HG1, hidden_BS[:, None, None])
-        visible_BHSD = v_BHSD.masked_fill(hidden_BS[:, None, :, None], 0)  # 0 times NaN is NaN
+        # Hidden values have weight 0, but memory that was never written may be NaN, and 0 times NaN is NaN.
+        visible_BHSD = v_BHSD.masked_fill(hidden_BS[:, None, :, None], 0)
         out_BHD[rows] = (weights_BHGS @ visible_BHSD).flatten(1, 2).to(out_BHD.dtype)
     return out_BHD
 
@@ -168,11 +175,13 @@ def decode_attention_torch(
 def prepare_vector_work(
     q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: RowTables, softmax: Softmax, value_dim: int
 ) -> Work:
+    """Work for the kernel with vector instructions, with float32 queries and outputs."""
     from ..kernels.attention import attend
 
     scaled_BHGD = (q_BHGD.float() * scale).contiguous()
     out_BHGD = scaled_BHGD.new_zeros(*q_BHGD.shape[:3], value_dim)
     q, out = scaled_BHGD.numpy(), out_BHGD.numpy()
+    # Rows that share pages are computed in turns, chunk by chunk, and each pauses with its softmax state.
     num_paused = len(q) if rows.shared_B.any() else 0
     paused = SoftmaxState(*(np.empty((num_paused, *q.shape[1:3]), np.float32) for _ in range(2)))
 
@@ -185,10 +194,10 @@ def prepare_vector_work(
 def prepare_tile_work(
     q_BHGD: torch.Tensor, scale: float, pages: Pages, rows: RowTables, softmax: Softmax, value_dim: int
 ) -> Work:
-    """Work for the tile (AMX) kernel, with bfloat16 queries and outputs."""
+    """Work for the tile (AMX) kernel, with bfloat16 or float32 queries and outputs."""
     from ..kernels.amx.attention import attend
 
-    # No conversion from bfloat16: torch's OpenMP threads would spin and delay ours by 2 of 11 ms.
+    # bfloat16 queries are not converted: torch's OpenMP threads would spin afterwards, and delay ours by 2 of 11 ms.
     q_BHGD = (q_BHGD if q_BHGD.dtype == torch.bfloat16 else q_BHGD.float()).contiguous()
     out_BHGD = q_BHGD.new_empty(*q_BHGD.shape[:3], value_dim)
     q, out = (x_BHGD.view(BITS[x_BHGD.dtype]).numpy() for x_BHGD in (q_BHGD, out_BHGD))
@@ -202,14 +211,17 @@ def prepare_tile_work(
 
 
 def can_use_tiles(k_NPHD: torch.Tensor, v_NPHD: torch.Tensor) -> bool:
-    """True if `amx.attention` supports such pages on a CPU with a matrix unit."""
+    """True if the tile (AMX) kernel supports such pages."""
     is_short = k_NPHD.shape[1] <= TILE_ROWS
     has_whole_tiles = k_NPHD.shape[3] % TILE_DIMS == v_NPHD.shape[3] % TILE_DIMS == 0
     return k_NPHD.dtype == torch.bfloat16 and is_short and has_whole_tiles
 
 
 def _flat_array(pages: torch.Tensor) -> np.ndarray:
-    """1-D array over all pages, gaps included: the compiler vectorizes loads from contiguous arrays only."""
+    """1-D array over the memory of all pages, with the gaps between them.
+
+    The compiler vectorizes loads from contiguous arrays only.
+    """
     span, bits = pages.numel(), BITS.get(pages.dtype, pages.dtype)
     if not pages.is_contiguous():
         page = pages[0]
@@ -235,10 +247,14 @@ def make_row_tables(
 
 
 def _shared_positions(tables_Bn: np.ndarray, num_pages_B: np.ndarray, page_tokens: int) -> np.ndarray:
-    """Number of leading positions of each row in full pages that an adjacent row shares, in whole chunks."""
+    """Number of leading positions of each row whose pages a neighboring row shares.
+
+    Counts full pages only (`num_pages_B` of each row), rounded down to whole chunks of the kernel.
+    """
     shared_B = np.zeros(len(tables_Bn), np.int64)
     if len(tables_Bn) < 2:
         return shared_B
+    # A padding column is always different, so that argmax finds the first different page, or the number of pages.
     differs = np.pad(tables_Bn[1:] != tables_Bn[:-1], ((0, 0), (0, 1)), constant_values=True)
     common = np.minimum(differs.argmax(axis=1), np.minimum(num_pages_B[1:], num_pages_B[:-1]))
     shared_B[1:] = common
@@ -259,7 +275,7 @@ def _numpy(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
 
 
 def prepare_decode_attention(dtype: torch.dtype) -> None:
-    """Loads or compiles the kernels for KV of this dtype before the first pass. Takes about 110 MiB."""
+    """Loads or compiles the kernels for KV of this dtype before the first pass. They take about 110 MiB of memory."""
     begin, end = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     for dim in (1, TILE_DIMS):
         page = torch.zeros(1, 1, 1, dim, dtype=dtype)
@@ -269,12 +285,13 @@ def prepare_decode_attention(dtype: torch.dtype) -> None:
 def cut_items(
     num_positions_B: np.ndarray, num_kv_heads: int, position_bytes: int, num_threads: int
 ) -> list[AttentionItem]:
-    """Work items of about equal bytes: ranges of rows; a row larger than an item is split by KV heads."""
+    """Work items of about equal bytes: ranges of rows. A row larger than an item is split by KV heads."""
     ends_B = np.cumsum(num_positions_B)
     total = int(ends_B[-1]) if len(ends_B) else 0
     num_items = min(ITEMS_PER_THREAD * num_threads if num_threads > 1 else 1, total * position_bytes // MIN_ITEM_BYTES)
     if num_items <= 1:
         return [AttentionItem(rows=(0, len(ends_B)), heads=(0, num_kv_heads))]
+    # Row numbers at equal shares of all positions; equal numbers belong to one large row.
     inner = np.searchsorted(ends_B, total * np.arange(1, num_items) / num_items) + 1
     bounds = np.unique([0, *inner, len(ends_B)]).tolist()
     items = []
@@ -286,8 +303,8 @@ def cut_items(
     return items
 
 
-# Keyed by tensor identity: all layers of one kind pass the same tensors. `maxsize` must exceed lanes times kinds of
-# layers, or every lookup misses.
+# The key is the identity of the tensors: all layers of one kind pass the same ones. `maxsize` must exceed the number of
+# lanes times the kinds of layers, otherwise every lookup misses.
 @lru_cache(maxsize=128)
 def work_items(
     tables_Bn: torch.Tensor,
@@ -298,6 +315,7 @@ def work_items(
     position_bytes: int,
     num_threads: int,
 ) -> tuple[RowTables, np.ndarray]:
+    """Row tables for a kernel, and work items (W, 4): first and end row, first and end KV head."""
     assert len(tables_Bn) == len(begins_B) == len(ends_B)
     capacity = tables_Bn.shape[1] * page_tokens
     if len(ends_B):
@@ -311,7 +329,7 @@ def work_items(
 
 
 def prepare_decode_quantized(kv_dtype: KVDType, dtype: torch.dtype) -> None:
-    """Loads or compiles the kernels for pages of `kv_dtype` with tails of `dtype`."""
+    """Loads or compiles the kernels for pages of `kv_dtype`, with unquantized last pages ("tails") of `dtype`."""
     page_format, rows = PageFormat(kv_dtype, 1, 2, 2), DecodeRows((0,), (0,), (0,), torch.device("cpu"))
     layout = PassLayout([[0]], [], rows, [], torch.device("cpu"), expands=False, slots=(0,))
     tail = torch.zeros(1, PAGE_TOKENS, 1, 2, dtype=dtype)

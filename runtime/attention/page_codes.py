@@ -1,10 +1,11 @@
-"""Encodings of `kv.dtype` in plain torch operators: casts of single values, or quantized pages.
+"""Storage of keys and values for each `kv.dtype`, in plain torch operators: casts of values, or quantized pages.
 
-int8: value = scale * code. int4: value = scale * (code + zero). With the int8 zero point, a channel far from zero uses
-all 16 levels; the step is never finer than that of int8. Scales are rounded to bfloat16 before codes are computed. A
-value that is not finite makes all values with its scale not finite.
+For int8, value = scale * code. For int4, value = scale * (code + zero), with a zero point of 8 bits, so that channels
+with values far from zero also use all 16 codes. The scale of int4 is at least as large as that of int8. Scales are
+rounded to bfloat16 before codes are computed. A value that is not finite makes all values with its scale not finite.
 
-Letters as in paged.py; M pages.
+Letters of tensor dimensions: M pages, P positions of a page, H KV heads, D elements of a head (Dk of a key, Dv of a
+value), T tokens.
 """
 
 from dataclasses import dataclass
@@ -19,25 +20,28 @@ MAX_CODE = {KVDType.int8: 127, KVDType.int4: 15}
 
 
 def stored_dtype(kv_dtype: KVDType, computed: torch.dtype) -> torch.dtype:
-    """Dtype of pages that are not quantized. float8 is stored as uint8 bits, since few operators support it."""
+    """The dtype of pages that are not quantized. float8 is stored as uint8 bits, as few operators support float8.
+
+    `computed`: dtype of the computed keys and values.
+    """
     return {KVDType.bfloat16: torch.bfloat16, KVDType.float8: torch.uint8}.get(kv_dtype, computed)
 
 
 def cast_to_stored(x: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
-    """`x` in the pages' dtype; float8 saturates at its largest value."""
+    """Casts to the dtype of pages. Values beyond the range of float8 become its largest value."""
     if stored is torch.uint8:
         return x.clamp(-MAX_FLOAT8, MAX_FLOAT8).to(FLOAT8).view(torch.uint8)
     return x.to(stored)
 
 
 def cast_to_compute(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Inverse of `cast_to_stored`, in `dtype`."""
+    """Casts values from `cast_to_stored` to `dtype`."""
     return (x.view(FLOAT8) if x.dtype is torch.uint8 else x).to(dtype)
 
 
 @dataclass(frozen=True)
 class PageFormat:
-    """Format of a layer's quantized pages: keys have a scale per channel, values one per head and position."""
+    """Format of a layer's quantized pages. Keys have a scale per channel, values have one per head and position."""
 
     kv_dtype: KVDType
     num_heads: int
@@ -46,7 +50,7 @@ class PageFormat:
 
     @staticmethod
     def from_dtypes(kv_dtype: KVDType, like_k: torch.Tensor, like_v: torch.Tensor) -> "PageFormat":
-        """Format for tokens (1, H, T, D) of these shapes."""
+        """Makes the format for keys and values (1, H, T, D) with the shapes of these tensors."""
         return PageFormat(kv_dtype, like_k.shape[1], like_k.shape[3], like_v.shape[3])
 
     @property
@@ -58,8 +62,11 @@ class PageFormat:
         return 2 if self.kv_dtype is KVDType.int4 else 1
 
     def split(self, pages: torch.Tensor) -> list[torch.Tensor]:
-        """Views of pages, uint8 (M, bytes): codes of keys and values (M, P, H, D or D/2), scales (M, H, Dk) and
-        (M, H, P), and int8 zero points of the scales' shapes, empty for int8."""
+        """Views of the parts of pages (M, bytes): codes, scales and zero points, each of keys, then of values.
+
+        Codes are (M, P, H, D), or (M, P, H, D/2) for int4. Scales are bfloat16 (M, H, Dk) and (M, H, P). Zero points
+        are int8 with the shapes of the scales, and empty for int8 pages.
+        """
         parts = page_parts(self.kv_dtype, self.num_heads, self.key_dim, self.value_dim)
         views, begin = [], 0
         code = torch.int8 if self.kv_dtype is KVDType.int8 else torch.uint8
@@ -72,7 +79,7 @@ class PageFormat:
         return [view.unflatten(1, shape) if view.shape[1] else view for view, shape in zip(views, shapes, strict=True)]
 
     def encode(self, k_MPHD: torch.Tensor, v_MPHD: torch.Tensor) -> torch.Tensor:
-        """Quantizes full pages of keys and values to uint8 (M, bytes)."""
+        """Quantizes keys and values of full pages to uint8 (M, bytes)."""
         pages = torch.zeros(len(k_MPHD), self.page_bytes, dtype=torch.uint8, device=k_MPHD.device)
         k_codes, v_codes, k_scales, v_scales, k_zeros, v_zeros = self.split(pages)
         for x, codes, scales, zeros, dim in (

@@ -1,7 +1,9 @@
-"""A pass of a packed lane as attention sees it: tokens by sequence, the cached positions that each attends to, and a
-layer's softmax. All sizes are host integers, so that nothing waits for a device.
+"""A pass of a packed lane (micro-batch) as attention sees it: the tokens of each sequence, and the positions that they
+attend to. All sizes are integers on the host, so that nothing waits for a device.
 
-Letters as in paged.py.
+A **row** is a sequence; a **segment** is its prompt chunk in this pass. **Ranges** of tokens say which positions tokens
+attend to, for layers with the same attention span. Letters of tensor dimensions: B rows or ranges, T tokens, S
+positions, H KV heads, G query heads of a KV head.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,18 +19,22 @@ from .upload import upload
 
 @dataclass(frozen=True)
 class Rule:
-    """A layer's softmax: scores `scale * q.k`, capped to +-softcap, with an extra sink score per query head (H*G)."""
+    """Parameters of a layer's softmax over scores `scale * q.k`."""
 
     scale: float
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
+    softcap: float | None = None  # limit of absolute scores
+    sinks: torch.Tensor | None = None  # (H*G): an extra score per query head, without a value
 
     @property
     def is_plain(self) -> bool:
+        """True without softcap and sinks."""
         return self.softcap is None and self.sinks is None
 
     def weights(self, scores: torch.Tensor, sinks: torch.Tensor | None, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Weights of scaled scores (..., S), which may be overwritten. `sinks` and `hidden` broadcast over them."""
+        """Attention weights from scaled scores (..., S), which may be overwritten.
+
+        `sinks` and `hidden` must broadcast to the scores. `hidden` is True where a token does not see a position.
+        """
         if self.softcap is not None:
             scores = torch.tanh(scores / self.softcap) * self.softcap
         if hidden is not None:
@@ -40,17 +46,17 @@ class Rule:
 
 
 class TokenRange(NamedTuple):
-    """`new` tokens of a row, from index `start` of the pass, that attend causally to positions [first, end). Positions
-    before `past` were cached by earlier passes."""
+    """Tokens of a row that attend causally to positions [first, end)."""
 
     row: int
-    start: int
-    new: int
+    start: int  # index of the first token in the pass
+    new: int  # number of tokens; they have the last positions before `end`
     first: int
     end: int
 
     @property
     def past(self) -> int:
+        """The number of positions before the first token."""
         return self.end - self.new
 
     @property
@@ -60,18 +66,21 @@ class TokenRange(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TokenRanges:
-    """Token ranges of one pass, in token order. Their tensors are cached for all layers."""
+    """Token ranges of one pass, in the order of tokens. Their index tensors are computed once for all layers."""
 
     parts: tuple[TokenRange, ...]
     device: torch.device
+    # Results of `groups`, by arguments.
     _groups: dict[tuple[int, bool], tuple["TokenRanges", ...]] = field(default_factory=dict)
 
     @cached_property
     def most_new(self) -> int:
+        """The largest number of tokens of a range."""
         return max(part.new for part in self.parts)
 
     @cached_property
     def most_positions(self) -> int:
+        """The largest number of positions of a range."""
         return max(part.num_positions for part in self.parts)
 
     @cached_property
@@ -85,7 +94,7 @@ class TokenRanges:
 
     @cached_property
     def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cumulative token and position counts (B + 1), int32, as flash kernels take them."""
+        """Cumulative numbers of tokens and of positions, int32 (B + 1) each, as flash kernels expect them."""
         tokens = accumulate((part.new for part in self.parts), initial=0)
         positions = accumulate((part.num_positions for part in self.parts), initial=0)
         both = upload([[*tokens], [*positions]], self.device, torch.int32)
@@ -93,7 +102,7 @@ class TokenRanges:
 
     @cached_property
     def tokens(self) -> slice | torch.Tensor:
-        """Indices of the tokens in the pass: a slice if they are contiguous."""
+        """Indices of the tokens in the pass, as a slice if they are contiguous."""
         first, last = self.parts[0], self.parts[-1]
         if last.start + last.new - first.start == sum(part.new for part in self.parts):
             return slice(first.start, last.start + last.new)
@@ -102,7 +111,7 @@ class TokenRanges:
 
     @cached_property
     def visible_BS(self) -> torch.Tensor | None:
-        """Mask (B, most_positions), True for positions that each range has; None if all are of one length."""
+        """Mask (B, most_positions) of padded ranges, False for padding; None if all ranges have the same length."""
         if all(part.num_positions == self.most_positions for part in self.parts):
             return None
         lengths_B = self.bounds[1].diff()
@@ -118,16 +127,18 @@ class TokenRanges:
         return self._groups.keys()
 
     def set_ungrouped(self, keys: Collection[tuple[int, bool]]) -> None:
-        """Makes `groups` return one group for these arguments."""
+        """Makes `groups` return a single group for these arguments."""
         self._groups.update(dict.fromkeys(keys, (self,)))
 
     def groups(self, most_positions: int, *, are_padded: bool) -> tuple["TokenRanges", ...]:
-        """Groups the ranges by at most `most_positions` positions, with padding if `are_padded`. A longer range gets
-        its own group."""
+        """Divides the ranges into groups of at most `most_positions` positions, padding included if `are_padded`.
+
+        A longer range is a group of its own.
+        """
         key = most_positions, are_padded
         if key not in self._groups:
             groups: list[list[TokenRange]] = [[]]
-            longest = total = 0
+            longest = total = 0  # positions of the longest range of the group, and of all its ranges
             for part in self.parts:
                 longest, total = max(longest, part.num_positions), total + part.num_positions
                 if groups[-1] and ((len(groups[-1]) + 1) * longest if are_padded else total) > most_positions:
@@ -141,10 +152,10 @@ class TokenRanges:
 
 @dataclass(frozen=True)
 class Reach:
-    """Attention span of a layer: the last `window` positions, or the same chunk of `chunk` positions; None: all."""
+    """The attention span of a layer."""
 
-    window: int | None = None
-    chunk: int | None = None
+    window: int | None = None  # a token attends to the last `window` positions; None: no limit
+    chunk: int | None = None  # a token attends to positions of its own chunk, of this size; None: no limit
 
     def first(self, position: int) -> int:
         """The first position that `position` may attend to."""
@@ -152,7 +163,7 @@ class Reach:
         return begin if self.chunk is None else max(begin, position // self.chunk * self.chunk)
 
     def hidden_mask(self, queries_T1: torch.Tensor, positions_1S: torch.Tensor) -> torch.Tensor:
-        """Mask (T, S), True where a position is out of a query's reach."""
+        """Mask (T, S), True where a position is not in the span of a query. Arguments are position numbers."""
         hidden = torch.zeros(len(queries_T1), positions_1S.shape[1], dtype=torch.bool, device=queries_T1.device)
         if self.window is not None:
             hidden |= positions_1S <= queries_T1 - self.window
@@ -163,11 +174,11 @@ class Reach:
 
 @dataclass(frozen=True)
 class View:
-    """Positions [first, end) that a segment's tokens see; `hidden` (T, S) masks out some; None: nothing is hidden."""
+    """The positions [first, end) that tokens of a segment see."""
 
     first: int
     end: int
-    hidden: torch.Tensor | None
+    hidden: torch.Tensor | None  # mask (T, S), True where a token does not see a position; None: all see all
 
     @cached_property
     def visible(self) -> torch.Tensor | None:
@@ -176,14 +187,13 @@ class View:
 
 @dataclass(frozen=True)
 class Segment:
-    """A prefill chunk: tokens [start, start + new) of the pass, of a row with `past` cached positions. `kv_start`: the
-    row's first position in the result of `update`, for layers that expand latents."""
+    """The prompt chunk of a row in this pass."""
 
     row: int
-    past: int
-    new: int
-    start: int
-    kv_start: int
+    past: int  # cached positions before the pass
+    new: int  # tokens of the chunk
+    start: int  # index of the first token in the pass
+    kv_start: int  # index of the row's first position in the result of `update`, for layers that expand latents (MLA)
     device: torch.device
     _views: dict[Reach, View | None] = field(default_factory=dict, compare=False)
     _paged_views: dict[Reach, tuple[range, torch.Tensor]] = field(default_factory=dict, compare=False)
@@ -193,7 +203,7 @@ class Segment:
         return self.past + self.new
 
     def view(self, reach: Reach) -> View | None:
-        """The segment's view; None if it is plainly causal from position 0."""
+        """The positions that the segment's tokens see; None if they see all positions from 0 up to their own."""
         if reach in self._views:
             return self._views[reach]
         first, view = reach.first(self.past), None
@@ -207,8 +217,11 @@ class Segment:
         return view
 
     def paged_view(self, reach: Reach, page_tokens: int) -> tuple[range, torch.Tensor]:
-        """Range of the row's quantized pages, and a mask (T, S), True where hidden. S covers those pages, then the
-        computed positions from the first page that the segment writes."""
+        """The quantized pages that the segment's tokens see, and a mask (T, S), True where a token sees no position.
+
+        Pages are numbered within the row. S are the positions of these pages, then the unquantized positions from the
+        first page into which the segment writes. A token sees its own page unquantized, and earlier pages quantized.
+        """
         if reach not in self._paged_views:
             first_computed = self.past // page_tokens * page_tokens
             pages = range(reach.first(self.past) // page_tokens, (self.end - 1) // page_tokens)
@@ -221,7 +234,7 @@ class Segment:
         return self._paged_views[reach]
 
     def token_ranges(self, reach: Reach) -> Iterator[TokenRange]:
-        """One range; with chunked attention, one for each chunk."""
+        """Yields the segment as one range; with chunked attention, one range per chunk of attention."""
         begin = self.past
         while begin < self.end:
             end = self.end if reach.chunk is None else min(self.end, (begin // reach.chunk + 1) * reach.chunk)
@@ -246,11 +259,11 @@ class Prompts:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """Rows with one new token each: token `tokens[b]` of the pass, after `past[b]` cached positions."""
+    """Rows that decode, with one new token each."""
 
     rows: tuple[int, ...]
-    past: tuple[int, ...]
-    tokens: tuple[int, ...]
+    past: tuple[int, ...]  # cached positions before the pass, by row
+    tokens: tuple[int, ...]  # index of the token in the pass, by row
     device: torch.device
     _begins: dict[Reach, torch.Tensor] = field(default_factory=dict, compare=False)
     _hidden: dict[Reach, torch.Tensor | None] = field(default_factory=dict, compare=False)
@@ -269,7 +282,7 @@ class DecodeRows:
 
     @property
     def reaches(self) -> Mapping[Reach, TokenRanges]:
-        """Ranges of all `token_ranges` calls so far."""
+        """The results of all `token_ranges` calls so far."""
         return self._ranges
 
     @property
@@ -278,18 +291,18 @@ class DecodeRows:
         return max(self.past) + 1
 
     def begins(self, reach: Reach) -> torch.Tensor:
-        """First position that each row attends to (B), int32."""
+        """The first position that each row attends to, int32 (B)."""
         if reach not in self._begins:
             self._begins[reach] = self._tensor([reach.first(past) for past in self.past])
         return self._begins[reach]
 
     @cached_property
     def ends(self) -> torch.Tensor:
-        """End of each row's positions (B), int32, exclusive."""
+        """The number of positions of each row, int32 (B): it attends to positions before this one."""
         return self._tensor([past + 1 for past in self.past])
 
     def hidden(self, reach: Reach) -> torch.Tensor | None:
-        """Mask (B, longest), True where a row does not see a position; None if every row sees all."""
+        """Mask (B, longest), True where a row does not see a position; None if all rows see all positions."""
         if reach not in self._hidden:
             positions = torch.arange(self.longest, device=self.device)[None]
             hides = any(past + 1 < self.longest or reach.first(past) for past in self.past)
