@@ -35,19 +35,19 @@ class ResolvedSettings:
     """
 
     dtype: str
-    weights: str
+    weights: str  # tier of the weights, as in the setting `offload`
     num_stages: int
     num_resident_stages: int
     num_host_stages: int  # streamed from host memory to the device, never read from disk
     prefetch: str
     prefetch_depth: int  # stages read ahead of compute; the block size for block prefetch, 0 without prefetch
-    num_slots: int
+    num_slots: int  # buffers in compute memory into which stages are read
     expert_paging: str
     num_paged_stages: int  # stages with experts that are read one by one
     feedforward: str  # cpu: the CPU computes some experts in host memory
-    kv: str
+    kv: str  # tier of the KV cache
     num_kv_layers: int
-    num_travelling_layers: int  # layers with offloaded KV: fetched to compute memory and stored back
+    num_travelling_layers: int  # layers with KV outside of compute memory
     schedule: str
     attention: str
     admission: str
@@ -56,12 +56,12 @@ class ResolvedSettings:
     lane_size: int  # maximum sequences of a micro-batch
     prefill_chunk_tokens: int  # maximum per micro-batch and pass
     sharing: str = ""  # scope of prefix sharing: block, run (continuous admission), micro-batch, or off
-    why_unshared: str | None = None
+    why_unshared: str | None = None  # reason why prompts share no prefixes
     num_spared_tokens: int = 0  # prompt tokens saved by prefix sharing; an upper bound with continuous admission
     kv_dtype: str = KVDType.auto.value
-    kv_loss: str = Loss.exact.value
+    kv_loss: str = Loss.exact.value  # a value of `Loss`
     weight_formats: Sequence[str] = ()
-    weight_loss: str = Loss.exact.value
+    weight_loss: str = Loss.exact.value  # a value of `Loss`
     weight_error: float | None = None  # relative RMS error of rounded weights; None: unknown, or nothing is rounded
 
     @staticmethod

@@ -97,7 +97,7 @@ class RooflineReport:
 
     @property
     def peaks(self) -> dict[str, float]:
-        """Peak FLOP/s of each processor, if known."""
+        """Known peak FLOP/s, by processor."""
         levels = [roof.level for roof in self.roofs]
         return {level.name: level.flops_per_second for level in levels if isfinite(level.flops_per_second)}
 
