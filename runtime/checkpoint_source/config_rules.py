@@ -1,5 +1,7 @@
-"""Validates config.json, and makes a safe copy of a checkpoint's directory for transformers: vetted JSON, without
-keys that name code, and links to vocabularies. Code, pickles and weights are left out."""
+"""Validates config.json, and makes a safe copy of a checkpoint's directory for transformers.
+
+The copy contains JSON settings without the keys that name code, and links to tokenizer and chat template files. It
+contains no code, pickles or weights."""
 
 import json
 import math
@@ -16,31 +18,35 @@ from ..errors import CheckpointError
 from ..store.json_object import JsonObject, JsonValue, read_json_object, require_regular, type_name
 from ..units import MIB
 
-# Keys that name code, which transformers would load from the hub or the directory: only installed packages run.
+# Keys that name code. transformers would load this code from the hub or the directory; only installed code may run.
 _CODE = re.compile(
     r"auto_map|trust_remote_code|code_revision|custom_generate|use_kernels|kernel_config"
     r"|_?(?:attn|attention|experts|mlp)_implementation(?:_internal)?"
 )
-# Keys that change the form of outputs.
+# Keys that change what a model's forward returns.
 _OUTPUTS = re.compile(r"return_dict|use_return_dict|output_(?:attentions|hidden_states)|torchscript")
 _LABELS = re.compile(r"num_labels|id2label|label2id|problem_type")  # removed unless the model is a classifier
 _CLASSIFIER = "ForSequenceClassification"
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
+# Files that the safe copy contains without the keys that name code.
 VETTED = (CONFIG, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "processor_config.json")
+# Suffixes of files that the safe copy links to.
 VOCABULARIES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".bpe"}
-TEMPLATES = "additional_chat_templates"
+TEMPLATES = "additional_chat_templates"  # a directory of chat templates
 MAX_SETTINGS_BYTES = 8 * MIB
 
 MAX_INTEGER = 2**31 - 1
-MAX_LABELS = 1_000_000  # transformers makes a name for each
-MIN_LAYER_LIMIT = 256  # layers allowed with fewer tensors: config.json may describe a vision tower without weights
+MAX_LABELS = 1_000_000  # transformers creates a name for each label
+# The number of layers may not exceed the number of tensors, or this limit if that is higher: config.json may describe
+# layers without weights, such as those of a vision tower.
+MIN_LAYER_LIMIT = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigRule:
-    """A check of the values under matching `keys`, also of each item of a list; null is valid. `meaning` completes
-    "must be ..." in messages."""
+    """A check of the config.json values whose key matches `keys`. If a value is a list, each item is checked. Null is
+    valid. `meaning` completes "must be ..." in error messages."""
 
     keys: re.Pattern[str]
     meaning: str
@@ -98,7 +104,7 @@ RULES = (
     ConfigRule(
         keys=re.compile(r"(?:(?:\w+_)?(?:bos|eos|pad)|decoder_start)_token_id"),
         meaning="a token id, or a list of them",
-        is_valid=_integer_from(-1),
+        is_valid=_integer_from(-1),  # -1: no such token
     ),
     ConfigRule(
         keys=re.compile(r"num_labels"),
@@ -121,8 +127,8 @@ _OBJECTS = re.compile(r"quantization_config|compression_config|[a-z]\w*_config|r
 
 
 def require_valid_config(values: JsonObject, file: Path, *, num_tensors: int | None = None) -> None:
-    """Raises CheckpointError with `file`, the dotted key, its value and the expectation. `num_tensors` in the
-    checkpoint bounds the number of layers."""
+    """Checks the values of config.json against `RULES`. Raises CheckpointError that names `file`, key, value and the
+    valid values. `num_tensors`: tensors in the checkpoint, an upper bound for the number of layers."""
     max_layers = None if num_tensors is None else max(num_tensors, MIN_LAYER_LIMIT)
     for dotted, key, value in _entries(values, ""):
         if value is None:
@@ -141,8 +147,8 @@ def require_valid_config(values: JsonObject, file: Path, *, num_tensors: int | N
 
 
 def remove_code_keys(values: JsonObject) -> JsonObject:
-    """Returns a copy without keys, on any level, that name code or change the form of outputs. Only classifiers keep
-    labels."""
+    """Returns a copy without keys that name code or change what forward returns, also in nested objects. Keys of labels
+    are kept only for classifiers."""
     names = values.get("architectures")
     is_classifier = isinstance(names, list) and any(str(name).endswith(_CLASSIFIER) for name in names)
     return _filter_keys(values, has_labels=is_classifier)
@@ -157,12 +163,12 @@ def _filter_keys(values: JsonObject, *, has_labels: bool) -> JsonObject:
 
 
 def code_keys(values: JsonObject) -> list[str]:
-    """The dotted keys that name code."""
+    """Returns the keys that name code; nested keys are joined by dots."""
     return sorted({dotted for dotted, key, _ in _entries(values, "") if _CODE.fullmatch(key)})
 
 
 def find_key(values: JsonObject, text: object) -> str | None:
-    """Returns the dotted key whose value is `text`, or None."""
+    """Returns the first key with the value `text`, or None; nested keys are joined by dots."""
     return next((dotted for dotted, _, value in _entries(values, "") if isinstance(value, str) and value == text), None)
 
 
@@ -173,7 +179,8 @@ def _invalid_value_error(file: Path, dotted: str, value: JsonValue, meaning: str
 
 
 def _entries(values: JsonObject, prefix: str) -> Iterator[tuple[str, str, JsonValue]]:
-    """Yields dotted key, key and value of every entry on every level, also inside lists."""
+    """Yields (path, key, value) of every entry, also of objects nested in objects or lists. The path is the keys joined
+    by dots, after `prefix`."""
     for key, value in values.items():
         dotted = f"{prefix}{key}"
         yield dotted, key, value
@@ -184,9 +191,10 @@ def _entries(values: JsonObject, prefix: str) -> Iterator[tuple[str, str, JsonVa
 
 @contextmanager
 def vetted_directory(directory: Path) -> Iterator[Path]:
-    """Yields a temporary directory that transformers may read. Raises CheckpointError with file and key.
+    """Yields a temporary safe copy of `directory` for transformers. Raises CheckpointError with file and key.
 
-    If the `with` block raises CheckpointError, blames tokenizer.json if it is not valid JSON."""
+    A CheckpointError of the `with` block is raised again with the path of `directory` instead of the copy. If
+    tokenizer.json is invalid JSON, the error names that file instead."""
     with TemporaryDirectory(prefix="weightstream-") as home:
         view = Path(home)
         for file in directory.iterdir():

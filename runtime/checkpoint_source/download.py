@@ -15,29 +15,30 @@ from .config_rules import find_key
 
 log = logging.getLogger(__name__)
 
-MAX_CHARACTERS = 240  # of an error in messages
-SENTENCES = (ValueError, OSError, RuntimeError, ImportError)  # clear without the type of the exception
+MAX_CHARACTERS = 240  # limit for the text of an exception that is part of a message
+SENTENCES = (ValueError, OSError, RuntimeError, ImportError)  # their texts are clear without the exception's type
 PACKAGE, TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
-FOREIGN = PACKAGE / "foreign"  # model classes that transformers lacks: treated as foreign code
-PASS_ON = (KeyboardInterrupt, SystemExit, GeneratorExit)
+FOREIGN = PACKAGE / "foreign"  # model classes that transformers lacks; their errors are reported as a model's
+PASS_ON = (KeyboardInterrupt, SystemExit, GeneratorExit)  # never converted
 
 
 @contextmanager
 def as_checkpoint_error(prefix: str, settings: JsonObject | None = None) -> Iterator[None]:
-    """Converts exceptions into CheckpointErrors that begin with `prefix`. Weightstream's errors and interrupts pass.
-    `settings`: config.json, to find the key of a name that transformers does not know.
+    """Converts exceptions of the `with` block into CheckpointErrors that begin with `prefix`. Weightstream's own errors
+    and interrupts are not converted. `settings`: the content of config.json; if transformers raises KeyError for a
+    value in it, the message names the value's key.
 
-    Catches BaseException, since untrusted files make libraries raise anything: KeyError, RecursionError, a panic of
-    tokenizers, which is not an Exception. Put only calls inside that read such a file.
+    Catches BaseException, since untrusted files make libraries raise anything: KeyError, RecursionError, or a panic of
+    the tokenizers library, which is not an Exception. The `with` block should contain only calls that read such files.
     """
     try:
         yield
     except (WeightstreamError, *PASS_ON):
         raise
     except BaseException as error:
-        name = error.args[0] if isinstance(error, KeyError) and error.args else None
-        key = find_key(settings, name) if settings is not None and isinstance(name, str) else None
-        reason = f"{key}={name!a} is unknown to transformers" if key is not None else short_reason(error)
+        unknown = error.args[0] if isinstance(error, KeyError) and error.args else None
+        key = find_key(settings, unknown) if settings is not None and isinstance(unknown, str) else None
+        reason = f"{key}={unknown!a} is unknown to transformers" if key is not None else short_reason(error)
         raise CheckpointError(f"{prefix}: {reason}") from error
 
 
@@ -52,11 +53,12 @@ def short_reason(error: BaseException) -> str:
 
 @contextmanager
 def as_config_error(name: str) -> Iterator[None]:
-    """Converts an exception of a model class into a ConfigError that names the class, and logs the traceback at debug
-    level. Weightstream's errors, out-of-memory errors, and exceptions raised by this package alone pass.
+    """Converts an exception of a model class into a ConfigError that contains `name`, the class's name. Logs the
+    traceback at debug level. Not converted: Weightstream's own errors, out-of-memory errors, and exceptions with only
+    Weightstream and torch in the traceback.
 
-    Catches every Exception, since classes run in unusual ways: without weights, on text alone, token by token. Put only
-    calls inside that run such code.
+    Catches every Exception, since model classes run here in unusual ways: without weights, on text alone, token by
+    token. The `with` block should contain only calls that run a model's code.
     """
     try:
         yield

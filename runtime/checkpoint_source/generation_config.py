@@ -1,5 +1,6 @@
-"""Reads a checkpoint's generation defaults (generation_config.json, else config.json) as transformers' `generate` does,
-and applies them for `sampling=model`."""
+"""Reads a checkpoint's generation defaults (generation_config.json, else config.json) as transformers' `generate` does.
+
+Settings `sampling=model` (`sampling.follow_model`) apply these defaults; other settings ignore them with a warning."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -23,14 +24,14 @@ FILE = "generation_config.json"
 GGUF_ENDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")  # end of turn, end of message
 SAMPLING_KEYS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 SEARCH_KEYS = ("num_beams", "length_penalty", "early_stopping")
-UNSUPPORTED_KEYS: Mapping[str, tuple[object, ...]] = {  # with the values that have no effect
+UNSUPPORTED_KEYS: Mapping[str, tuple[object, ...]] = {  # key -> values without effect, which are accepted
     "num_beam_groups": (1,), "diversity_penalty": (0,), "constraints": (), "force_words_ids": (),
     "penalty_alpha": (0,), "dola_layers": (), "guidance_scale": (1,), "watermarking_config": (),
     "token_healing": (False,), "encoder_repetition_penalty": (1,), "encoder_no_repeat_ngram_size": (0,),
     "remove_invalid_values": (False,), "max_time": (), "num_return_sequences": (1,), "prompt_lookup_num_tokens": (),
     "assistant_early_exit": (), "use_mtp": (False,), "is_assistant": (False,),
 }  # fmt: skip
-DISABLED_VALUES: Mapping[str, object] = {
+DISABLED_VALUES: Mapping[str, object] = {  # key -> the value that turns the setting off
     "num_beams": 1, "length_penalty": 1.0, "early_stopping": False,
     "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0,
@@ -40,7 +41,7 @@ DISABLED_VALUES: Mapping[str, object] = {
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-    """Settings of the file `source` by transformers' keys, without null values."""
+    """Generation settings of the file `source`: transformers' key -> value, without null values."""
 
     source: Path
     values: Mapping[str, object]
@@ -66,13 +67,14 @@ class GenerationDefaults:
 
 
 def read_generation(path: Path, config: PreTrainedConfig) -> GenerationDefaults:
-    """Reads the defaults of a directory or GGUF file. Raises CheckpointError with file, key, value and expectation."""
+    """Reads the defaults of the checkpoint `path`, a directory or GGUF file. Raises CheckpointError with the invalid
+    key and value. `config` is used only for GGUF files."""
     if is_gguf(path):
         return _read_gguf_generation(path, config)
     file = path / FILE
     try:
         values = read_json_object(file, max_bytes=MAX_SETTINGS_BYTES)
-    except FileNotFoundError:  # as in transformers: the values of config.json, without the defaults of its class
+    except FileNotFoundError:  # as in transformers: the keys in config.json, without defaults of the config class
         values = remove_code_keys(read_json_object(path / CONFIG, max_bytes=MAX_SETTINGS_BYTES))
         with as_checkpoint_error(str(path / CONFIG)):
             return _make_defaults(path / CONFIG, GenerationConfig.from_model_config({**values}))
@@ -82,18 +84,18 @@ def read_generation(path: Path, config: PreTrainedConfig) -> GenerationDefaults:
 
 
 def _read_gguf_generation(path: Path, config: PreTrainedConfig) -> GenerationDefaults:
-    """Reads transformers' defaults for the file and adds its end-of-turn and end-of-message tokens: without them a chat
-    model would go on with the next turns."""
+    """Makes the defaults from transformers' `config`, and adds the file's end-of-turn and end-of-message tokens to the
+    EOS tokens: without them a chat model would also generate the next turns of the chat."""
     defaults = _make_defaults(path, GenerationConfig.from_model_config(config))
-    metadata, ends = read_gguf(path).metadata, defaults.eos_token_ids
-    vocabulary = range(int(metadata.get("tokenizer.ggml.tokens", 0)))
+    metadata, eos_ids = read_gguf(path).metadata, defaults.eos_token_ids
+    vocabulary = range(int(metadata.get("tokenizer.ggml.tokens", 0)))  # the reader stores an array's length
     gguf_ends = {key: int(metadata[key]) for key in GGUF_ENDS if metadata.get(key) in vocabulary}
-    more = {key: token for key, token in gguf_ends.items() if token not in ends}
-    if not more:
+    added = {key: token for key, token in gguf_ends.items() if token not in eos_ids}
+    if not added:
         return defaults
-    names = " and ".join(f"{key}={token}" for key, token in more.items())
-    log.info("%s: %s also end a completion, in addition to eos_token_id=%s", path, names, sorted(ends))
-    return replace(defaults, values={**defaults.values, "eos_token_id": sorted(ends.union(more.values()))})
+    names = " and ".join(f"{key}={token}" for key, token in added.items())
+    log.info("%s: %s also end a completion, in addition to eos_token_id=%s", path, names, sorted(eos_ids))
+    return replace(defaults, values={**defaults.values, "eos_token_id": sorted(eos_ids.union(added.values()))})
 
 
 def _make_defaults(source: Path, config: GenerationConfig) -> GenerationDefaults:
@@ -103,7 +105,8 @@ def _make_defaults(source: Path, config: GenerationConfig) -> GenerationDefaults
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedSampling:
-    """Sampling settings without None values. `sentence`: a log line about the model's defaults, used or ignored."""
+    """Sampling settings for one model. `sentence`: a log line that lists which of the model's defaults are used or
+    ignored; None if there is nothing to report."""
 
     sampling: SamplingConfig
     sentence: str | None
@@ -111,7 +114,7 @@ class ResolvedSampling:
 
 
 def resolve_generation_defaults(config: RuntimeConfig, model: GenerationDefaults, vocab_size: int) -> RuntimeConfig:
-    """Returns the config with `sampling` resolved for this model. Logs which defaults of the model are used or
+    """Returns the config with the sampling settings of `resolve_sampling`. Logs which defaults of the model are used or
     ignored."""
     resolved = resolve_sampling(config.sampling, model, vocab_size)
     if resolved.sentence is not None:
@@ -120,13 +123,13 @@ def resolve_generation_defaults(config: RuntimeConfig, model: GenerationDefaults
 
 
 def resolve_sampling(sampling: SamplingConfig, model: GenerationDefaults, vocab_size: int) -> ResolvedSampling:
-    """Resolves the sampling of a run. Raises ConfigError if `sampling.follow_model` needs an unsupported setting,
-    CheckpointError if the model's settings are malformed."""
+    """Combines the run's sampling settings with the model's defaults. With `sampling.follow_model`, raises ConfigError
+    if the model uses an unsupported setting, and CheckpointError if a value has a wrong type."""
     model_values = _model_settings(model, vocab_size, is_strict=sampling.follow_model)
     unsupported = [
         f"{key}={value}"
-        for key, neutral in UNSUPPORTED_KEYS.items()
-        if (value := model.values.get(key)) is not None and value not in neutral
+        for key, without_effect in UNSUPPORTED_KEYS.items()
+        if (value := model.values.get(key)) is not None and value not in without_effect
     ]
     if model.values.get("cache_implementation") == "quantized":
         unsupported.append("cache_implementation=quantized")
@@ -143,7 +146,8 @@ def resolve_sampling(sampling: SamplingConfig, model: GenerationDefaults, vocab_
 def _with_model_defaults(
     sampling: SamplingConfig, model: GenerationDefaults, model_values: Mapping[str, object]
 ) -> ResolvedSampling:
-    """Merges as `generate` does: the caller's settings, then the model's, then the defaults of `generate`."""
+    """Fills settings that the run leaves unset, as `generate` does: with the model's, else the defaults of
+    `generate`. `model_values`: see `_model_settings`."""
     defaults = GenerationConfig._get_default_generation_params()
     values = {key: model_values.get(key, defaults.get(key)) for key in CONVERTERS if getattr(sampling, key) is None}
     if "temperature" in values and not model.values.get("do_sample"):
@@ -151,7 +155,7 @@ def _with_model_defaults(
     elif values.get("temperature") == 0:
         raise ConfigError(f"sampling=model: {model.source} sets both do_sample=True and temperature=0")
     if sampling.min_new_tokens is not None or values.get("min_new_tokens") is not None:
-        values.pop("min_length", None)
+        values.pop("min_length", None)  # `generate` ignores the model's min_length then
     if "stop" in values:
         values["stop"] = values["stop"] or []
     try:
@@ -168,6 +172,8 @@ def _with_model_defaults(
 def _without_model_defaults(
     sampling: SamplingConfig, model: GenerationDefaults, model_values: Mapping[str, object], unsupported: list[str]
 ) -> ResolvedSampling:
+    """Returns `sampling` unchanged, with a warning that lists the model's differing settings. `unsupported`:
+    `key=value` texts."""
     is_sampled = bool(model.values.get("do_sample"))
     ignored = ["do_sample=True"] if is_sampled and sampling.is_greedy else []
     is_search = _is_enabled("num_beams", model_values.get("num_beams"))
@@ -186,8 +192,8 @@ def _without_model_defaults(
 
 
 def _model_settings(model: GenerationDefaults, vocab_size: int, *, is_strict: bool) -> dict[str, object]:
-    """Returns the model's settings by our keys, without suppressed tokens outside the vocabulary. For a value of the
-    wrong type, raises CheckpointError if `is_strict`, else keeps it."""
+    """Returns the model's settings: field of `SamplingConfig` -> value. Suppressed token ids outside the vocabulary are
+    removed. A value of a wrong type raises CheckpointError if `is_strict`; otherwise it is returned as in the file."""
     settings: dict[str, object] = {}
     for key, convert in CONVERTERS.items():
         model_key = "stop_strings" if key == "stop" else key
@@ -250,6 +256,7 @@ def _early_stopping(value: object) -> bool | str:
     return value if isinstance(value, bool) else "never"
 
 
+# Fields of `SamplingConfig` that a model may set -> conversion of a JSON value to the field's type.
 CONVERTERS: Mapping[str, Callable[[object], object]] = {
     "num_beams": _int, "length_penalty": _float, "early_stopping": _early_stopping,
     "temperature": _float, "top_h": _float, "top_k": _int, "top_p": _float, "min_p": _float, "typical_p": _float,

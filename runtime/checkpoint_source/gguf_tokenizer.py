@@ -1,8 +1,8 @@
-"""Builds the tokenizer of a GGUF file: transformers reads vocabulary and merges, this module adds the pre-tokenization
-rule, which the file only names (`tokenizer.ggml.pre`).
+"""Builds the tokenizer of a GGUF file. transformers reads vocabulary and merges; this module adds the pre-tokenization
+rule, of which the file has only the name (`tokenizer.ggml.pre`).
 
-llama.cpp defines names and rules: https://github.com/ggml-org/llama.cpp, src/llama-vocab.cpp, read in November 2026 at
-00ad355. If it notes the expression of the model's tokenizer.json next to its own, the former is used.
+The names and rules are defined by llama.cpp: https://github.com/ggml-org/llama.cpp, src/llama-vocab.cpp, as of November
+2026 (00ad355). Where a comment there quotes the regular expression of the model's own tokenizer.json, that one is used.
 """
 
 import logging
@@ -21,15 +21,15 @@ from .download import as_checkpoint_error
 
 log = logging.getLogger(__name__)
 
-MODEL, PRE, ADD_BOS, BOS = (f"tokenizer.ggml.{key}" for key in ("model", "pre", "add_bos_token", "bos_token_id"))
+MODEL, PRE, BOS = (f"tokenizer.ggml.{key}" for key in ("model", "pre", "bos_token_id"))
 BYTE_LEVEL = "gpt2"  # the kind of vocabulary that needs a pre-tokenization rule
 
 
 @dataclass(frozen=True)
 class SplitRule:
-    """Regular expressions applied in sequence; each splits every piece into matches and the text between them.
-    `ignores_merges`: a piece in the vocabulary is that token regardless of merges. `adds_bos`: prompts begin with BOS
-    unless the file says otherwise."""
+    """A pre-tokenization rule. Each regular expression of `splits` divides all texts that the previous one produced
+    into matches and the texts between them. `ignores_merges`: a resulting text that is in the vocabulary becomes one
+    token, without applying merges. `adds_bos`: prompts begin with BOS unless the file says otherwise."""
 
     splits: tuple[str, ...]
     ignores_merges: bool = False
@@ -40,6 +40,7 @@ def _any(*kinds: str) -> str:
     return "|".join(kinds)
 
 
+# Parts of the regular expressions, and expressions that several rules share, named by the model that introduced them.
 SUFFIX, APOSTROPHES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'s|'t|'re|'ve|'m|'ll|'d"
 BEGIN = r"[^\r\n\p{L}\p{N}]?"
 WORD, DIGIT, DIGITS = BEGIN + r"\p{L}+", r"\p{N}", r"\p{N}{1,3}"
@@ -79,7 +80,7 @@ YOUTU = _any(
     HAN_KANA,
 )
 JAIS2_SPACES = _any(*(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4, "1,2")), r"\s{1}")
-RULES: Mapping[SplitRule, str] = {  # rule -> its names
+RULES: Mapping[SplitRule, str] = {  # rule -> its names in `tokenizer.ggml.pre`, separated by spaces
     SplitRule((GPT2,)): (
         "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert mpt olmo jais trillion "
         "granite-docling exaone4"
@@ -127,7 +128,7 @@ BY_NAME: Mapping[str, SplitRule] = {name: rule for rule, names in RULES.items() 
 
 def load_gguf_tokenizer(path: Path, header: GgufHeader, error_prefix: str) -> PreTrainedTokenizerBase:
     """Builds the tokenizer of a GGUF file. Raises CheckpointError if it cannot be built, or if the pre-tokenization
-    rule is unknown: another rule would make other tokens."""
+    rule is unknown, since a wrong rule would give wrong tokens."""
     rule = _find_split_rule(path, header)
     options = {"add_bos_token": True} if rule is not None and rule.adds_bos and BOS in header.metadata else {}
     with TemporaryDirectory(prefix="weightstream-") as view, as_checkpoint_error(error_prefix):
@@ -143,7 +144,7 @@ def load_gguf_tokenizer(path: Path, header: GgufHeader, error_prefix: str) -> Pr
 
 
 def _find_split_rule(path: Path, header: GgufHeader) -> SplitRule | None:
-    """Finds the file's rule. Returns None if the file names none or its vocabulary needs none."""
+    """Finds the file's pre-tokenization rule. Returns None if the file names no rule or its vocabulary needs none."""
     if header.metadata.get(MODEL) != BYTE_LEVEL:
         return None
     name = str(header.metadata.get(PRE, "default"))

@@ -1,4 +1,4 @@
-"""Resolves `model.path` to a local directory or GGUF file, without slow imports: jobs report a wrong path at once."""
+"""Resolves `model.path` to a local directory or GGUF file. Has no slow imports, so jobs report a wrong path quickly."""
 
 from pathlib import Path
 

@@ -58,14 +58,14 @@ from .localize import find_local_path, missing_weights_error
 log = logging.getLogger(__name__)
 
 SETTINGS = ["*.json", "*.model", "*.txt", "*.jinja", "tokenizer*"]  # config and tokenizer files
-IN_FOLDERS = ["*/*"]  # patterns of the hub match slashes with *
-GGUF_WIDTHS = {  # metadata that transformers ignores in favor of its defaults
+IN_FOLDERS = ["*/*"]  # files in subdirectories; in the hub's patterns, * also matches slashes
+GGUF_WIDTHS = {  # metadata key -> config attribute; transformers ignores this metadata and uses default widths
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 BUNDLED = Path(__file__).parents[1] / "data" / "tiny"  # made by scripts.train_tiny
 TOKENIZER_KEY = "model.tokenizer"
-GGUF_READER = "transformers.integrations.gguf"  # from 5.18 on
+GGUF_READER = "transformers.integrations.gguf"  # exists in transformers 5.18 and newer
 
 
 def find_checkpoint(config: ModelConfig, cache_dir: str | None, should_stop: Callable[[], bool] = never) -> Path:
@@ -79,7 +79,7 @@ def find_checkpoint(config: ModelConfig, cache_dir: str | None, should_stop: Cal
     if (path := find_local_path(config)) is not None:
         return path
     if is_url(config.path):
-        # Config and indices first: they tell which weights are read. A GGUF file is copied at once.
+        # First the config and the index of shards, which lists the weight files. A GGUF file is copied completely here.
         url, key = config.path, "model.path"
         copy = _copy_from_url(url, key, [CONFIG, f"*{INDEX_SUFFIX}"], cache_dir, should_stop)
         if copy.is_file():
@@ -97,11 +97,12 @@ def find_checkpoint(config: ModelConfig, cache_dir: str | None, should_stop: Cal
 
 
 def _download_model(model: str, revision: str | None) -> Path:
-    """Downloads a model or finds it in the hub's cache: settings and tokenizer, then only the weight files to read."""
+    """Downloads a hub model, or finds it in the hub's cache: settings and tokenizer, then only the weight files that
+    will be read."""
     snapshot = download_settings(model, revision)
 
     def fetch(names: Sequence[str]) -> None:
-        # with config.json, which exists: the client warns if no file matches
+        # config.json is in the patterns since it exists: the hub client warns if no file matches
         snapshot_download(model, revision=snapshot.name, allow_patterns=[CONFIG, *map(escape, names)])
 
     named = find_weights(snapshot, names=())
@@ -110,7 +111,7 @@ def _download_model(model: str, revision: str | None) -> Path:
     if entry is None:
         try:
             names = HfApi().list_repo_files(model, revision=snapshot.name)
-        except Exception:  # offline, or any error of the HTTP client: the missing weights are what is reported
+        except Exception:  # offline, or another HTTP error; the missing weights are the error to report
             names = list_names(snapshot)
         raise no_weights_error(model, names, is_local=False)
     if is_index(entry) and entry.is_file():
@@ -119,7 +120,8 @@ def _download_model(model: str, revision: str | None) -> Path:
 
 
 def download_settings(model: str, revision: str | None) -> Path:
-    """Returns the snapshot's directory. Its name is the commit, so later downloads use the same revision."""
+    """Downloads a hub model's config and tokenizer files. Returns the local snapshot directory; its name is the commit,
+    so later downloads use the same revision."""
     snapshot = Path(snapshot_download(model, revision=revision, allow_patterns=SETTINGS, ignore_patterns=IN_FOLDERS))
     if (snapshot / TOKENIZER_CONFIG).is_file():
         templates = [TOKENIZER_CONFIG, f"{TEMPLATES}/*.jinja"]
@@ -135,10 +137,11 @@ def _copy_from_url(
 
 
 def read_config(path: Path, *, num_tensors: int | None = None) -> PreTrainedConfig:
-    """Reads config.json, or converts a GGUF file's metadata, which needs the package `gguf`.
+    """Reads config.json, or converts a GGUF file's metadata, which needs the package `gguf`. Never loads code that the
+    checkpoint names.
 
-    Never loads code that the checkpoint names. Raises CheckpointError with file, key, value and expectation.
-    `num_tensors` in the checkpoint bounds the number of layers.
+    `num_tensors`: tensors in the checkpoint, an upper bound for the number of layers. Raises CheckpointError with file,
+    key, value and valid values.
     """
     deepseek_moe.register()
     if is_gguf(path):
@@ -186,15 +189,15 @@ def _read_gguf_config(path: Path) -> PreTrainedConfig:
 
 
 def find_tokenizer(config: ModelConfig, cache_dir: str | None) -> PreTrainedTokenizerBase | None:
-    """Loads a model's tokenizer without the model. Returns None if it has none."""
+    """Loads a model's tokenizer without the model. Returns None if the model has no tokenizer."""
     return load_tokenizer(config.tokenizer, open_checkpoint(find_checkpoint(config, cache_dir)), cache_dir)
 
 
 def load_tokenizer(
     setting: str | None, checkpoint: Checkpoint, cache_dir: str | None = None
 ) -> PreTrainedTokenizerBase | None:
-    """Loads the tokenizer of `setting` (model.tokenizer), else the checkpoint's. Returns None if it has none: prompts
-    must then be token ids."""
+    """Loads the tokenizer that `setting` (model.tokenizer) names, or the checkpoint's own if `setting` is None. Returns
+    None if the checkpoint has no tokenizer: prompts must then be token ids."""
     path, gguf = checkpoint.path, checkpoint.gguf
     if gguf is not None:
         has_own = "tokenizer.ggml.tokens" in gguf.metadata
@@ -211,7 +214,8 @@ def load_tokenizer(
     try:
         return load_local_tokenizer(model, TOKENIZER_KEY)
     except UnsupportedSentencePieceError:
-        if directory.is_dir():  # transformers may choose the wrong class: use its tokenizer only if it agrees
+        # transformers may choose a wrong tokenizer class: use its tokenizer only if it gives the SentencePiece tokens.
+        if directory.is_dir():
             tokenizer = _load_tokenizer_directory(directory, error_prefix)
             if tokenizes_like_file(tokenizer, model, TOKENIZER_KEY):
                 return tokenizer

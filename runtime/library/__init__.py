@@ -1,1 +1,1 @@
-"""The library's API, `Runtime`. Code that converts inputs to requests and completions to results belongs here."""
+"""The library's API, `Runtime`, and the code that converts inputs to requests and completions to results."""

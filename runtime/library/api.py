@@ -1,4 +1,7 @@
-"""`Runtime(model=...).generate(prompts)` runs the same engine as the jobs, without Hydra."""
+"""`Runtime`, the Python API: `Runtime(model=...).generate(prompts)` runs the same engine as the jobs, without Hydra.
+
+A session is the engine with weights, buffers and threads for one plan. A stage is the weights of one part of the
+forward: embeddings, one decoder layer, or norm and head. A block is the micro-batches that are decoded together."""
 
 import gc
 import logging
@@ -79,16 +82,17 @@ T = TypeVar("T")
 
 
 class Runtime(Closing):
-    """A model and its engine; construction reads no weights. Inside `with Runtime(...) as runtime:`, or between `open`
-    and `close`, weights, reader and measured rates are kept for later calls; otherwise each call reads the weights
-    again. Not thread-safe. Raises ConfigError, CheckpointError or BudgetError with the setting to change.
+    """A model and its engine. Construction reads no weights: each call reads them. Inside `with Runtime(...) as
+    runtime:`, or between `open` and `close`, weights, reader and measured rates are kept for later calls. Not
+    thread-safe. Raises ConfigError, CheckpointError or BudgetError with the setting to change.
 
-    Keyword settings (see `Settings`) change `config`, or the default config. With `sampling.follow_model`,
-    `config.sampling` holds the model's settings after construction.
+    Keyword settings (see `Settings`) change `config`, or the default config. With `sampling.follow_model`, the
+    attribute `config.sampling` contains the model's settings after construction.
 
-    `device`: a device or a name as in `machine.device`, which is the default. `trace` collects spans, which the caller
-    must take during the run. `ranks`: those of this process; all make the same calls and get all results. `encodes`:
-    opens only the encoder of an encoder-decoder, for `embed`."""
+    `device`: a device, or a name as in `machine.device`, which is the default. `trace`: collects time spans; the caller
+    must call its `take` during the run, since it keeps all spans. `ranks`: the communication of this process with the
+    others that compute the run; all must make the same calls, and all get all results. `encodes`: loads only the
+    encoder of an encoder-decoder, for `embed`."""
 
     def __init__(
         self,
@@ -109,10 +113,10 @@ class Runtime(Closing):
             self.config = self._shared.rank_config(self.config)
         self._cache: RuntimeCache | None = None
         self._kernels: CompiledKernels | None = None
-        self._shape_with_kernels: ModelShape | None = None  # set while runs use plain operators
-        self.baseline_bytes = 0
+        self._shape_with_kernels: ModelShape | None = None  # set while runs do not use compiled kernels
+        self.baseline_bytes = 0  # host memory of this process that does not count for the budget
         self._is_closed = False
-        self._latest: weakref.ref[ResultStream[Any]] | None = None
+        self._latest: weakref.ref[ResultStream[Any]] | None = None  # the latest call's stream
         name = device if isinstance(device, str) else self.config.machine.device
         self.device = device if isinstance(device, ComputeDevice) else choose_rank_device(ranks, name)
         if self.config.machine.num_threads is not None:
@@ -130,15 +134,15 @@ class Runtime(Closing):
         loaded = replace(loaded, shape=with_kv_dtype(loaded.shape, self.config.kv.dtype))
         self.model: LoadedModel = loaded.for_device(self.device)
         self.config = resolve_generation_defaults(self.config, loaded.generation, loaded.shape.vocab_size)
-        # Settings that the model does not support are refused before rows are read.
+        # The next three calls raise ConfigError for settings that the model does not support, before rows are read.
         require_beams_fit(self.config.policy, self.config.sampling)
         kv_tiers(self.model.shape, self.config, has_device=self.device.is_accelerator)
         self._sampler()
         if self._shared is not None:
             self.model = self._shared.divide_model(self.model, self.config.offload, self.device)
-        self._advised: set[str] = set()
-        self._may_compare = False  # linear backends
-        self._checked_modes = set[bool]()  # self-checked runs: without scores, with scores
+        self._advised: set[str] = set()  # advice that was logged already
+        self._may_compare = False  # whether planning may measure which linear backends are fastest
+        self._checked_modes = set[bool]()  # kinds of runs that need no self-check anymore: True, those that score
         if not self.device.is_accelerator:
             backends = find_products(self.host)
             if self._shared is not None:
@@ -148,14 +152,14 @@ class Runtime(Closing):
             self.model = replace(self.model, backends=backends)
             self._kernels = compiled_kernels(self.model)
             if self._shared is not None:
-                self.wait_for_kernels()  # on all ranks: replicated results must be bitwise equal
+                self.wait_for_kernels()  # all ranks must use kernels: their replicated results must be bitwise equal
             elif estimate_plain_seconds(self.model.shape, [MIN_TOKENS]) > COMPILING_SECONDS:
                 self._kernels.begin()
         elif self.config.policy.attention is Attention.cpu:
             prepare_attention(self.model)
         if self._shared is not None:
             self._shared.share_memory(self.config.offload, self.device)
-        self.baseline_bytes = resident_bytes()  # interpreter, libraries, the model without weights: not in the budget
+        self.baseline_bytes = resident_bytes()  # interpreter, libraries, the model without weights
         reset_peak()
 
     def open(self) -> Self:
@@ -199,11 +203,12 @@ class Runtime(Closing):
     def request(
         self, id: str, prompt: str | Sequence[int], *, overrides: SamplingOverrides | None = None
     ) -> Request | Rejected:
-        """Tokenizes a prompt, with the tokenizer's special tokens, and limits the completion to the context."""
+        """Makes the request for a prompt. Adds the tokenizer's special tokens to a text. Limits the length of the
+        completion to the model's context."""
         return make_request(self.model, self.config.sampling, id, prompt, overrides or SamplingOverrides())
 
     def samples(self, made: Request | Rejected, count: int | None = None) -> list[Request | Rejected]:
-        """`count` copies, each with its `sample_index`; None is `sampling.n` copies."""
+        """Returns `count` copies of a request, with `sample_index` from 0 on; None means `sampling.n`."""
         return repeat_samples(made, self.config.sampling.n if count is None else count)
 
     def tokenize(self, texts: Sequence[str], *, is_rendered: bool = False) -> list[tuple[int, ...]]:
@@ -233,7 +238,8 @@ class Runtime(Closing):
         return self.planner.budgets
 
     def wait_for_kernels(self) -> None:
-        """Waits until CPU kernels are compiled. Use it before timing a short run. Raises Interrupted."""
+        """Waits until CPU kernels are compiled; useful before timing a short run. Raises Interrupted if `should_stop`
+        returns True."""
         if self._kernels is None or self._kernels.are_ready:
             return
         before = resident_bytes()
@@ -242,13 +248,13 @@ class Runtime(Closing):
         if self._shape_with_kernels is not None:
             self.model = replace(self.model, shape=self._shape_with_kernels)
             self._shape_with_kernels = None
-            self._checked_modes.clear()  # self-check and rates were of plain operators
+            self._checked_modes.clear()  # self-check and measured rates were without kernels: repeat them
             if self._cache is not None:
                 self._cache.clear_rates()
 
     def _uses_plain_operators(self, requests: Sequence[Request]) -> bool:
-        """Disables compiled kernels, also in the model's shape, if the session for these requests ends sooner without
-        waiting for them. Returns True if it did."""
+        """Disables compiled kernels if the session for these requests is estimated to end before they are compiled.
+        Updates the model's shape. Returns True if kernels were disabled."""
         if self._kernels is None or self._kernels.are_ready:
             return False
         shape, tokens = self.model.shape, [request.size.capacity_tokens for request in requests]
@@ -259,7 +265,7 @@ class Runtime(Closing):
         return True
 
     def plan(self, requests: Sequence[Request], **options: Unpack[PlanOptions]) -> RunPlan:
-        """The plan for a run of these requests. Later sessions use its linear backends."""
+        """Makes the plan for a run of these requests. Later sessions use the plan's linear backends."""
         if self._shape_with_kernels is None:
             self.wait_for_kernels()
         plan = self.planner.plan(self.sizes(requests), **options)
@@ -269,11 +275,11 @@ class Runtime(Closing):
         return plan
 
     def revised(self, plan: RunPlan, requests: Sequence[Request], rates: MachineRates) -> RunPlan:
-        """`plan` with its prediction updated for `rates`; see `Planner.revise`."""
+        """Returns `plan` with its prediction updated for `rates`; see `Planner.revise`."""
         return self.planner.revise(plan, self.sizes(requests), rates)
 
     def sizes(self, requests: Sequence[Request]) -> list[SequenceSize]:
-        """The sizes of requests for planning, with shared prefixes if the run shares them."""
+        """The sizes of requests for planning. Prompt prefixes count once if the run shares their KV."""
         has_lengths = self.model.rope_lengths is not None
         if prefix_sharing_obstacle(self.config, self.model.shape, has_rope_lengths=has_lengths) is None:
             return sequence_sizes(requests)
@@ -288,8 +294,8 @@ class Runtime(Closing):
 
     @contextmanager
     def session(self, plan: RunPlan, resources: SessionResources | None = None) -> Iterator[Session]:
-        """Opens a session that holds weights, slots and reader threads; an open runtime keeps weights and reader
-        afterwards. `resources`: of ranks that read weights together; nothing is then kept."""
+        """Opens a session with the plan's weights, buffers and reader threads. A runtime that was opened keeps weights
+        and reader after the session. `resources`: shared by ranks that read weights together; nothing is kept then."""
         self._require_open()
         if self._shape_with_kernels is None:
             self.wait_for_kernels()
@@ -315,8 +321,8 @@ class Runtime(Closing):
             cached_note,
         )
         begin = time.monotonic()
-        common = nullcontext() if resources is None else resources
-        with limit, self._session_reader() as reader, common, open_streams(setup, reader) as streams:
+        rank_resources = nullcontext() if resources is None else resources
+        with limit, self._session_reader() as reader, rank_resources, open_streams(setup, reader) as streams:
             sampler, shared = self._sampler(), self._shared
             rank_sync = None if shared is None else shared.rank_sync(self._should_stop)
             engine = Engine(
@@ -339,7 +345,7 @@ class Runtime(Closing):
 
     @contextmanager
     def _session_reader(self) -> Iterator[Reader]:
-        """Yields the cached reader, or a new one."""
+        """Yields the cached reader, or a new one. After an error, the cached reader is closed."""
         if self._cache is None:
             with self.reader() as reader:
                 yield reader
@@ -356,10 +362,12 @@ class Runtime(Closing):
     def open_with_backoff(
         self, requests: Sequence[Request], **options: Unpack[PlanOptions]
     ) -> Iterator[tuple[RunPlan, Session]]:
-        """Plans and opens a session. Runs the first pass of the largest block as a trial, unless the policy is fixed or
-        `blocks` are given. If that exceeds memory or the host budget, plans once more with half the block size. Waits
-        for CPU kernels, or runs without if that is faster. Raises BudgetError if the last plan does not fit, and
-        MemoryShortage if memory runs out later. With ranks, only rank 0 calls this; the others call `follow`."""
+        """Plans and opens a session. Waits for CPU kernels to be compiled, or runs without them if that is faster.
+
+        Unless the policy is fixed or `blocks` are given, runs the first pass of the largest block as a trial. If the
+        trial exceeds memory or the host budget, plans once more with half the block size. Raises BudgetError if the
+        last plan does not fit, and MemoryShortage if memory runs out later. With ranks, only rank 0 calls this; other
+        ranks call `follow`."""
         self._prepare_model(requests)
         blocks = options.get("blocks")
         if self._shared is not None:
@@ -380,14 +388,14 @@ class Runtime(Closing):
         may_back_off = blocks is None and kind is not PolicyKind.fixed
         for num_halvings in range(2):
             if num_halvings:
-                gc.collect()  # the first trial's engine is in a reference cycle
+                gc.collect()  # frees the first trial's engine, which is part of a reference cycle
                 reset_peak()
             plan = self.plan(requests, **(options | {"num_halvings": num_halvings}))
             options["rates"] = plan.rates
             self.planner.log_plan(plan, self._advised)
             self._check_lanes(plan, requests)
-            # The baseline is the current memory, without earlier measurements, self-check and trial. Cached weights
-            # count for the run, so with them the earlier baseline remains.
+            # The budget must not include memory of earlier measurements, self-check and trial: the current memory
+            # becomes the baseline. But cached weights must count for the budget, so with them the baseline stays.
             if self._cache is None or not (self._cache.weights.compute_bytes or self._cache.weights.pinned_bytes):
                 trim_heap()
                 self.baseline_bytes = resident_bytes()
@@ -405,7 +413,7 @@ class Runtime(Closing):
                         raise
                     if num_halvings or not may_back_off:
                         raise plan_memory_error(plan.placement.ledgers, error) from error
-                    reason = first_line(error)  # not the error: a log record would keep its frames' memory alive
+                    reason = first_line(error)  # a logged exception object would keep the memory of its frames alive
                     log.warning("policy=%s: %s; trying again with half as many sequences per block", kind.value, reason)
                     session = None  # drop the reference before the stack closes, so that its memory is freed
                 if session is None:
@@ -419,8 +427,8 @@ class Runtime(Closing):
                 return
 
     def _prepare_model(self, requests: Sequence[Request]) -> None:
-        """Prepares the model's head for these requests. Raises ConfigError if the model or the ranks do not support
-        them."""
+        """Prepares the model's head for these requests: for scores and encodings, it must compute chosen positions
+        only. Raises ConfigError if the model or the ranks do not support the requests."""
         if self._shared is not None:
             self._shared.require_broadcastable(requests)
         if any(request.encoding is None for request in requests):
@@ -431,8 +439,9 @@ class Runtime(Closing):
             slice_head(self.model.staged)
 
     def follow(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
-        """Joins, as a rank other than 0, each session that rank 0 opens for these requests, until rank 0 announces the
-        end. Yields all completions with their positions in `requests`. Raises Interrupted, PeerEnded, ConfigError."""
+        """Takes part in each session that rank 0 opens for these requests, until rank 0 announces the end. Called by
+        ranks other than 0. Yields (index in `requests`, completion) for all requests. Raises Interrupted, ConfigError,
+        and PeerEnded if another rank ended."""
         shared = self._shared
         assert shared is not None, "without ranks, there is no rank 0"
         self._prepare_model(requests)
@@ -443,8 +452,9 @@ class Runtime(Closing):
                 yield from session.follow(requests)
 
     def _check_lanes(self, plan: RunPlan, requests: Sequence[Request]) -> None:
-        """Runs the self-check if due, before the first run and the first scores, while no weights are in memory.
-        Skipped with tensor parallelism, where no single rank can run the class's own code."""
+        """Runs the self-check before the first run and before the first scoring run, if `model.self_check` asks for it.
+        No weights may be in memory. Skipped with tensor parallelism, where no single rank can run the class's own
+        code."""
         seconds = 0.0 if plan.prediction is None else plan.prediction.seconds
         full_shape = self.model.shape if self._shared is None else self._shared.full_shape(self.model.shape)
         scores = any(request.scoring is not None for request in requests)
@@ -452,21 +462,22 @@ class Runtime(Closing):
         if is_first and plan.blocks and is_check_due(self.model, self.config.model.self_check, seconds):
             config, stop = self.config, self._should_stop
             check_lanes(replace(self.model, shape=full_shape), config, self.budgets(), self.reader, stop, scores=scores)
-            gc.collect()  # a model is a reference cycle
-        self._checked_modes |= {scores, False}
+            gc.collect()  # frees the check's model, which is part of a reference cycle
+        self._checked_modes |= {scores, False}  # a check with scores covers runs without
 
     def generate(self, prompts: Iterable[PromptLike]) -> list[Result]:
-        """Returns `sampling.n` results per prompt, ordered by prompt, then sample. `prompts` as for `stream`."""
+        """Generates `sampling.n` results per prompt, ordered by prompt, then sample. `prompts`: see `stream`."""
         return self._collect(GenerationTask(sampling=self.config.sampling), prompts)
 
     def stream(self, prompts: Iterable[PromptLike], *, window: int | None = None) -> CompletionStream:
-        """Yields completions as they finish, `sampling.n` per prompt. Invalid prompts come first, with their `error`. A
-        prompt is a text, token ids, chat messages, or a `Prompt`.
+        """Yields completions as they finish, `sampling.n` per prompt. Results of invalid prompts come first, with their
+        `error`. A prompt is a text, token ids, chat messages, or a `Prompt`.
 
-        All prompts are read before generation starts, since they are planned together. With a `window`, that many at a
-        time are read, planned and generated; the iterator may be infinite, and weights are kept between windows. Work
-        starts with the first `next`. Only one stream is active: the next call ends it. Raises ConfigError immediately
-        if `prompts` is a single text, and during iteration the errors of `plan` and sessions; the runtime stays usable.
+        All prompts are read before generation starts, since they are planned together. With a `window`, only that many
+        prompts at a time are read, planned and generated: the iterator may be infinite, and weights are kept between
+        windows. Computation starts with the first `next`. The next call of this runtime ends the stream. Raises
+        ConfigError immediately if `prompts` is a single text. Errors of plans and sessions are raised during iteration;
+        the runtime stays usable.
         """
         return self._stream(GenerationTask(sampling=self.config.sampling), prompts, window)
 
@@ -479,13 +490,13 @@ class Runtime(Closing):
         overrides: Mapping[str, str] | None = None,
         prefix: str = "",
     ) -> "pa.Table":
-        """Returns `table` plus the result columns of `runtime.columns`. A row without a usable prompt has `status`
-        error and a reason in `error`.
+        """Returns `table` plus the result columns of `runtime.library.columns`. In a row without a usable prompt,
+        `status` is "error", and `error` has the reason.
 
-        `prompt`: a column of texts, lists of token ids, or lists of messages. `id`: a column of unique ids that seed
-        the sampling; None uses row numbers. `overrides`: columns with per-row settings, by field of `Prompt`. `prefix`
-        is prepended to the names of added columns. Raises ConfigError if a column is missing or a result column exists
-        already; otherwise as `stream`.
+        `prompt`: name of the column of texts, lists of token ids, or lists of messages. `id`: name of a column of
+        unique ids that seed the sampling; None uses row numbers. `overrides`: field of `Prompt` -> name of the column
+        with its values. `prefix` is prepended to the names of added columns. Raises ConfigError if a column is missing
+        or a result column exists already, and the errors of `stream`.
         """
         from .tables import TableColumns  # imports pyarrow, an optional dependency of the library
 
@@ -493,25 +504,25 @@ class Runtime(Closing):
         return columns.generate_results(table, self.config.sampling, self.generate)
 
     def score(self, pairs: Iterable[TargetsLike]) -> list[Scored]:
-        """The log-probability of each target given its prompt, ordered by pair, then target. `pairs` as for
+        """The log-probability of each target given its prompt, ordered by pair, then target. `pairs`: see
         `score_stream`."""
         return self._collect(ScoringTask(), pairs)
 
     def score_stream(self, pairs: Iterable[TargetsLike], *, window: int | None = None) -> ResultStream[Scored]:
-        """Yields scores of targets as their prompts finish; invalid ones come first, with their `error`. A pair is
+        """Yields scores of targets as their prompts finish; invalid targets come first, with their `error`. A pair is
         `(prompt, target)`, `(prompt, [target, ...])` or `Targets`; a target is a text or token ids. Nothing is
         generated.
 
-        Targets that differ only in their last token share one pass. `window` and errors as for `stream`; ConfigError if
-        the model's head is not separate from its layers.
+        Targets that differ only in their last token are computed once. `window` and errors: see `stream`. Also raises
+        ConfigError if the model's head is not separate from its layers.
         """
         return self._stream(ScoringTask(), pairs, window)
 
     def score_documents(
         self, documents: Iterable[str | Sequence[int]], *, max_tokens: int | None = None
     ) -> list[ScoredDocument]:
-        """The rolling log-likelihood of each document, a text or token ids, in windows of `max_tokens`; None is the
-        model's context. Raises what `score` raises."""
+        """The rolling log-likelihood of each document, a text or token ids, in windows of `max_tokens` tokens; None
+        means the model's context. Raises the errors of `score`."""
         require_iterable(documents, None)
         return score_documents(self.model, documents, max_tokens, self.score)
 
@@ -529,11 +540,12 @@ class Runtime(Closing):
         normalize: bool = False,
         window: int | None = None,
     ) -> ResultStream[Embedded]:
-        """Yields vectors as their prompts finish; invalid prompts come first, with their `error`. Vectors pool the
-        hidden states after the model's last norm: `last` token, `cls` (first token), or `mean`. None uses the
-        checkpoint's setting, else `mean` for encoders and `last` for decoders. `normalize`: to length 1.
+        """Yields vectors as their prompts finish; invalid prompts come first, with their `error`.
 
-        `prompts`, `window` and errors as for `stream`; texts get the tokenizer's special tokens.
+        `pooling`: which hidden states after the model's last norm give the vector: that of the `last` token, of the
+        first token (`cls`), or their `mean`. None uses the checkpoint's setting; without one, `mean` for encoders and
+        `last` for decoders. `normalize`: scales vectors to length 1. `prompts`, `window` and errors: see `stream`.
+        The tokenizer's special tokens are added to texts.
         """
         return self._stream(embedding_task(pooling, normalize=normalize), prompts, window)
 
@@ -542,7 +554,7 @@ class Runtime(Closing):
         return self._collect(CLASSIFICATION_TASK, prompts)
 
     def classify_stream(self, prompts: Iterable[PromptLike], *, window: int | None = None) -> ResultStream[Classified]:
-        """Yields classes or rewards as their prompts finish; otherwise as `embed_stream`."""
+        """Yields classes or rewards as their prompts finish; otherwise like `embed_stream`."""
         return self._stream(CLASSIFICATION_TASK, prompts, window)
 
     def fill_masks(self, prompts: Iterable[PromptLike], *, num_top: int = 5) -> list[Filled]:
@@ -552,7 +564,7 @@ class Runtime(Closing):
     def fill_masks_stream(
         self, prompts: Iterable[PromptLike], *, num_top: int = 5, window: int | None = None
     ) -> ResultStream[Filled]:
-        """Yields the `num_top` likeliest tokens per mask as prompts finish; otherwise as `embed_stream`."""
+        """Yields the `num_top` likeliest tokens per mask as prompts finish; otherwise like `embed_stream`."""
         return self._stream(mask_filling_task(self.model, num_top), prompts, window)
 
     def _collect(self, task: RuntimeTask[L, V, T], values: Iterable[L]) -> list[T]:
@@ -569,7 +581,7 @@ class Runtime(Closing):
         return stream
 
     def _results(self, task: RuntimeTask[L, V, T], values: Iterable[L], window: int | None) -> Generator[T]:
-        """The results of `task`, window by window; weights are kept in between."""
+        """Yields the results of `task`, window by window. With several windows, weights are kept between them."""
         with ExitStack() as stack:
             if window is not None and self._cache is None:
                 self._cache = stack.enter_context(RuntimeCache(self.reader))
@@ -582,6 +594,7 @@ class Runtime(Closing):
                         self._free_memory()
 
     def _completions(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
+        """Yields (index in `requests`, completion), on every rank."""
         if not requests:
             return
         if self._cache is not None:

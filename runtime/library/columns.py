@@ -1,4 +1,4 @@
-"""Result columns, in the parts of a run and in tables."""
+"""Columns of results, for a run's Parquet files and for Arrow tables."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ RESULT_FIELDS = (
     pa.field("num_completion_tokens", pa.int32(), nullable=False),
     pa.field("error", pa.string()),
 )
-LOGPROB_FIELDS = (  # per token of `token_ids`; of raw logits, see runtime/sequences/sequence.py
+LOGPROB_FIELDS = (  # one entry per token of `token_ids`; log-softmax of raw logits, see runtime/sequences/sequence.py
     pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
     pa.field("top_token_ids", pa.list_(pa.list_(pa.int32())), nullable=False),
     pa.field("top_logprobs", pa.list_(pa.list_(pa.float32())), nullable=False),
@@ -29,14 +29,14 @@ BEAM_FIELD = pa.field("beam_score", pa.float64())
 
 
 def result_schema(sampling: SamplingConfig) -> pa.Schema:
-    """The result columns for these settings."""
+    """The result columns of a run with these settings."""
     reasoning = [REASONING_FIELD] if sampling.reasoning is not None else []
     beams = [BEAM_FIELD] if (sampling.num_beams or 1) > 1 else []
     return pa.schema([*RESULT_FIELDS, *(LOGPROB_FIELDS if sampling.logprobs else ()), *reasoning, *beams])
 
 
 def result_values(result: "Result") -> Mapping[str, object]:
-    """The values of a result by column name."""
+    """The values of a result: column name -> value, also for columns that `result_schema` may omit."""
     return {
         "status": "ok" if result.is_ok else "error",
         "completion": clean_text(result.text),
@@ -54,5 +54,5 @@ def result_values(result: "Result") -> Mapping[str, object]:
 
 
 def clean_text(text: str) -> str:
-    """`text` with lone surrogates escaped, as UTF-8 cannot encode them."""
+    """Returns `text` with lone surrogates escaped, since UTF-8 cannot encode them."""
     return text.encode("utf-8", "backslashreplace").decode()

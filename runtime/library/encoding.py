@@ -1,4 +1,5 @@
-"""Embedding, classification and mask filling, with results `Embedded`, `Classified` and `Filled`."""
+"""Tasks of encoding, which computes results from a prompt without generating: embedding, classification and mask
+filling, with the results `Embedded`, `Classified` and `Filled`."""
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,8 @@ from .task import Complete, RuntimeTask
 
 @dataclass(frozen=True, kw_only=True)
 class _EncodingResult:
-    """The result for the prompt at `prompt_index` of the input; empty if `error` is set."""
+    """Common fields of the results. `prompt_index`: position of the prompt in the input. If `error` is set, there is no
+    other result."""
 
     prompt_index: int
     id: str
@@ -40,8 +42,10 @@ class Embedded(_EncodingResult):
 
 @dataclass(frozen=True, kw_only=True)
 class Classified(_EncodingResult):
-    """A classifier's output for a prompt: `logits`, one per entry of `labels`, and `probabilities`, by softmax, or by
-    sigmoid if labels are not exclusive. With a single label, the logit is a `reward` (and rankers use its sigmoid)."""
+    """A classifier's output for a prompt: one of `logits` and of `probabilities` per entry of `labels`.
+
+    Probabilities are the softmax of logits; for multi-label classifiers or a single label, the sigmoid of each logit.
+    With a single label, as of reward models and rankers, the logit is the `reward`."""
 
     logits: tuple[float, ...] = ()
     probabilities: tuple[float, ...] = ()
@@ -49,7 +53,7 @@ class Classified(_EncodingResult):
 
     @property
     def label(self) -> str | None:
-        """The likeliest label; None for a reward."""
+        """The likeliest label; None if the model has a single label."""
         return self.labels[self.logits.index(max(self.logits))] if len(self.logits) > 1 else None
 
     @property
@@ -59,8 +63,9 @@ class Classified(_EncodingResult):
 
 @dataclass(frozen=True, kw_only=True)
 class Filled(_EncodingResult):
-    """The likeliest tokens per mask, best first, with their log-probabilities. `text`: the prompt with the best token
-    in each mask, without special tokens."""
+    """The likeliest tokens for each mask token of a prompt, with log-probabilities. `token_ids` and `logprobs` have one
+    tuple per mask, best token first. `text`: the prompt with the best token in place of each mask, without special
+    tokens."""
 
     text: str = ""
     token_ids: tuple[tuple[int, ...], ...] = ()
@@ -75,7 +80,7 @@ E = TypeVar("E", bound=Encoded)
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingTask(RuntimeTask[PromptLike, Prompt, E]):
-    """Encoding of each prompt by `spec`, with results of type `kind`."""
+    """A task that encodes each prompt as `spec` describes, with results of the class `kind`."""
 
     spec: EncodingSpec
     kind: type[E]
@@ -124,7 +129,7 @@ CLASSIFICATION_TASK = EncodingTask(spec=EncodingSpec(readout=Readout.classes), k
 
 
 def error_result(rejected: Rejected, readout: Readout) -> Encoded:
-    """The result for a prompt that was rejected or failed."""
+    """Makes the result for a prompt that was rejected or failed."""
     common = _EncodingResult(
         prompt_index=rejected.prompt_index,
         id=rejected.id,
@@ -137,7 +142,7 @@ def error_result(rejected: Rejected, readout: Readout) -> Encoded:
 
 
 def make_result(model: LoadedModel, spec: EncodingSpec, index: int, completion: Completion) -> Encoded:
-    """The result of a completion for the prompt at `index` of the input."""
+    """Converts the completion of the prompt at `index` of the input to the result that `spec` describes."""
     if completion.error is not None:
         rejected = Rejected(id=completion.id, error=completion.error, num_prompt_tokens=completion.num_prompt_tokens)
         return error_result(replace(rejected, prompt_index=index), spec.readout)
@@ -161,11 +166,12 @@ def make_result(model: LoadedModel, spec: EncodingSpec, index: int, completion: 
 def label_names(model: LoadedModel) -> tuple[str, ...]:
     """The names of a classifier's classes, in the order of its logits."""
     config = model.staged.model.config
-    names: Mapping[int, str] = config.id2label or {}  # pyright: ignore[reportAssignmentType] - of numbers since 5.0
+    names: Mapping[int, str] = config.id2label or {}  # pyright: ignore[reportAssignmentType] - int keys since 5.0
     return tuple(str(names.get(number, number)) for number in range(config.num_labels or 0))
 
 
 def probabilities(model: LoadedModel, logits: Vector) -> tuple[float, ...]:
+    """The softmax of a classifier's logits; their sigmoids for a multi-label classifier or a single label."""
     values = logits.astype(np.float64)
     if len(values) == 1 or model.staged.model.config.problem_type == "multi_label_classification":
         return tuple((1 / (1 + np.exp(-values))).tolist())
@@ -174,7 +180,7 @@ def probabilities(model: LoadedModel, logits: Vector) -> tuple[float, ...]:
 
 
 def filled_text(model: LoadedModel, completion: Completion) -> str:
-    """The prompt with the likeliest token in place of each mask."""
+    """The prompt's text with the likeliest token in place of each mask; empty without a tokenizer."""
     encoding, ids = completion.request.encoding, list(completion.request.prompt_ids)
     assert encoding is not None, "its masks are filled"
     for position, score in zip(encoding.masked, completion.scores, strict=True):

@@ -32,13 +32,16 @@ from ..config.settings import (
 from ..config.texts import did_you_mean
 from ..errors import require
 
-AMBIGUOUS_KEYS = {"dtype": "model"}  # the group of keys that exist in several groups
+AMBIGUOUS_KEYS = {"dtype": "model"}  # key that exists in several groups -> the group that the keyword sets
 
 
 class Settings(TypedDict, total=False):
-    """Keyword arguments of `Runtime`: groups of the config, or the last part of a key (`host_memory_gib` for
-    `offload.host_memory_gib`) if it is unique among groups. `dtype` is the model's; `machine.device` is a parameter of
-    `Runtime`. A group may be a str, as in `RuntimeConfig`; keys change a group passed in the same call."""
+    """Keyword arguments of `Runtime`. An argument is a whole group of the config, such as `offload`, or one key of a
+    group without the group's name: `host_memory_gib` for `offload.host_memory_gib`.
+
+    Only keys that are unique among groups can be arguments, and `dtype`, which is `model.dtype`. `machine.device` is a
+    separate parameter of `Runtime`. A group may be a str, as in `RuntimeConfig`. If a group and one of its keys are
+    passed together, the key changes the passed group."""
 
     model: ModelConfig | str
     offload: OffloadConfig | str
@@ -123,7 +126,7 @@ class Settings(TypedDict, total=False):
 
 
 def apply_settings(config: RuntimeConfig | None, settings: Mapping[str, object]) -> RuntimeConfig:
-    """Applies the settings to `config`, or to the default config. Raises ConfigError."""
+    """Returns `config`, or the default config, with the settings applied. Raises ConfigError."""
     is_config = config is None or isinstance(config, RuntimeConfig)
     require(is_config, f"config must be a RuntimeConfig, got {config!r}; for a model, use model={config!r}")
     result = config or RuntimeConfig()
@@ -131,8 +134,8 @@ def apply_settings(config: RuntimeConfig | None, settings: Mapping[str, object])
     key_groups = setting_groups()
     for name in settings:
         suggestion = did_you_mean(name, [*groups, *key_groups])
-        known = suggestion or "; a setting is a group or the last part of a key"
-        require(name in groups or name in key_groups, f"Runtime has no setting {name}{known}")
+        hint = suggestion or "; a setting is a group or the last part of a key"
+        require(name in groups or name in key_groups, f"Runtime has no setting {name}{hint}")
     if given := {name: settings[name] for name in settings if name in groups}:
         result = replace(result, **given)
     for group in sorted({key_groups[name] for name in settings if name in key_groups}):
@@ -142,7 +145,7 @@ def apply_settings(config: RuntimeConfig | None, settings: Mapping[str, object])
 
 
 def setting_groups() -> dict[str, str]:
-    """The group of each key that can be set by its last part."""
+    """The keys that can be set without their group's name: key -> group."""
     default = RuntimeConfig()
     keys = {group.name: [key.name for key in fields(getattr(default, group.name))] for group in fields(RuntimeConfig)}
     num_groups = Counter(name for names in keys.values() for name in names)

@@ -1,10 +1,10 @@
-"""Prompts of library callers: text, chat messages or token ids, with per-prompt settings."""
+"""Prompts of the library's callers: text, chat messages or token ids, with per-prompt settings."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
-from operator import index
+from operator import index as to_int
 from typing import TypeAlias
 
 from ..config.settings import SamplingOverrides
@@ -19,11 +19,11 @@ Messages: TypeAlias = Sequence[Mapping[str, str]]
 @dataclass(frozen=True)
 class Prompt:
     """One prompt: `text`, chat `messages` (`{"role": ..., "content": ...}`) for the model's chat template, or
-    `token_ids`. Settings of None are the runtime's `sampling`.
+    `token_ids`. A setting of None means the value in the runtime's `sampling`.
 
     `id` defaults to the position in the input. It seeds the sampling: the same id and settings give the same tokens in
-    any batch. With `seed`, sampling depends only on that, and matches transformers' `generate` after
-    `torch.manual_seed(seed)`. Raises ConfigError."""
+    any batch. If `seed` is set, it seeds the sampling instead, which then equals transformers' `generate` after
+    `torch.manual_seed(seed)`. Raises ConfigError for invalid fields."""
 
     text: str | None = None
     _: KW_ONLY
@@ -54,7 +54,7 @@ class Prompt:
 
     @property
     def overrides(self) -> SamplingOverrides:
-        """The settings that differ from the run's."""
+        """The prompt's own settings; None for those of the run."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         return SamplingOverrides(
             max_new_tokens=self.max_new_tokens,
@@ -69,7 +69,7 @@ class Prompt:
 
     @staticmethod
     def from_value(value: "PromptLike", position: int) -> "Prompt":
-        """Converts a text, token ids or messages. Raises ConfigError with the position in the input."""
+        """Converts a text, token ids or messages to a prompt. Raises ConfigError with its `position` in the input."""
         if isinstance(value, Prompt):
             return value
         if isinstance(value, str):
@@ -80,7 +80,7 @@ class Prompt:
                 return Prompt(messages=[item for item in items if isinstance(item, Mapping)])
             # Integers may come from any library, such as NumPy.
             if all(hasattr(item, "__index__") and not isinstance(item, bool) for item in items):
-                ids = [index(item) for item in items]  # pyright: ignore[reportArgumentType] - checked above
+                ids = [to_int(item) for item in items]  # pyright: ignore[reportArgumentType] - checked above
                 return Prompt(token_ids=ids)
         raise ConfigError(
             f"prompt {position} must be a text, a list of token ids, a list of messages or a Prompt, got {value!r:.80}"
@@ -91,12 +91,13 @@ PromptLike: TypeAlias = str | Sequence[int] | Messages | Prompt
 
 
 def schema_json(schema: str | Mapping[str, object]) -> str:
-    """A JSON schema as JSON text."""
+    """Serializes a JSON schema; a str is returned unchanged."""
     return schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
 def render_prompts(model: LoadedModel, prompts: Sequence[Prompt]) -> list[str | Sequence[int] | TemplateRefusal]:
-    """Texts, and chats rendered by the chat template; token ids unchanged."""
+    """Renders chat messages to text with the model's chat template, or returns the template's error. Texts and token
+    ids are returned unchanged. Raises ConfigError if there are messages but no chat template."""
     with ExitStack() as stack:
         renderer = None
         texts: list[str | Sequence[int] | TemplateRefusal] = []
@@ -119,17 +120,18 @@ def render_prompts(model: LoadedModel, prompts: Sequence[Prompt]) -> list[str | 
 def tokenize_prompts(
     model: LoadedModel, prompts: Sequence[Prompt], max_tokens: int | None, *, keeps_empty: bool = False
 ) -> list[Sequence[int] | str]:
-    """Token ids of each prompt, or an error; see `tokenize_each`. `keeps_empty`: empty texts stay empty. Raises
-    ConfigError for chats without a template, CheckpointError for texts without a tokenizer."""
+    """Token ids of each prompt, or a str with the error; see `tokenize_each`. `keeps_empty`: an empty text gives "",
+    without special tokens. Raises ConfigError for messages without a chat template, and CheckpointError for texts
+    without a tokenizer."""
     texts = render_prompts(model, prompts)
     results = [text.as_error if isinstance(text, TemplateRefusal) else text for text in texts]
     for is_chat in (False, True):
-        selected = {
-            number: text
-            for number, (text, prompt) in enumerate(zip(texts, prompts, strict=True))
+        selected = {  # index -> text
+            index: text
+            for index, (text, prompt) in enumerate(zip(texts, prompts, strict=True))
             if isinstance(text, str) and (prompt.messages is not None) == is_chat and (text or not keeps_empty)
         }
         ids = tokenize_each(model, list(selected.values()), is_rendered=is_chat, max_tokens=max_tokens)
-        for number, each in zip(selected, ids, strict=True):
-            results[number] = each
+        for index, ids_or_error in zip(selected, ids, strict=True):
+            results[index] = ids_or_error
     return results

@@ -1,4 +1,4 @@
-"""Scoring of given targets: a `Scored` per target of each prompt."""
+"""The scoring task: computes log-probabilities of given target texts after a prompt, and of whole documents."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +19,8 @@ Target: TypeAlias = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Targets:
-    """A prompt and the `targets` to score after it, each a text or token ids. Sampling settings of a `Prompt` are
-    ignored. Raises ConfigError for an empty list."""
+    """A prompt and the `targets` to score after it. A target is a text or token ids. Sampling settings in a `Prompt`
+    are ignored. Raises ConfigError for an empty list."""
 
     prompt: PromptLike
     targets: Sequence[Target]
@@ -31,7 +31,7 @@ class Targets:
 
     @staticmethod
     def from_value(value: "TargetsLike", index: int) -> "Targets":
-        """Converts a tuple. Raises ConfigError with the position in the input."""
+        """Converts a tuple. Raises ConfigError with its position `index` in the input."""
         if isinstance(value, Targets):
             return value
         if isinstance(value, tuple) and len(value) == 2:
@@ -50,7 +50,7 @@ TargetsLike: TypeAlias = tuple[PromptLike, Target] | tuple[PromptLike, Sequence[
 
 
 def _is_target(value: object) -> TypeGuard[Target]:
-    """True for a text, or a sequence of integers of any library."""
+    """True for a text, or a sequence of integers, also of other libraries such as NumPy."""
     if isinstance(value, str):
         return True
     return isinstance(value, Sequence) and bool(value) and all(hasattr(token, "__index__") for token in value)
@@ -58,7 +58,8 @@ def _is_target(value: object) -> TypeGuard[Target]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Logprobs:
-    """Natural log-probabilities for the input at `prompt_index`; empty if `error` is set."""
+    """Natural log-probabilities of tokens. `prompt_index`: position of the prompt or document in the input. If `error`
+    is set, there are none."""
 
     prompt_index: int
     token_logprobs: tuple[float, ...] = ()
@@ -77,10 +78,10 @@ class _Logprobs:
 class Scored(_Logprobs):
     """The score of one target given its prompt.
 
-    `token_logprobs` are natural log-probabilities, by log-softmax in float32 of the head's logits, one per entry of
-    `token_ids`; `logprob` is their sum. `is_greedy`: greedy decoding would generate the target. `top_token_ids` and
-    `top_logprobs`: the `sampling.logprobs` likeliest tokens per position, best first. `prompt_index` is the position of
-    the pair in the input, `target_index` that of the target in its pair. If `error` is set, `logprob` is NaN.
+    `token_ids`: the target's. `token_logprobs`: the log-probability of each, by log-softmax in float32 of the head's
+    logits; `logprob` is their sum, NaN if `error` is set. `is_greedy`: greedy decoding would generate the target.
+    `top_token_ids` and `top_logprobs`: the `sampling.logprobs` likeliest tokens per position, best first.
+    `target_index`: position of the target in the prompt's list of targets. `id`: the prompt's.
     """
 
     target_index: int
@@ -98,9 +99,9 @@ class Scored(_Logprobs):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredDocument(_Logprobs):
-    """The rolling log-likelihood of a document: of each token given the tokens before it, in windows of the model's
-    context. Words (as in lm-eval) and UTF-8 bytes are 0 for token ids. Perplexity is `exp(-logprob / n)`. If `error`
-    is set, `logprob` is NaN."""
+    """The rolling log-likelihood of a document: the log-probability of each token given the tokens before it, in
+    windows of the model's context. `num_words` (as in lm-eval) and `num_bytes` (UTF-8) are 0 for documents of token
+    ids. Perplexity is `exp(-logprob / n)` with n tokens, words or bytes. If `error` is set, `logprob` is NaN."""
 
     num_words: int = 0
     num_bytes: int = 0
@@ -112,8 +113,10 @@ class ScoredDocument(_Logprobs):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringBatch:
-    """Scoring requests of a window. `members`: one request per target; `unscored`: their results before scoring;
-    `joined`: the requests to run, each for one or more members; `rejected`: results of invalid targets."""
+    """The scoring requests of one window of inputs.
+
+    `members`: one request per valid target. `unscored`: one result per member, without scores yet. `joined`: the
+    requests to compute, merged from members with equal context. `rejected`: results of invalid targets."""
 
     members: Sequence[Request]
     unscored: Sequence[Scored]
@@ -125,7 +128,7 @@ class ScoringBatch:
         return [each.request for each in self.joined]
 
     def make_scores(self, index: int, completion: Completion) -> Iterator[Scored]:
-        """The scores of all targets of the joined request at `place`."""
+        """Yields the scores of all targets of `joined[index]` from its completion."""
         for i in self.joined[index].members:
             if completion.error is not None:
                 yield replace(self.unscored[i], error=completion.error)
@@ -141,7 +144,8 @@ class ScoringBatch:
 
 
 def make_scoring_batch(model: LoadedModel, pairs: Sequence[tuple[int, Targets]]) -> ScoringBatch:
-    """Tokenizes pairs into requests. Raises ConfigError for texts without a tokenizer, or chats without a template."""
+    """Tokenizes prompts and targets, and makes requests. `pairs`: (position in the input, prompt and targets). Raises
+    CheckpointError for texts without a tokenizer, ConfigError for chat messages without a chat template."""
     prompts = [Prompt.from_value(pair.prompt, index) for index, pair in pairs]
     texts = render_prompts(model, prompts)
     encoded = encode_pairs(
@@ -170,7 +174,7 @@ def make_scoring_batch(model: LoadedModel, pairs: Sequence[tuple[int, Targets]])
 
 
 class ScoringTask(RuntimeTask[TargetsLike, Targets, Scored]):
-    """A score per target of each pair."""
+    """Scoring of each target of each prompt."""
 
     sort_keys: ClassVar[tuple[str, ...]] = ("prompt_index", "target_index")
 
@@ -195,11 +199,11 @@ def score_documents(
     max_tokens: int | None,
     score: Callable[[Sequence[Targets]], Sequence[Scored]],
 ) -> list[ScoredDocument]:
-    """Scores documents in windows of up to `most_tokens` (None: the model's context) with `score`. Raises ConfigError
-    if the model has no first token to condition on, or a window is too short."""
+    """Scores documents in windows of up to `max_tokens` tokens (None: the model's context) by calling `score`. Raises
+    ConfigError if the tokenizer has neither a BOS nor an EOS token to begin with, or if `max_tokens` is negative."""
     texts = list(documents)
-    pairs, owners = list[Targets](), list[int]()
-    errors, values = list[str | None](), list[list[float]]()
+    pairs, owners = list[Targets](), list[int]()  # one per window; owner: index of the window's document
+    errors, values = list[str | None](), list[list[float]]()  # one per document; values: log-probabilities of tokens
     for index, windows in enumerate(document_windows(model, texts, max_tokens)):
         errors.append(windows if isinstance(windows, str) else None)
         values.append([])

@@ -1,4 +1,4 @@
-"""Prompts in Arrow tables, and result columns next to their rows."""
+"""Reads prompts from the rows of an Arrow table, and appends columns of results."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +33,9 @@ def _are_texts(kind: pa.DataType) -> bool:
     return _is_list_of(kind, _is_text)
 
 
+# Tests of the types that a column of prompts may have: texts, lists of token ids, lists of messages.
 PROMPTS = (_is_text, lambda kind: _is_list_of(kind, kinds.is_integer), lambda kind: _is_list_of(kind, kinds.is_struct))
-# Per-row settings: field of `Prompt` -> name and test of its column's type.
+# Per-row settings: field of `Prompt` -> (name of the column's type in messages, test of the type).
 OVERRIDES: Mapping[str, tuple[str, Callable[[pa.DataType], bool]]] = {
     "max_new_tokens": ("whole numbers", kinds.is_integer),
     "temperature": ("numbers", lambda kind: kinds.is_integer(kind) or kinds.is_floating(kind)),
@@ -49,9 +50,11 @@ OVERRIDES: Mapping[str, tuple[str, Callable[[pa.DataType], bool]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TableColumns:
-    """The input columns of a table. `prompt`: of texts, lists of token ids, or lists of messages. `id`: of texts or
-    integers; None uses row numbers. `overrides`: columns by field of `Prompt`; null is the runtime's setting. `prefix`
-    is prepended to the names of added columns."""
+    """The names of a table's input columns, and the prefix of its result columns.
+
+    `prompt`: the column of texts, lists of token ids, or lists of messages. `id`: the column of texts or integers;
+    None uses row numbers. `overrides`: field of `Prompt` -> column with its values; null is the runtime's setting.
+    `prefix` is prepended to the names of result columns."""
 
     prompt: str = "prompt"
     id: str | None = None
@@ -65,18 +68,18 @@ class TableColumns:
 
     @property
     def input_columns(self) -> list[str]:
-        """The distinct columns that are read."""
+        """The names of the columns to read, without duplicates."""
         return list(dict.fromkeys([self.prompt, *([self.id] if self.id is not None else []), *self.overrides.values()]))
 
     def output_schema(self, schema: pa.Schema, sampling: SamplingConfig) -> pa.Schema:
-        """The input columns, then the result columns. Raises ConfigError for a missing, duplicate or wrongly typed
-        input column, for an existing result column, or if `sampling.n` is not 1."""
+        """The table's columns, then the result columns. Raises ConfigError for a missing, duplicate or wrongly typed
+        input column, for a result column that exists already, or if `sampling.n` is not 1."""
         for name in self.input_columns:
-            num = schema.names.count(name)
+            count = schema.names.count(name)
             listed = ", ".join(map(repr, schema.names[:MAX_LISTED])) or "none"
             suggestion = did_you_mean(name, schema.names)
-            require(num > 0, f"the table has no column {name!r}; its columns: {listed}{suggestion}")
-            require(num == 1, f"the table has {num} columns {name!r}: names of input columns must be unique")
+            require(count > 0, f"the table has no column {name!r}; its columns: {listed}{suggestion}")
+            require(count == 1, f"the table has {count} columns {name!r}: names of input columns must be unique")
         kind = schema.field(self.prompt).type
         is_prompt = kinds.is_null(kind) or any(test(kind) for test in PROMPTS)
         expected = "a prompt is a text, a list of token ids, or a list of messages"
@@ -99,7 +102,7 @@ class TableColumns:
         return pa.schema([*schema, *added], metadata=schema.metadata)
 
     def read_prompts(self, table: pa.Table) -> list[PromptOrRejected]:
-        """The prompt of each row, or its rejection. Without an id column the id is the row number."""
+        """The prompt of each row, or a `Rejected` with the error. Without an id column the id is the row number."""
         prompts = list[PromptOrRejected]()
         for number, row in enumerate(table.select(self.input_columns).to_pylist()):
             id = str(number) if self.id is None else str(row[self.id])
@@ -115,20 +118,20 @@ class TableColumns:
     def generate_results(
         self, table: pa.Table, sampling: SamplingConfig, generate: Callable[[Sequence[Prompt]], Sequence[Result]]
     ) -> pa.Table:
-        """`table` with the results of `generate` for its prompts. Raises ConfigError as `output_schema`."""
-        self.output_schema(table.schema, sampling)
+        """Calls `generate` with the table's prompts. Returns `table` with result columns. Raises ConfigError like
+        `output_schema`."""
+        self.output_schema(table.schema, sampling)  # checks the columns
         items: list[Prompt | Result] = [*self.read_prompts(table)]
-        indices = [i for i, each in enumerate(items) if isinstance(each, Prompt)]
-        for result in generate([each for each in items if isinstance(each, Prompt)]):
-            items[indices[result.prompt_index]] = result
-        results = [each for each in items if not isinstance(each, Prompt)]
+        rows_of_prompts = [row for row, item in enumerate(items) if isinstance(item, Prompt)]
+        for result in generate([item for item in items if isinstance(item, Prompt)]):
+            items[rows_of_prompts[result.prompt_index]] = result
         schema = result_schema(sampling)
-        rows = [result_values(result) for result in results]
-        values = [{name: row[name] for name in schema.names} for row in rows]
+        all_values = [result_values(item) for item in items if not isinstance(item, Prompt)]
+        values = [{name: row[name] for name in schema.names} for row in all_values]
         return self.append_results(table, pa.Table.from_pylist(values, schema=schema), sampling)
 
     def append_results(self, table: pa.Table, results: pa.Table, sampling: SamplingConfig) -> pa.Table:
-        """`table` with the result columns appended."""
+        """Returns `table` with the columns of `results` appended, renamed with the prefix."""
         schema = self.output_schema(table.schema, sampling)
         added = [results.column(name) for name in result_schema(sampling).names]
         return pa.Table.from_arrays([*table.columns, *added], schema=schema)
@@ -148,7 +151,7 @@ def _prompt_fields(value: object) -> dict[str, object]:
 
 
 def _parse_message(number: int, message: object) -> dict[str, str]:
-    """A message without null keys, which Arrow adds if other messages of the column have them."""
+    """Removes a chat message's null keys: Arrow adds them if other messages in the column have the keys."""
     own = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
     for key in ("role", "content"):
         if not isinstance(own.get(key), str):

@@ -1,4 +1,7 @@
-"""Tasks of the library: convert inputs to requests, window by window, and yield results as they finish."""
+"""Base classes of the library's tasks, such as generation or scoring, and of the streams of their results.
+
+A task converts inputs to requests and yields results as they finish. It works through one window, a group of inputs
+that are planned and computed together, at a time."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -12,14 +15,16 @@ from ..model.loading import LoadedModel
 from ..sequences.sequence import Completion, Request
 from .prompt import Prompt
 
-T = TypeVar("T")
-V = TypeVar("V")
-L = TypeVar("L")
+L = TypeVar("L")  # a value from the caller, such as a str
+V = TypeVar("V")  # the value parsed, such as a Prompt
+T = TypeVar("T")  # a result
+# Computes requests; yields each completion with the index of its request.
 Complete: TypeAlias = Callable[[Sequence[Request]], Generator[tuple[int, Completion]]]
 
 
 class RuntimeTask(ABC, Generic[L, V, T]):
-    """Converts inputs to requests and completions to results. `sort_keys` are the attributes that order results."""
+    """Converts callers' values to requests, and completions to results. `sort_keys`: attributes of a result that give
+    the order of a list of results."""
 
     sort_keys: ClassVar[tuple[str, ...]] = ("prompt_index",)
 
@@ -29,30 +34,32 @@ class RuntimeTask(ABC, Generic[L, V, T]):
 
     @abstractmethod
     def parse(self, value: L, index: int) -> V:
-        """Converts a caller's value. Raises ConfigError with its position."""
+        """Converts the caller's value at position `index`. Raises ConfigError with the position."""
 
     @abstractmethod
     def results(self, model: LoadedModel, inputs: Sequence[tuple[int, V]], complete: Complete) -> Generator[T]:
-        """Yields the results of one window of (position, input): rejected ones first, then as they finish. `complete`
-        yields completions with positions in its requests."""
+        """Yields the results of one window: first those of invalid inputs, then the others as they finish. `inputs`:
+        (position among all inputs, parsed value)."""
 
     def windows(self, values: Iterable[L], size: int | None) -> Iterator[list[tuple[int, V]]]:
-        """Yields windows of up to `size` inputs with their positions; None: one window."""
+        """Parses inputs and yields them in windows of up to `size` pairs (position, parsed value). None: one window."""
         numbered = ((index, self.parse(value, index)) for index, value in enumerate(values))
         while window := list(islice(numbered, size)):
             yield window
 
 
 def require_iterable(values: object, window: int | None) -> None:
-    """Raises ConfigError for a single prompt where an iterable is expected, and for an invalid window."""
+    """Raises ConfigError if `values` is a single prompt instead of an iterable of prompts, or if `window` is 0 or
+    less."""
     is_many = isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping | Prompt)
     require(is_many, f"prompts must be an iterable of prompts, got one {type(values).__name__}: put it in a list")
     require(window is None or window >= 1, f"window must be 1 or more, got {window}")
 
 
 class ResultStream(Closing, Iterator[T], Generic[T]):
-    """An iterator of results. The work stops, and its memory is freed, on `close`, at the end of a `with` block, or
-    with the last reference. After another call of the runtime, `next` raises ClosedError."""
+    """An iterator of results, computed during iteration. Computation stops, and its memory is freed, on `close`, at the
+    end of a `with` block, or when the last reference is deleted. After another call of the runtime, `next` raises
+    ClosedError."""
 
     def __init__(self, results: Generator[T, None, None]):
         self._results = results
@@ -67,7 +74,8 @@ class ResultStream(Closing, Iterator[T], Generic[T]):
         self._results.close()
 
     def end(self, by: str) -> None:
-        """Stops the work, with the reason `by`. No effect on an exhausted stream."""
+        """Stops the computation; `by` is the reason in the error of a later `next`. No effect on an exhausted
+        stream."""
         if getgeneratorstate(self._results) != GEN_CLOSED:
             self._ended_by = by
             self._results.close()

@@ -1,4 +1,4 @@
-"""Copies of a model with almost no memory, to probe its class: on the meta device, or with random values."""
+"""Makes copies of a model that take almost no memory, on the meta device or with random values, to test its class."""
 
 import copy
 
@@ -9,26 +9,30 @@ from transformers import PreTrainedModel
 from ..errors import ConfigError
 from .layer_lists import layer_lists
 
-NUM_LAYERS = 2  # of a copy with values
-PROBE_ERRORS = (  # of classes that need real values or another cache: the probe then has no result
+NUM_LAYERS = 2  # layers of a copy with random values
+PROBE_ERRORS = (  # errors of classes that need real values or another cache; a test with such an error has no result
     RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ConfigError,
 )  # fmt: skip
-SMALL_NUMEL = 1 << 20  # smaller matrices are contiguous, in case code needs that
+SMALL_NUMEL = 1 << 20  # matrices up to this number of elements are contiguous, in case the model's code needs that
 
 
 class _NoExperts(nn.Module):
+    """Replaces the experts of a layer; their output only has to differ from the input."""
+
     def forward(self, hidden_states: torch.Tensor, *args: object) -> torch.Tensor:
         return hidden_states / 2
 
 
 class _CheapLinear(nn.Module):
-    """A linear map without a matrix product: repeats or folds features, and scales them. Keeps its weight readable."""
+    """Replaces `nn.Linear` by a cheap linear map without a matrix product: repeats the input features, or sums groups
+    of them, to get the number of outputs, and scales each output by a number of `scale`. Does not use `weight`, which
+    model code may read."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, num_in: int, num_out: int, scale: torch.Tensor):
         super().__init__()
         self.weight, self.bias, self.scale = weight, bias, scale
         self.in_features, self.out_features = num_in, num_out
-        self.times = -(-max(num_in, num_out) // min(num_in, num_out))
+        self.times = -(-max(num_in, num_out) // min(num_in, num_out))  # the quotient, rounded up
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.out_features >= self.in_features:
@@ -41,15 +45,17 @@ class _CheapLinear(nn.Module):
 
 
 class ProbeEnded(Exception):
-    """The forward reached a layer that the copy does not have. `hidden` and `named` are that layer's inputs."""
+    """The forward reached a layer that the copy does not have. `hidden` and `arguments` (keyword arguments) are that
+    layer's inputs."""
 
-    def __init__(self, hidden: torch.Tensor, named: dict[str, object]):
+    def __init__(self, hidden: torch.Tensor, arguments: dict[str, object]):
         super().__init__()
-        self.hidden, self.arguments = hidden, named
+        self.hidden, self.arguments = hidden, arguments
 
 
 class _EndLayer(nn.Module):
-    """Replaces a layer; attributes are read from the original."""
+    """Replaces the first layer that the copy does not have: its forward raises ProbeEnded. Attributes are read from the
+    replaced layer."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -66,7 +72,8 @@ class _EndLayer(nn.Module):
 
 
 def copy_on_meta(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy on the meta device, for shapes only. Without experts, since routing depends on values."""
+    """A copy on the meta device, which computes shapes only. It has no experts, since routing to experts depends on
+    values."""
     probe = copy.deepcopy(model).to("meta")  # pyright: ignore[reportArgumentType] - transformers hides the signature
     _remove_experts(probe)
     return probe
@@ -80,11 +87,14 @@ def _remove_experts(model: PreTrainedModel) -> None:
 def copy_with_random_values(
     model: PreTrainedModel, *, num_layers: int | None = NUM_LAYERS, with_experts: bool = False
 ) -> PreTrainedModel:
-    """A copy of the first layers on the CPU; running it raises `ProbeEnded` if the model has more. Element (i, j) of a
-    matrix is element i + j of a random vector, so weights take no memory, and all rows and columns differ."""
+    """A copy of the first `num_layers` layers (None: all) on the CPU, with random weights. Running it raises
+    `ProbeEnded` if the model has more layers.
+
+    Element (i, j) of a weight matrix is element i + j of a random vector. So a weight takes almost no memory, and all
+    its rows and columns differ."""
     probe = copy.deepcopy(model)
     if getattr(probe.config.get_text_config(), "_experts_implementation", None) is not None:
-        probe.set_experts_implementation("eager")  # others would copy all of a layer's experts
+        probe.set_experts_implementation("eager")  # other implementations would copy all experts of a layer
     if num_layers is not None:
         for part in layer_lists(probe):
             if len(part.layers) > num_layers:
@@ -96,7 +106,7 @@ def copy_with_random_values(
     for module in probe.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                length = sum(parameter.shape) - parameter.ndim + 1
+                length = sum(parameter.shape) - parameter.ndim + 1  # the largest sum of indices, plus 1
                 numbers = torch.randn(length, generator=generator).to(parameter.dtype)
                 matrix = torch.as_strided(numbers, parameter.shape, [1] * parameter.ndim)
                 if parameter.numel() <= SMALL_NUMEL:

@@ -22,7 +22,8 @@ NUM_TOKENS = 4
 
 
 class Head(Enum):
-    """`text`: next-token logits; `classes`: logits of the whole prompt; `masks`: logits of a masked token."""
+    """What a model computes from the last hidden states. `text`: next-token logits; `classes`: class logits of the
+    whole prompt; `masks`: logits of masked tokens; `none`: nothing."""
 
     text = "text"
     classes = "classes"
@@ -38,8 +39,9 @@ AUTO: dict[Head, type[_BaseAutoModelClass]] = {
 
 
 def saved_head(config: PreTrainedConfig) -> Head:
-    """The head of the class that a checkpoint was saved from. A decoder saved without a head has a text head if its
-    embeddings are tied; an encoder-decoder always has one; an encoder saved alone (T5EncoderModel) has none."""
+    """The head of the class that `config` names in `architectures`, with three exceptions. An encoder-decoder always
+    has a text head. A decoder saved without a head has a text head if its embeddings are tied. An encoder saved alone
+    (T5EncoderModel) has none."""
     names = set(getattr(config, "architectures", None) or ())
     if encoder_class(config) in names:
         return Head.none
@@ -73,17 +75,19 @@ def encoder_class(config: PreTrainedConfig) -> str | None:
 
 
 def _class_names(auto: type[_BaseAutoModelClass], config: PreTrainedConfig) -> set[str]:
-    known = auto._model_mapping
-    if known is None or type(config) not in known:
+    """The names of the classes that `auto` may choose for `config`."""
+    mapping = auto._model_mapping
+    if mapping is None or type(config) not in mapping:
         return set()
-    classes = known[type(config)]
+    classes = mapping[type(config)]
     classes = classes if isinstance(classes, tuple | list) else (classes,)
     names = {each.__name__ for each in classes if each is not None}
     return {name for name in names if not name.endswith("LMHeadModel")}
 
 
 def looks_ahead(model: PreTrainedModel) -> bool:
-    """True if a hidden state depends on later tokens, tested on a copy of the first layers; False if unknown."""
+    """True if a hidden state depends on later tokens. Tests whether changing the last token changes the first hidden
+    state of a copy of the first layers; returns False if the copy does not run."""
     ids_1S = torch.arange(5, 5 + NUM_TOKENS)[None]
     others_1S = torch.where(ids_1S == ids_1S.max(), 4, ids_1S)
     try:
@@ -95,7 +99,7 @@ def looks_ahead(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _first_hidden_state(probe: PreTrainedModel, ids_1S: torch.Tensor) -> torch.Tensor:
-    """The first token's hidden state after the copy's last layer."""
+    """The hidden state of the first token after the last layer of the copy `probe`."""
     hidden_states = list[torch.Tensor]()
 
     def record_output(module: torch.nn.Module, given: object, out: torch.Tensor | tuple[torch.Tensor, ...]) -> None:

@@ -1,4 +1,5 @@
-"""Finds a model's layers for any class, and reads the decoder's config, nested or with per-layer values."""
+"""Finds the layers of a model of any class, and reads its decoder's config, which may be nested in another config or
+have values per layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,23 +13,23 @@ from ..plan.shape.shapes import StageKind
 
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config itself, or that of the text decoder in it."""
+    """The config of the text decoder: nested in `config`, or `config` itself."""
     return config.get_text_config(decoder=True)
 
 
 def config_behind_encoder(model: PreTrainedModel) -> PreTrainedConfig:
-    """The config of an encoder-decoder's decoder. FSMT's decoder is not a model, so there it is the whole config."""
+    """The config of an encoder-decoder's decoder. If the decoder has none (FSMT), the config of the whole model."""
     return getattr(model.get_decoder(), "config", model.config)
 
 
 def encoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config itself, or that of the encoder in it."""
+    """The config of the encoder: nested in `config`, or `config` itself."""
     nested = getattr(config, "encoder", None)
     return nested if isinstance(nested, PreTrainedConfig) else config.get_text_config(encoder=True)
 
 
 def max_over_layers(config: PreTrainedConfig, name: str) -> int | None:
-    """The largest value of a config entry that may differ by layer; None if there is none."""
+    """The largest value over layers of the config entry `name`; None if there is none."""
     try:
         value = getattr(config, name, None)
     except AmbiguousGlobalPerLayerAttributeError:
@@ -39,18 +40,18 @@ def max_over_layers(config: PreTrainedConfig, name: str) -> int | None:
 
 
 def head_size(config: PreTrainedConfig) -> int:
-    """The largest key size over layers."""
+    """The number of elements of a key of one head, the largest over layers."""
     return max_over_layers(config, "head_dim") or config.hidden_size // num_attention_heads(config)
 
 
 def num_attention_heads(config: PreTrainedConfig) -> int:
-    """The most heads of a layer; 1 for configs without heads, as of recurrent models."""
+    """The number of attention heads, the largest over layers; 1 for configs without heads, as of recurrent models."""
     return max_over_layers(config, "num_attention_heads") or 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerList:
-    """The `layers` at `path` in the model, and their stage kind."""
+    """The `layers` of the decoder or encoder, with their path in the model. `kind`: layers of an encoder or decoder."""
 
     kind: StageKind
     path: str
@@ -61,14 +62,16 @@ def layer_lists(model: PreTrainedModel) -> list[LayerList]:
     """The decoder's layers, after the encoder's if there is one. Raises ConfigError if none is found."""
     if not model.config.is_encoder_decoder:
         decoder = model.get_decoder()
-        root = model if not _module_lists(model, decoder) else decoder  # some classes return their output projection
+        # Some classes' get_decoder returns the output projection, which has no layers: search the whole model then.
+        root = model if not _module_lists(model, decoder) else decoder
         return [_find_layers(model, root, StageKind.layer)]
     parts = ((model.get_encoder(), StageKind.encoder), (model.get_decoder(), StageKind.layer))
     return [_find_layers(model, part, kind) for part, kind in parts]
 
 
 def stage_kinds(lists: Sequence[LayerList]) -> tuple[StageKind, ...]:
-    """The kind of each stage, in the order of the forward pass."""
+    """The kind of each stage, in the order of the forward pass. A stage is the weights of one part of the forward. The
+    bridge, between encoder and decoder, is the encoder's norm and the decoder's embeddings."""
     kinds = [StageKind.embedding]
     for layer_list in lists:
         if layer_list.kind is StageKind.layer and StageKind.encoder in kinds:
@@ -78,8 +81,8 @@ def stage_kinds(lists: Sequence[LayerList]) -> tuple[StageKind, ...]:
 
 
 def _find_layers(model: PreTrainedModel, part: torch.nn.Module, kind: StageKind) -> LayerList:
-    """The first list in `part` of modules that transformers does not split; without that information, the list with the
-    most parameters. Raises ConfigError if there is none, or layers are spread over several lists."""
+    """Finds the list of layers in `part`: the first module list with items of a class in `_no_split_modules`, else the
+    list with the most parameters. Raises ConfigError if there is no list, or if layers are spread over several."""
     names = set(model._no_split_modules or ())
     lists = _module_lists(model, part)
     for path, layers in lists.items():
@@ -95,7 +98,7 @@ def _find_layers(model: PreTrainedModel, part: torch.nn.Module, kind: StageKind)
     owner = largest.rpartition(".")[0]
     siblings = [path for path in outermost if path.rpartition(".")[0] == owner and len(lists[path]) > 1]
     parallel = [path for path in siblings if len(lists[path]) == len(lists[siblings[0]])]
-    if len(parallel) > 1:  # of one length, side by side: a layer then is one item of each (XLM)
+    if len(parallel) > 1:  # lists of the same length in one module: a layer is one item of each list (XLM)
         raise ConfigError(
             f"model.path: {type(model).__name__} spreads its layers over {' and '.join(parallel)}, "
             "so it cannot be streamed layer by layer"
@@ -104,8 +107,8 @@ def _find_layers(model: PreTrainedModel, part: torch.nn.Module, kind: StageKind)
 
 
 def _module_lists(model: PreTrainedModel, part: torch.nn.Module) -> dict[str, torch.nn.ModuleList]:
-    """Lists of compound modules with weights, by path, outer ones first. Skips vision and audio towers, which have
-    configs of another class."""
+    """The module lists in `part`: path in the model -> list, outer lists first. Only lists in which each item has
+    submodules and parameters. Skips vision and audio towers, whose configs have another class than the text model's."""
     configs = (model.config, decoder_config(model.config), getattr(part, "config", None))
     kinds = {type(config) for config in configs}
     towers = [each for each in part.modules() if isinstance(each, PreTrainedModel) and type(each.config) not in kinds]

@@ -1,6 +1,8 @@
-"""Builds a model without weights: parameters on the meta device, buffers real. Also finds loaded weights that the
-class's own initialization overwrites: `from_pretrained` skips tensors marked as loaded, but not views of them. Youtu
-zeroes the embedding of its padding token that way."""
+"""Builds a model without weights: parameters are on the meta device, buffers have their values.
+
+Also finds loaded weights that the class's own initialization overwrites. After loading, `from_pretrained` initializes
+the tensors that are not marked as loaded. But the mark does not apply to views: Youtu zeroes the padding token's row of
+the loaded embeddings."""
 
 import copy
 import re
@@ -26,18 +28,22 @@ from ..errors import CheckpointError, ConfigError
 from ..units import GIB, format_bytes
 from .heads import AUTO, Head, encoder_class, saved_head
 
-_SMALL_NUMEL = 1 << 18
-_FILLED = (torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
-_COUNTED = (*_FILLED, torch.arange, torch.linspace, torch.eye)
-_FILL_IN_PLACE = frozenset(("normal_", "uniform_", "kaiming_uniform_", "constant_", "zero_", "fill_"))  # torch's, HF's
-MARK = "_is_hf_initialized"  # transformers' own, on parameters and modules
-MAX_BUFFER_BYTES = GIB  # of one real buffer; masks as of GPT-2 take a few MiB
+_SMALL_NUMEL = 1 << 18  # smaller tensors are treated as constants, not weights
+_FILLED = (torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)  # functions that may create weights
+_SIZE_LIMITED = (*_FILLED, torch.arange, torch.linspace, torch.eye)
+# Names of functions of torch and transformers that set initial values.
+_FILL_IN_PLACE = frozenset(("normal_", "uniform_", "kaiming_uniform_", "constant_", "zero_", "fill_"))
+MARK = "_is_hf_initialized"  # the attribute by which transformers marks parameters and modules as loaded
+MAX_BUFFER_BYTES = GIB  # limit of one buffer; attention masks, as of GPT-2, take a few MiB
 
 
 class _WeightsOnMeta(TorchFunctionMode):
-    """Puts weights on the meta device while a model is built: `torch.empty`, and large `zeros`, `ones` and so on. Other
-    tensors (`arange`, small constants) stay real, and so do buffers computed from them. Skips initial values of meta
-    weights. Raises CheckpointError beyond `max_tensors` allocations or `MAX_BUFFER_BYTES` of one real buffer."""
+    """A torch mode that puts weights on the meta device while a model is built.
+
+    Weights are the tensors of `torch.empty`, and large tensors of `torch.zeros`, `torch.ones` and so on. Other tensors
+    (`arange`, small constants) and buffers computed from them keep their values. Initial values of weights are not
+    computed. Raises CheckpointError if there are more than `max_tensors` calls of `torch.empty`, or if a buffer
+    exceeds `MAX_BUFFER_BYTES`."""
 
     def __init__(self, max_tensors: int | None):
         super().__init__()
@@ -63,7 +69,7 @@ class _WeightsOnMeta(TorchFunctionMode):
                         f"config.json needs more than {self._max_tensors:,} weights; the checkpoint has far fewer"
                     )
                 kwargs["device"] = "meta"
-            elif func in _COUNTED:
+            elif func in _SIZE_LIMITED:
                 on_meta = func(*args, **(kwargs | {"device": "meta"}))
                 if isinstance(on_meta, torch.Tensor) and on_meta.numel() >= _SMALL_NUMEL and func in _FILLED:
                     return on_meta
@@ -76,8 +82,11 @@ class _WeightsOnMeta(TorchFunctionMode):
 
 
 def auto_class(config: PreTrainedConfig, *, encodes: bool = False) -> type[_BaseAutoModelClass]:
-    """The transformers auto class for this config: of the whole model if it is composite, of the saved class if that
-    generates no text, with `encodes` of an encoder-decoder's encoder. Raises ConfigError if there is none."""
+    """Chooses transformers' auto class for this config.
+
+    For a model that generates text, this is the class for causal, multimodal or encoder-decoder models. For another
+    model, it is the class for its head. `encodes`: load only the encoder of an encoder-decoder. Raises ConfigError if
+    there is no class."""
     encoder, head = encoder_class(config), saved_head(config)
     if encoder is not None and (head is Head.none or (encodes and config.is_encoder_decoder)):
         return AutoModelForTextEncoding
@@ -96,17 +105,18 @@ def auto_class(config: PreTrainedConfig, *, encodes: bool = False) -> type[_Base
 def build_meta_model(
     config: PreTrainedConfig, dtype: torch.dtype, *, max_tensors: int | None = None, encodes: bool = False
 ) -> PreTrainedModel:
-    """The language model of `config`, in eval mode: every parameter on meta, every buffer real and on the CPU.
+    """Builds the language model of `config`, in eval mode. Parameters are on the meta device; buffers have their values
+    and are on the CPU.
 
-    Parameters and buffers have the dtypes of `from_pretrained(dtype=dtype)`, including those that the class keeps in
-    float32. Tied parameters are one object. `config` is not changed. `max_tensors`: limit of allocated weights.
-    `encodes` and ConfigError as in `auto_class`."""
+    Parameters and buffers have the dtypes that `from_pretrained(dtype=dtype)` gives them: some classes keep some in
+    float32. Tied parameters are one object. `config` is not changed. `max_tensors`: limit for the number of weights.
+    `encodes` and ConfigError: see `auto_class`."""
     auto, config = auto_class(config, encodes=encodes), copy.deepcopy(config)
     if auto is AutoModelForTextEncoding:
         config.is_encoder_decoder = False
     with _WeightsOnMeta(max_tensors):
         model = auto.from_config(config, dtype=dtype)
-    meta_parameters: dict[nn.Parameter, nn.Parameter] = {}  # by identity: tied parameters stay one object
+    meta_parameters: dict[nn.Parameter, nn.Parameter] = {}  # original -> meta; tied parameters stay one object
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter not in meta_parameters:
@@ -133,7 +143,8 @@ def build_meta_model(
 
 
 def untie_head(model: PreTrainedModel) -> None:
-    """Gives the head its own weights if the class ties them but the checkpoint has both, as T5 1.1. Mutates `model`."""
+    """Gives the head its own weights, for checkpoints that contain them although the class ties them to the embeddings,
+    such as T5 1.1. Mutates `model`."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and head.weight is embeddings.weight:
         head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
@@ -143,12 +154,12 @@ def untie_head(model: PreTrainedModel) -> None:
 
 
 class _ParameterWrites(TorchDispatchMode):
-    """Records in-place operations on a model's parameters."""
+    """A torch mode that records in-place operations on a model's parameters, also through views."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self._names = {tensor.untyped_storage()._cdata: name for name, tensor in model.named_parameters()}
-        self.writes = list[tuple[str, str, torch.Tensor]]()
+        self.writes = list[tuple[str, str, torch.Tensor]]()  # (parameter name, operation, tensor written to)
 
     def __torch_dispatch__(
         self,
@@ -166,18 +177,19 @@ class _ParameterWrites(TorchDispatchMode):
 
 
 def initialize_again(model: PreTrainedModel) -> None:
-    """Runs the class's initialization as `from_pretrained` does after loading, with all parameters and saved buffers
-    marked as loaded. Mutates `model`; other buffers are recomputed."""
+    """Runs the class's initialization as `from_pretrained` does after loading. All parameters and saved buffers are
+    marked as loaded; other buffers are computed again. Mutates `model`."""
     for tensor in model.state_dict(keep_vars=True).values():
         setattr(tensor, MARK, True)
     for module in model.modules():
-        setattr(module, MARK, not module._parameters)
+        setattr(module, MARK, not module._parameters)  # a marked module is skipped
     model.initialize_weights()
 
 
 def zeroed_rows(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Rows of matrices, by parameter name, that `from_pretrained` zeroes after loading. `model` has its parameters on
-    the meta device; mutated as by `initialize_again`. Raises ConfigError if the class overwrites other weights."""
+    """Finds rows that `from_pretrained` zeroes after loading: parameter name -> row numbers. Parameters of `model` must
+    be on the meta device. Calls `initialize_again`, which mutates `model`. Raises ConfigError if the class overwrites
+    other weights than whole rows."""
     with _ParameterWrites(model) as writes:
         initialize_again(model)
     rows: dict[str, tuple[int, ...]] = {}

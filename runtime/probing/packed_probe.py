@@ -1,5 +1,7 @@
-"""Tests a class in a packed lane by running a copy of the model once. The copy builds transformers' masks, which show
-the reach of each layer, and its cache records the tensors that it returned."""
+"""Tests whether a model class works in packed lanes, by running a copy of the model once.
+
+The copy has replacements for transformers' attention function, mask function and cache. They record what the class
+passes to them, and compare masks with the reach of each layer (the positions that it attends to)."""
 
 import contextlib
 import logging
@@ -19,34 +21,36 @@ from .empty_weights import PROBE_ERRORS, ProbeEnded, copy_on_meta, copy_with_ran
 
 log = logging.getLogger(__name__)
 
-NAME = "weightstream_probe"
+NAME = "weightstream_probe"  # of the attention implementation
 NUM_TOKENS = 3
-UNBOUNDED_CONTEXT = 1 << 20  # positions, for configs without a limit
-COPIES = (
+UNBOUNDED_CONTEXT = 1 << 20  # context length in tokens for configs without a limit
+COPIES = (  # tried in this order until one runs: (function that makes the copy, its device)
     (copy_on_meta, "meta"),
     (copy_with_random_values, "cpu"),
     (partial(copy_with_random_values, with_experts=True), "cpu"),
 )
+# Arguments: batch index, head index, query positions, key positions. Returns True where a query attends to a key.
 MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mask:
-    """`tensor`: placeholder that layers get; `function`: True where a position attends to another; `size`: of its
-    window or chunk."""
+    """A mask that the class asked transformers to make. `tensor`: a placeholder that is passed to layers. `function`:
+    computes the mask. `size`: length of the window or chunk."""
 
     tensor: torch.Tensor
     function: MaskFunction
     size: int | None
 
     def matches(self, reach: Reach, num_positions: int) -> bool:
-        """True if packed lanes with `reach` mask the same positions, up to `num_positions`."""
+        """True if `reach` allows the same positions as the mask's function. Compares positions around the edges of
+        windows and chunks, up to `num_positions`. Shapes: S selected positions."""
         sizes = [size for size in (reach.window, reach.chunk, self.size) if size is not None]
         edges = {position for size in sizes for position in (size - 1, size, size + 1, 2 * size + 1)}
         positions = sorted(i for i in {0, 1, 2, num_positions - 1} | edges if 0 <= i < num_positions)
         positions_S = torch.tensor(positions)
         visible_SS = self.function(0, 0, positions_S[:, None], positions_S[None, :])
-        if visible_SS.is_meta:  # of chunked attention, which depends on padding: no values to compare
+        if visible_SS.is_meta:  # chunked attention reads a padding tensor, which has no values on the meta device
             return self.size == reach.chunk
         firsts_S1 = torch.tensor([reach.first(position) for position in positions])[:, None]
         expected_SS = (positions_S[None] <= positions_S[:, None]) & (positions_S[None] >= firsts_S1)
@@ -55,22 +59,23 @@ class Mask:
 
 @dataclass
 class ProbeRecord:
-    """Masks and cached tensors of one probe run, and the first reason against packed lanes."""
+    """What one test run recorded. `reason`: the first reason against packed lanes, or ""."""
 
-    rank: int | None  # of latents
+    rank: int | None  # size of a compressed key and value (MLA)
     masks: list[Mask] = field(default_factory=list)
-    cached: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    attended: set[int] = field(default_factory=set)
+    cached: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # layer -> keys, values
+    attended: set[int] = field(default_factory=set)  # layers that called attention
     reason: str = ""
 
     def are_cached(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """True if K and V are the cache's tensors, or are expanded from its latents."""
+        """True if `key` and `value` are the cache's tensors, or if the cache has compressed KV (MLA), from which they
+        are computed."""
         tensors = self.cached.get(layer)
         return tensors is not None and (is_latent(tensors, self.rank) or (key is tensors[0] and value is tensors[1]))
 
 
 class ProbeCache(Cache):
-    """Behaves as a packed lane's cache in the first pass of one sequence."""
+    """Behaves like the cache of a packed lane in the prefill of one sequence. Records keys and values."""
 
     def __init__(self, record: ProbeRecord, device: str) -> None:
         super().__init__(layers=[])
@@ -82,7 +87,7 @@ class ProbeCache(Cache):
         self._record.cached[layer_idx] = key_states, value_states
         return key_states, value_states
 
-    def get_seq_length(  # pyright: ignore[reportIncompatibleMethodOverride] - a tensor, as PagedKV's
+    def get_seq_length(  # pyright: ignore[reportIncompatibleMethodOverride] - may return a tensor, as PagedKV does
         self, layer_idx: int | None = None
     ) -> int | torch.Tensor:
         return 0 if layer_idx is None else torch.zeros(NUM_TOKENS, dtype=torch.long, device=self._device)
@@ -104,8 +109,10 @@ def latent_rank(model: PreTrainedModel) -> int | None:
 
 
 def packed_lanes_obstacle(model: PreTrainedModel) -> str:
-    """The reason against packed lanes, or "". `model` is unchanged. If the class needs values, its first layers run on
-    the CPU with random weights; if that fails too, lanes check at run time (`attention.py`)."""
+    """The reason why the class cannot run in packed lanes, or "". `model` is not changed.
+
+    The first test runs on the meta device. If the class needs values, its first layers run on the CPU with random
+    weights. If that fails too, the result is "", and attention checks each call of the run (`guards.py`)."""
     for make_copy, device in COPIES:
         try:
             return _run_probe(make_copy(model), device, latent_rank(model))
@@ -119,7 +126,7 @@ def _run_probe(probe: PreTrainedModel, device: str, rank: int | None) -> str:
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _make_mask)
     probe.set_attn_implementation(NAME)
-    vars(probe.config.get_text_config())["pad_token_id"] = None  # or some classes search the ids for it
+    vars(probe.config.get_text_config())["pad_token_id"] = None  # with one, some classes search the ids for padding
     record = ProbeRecord(rank)
     positions_1T = torch.arange(NUM_TOKENS, device=device)[None]
 
@@ -146,7 +153,7 @@ def _make_mask(
     local_size: int | None = None,
     **kwargs: object,
 ) -> torch.Tensor:
-    """The mask function that transformers calls."""
+    """Replaces transformers' function that makes masks: records the mask and returns a placeholder."""
     tensor = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
     _current_record().masks.append(Mask(tensor=tensor, function=mask_function, size=local_size))
     return tensor
@@ -161,7 +168,7 @@ def _attend(
     sliding_window: int | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Replaces `ragged_attention`: checks its arguments and computes nothing."""
+    """Replaces the attention function of packed lanes (`ragged_attention`): checks its arguments, returns zeros."""
     record, layer = _current_record(), guards.layer_index(module)
     reach = Reach(sliding_window, guards.chunk_size(module, layer))
     mask = next((each for each in record.masks if each.tensor is attention_mask), None)

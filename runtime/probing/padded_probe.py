@@ -1,5 +1,8 @@
-"""Tests a class in padded lanes by running a small random copy: alone as `generate` does, with left padding, with
-chunked prompts, and interleaved with another sequence. Also builds the inputs that `generate` passes to a class."""
+"""Tests how a model class behaves in padded lanes. Also builds the inputs that `generate` passes to a class.
+
+A copy with small random weights runs one sequence alone, as `generate` does. Then it runs the sequence with left
+padding, with a prompt in chunks, and interleaved with another sequence, and compares the logits.
+Shapes: B rows, T new tokens, S cached and new tokens, V vocabulary."""
 
 import copy
 import inspect
@@ -16,10 +19,11 @@ from .meta import build_meta_model
 
 log = logging.getLogger(__name__)
 
-NUM_PROMPT, NUM_DECODED, NUM_PADS, NUM_COLUMNS, WINDOW = 7, 3, 3, 4, 3
+NUM_PROMPT, NUM_DECODED, NUM_PADS, WINDOW = 7, 3, 3, 3  # tokens
+NUM_COLUMNS = 4  # tokens per chunk of a prompt
 SEPARATE_ROWS = "rows run one by one, as padding changes their results"
 WHOLE_PROMPTS = "prompts are prefilled in one pass, as chunks change their results"
-MAX_DEVIATION = 1e-3  # in standard deviations of logits
+MAX_DEVIATION = 1e-3  # largest difference that counts as equal, in standard deviations of the logits
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -30,7 +34,8 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PassInputs:
-    """Tokens (B, T) that follow the cached ones. `mask_BS` covers all positions; `is_first` is true for prompts."""
+    """The new tokens of a pass. `mask_BS`: attention mask for cached and new tokens. `is_first`: the tokens are of
+    prompts."""
 
     ids_BT: torch.Tensor
     positions_BT: torch.Tensor
@@ -38,8 +43,8 @@ class PassInputs:
     is_first: bool
 
     def make_arguments(self, model: PreTrainedModel, cache: Cache) -> dict[str, object]:
-        """The arguments as the class prepares them, for the last logits only. The cache stays the lane's, even if the
-        class would start a new one (Phi-3's LongRoPE)."""
+        """The keyword arguments of the class's forward, as the class prepares them for `generate`. The forward returns
+        only the last logits. `cache` is used even if the class would start a new one (Phi-3 with LongRoPE)."""
         if not model.can_generate():
             known = {
                 "input_ids": self.ids_BT,
@@ -63,15 +68,16 @@ class PassInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class PaddingBehavior:
-    """Reasons to run the rows of a lane separately, and to prefill prompts in one pass; "" if not needed."""
+    """Reasons to run the rows of a lane one by one (`separate_rows`), and to prefill each prompt in one pass
+    (`whole_prompts`); "" if not necessary."""
 
     separate_rows: str = ""
     whole_prompts: str = ""
 
 
 def probe_padding(model: PreTrainedModel) -> PaddingBehavior:
-    """The behavior of a decoder in padded lanes. Both reasons are "" if the copy does not run or returns NaN. Raises
-    ConfigError for a class that keeps state outside its cache."""
+    """Tests a decoder in padded lanes. Both reasons are "" if the copy does not run or returns NaN. Raises ConfigError
+    if the class keeps the state of a sequence outside its cache."""
     name = type(model).__name__
     if not cache_argument(model):
         raise ConfigError(f"model.path: {name} takes no cache, so lanes cannot keep the state of a sequence")
@@ -101,7 +107,8 @@ def probe_padding(model: PreTrainedModel) -> PaddingBehavior:
 def _matches_unpadded(
     probe: PreTrainedModel, alone: torch.Tensor, *, num_pads: int = 0, columns: int | None = None
 ) -> bool:
-    """True if padding or chunks give the same logits; False if the class raises."""
+    """True if a run with `num_pads` left padding tokens, or with prompt chunks of `columns` tokens, gives the logits
+    `alone`. False if the class raises."""
     try:
         return _are_close(alone, _run_sequence(probe, num_pads=num_pads, columns=columns))
     except PROBE_ERRORS as error:
@@ -117,7 +124,8 @@ def _are_close(alone: torch.Tensor, others: torch.Tensor) -> bool:
 def _run_sequence(
     probe: PreTrainedModel, *, num_pads: int = 0, columns: int | None = None, is_interleaved: bool = False
 ) -> torch.Tensor:
-    """Logits (sampled passes, V) of one sequence, interleaved with another if `is_interleaved`."""
+    """Runs one sequence. Returns the last logits of its prefill and of each decode pass, as rows. `is_interleaved`: a
+    pass of another sequence runs after each pass."""
     passes = _passes(probe, 0, num_pads, columns)
     other_passes = _passes(probe, 1, num_pads, columns)
     logits: list[torch.Tensor] = []
@@ -129,7 +137,8 @@ def _run_sequence(
 
 
 def _passes(probe: PreTrainedModel, first: int, num_pads: int, columns: int | None) -> Iterator[torch.Tensor]:
-    """Yields the last token's logits of each pass."""
+    """Runs a sequence with token ids computed from `first`. Yields the last token's logits of each pass. `columns`:
+    tokens per chunk of the prompt; None: one pass."""
     cache = DynamicCache(config=probe.config)
     width = num_pads + NUM_PROMPT
     total = width + NUM_DECODED
@@ -137,7 +146,7 @@ def _passes(probe: PreTrainedModel, first: int, num_pads: int, columns: int | No
     ids_1S = (torch.arange(first, first + total) * 7 + 11)[None] % min(vocab_size, 97)
     mask_1S = (torch.arange(total) >= num_pads).long()[None]
     positions_1S = (mask_1S.cumsum(-1) - 1).clamp(min=0)
-    # The same tokens after any amount of padding.
+    # The tokens after the padding must not depend on the number of padding tokens.
     ids_1S = torch.cat([torch.zeros(1, num_pads, dtype=torch.long), ids_1S[:, : total - num_pads]], 1)
     done = 0
     while done < total:

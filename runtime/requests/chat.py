@@ -1,5 +1,7 @@
-"""Renders chats with the model's own template, including its special tokens. A template is untrusted code: it runs in a
-subprocess, in jinja's sandbox, with limits on CPU time and memory per chat. A failure fails only that chat."""
+"""Renders chat messages to text with the model's chat template, which includes special tokens.
+
+A template is untrusted code. It runs in jinja's sandbox in a subprocess (`chat_worker.py`), with limits on CPU time and
+memory. If it fails for one chat, other chats are still rendered."""
 
 import json
 import select
@@ -16,13 +18,13 @@ from ..errors import ConfigError
 
 CPU_SECONDS = 5  # CPU time per chat
 WALL_SECONDS = 180  # per chat and for startup, on a busy machine
-MEMORY_BYTES = 512 * 2**20  # in addition to the process at startup
+MEMORY_BYTES = 512 * 2**20  # that the subprocess may use in addition to its memory at startup
 TEXT_CHARS = 16 * 2**20  # limit of a rendered chat
-MAX_CRASHES = 3  # without a rendered chat
+MAX_CRASHES = 3  # after so many crashes without a rendered chat, the error concerns all chats
 
 
 class TemplateRefusal(ValueError):
-    """The template cannot render these messages; carries its own error message."""
+    """The chat template cannot render these messages. The text is the template's own error message."""
 
     @property
     def as_error(self) -> str:
@@ -61,7 +63,8 @@ class ChatRenderer(Closing):
 
     def render(self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object] | None = None) -> str:
         """Renders messages followed by the generation prompt. `variables`: extra template variables such as `tools` or
-        `enable_thinking`; must be JSON. Raises TemplateRefusal; ConfigError if the template crashes every process."""
+        `enable_thinking`; must be JSON. Raises TemplateRefusal if the template fails for these messages, ConfigError if
+        its first subprocesses all crashed."""
         if not messages:
             raise TemplateRefusal("there are no messages")
         if self._process is None:
@@ -93,7 +96,7 @@ class ChatRenderer(Closing):
         code = self._process.poll()
         self.close()
         self._num_crashes += 1
-        if code in (None, -signal.SIGXCPU):
+        if code in (None, -signal.SIGXCPU):  # None: still running, so `_exchange` timed out
             reason = f"it takes more than {self._cpu_seconds} s of processor time"
         else:
             reason = f"it ends its process ({signal.Signals(-code).name if code < 0 else code})"
@@ -106,14 +109,15 @@ class ChatRenderer(Closing):
 
 
 def _exchange(process: "subprocess.Popen[bytes]", value: object) -> dict[str, str] | None:
+    """Sends a line of JSON and returns the response line. None if the process ended, or after `WALL_SECONDS`."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        response = json.dumps(value).encode() + b"\n"
+        request = json.dumps(value).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise TemplateRefusal(f"they are not valid JSON: {error}") from error
     try:
-        process.stdin.write(response)
+        process.stdin.write(request)
         process.stdin.flush()
     except BrokenPipeError:
         process.wait()

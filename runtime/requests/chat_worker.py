@@ -1,5 +1,5 @@
-"""Renders chats with transformers' renderer, in a subprocess of `chat.py`. Run as a file; imports nothing of the
-project."""
+"""The subprocess that renders chats with transformers, started by `chat.py`. Runs as a script and imports nothing of
+this project."""
 
 import json
 import math
@@ -11,14 +11,16 @@ from pathlib import Path
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-ERROR_CHARS = 500  # of an error message
+ERROR_CHARS = 500  # limit of an error message
 
 
 def main() -> None:
-    """Reads a line of JSON per chat and writes one: `text` or `error`. The first line holds the settings."""
+    """Reads one line of JSON per chat from stdin, and writes one line to stdout, with `text` or `error`. The first line
+    of stdin contains the settings."""
     settings = json.loads(sys.stdin.readline())
-    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])  # current address space
-    _limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + settings["memory_bytes"])  # templates are untrusted
+    # Templates are untrusted: limit the memory beyond the current address space, forbid core dumps, limit CPU time.
+    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    _limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + settings["memory_bytes"])
     _limit(resource.RLIMIT_CORE, 0)
     _write_line({"ready": True})
     for line in sys.stdin:
@@ -49,12 +51,13 @@ def _render(settings: dict, line: str) -> dict[str, str]:
 
 
 def _in_one_line(reason: str) -> str:
-    """The message on one line, shortened, with unprintable characters escaped."""
-    words = " ".join(reason[: 2 * ERROR_CHARS].split())
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in words)[:ERROR_CHARS]
+    """Returns `reason` on one line, shortened, with unprintable characters escaped."""
+    line = " ".join(reason[: 2 * ERROR_CHARS].split())
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)[:ERROR_CHARS]
 
 
 def _limit(kind: int, value: int) -> None:
+    """Sets the soft limit of a resource, at most its hard limit."""
     hard = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 

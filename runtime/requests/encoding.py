@@ -1,4 +1,5 @@
-"""Requests that read a vector, classes or mask predictions from a prompt, and checks that the model supports them."""
+"""Requests that compute a vector, class scores or mask predictions from a prompt, and checks that the model supports
+them."""
 
 import json
 import logging
@@ -21,22 +22,22 @@ POOLING_KEYS = {
     "pooling_mode_mean_tokens": Pooling.mean,
     "pooling_mode_lasttoken": Pooling.last,
 }
-CALLS = {  # supported calls by head
+CALLS = {  # kind of head -> the calls that support it
     Head.classes: "Runtime.classify or Runtime.embed",
     Head.masks: "Runtime.fill_masks or Runtime.embed",
     Head.none: "Runtime.embed",
 }
-OUTPUTS = {
+OUTPUTS = {  # kind of head -> the setting encode.output of `weightstream encode`
     Head.classes: Readout.classes,
     Head.masks: Readout.masks,
     Head.none: Readout.embedding,
-}  # of weightstream encode
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingSpec:
-    """Readout of each prompt. `pooling` None: the checkpoint's own, else mean for encoders and last token for decoders.
-    `num_top`: tokens per mask."""
+    """What to compute from each prompt. `pooling`: None uses the checkpoint's setting; without one, the mean for
+    encoders and the last token for decoders. `normalize`: scale vectors to length 1. `num_top`: tokens per mask."""
 
     readout: Readout = Readout.embedding
     pooling: Pooling | None = None
@@ -57,7 +58,7 @@ def require_text(model: LoadedModel) -> None:
 
 
 def require_readable(model: LoadedModel, spec: EncodingSpec) -> None:
-    """Raises ConfigError if the class or tokenizer does not support `spec`."""
+    """Raises ConfigError if the model's class or tokenizer does not support `spec`."""
     name = type(model.staged.model).__name__
     encoder = encoder_class(model.staged.model.config)
     hint = "transformers has no class for its encoder" if encoder is None else "open its encoder: Runtime(encodes=True)"
@@ -78,7 +79,7 @@ def mask_id(model: LoadedModel) -> int | None:
 
 
 def make_encoding(model: LoadedModel, id: str, prompt_ids: Rows[int], spec: EncodingSpec) -> Request | Rejected:
-    """The request for one prompt, or why it is rejected."""
+    """Makes the request for one prompt, or rejects it."""
     ids = tuple(prompt_ids)
     context = model.shape.context_tokens
     if not ids:
@@ -97,7 +98,7 @@ def make_encoding(model: LoadedModel, id: str, prompt_ids: Rows[int], spec: Enco
     elif spec.readout is Readout.classes:
         encoding = Encoding(num_read=1, has_classes=True)
         pad_id = getattr(model.staged.model.config, "pad_token_id", None)
-        # transformers pools the last token that is not padding; causal attention does not see what follows.
+        # transformers reads the last token that is not padding. With causal attention, tokens after it have no effect.
         while not model.looks_ahead and len(ids) > 1 and ids[-1] == pad_id:
             ids = ids[:-1]
     else:
@@ -108,7 +109,8 @@ def make_encoding(model: LoadedModel, id: str, prompt_ids: Rows[int], spec: Enco
 
 
 def checkpoint_pooling(model: LoadedModel) -> Pooling:
-    """The pooling in the checkpoint's sentence-transformers config, or the default. Raises ConfigError."""
+    """The pooling in the checkpoint's sentence-transformers config. Without such a file, the mean for encoders and the
+    last token for decoders. Raises ConfigError for an unknown pooling."""
     path = model.checkpoint.path / POOLING_FILE
     if not path.is_file():
         return Pooling.mean if model.looks_ahead else Pooling.last

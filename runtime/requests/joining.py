@@ -1,4 +1,7 @@
-"""Merges requests that are computed together: scoring requests with the same context, and the beams of a search."""
+"""Merges scoring requests with the same context into one request, and adds the hidden beams of a beam search.
+
+A beam search with `num_beams` computes that many sequences per prompt, one request each. Hidden beams are those beyond
+the samples that are returned."""
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Rows
@@ -9,16 +12,18 @@ from ..sequences.sequence import Completion, Request, TokenScore
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedRequest:
-    """A request that computes the scores of several: those at `members` in the original list."""
+    """A request to compute. `members`: indices of the original requests that get its results; none for a hidden
+    beam."""
 
     request: Request
     members: Rows[int]
 
 
 def join_requests(requests: Rows[Request], slots: Rows[object] | None = None) -> list[JoinedRequest]:
-    """Merges scoring requests with equal context, which compute the same positions, into one with the first one's id.
-    Other requests stay alone. `slots`: only requests with equal slots merge."""
-    groups: dict[object, list[int]] = {}
+    """Merges scoring requests with equal input tokens, such as the targets of one prompt that differ in the last token.
+    The merged request has the id of its first member. Other requests are not merged. `slots`: one value per request;
+    only requests with equal values are merged."""
+    groups: dict[object, list[int]] = {}  # what is computed -> indices of requests
     for i, (request, slot) in enumerate(zip(requests, slots or [None] * len(requests), strict=True)):
         scoring = request.scoring
         computed = request.key if scoring is None else (request.prompt_ids, scoring.decoder_ids, slot)
@@ -37,7 +42,7 @@ def join_requests(requests: Rows[Request], slots: Rows[object] | None = None) ->
 
 
 def member_scores(member: Request, completion: Completion) -> tuple[TokenScore, ...]:
-    """Scores of one member of a merged request; empty if it failed."""
+    """Selects the scores of one member from the completion of a merged request; empty if it failed."""
     own, joined = member.scoring, completion.request.scoring
     assert own is not None, "not a scoring request"
     assert joined is not None, "not merged from scoring requests"
@@ -45,7 +50,8 @@ def member_scores(member: Request, completion: Completion) -> tuple[TokenScore, 
 
 
 def add_hidden_beams(joined: Iterable[JoinedRequest]) -> Iterator[JoinedRequest]:
-    """Yields all requests and, after the samples of each prompt, which must be adjacent, its hidden beams."""
+    """Yields all requests, and after the last sample of each prompt its hidden beams. The samples of a prompt must be
+    adjacent in `joined`."""
     last: JoinedRequest | None = None
     for each in joined:
         if last is not None and last.request.id != each.request.id:
@@ -57,20 +63,21 @@ def add_hidden_beams(joined: Iterable[JoinedRequest]) -> Iterator[JoinedRequest]
 
 
 def _hidden_beams(last: Request) -> Iterator[JoinedRequest]:
-    """The beams after the last returned sample."""
+    """Yields requests for the beams after `last`, the last returned sample of a prompt."""
     for index in range(last.sample_index + 1, last.num_beams):
         yield JoinedRequest(request=replace(last, sample_index=index, is_returned=False), members=())
 
 
 def drop_orphaned_beams(indices: Iterable[int], requests: Rows[Request]) -> list[int]:
-    """Removes hidden beams from `indices` if no returned beam of their search is in it."""
+    """Removes hidden beams from `indices` if `indices` contains no returned beam of the same search."""
     remaining = list(indices)
     returned = {requests[i].id for i in remaining if requests[i].is_returned}
     return [i for i in remaining if requests[i].id in returned]
 
 
 def with_hidden_beams(indices: Iterable[int], requests: Rows[Request]) -> dict[int, None]:
-    """`indices` in order, each followed by its hidden beams."""
+    """Adds, after each of `indices` in `requests`, the indices of the hidden beams that follow it. The values of the
+    dict are unused: it is an ordered set."""
     extended = dict[int, None]()
     for index in indices:
         extended[index] = None

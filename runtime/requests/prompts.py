@@ -1,4 +1,4 @@
-"""Tokenizes prompts and makes requests, or rejects them with a reason."""
+"""Tokenizes prompts and makes generation requests, or rejects them with a reason."""
 
 from collections.abc import Sequence
 from collections.abc import Sequence as Rows
@@ -11,8 +11,9 @@ from ..model.loading import LoadedModel
 from ..sequences.grammar import llguidance_tokenizer, make_grammar
 from ..sequences.sequence import FinishReason, Request, TokenLogprobs
 
-SEGMENT_CHARACTERS = 1 << 18  # per segment of a long text, tokenized alone to estimate its length
-CUT_TOKENS = 256  # upper bound of the error at a cut between segments
+# A long text is tokenized in segments of so many characters, to find out whether it is too long.
+SEGMENT_CHARACTERS = 1 << 18
+CUT_TOKENS = 256  # upper bound for the additional tokens that cutting a text into segments gives per segment
 
 
 def tokenize(model: LoadedModel, texts: Sequence[str], *, is_rendered: bool = False) -> list[tuple[int, ...]]:
@@ -31,24 +32,26 @@ def tokenize(model: LoadedModel, texts: Sequence[str], *, is_rendered: bool = Fa
 def tokenize_each(
     model: LoadedModel, texts: Sequence[str], *, is_rendered: bool, max_tokens: int | None
 ) -> list[tuple[int, ...] | str]:
-    """Token ids of each text, or an error: of the tokenizer, or for certainly more than `max_tokens`."""
+    """Token ids of each text, or a str with the error: the tokenizer failed, or the text has certainly more than
+    `max_tokens` tokens."""
     try:
         results: list[tuple[int, ...] | str] = [_length_error(model, text, max_tokens) or "" for text in texts]
         short = [index for index, reason in enumerate(results) if not reason]
         ids = tokenize(model, [texts[index] for index in short], is_rendered=is_rendered)
     except (*PASS_ON, CheckpointError):
         raise
-    except BaseException as error:  # panics of the tokenizers library, too: one text must not fail the others
+    except BaseException as error:  # also a panic of the tokenizers library: other texts must still be tokenized
         if len(texts) == 1:
             return [f"the model's tokenizer refuses the prompt: {short_reason(error)}"]
         return [tokenize_each(model, [text], is_rendered=is_rendered, max_tokens=max_tokens)[0] for text in texts]
-    for index, each in zip(short, ids, strict=True):
-        results[index] = each
+    for index, token_ids in zip(short, ids, strict=True):
+        results[index] = token_ids
     return results
 
 
 def _length_error(model: LoadedModel, text: str, max_tokens: int | None) -> str:
-    """Error for a text that is certainly too long, counted in segments; "" otherwise, and for a single segment."""
+    """Error for a text that certainly has more than `max_tokens` tokens, else "". Texts of up to one segment are not
+    counted."""
     if max_tokens is None or len(text) <= SEGMENT_CHARACTERS:
         return ""
     num_tokens = 0
@@ -63,12 +66,12 @@ def _length_error(model: LoadedModel, text: str, max_tokens: int | None) -> str:
     return ""
 
 
-MAX_SHOWN = 200  # characters of a row's overrides in a message
+MAX_SHOWN = 200  # limit for the text of a prompt's own settings in a message
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """A prompt that cannot be used, and the reason. Has the attributes of a failed completion."""
+    """A prompt that cannot be used, and the reason (`error`). Has the same attributes as a failed `Completion`."""
 
     id: str
     error: str
@@ -108,7 +111,8 @@ class Rejected:
 def make_request(
     model: LoadedModel, sampling: SamplingConfig, id: str, prompt: str | Rows[int], overrides: SamplingOverrides
 ) -> Request | Rejected:
-    """The request for the first sample of a prompt. Raises ConfigError for invalid settings of the run."""
+    """Makes the request for the first sample of a prompt, or rejects it. `overrides`: the prompt's own settings. Raises
+    ConfigError for invalid settings of the run."""
     try:
         own = sampling.with_overrides(overrides)
         grammar = make_grammar(own)
@@ -116,7 +120,7 @@ def make_request(
         shown = str(overrides.given)
         shown = shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
         return Rejected(id=id, error=f"its own settings {shown}: {error}")
-    if grammar is not None:
+    if grammar is not None:  # raises ConfigError if the tokenizer does not support grammars
         llguidance_tokenizer(model.tokenizer, model.shape.vocab_size, model.eos_token_ids)
     require(not own.stop or model.tokenizer is not None, "stop strings need a tokenizer; set model.tokenizer")
     if prompt == "":

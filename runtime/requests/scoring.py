@@ -1,5 +1,5 @@
-"""Requests that score target tokens. The boundary between prompt and target, and the windows of long documents, are as
-in lm-eval, so results are comparable."""
+"""Requests that compute log-probabilities of target tokens after a prompt. The tokenization at the boundary of prompt
+and target, and the windows of long documents, are as in lm-eval, so results are comparable."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -17,9 +17,9 @@ from .prompts import Rejected, tokenize_each, vocabulary_error
 def make_scoring(
     model: LoadedModel, id: str, prompt_ids: Rows[int], target_ids: Rows[int], *, index: int = 0
 ) -> Request | Rejected:
-    """The request that scores `target_ids` after the prompt. All but the last target token must fit the context.
-    `index`: the sample index."""
-    num_prompt, (*known, last) = len(prompt_ids), target_ids or (-1,)
+    """Makes the request that scores `target_ids` after the prompt, or rejects it. Prompt and target without its last
+    token must fit the context. `index`: the request's sample index."""
+    num_prompt, (*known, last) = len(prompt_ids), target_ids or (-1,)  # the last target token is not an input
     has_encoder = model.start_token_id is not None
     ids = tuple(prompt_ids) if has_encoder else (*prompt_ids, *known)
     error = _size_error(model, prompt_ids, target_ids, num_tokens=len(ids))
@@ -53,7 +53,7 @@ Target: TypeAlias = str | Rows[int]
 
 
 class TokenizerInput(NamedTuple):
-    """A text to tokenize. `is_rendered`: do not add special tokens."""
+    """A text to tokenize. `is_rendered`: no special tokens are added."""
 
     text: str
     is_rendered: bool
@@ -61,19 +61,19 @@ class TokenizerInput(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TextPair:
-    """A prompt and its targets. `is_rendered`: the prompt already contains special tokens, from a chat template."""
+    """A prompt and its targets. `is_rendered`: a chat template has added special tokens to the prompt."""
 
     prompt: str | Rows[int] | TemplateRefusal
     targets: Rows[Target]
     is_rendered: bool = False
 
 
-PairIds: TypeAlias = tuple[Rows[int], Rows[int]]  # of a prompt, and of its target
+PairIds: TypeAlias = tuple[Rows[int], Rows[int]]  # token ids of a prompt, and of its target
 
 
 class _PairTexts(NamedTuple):
-    """Texts or ids of a target and its prompt. `whole`: prompt and target as one text, split after as many tokens as
-    the prompt has; empty if the target is tokenized alone."""
+    """Texts to tokenize, or token ids, for a prompt and one target. `whole`: prompt and target as one text. If it is
+    set, `target` is empty: the target is the tokens of `whole` after as many as the prompt has."""
 
     prompt: TokenizerInput | Rows[int]
     target: TokenizerInput | Rows[int] = ()
@@ -81,18 +81,19 @@ class _PairTexts(NamedTuple):
 
 
 def encode_pairs(model: LoadedModel, pairs: Rows[TextPair]) -> list[list[PairIds | str]]:
-    """The ids of each target with its prompt, or an error.
+    """Tokenizes pairs. Returns, per pair and target, the token ids of prompt and target, or a str with the error.
 
-    Trailing whitespace of a prompt moves to the target. Both are tokenized as one text and split after as many tokens
-    as the prompt has alone. With an encoder, or token ids on either side, each is tokenized alone. An empty prompt
-    becomes the BOS token. Raises CheckpointError without a tokenizer."""
+    Whitespace at the end of a prompt is moved to the target. Prompt and target are tokenized as one text, which is
+    split after as many tokens as the prompt alone has. If the model has an encoder, or prompt or target is token ids,
+    both are tokenized separately. An empty prompt becomes the BOS token. Raises CheckpointError without a tokenizer."""
     inputs = [[_pair_texts(model, pair, target) for target in pair.targets] for pair in pairs]
-    parts = (part for each in inputs for one in each if not isinstance(one, str) for part in one)
+    parts = (part for row in inputs for item in row if not isinstance(item, str) for part in item)
     ids = _tokenize_texts(model, [part for part in parts if isinstance(part, TokenizerInput)])
-    return [[one if isinstance(one, str) else _resolve_ids(one, ids) for one in each] for each in inputs]
+    return [[item if isinstance(item, str) else _resolve_ids(item, ids) for item in row] for row in inputs]
 
 
 def _pair_texts(model: LoadedModel, pair: TextPair, target: Target) -> _PairTexts | str:
+    """Decides how a prompt and one target are tokenized (see `encode_pairs`). Returns a str for an error."""
     prompt, is_rendered = pair.prompt, pair.is_rendered
     if isinstance(prompt, TemplateRefusal):
         return prompt.as_error
@@ -112,28 +113,29 @@ def _pair_texts(model: LoadedModel, pair: TextPair, target: Target) -> _PairText
 
 
 def _resolve_ids(inputs: _PairTexts, ids_by_text: Mapping[TokenizerInput, tuple[int, ...] | str]) -> PairIds | str:
-    known = list[Rows[int]]()
+    """Replaces texts by their token ids. Returns the error of the first text that has one."""
+    resolved = list[Rows[int]]()
     for part in inputs:
         ids = ids_by_text[part] if isinstance(part, TokenizerInput) else part
         if isinstance(ids, str):
             return ids
-        known.append(ids)
-    prompt, target, whole = known
+        resolved.append(ids)
+    prompt, target, whole = resolved
     return prompt, whole[len(prompt) :] if whole else target
 
 
 def _tokenize_texts(model: LoadedModel, texts: Rows[TokenizerInput]) -> dict[TokenizerInput, tuple[int, ...] | str]:
-    """The ids of each distinct text, or its error."""
+    """Tokenizes each distinct text once: text -> token ids, or a str with the error."""
     results: dict[TokenizerInput, tuple[int, ...] | str] = {}
     for is_rendered in (False, True):
         distinct = [text for text, rendered in dict.fromkeys(texts) if rendered == is_rendered]
-        ids = tokenize_each(model, distinct, is_rendered=is_rendered, max_tokens=None) if distinct else []
-        results |= {TokenizerInput(text, is_rendered): one for text, one in zip(distinct, ids, strict=True)}
+        outcomes = tokenize_each(model, distinct, is_rendered=is_rendered, max_tokens=None) if distinct else []
+        results |= {TokenizerInput(text, is_rendered): ids for text, ids in zip(distinct, outcomes, strict=True)}
     return results
 
 
 def text_start(model: LoadedModel) -> int | None:
-    """The BOS token, or EOS if there is none."""
+    """The id of the BOS token, else of the EOS token; None if the tokenizer has neither."""
     tokenizer = model.tokenizer
     if tokenizer is None:
         return None
@@ -143,7 +145,8 @@ def text_start(model: LoadedModel) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TextSize:
-    """Units of perplexity as in lm-eval: UTF-8 bytes, and pieces between whitespace (empty ones at the ends count)."""
+    """Numbers of words and UTF-8 bytes of a text, as in lm-eval, for perplexities. Words are the strings between
+    whitespace; an empty string at the begin or end of the text also counts."""
 
     num_words: int
     num_bytes: int
@@ -156,14 +159,15 @@ class TextSize:
     @staticmethod
     def total(sizes: Iterable["TextSize"]) -> "TextSize":
         counts = [(size.num_words, size.num_bytes) for size in sizes]
-        return TextSize(num_words=sum(words for words, _ in counts), num_bytes=sum(num for _, num in counts))
+        return TextSize(num_words=sum(words for words, _ in counts), num_bytes=sum(bytes_ for _, bytes_ in counts))
 
 
 def document_windows(
     model: LoadedModel, documents: Rows[str | Rows[int]], max_tokens: int | None
 ) -> list[list[PairIds] | str]:
-    """The windows of each document, or its error. No special tokens are added. `max_tokens`: see `rolling_windows`;
-    limited by the model's context. Raises ConfigError if the tokenizer has neither BOS nor EOS."""
+    """Tokenizes documents without special tokens and divides them into windows. Returns, per document, the windows as
+    (context ids, ids to score), or a str with the error. `max_tokens`: see `rolling_windows`; None, or more than the
+    model's context, means the context. Raises ConfigError if the tokenizer has neither BOS nor EOS."""
     require(model.start_token_id is None, "an encoder-decoder cannot score documents: score (source, target) pairs")
     start = text_start(model)
     require(start is not None, "documents need a tokenizer with a BOS or EOS token; set model.tokenizer")
@@ -179,12 +183,13 @@ def document_windows(
 
 
 def rolling_windows(tokens: Rows[int], start: int, max_tokens: int) -> list[PairIds]:
-    """Windows that score each token of a document once, with as much context before it as fits `max_tokens`. The first
-    window begins with `start`. Equals lm-eval's `get_rolling_token_windows` (context 1) with `make_disjoint_window`."""
+    """Divides a document into windows that score each token once: (context ids, ids to score). The last window has as
+    much context as fits `max_tokens`; other windows have one token. The first context is the token `start`. Equals
+    lm-eval's `get_rolling_token_windows` (context 1) with `make_disjoint_window`."""
     require(max_tokens >= 1, f"max_tokens must be 1 or more, got {max_tokens}")
-    known, windows = [start, *tokens], list[PairIds]()
+    shifted, windows = [start, *tokens], list[PairIds]()  # shifted[i + 1] is tokens[i]
     for begin in range(0, len(tokens), max_tokens):
         end = min(begin + max_tokens, len(tokens))
-        first = max(0, end - max_tokens)  # index in `known`, which is shifted by one
-        windows.append((known[first : begin + 1], tokens[begin:end]))
+        first = max(0, end - max_tokens)  # the first input in `shifted`
+        windows.append((shifted[first : begin + 1], tokens[begin:end]))
     return windows
