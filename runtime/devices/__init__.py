@@ -1,2 +1,2 @@
-"""Sessions of several ranks (sharded, tensor or pipeline) and their messages. The transport is in `ranks/`, the session
-of one process in `engine/session.py`."""
+"""Runs of several ranks, the processes that compute one run together (sharded, tensor or pipeline): sessions, messages
+and synchronization. The transport is in `ranks/`, the session of a single process in `engine/session.py`."""

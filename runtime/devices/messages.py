@@ -1,6 +1,6 @@
-"""JSON messages between ranks: sequence states, completions, and the plan of a run.
+"""JSON messages between ranks: states of unfinished sequences, completions, and the plan of a run.
 
-Rank 0 plans and broadcasts its choices; every rank builds the same plan from them.
+Rank 0 plans and broadcasts its choices. Every rank builds the same plan from these choices.
 """
 
 import base64
@@ -34,13 +34,15 @@ from ..planning.planner import Planner
 from ..ranks.ranks import Ranks
 from ..sequences.sequence import Completion, FinishReason, Request, SequenceState, TokenLogprobs, TokenScore
 
-Values: TypeAlias = Mapping[str, Any]
-Finished: TypeAlias = Sequence[tuple[int, Completion]]
+Values: TypeAlias = Mapping[str, Any]  # a JSON object
+Finished: TypeAlias = Sequence[tuple[int, Completion]]  # (index of the request, completion)
+# Values of the key `kind`: a rank is ready for a pass with so many lanes (micro-batches), asks for or sends states,
+# ended a pass, or stops.
 KIND, LANES, STATES, ENDED, STOPPING = "kind", "lanes", "states", "ended", "stopping"
 
 
 def encode_states(states: Mapping[int, SequenceState]) -> list[Values]:
-    """Encodes states for `decode_states`; beams are not supported."""
+    """Encodes states by request index, for `decode_states`; beams are not supported."""
     return [
         {
             "index": index,
@@ -113,7 +115,8 @@ def _decode_logprobs(values: Sequence[Sequence[Any]]) -> tuple[TokenLogprobs, ..
 
 
 def plan_to_broadcast(plan: RunPlan, requests: Sequence[Request], weights: str) -> Values:
-    """The choices that determine a plan, and digests of its requests and weights."""
+    """The message with the choices that determine a plan, and digests of requests and weights. `weights`: the digest of
+    the weights."""
     return {
         "blocks": [[block.index, block.micro_batches] for block in plan.blocks],
         "policy": _to_plain(plan.policy),
@@ -126,7 +129,7 @@ def plan_to_broadcast(plan: RunPlan, requests: Sequence[Request], weights: str) 
 
 
 def _to_plain(config: PolicyConfig | KVConfig | PrefetchConfig) -> Values:
-    """The config's fields as JSON values; enums by name."""
+    """Converts a config's fields to JSON values; an enum becomes its name."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     return {key: value.name if isinstance(value, Enum) else value for key, value in values.items()}
 
@@ -140,12 +143,13 @@ def requests_digest(requests: Sequence[Request]) -> str:
     return digest.hexdigest()
 
 
-SESSION, END = "session", "end"
-UNSUPPORTED = "devices={} does not support {}: {}"
+SESSION, END = "session", "end"  # values of `kind`: rank 0 opens a session; there are no more sessions
+UNSUPPORTED = "devices={} does not support {}: {}"  # (way, feature, remedy)
 
 
 def config_for_ranks(config: RuntimeConfig, way: Parallelism = Parallelism.sharded) -> RuntimeConfig:
-    """The config without features that need a single process. Raises ConfigError if the settings ask for one."""
+    """Returns the config without features that need a single process. Raises ConfigError if such a feature was
+    explicitly set."""
     paging, num_beams = config.offload.expert_paging, config.sampling.num_beams or 1
     is_pipeline = way is Parallelism.pipeline
     require(
@@ -161,8 +165,8 @@ def config_for_ranks(config: RuntimeConfig, way: Parallelism = Parallelism.shard
 
 
 def plan_from_broadcast(message: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
-    """Builds the plan of rank 0's broadcast. Raises ConfigError if this rank has other requests or weights, and
-    BudgetError."""
+    """Builds the plan from rank 0's message. Raises ConfigError if this rank has other requests or weights than rank 0,
+    and BudgetError if the plan does not fit this rank's memory."""
     if message["requests"] != requests_digest(requests):
         raise ConfigError(
             "devices: this rank has other requests than rank 0: use the same data, tokenizer and settings"
@@ -192,8 +196,8 @@ def plan_from_broadcast(message: Values, planner: Planner, requests: Sequence[Re
 
 
 def num_admitting_ranks(plan: RunPlan, requests: Sequence[Request], num_ranks: int) -> int:
-    """Number of ranks that admit rows, each into an equal share of the KV pages: as many as leave room for the longest
-    request in each share."""
+    """Number of ranks that compute sequences when the KV pages are divided equally among them. A rank's share must
+    fit the longest request, so this may be less than `num_ranks`."""
     num_pages = plan.placement.kv.num_pages
     if not num_pages:
         return num_ranks
@@ -201,6 +205,7 @@ def num_admitting_ranks(plan: RunPlan, requests: Sequence[Request], num_ranks: i
 
 
 def _max_request_pages(requests: Sequence[Request]) -> int:
+    """KV pages of the longest request."""
     tokens = max((max_cached_tokens(len(each.prompt_ids), each.max_new_tokens) for each in requests), default=0)
     return -(-tokens // PAGE_TOKENS)
 

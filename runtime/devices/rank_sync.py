@@ -1,10 +1,11 @@
-"""Synchronization of ranks between passes: lanes of the next pass, finished sequences, and stopping.
+"""Synchronization of ranks (processes) between passes: number of lanes (micro-batches) in the next pass, finished
+sequences, and stopping.
 
-A rank that stops sends STOPPING in the next exchange, and the others answer with STOPPING until all have. Within a
-pass, `Ranks.stop` wakes ranks that wait for bytes.
+A rank that stops sends STOPPING in the next exchange of messages. Other ranks then also send STOPPING, until all have
+sent it. Within a pass, `Ranks.stop` wakes ranks that wait for weights.
 
-Ranks that split a model run the same passes of the same rows. With tensor parallelism all ranks sample the same tokens;
-in a pipeline the last rank samples and broadcasts them.
+Ranks that split a model run the same passes of the same sequences. With tensor parallelism all ranks sample the same
+tokens. In a pipeline the last rank samples and broadcasts them.
 """
 
 import zlib
@@ -34,13 +35,15 @@ MINIMUM = "minimum"
 
 
 class RankSync:
-    """Synchronizes the ranks of one session. All ranks must make the same calls in the same order, except `stop` and
-    `all_states`, which the others answer within their own calls. The session sets `rows` (this rank's unfinished
-    sequences) and `states` (their states, once started)."""
+    """Synchronizes the ranks of one session. All ranks must make the same calls in the same order, with two exceptions:
+    to `stop` and `all_states` of one rank, other ranks respond within their own calls.
+
+    The session sets two functions, which return dicts by request index: `running`, this rank's unfinished sequences,
+    and `states`, the states of those that have started."""
 
     def __init__(self, ranks: Ranks, should_stop: Callable[[], bool]):
         self.ranks, self._local_should_stop = ranks, should_stop
-        self.rows: Callable[[], Mapping[int, Running]] = dict
+        self.running: Callable[[], Mapping[int, Running]] = dict
         self.states: Callable[[], Mapping[int, SequenceState]] = dict
         self._peer_states: dict[int, SequenceState] = {}  # of other ranks, from the last exchange
         self._has_stopped = False
@@ -50,14 +53,15 @@ class RankSync:
         return self.ranks.is_stopping or self._local_should_stop()
 
     def agree_on_lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
-        """Agrees on the next pass: the most lanes of any rank, and the common phase or `mixed`. Raises Interrupted."""
+        """Agrees on the next pass: the largest number of lanes of any rank, and the phase, which is `mixed` if ranks
+        have different ones. Raises Interrupted if any rank stops."""
         while True:
             if self.should_stop():
                 raise Interrupted(STOPPED)
             replies = self._exchange({KIND: LANES, "lanes": num_lanes, "phase": phase.value})
             if replies[0][KIND] == LANES:
                 break
-            self._exchange(self._own_states())
+            self._exchange(self._own_states())  # rank 0 asked for states (`all_states`)
         phases = {each["phase"] for each in replies if each["lanes"]}
         agreed = Phase(*phases) if len(phases) == 1 else Phase.mixed
         return max(each["lanes"] for each in replies), agreed
@@ -65,7 +69,8 @@ class RankSync:
     def exchange_results(
         self, counts: PassCounts | None, finished: Finished, requests: Sequence[Request]
     ) -> tuple[PassCounts, Finished]:
-        """Exchanges a pass's counts and finished sequences. Returns the totals of all ranks, ordered by rank."""
+        """Exchanges a pass's counts and finished sequences. Returns the counts summed over ranks, and the finished
+        sequences of all ranks."""
         values = asdict(counts) if counts is not None else None
         message = {KIND: ENDED, "counts": values, "finished": encode_completions(finished)}
         replies = [each for each in self.ranks.exchange(message) if each[KIND] == ENDED]
@@ -75,8 +80,8 @@ class RankSync:
         return PassCounts.total(PassCounts(**each["counts"]) for each in replies if each["counts"]), completions
 
     def all_states(self) -> dict[int, SequenceState]:
-        """Sequence states of all ranks, for rank 0 between passes or after the last one. Uses the last known states of
-        ranks that have ended."""
+        """Sequence states of all ranks. Called by rank 0, between passes or after the last one. For ranks that have
+        ended, returns their last known states."""
         try:
             if not self._has_stopped and not self.ranks.is_stopping:
                 self._exchange({KIND: STATES})
@@ -86,7 +91,7 @@ class RankSync:
         return {**self._peer_states, **self.states()}
 
     def stop(self) -> None:
-        """Stops all live ranks and waits until they have."""
+        """Stops all live ranks, and waits until they have stopped."""
         self.ranks.stop()
         while not self._has_stopped:
             try:
@@ -98,7 +103,7 @@ class RankSync:
             self._store_states([each for each in replies if each.get(KIND) == STOPPING])
 
     def abort_pass(self) -> None:
-        """Stops after an error within a pass, while other ranks may wait for this one."""
+        """Stops all ranks after an error within a pass, in which other ranks may wait for this one."""
         self.stop()
 
     def _exchange(self, message: Message) -> list[Message]:
@@ -118,30 +123,30 @@ class RankSync:
 
 
 class SyncBetweenPasses(RankSync):
-    """Synchronizes ranks that split a model. They stop only between passes, since within a pass each waits for
+    """Synchronizes ranks that split a model. They stop only between passes, since within a pass each rank waits for
     others."""
 
     def should_stop(self) -> bool:
         return False
 
     def abort_pass(self) -> None:
-        """Sends nothing: the others wait within the pass and notice that this process ends."""
+        """Sends nothing: other ranks wait within the pass, and notice when this process ends."""
         self._has_stopped = True
 
     def min_over_ranks(self, counts: Sequence[int | None]) -> list[int | None]:
-        """Minimum of each count over all ranks; None (the policy's value) if any rank has None."""
+        """Minimum of each count over all ranks; None, which means the policy's value, if any rank has None."""
         replies = [reply[MINIMUM] for reply in self.ranks.exchange({KIND: MINIMUM, MINIMUM: counts})]
         return [None if None in values else min(values) for values in zip(*replies, strict=True)]
 
 
 class PassSync(SyncBetweenPasses):
-    """Synchronizes tensor-parallel ranks; checks that all run the same pass with the same tokens."""
+    """Synchronizes tensor-parallel ranks, and checks that all run the same pass with the same tokens."""
 
     def agree_on_lanes(self, num_lanes: int, phase: Phase) -> tuple[int, Phase]:
-        """Returns its arguments. Raises PeerEnded, Interrupted if a rank was asked to stop, and ConfigError if ranks
-        have sampled different tokens."""
-        # Checksum of the last tokens of unfinished rows.
-        last = [(i, len(each.generated), each.generated[-1]) for i, each in self.rows().items() if each.generated]
+        """Returns its arguments. Raises Interrupted if a rank was asked to stop, ConfigError if ranks have sampled
+        different tokens, and PeerEnded."""
+        # Checksum of the number of generated tokens and the last token of each unfinished sequence.
+        last = [(i, len(each.generated), each.generated[-1]) for i, each in self.running().items() if each.generated]
         checksum = zlib.crc32(repr(last).encode())
         own = {KIND: LANES, "lanes": num_lanes, "phase": phase.value, "checksum": checksum}
         replies = self.ranks.exchange({**own, STOPPING: self._local_should_stop()})
@@ -159,18 +164,19 @@ class PassSync(SyncBetweenPasses):
         return num_lanes, phase
 
     def stop(self) -> None:
-        """Stops the others before their next pass, unless all stop already."""
+        """Stops other ranks before their next pass, unless all ranks are stopping already."""
         if not self._has_stopped:
             self._has_stopped = True
             self.ranks.exchange({KIND: LANES, STOPPING: True})
 
     def all_states(self) -> dict[int, SequenceState]:
-        """This rank's states, which are those of all ranks."""
+        """The states of this rank's sequences, which are the same on all ranks."""
         return dict(self.states())
 
 
 class PipelineSync(SyncBetweenPasses):
-    """Synchronizes pipeline ranks, only for stopping. The last rank samples, so it reports all states."""
+    """Synchronizes pipeline-parallel ranks, only to stop them. The last rank samples tokens, so only it sends
+    states."""
 
     def __init__(self, link: PipelineLink, local_should_stop: Callable[[], bool]):
         super().__init__(link.ranks, local_should_stop)
@@ -185,8 +191,8 @@ class PipelineSync(SyncBetweenPasses):
         return num_lanes, phase
 
     def all_states(self) -> dict[int, SequenceState]:
-        """Sequence states from the last rank, for rank 0 between passes or after the last one. Uses the last known
-        states if that rank no longer answers."""
+        """Sequence states from the last rank. Called by rank 0, between passes or after the last one. Returns the last
+        known states if that rank does not respond."""
         try:
             if not self._has_stopped:
                 self._exchange_or_stop({KIND: STATES})
@@ -196,7 +202,7 @@ class PipelineSync(SyncBetweenPasses):
         return {index: self._peer_states[index] for index in self.states() if index in self._peer_states}
 
     def stop(self) -> None:
-        """Stops the others before their next pass, unless all stop already."""
+        """Stops other ranks before their next pass, unless all ranks are stopping already."""
         try:
             if not self._has_stopped:
                 self._exchange_or_stop({KIND: LANES, STOPPING: True})

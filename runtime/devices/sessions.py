@@ -1,5 +1,8 @@
-"""Sessions of several ranks. Rank 0 announces a block or a stream of rows, each rank computes its part of the rows, and
-all get the results. All run passes until no rank has rows left.
+"""Sessions of several ranks (processes). Rank 0 announces a block (wave) or a stream of requests. Each rank computes
+its part of the requests, and all ranks get all results. All run passes until no rank has unfinished requests.
+
+A wave starts all requests of a block together; a stream starts requests as others end. Requests are given by their
+index in `requests`.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -19,12 +22,12 @@ from ..sequences.sequence import Sequence as Running
 from .messages import KIND, Finished, decode_states, encode_states, num_admitting_ranks
 from .rank_sync import RankSync, SyncBetweenPasses
 
-WAVE, STREAM, CLOSED = "wave", "stream", "closed"
+WAVE, STREAM, CLOSED = "wave", "stream", "closed"  # kinds of messages within a session
 
 
 class RankSession(Session):
-    """Session that splits rows among ranks. Rank 0 calls `wave` and `stream`, the others `follow`. Pass records have
-    the tokens of all ranks, but times and bytes of this rank."""
+    """Session that splits requests among ranks. Rank 0 calls `wave` and `stream`, other ranks call `follow`. A pass
+    record has the token counts of all ranks, but the times and bytes of this rank."""
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class RankSession(Session):
         super().__init__(model, engine, plan, plan.policy, opening_seconds=opening_seconds, reasoning=reasoning)
         self._rank_sync, self._ranks = rank_sync, rank_sync.ranks
         self._requests: Sequence[Request] = ()
-        rank_sync.rows, rank_sync.states = lambda: self._active, super().snapshot
+        rank_sync.running, rank_sync.states = lambda: self._active, super().snapshot
 
     def wave(
         self,
@@ -65,7 +68,8 @@ class RankSession(Session):
         return self._run_stream(order, requests, unfinished, on_pass)
 
     def follow(self, requests: Sequence[Request]) -> Generator[tuple[int, Completion]]:
-        """Runs what rank 0 announces until it closes the session. Yields the results of all ranks."""
+        """Runs the blocks and streams that rank 0 announces, until rank 0 closes the session. Yields the results of all
+        ranks: (index in `requests`, completion)."""
         blocks = {block.index: block for block in self._plan.blocks}
         while (message := self._ranks.receive())[KIND] != CLOSED:
             unfinished = decode_states(message["states"])
@@ -103,15 +107,15 @@ class RankSession(Session):
         return super().stream(self._own_requests(order), requests, unfinished, on_pass)
 
     def _own_rows(self, block: Block, remaining: Sequence[int]) -> tuple[Block, Sequence[int]]:
-        """This rank's part of a block's remaining rows: every N-th row of each micro-batch."""
-        remaining_rows = frozenset(remaining)
-        groups = [[i for i in group if i in remaining_rows] for group in block.micro_batches]
-        parts = [tuple(group[self._ranks.rank :: self._ranks.size]) for group in groups]
+        """This rank's part of a block's remaining requests: every N-th of each micro-batch, for N ranks."""
+        remaining_set = frozenset(remaining)
+        micro_batches = [[i for i in micro_batch if i in remaining_set] for micro_batch in block.micro_batches]
+        parts = [tuple(micro_batch[self._ranks.rank :: self._ranks.size]) for micro_batch in micro_batches]
         own = Block(index=block.index, micro_batches=tuple(part for part in parts if part))
         return own, own.members
 
     def _own_requests(self, order: Sequence[int]) -> Sequence[int]:
-        """The rows that this rank admits: every N-th remaining row, or none."""
+        """This rank's part of a stream: every N-th request for N admitting ranks; none if it is not one of them."""
         rank, count = self._ranks.rank, self._num_admitting
         return order[rank::count] if rank < count else ()
 
@@ -120,6 +124,7 @@ class RankSession(Session):
 
     @property
     def _num_admitting(self) -> int:
+        """Number of ranks that compute requests of a stream."""
         return num_admitting_ranks(self._plan, self._requests, self._ranks.size)
 
     def _generate(self, batcher: Batcher, on_pass: OnPass) -> Generator[tuple[int, Completion]]:
@@ -150,8 +155,8 @@ class RankSession(Session):
 
 
 class SameRowsSession(RankSession):
-    """Session in which every rank has all rows (tensor and pipeline). All use the smallest limits of any rank, to admit
-    the same rows."""
+    """Session in which every rank computes all requests (tensor and pipeline parallelism). All ranks use the smallest
+    limits of any rank, so that they start the same requests."""
 
     @property
     def _sync(self) -> SyncBetweenPasses:

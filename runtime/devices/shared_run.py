@@ -1,4 +1,5 @@
-"""A runtime's part in a run of several ranks: sharded, tensor-parallel or pipeline-parallel."""
+"""What a runtime does differently in a run of several ranks (processes): devices, budgets, plans and sessions. The ways
+are sharded, tensor-parallel and pipeline-parallel."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -33,14 +34,15 @@ from .messages import KIND, SESSION, UNSUPPORTED, Values, config_for_ranks, plan
 from .rank_sync import PassSync, PipelineSync, RankSync
 from .sessions import RankSession, SameRowsSession
 
-LANES_PER_RANK = 4  # limits the pipeline bubble to a fifth of a pass
-MAX_ROWS = 64  # per lane, unless policy.micro_batch_size is set
-MAX_WEIGHT_SHARE = 0.5  # of the smallest budget; above it, stages are split by bytes instead of time
+LANES_PER_RANK = 4  # micro-batches in a pipeline, per rank; ranks then idle at most a fifth of a pass
+MAX_ROWS = 64  # sequences per micro-batch in a pipeline, unless policy.micro_batch_size is set
+# If a rank's weights exceed this share of the smallest memory budget, pipeline stages are split by bytes, not by time.
+MAX_WEIGHT_SHARE = 0.5
 
 
 def choose_rank_device(ranks: Ranks | None, name: str) -> ComputeDevice:
-    """The device of this process. Each rank on a machine gets its own accelerator, or the only one that the launcher
-    makes visible. Raises ConfigError."""
+    """Chooses the device of this process. If it sees several accelerators, each rank on the machine gets its own; if a
+    launcher shows it only one, it gets that one. Raises ConfigError."""
     if ranks is None:
         return ComputeDevice(name)
     device = choose_device(name)
@@ -62,8 +64,8 @@ def accelerator_index(local_rank: int, num_local_ranks: int, count: int) -> int:
 
 
 def require_same_devices(ranks: Ranks, model: LoadedModel, device: ComputeDevice) -> None:
-    """Checks that ranks have separate devices of equal kind and dtype; all ranks must call it together. Raises
-    ConfigError."""
+    """Checks that no two ranks use the same accelerator, and that all have the same kind of device and compute dtype.
+    All ranks must call it together. Raises ConfigError."""
     torch_device, kind = device.torch_device, "accelerator" if device.is_accelerator else "processor"
     name, identity = "a processor", ""
     if torch_device.type != "cpu":
@@ -92,11 +94,11 @@ def _require_same(rank: int, peer: str, own: str, how: str, remedy: str) -> None
 
 
 class SharedRun(ABC):
-    """This rank's part of a run. All ranks make the same calls in the same order, except that rank 0 plans and begins
-    sessions while the others receive the plan and join.
+    """What a runtime does differently in a run of several ranks. All ranks make the same calls in the same order, with
+    one exception: rank 0 calls `plan` and `begin`, other ranks receive the message and call `join`.
 
-    `all_gather` and `line`: transports. `split`: how the model's matrices are split. `budgets`: shared by all ranks for
-    planning; None: each rank has its own."""
+    `all_gather` and `pipeline_link`: the transports of tensor and pipeline parallelism. `split`: how the model's
+    matrices are split. `budgets`: the memory of all ranks together, for planning; None: each rank has its own."""
 
     all_gather: AllGather | None = None
     split: ModelSplit | None = None
@@ -113,41 +115,46 @@ class SharedRun(ABC):
         return kinds.get(ranks.devices.way, ShardedRun)(ranks)
 
     def rank_config(self, config: RuntimeConfig) -> RuntimeConfig:
-        """`config` without features that need a single process. Raises ConfigError."""
+        """Returns `config` without features that need a single process. Raises ConfigError if such a feature was
+        explicitly set."""
         return config_for_ranks(config, self.way)
 
     def divide_model(self, model: LoadedModel, offload: OffloadConfig, device: ComputeDevice) -> LoadedModel:
-        """Returns this rank's part of the model, which may be mutated. Raises ConfigError if it cannot be split."""
+        """Returns this rank's part of the model; may mutate `model`. Raises ConfigError if the model cannot be
+        split."""
         encoder = UNSUPPORTED.format(self.way.value, "encoder-decoder models", "set devices=one")
         require(not model.shape.has_encoder, encoder)
         require_same_devices(self.ranks, model, device)
         return model
 
     def share_memory(self, offload: OffloadConfig, device: ComputeDevice) -> None:
-        """Sets `budgets` to what all ranks may use together; all ranks must call it together, after loading.
+        """Sets `budgets`, the memory for which rank 0 plans. All ranks must call it together, after loading.
 
-        With shared memory it is the machine's memory, otherwise the smallest rank's memory times the number of ranks,
-        since all get equally many rows. With tensor parallelism it is the smallest rank's. Devices likewise."""
+        Host memory: with shared memory, that of the machine. Otherwise the smallest rank's memory times the number of
+        ranks, since all get equally many requests. Device memory: the smallest rank's times the number of ranks. With
+        tensor parallelism, host and device memory are the smallest rank's."""
         own, ranks = make_budgets(offload, device), self.ranks
         replies = ranks.exchange({"host_bytes": own.host_bytes, "device_bytes": own.device_bytes})
         shares = zip(replies, ranks.machines, strict=True)
-        least = min(reply["host_bytes"] // ranks.machines.count(machine) for reply, machine in shares)
+        host_bytes = min(reply["host_bytes"] // ranks.machines.count(machine) for reply, machine in shares)
         device_bytes = None if own.device_bytes is None else min(each["device_bytes"] for each in replies)
         if self.way is Parallelism.tensor:
-            self.budgets = replace(own, host_bytes=least, device_bytes=device_bytes)
+            self.budgets = replace(own, host_bytes=host_bytes, device_bytes=device_bytes)
             return
         if device_bytes is not None:
             own = replace(own, device_bytes=ranks.size * device_bytes, num_devices=ranks.size)
         if not ranks.uses_shared_memory:
-            own = replace(own, host_bytes=ranks.size * least, num_copies=ranks.size)
+            own = replace(own, host_bytes=ranks.size * host_bytes, num_copies=ranks.size)
         self.budgets = own
 
     def agree_on_backends(self, measured: BackendTable | None) -> BackendTable | None:
-        """Returns the matrix-product backends to use, given the fastest ones on this rank."""
+        """Returns the backends for matrix products that this rank must use. `measured`: the fastest ones on this
+        rank."""
         return measured
 
     def full_shape(self, shape: ModelShape) -> ModelShape | None:
-        """Shape of the whole model, for a check against transformers; None: no check. `shape`: this rank's part."""
+        """The shape of the whole model, for the comparison with transformers before a run; None if this rank cannot run
+        it. `shape`: that of this rank's part."""
         return shape
 
     def plan(
@@ -159,11 +166,11 @@ class SharedRun(ABC):
         return plan_to_broadcast(chosen, requests, planner.model.fingerprint)
 
     def plan_from_broadcast(self, message: Values, planner: Planner, requests: Sequence[Request]) -> RunPlan:
-        """This rank's plan from rank 0's message. Raises ConfigError, BudgetError."""
+        """Builds this rank's plan from rank 0's message. Raises ConfigError, BudgetError."""
         return plan_from_broadcast(message, planner, requests)
 
     def begin(self, message: Values) -> SessionResources | None:
-        """Begins a session on rank 0 and makes the others join it. Raises ConfigError."""
+        """Begins a session on rank 0, and broadcasts the message that makes other ranks join it. Raises ConfigError."""
         self._broadcast(message)
         return self.all_gather
 
@@ -187,7 +194,8 @@ class SharedRun(ABC):
 
 
 class ShardedRun(SharedRun):
-    """Data-parallel ranks with sharded weights: each reads a share of every layer and computes its part of the rows."""
+    """Data-parallel ranks with sharded weights: each rank reads a share of every layer from disk, and computes its part
+    of the requests with all weights."""
 
     session_kind = RankSession
 
@@ -209,7 +217,7 @@ class ShardedRun(SharedRun):
 
 
 class TensorRun(SharedRun):
-    """Tensor-parallel ranks: each holds a part of every matrix, and all compute each token together."""
+    """Tensor-parallel ranks: each rank has a part of every matrix, and all compute each token together."""
 
     def __init__(self, ranks: Ranks):
         super().__init__(ranks)
@@ -229,18 +237,18 @@ class TensorRun(SharedRun):
 
 
 class PipelineRun(SharedRun):
-    """Pipeline-parallel ranks: each holds some layers. Rank 0 plans for each with its shape and budget, and uses the
-    blocks of the rank that fits the fewest sequences."""
+    """Pipeline-parallel ranks: each rank has some layers. Rank 0 makes a plan for each rank, with that rank's layers
+    and memory. All ranks use the blocks of the plan with the fewest sequences per block."""
 
     def __init__(self, ranks: Ranks):
         super().__init__(ranks)
         self._full_shape: ModelShape | None = None
-        self._shapes: tuple[ModelShape, ...] = ()  # of each rank's part
-        self._budgets: tuple[Budgets, ...] = ()
+        self._shapes: tuple[ModelShape, ...] = ()  # by rank, of its layers
+        self._budgets: tuple[Budgets, ...] = ()  # by rank
 
     def divide_model(self, model: LoadedModel, offload: OffloadConfig, device: ComputeDevice) -> LoadedModel:
-        """The model with only this rank's stages. Mutates its modules. Raises ConfigError if ranks have different
-        weights or the model cannot be split."""
+        """Returns the model with only this rank's stages (embeddings, layers, or norm and head). Mutates the model's
+        modules. Raises ConfigError if ranks have different weights, or the model cannot be split."""
         model, ranks, way = super().divide_model(model, offload, device), self.ranks, self.way.value
         require(
             not model.padding.separate_rows,
@@ -252,7 +260,7 @@ class PipelineRun(SharedRun):
         is_same = all(each["weights"] == replies[0]["weights"] for each in replies)
         require(is_same, f"model.path: with devices={way} all ranks need the same weights as rank 0")
         self._full_shape, self._budgets = model.shape, tuple(Budgets(**each["budgets"]) for each in replies)
-        # Balance compute time; if weights may not fit then, balance bytes.
+        # Balance compute time; if a rank's weights might then not fit its memory, balance bytes.
         parts = split_stages(model.shape.stages, ranks.size)
         heaviest = max(restrict_to_stages(model.shape, part).weight_bytes for part in parts)
         if heaviest > MAX_WEIGHT_SHARE * min(each.compute_bytes for each in self._budgets):
@@ -275,7 +283,8 @@ class PipelineRun(SharedRun):
     def plan(
         self, planner: Planner, requests: Sequence[Request], blocks: tuple[Block, ...] | None, chunk_tokens: int | None
     ) -> Values:
-        """Plans for all ranks and returns the message to broadcast. Raises BudgetError if a rank has no room."""
+        """Plans for all ranks and returns the message to broadcast. Raises BudgetError if a rank's memory is too
+        small."""
         config, policy = planner.config, planner.config.policy
         count = policy.num_micro_batches or LANES_PER_RANK * self.ranks.size
         rows = policy.micro_batch_size or min(MAX_ROWS, max(1, -(-len(requests) // count)))

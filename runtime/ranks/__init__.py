@@ -1,3 +1,3 @@
-"""Ranks: processes that compute one run together. Their messages and collectives, how they split a model's matrices or
-layers, and how they read weights together. Independent of the engine.
+"""Ranks, the processes that compute one run together: their messages and collectives, how they split a model's matrices
+or layers, and how they read weights together. Independent of the engine.
 """

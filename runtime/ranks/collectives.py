@@ -1,5 +1,7 @@
-"""Transfers of tensors between ranks: shares of weights without shared memory, partial activations within a pass, and
-hidden states between pipeline stages.
+"""Transfers of tensors between ranks: weights that are read by shares without shared memory, partial activations within
+a pass (tensor parallelism), and hidden states between pipeline stages.
+
+Streamed weights are read in pages (parts of a layer), of which each rank reads a share. A slot is a buffer for a page.
 """
 
 import time
@@ -28,13 +30,13 @@ CHECK_SECONDS = 0.02  # between checks for a rank that stopped or ended
 
 
 class WeightGather(Closing, SessionResources):
-    """All-gather of weight shares in one session, in its own process group. All ranks must gather the same pages in the
-    same order. Not thread-safe, except `abandon`."""
+    """All-gather of weights of which each rank has read a share. Has its own process group, and is used in one session.
+    All ranks must gather the same pages in the same order. Not thread-safe, except `abandon`."""
 
     def __init__(self, ranks: Ranks):
         """Must be called by all ranks together. Raises PeerEnded."""
         self.ranks = ranks
-        ranks.exchange({})  # creating a group would wait forever for a rank that has ended
+        ranks.exchange({})  # raises PeerEnded; `new_group` would wait forever for a rank that has ended
         self._group = ranks.new_group()
         self._is_abandoned = Event()
         self._failure = Interrupted(STOPPED)  # raised by gathers after `abandon`
@@ -51,16 +53,16 @@ class WeightGather(Closing, SessionResources):
 
     def abandon(self) -> None:
         """Makes pending and later gathers fail."""
-        self._is_abandoned.set()  # for good: after a skipped collective, pages would be mixed up
+        self._is_abandoned.set()  # permanent: after a skipped collective, ranks would gather different pages
 
-    def gather(self, pieces: torch.Tensor) -> None:
-        """All-gathers equal pieces, uint8, in place; this rank's piece must be in its position. Raises PeerEnded, or
-        Interrupted if a rank stops."""
-        own = pieces.chunk(self.ranks.size)[self.ranks.rank]
+    def gather(self, shares: torch.Tensor) -> None:
+        """All-gathers bytes in place. `shares` (uint8) contains one share per rank, of equal size, ordered by rank;
+        this rank's share must be filled. Raises PeerEnded, or Interrupted if a rank stops."""
+        own = shares.chunk(self.ranks.size)[self.ranks.rank]
         if self._is_abandoned.is_set():
             raise self._failure
         try:
-            work = dist.all_gather_single(pieces, own, group=self._group, async_op=True)
+            work = dist.all_gather_single(shares, own, group=self._group, async_op=True)
             assert work is not None, "this rank is in the group"
             num_polls = 0
             while not work.is_completed():
@@ -82,14 +84,14 @@ class WeightGather(Closing, SessionResources):
 
 
 class GatheredReader(WeightReader):
-    """Reads 1/N of every page on each rank and all-gathers the shares into each rank's memory.
+    """Reads this rank's share of every page, and all-gathers the page into the memory of each rank.
 
-    Shares are equal numbers of whole blocks; every rank reads the remaining blocks itself. Slots are private to the
-    process. All ranks must call `fill` in the same order.
+    The shares of N ranks are equal numbers of whole file blocks; if some blocks remain, every rank reads them itself.
+    Slots are private to the process. All ranks must call `fill` in the same order.
     """
 
-    def __init__(self, collectives: WeightGather, device: ComputeDevice, reader: Reader):
-        self._weight_gather, self._device, self._reader = collectives, device, reader
+    def __init__(self, weight_gather: WeightGather, device: ComputeDevice, reader: Reader):
+        self._weight_gather, self._device, self._reader = weight_gather, device, reader
         # One thread: collectives must have the same order on all ranks.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-gather")
 
@@ -111,23 +113,24 @@ class GatheredReader(WeightReader):
     def gather_timing(self, read: Transfer) -> ChunkTiming | None:
         return read.gather_timing if isinstance(read, GatheredTransfer) else None
 
-    def _gather(self, reading: PendingTransfer, pieces: torch.Tensor) -> tuple[ChunkTiming, ChunkTiming]:
+    def _gather(self, reading: PendingTransfer, shares: torch.Tensor) -> tuple[ChunkTiming, ChunkTiming]:
+        """Waits for the read, then gathers. Returns the timings of read and gather."""
         try:
             reading.wait()
         except BaseException:
-            self._weight_gather.abandon()  # peers wait for this gather, and a later one would mix up pages
+            self._weight_gather.abandon()  # other ranks wait for this gather; a later one would be for another page
             raise
         begin = time.monotonic()
-        if len(pieces):
-            self._weight_gather.gather(pieces)
-        return reading.timing, ChunkTiming(begin, time.monotonic(), pieces.nbytes)
+        if len(shares):
+            self._weight_gather.gather(shares)
+        return reading.timing, ChunkTiming(begin, time.monotonic(), shares.nbytes)
 
 
 class GatheredTransfer:
-    """A page in flight; each rank reads a share. `timing` covers this rank's read only."""
+    """The read and gather of a page, of which each rank reads a share. `timing` covers only this rank's read."""
 
-    def __init__(self, collectives: WeightGather, timings: Future[tuple[ChunkTiming, ChunkTiming]]):
-        self._ranks, self._timings = collectives.ranks, timings
+    def __init__(self, weight_gather: WeightGather, timings: Future[tuple[ChunkTiming, ChunkTiming]]):
+        self._ranks, self._timings = weight_gather.ranks, timings
 
     @property
     def is_done(self) -> bool:
@@ -151,8 +154,8 @@ class GatheredTransfer:
 
 class AllGather(SessionResources):
     """Collectives for tensor parallelism, over host memory. All ranks must make the same calls in the same order, with
-    equal shapes. Outside its `with` block nothing is sent: results have the right shapes and wrong values. Raises
-    PeerEnded."""
+    equal shapes. Outside the `with` block of this object nothing is sent: results have the right shapes, but wrong
+    values, which suffices to test a model. Raises PeerEnded."""
 
     def __init__(self, ranks: Ranks):
         self.ranks, self.received_bytes = ranks, 0  # bytes from other ranks so far
@@ -181,26 +184,30 @@ class AllGather(SessionResources):
             return torch.cat([part] * self.count, dim)
         device, part = part.device, part.contiguous().cpu()
         gathered = torch.empty(self.count, *part.shape, dtype=part.dtype)
-        raw, raws = part.view(-1).view(torch.uint8), gathered.view(self.count, -1).view(torch.uint8)
-        self.ranks.run(lambda: dist.all_gather([*raws.unbind()], raw, group=self.ranks.group, async_op=True))
+        # Gloo does not support all dtypes: send bytes.
+        sent_bytes, received_bytes = part.view(-1).view(torch.uint8), gathered.view(self.count, -1).view(torch.uint8)
+        outputs = [*received_bytes.unbind()]
+        self.ranks.run(lambda: dist.all_gather(outputs, sent_bytes, group=self.ranks.group, async_op=True))
         self.received_bytes += (self.count - 1) * part.nbytes
-        at = dim % part.ndim
-        return gathered.movedim(0, at).flatten(at, at + 1).to(device)
+        dim %= part.ndim
+        return gathered.movedim(0, dim).flatten(dim, dim + 1).to(device)
 
     def all_to_all(self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> torch.Tensor:
-        """Sends `send_counts[r]` consecutive rows (n, D) to each rank r; returns the received rows, ordered by rank."""
+        """Sends consecutive rows of `rows` (n, D) to each rank, `send_counts[r]` rows to rank r. Returns the rows
+        received, ordered by rank: `receive_counts[r]` rows of rank r."""
         if not self._is_active or rows.is_meta:
             return rows.new_zeros(sum(receive_counts), rows.shape[1])
         device, rows = rows.device, rows.contiguous().cpu()
         received = torch.empty(sum(receive_counts), rows.shape[1], dtype=rows.dtype)
-        raw, raws = rows.view(torch.uint8), received.view(torch.uint8)
+        # Gloo does not support all dtypes: send bytes.
+        sent_bytes, received_bytes = rows.view(torch.uint8), received.view(torch.uint8)
         counts, group = ([*receive_counts], [*send_counts]), self.ranks.group
-        self.ranks.run(lambda: dist.all_to_all_single(raws, raw, *counts, group=group, async_op=True))
+        self.ranks.run(lambda: dist.all_to_all_single(received_bytes, sent_bytes, *counts, group=group, async_op=True))
         self.received_bytes += (sum(receive_counts) - receive_counts[self.index]) * rows.shape[1] * rows.itemsize
         return received.to(device)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """All-reduce sum. Each element must be zero on all ranks but one: the result is then exact in any order."""
+        """All-reduce sum. Each element must be nonzero on at most one rank, so that the sum is exact in any order."""
         if not self._is_active or part.is_meta:
             return part
         device, part = part.device, part.contiguous().cpu()
@@ -210,10 +217,11 @@ class AllGather(SessionResources):
 
 
 class PipelineLink:
-    """Pipeline-parallel transport: receives hidden states from the previous rank and sends them to the next.
+    """Transport for pipeline parallelism: receives hidden states from the previous rank, and sends them to the next.
 
-    A pass is `begin`, then `receive` and `send` of each item, then `broadcast` on the last rank and `receive_broadcast`
-    on the others. Transfers run in the background. Raises PeerEnded. Not thread-safe."""
+    A pass consists of `begin`, then `receive` and `send` of each item (the hidden states of one micro-batch), then
+    `broadcast` on the last rank and `receive_broadcast` on other ranks. Transfers run in the background. Raises
+    PeerEnded. Not thread-safe."""
 
     def __init__(self, ranks: Ranks):
         """Must be called by all ranks together."""
@@ -229,7 +237,8 @@ class PipelineLink:
         return self.ranks.rank == self.ranks.size - 1
 
     def begin(self, targets: Sequence[torch.Tensor | None]) -> None:
-        """Begins a pass with one item per target. The previous rank fills each target that is not None."""
+        """Begins a pass with one item per target. A target is the buffer for what the previous rank sends; None on
+        rank 0."""
         self._num_items, previous = len(targets), self.ranks.rank - 1
         self._receiving = [self._start_receive(previous, i, t) for i, t in enumerate(targets) if t is not None]
 
@@ -242,13 +251,13 @@ class PipelineLink:
         self._start_send(self.ranks.rank + 1, item, tensor)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Sends the last rank's tensor to all others, which call `receive_broadcast`, and ends the pass."""
+        """Sends a tensor from the last rank to all others, which call `receive_broadcast`. Ends the pass."""
         for other in range(self.ranks.size - 1):
             self._start_send(other, self._num_items, tensor)
         self._finish()
 
     def receive_broadcast(self, target: torch.Tensor) -> None:
-        """Receives the last rank's tensor into `target` and ends the pass."""
+        """Receives the last rank's tensor into `target`. Ends the pass."""
         self._wait(self._start_receive(self.ranks.size - 1, self._num_items, target))
         self._finish()
 
@@ -282,8 +291,8 @@ class PipelineLink:
 
 
 class TransferWaiter:
-    """Waits for one transfer at a time on a daemon thread. Gloo's wait cannot be interrupted, and a timeout breaks the
-    connection."""
+    """Waits for one transfer at a time on a daemon thread, because the main thread must notice that a rank ended.
+    Gloo's own wait cannot be interrupted, and its timeout breaks the connection."""
 
     def __init__(self) -> None:
         self._pending = SimpleQueue[dist.Work | None]()

@@ -1,4 +1,4 @@
-"""Rank, world size and rendezvous URL from the environment of `torchrun` or `srun`."""
+"""Reads rank, world size and rendezvous URL from the environment variables of `torchrun` or `srun`."""
 
 import os
 import re
@@ -13,7 +13,7 @@ FIRST_PORT, NUM_PORTS = 20_000, 20_000  # range of default ports for Slurm steps
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Rank, world size, and URL for `init_process_group`; `env://` under torchrun."""
+    """Rank, world size, and URL for `init_process_group`. Under torchrun the URL is `env://`."""
 
     rank: int
     size: int

@@ -1,11 +1,12 @@
-"""Pipeline parallelism: each rank computes consecutive stages of the model.
+"""Pipeline parallelism: each rank computes consecutive stages of the model (embeddings, one layer, or norm and head).
 
 Every rank runs the model class's own forward. Before the rank's stages, embeddings are zeros and layers return their
 input. The rank's first layer gets the hidden states that the previous rank sent. The forward ends at the next rank's
 first layer.
 
-This requires that layers pass exactly one tensor to each other. A probe run without weights finds its argument: it
-tracks which layers each tensor was computed from.
+This requires that each layer passes only its hidden states to the next layer. A test run without weights checks this,
+and finds the argument of a layer that contains the hidden states: it tracks the origins of each tensor, which are the
+layers that it was computed from.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,14 +28,15 @@ from ..probing.layer_lists import layer_lists
 from ..probing.padded_probe import cache_argument
 
 NUM_TOKENS = 2
-OUTER_WEIGHTS = -1  # origin of tensors computed from weights outside the layers; otherwise a layer index
+OUTER_WEIGHTS = -1  # the origin of tensors computed from weights outside the layers; other origins are layer indices
+# Operations whose results do not depend on the values of their arguments.
 _FACTORIES = ("empty", "zeros", "ones", "full", "new_empty", "new_zeros", "new_ones", "new_full", "rand", "randn")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSignature:
     """Calling convention of a decoder layer. `argument`: position or keyword of the hidden states. `num_outputs`:
-    length of the returned tuple, hidden states first; 0: a bare tensor."""
+    length of the returned tuple, which begins with the hidden states; 0: the layer returns a tensor."""
 
     argument: int | str
     num_outputs: int
@@ -51,13 +53,13 @@ class LayerSignature:
         return tuple(args), {**kwargs, self.argument: hidden}
 
     def make_outputs(self, hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
-        """Return value of a layer that leaves its hidden states unchanged."""
+        """Return value of a layer with the hidden states `hidden` as its result."""
         return (hidden, *[None] * (self.num_outputs - 1)) if self.num_outputs else hidden
 
 
 def layer_signatures(model: PreTrainedModel) -> tuple[LayerSignature, ...]:
-    """Signature of each decoder layer. `model` must have all layers, with parameters on the meta device. Raises
-    ConfigError if a layer needs more than the hidden states of the layer before it."""
+    """Finds the signature of each decoder layer. `model` must have all layers, with parameters on the meta device.
+    Raises ConfigError if a layer needs more than the hidden states of the previous layer."""
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "num_kv_shared_layers", 0):
         raise _error(model, "layers share keys and values (num_kv_shared_layers)")
@@ -68,6 +70,7 @@ def layer_signatures(model: PreTrainedModel) -> tuple[LayerSignature, ...]:
 
 
 def _probe(model: PreTrainedModel, copy: PreTrainedModel, device: str) -> tuple[LayerSignature, ...]:
+    """Runs `copy`, a copy of `model` without weights, and returns the signatures."""
     tracker = _OriginTracker(copy.parameters())
     [layers] = layer_lists(copy)
     calls = [_LayerCall(tracker, index) for index in range(len(layers.layers))]
@@ -89,7 +92,8 @@ def _probe(model: PreTrainedModel, copy: PreTrainedModel, device: str) -> tuple[
 
 
 class _OriginTracker(TorchDispatchMode):
-    """Tracks which layers each tensor was computed from. The set is empty for values that are equal on all ranks."""
+    """A torch mode that tracks the origins of each tensor. A tensor without origins, such as one computed from
+    positions, is equal on all ranks."""
 
     def __init__(self, weights: Iterator[torch.nn.Parameter]):
         super().__init__()
@@ -98,7 +102,7 @@ class _OriginTracker(TorchDispatchMode):
             self.mark(weight, frozenset({OUTER_WEIGHTS}))
 
     def mark(self, tensor: torch.Tensor, origins: frozenset[int]) -> None:
-        self._known[id(tensor)] = tensor, origins  # a reference: the id must not be reused
+        self._known[id(tensor)] = tensor, origins  # the reference prevents that another tensor gets the same id
 
     def origins_of(self, tensor: torch.Tensor) -> frozenset[int]:
         return self._known[id(tensor)][1] if id(tensor) in self._known else frozenset()
@@ -126,7 +130,8 @@ def _tensors(values: object) -> Iterator[torch.Tensor]:
 
 @dataclass
 class _LayerCall:
-    """Record of one layer's call in the probe run. `argument_origins`: for arguments computed from weights."""
+    """Record of one layer's call in the test run. `argument_origins`: argument -> its origins, without arguments that
+    have none. `is_tensor`: the last of them is a tensor."""
 
     tracker: _OriginTracker
     index: int
@@ -142,8 +147,8 @@ class _LayerCall:
                 self.is_tensor = isinstance(value, torch.Tensor)
 
     def leave(self, layer: torch.nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        for each in _tensors(out):
-            self.tracker.mark(each, frozenset({self.index}))
+        for tensor in _tensors(out):
+            self.tracker.mark(tensor, frozenset({self.index}))  # replaces earlier origins
         self.num_outputs = len(out) if isinstance(out, tuple) else 0
 
 
@@ -155,12 +160,12 @@ def _error(model: PreTrainedModel, why: str) -> ConfigError:
 
 
 class _LocalStagesDone(Exception):
-    """Ends the forward before the next rank's first layer; the run's `hidden_out` is sent to that rank."""
+    """Ends the forward before the next rank's first layer. The lane's `hidden_out` is then sent to that rank."""
 
 
 def keep_stages(staged: StagedModel, part: range, layers: Sequence[LayerSignature], device: torch.device) -> None:
-    """Makes the model compute the stages of `part` only; run it with `run_local_stages`. `layers`: signatures of the
-    decoder layers, which are stages from 1 on. Mutates the model's modules."""
+    """Makes the model compute only the stages in `part`; it must then be run with `run_local_stages`. `layers`:
+    signatures of the decoder layers, which are stages from 1 on. Mutates the model's modules."""
     for module in staged.modules:
         signature = layers[module.stage - 1] if 0 < module.stage <= len(layers) else None
         if module.stage == EMBEDDING and EMBEDDING not in part:
@@ -176,13 +181,14 @@ def keep_stages(staged: StagedModel, part: range, layers: Sequence[LayerSignatur
 
 
 def run_local_stages(forward: Callable[[], object]) -> None:
-    """Runs a forward to the end of this rank's stages."""
+    """Runs the model's forward up to the end of this rank's stages."""
     with suppress(_LocalStagesDone):
         forward()
 
 
 def _placeholder_weights(module: StreamedModule, weights: Weights) -> Weights:
-    """Placeholder embeddings on a later rank. Raises ConfigError if layers use them after the rank's first layer."""
+    """Returns placeholder embeddings, for ranks other than 0. Raises ConfigError if the embeddings are used after this
+    rank's first layer has begun, when the values matter."""
     if current_lane_run().hidden_in is not None:
         raise ConfigError(
             f"devices=pipeline: {module.name} is used after the first layer, but only rank 0 has it: set "
@@ -200,7 +206,7 @@ def _run_first_layer(
 ) -> object:
     """Runs the layer on a buffer that receives the previous rank's hidden states."""
     run = current_lane_run()
-    # The engine fills it before the layer gets its weights, so before it computes.
+    # The engine fills this buffer before the layer gets its weights, and so before the layer computes.
     run.hidden_in = torch.empty_like(signature.hidden_states(args, kwargs), memory_format=torch.contiguous_format)
     return module.run_inner(*signature.with_hidden_states(args, kwargs, run.hidden_in))
 

@@ -1,8 +1,8 @@
-"""Process group of a run: message exchange, and detection of ranks that ended or were asked to stop.
+"""The process group of a run: exchange of messages, and detection of ranks that ended or were asked to stop.
 
-Messages are JSON over gloo, never pickle, so that peers cannot execute code. All ranks make the same exchanges in the
-same order. Each pair of ranks has a TCP connection as a heartbeat, which carries only the numbers of sessions to stop.
-A closed connection means that the rank has ended.
+Messages are JSON over gloo, never pickle, so that other ranks cannot execute code here. All ranks make the same
+exchanges in the same order. Each pair of ranks also has a TCP connection, the heartbeat. The only data sent over it are
+the numbers of sessions to stop. A closed connection means that the rank has ended.
 """
 
 import json
@@ -28,21 +28,22 @@ from ..errors import Interrupted, PeerEnded
 from .launch import Launch
 
 Exchange: TypeAlias = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
-NUM_SESSIONS = 256  # session numbers wrap: one byte each
+NUM_SESSIONS = 256  # a session's number is sent as one byte, modulo this
 CONNECT_SECONDS = 60.0  # timeout of each heartbeat connection
 GREETING = struct.Struct("!16sI")  # shared token, rank that connects
 KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))  # seconds, seconds, probes
 
 
 class Heartbeat(Closing):
-    """Connections of a rank to all others. Any thread may call `ended_ranks`, `is_stopping` and `stop`."""
+    """The heartbeat connections of this rank to all others. Any thread may call `ended_ranks`, `is_stopping` and
+    `stop`."""
 
     def __init__(self, connections: Mapping[int, socket.socket]):
         self._connections = connections
         self._ended, self._stopping = set[int](), set[int]()
         for connection in connections.values():
             connection.setblocking(False)
-            # Keepalive: a machine that loses power closes no connection.
+            # A machine that loses power does not close its connections: TCP keepalive detects that.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in KEEPALIVE:
                 if hasattr(socket, name):
@@ -50,7 +51,8 @@ class Heartbeat(Closing):
 
     @staticmethod
     def connect(rank: int, size: int, exchange: Exchange, host: str, *, is_local: bool) -> "Heartbeat":
-        """Connects all ranks; all must call it together. `host`: rank 0's host. Raises PeerEnded."""
+        """Connects all ranks, which must call this together. A rank connects to all lower ranks, and accepts
+        connections of all higher ones. `host`: rank 0's host. Raises PeerEnded."""
         address = "127.0.0.1" if is_local else host if not rank else local_address(host)
         connections = dict[int, socket.socket]()
         try:
@@ -91,7 +93,7 @@ class Heartbeat(Closing):
         return sorted(self._ended)
 
     def forget_old_stops(self, session: int) -> None:
-        """Clears the stop of an old session before its number is reused."""
+        """Clears the stop of the session half a cycle of numbers ago, long before its number is used again."""
         self._stopping.discard((session + NUM_SESSIONS // 2) % NUM_SESSIONS)
 
     def is_stopping(self, session: int) -> bool:
@@ -109,6 +111,7 @@ class Heartbeat(Closing):
                 self._ended.add(rank)
 
     def _poll(self) -> None:
+        """Reads what has arrived, without waiting."""
         for rank, connection in self._connections.items():
             if rank in self._ended:
                 continue
@@ -118,7 +121,7 @@ class Heartbeat(Closing):
                 continue
             except OSError:
                 data = b""
-            self._stopping.update(data)
+            self._stopping.update(data)  # each byte is a session number
             if not data:
                 self._ended.add(rank)
 
@@ -144,16 +147,18 @@ def _read_greeting(connection: socket.socket, token: bytes) -> int | None:
 Message: TypeAlias = Mapping[str, Any]
 JOIN_TIMEOUT = timedelta(minutes=10)  # imports from a cold file system take long
 GROUP_TIMEOUT = timedelta(days=30)  # never reached: the heartbeat reports ended ranks
-POLL_SECONDS, POLLS_PER_CHECK = 1e-4, 20  # between polls of a page; polls between checks of the heartbeat
+POLL_SECONDS = 1e-4  # between polls whether a page of weights has arrived
+POLLS_PER_CHECK = 20  # polls between checks of the heartbeat
 STOP_CHECK_SECONDS = 0.02  # between checks for a stop
 CHECK_TIMEOUT = timedelta(seconds=0.1)  # between checks of the heartbeat while waiting
-GRACE_SECONDS = 2.0  # for an ended rank's last messages, and until its other connections close
+GRACE_SECONDS = 2.0  # in which an ended rank's last messages arrive, and all its connections close
 SHARDED = DevicesConfig(way=Parallelism.sharded)
 STOPPED = "start the same command again to resume"
 
 
 class Ranks(Closing):
-    """This rank's view of the process group. `machines`: identity of each rank's machine.
+    """This process as a rank of a run: its number, and communication with the other ranks. `machines`: a string per
+    rank that identifies its machine.
 
     All ranks must make the same calls in the same order, except `ended_ranks`, `stop`, `is_stopping`, `require_alive`
     and `require_running`. Raises PeerEnded if ranks do not all join, or one ends later."""
@@ -161,15 +166,15 @@ class Ranks(Closing):
     def __init__(
         self, launch: Launch, should_stop: Callable[[], bool] = lambda: False, devices: DevicesConfig = SHARDED
     ):
-        """Waits for all ranks. Raises Interrupted if `should_stop` returns True before."""
+        """Waits until all ranks have joined. Raises Interrupted if `should_stop` returns True before that."""
         self.rank, self.size, self.devices = launch.rank, launch.size, devices
         self._heartbeat: Heartbeat | None = None
         self._session = 0
         self.group = _join_group(launch, should_stop)
-        # Equal for processes that can share memory: same boot, same container, same Slurm node. Slurm limits memory
+        # Processes with equal strings can share memory: same boot, same container, same Slurm node. Slurm limits memory
         # per node, even if several nodes are on one machine.
-        boot, space = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), Path("/proc/self/ns/pid").stat()
-        machine = f"{boot} {space.st_ino} {os.environ.get('SLURMD_NODENAME', '')}"
+        boot, container = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), Path("/proc/self/ns/pid").stat()
+        machine = f"{boot} {container.st_ino} {os.environ.get('SLURMD_NODENAME', '')}"
         self.machines = [str(each["machine"]) for each in self.exchange({"machine": machine})]
         self._heartbeat = Heartbeat.connect(
             self.rank, self.size, self.exchange, launch.host, is_local=self.is_on_one_machine
@@ -204,18 +209,19 @@ class Ranks(Closing):
         return gather is Gather.memory or (gather is Gather.auto and self.is_on_one_machine)
 
     def new_group(self) -> dist.ProcessGroup:
-        """New group of all ranks. Its collectives are not ordered with those of other groups."""
+        """Creates another process group of all ranks. Its collectives need no common order with those of other
+        groups."""
         group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
         assert isinstance(group, dist.ProcessGroup), "every rank is in the group"
         return group
 
     def exchange(self, message: Message) -> list[Message]:
-        """All-gathers messages, by rank. Blocks until all ranks have sent theirs."""
+        """Sends a message to all ranks. Blocks until all have sent one; returns the messages in the order of ranks."""
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
         sizes = self._all_gather(torch.tensor([len(data)]))
         longest = max(int(size) for size in sizes)
         messages = self._all_gather(torch.nn.functional.pad(data, (0, longest - len(data))))
-        return [json.loads(each[: int(size)].numpy().tobytes()) for each, size in zip(messages, sizes, strict=True)]
+        return [json.loads(data[: int(size)].numpy().tobytes()) for data, size in zip(messages, sizes, strict=True)]
 
     def broadcast(self, message: Message) -> None:
         """Sends a message from rank 0; the others call `receive`."""
@@ -246,7 +252,7 @@ class Ranks(Closing):
         return self._heartbeat is not None and self._heartbeat.is_stopping(self._session)
 
     def stop(self) -> None:
-        """Asks all ranks to stop; those that wait do so at once."""
+        """Asks all ranks to stop this session. Ranks that wait for others stop at once."""
         if self._heartbeat is not None:
             self._heartbeat.stop(self._session)
 
@@ -257,11 +263,12 @@ class Ranks(Closing):
             raise Interrupted(STOPPED)
 
     def wait(self, is_done: Callable[[timedelta], bool]) -> None:
-        """Blocks until `is_done(timeout)` returns True. Raises PeerEnded, and errors of `is_done`."""
+        """Blocks until `is_done(timeout)` returns True; `is_done` itself must wait up to `timeout`. Raises PeerEnded,
+        and errors of `is_done`."""
         deadline = None
         while not is_done(CHECK_TIMEOUT):
             if deadline is None and self.ended_ranks():
-                deadline = time.monotonic() + GRACE_SECONDS  # its last message may still arrive
+                deadline = time.monotonic() + GRACE_SECONDS  # the ended rank's last message may still arrive
             if deadline is not None and time.monotonic() > deadline:
                 raise self._peer_ended(self.ended_ranks())
 
@@ -280,7 +287,8 @@ class Ranks(Closing):
         return gathered
 
     def explain_failure(self, error: RuntimeError) -> Interrupted:
-        """The error for a failed collective. Waits a moment, since a process's connections do not close all at once."""
+        """Returns the error for a failed collective. Waits up to `GRACE_SECONDS` for the heartbeat to show which rank
+        ended, since connections of a process do not close all at once."""
         deadline = time.monotonic() + GRACE_SECONDS
         while not (ended := self.ended_ranks()) and time.monotonic() < deadline:
             time.sleep(0.01)

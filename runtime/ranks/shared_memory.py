@@ -1,10 +1,12 @@
 """Memory shared by all ranks on a machine, and a reader that fills it with weights.
 
-It is an anonymous file: rank 0 creates it, the others open rank 0's descriptor, and the kernel frees it with the last
-process. All ranks allocate buffers in the same order, so that they get the same offsets.
+The memory is an anonymous file: rank 0 creates it, other ranks open rank 0's descriptor, and the kernel frees it with
+the last process. All ranks allocate buffers in the same order, so the buffers have the same offsets on all ranks.
 
-A page is complete once all ranks' shares have arrived; its slot may be refilled once all ranks have freed it. Each rank
-publishes both counts in shared counters. Slots are taken in the schedule's order, so their numbers agree on all ranks.
+Streamed weights are read in pages (parts of a layer). A slot is a buffer for one page, which is refilled many times.
+Each rank reads a share, about 1/N, of every page. A page is complete when the shares of all ranks have arrived; its
+slot may be refilled when all ranks have freed it. Each rank publishes, in shared counters, how many fills of each slot
+have arrived and how many it has freed. Slots are used in the schedule's order, so their numbers are equal on all ranks.
 """
 
 import mmap
@@ -32,16 +34,17 @@ from ..units import GIB, round_up
 from .ranks import POLL_SECONDS, POLLS_PER_CHECK, STOPPED, Ranks
 
 Mapped = TypeVar("Mapped", bound=mmap.mmap)
-FILE_BYTES = 16 * 1024 * GIB  # sparse: only written pages take memory
+FILE_BYTES = 16 * 1024 * GIB  # the file is sparse: only parts that are written take memory
 PAGE_BYTES = 4096
 
 
 class SharedMemory(Closing, SessionResources):
-    """Shared buffers of one session; they stay valid after `close`. Not thread-safe."""
+    """Memory in which all ranks allocate shared buffers, for one session. Buffers stay valid after `close`. Not
+    thread-safe."""
 
     def __init__(self, ranks: Ranks, descriptor: int):
         self.ranks = ranks
-        self._descriptor, self._mapped_bytes = descriptor, 0
+        self._descriptor, self._mapped_bytes = descriptor, 0  # the next buffer begins at this offset of the file
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -60,7 +63,7 @@ class SharedMemory(Closing, SessionResources):
 
     @staticmethod
     def open(ranks: Ranks, address: tuple[int, int]) -> "SharedMemory":
-        """Opens the memory of another rank. Raises ConfigError."""
+        """Opens rank 0's memory by its `address`. Raises ConfigError."""
         path = "/proc/{}/fd/{}".format(*address)
         try:
             return SharedMemory(ranks, os.open(path, os.O_RDWR | os.O_CLOEXEC))
@@ -71,11 +74,12 @@ class SharedMemory(Closing, SessionResources):
 
     @property
     def address(self) -> tuple[int, int]:
-        """(process id, descriptor) by which other ranks open it."""
+        """(process id, descriptor) by which other ranks open this memory."""
         return os.getpid(), self._descriptor
 
     def map(self, num_bytes: int, kind: type[Mapped] = mmap.mmap) -> Mapped:
-        """Maps the next pages, zeroed. All ranks must call it with the same sizes in the same order."""
+        """Allocates and maps a zeroed buffer. All ranks must make the same calls, with equal sizes, in the same
+        order."""
         size = round_up(max(num_bytes, 1), PAGE_BYTES)
         memory = kind(self._descriptor, size, mmap.MAP_SHARED, offset=self._mapped_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -87,23 +91,23 @@ class SharedMemory(Closing, SessionResources):
     def weight_reader(self, device: ComputeDevice, reader: Reader, *, count: int) -> "SharedReader":
         return SharedReader(self, device, reader, count=count)
 
-    def cells(self, count: int) -> torch.Tensor:
-        """Shared int64 counters. No lock is needed: one rank writes each, and it never decreases."""
+    def counters(self, count: int) -> torch.Tensor:
+        """Allocates shared int64 counters. They need no lock: only one rank writes each, and they never decrease."""
         return torch.frombuffer(self.map(8 * count), dtype=torch.int64)[:count]
 
 
 class SharedReader(WeightReader):
-    """Reads 1/N of every page on each rank of a machine, straight into shared memory. One thread waits until a slot is
-    free on all ranks; another waits for this rank's share and announces it."""
+    """Reads this rank's share of every page directly into shared memory. One thread waits until a slot is free on all
+    ranks and starts the read; another waits for the read's end and announces it to other ranks."""
 
     def __init__(self, memory: SharedMemory, device: ComputeDevice, reader: Reader, *, count: int):
         """`count`: number of slots and buffers."""
         self._memory, self._device, self._reader = memory, device, reader
         size = memory.ranks.size
         self._rank, self._size = memory.ranks.rank, size
-        cells = memory.cells(2 * size * count).view(2, size, count).numpy()
-        self._freed, self._arrived = cells[0], cells[1]
-        self._num_begun, self._num_freed = [0] * count, [0] * count  # by slot, on this rank
+        counters = memory.counters(2 * size * count).view(2, size, count).numpy()
+        self._freed, self._arrived = counters[0], counters[1]  # number of fills by (rank, slot)
+        self._num_begun, self._num_freed = [0] * count, [0] * count  # number of fills by slot, on this rank
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="share-read")
         self._announcing = ThreadPoolExecutor(1, thread_name_prefix="share-announce")
         self._is_abandoned = threading.Event()
@@ -133,7 +137,7 @@ class SharedReader(WeightReader):
 
         def mark_arrived(begun: Future[PendingTransfer]) -> PendingTransfer:
             transfer = begun.result()
-            transfer.wait()  # announce only complete shares: other ranks read the bytes at once
+            transfer.wait()  # other ranks may read the bytes as soon as the counter says that they arrived
             self._arrived[self._rank, number] = count
             return transfer
 
@@ -148,12 +152,13 @@ class SharedReader(WeightReader):
         return bool((self._arrived[:, number] >= count).all())
 
     def wait_complete(self, number: int, count: int) -> None:
-        """Waits for all shares. Raises PeerEnded or Interrupted if they may never arrive."""
+        """Waits until `is_complete`. Raises PeerEnded if another rank ended, Interrupted if the run stops."""
         self._wait(self._arrived, number, count)
 
-    def _wait(self, cells: NDArray[np.int64], number: int, count: int) -> None:
+    def _wait(self, counters: NDArray[np.int64], number: int, count: int) -> None:
+        """Waits until the counters of slot `number` are at least `count` on all ranks."""
         num_polls = 0
-        while not (cells[:, number] >= count).all():
+        while not (counters[:, number] >= count).all():
             if self._is_abandoned.is_set():
                 raise Interrupted(STOPPED)
             if num_polls % POLLS_PER_CHECK == 0:
@@ -163,7 +168,8 @@ class SharedReader(WeightReader):
 
 
 class SharedTransfer:
-    """A page in flight; each rank reads a share. `timing` covers this rank's read only."""
+    """The read of a page, of which each rank reads a share: fill `count` of slot `number`. `timing` covers only this
+    rank's share."""
 
     def __init__(self, reader: SharedReader, read: Future[PendingTransfer], number: int, count: int):
         self._reader, self._read, self._number, self._count = reader, read, number, count

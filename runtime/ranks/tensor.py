@@ -1,11 +1,11 @@
 """Tensor parallelism: each rank computes some rows of every matrix and some attention heads.
 
-Every matrix is split by rows, its output features. So one rank computes each output, in the order of a single device,
-and parts are concatenated, never summed: results are exact. Modules keep their classes; hooks gather inputs and
-outputs.
+Every matrix is split by rows, which are its output features. Each output is computed by one rank, with the same
+operations as on a single device. Outputs are concatenated, never summed, so results are exact. Modules keep their
+classes; hooks gather inputs and outputs.
 
-The tensor-parallel plan of the class in transformers names outputs that stay split up to the next matrix. Without a
-plan, or if the model does not run with it, each output is gathered at once.
+transformers has a tensor-parallel plan for many classes. It says after which matrices the output stays split up to the
+next matrix. Without a plan, or if the model does not run with it, every output is gathered at once.
 """
 
 import logging
@@ -35,23 +35,24 @@ from .tensor_experts import describe_unsplit, split_experts
 
 log = logging.getLogger(__name__)
 
-UNSPLIT_STYLES = re.compile("replicate|mla|all_reduce")  # styles in transformers' plans of matrices that are not split
+UNSPLIT_STYLES = re.compile("replicate|mla|all_reduce")  # in transformers' plans: styles of matrices to leave whole
 
 
 class Flow(Enum):
-    """Input and output of a split linear layer: all features, or only this rank's part of them."""
+    """What a split linear layer gets and returns: all features (full), or only this rank's part of them."""
 
     full_to_part = "full to part"
     part_to_full = "part to full"
     full_to_full = "full to full"
 
 
-STYLES = {"colwise": Flow.full_to_part, "rowwise": Flow.part_to_full}
+STYLES = {"colwise": Flow.full_to_part, "rowwise": Flow.part_to_full}  # style in transformers' plans -> flow
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitHeads:
-    """This rank's share of each layer's KV heads, which it caches and attends to with the matching query heads."""
+    """This rank's share of the attention heads: it caches some KV heads of each layer, and computes attention with the
+    query heads that use them. `num_kv_heads`: number of all KV heads, by layer."""
 
     all_gather: AllGather
     num_kv_heads: Sequence[int]
@@ -61,7 +62,7 @@ class SplitHeads:
         return states.shape[1] == self.num_kv_heads[layer]
 
     def select(self, layer: int, states: torch.Tensor) -> torch.Tensor:
-        """This rank's heads of keys or values, which may have all heads or only these."""
+        """Selects this rank's heads of keys or values, unless `states` has only these already."""
         return self.slice_heads(states, 1) if self.has_all_heads(layer, states) else states
 
     def slice_heads(self, states: torch.Tensor, dim: int) -> torch.Tensor:
@@ -101,13 +102,13 @@ class TensorSplit(ModelSplit):
 
 
 class _ModelSplitter:
-    """Splits one model. `cut_parameters`: split parameters by name; `whole_experts`: those split by expert. Rank 0's
-    `devices.experts` decides how experts are split."""
+    """Splits one model. `cut_parameters`: name -> this rank's part of a split parameter; `whole_experts`: those of them
+    that are split by expert. Rank 0's setting `devices.experts` decides how experts are split."""
 
     def __init__(self, model: PreTrainedModel, parameters: Mapping[str, Parameter], all_gather: AllGather):
         self._model, self._parameters, self._all_gather = model, parameters, all_gather
         self._share = RowShare(index=all_gather.index, count=all_gather.count)
-        self._names = defaultdict[int, list[str]](list)
+        self._names = defaultdict[int, list[str]](list)  # id of a parameter -> its names; tied ones have several
         for name, tensor in model.named_parameters(remove_duplicate=False):
             self._names[id(tensor)].append(name)
         self.cut_parameters: dict[str, Parameter] = {}
@@ -116,7 +117,8 @@ class _ModelSplitter:
         self._expert_division = DividedExperts(ranks.exchange({"experts": ranks.devices.experts.value})[0]["experts"])
 
     def split_linears(self) -> None:
-        """Splits the layers' linear modules, by the class's plan if the model runs with it, else each on its own."""
+        """Splits the linear modules of layers: by the class's tensor-parallel plan if the model runs with it, else with
+        a gather after each."""
         name = type(self._model).__name__
         failure: str | None = None
         for flows in (
@@ -133,7 +135,8 @@ class _ModelSplitter:
         raise self._error(name, f"its code depends on the sizes of its matrices ({failure})")
 
     def _linear_flows(self, plan: Mapping[str, str]) -> dict[str, Flow]:
-        """Flow of each linear module that can be split, by module path. `plan`: style by path, layer index as `*`."""
+        """The linear modules to split: module path -> flow. `plan`: module path, with `*` for the layer index, ->
+        style."""
         flows = dict[str, Flow]()
         for layers in layer_lists(self._model):
             for path, module in layers.layers.named_modules(prefix=layers.path):
@@ -146,7 +149,8 @@ class _ModelSplitter:
         return flows
 
     def _find_failure(self, flows: Mapping[str, Flow]) -> str | None:
-        """Runs the split model on the meta device. Returns the error message, or None if it runs."""
+        """Runs a copy of the model with these splits on the meta device. Returns the error message, or None if it
+        runs."""
         for path, flow in flows.items():
             height = self._linear(self._model, path).out_features
             if not self._share.divides(height):
@@ -171,24 +175,25 @@ class _ModelSplitter:
             split = split_experts(module, stacks, self._all_gather, self._expert_division)
             if not split.stacks:
                 raise self._error(path, split.why_not, split.alternative)
-            parts = {full: replace(part, name=full) for leaf, part in split.stacks.items() for full in names[leaf]}
+            parts = {name: replace(part, name=name) for leaf, part in split.stacks.items() for name in names[leaf]}
             self.cut_parameters |= parts
             if split.own is not None:
                 self.whole_experts |= parts
 
     def log_split(self) -> None:
-        """Logs how many bytes of weights this rank holds."""
-        rest = distinct_bytes(p for name, p in self._parameters.items() if name not in self.cut_parameters)
-        experts = distinct_bytes(self._parameters[name] for name in self.whole_experts)
-        cut_bytes = distinct_bytes(self._parameters.values()) - rest - experts
-        own = f", {format_bytes(distinct_bytes(self.whole_experts.values()))} of {format_bytes(experts)} of experts"
+        """Logs how many bytes of weights this rank reads."""
+        uncut_bytes = distinct_bytes(p for name, p in self._parameters.items() if name not in self.cut_parameters)
+        expert_bytes = distinct_bytes(self._parameters[name] for name in self.whole_experts)
+        cut_bytes = distinct_bytes(self._parameters.values()) - uncut_bytes - expert_bytes
+        own_bytes = distinct_bytes(self.whole_experts.values())
+        own = f", {format_bytes(own_bytes)} of {format_bytes(expert_bytes)} of experts" if expert_bytes else ""
         log.info(
             "devices=tensor: of %s of weights this rank holds 1/%d%s, and all of %s",
-            *(format_bytes(cut_bytes), self._all_gather.count, own if experts else "", format_bytes(rest)),
+            *(format_bytes(cut_bytes), self._all_gather.count, own, format_bytes(uncut_bytes)),
         )
 
     def split_tables(self) -> None:
-        """Splits the embeddings and the head. If they are tied, splits both or neither."""
+        """Splits the embeddings and the head by vocabulary. If they are tied, splits both or neither."""
         model, share = self._model, self._share
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
         table = table if isinstance(table, nn.Embedding) and share.divides(table.num_embeddings) else None
@@ -206,7 +211,7 @@ class _ModelSplitter:
         return any(name in self.cut_parameters for tensor in module.parameters() for name in self._names[id(tensor)])
 
     def _cut_module(self, module: nn.Module) -> None:
-        """Cuts a module's parameters, under all names of tied ones."""
+        """Records this rank's part of a module's parameters. Tied parameters are recorded under all their names."""
         for tensor in module.parameters(recurse=False):
             for name in self._names[id(tensor)]:
                 part = cut_rows(self._parameters[name], self._share)
@@ -243,8 +248,8 @@ def shrink_parameters(module: nn.Module, height: int) -> None:
 
 
 def split_linear(module: nn.Linear, all_gather: AllGather, *, is_input_split: bool, is_output_split: bool) -> None:
-    """Makes the module compute this rank's output features. It gathers its input first if `is_input_split`, and its
-    output unless `is_output_split`. Mutates the module."""
+    """Makes the module compute only this rank's output features. `is_input_split`: the module gathers its input first.
+    `is_output_split`: the module does not gather its output. Mutates the module."""
     module.out_features //= all_gather.count
     shrink_parameters(module, module.out_features)
     if is_input_split:
@@ -254,7 +259,8 @@ def split_linear(module: nn.Linear, all_gather: AllGather, *, is_input_split: bo
 
 
 def split_embedding(module: nn.Embedding, all_gather: AllGather) -> None:
-    """Makes the module hold this rank's rows; lookups add up the results of all ranks. Mutates the module."""
+    """Makes the module contain only this rank's rows. A lookup sums the results of all ranks; those without the row
+    contribute zeros. Mutates the module."""
     module.num_embeddings //= all_gather.count
     module.padding_idx = None  # only used for gradients, and may be out of range here
     shrink_parameters(module, module.num_embeddings)
@@ -264,7 +270,8 @@ def split_embedding(module: nn.Embedding, all_gather: AllGather) -> None:
 
 
 class _EmbeddingHooks:
-    """Hooks of a split embedding: token ids (B, T) to local rows, and all-reduced outputs (B, T, D)."""
+    """Hooks of a split embedding. `before` converts token ids (B, T) to this rank's row numbers; `after` sums the
+    outputs (B, T, D) over ranks."""
 
     def __init__(self, all_gather: AllGather, num_rows: int):
         self._all_gather, self._num_rows, self._is_local = all_gather, num_rows, torch.empty(0)

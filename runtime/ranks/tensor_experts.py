@@ -1,10 +1,11 @@
 """A rank's part of a mixture-of-experts layer: some rows of every expert's matrices, or some whole experts.
 
 Split by rows, each rank computes some features of every expert's output. Split by expert (expert parallelism), each
-rank multiplies the tokens routed to its experts and sends each output to the rank that sums that token's outputs.
-Sums are then all-gathered. Products and the order of sums equal those of one process, so results are bit-identical.
+rank computes the tokens routed to its experts, and sends each output to the rank that sums the outputs of that token.
+The sums are then all-gathered. Products and the order of sums equal those of one process, so results are bit-identical.
 
-Letters as in experts.py; N and M are a rank's part of an expert's inner size and of D.
+A visit is a pair of a token and an expert that it is routed to.
+Shapes: T tokens of D features, V visits, H an expert's inner size, M this rank's part of D, t this rank's part of T.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,14 +35,14 @@ from ..plan.shape.shapes import Parameter
 from .collectives import AllGather
 
 GATED: Any = MixtralExperts  # transformers' decorator adds `_apply_gate`
-MIN_BATCH_VISITS = 512  # visits of several experts that share one gather
+MIN_BATCH_VISITS = 512  # experts with together at most so many visits are gathered in one call
 
-Stacks = Mapping[str, Parameter]  # by name in the experts module
+Stacks = Mapping[str, Parameter]  # name in the experts module -> the stacked matrices of all experts
 
 
 def num_fused(module: nn.Module) -> int:
-    """Number of row ranges of the first matrix that are split separately: 2 for fused gate and up matrices that can be
-    multiplied part by part, else 1."""
+    """Number of fused matrices in an expert's first matrix that are split separately: 2 for gate and up, else 1. Gate
+    and up are separate only if each rank can apply the activation to its own rows."""
     experts = cast("Experts", module)
     is_default = has_same_code(getattr(type(module), "_apply_gate", None), GATED._apply_gate)
     return 2 if experts.has_gate and is_default and not experts.has_bias else 1
@@ -50,15 +51,16 @@ def num_fused(module: nn.Module) -> int:
 def _batch_experts(
     visits: Visits, hit: Iterable[tuple[int, Matrices]], most_visits: int
 ) -> Iterator[Sequence[tuple[int, Matrices]]]:
-    """Batches consecutive experts with at most `most_visits` visits together, or one expert."""
+    """Yields batches of consecutive experts, with at most `most_visits` visits in a batch of several experts. `hit`:
+    (expert, its matrices)."""
     batch, num_visits = list[tuple[int, Matrices]](), 0
     for expert, matrices in hit:
-        own = visits.expert_rows(expert)
-        if batch and num_visits + own.stop - own.start > most_visits:
+        rows = visits.expert_rows(expert)
+        if batch and num_visits + rows.stop - rows.start > most_visits:
             yield batch
             batch, num_visits = [], 0
         batch.append((expert, matrices))
-        num_visits += own.stop - own.start
+        num_visits += rows.stop - rows.start
     if batch:
         yield batch
 
@@ -69,7 +71,7 @@ def _add_bias(experts: Experts, name: str, expert: int, x: torch.Tensor) -> torc
 
 
 class ExpertRows(ExpertShare):
-    """Some rows of every expert's matrices."""
+    """A rank's part of an experts module: some rows of every expert's matrices."""
 
     def __init__(self, all_gather: AllGather):
         super().__init__()
@@ -78,8 +80,9 @@ class ExpertRows(ExpertShare):
     def mix_experts(
         self, module: nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
     ) -> torch.Tensor:
-        """Adds outputs in the order of the unsplit `mix_experts`."""
+        """Adds the experts' outputs in the order of the `mix_experts` of a single process."""
         experts = cast("Experts", module)
+        # Bias and norm need all features of an expert's output, so it is gathered before they are applied.
         is_last_whole = experts.has_bias or has_norm(experts)
         out_TM, width = None, 0
         for batch in _batch_experts(visits, hit, max(len(hidden_TD), MIN_BATCH_VISITS)):
@@ -102,10 +105,12 @@ class ExpertRows(ExpertShare):
         *,
         is_whole: bool,
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Outputs of each expert of a batch: (V, D) if `is_whole`, else this rank's features (V, M)."""
+        """Yields (expert, output) for the experts of a batch: all features (V, D) if `is_whole`, else this rank's
+        (V, M)."""
         experts, (up, down) = cast("Experts", module), matrix_names(module)
         counts = [visits.expert_rows(expert).stop - visits.expert_rows(expert).start for expert, _ in batch]
         parts = [F.linear(hidden_TD[visits.tokens_V[visits.expert_rows(expert)]], own[up]) for expert, own in batch]
+        # The activation runs before the gather if it needs only this rank's features, else after it.
         if num_fused(module) == 2 or (not experts.has_gate and not experts.has_bias):
             inner_VH = self._all_gather.gather(torch.cat([apply_activation(experts, part) for part in parts]))
         else:
@@ -124,7 +129,7 @@ class ExpertRows(ExpertShare):
 
 
 class WholeExperts(ExpertShare):
-    """Some whole experts, which no other rank has."""
+    """A rank's part of an experts module: whole experts, which no other rank has."""
 
     def __init__(self, all_gather: AllGather, own: range):
         super().__init__(own)
@@ -133,13 +138,15 @@ class WholeExperts(ExpertShare):
     def mix_experts(
         self, module: nn.Module, hidden_TD: torch.Tensor, visits: Visits, hit: Iterable[tuple[int, Matrices]]
     ) -> torch.Tensor:
-        """`hit` yields this rank's experts only."""
+        """Computes this rank's experts, sends their outputs to the ranks that sum them, and gathers the sums. `hit`
+        yields only this rank's experts."""
         all_gather, num_experts = self._all_gather, cast("Experts", module).num_experts
+        # Ranges by rank: the experts that it computes, and the tokens that it sums.
         experts, tokens = split_evenly(num_experts, all_gather.count), split_evenly(len(hidden_TD), all_gather.count)
         own_experts, own_tokens = experts[all_gather.index], tokens[all_gather.index]
         outputs, send_counts = _weighted_outputs(module, hidden_TD, visits, hit, own_experts, tokens)
         summed = visits.select_tokens(own_tokens)
-        receive_counts = [summed.expert_rows(each[-1]).stop - summed.expert_rows(each.start).start for each in experts]
+        receive_counts = [summed.expert_rows(own[-1]).stop - summed.expert_rows(own.start).start for own in experts]
         received = all_gather.all_to_all(outputs, send_counts, receive_counts)
         out_tD = hidden_TD.new_zeros(len(own_tokens), hidden_TD.shape[1])
         for expert in summed.hit:
@@ -158,11 +165,12 @@ def _weighted_outputs(
     own: range,
     tokens: Sequence[range],
 ) -> tuple[torch.Tensor, list[int]]:
-    """Weighted outputs of this rank's experts (V, D), ordered by summing rank, and the count for each rank."""
+    """The weighted outputs of this rank's experts (V, D), ordered by the rank that sums them, and the number for each
+    rank. `own`: this rank's experts. `tokens`: the tokens that each rank sums."""
     begin, end = visits.expert_rows(own.start).start, visits.expert_rows(own[-1]).stop
     ends = torch.tensor([each.stop for each in tokens], device=visits.tokens_V.device)
-    rank_V = torch.bucketize(visits.tokens_V[begin:end], ends, right=True)
-    rows_V = torch.empty_like(rank_V)
+    rank_V = torch.bucketize(visits.tokens_V[begin:end], ends, right=True)  # the summing rank of each visit
+    rows_V = torch.empty_like(rank_V)  # the row of each visit in the result: the inverse of the sort by rank
     rows_V[rank_V.argsort(stable=True)] = torch.arange(end - begin, device=rank_V.device)
     out_VD = hidden_TD.new_empty(end - begin, hidden_TD.shape[1])
     for expert, matrices in hit:
@@ -173,8 +181,9 @@ def _weighted_outputs(
 
 
 class ExpertSplit(NamedTuple):
-    """This rank's part of an experts module. `own`: its whole experts. If `stacks` is empty, it cannot be split;
-    `why_not` is the reason and `alternative` a setting with which it can."""
+    """How an experts module is split. `stacks`: this rank's part of the stacked matrices; empty if the module cannot be
+    split. `own`: this rank's experts if split by expert, None if by rows. `why_not`: why the module cannot be split;
+    `alternative`: a setting with which it can be split, or ""."""
 
     stacks: Stacks
     own: range | None = None
@@ -183,13 +192,14 @@ class ExpertSplit(NamedTuple):
 
 
 def split_experts(module: nn.Module, stacks: Stacks, all_gather: AllGather, requested: DividedExperts) -> ExpertSplit:
-    """Splits an experts module and mutates it, unless the returned `stacks` are empty."""
+    """Splits an experts module by rows or by expert, as `requested`; mutates it, unless the returned `stacks` are
+    empty. `auto` chooses the split with fewer bytes to exchange, or the only possible one."""
     share = RowShare(index=all_gather.index, count=all_gather.count)
     rows, whole = _split_by_rows(module, stacks, share), _split_by_expert(stacks, share)
     if requested is DividedExperts.auto:
-        inputs = stacks[matrix_names(module)[1]].shape[1:]
-        hidden, inner = reversed(inputs) if cast("Experts", module).is_transposed else inputs
-        # Each rank would read all bytes of interleaved rows.
+        down_shape = stacks[matrix_names(module)[1]].shape[1:]
+        hidden, inner = reversed(down_shape) if cast("Experts", module).is_transposed else down_shape
+        # Split by rows, each rank would have to read all bytes of matrices with interleaved rows.
         is_interleaved = any(piece.is_interleaved for stack in stacks.values() for piece in stack.slices)
         prefers_whole = is_interleaved or whole_experts_send_less(hidden, inner, share.count)
         first, second = (whole, rows) if prefers_whole else (rows, whole)
@@ -213,7 +223,7 @@ def split_experts(module: nn.Module, stacks: Stacks, all_gather: AllGather, requ
 
 
 def describe_unsplit(parameter: Parameter) -> str:
-    """Reason why `cut_rows` returns None."""
+    """The reason why `cut_rows` returns None for a parameter."""
     piece = parameter.pieces[0][0]
     return f"its {piece.format or piece.dtype} rows of shape {piece.shape} cannot be cut into equal byte ranges"
 
