@@ -1,5 +1,5 @@
-"""The Weightstream engine as a library: `from runtime import Runtime, RuntimeConfig`. Importing it does not load torch;
-the first use of `Runtime` does. Modules directly in this folder are shared by several rooms."""
+"""The Weightstream engine as a library: `from runtime import Runtime, RuntimeConfig`. The import does not load torch;
+the first use of `Runtime` does. Modules directly in this folder are used by several packages below it."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The cache directory: compiled kernels, measured rates, chosen policies, and copies of remote files."""
+"""Finds the cache directory for compiled kernels, measured rates, chosen policies, and copies of remote files."""
 
 import logging
 import os
@@ -15,8 +15,8 @@ GROUP_AND_OTHERS = 0o077  # permission bits of group and others
 
 
 def cache_root(configured: str | None = None) -> Path:
-    """Returns `configured` (`offload.cache_dir`), or the user's XDG cache directory. If that is not writable, warns
-    once and returns a private temporary directory. Raises ConfigError if none is usable."""
+    """Returns `configured` (`offload.cache_dir`) or, if it is None, the user's XDG cache directory. If the latter is
+    not writable, warns once and returns a private temporary directory. Raises ConfigError if no directory is usable."""
     if configured is None:
         return _user_cache_folder(os.environ.get("XDG_CACHE_HOME") or "~/.cache", os.environ.get("HOME"))
     try:
@@ -27,7 +27,8 @@ def cache_root(configured: str | None = None) -> Path:
 
 @cache
 def _user_cache_folder(base: str, home: str | None) -> Path:
-    """`home` is only a cache key: `~` expands to it."""
+    """Creates the directory in `base`, which may begin with `~`. `home` is only a key for `@cache`: `~` depends on
+    it."""
     try:
         root = Path(base).expanduser() / "weightstream"
     except RuntimeError:
@@ -46,7 +47,7 @@ def _private_folder(problem: str) -> Path:
         folder = Path(tempfile.gettempdir()) / f"weightstream-{os.geteuid()}"
         with suppress(FileExistsError):
             folder.mkdir(mode=stat.S_IRWXU)
-        # Kernels in it are executed: never use a directory that others can write.
+        # Compiled kernels in the directory are executed: never use a directory that others can write.
         folder = folder if is_private(folder) else Path(tempfile.mkdtemp(prefix="weightstream-"))
     except OSError as error:
         raise ConfigError(f"{problem}, and no temporary directory is usable ({error}): set XDG_CACHE_HOME") from error

@@ -1,10 +1,11 @@
-"""Errors that users see. Each message gives the value, numbers with units, and the config key to change."""
+"""Exceptions whose messages users see. Each message contains the wrong value, numbers with units, and the config key to
+change."""
 
 from collections.abc import Sequence
 
 
 class WeightstreamError(Exception):
-    """Base class. `exit_code` is the exit code of a job that ends with this error."""
+    """Base class of all errors below. `exit_code`: exit code of a job that ends with this error."""
 
     exit_code = 2
 
@@ -38,7 +39,7 @@ class BudgetError(WeightstreamError):
 
 
 class DatasetError(WeightstreamError):
-    """A whole data set is unusable. A single bad row never raises; it becomes an error row."""
+    """A whole data set is unusable. A single unusable row does not raise this; it gets an output row with the error."""
 
 
 class RunMismatchError(WeightstreamError):
@@ -89,7 +90,7 @@ class PeerEnded(Interrupted):
     """Another rank of the same run has ended. `ranks` are the ended ranks, if known."""
 
     def __init__(self, message: str, ranks: Sequence[int]):
-        super().__init__(message, ranks)  # pickle calls the class with these
+        super().__init__(message, ranks)  # unpickling calls the class with these arguments
         self.ranks = ranks
 
     def __str__(self) -> str:
@@ -100,7 +101,7 @@ class JobEnded(WeightstreamError):
     """A job that a sweep launcher ran in another process ended with the nonzero `exit_code`."""
 
     def __init__(self, exit_code: int):
-        super().__init__(exit_code)  # pickle calls the class with this
+        super().__init__(exit_code)  # unpickling calls the class with this argument
         self.exit_code = exit_code
 
     def __str__(self) -> str:

@@ -1,5 +1,9 @@
-"""Events that a lane sends to the engine from within its forward pass. A lane is a greenlet that runs the model's
-forward for one micro-batch."""
+"""Events that a lane sends to the engine from within its forward pass. A lane is a micro-batch, with the greenlet that
+runs the model's forward for it. The greenlet is suspended until the engine provides what the event asks for.
+
+A stage is the weights of one part of the forward, such as a layer.
+Shapes: T tokens of D features, K experts per token, N selected tokens, n of them in a slice.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,24 +16,24 @@ from greenlet import getcurrent, greenlet
 
 @dataclass(frozen=True, slots=True)
 class NeedStage:
-    """A stage's module is entered. The engine answers with its weights by parameter name."""
+    """The forward enters a stage. The engine provides its weights: parameter name -> tensor."""
 
     stage: int
 
 
 @dataclass(slots=True, eq=False)
 class NeedAttention:
-    """A layer's attention is due. The engine answers with the result of `compute`, which any thread may call.
-    `is_decode`: one new token per sequence, for CPU workers; prefill runs on torch's threads."""
+    """The forward needs a layer's attention. The engine provides the result of `compute`, which any thread may call.
+    `is_decode`: there is one new token per sequence; CPU workers may compute it. Prefill runs on torch's threads."""
 
-    compute: Callable[[], torch.Tensor]  # must not read what the lane changes before it has the answer
+    compute: Callable[[], torch.Tensor]  # must not read anything that the lane changes before it has the result
     is_decode: bool
 
 
 @dataclass(slots=True, eq=False)
 class NeedExperts:
-    """A layer's experts are due. The engine answers with their output (T, hidden). `module` is the transformers experts
-    module; its parameters are bound while the lane is inside the stage."""
+    """The forward needs the output (T, D) of a layer's experts. `module`: transformers' experts module, whose
+    parameters are the stage's weights while the lane is inside the stage. `top_k_*`: the experts of each token."""
 
     module: torch.nn.Module
     hidden_TD: torch.Tensor
@@ -43,17 +47,17 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclass(kw_only=True)
 class HeadSlices:
-    """State for running the model's head over slices of a pass's tokens. `begin` and `end` delimit the current slice of
-    `selected_N`."""
+    """State for running the model's head over slices of a pass's tokens, since the logits of all would need much
+    memory. `begin` and `end`: the current slice of `selected_N`."""
 
-    selected_N: torch.Tensor  # token indices
-    owner: object = None  # the base model below the head
+    selected_N: torch.Tensor  # indices of the tokens that need logits
+    owner: object = None  # the base model, whose output is the head's input
     begin: int = 0
     end: int = 0
-    output: object = None  # of the base model
+    output: object = None  # of the base model, which runs once for all slices
     hidden_1ND: torch.Tensor | None = None  # of the selected tokens, once the base model has run
     skips_head: bool = False  # the pass ends before the head
-    as_rows: bool = False  # each selected token is a batch row
+    as_rows: bool = False  # the head gets each selected token as a row of a batch
 
     def iterate(self, num_rows: int) -> Iterator[slice]:
         """Yields slices of up to `num_rows` selected tokens, and sets `begin` and `end` to each."""
@@ -63,7 +67,7 @@ class HeadSlices:
             yield slice(self.begin, self.end)
 
     def next_hidden(self, hidden_1ND: torch.Tensor) -> torch.Tensor:
-        """The hidden states of the current slice: (1, n, D), or (n, 1, D) if `as_rows`."""
+        """Selects the hidden states of the current slice: (1, n, D), or (n, 1, D) if `as_rows`."""
         part = hidden_1ND[:, self.begin : self.end]
         return part.transpose(0, 1) if self.as_rows else part
 
@@ -71,9 +75,9 @@ class HeadSlices:
 class LaneRun(greenlet):
     """One forward pass of a lane. Attention functions find the lane's KV cache in the current greenlet.
 
-    `lengths`, (1, T) or (B, T) on the CPU: the sequence length for each token, if rotary embeddings depend on it.
-    `head`: slices for the model's head, None to run it on all tokens. With pipeline parallelism, `hidden_in` receives
-    hidden states from the previous rank and `hidden_out` holds those for the next rank.
+    `lengths`: the sequence length for each token, if rotary embeddings depend on it, (1, T) or (rows, T) on the CPU.
+    `head`: slices for the model's head; None runs the head on all tokens. With pipeline parallelism, `hidden_in` is the
+    buffer for the previous rank's hidden states, and `hidden_out` has the hidden states for the next rank.
     """
 
     def __init__(self, forward: Callable[[], object], cache: object, lengths: torch.Tensor | None = None):
@@ -95,7 +99,7 @@ def need_stage(stage: int) -> Weights:
     return _switch_to_engine(_need_stage(stage))
 
 
-_need_stage = cache(NeedStage)  # one object per stage: lanes send it millions of times
+_need_stage = cache(NeedStage)  # one object per stage, since lanes send the event millions of times
 
 
 def need_tensor(event: NeedAttention | NeedExperts) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Out-of-memory errors of a run whose plan fits its budget."""
+"""Recognizes out-of-memory errors, and explains those of a run whose plan fits its memory budget."""
 
 import errno
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from .errors import BudgetError, MemoryShortage
 from .plan.placement.ledger import Ledger
 
-PHRASES = (
+PHRASES = (  # parts of messages that report exhausted memory
     "annot allocate memory",
     "can't allocate memory",
     "out of memory",
@@ -25,8 +25,8 @@ class OverBudget(MemoryError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if `error` reports exhausted memory. Torch raises RuntimeError for a failed host allocation, the dynamic
-    linker ImportError; cuBLAS reports on a full device that it is not initialized."""
+    """True if `error` reports exhausted memory. Not only MemoryError does: torch raises RuntimeError for a failed host
+    allocation, the dynamic linker raises ImportError, and cuBLAS on a full device says that it is not initialized."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     may_report_memory = isinstance(error, (RuntimeError, ImportError, OSError))
@@ -34,12 +34,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def plan_memory_error(ledgers: Sequence[Ledger], error: BaseException) -> BudgetError:
-    """The error before the first pass: the plan is too large, so restarting would fail again."""
+    """Makes the error for a shortage before or in the first pass: the plan is too large, and a restart would fail
+    again. `ledgers`: the plan's memory tables."""
     return BudgetError(_shortage_message(ledgers, error))
 
 
 def run_memory_error(ledgers: Sequence[Ledger], error: BaseException) -> MemoryShortage:
-    """The error after the first pass: a restart resumes the run."""
+    """Makes the error for a shortage after the first pass: a restart resumes the run."""
     return MemoryShortage(_shortage_message(ledgers, error))
 
 
@@ -54,5 +55,5 @@ def _shortage_message(ledgers: Sequence[Ledger], error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error message. Torch appends advice for developers."""
+    """The first line of an error message; torch appends lines of advice for developers."""
     return str(error).partition("\n")[0] or type(error).__name__

@@ -4,8 +4,8 @@ from enum import Enum
 
 
 class Resource(Enum):
-    """Each runs one action at a time, in issue order. Host memory is an exception: disk, links and CPU share its
-    bandwidth, which is predicted but not measured. `number`: row in a trace."""
+    """A resource runs one action at a time, in the order of issue. Host memory is an exception: disk, links and CPU use
+    its bandwidth together, which is predicted but not measured. `number`: row in a trace."""
 
     disk = "disk"
     host_to_device = "host-to-device"

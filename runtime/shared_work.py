@@ -10,15 +10,16 @@ Item = TypeVar("Item")
 
 
 class SparePool(Generic[Item]):
-    """Thread-safe pool of reusable objects; creates one if none is free."""
+    """Thread-safe pool of reusable objects."""
 
     def __init__(self) -> None:
         self._items: list[Item] = []
 
     def take(self, make: Callable[[], Item]) -> Item:
+        """Removes an object from the pool, or makes one if the pool is empty."""
         try:
             return self._items.pop()
-        except IndexError:  # not `if self._items`: another thread could pop in between
+        except IndexError:  # testing `if self._items` first would be a race: another thread could pop in between
             return make()
 
     def give_back(self, item: Item) -> None:
@@ -26,15 +27,15 @@ class SparePool(Generic[Item]):
 
 
 class HelperThreads:
-    """Daemon threads that run calls. Takes a third of the overhead of `concurrent.futures`, which matters for matrix
-    products of a millisecond."""
+    """Daemon threads that run calls. Their overhead is a third of that of `concurrent.futures`, which matters for
+    matrix products that take a millisecond."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._num_threads, self._starting = 0, Lock()  # two callers must not start the same thread
+        self._num_threads, self._starting = 0, Lock()  # the lock prevents that two callers start the same thread
 
     def submit(self, call: Callable[[], None], num_threads: int) -> None:
-        """Queues `call` for up to `num_threads` threads. It must not raise."""
+        """Queues `call` `num_threads` times, to run on different threads if they are free. `call` must not raise."""
         if self._num_threads < num_threads:
             with self._starting:
                 for number in range(self._num_threads, num_threads):
@@ -54,20 +55,20 @@ def _helpers() -> HelperThreads:
 
 
 def parallel_for(items: Sequence[Item], function: Callable[[Item], None], num_threads: int) -> None:
-    """Calls `function` once per item, on this thread and up to `num_threads - 1` others. Returns when all are done,
-    then raises the first exception, if any."""
+    """Calls `function` once per item, on this thread and up to `num_threads - 1` others. Waits until all calls are
+    done, then raises the first exception, if any."""
     if num_threads == 1 or len(items) == 1:
         for item in items:
             function(item)
         return
-    # Calls leave the list when they run: helpers that start late must not keep items alive.
+    # Each call is removed from the list when it runs, so threads that start late do not keep items alive.
     calls, results = [partial(function, item) for item in reversed(items)], SimpleQueue[BaseException | None]()
 
     def run_remaining() -> None:
         while calls:
             try:
                 call = calls.pop()
-            except IndexError:  # race: another thread took the last call
+            except IndexError:  # another thread took the last call in between
                 return
             try:
                 call()

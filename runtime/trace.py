@@ -1,4 +1,4 @@
-"""Trace of a run: time spans of actions, which the caller writes to a file."""
+"""Trace of a run: time spans of actions, such as reading weights. The caller writes them to a file."""
 
 import time
 from collections import deque
@@ -8,7 +8,7 @@ from .resources import Resource
 
 
 class Span(NamedTuple):
-    """One action, or its part on one resource. `begin` and `end` are `time.monotonic()` in seconds."""
+    """The time of one action on one resource. `begin` and `end` are `time.monotonic()` in seconds."""
 
     resource: Resource
     name: str
@@ -21,11 +21,11 @@ class Trace:
 
     def __init__(self) -> None:
         self.begin = time.monotonic()
-        self._spans: deque[Span] = deque()  # append and popleft are atomic: no span of another thread is lost
+        self._spans: deque[Span] = deque()  # append and popleft are atomic, so other threads may add spans
 
     def span(self, resource: Resource, name: str, begin: float, end: float) -> None:
         self._spans.append(Span(resource, name, begin, end))
 
     def take(self) -> list[Span]:
-        """Returns and removes the spans reported since the last call, in report order, not start order."""
+        """Returns and removes the spans that were added since the last call, in the order of adding."""
         return [self._spans.popleft() for _ in range(len(self._spans))]

@@ -10,7 +10,7 @@ def gib_to_bytes(gib: float) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Binary units with three significant digits: `1.95 GiB`, `512 B`."""
+    """Formats bytes in binary units, with three significant digits: `1.95 GiB`, `512 B`."""
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(num_bytes) >= size:
             digits = ".3g" if abs(num_bytes) < 1000 * size else ".0f"
@@ -19,7 +19,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`0.53 s`, `2 min 05 s`, `3 h 07 min`. Less than 1 ns is a rounding error of sums: `0 s`."""
+    """Formats a duration: `0.53 s`, `2 min 05 s`, `3 h 07 min`. Less than 1 ns, a rounding error of sums, is `0 s`."""
     if seconds < 60:
         return f"{seconds if seconds >= 1e-9 else 0.0:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -29,7 +29,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rounded(seconds: float) -> str:
-    """`45 s`, `2.5 min`, `31 min`, `7.5 h`, `26 h`."""
+    """Formats a duration roughly: `45 s`, `2.5 min`, `31 min`, `7.5 h`, `26 h`."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     value, unit = (seconds / 60, "min") if seconds < 90 * 60 else (seconds / 3600, "h")
@@ -37,7 +37,7 @@ def format_rounded(seconds: float) -> str:
 
 
 def format_count(count: int, noun: str) -> str:
-    """`1 layer`, `2,000 layers`."""
+    """Formats a number with a noun: `1 layer`, `2,000 layers`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 

@@ -1,2 +1,2 @@
-"""Typed, frozen, validated settings of a run: a dataclass per Hydra group, sampling, machine profiles, schedule orders.
-Only values and their checks belong here; imports nothing but errors."""
+"""Settings of a run as typed, frozen, validated dataclasses: one per Hydra group, with sampling, machine profiles and
+schedule orders. Only values and their checks belong here. Imports only errors from other packages."""

@@ -1,7 +1,9 @@
-"""Schedule orders: the order of lanes and stages, with its effect on schedules, memory and time.
+"""Orders of a schedule: in which sequence the computations of a block are run.
 
-A **turn** is one lane in one stage. All lanes of a block run a stage before the next stage begins: one read of its
-weights serves the whole block. `Style` holds everything else that depends on the order.
+A block is a group of lanes (micro-batches) that are decoded together. A stage is the weights of one part of the
+forward, such as a layer. A **turn** is the computation of one lane in one stage. In every order, all lanes of a block
+run a stage before the next stage begins, so each stage is read once for the whole block. `Style` has the properties in
+which orders differ.
 """
 
 from dataclasses import dataclass
@@ -10,40 +12,42 @@ from enum import Enum
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """Properties of an order. `num_ahead`: later turns that may wait for CPU attention while a turn continues after its
-    own attention."""
+    """Properties of an order. `num_ahead`: how many later turns may already be waiting for CPU attention when a turn
+    continues after its attention."""
 
     num_ahead: int = 1
-    crosses_stages: bool = False  # turns ahead may belong to the next stage
-    has_barriers: bool = False
-    spreads_pages: bool = False  # a stage's weight pages are copied between turns, not all at once
+    crosses_stages: bool = False  # these later turns may belong to the next stage
+    has_barriers: bool = False  # all transfers end before the next turn begins
+    spreads_pages: bool = False  # the parts (pages) of a stage's weights are copied between turns, not all at once
     batches_experts: bool = False  # a layer's experts run once over the tokens of all lanes
 
     @property
     def num_slots(self) -> int:
-        """Minimum number of weight slots: with spread pages, one slot is filled while the other is in use."""
+        """Minimum number of weight slots, buffers for one stage each. With `spreads_pages`, one slot is filled while
+        the other is in use."""
         return 2 if self.spreads_pages else 1
 
     @property
     def num_open(self) -> int:
-        """Stages in progress at once: 2 if turns cross stages."""
+        """Number of stages that may be computed at the same time."""
         return 2 if self.crosses_stages else 1
 
     @property
     def needs_cpu_attention(self) -> bool:
-        """True if the order requires attention on the CPU, without which a lane cannot enter the next stage early."""
+        """True if the order requires attention on the CPU: only while a lane waits for the CPU can another lane enter
+        the next stage."""
         return self.crosses_stages
 
 
 class Order(Enum):
-    """The orders by their names in the settings, each with its `style`.
+    """The orders, with their names in the settings and their `style`.
 
     - zigzag: while the CPU computes a turn's attention, the device begins the next turn of the stage.
-    - flexgen: one turn after the other, with a barrier after each (FlexGen, Sheng et al. 2023, section 4.2).
-    - cgopipe: as zigzag, but the next turn may belong to the next stage (MoE-Lightning, Cao et al. 2025, Algorithm 1):
-      while the CPU computes attention for turns t+1 and t+2, the device runs `post` of turn t and `pre` of turn t+2.
-      Weight pages of the next stage are copied in between.
-    - module_batched: as zigzag, but a layer's experts run once for all lanes (MoE-Gen, Xu et al. 2025).
+    - flexgen: one turn after another, with a barrier after each (FlexGen, Sheng et al. 2023, section 4.2).
+    - cgopipe: like zigzag, but the next turn may belong to the next stage (MoE-Lightning, Cao et al. 2025, Algorithm
+      1). While the CPU computes attention for turns t+1 and t+2, the device runs turn t after attention (`post`) and
+      turn t+2 before attention (`pre`). Weights of the next stage are copied in between.
+    - module_batched: like zigzag, but a layer's experts run once for all lanes (MoE-Gen, Xu et al. 2025).
     """
 
     zigzag = "zigzag", Style()
@@ -60,7 +64,7 @@ class Order(Enum):
 
     @property
     def without_cpu_attention(self) -> "Order":
-        """The order for passes without CPU attention, such as prefill."""
+        """The order to use for passes without CPU attention, such as prefill."""
         return PLAIN if self.style.needs_cpu_attention else self
 
 

@@ -1,4 +1,4 @@
-"""Machine profiles: peaks from a data sheet, or rates measured by `jobs.measure`.
+"""Machine profiles: peak rates from a data sheet, or rates measured by `jobs.measure`.
 
 GB and TFLOP are powers of ten, as in data sheets; GiB are powers of two.
 """
@@ -18,20 +18,22 @@ LANES = (1, 2, 4, 8, SHEET_LANES)
 
 @dataclass(frozen=True, kw_only=True)
 class DataSheet:
-    """Vendor peaks of one device, and of its host with `num_devices`. `runtime/plan/cost/machine.py` estimates the
-    attainable fraction. `bfloat16_tflops`: None without bfloat16 units; float32's rate applies. Peaks hold at the boost
-    clock; under a power limit only the base clock is certain. `link_lanes`: the smaller number of card and slot; the
-    link bandwidth scales with `link_lanes / 16`."""
+    """The vendor's peak rates for one device, and for its host with `num_devices` devices.
+    `runtime/plan/cost/machine.py` estimates which fraction of a peak is attained.
+
+    FLOP rates are those at the boost clock; under a power limit the device may run at the base clock. `link_lanes`:
+    PCIe lanes, the smaller number of card and slot; the link bandwidth is scaled by `link_lanes / 16`.
+    `bfloat16_tflops`: None without bfloat16 units; the rate of float32 is then used."""
 
     num_devices: int = 1
     memory_gib: float
     memory_gb_per_second: float
-    link_gb_per_second: float  # one direction, over sixteen lanes
+    link_gb_per_second: float  # in one direction, over sixteen lanes
     link_lanes: int = SHEET_LANES
     base_clock_mhz: float
     boost_clock_mhz: float
     float32_tflops: float
-    float16_tflops: float  # dense, summed in float32
+    float16_tflops: float  # of dense matrices, with sums in float32
     bfloat16_tflops: float | None
     host_memory_gib: float
     host_memory_gb_per_second: float
@@ -52,8 +54,8 @@ class DataSheet:
 
 
 class DeviceLink(Enum):
-    """The connection between devices of one host. `host`: through host memory; `pcie`: peer to peer over the same
-    links; `nvlink`: over separate links."""
+    """The connection between devices of one host. `host`: through host memory; `pcie`: peer to peer over the links to
+    the host; `nvlink`: over separate links."""
 
     host = "host"
     pcie = "pcie"
@@ -62,8 +64,8 @@ class DeviceLink(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LinksConfig:
-    """Links between the devices of one host, and between `num_nodes` identical hosts. Bandwidths are per direction of
-    one link. Without `device_gb_per_second`, devices are connected by their links to the host."""
+    """Links between the devices of one host, and between `num_nodes` identical hosts. Bandwidths are those of one link
+    in one direction. If `device_gb_per_second` is None, it is the bandwidth of the links to the host."""
 
     num_nodes: int = 1
     device: TextField[DeviceLink] = enum_field(DeviceLink.host)
@@ -87,8 +89,9 @@ class LinksConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DTypeRates:
-    """Rates for one compute dtype. `gemm_gflops`: one rate for each of `MeasuredRates.gemm_rows` or the first of them;
-    larger products run at the last rate. Attention rates are in bytes of KV in this dtype."""
+    """Rates for one compute dtype. `gemm_gflops`: rates of matrix products with the row counts of
+    `MeasuredRates.gemm_rows`; if there are fewer, the last rate is used for larger products. `attention_gb_per_second`
+    and `cpu_attention_gb_per_second`: bytes of KV in this dtype that decode attention reads."""
 
     gemm_gflops: list[float]
     attention_gb_per_second: float
@@ -103,12 +106,13 @@ class DTypeRates:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRates:
-    """Rates measured by `jobs.measure`. `device_memory_gib` and the links are None without an accelerator; an
-    unmeasured dtype is None. Memory sizes are the part that a run may use."""
+    """Rates measured by `jobs.measure`. `device_memory_gib` and the link rates are None without an accelerator. A dtype
+    that was not measured is None. Memory sizes are what a run may use. `turn_seconds`, `pass_seconds`: overheads per
+    turn (one micro-batch in one layer) and per pass."""
 
     host_memory_gib: float
     device_memory_gib: float | None = None
-    disk_gb_per_second: float  # sustained
+    disk_gb_per_second: float  # of long reads
     link_in_gb_per_second: float | None = None
     link_out_gb_per_second: float | None = None
     memory_gb_per_second: float  # of the compute device, read and written
@@ -122,8 +126,8 @@ class MeasuredRates:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, float):
-                is_call = name in ("turn_seconds", "pass_seconds")  # may be below the clock's resolution
-                require(value > 0 or is_call, f"machine.rates.{name} must be above 0, got {value}")
+                is_overhead = name in ("turn_seconds", "pass_seconds")  # may be 0: below the clock's resolution
+                require(value > 0 or is_overhead, f"machine.rates.{name} must be above 0, got {value}")
                 require(value >= 0, f"machine.rates.{name} must be 0 or more, got {value}")
         rows = self.gemm_rows
         _require_ascending("machine.rates.gemm_rows", rows)
@@ -134,8 +138,8 @@ class MeasuredRates:
             )
 
     def missing_rates_warning(self, dtype: str) -> str | None:
-        """Formats a warning if fewer products than `gemm_rows` have a rate, as in files of older versions; else
-        None."""
+        """Formats a warning if `dtype` has fewer rates than `gemm_rows` has row counts, as in files of older versions;
+        else None."""
         rates, rows = self.dtypes[dtype].gemm_gflops, self.gemm_rows
         if len(rates) == len(rows):
             return None
@@ -156,9 +160,14 @@ FLOAT32 = "float32"
 
 
 class LinearBackend(Enum):
-    """An implementation of the matrix product with stored weights. Float32 inputs: `tiles` (matrix unit), `vectors`,
-    `widened` panels; `weights_first` (`w @ x.T`) and `inputs_first` (`x @ w.T`) use torch's BLAS, `onednn` oneDNN.
-    16-bit inputs: as float32, plus `pairs` (bfloat16, two numbers at a time in vectors), or torch's own BLAS."""
+    """An implementation of the matrix product of inputs with stored weights, on a CPU.
+
+    - tiles: compiled code for the CPU's matrix unit.
+    - vectors: compiled code with vector instructions.
+    - pairs: like `vectors`, but multiplies two bfloat16 numbers at a time.
+    - widened: converts groups of weight rows (panels) to float32 in a buffer, then multiplies them.
+    - weights_first, inputs_first: torch's BLAS, called as `w @ x.T` or as `x @ w.T`.
+    - onednn: oneDNN."""
 
     tiles = "tiles"
     vectors = "vectors"
@@ -171,7 +180,8 @@ class LinearBackend(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class BackendTable:
-    """The fastest backend by number of input rows. `multipliers`: for each `kind`, one backend per entry of `rows`."""
+    """The fastest backends of matrix products. `rows`: numbers of input rows that were measured. `multipliers`: `kind`
+    of product -> the fastest backend for each entry of `rows`."""
 
     rows: list[int]
     multipliers: dict[str, list[LinearBackend]]
@@ -183,13 +193,14 @@ class BackendTable:
 
     @staticmethod
     def kind(stored: str, *, is_tall: bool, inputs: str = FLOAT32) -> str:
-        """Formats the key of a product: dtypes and orientation. Tall weights have more inputs than outputs."""
+        """Formats the kind of a product: dtype of stored weights, orientation, dtype of inputs. Tall weights have more
+        input than output features."""
         weights = f"{stored}, {'tall' if is_tall else 'wide'}"
         return weights if inputs == FLOAT32 else f"{inputs} by {weights}"
 
     def fastest(self, stored: str, *, is_tall: bool, num_rows: int, inputs: str = FLOAT32) -> LinearBackend | None:
-        """Returns the backend at the measured row count with the nearest ratio to `num_rows`; None if the kind was not
-        measured."""
+        """Returns the fastest backend for the measured row count that is nearest to `num_rows` by ratio; None if this
+        kind of product was not measured."""
         backends = self.multipliers.get(self.kind(stored, is_tall=is_tall, inputs=inputs))
         if backends is None:
             return None
@@ -209,7 +220,7 @@ class BackendTable:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureConfig:
-    """Settings of `jobs.measure`. With `times` of 2 or more, the measurements are compared with each other."""
+    """Settings of `jobs.measure`. `times`: repetitions of all measurements, whose results are then compared."""
 
     out: str | None = None
     directory: str = "."

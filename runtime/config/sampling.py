@@ -1,14 +1,16 @@
-"""Sampling settings: `sampling.*` of a run, and the overrides of one request."""
+"""Sampling settings: `sampling.*` of a run, and the settings of a single request, which override them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ..errors import require
 
-MAX_SAMPLES, MAX_NEW_TOKENS = 10_000, 100_000_000  # beyond any context
+MAX_SAMPLES, MAX_NEW_TOKENS = 10_000, 100_000_000  # more new tokens than any context
 MAX_BEAMS = 1_000
 STRUCTURES = ("json_schema", "regex", "choice", "grammar")  # structured output; at most one of them is set
-PASSTHROUGH_KEYS = (  # passed unchanged to transformers' logits processors; one setting on the command line
+# Settings that are passed unchanged to transformers' logits processors. In YAML they are keys of
+# `sampling.transformers`.
+PASSTHROUGH_KEYS = (
     "min_length", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "bad_words_ids", "sequence_bias",
     "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
     "exponential_decay_length_penalty", "renormalize_logits",
@@ -17,9 +19,9 @@ PASSTHROUGH_KEYS = (  # passed unchanged to transformers' logits processors; one
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOverrides:
-    """Sampling settings of one request; None keeps the run's value. `stop` replaces the run's list, also with []. All
-    requests get as many `logprobs` per token as the one with the most. One of `STRUCTURES` replaces any of the run's;
-    `json_schema` is JSON text."""
+    """Sampling settings of one request; None keeps the run's value. `stop` replaces the run's list, also if it is
+    empty. `logprobs`: all requests get the largest number that any request has. A setting in `STRUCTURES` replaces the
+    run's structured output, also another kind. `json_schema` is JSON text."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
@@ -45,10 +47,11 @@ class SamplingOverrides:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """Sampling settings with transformers' meaning of each key. `temperature: 0` is greedy.
+    """Sampling settings, which mean the same as in transformers. `temperature: 0` is greedy decoding.
 
-    None is off; with `follow_model`, `Runtime` replaces it by the value of the checkpoint's generation_config.json.
-    `json_schema`: an object, JSON text, or a JSON file; `Runtime` converts all three to JSON text.
+    None turns a setting off. With `follow_model`, `Runtime` replaces None by the value in the checkpoint's
+    generation_config.json. `json_schema`: an object, JSON text, or the path of a JSON file; `Runtime` converts them to
+    JSON text.
     """
 
     follow_model: bool = False
@@ -89,10 +92,13 @@ class SamplingConfig:
     reasoning: list[str] | str | None = None
 
     def __post_init__(self) -> None:
-        least, most = self.min_new_tokens or 0, self.max_new_tokens
+        min_tokens, max_tokens = self.min_new_tokens or 0, self.max_new_tokens
         for key in ("max_new_tokens", "min_new_tokens", "min_length"):
             self._require(key, f"0 to {MAX_NEW_TOKENS:,}", lambda value: 0 <= value <= MAX_NEW_TOKENS)
-        require(least <= most, f"sampling.min_new_tokens={least} is above sampling.max_new_tokens={most}")
+        require(
+            min_tokens <= max_tokens,
+            f"sampling.min_new_tokens={min_tokens} is above sampling.max_new_tokens={max_tokens}",
+        )
         self._require("temperature", "0 (greedy) or more", lambda value: value >= 0)
         for key in ("top_k", "no_repeat_ngram_size", "logprobs"):
             self._require(key, "0 (off) or more", lambda value: value >= 0)
@@ -161,11 +167,12 @@ class SamplingConfig:
 
     @property
     def is_greedy(self) -> bool:
-        """True if decoding is greedy. False if the model's settings will decide (`follow_model`, temperature None)."""
+        """True if decoding is greedy. False if `follow_model` is set and the model's temperature is not known yet."""
         return not self.temperature and not (self.follow_model and self.temperature is None)
 
     def with_overrides(self, by: SamplingOverrides) -> "SamplingConfig":
-        """Returns a copy with a request's overrides. Raises ConfigError if the result is inconsistent."""
+        """Returns the settings of a request: a copy with its overrides `by`. Raises ConfigError if they contradict the
+        run's."""
         values = by.given
         require(
             not self.ignore_eos or by.ignore_eos in (None, True),

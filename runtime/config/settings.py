@@ -1,6 +1,6 @@
-"""The settings of a run: typed, frozen, validated. Hydra's YAML groups mirror these classes one to one.
+"""The settings of a run as typed, frozen, validated dataclasses. Each Hydra group in conf/ has the keys of one class.
 
-The plan resolves `auto` and null values; a config never changes.
+A plan contains the values that `auto` and null stand for; a config itself never changes.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,8 @@ from .texts import TextField, enum_field, group_field, optional_enum_field, requ
 
 
 class Tier(Enum):
-    """The memory that holds the weights during a run. `auto` fills the compute device first, then host memory, then
+    """The memory that holds the weights during a run. `none`: the compute device, without offloading; `cpu`: host
+    memory; `nvme`: disk; `auto`: as many weights as fit on the device, then in host memory, and other weights on
     disk."""
 
     auto = "auto"
@@ -27,7 +28,7 @@ class Tier(Enum):
 
 
 class KVTier(Enum):
-    """The memory that holds the KV cache between passes. `auto`: the fastest with enough room."""
+    """The memory that holds the KV cache between passes. `auto`: the fastest memory that is large enough."""
 
     auto = "auto"
     device = "device"
@@ -37,7 +38,7 @@ class KVTier(Enum):
 
 class KVDType(Enum):
     """The storage dtype of the KV cache. `auto`: the compute dtype, without loss. `bfloat16` and `float8` (E4M3) round
-    each number; `int8` and `int4` quantize each page once it is full."""
+    each number; `int8` and `int4` quantize each page of 16 positions once it is full."""
 
     auto = "auto"
     bfloat16 = "bfloat16"
@@ -51,6 +52,10 @@ class KVDType(Enum):
 
 
 class Prefetch(Enum):
+    """Reading of weights ahead of compute. `off`: each layer when it is needed; `lookahead`: the next layers while one
+    is computed; `block`: the next group of layers while a group is computed; `cost_aware`: `lookahead` with a depth
+    chosen from measured times."""
+
     off = "off"
     lookahead = "lookahead"
     block = "block"
@@ -58,8 +63,8 @@ class Prefetch(Enum):
 
 
 class ExpertPaging(Enum):
-    """Reading of single experts. `hit`: those that tokens are routed to, after routing; `all`: every expert, before
-    routing; `auto`: the mode that reads least within the budget."""
+    """Reading of experts one by one instead of whole layers. `hit`: after routing, only experts that tokens are routed
+    to; `all`: before routing, every expert; `auto`: the mode that reads the fewest bytes within the budget."""
 
     auto = "auto"
     off = "off"
@@ -85,13 +90,17 @@ class Lanes(Enum):
 
 
 class PolicyKind(Enum):
+    """How settings of the policy that are None are chosen. `fixed`: by rules; `auto`: by a search, unless the run is
+    short; `hrm`: always by a search."""
+
     fixed = "fixed"
     auto = "auto"
-    hrm = "hrm"  # always by a search, even for a short run
+    hrm = "hrm"
 
 
 class Admission(Enum):
-    """Admission of waiting requests. `wave`: when a block has finished; `continuous`: when another request finishes."""
+    """When waiting requests are started. `wave`: a block of them when the previous block has finished; `continuous`:
+    one when another request finishes."""
 
     wave = "wave"
     continuous = "continuous"
@@ -111,15 +120,15 @@ class Attention(Enum):
 
 
 class FeedForward(Enum):
-    """The processor for experts in host memory. `device`: the compute device for all; `cpu`: the CPU for some while the
-    others are copied to the device."""
+    """The processor for experts in host memory. `device`: the compute device for all experts; `cpu`: the CPU for some
+    experts, while other experts are copied to the device."""
 
     device = "device"
     cpu = "cpu"
 
 
 class SharePrefixes(Enum):
-    """Prefix caching within a block: common prefixes of prompts are computed once. `auto`: if the result is exact."""
+    """Prefix caching within a block: common prefixes of prompts are computed once. `auto`: on if results stay exact."""
 
     auto = "auto"
     off = "off"
@@ -152,7 +161,8 @@ class Pooling(Enum):
 
 
 class Readout(Enum):
-    """The output of an encoding request: one vector, a classifier's logits, or tokens for the prompt's masks."""
+    """The output of an encoding request: a vector, a classifier's logits, or predicted tokens for the prompt's mask
+    tokens."""
 
     embedding = "embedding"
     classes = "classes"
@@ -160,8 +170,8 @@ class Readout(Enum):
 
 
 class SelfCheck(Enum):
-    """The comparison of a model excerpt with transformers' own code before a run. `auto`: for unproven model types, and
-    if it is nearly free; `full`: always, with all layers if they fit in memory."""
+    """The comparison of a few layers with transformers' own code before a run. `auto`: for model types without a test
+    in this project, and if it takes little time; `full`: always, with all layers if they fit in memory."""
 
     auto = "auto"
     off = "off"
@@ -169,9 +179,9 @@ class SelfCheck(Enum):
 
 
 class Parallelism(Enum):
-    """Parallelism of processes. `one`: a single process. `sharded`: each rank reads an equal share of every layer and
-    computes its part of the rows. `tensor`: each has a share of every matrix and of the KV heads. `pipeline`: each has
-    some of the layers."""
+    """Parallelism of processes (ranks). `one`: a single process. `sharded`: each rank reads an equal share of every
+    layer, gets the other shares, and computes its part of the rows. `tensor`: each rank has a share of every matrix and
+    of the KV heads. `pipeline`: each rank has some of the layers."""
 
     one = "one"
     sharded = "sharded"
@@ -180,8 +190,9 @@ class Parallelism(Enum):
 
 
 class Gather(Enum):
-    """Exchange of a layer's shares, with `sharded`. `memory`: in shared memory of one machine; `collective`: by
-    collectives between ranks with separate copies; `auto`: `memory` if all ranks are on one machine."""
+    """How `sharded` ranks get the shares of a layer that other ranks read. `memory`: all read into shared memory of one
+    machine; `collective`: by an all-gather into each rank's memory; `auto`: `memory` if all ranks are on one machine,
+    else `collective`."""
 
     auto = "auto"
     memory = "memory"
@@ -189,8 +200,8 @@ class Gather(Enum):
 
 
 class DividedExperts(Enum):
-    """Division of a layer's experts among ranks, with `tensor`. `rows`: rows of every expert's matrices; `whole`: some
-    entire experts; `auto`: `whole` if it sends less, or if rows cannot be split."""
+    """How `tensor` ranks divide the experts of a layer. `rows`: each rank has rows of every expert's matrices; `whole`:
+    each rank has some entire experts; `auto`: `whole` if it sends fewer bytes, or if rows cannot be split."""
 
     auto = "auto"
     rows = "rows"
@@ -198,8 +209,8 @@ class DividedExperts(Enum):
 
 
 class Verify(Enum):
-    """Coverage of the weight files by a run's fingerprint. `sampled`: headers and samples of each file; `full`: all
-    bytes."""
+    """Which bytes of the weight files a run's fingerprint covers. `sampled`: headers and samples of each file; `full`:
+    all bytes."""
 
     sampled = "sampled"
     full = "full"
@@ -207,10 +218,10 @@ class Verify(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The checkpoint. `path`: a local directory, a GGUF file, a URL of either, or a hub id. Two models need no path:
-    `tiny`, a small bundled Llama, and `random`, with random weights. `quantize`: rounds weights at load time; they then
-    stay in memory. `compile`: on an accelerator, compiles the operations between products with torch.compile.
-    `graphs`: on a CUDA device, captures decode passes as CUDA graphs."""
+    """The checkpoint, and how it is computed. `path`: a local directory, a GGUF file, a URL of one of these, or a hub
+    id. Two models need no path: `tiny`, a small bundled Llama, and `random`, with random weights. `quantize`: rounds
+    weights at load time; all weights then stay in memory. `compile`: on an accelerator, compiles the operations between
+    matrix products with torch.compile. `graphs`: on a CUDA device, captures decode passes as CUDA graphs."""
 
     name: str = TINY
     path: str | None = None
@@ -244,12 +255,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Placement of weights, and memory budgets. A budget of None is all memory that is free at the start."""
+    """Placement of weights, and memory budgets. A budget of None means all memory that is free at the start."""
 
     tier: TextField[Tier] = enum_field(Tier.auto)
     device_memory_gib: float | None = None
     host_memory_gib: float | None = None
-    resident_layers: int | None = None  # null: as many as fit in addition to the block
+    resident_layers: int | None = None  # layers that stay in memory; null: as many as fit in addition to the block
     direct_io: bool = True
     reader_threads: int = 4
     read_chunk_mib: int = 16
@@ -270,12 +281,13 @@ class OffloadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KVConfig:
-    """Placement and dtype of the KV cache. Outside of the device, a layer's KV passes through `num_slots` slots, one
-    lane at a time. With three, one is in use while the next is fetched and the previous is stored."""
+    """Placement and dtype of the KV cache. KV that is not on the device is copied through `num_slots` device buffers
+    (slots), each for one layer of one micro-batch. With three slots, one is in use while the next is loaded and the
+    previous is stored."""
 
     tier: TextField[KVTier] = enum_field(KVTier.auto)
     dtype: TextField[KVDType] = enum_field(KVDType.auto)
-    device_fraction: float | None = None  # of layers with KV; null: as many as fit in addition to the weights
+    device_fraction: float | None = None  # of layers with KV on the device; null: as many as fit beside the weights
     num_slots: int = 3
     directory: str | None = None  # of the nvme tier's anonymous file; null: the system's temporary directory
 
@@ -288,7 +300,8 @@ class KVConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchConfig:
-    """Weight reads ahead of compute. `depth`: stages for lookahead; `block_layers`: stages per block."""
+    """Weight reads ahead of compute. `depth`: layers read ahead by `lookahead`; `block_layers`: layers per group of
+    `block`."""
 
     kind: TextField[Prefetch] = enum_field(Prefetch.lookahead)
     depth: int = 1
@@ -303,8 +316,9 @@ class PrefetchConfig:
 class PolicyConfig:
     """The batching policy. A block is `num_micro_batches` micro-batches of at most `micro_batch_size` sequences.
 
-    The planner replaces None: with `fixed` by rules in `runtime/plan/placement/defaults.py`, with `auto` by a search
-    if it pays off, with `hrm` always by a search. `pin` reuses the result of an earlier search.
+    The planner replaces None. With `kind=fixed`, it applies the rules in `runtime/plan/placement/defaults.py`. With
+    `auto`, it searches for the fastest values, unless the run is short; with `hrm`, it always searches. `pin`: the
+    name of an earlier search, whose result is used.
     """
 
     kind: TextField[PolicyKind] = enum_field(PolicyKind.auto)
@@ -350,8 +364,8 @@ class DevicesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineConfig:
-    """The compute device, its threads, its rates if known, and its links to others. `device: auto`: an accelerator if
-    torch finds one."""
+    """The compute device, its CPU threads, its rates if known, and its links to other devices. `device: auto`: an
+    accelerator if torch finds one, else the CPU."""
 
     name: str = "auto"
     device: str = "auto"
@@ -372,10 +386,11 @@ class MachineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    """All settings of `Runtime`; a job adds a data set and an output directory.
+    """All settings of `Runtime`. A job has more, such as a data set and an output directory.
 
-    A group may be a str, as on the command line: `offload="nvme"` is `OffloadConfig(tier="nvme")`; likewise `kv`,
-    `prefetch` and `policy`. A str for `model` is a directory, a GGUF file, a hub id, `tiny` or `random`.
+    A group may be set to a str, as on the command line: `offload="nvme"` is `OffloadConfig(tier="nvme")`. The same
+    applies to `kv`, `prefetch` and `policy`. A str for `model` is a directory, a GGUF file, a hub id, `tiny` or
+    `random`.
     """
 
     model: TextField[ModelConfig] = group_field(ModelConfig(), ModelConfig.from_name)
@@ -392,8 +407,8 @@ class RuntimeConfig:
     @property
     def tier(self) -> Tier:
         """The effective tier: `auto` becomes `cpu` with `model.quantize`, since quantized weights stay in memory."""
-        is_open = self.offload.tier is Tier.auto and self.model.quantize is not None
-        return Tier.cpu if is_open else self.offload.tier
+        is_quantized = self.offload.tier is Tier.auto and self.model.quantize is not None
+        return Tier.cpu if is_quantized else self.offload.tier
 
 
 def require_beams_fit(policy: PolicyConfig, sampling: SamplingConfig) -> None:
@@ -414,11 +429,11 @@ def require_beams_fit(policy: PolicyConfig, sampling: SamplingConfig) -> None:
 
 
 def require_groups_agree(policy: PolicyConfig, prefetch: PrefetchConfig, offload: OffloadConfig) -> None:
-    """Raises ConfigError if groups contradict each other, independent of model and machine."""
-    order, is_off = policy.schedule, prefetch.kind is Prefetch.off and offload.tier is Tier.nvme
+    """Raises ConfigError if settings of different groups contradict each other, whatever the model and machine."""
+    order, reads_late = policy.schedule, prefetch.kind is Prefetch.off and offload.tier is Tier.nvme
     if order is not None and order.style.num_slots > 1:
         require(
-            not is_off,
+            not reads_late,
             f"policy.schedule={order.value} reads a stage during the previous one, which prefetch=off forbids: set "
             f"prefetch=lookahead, or policy.schedule={PLAIN.value}",
         )

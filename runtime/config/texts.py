@@ -1,5 +1,6 @@
-"""Config fields that accept strings, as on the command line: `tier="nvme"` for `tier=Tier.nvme`, `model="/data/llama"`
-for `model=ModelConfig(path="/data/llama")`. Also hints for misspelled words, and checks of URLs for secrets."""
+"""Config fields that can be set to strings, as on the command line: `tier="nvme"` for `tier=Tier.nvme`,
+`model="/data/llama"` for `model=ModelConfig(path="/data/llama")`. Also hints for misspelled words, and checks that URLs
+contain no secrets."""
 
 import re
 from collections.abc import Callable, Collection
@@ -15,8 +16,8 @@ E = TypeVar("E", bound=Enum)
 
 
 class TextField(Generic[T]):
-    """A descriptor for a field of type T that may be set to a string. `read(key, text)` converts the string, or raises
-    ConfigError with the dotted key. Values must be instances of `kinds`."""
+    """A descriptor for a dataclass field of type T that may also be set to a string. `read(key, text)` converts the
+    string, or raises ConfigError with the key, such as `offload.tier`. Other values must be instances of `kinds`."""
 
     def __init__(self, default: T, kinds: tuple[type, ...], read: Callable[[str, str], T]):
         self._default, self._kinds, self._read = default, kinds, read
@@ -38,8 +39,8 @@ class TextField(Generic[T]):
 
 
 def enum_field(default: Enum) -> Any:
-    """Makes a field for a member of the default's enum. Returns Any, as do the next two functions: a type checker takes
-    it for the default of the declared type."""
+    """Makes a field for a member of the default's enum. This function and the next two return Any, so that type
+    checkers accept the result as the field's default."""
     kind = type(default)
     return TextField(default, (kind,), lambda key, text: parse_enum(kind, key, text))
 
@@ -84,8 +85,8 @@ def is_url(text: str | None) -> TypeGuard[str]:
 
 
 def require_plain_url(text: str | None, key: str) -> None:
-    """Raises ConfigError for a URL with credentials or a signature, which logs and manifests would keep, and for
-    chained schemes. The message omits the secret. Accepts any string that is not a URL."""
+    """Raises ConfigError for a URL with credentials or a signature, which would appear in logs and files of the run,
+    and for chained schemes. The message does not contain the secret. Does nothing if `text` is not a URL."""
     if text is None or not is_url(text):
         return
     if "::" in text:

@@ -1,1 +1,2 @@
-"""Model classes that transformers lacks, for checkpoints published only with remote code, which is never run."""
+"""Model classes that transformers lacks. They replace the Python code that some checkpoints contain, which is never
+run."""

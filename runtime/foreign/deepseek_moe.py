@@ -1,6 +1,6 @@
-"""The first DeepSeek-MoE (16B, model type "deepseek"), published only with remote code: Llama's layers with Qwen2-MoE's
-router and experts. Sizes and tensor names are the published checkpoint's. Routing follows arXiv 2401.06066: softmax
-over all routed experts, top-k weighted by their scores, plus shared experts for every token."""
+"""The first DeepSeek-MoE (16B, model type "deepseek"), which transformers lacks: Llama's layers with Qwen2-MoE's router
+and experts. Default sizes and tensor names are those of the published checkpoint. Routing follows arXiv 2401.06066:
+softmax over all routed experts, the top k weighted by their scores, plus shared experts for every token."""
 
 import torch
 from torch import nn
@@ -16,11 +16,11 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts, Qwen2MoeMLP, Qwen2MoeTopKRouter
 
 MODEL_TYPE = "deepseek"
-EXPERTS_LIKE = "qwen2_moe"  # a model type with the same names of expert tensors
+EXPERTS_LIKE = "qwen2_moe"  # a model type of transformers whose expert tensors have the same names
 
 
 class DeepseekConfig(LlamaConfig):
-    """Names as in the published config.json; defaults of the 16B model."""
+    """The config. Names are those of the published config.json; defaults are those of the 16B model."""
 
     model_type = MODEL_TYPE
     attribute_map = {"num_experts": "n_routed_experts"}  # noqa: RUF012 - as transformers declares it
@@ -52,7 +52,7 @@ class DeepseekConfig(LlamaConfig):
 
 
 class DeepseekMoE(nn.Module):
-    """Routed experts plus shared experts; the latter are one wide MLP."""
+    """Routed experts, plus the shared experts as one wide MLP."""
 
     def __init__(self, config: DeepseekConfig):
         super().__init__()
@@ -79,8 +79,8 @@ class DeepseekPreTrainedModel(LlamaPreTrainedModel):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Always True. transformers would look for a decorator in this class's module, but the experts are in another;
-        it also caches the result on the class, so that Llama's would be used here."""
+        """Always returns True. transformers' own method searches this module for the decorator of experts, which is in
+        another module. It also caches its result on the class, so this class would inherit Llama's result."""
         return True
 
     @torch.no_grad()
@@ -115,8 +115,8 @@ class DeepseekForCausalLM(DeepseekPreTrainedModel, LlamaForCausalLM):
 
 
 def register() -> None:
-    """Registers the model type with transformers' auto classes and checkpoint loader. Idempotent. Raises ValueError,
-    from transformers, if it already has this model type itself."""
+    """Registers the model type with transformers' auto classes and checkpoint loader. Idempotent. transformers raises
+    ValueError if it has this model type itself."""
     AutoConfig.register(MODEL_TYPE, DeepseekConfig)
     AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM)
     experts = get_checkpoint_conversion_mapping(EXPERTS_LIKE)

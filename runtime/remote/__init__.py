@@ -1,1 +1,1 @@
-"""Files in object stores, by URL: reads and writes with retries, and local copies."""
+"""Files in object stores, given by URL: reads and writes with retries, and local copies."""

@@ -1,7 +1,7 @@
-"""Local copies of files at a URL, in the cache directory. Files appear only when complete.
+"""Local copies of files at a URL, in the cache directory. A file gets its name only when it is complete.
 
-A copy is keyed by the URL and its files' sizes and tags: changed files become a new copy, and readers of the old one
-are not disturbed. An interrupted copy resumes after its last byte.
+A copy's directory is named after a hash of the URL and the sizes and tags of its files. So changed files become a new
+copy, and programs that read the old copy are not disturbed. An interrupted copy resumes after its last byte.
 """
 
 import hashlib
@@ -25,15 +25,18 @@ from .object_store import ObjectStore, StoredFile
 log = logging.getLogger(__name__)
 
 RANGE_BYTES = 16 * MIB
-NUM_RANGES = 8  # read at once
-SECONDS_PER_LINE, SECONDS_PER_LOOK = 10.0, 0.5
+NUM_RANGES = 8  # ranges that are read at the same time
+SECONDS_PER_LINE = 10.0  # between log lines about progress
+SECONDS_PER_LOOK = 0.5  # between attempts to take the lock
 NAME = re.compile(r"[^/\\\0]+")
 
 
 def local_copy(store: ObjectStore, cache: Path, patterns: Sequence[str], error_type: type[WeightstreamError]) -> Path:
-    """Copies the file at the store's URL, or the directory's files that match `patterns`, to `cache` and returns the
-    path. Skips hidden files and subdirectories. Raises `error_type` if there is no such file or no room, StorageError,
-    ConfigError and Interrupted."""
+    """Copies the file at the store's URL, or the files in that directory that match `patterns`, to a directory in
+    `cache`. Returns the path of the copied file or directory. Hidden files and subdirectories are not copied.
+
+    Raises `error_type` if there is no such file or not enough disk space, and StorageError, ConfigError and
+    Interrupted."""
     files = store.list_files(is_deep=False)
     selected = files if "" in files else {name: files[name] for name in files if _is_selected(name, patterns)}
     if not selected:
@@ -42,6 +45,7 @@ def local_copy(store: ObjectStore, cache: Path, patterns: Sequence[str], error_t
         )
         raise error_type(f"{store.key}={store.url}: {problem}")
     name = store.url.rstrip("/").rpartition("/")[2]
+    # If the URL is a file, its name in `selected` is "", and the copy is `folder / name`.
     listing = [store.url, *([each, file.num_bytes, file.tag] for each, file in sorted(selected.items()))]
     folder = cache / "copies" / hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:24]
     root = folder / name if "" not in selected else folder
@@ -64,7 +68,7 @@ def _is_selected(name: str, patterns: Sequence[str]) -> bool:
 
 @contextmanager
 def _lock(path: Path, store: ObjectStore) -> Iterator[None]:
-    """Locks the copy against other processes. The lock ends with its process."""
+    """Locks the copy against other processes. The operating system releases the lock if the process ends."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         has_logged = False
@@ -94,7 +98,7 @@ def _copy(
     targets: Mapping[str, Path],
     error_type: type[WeightstreamError],
 ) -> None:
-    """Fetches the missing files. The caller must hold the copy's lock."""
+    """Downloads the missing files. `targets`: name -> local path. The caller must hold the copy's lock."""
     missing = {name: file for name, file in files.items() if not targets[name].exists()}
     partial_bytes = sum(_file_bytes(_partial_path(targets[name])) for name in missing)
     done_bytes, all_bytes = 0, sum(file.num_bytes for file in missing.values()) - partial_bytes
@@ -112,9 +116,9 @@ def _copy(
         try:
             with partial.open("ab") as out, ThreadPoolExecutor(NUM_RANGES) as pool:
                 for begin in range(out.tell(), file.num_bytes, RANGE_BYTES * NUM_RANGES):
-                    ends = range(begin, min(begin + RANGE_BYTES * NUM_RANGES, file.num_bytes), RANGE_BYTES)
+                    begins = range(begin, min(begin + RANGE_BYTES * NUM_RANGES, file.num_bytes), RANGE_BYTES)
                     for data in pool.map(
-                        lambda at, name=name, file=file: _read_range(store, name, file, at, error_type), ends
+                        lambda at, name=name, file=file: _read_range(store, name, file, at, error_type), begins
                     ):
                         out.write(data)
                         done_bytes += len(data)
@@ -123,7 +127,7 @@ def _copy(
                             progress = format_bytes(done_bytes), format_bytes(all_bytes)
                             log.info("copying %s: %s of %s", store.url, *progress)
                 out.flush()
-                os.fsync(out.fileno())  # before the rename: a crash must not leave an incomplete target
+                os.fsync(out.fileno())  # before the rename, so that a crash cannot leave an incomplete target
         except OSError as error:
             raise StorageError(f"{partial}: cannot write: {error.strerror or error}") from error
         if store.list_files(is_deep=False).get(name) != file or _file_bytes(partial) != file.num_bytes:

@@ -1,5 +1,5 @@
-"""Files below a URL of an object store, by fsspec. The store's own library finds credentials and endpoints; they are
-never stored or logged here. Failed calls are retried with exponential backoff for a bounded time.
+"""Files below a URL of an object store, accessed with fsspec. Failed calls are retried with exponential backoff for a
+limited time. The store's own library finds credentials and endpoints; they are never stored or logged here.
 """
 
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
 STOP_CHECK_SECONDS = 0.2  # between checks of `should_stop`
-MAX_CHARACTERS = 200  # of an error in messages
+MAX_CHARACTERS = 200  # limit for the text of an exception in a message
 T = TypeVar("T")
 
 
@@ -31,16 +31,18 @@ def never() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """Retry time in seconds and a function that can end it. `key`: the setting of `seconds`, for messages."""
+    """How long failed calls are retried: for `seconds`, or until `should_stop` returns True. `key`: the setting that
+    `seconds` comes from, for messages."""
 
     seconds: float = 300.0
     should_stop: Callable[[], bool] = never
     key: str | None = None
 
     def run(self, action: str, call: Callable[[], T], *, permanent: tuple[type[Exception], ...] = ()) -> T:
-        """Returns `call()`, retried with exponential backoff. Raises WeightstreamError, FileExistsError and `permanent`
-        at once, StorageError after `seconds`, and Interrupted. `action` describes the call in messages."""
-        # Retries every other Exception: those of store libraries have no common base class.
+        """Returns `call()`, retried with exponential backoff. WeightstreamError, FileExistsError and `permanent`
+        exceptions are not retried. Raises StorageError after `seconds`, and Interrupted. `action` describes the call in
+        messages."""
+        # Retries every other Exception, since the exceptions of store libraries have no common base class.
         deadline, pause = time.monotonic() + self.seconds, FIRST_PAUSE_SECONDS
         while True:
             try:
@@ -68,20 +70,21 @@ class RetryPolicy:
 
 
 def describe_error(error: Exception) -> str:
-    """The error's type and text in one line."""
+    """Formats an exception's type and text in one line."""
     text = " ".join(str(error).split())
     text = text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}  # extras of this package, by scheme
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}  # URL scheme -> extra of this package to install
+# Keys of fsspec's file information that change when the file is rewritten; stores have different ones.
 TAGS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "created")
-PERMANENT_ERRORS = (FileNotFoundError, PermissionError)  # in a first call: the URL or credentials are wrong
+PERMANENT_ERRORS = (FileNotFoundError, PermissionError)  # in the first call: the URL or credentials are wrong
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """A file's metadata in its store. `tag` changes when the file is rewritten."""
+    """Size and kind of a stored file. `tag` changes when the file is rewritten."""
 
     num_bytes: int
     tag: str
@@ -89,8 +92,8 @@ class StoredFile:
 
 
 class ObjectStore:
-    """Files below `url`, named by path relative to it. `key`: the setting that holds `url`, for messages. All methods
-    raise Interrupted, and StorageError if the store fails for longer than `retry`."""
+    """Files below `url`. A file's name is its path relative to `url`. `key`: the setting that `url` comes from, for
+    messages. All methods raise Interrupted, and StorageError if the store fails for longer than `retry`."""
 
     def __init__(self, url: str, key: str, retry: RetryPolicy | None = None):
         """Raises ConfigError if the URL has credentials or an unknown scheme, or its library is not installed."""
@@ -109,8 +112,8 @@ class ObjectStore:
             raise ConfigError(f"{key}={self.url}: fsspec does not know the scheme: {describe_error(error)}") from error
 
     def list_files(self, *, is_deep: bool) -> Mapping[str, StoredFile]:
-        """Files below the URL, by name, with subdirectories if `is_deep`. If the URL is a file, its name is empty.
-        Empty if nothing exists. Raises ConfigError if access is denied."""
+        """Lists the files below the URL: name -> file. `is_deep`: also in subdirectories. If the URL is itself a file,
+        its name is "". Returns {} if nothing exists. Raises ConfigError if access is denied."""
         return self._call_first("listing", lambda: self._list(is_deep), {})
 
     def read(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
@@ -119,8 +122,8 @@ class ObjectStore:
         return self._call("reading", name, call, permanent=(FileNotFoundError,))
 
     def write(self, name: str, data: bytes, *, exclusive: bool = False, is_first: bool = False) -> None:
-        """Writes a file atomically. `exclusive`: raises FileExistsError if it exists. `is_first`: the run's first
-        write, so that a missing bucket or denied access raises ConfigError."""
+        """Writes a file atomically. `exclusive`: raises FileExistsError if the file exists. `is_first`: for the first
+        write of a run; a missing bucket or denied access then raises ConfigError at once."""
         call = partial(self._write, self._path(name), data, exclusive)
         if is_first:
             self._call_first(f"writing {name}", call, None)
@@ -140,8 +143,8 @@ class ObjectStore:
         return self.retry.run(f"{action} {url} ({self.key})", call, permanent=permanent)
 
     def _call_first(self, action: str, call: Callable[[], T], absent: T | None) -> T:
-        """Runs a first call: permanent errors raise ConfigError. If the file is missing and `absent` is not None,
-        returns `absent`."""
+        """Runs the first call on this store, for which permanent errors raise ConfigError. If the file is missing and
+        `absent` is not None, returns `absent`."""
         try:
             return self.retry.run(f"{action} at {self.url} ({self.key})", call, permanent=PERMANENT_ERRORS)
         except PERMANENT_ERRORS as error:
@@ -166,7 +169,7 @@ class ObjectStore:
         fs = self._fs
         if exclusive and fs.exists(path):
             raise FileExistsError(path)
-        if isinstance(fs, LocalFileSystem):  # rename: readers must not see a partial file
+        if isinstance(fs, LocalFileSystem):  # write and rename, so that no reader sees a partial file
             folder, _, name = path.rpartition("/")
             temp = f"{folder}/.{name}.{secrets.token_hex(4)}.tmp"
             fs.pipe_file(temp, data)

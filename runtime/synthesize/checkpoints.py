@@ -1,4 +1,5 @@
-"""Writes random checkpoints of real architectures, in the hub's layout, one tensor in memory at a time."""
+"""Writes checkpoints with random weights for transformers' model types, in the hub's file layout. Only one tensor at a
+time is in memory."""
 
 import contextlib
 import copy
@@ -27,11 +28,11 @@ from .random_weights import RandomWeights
 from .tokenizer import byte_level_tokenizer, load_local_tokenizer
 
 UNFINISHED_FILE = ".unfinished"  # exists and is locked while the directory is written
-MARKER_FILE = "synthesis.json"  # written last: digest of the recipe, size of every file
+MARKER_FILE = "synthesis.json"  # written last: digest of the settings (recipe), size of every file
 _RECIPE_VERSION = 1
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_UNDECLARED_KEYS = frozenset({"head_dim", "original_max_position_embeddings"})  # classes read them, configs lack them
-_RANDOM_OVERRIDES: Mapping[str, object] = {
+_UNDECLARED_KEYS = frozenset({"head_dim", "original_max_position_embeddings"})  # read by models, not in default configs
+_RANDOM_OVERRIDES: Mapping[str, object] = {  # config of the model `random`
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": False,
 }  # fmt: skip
@@ -39,7 +40,7 @@ _RANDOM_OVERRIDES: Mapping[str, object] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SynthesisReport:
-    """The size of a written checkpoint, and the time that it took."""
+    """The size of a written checkpoint, and the time for writing it."""
 
     num_parameters: int
     num_bytes: int
@@ -63,12 +64,13 @@ def synthesize_checkpoint(
     tokenizer_path: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SynthesisReport:
-    """Writes a random checkpoint of `model`: a transformers model type with `overrides` of its config, or a config.
+    """Writes a checkpoint of `model` with random weights. `model`: a transformers model type, or a config. `overrides`:
+    values that differ from the model type's default config.
 
-    Memory: the largest tensor and a few MiB. `alignment_bytes`: of the data in a file. Ids of bos, eos and pad are the
-    tokenizer's, unless overridden. Calls `progress(done_bytes, total_bytes)` before the first tensor and after each.
-    Raises ConfigError if `directory` is not empty or the config is invalid, OutputError if it cannot be written. After
-    an interruption the same call starts over.
+    Needs memory for the largest tensor and a few MiB. `alignment_bytes`: alignment of the tensors' data in a file. The
+    ids of bos, eos and pad are the tokenizer's, unless overridden. Calls `progress(done_bytes, total_bytes)` before the
+    first tensor and after each tensor. Raises ConfigError if `directory` is not empty or the config is invalid, and
+    OutputError if it cannot be written. After an interruption, the same call begins again.
     """
     started = time.monotonic()
     overrides = dict(overrides or {})
@@ -99,8 +101,8 @@ def synthesize_checkpoint(
 def create_sparse_checkpoint(
     *, model_type: str, directory: Path, overrides: Mapping[str, object], dtype: torch.dtype
 ) -> RandomWeights:
-    """Writes a checkpoint with sparse weight files (headers only). Returns the object that draws the weights directly
-    into memory. Raises as `synthesize_checkpoint`."""
+    """Writes a checkpoint whose weight files are sparse: they have headers, but no data. Returns the object that draws
+    the weights directly into memory. Raises the errors of `synthesize_checkpoint`."""
     meta_model, tokenizer = _build_model(model_type, overrides, dtype, None)
     weights = RandomWeights(meta_model, 0)
     with _as_output_error(directory), _claim_directory(directory):
@@ -113,7 +115,8 @@ def create_sparse_checkpoint(
 def _build_model(
     model: str | PreTrainedConfig, overrides: Mapping[str, object], dtype: torch.dtype, tokenizer_path: Path | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    # Drop token ids outside a reduced vocabulary, of which transformers would warn; the tokenizer's replace them.
+    """Builds the model on the meta device, with a tokenizer and consistent token ids in its config."""
+    # transformers would warn about token ids outside the vocabulary. Drop them; the tokenizer's ids replace them.
     size = overrides.get("vocab_size")
     is_outside = {
         key: isinstance(size, int) and isinstance(i := overrides.get(key), int) and i >= size for key in _TOKEN_KEYS
@@ -144,11 +147,12 @@ def _build_model(
 
 
 def random_checkpoint(cache: Path, seed: int = 0) -> Path:
-    """Writes the `random` model once: a small Llama with random weights and a byte-level tokenizer.
+    """Returns the directory of the model `random`, a small Llama with random weights and a byte-level tokenizer. Writes
+    it if it does not exist.
 
-    Returns a directory in `cache`, named after seed and recipe: versions of Weightstream do not collide. Concurrent
-    callers get the one that is renamed first. Raises CheckpointError if it is damaged, OutputError if `cache` cannot be
-    written.
+    The directory is in `cache` and named after the seed and a digest of the settings, so versions of Weightstream with
+    other settings use other directories. Of concurrent callers, the first to finish provides the directory for all.
+    Raises CheckpointError if the directory is incomplete, and OutputError if `cache` cannot be written.
     """
     digest = _recipe_digest("llama", _RANDOM_OVERRIDES, seed, torch.float32)
     directory = cache / f"seed-{seed}-{digest[:8]}"
@@ -195,8 +199,8 @@ def _did_you_mean(word: str, known: list[str]) -> str:
 
 @contextlib.contextmanager
 def _claim_directory(directory: Path) -> Iterator[None]:
-    """Creates and locks a directory for writing, or reuses an interrupted writer's after deleting its weights. Raises
-    ConfigError if it holds anything else."""
+    """Creates and locks a directory for writing. A directory that an interrupted writer left is used again, after
+    deleting its weights. Raises ConfigError if the directory contains anything else."""
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"out={directory} is a file: set out to a directory that is empty or does not exist")
     directory.mkdir(parents=True, exist_ok=True)
@@ -208,10 +212,11 @@ def _claim_directory(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if isinstance(error, BlockingIOError):  # not for other errors: the file system has no locks
+            if isinstance(error, BlockingIOError):  # other errors mean that the file system has no locks
                 raise ConfigError(f"another process writes to out={directory}: wait for it") from error
-        for file in (*directory.glob("*.safetensors"), *directory.glob(".*.tmp")):  # under the lock: nobody writes them
-            file.unlink()
+        # This process has the lock, so no other process writes these files.
+        for leftover in (*directory.glob("*.safetensors"), *directory.glob(".*.tmp")):
+            leftover.unlink()
         yield
         unfinished.unlink()
 
@@ -241,6 +246,7 @@ def _recipe_digest(model_type: str, overrides: Mapping[str, object], seed: int, 
 
 
 def _is_complete(directory: Path, digest: str) -> bool:
+    """True if the directory has a marker with this recipe digest, and all files that the marker lists."""
     try:
         marker = json.loads((directory / MARKER_FILE).read_text())
         files: dict[str, int] = marker["files"]

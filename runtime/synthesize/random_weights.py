@@ -1,7 +1,8 @@
 """Draws random values for the checkpoint tensors of a model on the meta device.
 
-The generator is seeded by (seed, tensor name): values do not depend on order or shard size. Scales keep activations
-near one and the standard deviation of logits at 1 to 3, and keep greedy decoding from repeating.
+The generator is seeded by (seed, tensor name), so values do not depend on the order of tensors or the size of shards.
+The standard deviations are chosen so that activations are near one, logits have a standard deviation of 1 to 3, and
+greedy decoding does not repeat itself.
 """
 
 import copy
@@ -22,23 +23,26 @@ _EMBEDDING_STD = 0.02
 _TIED_LOGITS_STD = 1.5
 _HEAD_LOGITS_STD = 2.0
 _BIAS_STD = 0.02
-_GAIN = 2.0  # of matrices: attention selects few tokens; at 1 it averages them and decoding runs in short cycles
+# Factor of the standard deviation of matrices. With 2, attention selects few tokens. With 1, it averages all of them,
+# and greedy decoding repeats short cycles.
+_GAIN = 2.0
 _HEAD_NORM = re.compile(r"\b[qk]_(layer)?norm$")
-_CHUNK_ELEMENTS = 1 << 20  # drawn in float32, then rounded to the checkpoint's dtype
-_PROBED_ELEMENTS = 1 << 20  # larger parameters are taken for weight matrices
+_CHUNK_ELEMENTS = 1 << 20  # values that are drawn at once in float32, then rounded to the checkpoint's dtype
+_PROBED_ELEMENTS = 1 << 20  # larger parameters of unknown modules are treated as weight matrices
 
 
 class RandomWeights:
-    """The checkpoint of a meta model: `specs` in writing order; `draw` returns one tensor's values."""
+    """The checkpoint tensors of a model on the meta device: `specs` lists them in the order of writing; `draw` returns
+    the values of one."""
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         self._model = model
         self._seed = seed
-        # As save_pretrained writes: without tied copies and keys that the class ignores.
+        # Like save_pretrained, omit tied copies and the keys that the class does not save.
         dropped = set(model._keys_to_ignore_on_save or ()) | set(model.all_tied_weights_keys)
         state = {name: tensor for name, tensor in model.state_dict().items() if name not in dropped}
         self._tensors: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
-        # The (first) parameter that each checkpoint tensor is loaded into.
+        # Name of a checkpoint tensor -> the (first) parameter that it is loaded into.
         conversions = get_model_conversion_mapping(model)
         renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
@@ -52,7 +56,8 @@ class RandomWeights:
         ]
 
     def draw(self, spec: TensorSpec) -> torch.Tensor:
-        """Returns a tensor's values, deterministic by seed and name. Buffers have their real values."""
+        """Returns the values of a tensor, which depend only on seed and name. Buffers have the values that the class
+        computes."""
         tensor = self._tensors[spec.name]
         if not tensor.is_meta:
             return tensor
@@ -69,14 +74,14 @@ class RandomWeights:
         return own_values.flatten().repeat(repeats)[: spec.num_elements].view(spec.shape).to(spec.dtype)
 
     def standard_deviation(self, spec: TensorSpec) -> float | None:
-        """Standard deviation of a tensor that is drawn from a normal distribution around zero; None for others."""
+        """The standard deviation, if the tensor is drawn from a normal distribution around zero; else None."""
         if not self._tensors[spec.name].is_meta:
             return None
         std, own_values = self._recipe(self._origins[spec.name], _tensor_seed(self._seed, spec.name))
         return std if own_values is None else None
 
     def _recipe(self, name: str, seed: int) -> tuple[float, torch.Tensor | None]:
-        """Returns the standard deviation of a normal distribution, or the values."""
+        """Returns (standard deviation, None) if a parameter is drawn from a normal distribution, else (0, values)."""
         module_name, _, leaf = name.rpartition(".")
         module = self._model.get_submodule(module_name)
         parameter = module.get_parameter(leaf)
@@ -88,20 +93,22 @@ class RandomWeights:
         if "bias" in leaf and not values.any():
             return _BIAS_STD, None
         if parameter.ndim >= 2:
-            # Initial values around zero, and constants: draw them like a matrix.
+            # Initial values that are constant or have a mean near zero are replaced: draw them like a matrix.
             std, mean = torch.std_mean(values)
-            is_centred = bool(std == 0) or bool(mean.abs() < 4 * std * values.numel() ** -0.5)
-            return (_fan_in_std(module, parameter), None) if is_centred else (0.0, values)
+            is_centered = bool(std == 0) or bool(mean.abs() < 4 * std * values.numel() ** -0.5)
+            return (_fan_in_std(module, parameter), None) if is_centered else (0.0, values)
+        # A weight of ones, or of zeros (`1 + weight`), is that of a norm.
         if leaf == "weight" and bool((values == values[0]).all()) and values[0].item() in (0.0, 1.0):
             return 0.0, _norm_weight(values, _GAIN if _HEAD_NORM.search(module_name) else 1.0, seed)
         return 0.0, values
 
     def _matrix_std(self, module: nn.Module, weight: nn.Parameter) -> float | None:
+        """The standard deviation of an embedding, head, linear or convolution weight; None for other modules."""
         if isinstance(module, nn.Embedding):
-            # Also of positions: at the scale of tokens, they keep greedy decoding out of short cycles.
+            # Position embeddings get the scale of token embeddings, so that greedy decoding does not run in cycles.
             if not self._has_tied_head:
                 return _EMBEDDING_STD
-            is_scaled = getattr(self._model.config, "scale_decoder_outputs", False)  # T5 does this by itself
+            is_scaled = getattr(self._model.config, "scale_decoder_outputs", False)  # T5 applies the factor itself
             return _TIED_LOGITS_STD * (1.0 if is_scaled else weight.shape[-1] ** -0.5)
         if module is self._model.get_output_embeddings():
             return _HEAD_LOGITS_STD * weight.shape[-1] ** -0.5
@@ -111,7 +118,7 @@ class RandomWeights:
 
 
 def _fan_in_std(module: nn.Module, weight: nn.Parameter) -> float:
-    """Returns gain / sqrt(fan_in)."""
+    """Returns _GAIN / sqrt(number of input features)."""
     if isinstance(module, Conv1D):  # GPT-2's linear layer, stored (in, out)
         fan_in = weight.shape[0]
     elif isinstance(module, nn.Conv1d):
@@ -122,7 +129,8 @@ def _fan_in_std(module: nn.Module, weight: nn.Parameter) -> float:
 
 
 def _own_initial_values(model: PreTrainedModel, module_name: str, leaf: str, seed: int) -> torch.Tensor:
-    """Computes the class's initial values in float32; ones for a weight that it does not initialize."""
+    """Computes the values that the class gives a parameter at initialization, in float32. If it gives none, weights are
+    one and other parameters zero."""
     shared = {id(config): config for config in (model.config, model.config.get_text_config())}
     replica = copy.deepcopy(model.get_submodule(module_name), shared)
     owner, prefix = model, ""  # the innermost PreTrainedModel: its `_init_weights` applies
@@ -131,7 +139,7 @@ def _own_initial_values(model: PreTrainedModel, module_name: str, leaf: str, see
         module = model.get_submodule(prefix)
         owner = module if isinstance(module, PreTrainedModel) else owner
     for other in replica.parameters():
-        setattr(other, "_is_hf_initialized", True)  # noqa: B010 - transformers' flag: skip it, it is on meta
+        setattr(other, "_is_hf_initialized", True)  # noqa: B010 - transformers then skips it: it is on the meta device
     values = torch.full(replica.get_parameter(leaf).shape, torch.nan)
     setattr(replica, leaf, nn.Parameter(values, requires_grad=False))
     with torch.random.fork_rng(devices=[]):
@@ -142,8 +150,9 @@ def _own_initial_values(model: PreTrainedModel, module_name: str, leaf: str, see
 
 
 def _norm_weight(values: torch.Tensor, gain: float, seed: int) -> torch.Tensor:
-    """Returns a norm's weight that scales by +-gain, less 1 if the class computes `1 + weight`. With a tied head, the
-    signs keep the last token from being the likeliest."""
+    """Returns a norm's weight that multiplies features by gain or -gain, at random. `values`: the class's initial
+    values; if they are 0, the class multiplies by `1 + weight`. Without the random signs, a model with a tied head
+    would generate the last token again."""
     generator = torch.Generator().manual_seed(seed)
     signs = 1.0 - 2.0 * torch.randint(2, values.shape, generator=generator)
     return gain * signs - (1.0 - values)
