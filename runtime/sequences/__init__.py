@@ -1,1 +1,2 @@
-"""Running sequences: their state, sampling, beam search, grammars, stop strings, detokenization, scores and vectors."""
+"""Running sequences (requests that are being computed): state, sampling, beam search, grammars, stop strings,
+detokenization, scores of target tokens, and vectors."""

@@ -1,5 +1,8 @@
-"""Beam search in lanes: selects candidates on the logits' device and advances the searches. The beams of one request
-are neighbors in its lane, best first, and run in the same passes. The first beam holds the state of the search."""
+"""Beam search within lanes (micro-batches): selects candidates on the logits' device, and advances the searches.
+
+Each beam is a sequence. The beams of one request are adjacent in its lane, best first, and run in the same passes. The
+first beam has the state of the search. A candidate is a beam with one more token.
+Shapes: B rows (beams) of logits, V vocabulary."""
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
@@ -11,14 +14,15 @@ from ..attention.upload import upload
 from .beams import BeamRules, BeamState, advance_beams
 from .sequence import BeamTrace, FinishReason, Sequence, TokenLogprobs
 
-# Finish reason and text length if a beam with these tokens is complete, else None.
+# Returns the finish reason and the text's length if a beam with these tokens is complete, else None.
 EndCheck = Callable[[Sequence, Rows[int]], tuple[FinishReason, int | None] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """The best continuations of a search: beam, token and cumulative log-probability of each. If requested, `own` and
-    `top`: log-probabilities of the token and of the top tokens."""
+    """The best candidates of a search, best first. Per candidate: index of its beam, its new token, and its cumulative
+    log-probability (score). The last two fields are empty unless log-probabilities are requested. `own`: those of the
+    new tokens before logits processors; `top`: per beam, ids and log-probabilities of the most likely tokens."""
 
     beams: Rows[int]
     tokens: Rows[int]
@@ -27,6 +31,7 @@ class Candidates:
     top: Rows[tuple[tuple[int, ...], tuple[float, ...]]]
 
     def logprobs(self, rank: int) -> list[TokenLogprobs]:
+        """The log-probabilities for the new token of candidate `rank`; empty if not requested."""
         if not self.own:
             return []
         ids, values = self.top[self.beams[rank]]
@@ -34,8 +39,8 @@ class Candidates:
 
 
 class BeamSearch:
-    """All beam searches of a run. `sample` and `accept` as in `Sampler`. `num_top`: top log-probabilities per token;
-    `bans`: settings that ban tokens, for messages."""
+    """The beam searches of a run, with the same `sample` and `accept` as `Sampler`. `process_logprobs`: applies logits
+    processors. `num_top`: number of top log-probabilities per token. `bans`: settings that ban tokens, for messages."""
 
     def __init__(
         self,
@@ -51,12 +56,13 @@ class BeamSearch:
         self._vocab_size, self._num_top, self._bans = vocab_size, num_top, bans
 
     def sample(self, sequences: Rows[Sequence], logits_BV: torch.Tensor, slice_bytes: int) -> torch.Tensor:
-        """Returns a finite flag per row, and the candidates of its search: int32 (B, numbers)."""
-        size = self._rules.num_beams
-        num_rows = size * max(1, slice_bytes // (4 * logits_BV.shape[-1] * size))
+        """Returns int32 (B, numbers) on the logits' device: per row, whether the logits are finite, and a part of the
+        packed candidates of its search. Works in slices of whole searches, of about `slice_bytes` of logits."""
+        num_beams = self._rules.num_beams
+        num_rows = num_beams * max(1, slice_bytes // (4 * logits_BV.shape[-1] * num_beams))
         slices = [slice(start, start + num_rows) for start in range(0, len(sequences), num_rows)]
         parts = list[torch.Tensor]()
-        for rows in slices:  # as in transformers, processors get log-probabilities here
+        for rows in slices:  # as in transformers' beam search, processors get log-probabilities instead of logits
             slice_BV = logits_BV[rows].float()
             logprobs_BV = slice_BV.log_softmax(-1)
             scores_BV = self._process_logprobs(sequences[rows], logprobs_BV)
@@ -67,7 +73,8 @@ class BeamSearch:
         return torch.cat(parts)
 
     def accept(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
-        """Advances each search by a token, or fails it. Mutates the sequences."""
+        """Advances each search by a token, or ends it with an error. `drawn`: result of `sample`, in host memory.
+        Mutates the sequences."""
         begin = 0
         for beams in split_searches(sequences):
             numbers, begin = drawn[begin : begin + len(beams)], begin + len(beams)
@@ -89,7 +96,7 @@ def _fail_beams(beams: Rows[Sequence], error: str, is_finite: Rows[int]) -> None
 
 
 def split_searches(sequences: Rows[Sequence]) -> Iterator[Rows[Sequence]]:
-    """Groups the beams by search."""
+    """Yields the beams of each search."""
     begin = 0
     while begin < len(sequences):
         end = begin + sequences[begin].request.num_beams
@@ -101,12 +108,16 @@ def split_searches(sequences: Rows[Sequence]) -> Iterator[Rows[Sequence]]:
 def best_candidates(
     searches: Rows[Rows[Sequence]], scores_BV: torch.Tensor, logprobs_BV: torch.Tensor, rules: BeamRules, num_top: int
 ) -> torch.Tensor:
-    """Packs the best candidates into int32 (B, numbers), for `read_candidates`. `scores_BV`: processed
-    log-probabilities, `logprobs_BV`: unprocessed."""
-    num_beams, size = rules.num_beams, scores_BV.shape[-1]
+    """Packs the best candidates of each search into int32 (B, numbers), for `read_candidates`. `scores_BV`:
+    log-probabilities after logits processors; `logprobs_BV`: before.
+
+    A search has `rules.num_candidates` candidates, `candidates_per_beam` in each of its rows. The columns are their
+    scores and indices (beam * V + token). If `num_top` is not 0, their own log-probabilities follow, then the ids and
+    log-probabilities of the row's top tokens."""
+    num_beams, vocab_size = rules.num_beams, scores_BV.shape[-1]
     states = [search_state(beams) for beams in searches]
     past_B = upload([score for state in states for score in state.scores], scores_BV.device, torch.float32)
-    best = (scores_BV + past_B[:, None]).view(len(searches), num_beams * size).topk(rules.num_candidates)
+    best = (scores_BV + past_B[:, None]).view(len(searches), num_beams * vocab_size).topk(rules.num_candidates)
     parts = [best.values.view(torch.int32), best.indices.int()]
     if num_top:
         parts.append(logprobs_BV.reshape(len(searches), -1).gather(1, best.indices).view(torch.int32))
@@ -118,7 +129,7 @@ def best_candidates(
 
 
 def read_candidates(numbers: torch.Tensor, rules: BeamRules, vocab_size: int, num_top: int) -> Candidates:
-    """Unpacks the candidates of one search from its rows, in host memory."""
+    """Unpacks the candidates of one search from its rows of `best_candidates`, in host memory."""
     width = rules.candidates_per_beam
     floats = numbers.contiguous().view(torch.float32)
     indices = numbers[:, width : 2 * width].flatten().tolist()
@@ -134,8 +145,9 @@ def read_candidates(numbers: torch.Tensor, rules: BeamRules, vocab_size: int, nu
 
 
 def advance_search(beams: Rows[Sequence], candidates: Candidates, rules: BeamRules, find_end: EndCheck) -> None:
-    """Advances one search by a token. Mutates its beams: appends the tokens of continued candidates and sets `source`,
-    the beam to copy the KV cache from. If the search is over, returned beams get its completions."""
+    """Advances one search by a token, and mutates its beams. Each beam continues one candidate: it gets the candidate's
+    tokens, and `source`, the beam to copy the KV cache from. If the search is over, the beams that are returned get its
+    completions instead."""
     beam_tokens = [(beams[beam], token) for beam, token in zip(candidates.beams, candidates.tokens, strict=True)]
     completed = list[BeamTrace | None]()
     for rank, (beam, token) in enumerate(beam_tokens):

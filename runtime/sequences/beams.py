@@ -1,5 +1,6 @@
-"""The beam search of one prompt, as in transformers' `_beam_search`. Pure; in float32 tensors, so that rounding and
-ties match transformers."""
+"""The beam search of one prompt, as in transformers' `_beam_search`, without model and sequences. A hypothesis is a
+finished beam. Computes in float32 tensors, so that rounding and ties equal those of transformers.
+Shapes: B beams, K candidates (beams with one more token)."""
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -7,15 +8,16 @@ from typing import Generic, TypeVar
 
 import torch
 
-NO_SCORE = -1e9  # marks beams that have not begun and free hypothesis slots
+NO_SCORE = -1e9  # score of beams that have not begun, and of missing hypotheses
 EarlyStopping = bool | str
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BeamRules:
-    """Settings of a beam search. `early_stopping`: True ends it once `num_beams` hypotheses exist, False once no beam
-    is likely to beat them, "never" once none can. `num_ends`: number of EOS tokens."""
+    """Settings of a beam search. `early_stopping` ends the search: True as soon as there are `num_beams` hypotheses,
+    False when no beam is likely to become better than these, "never" when no beam can. `num_ends`: number of EOS
+    tokens."""
 
     num_beams: int
     length_penalty: float = 1.0
@@ -24,7 +26,7 @@ class BeamRules:
 
     @property
     def num_candidates(self) -> int:
-        """Candidates per step: enough for `num_beams` to continue if all others end."""
+        """Number of candidates per step, enough that `num_beams` of them do not end with an EOS token."""
         return self.candidates_per_beam * self.num_beams
 
     @property
@@ -32,17 +34,18 @@ class BeamRules:
         return max(2, 1 + self.num_ends)
 
     def normalize(self, scores: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Cumulative log-probabilities normalized by length, to compare beams of unequal length."""
+        """Normalizes cumulative log-probabilities by length, to compare beams of unequal length."""
         return scores / num_tokens**self.length_penalty
 
     def best_length(self, num_new: int, max_new: int) -> int:
-        """The length at which to estimate the final score of a running beam."""
+        """The length for which to normalize the score of a running beam, as an estimate of its final score."""
         return max_new if self.early_stopping == "never" and self.length_penalty > 0.0 else num_new
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hypothesis(Generic[T]):
-    """A finished beam with its normalized score. `way`: the caller's result; None if the slot is free."""
+    """A finished beam, with its score normalized by length. `way`: the caller's description of its tokens; None if
+    there is no hypothesis yet."""
 
     score: float = NO_SCORE
     way: T | None = None
@@ -50,14 +53,16 @@ class Hypothesis(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class BeamState(Generic[T]):
-    """State of a search: cumulative log-probabilities of the beams, best first, and the best hypotheses."""
+    """State of a search: the cumulative log-probabilities (scores) of its beams, best first, and its best
+    hypotheses."""
 
     scores: tuple[float, ...]
     hypotheses: tuple[Hypothesis[T], ...]
 
     @staticmethod
     def initial(num_beams: int) -> "BeamState[T]":
-        scores = (0.0, *(NO_SCORE,) * (num_beams - 1))  # one beam: all hold the prompt and would continue identically
+        # Only one beam has begun: all have the same prompt, and would continue with the same tokens.
+        scores = (0.0, *(NO_SCORE,) * (num_beams - 1))
         return BeamState(scores=scores, hypotheses=(Hypothesis(),) * num_beams)
 
 
@@ -70,16 +75,18 @@ def advance_beams(
     num_new: int,
     max_new: int,
 ) -> tuple[BeamState[T], tuple[int, ...]]:
-    """Advances a search to `num_new` of at most `max_new` tokens. Returns the new state and, for each beam, the index
-    of the candidate that it continues; empty if the search is over. `scores`: cumulative log-probabilities of the
-    candidates, best first. `completed`: the result of each candidate that is a whole completion. Only the first
-    `num_beams` candidates may become hypotheses."""
+    """Advances a search to `num_new` of at most `max_new` tokens. Returns the new state, and for each beam the index of
+    the candidate that it continues. The indices are empty if the search is over.
+
+    `scores`: cumulative log-probabilities of the candidates, best first. `completed`: for each candidate, the caller's
+    result (`Hypothesis.way`) if it is a whole completion, else None. Only the first `num_beams` candidates may become
+    hypotheses."""
     scores_K = torch.tensor(scores, dtype=torch.float32)
     is_completed_K = torch.tensor([completion is not None for completion in completed])
     running_K = scores_K + is_completed_K.float() * NO_SCORE
     continued_B = running_K.topk(rules.num_beams).indices
     hypotheses = _merge_hypotheses(rules, state.hypotheses, scores_K, completed, num_new)
-    # The search continues while the best beam may beat the worst hypothesis or fill a free slot.
+    # The search continues while the best beam may become better than the worst hypothesis, or hypotheses are missing.
     worst = torch.tensor([each.score for each in hypotheses], dtype=torch.float32).min()
     thresholds = torch.where(torch.tensor([each.way is not None for each in hypotheses]), worst, NO_SCORE)
     best = rules.normalize(running_K[continued_B][:1], rules.best_length(num_new, max_new))
@@ -97,6 +104,7 @@ def _merge_hypotheses(
     completed: Rows[T | None],
     num_new: int,
 ) -> tuple[Hypothesis[T], ...]:
+    """Returns the best `num_beams` of the hypotheses and of the completed candidates."""
     eligible = [completion if rank < rules.num_beams else None for rank, completion in enumerate(completed)]
     normalized_K = rules.normalize(scores_K, num_new) + torch.tensor([way is None for way in eligible]) * NO_SCORE
     merged = torch.cat([torch.tensor([each.score for each in hypotheses], dtype=torch.float32), normalized_K])

@@ -1,5 +1,6 @@
-"""Grammars of structured output: `sampling.json_schema`, `regex`, `choice` and `grammar`, compiled by llguidance, which
-is an optional dependency."""
+"""Grammars of structured output: `sampling.json_schema`, `regex`, `choice` and `grammar`. They are compiled by
+llguidance, an optional dependency. A guide is the state of one sequence in its grammar; it gives the mask of tokens
+that are allowed next."""
 
 # pyright: reportMissingImports=false
 
@@ -27,15 +28,16 @@ from .sequence import Sequence
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # bounded, or a weak model might emit whitespace forever
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # limited, since a weak model might generate whitespace forever
 SPECIAL_PREFIX = b"\xff"  # llguidance's prefix of special tokens; invalid in UTF-8
-CONTEXT_FREE_DECODERS = ("Metaspace", "WordPiece")  # llguidance rejects them; their token text needs no context
+# Decoders of tokenizers that llguidance rejects, but whose token texts can be passed to it: they need no context.
+CONTEXT_FREE_DECODERS = ("Metaspace", "WordPiece")
 NUM_CACHED_GRAMMARS = 1024  # compiled grammars in the cache
 
 
 def resolve_schema(sampling: SamplingConfig) -> SamplingConfig:
-    """Returns the settings with `json_schema` as JSON text, read from its file if it names one. Validates it and the
-    other grammar settings. Raises ConfigError with the key."""
+    """Returns the settings with `json_schema` as JSON text; reads it from the file if it is a path. Validates this and
+    the other grammar settings. Raises ConfigError with the key."""
     schema = sampling.json_schema
     if isinstance(schema, str) and not schema.lstrip().startswith("{"):
         try:
@@ -50,7 +52,8 @@ def resolve_schema(sampling: SamplingConfig) -> SamplingConfig:
 
 
 def schema_text(schema: str | Mapping[str, object]) -> str:
-    """A schema as compact JSON. Keeps the order of keys, which completions follow. Raises ConfigError."""
+    """Serializes a schema as compact JSON. Keeps the order of keys, since completions have the same order. Raises
+    ConfigError."""
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
@@ -61,8 +64,8 @@ def schema_text(schema: str | Mapping[str, object]) -> str:
 
 
 def make_grammar(sampling: SamplingConfig) -> str | None:
-    """The grammar of a completion in llguidance's form; None if unconstrained. Call `resolve_schema` before. Raises
-    ConfigError."""
+    """Makes the grammar of a completion in llguidance's format; None if the settings have no grammar. `sampling` must
+    be a result of `resolve_schema`. Raises ConfigError."""
     for key in STRUCTURES:
         value = getattr(sampling, key)
         if value is not None:
@@ -73,6 +76,7 @@ def make_grammar(sampling: SamplingConfig) -> str | None:
 
 @lru_cache(NUM_CACHED_GRAMMARS)
 def _validate_grammar(key: str, value: str | tuple[str, ...]) -> str:
+    """Converts the setting `key` to llguidance's format, and validates it."""
     try:
         from llguidance import LLMatcher
     except ImportError as error:
@@ -89,16 +93,16 @@ def _validate_grammar(key: str, value: str | tuple[str, ...]) -> str:
 
 def _to_llguidance(compiler: "type[LLMatcher]", key: str, value: str | tuple[str, ...]) -> str:
     if isinstance(value, tuple):
-        # One terminal: as rules, each choice would be a symbol, and llguidance allows 65,000.
+        # One terminal with all choices. With one rule per choice, each would be a symbol; llguidance allows 65,000.
         return compiler.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, value))}")
-    if key == "json_schema":  # `x-guidance` may set its own whitespace pattern
+    if key == "json_schema":  # a schema with `x-guidance` options may set its own whitespace pattern
         has_options = "x-guidance" in json.loads(value)
         return compiler.grammar_from_json_schema(value, {} if has_options else {"whitespace_pattern": WHITESPACE})
     return compiler.grammar_from_regex(value) if key == "regex" else compiler.grammar_from_lark(value)
 
 
 def summarize_error(problem: str) -> str:
-    """The first line of an llguidance message, and later lines that begin with "error"."""
+    """Joins the first line of an llguidance message and later lines that begin with "error"."""
     lines = [line.strip() for line in problem.splitlines() if line.strip()]
     return "; ".join([lines[0], *(line for line in lines[1:] if line.startswith("error"))])[:400]
 
@@ -106,8 +110,8 @@ def summarize_error(problem: str) -> str:
 def llguidance_tokenizer(
     tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: frozenset[int]
 ) -> "LLTokenizer":
-    """The vocabulary for llguidance, cached: a large one takes a second. Raises ConfigError if the tokenizer or model
-    does not support structured output."""
+    """Converts a vocabulary for llguidance. Results are cached, since a large vocabulary takes a second. Raises
+    ConfigError if the tokenizer or model does not support structured output."""
     require(tokenizer is not None, "structured output needs a tokenizer: set model.tokenizer")
     require(bool(eos_token_ids), "structured output needs an EOS token, but the model's config has none")
     assert tokenizer is not None, "checked above"
@@ -123,7 +127,7 @@ def _make_llguidance_tokenizer(
 
     num_tokens, ends = max(vocab_size, len(tokenizer)), list(eos_token_ids)
     try:
-        fast = cast(PreTrainedTokenizerFast, tokenizer)  # from_tokenizer refuses slow ones
+        fast = cast(PreTrainedTokenizerFast, tokenizer)  # from_tokenizer raises ValueError for others
         return from_tokenizer(fast, n_vocab=num_tokens, eos_token=ends)
     except ValueError as error:
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
@@ -135,7 +139,8 @@ def _make_llguidance_tokenizer(
 
 
 class _TextVocabulary:
-    """Token texts for llguidance's `TokenizerWrapper`. Calling it splits bytes into tokens, longest match first."""
+    """The object from which llguidance's `TokenizerWrapper` reads token texts. Calling it tokenizes bytes: it takes the
+    longest matching token at each position."""
 
     bos_token_id = None
 
@@ -151,18 +156,18 @@ class _TextVocabulary:
     def __call__(self, data: bytes) -> list[int]:
         ids: list[int] = []
         while data:
-            ends = range(min(self._longest, len(data)), 0, -1)
-            end = next((end for end in ends if data[:end] in self._ids_by_text), None)
-            if end is None:
+            lengths = range(min(self._longest, len(data)), 0, -1)
+            length = next((length for length in lengths if data[:length] in self._ids_by_text), None)
+            if length is None:
                 break
-            ids.append(self._ids_by_text[data[:end]])
-            data = data[end:]
+            ids.append(self._ids_by_text[data[:length]])
+            data = data[length:]
         return ids
 
 
 class Grammars:
-    """Manages the grammar guides of a run's sequences. The tokenizer is prepared on first use. With `reasoning`, a
-    completion may begin with a reasoning tag: the grammar then applies after the end tag, otherwise from the start."""
+    """Manages the grammar guides of a run's sequences. The vocabulary is converted on first use. With `reasoning`, a
+    completion may begin with a reasoning tag. The grammar then applies after the end tag, otherwise from the start."""
 
     def __init__(
         self,
@@ -175,12 +180,12 @@ class Grammars:
         self._compiled = lru_cache(NUM_CACHED_GRAMMARS)(self._compile)
 
     def masks(self, sequences: Rows[Sequence]) -> torch.Tensor | None:
-        """Masks of allowed next tokens, int32 (B, words) in host memory; None if no row is constrained. Updates the
-        guides. Rows of guides with errors are undefined."""
+        """Masks of allowed next tokens, int32 (B, words) in host memory, with one bit per token. None if no sequence
+        has a guide. Updates the guides. The row of a guide with an error is undefined."""
         guides = [self._update_guide(sequence) for sequence in sequences]
         if all(guide is None for guide in guides):
             return None
-        precomputed = [guide.mask() if guide is not None else None for guide in guides]
+        precomputed = [guide.mask() if guide is not None else None for guide in guides]  # by `start_masks`
         remaining = [guide if mask is None else None for guide, mask in zip(guides, precomputed, strict=True)]
         masks_BW = fill_masks(self._executor, remaining, self._tokens.vocab_size)
         for row, mask in enumerate(precomputed):
@@ -189,7 +194,8 @@ class Grammars:
         return masks_BW
 
     def start_masks(self, sequences: Rows[Sequence]) -> None:
-        """Starts computing the next masks on a thread, to overlap with reads and compute (without the GIL)."""
+        """Starts computing the next masks on a thread, in parallel with reads and compute; llguidance releases the
+        GIL."""
         all_guides = (self._update_guide(sequence) for sequence in sequences)
         guides = [guide for guide in all_guides if guide is not None and guide.error is None]
         if guides:
@@ -198,7 +204,8 @@ class Grammars:
                 guide.pending_mask = masks, row
 
     def _update_guide(self, sequence: Sequence) -> Guide | None:
-        """Returns the guide, advanced by the generated tokens; None without a grammar or during reasoning."""
+        """Returns the sequence's guide, advanced by the generated tokens. None without a grammar and during
+        reasoning."""
         grammar, reasoning = sequence.request.grammar, self._reasoning
         if grammar is None:
             return None
@@ -206,6 +213,7 @@ class Grammars:
         if reasoning is not None and answer is None and reasoning.is_thinking(sequence):
             sequence.guide = None
             return None
+        # Make a new guide at the begin of the completion, and again where the answer begins after reasoning.
         if sequence.guide is None or (answer is not None and sequence.guide.num_consumed < answer.num_tokens):
             matcher = self._compiled(grammar).deep_copy()
             if answer is not None:

@@ -1,4 +1,5 @@
-"""State of a sequence in its grammar, and masks of allowed tokens. Depends on tokens only, so it can be rebuilt."""
+"""The state of a sequence in its grammar, and masks of tokens that are allowed next. The state depends only on the
+tokens, so it can be rebuilt from them. Shapes: B rows, W mask words of 32 tokens, V vocabulary."""
 
 # pyright: reportMissingImports=false
 # llguidance is an optional dependency.
@@ -18,9 +19,12 @@ BITS = 32  # tokens per mask word
 
 @dataclass(kw_only=True)
 class Guide:
-    """Grammar state, owned by its sequence. `num_consumed`: tokens consumed by `matcher` or before the structure.
-    `opening`: matcher of a reasoning tag that may come instead of the structure. `pending_mask`: a future of masks with
-    this guide's row; its thread owns both matchers until it is done."""
+    """The state of one sequence in its grammar.
+
+    `matcher`: llguidance's state. `num_consumed`: number of generated tokens that are processed, including reasoning
+    before the structure. `opening`: the state in the grammar of a reasoning tag, which the completion may begin with
+    instead of the structure. `pending_mask`: (future of masks, this guide's row); until the future is done, its thread
+    uses both matchers, and no other thread may."""
 
     matcher: "LLMatcher"
     opening: "LLMatcher | None" = None
@@ -28,11 +32,11 @@ class Guide:
     pending_mask: tuple[Future[torch.Tensor], int] | None = None
 
     def accept(self, generated: Rows[int]) -> None:
-        """Consumes new tokens."""
+        """Advances the state by the new tokens in `generated`."""
         if self.num_consumed < len(generated):
-            self.mask()  # waits: until then the mask's thread owns the matchers
+            self.mask()  # waits until the mask's thread no longer uses the matchers
             tokens = list(generated[self.num_consumed :])
-            if self.opening is not None:  # structure or tag, undecided while the tokens fit both
+            if self.opening is not None:  # keep both states while the tokens fit both structure and reasoning tag
                 if self.opening.validate_tokens(tokens) < len(tokens):
                     self.opening = None
                 elif self.matcher.validate_tokens(tokens) < len(tokens):
@@ -43,7 +47,7 @@ class Guide:
             self.num_consumed, self.pending_mask = len(generated), None
 
     def mask(self) -> torch.Tensor | None:
-        """Waits for the pending mask, int32 (words). None if none is pending."""
+        """Waits for the pending mask, int32 (words), and returns it. None if no mask is pending."""
         if self.pending_mask is None:
             return None
         masks, row = self.pending_mask
@@ -51,13 +55,14 @@ class Guide:
 
     @property
     def error(self) -> str | None:
-        """The matcher's error, if any: a limit of llguidance, or a token outside the grammar."""
-        self.mask()  # waits for the mask's thread
+        """The matcher's error, if any: a limit of llguidance was exceeded, or a token is outside the grammar."""
+        self.mask()  # waits until the mask's thread no longer uses the matcher
         return self.matcher.get_error() if self.matcher.is_error() else None
 
 
 def fill_masks(executor: "LLExecutor", guides: Rows[Guide | None], vocab_size: int) -> torch.Tensor:
-    """Masks of allowed next tokens, int32 (guides, words), one bit per token. Rows without a guide allow all."""
+    """Computes masks of allowed next tokens, int32 (guides, words), with one bit per token. If a guide is None, its row
+    allows all tokens."""
     num_words = -(-vocab_size // BITS)
     masks_BW = torch.full((len(guides), num_words), -1, dtype=torch.int32)
     matchers = [(guide.matcher, row) for row, guide in enumerate(guides) if guide is not None]

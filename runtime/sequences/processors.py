@@ -1,4 +1,8 @@
-"""transformers' logits processors for rows of unequal length, in the order of `_get_logits_processor`."""
+"""Applies transformers' logits processors to rows of unequal length, in the order of `_get_logits_processor`.
+
+A row is the logits of one sequence. The history of a row is its token ids so far. transformers' processors expect
+histories of equal length, so rows are padded, or grouped by length.
+Shapes: B rows, R selected rows, T history length, V vocabulary."""
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
@@ -38,12 +42,13 @@ from ..config.sampling import MAX_NEW_TOKENS
 from ..config.settings import SamplingConfig
 from .sequence import Request, Sequence
 
-NUM_PENALTIES = 256  # distinct penalties with cached processors
+NUM_PENALTIES = 256  # number of distinct repetition penalties for which processors are cached
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthStep:
-    """A processor that depends only on a row's length. `length`: the length to pass for a row; None skips it."""
+    """A processor that depends only on the length of a row's history. `length` returns the length to pass to the
+    processor for a row; None skips the row."""
 
     processor: LogitsProcessor
     length: Callable[[Sequence], int | None]
@@ -63,8 +68,8 @@ class LengthStep:
 
 
 class Processors:
-    """Penalties, bans and forced tokens of the run, which apply with and without sampling. `bad_words`: token ids of
-    `config.bad_words`. All ids must be within the vocabulary."""
+    """The processors for penalties, banned tokens and forced tokens, which apply with and without sampling.
+    `bad_words`: token ids of `config.bad_words`. All ids must be within the vocabulary."""
 
     def __init__(
         self,
@@ -74,7 +79,7 @@ class Processors:
         start_token_id: int | None,
         device: torch.device,
     ):
-        """`device`: of the logits. Lookup tensors are created there, before the first pass."""
+        """`device`: the logits' device. Lookup tensors are created there before the first pass."""
         self._start_token_id = start_token_id
         self._device: Any = device  # transformers annotates it as a str
         eos = torch.tensor(sorted(eos_token_ids), device=device) if eos_token_ids else None
@@ -84,7 +89,7 @@ class Processors:
 
     def __call__(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
         """Returns processed scores. Never modifies `logits_BV`."""
-        rows_by_penalty: dict[float | None, list[int]] = {}  # rows by repetition penalty
+        rows_by_penalty: dict[float | None, list[int]] = {}  # repetition penalty -> rows
         for row, sequence in enumerate(sequences):
             row_penalty = sequence.request.repetition_penalty
             rows_by_penalty.setdefault(self._run_penalty if row_penalty is None else row_penalty, []).append(row)
@@ -105,17 +110,19 @@ class Processors:
     def _apply_history_steps(
         self, sequences: Rows[Sequence], logits_BV: torch.Tensor, penalty: float | None
     ) -> torch.Tensor:
+        """Applies the processors that read token ids."""
         steps = self._history_steps(penalty)
         if not steps:
             return logits_BV
-        # Token ids of each row (with an encoder, without the prompt), left-padded with an id that no row contains.
+        # Left-pad the histories with an id that no row contains. With an encoder, histories exclude the prompt.
         start, pad = self._start_token_id, logits_BV.shape[-1]
         histories = [[*(s.request.prompt_ids if start is None else (start,)), *s.generated] for s in sequences]
         width = max(map(len, histories))
         ids_BT = upload([[pad] * (width - len(row)) + row for row in histories], logits_BV.device)
-        return apply_processors(steps, ids_BT, F.pad(logits_BV, (0, 1)))[:, :-1]  # a column for the pad id
+        return apply_processors(steps, ids_BT, F.pad(logits_BV, (0, 1)))[:, :-1]  # the added column is for the pad id
 
     def _length_steps(self, config: SamplingConfig, eos: torch.Tensor | None) -> Iterator[LengthStep]:
+        """Yields the processors that depend only on lengths, in transformers' order."""
         min_length, min_new = config.min_length or 0, config.min_new_tokens or 0
         if eos is not None and min_length:
             yield LengthStep(
@@ -123,7 +130,7 @@ class Processors:
                 length=lambda row: self._length(row) if self._length(row) < min_length and _can_end(row) else None,
             )
         if eos is not None:
-            yield LengthStep(  # `length` selects the rows; this minimum, never reached, bans EOS in them
+            yield LengthStep(  # bans EOS in the rows that `length` selects: no row reaches MAX_NEW_TOKENS
                 processor=MinNewTokensLengthLogitsProcessor(0, MAX_NEW_TOKENS, eos),
                 length=lambda row: (
                     _num_new(row) if _num_new(row) < _min_new_tokens(row, min_new) and _can_end(row) else None
@@ -137,7 +144,8 @@ class Processors:
             )
         if config.forced_eos_token_id is not None:
             yield LengthStep(
-                processor=ForcedEOSTokenLogitsProcessor(1, config.forced_eos_token_id, self._device),  # at length 0
+                # This processor forces EOS at length 0; `length` passes 0 for rows before their last token.
+                processor=ForcedEOSTokenLogitsProcessor(1, config.forced_eos_token_id, self._device),
                 length=lambda row: 0 if _num_new(row) == row.request.max_new_tokens - 1 else None,
             )
         if eos is not None and config.exponential_decay_length_penalty is not None:
@@ -158,11 +166,11 @@ class Processors:
             )
 
     def _num_forced(self, row: Sequence, has_forced_bos: bool) -> int:
-        """New tokens before the first sampled one: 1 if `forced_bos_token_id` applies to the row, else 0."""
+        """Number of new tokens before the first sampled one: 1 if `forced_bos_token_id` applies to the row, else 0."""
         return int(has_forced_bos and self._length(row) - _num_new(row) == 1)
 
     def _length(self, row: Sequence) -> int:
-        """The length that `generate` sees: prompt plus new tokens, or the decoder's start token plus new tokens."""
+        """The history's length in `generate`: prompt and new tokens; with an encoder, start token and new tokens."""
         return row.num_known if self._start_token_id is None else 1 + _num_new(row)
 
 
@@ -182,7 +190,7 @@ def _min_new_tokens(row: Sequence, run_setting: int) -> int:
 def _history_processors(
     config: SamplingConfig, bad_words: list[list[int]], eos: torch.Tensor | None, penalty: float | None
 ) -> LogitsProcessorList:
-    """Makes the processors that read token ids; `penalty` is the repetition penalty."""
+    """Makes the processors that read token ids. `penalty`: the repetition penalty."""
     processors = LogitsProcessorList()
     if config.sequence_bias:
         processors.append(SequenceBiasLogitsProcessor(config.sequence_bias))
@@ -196,7 +204,8 @@ def _history_processors(
 
 
 def warpers(config: SamplingConfig, request: Request) -> LogitsProcessorList:
-    """The warpers, which transformers applies last; they ignore history. Greedy rows only get the normalization."""
+    """Makes a request's warpers, the processors for sampling such as temperature and top-p. transformers applies them
+    last; they ignore the history. For greedy decoding there is only the normalization."""
     processors = LogitsProcessorList()
     if request.temperature != 0:
         processors.extend(_sampling_warpers(config, request))
@@ -228,15 +237,16 @@ def _sampling_warpers(config: SamplingConfig, request: Request) -> Iterator[Logi
 
 
 def empty_history(scores_BV: torch.Tensor) -> torch.Tensor:
-    """Dummy token ids for processors that ignore history."""
+    """Placeholder token ids, for processors that ignore the history."""
     return dummy_history(len(scores_BV), 0)
 
 
 def dummy_history(num_rows: int, length: int) -> torch.Tensor:
-    """Dummy token ids of a given length, for processors that only use the shape."""
+    """Placeholder token ids of a given length, for processors that use only the length."""
     return torch.zeros(1, 1, dtype=torch.long).expand(num_rows, length) if length else torch.zeros(num_rows, 0).long()
 
 
 def apply_processors(processors: LogitsProcessorList, ids_BT: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
-    """Calls the processors. Isolates a typing issue: transformers annotates legacy types (LongTensor, FloatTensor)."""
+    """Calls the processors. A separate function, since transformers annotates the legacy types LongTensor and
+    FloatTensor, which type checkers reject here."""
     return processors(ids_BT, scores_BV)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,9 @@
-"""Readout of prompts without generation: scores of target tokens, and vectors (pooled hidden states, class logits)."""
+"""Results of requests that do not generate: scores (log-probabilities) of target tokens, and vectors (pooled hidden
+states or class logits).
+
+A pass computes a chunk of the tokens of each sequence. Results are packed into int32 tensors, copied to the host
+together, and then recorded in the sequences.
+Shapes: N positions of a pass, E scores, D features, V vocabulary."""
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
@@ -13,13 +18,13 @@ from ..model.head import class_logits, hidden_states
 from .sequence import Encoding, FinishReason, Sequence, TokenScore, packed_width, unpack_logprobs
 
 SLICE_BYTES = 4 * 2**20  # of float32 logits per slice
-STATUS_WIDTH = 2  # greedy token id, finite flag
+STATUS_WIDTH = 2  # columns: greedy token id, whether the logits are finite
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringTargets:
-    """The tokens that a pass scores. `positions`: of the needed logits, within the hidden state. Per score: `rows`
-    (index into `positions`), `tokens` (the target) and `sequences`."""
+    """The tokens that a pass scores. `positions`: the tokens of the pass whose logits are needed. The other fields have
+    one entry per score: `rows` (index into `positions`), `tokens` (the target token) and `sequences`."""
 
     positions: Rows[int]
     rows: Rows[int]
@@ -33,7 +38,8 @@ class ScoringTargets:
 
     @staticmethod
     def from_sequences(parts: Iterable[tuple[Sequence, int, Rows[tuple[int, ...]]]]) -> "ScoringTargets":
-        """`parts`: each sequence with its first position and the target tokens of each position from there."""
+        """Makes the targets. `parts`: (sequence, its first position in the pass, target tokens of this and each
+        following position)."""
         positions = list[int]()
         scores = list[tuple[int, int, Sequence]]()
         for sequence, first, targets in parts:
@@ -45,7 +51,8 @@ class ScoringTargets:
 
 
 class TokenScorer:
-    """Scores target tokens from slices of logits. `num_top`: number of top log-probabilities per target."""
+    """Computes the scores of target tokens from the logits, slice by slice. `num_top`: number of top log-probabilities
+    per target."""
 
     def __init__(self, targets: ScoringTargets, num_top: int, device: torch.device):
         self._targets, self._num_top, self._device = targets, num_top, device
@@ -53,11 +60,12 @@ class TokenScorer:
         self._num_done = 0
 
     def add(self, begin: int, logits_NV: torch.Tensor) -> None:
-        """Adds the logits of positions from `begin` on. Slices must come in order."""
+        """Adds the logits of `positions[begin:]`, of as many as `logits_NV` has rows. Calls must be in order of
+        `begin`."""
         num_rows = max(1, SLICE_BYTES // (4 * logits_NV.shape[-1]))
         for start in range(0, len(logits_NV), num_rows):
             part = logits_NV[start : start + num_rows].float()
-            first, rows, tokens = begin + start, list[int](), list[int]()
+            first, rows, tokens = begin + start, list[int](), list[int]()  # `rows`: within `part`
             while self._num_done < len(self._targets.rows) and self._targets.rows[self._num_done] < first + len(part):
                 rows.append(self._targets.rows[self._num_done] - first)
                 tokens.append(self._targets.tokens[self._num_done])
@@ -66,7 +74,7 @@ class TokenScorer:
 
     @property
     def packed_scores(self) -> torch.Tensor:
-        """Packed scores for `record_scores`, int32 (scores, numbers), on the logits' device."""
+        """The packed scores for `record_scores`, int32 (scores, numbers), on the logits' device."""
         width = STATUS_WIDTH + packed_width(self._num_top)
         empty = torch.empty(0, width, dtype=torch.int32, device=self._device)
         return torch.cat([empty, *self._parts])
@@ -81,8 +89,9 @@ class TokenScorer:
 
 
 def record_scores(sequences: Rows[Sequence], numbers: torch.Tensor, step: int) -> int:
-    """Appends a score to the sequence of each row of `numbers`, and finishes sequences that have all scores. Returns
-    the number of valid scores. A row with non-finite logits becomes an error row."""
+    """Appends the score in each row of `numbers` (see `TokenScorer.packed_scores`) to its sequence, and finishes
+    sequences that have all scores. A sequence with non-finite logits fails. Returns the number of valid scores.
+    `step`: number of the pass, for messages."""
     num_valid = 0
     logprobs = unpack_logprobs(numbers[:, STATUS_WIDTH:])
     rows = zip(sequences, numbers[:, :STATUS_WIDTH].tolist(), logprobs, strict=True)
@@ -100,13 +109,13 @@ def record_scores(sequences: Rows[Sequence], numbers: torch.Tensor, step: int) -
     return num_valid
 
 
-SMALLEST_NORM = 1e-12  # lower bound of the divisor, as in `torch.nn.functional.normalize`
+SMALLEST_NORM = 1e-12  # vectors are divided by their norm, but at least by this, as in `torch.nn.functional.normalize`
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingTargets:
-    """The hidden states that a pass pools. `positions`: within the hidden state, with their `owners`. `counts`: number
-    of contiguous positions of each of `sequences`."""
+    """The hidden states that a pass pools. `positions`: tokens of the pass; `owners`: the sequence of each.
+    `sequences`: the distinct ones in the same order; `counts`: number of positions of each."""
 
     positions: Rows[int]
     owners: Rows[Sequence]
@@ -119,7 +128,7 @@ class PoolingTargets:
 
     @staticmethod
     def from_sequences(parts: Iterable[tuple[Sequence, int, Rows[tuple[int, ...]]]]) -> "PoolingTargets":
-        """`parts`: as in `ScoringTargets.from_sequences`."""
+        """Makes the targets. `parts`: see `ScoringTargets.from_sequences`; the target tokens are ignored."""
         pooled = [(sequence, first, len(each)) for sequence, first, each in parts if each]
         return PoolingTargets(
             positions=[first + offset for _, first, count in pooled for offset in range(count)],
@@ -129,13 +138,14 @@ class PoolingTargets:
         )
 
     def pool(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """The contribution of these states to each sequence's vector, float32 (sequences, D)."""
+        """Computes what these hidden states contribute to each sequence's vector, float32 (sequences, D)."""
         parts = hidden_ND.split(list(self.counts))
         return torch.stack([_partial_vector(s, part) for s, part in zip(self.sequences, parts, strict=True)])
 
 
 def _partial_vector(sequence: Sequence, hidden_ND: torch.Tensor) -> torch.Tensor:
-    """The contribution of a chunk of hidden states to its prompt's vector. Chunks come in order."""
+    """What a chunk of hidden states contributes to the vector of its prompt. Contributions are summed; the chunks of a
+    prompt come in order."""
     encoding = _encoding(sequence)
     if encoding.pooling is Pooling.mean:
         return hidden_ND.float().sum(0) / encoding.num_read
@@ -157,8 +167,8 @@ def read_vectors(
     device: torch.device,
     class_rows: int,
 ) -> torch.Tensor:
-    """Runs the model and pools. Returns packed vectors, int32 (sequences, numbers), for `record_vectors`.
-    `class_rows`: prompts per call of a classification head."""
+    """Runs the model's forward, and pools its hidden states or computes class logits. Returns packed vectors, int32
+    (sequences, numbers), for `record_vectors`. `class_rows`: prompts per call of a classification head."""
     slices = hidden_states(forward, upload(targets.positions, device))
     assert slices.hidden_1ND is not None, "the class did not call its decoder as a module"
     if not targets.sequences:
@@ -170,8 +180,8 @@ def read_vectors(
 
 
 def record_vectors(sequences: Rows[Sequence], numbers: torch.Tensor, step: int) -> int:
-    """Adds each row of `numbers` to its sequence's vector, and finishes sequences with complete prompts. Returns the
-    number of valid rows. A non-finite row becomes an error row."""
+    """Adds each row of `numbers` (see `read_vectors`) to its sequence's vector, and finishes sequences whose prompt is
+    complete. A sequence with a non-finite row fails. Returns the number of valid rows."""
     num_valid = 0
     for sequence, row in zip(sequences, numbers.contiguous().view(torch.float32).cpu().numpy(), strict=True):
         if sequence.finish is FinishReason.error:

@@ -1,5 +1,7 @@
-"""Samples the next token of each sequence, with transformers' logits processors in transformers' order. Each sequence
-has a seeded generator and gets the tokens of `generate(do_sample=True)` for this prompt alone with this seed."""
+"""Samples the next token of each sequence, with transformers' logits processors in transformers' order.
+
+Each sequence has its own seeded random generator. It gets the tokens of `generate(do_sample=True)` with this prompt
+alone and this seed. Shapes: B rows (sequences), R selected rows, V vocabulary, W mask words of 32 tokens."""
 
 from collections.abc import Sequence as Rows
 
@@ -43,8 +45,8 @@ def require_known_tokens(config: SamplingConfig, vocab_size: int) -> None:
 def bad_word_ids(
     words: Rows[str], tokenizer: PreTrainedTokenizerBase, eos_token_ids: frozenset[int], vocab_size: int
 ) -> list[list[int]]:
-    """Token ids of each word at the start of a text and after a space, as transformers recommends for `bad_words_ids`.
-    Other tokenizations of the same text are not banned."""
+    """Tokenizes each word as at the beginning of a text, and as after a space, as transformers recommends for
+    `bad_words_ids`. Other tokenizations of the same text are not banned."""
     banned: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in (word, f" {word}"):
@@ -57,18 +59,18 @@ def bad_word_ids(
     return [list(ids) for ids in banned]
 
 
-BAN_SETTINGS = (
+BAN_SETTINGS = (  # settings that can ban tokens
     "bad_words", "bad_words_ids", "no_repeat_ngram_size", "sequence_bias", "min_length", "min_new_tokens",
     "suppress_tokens", "begin_suppress_tokens",
 )  # fmt: skip
-STATUS_WIDTH = 3  # token id, True if logits are finite, True if some token is allowed
-SLICE_BYTES = 4 * MIB  # of float32 logits per slice: sorting takes several times as much
+STATUS_WIDTH = 3  # columns: token id, whether the logits are finite, whether some token is allowed
+SLICE_BYTES = 4 * MIB  # float32 logits that are processed at once; sorting them takes several times this memory
 
 
 class Sampler:
-    """Samples for all lanes of a run. Call `sample` once per lane and pass, then `accept` with its result on the host;
-    neither waits for a device. `start_token_id`: decoder start token of an encoder-decoder, else None. Raises
-    ConfigError if the vocabulary or tokenizer does not support the settings."""
+    """The sampler for all lanes (micro-batches) of a run. For each lane and pass, `sample` must be called once, then
+    `accept` with its result in host memory. Neither waits for a device. `start_token_id`: decoder start token of an
+    encoder-decoder, else None. Raises ConfigError if the vocabulary or tokenizer does not support the settings."""
 
     def __init__(
         self,
@@ -110,8 +112,8 @@ class Sampler:
         )
 
     def sample(self, sequences: Rows[Sequence], logits_BV: torch.Tensor) -> torch.Tensor:
-        """Samples a token per row of logits, and advances the generators. Returns int32 (B, row_width) on the logits'
-        device, for `accept`."""
+        """Samples one token per row of logits, and advances the random generators. Returns int32 (B, row_width) on the
+        logits' device, for `accept`."""
         if _is_beam_search(sequences):
             return self._beam_search.sample(sequences, logits_BV, SLICE_BYTES)
         num_rows = max(1, SLICE_BYTES // (4 * logits_BV.shape[-1]))
@@ -128,12 +130,12 @@ class Sampler:
         return torch.cat(parts) if parts else logits_BV.new_empty(0, self.row_width, dtype=torch.int32)
 
     def expect(self, sequences: Rows[Sequence]) -> None:
-        """Updates grammar guides as `sample` does, if another rank samples."""
+        """Updates grammar guides as `sample` does. Called instead of `sample` if another rank samples."""
         self._grammars.masks(sequences)
 
     def accept(self, sequences: Rows[Sequence], drawn: torch.Tensor, step: int) -> None:
-        """Appends the sampled tokens and marks finished sequences. `drawn`: result of `sample`, in host memory. A row
-        with non-finite logits or without an allowed token becomes an error row."""
+        """Appends the sampled tokens, and marks finished sequences. A sequence with non-finite logits or without an
+        allowed token fails. `drawn`: result of `sample`, in host memory. `step`: number of the pass, for messages."""
         if _is_beam_search(sequences):
             self._beam_search.accept(sequences, drawn, step)
             return
@@ -188,14 +190,15 @@ class Sampler:
     def _sample_rows(
         self, sequences: Rows[Sequence], logits_BV: torch.Tensor, masks_BW: torch.Tensor | None
     ) -> torch.Tensor:
-        """Packed token, flags and log-probabilities of each row. `masks_BW`: bits of allowed tokens, None: all; applied
-        between processors and warpers, as transformers applies custom processors."""
+        """Returns token, flags and log-probabilities of each row, packed. `masks_BW`: bits of allowed tokens; None
+        allows all. Masks are applied between processors and warpers, where transformers applies custom processors."""
         scores_BV = self._processors(sequences, logits_BV)
         if masks_BW is not None:
             scores_BV = apply_masks(scores_BV, masks_BW)
         is_finite_B = logits_BV.abs().amax(-1) < torch.inf  # False for NaN; 5x as fast as isfinite
         has_allowed_B = is_finite_B if scores_BV is logits_BV else scores_BV.amax(-1) > -torch.inf
-        # Rows with equal temperature and cut-offs are batched; each gets the token that it would get alone.
+        # Rows with equal temperature, top-k, top-p and min-p are sampled together. Each gets the token that it would
+        # get alone.
         rows_by_key: dict[tuple[float | None, ...], list[int]] = {}
         for row, sequence in enumerate(sequences):
             rows_by_key.setdefault(sequence.request.sampling_key, []).append(row)
@@ -212,25 +215,28 @@ class Sampler:
         return torch.cat([numbers_B3, pack_logprobs(logits_BV, tokens_B, self._config.logprobs)], 1)
 
     def _choose_tokens(self, sequences: Rows[Sequence], scores_BV: torch.Tensor) -> torch.Tensor:
-        """The tokens of rows with equal temperature and cut-offs."""
+        """Samples tokens for rows with equal temperature, top-k, top-p and min-p."""
         request = sequences[0].request
         if last := warpers(self._config, request):
             if self._config.top_h is not None or self._config.eta_cutoff:
-                # A non-finite row, an error row later, would make these warpers raise for all.
+                # These warpers would raise for all rows if one is not finite. Such a row fails later, in `accept`.
                 scores_BV = torch.where(scores_BV.amax(-1, keepdim=True).isfinite(), scores_BV, 0.0)
             scores_BV = apply_processors(last, empty_history(scores_BV), scores_BV)
         if request.temperature == 0:
             return scores_BV.argmax(-1)
-        probabilities_BV = torch.softmax(scores_BV, -1).nan_to_num_(1.0)  # error rows: the token is discarded
-        # Exponential race, bitwise equal to torch.multinomial, which would wait for the device to validate the row.
+        probabilities_BV = torch.softmax(scores_BV, -1).nan_to_num_(1.0)  # NaN: the sequence fails in `accept`
+        # Dividing by exponential noise and taking the largest is what torch.multinomial does, bit by bit. But
+        # multinomial also validates the probabilities, for which the host would wait for the device.
         noise_BV = torch.empty_like(probabilities_BV)
         for sequence, row in zip(sequences, noise_BV, strict=True):
-            if sequence.generator is None:  # one per sequence: a restarted request must repeat its draws
+            if sequence.generator is None:  # one generator per sequence, so that a restarted request repeats its draws
                 sequence.generator = torch.Generator(row.device).manual_seed(sequence.request.seed(self._config.seed))
             row.exponential_(1, generator=sequence.generator)
         return probabilities_BV.div_(noise_BV).argmax(-1)
 
     def _hits_stop(self, sequence: Sequence) -> bool:
+        """True if a stop string ends in the last token. Stop strings in reasoning do not count. Sets the sequence's
+        `text_end`."""
         if not sequence.request.stop:
             return False
         assert self._stops is not None, "stop strings need a tokenizer"

@@ -1,5 +1,7 @@
-"""Requests, running sequences, completions and resumable state. Log-probabilities are log-softmax in float32 of the
-head's raw logits, before processors, temperature and cut-offs (`output_logits` in transformers)."""
+"""Requests, running sequences, completions, and the state from which a sequence can be resumed.
+
+Log-probabilities are the log-softmax in float32 of the head's raw logits (`output_logits` in transformers), before
+logits processors, temperature, top-k and top-p. Shapes: B rows (sequences), V vocabulary."""
 
 import hashlib
 import logging
@@ -32,8 +34,9 @@ class TokenLogprobs:
 
 
 def pack_logprobs(logits_BV: torch.Tensor, tokens_B: torch.Tensor, num_top: int) -> torch.Tensor:
-    """Packs the log-probabilities of each row's token and of the top tokens into int32 (B, packed_width(num_top)), for
-    one transfer to the host. `logits_BV` is float32. Inverse: `unpack_logprobs`."""
+    """Packs log-probabilities into int32 (B, packed_width(num_top)), for a single copy to the host. The columns are:
+    that of the row's token, ids of the top tokens, log-probabilities of the top tokens. `logits_BV` must be float32.
+    Inverse: `unpack_logprobs`."""
     logprobs_BV = torch.log_softmax(logits_BV, -1)
     own_B1 = logprobs_BV.gather(-1, tokens_B[:, None])
     top = logprobs_BV.topk(num_top, -1)
@@ -41,7 +44,7 @@ def pack_logprobs(logits_BV: torch.Tensor, tokens_B: torch.Tensor, num_top: int)
 
 
 def packed_width(num_top: int) -> int:
-    """Columns that `pack_logprobs` returns."""
+    """Number of columns that `pack_logprobs` returns."""
     return 1 + 2 * num_top
 
 
@@ -58,15 +61,17 @@ def unpack_logprobs(numbers: torch.Tensor) -> list[TokenLogprobs]:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScore(TokenLogprobs):
-    """Log-probability of a target token, the top tokens at its position if requested, and the most likely token."""
+    """Log-probability of a target token, the top tokens at its position if requested, and the most likely token
+    (`greedy_id`)."""
 
     greedy_id: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """Target tokens of a scoring request: the next token at each of the last `num_positions` prompt positions, and each
-    of `last_ids` at the last one. In an encoder-decoder, `decoder_ids` after the start token."""
+    """The target tokens of a scoring request. They are scored with the logits of the last `num_positions` input tokens:
+    each scores the input token after it, and the last one scores each of `last_ids`. Inputs are the request's prompt
+    ids; for an encoder-decoder, the decoder's start token and `decoder_ids`."""
 
     num_positions: int
     last_ids: tuple[int, ...]
@@ -85,8 +90,8 @@ class Scoring:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """Readout of a prompt: a vector pooled from the last `num_read` hidden states, class logits, or, with `masked`, the
-    `num_top` most likely tokens at these positions."""
+    """What is computed from a prompt without generating: a vector pooled from the last `num_read` hidden states, class
+    logits (`has_classes`), or the `num_top` most likely tokens at the positions `masked`."""
 
     num_read: int
     pooling: Pooling = Pooling.last
@@ -105,7 +110,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class BeamTrace:
-    """A finished beam of a beam search."""
+    """A finished beam of a beam search. `text_end`: length of its text before a stop string."""
 
     token_ids: tuple[int, ...]
     finish: FinishReason
@@ -118,10 +123,13 @@ class Request:
     """A prompt with its sampling options. `prompt_ids` must not be empty. `key` (`id`, `sample_index`) is unique in a
     run.
 
-    `temperature` 0 is greedy. Sampling options of None are the run's. A request with `scoring` or `encoding` generates
-    nothing and has `max_new_tokens` 1, as its result comes with the last prefill pass. `grammar`: in llguidance's form.
-    With `num_beams`, that many requests with one id are the beams of one search, of which those with `is_returned`
-    produce completions. `stops_begin_in_prompt`: a stop string may begin in the prompt, as in transformers."""
+    `temperature` 0 is greedy. A sampling option of None means the run's setting. `own_seed`: the request's seed; None
+    derives one from the run's seed and `key`. `grammar`: in llguidance's format. `stops_begin_in_prompt`: a stop string
+    may begin in the prompt, as in transformers.
+
+    A request with `scoring` or `encoding` generates nothing. Its `max_new_tokens` is 1, since its result comes with the
+    last prefill pass. If `num_beams` is above 1, so many requests with the same id are the beams of one search; only
+    those with `is_returned` produce completions."""
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -145,7 +153,7 @@ class Request:
 
     @property
     def sampling_key(self) -> tuple[float | None, ...]:
-        """Options by which rows are grouped for sampling."""
+        """The options that sequences sampled together must have in common."""
         return self.temperature, self.top_p, self.top_k, self.min_p
 
     @property
@@ -191,7 +199,7 @@ class Request:
         return self.scoring is None and self.encoding is None
 
     def seed(self, run_seed: int) -> int:
-        """Seed of this sample, independent of batching and restarts. `own_seed` is used unchanged for sample 0."""
+        """The seed of this sample, independent of batching and restarts. Sample 0 uses `own_seed` unchanged."""
         if self.own_seed is not None:
             return self.own_seed if not self.sample_index else _hash_seed(f"{self.own_seed}\0{self.sample_index}")
         return _hash_seed(f"{run_seed}\0{self.id}\0{self.sample_index}")
@@ -203,8 +211,8 @@ def _hash_seed(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Start of the answer after reasoning: `num_tokens` tokens precede it, including the end tag. `rest`: text of the
-    last of these tokens after the tag."""
+    """Where the answer starts after reasoning. `num_tokens`: number of tokens before it, including the end tag. `rest`:
+    text after the tag in the last of these tokens, which is part of the answer."""
 
     num_tokens: int
     rest: str = ""
@@ -212,29 +220,30 @@ class Answer:
 
 @dataclass(kw_only=True)
 class Sequence:
-    """A running request, owned by one lane. `num_cached` counts known (prompt and generated) tokens with stored KV."""
+    """A running request, in one lane (micro-batch). Known tokens are those of the prompt and the generated ones;
+    `num_cached` is the number of known tokens with KV in the cache."""
 
     request: Request
     generated: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per generated token, if requested
     scores: list[TokenScore] = field(default_factory=list)  # one per target token, in order
-    vector: Vector | None = None  # accumulated over prefill chunks
+    vector: Vector | None = None  # the sum of what prefill chunks contributed so far
     num_cached: int = 0
     finish: FinishReason | None = None
     error: str | None = None
-    text_end: int | None = None  # offset of the stop string in the text, or in the answer
+    text_end: int | None = None  # offset of the stop string in the text, or in the answer if there is reasoning
     answer: Answer | None = None  # set once reasoning has ended
     num_scanned: int = 0  # tokens scanned for the end of reasoning
     is_thinking: bool = False  # the completion began with reasoning, or the prompt ended with its tag
     num_unchecked: int = 0  # tokens not yet searched for stop strings: they may be reasoning
     generator: torch.Generator | None = None  # created at the first draw
-    guide: Guide | None = None  # created where the grammar begins
-    is_broken: bool = False  # its logits were not finite
-    fills_prefix: SharedPages | None = None  # set if it computes a shared prefix and generates nothing
-    parent_prefix: SharedPages | None = None  # pages of its shared prefix
-    search: BeamState[BeamTrace] | None = None  # on the first beam, once the search has begun
-    source: "Sequence | None" = None  # beam to take keys and values from; cleared by the lane
-    beam_score: float | None = None  # of a finished beam
+    guide: Guide | None = None  # the grammar's state, created where the grammar begins
+    is_broken: bool = False  # the model gave NaN or infinite values
+    fills_prefix: SharedPages | None = None  # set if this sequence only computes a prefix that others share
+    parent_prefix: SharedPages | None = None  # KV pages of a prefix that this sequence shares with others
+    search: BeamState[BeamTrace] | None = None  # set on the first beam, once the search has begun
+    source: "Sequence | None" = None  # the beam to copy keys and values from; cleared by the lane
+    beam_score: float | None = None  # set on a finished beam
 
     @property
     def num_known(self) -> int:
@@ -242,7 +251,7 @@ class Sequence:
 
     @property
     def known_size(self) -> SequenceSize:
-        """Size of an equivalent request with all known tokens as its prompt."""
+        """The size of a request with all known tokens as its prompt, and the remaining new tokens."""
         num_left = self.request.max_new_tokens - len(self.generated)
         return SequenceSize.interned(
             self.num_known, num_left, self.request.num_scored, num_beams=self.request.num_beams
@@ -254,7 +263,7 @@ class Sequence:
 
     @property
     def is_prefilled(self) -> bool:
-        """True if all known tokens but the last sampled one are cached."""
+        """True if all known tokens except the last one, a generated token, have KV in the cache."""
         return bool(self.generated) and self.num_cached == self.num_known - 1
 
     @property
@@ -263,8 +272,8 @@ class Sequence:
         return self.fills_prefix is not None and self.num_cached == self.num_known
 
     def num_selected(self, new: int) -> int:
-        """Number of the next `new` tokens that need logits: the last known token, or the scored positions. Must equal
-        `SequenceSize.num_selected`, which plans use."""
+        """Number of tokens among the next `new` that need logits or hidden states: the last known token if the request
+        generates, else the scored or pooled positions. Must equal `SequenceSize.num_selected`, which plans use."""
         if self.fills_prefix is not None:
             return 0
         if self.request.generates:
@@ -272,8 +281,8 @@ class Sequence:
         return len(self.target_tokens(self.num_cached, new))
 
     def target_tokens(self, past: int, new: int) -> list[tuple[int, ...]]:
-        """Target tokens of each scored or pooled position among `new` tokens after `past`: one, several for the last
-        position, or none if hidden states are pooled."""
+        """The target tokens of each scored or pooled position among the `new` tokens after the first `past` ones. A
+        scored position has one target, the last may have several, and a pooled position has none."""
         if self.fills_prefix is not None:
             return []
         scoring, encoding = self.request.scoring, self.request.encoding
@@ -303,10 +312,11 @@ class Sequence:
 class Completion:
     """The result of a request. `error` is set if and only if `finish` is error.
 
-    `text` ends before a stop string or EOS; `token_ids` and `logprobs` cover everything generated. `reasoning` is
-    separated from `text` with `sampling.reasoning`. `scores`: of target tokens or masked positions. `vector`: float32,
-    for an `encoding`. `beam_score`: sum of processed log-probabilities, normalized by length. `prompt_index`: position
-    of the prompt in the input of `Runtime.generate` or `Runtime.stream`."""
+    `text` ends before a stop string or EOS; `token_ids` and `logprobs` have all generated tokens. With
+    `sampling.reasoning`, `reasoning` is separated from `text`. `scores`: of target tokens or masked positions.
+    `vector`: float32, for a request with `encoding`. `beam_score`: sum of log-probabilities after logits processors,
+    normalized by length. `prompt_index`: position of the prompt in the input of `Runtime.generate` or
+    `Runtime.stream`."""
 
     request: Request
     token_ids: tuple[int, ...]
@@ -339,8 +349,8 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceState:
-    """State of an unfinished sequence, to resume it in another process. `generator_state` is torch's; None before the
-    first draw. `search`: state of its beam search."""
+    """The state of an unfinished sequence, to resume it in another process. `generator_state`: of torch's random
+    generator; None before the first draw. `search`: state of the beam search, on its first beam."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
@@ -349,7 +359,7 @@ class SequenceState:
 
 
 def start_sequence(request: Request) -> Sequence:
-    """A new sequence; finished at once if it may not generate any tokens."""
+    """Makes a new sequence. It is finished already if it may not generate any tokens."""
     sequence = Sequence(request=request)
     if not request.max_new_tokens:
         sequence.finish = FinishReason.length
@@ -357,7 +367,8 @@ def start_sequence(request: Request) -> Sequence:
 
 
 def resume_sequence(request: Request, unfinished: SequenceState | None, device: torch.device) -> Sequence:
-    """Resumes a sequence; from its prompt if there is no state, or the generator is of another device type."""
+    """Resumes a sequence from its state. Starts from the prompt if there is no state, or if its random generator was on
+    another type of device."""
     if unfinished is None or (request.num_beams > 1 and unfinished.search is None):
         return start_sequence(request)
     generator = None
@@ -381,8 +392,8 @@ def resume_sequence(request: Request, unfinished: SequenceState | None, device: 
 def resume_lane(
     requests: Rows[Request], unfinished: Rows[SequenceState | None], device: torch.device, *, is_packed: bool
 ) -> list[Sequence]:
-    """Resumes the sequences of one micro-batch. In a padded lane all restart unless they have generated equally many
-    tokens: the rectangle would be wider than planned."""
+    """Resumes the sequences of one micro-batch. In a padded lane, all sequences restart unless they have generated the
+    same number of tokens: with padding, their KV cache would be larger than planned."""
     pairs = zip(requests, unfinished, strict=True)
     sequences = [resume_sequence(request, state, device) for request, state in pairs]
     if is_packed or len({len(s.generated) for s in sequences if s.finish is None}) <= 1:
