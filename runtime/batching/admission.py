@@ -1,8 +1,9 @@
-"""Continuous batching: decides before each pass which sequences enter, which are preempted, and how many tokens each
-computes. Pure.
+"""Continuous batching: decides before each pass which waiting requests are admitted to a lane (micro-batch), which
+running ones are preempted, and how many tokens each computes. Pure.
 
-Requests enter in the order of the plan, and the last one that entered is preempted first. So the first request always
-progresses, and every request finishes. An additional sequence computes each shared prefix; it takes no slot.
+A lane has a slot for each of its requests. Requests are admitted in the order of the plan; the one admitted last is
+preempted first. So the first request always progresses, and every request finishes. Each shared prefix of prompts is
+computed by an additional sequence, which takes no slot.
 
 Sources: iteration-level scheduling from Orca (Yu et al. 2022); chunked prefill under one token budget with decode from
 Sarathi (Agrawal et al. 2023); preemption with recomputation from vLLM (Kwon et al. 2023)."""
@@ -15,8 +16,8 @@ from .prefixes import WITHIN_LANES, CachedPrefix, PrefixKey, RetainedPrefixes, S
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """A request without a slot. `num_known`: prompt tokens and tokens generated before a preemption; `max_cached`: see
-    `max_cached_tokens`."""
+    """A request that waits for a slot. `num_known`: number of prompt tokens and of tokens generated before a
+    preemption. `max_cached`: see `max_cached_tokens`."""
 
     request: int
     num_known: int
@@ -26,8 +27,8 @@ class Waiting:
 
 @dataclass(slots=True, kw_only=True)
 class SlotState:
-    """A request in a lane, between two passes. `num_cached`: known tokens with stored KV, plus its whole shared prefix,
-    even while another sequence still computes it. Mutable, for simulations."""
+    """A request in a lane, between two passes. `num_cached`: number of its tokens with stored KV. The tokens of its
+    shared prefix count already while another sequence still computes the prefix. Mutable, for simulations."""
 
     request: int
     lane: int
@@ -38,14 +39,15 @@ class SlotState:
 
     @property
     def num_missing(self) -> int:
-        """Known tokens that are not cached yet; 1 for a sequence that decodes."""
+        """Number of known tokens that are not cached yet; 1 for a sequence that decodes."""
         return self.num_known - self.num_cached
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionLimits:
-    """Limits of lanes. `lane_size`: sequences per lane; `lane_tokens`: tokens per lane and pass, decode included;
-    `page_tokens`: positions per KV page; `reserved_pages`: pages of the pool to leave to other ranks."""
+    """Limits of lanes. `lane_size`: requests per lane. `lane_tokens`: new tokens per lane and pass, in prefill and
+    decode. `page_tokens`: positions per KV page. `reserved_pages`: pages of the pool that stay free, for other
+    ranks."""
 
     num_lanes: int
     lane_size: int
@@ -64,8 +66,8 @@ class AdmissionLimits:
         page_tokens: int,
         reserved_pages: int = 0,
     ) -> "AdmissionLimits":
-        """Limits of lanes that prefill `chunk_tokens` per pass and can always decode all sequences. Only whole pages of
-        prefixes are shared, so sharing never takes more pages than not sharing."""
+        """Makes limits with which a lane prefills up to `chunk_tokens` per pass, and can always decode all its
+        requests. Only whole pages of prefixes are shared, so sharing never takes more pages than not sharing."""
         return AdmissionLimits(
             num_lanes=num_lanes,
             lane_size=lane_size,
@@ -81,10 +83,14 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class PassPlan:
-    """Actions before the next pass, in the order below, and the tokens of the pass. `preempted`: requests that free
-    their pages and return to the head of the queue, oldest first. `dropped`: prefixes that free their pages.
-    `admitted`: (request, lane), oldest first, with prefixes that are not cached yet. `new_tokens`: known tokens per
-    request in the pass; `prefix_tokens`: per prefix. A running request without tokens waits for budget or prefix."""
+    """What to do before the next pass, and the tokens of the pass.
+
+    - preempted: requests that free their pages and return to the head of the queue, oldest first.
+    - dropped: prefixes that free their pages, after the preemptions.
+    - admitted: (request, lane), oldest first; prefixes that they need and that are not cached are started.
+    - new_tokens: request -> number of its known tokens that the pass computes. A running request that is missing here
+      waits for its lane's token budget, or for its prefix.
+    - prefix_tokens: prefix -> number of its tokens that the pass computes."""
 
     preempted: tuple[int, ...]
     admitted: tuple[tuple[int, int], ...]
@@ -94,8 +100,9 @@ class PassPlan:
 
 
 def max_cached_tokens(num_prompt_tokens: int, max_new_tokens: int) -> int:
-    """KV positions of a sequence at its length limit. Plans must refuse requests that need more than all pages."""
-    return num_prompt_tokens + max(0, max_new_tokens - 1)  # the last token is never fed back
+    """Number of KV positions of a sequence at its length limit. A plan must have enough pages for each request
+    alone."""
+    return num_prompt_tokens + max(0, max_new_tokens - 1)  # the last generated token is not an input
 
 
 def plan_pass(
@@ -105,12 +112,12 @@ def plan_pass(
     limits: AdmissionLimits,
     cached: Iterable[CachedPrefix] = (),
 ) -> PassPlan:
-    """Plans the next pass. `waiting`: head of the queue, in order; `running`: in order of admission; `cached`:
-    prefixes, oldest first.
+    """Plans the next pass. `waiting`: first requests of the queue, in order; `running`: requests in order of admission;
+    `cached`: prefixes, oldest first.
 
-    A request enters if the free pages suffice for the known tokens of every running request plus one more page each (up
-    to its limit), so preemption is rare. If a pass still lacks pages, unused prefixes are dropped, then the youngest
-    requests are preempted, and none enters."""
+    A request is admitted if, with it, the free pages suffice for the known tokens of all running requests, and one more
+    page for each that is below its limit. So preemption is rare. If a pass needs more pages than are free, unused
+    prefixes are dropped. If that does not suffice, the youngest requests are preempted, and none is admitted."""
     prefixes = RetainedPrefixes(cached, limits.rule, limits.page_tokens)
     remaining, preempted, free = list(running), list[SlotState](), free_pages
     if prefixes:
@@ -123,7 +130,7 @@ def plan_pass(
         else:
             assert len(remaining) > 1, f"request {remaining[0].request} alone needs {needed} KV pages, {free} are free"
             youngest = remaining.pop()
-            # Pages of its shared prefix stay in use.
+            # The request frees its own pages, not those of its shared prefix.
             free += limits.pages(youngest.num_cached) - limits.pages(limits.rule.num_shared(youngest.prefix))
             preempted.insert(0, youngest)
         assigned = _assign_tokens(remaining, prefixes, limits)
@@ -154,11 +161,11 @@ def _needed_pages(
     new_tokens: Mapping[int, int],
     filled: Mapping[PrefixKey, int],
 ) -> int:
-    """New pages that the pass needs."""
+    """Number of pages that the pass allocates. `new_tokens`, `filled`: new tokens by request, and by prefix."""
     page = limits.page_tokens
-    cached_of = {key: prefixes[key].num_cached for key in filled}
-    needed = sum(limits.pages(cached_of[key] + new) - limits.pages(cached_of[key]) for key, new in filled.items())
-    for slot in running:
+    num_cached = {key: prefixes[key].num_cached for key in filled}
+    needed = sum(limits.pages(num_cached[key] + new) - limits.pages(num_cached[key]) for key, new in filled.items())
+    for slot in running:  # as `limits.pages`, inlined for speed
         cached = slot.num_cached
         needed += -(-(cached + new_tokens.get(slot.request, 0)) // page) - -(-cached // page)
     return needed
@@ -167,8 +174,9 @@ def _needed_pages(
 def _assign_tokens(
     running: Iterable[SlotState], prefixes: RetainedPrefixes, limits: AdmissionLimits
 ) -> tuple[dict[int, int], dict[PrefixKey, int]]:
-    """Distributes each lane's token budget: to decode, then to shared prefixes, then to prompt chunks, oldest first.
-    Prefixes go by lane: in the same pass, a later lane can use the prefix that an earlier one computes."""
+    """Distributes each lane's token budget: first to decode, then to shared prefixes, then to prompts, oldest first.
+    Returns the new tokens by request, and by prefix. Prefixes are handled in the order of lanes, since a lane can use
+    a prefix that an earlier lane computes in the same pass."""
     budgets, rule = [limits.lane_tokens] * limits.num_lanes, limits.rule
     new_tokens, prefix_tokens = dict[int, int](), dict[PrefixKey, int]()
 
@@ -208,7 +216,8 @@ def _admit(
     free_pages: int,
     limits: AdmissionLimits,
 ) -> list[SlotState]:
-    """Admits waiting requests, each to the lane with a free slot and the fewest tokens, uncached prefixes included."""
+    """Admits waiting requests. Each gets the lane with a free slot and the fewest tokens, counting tokens of prefixes
+    that the lane would have to compute."""
     if not waiting or len(running) == limits.num_lanes * limits.lane_size:
         return []
     num_assigned, num_tokens = [0] * limits.num_lanes, [0] * limits.num_lanes
@@ -217,7 +226,7 @@ def _admit(
         num_tokens[slot.lane] += slot.num_known
     left = free_pages - prefixes.pending_pages
     page = limits.page_tokens
-    for slot in running:  # reserve one page beyond the known tokens of each
+    for slot in running:  # reserve one page beyond the known tokens of each, up to its limit
         reserved = slot.num_known + page
         left -= -(-(reserved if reserved < slot.max_cached else slot.max_cached) // page) - -(-slot.num_cached // page)
     admitted: list[SlotState] = []

@@ -1,5 +1,6 @@
-"""Divides requests into blocks and micro-batches of even length. Pure and deterministic. Requests that share a prefix
-are scheduled together, as in BatchLLM (Zheng et al. 2024)."""
+"""Divides requests into blocks and micro-batches (lanes) of about equal numbers of tokens. Requests that share a prompt
+prefix are scheduled together, as in BatchLLM (Zheng et al. 2024). Pure and deterministic. Requests are given by their
+index in the planned list."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,7 @@ from .prefixes import SharedPrefix
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Sequences decoded together. `micro_batches`: positions in the planned list of requests."""
+    """Requests that are decoded together. `micro_batches`: indices in the planned list of requests."""
 
     index: int
     micro_batches: tuple[tuple[int, ...], ...]
@@ -23,7 +24,8 @@ class Block:
 
 @dataclass(kw_only=True)
 class Group:
-    """Sequences of one lane. `num_tokens`: their KV positions, without a prefix that all of them share."""
+    """Requests that stay in one lane. `num_tokens`: number of their KV positions, without a prefix that all of them
+    share."""
 
     members: list[int] = field(default_factory=list)
     num_tokens: int = 0
@@ -33,7 +35,8 @@ class Group:
         self.num_tokens += other.num_tokens
 
     def split(self, num_members: int) -> tuple["Group", "Group"]:
-        """The first `num_members` members and the rest, with proportional shares of the tokens."""
+        """Splits into the first `num_members` members and the remaining ones, with proportional shares of the
+        tokens."""
         num_first = self.num_tokens * num_members // len(self.members)
         return (
             Group(members=self.members[:num_members], num_tokens=num_first),
@@ -51,12 +54,15 @@ def plan_blocks(
     is_continuous: bool = False,
     num_beams: int = 1,
 ) -> tuple[Block, ...]:
-    """Assigns every request to exactly one block. Longest first, ties by position, so the result is deterministic.
+    """Assigns every request to exactly one block. `num_tokens`: KV positions of each request; `prefixes`: longest
+    shared prefix of each, or empty. Requests are assigned longest first, equally long ones by index.
 
-    Packed lanes have no padding, so blocks get about equal KV: sorted requests are distributed in serpentine order.
-    Padded lanes are as wide as their longest sequence, so requests of similar length stay together. Requests that share
-    a prefix stay together, and whole lanes are distributed; with `is_continuous`, lanes of one prefix are consecutive
-    across blocks. With `num_beams`, that many consecutive requests are one beam search and stay in one micro-batch."""
+    Packed lanes have no padding. Sorted requests are dealt to blocks in serpentine order, so that blocks have about
+    equal KV. Padded lanes are as wide as their longest sequence, so requests of similar length stay together.
+
+    Requests that share a prefix stay in one lane if they fit, and whole lanes are dealt to blocks. With
+    `is_continuous`, lanes with the same prefix are consecutive instead. With `num_beams`, so many consecutive requests
+    are one beam search, and stay in one micro-batch."""
     if num_beams > 1:
         return _plan_beam_blocks(num_tokens, prefixes, micro_batch_size, num_micro_batches, is_packed, num_beams)
     if any(prefixes):
@@ -67,8 +73,8 @@ def plan_blocks(
     block_size = micro_batch_size * num_micro_batches
     num_blocks = -(-len(order) // block_size)
     block_members: list[list[int]] = [[] for _ in range(num_blocks)]
-    for turn, i in enumerate(order):
-        block_members[_snake_index(turn, num_blocks)].append(i)
+    for position, i in enumerate(order):
+        block_members[_snake_index(position, num_blocks)].append(i)
     blocks: list[Block] = []
     for index in range(num_blocks):
         if is_packed:
@@ -88,7 +94,7 @@ def _plan_beam_blocks(
     is_packed: bool,
     num_beams: int,
 ) -> tuple[Block, ...]:
-    """Blocks of whole beam searches, each as long as its beams together."""
+    """Makes blocks of whole beam searches. A search counts as one request with the tokens of all its beams."""
     searches = [range(i, min(i + num_beams, len(num_tokens))) for i in range(0, len(num_tokens), num_beams)]
     blocks = plan_blocks(
         [sum(num_tokens[i] for i in beams) for beams in searches],
@@ -114,6 +120,7 @@ def _plan_prefix_blocks(
     *,
     is_continuous: bool,
 ) -> tuple[Block, ...]:
+    """Makes blocks of whole lanes, in which requests with the same prefix are together."""
     num_blocks = -(-len(num_tokens) // (micro_batch_size * num_micro_batches))
     num_lanes = num_blocks * -(-len(num_tokens) // (num_blocks * micro_batch_size))
     lanes = group_by_prefix(num_tokens, prefixes, num_lanes=num_lanes, lane_size=micro_batch_size)
@@ -125,20 +132,24 @@ def _plan_prefix_blocks(
             first = prefixes[lane.members[0]]
             lanes_by_root[[*first.chain][-1] if first is not None else None].append(lane)
         lanes = [lane for same_root in lanes_by_root.values() for lane in same_root]
-    for turn, lane in enumerate(lanes):
-        index = turn * min(num_blocks, len(lanes)) // len(lanes) if is_continuous else _snake_index(turn, num_blocks)
+    for position, lane in enumerate(lanes):
+        if is_continuous:
+            index = position * min(num_blocks, len(lanes)) // len(lanes)
+        else:
+            index = _snake_index(position, num_blocks)
         block_lanes[index].append(tuple(lane.members))
     return tuple(Block(index=index, micro_batches=tuple(groups)) for index, groups in enumerate(block_lanes))
 
 
 def _snake_index(position: int, width: int) -> int:
+    """The column of `position` in serpentine order over `width` columns: 0, 1, 2, 2, 1, 0, 0, 1, ..."""
     row, column = divmod(position, width)
     return column if row % 2 == 0 else width - 1 - column
 
 
 def balance(members: Sequence[int], num_tokens: Sequence[int], micro_batch_size: int) -> list[list[int]]:
-    """MoE-Lightning's Algorithm 2: longest first, each into the micro-batch with room and the fewest tokens. `members`
-    must be sorted longest first. Uses as few micro-batches as the size allows."""
+    """Divides requests into as few micro-batches as their size allows, by MoE-Lightning's Algorithm 2: each request
+    goes to the micro-batch with the fewest tokens that is not full. `members` must be sorted longest first."""
     groups: list[list[int]] = [[] for _ in range(-(-len(members) // micro_batch_size))]
     open_groups = [(0, group) for group in range(len(groups))]  # heap of (tokens, group)
     for member in members:
@@ -154,20 +165,21 @@ def balance(members: Sequence[int], num_tokens: Sequence[int], micro_batch_size:
 def group_by_prefix(
     num_tokens: Sequence[int], prefixes: Sequence[SharedPrefix | None], *, num_lanes: int, lane_size: int
 ) -> list[Group]:
-    """Assigns every sequence to one of `num_lanes` lanes of up to `lane_size`, some possibly empty. `num_tokens`: per
-    sequence, prefix included. A prefix group that fits a lane stays whole; a larger one is split evenly."""
-    width = -(-len(num_tokens) // num_lanes)
-    rows = defaultdict[SharedPrefix | None, list[int]](list)
-    child_groups = defaultdict[SharedPrefix | None, list[Group]](list)
+    """Assigns every request to one of `num_lanes` lanes of up to `lane_size` requests; lanes may stay empty.
+    `num_tokens`: KV positions of each request, including its prefix. Requests with a common prefix stay in one lane if
+    they fit; otherwise they are split evenly among lanes."""
+    width = -(-len(num_tokens) // num_lanes)  # average number of requests in a lane, rounded up
+    requests_by_prefix = defaultdict[SharedPrefix | None, list[int]](list)
+    child_groups = defaultdict[SharedPrefix | None, list[Group]](list)  # prefix -> groups of longer prefixes
     for i, prefix in enumerate(prefixes):
-        rows[prefix].append(i)
+        requests_by_prefix[prefix].append(i)
     chains = dict[SharedPrefix, None]()  # all prefixes and their ancestors
-    for prefix in [*rows]:
+    for prefix in [*requests_by_prefix]:
         while prefix is not None and prefix not in chains:
             chains[prefix] = None
             prefix = prefix.parent
     for prefix in sorted(chains, key=lambda prefix: prefix.num_tokens, reverse=True):  # children before parents
-        members, groups = rows.pop(prefix, []), child_groups.pop(prefix, [])
+        members, groups = requests_by_prefix.pop(prefix, []), child_groups.pop(prefix, [])
         num_members = len(members) + sum(len(group.members) for group in groups)
         if num_members <= lane_size:
             merged = Group(members=members, num_tokens=sum(num_tokens[i] - prefix.num_tokens for i in members))
@@ -180,16 +192,19 @@ def group_by_prefix(
         for group in groups:
             group.num_tokens += prefix.num_tokens - (prefix.parent.num_tokens if prefix.parent is not None else 0)
         child_groups[prefix.parent] += groups
-    return _pack_groups([*child_groups[None], *_singletons(rows[None], num_tokens, 0)], num_lanes, lane_size)
+    without_prefix = _singletons(requests_by_prefix[None], num_tokens, 0)
+    return _pack_groups([*child_groups[None], *without_prefix], num_lanes, lane_size)
 
 
-def _singletons(rows: Iterable[int], num_tokens: Sequence[int], num_shared: int) -> list[Group]:
-    return [Group(members=[i], num_tokens=num_tokens[i] - num_shared) for i in rows]
+def _singletons(requests: Iterable[int], num_tokens: Sequence[int], num_shared: int) -> list[Group]:
+    """A group for each request, without the tokens of a prefix of length `num_shared`."""
+    return [Group(members=[i], num_tokens=num_tokens[i] - num_shared) for i in requests]
 
 
 def _pack_groups(parts: Sequence[Group], num_groups: int, group_size: int) -> list[Group]:
-    """Packs parts into groups of up to `group_size` sequences: largest parts first, each into the group with room and
-    the fewest tokens, as in MoE-Lightning's Algorithm 2. A part that fits nowhere is split."""
+    """Merges parts into `num_groups` groups of up to `group_size` requests, as in MoE-Lightning's Algorithm 2: parts
+    with the most requests first, each into the group with the fewest tokens in which it fits. A part that fits into no
+    group is split."""
     groups = [Group() for _ in range(num_groups)]
     waiting = defaultdict[int, list[Group]](list)
     for part in parts:

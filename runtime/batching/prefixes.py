@@ -1,24 +1,27 @@
-"""Finds shared prompt prefixes, and decides how long they stay cached. Pure.
+"""Finds shared prefixes of prompts, and decides how long their KV stays cached. Pure.
 
-The prompts of a run form a trie, as in BatchLLM (Zheng et al. 2024); inner nodes that save enough become prefixes. The
-result depends on prompts only, so a resumed run shares the same prefixes. A prefix is opened by its first user and
-retained while running or waiting requests need it. If pages run short, prefixes without running users are dropped, the
-one needed last first."""
+The prompts of a run form a trie, as in BatchLLM (Zheng et al. 2024). Inner nodes that save enough tokens become
+prefixes. A prefix may have a shorter one as its parent. The result depends only on the prompts, so a resumed run shares
+the same prefixes.
+
+The users of a prefix are the requests whose prompts begin with it. The first user opens the prefix, which means that it
+is computed. A prefix is retained while running or waiting requests need it. If KV pages run short, prefixes without
+running users are dropped, beginning with the one that is needed last."""
 
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-# Minimum length of a prefix beyond its parent: one page. So sharing never takes more pages than not sharing: a prefix
-# adds at most one partial page.
+# Minimum number of tokens of a prefix after its parent: one page. A prefix adds at most one partial page, so sharing
+# never takes more pages than not sharing.
 MIN_PREFIX_TOKENS = 16
 TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedPrefix:
-    """The first `num_tokens` of several prompts. `parent`: the longest shared prefix of this prefix."""
+    """The first `num_tokens` tokens of several prompts. `parent`: the longest shared prefix that is shorter, if any."""
 
     num_tokens: int
     parent: "SharedPrefix | None" = None
@@ -34,19 +37,20 @@ class SharedPrefix:
 
 @dataclass(frozen=True, kw_only=True)
 class SharingRule:
-    """Rule for sharing prefixes. `among_lanes`: between lanes, not only within one. `in_pass`: users may start in the
-    pass that computes the prefix. `page_tokens`: page size if only whole pages can be shared, else 1."""
+    """What sharing is possible. `among_lanes`: between the lanes (micro-batches) of a block, not only within one.
+    `in_pass`: users of a prefix may start in the pass that computes it. `page_tokens`: page size if only whole pages
+    can be shared, else 1."""
 
     among_lanes: bool
     in_pass: bool = True
     page_tokens: int = 1
 
     def num_shared(self, prefix: SharedPrefix | None) -> int:
-        """Tokens of the prefix that are shared."""
+        """Number of tokens of the prefix that are shared; 0 without a prefix."""
         return prefix.num_tokens // self.page_tokens * self.page_tokens if prefix is not None else 0
 
     def sharing_groups(self, groups: Sequence[Sequence[int]]) -> list[Sequence[Sequence[int]]]:
-        """The lanes of a block, grouped by those that share prefixes."""
+        """Divides the lanes of a block into groups within which prefixes are shared. A lane is a list of requests."""
         return [groups] if self.among_lanes else [[group] for group in groups]
 
 
@@ -55,22 +59,25 @@ WITHIN_LANES = SharingRule(among_lanes=False)
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixSharing:
-    """Prefixes shared within a subset of prompts. `prefixes`: the longest of each prompt; `parents`: of each prefix,
-    parents first."""
+    """The prefixes that are shared within a subset of the run's prompts. `prefixes`: the longest prefix of each prompt.
+    `parents`: prefix -> its parent, shorter prefixes first."""
 
     prefixes: Sequence[SharedPrefix | None]
     parents: Mapping[SharedPrefix, SharedPrefix | None]
 
     @staticmethod
     def from_prefixes(prefixes: Sequence[SharedPrefix | None]) -> "PrefixSharing":
-        """Leaves out prefixes with one user in this subset, or at which no prompts diverge. `prefixes`: the longest of
-        each prompt in the whole run."""
+        """Selects the prefixes that are useful for this subset. A prefix is useless if only one prompt of the subset
+        has it, or if all prompts that have it continue with the same longer prefix. `prefixes`: for each prompt of the
+        subset, its longest prefix in the whole run."""
         ends, counts = Counter(prefixes), Counter[SharedPrefix]()
         ends.pop(None, None)
         for prefix, count in ends.items():
             for ancestor in prefix.chain if prefix is not None else ():
                 counts[ancestor] += count
-        branches = Counter(ends)  # prompts that end there or continue alone
+        # Positive for a prefix at which prompts diverge: some have no longer prefix, or they have different longer
+        # ones.
+        branches = Counter(ends)
         for prefix, count in counts.items():
             if prefix.parent is not None:
                 branches[prefix.parent] = max(branches[prefix.parent], 1 if count < counts[prefix.parent] else 0)
@@ -84,7 +91,7 @@ class PrefixSharing:
         )
 
     def num_spared(self, rule: SharingRule = WITHIN_LANES) -> int:
-        """Prompt tokens that sharing saves."""
+        """Number of prompt tokens that sharing saves."""
         computed = (rule.num_shared(prefix) - rule.num_shared(parent) for prefix, parent in self.parents.items())
         return sum(map(rule.num_shared, self.prefixes)) - sum(computed)
 
@@ -92,7 +99,8 @@ class PrefixSharing:
 def num_spared(
     blocks: Iterable[Sequence[Sequence[int]]], prefixes: Sequence[SharedPrefix | None], rule: SharingRule
 ) -> int:
-    """Prompt tokens that sharing saves in a run of these blocks."""
+    """Number of prompt tokens that sharing saves in a run of these blocks. A block is a list of lanes, and a lane a
+    list of requests."""
     if not prefixes:
         return 0
     parts = (part for groups in blocks for part in rule.sharing_groups(groups))
@@ -107,7 +115,7 @@ def _nearest_candidate(prefix: SharedPrefix | None, candidates: Mapping[SharedPr
 
 @dataclass(kw_only=True)
 class _Node:
-    """Sorted prompts [begin, end) share `depth` tokens."""
+    """An inner node of the trie: the sorted prompts [begin, end) have their first `depth` tokens in common."""
 
     depth: int
     begin: int
@@ -116,7 +124,7 @@ class _Node:
 
 
 def shared_prefixes(prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> list[SharedPrefix | None]:
-    """Longest shared prefix of each prompt within its first `limits[i]` tokens. Sorts prompts, compares neighbors."""
+    """Finds the longest shared prefix of each prompt, within the first `limits[i]` tokens of prompt i."""
     heads = [array("i", prompt[:limit]).tobytes() for prompt, limit in zip(prompts, limits, strict=True)]
     order = sorted(range(len(heads)), key=heads.__getitem__)
     prefixes = list[SharedPrefix | None]([None] * len(heads))
@@ -132,10 +140,11 @@ def shared_prefixes(prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> 
 
 
 def _trie(heads: Sequence[bytes]) -> _Node:
-    """The inner nodes of the trie of sorted prompts, from the common lengths of neighbors."""
+    """Builds the inner nodes of the trie of sorted prompts. Compares each prompt with the one before it."""
     root = _Node(depth=0, begin=0)
-    path = [root]
+    path = [root]  # the nodes that contain the current prompt, by depth; their ends are not known yet
     for index in range(1, len(heads)):
+        # Leave the nodes that are deeper than what this prompt has in common with the previous one: they end here.
         depth, begin = _num_common(heads[index - 1], heads[index]), index - 1
         while path[-1].depth > depth:
             closed = path.pop()
@@ -169,15 +178,16 @@ def _num_common(first: bytes, second: bytes) -> int:
 
 
 ALL_LANES = -1
-PrefixKey = tuple[SharedPrefix, int]  # prefix, and the lane that shares it or ALL_LANES
-Assigned = Iterable[tuple[SharedPrefix | None, int]]  # prefix and lane of each running request
-Queue = Iterable[SharedPrefix | None]  # prefixes of the waiting requests, in order
-NOT_QUEUED = 1 << 62  # no waiting request uses it
+PrefixKey = tuple[SharedPrefix, int]  # a prefix, and the lane in which it is shared or ALL_LANES
+Assigned = Iterable[tuple[SharedPrefix | None, int]]  # (prefix, lane) of each running request
+Queue = Iterable[SharedPrefix | None]  # the prefix of each waiting request, in order
+NOT_QUEUED = 1 << 62  # queue position of prefixes that no waiting request uses
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachedPrefix:
-    """A prefix computed by `lane`. `num_cached`: stored tokens, including its parent's."""
+    """A prefix that `lane` computes or has computed. `num_cached`: its tokens with stored KV, including its
+    parent's."""
 
     prefix: SharedPrefix
     lane: int
@@ -185,13 +195,13 @@ class CachedPrefix:
 
 
 def prefix_keys(prefix: SharedPrefix | None, lane: int, rule: SharingRule) -> list[PrefixKey]:
-    """Keys of the prefix and its ancestors for a sequence of the lane, shortest first."""
+    """Keys of a prefix and its ancestors, shortest first, for a sequence in `lane`."""
     key_lane = ALL_LANES if rule.among_lanes else lane
     return [(each, key_lane) for each in prefix.chain][::-1] if prefix is not None else []
 
 
 def all_prefix_keys(assigned: Assigned, rule: SharingRule) -> set[PrefixKey]:
-    """Keys of all assigned prefixes and their ancestors."""
+    """Keys of all prefixes of running requests, and of their ancestors."""
     keys = set[PrefixKey]()
     for prefix, lane in assigned:
         key_lane = ALL_LANES if rule.among_lanes else lane
@@ -202,7 +212,7 @@ def all_prefix_keys(assigned: Assigned, rule: SharingRule) -> set[PrefixKey]:
 
 
 class RetainedPrefixes:
-    """The cached prefixes, oldest first. `dropped` collects those that are no longer retained."""
+    """The cached prefixes, oldest first, during the planning of a pass. `dropped`: those that were removed."""
 
     def __init__(self, cached: Iterable[CachedPrefix], rule: SharingRule, page_tokens: int):
         self._rule, self._page_tokens = rule, page_tokens
@@ -219,7 +229,7 @@ class RetainedPrefixes:
         return self._cached[key]
 
     def open(self, prefix: SharedPrefix | None, lane: int) -> None:
-        """Starts computing the prefix and its ancestors in this lane, except those that are cached."""
+        """Adds the prefix and its ancestors, unless they are cached, as prefixes that this lane computes."""
         for key in self._missing(prefix, lane):
             num_parent = self._rule.num_shared(key[0].parent)
             self._cached[key] = CachedPrefix(prefix=key[0], lane=lane, num_cached=num_parent)
@@ -235,11 +245,12 @@ class RetainedPrefixes:
 
     @property
     def pending_pages(self) -> int:
-        """Pages that prefixes in progress still need."""
+        """Number of pages that prefixes still need until they are completely computed."""
         return sum(self._num_pages(key) - self._stored_pages(key) for key in self._cached)
 
     def can_start_after(self, prefix: SharedPrefix | None, lane: int, new_tokens: Mapping[PrefixKey, int]) -> bool:
-        """True if a sequence of the lane may start after the prefix in a pass that adds `new_tokens` to prefixes."""
+        """True if a sequence in `lane` may continue from the prefix in this pass: the prefix is cached, or this pass
+        completes it before. `new_tokens`: tokens that the pass adds to prefixes."""
         if prefix is None:
             return True
         key = prefix, ALL_LANES if self._rule.among_lanes else lane
@@ -254,13 +265,15 @@ class RetainedPrefixes:
         return sum(self._drop(key) for key in self._eviction_order(idle, first_uses) if key[0] not in first_uses)
 
     def drop_least_urgent(self, assigned: Assigned, queue: Queue) -> int | None:
-        """Drops the unused prefix that is needed last. Returns the freed pages, None if there is none."""
+        """Drops the prefix that is needed last, of those without running users. Returns the number of freed pages; None
+        if all prefixes have running users."""
         idle = self._eviction_order(self._idle_keys(assigned), _first_uses(queue))
         return self._drop(idle[0]) if idle else None
 
     def make_room(self, num_pages: int, assigned: Assigned, queue: Queue) -> int | None:
-        """Drops idle prefixes until `num_pages` pages, stored or pending, are released. Returns how many were released;
-        returns None and drops nothing if idle prefixes have fewer."""
+        """Drops idle prefixes, those without running users, until they release `num_pages` pages. Pages that a prefix
+        would still allocate count too. Returns the number of released pages. If idle prefixes have fewer pages, drops
+        nothing and returns None."""
         idle, num_released = self._eviction_order(self._idle_keys(assigned), _first_uses(queue)), 0
         if sum(map(self._num_pages, idle)) < num_pages:
             return None
@@ -272,13 +285,13 @@ class RetainedPrefixes:
         return num_released
 
     def _idle_keys(self, assigned: Assigned) -> list[PrefixKey]:
-        """Keys without running users."""
+        """Keys of prefixes without running users."""
         needed = all_prefix_keys(assigned, self._rule) if self._cached else ()
         return [key for key in self._cached if key not in needed]
 
     @staticmethod
     def _eviction_order(idle: Iterable[PrefixKey], first_uses: Mapping[SharedPrefix, int]) -> list[PrefixKey]:
-        """Keys sorted by first use, latest first; a prefix before its parent."""
+        """Sorts keys by the first use in the queue, latest first. A prefix comes before its parent."""
         return sorted(idle, key=lambda key: (first_uses.get(key[0], NOT_QUEUED), key[0].num_tokens), reverse=True)
 
     def _drop(self, key: PrefixKey) -> int:
@@ -299,7 +312,7 @@ class RetainedPrefixes:
 
 
 def _first_uses(queue: Queue) -> dict[SharedPrefix, int]:
-    """Queue position of the first request that uses each prefix."""
+    """Prefix -> queue position of the first request that uses it."""
     positions = dict[SharedPrefix, int]()
     for position, prefix in enumerate(queue):
         for ancestor in prefix.chain if prefix is not None and prefix not in positions else ():

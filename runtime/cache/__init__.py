@@ -1,1 +1,2 @@
-"""KV caches of a lane: paged, or a rectangle for padded lanes. `KVCache` is the interface that the engine uses."""
+"""KV caches of a lane (micro-batch): in pages for packed lanes, or as rectangular tensors for padded lanes. `KVCache`
+is the interface that the engine uses."""

@@ -1,6 +1,8 @@
-"""Layers of a packed lane with pages in host memory; the CPU computes attention for the decoding rows (MoE-Lightning,
-Cao et al. 2025). Prefill attends on the compute device: cached positions are copied to it, new ones to their pages in
-host memory. Letters as in paged.py.
+"""Layers of a packed lane (micro-batch) whose KV pages are in host memory. The CPU computes attention for decoding
+rows, which have one new token (MoE-Lightning, Cao et al. 2025). In prefill, attention runs on the compute device:
+cached keys and values are copied to the device, and new ones to their pages in host memory.
+
+A place is the index of a position in the cache: page number x 16 + offset in the page. Shapes: see paged.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +22,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class HostLayerKV(LayerKV):
-    """Pages of layer `index` in host memory; `key` and `value` (1, H, T, D) of the pass are in compute memory."""
+    """The pages of layer `index` in host memory. `key` and `value` (1, H, T, D): the pass's, in compute memory."""
 
     index: int
     key: torch.Tensor
@@ -28,6 +30,7 @@ class HostLayerKV(LayerKV):
     exchange: HostExchange
 
     def gather_row(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
+        """Collects all keys and values of one row in compute memory: copies cached ones, appends new ones."""
         sources = (self.k_NPHD, self.key), (self.v_NPHD, self.value)
         rows_SHD = [
             self.exchange.new_tensor((segment.end, pages.shape[2], pages.shape[3]), pages.dtype) for pages, _ in sources
@@ -43,7 +46,8 @@ class HostLayerKV(LayerKV):
         return rows_SHD[0].transpose(0, 1), rows_SHD[1].transpose(0, 1)
 
     def gather_packed(self, ranges: TokenRanges) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies all cached positions of the ranges to compute memory in one load."""
+        """Collects keys and values of several ranges in compute memory, concatenated, with one load of all cached
+        ones."""
         sources = (self.k_NPHD, self.key[0]), (self.v_NPHD, self.value[0])
         packed_SHD = [
             self.exchange.new_tensor((ranges.num_positions, pages.shape[2], pages.shape[3]), pages.dtype)
@@ -51,6 +55,7 @@ class HostLayerKV(LayerKV):
         ]
         copies, begin = list[CopyPart](), 0
         for part in ranges.parts:
+            # Positions [begin, middle) of the result are cached, [middle, end) are new.
             middle, end = begin + part.past - part.first, begin + part.num_positions
             for (pages, new_HTD), packed in zip(sources, packed_SHD, strict=True):
                 flat = pages.flatten(0, 1)
@@ -63,7 +68,7 @@ class HostLayerKV(LayerKV):
 
 
 class HostAttention:
-    """CPU attention of a lane's decoding rows in one layer, over pages in host memory."""
+    """CPU attention in one layer, for a lane's decoding rows and their pages in host memory."""
 
     def __init__(
         self,
@@ -73,12 +78,14 @@ class HostAttention:
         tokens_B: torch.Tensor,
         copies: tuple[Places, Places] | None,
     ):
-        """`copies`: partial-page copies of rows that diverge from a shared prefix or beam."""
+        """`round_trip`: the copies of inputs to host memory and of outputs back. `copies`: (sources, targets) of
+        partial pages to copy, for rows that diverge from a shared prefix or beam."""
         self._round_trip, self._kv, self._rows, self._tokens_B, self._copies = round_trip, kv, rows, tokens_B, copies
 
     def attend(self, reach: Reach, *, scale: float, softcap: float | None, num_threads: int) -> torch.Tensor:
-        """Waits for the inputs, stores the new keys and values, and queues the copy of the outputs (B, H, D) to compute
-        memory. Returns their target, valid after `receive`. Any thread may call it."""
+        """Waits for the inputs, stores the new keys and values, computes attention, and queues the copy of the outputs
+        (B, H, D) to compute memory. Returns the target of this copy, which is valid after `receive`. Any thread may
+        call it."""
         q_BHD, k_BHD, v_BHD, *sinks = self._round_trip.wait_for_inputs()
         layout, rows = self._kv.layout, self._rows
         layout.new_T.scatter(self._kv.k_NPHD, k_BHD)
@@ -99,7 +106,8 @@ class HostAttention:
         return self._round_trip.out
 
     def receive(self, out_THD: torch.Tensor) -> torch.Tensor:
-        """Returns `out_THD` with the attention outputs of the decoding tokens, for compute queued from now on."""
+        """Writes the attention outputs of the decoding tokens into `out_THD` and returns it. Valid for computations
+        that are queued on the device after this call."""
         out_BHD = self._round_trip.receive()
         if out_THD is not out_BHD:
             out_THD[self._tokens_B] = out_BHD
@@ -107,7 +115,7 @@ class HostAttention:
 
 
 class HostLane:
-    """The host-memory layers of one packed lane."""
+    """The layers of one packed lane whose pages are in host memory."""
 
     def __init__(self, pages: KVPages, exchange: HostExchange):
         self._pages, self._exchange = pages, exchange
@@ -119,9 +127,10 @@ class HostLane:
         segments: Sequence[Segment],
         copies: tuple[Places, Places] | None = None,
     ) -> None:
-        """`pages`: page numbers of each row. `copies`: partial-page copies of decoding rows."""
+        """Begins a pass. `pages`: page numbers of each row. `copies`: (sources, targets) of partial pages to copy for
+        decoding rows."""
         self._rows, self._segments, self._copies = None, segments, copies
-        if decoding is not None:  # numbered from 0, as the host gets no other tokens
+        if decoding is not None:  # token indices start at 0, since only the decoding tokens are copied to the host
             self._rows = DecodeRows(decoding.rows, decoding.past, tuple(range(len(decoding.rows))), CPU)
         new_positions = [] if decoding is None else zip(decoding.rows, decoding.past, strict=True)
         self._layout = PassLayout(
@@ -140,6 +149,7 @@ class HostLane:
             self._exchange.store(index, copies)
 
     def _new_token_copies(self, pages_NPHD: torch.Tensor, new_1HTD: torch.Tensor) -> Iterator[CopyPart]:
+        """Yields the copies of the prompts' new keys or values to their pages."""
         if not self._segments:
             return
         flat, new_THD = pages_NPHD.flatten(0, 1), new_1HTD[0].transpose(0, 1).contiguous()
@@ -155,7 +165,8 @@ class HostLane:
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         sinks_H: torch.Tensor | None,
     ) -> HostAttention:
-        """Queues copies of the decoding tokens' queries, keys and values (1, H, T, D) to host memory."""
+        """Queues copies of the decoding tokens' queries, keys and values to host memory. `qkv`: those of all tokens,
+        (1, H, T, D) each. `tokens_B`: indices of the decoding tokens."""
         assert self._rows is not None, "no row decodes"
         inputs = [t[0, :, tokens_B].transpose(0, 1).contiguous() for t in qkv]
         out = self._exchange.new_tensor((*inputs[0].shape[:2], inputs[2].shape[2]), inputs[2].dtype)

@@ -1,4 +1,8 @@
-"""Page table of a packed lane: page numbers that each row holds, shares with other rows, or continues from."""
+"""The page table of a packed lane (micro-batch): the page numbers of each row, some of them shared with other rows.
+
+A row is one sequence of the lane. Each row counts as a holder of its pages; a page is freed when it has no holder.
+Positions are the tokens of a sequence; a row's last page may be partial. Quantized pages are whole: each row has a tail
+instead, an unquantized buffer for its partial page (see partial_pages.py)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,17 +14,17 @@ from .partial_pages import PartialPages
 
 @dataclass(kw_only=True)
 class PagedRow:
-    """One sequence with `past` positions cached in `pages`."""
+    """One sequence, with `past` positions cached in `pages`."""
 
     past: int = 0
-    tail: int = 0  # slot among the tails of quantized pages
+    tail: int = 0  # index of its tail
     pages: list[int] = field(default_factory=list)
-    owned_prefix: SharedPages | None = None  # shared pages that this row computes for others
-    prefix: SharedPages | None = None  # shared pages that it continues from; None after its first pass
-    copied_page: int | None = None  # partial page to copy in its next pass
+    owned_prefix: SharedPages | None = None  # shared prefix that this row computes for others
+    prefix: SharedPages | None = None  # shared prefix that this row continues from; None after its first pass
+    copied_page: int | None = None  # partial page of another row, to copy in the next pass of this row
 
     def dirty_pages(self, new: int, *, is_quantized: bool) -> list[int]:
-        """Pages that a pass of `new` tokens writes to; if quantized, only those that it fills."""
+        """The pages that a pass of `new` tokens writes to. Quantized pages are written only when they are full."""
         if is_quantized:
             return self.pages[self.past // PAGE_TOKENS : (self.past + new) // PAGE_TOKENS]
         return self.pages[num_pages_for(self.past + 1) - 1 : num_pages_for(self.past + new) if new else 0]
@@ -34,14 +38,15 @@ class PagedRow:
 
 
 class PageTable:
-    """Rows in the order of the lane's sequences. `keeps_open_pages_adjacent`: allocates the partial pages of a pass
-    next to each other, since later passes store only these."""
+    """The rows of a lane, in the order of its sequences. `tails`: for quantized pages, else None.
+    `keeps_open_pages_adjacent`: allocates the partial pages of a pass next to each other, since later passes write only
+    to these, and adjacent pages are copied together."""
 
     def __init__(self, pool: PagePool, tails: PartialPages | None, *, keeps_open_pages_adjacent: bool):
         self._pool, self._tails, self._keeps_open_pages_adjacent = pool, tails, keeps_open_pages_adjacent
         self._rows: list[PagedRow] = []
-        self._new: list[int] = []  # tokens of each row in the pass
-        self._last_page: int | None = None
+        self._new: list[int] = []  # number of tokens of each row in the pass
+        self._last_page: int | None = None  # the page that was allocated last
         self._page_places: dict[int, int] = {}
 
     @property
@@ -55,31 +60,33 @@ class PageTable:
 
     @property
     def tails(self) -> list[int]:
-        """Tail slot of each row."""
+        """Index of each row's tail."""
         return [row.tail for row in self._rows]
 
     @property
     def page_places(self) -> dict[int, int]:
-        """Place of each page in the KV slot of an offloaded layer. Covers the pages of all rows and the copy sources,
-        in ascending order, so that few copies transfer them."""
+        """Page number -> index of the page in the KV slot, the device buffer to which an offloaded layer's pages are
+        copied. Has the pages of all rows and the pages to copy from. Indices are in the order of page numbers, so that
+        few copies transfer the pages."""
         return self._page_places
 
     @property
     def dirty_pages(self) -> list[int]:
-        """Places (see `page_places`) of the pages that the pass writes to, ascending."""
+        """Indices, as in `page_places`, of the pages that the pass writes to, ascending."""
         rows, is_quantized = zip(self._rows, self._new, strict=True), self._tails is not None
         pages = [page for row, new in rows for page in row.dirty_pages(new, is_quantized=is_quantized)]
         return sorted(self._page_places[page] for page in pages)
 
     @property
     def copies(self) -> list[tuple[int, int, int]]:
-        """Partial-page copies of this pass, see `PagedRow.page_copy`."""
+        """The partial pages to copy in this pass; see `PagedRow.page_copy`."""
         rows = zip(self._rows, self._new, strict=True)
         return [copy for row, new in rows if new and (copy := row.page_copy) is not None]
 
     def add(self, past: int = 0, *, owned_prefix: SharedPages | None = None, prefix: SharedPages | None = None) -> None:
-        """Appends a row. Its first `past` positions count as cached. `owned_prefix`: pages that it computes for others.
-        `prefix`: pages that it continues from, filled by an earlier pass, or in the same pass by an earlier row."""
+        """Appends a row with `past` cached positions. `owned_prefix`: the shared prefix that the row computes for
+        others. `prefix`: the shared prefix that it continues from, which an earlier pass has computed, or an earlier
+        row computes in the same pass."""
         begin, tail = prefix.num_tokens if prefix is not None else past, self._tails.allocate() if self._tails else 0
         self._rows.append(PagedRow(past=begin, owned_prefix=owned_prefix, prefix=prefix, tail=tail))
 
@@ -89,7 +96,7 @@ class PageTable:
         self._release_copied_page(row)
         if self._tails is not None:
             self._tails.free(row.tail)
-        if row.prefix is not None:  # never started: it still counts as a user of its prefix
+        if row.prefix is not None:  # the row has not started: it still counts as a user of its prefix
             self.release(row.prefix)
         if row.owned_prefix is None:
             self._pool.free(row.pages)
@@ -103,7 +110,7 @@ class PageTable:
             self.remove(len(self._rows) - 1)
 
     def release(self, shared: SharedPages) -> None:
-        """Drops one waiting user: it has left, or now holds the pages itself."""
+        """Removes one waiting user of a shared prefix, which has left or is now itself a holder of the pages."""
         shared.num_users -= 1
         self._free_if_unused(shared)
 
@@ -113,35 +120,36 @@ class PageTable:
             shared.pages = []
 
     def reorder_rows(self, sources: Sequence[int]) -> None:
-        """Makes row i continue from row `sources[i]`, for beam search. Full pages are shared. One row keeps the partial
-        last page; the others copy it in their next pass. Rows that share pages must have equal `past`."""
+        """Makes row i continue from row `sources[i]`, for beam search. Full pages are shared. If several rows continue
+        from one source, one of them takes its partial last page, and the others copy it in their next pass. Rows that
+        share pages must have equal `past`."""
         rows, old_pages = self._rows, [row.pages for row in self._rows]
-        # For each source: the row that keeps its partial last page.
-        tail_keepers = {source: source for i, source in enumerate(sources) if i == source}
+        # Source -> the row that takes its partial last page: the source itself if it continues, else the first row.
+        tail_takers = {source: source for i, source in enumerate(sources) if i == source}
         for i, source in enumerate(sources):
-            tail_keepers.setdefault(source, i)
+            tail_takers.setdefault(source, i)
         for i, (row, source) in enumerate(zip(rows, sources, strict=True)):
             if i == source:
                 continue
-            keeps_tail, num_whole = tail_keepers[source] == i, row.past // PAGE_TOKENS
-            self._pool.share(old_pages[source])
-            row.pages = old_pages[source] if keeps_tail else old_pages[source][:num_whole]
-            row.copied_page = None if keeps_tail or row.past % PAGE_TOKENS == 0 else old_pages[source][num_whole]
+            takes_tail, num_whole = tail_takers[source] == i, row.past // PAGE_TOKENS
+            self._pool.share(old_pages[source])  # also the partial page, which must stay until it is copied
+            row.pages = old_pages[source] if takes_tail else old_pages[source][:num_whole]
+            row.copied_page = None if takes_tail or row.past % PAGE_TOKENS == 0 else old_pages[source][num_whole]
         moved = [(i, source) for i, source in enumerate(sources) if i != source]
         for i, _ in moved:
             self._pool.free(old_pages[i])
         if self._tails is not None and moved:
-            # With quantized pages a partial page is a tail, which is copied at once: no page copy remains.
+            # With quantized pages, partial pages are in tails, which are copied here: the next pass copies no page.
             self._tails.copy([rows[source].tail for _, source in moved], [rows[i].tail for i, _ in moved])
             for i, _ in moved:
                 self._release_copied_page(rows[i])
 
     def begin_pass(self, new_tokens: Sequence[int]) -> None:
-        """Allocates pages for `new_tokens` of each row."""
+        """Begins a pass with `new_tokens[i]` tokens of row i. Allocates pages for them."""
         self._new = list(new_tokens)
         growing = [(row, row.past + new) for row, new in zip(self._rows, self._new, strict=True) if new]
         for row, end in growing:
-            if (prefix := row.prefix) is not None:  # shared pages come before the row's own
+            if (prefix := row.prefix) is not None:  # the row's first pass: it begins with the pages of its prefix
                 num_whole = prefix.num_tokens // PAGE_TOKENS
                 assert self._tails is None or not prefix.num_tokens % PAGE_TOKENS, "quantized pages are shared whole"
                 row.pages = prefix.pages[:num_whole]
@@ -151,7 +159,7 @@ class PageTable:
                 self.release(prefix)
             if row.owned_prefix is not None:
                 self._allocate(row, num_pages_for(end) - len(row.pages))
-                row.owned_prefix.pages = row.pages  # aliased: it grows with the row
+                row.owned_prefix.pages = row.pages  # the same list object, which grows with the row
         if self._keeps_open_pages_adjacent:  # first the pages that the pass fills, then the partial ones
             for row, end in growing:
                 self._allocate(row, max(0, end // PAGE_TOKENS - len(row.pages)))
@@ -167,7 +175,7 @@ class PageTable:
             self._last_page = row.pages[-1]
 
     def end_pass(self) -> None:
-        """Counts the pass's tokens as cached and releases the sources of page copies."""
+        """Counts the pass's tokens as cached, and releases the pages that were copied from."""
         for row, new in zip(self._rows, self._new, strict=True):
             row.past += new
             if new:

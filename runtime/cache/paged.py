@@ -1,11 +1,12 @@
-"""KV cache of one packed lane: sequences of different lengths in pages, without padding.
+"""KV cache of one packed lane, a micro-batch whose sequences have different lengths and no padding.
 
-Letters: B rows that decode, T tokens of the pass, S positions, N pages, P positions of a page, n pages of a row, H KV
+`PageTable` assigns pages to rows (sequences). This module stores keys and values in the pages, and gives each layer a
+view of them. For layers that cache compressed KV (MLA latents) and expand it, `update` returns all cached positions of
+the pass's rows, concatenated. `HostLane` handles pages that stay in host memory. A row decodes if it has one new token
+in the pass; otherwise its tokens are a segment of a prompt.
+
+Shapes: B rows that decode, T tokens of the pass, S positions, N pages, P positions of a page, n pages of a row, H KV
 heads, D head size.
-
-`PageTable` assigns pages to rows; this module stores keys and values in them and builds each layer's view. For layers
-that cache latents and expand them (MLA), `update` returns all cached positions of the pass's rows, concatenated.
-`HostLane` handles pages that stay in host memory.
 """
 
 import weakref
@@ -33,7 +34,8 @@ from .partial_pages import PartialPages
 
 @dataclass(frozen=True)
 class PassView:
-    """A pass as layers see it: each row has `new` tokens after `past` cached positions."""
+    """What layers need to know of a pass. Row i has `new[i]` tokens after `past[i]` cached positions. `decoding`: the
+    rows that decode. `prompts`: the segments of rows that do not. `layout`: where keys and values are in pages."""
 
     past: Sequence[int]
     new: Sequence[int]
@@ -41,7 +43,7 @@ class PassView:
     prompts: Prompts
     layout: PassLayout
     offloaded_layout: PassLayout | None  # for offloaded layers
-    layer_kv: dict[int, LayerKV] = field(default_factory=dict)  # cache, for the other layers
+    layer_kv: dict[int, LayerKV] = field(default_factory=dict)  # layer -> its KV, for layers that are not offloaded
 
     @property
     def num_rows(self) -> int:
@@ -49,7 +51,7 @@ class PassView:
 
     @cached_property
     def offsets_T(self) -> torch.Tensor:
-        """(T,): each token's position in its sequence minus its index in the pass."""
+        """The offset of each token: its position in its sequence minus its index in the pass."""
         starts = accumulate(self.new, initial=0)
         each = zip(self.past, starts, self.new, strict=False)
         return upload([past - start for past, start, new in each for _ in range(new)], self.prompts.device)
@@ -57,11 +59,12 @@ class PassView:
 
 @dataclass(frozen=True, kw_only=True)
 class _Copies:
-    """Source and target positions that each layer copies when rows diverge within a page."""
+    """The (source, target) positions that each layer copies when rows diverge within a page. `offloaded`: for offloaded
+    layers; `resident`: for other layers."""
 
     resident: tuple[Places, Places]
     offloaded: tuple[Places, Places] | None
-    host: tuple[Places, Places] | None  # as `resident`, with CPU tensors
+    host: tuple[Places, Places] | None  # the same as `resident`, with CPU tensors
 
     def apply(self, kv: LayerKV, *, is_offloaded: bool) -> None:
         """Copies one layer's keys and values."""
@@ -71,14 +74,14 @@ class _Copies:
 
 
 class HeadShare(Protocol):
-    """The share of a layer's KV heads that this rank caches."""
+    """The share of a layer's KV heads that this rank (process of a tensor-parallel run) caches."""
 
     def has_all_heads(self, layer: int, states: torch.Tensor) -> bool:
         """True if keys or values (1, H, T, D) have more heads than this rank's share."""
         ...
 
     def select(self, layer: int, states: torch.Tensor) -> torch.Tensor:
-        """Keys or values of this rank's heads."""
+        """Selects this rank's heads of keys or values."""
         ...
 
     def slice_heads(self, states: torch.Tensor, dim: int) -> torch.Tensor:
@@ -91,13 +94,14 @@ class HeadShare(Protocol):
 
 
 class LayerStored(Exception):
-    """Stops a layer's forward once its keys and values are stored, see `PagedKV.stop_after_storing`."""
+    """Ends a layer's forward when its keys and values are stored; see `PagedKV.stop_after_storing`."""
 
 
 class PagedKV(Cache, KVCache):
-    """Cache that a model's layers update in each pass; `table` assigns the pages.
+    """The cache that a model's layers update in each pass. `table` assigns the pages.
 
-    `expands`: layers cache latents, and `update` returns all of them. `heads`: this rank's KV heads; None: all.
+    `expands`: layers cache latents, and `update` returns those of all positions. `heads`: the share of KV heads that
+    this rank caches; None: all heads.
     """
 
     def __init__(
@@ -119,17 +123,17 @@ class PagedKV(Cache, KVCache):
         self.table = PageTable(pages.pool, self._tails, keeps_open_pages_adjacent=bool(offloaded_layers))
         self._new: list[int] = []
         self._selected: list[int] = []  # for each row, how many of its last tokens get logits
-        self._bound: dict[int, torch.Tensor] = {}
+        self._bound: dict[int, torch.Tensor] = {}  # offloaded layer -> the memory that `bind` got
         self._copies: _Copies | None = None
         self._view = self._make_view([], [])
-        self._is_already_stored = False  # all tokens of the pass are stored; the view has the selected ones only
+        self._is_already_stored = False  # quantized pages have all tokens; the view has only the selected tokens
         self._stop_after: int | None = None
-        self._sliced_layer: int | None = None  # the last updated layer, if only this rank's heads were stored
+        self._sliced_layer: int | None = None  # the layer of the last update, if it had more heads than were stored
         self._last_update: tuple[int, weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]] | None = None
 
     @property
     def view(self) -> PassView:
-        """The pass as layers see it."""
+        """The current pass as layers see it."""
         return self._view
 
     @property
@@ -176,8 +180,8 @@ class PagedKV(Cache, KVCache):
         del self._bound[layer]
 
     def begin_pass(self, new_tokens: Sequence[int], selected: Sequence[int] | None = None) -> None:
-        """Begins a pass with `new_tokens` of each row, in row order. `selected`: for each row, how many of its last
-        tokens get logits; None: one each. At least the last token of the pass is selected."""
+        """Begins a pass with `new_tokens[i]` tokens of row i. `selected`: for each row, how many of its last tokens get
+        logits; None means one. If none gets logits, the last token of the pass is selected."""
         self._new = list(new_tokens)
         self._selected = [min(1, new) for new in self._new] if selected is None else list(selected)
         if not any(self._selected):
@@ -193,7 +197,7 @@ class PagedKV(Cache, KVCache):
 
     @contextmanager
     def stop_after_storing(self, layer: int) -> Iterator[None]:
-        """Context in which `update` raises `LayerStored` once this layer's keys and values are stored."""
+        """A context in which `update` raises `LayerStored` when this layer's keys and values are stored."""
         self._stop_after = layer
         try:
             yield
@@ -202,7 +206,7 @@ class PagedKV(Cache, KVCache):
 
     @contextmanager
     def restrict_to_selected(self) -> Iterator[None]:
-        """Context in which the pass has only the tokens `selected_B`; earlier ones count as cached."""
+        """A context in which the pass has only the tokens that get logits; tokens before them count as cached."""
         full_view = self._view
         sizes = zip(full_view.past, full_view.new, self._selected, strict=True)
         self._view = self._make_view([past + new - count for past, new, count in sizes], self._selected)
@@ -213,8 +217,8 @@ class PagedKV(Cache, KVCache):
             self._view, self._is_already_stored = full_view, False
 
     def padded_view(self, num_rows: int) -> PassView:
-        """View of a decode-only pass padded to `num_rows`, for recorded graphs. Padding repeats row 0: it writes equal
-        values to the same positions."""
+        """The view of a decode-only pass, padded to `num_rows` for CUDA graphs. The padding rows are copies of row 0,
+        so they write equal values to the same positions."""
         past = self.table.past
         row_numbers = [*range(len(past)), *[0] * (num_rows - len(past))]
         return self._make_view([past[row] for row in row_numbers], [1] * num_rows, row_numbers)
@@ -231,7 +235,8 @@ class PagedKV(Cache, KVCache):
     def _make_view(
         self, past: Sequence[int], new_tokens: Sequence[int], row_numbers: Sequence[int] | None = None
     ) -> PassView:
-        """`numbers`: indices of the rows; None: all, in order."""
+        """Makes the view of a pass. `row_numbers`: the row in the page table of each row of the pass; None: the
+        same."""
         starts = accumulate(new_tokens, initial=0)
         rows = range(len(new_tokens)) if row_numbers is None else row_numbers
         sizes = list(zip(rows, zip(past, new_tokens, starts, strict=False), strict=True))
@@ -240,6 +245,8 @@ class PagedKV(Cache, KVCache):
         if decode_rows:
             rows, cached, tokens = zip(*decode_rows, strict=True)
             decoding = DecodeRows(rows, cached, tokens, self._device)
+        # `begin`: first position of a segment in the result of `update`, if layers expand latents. Decoding rows come
+        # first there, all padded to the longest of them.
         begin = len(decode_rows) * decoding.longest if decoding else 0
         segments = list[Segment]()
         for i, (before, new, start) in sizes:
@@ -289,9 +296,10 @@ class PagedKV(Cache, KVCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores keys and values (1, H, T, D) of the pass, of this rank's heads only, and returns them. For layers that
-        expand latents, returns all positions of the pass's rows (1, H, sum of S, D). `HostAttention.attend` stores the
-        tokens that decode on the CPU. Raises LayerStored within `stop_after_storing`."""
+        """Stores the pass's keys and values (1, H, T, D), and returns those of this rank's heads. For layers that
+        expand latents, returns all positions of the pass's rows instead, (1, H, sum of S, D). For pages in host memory,
+        stores only prompts: `HostAttention.attend` stores decoding tokens. Raises LayerStored within
+        `stop_after_storing`."""
         if self.heads is not None:
             self._sliced_layer = layer_idx if self.heads.has_all_heads(layer_idx, key_states) else None
             key_states, value_states = (self.heads.select(layer_idx, each) for each in (key_states, value_states))
@@ -323,13 +331,13 @@ class PagedKV(Cache, KVCache):
         return k, v
 
     def _round_to_storage(self, states: torch.Tensor) -> torch.Tensor:
-        """States rounded to the pages' dtype."""
-        # Exactness: tokens of this pass must see the rounded values too, or results would depend on prefill chunks.
+        """Rounds keys or values to the pages' dtype."""
+        # Tokens of this pass must also use the rounded values. Otherwise results would depend on prefill chunks.
         stored = stored_dtype(self._pages.dtype, states.dtype)
         return cast_to_compute(cast_to_stored(states, stored), states.dtype)
 
     def applied_head_share(self, layer: int) -> HeadShare | None:
-        """`heads` if the layer's last update computed all heads and only this rank's were stored; else None."""
+        """Returns `heads` if the last update was of this layer and had more heads than were stored; else None."""
         return self.heads if self._sliced_layer == layer else None
 
     def is_last_update(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -339,14 +347,14 @@ class PagedKV(Cache, KVCache):
         return self._last_update[1]() is key and self._last_update[2]() is value
 
     def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> LayerKV | QuantizedKV:
-        """Keys and values of one layer. `like_k` and `like_v` (1, H, T, D) give head sizes and dtype; for pages in host
-        memory they must be the keys and values of the pass."""
+        """The keys and values of one layer. `like_k` and `like_v` (1, H, T, D) determine head sizes and dtype. For
+        pages in host memory they must be the keys and values of the pass."""
         if self._tails is not None:
             return self._quantized_kv(self._tails, index, like_k, like_v, self._tails.spans(self.segments))
         return self._layer_kv(index, like_k, like_v)
 
     def _layer_kv(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> LayerKV:
-        """Keys and values of a layer whose pages are not quantized."""
+        """The keys and values of a layer whose pages are not quantized."""
         layer_kv = self._view.layer_kv
         if index in layer_kv:
             return layer_kv[index]
@@ -374,7 +382,8 @@ class PagedKV(Cache, KVCache):
     def begin_host_attention(
         self, index: int, q_1HTD: torch.Tensor, k_1HTD: torch.Tensor, v_1HTD: torch.Tensor, sinks_H: torch.Tensor | None
     ) -> HostAttention | None:
-        """Starts CPU attention for the decoding rows if this layer's pages stay in host memory; else returns None."""
+        """Starts CPU attention for the decoding rows, if there are any and this layer's pages stay in host memory. Else
+        returns None."""
         if self._host is None or self.decoding is None or index not in self._pages.host_layers:
             return None
         return self._host.begin_attention(index, self.decoding.tokens_B, (q_1HTD, k_1HTD, v_1HTD), sinks_H)
@@ -382,8 +391,8 @@ class PagedKV(Cache, KVCache):
     def get_seq_length(  # pyright: ignore[reportIncompatibleMethodOverride] - a tensor, for layers
         self, layer_idx: int | None = None
     ) -> int | torch.Tensor:
-        """0 for the model, which gets positions explicitly and builds no mask. Layers add the length to 0, 1, 2 ... for
-        token positions, so they get each token's offset (T,)."""
+        """Returns 0 for the model, which gets positions as an argument and builds no mask. Layers add the result to the
+        token indices 0, 1, 2 ... to get positions, so for layers it is the offset of each token, (T,)."""
         if layer_idx is None:
             return 0
         return self._view.offsets_T

@@ -1,8 +1,8 @@
-"""Paged keys and values, as in PagedAttention (Kwon et al. 2023): a page holds `PAGE_TOKENS` positions of one sequence
-and has the same number in every layer. If layers are offloaded, the pages of one lane are adjacent, so that few copies
-transfer them.
+"""Paged keys and values, as in PagedAttention (Kwon et al. 2023). A page has the keys and values of `PAGE_TOKENS`
+positions of one sequence, and the same number in every layer. If layers are offloaded, the pages of one lane
+(micro-batch) are adjacent, so that few copies transfer them.
 
-Letters: N pages, P positions of a page, H KV heads, D head size.
+Shapes: N pages, P positions of a page, H KV heads, T tokens of a pass, D head size (Dk of keys, Dv of values).
 """
 
 from abc import abstractmethod
@@ -24,16 +24,17 @@ from ..stream.exchange import HostExchange
 
 
 class KVCache(Closing):
-    """Keys and values of one lane until `close`, which frees its pages. Not thread-safe.
+    """The keys and values of one lane until `close`, which frees its pages. Not thread-safe.
 
-    Offloaded layers keep their pages in another tier. Before the lane enters such a layer, the engine fetches `pages`
-    into its own memory and binds it; after the layer, it unbinds it and stores `dirty_pages`.
+    Offloaded layers keep their pages in host memory or on disk. Before the lane enters such a layer, the engine copies
+    `pages` into a device buffer and passes it to `bind`. After the layer, it calls `unbind` and copies `dirty_pages`
+    back.
     """
 
     @property
     @abstractmethod
     def pages(self) -> Sequence[int]:
-        """Page numbers of the lane. Valid for one pass. Empty for a padded lane without offloaded layers."""
+        """The page numbers of the lane. Valid for one pass. Empty for a padded lane without offloaded layers."""
 
     @property
     @abstractmethod
@@ -42,37 +43,40 @@ class KVCache(Closing):
 
     @abstractmethod
     def bind(self, layer: int, pages: torch.Tensor) -> None:
-        """Makes an offloaded layer use `pages`, uint8 (len(self.pages), bytes of a page). The caller owns the memory
-        and must not reuse it before `unbind`. Other layers ignore it."""
+        """Makes an offloaded layer use the memory `pages`, uint8 (len(self.pages), bytes of a page). The caller must
+        not use this memory for anything else before `unbind`. No effect if the layer is not offloaded."""
 
     @abstractmethod
     def unbind(self, layer: int) -> None:
-        """Releases the bound memory, which then holds all that the layer wrote. Raises KeyError if the layer is not
-        bound."""
+        """Releases the memory of `bind`. It then contains everything that the layer wrote. Raises KeyError if the layer
+        has no such memory."""
 
 
 @dataclass(kw_only=True, eq=False)
 class SharedPages:
-    """Shared prefix: the first `num_tokens` of several sequences of a block, computed by one row into `pages`.
+    """The KV pages of a shared prefix, the first `num_tokens` tokens of several sequences of a block. One row, the
+    owner, computes them.
 
-    The pages are freed once the owner row has left and no user waits: users that have started hold pages themselves.
+    The owner's pages are freed when the owner has left and no user is waiting. Users that have started are themselves
+    holders of the pages (see `PagePool`).
     """
 
     num_tokens: int
-    in_pass: bool  # later rows and lanes may read tokens in the pass that computes them
-    num_users: int = 0  # sequences that have not started; plus 1 while the prefix is retained for later ones
-    num_computed: int = 0  # tokens that others may read
+    in_pass: bool  # later rows and lanes may read tokens in the same pass that computes them
+    num_users: int = 0  # users that have not started; plus 1 while the prefix is retained for later users
+    num_computed: int = 0  # number of tokens that users may read
     pages: list[int] = field(default_factory=list)
     has_owner_left: bool = False
 
     @property
     def is_complete(self) -> bool:
-        """True if other rows may continue from it in the pass being prepared."""
+        """True if users may continue from the prefix in the pass that is being prepared."""
         return self.num_computed == self.num_tokens
 
 
 class PagePool:
-    """Allocates page numbers, last freed first. Pages are reference-counted, as in vLLM (Kwon et al. 2023)."""
+    """Allocates page numbers; the page freed last is allocated first. Pages are reference-counted, as in vLLM (Kwon et
+    al. 2023): a page is free when it has no holders."""
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
@@ -94,15 +98,17 @@ class PagePool:
         self._extra_holders.update(pages)
 
     def free(self, pages: Iterable[int]) -> None:
-        """Drops one holder of each page and frees pages without holders. No page may be listed twice."""
+        """Removes one holder of each page, and frees pages without holders. No page may be listed twice."""
         released = list(pages)
-        free = [page for page in released if not self._extra_holders[page]] if self._extra_holders else released
+        without_holders = released
         if self._extra_holders:
+            without_holders = [page for page in released if not self._extra_holders[page]]
             self._extra_holders -= Counter(page for page in released if self._extra_holders[page])
-        self._release(free)
-        self._freed += free
+        self._release(without_holders)
+        self._freed += without_holders
 
     def _release(self, pages: Sequence[int]) -> None:
+        """Makes pages available for allocation."""
         self._free.extend(reversed(pages))
 
     def _require(self, count: int) -> None:
@@ -115,8 +121,8 @@ class PagePool:
 
 
 class KVPages:
-    """KV pages that all lanes of a run share: in compute memory, or for `host_layers` in host memory that `exchange`
-    copies to and from. A layer's memory is allocated at its first use."""
+    """The memory of the KV pages of all lanes of a run. It is in compute memory, or for `host_layers` in host memory,
+    to and from which `exchange` copies. A layer's memory is allocated at its first use."""
 
     def __init__(
         self,
@@ -134,7 +140,8 @@ class KVPages:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (N, P, H, Dk) and values (N, P, H, Dv), with head sizes and dtype of `like_k`, `like_v` (1, H, T, D)."""
+        """The keys (N, P, H, Dk) and values (N, P, H, Dv) of a layer. At its first use, head sizes and dtype are those
+        of `like_k` and `like_v` (1, H, T, D)."""
         if index not in self._layers:
             if index in self.host_layers:
                 self._layers[index] = self._pin(like_k, like_v)
@@ -143,7 +150,7 @@ class KVPages:
         return self._layers[index]
 
     def quantized_layer(self, index: int, page_format: PageFormat) -> torch.Tensor:
-        """Quantized pages, uint8 (N, bytes)."""
+        """The quantized pages of a layer, uint8 (N, bytes of a page)."""
         if index not in self._quantized:
             shape = self.pool.num_pages, page_format.page_bytes
             self._quantized[index] = self.device.zeros(shape[0] * shape[1])[: shape[0] * shape[1]].view(shape)
@@ -161,7 +168,8 @@ class KVPages:
         return self.device.zeros(num_bytes)[:num_bytes].view(dtype).view(shape)
 
     def _pin(self, like_k: torch.Tensor, like_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One pinned buffer: all keys, then all values. Not zeroed: unwritten positions are never read."""
+        """Allocates one pinned buffer for all keys, then all values. It is not zeroed, since positions are read only
+        after they were written."""
         shapes = self._shape(like_k), self._shape(like_v)
         middle, end = accumulate(shape.numel() * like_k.itemsize for shape in shapes)
         memory = self.device.host_pages(end)
@@ -175,7 +183,8 @@ class KVPages:
 def split_pages(
     pages: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tensor, kv_dtype: KVDType = KVDType.auto
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of pages (N, bytes), each keys and then values, as (N, P, H, Dk) and (N, P, H, Dv)."""
+    """Views the bytes of pages (N, bytes) as keys (N, P, H, Dk) and values (N, P, H, Dv). A page has all keys, then all
+    values."""
     views, begin, dtype = [], 0, stored_dtype(kv_dtype, like_k.dtype)
     for like in (like_k, like_v):
         shape = (PAGE_TOKENS, like.shape[1], like.shape[3])
@@ -190,8 +199,8 @@ def num_pages_for(num_tokens: int) -> int:
 
 
 class ContiguousPool(PagePool):
-    """Allocates pages right after the lane's last page if free, else from the middle of the longest free span, since
-    the lane before that span may grow too."""
+    """A pool that keeps the pages of a lane adjacent. Allocates pages directly after the lane's last page if they are
+    free. Otherwise begins in the middle of the longest free span, so that the lane before the span can also grow."""
 
     def __init__(self, num_pages: int):
         super().__init__(num_pages)
@@ -214,7 +223,8 @@ class ContiguousPool(PagePool):
             self._merge_span(run)
 
     def _choose_start(self, last: int | None) -> int:
-        if last is not None and (at := self._span_index(last + 1)) >= 0 and last + 1 in self._spans[at]:
+        """The page at which to allocate next. `last`: the lane's last page."""
+        if last is not None and (index := self._span_index(last + 1)) >= 0 and last + 1 in self._spans[index]:
             return last + 1
         longest = max(self._spans, key=len)
         return longest.start + len(longest) // 2 if longest.start else 0
@@ -224,6 +234,7 @@ class ContiguousPool(PagePool):
         return bisect_right(self._spans, page, key=lambda span: span.start) - 1
 
     def _take_from_span(self, begin: int, max_pages: int) -> range:
+        """Allocates up to `max_pages` pages from `begin` on, to the end of the free span at most."""
         index = self._span_index(begin)
         span = self._spans[index]
         allocated = range(begin, min(begin + max_pages, span.stop))
@@ -232,6 +243,7 @@ class ContiguousPool(PagePool):
         return allocated
 
     def _merge_span(self, run: range) -> None:
+        """Adds a range of pages to the free spans. Merges it with the spans directly before and after it."""
         index = self._span_index(run.start) + 1
         first = index - 1 if index and self._spans[index - 1].stop == run.start else index
         end = index + 1 if index < len(self._spans) and self._spans[index].start == run.stop else index

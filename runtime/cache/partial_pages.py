@@ -1,8 +1,10 @@
-"""**Tails** of a packed lane with quantized pages: the last, partial page of each row, unquantized, in compute memory.
+"""The **tails** of a packed lane (micro-batch) with quantized KV pages. A tail is the last, partial page of one row,
+unquantized, in compute memory.
 
-A page is quantized once it is full, from computed values, so its contents do not depend on prefill chunks.
+A page is quantized when it is full, from the values as computed, so its content does not depend on the chunks of a
+prefill. The span of a prompt chunk is its tokens, preceded by the earlier tokens of its first page.
 
-Letters as in paged.py; R tails.
+Shapes: R tails, M pages that become full in the pass, F of them by decoding rows; other letters as in paged.py.
 """
 
 from collections.abc import Sequence
@@ -17,14 +19,14 @@ from ..stream.device import ComputeDevice
 
 
 class PartialPages:
-    """Tails of one lane, one slot for each row."""
+    """The tails of one lane. A row's slot is the index of its tail."""
 
     def __init__(self, device: ComputeDevice):
         self._device = device
         self._free: list[int] = []
         self._num_slots = 0
         self._layers: dict[int, Pair] = {}
-        self._spans: dict[int, Pair] = {}  # of the layer that was stored last, see `QuantizedKV.spans`
+        self._spans: dict[int, Pair] = {}  # row -> keys and values of its span, in the layer that was stored last
 
     def allocate(self) -> int:
         if self._free:
@@ -36,13 +38,14 @@ class PartialPages:
         self._free.append(slot)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies tail `sources[i]` to `targets[i]` in all layers; the lists may overlap."""
+        """Copies tail `sources[i]` to tail `targets[i]` in all layers. A tail may be both source and target."""
         for pair in self._layers.values():
             for tails in pair:
-                tails[upload(targets, tails.device)] = tails[upload(sources, tails.device)]  # indexing copies first
+                # The right side is a copy, which is complete before the assignment.
+                tails[upload(targets, tails.device)] = tails[upload(sources, tails.device)]
 
     def layer(self, index: int, like_k: torch.Tensor, like_v: torch.Tensor) -> Pair:
-        """Keys and values (R, P, H, D) of a layer's tails. Returns new tensors after rows were added."""
+        """The keys and values (R, P, H, D) of a layer's tails. If rows were added, these are new tensors."""
         tails = self._layers.get(index)
         if tails is not None and len(tails[0]) == self._num_slots:
             return tails
@@ -58,7 +61,7 @@ class PartialPages:
         return self._device.zeros(num_bytes)[:num_bytes].view(like.dtype).view(shape)
 
     def store(self, kv: QuantizedKV, states: Pair, decoding: DecodeRows | None, segments: Sequence[Segment]) -> None:
-        """Stores the pass's keys and values (1, H, T, D) in their rows' tails and quantizes full pages."""
+        """Stores the pass's keys and values (1, H, T, D) in the tails of their rows, and quantizes full pages."""
         new = states[0][0].transpose(0, 1), states[1][0].transpose(0, 1)
         full: list[Pair] = []
         if decoding is not None:
@@ -73,7 +76,7 @@ class PartialPages:
             kv.pages[kv.layout.filled_M] = kv.format.encode(k_MPHD, v_MPHD)
 
     def spans(self, segments: Sequence[Segment]) -> dict[int, Pair]:
-        """Spans of `segments`, each a suffix of a segment that was stored last."""
+        """The spans of `segments` by row. Each must be the end of a segment of the last `store`."""
         spans = {}
         for segment in segments:
             k_SHD, v_SHD = self._spans[segment.row]
@@ -83,7 +86,7 @@ class PartialPages:
 
 
 def _join_span(kv: QuantizedKV, new: Pair, segment: Segment) -> Pair:
-    """Tokens of the segment, preceded by those of its first page from earlier passes."""
+    """Keys and values of a segment's span: its tokens, preceded by the earlier tokens of its first page."""
     num_cached, slot = segment.past % PAGE_TOKENS, kv.layout.slot(segment.row)
     k_THD, v_THD = (x_THD[segment.start : segment.start + segment.new] for x_THD in new)
     if not num_cached:
@@ -92,7 +95,7 @@ def _join_span(kv: QuantizedKV, new: Pair, segment: Segment) -> Pair:
 
 
 def _store_tail(kv: QuantizedKV, span: Pair, segment: Segment) -> Pair:
-    """Stores the page of the segment's last token in its row's tail. Returns the full pages (M, P, H, D)."""
+    """Stores the tokens of the span's last page in the row's tail. Returns the span's full pages, (pages, P, H, D)."""
     slot, num = kv.layout.slot(segment.row), len(span[0])
     begin = (num - 1) // PAGE_TOKENS * PAGE_TOKENS
     for tails, x_SHD in zip(kv.tails, span, strict=True):

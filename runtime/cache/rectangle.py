@@ -1,7 +1,9 @@
-"""KV cache of one padded lane: a transformers cache with the memory of its full-attention layers reserved up front.
+"""KV cache of one padded lane, a micro-batch of left-padded rows: a transformers cache with reserved memory.
 
-A cache that grows by concatenation copies itself for every token. Sliding-window and recurrent layers are bounded and
-stay those of transformers. Layers of other ranks only report a length, since models build masks from the first layer.
+The memory of full-attention layers is allocated once, since a cache that grows by concatenation copies itself for every
+token. Sliding-window and recurrent layers do not grow; these stay transformers' own. With pipeline parallelism, layers
+of other ranks only report a length, since models build masks from the first layer.
+Shapes: B rows, H heads, S positions, D head size.
 """
 
 from collections import Counter
@@ -19,7 +21,7 @@ from .pages import KVCache, PagePool, num_pages_for
 
 
 class SkippedLayer(DynamicLayer):
-    """Layer of another rank: counts positions and stores nothing."""
+    """The cache of a layer that another rank computes: counts positions and stores nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +38,8 @@ class SkippedLayer(DynamicLayer):
 
 
 def skip_layers(cache: Cache, layers: Collection[int], num_rows: int, num_tokens: int) -> None:
-    """Extends `layers` by `num_tokens` in each row. Sliding-window layers store one byte per token."""
+    """Extends `layers`, which other ranks compute, by `num_tokens` positions in each row. Sliding-window layers store
+    one byte per token instead of keys and values."""
     byte = torch.zeros(num_rows, 1, num_tokens, 1, dtype=torch.uint8) if layers else None
     for index in layers:
         layer = cache.layers[index]
@@ -49,15 +52,15 @@ def skip_layers(cache: Cache, layers: Collection[int], num_rows: int, num_tokens
 
 
 def row_moves(sources: Sequence[int]) -> Iterator[tuple[int, int] | tuple[None, int] | tuple[int, None]]:
-    """Sequential moves (target, source) that make row i hold what row `sources[i]` held. No row is overwritten before
-    its last read. None is a spare row, for cycles."""
+    """Yields moves (target, source), to be done in this order, after which row i has the content that row `sources[i]`
+    had. No row is overwritten before its last read. None is a spare row, which breaks cycles."""
     pending = {target: source for target, source in enumerate(sources) if target != source}
     num_readers = Counter(pending.values())
     free = [target for target in pending if not num_readers[target]]
     while pending:
         if not free:
             target, source = next(iter(pending.items()))
-            yield None, target  # saved: its readers use the spare row
+            yield None, target  # only cycles are left: save one row in the spare row
             yield from _cycle_moves(target, pending)
             continue
         target = free.pop()
@@ -69,7 +72,7 @@ def row_moves(sources: Sequence[int]) -> Iterator[tuple[int, int] | tuple[None, 
 
 
 def _cycle_moves(first: int, pending: dict[int, int]) -> Iterator[tuple[int, int] | tuple[int, None]]:
-    """Moves of a cycle after row `first` was saved; each row has one reader left."""
+    """Yields the moves of a cycle after row `first` was saved in the spare row. Each row has one reader left."""
     target = first
     while (source := pending.pop(target)) != first:
         yield target, source
@@ -78,7 +81,7 @@ def _cycle_moves(first: int, pending: dict[int, int]) -> Iterator[tuple[int, int
 
 
 class ReservedLayer(DynamicLayer):
-    """Keys and values (B, H, S, D), views of memory reserved for `capacity` positions."""
+    """The cache of a layer. Keys and values (B, H, S, D) are views of memory for `capacity` positions."""
 
     def __init__(self, capacity: int, device: ComputeDevice):
         super().__init__()
@@ -107,7 +110,7 @@ class ReservedLayer(DynamicLayer):
         return self._update_views()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Makes row i hold what row `beam_idx[i]` held and drops later rows. Allocates one row at most."""
+        """Gives row i the content that row `beam_idx[i]` had, and drops rows beyond. Allocates one row at most."""
         if self.is_initialized:
             self._select_rows(beam_idx.tolist())
             self._update_views()
@@ -128,15 +131,16 @@ class ReservedLayer(DynamicLayer):
 
 
 class OffloadedLayer(ReservedLayer):
-    """Layer in another tier. Its memory is bound while a lane is in it and transferred in full both ways."""
+    """The cache of a layer whose KV is in host memory or on disk. While the lane is in the layer, it uses the memory
+    that `bind` got, into which all its KV was copied, and from which all is copied back."""
 
     def __init__(self, capacity: int, device: ComputeDevice):
         super().__init__(capacity, device)
         self._shapes: list[torch.Size] = []
-        self._pending_selections: list[list[int]] = []  # row selections to apply when memory is bound
+        self._pending_selections: list[list[int]] = []  # selections of rows to apply at the next `bind`
 
     def bind(self, pages: torch.Tensor) -> None:
-        self._pages, self._flat = pages, pages.reshape(-1)  # a copy if not contiguous: `unbind` writes it back
+        self._pages, self._flat = pages, pages.reshape(-1)  # `_flat` is a copy if `pages` is not contiguous
         if self.is_initialized:
             self._attach()
 
@@ -167,12 +171,12 @@ class OffloadedLayer(ReservedLayer):
             self._pending_selections.append(beam_idx.tolist())
             num_rows = len(beam_idx)
             self._all_keys, self._all_values = self._all_keys[:num_rows], self._all_values[:num_rows]
-            self._update_views()  # the lane reads their shapes
+            self._update_views()  # the lane reads the shapes of keys and values
 
 
 class RectangleKV(KVCache):
-    """Offloaded layers of a padded lane as pages of a pool; every pass writes all of them. Other layers stay in compute
-    memory. `capacity` as in `rectangle_cache`."""
+    """The offloaded layers of a padded lane, as pages of a pool. Every pass writes all these pages. Other layers stay
+    in compute memory. `capacity`: see `rectangle_cache`."""
 
     def __init__(self, cache: Cache, num_rows: int, capacity: int, pool: PagePool):
         self._layers = {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, OffloadedLayer)}
@@ -207,8 +211,8 @@ def rectangle_cache(
     offloaded_layers: frozenset[int] = frozenset(),
     skipped_layers: frozenset[int] = frozenset(),
 ) -> DynamicCache:
-    """Builds the cache of a padded lane. `capacity`: positions of the longest sequence with padding. The engine binds
-    the memory of `offloaded_layers`; `skipped_layers` store nothing."""
+    """Builds the cache of a padded lane. `capacity`: number of positions of the longest sequence, with padding.
+    `offloaded_layers` get their memory by `bind`. `skipped_layers` store nothing."""
     cache = DynamicCache(config=config)
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and index in skipped_layers:
@@ -226,6 +230,7 @@ def cross_rectangle_cache(
     device: ComputeDevice,
     offloaded_layers: frozenset[int],
 ) -> EncoderDecoderCache:
-    """Builds the cache of an encoder-decoder; `config` is the decoder's. Cross-attention stays in compute memory."""
+    """Builds the cache of an encoder-decoder. `config`: the decoder's. `num_decoded`, `num_encoded`: positions of the
+    decoder and the encoder. The cache of cross-attention stays in compute memory."""
     self_attention = rectangle_cache(config, num_decoded, device, offloaded_layers)
     return EncoderDecoderCache(self_attention, rectangle_cache(config, num_encoded, device))
