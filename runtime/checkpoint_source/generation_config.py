@@ -1,6 +1,6 @@
 """Reads a checkpoint's generation defaults (generation_config.json, else config.json) as transformers' `generate` does.
 
-Settings `sampling=model` (`sampling.follow_model`) apply these defaults; other settings ignore them with a warning."""
+With `sampling=model` (`sampling.follow_model`) these defaults apply. Otherwise they are ignored, with a warning."""
 
 import logging
 from collections.abc import Callable, Mapping

@@ -2,7 +2,8 @@
 rule, of which the file has only the name (`tokenizer.ggml.pre`).
 
 The names and rules are defined by llama.cpp: https://github.com/ggml-org/llama.cpp, src/llama-vocab.cpp, as of November
-2026 (00ad355). Where a comment there quotes the regular expression of the model's own tokenizer.json, that one is used.
+2026 (00ad355). If a comment there quotes the regular expression of the model's own tokenizer.json, the quoted one is
+used.
 """
 
 import logging

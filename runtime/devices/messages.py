@@ -36,8 +36,8 @@ from ..sequences.sequence import Completion, FinishReason, Request, SequenceStat
 
 Values: TypeAlias = Mapping[str, Any]  # a JSON object
 Finished: TypeAlias = Sequence[tuple[int, Completion]]  # (index of the request, completion)
-# Values of the key `kind`: a rank is ready for a pass with so many lanes (micro-batches), asks for or sends states,
-# ended a pass, or stops.
+# Values of the key `kind`. A rank sends LANES before a pass, with its number of lanes (micro-batches), and ENDED after
+# it. It sends STATES to request the states of sequences, and with its own states. It sends STOPPING when it stops.
 KIND, LANES, STATES, ENDED, STOPPING = "kind", "lanes", "states", "ended", "stopping"
 
 
@@ -144,7 +144,7 @@ def requests_digest(requests: Sequence[Request]) -> str:
 
 
 SESSION, END = "session", "end"  # values of `kind`: rank 0 opens a session; there are no more sessions
-UNSUPPORTED = "devices={} does not support {}: {}"  # (way, feature, remedy)
+UNSUPPORTED = "devices={} does not support {}: {}"  # (value of `devices`, feature, remedy)
 
 
 def config_for_ranks(config: RuntimeConfig, way: Parallelism = Parallelism.sharded) -> RuntimeConfig:

@@ -115,7 +115,7 @@ class RankSession(Session):
         return own, own.members
 
     def _own_requests(self, order: Sequence[int]) -> Sequence[int]:
-        """This rank's part of a stream: every N-th request for N admitting ranks; none if it is not one of them."""
+        """This rank's part of a stream: every N-th request for N admitting ranks; none if this rank admits none."""
         rank, count = self._ranks.rank, self._num_admitting
         return order[rank::count] if rank < count else ()
 

@@ -1,5 +1,5 @@
-"""What a runtime does differently in a run of several ranks (processes): devices, budgets, plans and sessions. The ways
-are sharded, tensor-parallel and pipeline-parallel."""
+"""What a runtime does differently in a run of several ranks (processes): devices, budgets, plans and sessions. Such a
+run is sharded, tensor-parallel or pipeline-parallel."""
 
 import copy
 from abc import ABC, abstractmethod

@@ -142,7 +142,8 @@ class Runtime(Closing):
             self.model = self._shared.divide_model(self.model, self.config.offload, self.device)
         self._advised: set[str] = set()  # advice that was logged already
         self._may_compare = False  # whether planning may measure which linear backends are fastest
-        self._checked_modes = set[bool]()  # kinds of runs that need no self-check anymore: True, those that score
+        # Which runs need no self-check anymore: False in the set, runs without scores; True, runs with scores.
+        self._checked_modes = set[bool]()
         if not self.device.is_accelerator:
             backends = find_products(self.host)
             if self._shared is not None:
@@ -279,7 +280,7 @@ class Runtime(Closing):
         return self.planner.revise(plan, self.sizes(requests), rates)
 
     def sizes(self, requests: Sequence[Request]) -> list[SequenceSize]:
-        """The sizes of requests for planning. Prompt prefixes count once if the run shares their KV."""
+        """The sizes of requests for planning. If the run shares prompt prefixes, each common prefix counts once."""
         has_lengths = self.model.rope_lengths is not None
         if prefix_sharing_obstacle(self.config, self.model.shape, has_rope_lengths=has_lengths) is None:
             return sequence_sizes(requests)
@@ -394,8 +395,8 @@ class Runtime(Closing):
             options["rates"] = plan.rates
             self.planner.log_plan(plan, self._advised)
             self._check_lanes(plan, requests)
-            # The budget must not include memory of earlier measurements, self-check and trial: the current memory
-            # becomes the baseline. But cached weights must count for the budget, so with them the baseline stays.
+            # Memory that measurements, self-check and trial have left must not count for the budget, so the current
+            # memory becomes the baseline. But cached weights must count, so with them the old baseline stays.
             if self._cache is None or not (self._cache.weights.compute_bytes or self._cache.weights.pinned_bytes):
                 trim_heap()
                 self.baseline_bytes = resident_bytes()

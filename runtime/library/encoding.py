@@ -20,8 +20,8 @@ from .task import Complete, RuntimeTask
 
 @dataclass(frozen=True, kw_only=True)
 class _EncodingResult:
-    """Common fields of the results. `prompt_index`: position of the prompt in the input. If `error` is set, there is no
-    other result."""
+    """Common fields of the results. `prompt_index`: position of the prompt in the input. If `error` is set, the fields
+    of subclasses are empty."""
 
     prompt_index: int
     id: str
@@ -42,7 +42,7 @@ class Embedded(_EncodingResult):
 
 @dataclass(frozen=True, kw_only=True)
 class Classified(_EncodingResult):
-    """A classifier's output for a prompt: one of `logits` and of `probabilities` per entry of `labels`.
+    """A classifier's output for a prompt. `logits` and `probabilities` have one number per entry of `labels`.
 
     Probabilities are the softmax of logits; for multi-label classifiers or a single label, the sigmoid of each logit.
     With a single label, as of reward models and rankers, the logit is the `reward`."""

@@ -58,8 +58,8 @@ def _is_target(value: object) -> TypeGuard[Target]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Logprobs:
-    """Natural log-probabilities of tokens. `prompt_index`: position of the prompt or document in the input. If `error`
-    is set, there are none."""
+    """Natural log-probabilities of tokens; empty if `error` is set. `prompt_index`: position of the prompt or document
+    in the input."""
 
     prompt_index: int
     token_logprobs: tuple[float, ...] = ()
@@ -78,10 +78,10 @@ class _Logprobs:
 class Scored(_Logprobs):
     """The score of one target given its prompt.
 
-    `token_ids`: the target's. `token_logprobs`: the log-probability of each, by log-softmax in float32 of the head's
-    logits; `logprob` is their sum, NaN if `error` is set. `is_greedy`: greedy decoding would generate the target.
-    `top_token_ids` and `top_logprobs`: the `sampling.logprobs` likeliest tokens per position, best first.
-    `target_index`: position of the target in the prompt's list of targets. `id`: the prompt's.
+    `token_ids`: the target's tokens. `token_logprobs`: the log-probability of each, by log-softmax in float32 of the
+    head's logits; `logprob` is their sum, NaN if `error` is set. `is_greedy`: greedy decoding would generate the
+    target. `top_token_ids` and `top_logprobs`: the `sampling.logprobs` likeliest tokens per position, best first.
+    `target_index`: position of the target in the prompt's list of targets. `id`: the prompt's id.
     """
 
     target_index: int

@@ -22,8 +22,8 @@ NUM_TOKENS = 4
 
 
 class Head(Enum):
-    """What a model computes from the last hidden states. `text`: next-token logits; `classes`: class logits of the
-    whole prompt; `masks`: logits of masked tokens; `none`: nothing."""
+    """What a model computes from the last hidden states. `text`: logits of the next token; `classes`: class logits of
+    the whole prompt; `masks`: logits of masked tokens; `none`: nothing, the hidden states are the output."""
 
     text = "text"
     classes = "classes"

@@ -158,6 +158,7 @@ class _ParameterWrites(TorchDispatchMode):
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
+        # A view has the storage of its parameter; `_cdata` identifies the storage.
         self._names = {tensor.untyped_storage()._cdata: name for name, tensor in model.named_parameters()}
         self.writes = list[tuple[str, str, torch.Tensor]]()  # (parameter name, operation, tensor written to)
 

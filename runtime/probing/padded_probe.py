@@ -1,7 +1,7 @@
 """Tests how a model class behaves in padded lanes. Also builds the inputs that `generate` passes to a class.
 
-A copy with small random weights runs one sequence alone, as `generate` does. Then it runs the sequence with left
-padding, with a prompt in chunks, and interleaved with another sequence, and compares the logits.
+A copy with random weights runs one sequence alone, as `generate` does. Then it runs the sequence with left padding,
+with the prompt in chunks, and interleaved with another sequence. The logits of these runs are compared.
 Shapes: B rows, T new tokens, S cached and new tokens, V vocabulary."""
 
 import copy

@@ -4,8 +4,8 @@ Every matrix is split by rows, which are its output features. Each output is com
 operations as on a single device. Outputs are concatenated, never summed, so results are exact. Modules keep their
 classes; hooks gather inputs and outputs.
 
-transformers has a tensor-parallel plan for many classes. It says after which matrices the output stays split up to the
-next matrix. Without a plan, or if the model does not run with it, every output is gathered at once.
+transformers has a tensor-parallel plan for many classes. The plan says which outputs may stay split until the next
+matrix. Without a plan, or if the model does not run with it, every output is gathered at once.
 """
 
 import logging

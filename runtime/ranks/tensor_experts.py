@@ -35,7 +35,8 @@ from ..plan.shape.shapes import Parameter
 from .collectives import AllGather
 
 GATED: Any = MixtralExperts  # transformers' decorator adds `_apply_gate`
-MIN_BATCH_VISITS = 512  # experts with together at most so many visits are gathered in one call
+# Several experts are gathered in one call if they have together at most so many visits, or as many as there are tokens.
+MIN_BATCH_VISITS = 512
 
 Stacks = Mapping[str, Parameter]  # name in the experts module -> the stacked matrices of all experts
 
@@ -152,6 +153,7 @@ class WholeExperts(ExpertShare):
         for expert in summed.hit:
             rows = summed.expert_rows(expert)
             out_tD.index_add_(0, summed.tokens_V[rows] - own_tokens.start, received[rows])
+        # All-gather of the sums, which may be unequal numbers of tokens: each rank sends its sums to every rank.
         return all_gather.all_to_all(
             out_tD.repeat(all_gather.count, 1), [len(own_tokens)] * all_gather.count, [len(each) for each in tokens]
         )
