@@ -87,8 +87,9 @@ class PageTable:
         """Appends a row with `past` cached positions. `owned_prefix`: the shared prefix that the row computes for
         others. `prefix`: the shared prefix that it continues from, which an earlier pass has computed, or an earlier
         row computes in the same pass."""
-        begin, tail = prefix.num_tokens if prefix is not None else past, self._tails.allocate() if self._tails else 0
-        self._rows.append(PagedRow(past=begin, owned_prefix=owned_prefix, prefix=prefix, tail=tail))
+        past = past if prefix is None else prefix.num_tokens
+        tail = self._tails.allocate() if self._tails else 0
+        self._rows.append(PagedRow(past=past, owned_prefix=owned_prefix, prefix=prefix, tail=tail))
 
     def remove(self, position: int) -> None:
         """Removes a row; later rows move up."""

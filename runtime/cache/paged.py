@@ -53,8 +53,8 @@ class PassView:
     def offsets_T(self) -> torch.Tensor:
         """The offset of each token: its position in its sequence minus its index in the pass."""
         starts = accumulate(self.new, initial=0)
-        each = zip(self.past, starts, self.new, strict=False)
-        return upload([past - start for past, start, new in each for _ in range(new)], self.prompts.device)
+        rows = zip(self.past, starts, self.new, strict=False)
+        return upload([past - start for past, start, new in rows for _ in range(new)], self.prompts.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,21 +276,21 @@ class PagedKV(Cache, KVCache):
         self.table.end_pass()
 
     def _find_copies(self) -> "_Copies | None":
+        """The partial pages to copy in this pass, as positions; None if there are none."""
         copies = self.table.copies
         if not copies:
             return None
 
-        def pairs(place_of: Callable[[int], int], device: torch.device) -> tuple[Places, Places]:
-            sources, targets = (
-                upload([place_of(copy[i]) * PAGE_TOKENS + at for copy in copies for at in range(copy[2])], device)
-                for i in (0, 1)  # source and target page; `copy[2]` is the number of positions
-            )
-            return Places(sources), Places(targets)
+        def positions(index_of: Callable[[int], int], device: torch.device) -> tuple[Places, Places]:
+            """(sources, targets). `index_of`: page number -> index of the page in the layer's memory."""
+            sources = [index_of(source) * PAGE_TOKENS + i for source, _, count in copies for i in range(count)]
+            targets = [index_of(target) * PAGE_TOKENS + i for _, target, count in copies for i in range(count)]
+            return Places(upload(sources, device)), Places(upload(targets, device))
 
         return _Copies(
-            resident=pairs(int, self._device),
-            offloaded=pairs(self.table.page_places.__getitem__, self._device) if self.offloaded_layers else None,
-            host=pairs(int, CPU) if self._host is not None else None,
+            resident=positions(int, self._device),
+            offloaded=positions(self.table.page_places.__getitem__, self._device) if self.offloaded_layers else None,
+            host=positions(int, CPU) if self._host is not None else None,
         )
 
     def update(
@@ -371,6 +371,7 @@ class PagedKV(Cache, KVCache):
     def _quantized_kv(
         self, tails: PartialPages, index: int, like_k: torch.Tensor, like_v: torch.Tensor, spans: dict[int, Pair]
     ) -> QuantizedKV:
+        """The keys and values of a layer with quantized pages. `spans`: see `PartialPages.spans`."""
         page_format, layout = PageFormat.from_dtypes(self._pages.dtype, like_k, like_v), self._view.layout
         if index in self.offloaded_layers:
             assert self._view.offloaded_layout is not None, "the pass began without offloaded layers"

@@ -116,6 +116,7 @@ class ReservedLayer(DynamicLayer):
             self._update_views()
 
     def _select_rows(self, sources: list[int]) -> None:
+        """Moves the content of rows, and cuts the memory to `len(sources)` rows."""
         for tensor in (self._all_keys, self._all_values):
             spare = tensor[0]
             for new, old in row_moves(sources):
@@ -157,6 +158,7 @@ class OffloadedLayer(ReservedLayer):
         self.is_initialized = True
 
     def _attach(self) -> None:
+        """Makes keys and values views of the memory that `bind` got, then selects rows as requested meanwhile."""
         ends = list(accumulate(shape.numel() for shape in self._shapes))
         elements = self._flat.view(self.dtype)
         assert ends[1] <= elements.numel(), f"{ends[1]:,} numbers for pages of {elements.numel():,}"

@@ -48,7 +48,9 @@ def short_reason(error: BaseException) -> str:
     if len(text) > MAX_CHARACTERS:
         text = f"{text[:MAX_CHARACTERS]} ..."
     is_sentence = isinstance(error, SENTENCES) or type(error).__module__ != "builtins"
-    return text if is_sentence and " " in text else f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if is_sentence and " " in text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @contextmanager

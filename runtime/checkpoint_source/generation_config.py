@@ -50,7 +50,8 @@ class GenerationDefaults:
     def eos_token_ids(self) -> frozenset[int]:
         """Token ids that end a completion; empty if the checkpoint names none."""
         eos = self.values.get("eos_token_id")
-        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        listed = eos if isinstance(eos, list) else [eos]
+        ids = [] if eos is None else listed
         valid = frozenset(token for token in ids if isinstance(token, int))
         if len(valid) != len(set(map(str, ids))):
             raise CheckpointError(f"{self.source}: eos_token_id must be a token id or a list of them, got {eos!r}")

@@ -171,6 +171,7 @@ def read_config(path: Path, *, num_tensors: int | None = None) -> PreTrainedConf
 
 
 def _read_gguf_config(path: Path) -> PreTrainedConfig:
+    """Converts a GGUF file's metadata to a config with transformers, and corrects the widths that it ignores."""
     if find_spec("gguf") is None:
         raise ConfigError(f"model.path={path} is a GGUF file, which needs the extra: pip install 'weightstream[gguf]'")
     if find_spec(GGUF_READER) is None:

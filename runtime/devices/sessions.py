@@ -52,6 +52,7 @@ class RankSession(Session):
         unfinished: Mapping[int, SequenceState],
         on_pass: OnPass = ignore_pass,
     ) -> Generator[tuple[int, Completion]]:
+        """Announces the block to other ranks, then runs this rank's part of it."""
         states = encode_states({i: unfinished[i] for i in remaining if i in unfinished})
         self._ranks.broadcast({KIND: WAVE, "block": block.index, "left": list(remaining), "states": states})
         return self._run_block(block, remaining, requests, unfinished, on_pass)
@@ -63,6 +64,7 @@ class RankSession(Session):
         unfinished: Mapping[int, SequenceState],
         on_pass: OnPass = ignore_pass,
     ) -> Generator[tuple[int, Completion]]:
+        """Announces the requests to other ranks, then runs this rank's part of them."""
         states = encode_states({i: unfinished[i] for i in order if i in unfinished})
         self._ranks.broadcast({KIND: STREAM, "order": list(order), "states": states})
         return self._run_stream(order, requests, unfinished, on_pass)
@@ -94,7 +96,7 @@ class RankSession(Session):
         on_pass: OnPass,
     ) -> Generator[tuple[int, Completion]]:
         self._requests = requests
-        return super().wave(*self._own_rows(block, remaining), requests, unfinished, on_pass)
+        return super().wave(*self._own_block(block, remaining), requests, unfinished, on_pass)
 
     def _run_stream(
         self,
@@ -106,7 +108,7 @@ class RankSession(Session):
         self._requests = requests
         return super().stream(self._own_requests(order), requests, unfinished, on_pass)
 
-    def _own_rows(self, block: Block, remaining: Sequence[int]) -> tuple[Block, Sequence[int]]:
+    def _own_block(self, block: Block, remaining: Sequence[int]) -> tuple[Block, Sequence[int]]:
         """This rank's part of a block's remaining requests: every N-th of each micro-batch, for N ranks."""
         remaining_set = frozenset(remaining)
         micro_batches = [[i for i in micro_batch if i in remaining_set] for micro_batch in block.micro_batches]
@@ -128,6 +130,8 @@ class RankSession(Session):
         return num_admitting_ranks(self._plan, self._requests, self._ranks.size)
 
     def _generate(self, batcher: Batcher, on_pass: OnPass) -> Generator[tuple[int, Completion]]:
+        """Runs passes until no rank has unfinished requests. Yields the results of all ranks after each pass. After an
+        error or if the caller stops, stops all ranks."""
         try:
             yield from self._exchange_results(None)[1]  # sequences that finished without a pass
             with batcher:
@@ -163,7 +167,7 @@ class SameRowsSession(RankSession):
         assert isinstance(self._rank_sync, SyncBetweenPasses), "this session needs ranks with the same rows"
         return self._rank_sync
 
-    def _own_rows(self, block: Block, remaining: Sequence[int]) -> tuple[Block, Sequence[int]]:
+    def _own_block(self, block: Block, remaining: Sequence[int]) -> tuple[Block, Sequence[int]]:
         return block, remaining
 
     def _own_requests(self, order: Sequence[int]) -> Sequence[int]:

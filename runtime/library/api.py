@@ -108,11 +108,11 @@ class Runtime(Closing):
         self.config = apply_settings(config, settings)
         self.config = replace(self.config, sampling=resolve_schema(self.config.sampling))
         self._should_stop, self.trace, self.ranks = should_stop, trace, ranks
-        self._shared = None if ranks is None else SharedRun.from_ranks(ranks)
+        self._shared = None if ranks is None else SharedRun.from_ranks(ranks)  # None in a single process
         if self._shared is not None:
             self.config = self._shared.rank_config(self.config)
-        self._cache: RuntimeCache | None = None
-        self._kernels: CompiledKernels | None = None
+        self._cache: RuntimeCache | None = None  # what is kept between calls, from `open` to `close`
+        self._kernels: CompiledKernels | None = None  # None on an accelerator
         self._shape_with_kernels: ModelShape | None = None  # set while runs do not use compiled kernels
         self.baseline_bytes = 0  # host memory of this process that does not count for the budget
         self._is_closed = False

@@ -36,7 +36,8 @@ class Targets:
             return value
         if isinstance(value, tuple) and len(value) == 2:
             prompt, given = value
-            targets = [given] if _is_target(given) else list(given) if isinstance(given, Sequence) else []
+            several = list(given) if isinstance(given, Sequence) else []
+            targets = [given] if _is_target(given) else several
             valid = [target for target in targets if _is_target(target)]
             if valid and len(valid) == len(targets):
                 return Targets(prompt, valid)

@@ -123,6 +123,7 @@ def packed_lanes_obstacle(model: PreTrainedModel) -> str:
 
 @torch.no_grad()
 def _run_probe(probe: PreTrainedModel, device: str, rank: int | None) -> str:
+    """Runs the copy `probe` in a lane. Returns the reason against packed lanes, or "". `rank`: see `ProbeRecord`."""
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _make_mask)
     probe.set_attn_implementation(NAME)

@@ -53,7 +53,9 @@ class Heartbeat(Closing):
     def connect(rank: int, size: int, exchange: Exchange, host: str, *, is_local: bool) -> "Heartbeat":
         """Connects all ranks, which must call this together. A rank connects to all lower ranks, and accepts
         connections of all higher ones. `host`: rank 0's host. Raises PeerEnded."""
-        address = "127.0.0.1" if is_local else host if not rank else local_address(host)
+        address = "127.0.0.1"
+        if not is_local:
+            address = local_address(host) if rank else host
         connections = dict[int, socket.socket]()
         try:
             if is_local:

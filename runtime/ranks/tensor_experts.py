@@ -206,7 +206,7 @@ def split_experts(module: nn.Module, stacks: Stacks, all_gather: AllGather, requ
         prefers_whole = is_interleaved or whole_experts_send_less(hidden, inner, share.count)
         first, second = (whole, rows) if prefers_whole else (rows, whole)
         neither = ExpertSplit({}, why_not=f"{rows.why_not}, and {whole.why_not}")
-        split = first if first.stacks else second if second.stacks else neither
+        split = next((each for each in (first, second) if each.stacks), neither)
     else:
         split, other = (rows, whole) if requested is DividedExperts.rows else (whole, rows)
         if not split.stacks and other.stacks:
@@ -231,6 +231,7 @@ def describe_unsplit(parameter: Parameter) -> str:
 
 
 def _split_by_rows(module: nn.Module, stacks: Stacks, share: RowShare) -> ExpertSplit:
+    """Gives the rank some rows of every expert's matrices, if rows can be cut."""
     if cast("Experts", module).is_transposed:
         return ExpertSplit({}, why_not="expert matrices are stored as (inputs, outputs)")
     first, second = matrix_names(module)
@@ -243,6 +244,7 @@ def _split_by_rows(module: nn.Module, stacks: Stacks, share: RowShare) -> Expert
 
 
 def _split_by_expert(stacks: Stacks, share: RowShare) -> ExpertSplit:
+    """Gives the rank some whole experts, if there are enough and their bytes are separate."""
     num_experts = min(stack.shape[0] for stack in stacks.values())
     if num_experts < share.count:
         return ExpertSplit({}, why_not=f"it has only {num_experts} experts")

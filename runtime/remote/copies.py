@@ -139,6 +139,7 @@ def _copy(
 def _read_range(
     store: ObjectStore, name: str, file: StoredFile, begin: int, error_type: type[WeightstreamError]
 ) -> bytes:
+    """Reads up to `RANGE_BYTES` of a file from `begin` on."""
     _raise_if_stopped(store)
     end = min(begin + RANGE_BYTES, file.num_bytes)
     try:

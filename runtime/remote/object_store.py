@@ -156,7 +156,7 @@ class ObjectStore:
             ) from error
 
     def _list(self, is_deep: bool) -> dict[str, StoredFile]:
-        self._fs.invalidate_cache()
+        self._fs.invalidate_cache()  # fsspec caches listings, which other processes may have changed
         info = _parse_info(self._fs.info(self._root)) if not is_deep else None
         if info is not None and info.is_file:
             return {"": info}
@@ -179,5 +179,6 @@ class ObjectStore:
 
 
 def _parse_info(info: Mapping[str, Any]) -> StoredFile:
+    """Converts fsspec's file information."""
     tag = next((str(info[name]) for name in TAGS if info.get(name) is not None), "")
     return StoredFile(num_bytes=int(info.get("size") or 0), tag=tag, is_file=info["type"] == "file")

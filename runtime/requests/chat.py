@@ -92,6 +92,7 @@ class ChatRenderer(Closing):
             )
 
     def _crash_error(self) -> Exception:
+        """Ends the subprocess after a crash or timeout, and returns the error to raise."""
         assert self._process is not None, "it has just crashed"
         code = self._process.poll()
         self.close()

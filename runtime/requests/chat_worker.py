@@ -30,6 +30,7 @@ def main() -> None:
 
 
 def _render(settings: dict, line: str) -> dict[str, str]:
+    """Renders one chat. `line`: JSON with `messages` and `variables`. Returns {"text": ...} or {"error": ...}."""
     try:
         request = json.loads(line)
         arguments = {

@@ -32,6 +32,7 @@ def make_scoring(
 
 
 def _size_error(model: LoadedModel, prompt_ids: Rows[int], target_ids: Rows[int], *, num_tokens: int) -> str | None:
+    """Error if prompt or target is empty, too long or outside the vocabulary. `num_tokens`: input tokens together."""
     if not prompt_ids:
         return "the prompt has no tokens: the first target token needs one before it"
     if not target_ids:

@@ -117,6 +117,7 @@ class Detokenizer:
         return spelling
 
     def _spelling(self, token: int) -> Spelling:
+        """Finds a spelling: from the token's name if this encodes bytes, else from the text after a known prefix."""
         name = self._tokenizer.convert_ids_to_tokens(token)
         if not isinstance(name, str):  # the head may have more rows than the tokenizer has tokens
             return Spelling(is_known=False)

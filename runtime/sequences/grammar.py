@@ -122,6 +122,8 @@ def llguidance_tokenizer(
 def _make_llguidance_tokenizer(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: tuple[int, ...]
 ) -> "LLTokenizer":
+    """Converts the tokenizer with llguidance's own function. If that rejects it, passes token texts instead, for
+    decoders that need no context."""
     from llguidance import LLTokenizer, TokenizerWrapper
     from llguidance.hf import from_tokenizer
 

@@ -30,7 +30,7 @@ def require_known_tokens(config: SamplingConfig, vocab_size: int) -> None:
         "suppress_tokens": config.suppress_tokens or [],
         "begin_suppress_tokens": config.begin_suppress_tokens or [],
         "forced_bos_token_id": [] if config.forced_bos_token_id is None else [config.forced_bos_token_id],
-        "forced_eos_token_id": [] if ends is None else [ends] if isinstance(ends, int) else ends,
+        "forced_eos_token_id": [ends] if isinstance(ends, int) else ends or [],
         "bad_words_ids": [token for word in config.bad_words_ids or [] for token in word],
         "sequence_bias": [
             token for pair in config.sequence_bias or [] for part in pair if isinstance(part, list) for token in part

@@ -230,6 +230,7 @@ def _save_configs(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -
 
 
 def _draw_all(weights: RandomWeights, progress: Callable[[int, int], None]) -> Iterator[torch.Tensor]:
+    """Yields the values of all tensors, one at a time in memory."""
     done_bytes, total_bytes = 0, sum(spec.num_bytes for spec in weights.specs)
     progress(done_bytes, total_bytes)
     for spec in weights.specs:
