@@ -181,18 +181,20 @@ def _assign_tokens(
     new_tokens, prefix_tokens = dict[int, int](), dict[PrefixKey, int]()
 
     def spend(lane: int, num_tokens: int) -> int:
+        """Takes up to `num_tokens` from the lane's budget. Returns how many."""
         granted = min(budgets[lane], num_tokens)
         budgets[lane] -= granted
         return granted
 
     def can_prefill(slot: SlotState) -> bool:
+        """False if the request comes next after its shared prefix, and the prefix is not computed yet."""
         is_at_prefix = slot.prefix is not None and slot.num_cached == rule.num_shared(slot.prefix)
         return not is_at_prefix or prefixes.can_start_after(slot.prefix, slot.lane, prefix_tokens)
 
     prompts = list[SlotState]()
     for slot in running:
         missing, prefix = slot.num_known - slot.num_cached, slot.prefix
-        # Fast path for decode: no function call once the slot is past its prefix.
+        # The order of conditions avoids calls of `can_prefill` for requests that decode.
         if missing > 1 or (prefix is not None and slot.num_cached <= prefix.num_tokens and not can_prefill(slot)):
             prompts.append(slot)
         elif missing and budgets[slot.lane]:

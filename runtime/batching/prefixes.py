@@ -110,6 +110,7 @@ def num_spared(
 
 
 def _nearest_candidate(prefix: SharedPrefix | None, candidates: Mapping[SharedPrefix, None]) -> SharedPrefix | None:
+    """The longest of the prefix and its ancestors that is in `candidates`."""
     return next((each for each in prefix.chain if each in candidates), None) if prefix is not None else None
 
 
@@ -144,7 +145,8 @@ def _trie(heads: Sequence[bytes]) -> _Node:
     root = _Node(depth=0, begin=0)
     path = [root]  # the nodes that contain the current prompt, by depth; their ends are not known yet
     for index in range(1, len(heads)):
-        # Leave the nodes that are deeper than what this prompt has in common with the previous one: they end here.
+        # Close the nodes that are deeper than what this prompt has in common with the previous one. A new node begins
+        # at `begin`: where the last closed node began, or at the previous prompt.
         depth, begin = _num_common(heads[index - 1], heads[index]), index - 1
         while path[-1].depth > depth:
             closed = path.pop()

@@ -61,7 +61,7 @@ class Mask:
 class ProbeRecord:
     """What one test run recorded. `reason`: the first reason against packed lanes, or ""."""
 
-    rank: int | None  # size of a compressed key and value (MLA)
+    rank: int | None  # number of elements of compressed KV (MLA), None if the class has none
     masks: list[Mask] = field(default_factory=list)
     cached: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # layer -> keys, values
     attended: set[int] = field(default_factory=set)  # layers that called attention

@@ -171,6 +171,7 @@ class _ModelSplitter:
             if not is_experts(module):
                 continue
             stacks = {name: self._parameters[f"{path}.{name}"] for name in matrix_names(module)}
+            # Name in the module -> all names in the model. Looked up by identity before the parameters are replaced.
             names = {name: self._names[id(module._parameters[name])] for name in stacks}
             split = split_experts(module, stacks, self._all_gather, self._expert_division)
             if not split.stacks:
@@ -186,10 +187,10 @@ class _ModelSplitter:
         expert_bytes = distinct_bytes(self._parameters[name] for name in self.whole_experts)
         cut_bytes = distinct_bytes(self._parameters.values()) - uncut_bytes - expert_bytes
         own_bytes = distinct_bytes(self.whole_experts.values())
-        own = f", {format_bytes(own_bytes)} of {format_bytes(expert_bytes)} of experts" if expert_bytes else ""
+        experts = f", {format_bytes(own_bytes)} of {format_bytes(expert_bytes)} of experts" if expert_bytes else ""
         log.info(
             "devices=tensor: of %s of weights this rank holds 1/%d%s, and all of %s",
-            *(format_bytes(cut_bytes), self._all_gather.count, own, format_bytes(uncut_bytes)),
+            *(format_bytes(cut_bytes), self._all_gather.count, experts, format_bytes(uncut_bytes)),
         )
 
     def split_tables(self) -> None:

@@ -85,13 +85,12 @@ class ExpertRows(ExpertShare):
         experts = cast("Experts", module)
         # Bias and norm need all features of an expert's output, so it is gathered before they are applied.
         is_last_whole = experts.has_bias or has_norm(experts)
-        out_TM, width = None, 0
+        out_TM: torch.Tensor | None = None  # all features, (T, D), if `is_last_whole`
         for batch in _batch_experts(visits, hit, max(len(hidden_TD), MIN_BATCH_VISITS)):
             for expert, output in self._outputs(module, batch, hidden_TD, visits, is_whole=is_last_whole):
                 rows = visits.expert_rows(expert)
                 if out_TM is None:
-                    width = output.shape[1]
-                    out_TM = hidden_TD.new_zeros(len(hidden_TD), width)
+                    out_TM = hidden_TD.new_zeros(len(hidden_TD), output.shape[1])
                 weighted = output * visits.weights_V[rows, None]
                 out_TM.index_add_(0, visits.tokens_V[rows], weighted.to(out_TM.dtype))
         assert out_TM is not None, "each token visits an expert"

@@ -57,7 +57,7 @@ class TokenScorer:
     def __init__(self, targets: ScoringTargets, num_top: int, device: torch.device):
         self._targets, self._num_top, self._device = targets, num_top, device
         self._parts: list[torch.Tensor] = []
-        self._num_done = 0
+        self._num_done = 0  # number of targets that are scored
 
     def add(self, begin: int, logits_NV: torch.Tensor) -> None:
         """Adds the logits of `positions[begin:]`, of as many as `logits_NV` has rows. Calls must be in order of
@@ -66,6 +66,7 @@ class TokenScorer:
         for start in range(0, len(logits_NV), num_rows):
             part = logits_NV[start : start + num_rows].float()
             first, rows, tokens = begin + start, list[int](), list[int]()  # `rows`: within `part`
+            # Take the next targets, which are ordered by row, while their rows are in this part.
             while self._num_done < len(self._targets.rows) and self._targets.rows[self._num_done] < first + len(part):
                 rows.append(self._targets.rows[self._num_done] - first)
                 tokens.append(self._targets.tokens[self._num_done])
@@ -80,6 +81,7 @@ class TokenScorer:
         return torch.cat([empty, *self._parts])
 
     def _pack_scores(self, logits_NV: torch.Tensor, rows_E: torch.Tensor, tokens_E: torch.Tensor) -> torch.Tensor:
+        """Packs the scores of `tokens_E` with the logits `rows_E`: status columns, then those of `pack_logprobs`."""
         is_finite_N = logits_NV.abs().amax(-1) < torch.inf
         status_N2 = torch.stack([logits_NV.argmax(-1).int(), is_finite_N.int()], 1)
         logprobs_NV = torch.log_softmax(logits_NV, -1)
@@ -150,8 +152,8 @@ def _partial_vector(sequence: Sequence, hidden_ND: torch.Tensor) -> torch.Tensor
     if encoding.pooling is Pooling.mean:
         return hidden_ND.float().sum(0) / encoding.num_read
     if encoding.pooling is Pooling.cls:
-        return hidden_ND[0].float() * (sequence.vector is None)
-    return hidden_ND[-1].float()
+        return hidden_ND[0].float() * (sequence.vector is None)  # zero for chunks after the first
+    return hidden_ND[-1].float()  # `last`: only one hidden state is read
 
 
 def _encoding(sequence: Sequence) -> Encoding:
