@@ -41,8 +41,9 @@ class Form(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LargerConfig:
-    """Settings of `suite=larger_than_memory`. A layer of Mixtral 8x7B has 2.7 GiB; `architecture` overrides its sizes.
-    `directory` keeps the model and its forms; None: a temporary directory."""
+    """Settings of `suite=larger_than_memory`, with a model of `num_layers` layers of Mixtral 8x7B (2.7 GiB each).
+    `architecture` overrides keys of Mixtral's config. The model and its packed forms are kept in `directory`, or
+    deleted after the benchmark if it is None."""
 
     num_layers: int = 12
     host_memory_gib: float = 8.0
@@ -61,7 +62,8 @@ class LargerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RanksConfig:
-    """Settings of `suite=devices`: numbers of ranks, how they exchange weights, and the read limit of each in MB/s."""
+    """Settings of `suite=devices`: the numbers of ranks (processes) to measure, how ranks exchange weights, and the
+    limit of the read rate of each rank."""
 
     sizes: list[int] = field(default_factory=lambda: [1, 2, 4])
     gathers: list[Gather] = field(default_factory=lambda: [Gather.memory, Gather.collective])
@@ -77,7 +79,7 @@ class RanksConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductsConfig:
-    """The products of `suite=floor`: inputs (`rows`, `inputs`) times weights (`outputs`, `inputs`)."""
+    """The matrix products of `suite=floor`: x of shape (rows, inputs) times weights of shape (outputs, inputs)."""
 
     outputs: int = 8192
     inputs: int = 2048
@@ -174,6 +176,7 @@ class BenchConfig:
 
 
 def make_task(config: BenchConfig, contender: Contender, path: str, num_prompts: int) -> BenchmarkTask:
+    """The measurement of `contender` with the checkpoint at `path`."""
     entry = CONTENDERS[contender]
     batch_size = config.batch_sizes.get(contender, config.batch_size)
     return BenchmarkTask(

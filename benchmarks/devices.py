@@ -1,4 +1,7 @@
-"""Ranks that share the reading of weights, against one process. A limited read rate makes reading the bottleneck."""
+"""The benchmark of `devices=sharded`, in which ranks (processes) read different parts of each layer and exchange them.
+
+Compares several ranks with one. The read rate of each rank is limited, so that reading is the bottleneck.
+"""
 
 import json
 import subprocess
@@ -33,7 +36,7 @@ READ_CHUNK_MIB = 1  # small compared with a rank's part of a page, so that the r
 
 
 class ThrottledReader(Reader):
-    """A reader with a limit of bytes per second over all its threads."""
+    """A reader whose threads together read at most `bytes_per_second`."""
 
     def __init__(self, bytes_per_second: float, *, num_threads: int, chunk_bytes: int, direct: bool = True):
         super().__init__(num_threads=num_threads, chunk_bytes=chunk_bytes, direct=direct)
@@ -42,7 +45,7 @@ class ThrottledReader(Reader):
 
     def _read(self, path: str, offset: int, view: memoryview, needed: int) -> ChunkTiming:
         begin = time.monotonic()
-        with self._lock:
+        with self._lock:  # reserves the next interval of a timeline that all threads share
             self._free_at = max(self._free_at, begin) + len(view) * self._seconds_per_byte
             until = self._free_at
         timing = super()._read(path, offset, view, needed)
@@ -51,6 +54,8 @@ class ThrottledReader(Reader):
 
 
 class ThrottledRuntime(Runtime):
+    """A runtime that reads weights with a `ThrottledReader`."""
+
     def __init__(
         self,
         config: RuntimeConfig | None = None,
@@ -90,7 +95,8 @@ def measure_ranks(case: RanksCase, task: BenchmarkTask) -> Result:
 
 
 def measure(task: BenchmarkTask, case: RanksCase, rank: int, folder: str) -> Result | None:
-    """Measures one rank. Rank 0 starts the others and returns the result. One process runs without ranks."""
+    """Measures as rank `rank`. Rank 0 starts the other ranks and returns the result; they return None. A case with one
+    rank runs as usual, without `Ranks`. `folder`: where ranks find each other."""
     drop_page_cache(Path(task.path))
     make = partial(ThrottledRuntime, bytes_per_second=case.bytes_per_second)
     offload = OffloadConfig(tier=Tier.nvme, resident_layers=0, read_chunk_mib=READ_CHUNK_MIB)
@@ -116,7 +122,8 @@ def measure(task: BenchmarkTask, case: RanksCase, rank: int, folder: str) -> Res
 
 
 def devices_table(rounds: Mapping[RanksCase, Sequence[Result]]) -> str:
-    """A row for each case. Ratios are of medians; `equal` counts rows with the tokens of the first case."""
+    """A row for each case. Ratios are of medians; `equal` counts the sequences with the same tokens as in the first
+    case."""
     first = next(iter(rounds.values()))
     rate, num_bytes = median(result.rate for result in first), _bytes_of_pass(first[0])
     rows = []
@@ -144,6 +151,7 @@ def _bytes_of_pass(result: Result) -> float:
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The worker's entry point (`benchmarks.worker`): yields the result of rank 0, nothing for other ranks."""
     task, case = BenchmarkTask(**question["task"]), RanksCase(**question["case"])
     if (result := measure(task, case, question["rank"], question["folder"])) is not None:
         yield asdict(result)

@@ -1,5 +1,8 @@
-"""A synthetic task of lm-evaluation-harness: questions with four answers after five shared examples, like MMLU.
-Weightstream from disk against the harness's transformers model, in memory and offloaded: scores, speed, memory."""
+"""The benchmark of scores with lm-evaluation-harness: equality, speed and memory.
+
+The task is synthetic: questions with four choices after five shared examples, like MMLU. Weightstream streams weights
+from disk. It is compared with the harness's own transformers model (`hf`), in memory and offloaded to disk.
+"""
 
 import json
 import random
@@ -25,9 +28,9 @@ from .runner import WorkerProcess
 from .task import Say, SuiteResult
 
 NUM_CHOICES, NUM_EXAMPLES, NUM_TRAINED = 4, 5, 40
-TOLERANCE = 1e-3  # of a target's log-probability
+TOLERANCE = 1e-3  # for the log-probability of a choice
 TASK = "made_up_choices"
-SHAPE: Mapping[str, object] = {  # of Llama 3.2 1B, but for its vocabulary
+SHAPE: Mapping[str, object] = {  # as Llama 3.2 1B, with a smaller vocabulary
     "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072,
     "tie_word_embeddings": True,
@@ -94,13 +97,13 @@ def run_evaluation(config: BenchConfig, say: Say, measure: MeasureScores = measu
             for contender in HarnessContender
         }
         tasks = {contender: _choose_sizes(each, config.peer_minutes, say, measure) for contender, each in tasks.items()}
-        if config.peer_minutes is not None:  # about as slow as the peer, where compute binds both
+        if config.peer_minutes is not None:  # without sharing, it may be as slow as the peer: the same documents
             count = tasks[HarnessContender.hf].num_documents
             tasks[HarnessContender.unshared] = replace(tasks[HarnessContender.unshared], num_documents=count)
-        for turn in range(config.rounds):
+        for number in range(1, config.rounds + 1):
             for contender, each in tasks.items():
                 rounds[contender].append(measure(each))
-                say(f"round {turn + 1} {contender.value}: {rounds[contender][-1].result.seconds:.1f} s")
+                say(f"round {number} {contender.value}: {rounds[contender][-1].result.seconds:.1f} s")
             require_equal_scores(rounds)
     results = {contender.value: [scores.result for scores in each] for contender, each in rounds.items()}
     peers = [contender.value for contender in HarnessContender if BATCH_SIZES[contender]]
@@ -109,7 +112,7 @@ def run_evaluation(config: BenchConfig, say: Say, measure: MeasureScores = measu
 
 @contextmanager
 def _checkpoint(config: BenchConfig) -> Iterator[Path]:
-    """Yields the first of `checkpoints`, or a temporary one of `SHAPE`."""
+    """Yields the first of `checkpoints`, or a temporary checkpoint with random weights and `SHAPE`."""
     if config.checkpoints:
         yield Path(config.checkpoints[0])
         return
@@ -120,10 +123,11 @@ def _checkpoint(config: BenchConfig) -> Iterator[Path]:
 
 
 def write_task(folder: Path, checkpoint: Path, num_documents: int, prompt_tokens: int) -> None:
-    """Writes the task's YAML and rows. Contexts have about `prompt_tokens` tokens."""
+    """Writes the task's YAML and questions. A question and its examples have about `prompt_tokens` tokens."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     tokens_per_word = len(tokenizer(" ".join(WORDS))["input_ids"]) / len(WORDS)
-    num_words = max(1, round(prompt_tokens / (NUM_EXAMPLES + 1) / tokens_per_word) - 4)  # three words of an answer
+    answer_words = 4  # three words, and labels
+    num_words = max(1, round(prompt_tokens / (NUM_EXAMPLES + 1) / tokens_per_word) - answer_words)
     draw = random.Random(5)
     for name, count in (("test", num_documents), ("train", NUM_TRAINED)):
         rows = [_random_question(draw, num_words) for _ in range(count)]
@@ -142,7 +146,7 @@ def _random_question(draw: random.Random, num_words: int) -> dict[str, object]:
 
 def _choose_sizes(task: HarnessTask, max_minutes: float | None, say: Say, measure: MeasureScores) -> HarnessTask:
     """Returns the task with the peer's best batch size and with as many documents as fit into `max_minutes`."""
-    sizes = BATCH_SIZES[HarnessContender(task.contender)]
+    sizes = BATCH_SIZES[HarnessContender(task.contender)]  # empty for Weightstream
     if not sizes or (task.batch_size is not None and max_minutes is None):
         return task
     sizes = sizes if task.batch_size is None else (task.batch_size,)
@@ -161,7 +165,7 @@ def _choose_sizes(task: HarnessTask, max_minutes: float | None, say: Say, measur
 
 
 def require_equal_scores(rounds: Rounds) -> None:
-    """Raises WeightstreamError if the latest scores differ from those of transformers in memory."""
+    """Raises WeightstreamError if scores of the latest round differ by more than `TOLERANCE` from those of `hf`."""
     for contender, all_scores in rounds.items():
         difference = max_difference(all_scores[-1], rounds[HarnessContender.hf][-1])
         if difference > TOLERANCE:
@@ -172,7 +176,8 @@ def require_equal_scores(rounds: Rounds) -> None:
 
 
 def max_difference(scores: Scores, reference: Scores) -> float:
-    """The largest difference of log-probabilities; infinity if only one answers a document correctly."""
+    """The largest difference of log-probabilities; infinity if only one of the two models answers a document
+    correctly."""
     if any(ours != theirs for ours, theirs in zip(scores.is_right, reference.is_right, strict=False)):
         return float("inf")
     pairs = zip(scores.logprobs, reference.logprobs, strict=False)
@@ -180,7 +185,7 @@ def max_difference(scores: Scores, reference: Scores) -> float:
 
 
 def evaluation_table(rounds: Rounds) -> str:
-    """A row for each contender. Speed and memory ratios are Weightstream's relative to the row's."""
+    """A row for each contender. Ratios of speed and memory are Weightstream's number divided by the row's."""
     ours = rounds[HarnessContender.weightstream]
     reference = rounds[HarnessContender.hf][-1]
     headings = ["contender", "batch", "requests", "requests/s, median (min-max)", "Weightstream is faster"]

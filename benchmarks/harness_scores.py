@@ -1,5 +1,7 @@
-"""Scores a task of lm-evaluation-harness once, by Weightstream or the harness's transformers model, in a separate
-process. Loading a peer is not timed. The checkpoint is dropped from the page cache first."""
+"""Scores a task of lm-evaluation-harness once in a separate process, with Weightstream or a transformers model.
+
+Loading the transformers model is not timed. The checkpoint is dropped from the page cache first.
+"""
 
 import tempfile
 import time
@@ -23,7 +25,8 @@ from .task import Result, drop_page_cache, drop_page_cache_repeatedly
 
 
 class HarnessContender(Enum):
-    """`unshared`: share_prefixes=off. `hf`, `hf_disk`: the harness's transformers model in float32."""
+    """The models that are compared. `unshared` is Weightstream with share_prefixes=off; `hf` and `hf_disk` are the
+    harness's transformers model in float32."""
 
     weightstream = "weightstream, nvme"
     unshared = "weightstream, nvme, share_prefixes=off"
@@ -33,8 +36,8 @@ class HarnessContender(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessTask:
-    """The first `num_documents` of `task`, defined in the directory `tasks`. `weight_share`: host memory as a fraction
-    of the checkpoint's bytes, for Weightstream's budget and the offloaded peer."""
+    """One measurement: the first `num_documents` documents of `task`, whose YAML is in the directory `tasks`.
+    `weight_share`: host memory of Weightstream and of `hf_disk`, as a fraction of the checkpoint's bytes."""
 
     contender: str
     path: str
@@ -48,7 +51,7 @@ class HarnessTask:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Log-probabilities of each document's choices, and True if the right choice has the highest."""
+    """Scores by document: the log-probability of each choice, and whether the right choice has the highest."""
 
     result: Result
     logprobs: list[list[float]]
@@ -56,6 +59,7 @@ class Scores:
 
     @staticmethod
     def from_answer(answer: Mapping[str, Any]) -> "Scores":
+        """Reads the JSON object that the worker wrote."""
         return Scores(**{**answer, "result": Result(**answer["result"])})
 
 
@@ -103,11 +107,14 @@ def _hugging_face(task: HarnessTask, folder: str, *, is_offloaded: bool) -> Scor
 
 
 def _host_bytes(task: HarnessTask) -> int:
+    """Bytes of host memory that `weight_share` stands for."""
     config = GenerateConfig(model=ModelConfig(name="hf", path=task.path))
     return int(task.weight_share * Runtime(config.runtime).model.shape.weight_bytes)
 
 
 def _measure_task(task: HarnessTask, make_model: Callable[[], Any], baseline_bytes: int) -> Scores:
+    """Times the harness, with `make_model`. `baseline_bytes`: memory of the libraries, subtracted from the peak in
+    tables."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -136,4 +143,5 @@ def _measure_task(task: HarnessTask, make_model: Callable[[], Any], baseline_byt
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The worker's entry point (`benchmarks.worker`)."""
     yield asdict(measure(HarnessTask(**question)))

@@ -1,5 +1,7 @@
-"""Restricts all processes of a benchmark to an instruction set. Imports neither torch nor numba, which peers may
-lack."""
+"""Restricts all processes of a benchmark to an instruction set, by environment variables.
+
+Imports neither torch nor numba, which peers' environments may lack.
+"""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +14,7 @@ from runtime.measure.machine_cache import cpu_flags
 
 
 class Isa(Enum):
-    """`avx2`: with FMA, as desktops have it. `avx512`: all of the processor's AVX-512, without AMX."""
+    """An instruction set. `avx2` includes FMA; `avx512` is all AVX-512 of the processor, without AMX."""
 
     avx2 = "avx2"
     avx512 = "avx512"
@@ -26,7 +28,7 @@ REQUIRED_FLAGS = {  # as in /proc/cpuinfo
     Isa.avx2: ("avx2", "fma", "f16c", "bmi2"),
     Isa.avx512: ("avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"),
 }
-ENVIRONMENTS: Mapping[Isa, Mapping[str, str]] = {  # our kernels, torch's, oneDNN's, MKL's
+ENVIRONMENTS: Mapping[Isa, Mapping[str, str]] = {  # read by Weightstream's kernels, torch, oneDNN and MKL
     Isa.avx2: {
         ISA: "avx2",
         "ATEN_CPU_CAPABILITY": "avx2",
@@ -40,13 +42,18 @@ ENVIRONMENTS: Mapping[Isa, Mapping[str, str]] = {  # our kernels, torch's, oneDN
         "MKL_ENABLE_INSTRUCTIONS": "AVX512",
     },
 }
-GGML_OF_AVX2 = ("SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2")  # llama.cpp's switches
-GGML_OF_AVX512 = {"AVX512_VBMI": "avx512vbmi", "AVX512_VNNI": "avx512_vnni", "AVX512_BF16": "avx512_bf16"}
+GGML_OF_AVX2 = ("SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2")  # CMake options of llama.cpp, without GGML_
+GGML_OF_AVX512 = {  # option: flag in /proc/cpuinfo
+    "AVX512_VBMI": "avx512vbmi",
+    "AVX512_VNNI": "avx512_vnni",
+    "AVX512_BF16": "avx512_bf16",
+}
 
 
 @contextmanager
 def restrict_instructions(isa: Isa | None) -> Iterator[None]:
-    """Restricts processes started within the context. Raises ConfigError if the processor lacks the instructions."""
+    """Restricts the processes that are started within the context. None: no restriction. Raises ConfigError if the
+    processor lacks the instructions."""
     if isa is None:
         yield
         return
@@ -66,12 +73,13 @@ def restrict_instructions(isa: Isa | None) -> Iterator[None]:
 
 
 def restriction() -> Isa | None:
-    """The set that this process is restricted to, by `restrict_instructions` here or in its parent."""
+    """The instruction set that this process or its parent has set with `restrict_instructions`."""
     return next((isa for isa, variables in ENVIRONMENTS.items() if variables.items() <= os.environ.items()), None)
 
 
 def cmake_arguments(isa: Isa, flags: frozenset[str]) -> Sequence[str]:
-    """Arguments of llama.cpp's build for this set, instead of all that the processor has."""
+    """Arguments for CMake that build llama.cpp for `isa`. By default, CMake uses all instructions of the processor.
+    `flags`: the processor's, as in /proc/cpuinfo."""
     switches = dict.fromkeys(GGML_OF_AVX2, True) | {"AVX512": isa is Isa.avx512}
     switches |= {name: isa is Isa.avx512 and flag in flags for name, flag in GGML_OF_AVX512.items()}
     return ["-DGGML_NATIVE=OFF", *(f"-DGGML_{name}={'ON' if is_on else 'OFF'}" for name, is_on in switches.items())]

@@ -1,5 +1,8 @@
-"""A model larger than host memory, in each form (as published, or a format of `weightstream pack`), and peers that can
-run it. Forms are packed, measured and deleted one by one, so the disk needs room for the model and one form."""
+"""The benchmark of a model larger than host memory, with Weightstream and with peers that can run such a model.
+
+A form is the model as published, or packed by `weightstream pack` in one of its formats. Forms are packed, measured and
+deleted one after the other, so the disk needs space for the published model and one packed form.
+"""
 
 import shutil
 import tempfile
@@ -24,19 +27,19 @@ from .report import table
 from .runner import gguf_path
 from .task import BenchmarkTask, Measure, Result, Say, SuiteResult, task_prompts
 
-SHARES: Mapping[Form, float] = {  # upper limits of a form's bytes as a fraction of the published ones
+MAX_SHARES: Mapping[Form, float] = {  # upper limit of a form's bytes, as a fraction of the published bytes
     Form.published: 1.0, Form.lossless: 0.76, Form.int8: 0.52, Form.fp8: 0.52, Form.int4: 0.29,
 }  # fmt: skip
 LOSS = {Form.published: "exact", Form.lossless: "lossless"}
-GGUF_SHARES = {"F16": 1.0, "Q8_0": 0.54, "Q4_0": 0.29}
-OFFLOADED_SHARES = {Contender.accelerate_disk: 2.0, Contender.accelerate_disk_bf16: 1.0}
+GGUF_SHARES = {"F16": 1.0, "Q8_0": 0.54, "Q4_0": 0.29}  # the same for llama.cpp's file
+OFFLOADED_SHARES = {Contender.accelerate_disk: 2.0, Contender.accelerate_disk_bf16: 1.0}  # and accelerate's copy
 LAYER_PARAMETERS, OUTER_PARAMETERS = 1_451_270_144, 262_148_096  # of Mixtral 8x7B
 BYTES_OF_BF16 = 2
 
 
 @dataclass(frozen=True)
 class FormResult:
-    """Results of one row of the table, with the bytes of its weight files."""
+    """The results of a form or peer, one for each round, with the bytes of its weight files."""
 
     name: str
     num_bytes: int
@@ -45,8 +48,8 @@ class FormResult:
 
 
 def run_larger(config: BenchConfig, say: Say, measure: Measure) -> SuiteResult:
-    """Measures all forms, then peers. Raises WeightstreamError if there is no room for the model or Weightstream fails;
-    a peer that fails is left out, and the table says why."""
+    """Measures all forms, then peers. If a peer fails, the table has the reason instead of a row. Raises
+    WeightstreamError if the disk has no space for the model or Weightstream fails."""
     entries, refusals, larger = list[FormResult](), dict[str, str](), config.larger
     with _published_model(config, say) as folder:
         published = folder / Form.published.value
@@ -57,7 +60,7 @@ def run_larger(config: BenchConfig, say: Say, measure: Measure) -> SuiteResult:
                 entries.append(FormResult(name, _num_bytes(path), LOSS.get(form, "lossy"), results))
         for peer in larger.peers:
             try:
-                _require_room(published, _peer_share(published, peer), f"{peer.value}'s own copy")
+                _require_space(published, _peer_share(published, peer), f"{peer.value}'s own copy")
                 with _peer_copy(published, peer, keep_copy=larger.directory is not None):
                     results = _run_rounds(config, peer.value, _make_task(config, peer, published), say, measure)
             except WeightstreamError as error:
@@ -77,14 +80,14 @@ def run_larger(config: BenchConfig, say: Say, measure: Measure) -> SuiteResult:
 
 def _run_rounds(config: BenchConfig, name: str, task: BenchmarkTask, say: Say, measure: Measure) -> list[Result]:
     results = list[Result]()
-    for turn in range(config.rounds):
+    for number in range(1, config.rounds + 1):
         results.append(measure(task))
-        say(f"{name}, round {turn + 1}: {results[-1].seconds:.1f} s, prefill {results[-1].prefill_seconds:.1f} s")
+        say(f"{name}, round {number}: {results[-1].seconds:.1f} s, prefill {results[-1].prefill_seconds:.1f} s")
     return results
 
 
 def _make_task(config: BenchConfig, contender: Contender, path: Path) -> BenchmarkTask:
-    """A block of all prompts, with the same memory budget for each form."""
+    """The measurement of one block with all prompts. Weightstream has the same memory budget for each form."""
     entry = CONTENDERS[contender]
     task = make_task(config, contender, str(path), config.num_prompts)
     if isinstance(entry, Peer):
@@ -95,7 +98,7 @@ def _make_task(config: BenchConfig, contender: Contender, path: Path) -> Benchma
 
 @contextmanager
 def _published_model(config: BenchConfig, say: Say) -> Iterator[Path]:
-    """Yields the directory with the published form, and deletes it unless the user set it."""
+    """Yields the directory that has the published form. Deletes it at the end, unless `larger.directory` is set."""
     user_directory = config.larger.directory
     folder = Path(user_directory) if user_directory is not None else Path(tempfile.mkdtemp(prefix="larger-"))
     published = folder / Form.published.value
@@ -129,7 +132,7 @@ def _packed_form(published: Path, form: Form, say: Say) -> Iterator[Path]:
     path = published.parent / form.value
     is_temporary = form is not Form.published and not (path / "config.json").exists()
     if is_temporary:
-        _require_room(published, SHARES[form], f"the form {form.value}")
+        _require_space(published, MAX_SHARES[form], f"the form {form.value}")
         say(f"packing into {path}")
         model = SourceConfig(path=str(published))
         pack(PackConfig(model=model, out=str(path), format=Format[form.value], verify=False), lambda done, total: None)
@@ -151,12 +154,14 @@ def _peer_copy(published: Path, peer: Contender, *, keep_copy: bool) -> Iterator
             gguf_path(published, kind).unlink(missing_ok=True)
 
 
-def _require_room(published: Path, share: float | None, content: str) -> None:
+def _require_space(published: Path, share: float | None, content: str) -> None:
+    """Requires free disk space for `share` of the published bytes; None needs no space."""
     if share is not None:
         _require_free_disk(published.parent, int(share * _num_bytes(published)), content)
 
 
 def _require_free_disk(folder: Path, num_bytes: int, content: str) -> None:
+    """Raises WeightstreamError if the disk of `folder` has fewer bytes free. `content`: what needs them."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise WeightstreamError(
@@ -166,7 +171,8 @@ def _require_free_disk(folder: Path, num_bytes: int, content: str) -> None:
 
 
 def _peer_share(published: Path, peer: Contender) -> float | None:
-    """Disk space of the peer's own copy as a fraction of the published bytes; None if it needs none."""
+    """Disk space for the copy of the weights that the peer writes, as a fraction of the published bytes; None if it
+    writes none."""
     kind = _gguf_kind(peer)
     if kind is not None:
         return None if gguf_path(published, kind).exists() else GGUF_SHARES[kind]
@@ -193,7 +199,7 @@ def _prompt_tokens(config: BenchConfig) -> int:
 
 
 def larger_table(entries: Sequence[FormResult], num_prompt_tokens: int) -> str:
-    """A row for each form or peer. `decode, ratio` and `equal` compare with the first row."""
+    """A row for each form and peer. `decode, ratio` and `equal` compare the row with the first one."""
     headings = ["contender", "weights on disk", "numbers", "prefill tokens/s", "decode tokens/s, median (min-max)"]
     headings += ["decode, ratio", "all, s", "peak memory above baseline", "read per run", "equal"]
     base, reference = median(map(_decode_rate, entries[0].results)), entries[0].results[0].tokens
@@ -218,7 +224,8 @@ def _row(entry: FormResult, num_prompt_tokens: int, base: float, reference: Sequ
 
 
 def _decode_rate(result: Result) -> float:
-    """Decoded tokens per second, without first tokens; if the prefill time is unknown, all tokens per second."""
+    """Tokens per second of decode, which does not compute the first token of a sequence. If the prefill time is
+    unknown, all tokens per second of the run."""
     num_tokens = sum(map(len, result.tokens))
     if not result.prefill_seconds:
         return num_tokens / result.seconds

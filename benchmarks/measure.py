@@ -1,5 +1,8 @@
-"""One measurement of one contender, in a separate process. Times generation (prefill and decode) only, not loading.
-Peak memory counts from after the libraries are loaded. The checkpoint is dropped from the page cache first."""
+"""One measurement of one contender, in a separate process.
+
+Times generation (prefill and decode), not loading. Peak memory excludes the libraries, which are loaded before. The
+checkpoint is dropped from the page cache first.
+"""
 
 import sys
 import tempfile
@@ -26,8 +29,10 @@ from .reading import read_layers, sweep
 from .task import BenchmarkTask, Result, drop_page_cache
 from .weightstream import measure_generation, minimum_host_bytes, open_runtime
 
-ALL = 1 << 30  # more prompts than any file has
-NOTHING = Result(seconds=0.0, prefill_seconds=0.0, rate=0.0, peak_bytes=0, baseline_bytes=0, bytes_read=0, tokens=[])
+ALL_PROMPTS = 1 << 30  # more than any file has
+EMPTY_RESULT = Result(
+    seconds=0.0, prefill_seconds=0.0, rate=0.0, peak_bytes=0, baseline_bytes=0, bytes_read=0, tokens=[]
+)
 
 
 def measure(task: BenchmarkTask) -> Result:
@@ -40,17 +45,21 @@ def measure(task: BenchmarkTask) -> Result:
         case Peer() as peer:
             return hugging_face.generate(peer, task)
         case ReadBaseline() as reading:
-            runtime, requests = _within_share(task, OffloadConfig(tier=Tier.nvme, resident_layers=0))
+            runtime, requests = _open_within_budget(task, OffloadConfig(tier=Tier.nvme, resident_layers=0))
             return read_layers(runtime, requests, is_plain=reading.is_plain)
         case AttentionBaseline() as entry:
             return sweep(entry)
 
 
-def _within_share(
+def _open_within_budget(
     task: BenchmarkTask, offload: OffloadConfig, trace: Trace | None = None
 ) -> tuple[Runtime, list[Request]]:
-    """Opens the runtime of a task. nvme's host budget is `weight_share` of the weights plus KV of the longest
-    concurrent requests, at least a run's minimum. Prompts of a file set one budget for all contenders."""
+    """Opens the runtime of a task. Its host memory is limited with offload=nvme only.
+
+    The limit is `host_memory_gib` of the task. If that is None, it is `weight_share` of the weights plus the KV of the
+    longest requests that are computed together, and at least what a run needs. With a file of prompts, the longest
+    requests of the whole file count, so that all contenders have the same budget.
+    """
     if task.host_memory_gib is not None and offload.tier is Tier.nvme:
         return open_runtime(task, replace(offload, host_memory_gib=task.host_memory_gib), trace)
     runtime, requests = open_runtime(task, offload, trace)
@@ -58,11 +67,13 @@ def _within_share(
         return runtime, requests
     shape = runtime.model.shape
     num_slots = task.num_kv_slots or block_size(runtime.config.policy)
-    candidates = requests if task.prompts_file is None else open_runtime(replace(task, num_prompts=ALL), offload)[1]
-    assigned = sorted(candidates, key=lambda request: -request.size.capacity_tokens)[:num_slots]
-    positions = sum(request.size.capacity_tokens for request in assigned)
+    candidates = (
+        requests if task.prompts_file is None else open_runtime(replace(task, num_prompts=ALL_PROMPTS), offload)[1]
+    )
+    longest = sorted(candidates, key=lambda request: -request.size.capacity_tokens)[:num_slots]
+    positions = sum(request.size.capacity_tokens for request in longest)
     budget = int(task.weight_share * shape.weight_bytes + positions * shape.kv_bytes_per_token)
-    needed = assigned if task.policy == PolicyKind.auto.value else requests
+    needed = longest if task.policy == PolicyKind.auto.value else requests
     if task.policy != PolicyKind.hrm.value and (minimum := minimum_host_bytes(runtime, needed)) > budget:
         line = f"{task.contender}: weight_share={task.weight_share:g} is {format_bytes(budget)} of host memory"
         sys.stderr.write(f"{line}; raised to {format_bytes(minimum)}, the minimum of a run\n")
@@ -71,19 +82,21 @@ def _within_share(
 
 
 def _weightstream(task: BenchmarkTask, ours: OwnContender, folder: str) -> Result:
-    """Measures generation and the trace between passes. A searched policy is stored in the temporary `folder` only."""
+    """Measures generation, including the trace that is written after each pass. `folder`: a temporary directory for the
+    trace and for a searched policy."""
     trace = Trace() if ours.is_traced else None
     cache_dir = folder if task.policy != PolicyKind.fixed.value else None
-    runtime, requests = _within_share(task, OffloadConfig(tier=ours.tier, cache_dir=cache_dir), trace)
+    runtime, requests = _open_within_budget(task, OffloadConfig(tier=ours.tier, cache_dir=cache_dir), trace)
     if task.is_check:
         sizes = [request.size for request in requests]
         plan_run(runtime.model.shape, runtime.config, runtime.budgets(), sizes)
-        return NOTHING
+        return EMPTY_RESULT
     read_before = disk_read_bytes()
     with tracing(Path(folder) / "trace", trace) as write_trace:
         result = measure_generation(runtime, requests, after_pass=write_trace).result
-    return replace(result, bytes_read=disk_read_bytes() - read_before)  # by the kernel, as for peers
+    return replace(result, bytes_read=disk_read_bytes() - read_before)  # counted by the kernel, as for peers
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The worker's entry point (`benchmarks.worker`)."""
     yield asdict(measure(BenchmarkTask(**question)))

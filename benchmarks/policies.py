@@ -1,4 +1,4 @@
-"""policy=hrm against a fixed grid of policies, with the same requests and budget."""
+"""The benchmark of policy=hrm, which searches a policy, against a fixed grid of policies with the same budget."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,19 +12,20 @@ from .contenders import Contender
 from .report import table
 from .task import BenchmarkTask, Result
 
-SIZES = ((1, 4), (1, 2), (1, 1), (4, 4), (2, 2))  # micro-batches of a block, and the divisor of prompts for each
+# Number of micro-batches in a block, and the divisor of num_prompts that gives the size of a micro-batch.
+SIZES = ((1, 4), (1, 2), (1, 1), (4, 4), (2, 2))
 VARIANTS = (
     (Order.zigzag, Attention.device),
     (Order.zigzag, Attention.cpu),
     (Order.flexgen, Attention.device),
     (Order.module_batched, Attention.device),
 )
-NUM_REPEATED = 3  # fastest policies of the grid that later rounds repeat
+NUM_REPEATED = 3  # fastest policies of the grid, which later rounds measure again
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """A policy on a checkpoint."""
+    """A policy and the checkpoint that it is measured with."""
 
     path: str
     task: BenchmarkTask
@@ -46,14 +47,14 @@ class Attempt:
 
 
 def policy_attempts(config: BenchConfig, path: str) -> Iterator[Attempt]:
-    """The search, then the grid, all with the budget of one block of all prompts."""
+    """The searched policy, then the grid, all with a memory budget for the KV of all prompts."""
     base = replace(make_task(config, Contender.nvme, path, config.num_prompts), num_kv_slots=config.num_prompts)
     yield Attempt(path=path, task=replace(base, policy=PolicyKind.hrm.value))
-    for count, part in SIZES:
+    for count, divisor in SIZES:
         for order, attention in VARIANTS:
             task = replace(
                 base,
-                micro_batch_size=max(1, config.num_prompts // part),
+                micro_batch_size=max(1, config.num_prompts // divisor),
                 num_micro_batches=count,
                 schedule=order.value,
                 attention=attention.value,
@@ -62,9 +63,9 @@ def policy_attempts(config: BenchConfig, path: str) -> Iterator[Attempt]:
 
 
 def select_repeated(rounds: Mapping[Attempt, Sequence[Result]]) -> list[Attempt]:
-    """The searched policy of each checkpoint, and the fastest of its grid."""
+    """The searched policy of each checkpoint, and the NUM_REPEATED fastest policies of its grid."""
     chosen: list[Attempt] = []
-    for path in {attempt.path: None for attempt in rounds}:
+    for path in dict.fromkeys(attempt.path for attempt in rounds):
         candidates = [attempt for attempt in rounds if attempt.path == path]
         grid = sorted((a for a in candidates if not a.is_searched), key=lambda a: -_rate(rounds[a]))
         chosen += [*(a for a in candidates if a.is_searched), *grid[:NUM_REPEATED]]
@@ -72,10 +73,11 @@ def select_repeated(rounds: Mapping[Attempt, Sequence[Result]]) -> list[Attempt]
 
 
 def policies_table(rounds: Mapping[Attempt, Sequence[Result]]) -> str:
-    """Rows, fastest first. Grid policies measured in one round only are biased upward."""
+    """A table for each checkpoint, the fastest policy first. The best of many policies measured once seems faster than
+    it is, so only the best ones are measured again."""
     lines: list[str] = []
     headings = ["policy", "tokens/s, median (min-max)", "rounds", "predicted"]
-    for path in {attempt.path: None for attempt in rounds}:
+    for path in dict.fromkeys(attempt.path for attempt in rounds):
         ranked = sorted((a for a in rounds if a.path == path), key=lambda a: -_rate(rounds[a]))
         searched = next(a for a in ranked if a.is_searched)
         best = next(a for a in ranked if not a.is_searched)

@@ -1,4 +1,4 @@
-"""Prediction quality: predicted and measured seconds of runs, their median and largest deviation."""
+"""The benchmark of predictions: predicted and measured seconds of runs, and the median and largest deviation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from .task import Result
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCase:
-    """A run of one block of `num_sequences`."""
+    """A run with one block of `num_sequences`, decoded together."""
 
     path: str
     contender: str
@@ -28,7 +28,8 @@ class BlockCase:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionResult:
-    """Predicted and measured seconds of generation, without loading. A ratio above 1: the prediction was too long."""
+    """Predicted and measured seconds of one phase, prefill or decode, without loading. If the ratio is above 1, the
+    prediction was too long."""
 
     case: BlockCase
     phase: str
@@ -46,7 +47,7 @@ class PredictionResult:
 
 
 def median_predictions(case: BlockCase, results: Sequence[Result]) -> list[PredictionResult]:
-    """Prefill and decode, each of the round with the median ratio."""
+    """The predictions of prefill and of decode, each from the round with the median ratio."""
     outcomes = []
     for phase in ("prefill", "decode"):
         rounds = [_prediction(case, phase, result) for result in results]

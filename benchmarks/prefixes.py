@@ -1,5 +1,9 @@
-"""Few-shot prompts with a common prefix: Weightstream from disk, with and without prefix sharing, against vLLM's prefix
-cache in memory. Under one memory budget: rows that share a read of the weights, and predicted seconds."""
+"""The benchmark of few-shot prompts with a common prefix.
+
+Compares Weightstream, which streams weights from disk with and without prefix sharing, with vLLM, which has the weights
+and a prefix cache in memory. All settings of Weightstream have the same memory budget. Sharing leaves more of it for
+KV, so that more rows are decoded together in a block and share each read of the weights.
+"""
 
 import json
 import random
@@ -27,7 +31,8 @@ WORDS = ("river", "stone", "garden", "winter", "copper", "window", "morning", "b
 
 
 def few_shot_prompts(texts: Sequence[tuple[str, str]], num_examples: int) -> Iterator[str]:
-    """Yields a prompt for each question after the first `num_examples`, which precede it with their answers."""
+    """Yields a prompt for each question after the first `num_examples`. Each begins with those questions and answers.
+    `texts`: pairs of a question and its answer."""
     shots = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in texts[:num_examples])
     for question, _ in texts[num_examples:]:
         yield f"{shots}Question: {question}\nAnswer:"
@@ -35,7 +40,8 @@ def few_shot_prompts(texts: Sequence[tuple[str, str]], num_examples: int) -> Ite
 
 @contextmanager
 def prompts_file(config: BenchConfig, path: str) -> Iterator[str]:
-    """Yields a temporary JSON file of token ids. Raises ConfigError if there are fewer questions than prompts."""
+    """Yields a temporary JSON file with a list of token ids for each prompt. Raises ConfigError if there are too few
+    questions."""
     texts = _questions(config)
     require(
         len(texts) >= config.num_prompts + NUM_EXAMPLES,
@@ -54,7 +60,7 @@ def prompts_file(config: BenchConfig, path: str) -> Iterator[str]:
 
 
 def _questions(config: BenchConfig) -> list[tuple[str, str]]:
-    """Questions with answers, from the file or synthetic."""
+    """Pairs of a question and its answer, from the file `questions`, or random words if it is null."""
     if config.questions is not None:
         rows = [json.loads(line) for line in Path(config.questions).read_text().splitlines()]
         return [(row["question"], row["answer"]) for row in rows]
@@ -64,13 +70,14 @@ def _questions(config: BenchConfig) -> list[tuple[str, str]]:
 
 
 def make_prefix_task(config: BenchConfig, contender: Contender, path: str, file: str) -> BenchmarkTask:
-    """The task of one contender, with the largest block that fits the budget."""
+    """The measurement of one contender, with the largest block that fits the budget."""
     task = make_task(config, contender, path, config.rows.get(contender, config.num_prompts))
     return replace(task, policy=PolicyKind.auto.value, num_kv_slots=config.kv_seats, prompts_file=file)
 
 
 def prefixes_table(rounds: Mapping[str, Sequence[Result]]) -> str:
-    """A row for each contender. `off`: measured against predicted seconds. `equal`: to the first contender's."""
+    """A row for each contender. `off`: deviation of the measured from the predicted seconds. `equal`: sequences with
+    the same tokens as for the first contender."""
     reference = next(iter(rounds.values()))[0].tokens
     headings = ["contender", "rows", "of a block", "predicted", "measured, median (min-max)", "off", "rows/s"]
     headings += ["generated tokens/s", "prompt tokens computed", "peak memory above baseline", "read per run", "equal"]

@@ -1,5 +1,8 @@
-"""Products of float32 inputs with weights of each storage format, against the peak rates of multiply-adds and memory
-reads in the same rounds. Dimensions: M rows of x, N of w, K inputs."""
+"""The benchmark of matrix products of float32 inputs with weights of each storage format.
+
+Compares product times with a floor, from the peak rates of multiply-adds and memory reads in the same rounds. Letters
+of shapes: inputs x are (M, K), weights are (N, K), and their scales (N, G) for G groups of columns.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,24 +31,24 @@ from runtime.units import MIB
 from .report import table
 from .runner import ask_worker
 
-WEIGHT_BYTES = 256 * MIB  # of each format, more than a cache holds
+WEIGHT_BYTES = 256 * MIB  # of the copies of a weight: more than a cache holds
 SCALED_WIDTH = 128  # rows and columns that share a scale, as in most published checkpoints
 TORCH_BACKENDS = (
     LinearBackend.weights_first,
     LinearBackend.inputs_first,
     LinearBackend.onednn,
-)  # beside ours, of BESIDE
+)  # torch's products, measured in addition to the chosen backend
 TORCH_FORMAT = "bf16"
 GIGA = 1e9
 
 Parts = tuple[torch.Tensor, ...]
-StoredForm = tuple[Parts, Callable[..., Block]]  # stored tensors, and the function that builds a weight of them
+StoredForm = tuple[Parts, Callable[..., Block]]  # the tensors of a stored weight, and a function that makes it of them
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProductCase:
-    """A product's shortest seconds, and the median of its rounds' medians. `is_chosen`: a run would choose the
-    backend."""
+    """The times of one product: `best` is the shortest in seconds, `middle` the median of the medians of all rounds.
+    `num_bytes`: of the weight. `is_chosen`: a run would choose this backend."""
 
     format: str
     backend: str
@@ -58,7 +61,8 @@ class ProductCase:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductMeasurements:
-    """All products, with the highest FLOP/s and bytes/s of all rounds."""
+    """The times of all products, and the highest FLOP/s and bytes/s of all rounds. `num_lanes`: floats in a vector
+    register."""
 
     outputs: int
     inputs: int
@@ -72,7 +76,8 @@ class ProductMeasurements:
         return 2.0 * product.num_rows * self.outputs * self.inputs
 
     def share(self, product: ProductCase) -> float:
-        """The floor (the longer of multiplying and reading the weights) as a fraction of its shortest time."""
+        """The floor as a fraction of the product's shortest time. The floor is the time for multiplying or for reading
+        the weights, whichever is longer."""
         floor = max(self.flops(product) / self.flops_per_second, product.num_bytes / self.bytes_per_second)
         return floor / product.best
 
@@ -80,7 +85,7 @@ class ProductMeasurements:
 def measure_products(
     *, outputs: int, inputs: int, rows: Sequence[int], num_threads: int, rounds: int
 ) -> ProductMeasurements:
-    """The products, from a process of its own."""
+    """Measures in a separate process."""
     question = {"outputs": outputs, "inputs": inputs, "rows": list(rows), "num_threads": num_threads, "rounds": rounds}
     answer = ask_worker(__name__, question)
     return ProductMeasurements(**{**answer, "products": [ProductCase(**each) for each in answer["products"]]})
@@ -115,6 +120,8 @@ def _cell(measured: ProductMeasurements, product: ProductCase) -> str:
 
 @dataclass(kw_only=True)
 class ProductTimer:
+    """Times one product. `best` and `medians`: seconds by round."""
+
     format: str
     backend: LinearBackend
     is_chosen: bool
@@ -125,6 +132,7 @@ class ProductTimer:
     medians: list[float]
 
     def measure(self, seconds: float) -> None:
+        """Repeats the product for `seconds`, at least once, with other copies of the weight each time."""
         multiply, found = BACKENDS[self.backend], list[float]()
         end = time.perf_counter() + seconds
         while not found or time.perf_counter() < end:
@@ -139,11 +147,11 @@ class ProductTimer:
 def measure(
     *, outputs: int, inputs: int, rows: Sequence[int], num_threads: int, rounds: int, seconds: float = 0.1
 ) -> ProductMeasurements:
-    """Measures each product for `seconds` in each round, after a warm-up that compiles."""
+    """Measures each product for `seconds` in each round, after a warm-up that compiles kernels."""
     from .peaks import LANES, bytes_per_second, flops_per_second  # loads numba, for workers only
 
     torch.set_num_threads(num_threads)
-    weights = {name: _copies(kind) for name, kind in _stored_forms(torch.randn(outputs, inputs) * 0.02).items()}
+    weights = {name: _copies(form) for name, form in _stored_forms(torch.randn(outputs, inputs) * 0.02).items()}
     cases = [case for name, copies in weights.items() for each in rows for case in _timers(name, copies, inputs, each)]
     for case in cases:
         case.measure(0.0)
@@ -152,7 +160,7 @@ def measure(
     plain = [block for block in weights["fp32"][0] if isinstance(block, torch.Tensor)]
     peaks = list[tuple[float, float]]()
     for _ in range(rounds):
-        for name in weights:  # clocks drift in a round, too: measure peaks next to each format's products
+        for name in weights:  # clock rates drift within a round: measure peaks next to the products of each format
             peaks.append((flops_per_second(num_threads), bytes_per_second(plain, num_threads)))
             for case in (case for case in cases if case.format == name):
                 case.measure(seconds)
@@ -180,7 +188,8 @@ def measure(
 
 
 def _timers(name: str, copies: tuple[Sequence[Block], int], inputs: int, num_rows: int) -> Iterator[ProductTimer]:
-    """A timer for the backend that a run chooses; for bf16, also for torch's backends."""
+    """Yields a timer for the backend that a run chooses and, for bf16, timers for torch's backends. `copies`: as from
+    `_copies`."""
     (blocks, num_bytes), x_MK = copies, torch.randn(num_rows, inputs)
     chosen, weights = choose_backend(x_MK, blocks[:1]), cycle(blocks)
     candidates = TORCH_BACKENDS if name == TORCH_FORMAT else ()
@@ -198,15 +207,15 @@ def _timers(name: str, copies: tuple[Sequence[Block], int], inputs: int, num_row
         )
 
 
-def _copies(kind: StoredForm) -> tuple[Sequence[Block], int]:
-    """Copies of one weight that fill `WEIGHT_BYTES`, and the bytes of one."""
-    parts, make_block = kind
+def _copies(form: StoredForm) -> tuple[Sequence[Block], int]:
+    """Copies of one weight that fill `WEIGHT_BYTES`, and the bytes of one copy."""
+    parts, make_block = form
     num_bytes = sum(part.nbytes for part in parts)
     return [make_block(*(part.clone() for part in parts)) for _ in range(max(2, WEIGHT_BYTES // num_bytes))], num_bytes
 
 
 def _stored_forms(numbers_NK: torch.Tensor) -> Mapping[str, StoredForm]:
-    """The formats of the table as runs hold them in memory."""
+    """The weight in each format of the table, as runs have it in memory."""
     return {
         TORCH_FORMAT: ((numbers_NK.bfloat16(),), _identity),
         "fp16": ((numbers_NK.half(),), _identity),
@@ -246,7 +255,8 @@ def _published_fp8(numbers_NK: torch.Tensor) -> StoredForm:
 
 
 def _gptq(num_rows: int, num_columns: int) -> StoredForm:
-    """Random codes in groups of `SCALED_WIDTH` columns, zero points in the middle."""
+    """Random codes of 4 bits, with a scale for each group of `SCALED_WIDTH` columns. All zero points are 8 (7 is
+    stored)."""
     num_groups = num_columns // SCALED_WIDTH
     codes = torch.randint(0, 256, (num_columns // 8, 4 * num_rows), dtype=torch.uint8)
     zeros = torch.full((num_groups, num_rows // 2), 0x77, dtype=torch.uint8).view(torch.int32)
@@ -281,4 +291,5 @@ def _gptq(num_rows: int, num_columns: int) -> StoredForm:
 
 
 def answers(question: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The worker's entry point (`benchmarks.worker`)."""
     yield asdict(measure(**question))

@@ -1,5 +1,8 @@
-"""Baselines without a model: disk reads, memory reads, and decode attention over KV pages of a Llama-3-8B layer (64
-sequences of 512 positions, 32 query heads, 8 KV heads). No layer is still cached in the next sweep."""
+"""Baselines without a model: disk reads, memory reads, and decode attention.
+
+Attention is computed over KV pages with the sizes of a Llama-3-8B layer: 64 sequences of 512 positions, 32 query heads,
+8 KV heads. A sweep visits all layers once, which are together larger than the processor's cache.
+"""
 
 import mmap
 import os
@@ -30,14 +33,15 @@ from .contenders import AttentionBaseline, KVAccess
 from .task import Result
 
 READ_PASSES = 4
-NUM_ROWS, NUM_POSITIONS, NUM_KV_HEADS, GROUP, HEAD_DIM = 64, 512, 8, 4, 128
+NUM_ROWS, NUM_POSITIONS, NUM_KV_HEADS, GROUP, HEAD_DIM = 64, 512, 8, 4, 128  # GROUP: query heads of a KV head
 NUM_PAGES = NUM_ROWS * NUM_POSITIONS // PAGE_TOKENS
 SWEPT_BYTES = 1536 * MIB  # three times the largest cache of known processors (480 MiB)
 NUM_SWEEPS = 5
 
 
 def read_layers(runtime: Runtime, requests: Sequence[Request], *, is_plain: bool) -> Result:
-    """Reads every streamed layer READ_PASSES times: by the schedule without `run`, or by as many plain threads."""
+    """Reads every streamed layer READ_PASSES times, with the read actions of the schedule, or with as many plain
+    threads."""
     plan = runtime.plan(requests)
     shape, walk = runtime.model.shape, plan.placement.walk
     with runtime.reader() as reader:
@@ -57,24 +61,25 @@ def read_layers(runtime: Runtime, requests: Sequence[Request], *, is_plain: bool
 
 
 def _read_plainly(extents: Sequence[Extent], offload: OffloadConfig) -> tuple[float, int]:
-    """Seconds and bytes of threads that each read the next chunk into their own buffer."""
-    chunk = offload.read_chunk_mib * MIB
+    """Reads with plain threads, each into its own buffer. Returns seconds and bytes."""
+    chunk_bytes = offload.read_chunk_mib * MIB
     files = {e.file: os.open(e.file, os.O_RDONLY | os.O_DIRECT) for e in extents}
-    jobs = [
-        (files[e.file], e.offset + begin_byte, min(chunk, e.num_bytes - begin_byte))
+    chunks = [  # file descriptor, offset, bytes
+        (files[e.file], e.offset + begin_byte, min(chunk_bytes, e.num_bytes - begin_byte))
         for e in extents
-        for begin_byte in range(0, e.num_bytes, chunk)
+        for begin_byte in range(0, e.num_bytes, chunk_bytes)
     ]
     buffers = local()
 
-    def read(job: tuple[int, int, int]) -> int:
+    def read(chunk_to_read: tuple[int, int, int]) -> int:
+        descriptor, offset, num_bytes = chunk_to_read
         if not hasattr(buffers, "mine"):
-            buffers.mine = mmap.mmap(-1, chunk)  # page-aligned, as O_DIRECT requires
-        return os.preadv(job[0], [memoryview(buffers.mine)[: job[2]]], job[1])
+            buffers.mine = mmap.mmap(-1, chunk_bytes)  # page-aligned, as O_DIRECT requires
+        return os.preadv(descriptor, [memoryview(buffers.mine)[:num_bytes]], offset)
 
     begin = time.monotonic()
     with ThreadPoolExecutor(offload.reader_threads) as pool:
-        num_bytes = sum(pool.map(read, islice(cycle(jobs), READ_PASSES * len(jobs))))
+        num_bytes = sum(pool.map(read, islice(cycle(chunks), READ_PASSES * len(chunks))))
     seconds = time.monotonic() - begin
     for descriptor in files.values():
         os.close(descriptor)
@@ -82,13 +87,13 @@ def _read_plainly(extents: Sequence[Extent], offload: OffloadConfig) -> tuple[fl
 
 
 def sweep(entry: AttentionBaseline) -> Result:
-    """Visits SWEPT_BYTES of layers NUM_SWEEPS times, after a sweep that compiles and touches all pages."""
+    """Measures NUM_SWEEPS sweeps over layers of SWEPT_BYTES, after one that compiles kernels and touches all pages."""
     baseline, device, num_bytes = resident_bytes(), ComputeDevice("cpu"), layer_bytes(entry.dtype)
     layers = [_random_layer(device, entry.dtype) for _ in range(SWEPT_BYTES // num_bytes)]
     visit = torch.sum if entry.access is KVAccess.read else _attention(entry)
     begin = 0.0
-    for turn in range(NUM_SWEEPS + 1):
-        if turn == 1:
+    for number in range(NUM_SWEEPS + 1):
+        if number == 1:
             begin = time.monotonic()
         for layer in layers:
             visit(layer)
@@ -117,13 +122,14 @@ def _torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def _random_layer(device: ComputeDevice, dtype: DType) -> torch.Tensor:
-    """Random KV pages (N, numbers of a page), keys before values, in the memory that runs use for KV."""
+    """Random KV pages of shape (pages, numbers in a page), keys before values, in the kind of memory that runs use."""
     num_bytes = layer_bytes(dtype)
     flat = device.zeros(num_bytes)[:num_bytes].view(_torch_dtype(dtype))
     return flat.uniform_(-1, 1).view(NUM_PAGES, -1)
 
 
 def _attention(entry: AttentionBaseline) -> Callable[[torch.Tensor], object]:
+    """A function that computes decode attention over a layer, with pages in random order."""
     tables = torch.randperm(NUM_PAGES).view(NUM_ROWS, -1).to(torch.int32)
     begins, ends = torch.zeros(NUM_ROWS, dtype=torch.int32), torch.full((NUM_ROWS,), NUM_POSITIONS, dtype=torch.int32)
     dtype = _torch_dtype(entry.dtype)

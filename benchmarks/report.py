@@ -1,10 +1,11 @@
-"""Tables and pictures of measurements: medians, spread, ratios, equal tokens, and where they were measured."""
+"""Tables and pictures of measurements: medians, spread, ratios, equal tokens, and the machine."""
 
 import os
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from operator import eq
 from pathlib import Path
 from statistics import median
@@ -20,7 +21,7 @@ from .gpu.task import GpuMachine, VariantMeasurement, VariantPhaseTimes
 from .instruction_sets import Isa
 from .task import Result
 
-LINK_BYTES_PER_SECOND = 16e9  # PCIe 4.0 x8, or 3.0 x16
+LINK_BYTES_PER_SECOND = 16e9  # a link between host and GPU: PCIe 4.0 x8, or 3.0 x16
 BAR_PIXELS, FRAME_PIXELS = 34, 110
 WEIGHTSTREAM_COLOR, PEER_COLOR = "#4c78a8", "#bab0ac"
 GPU_REFERENCE = "accelerate cpu_offload"  # ratios are relative to it, or to the first variant without it
@@ -31,12 +32,12 @@ Rounds = Mapping[str, Sequence[Result]]
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table."""
     lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines).replace(" --- ", "---")
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines).replace(" --- ", "---")  # |---|---|
 
 
 def speed_table(rounds: Rounds) -> str:
-    """A row for each contender. `batch`: a peer's batch size. `ratio`: to the first contender's median. `equal`:
-    number of sequences with the tokens of transformers, or of the first contender if transformers was not measured."""
+    """A row for each contender. `batch`: a peer's batch size. `ratio`: relative to the median of the first contender.
+    `equal`: the sequences with the same tokens as for transformers, or as for the first contender without it."""
     first = next(iter(rounds.values()))
     base = median(result.rate for result in first)
     reference = rounds.get("transformers", first)[0].tokens
@@ -63,7 +64,7 @@ def speed_table(rounds: Rounds) -> str:
 
 
 def _attention_table(rounds: Rounds) -> str:
-    """Measured attention over KV in host memory, and the computed time to copy the same KV over a link."""
+    """The measured time of attention over KV in host memory, and the computed time to copy the same KV over a link."""
     from .reading import layer_bytes  # imports the attention kernels
 
     rows = []
@@ -84,8 +85,8 @@ def _attention_table(rounds: Rounds) -> str:
 
 
 def gpu_table(machine: GpuMachine, measurements: Sequence[VariantMeasurement], device_memory_gib: float) -> str:
-    """A row for each variant, and of each phase of Weightstream's variants. Weightstream counts the bytes
-    that it copies to the device; for peers, all offloaded weights count once per forward."""
+    """A table with a row for each variant, and one with the phases of Weightstream's variants. Weightstream counts the
+    bytes that it copies to the device. For peers, they are computed: all offloaded weights once per forward."""
     rounds: dict[str, list[VariantMeasurement]] = {}
     for measurement in measurements:
         if measurement.result is not None:
@@ -128,8 +129,9 @@ def _gpu_row(measured: Sequence[VariantMeasurement], base: float, machine: GpuMa
 
 
 def _count_equal(measured: VariantMeasurement, rounds: Mapping[str, Sequence[VariantMeasurement]]) -> str:
-    """Counts sequences equal to those of the first exact variant with the same layers; `-` for rounded weights. In
-    bf16, products of other shapes round differently, and one different token changes the following ones."""
+    """Counts the sequences with the same tokens as for the first variant that has as many layers and unrounded weights;
+    `-` for rounded weights. In bf16, products of other shapes round differently, and one different token changes all
+    tokens after it."""
     if measured.is_rounded:
         return "-"
     exact = (each[0] for each in rounds.values() if not each[0].is_rounded)
@@ -153,9 +155,9 @@ PHASE_HEADINGS = (
 
 
 def _phase_rows(name: str, rounds: Sequence[Sequence[VariantPhaseTimes]]) -> list[list[object]]:
-    """A row for each phase, from the round with the median seconds, so that its parts are consistent."""
+    """A row for each phase, all cells from the round with the median seconds."""
     phases: dict[str, list[VariantPhaseTimes]] = {}
-    for each in [each for times in rounds for each in times]:
+    for each in chain.from_iterable(rounds):
         phases.setdefault(each.phase, []).append(each)
     rows = []
     for times in phases.values():
@@ -189,8 +191,8 @@ def round_rows(rounds: Rounds) -> list[dict[str, object]]:
 
 
 def draw_rates(path: Path, rates: Mapping[str, Sequence[float]], peers: Sequence[str], title: str, unit: str) -> None:
-    """Writes a bar chart of rates with their spread, as svg or png by the suffix; `peers` are grey. Raises
-    OutputError."""
+    """Writes a bar chart of rates with their spread, as svg or png by the suffix of `path`. Bars of `peers` are gray.
+    Raises OutputError."""
     from jobs.pictures.figure import figure  # matplotlib, an optional dependency
 
     names = sorted(rates, key=lambda name: median(rates[name]))
@@ -209,12 +211,12 @@ def draw_rates(path: Path, rates: Mapping[str, Sequence[float]], peers: Sequence
 
 
 def format_provenance(num_rounds: int, command: str) -> str:
-    """Rounds, command, hardware and commit of a table."""
+    """The line below a table: rounds, command, hardware and commit."""
     return f"{num_rounds} alternating rounds; `{command}`; {hardware()}; commit {commit()}."
 
 
 def format_restriction(machine: str, isa: Isa, contenders: Sequence[Contender]) -> str:
-    """First line of a table measured with limited instructions: the processor, and what limits each contender."""
+    """The first line of a table with a limited instruction set: the processor, and how each contender is limited."""
     peers = [entry for entry in map(CONTENDERS.__getitem__, contenders) if isinstance(entry, Peer)]
     restrictions = dict.fromkeys(
         peer.isolation.restriction_note for peer in peers if peer.isolation and peer.isolation.restriction_note

@@ -1,4 +1,4 @@
-"""Start time and memory of `jobs.generate` with many rows, up to the first pass of the tiny model."""
+"""The benchmark of the start of `jobs.generate` with many rows: time and memory until the first pass (forward)."""
 
 import json
 import tempfile
@@ -22,6 +22,8 @@ NUMBERS_OF_ROWS = (10, 1_000, 10_000, 100_000)
 
 @dataclass(frozen=True, kw_only=True)
 class StartCase:
+    """A number of input rows, and the kind of policy (`policy=`)."""
+
     num_rows: int
     policy: str
 
@@ -30,13 +32,14 @@ class StartCase:
 
 
 def measure_start(case: StartCase) -> Result:
-    """Measures in a separate process, including its start."""
+    """Measures in a separate process, from before its start."""
     return Result(**ask_worker(__name__, {"begun": time.monotonic(), "rows": asdict(case)}))
 
 
 def measure(case: StartCase, start_time: float) -> Result:
-    """Seconds from `start_time` (time.monotonic) to the first pass of the run. Memory counts from 0."""
-    from jobs.run.tasks.generate import generate  # imports torch, which counts
+    """Seconds from `start_time` (time.monotonic) to the first pass of the tiny model. Peak memory includes
+    libraries."""
+    from jobs.run.tasks.generate import generate  # imports torch, which is part of the start
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
@@ -47,13 +50,13 @@ def measure(case: StartCase, start_time: float) -> Result:
             dataset=DatasetConfig(kind=DatasetKind["jsonl"], path=str(path)),
             policy=PolicyConfig(kind=PolicyKind(case.policy)),
             sampling=SamplingConfig(max_new_tokens=1),
-            offload=OffloadConfig(cache_dir=str(Path(folder) / "cache")),  # no earlier search
+            offload=OffloadConfig(cache_dir=str(Path(folder) / "cache")),  # empty: the policy is searched
         )
         run = run_directory(config)
         seconds = peak = 0.0
 
         def is_planned() -> bool:
-            """The stop check of `generate`, called before every stage; True once the schedule is written."""
+            """The stop check that `generate` calls before every stage. Stops the run when the schedule is written."""
             nonlocal seconds, peak
             if not (run / "schedule.txt").exists():
                 return False
@@ -83,4 +86,5 @@ def _write_rows(path: Path, count: int) -> None:
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The worker's entry point (`benchmarks.worker`)."""
     yield asdict(measure(StartCase(**question["rows"]), question["begun"]))

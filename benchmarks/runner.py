@@ -1,5 +1,8 @@
-"""Measurements in separate processes, so that none is affected by an earlier one. `worker.py` runs with our Python, or
-with that of a peer's virtual environment, created on first use with the peer's pinned versions."""
+"""Runs measurements in separate processes (workers), so that none is affected by an earlier one.
+
+A worker of Weightstream runs with this Python. A worker of a peer runs with the Python of the peer's virtual
+environment, which is created on first use with pinned versions.
+"""
 
 import hashlib
 import json
@@ -31,12 +34,12 @@ from .worker import REFUSED
 
 log = logging.getLogger(__name__)
 
-ERROR = re.compile(r"(\[\w+\]: )?[\w.]*(Error|Exception)\b")  # last line of a traceback
+ERROR = re.compile(r"(\[\w+\]: )?[\w.]*(Error|Exception)\b")  # the last line of a traceback begins like this
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeLimit:
-    """Seconds that a worker may take, and the error message beyond them."""
+    """The seconds that a worker may take, and the message of the error if it takes longer."""
 
     seconds: float
     message: str
@@ -44,8 +47,8 @@ class TimeLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerProcess:
-    """A process in which `module` answers `question`. `name`: its name in errors. `environment`: None is that of jobs.
-    `hides_stderr`: its stderr is only used for the error message."""
+    """A process that calls `answers` of `module` with `question`. `name`: its name in errors. `environment`: its
+    variables; None: those of jobs. `hides_stderr`: stderr is not shown, only used for the error message."""
 
     name: str
     module: str
@@ -56,8 +59,8 @@ class WorkerProcess:
     hides_stderr: bool = False
 
     def lines(self) -> Iterator[str]:
-        """Yields answers as they come. Kills the process and all its children at the end, also if the iterator is
-        closed early. Raises WeightstreamError if the process fails or exceeds its limit."""
+        """Yields each answer, a line of JSON, as soon as it is written. Kills the process and its children at the end,
+        also if the iterator is closed early. Raises WeightstreamError if the process fails or exceeds its limit."""
         command = [self.python, "-m", "benchmarks.worker", self.module, json.dumps(self.question)]
         environment = tuned_environment(os.environ) if self.environment is None else self.environment
         with (
@@ -80,11 +83,11 @@ class WorkerProcess:
             finally:
                 _kill_session(process.pid)  # also the worker's children, which would keep memory and cores busy
             stderr.seek(0)
-            complaints = stderr.read()
+            errors = stderr.read()
         if self.limit is not None and is_late.is_set():
             raise WeightstreamError(f"{self.name} {self.limit.message}")
         if process.returncode:
-            raise WeightstreamError(f"{self.name} {format_failure(process.returncode, complaints)}")
+            raise WeightstreamError(f"{self.name} {format_failure(process.returncode, errors)}")
 
 
 def ask_worker(module: str, question: Mapping[str, object]) -> dict[str, Any]:
@@ -97,8 +100,8 @@ def run_measurement(task: BenchmarkTask) -> Result:
     peer = task.entry if isinstance(task.entry, Peer) else None
     limit = None
     if task.limit_minutes is not None:
-        complaint = f"took longer than peer_minutes={task.limit_minutes:g}"
-        limit = TimeLimit(seconds=60 * task.limit_minutes, message=complaint)
+        message = f"took longer than peer_minutes={task.limit_minutes:g}"
+        limit = TimeLimit(seconds=60 * task.limit_minutes, message=message)
     worker = WorkerProcess(
         name=f"contender {task.contender}",
         module="benchmarks.measure",
@@ -113,8 +116,8 @@ def run_measurement(task: BenchmarkTask) -> Result:
 
 
 def _isolate(worker: WorkerProcess, task: BenchmarkTask, isolation: Isolation) -> WorkerProcess:
-    """Moves the worker to the peer's environment: Python, GGUF file, and variables that libraries read at their
-    start."""
+    """The worker in the peer's environment: its Python, its GGUF file, and variables that libraries read when they are
+    loaded."""
     python = install_environment(isolation)
     libraries = {"OMP_NUM_THREADS": str(task.num_threads), "TOKENIZERS_PARALLELISM": "false"}
     if isolation.preloaded:
@@ -132,7 +135,8 @@ def _isolate(worker: WorkerProcess, task: BenchmarkTask, isolation: Isolation) -
 
 
 def install_environment(isolation: Isolation) -> Path:
-    """The Python of the peer's environment, installed on first use. Raises WeightstreamError with pip's message."""
+    """Returns the Python of the peer's environment. Installs it on first use. Raises WeightstreamError with pip's
+    message."""
     build = _build_environment(isolation)
     parts = (sys.version, *isolation.requirements, *isolation.unwanted, *build.values())
     key = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
@@ -151,7 +155,8 @@ def install_environment(isolation: Isolation) -> Path:
 
 
 def _build_environment(isolation: Isolation) -> dict[str, str]:
-    """Variables for a build that is restricted to an instruction set; empty without a restriction."""
+    """Environment variables for pip that restrict what it compiles to an instruction set; empty without a
+    restriction."""
     isa = restriction()
     if isa is None or not isolation.is_built_here:
         return {}
@@ -169,7 +174,7 @@ def _pip(python: Path, isolation: Isolation, *arguments: str) -> None:
 
 def _export_gguf(checkpoint: Path, kind: str) -> Path:
     """The checkpoint as a GGUF file, written once."""
-    from .peers.gguf_export import export_gguf  # torch, which few workers' parents need
+    from .peers.gguf_export import export_gguf  # imports torch
 
     target = gguf_path(checkpoint, kind)
     if not target.exists():
@@ -179,7 +184,7 @@ def _export_gguf(checkpoint: Path, kind: str) -> Path:
 
 
 def gguf_path(checkpoint: Path, kind: str) -> Path:
-    """The cached GGUF file of a checkpoint; another one after the checkpoint's files have changed."""
+    """The path of a checkpoint's GGUF file in the cache. It changes when a file of the checkpoint changes."""
     files = sorted(file for file in checkpoint.iterdir() if file.is_file())
     state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     digest = hashlib.sha256(repr(state).encode()).hexdigest()[:12]
@@ -188,7 +193,7 @@ def gguf_path(checkpoint: Path, kind: str) -> Path:
 
 @contextmanager
 def _kill_after(limit: TimeLimit | None, session: int) -> Iterator[Event]:
-    """Kills the session after the limit; the event is then set."""
+    """Kills all processes of a session when the limit has passed, and sets the event."""
     is_late = Event()
 
     def end() -> None:
@@ -208,7 +213,8 @@ def _kill_after(limit: TimeLimit | None, session: int) -> Iterator[Event]:
 
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
-    """Turns SIGTERM into SystemExit, so that `finally` kills the worker: its session gets no signals of ours."""
+    """Turns SIGTERM into SystemExit, so that `finally` kills the worker. The worker has a session of its own and does
+    not get this process's signals."""
 
     def leave(number: int, _: FrameType | None) -> None:
         sys.exit(128 + number)
@@ -228,7 +234,7 @@ def _kill_session(session: int) -> None:
 
 
 def format_failure(exit_code: int, stderr: str) -> str:
-    """One line on why a worker failed: its refusal, or the last error in stderr."""
+    """The reason why a worker failed, in one line: Weightstream's error, or the last error in stderr."""
     if exit_code < 0:
         return f"was killed by {signal.Signals(-exit_code).name}"
     lines = stderr.strip().splitlines() or ["see above"]

@@ -1,4 +1,7 @@
-"""Cost of a token as layers, vocabulary, prompts, block and rows grow; the model is a small, streamed Llama."""
+"""The benchmark of scaling: the cost of a token as layers, vocabulary, prompts, block and rows grow.
+
+The model is a small Llama with streamed weights. A block is the sequences that are decoded together.
+"""
 
 import random
 import tempfile
@@ -33,7 +36,7 @@ from .task import Result, Say, drop_page_cache
 from .weightstream import make_requests, measure_generation
 
 HEAD_DIM, LANE_SIZE, NUM_NEW_TOKENS = 64, 64, 9
-KV_BYTES = 2 * HEAD_DIM * 4  # of a position in a layer: one KV head in float32
+KV_BYTES = 2 * HEAD_DIM * 4  # of one position in one layer: one KV head in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +50,12 @@ class ModelScale:
     hidden_size: int = 384
 
     def doubled(self, quantity: str, times: int) -> "ModelScale":
+        """This size with the field `quantity` multiplied by 2 ** `times`."""
         return replace(self, **{quantity: getattr(self, quantity) << times})
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all keys and values at the end, in whole pages."""
+        """Bytes of all keys and values at the end of generation, in whole KV pages."""
         return self.num_layers * self.block * round_up(self.prompt_tokens + NUM_NEW_TOKENS, PAGE_TOKENS) * KV_BYTES
 
     def __str__(self) -> str:
@@ -66,8 +70,9 @@ NUM_DOUBLINGS = 3
 
 
 def doubled_sizes(base: ModelScale) -> dict[str, list[ModelScale]]:
-    """`base` and its doublings, by the doubled quantity."""
-    return {quantity: [base.doubled(quantity, turn) for turn in range(NUM_DOUBLINGS + 1)] for quantity in QUANTITIES}
+    """For each quantity, `base` and the sizes with this quantity doubled 1 to NUM_DOUBLINGS times."""
+    times = range(NUM_DOUBLINGS + 1)
+    return {quantity: [base.doubled(quantity, each) for each in times] for quantity in QUANTITIES}
 
 
 MeasureSize = Callable[[ModelScale, Path, int], Result]
@@ -84,21 +89,21 @@ def measure_size(size: ModelScale, path: Path, num_threads: int) -> Result:
 def measure_sizes(
     base: ModelScale, num_rounds: int, num_threads: int, say: Say, measure: MeasureSize = measure_size
 ) -> dict[ModelScale, list[Result]]:
-    """Runs alternating rounds over all sizes, with checkpoints in a temporary directory."""
+    """Measures every size once in each round, with checkpoints in a temporary directory."""
     rounds: dict[ModelScale, list[Result]] = {size: [] for each in doubled_sizes(base).values() for size in each}
     with tempfile.TemporaryDirectory() as folder:
         paths = {size: Path(folder) / f"{size.num_layers}-{size.vocab_size}-{size.prompt_tokens}" for size in rounds}
         for path, size in {path: size for size, path in paths.items()}.items():
             synthesize(size, path)
-        for turn in range(num_rounds):
+        for number in range(1, num_rounds + 1):
             for size, results in rounds.items():
                 results.append(measure(size, paths[size], num_threads))
-                say(f"round {turn + 1} {size}: {results[-1].seconds:.1f} s")
+                say(f"round {number} {size}: {results[-1].seconds:.1f} s")
     return rounds
 
 
 def measure_rows(say: Say, measure: MeasureRows = measure_start) -> dict[StartCase, Result]:
-    """Measures the start with each number of rows once."""
+    """Measures the start of a run once for each number of rows and policy."""
     results: dict[StartCase, Result] = {}
     for rows in (StartCase(num_rows=count, policy=policy) for policy in ("auto", "hrm") for count in NUMBERS_OF_ROWS):
         results[rows] = measure(rows)
@@ -107,7 +112,7 @@ def measure_rows(say: Say, measure: MeasureRows = measure_start) -> dict[StartCa
 
 
 def scale_table(base: ModelScale, rounds: Measurements, rows: Mapping[StartCase, Result]) -> str:
-    """A row for each size with medians of its rounds, then a row for each number of rows."""
+    """A table of sizes, with medians of rounds, and one of numbers of rows."""
     headings = ["doubled", "to", "prefill, per token", "x", "decode, per token", "x", "all", "x"]
     headings += ["peak above baseline", "of it KV", "read"]
     lines = [
@@ -119,7 +124,8 @@ def scale_table(base: ModelScale, rounds: Measurements, rows: Mapping[StartCase,
 
 
 def rows_table(results: Mapping[StartCase, Result]) -> str:
-    """A row for each start. Seconds and KiB per row are relative to the fewest rows of the same policy."""
+    """A row for each start. Time and memory per row are those beyond the start with the fewest rows of the same
+    policy."""
     table_rows = []
     for rows, result in results.items():
         fewest = min((each for each in results if each.policy == rows.policy), key=lambda each: each.num_rows)
@@ -145,7 +151,7 @@ def _row(quantity: str, size: ModelScale, before: ModelScale | None, rounds: Mea
 
 
 def _layer_growth(base: ModelScale, rounds: Measurements) -> str:
-    """Growth of time and of memory without KV per doubling of the layers."""
+    """A sentence on how time and memory without KV grow with each doubling of the layers."""
     doubled = doubled_sizes(base)[QUANTITIES[0]]
     times = [_seconds(each, rounds[each]) for each in doubled]
     memory = [_peak_bytes(rounds[each]) - each.kv_bytes for each in doubled]
@@ -164,7 +170,7 @@ def _prefill_seconds(size: ModelScale, results: Sequence[Result]) -> float:
 
 
 def _decode_seconds(size: ModelScale, results: Sequence[Result]) -> float:
-    """Seconds per decoded token; the first of each sequence comes from prefill."""
+    """Seconds per decoded token. The first token of each sequence comes from prefill."""
     tokens = size.block * (NUM_NEW_TOKENS - 1)
     return median(each.seconds - each.prefill_seconds for each in results) / tokens
 
@@ -216,5 +222,6 @@ def _config(size: ModelScale, path: Path, num_threads: int) -> RuntimeConfig:
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The worker's entry point (`benchmarks.worker`)."""
     size = ModelScale(**question["size"])
     yield asdict(measure(size, Path(question["path"]), question["num_threads"]))

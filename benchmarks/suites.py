@@ -1,4 +1,7 @@
-"""The measurements, rounds and table of each suite."""
+"""Runs each suite: its measurements in rounds, and its table.
+
+A refusal is the reason why a contender cannot run.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -35,7 +38,8 @@ SEARCH_PROMPTS, SEARCH_NEW_TOKENS = 128, 8  # limits while a batch size is searc
 
 def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure = run_measurement) -> SuiteResult:
     """Runs a suite; `say` gets a line for each measurement. With suite=speed and predictions, a contender that cannot
-    run is left out, and the table says why. Raises WeightstreamError if none is left or Weightstream fails later."""
+    run is left out, and the table says why. Raises WeightstreamError if none can run, or if Weightstream fails in a
+    measurement."""
     with restrict_instructions(config.isa):
         return _run_suite(config, paths, say, measure)
 
@@ -66,9 +70,9 @@ def _run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Mea
     if len(refusals) == len(tasks):
         raise WeightstreamError("no contender can run: " + "; ".join(refusals.values()))
     refusals |= _choose_batch_sizes(tasks, say, measure)
-    for turn in range(config.rounds):
+    for number in range(1, config.rounds + 1):
         remaining = {case: task for case, task in tasks.items() if case not in refusals}
-        refusals |= _run_round(turn, remaining, rounds, say, measure)
+        refusals |= _run_round(number, remaining, rounds, say, measure)
     rounds = {case: results for case, results in rounds.items() if case not in refusals}
     if config.suite is Suite.predictions:
         table = predictions_table([outcome for case in rounds for outcome in median_predictions(case, rounds[case])])
@@ -79,16 +83,16 @@ def _run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Mea
 
 
 def _run_policies(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure) -> SuiteResult:
-    """Measures all policies once, then only the searched and the fastest ones."""
+    """Measures all policies in the first round, and only the searched and the fastest ones in later rounds."""
     rounds: dict[Attempt, list[Result]] = {attempt: [] for path in paths for attempt in policy_attempts(config, path)}
-    for turn in range(config.rounds):
-        again = select_repeated(rounds) if turn else rounds
-        _run_round(turn, {attempt: attempt.task for attempt in again}, rounds, say, measure)
+    for number in range(1, config.rounds + 1):
+        measured = rounds if number == 1 else select_repeated(rounds)
+        _run_round(number, {attempt: attempt.task for attempt in measured}, rounds, say, measure)
     return _make_result(policies_table(rounds), rounds)
 
 
 def _check_budgets(tasks: Mapping[Named, BenchmarkTask], say: Say, measure: Measure) -> dict[Named, str]:
-    """Plans Weightstream's tasks without measuring. Returns the errors of those that do not fit."""
+    """Plans Weightstream's tasks without measuring. Returns the errors of tasks that do not fit into memory."""
     refusals: dict[Named, str] = {}
     for name, task in tasks.items():
         if isinstance(task.entry, OwnContender):
@@ -113,8 +117,8 @@ def _choose_batch_sizes(tasks: dict[Named, BenchmarkTask], say: Say, measure: Me
 
 
 def choose_batch_size(task: BenchmarkTask, measure: Measure, say: Say) -> BenchmarkTask:
-    """Returns the task with the size after which the rate falls or the peer fails; unchanged if its size is set or it
-    has none. Raises WeightstreamError if the peer fails with the smallest size."""
+    """Returns the task with the batch size after which the rate falls or the peer fails. Returns it unchanged if the
+    size is set, or if the contender has no batch size. Raises WeightstreamError if the smallest size fails."""
     entry = task.entry
     if task.batch_size is not None or not isinstance(entry, Peer) or not entry.batch_sizes:
         return task
@@ -148,10 +152,10 @@ def _run_devices(config: BenchConfig, path: str, say: Say) -> SuiteResult:
         for gather in (config.ranks.gathers if size > 1 else [Gather.memory])
     ]
     rounds = {case: list[Result]() for case in cases}
-    for turn in range(config.rounds):
+    for number in range(1, config.rounds + 1):
         for case, results in rounds.items():
             results.append(measure_ranks(case, task))
-            say(f"round {turn + 1} {case}: {results[-1].seconds:.1f} s")
+            say(f"round {number} {case}: {results[-1].seconds:.1f} s")
     return _make_result(devices_table(rounds), rounds)
 
 
@@ -180,9 +184,9 @@ def _run_prefixes(config: BenchConfig, path: str, say: Say, measure: Measure) ->
     refusals: dict[str, str] = {}
     with prompts_file(config, path) as file:
         tasks = {contender.value: make_prefix_task(config, contender, path, file) for contender in config.contenders}
-        for turn in range(config.rounds):
+        for number in range(1, config.rounds + 1):
             remaining = {name: task for name, task in tasks.items() if name not in refusals}
-            refusals |= _run_round(turn, remaining, rounds, say, measure)
+            refusals |= _run_round(number, remaining, rounds, say, measure)
     rounds = {name: results for name, results in rounds.items() if name not in refusals}
     text = prefixes_table(rounds) if rounds else "Nothing ran."
     text += "".join(f"\n\n{name} is left out: {why}" for name, why in refusals.items())
@@ -190,7 +194,8 @@ def _run_prefixes(config: BenchConfig, path: str, say: Say, measure: Measure) ->
 
 
 def _run_floor(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure) -> SuiteResult:
-    """Measures the plain reader in every round, because the disk's speed varies; products only with a compiler."""
+    """Measures the plain reader in every round, because the disk's rate varies. Measures products of storage formats if
+    there is a C compiler."""
     tables: list[str] = []
     rounds: dict[BlockCase, list[Result]] = {}
     for path in paths:
@@ -224,30 +229,30 @@ def _run_rounds(
     num_rounds: int, tasks: Mapping[Named, BenchmarkTask], say: Say, measure: Measure
 ) -> dict[Named, list[Result]]:
     rounds: dict[Named, list[Result]] = {name: [] for name in tasks}
-    for turn in range(num_rounds):
-        _run_round(turn, tasks, rounds, say, measure)
+    for number in range(1, num_rounds + 1):
+        _run_round(number, tasks, rounds, say, measure)
     return rounds
 
 
 def _run_round(
-    turn: int, tasks: Mapping[Named, BenchmarkTask], rounds: Mapping[Named, list[Result]], say: Say, measure: Measure
+    number: int, tasks: Mapping[Named, BenchmarkTask], rounds: Mapping[Named, list[Result]], say: Say, measure: Measure
 ) -> dict[Named, str]:
-    """Measures all tasks once. Returns the errors of peers that fail."""
+    """Measures all tasks once and appends to `rounds`. Returns the errors of peers that fail."""
     refusals: dict[Named, str] = {}
     for name, task in tasks.items():
         try:
             result = measure(task)
         except WeightstreamError as error:
             refusals[name] = _peer_refusal(task, error)
-            say(f"round {turn + 1} {name}: {error}")
+            say(f"round {number} {name}: {error}")
             continue
         rounds[name].append(result)
-        say(f"round {turn + 1} {name}: {result.seconds:.1f} s")
+        say(f"round {number} {name}: {result.seconds:.1f} s")
     return refusals
 
 
 def _peer_refusal(task: BenchmarkTask, error: WeightstreamError) -> str:
-    """The error of a peer as text; raises Weightstream's own errors."""
+    """Returns the error of a peer as text. Raises an error of Weightstream."""
     if not isinstance(task.entry, Peer):
         raise error
     return str(error)

@@ -1,4 +1,4 @@
-"""The question and answer of a measurement, and helpers that all contenders share."""
+"""The arguments and the result of a measurement, and functions that all contenders use."""
 
 import json
 import os
@@ -16,14 +16,20 @@ from runtime.stream.host_memory import disk_read_bytes, peak_resident_bytes, res
 
 from .contenders import CONTENDERS, Contender, Entry
 
-FORGET_SECONDS = 0.5  # shorter than a decode step of any peer
+SECONDS_BETWEEN_DROPS = 0.5  # of the page cache; shorter than a decode step of any peer
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkTask:
-    """One measurement. `batch_size`: of a peer; None: none, or not searched yet. `num_kv_slots`: sequences with KV in
-    the budget; None: the block's. `host_memory_gib`: replaces the budget from `weight_share`. `prompts_file`: JSON list
-    of token ids; None: random prompts."""
+    """The arguments of one measurement.
+
+    - `path`: the checkpoint
+    - `batch_size`: of a peer; None: the peer has none, or it is not searched yet
+    - `num_kv_slots`: the number of sequences whose KV counts in the budget; None: those of a block
+    - `host_memory_gib`: the budget, instead of the one from `weight_share`
+    - `prompts_file`: JSON with a list of token ids for each prompt; None: random prompts
+    - `is_check`: only plans, to check that the budget suffices
+    """
 
     contender: str
     path: str
@@ -43,7 +49,7 @@ class BenchmarkTask:
     host_memory_gib: float | None = None
     limit_minutes: float | None = None
     prompts_file: str | None = None
-    is_check: bool = False  # only plans, to check Weightstream's budgets
+    is_check: bool = False
 
     @property
     def entry(self) -> Entry:
@@ -52,7 +58,9 @@ class BenchmarkTask:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """`tokens` is empty for contenders that only read; their `rate` is in bytes per second."""
+    """The result of one measurement. `rate`: tokens per second; bytes per second for baselines that only read, which
+    have no `tokens`. `baseline_bytes`: memory of the libraries, subtracted from `peak_bytes` in tables. `tokens`: the
+    new tokens of each prompt."""
 
     seconds: float
     prefill_seconds: float
@@ -68,7 +76,7 @@ class Result:
     batch_size: int | None = None  # of peers with a batch size
     peak_device_bytes: int = 0
     bytes_copied: int = 0  # to the device
-    bytes_returned: int = 0  # from it
+    bytes_returned: int = 0  # from the device
     num_prompt_tokens: int = 0  # computed by Weightstream
     num_block_rows: int = 0  # sequences of Weightstream's largest block
 
@@ -79,8 +87,8 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteResult:
-    """The results of a suite. `rounds`: by contender. `peers`: contenders other than Weightstream. `draw` writes the
-    suite's picture. `is_interrupted`: measurements are missing."""
+    """The results of a suite. `rounds`: a result for each round, by contender. `peers`: contenders other than
+    Weightstream. `draw`: writes the suite's picture into a directory. `is_interrupted`: measurements are missing."""
 
     table: str
     rounds: Mapping[str, Sequence[Result]]
@@ -92,8 +100,8 @@ class SuiteResult:
 def measure_peer(
     generate: Callable[[], Mapping[int, list[int]]], *, baseline_bytes: int, batch_size: int | None
 ) -> Result:
-    """Times a peer's `generate`, which returns new tokens by prompt number, and reads the kernel's counters.
-    `baseline_bytes`: memory of the libraries, subtracted from the peak in tables."""
+    """Times a peer's `generate`, which returns the new tokens by prompt number. Memory and bytes read are the kernel's
+    counters for this process."""
     read_before = disk_read_bytes()
     reset_peak()
     begin = time.monotonic()
@@ -118,6 +126,7 @@ def task_prompts(task: BenchmarkTask, vocab_size: int) -> list[list[int]]:
 
 
 def random_prompts(num_prompts: int, vocab_size: int, median_tokens: int) -> list[list[int]]:
+    """Random token ids. The lengths are log-normal, 16 to 256, and the same for every vocabulary."""
     random = np.random.default_rng(77)
     lengths = np.clip(np.round(np.exp(random.normal(np.log(median_tokens), 0.7, num_prompts))), 16, 256).astype(int)
     return [random.integers(10, vocab_size - 10, size=int(length)).tolist() for length in lengths]
@@ -144,12 +153,12 @@ def drop_page_cache_repeatedly(directory: Path) -> Iterator[None]:
     """Keeps dropping the files of `directory` from the page cache, as if the model were larger than memory."""
     is_done = Event()
 
-    def forget() -> None:
-        while not is_done.wait(FORGET_SECONDS):
+    def drop() -> None:
+        while not is_done.wait(SECONDS_BETWEEN_DROPS):
             drop_page_cache(directory)
 
     drop_page_cache(directory)
-    cleaner = Thread(target=forget)
+    cleaner = Thread(target=drop)
     cleaner.start()
     try:
         yield

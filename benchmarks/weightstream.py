@@ -34,10 +34,11 @@ from runtime.trace import Trace
 from .contenders import OwnContender
 from .task import BenchmarkTask, Result, task_prompts
 
-AMPLE = Budgets(host_bytes=1 << 60)
+UNLIMITED = Budgets(host_bytes=1 << 60)
 
 
 def _policy(task: BenchmarkTask) -> PolicyConfig:
+    """The policy of the contender. Baselines without a model have Weightstream's usual policy from disk."""
     ours = task.entry if isinstance(task.entry, OwnContender) else OwnContender(tier=Tier.nvme)
     kind, admission, shares = PolicyKind(task.policy), ours.admission, ours.share_prefixes
     if kind is not PolicyKind.fixed:
@@ -54,13 +55,16 @@ def _policy(task: BenchmarkTask) -> PolicyConfig:
 
 
 class RuntimeFactory(Protocol):
+    """`Runtime`, or a subclass with a simulated disk or ranks."""
+
     def __call__(self, config: RuntimeConfig, *, trace: Trace | None) -> Runtime: ...
 
 
 def open_runtime(
     task: BenchmarkTask, offload: OffloadConfig, trace: Trace | None = None, make: RuntimeFactory = Runtime
 ) -> tuple[Runtime, list[Request]]:
-    """The runtime and requests of a task. Raises WeightstreamError if a prompt exceeds the model's context."""
+    """The runtime and the requests of a task; `make` creates the runtime. Raises WeightstreamError if a prompt exceeds
+    the model's context."""
     dtype = task.entry.dtype if isinstance(task.entry, OwnContender) else DType.float32
     config = RuntimeConfig(
         model=ModelConfig(name="bench", path=task.path, dtype=dtype),
@@ -84,7 +88,7 @@ def open_runtime(
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredGeneration:
-    """The result of all passes, their records, and the rates used for predictions."""
+    """The result of a generation, the records of its passes (forwards), and the rates used for predictions."""
 
     result: Result
     passes: Sequence[PassRecord]
@@ -100,8 +104,8 @@ def measure_generation(
     say: Callable[[str], object] = lambda step: None,
     after_pass: Callable[[], object] = lambda: None,
 ) -> MeasuredGeneration:
-    """Generates in a session; times passes and `after_pass`. `rates`: None measures them. `is_warmed_up`: first
-    generates two tokens of each request to compile kernels. Calls `say` at the start of each step."""
+    """Generates, and times passes and `after_pass`. `rates`: of the machine; None: measures them. `is_warmed_up`: first
+    generates two tokens of each request, to compile kernels. `say`: called with a line at the start of each step."""
     passes: list[PassRecord] = []
     seconds_between = 0.0
 
@@ -145,21 +149,21 @@ def measure_generation(
 
 
 def make_requests(runtime: Runtime, prompts: Iterable[Sequence[int]]) -> list[Request]:
-    """Requests with their number as id, without those that the runtime rejects."""
+    """Requests with the number of the prompt as id. Prompts that the runtime rejects are left out."""
     requests = [runtime.request(str(number), prompt) for number, prompt in enumerate(prompts)]
     return [request for request in requests if isinstance(request, Request)]
 
 
 def minimum_host_bytes(runtime: Runtime, requests: Sequence[Request]) -> int:
-    """Host memory for these requests on a CPU, without resident weights and with all KV in memory."""
+    """The least host memory with which a CPU runs these requests, with all weights streamed and all KV in memory."""
     shape, sizes = runtime.model.shape, [request.size for request in requests]
     config = replace(runtime.config, kv=replace(runtime.config.kv, tier=KVTier.device))
-    plan = plan_run(shape, config, AMPLE, sizes)
+    plan = plan_run(shape, config, UNLIMITED, sizes)
     chunked = least_memory_config(replace(config, policy=plan.policy))
-    load = run_load(shape, chunked, AMPLE, plan.blocks, sizes)
+    load = run_load(shape, chunked, UNLIMITED, plan.blocks, sizes)
     return sum(ledger.total_bytes for ledger in choose_placement(shape, chunked, Budgets(host_bytes=1), load).ledgers)
 
 
 def prefill_seconds(passes: Iterable[PassRecord]) -> float:
-    """Seconds of prefill; a mixed pass counts by its fraction of prompt tokens."""
+    """Seconds of prefill. Of a pass that also decodes, the fraction of its prompt tokens counts."""
     return sum(p.seconds * p.counts.prompt_tokens / p.counts.real_tokens for p in passes)

@@ -1,5 +1,8 @@
-"""`python -m benchmarks.worker MODULE JSON`: runs MODULE's `answers` on the question JSON and prints each answer as a
-line of JSON; other output goes to stderr. Imports little, because peers run it with their own Python."""
+"""`python -m benchmarks.worker MODULE JSON`: calls `answers` of MODULE with the object JSON.
+
+Each answer is printed as a line of JSON; other output goes to stderr. Imports little, because a peer's worker runs with
+the Python of the peer's environment.
+"""
 
 import json
 import os
@@ -10,12 +13,12 @@ from typing import TextIO
 
 from runtime.errors import WeightstreamError
 
-REFUSED = "error: "  # prefix of a refusal, the last line on stderr
+REFUSED = "error: "  # before the message of a WeightstreamError, the last line on stderr
 
 
 def respond(arguments: Sequence[str], out: TextIO) -> None:
-    """Writes answers to the question, as JSON lines. Raises SystemExit after an `error:` line if Weightstream
-    refuses."""
+    """Writes the answers to `out`, as lines of JSON. After a WeightstreamError, writes its message to stderr and raises
+    SystemExit."""
     module, question = arguments
     try:
         for answer in import_module(module).answers(json.loads(question)):

@@ -1,7 +1,4 @@
-"""The engine as a library under the project's name: `weightstream.Runtime` is `runtime.Runtime`.
-
-torch is loaded when `Runtime` is first used.
-"""
+"""The Python library: the names of `runtime`, such as `weightstream.Runtime`. torch is imported on first use."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""`python -m weightstream`, the command `weightstream`."""
+"""`python -m weightstream`: the same as the command `weightstream`."""
 
 from jobs.__main__ import main
 

@@ -1,5 +1,8 @@
-"""`python -m benchmarks.gpu`: `suite=gpu` without hydra, omegaconf, datasets and pyarrow. Takes settings of `gpu:` in
-conf/bench.yaml, such as `gpu.minutes=4`; `toy` runs a small model through the same code in a minute or two."""
+"""`python -m benchmarks.gpu`: runs `suite=gpu` without hydra, omegaconf, datasets and pyarrow.
+
+Takes settings of `gpu:` in conf/bench.yaml, such as `gpu.minutes=4`. `toy` runs a small model with the same code in a
+minute or two.
+"""
 
 import json
 import sys
@@ -30,7 +33,7 @@ INTERRUPTED = 75  # exit code of interrupted commands
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSettings:
-    """The keys of conf/bench.yaml that `suite=gpu` uses."""
+    """The settings of conf/bench.yaml that `suite=gpu` uses."""
 
     gpu: GpuConfig = field(default_factory=GpuConfig)
     prompt_tokens: int = 60

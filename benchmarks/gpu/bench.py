@@ -1,6 +1,8 @@
-"""Measures one variant after the other in one process, over random weights in host memory. Host memory has room for two
-copies of the weights: accelerate's, pageable, and Weightstream's, pinned. Only the first session pins; each fills the
-pinned memory again, untimed."""
+"""Measures variants one after the other in one process, with random weights in host memory.
+
+Host memory has two copies of the weights: accelerate's in pageable memory, and Weightstream's in pinned memory. Pinning
+is slow, so only the first variant pins. Later variants reuse this memory and fill it again, which is not timed.
+"""
 
 import logging
 import math
@@ -51,19 +53,21 @@ from .task import GpuMachine, GpuTask, VariantMeasurement, phases_of
 
 log = logging.getLogger(__name__)
 
-MICRO_BATCHES = 4  # of a block with streamed weights
-CHUNK_TOKENS = 8192  # of prompts per lane and pass: each pass streams all weights, so prefill takes one pass
+NUM_MICRO_BATCHES = 4  # in a block with streamed weights
+CHUNK_TOKENS = (
+    8192  # of prompts in a micro-batch and pass; enough for prefill in one pass, as each pass streams all weights
+)
 NUM_COPIES = 2  # of the weights in host memory
-HOST_SHARE = 0.75  # of free host memory for these copies; the rest is for read buffers
-DEVICE_SHARE = 0.7  # of device memory for the weights of the cut model
-DISK_LAYERS, DISK_SHARE = 4, 0.5  # limits of the model on disk: layers, and fraction of free disk space
+HOST_SHARE = 0.75  # fraction of free host memory for these copies; the remainder is for read buffers
+DEVICE_SHARE = 0.7  # fraction of device memory for the weights of the cut model
+DISK_LAYERS, DISK_SHARE = 4, 0.5  # limits of the disk model: layers, and fraction of free disk space
 ANY_VOCAB_SIZE = 1000  # lengths of prompts do not depend on it
-MAX_THREADS = 16  # for random numbers; more are limited by memory
+MAX_THREADS = 16  # that generate random numbers; more would be limited by memory
 HOST_STEPS = 8  # a host budget is searched in steps of 1/HOST_STEPS layer
 
 
 class GpuBench:
-    """Runs variants; writes sparse checkpoints of its models into `folder`. Not thread-safe."""
+    """Measures variants. Writes sparse checkpoints of its models into `folder`. Not thread-safe."""
 
     def __init__(self, task: GpuTask, folder: Path, device: ComputeDevice, progress: WorkerProgress):
         self._task, self._device, self._progress, gpu = task, device, progress, task.gpu
@@ -81,25 +85,29 @@ class GpuBench:
         self._disk_model: RandomInitModel | None = None
         self._folder, self._layer_bytes = folder, size.layer_bytes
         self._weight_bytes = size.total_bytes(num_layers)
-        self._host_gib = (free_bytes - self._weight_bytes) / GIB  # measured now: torch later keeps pinned memory
+        self._host_gib = (free_bytes - self._weight_bytes) / GIB  # measured before torch keeps pinned memory
         self._runtimes: dict[Variant, Runtime] = {}
-        self._rates: MachineRates | None = None  # measured once: used for predictions only
+        self._rates: MachineRates | None = None  # measured once, as only predictions use them
         self._batch_sizes: dict[Variant, int] = {}
         self._whole: DeviceModel | None = None
 
     def machine(self) -> GpuMachine:
-        """Measures the link."""
+        """Measures the link. Returns the device and the whole model."""
         self._progress("measuring the link")
+        title = MODELS[self._task.gpu.model].title
+        if self._task.gpu.shape:
+            title += " in other sizes"
         return GpuMachine(
             device=device_name(self._device),
-            model=MODELS[self._task.gpu.model].title + " in other sizes" * bool(self._task.gpu.shape),
+            model=title,
             link=measure_link(self._device),
             num_layers=self._whole_model.num_layers,
             weight_bytes=self._weight_bytes,
         )
 
     def measure(self, variant: Variant) -> VariantMeasurement:
-        """Limits device memory for every variant alike. Raises the peer's exception, or WeightstreamError."""
+        """Measures a variant with a limit of device memory, the same for all. Raises an exception of the peer, or
+        WeightstreamError."""
         reset_memory(self._device)
         limit_memory(self._device, self._device_bytes)
         measured = self._peer(variant) if variant.is_peer else self._weightstream(variant)
@@ -118,7 +126,7 @@ class GpuBench:
         return self._cut_model if variant.is_cut else self._whole_model
 
     def _write_disk_model(self) -> RandomInitModel:
-        """Writes the model of few layers to disk on first use, and drops it from the page cache."""
+        """Writes the disk model on first use, and drops it from the page cache."""
         if self._disk_model is None:
             self._progress(f"writing {self._num_disk_layers} layers of {format_bytes(self._layer_bytes)} each to disk")
             self._disk_model = write_model(self._task.gpu, self._folder, self._num_disk_layers)
@@ -145,11 +153,13 @@ class GpuBench:
     def _limit_host_memory(self, runtime: Runtime, requests: Sequence[Request]) -> None:
         """Sets the smallest host budget with which some layers stay in host memory and others are read from disk. Does
         nothing on a CPU, which computes in host memory. Raises BudgetError if there is no such budget."""
-        if not self._device.is_accelerator or runtime.config.offload.host_memory_gib != self._host_gib:
+        is_searched = runtime.config.offload.host_memory_gib != self._host_gib  # in an earlier round
+        if not self._device.is_accelerator or is_searched:
             return
-        step, walk = self._layer_bytes / HOST_STEPS, runtime.plan(requests, rates=self._rates).placement.walk
-        for number in range(1, 1 + math.ceil(self._host_gib * GIB / step)):
-            offload = replace(runtime.config.offload, host_memory_gib=number * step / GIB)
+        step_bytes = self._layer_bytes / HOST_STEPS
+        walk = runtime.plan(requests, rates=self._rates).placement.walk  # which layers are streamed, and from where
+        for number in range(1, 1 + math.ceil(self._host_gib * GIB / step_bytes)):
+            offload = replace(runtime.config.offload, host_memory_gib=number * step_bytes / GIB)
             runtime.config = replace(runtime.config, offload=offload)
             try:
                 walk = runtime.plan(requests, rates=self._rates).placement.walk
@@ -231,7 +241,7 @@ class GpuBench:
         return DeviceModel(module, self._device)
 
     def _offloaded(self, variant: Variant) -> DeviceModel:
-        """Builds the offloaded model once: it is the second copy of the weights."""
+        """Returns the peer's model, built once, because it has the second copy of the weights in host memory."""
         if self._whole is None:
             self._progress(f"generating the peer's copy of {format_bytes(self._weight_bytes)}")
             tensors = self._model(variant).weights.tensors(unique_parameters(self._runtime(variant)), self._num_threads)
@@ -252,15 +262,20 @@ class GpuBench:
 
 
 def _num_lanes(variant: Variant) -> int:
-    """One lane for weights in the device: there, launches for each lane are most of a decode pass."""
-    return 1 if variant.is_cut else MICRO_BATCHES
+    """The micro-batches of a block. The cut model has one: it streams nothing, and kernel launches for each micro-batch
+    are most of a decode pass."""
+    return 1 if variant.is_cut else NUM_MICRO_BATCHES
 
 
 def measurements(
     task: GpuTask, device: ComputeDevice, progress: WorkerProgress
 ) -> Iterator[GpuMachine | VariantMeasurement]:
-    """Yields the machine, then alternating rounds. A failed variant is reported once, as is one without time left. None
-    starts if its last round, or the slowest round of its kind (peers or ours), exceeds the time left."""
+    """Yields the machine, then the measurements of each round.
+
+    A measurement is not started if it would exceed the time left. It is expected to take as long as the variant's last
+    round, in the first round as long as the slowest other peer, or the slowest other variant of Weightstream. A variant
+    that fails, or has no time for its first round, is reported once.
+    """
     end = (time.monotonic() if task.start_time is None else task.start_time) + task.seconds
     limit = f"gpu.minutes={task.gpu.minutes:g}"
     with tempfile.TemporaryDirectory() as folder:
@@ -287,7 +302,8 @@ def measurements(
 
 
 def _measure_safely(bench: GpuBench, variant: Variant) -> VariantMeasurement:
-    """Turns any exception into a refusal: the machine may be lent for these minutes only."""
+    """Measures a variant. Any exception becomes its refusal, so that later variants still run: the machine may be lent
+    for these minutes only."""
     if variant.missing:
         return VariantMeasurement(variant=variant.name, refusal=f"{', '.join(variant.missing)} is not installed")
     try:
@@ -298,7 +314,7 @@ def _measure_safely(bench: GpuBench, variant: Variant) -> VariantMeasurement:
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Raises ConfigError if there is no such device."""
+    """The worker's entry point (`benchmarks.worker`). Raises ConfigError if there is no such device."""
     task = build(GpuTask, question)
     progress = WorkerProgress(time.monotonic() if task.start_time is None else task.start_time)
     progress(f"imported torch {torch.__version__}, opening {task.gpu.device}")

@@ -8,7 +8,7 @@ from runtime.config.settings import require
 
 @dataclass(frozen=True, kw_only=True)
 class GpuModel:
-    """A published model. `shape`: sizes that differ from transformers' defaults for `model_type`."""
+    """A published model. `shape`: keys of its config that differ from transformers' defaults for `model_type`."""
 
     title: str
     model_type: str

@@ -1,4 +1,4 @@
-"""The device's link, and its memory: limit, peak, and release between measurements."""
+"""The device's link to host memory, and its memory: limit, peak, and release between measurements."""
 
 import gc
 from collections.abc import Mapping
@@ -14,9 +14,10 @@ NON_LINK_PROBES = (HOST_READ, HOST_COPY, DEVICE_COPY)
 
 
 def measure_link(device: ComputeDevice) -> dict[str, float]:
-    """GB/s of pinned memory in each direction and both at once, and of pageable memory; empty on a CPU."""
+    """GB/s of copies by name: pinned memory in each direction and in both at once, and pageable memory. Empty on a
+    CPU."""
     probes = [probe for probe in memory_probes(device, num_bytes=COPY_BYTES) if probe.name not in NON_LINK_PROBES]
-    return {probe.name: max([probe.read() for _ in range(NUM_READINGS)][1:]) for probe in probes}
+    return {probe.name: max([probe.read() for _ in range(NUM_READINGS)][1:]) for probe in probes}  # first: warm-up
 
 
 def format_link(link: Mapping[str, float]) -> str:
@@ -31,7 +32,7 @@ def limit_memory(device: ComputeDevice, num_bytes: int) -> None:
 
 def reset_memory(device: ComputeDevice) -> None:
     """Frees memory of the last measurement and resets the peak."""
-    gc.collect()  # engines have reference cycles
+    gc.collect()  # a Runtime has reference cycles
     if device.torch_device.type == "cpu":
         return
     torch.accelerator.synchronize(device.torch_device)  # kernels may still use freed blocks

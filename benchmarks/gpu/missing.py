@@ -1,4 +1,4 @@
-"""Missing packages, and the variants of `suite=gpu` that are left out without them; reported before measuring."""
+"""Reports missing packages before measuring, and the variants of `suite=gpu` that are left out without them."""
 
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,8 @@ WHEELS = "To bring wheels along, see docs/how-to/gpu-first-run.md"
 
 @dataclass(frozen=True, kw_only=True)
 class PackageNeed:
-    """A package, imported as `module`. `consequence`: variants left out without it; None: the package is required."""
+    """A package that is imported as `module`. `consequence`: what is left out without it; None: the package is
+    required."""
 
     name: str
     module: str
@@ -39,12 +40,12 @@ NEEDS = (
 
 
 def missing_required() -> list[str]:
-    """Names of missing packages without which nothing runs."""
+    """The names of required packages that are missing."""
     return [need.name for need in NEEDS if need.consequence is None and not is_installed(need.module)]
 
 
 def missing_messages() -> Iterator[str]:
-    """A line for each package that is missing or of a version outside pyproject.toml's range."""
+    """Yields a line for each package that is missing, or has a version outside of pyproject.toml's range."""
     requirements = _requirements()
     for need in NEEDS:
         if not is_installed(need.module):
@@ -54,7 +55,7 @@ def missing_messages() -> Iterator[str]:
 
 
 def _requirements() -> Mapping[str, Requirement]:
-    """Requirements of the checkout's pyproject.toml by name; empty for an installed package."""
+    """The requirements in pyproject.toml by package name. Empty if Weightstream is installed without pyproject.toml."""
     if not PYPROJECT.exists():
         return {}
     lines = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]

@@ -1,4 +1,4 @@
-"""Progress lines of `suite=gpu`'s worker on stderr: all that is left if a lent machine is taken back early."""
+"""Progress lines of `suite=gpu`'s worker on stderr. If a lent machine is taken back early, only these lines remain."""
 
 import sys
 import time
@@ -9,7 +9,7 @@ import torch
 from runtime.stream.device import ComputeDevice
 from runtime.units import MIB, format_bytes
 
-SECONDS_BETWEEN = 5.0  # two lines on the same total
+SECONDS_BETWEEN = 5.0  # lines about the same total
 MIN_REPORTED_BYTES = 64 * MIB  # smaller pinned buffers are not reported
 
 
@@ -46,7 +46,7 @@ class WorkerProgress:
 
 
 class ReportingDevice(ComputeDevice):
-    """A device that reports large host buffers before it pins them, at about 4 GiB/s."""
+    """A device that reports large host buffers before it pins them, which takes about 1 s for 4 GiB."""
 
     def __init__(self, name: str, progress: WorkerProgress):
         super().__init__(name)

@@ -1,9 +1,9 @@
-"""Random-init models without weights on disk: a sparse checkpoint, and random bytes for any part of it at memory
-speed.
+"""Models with random weights that are generated when they are read, as fast as memory.
 
-Each matrix is a window, at its own offset, into a tile of normal numbers with its standard deviation. Real numbers
-matter: zeros take less power in products and over the link. The tile's length is prime, so no two rows are equal. Int4
-weights come from tiles of codes and of scales.
+On disk, a model is a sparse checkpoint: files with headers, and holes instead of numbers. The numbers of a matrix come
+from a tile, a buffer of normal numbers with the matrix's standard deviation. A matrix begins at its own offset in the
+tile and repeats it cyclically. The length of a tile is prime, so that no two rows are equal. Int4 weights come from a
+tile of codes and a tile of scales. Zeros instead of random numbers would take less power in products and over the link.
 """
 
 import json
@@ -39,18 +39,19 @@ from runtime.units import GIB, MIB
 
 from .config import MODELS, GpuConfig
 
-TILE_ELEMENTS = 16_777_259  # 32 MiB of bf16
-TILE_GROUPS = 262_139  # groups that share a scale; prime, too
+TILE_ELEMENTS = 16_777_259  # prime; 32 MiB of bf16
+TILE_GROUPS = 262_139  # prime; groups that share a scale, of an int4 tile
 CHUNK_BYTES = 16 * MIB
 SHARD_BYTES = 5 * GIB
 INT4 = Rounding("int4")
 
-TileWindow = tuple[np.ndarray, int]  # bytes that repeat cyclically, and the tensor's offset in them
+TileWindow = tuple[np.ndarray, int]  # the bytes of a tile, and a tensor's offset in them
 
 
 class RandomInitWeights:
-    """Random numbers for the `tensors` of a checkpoint: always the same bytes for a tensor name, also in a model of
-    fewer layers. `weights`: the distributions. `rounding`: stores tensors as `weightstream pack` would round them."""
+    """Random numbers for the `tensors` of a checkpoint. A tensor name always gives the same bytes, also in a model with
+    fewer layers. `weights`: the distributions. `rounding`: the format of `weightstream pack` in which matrices are
+    stored."""
 
     def __init__(self, weights: RandomWeights, tensors: Mapping[str, TensorSlice], rounding: Rounding | None = None):
         self._files: dict[str, list[TensorSlice]] = {}
@@ -60,7 +61,7 @@ class RandomInitWeights:
         assert self._windows.keys() == tensors.keys(), "the checkpoint has the same tensors"
 
     def fill(self, file: str, offset: int, target: memoryview) -> None:
-        """Fills `target` with the bytes of `file` from `offset`; bytes outside tensors are not changed."""
+        """Fills `target` with the bytes of `file` from `offset`. Bytes outside of tensors are not changed."""
         tensors, end = self._files[file], offset + len(target)
         view = np.frombuffer(target, dtype=np.uint8)
         first = max(0, bisect_right(tensors, offset, key=lambda tensor: tensor.offset) - 1)
@@ -72,6 +73,7 @@ class RandomInitWeights:
                 self._copy(tensor.name, begin - tensor.offset, view[begin - offset : stop - offset])
 
     def _copy(self, name: str, offset: int, view: np.ndarray) -> None:
+        """Copies the bytes of tensor `name` from `offset` into `view`."""
         (source, first), done = self._windows[name], 0
         while done < len(view):
             begin = (first + offset + done) % len(source)
@@ -80,7 +82,7 @@ class RandomInitWeights:
             done += count
 
     def write(self, num_threads: int) -> None:
-        """Writes all numbers into the sparse files, for variants that read from disk."""
+        """Writes all numbers into the sparse files, for variants that read weights from disk."""
         chunks = [
             (file, tensor.offset + begin, min(CHUNK_BYTES, tensor.num_bytes - begin))
             for file, tensors in self._files.items()
@@ -97,7 +99,7 @@ class RandomInitWeights:
             os.pwrite(target.fileno(), buffer, offset)
 
     def tensors(self, parameters: Sequence[Parameter], num_threads: int) -> dict[str, torch.Tensor]:
-        """The parameters by name, each in its own memory, as a transformers model needs them."""
+        """The parameters by name, each in memory of its own, as transformers needs them."""
         tensors = {p.name: torch.empty(p.shape, dtype=_dtype_of(p)) for p in parameters}
         chunks = [
             (piece.file, piece.offset + begin, view[begin : begin + CHUNK_BYTES])
@@ -111,7 +113,8 @@ class RandomInitWeights:
 
 
 def _tile_windows(weights: RandomWeights, rounding: Rounding | None) -> Iterator[tuple[str, TileWindow]]:
-    """Yields the name of each stored tensor and its window."""
+    """Yields the name of each stored tensor, with its tile and its offset in it. Tensors that are not normal have all
+    their bytes instead of a tile."""
     normal = torch.empty(TILE_ELEMENTS).normal_(generator=torch.Generator().manual_seed(0))
     tiles, rounded_tiles = dict[float, np.ndarray](), dict[float, tuple[np.ndarray, np.ndarray]]()
     for spec in weights.specs:
@@ -136,7 +139,7 @@ def _is_rounded(spec: TensorSpec, rounding: Rounding) -> bool:
 
 
 def _stored(spec: TensorSpec, rounding: Rounding) -> tuple[TensorSpec, TensorSpec]:
-    """The codes and scales that a packed store has for a rounded tensor."""
+    """The tensors of codes and of scales that a packed store has for a rounded tensor."""
     *rows, num_columns = spec.shape
     codes = (*rows, rounding.packed_columns(num_columns))
     scales = (*rows, rounding.num_groups(num_columns))
@@ -147,7 +150,8 @@ def _stored(spec: TensorSpec, rounding: Rounding) -> tuple[TensorSpec, TensorSpe
 
 
 class RandomInitReader(Reader):
-    """A reader that fills buffers from random weights; calls `count` with the bytes of each read."""
+    """A reader that fills buffers with random weights instead of reading files. Calls `count` with the bytes of each
+    read."""
 
     def __init__(self, weights: RandomInitWeights, num_threads: int, count: Callable[[int], object]):
         super().__init__(num_threads=num_threads, chunk_bytes=CHUNK_BYTES)
@@ -161,7 +165,8 @@ class RandomInitReader(Reader):
 
 
 def _slice_views(parameter: Parameter, tensor: torch.Tensor) -> list[tuple[TensorSlice, memoryview]]:
-    """The slices of a parameter, each with its part of a contiguous tensor: row blocks and experts are consecutive."""
+    """The stored slices of a parameter, each with the bytes of `tensor` that it fills. Slices, such as experts, are
+    consecutive in `tensor`, which is contiguous."""
     pieces = [piece for entry in parameter.pieces for piece in entry]
     assert sum(piece.num_bytes for piece in pieces) == tensor.nbytes, f"{parameter.name} is not made of plain rows"
     assert not parameter.is_transposed, f"{parameter.name} is stored transposed"
@@ -183,6 +188,8 @@ def _as_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomInitModel:
+    """A model in the directory `path`, and its weights."""
+
     path: Path
     num_layers: int
     weights: RandomInitWeights
@@ -190,6 +197,8 @@ class RandomInitModel:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
+    """Bytes of one layer, and of the weights outside of layers: embeddings, final norm and head."""
+
     layer_bytes: int
     outer_bytes: int
 
@@ -201,7 +210,8 @@ class ModelSize:
 
 
 def write_model(gpu: GpuConfig, folder: Path, num_layers: int, rounding: Rounding | None = None) -> RandomInitModel:
-    """Writes the model into `folder` as a sparse checkpoint, or with `rounding`, a sparse packed store."""
+    """Writes the model into a new directory in `folder`: a sparse checkpoint or, with `rounding`, a sparse packed
+    store."""
     path = Path(tempfile.mkdtemp(dir=folder))
     weights = _write_sparse_model(gpu, path, num_layers)
     if rounding is not None:
@@ -218,14 +228,14 @@ def write_model(gpu: GpuConfig, folder: Path, num_layers: int, rounding: Roundin
 
 
 def _zero_digests(num_bytes: int) -> dict[str, str]:
-    """Metadata of a packed shard of zeros, which opening a store checks."""
-    num_whole, rest = divmod(num_bytes, PIECE_BYTES)
-    sums = f"{crc32(bytes(PIECE_BYTES)):08x}" * num_whole + (f"{crc32(bytes(rest)):08x}" if rest else "")
+    """Safetensors metadata of a packed shard of zeros: its checksums. They are required when a store is opened."""
+    num_whole, last_bytes = divmod(num_bytes, PIECE_BYTES)
+    sums = f"{crc32(bytes(PIECE_BYTES)):08x}" * num_whole + (f"{crc32(bytes(last_bytes)):08x}" if last_bytes else "")
     return {METADATA: json.dumps({"source": "random numbers", "crc32": sums, "tensors": {}})}
 
 
 def model_size(gpu: GpuConfig, folder: Path) -> ModelSize:
-    """Bytes of one layer, and of everything outside the layers. Writes a sparse checkpoint of one layer."""
+    """The sizes of a model. Writes a sparse checkpoint of one layer into `folder`."""
     specs = _write_sparse_model(gpu, folder / "one", 1).specs
     layer = sum(spec.num_bytes for spec in specs if ".layers." in spec.name)
     return ModelSize(layer_bytes=layer, outer_bytes=sum(spec.num_bytes for spec in specs) - layer)
@@ -238,7 +248,7 @@ def _write_sparse_model(gpu: GpuConfig, path: Path, num_layers: int) -> RandomWe
 
 
 class RandomInitRuntime(Runtime):
-    """A runtime that reads random `weights`; None reads the files. Calls `count` with the bytes of each read."""
+    """A runtime with random `weights`; None: reads the files. Calls `count` with the bytes of each generated read."""
 
     def __init__(
         self,
@@ -257,5 +267,5 @@ class RandomInitRuntime(Runtime):
 
 
 def unique_parameters(runtime: Runtime) -> list[Parameter]:
-    """All parameters of a runtime's model, tied ones once."""
+    """All parameters of a runtime's model; tied parameters are listed once."""
     return list({p.name: p for stage in runtime.model.shape.stages for p in stage.parameters}.values())

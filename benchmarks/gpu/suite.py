@@ -20,15 +20,17 @@ from .task import GpuMachine, GpuTask, VariantMeasurement
 
 Work = Callable[[GpuTask], Iterator[str]]
 MIN_SECONDS = 60.0  # that a worker takes to start
-GRACE_SECONDS, GRACE_SHARE = 45.0, 0.2  # a worker is killed this long after its time; the smaller of both
+# A worker is killed GRACE_SECONDS after its time, or GRACE_SHARE of its time after it, whichever is less.
+GRACE_SECONDS, GRACE_SHARE = 45.0, 0.2
 INTERRUPTED = VariantMeasurement(variant="the next variant", refusal="the command was interrupted")
 
 
 def run_gpu(
     gpu: GpuConfig, prompt_tokens: int, rounds: int, say: Callable[[str], object], work: Work | None = None
 ) -> SuiteResult:
-    """Runs all variants, with progress lines by `say`. If a worker fails, runs out of time or is interrupted, the table
-    has the measurements so far. Raises WeightstreamError if it fails before the first answer."""
+    """Runs all variants in a worker, and DeepSpeed in a second worker. `say` gets progress lines. `work` starts a
+    worker. If a worker fails, exceeds its time or is interrupted, the table has the measurements so far. Raises
+    WeightstreamError if the first worker fails before it has measured the link."""
     work, start_time = work or read_worker_lines, time.monotonic()
     end = start_time + 60 * gpu.minutes
     for message in missing_messages():
@@ -49,7 +51,7 @@ def run_gpu(
     else:
         now = time.monotonic()
         lines = work(replace(task, seconds=end - now, start_time=now, is_alone=True))
-        measurements += _measurements(alone, islice(lines, 1, None), say)
+        measurements += _measurements(alone, islice(lines, 1, None), say)  # the first line is the machine again
     results: dict[str, list[Result]] = {}
     for measurement in measurements:
         if measurement.result is not None:
@@ -64,7 +66,8 @@ def run_gpu(
 
 
 def _measurements(name: str, lines: Iterator[str], say: Callable[[str], object]) -> Iterator[VariantMeasurement]:
-    """Yields the worker's measurements; if it fails, the last one is the refusal."""
+    """Yields the measurements in the worker's lines. If the worker fails, the last one has the reason as refusal.
+    `name`: its variant."""
     try:
         for line in lines:
             measurement = build(VariantMeasurement, json.loads(line))
@@ -78,7 +81,8 @@ def _measurements(name: str, lines: Iterator[str], say: Callable[[str], object])
 
 
 def read_worker_lines(task: GpuTask) -> Iterator[str]:
-    """Yields the answers of the worker. Raises WeightstreamError if it fails or exceeds its time."""
+    """Starts a worker and yields its answers, lines of JSON. Raises WeightstreamError if it fails or exceeds its
+    time."""
     grace = min(GRACE_SECONDS, GRACE_SHARE * task.seconds)
     message = f"was killed {grace:.0f} s after its {task.seconds:.0f} s (gpu.minutes); its last line says in which step"
     limit = TimeLimit(seconds=task.seconds + grace, message=message)

@@ -1,4 +1,4 @@
-"""The task of `suite=gpu`'s worker and its answers: first a `GpuMachine`, then measurements."""
+"""The arguments of `suite=gpu`'s worker, and its answers: first a `GpuMachine`, then measurements."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ from .config import MODELS, GpuConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GpuTask:
-    """Rounds of all variants within `seconds` from `start_time` (time.monotonic, shared by processes); None: from the
-    worker's start. `is_alone`: only the variant with a separate process."""
+    """The arguments of a worker: rounds of all variants within `seconds` from `start_time`, a time.monotonic() of the
+    parent process; None: from the worker's start. `is_alone`: measures only `DEEPSPEED_VARIANT`."""
 
     gpu: GpuConfig
     prompt_tokens: int
@@ -24,7 +24,7 @@ class GpuTask:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuMachine:
-    """The device's name, its link in GB/s by direction, and the model's layers and bytes."""
+    """The device's name, the GB/s of its link by name of the copy, and the layers and bytes of the whole model."""
 
     device: str
     link: dict[str, float]
@@ -35,8 +35,9 @@ class GpuMachine:
 
 @dataclass(frozen=True, kw_only=True)
 class VariantPhaseTimes:
-    """All passes of one phase. `copy_seconds`, `read_seconds`: link and disk were busy; `stall_seconds`: upper limit of
-    compute's wait for bytes. `num_tokens`: computed tokens, of prompts or new ones."""
+    """Sums over all passes (forwards) of one phase, such as prefill. `copy_seconds` and `read_seconds`: the link or the
+    disk was busy. `stall_seconds`: compute waited for bytes, at most. `num_tokens`: computed tokens, of prompts and new
+    ones."""
 
     phase: str
     num_passes: int
@@ -51,8 +52,8 @@ class VariantPhaseTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class VariantMeasurement:
-    """One round of a variant. `refusal`: the reason if there is no result. `phases`: of Weightstream only.
-    `is_rounded`: its weights differ from those of the other variants."""
+    """One round of a variant. `refusal`: the reason if there is no result. `phases`: empty for peers. `is_rounded`: its
+    weights are rounded, so its tokens differ from those of other variants."""
 
     variant: str
     num_layers: int = 0
@@ -84,4 +85,5 @@ def _times(phase: str, passes: Sequence[PassRecord]) -> VariantPhaseTimes:
 
 
 def _sum(by_stage: Iterable[Iterable[float]]) -> float:
+    """The sum over passes of the sums over stages."""
     return sum(map(sum, by_stage))

@@ -1,5 +1,8 @@
-"""AirLLM, in a separate environment. It splits a checkpoint by layer into a folder and reads each layer when its
-forward runs. Splitting is not timed. The folder is temporary; its pages are dropped from the page cache repeatedly."""
+"""Measures AirLLM, in a separate environment.
+
+AirLLM splits a checkpoint by layer into a folder, and reads each layer when its forward runs. Splitting is not timed.
+The folder is temporary; its files are dropped from the page cache repeatedly.
+"""
 
 import tempfile
 from collections.abc import Iterator
@@ -28,4 +31,5 @@ def generate(task: BenchmarkTask) -> Result:
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The worker's entry point (`benchmarks.worker`)."""
     yield asdict(generate(BenchmarkTask(**question)))

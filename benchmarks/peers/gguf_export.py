@@ -28,7 +28,8 @@ EXPERT_NAMES = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps
 
 
 class TensorSource(NamedTuple):
-    """A GGUF tensor's parts in the checkpoint: one tensor, or a matrix of each expert, in order."""
+    """The parts of a GGUF tensor in the checkpoint: one tensor, or one matrix of each expert, in order.
+    `num_rotated_heads`: heads of a Q or K projection; None for other tensors."""
 
     parts: Sequence[tuple[Path, str]]  # shard, tensor name
     shape: Sequence[int]
@@ -36,8 +37,8 @@ class TensorSource(NamedTuple):
 
 
 def export_gguf(checkpoint: Path, target: Path, kind: str) -> None:
-    """Writes `target`. `kind`: F16, Q8_0 or Q4_0 for matrices; vectors are F32. Needs memory for one tensor and disk
-    space for the file. Raises ConfigError for other models."""
+    """Writes `target`. `kind`: the type of matrices, F16, Q8_0 or Q4_0; vectors are F32. Needs memory for one tensor.
+    Raises ConfigError for other models than Llama and Mixtral."""
     config = json.loads((checkpoint / "config.json").read_text())
     if config["model_type"] not in ("llama", "mixtral"):
         raise ConfigError(f"{checkpoint}: model_type must be llama or mixtral, got {config['model_type']}")
@@ -78,6 +79,7 @@ def _is_converted(name: str, source: TensorSource) -> bool:
 
 
 def _numpy_layout(shape: Sequence[int], kind: Any) -> tuple[np.dtype[Any], Sequence[int]]:
+    """The dtype and shape of the array with a tensor's encoded bytes. `kind`: a GGMLQuantizationType."""
     from gguf.quants import quant_shape_to_byte_shape
 
     if kind.name in ("F16", "F32"):
@@ -116,9 +118,10 @@ def _add_keys(writer: Any, config: Mapping[str, Any]) -> None:
 
 
 def _tensor_sources(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, TensorSource]:
-    """Sources of the GGUF file's tensors, by llama.cpp's names."""
+    """Where each tensor of the GGUF file is in the checkpoint, by llama.cpp's name."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    sources, stacks = dict[str, TensorSource](), dict[str, dict[int, TensorSource]]()
+    sources = dict[str, TensorSource]()
+    stacks = dict[str, dict[int, TensorSource]]()  # name: expert: its matrix; stacked to one tensor below
     for file in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
             for key in weights.keys():  # noqa: SIM118 - the file is no mapping
@@ -141,12 +144,14 @@ def _tensor_sources(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Te
 
 
 def _interleave_rotary_pairs(weights: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Puts the two halves of transformers' rotary dimensions next to each other, as llama.cpp expects."""
+    """Reorders the rows of a Q or K projection. transformers rotates pairs of dimensions (i, i + half), llama.cpp pairs
+    of neighbors."""
     return weights.view(num_heads, 2, -1, weights.shape[1]).swapaxes(1, 2).reshape(weights.shape)
 
 
 def _frequency_factors(config: Mapping[str, Any]) -> np.ndarray | None:
-    """Llama 3's divisors of low rotary frequencies, for a context beyond its original one; None for other models."""
+    """The numbers by which Llama 3 divides low rotary frequencies, for contexts longer than in pretraining; None for
+    other models."""
     if config["rope_parameters"]["rope_type"] != "llama3":
         return None
     rope = config["rope_parameters"]

@@ -1,5 +1,4 @@
-"""transformers' `generate`, for all transformers peers: in memory or offloaded by accelerate, on the CPU or a
-device."""
+"""Measures transformers' `generate`, on the CPU or a device, with weights in memory or offloaded."""
 
 import logging
 import tempfile
@@ -31,7 +30,7 @@ from ..task import BenchmarkTask, Result, batches_by_length, drop_page_cache_rep
 log = logging.getLogger(__name__)
 
 GROUPED = "grouped_mm"  # transformers' default for experts, if the model's class supports it
-GROUPED_IN_DECODE = "grouped_mm_in_place"  # the same kernel; `generate` replaces only GROUPED in decode
+GROUPED_IN_DECODE = "grouped_mm_in_place"  # the same kernel by a name that `generate` does not replace in decode
 
 
 def generate(peer: Peer, task: BenchmarkTask) -> Result:
@@ -48,7 +47,8 @@ def generate(peer: Peer, task: BenchmarkTask) -> Result:
 
 
 def _generate_from_disk(task: BenchmarkTask, dtype: torch.dtype, baseline_bytes: int) -> Result:
-    """Measures without loading the whole model. accelerate writes weights that it converts to a temporary folder."""
+    """Measures without loading the whole model. Weights in another dtype are converted and written to a temporary
+    folder by accelerate."""
     with tempfile.TemporaryDirectory(dir=Path(task.path).parent) as folder:
         model = AutoModelForCausalLM.from_pretrained(
             task.path, dtype=dtype, device_map=_layers_on_disk(Path(task.path)), offload_folder=folder
@@ -58,6 +58,7 @@ def _generate_from_disk(task: BenchmarkTask, dtype: torch.dtype, baseline_bytes:
 
 
 def _layers_on_disk(checkpoint: Path) -> dict[str, str]:
+    """The `device_map` with decoder layers on disk, and all other modules in memory."""
     from runtime.probing.meta import build_meta_model
 
     model = build_meta_model(AutoConfig.from_pretrained(checkpoint), torch.float32)
@@ -95,7 +96,8 @@ def generate_batch(
     device: torch.device,
     observer: StoppingCriteria | None = None,
 ) -> list[list[int]]:
-    """Greedy new tokens of left-padded prompts, ignoring the end of sequence. Calls `observer` after each step."""
+    """Generates greedily with left-padded prompts, ignoring the end of sequence. Returns the new tokens. Calls
+    `observer` after each step."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + [*prompt] for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
@@ -109,7 +111,7 @@ def generate_batch(
 
 
 class DeviceModel:
-    """A model that computes on a device. `num_forwards`: forwards since the start of the last measurement."""
+    """A model that computes on a device. `num_forwards`: the forwards of the last measurement."""
 
     def __init__(self, model: PreTrainedModel, device: ComputeDevice):
         self._model, self._device, self.num_forwards = model, device, 0
@@ -119,8 +121,9 @@ class DeviceModel:
         self.num_forwards += 1
 
     def largest_batch(self, prompts: Sequence[list[int]], free_memory: Callable[[], object]) -> int:
-        """Tries all prompts, then the longest half, quarter ... with each expert kernel. Returns the first size
-        that fits, and keeps its kernel. Also warms up. Raises an out-of-memory error if one prompt does not fit."""
+        """Tries to generate with all prompts, then with the longest half, quarter ..., and with each kernel for
+        experts. Returns the first number of prompts that fits, and keeps its kernel. Raises an out-of-memory error if
+        one prompt does not fit."""
         longest, size = sorted(prompts, key=len, reverse=True), len(prompts)
         while True:
             error = None
@@ -141,17 +144,17 @@ class DeviceModel:
             generate_batch(self._model, prompts, 2, self._device.torch_device)
         except (MemoryError, RuntimeError) as error:
             if is_out_of_memory(error):
-                return error.with_traceback(None)  # its frames keep the tensors that must be freed
+                return error.with_traceback(None)  # frames of the traceback would keep tensors in memory
             raise
         return None
 
     def measure(self, prompts: Sequence[list[int]], num_new_tokens: int) -> Result:
-        """Measures host seconds, with the device synchronized at both ends."""
+        """Measures the time on the host, and waits for the device before both readings of the clock."""
         clock = FirstTokenClock(self._device.wait_for_compute)
 
         def generate_all() -> dict[int, list[int]]:
             rows = generate_batch(self._model, prompts, num_new_tokens, self._device.torch_device, clock)
-            self._device.wait_for_compute()  # launches are asynchronous: time the device's work, not the host's
+            self._device.wait_for_compute()  # kernel launches are asynchronous
             return dict(enumerate(rows))
 
         self._device.wait_for_compute()
@@ -162,8 +165,11 @@ class DeviceModel:
 
 
 def expert_implementations(model: PreTrainedModel) -> Sequence[dict[str, str | None]]:
-    """Kernels for experts, by submodule: transformers' default, then grouped_mm in decode too if that is the default.
-    `generate` replaces it in decode by one that copies routed experts: fast for few tokens, much memory for many."""
+    """The kernels for experts to try, each a name by submodule.
+
+    The first is transformers' default. If that is grouped_mm, `generate` uses another kernel in decode, which copies
+    routed experts: fast for few tokens, but it needs much memory for many. So the second is grouped_mm in decode, too.
+    """
     names = {GROUPED_IN_DECODE: GROUPED}
     default = {key: names.get(name or "", name) for key, name in model.get_experts_implementation().items()}
     if GROUPED not in default.values():
@@ -173,7 +179,8 @@ def expert_implementations(model: PreTrainedModel) -> Sequence[dict[str, str | N
 
 
 class FirstTokenClock(StoppingCriteria):
-    """Records the time of the first token; never stops generation."""
+    """A stopping criterion that never stops. `seconds`: the time.monotonic() of the first token. `wait`: waits for the
+    device before."""
 
     def __init__(self, wait: Callable[[], object] = lambda: None):
         self._wait, self.seconds = wait, 0.0
@@ -188,7 +195,7 @@ class FirstTokenClock(StoppingCriteria):
 
 
 def build_model(path: Path, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """A model of a checkpoint's config with these tensors as its weights, by state dict name; copies nothing."""
+    """A model with the config of a checkpoint and `tensors` as its state dict. Copies no tensor."""
     from runtime.probing.meta import build_meta_model
 
     model = build_meta_model(AutoConfig.from_pretrained(path), next(iter(tensors.values())).dtype)
@@ -199,7 +206,8 @@ def build_model(path: Path, tensors: dict[str, torch.Tensor]) -> PreTrainedModel
 
 
 def offload_model(model: PreTrainedModel, device: ComputeDevice) -> DeviceModel:
-    """Offloads with accelerate: weights stay in host memory; each module copies its own for its forward."""
+    """Offloads with accelerate: weights stay in host memory, and are copied to the device for the forward of their
+    module."""
     from accelerate import cpu_offload
 
     cpu_offload(model, execution_device=device.torch_device)

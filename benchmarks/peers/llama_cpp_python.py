@@ -1,5 +1,8 @@
-"""llama.cpp through llama-cpp-python, in a separate environment. Decodes groups of `batch_size` sequences of similar
-length. Its products round to half precision or less, so tokens may differ. Loading is not timed."""
+"""Measures llama.cpp through llama-cpp-python, in a separate environment.
+
+Decodes batches of `batch_size` sequences of similar length. Products round to half precision or less, so tokens may
+differ from other contenders. Loading is not timed.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +19,7 @@ from ..contenders import Peer
 from ..instruction_sets import Isa, restriction
 from ..task import BenchmarkTask, Result, batches_by_length, drop_page_cache, measure_peer, random_prompts
 
-BATCH_TOKENS = 512  # of a call: llama.cpp's default for prompts
+BATCH_TOKENS = 512  # in a call of llama_decode: llama.cpp's default for prompts
 
 
 def generate(task: BenchmarkTask) -> Result:
@@ -29,7 +32,7 @@ def generate(task: BenchmarkTask) -> Result:
     baseline = resident_bytes()
     model_params = lib.llama_model_default_params()
     is_mapped = isinstance(task.entry, Peer) and task.entry.is_mapped
-    # Loaded, so that reading is not timed; mapped for a model that does not fit, where reading is part of its time.
+    # The weights are loaded before, so that reading is not timed. If they do not fit, they are mapped, and reading is.
     model_params.load_mode = lib.LLAMA_LOAD_MODE_MMAP if is_mapped else lib.LLAMA_LOAD_MODE_NONE
     model_params.use_extra_bufts = not is_mapped and _can_repack(task)  # makes repacked copies
     drop_page_cache(file)
@@ -61,8 +64,8 @@ def generate(task: BenchmarkTask) -> Result:
 
 
 def _can_repack(task: BenchmarkTask) -> bool:
-    """True if weights may be repacked for llama.cpp's AMX kernels. Not quantized ones: GCC 12 drops most of the tile
-    configuration that they load, and the processor rejects the rest."""
+    """True if weights may be repacked for llama.cpp's AMX kernels. AMX kernels for quantized weights crash: GCC 12
+    removes most stores of the tile configuration that they load."""
     peer = task.entry
     return isinstance(peer, Peer) and peer.isolation is not None and peer.isolation.gguf_kind == "F16"
 
@@ -76,10 +79,10 @@ class BatchDecoder:
         self.prefill_seconds = 0.0
 
     def generate(self, prompts: Sequence[list[int]], num_new_tokens: int) -> list[list[int]]:
-        """Greedy, `num_new_tokens` for each prompt."""
+        """Generates `num_new_tokens` tokens for each prompt, greedily."""
         begin = time.monotonic()
         last: dict[int, int] = {}
-        entries = [
+        entries = [  # as in `_decode`
             (token, position, row, position + 1 == len(prompt))
             for row, prompt in enumerate(prompts)
             for position, token in enumerate(prompt)
@@ -88,15 +91,16 @@ class BatchDecoder:
             last |= self._decode(entries[start : start + self._batch_tokens])
         self.prefill_seconds += time.monotonic() - begin
         tokens = [[last[row]] for row in range(len(prompts))]
-        for turn in range(num_new_tokens - 1):
-            step = [(tokens[row][-1], len(prompt) + turn, row, True) for row, prompt in enumerate(prompts)]
-            for row, token in self._decode(step).items():
+        for index in range(num_new_tokens - 1):
+            entries = [(tokens[row][-1], len(prompt) + index, row, True) for row, prompt in enumerate(prompts)]
+            for row, token in self._decode(entries).items():
                 tokens[row].append(token)
         self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
         return tokens
 
     def _decode(self, entries: Sequence[tuple[int, int, int, bool]]) -> dict[int, int]:
-        """The most likely next token by row. Entries: token, position, row, and True if its logits are needed."""
+        """Computes one batch. Returns the most likely next token by row. Each entry is a token, its position, its row,
+        and True if its logits are needed."""
         batch = self._batch
         batch.n_tokens = len(entries)
         for index, (token, position, row, needs_logits) in enumerate(entries):
@@ -113,4 +117,5 @@ class BatchDecoder:
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The worker's entry point (`benchmarks.worker`)."""
     yield asdict(generate(BenchmarkTask(**question)))

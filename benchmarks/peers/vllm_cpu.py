@@ -1,4 +1,4 @@
-"""vLLM's CPU build, in a separate environment, with prefix caching. Loading and warm-up are not timed."""
+"""Measures vLLM's CPU build, in a separate environment, with prefix caching. Loading and warm-up are not timed."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from ..instruction_sets import Isa, restriction
 from ..task import BenchmarkTask, Result, measure_peer, task_prompts
 
 KV_GIB = 2
-MIN_LENGTH = 1024  # positions of a sequence
+MIN_LENGTH = 1024  # of max_model_len, in positions
 LIBRARY = re.compile(r"/vllm/(_C\w*)\.\S*so\s*$", re.MULTILINE)  # vLLM's libraries in /proc/PID/maps
 
 
@@ -55,7 +55,7 @@ def generate(task: BenchmarkTask) -> Result:
 
 def hide_wider_instructions(isa: Isa, torch_cpu: Any) -> None:
     """Restricts vLLM to this instruction set. vLLM chooses its library (_C for AVX512-BF16 and AMX, _C_AVX512, _C_AVX2)
-    by functions of torch.cpu, which ignore environment variables such as ATEN_CPU_CAPABILITY, so this replaces them."""
+    by functions of torch.cpu. They ignore variables such as ATEN_CPU_CAPABILITY, and are replaced here."""
     hidden = ["_is_amx_tile_supported", "_is_amx_fp16_supported"]
     if isa is Isa.avx2:
         hidden += ["_is_avx512_supported", "_is_avx512_bf16_supported", "_is_vnni_supported"]
@@ -65,5 +65,5 @@ def hide_wider_instructions(isa: Isa, torch_cpu: Any) -> None:
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Entry point of the worker, see `benchmarks.worker`: yields the result of a `BenchmarkTask`."""
+    """The worker's entry point (`benchmarks.worker`)."""
     yield asdict(generate(BenchmarkTask(**question)))

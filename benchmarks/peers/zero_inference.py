@@ -1,5 +1,8 @@
-"""DeepSpeed's ZeRO-Inference: ZeRO stage 3 in one process, on the CPU in a separate environment, or with a device.
-Parameters are in host memory or in temporary files, and gathered for the forward of their module."""
+"""Measures DeepSpeed's ZeRO-Inference: ZeRO stage 3 in one process, on the CPU or a device.
+
+Parameters are in host memory or in temporary files. They are gathered, that is loaded as whole tensors, for the forward
+of their module. On the CPU, DeepSpeed is in a separate environment.
+"""
 
 import os
 import socket
@@ -44,11 +47,12 @@ def generate(task: BenchmarkTask) -> Result:
 
 
 def answers(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The worker's entry point (`benchmarks.worker`)."""
     yield asdict(generate(BenchmarkTask(**question)))
 
 
 def partition_model(model: PreTrainedModel, device: ComputeDevice) -> DeviceModel:
-    """Offloads with ZeRO: weights are copied to pinned memory and fetched one layer ahead."""
+    """Offloads with ZeRO: weights are copied to pinned host memory, and to the device one layer ahead."""
     _set_single_process()
     layer_elements = sum(p.numel() for name, p in model.named_parameters() if ".layers.0." in name)
     settings = zero_settings(
@@ -65,8 +69,8 @@ def partition_model(model: PreTrainedModel, device: ComputeDevice) -> DeviceMode
 def zero_settings(
     offload: dict[str, object], *, persistent_elements: int, prefetched_elements: int, live_elements: int
 ) -> dict[str, object]:
-    """Settings of ZeRO stage 3 as in DeepSpeed's examples of ZeRO-Inference; with its defaults, a model of 10^9
-    parameters stays gathered. Parameters of at most `persistent_elements` always stay gathered."""
+    """Settings of ZeRO stage 3, as in DeepSpeed's examples of ZeRO-Inference. With its defaults, up to 10^9 parameters
+    stay gathered. Parameters of at most `persistent_elements` elements always do."""
     return {
         "train_micro_batch_size_per_gpu": 1,  # required
         "zero_optimization": {
@@ -103,7 +107,8 @@ def _set_single_process() -> None:
 
 
 def _set_extensions_folder(folder: Path) -> None:
-    """Sets the folder of DeepSpeed's operators and removes locks of killed builds, which block forever."""
+    """Sets the folder in which DeepSpeed compiles its operators. Removes locks of killed builds, which would block
+    forever."""
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     for lock in folder.glob("*/lock"):
         lock.unlink()

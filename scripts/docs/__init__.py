@@ -1,1 +1,1 @@
-"""The pages of the documentation site: those of docs/, and a reference of settings generated from conf/."""
+"""Makes the pages of the documentation site: those of docs/, and a reference of settings from conf/."""

@@ -1,16 +1,16 @@
-"""The reference of settings, generated from the files and comments of conf/ like `weightstream JOB --help`."""
+"""Makes the reference of settings from the files and comments of conf/, as `weightstream JOB --help` does."""
 
 from collections.abc import Iterator
 
 from jobs.config.help import JobSettings, format_value, option_names, read_option
 
-# Commands with a section of their own. A group has one page, with the defaults of the first command that has it.
+# Commands with a section of their own. A group of settings has one page, with the defaults of the first command here.
 JOBS = ("generate", "score", "encode", "plan", "pack", "export", "report", "status", "metrics", "measure", "synthesize")
 JOBS += ("evaluate", "serve", "models", "trace")
 
 
 def group_pages() -> dict[str, str]:
-    """Markdown by page name: a page for each group of settings, and one for the commands' own keys."""
+    """Markdown by page name: a page for each group of settings, and one for the keys of commands outside of groups."""
     pages, commands = dict[str, str](), ["# Settings of each command", ""]
     commands += ["Keys that belong to no group. Groups such as `model` and `offload` have pages of their own.", ""]
     shown = set[str]()

@@ -10,18 +10,19 @@ from .stories import STORY, STORY_WEIGHT, story
 from .tasks import TASKS, Example
 
 HELD_BACK = 10  # every tenth prompt is never trained on
-ATTEMPTS = 5 * HELD_BACK  # for each example
+ATTEMPTS = 5 * HELD_BACK  # to find each evaluation example
 NUM_PER_TASK, NUM_STORIES, SAMPLE_SEED = 4, 4, 40
 
 
 def is_held_back(example: Example) -> bool:
-    """True if an example is for evaluation only; decided by its prompt, so no question is in both sets."""
+    """True if an example is for evaluation only. Depends on the prompt only, so that no question is in both sets."""
     is_closed = example.task != STORY and TASKS[example.task].is_closed
     return not is_closed and zlib.crc32(example.prompt.encode()) % HELD_BACK == 0
 
 
 def training_examples(seed: int) -> Iterator[Example]:
-    """Yields examples endlessly, tasks and stories by their weights; deterministic for a seed."""
+    """Yields random examples without end; tasks and stories are as frequent as their weights. The seed determines
+    them."""
     random = Random(seed)
     names = [*TASKS, STORY]
     weights = [*(task.weight for task in TASKS.values()), STORY_WEIGHT]
@@ -32,7 +33,7 @@ def training_examples(seed: int) -> Iterator[Example]:
 
 
 def evaluation_examples(task: str, count: int, seed: int) -> list[Example]:
-    """Up to `count` different examples of a task that are never trained on; any examples of a closed task."""
+    """Up to `count` different examples of a task. They are never trained on, except for a closed task."""
     random, examples = Random(f"{task} {seed}"), dict[str, Example]()
     is_closed = task != STORY and TASKS[task].is_closed
     for _ in range(ATTEMPTS * count):
@@ -43,7 +44,8 @@ def evaluation_examples(task: str, count: int, seed: int) -> list[Example]:
 
 
 def write_prompts(path: Path) -> None:
-    """Writes the prompts of dataset=tasks: examples of each task with references, and story openings without."""
+    """Writes the prompts of dataset=tasks: examples of each task with reference answers, and beginnings of stories
+    without references."""
     examples = [example for task in TASKS for example in evaluation_examples(task, NUM_PER_TASK, SAMPLE_SEED)]
     rows = [
         {"id": f"{example.task}-{index % NUM_PER_TASK + 1}", "task": example.task, "prompt": example.prompt}

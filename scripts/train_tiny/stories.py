@@ -1,4 +1,4 @@
-"""Short stories by a grammar: names and animals stay consistent, and lost things are found."""
+"""Generates short stories from templates and random words."""
 
 from random import Random
 

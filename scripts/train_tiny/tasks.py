@@ -11,7 +11,7 @@ QUESTION = "Q: {}\nA:"
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """A training example. `answer` begins with a space. `is_text`: the prompt is learned, too."""
+    """A training example. `answer` begins with a space. `is_text`: the tokens of the prompt are learned, too."""
 
     task: str
     prompt: str
@@ -21,9 +21,9 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingTask:
-    """`make` returns a question and its answer. `weight`: relative frequency in training. `chance`: accuracy of a guess
-    among the possible answers. `is_closed`: too few different questions to hold some back, so accuracy measures memory.
-    """
+    """A kind of question. `make`: returns a random question and its answer. `weight`: relative frequency in training.
+    `chance`: accuracy of a guess among the possible answers. `is_closed`: there are too few different questions to hold
+    some back for evaluation, so accuracy measures what the model has memorized."""
 
     make: Callable[[Random], tuple[str, str]]
     weight: float

@@ -1,4 +1,4 @@
-"""Trains a small Llama on the tasks and stories, with plain torch and one seed, and evaluates it on the way."""
+"""Trains a small Llama on tasks and stories with plain torch, and evaluates it at intervals."""
 
 import time
 from collections.abc import Iterator
@@ -27,25 +27,25 @@ SHAPE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All settings that determine the weights, besides the machine. `warmup_share`: fraction of the steps in which the
-    learning rate rises; a cosine decay to 0 follows. Optimizer: AdamW."""
+    """The settings of training. They determine the weights on a given machine. `warmup_share`: fraction of the steps in
+    which the learning rate rises; a cosine decay to 0 follows. Optimizer: AdamW."""
 
     seed: int = 0
     num_steps: int = 4000
-    num_rows: int = 8  # of a step
-    num_tokens: int = 128  # of a row
+    num_rows: int = 8  # in a step
+    num_tokens: int = 128  # in a row
     learning_rate: float = 3e-3
     warmup_share: float = 0.05
     weight_decay: float = 0.1
     vocab_size: int = 640
-    num_threads: int = 1  # another number gives other last bits
-    num_questions: int = 50  # examples of each task that are asked at a time
+    num_threads: int = 1  # another number changes the last bits of the weights
+    num_questions: int = 50  # of each task in an evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingProgress:
     """A line of the training table. `loss`: nats per token, the mean since the previous line. `accuracy`: by task, the
-    share of completely correct answers; for stories, of correct tokens."""
+    fraction of answers that are completely correct; for stories, the fraction of correct tokens."""
 
     step: int
     loss: float
@@ -117,8 +117,8 @@ def _step(
 def packed_batches(
     tokenizer: PreTrainedTokenizerFast, recipe: Recipe
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yields batches of tokens, labels and positions, (rows, tokens) each. Rows are concatenated examples; the last is
-    cut."""
+    """Yields batches: tokens, labels and positions, each (rows, tokens). A row is a concatenation of examples, cut at
+    its end."""
     examples = training_examples(recipe.seed + 1)
     while True:
         rows = [_packed_row(tokenizer, examples, recipe.num_tokens) for _ in range(recipe.num_rows)]
@@ -139,7 +139,7 @@ def _packed_row(
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, example: Example) -> tuple[list[int], list[int]]:
-    """Tokens of prompt, answer and end of sequence, and their labels. Question tokens are not learned."""
+    """The tokens of prompt, answer and end of sequence, and their labels. The tokens of questions are not learned."""
     prompt = tokenizer(example.prompt).input_ids
     answer = [*tokenizer(example.answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
     prompt_labels = [IGNORED, *prompt[1:]] if example.is_text else [IGNORED] * len(prompt)
@@ -148,7 +148,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, example: Example) -> tuple[list[i
 
 @torch.no_grad()
 def accuracies(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, num_questions: int) -> dict[str, float]:
-    """Share of held-back examples that greedy decoding answers completely, by task; of stories, of correct tokens."""
+    """The fraction of held-back examples that greedy decoding answers completely, by task; for stories, the fraction of
+    correct tokens."""
     model.eval()
     shares = dict[str, float]()
     for task in (*TASKS, STORY):

@@ -1,4 +1,4 @@
-"""The bundled model's tokenizer: byte-level BPE over its own examples, with single digits. Any text has tokens."""
+"""Trains the bundled model's tokenizer: byte-level BPE on its training examples. Each digit is a token of its own."""
 
 from itertools import islice
 

@@ -1,4 +1,4 @@
-"""The words that tasks and stories share, so that a small model sees each often."""
+"""The words of tasks and stories. They are few, so that a small model sees each word often."""
 
 NAMES = ("Tom", "Anna", "Mia", "Ben", "Lily", "Max", "Eva", "Sam", "Nora", "Leo", "Ida", "Paul")
 ANIMALS = ("cat", "dog", "bird", "mouse", "rabbit", "fox", "duck", "horse", "frog", "bear")

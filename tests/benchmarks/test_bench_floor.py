@@ -60,8 +60,8 @@ def test_each_matrix_of_layers_and_head_is_multiplied_once() -> None:
 
 
 def test_products_are_timed_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(floor, "LEAST_SECONDS", 0.002)
-    monkeypatch.setattr(floor, "MOST_COPIES", 3)
+    monkeypatch.setattr(floor, "MIN_SECONDS", 0.002)
+    monkeypatch.setattr(floor, "MAX_COPIES", 3)
     found = floor.measure(path=str(find_checkpoint(ModelConfig(), None)), rows=[2, 64], num_threads=1)
     assert found[64][0] > found[2][0] > 0
     assert found[2][1] > 0

@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from benchmarks import runner
 from benchmarks.config import BenchConfig
 from benchmarks.contenders import Contender, Isolation
-from benchmarks.measure import NOTHING
+from benchmarks.measure import EMPTY_RESULT
 from benchmarks.peers import gguf_export
 from benchmarks.peers.gguf_export import export_gguf
 from benchmarks.runner import install_environment
@@ -173,7 +173,7 @@ def test_weightstream_itself_must_run() -> None:
     def measure(task: BenchmarkTask) -> Result:
         if not task.is_check:
             raise WeightstreamError("broken")
-        return NOTHING
+        return EMPTY_RESULT
 
     with pytest.raises(WeightstreamError, match="broken"):
         run_suite(BenchConfig(contenders=[Contender.none]), ["somewhere"], lambda line: None, measure)
