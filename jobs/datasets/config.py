@@ -1,5 +1,8 @@
-"""Dataset settings and the entry point `read_rows`. `KINDS` contains the kinds that modules in `kinds/` define.
-`conf/dataset/*.yaml` mirrors `DatasetConfig` key for key."""
+"""The settings of a dataset, and the function that reads it, `read_rows`.
+
+`KINDS` has the kinds of input by name, from the modules in `kinds/`. conf/dataset/*.yaml has the same keys as
+`DatasetConfig`.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -28,7 +31,7 @@ _KIND_SPECIFIC_KEYS = frozenset[str]().union(*(kind.keys for kind in KINDS.value
 
 
 class DatasetKind(Enum):
-    """Enum of the names in `KINDS`."""
+    """The names of kinds, as in `KINDS`."""
 
     vars().update({name: name for name in KINDS})
 
@@ -42,13 +45,13 @@ class DatasetConfig(DatasetFields):
     def __post_init__(self) -> None:
         kind, name = KINDS[self.kind.name], f"dataset.kind={self.kind.value}"
         for field in fields(self):
-            unused = field.name in _KIND_SPECIFIC_KEYS - kind.keys
+            is_unused = field.name in _KIND_SPECIFIC_KEYS - kind.keys
             is_set = getattr(self, field.name) != field.default
             others = ", ".join(other for other, spec in KINDS.items() if field.name in spec.keys)
             error = f"dataset.{field.name} is not supported by {name}, only by dataset={others}"
-            if unused and is_set and field.name == "path" and (other := kind_from_suffix(self.path or "")):
+            if is_unused and is_set and field.name == "path" and (other := kind_from_suffix(self.path or "")):
                 error += f"; did you mean dataset={other}?"
-            require(not (unused and is_set), error)
+            require(not (is_unused and is_set), error)
         require("path" not in kind.keys or bool(self.path), f"{name} needs {kind.needs}")
         error = f"dataset.chat_template is not supported by {name}: each request defines whether it is a chat"
         require(not (kind.has_chats and self.chat_template), error)
@@ -69,12 +72,13 @@ class DatasetConfig(DatasetFields):
 
     @property
     def source_name(self) -> str:
-        """The path, or the kind for inputs without one; for messages."""
+        """The name of the input in messages: its path, or its kind if it has no path."""
         return self.path or f"dataset={self.kind.value}"
 
 
 def require_usable(config: DatasetConfig, rows: Iterable[Row], problem: Callable[[Row], str | None]) -> None:
-    """Raises DatasetError if every row has a problem, or there are no rows. Reads up to the first usable row."""
+    """Raises DatasetError if every row has a problem, or if there are no rows. Reads `rows` up to the first without a
+    problem. `problem`: returns why a row cannot be used, or None."""
     num_rows, first_reason = 0, ""
     for row in rows:
         reason = problem(row)
@@ -94,20 +98,21 @@ def _no_rows_error(config: DatasetConfig) -> DatasetError:
 
 
 def check_first_rows(config: DatasetConfig) -> None:
-    """Reads a local input up to its first usable row, so that a wrong column fails before slow imports. Raises
+    """Reads a local input up to its first usable row, so that a wrong setting fails before slow imports. Raises
     DatasetError."""
     path, kind = config.path, config.kind.name
     if path is None or is_url(path) or kind == "hub" or config.window_tokens is not None:
         return
     rows = islice(KINDS[kind].rows(config, None), config.limit)
-    if kind == "openai_batch":  # each bad line gets an error
+    if kind == "openai_batch":  # a file may consist of bad lines only: each gets an error in the output
         next(rows, None)
     else:
         require_usable(config, rows, lambda row: row.error)
 
 
 def input_kind_hint(config: DatasetConfig) -> str:
-    """A hint for an input without usable rows: the kind that its first file looks like. Empty if there is none."""
+    """A hint for an input without usable rows: the kind that its first file looks like. Empty if the file is of this
+    kind or of no known kind."""
     kind = config.kind.name
     if not config.path or is_url(config.path) or kind == "hub":
         return ""
@@ -117,9 +122,10 @@ def input_kind_hint(config: DatasetConfig) -> str:
 
 
 def read_rows(config: DatasetConfig, *, count_tokens: CountTokens | None = None, encodes: bool = False) -> list[Row]:
-    """Reads all rows of a dataset: limited, repeated, with unique ids, in an order that depends on the input only.
+    """Reads all rows of a dataset, with `limit`, `repeat` and `dedupe` applied. Their order depends on the input only.
 
-    `encodes`: True for jobs that encode instead of generate. `count_tokens`: required with `dataset.window_tokens`.
+    `encodes`: True for jobs that encode instead of generate. `count_tokens`: counts the tokens of a text; required with
+    `dataset.window_tokens`.
 
     Raises ConfigError without a required `count_tokens`. Raises DatasetError if the dataset cannot be used: not found,
     unreadable, empty, a missing column, duplicate ids (`dedupe=refuse`), a bad row (`on_bad_row=fail`).

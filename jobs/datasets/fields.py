@@ -1,4 +1,7 @@
-"""Dataset settings that readers and row rules use: everything except the kind, and the shard of a process."""
+"""The settings of a dataset except its kind, and the settings of a shard.
+
+A setting with a name in `_field` is the name of a field of the input, such as a column.
+"""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,50 +10,54 @@ from runtime.config.settings import require
 from runtime.config.texts import require_plain_url
 from runtime.units import GIB, MIB
 
-MAX_ROWS = 50_000_000  # in memory at once, a few KiB each
-WINDOW_ROWS = 200_000  # in memory at once for larger inputs: below 1 GiB for short rows
-MAX_INPUT_ROWS = 10**12  # for inputs read in windows
+MAX_ROWS = 50_000_000  # that may be in memory; a row has a few KiB
+WINDOW_ROWS = 200_000  # of a window, the part of a larger input that is in memory: below 1 GiB for short rows
+MAX_INPUT_ROWS = 10**12  # of an input that is read in windows
 
-OVERRIDE_FIELDS = (  # per-row sampling overrides
+OVERRIDE_FIELDS = (  # settings for fields with a sampling setting of a row
     *("max_new_tokens_field", "temperature_field", "stop_field", "json_schema_field", "regex_field"),
     "choice_field",
 )
 
-TEMPLATE_KEYWORDS = frozenset(  # reserved by `apply_chat_template`: no setting or row may pass them
+TEMPLATE_KEYWORDS = frozenset(  # arguments of `apply_chat_template` that no setting or row may set
     {"conversation", "conversations", "messages", "chat_template", "tokenize", "tools"}
     | {"add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"}
 )
 
 
 class DuplicatePolicy(Enum):
-    """Handling of rows with the same id: `refuse` the input, or keep the `first` of them."""
+    """What happens to rows with the same id: `refuse` is an error, `first` keeps only the first row of each id."""
 
     refuse = "refuse"
     first = "first"
 
 
 class BadRowPolicy(Enum):
-    """Handling of an unreadable row: an `error_row` in the output, or `fail` before anything is generated."""
+    """What happens to an unreadable row: `error_row` writes it to the output with its error, `fail` stops the run
+    before generation."""
 
     error_row = "error_row"
     fail = "fail"
 
 
 class ReasoningMode(Enum):
+    """The task of HELM's synthetic reasoning."""
+
     pattern_match = "pattern_match"
     variable_substitution = "variable_substitution"
     induction = "induction"
 
 
 class EvaluationSplit(Enum):
-    """Split of HELM's synthetic reasoning to run; HELM itself samples from both."""
+    """The split of HELM's synthetic reasoning. HELM itself samples from both."""
 
     test = "test"
     valid = "valid"
 
 
 class Turns(Enum):
-    """Turns of a multi-turn question to run: the `first`, or `all`, each with earlier turns and answers as context."""
+    """The turns (user messages) of a multi-turn question that are answered: the `first`, or `all`. The context of a
+    later turn is the earlier turns and their answers."""
 
     first = "first"
     all = "all"
@@ -58,7 +65,8 @@ class Turns(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetFields:
-    """Location of a dataset, names of its fields, and processing of its rows; each kind uses some of these."""
+    """Where a dataset is, the names of its fields, and how its rows are processed. Each kind uses some of these
+    settings."""
 
     path: str | None = None  # a file or a directory of files; for hub: a hub id or a local directory
     prompt: str | None = None  # for dataset=prompt: the single prompt
@@ -68,11 +76,11 @@ class DatasetFields:
     turns_field: str | None = None  # instead of prompt_field: a list of user messages, one per turn
     turns: Turns = Turns.first  # for dataset=mtbench
     template: str | None = None  # instead of prompt_field: a format string, `Question: {question}\nAnswer:`
-    few_shot_path: str | None = None  # few-shot examples: `num_examples` of them, drawn with seed `trial`
-    few_shot_template: str | None = None  # format string of an example, answer included
+    few_shot_path: str | None = None  # file of few-shot examples, of which `num_examples` are drawn
+    few_shot_template: str | None = None  # format string of an example with its answer
     tools_field: str | None = None  # a list of tools for the chat template
     id_field: str | None = None  # null: the row's number in the input, counted from 0
-    max_new_tokens_field: str | None = None  # per-row sampling.max_new_tokens; null in a row: the run's
+    max_new_tokens_field: str | None = None  # per-row sampling.max_new_tokens; a null value: the setting of the run
     temperature_field: str | None = None  # per-row sampling.temperature
     stop_field: str | None = None  # per-row sampling.stop: a string or a list of strings
     json_schema_field: str | None = None  # per-row sampling.json_schema: an object, or its JSON
@@ -84,7 +92,7 @@ class DatasetFields:
     hub_split: str = "train"
     hub_revision: str | None = None
 
-    answers_path: str | None = None  # answers to judge: a run, a FastChat file, or a directory of them
+    answers_path: str | None = None  # answers to judge: a run, a FastChat file, or a directory of FastChat files
     baseline_path: str | None = None  # answers of one baseline model for pairwise judging, in both orders
     references_path: str | None = None  # reference answers in FastChat's format; null: from the questions
     judge_prompts_path: str | None = None  # judge prompts in FastChat's format; null: the bundled ones
@@ -93,7 +101,7 @@ class DatasetFields:
     split: EvaluationSplit = EvaluationSplit.test
     trial: int = 0  # seed of the in-context examples: HELM's train trial index
     num_examples: int = 5  # in-context examples per prompt
-    examples_path: str | None = None  # source of the examples; null: `path`, minus the rows used
+    examples_path: str | None = None  # source of the examples; null: rows of `path`, which are then no prompts
     article_field: str = "article"
     summary_field: str = "summary"
     window_tokens: int | None = None  # limit for prompt + reserve_tokens; null: no truncation
@@ -119,7 +127,7 @@ class DatasetFields:
 
     @property
     def has_turns(self) -> bool:
-        """True if a row may be a multi-turn chat; each later turn is a separate run."""
+        """True if a row may have several turns. Each later turn is computed by a separate run."""
         return self.turns_field is not None or self.turns is Turns.all
 
     def __post_init__(self) -> None:
@@ -129,10 +137,10 @@ class DatasetFields:
             require(bool(getattr(self, key)), f"dataset.{key} is empty")
         optional = ("messages_field", "id_field", "json_field", "hub_config", "hub_revision", "examples_path")
         optional += ("answers_path", "baseline_path", "references_path", "judge_prompts_path")
-        forms = ("template", "few_shot_path", "few_shot_template", "tools_field", "turns_field")
-        for key in (*optional, *forms, *OVERRIDE_FIELDS):
+        text_keys = ("template", "few_shot_path", "few_shot_template", "tools_field", "turns_field")
+        for key in (*optional, *text_keys, *OVERRIDE_FIELDS):
             require(getattr(self, key) != "", f"dataset.{key} is empty; use null to leave it unset")
-        # Exactly one source of the prompt, with all keys that it needs.
+        # Exactly one setting says where the prompt is.
         chats = [key for key in ("messages_field", "turns_field") if getattr(self, key) is not None]
         require(len(chats) < 2, "dataset.messages_field and dataset.turns_field exclude each other: set one of them")
         for key in ("template", "few_shot_path"):
@@ -177,7 +185,7 @@ class DatasetFields:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardConfig:
-    """Rows that this process handles: every `count`-th, starting at `index`."""
+    """The rows that this process computes: every `count`-th row of the input, beginning with row `index`."""
 
     index: int = 0
     count: int = 1

@@ -1,4 +1,4 @@
-"""Input files: resolving paths, opening and decompressing, and error messages."""
+"""Input files: finds, opens and decompresses them, and makes error messages about them."""
 
 import bz2
 import codecs
@@ -25,8 +25,8 @@ from runtime.units import MIB
 CHUNK_BYTES, HEAD_BYTES = MIB, MIB // 16
 COMPRESSION_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
-PARQUET, TAR, TAR_OFFSET = b"PAR1", b"ustar", 257
-UNSUPPORTED_MAGIC = {  # formats with rows that are not text, by magic bytes
+PARQUET, TAR, TAR_OFFSET = b"PAR1", b"ustar", 257  # magic bytes; those of tar are at byte 257
+UNSUPPORTED_MAGIC = {  # formats that are not text, by magic bytes: the end of an error message
     PARQUET: "Parquet: set dataset=parquet",
     b"ARROW1": "an Arrow file: convert it to Parquet, and set dataset=parquet",
     b"PK\x03\x04": "a zip archive or a spreadsheet: unpack it, or save it as CSV",
@@ -40,7 +40,7 @@ KIND_BY_SUFFIX = {
     ".parquet": "parquet",
 }
 KIND_NAMES = {"csv": "CSV", "jsonl": "JSON", "parquet": "Parquet"}
-CACHE_DIR: ContextVar[str | None] = ContextVar("COPIES", default=None)  # offload.cache_dir of the run
+CACHE_DIR: ContextVar[str | None] = ContextVar("COPIES", default=None)  # offload.cache_dir of the run, for downloads
 
 
 def require_existing_path(path: str, key: str = "path") -> Path:
@@ -56,8 +56,8 @@ def require_existing_path(path: str, key: str = "path") -> Path:
 
 
 def list_files(path: str, suffixes: tuple[str, ...], key: str = "path") -> list[Path]:
-    """Lists the file `path`, or the files in the directory `path` that end in one of `suffixes`, sorted by name. A URL
-    is downloaded to the cache first.
+    """Returns the file `path`, or the files of the directory `path` with one of `suffixes`, sorted by name. A URL is
+    downloaded to the cache first.
 
     Skips names that begin with `.` or `_`, as Parquet readers do. Raises DatasetError, and the errors of `local_copy`.
     """
@@ -75,7 +75,7 @@ def list_files(path: str, suffixes: tuple[str, ...], key: str = "path") -> list[
     return files
 
 
-@cache  # one download per process: repeated reads must see the same bytes
+@cache  # downloads once in a process, so that all reads see the same bytes
 def _download_copy(url: str, suffixes: tuple[str, ...], key: str) -> Path:
     patterns = [f"[!_.]*{suffix}" for suffix in suffixes]
     return local_copy(ObjectStore(url, f"dataset.{key}"), cache_root(CACHE_DIR.get()), patterns, DatasetError)
@@ -108,8 +108,8 @@ def open_bytes(path: Path) -> io.BufferedReader:
 
 
 def detect_compression(path: Path) -> str | None:
-    """Returns the compression of a file by its magic bytes, or None. Raises OSError if only its suffix indicates
-    compression."""
+    """Returns the compression of a file by its magic bytes, or None. Raises OSError if its suffix is that of a
+    compressed file, but its content is not compressed."""
     with path.open("rb") as file:
         head = file.read(max(map(len, COMPRESSION_MAGIC)))
     compression = next((name for magic, name in COMPRESSION_MAGIC.items() if head.startswith(magic)), None)
@@ -135,22 +135,22 @@ def _transcode_utf16(stream: io.BufferedReader) -> Iterator[bytes]:
 
 
 class _ChunkStream(io.RawIOBase):
-    """Raw stream over an iterator of byte chunks."""
+    """A raw stream of the bytes of an iterator."""
 
     def __init__(self, chunks: Iterator[bytes]):
-        self._chunks, self._left = chunks, memoryview(b"")
+        self._chunks, self._remaining = chunks, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._left:
+        while not self._remaining:
             chunk = next(self._chunks, None)
             if chunk is None:
                 return 0
-            self._left = memoryview(chunk)
-        num_bytes = min(len(buffer), len(self._left))
-        buffer[:num_bytes], self._left = self._left[:num_bytes], self._left[num_bytes:]
+            self._remaining = memoryview(chunk)
+        num_bytes = min(len(buffer), len(self._remaining))
+        buffer[:num_bytes], self._remaining = self._remaining[:num_bytes], self._remaining[num_bytes:]
         return num_bytes
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class _ChunkStream(io.RawIOBase):
 
 
 def skip_bytes(stream: io.BufferedReader, num_bytes: int) -> None:
-    """Seeks `num_bytes` from the start; compressed streams are read and discarded instead."""
+    """Skips the first `num_bytes` of a stream: by seeking, or by reading if it is compressed."""
     if isinstance(stream.raw, io.FileIO):
         stream.seek(num_bytes)
         return
@@ -169,7 +169,7 @@ def skip_bytes(stream: io.BufferedReader, num_bytes: int) -> None:
 
 
 def other_kind_hint(path: Path, kind: str) -> str:
-    """A hint that names the kind that a file looks like; empty if that is `kind` or unknown."""
+    """A hint with the kind that a file looks like. Empty if it looks like `kind`, or like no known kind."""
     other = ""
     with suppress(DatasetError), translate_read_errors(path):
         with path.open("rb") as file:
@@ -184,13 +184,13 @@ def other_kind_hint(path: Path, kind: str) -> str:
 
 
 def _has_equal_columns(text: str, delimiter: str) -> bool:
-    """True if the first two lines have the same number of delimiters, at least one."""
+    """True if the first two lines have the same number of delimiters, and at least one."""
     counts = {line.count(delimiter) for line in text.splitlines()[:2] if line}
     return len(counts) == 1 and 0 not in counts
 
 
 def kind_from_suffix(name: str) -> str | None:
-    """Dataset kind for a file name's suffix, or None."""
+    """The kind of dataset for the suffix of a file name, or None."""
     stem = strip_compression_suffix(name)
     return next((kind for ending, kind in KIND_BY_SUFFIX.items() if stem.endswith(ending)), None)
 
@@ -201,13 +201,13 @@ def strip_compression_suffix(name: str) -> str:
 
 
 def with_compressed_suffixes(*endings: str) -> tuple[str, ...]:
-    """The given suffixes, plain and with each compression suffix appended."""
+    """The given suffixes, without and with each compression suffix."""
     return tuple(ending + more for ending in endings for more in ("", *COMPRESSED_SUFFIXES))
 
 
 def read_bounded_lines(stream: io.BufferedReader, max_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Yields each line and its length in bytes; lines end at byte 10 or the end of the file. A line longer than
-    `max_bytes`, line end excluded, is truncated; the rest is skipped without being held in memory."""
+    """Yields each line, with its length in bytes. Only a newline character (byte 10) ends a line. A line of more than
+    `max_bytes` without its end is truncated, so that it is never in memory as a whole; its length is the full one."""
     while line := stream.readline(max_bytes + len(b"\r\n")):
         num_bytes, end = len(line), line[-1:]
         while num_bytes > max_bytes and end != b"\n" and (more := stream.readline(CHUNK_BYTES)):
@@ -217,7 +217,7 @@ def read_bounded_lines(stream: io.BufferedReader, max_bytes: int) -> Iterator[tu
 
 @contextmanager
 def translate_read_errors(path: Path) -> Iterator[None]:
-    """Context manager: raises file system and decompression errors as DatasetError with the file's name."""
+    """Turns errors of the file system and of decompression into DatasetError with the name of the file."""
     try:
         yield
     except (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:

@@ -1,4 +1,4 @@
-"""Helpers for HELM inputs: selection of in-context examples; parsing and hashing of requests of its dry run."""
+"""Functions for HELM inputs: select in-context examples, and parse and hash the requests of a dry run."""
 
 import hashlib
 import json
@@ -30,10 +30,11 @@ ItemT = TypeVar("ItemT", bound=Item)
 
 
 def choose_examples(items: Sequence[ItemT], count: int, trial: int) -> list[ItemT]:
-    """Selects HELM's in-context examples for all prompts of a trial: `count` of `items`, or all if there are fewer.
+    """Selects the in-context examples of a trial as HELM does: `count` of `items`, or all if there are fewer.
 
-    Classes (answers) take turns, the most frequent first, ties in random order; each turn takes one random item of its
-    class. Draws match Python's `random` seeded with `trial`.
+    Items with the same answer are a class. The classes are sorted by size, the largest first, and classes of the same
+    size are shuffled. One random item is taken from each class in this order, repeatedly, until there are enough. The
+    random numbers are those of Python's `random` with the seed `trial`.
     """
     rng = random.Random(trial)
     items_by_answer: dict[str, list[ItemT]] = defaultdict(list)
@@ -46,16 +47,16 @@ def choose_examples(items: Sequence[ItemT], count: int, trial: int) -> list[Item
     for size in sorted(answers_by_size, reverse=True):
         rng.shuffle(answers_by_size[size])
         ordered_answers += answers_by_size[size]
-    turns = cycle(ordered_answers)
+    next_answers = cycle(ordered_answers)
     examples: list[ItemT] = []
     while len(examples) < min(count, len(items)):
-        remaining_items = items_by_answer[next(turns)]
+        remaining_items = items_by_answer[next(next_answers)]
         if remaining_items:
             examples.append(remaining_items.pop(rng.randrange(len(remaining_items))))
     return examples
 
 
-REQUEST_DEFAULTS: Mapping[str, Json] = {  # of HELM's `Request`, without model names
+REQUEST_DEFAULTS: Mapping[str, Json] = {  # defaults of HELM's `Request`, without model names
     "embedding": False,
     "prompt": "",
     "temperature": 1.0,
@@ -73,7 +74,7 @@ REQUEST_DEFAULTS: Mapping[str, Json] = {  # of HELM's `Request`, without model n
     "image_generation_parameters": None,
     "response_format": None,
 }
-UNSUPPORTED_FIELDS: Mapping[str, str] = {  # error message for a non-default value
+UNSUPPORTED_FIELDS: Mapping[str, str] = {  # the error for another value than the default
     "embedding": "is not supported: this run generates text",
     "echo_prompt": "is not supported: use weightstream score for scores of a prompt",
     "presence_penalty": "is not supported",
@@ -85,7 +86,7 @@ UNSUPPORTED_FIELDS: Mapping[str, str] = {  # error message for a non-default val
 
 
 def request_digest(request: Mapping[str, Json]) -> str:
-    """Hash (32 characters) of all fields of a request except the model; equal requests have equal digests."""
+    """A hash of all fields of a request except the model, 32 hexadecimal characters."""
     values = {key: request.get(key, default) for key, default in REQUEST_DEFAULTS.items()}
     integers = {key: int(value) for key, value in values.items() if isinstance(value, float) and value.is_integer()}
     text = json.dumps({**values, **integers}, sort_keys=True)
@@ -93,7 +94,8 @@ def request_digest(request: Mapping[str, Json]) -> str:
 
 
 def read_request(request: Fields, *, may_be_chat: bool) -> tuple[Content, SamplingOverrides]:
-    """Parses a HELM request: content and sampling overrides. Raises BadRecord naming the field."""
+    """Parses a HELM request. Returns its content and its sampling settings. Raises BadRecord with the name of the
+    field."""
     fields = {key: REQUEST_DEFAULTS[key] if request.get(key) is None else request[key] for key in REQUEST_DEFAULTS}
     for key, reason in UNSUPPORTED_FIELDS.items():
         if fields[key] != REQUEST_DEFAULTS[key]:

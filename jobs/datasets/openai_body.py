@@ -1,5 +1,6 @@
-"""Parses request bodies in OpenAI's format, with vLLM's extensions for sampling, embeddings and scores. An unsupported
-field is an error of its request, so none is silently ignored.
+"""Parses request bodies in OpenAI's format, with vLLM's extensions for sampling, embeddings and scores.
+
+A field that is not supported is an error of its request, unless its value has no effect.
 """
 
 import json
@@ -16,7 +17,7 @@ from .fields import TEMPLATE_KEYWORDS
 from .records import BadRecord, Content, Fields, Json, check_messages, check_objects, check_text, shorten
 from .rows import EncodeInputs
 
-MAX_TOP_LOGPROBS = 20  # as OpenAI's own
+MAX_TOP_LOGPROBS = 20  # as at OpenAI
 MAX_SEED = 2**63 - 1
 
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
@@ -24,7 +25,7 @@ CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
 IGNORED_FIELDS = frozenset(  # accepted with any value; no effect on the answer
     {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
 )
-NO_EFFECT_VALUES: Mapping[str, tuple[Json, ...]] = {  # values that equal the default behavior
+NO_EFFECT_VALUES: Mapping[str, tuple[Json, ...]] = {  # accepted values of fields that are not supported
     "stream": (False,),
     "store": (False,),
     "echo": (False,),
@@ -44,13 +45,14 @@ NO_EFFECT_VALUES: Mapping[str, tuple[Json, ...]] = {  # values that equal the de
     "use_beam_search": (False,),
     "priority": (0,),
 }
+# Deprecated fields of vLLM: the kind of constraint.
 GUIDED_FIELDS = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-STRUCTURE_FIELDS = frozenset({"response_format", "structured_outputs", *GUIDED_FIELDS})  # OpenAI's and vLLM's
+STRUCTURE_FIELDS = frozenset({"response_format", "structured_outputs", *GUIDED_FIELDS})  # of OpenAI and vLLM
 VLLM_FIELDS = frozenset({"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"})
 SAMPLING_FIELDS = frozenset(
     {"max_tokens", "temperature", "top_p", "stop", "n", "seed", "logprobs", *STRUCTURE_FIELDS, *VLLM_FIELDS}
 )
-ALTERNATIVES = {  # supported ways to get the same effect
+ALTERNATIVES = {  # what to set instead
     "reasoning_effort": "body.chat_template_kwargs, if the model's template has it"
 }
 
@@ -58,7 +60,8 @@ ParsedRequest: TypeAlias = tuple[Content, SamplingOverrides]
 
 
 def read_chat(body: Fields) -> ParsedRequest:
-    """Parses a chat completion body: messages, tools and sampling overrides. Raises BadRecord naming the field."""
+    """Parses the body of a chat completion: messages, tools and sampling settings. Raises BadRecord with the name of
+    the field."""
     known = {"messages", "tools", "chat_template_kwargs", "max_completion_tokens", "top_logprobs"}
     fields = supported_fields(body, SAMPLING_FIELDS | known)
     messages = fields.get("messages")
@@ -88,7 +91,7 @@ def read_chat(body: Fields) -> ParsedRequest:
 
 
 def read_completion(body: Fields) -> ParsedRequest:
-    """Parses a completion body: prompt and sampling overrides. Raises BadRecord naming the field."""
+    """Parses the body of a completion: prompt and sampling settings. Raises BadRecord with the name of the field."""
     fields = supported_fields(body, SAMPLING_FIELDS | {"prompt"})
     logprobs = _read_integer(fields, "logprobs", maximum=MAX_TOP_LOGPROBS)
     num_logprobs = None if logprobs is None else max(1, logprobs)
@@ -96,7 +99,7 @@ def read_completion(body: Fields) -> ParsedRequest:
 
 
 def _read_prompt(value: Json) -> Content:
-    """Reads one string or one list of token ids, alone or as the only item of a list."""
+    """Reads one prompt, a string or a list of token ids. It may be the only item of a list."""
     prompt = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list) else value
     if not isinstance(prompt, list):
         return Content(prompt=check_text(prompt, "body.prompt"))
@@ -109,7 +112,7 @@ def _read_prompt(value: Json) -> Content:
 
 
 def parse_token_ids(value: list[Json]) -> tuple[int, ...] | None:
-    """Returns token ids; None if the list is empty or has other items."""
+    """Returns the token ids in a list. Returns None if the list is empty, or has an item that is not an integer."""
     ids = tuple(token for token in value if isinstance(token, int) and not isinstance(token, bool))
     return ids if ids and len(ids) == len(value) else None
 
@@ -120,8 +123,8 @@ ENDPOINTS: Mapping[str, Callable[[Fields], ParsedRequest]] = {CHAT_URL: read_cha
 def supported_fields(
     body: Fields, known: AbstractSet[str], no_effect: Mapping[str, tuple[Json, ...]] = NO_EFFECT_VALUES
 ) -> Fields:
-    """The fields that are not null. Raises BadRecord for a field that is not in `known`, unless its value has no
-    effect."""
+    """The fields of a body that are not null. Raises BadRecord for a field that is not in `known`, unless its value has
+    no effect. `no_effect`: such values by field."""
     fields: Fields = {key: value for key, value in body.items() if value is not None}
     for key, value in fields.items():
         if key == "model" or key in known | IGNORED_FIELDS:
@@ -161,7 +164,7 @@ def _read_overrides(fields: Fields, logprobs: int | None) -> SamplingOverrides:
 
 
 class _StructuredOutput(TypedDict, total=False):
-    """Structured output constraint, with the field names of `SamplingOverrides`."""
+    """The constraint of structured output, with the field names of `SamplingOverrides`. At most one is set."""
 
     json_schema: str
     regex: str
@@ -170,7 +173,8 @@ class _StructuredOutput(TypedDict, total=False):
 
 
 def _read_structured_output(fields: Fields) -> _StructuredOutput:
-    """Reads the constraint from OpenAI's or vLLM's fields; at most one may be set. Schemas are compiled later."""
+    """Reads the constraint from the fields of OpenAI or vLLM; at most one may be set. Schemas are compiled later."""
+    # kind of constraint, its value, and the path of its field for messages
     structures: list[tuple[str, Json, str]] = [
         (GUIDED_FIELDS[key], fields[key], f"body.{key}") for key in GUIDED_FIELDS if key in fields
     ]
@@ -184,6 +188,7 @@ def _read_structured_output(fields: Fields) -> _StructuredOutput:
 
 
 def _vllm_structures(value: Json) -> list[tuple[str, Json, str]]:
+    """The constraints in vLLM's field, as in `_read_structured_output`."""
     where = "body.structured_outputs"
     if not isinstance(value, dict):
         raise BadRecord(f"{where} is not an object")
@@ -194,6 +199,7 @@ def _vllm_structures(value: Json) -> list[tuple[str, Json, str]]:
 
 
 def _parse_response_format(value: Json) -> list[tuple[str, Json, str]]:
+    """The constraint in OpenAI's field, as in `_read_structured_output`. Empty if there is none."""
     where = "body.response_format"
     if not isinstance(value, dict):
         raise BadRecord(f"{where} is not an object")
@@ -269,7 +275,8 @@ INPUT_FIELDS = frozenset({"input", "text_1", "text_2"})
 
 
 def read_embeddings(body: Fields) -> EncodeInputs:
-    """Parses an embeddings body: strings or token ids. Raises BadRecord naming the field."""
+    """Parses the body of an embeddings request: strings or lists of token ids. Raises BadRecord with the name of the
+    field."""
     if body.get("dimensions") is not None:
         raise BadRecord("body.dimensions is not supported: vectors have the model's hidden size")
     fields = supported_fields(body, {"input", "encoding_format"}, ENCODE_NO_EFFECT_VALUES)
@@ -284,7 +291,7 @@ def read_embeddings(body: Fields) -> EncodeInputs:
 
 
 def read_score(body: Fields) -> EncodeInputs:
-    """Parses a score body: pairs of strings. Raises BadRecord naming the field."""
+    """Parses the body of a score request: pairs of strings. Raises BadRecord with the name of the field."""
     fields = supported_fields(body, {"text_1", "text_2"}, ENCODE_NO_EFFECT_VALUES)
     firsts, seconds = _read_texts(fields, "text_1"), _read_texts(fields, "text_2")
     if len(firsts) not in (1, len(seconds)):
@@ -302,13 +309,16 @@ ENCODE_ENDPOINTS: Mapping[str, Callable[[Fields], EncodeInputs]] = {
 
 
 def parse_endpoint(url: Json) -> str | None:
-    """Maps a url to an endpoint, also without `/v1` (Azure) or with a trailing slash. Returns None if unknown."""
-    path, known = url.rstrip("/") if isinstance(url, str) else "", {*ENDPOINTS, *ENCODE_ENDPOINTS}
+    """Returns the endpoint of a url, or None if it is unknown. The url may lack `/v1` (Azure) or have a trailing
+    slash."""
+    path = url.rstrip("/") if isinstance(url, str) else ""
+    known = {*ENDPOINTS, *ENCODE_ENDPOINTS}
     return next((endpoint for endpoint in (path, f"/v1{path}") if endpoint in known), None)
 
 
 def summarize_body(body: Fields) -> Fields:
-    """The body to store in each output row. Each input has a row, so a list of several is replaced by its digest."""
+    """The body that is stored in each output row. A list of several inputs is replaced by its length and digest,
+    because each of its inputs has an output row."""
     summary = dict(body)
     for key in INPUT_FIELDS & body.keys():
         value = body[key]
@@ -318,7 +328,7 @@ def summarize_body(body: Fields) -> Fields:
 
 
 def count_inputs(summary: Json) -> int:
-    """The number of inputs in a field of `summarize_body`."""
+    """The number of inputs that a field of `summarize_body` stands for."""
     count = summary.get("count") if isinstance(summary, dict) else None
     return count if isinstance(count, int) else 1
 

@@ -1,4 +1,7 @@
-"""Validation of one input record: id, prompt, columns and sampling overrides; raises BadRecord if it is unusable."""
+"""Reads the fields of one record, an item of an input: id, prompt, messages, tools and sampling settings.
+
+All functions raise BadRecord if a field cannot be used. `what` and `where` are names of a value for its message.
+"""
 
 import json
 import math
@@ -28,7 +31,7 @@ TYPE_NAMES = {
 }
 NUM_FIELDS_LISTED = 8
 MAX_INDEX_DIGITS = 9
-SHAREGPT_ROLES = {  # by the value of `from` in ShareGPT-like files
+SHAREGPT_ROLES = {  # the role for each value of `from` in files like ShareGPT's
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "model"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
@@ -39,13 +42,14 @@ NO_OVERRIDES = SamplingOverrides()
 
 
 class BadRecord(ValueError):
-    """Reason why one record cannot be used; becomes the error of its row and never leaves this package."""
+    """The reason why a record cannot be used. It becomes the error of the record's row, and is never raised to callers
+    of this package."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """An item of an input: its fields, or the error if it cannot be read. `name`: `file:line`. `location`: prefix of
-    every error about the record."""
+    """An item of an input: its fields, or the error if it cannot be read. `name`: `file:line`. `location`: where it is,
+    the prefix of every error about the record."""
 
     name: str
     location: str
@@ -54,15 +58,15 @@ class Record:
 
     @property
     def source(self) -> str:
-        """File name, or Hub dataset."""
+        """The name of the file, or of the Hub dataset."""
         return self.name.rpartition(":")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """Request of a record: a prompt as text or token ids (`prompt_ids`), or messages with an empty prompt. `reference`:
-    the correct answer in the record. `template_kwargs`: extra arguments of the chat template. `later_turns`: user
-    messages of the following turns."""
+    """The request of a record: a prompt as text or as token ids (`prompt_ids`), or the messages of a chat. `reference`:
+    the correct answer. `template_kwargs`: extra arguments of the chat template. `later_turns`: the user messages after
+    the first one."""
 
     prompt: str = ""
     prompt_ids: tuple[int, ...] | None = None
@@ -81,7 +85,7 @@ def too_long_record(name: str, location: str, num_bytes: int, max_row_bytes: int
 
 
 def num_text_bytes(value: object) -> int:
-    """A lower bound for the bytes of all strings in a row: one byte per character."""
+    """The number of characters in all strings of a row: a lower bound of their bytes in UTF-8."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Mapping):
@@ -90,8 +94,8 @@ def num_text_bytes(value: object) -> int:
 
 
 def value_at(fields: Fields, name: str) -> Json:
-    """Looks up the field `name`; a dotted name also reaches into objects and lists: `body.messages`, `choices.0`.
-    Raises KeyError."""
+    """Returns the field `name`. A dotted name also leads into objects and lists: `body.messages`, `choices.0`. Raises
+    KeyError."""
     if name in fields:
         return fields[name]
     value: Json = fields
@@ -118,7 +122,7 @@ def _list_index(step: str) -> int:
 
 
 def read_field(fields: Fields, name: str, key: str) -> Json:
-    """Returns the value at `name`. Raises BadRecord that lists the fields and names the config key."""
+    """Returns the field `name`, as `value_at`. Raises BadRecord with the record's fields and the setting `key`."""
     try:
         return value_at(fields, name)
     except KeyError:
@@ -167,7 +171,8 @@ def read_messages(fields: Fields, name: str) -> list[Message]:
 
 
 def _from_sharegpt(message: Json, what: str) -> Json:
-    """Converts a ShareGPT message {from, value} to {role, content}; returns any other unchanged."""
+    """Converts a message in ShareGPT's format, {from, value}, to {role, content}. Returns any other message
+    unchanged."""
     if not isinstance(message, dict) or "role" in message or not {"from", "value"} <= message.keys():
         return message
     role, more = message["from"], {key: value for key, value in message.items() if key not in ("from", "value")}
@@ -177,10 +182,11 @@ def _from_sharegpt(message: Json, what: str) -> Json:
 
 
 def check_messages(value: list[Json], where: str) -> list[Message]:
-    """Validates a chat: each message has a role and a content.
+    """Returns the messages of a chat, each with a role and a content.
 
-    A content is a string, or parts of type text, which are joined by newlines; with `tool_calls` it may be missing.
-    Other keys go to the template unchanged, except null ones: in tables, messages have null for missing keys.
+    A content is a string, or a list of parts of type text, which are joined by newlines. It may be missing in a message
+    with `tool_calls`. Other keys are passed to the chat template. Keys that are null are left out, because tables have
+    null for missing keys.
     """
     return [_check_message(message, f"message {number} of {where}") for number, message in enumerate(value)]
 
@@ -218,8 +224,8 @@ def _join_content_parts(value: Json, what: str) -> str:
 
 
 def _parse_tool_calls(value: Json, what: str) -> list[Json]:
-    """Decodes the JSON arguments of tool calls to objects, as templates expect; missing arguments become {}. Other JSON
-    values are passed on decoded, as in inference servers."""
+    """Decodes the arguments of tool calls from JSON to objects, as chat templates expect them. Missing arguments become
+    {}. JSON values that are not objects are decoded, too, as inference servers do."""
     calls: list[Json] = []
     for call in check_objects(value, what):
         function = call.get("function")
@@ -236,7 +242,7 @@ def _parse_tool_calls(value: Json, what: str) -> list[Json]:
 
 
 def check_objects(value: Json, what: str) -> list[dict[str, Json]]:
-    """Validates a list of objects and all strings in them. Raises BadRecord."""
+    """Returns a list of objects, after checking the strings in them. Raises BadRecord."""
     if not isinstance(value, list):
         raise BadRecord(f"{what} is {TYPE_NAMES[type(value)]}, not a list of objects")
     objects = [item for item in value if isinstance(item, dict)]
@@ -247,7 +253,7 @@ def check_objects(value: Json, what: str) -> list[dict[str, Json]]:
 
 
 def _check_texts(value: Json, what: str) -> None:
-    """Raises BadRecord if any nested string cannot be tokenized."""
+    """Raises BadRecord if a string in a nested value cannot be tokenized."""
     if isinstance(value, str):
         check_text(value, what, True)
     elif isinstance(value, dict | list):
@@ -279,15 +285,14 @@ def read_turns(fields: Fields, name: str) -> Content:
 
 
 def make_turns_content(turns: list[Json], what: str) -> Content:
-    """Builds the content of a multi-turn chat: the first text is the prompt, the others are later turns. Raises
-    BadRecord."""
+    """The content of a chat with several turns: the first user message is the prompt. Raises BadRecord."""
     first, *later = [check_text(turn, f"{what} {number}") for number, turn in enumerate(turns, start=1)]
     return Content(prompt=first, later_turns=tuple(later))
 
 
 def to_chat_content(content: Content, config: DatasetFields) -> Content:
-    """Converts content to a chat. Prepends the system prompt unless the chat has its own; the record's template
-    arguments override the run's."""
+    """Converts content to a chat. Adds the system prompt of the settings unless the chat has one. Template arguments of
+    the record override those of the settings."""
     messages: list[Message] = content.messages or [{"role": "user", "content": content.prompt}]
     if config.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
@@ -296,18 +301,18 @@ def to_chat_content(content: Content, config: DatasetFields) -> Content:
 
 
 def configured_fields(config: DatasetFields) -> list[tuple[str, str]]:
-    """The (config key, field name) pairs of the fields that the config refers to."""
+    """The fields of the input that the settings name, as pairs of setting and field name."""
     keys = ["id_field", "messages_field", "turns_field", "tools_field", *OVERRIDE_FIELDS]
     if config.messages_field is None and config.turns_field is None and config.template is None:
         keys.append("prompt_field")
     fields = [(key, name) for key in keys if (name := getattr(config, key)) is not None]
-    with suppress(ValueError):  # malformed template
+    with suppress(ValueError):  # a malformed template is reported elsewhere
         fields += [("template", name) for _, name, _, _ in list(Formatter().parse(config.template or "")) if name]
     return fields
 
 
 def check_columns(names: list[str], config: DatasetFields, location: str) -> None:
-    """Raises DatasetError if a table lacks a configured column or has duplicate column names."""
+    """Raises DatasetError if a table lacks a column that the settings name, or has two columns with the same name."""
     if len(set(names)) != len(names):
         raise DatasetError(f"{location} has two columns with the same name: {', '.join(map(shorten, names))}")
     for key, name in configured_fields(config):
@@ -317,10 +322,10 @@ def check_columns(names: list[str], config: DatasetFields, location: str) -> Non
 
 
 def read_overrides(fields: Fields, config: DatasetFields) -> SamplingOverrides:
-    """Reads a record's sampling overrides from the columns named by `dataset.*_field`.
+    """Reads the sampling settings of a record from the fields that `dataset.*_field` name.
 
-    A missing, null or empty (CSV) value keeps the run's setting. Numbers may be text, as in CSV files; integers may be
-    stored as 12.0, as pandas does in columns with nulls. Raises BadRecord naming the column and its key.
+    A value that is missing, null or empty (in CSV) means the setting of the run. Numbers may be text, as in CSV files.
+    Integers may be written as 12.0, as pandas does in columns with nulls. Raises BadRecord with field and setting.
     """
     overrides: dict[str, Any] = {}
     for key, read_value in zip(OVERRIDE_FIELDS, OVERRIDE_READERS, strict=True):
@@ -359,7 +364,7 @@ def _read_stops(value: Json, what: str) -> list[str]:
 
 
 def _read_schema(value: Json, what: str) -> str:
-    """Returns a schema as JSON text; accepts an object or JSON text."""
+    """Returns a JSON schema as text. `value`: an object or text."""
     if not isinstance(value, dict):
         return check_text(value, what)
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

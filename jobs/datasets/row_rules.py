@@ -1,5 +1,8 @@
-"""Conversion of records to rows, for all dataset kinds. Rows are numbered from 0 in input order; an error in a record
-becomes the error of its row."""
+"""Converts records (items of an input) to rows (prompts with ids), for all kinds of datasets.
+
+Rows are numbered from 0 in the order of the input. The error of a record becomes the error of its row. Large inputs are
+read in windows, parts that fit into memory; a seek point is a position from which a window can be read.
+"""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,12 +34,12 @@ from .rows import Row
 from .strict_json import shorten
 from .templates import make_content_reader
 
-MAX_RANGE_ROWS = 8192  # per RowRange
+MAX_RANGE_ROWS = 8192  # in a RowRange
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeekPoint:
-    """Position of a row: the index of its file, and the numbers of rows, lines and bytes before it in that file."""
+    """The position of a row: the number of its file, and the rows, lines and bytes before it in this file."""
 
     file: int
     row: int
@@ -46,21 +49,25 @@ class SeekPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class RowRange:
-    """Consecutive rows of one file, beginning at `start`; None for a row that cannot be read."""
+    """The fields of consecutive rows of one file, beginning at `start`. They are None for a row that cannot be read."""
 
     start: SeekPoint
     rows: list[Fields | None]
 
 
-NumberedFile: TypeAlias = tuple[int, Path]
+NumberedFile: TypeAlias = tuple[int, Path]  # number of the file in the input, and its path
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSource:
     """Reads an input in windows, without holding all of it in memory (`windows.py`).
 
-    `count` counts up to the given number of rows without parsing them. `scan` yields all rows of a file, `read_records`
-    the records from a seek point on; both return the same rows as the kind's own reader. All raise DatasetError.
+    - `files`: returns the files of the input
+    - `count`: counts the rows of a file without parsing them, up to the given number
+    - `scan`: yields the fields of all rows of a file
+    - `read_records`: yields the records of a file from a seek point on
+
+    `scan` and `read_records` give the same rows as `InputKind.rows`. All raise DatasetError.
     """
 
     files: Callable[[DatasetFields], list[Path]]
@@ -69,7 +76,7 @@ class RowSource:
     read_records: Callable[[DatasetFields, Path, SeekPoint], Iterator[Record]]
 
     def has_more_than(self, config: DatasetFields, num_rows: int) -> bool:
-        """True if the input has more than `num_rows` rows."""
+        """True if the input has more than `num_rows` rows. Counts no further than needed."""
         remaining = num_rows + 1
         for path in self.files(config):
             remaining -= self.count(config, path, remaining)
@@ -89,23 +96,31 @@ class RowSource:
 ReadRecords: TypeAlias = Callable[[DatasetFields], Iterator[Record]]
 CountTokens: TypeAlias = Callable[[str], int]
 
-TABLE_KEYS = frozenset(
+TABLE_KEYS = frozenset(  # settings of kinds with a row for each record
     {"path", "prompt_field", "id_field", *OVERRIDE_FIELDS}
     | {"template", "few_shot_path", "few_shot_template", "num_examples", "trial"}
 )
+# Fields by which records of a kind are recognized, for hints in errors.
 KIND_BY_FIELDS = {"openai_batch": {"custom_id", "body"}, "mtbench": {"question_id", "turns"}}
 CHAT_KEYS = frozenset({"messages_field", "turns_field", "tools_field"})  # for tables with list values
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputKind:
-    """A kind of dataset. `keys`: config keys it supports, beyond those of all kinds. `has_chats`: each row defines
-    whether it is a chat, instead of `dataset.chat_template`. `reject_wrong_endpoints`: turns requests of another job
-    into error rows; its second argument is True for jobs that encode."""
+    """A kind of dataset.
+
+    - `rows`: yields the rows of an input
+    - `keys`: the settings that it uses, besides those that all kinds use
+    - `needs`: shown if `path` is required and missing
+    - `has_chats`: each row says whether it is a chat, instead of `dataset.chat_template`
+    - `reject_wrong_endpoints`: turns rows that need another command into error rows; the second argument is True for
+      commands that encode
+    - `windowed`: reads the input in windows; None: all rows are in memory
+    """
 
     rows: Callable[[DatasetFields, CountTokens | None], Iterator[Row]]
     keys: frozenset[str] = frozenset()
-    needs: str = "dataset.path=<file or directory>"  # shown if `path` is required and missing
+    needs: str = "dataset.path=<file or directory>"
     has_chats: bool = False
     reject_wrong_endpoints: Callable[[Sequence[Row], bool], list[Row]] = lambda rows, _: [*rows]
     windowed: "WindowedReader | None" = None
@@ -113,7 +128,7 @@ class InputKind:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowedReader:
-    """Reads a kind in windows: the source, and the conversion of numbered records to rows."""
+    """Reads the inputs of a kind in windows. `rows`: converts records, with their numbers in the input, to rows."""
 
     source: RowSource
     rows: Callable[[Iterable[tuple[int, Record]], DatasetFields], Iterator[Row]]
@@ -125,35 +140,36 @@ class WindowedReader:
     def records(
         self, config: DatasetFields, seek_points: Sequence[tuple[int, SeekPoint]], first: int
     ) -> Iterator[tuple[int, Record]]:
-        """Yields numbered records from the last seek point at or before row `first` on. `seek_points`: (row number,
-        position) pairs, sorted by row."""
+        """Yields records with their numbers, from the last seek point that is not after row `first`. `seek_points`:
+        pairs of row number and position, sorted."""
         number, start = seek_points[bisect_right([number for number, _ in seek_points], first) - 1]
         yield from enumerate(self.source.records_from(config, start), start=number)
 
 
 class ConfiguredFieldCheck:
-    """Checks that each configured field occurs in some record; a field that never occurs is a mistyped setting."""
+    """Checks that each field that the settings name occurs in some record. If it does not, a setting is misspelled."""
 
     def __init__(self, config: DatasetFields):
-        self._left, self._num_records = configured_fields(config), 0
-        self._first: tuple[str, Fields] | None = None
+        self._unseen, self._num_records = configured_fields(config), 0
+        self._first: tuple[str, Fields] | None = None  # location and fields of the first readable record
 
     def observe_record(self, record: Record) -> Record:
         self.observe_fields(record.fields, record.location)
         return record
 
     def observe_fields(self, fields: Fields | None, location: str) -> None:
-        """Records the fields of one record; None if it cannot be read."""
+        """Takes note of the fields of one record; None if it cannot be read."""
         self._num_records += 1
-        if fields is None or not self._left:
+        if fields is None or not self._unseen:
             return
         self._first = self._first or (location, fields)
-        self._left = [(key, name) for key, name in self._left if not has_field(fields, name)]
+        self._unseen = [(key, name) for key, name in self._unseen if not has_field(fields, name)]
 
     def require_all(self) -> None:
-        """Raises DatasetError for a field that no record has, if at least one record could be read."""
-        if self._left and self._first is not None:
-            (key, name), (location, fields), count = self._left[0], self._first, format_count(self._num_records, "row")
+        """Raises DatasetError if no record has one of the fields. Does nothing if no record could be read."""
+        if self._unseen and self._first is not None:
+            (key, name), (location, fields) = self._unseen[0], self._first
+            count = format_count(self._num_records, "row")
             kind = next((kind for kind, names in KIND_BY_FIELDS.items() if names <= fields.keys()), None)
             hint = f"; they look like dataset={kind}" if kind is not None else ""
             raise DatasetError(
@@ -165,8 +181,9 @@ class ConfiguredFieldCheck:
 def prompt_kind(
     read: ReadRecords, keys: frozenset[str] = frozenset(), needs: str = InputKind.needs, source: RowSource | None = None
 ) -> InputKind:
-    """Builds a kind with one row per record of `read`: prompt or messages, and sampling overrides from the configured
-    fields. `keys`: supported config keys in addition to `TABLE_KEYS`. With `source`, rows can be read in windows."""
+    """Makes a kind with one row for each record of `read`. The settings name the fields of prompt, messages and
+    sampling settings. `keys`: settings that the kind uses in addition to `TABLE_KEYS`. `source`: reads rows in
+    windows."""
 
     def make_prompt_rows(records: Iterable[tuple[int, Record]], config: DatasetFields) -> Iterator[Row]:
         return make_rows(records, config, make_content_reader(config, read), config.id_field)
@@ -185,8 +202,8 @@ def prompt_kind(
 def make_rows(
     records: Iterable[tuple[int, Record]], config: DatasetFields, read_content: ReadContent, id_field: str | None
 ) -> Iterator[Row]:
-    """Yields a row for each numbered record. `read_content` reads its request and may raise BadRecord. An error row has
-    the record's id if that can be read."""
+    """Yields a row for each record. `records`: with their numbers. `read_content`: reads the request of a record, may
+    raise BadRecord. An error row has the id of its record if the id can be read."""
     for index, record in records:
         row_id = str(index) if id_field is None else bad_row_id(index)
         fields, columns, error = record.fields, Fields(), ""
@@ -215,7 +232,7 @@ def make_row(
     overrides: SamplingOverrides = NO_OVERRIDES,
     source_file: str | None = None,
 ) -> Row:
-    """Builds the row for `content`, as a chat if `dataset.chat_template` is set."""
+    """Makes a row of `content`, as a chat if `dataset.chat_template` is set."""
     chat = to_chat_content(content, config) if config.chat_template else content
     if content.reference is not None and config.keep_columns:
         columns = {**columns, "reference": content.reference}

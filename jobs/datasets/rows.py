@@ -1,4 +1,4 @@
-"""The row type, and operations on lists of rows: repeat, deduplicate, shard, digest."""
+"""Rows, and functions that repeat, deduplicate, select and hash lists of rows. A row is a prompt with an id."""
 
 import hashlib
 import json
@@ -21,27 +21,33 @@ NUM_DUPLICATES_LISTED = 10
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeInputs:
-    """Inputs of a row to encode: `texts` (strings or token ids) to embed, or pairs with `second_texts` to score."""
+    """The inputs of a row that is encoded. `texts`: strings or token ids; they are embedded, or scored in pairs with
+    `second_texts` if there are any."""
 
     texts: tuple[str | tuple[int, ...], ...]
     second_texts: tuple[str, ...] = ()
 
     @property
     def pairs(self) -> list[tuple[str | tuple[int, ...], str]]:
-        """Pairs to score; a single first text is paired with every second text."""
+        """The pairs to score. A single text is paired with every second text."""
         firsts = self.texts * len(self.second_texts) if len(self.texts) == 1 else self.texts
         return list(zip(firsts, self.second_texts, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A prompt with its id. Replicas share their `columns` and `messages`: treat both as read-only.
+    """A prompt with its id. Copies of a row (`dataset.repeat`) share `columns` and `messages`: do not change them.
 
-    `index`: position in the whole input after limit, repeat and dedupe, the same in every shard. `messages`: set if and
-    only if the chat template applies; includes the system prompt. `error`: location and reason if the row cannot be
-    used; `prompt` is then "". `template_kwargs`: extra arguments of the chat template. `source_file`: file name or Hub
-    dataset; None if no input is read. `prompt_ids`: token ids, instead of `prompt`. `later_turns`: user messages after
-    the first; later runs answer them. `inputs`: texts to encode, instead of a prompt.
+    - `index`: number of the row in the whole input after limit, repeat and dedupe; the same in every shard
+    - `messages`: the chat, with its system prompt; None if no chat template is applied
+    - `columns`: fields of the record that are copied to the output
+    - `error`: where and why the row cannot be used; `prompt` is then ""
+    - `overrides`: sampling settings of this row
+    - `source_file`: name of the file or Hub dataset; None if no input is read
+    - `template_kwargs`: extra arguments of the chat template
+    - `prompt_ids`: token ids, instead of `prompt`
+    - `later_turns`: user messages after the first, which later runs answer
+    - `inputs`: what is encoded, instead of a prompt
     """
 
     index: int
@@ -59,7 +65,7 @@ class Row:
 
 
 def reject_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
-    """If any row is bad, raises DatasetError (`fail`) or logs the number of bad rows (`error_row`)."""
+    """Raises DatasetError (`fail`) or logs a warning (`error_row`) if there are rows with an error."""
     errors = [row.error for row in rows if row.error is not None]
     if errors and policy is BadRowPolicy.fail:
         raise bad_rows_error(len(errors), len(rows), errors[0])
@@ -68,7 +74,7 @@ def reject_bad_rows(rows: Sequence[Row], policy: BadRowPolicy) -> None:
 
 
 def bad_rows_error(num_bad: int, num_rows: int, first: str) -> DatasetError:
-    """Builds the error for `on_bad_row=fail`."""
+    """The error for `on_bad_row=fail`. `first`: the error of the first bad row."""
     report = _format_bad_rows(num_bad, num_rows, first)
     return DatasetError(f"{report}. Set dataset.on_bad_row=error_row to get error rows in the output instead")
 
@@ -78,7 +84,7 @@ def _format_bad_rows(num_bad: int, num_rows: int, first: str) -> str:
 
 
 def warn_about_empty_fields(rows: Sequence[Row], config: DatasetFields) -> None:
-    """Warns about each configured override field that is null in all rows."""
+    """Warns about each field for a sampling setting that is null in all rows."""
     for key in OVERRIDE_FIELDS:
         name = getattr(config, key)
         if name is not None and all(getattr(row.overrides, key.removesuffix("_field")) is None for row in rows):
@@ -86,13 +92,13 @@ def warn_about_empty_fields(rows: Sequence[Row], config: DatasetFields) -> None:
 
 
 def repeat_rows(rows: Sequence[Row], times: int) -> list[Row]:
-    """Repeats the whole list `times` times. Replica r of id `a` has id `a#r`, the first one `a`."""
+    """Repeats the whole list `times` times. The first copy of id `a` has id `a`, later ones `a#1`, `a#2` ..."""
     return [*rows, *(replace(row, id=f"{row.id}#{replica}") for replica in range(1, times) for row in rows)]
 
 
 def resolve_duplicates(rows: Sequence[Row], policy: DuplicatePolicy) -> list[Row]:
-    """Returns rows with unique ids. Raises DatasetError for `refuse`; for `first` drops later duplicates and logs their
-    number."""
+    """Returns rows with unique ids. For duplicate ids, `refuse` raises DatasetError, and `first` keeps the first row
+    and logs how many were dropped."""
     rows_by_id: dict[str, Row] = {}
     counts: dict[str, int] = {}
     for row in rows:
@@ -109,8 +115,8 @@ def resolve_duplicates(rows: Sequence[Row], policy: DuplicatePolicy) -> list[Row
 def reject_duplicates(
     policy: DuplicatePolicy, num_dropped: int, num_ids: int, listed: Sequence[tuple[str, int]]
 ) -> None:
-    """Raises DatasetError for `refuse`; for `first` logs the number of dropped rows. `num_ids`: ids with several rows;
-    `listed`: the first of them with their row counts."""
+    """Raises DatasetError (`refuse`) or logs the number of dropped rows (`first`). `num_ids`: the number of ids with
+    several rows. `listed`: some of these ids, with their numbers of rows."""
     if policy is DuplicatePolicy.first:
         dropped = format_count(num_dropped, "row")
         logger.warning("%s dropped: an earlier row has the same id (dataset.dedupe=first)", dropped)
@@ -128,13 +134,13 @@ def number_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def shard_rows(rows: Sequence[Row], shard: ShardConfig) -> list[Row]:
-    """Every `count`-th row of the whole input. Shards are disjoint, cover it, and differ by at most one row in size."""
+    """The rows of one shard: every `count`-th row of the whole input. Sizes of shards differ by at most one row."""
     return [row for row in rows if row.index % shard.count == shard.index]
 
 
 def input_digest(rows: Sequence[Row]) -> str:
-    """SHA-256 over everything that can change a row's output: id, prompt, messages or inputs, error flag, overrides.
-    Excludes error texts: they quote Python's JSON parser, which differs between versions."""
+    """SHA-256 of everything in rows that can change their output: id, prompt, messages, inputs, sampling settings, and
+    whether there is an error. Excludes the text of errors, which depends on the version of Python."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(row_digest_bytes(row))
@@ -152,13 +158,13 @@ def row_digest_bytes(row: Row) -> bytes:
 
 
 INT64_RANGE = range(-(2**63), 2**63)
-EXACT_FLOAT_RANGE = range(-(2**53), 2**53 + 1)  # integers that a float64 holds exactly
+EXACT_FLOAT_RANGE = range(-(2**53), 2**53 + 1)  # integers that float64 represents exactly
 
-ColumnKinds: TypeAlias = dict[str, set[str]]  # by column, in order of first appearance
+ColumnKinds: TypeAlias = dict[str, set[str]]  # kinds of values, such as "int", by column in order of appearance
 
 
 def add_column_kinds(kinds: ColumnKinds, rows: Iterable[Mapping[str, object]]) -> None:
-    """Adds the value kinds of these rows' columns to `kinds`, in place. Null values are ignored."""
+    """Adds the kinds of values in these rows to `kinds`, in place. Null values are ignored."""
     for row in rows:
         for name, value in row.items():
             column = kinds.get(name)

@@ -1,5 +1,7 @@
-"""Strict JSON parser for rows. Rejects NaN, infinities, duplicate keys and deep nesting, so that values can be written
-as JSON again and do not depend on the parser."""
+"""A strict JSON parser for rows. Rejects NaN, infinities, duplicate keys and deep nesting.
+
+So every value can be written as JSON again, and all JSON parsers read the same value.
+"""
 
 import json
 from typing import TypeAlias
@@ -27,7 +29,7 @@ def parse_json(text: str) -> Json:
 
 
 def shorten(text: str, limit: int = MAX_SHOWN) -> str:
-    """Quotes text for a message: escapes control characters, truncates to `limit` characters."""
+    """Quotes a text for a message: in quotes, in ASCII with escapes, and truncated to `limit` characters."""
     return ascii(text if len(text) <= limit else f"{text[:limit]}...")
 
 
@@ -53,4 +55,4 @@ def _finite_float(text: str) -> float:
 
 DECODER = json.JSONDecoder(
     object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float
-)  # shared: `json.loads` with hooks builds a decoder per call
+)  # shared, because `json.loads` with hooks makes a decoder in each call

@@ -1,4 +1,5 @@
-"""Prompt templates: fills `Question: {question}` with a record's fields, and prepends few-shot examples."""
+"""Prompt templates such as `Question: {question}`: fills them with fields of a record, and prepends few-shot
+examples."""
 
 import json
 import random
@@ -35,7 +36,7 @@ ReadRecords: TypeAlias = Callable[[DatasetFields], Iterable[Record]]
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """Parsed format string. `key`: the setting it comes from; `parts`: (literal text, field name or None) pairs."""
+    """A parsed format string. `key`: its setting. `parts`: pairs of a literal text and the field after it, or None."""
 
     key: str
     parts: tuple[tuple[str, str | None], ...]
@@ -45,7 +46,7 @@ class Template:
         return [name for _, name in self.parts if name is not None]
 
     def fill(self, fields: Fields) -> str:
-        """Formats one record: strings unchanged, other values as JSON. Raises BadRecord."""
+        """Fills in the fields of one record: strings as they are, other values as JSON. Raises BadRecord."""
         pieces: list[str] = []
         for literal, name in self.parts:
             pieces.append(literal)
@@ -59,8 +60,8 @@ class Template:
 
 
 def read_template(text: str, key: str) -> Template:
-    r"""Parses a format string: `{field}` is a field, dotted for nested ones; `{{` and `}}` are braces; `\n` is a
-    newline and `\\n` a literal backslash and n. Raises ConfigError naming `key`."""
+    r"""Parses a format string. `{field}` is a field, `{a.b}` a field of an object. `{{` and `}}` are braces, `\n` is a
+    newline, and `\\n` is a backslash and an n. Raises ConfigError with the name of the setting `key`."""
     unescaped = re.sub(r"\\(\\n|n)", lambda match: "\n" if match[1] == "n" else r"\n", text)
     try:
         parsed: list[tuple[str, str | None, str | None, str | None]] = list(Formatter().parse(unescaped))
@@ -76,8 +77,9 @@ def read_template(text: str, key: str) -> Template:
 
 
 def make_content_reader(config: DatasetFields, read: ReadRecords) -> ReadContent:
-    """Returns the function that reads a record's content: messages, turns, a prompt field, or a filled template with
-    few-shot examples. `read` reads the examples file. Raises ConfigError and DatasetError."""
+    """Returns a function that reads the request of a record from the fields that the settings name: messages, turns, a
+    prompt, or the fields of a template. `read`: reads the file of few-shot examples. Raises ConfigError and
+    DatasetError."""
     if config.messages_field is not None:
         name = config.messages_field
         return lambda fields: Content(
@@ -98,7 +100,8 @@ def make_content_reader(config: DatasetFields, read: ReadRecords) -> ReadContent
 
 
 def _few_shot_prefix(config: DatasetFields, read: ReadRecords) -> str:
-    """The few-shot examples before every prompt: sampled with seed `trial`, in file order, separated by blank lines."""
+    """The few-shot examples that precede every prompt. They are sampled with the seed `trial`, and are in the order of
+    their file."""
     if config.few_shot_path is None or config.few_shot_template is None:
         return ""
     where, count = f"dataset.few_shot_path={config.few_shot_path}", config.num_examples
@@ -122,7 +125,7 @@ def _few_shot_prefix(config: DatasetFields, read: ReadRecords) -> str:
 
 
 def few_shot_config(config: DatasetFields) -> DatasetFields:
-    """The config to read the examples file: format settings of the input, with `few_shot_path` as its path."""
+    """The settings that read the file of few-shot examples: those of the input, with `few_shot_path` as path."""
     shared_keys = ("json_field", "csv_delimiter", "max_row_bytes", "hub_config", "hub_split", "hub_revision")
     shared_values = {key: getattr(config, key) for key in shared_keys}
     return DatasetFields(path=config.few_shot_path, template=config.few_shot_template, **shared_values)

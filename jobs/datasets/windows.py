@@ -1,5 +1,8 @@
-"""Reads large inputs in windows of rows, with the same result as `read_rows`. Before the run a survey scans the input
-once: it counts rows, collects column kinds, finds duplicate ids, and stores seek points.
+"""Reads large inputs in windows, with the same rows as `read_rows`. A window is a part of the rows that fits into
+memory.
+
+A survey scans the input once before the run. It counts rows, collects the kinds of values in columns, finds duplicate
+ids, and stores seek points, positions from which a window can be read without reading the input from its start.
 """
 
 import logging
@@ -34,14 +37,16 @@ from .rows import (
 )
 
 log = logging.getLogger(__name__)
-NUM_FILES = 64  # ids are distributed over them by hash; one at a time is sorted in memory
-ENTRY = np.dtype([("high", np.int64), ("low", np.int64), ("row", np.int64)])
+NUM_FILES = 64  # with hashes of ids; one file at a time is sorted in memory
+ENTRY = np.dtype([("high", np.int64), ("low", np.int64), ("row", np.int64)])  # both halves of a hash, row number
 
 
 class DuplicateFinder(Closing):
-    """Finds duplicate ids, with 24 bytes per row on disk. A context manager; its files have no name, so a killed
-    process leaves none. Compares 128 bits of Python's keyed hash per id; collisions are negligible. Raises OSError if
-    the disk is full."""
+    """Finds duplicate ids by hashes of 128 bits in temporary files, 24 bytes for each row.
+
+    Python's string hash has a random key, so collisions are negligible. Equal ids are in the same file. Files have no
+    name, so a killed process leaves none. A context manager. Raises OSError if the disk is full.
+    """
 
     def __init__(self, folder: Path):
         self._stack = ExitStack()
@@ -58,6 +63,7 @@ class DuplicateFinder(Closing):
         entries["high"] = [hash(id) for id in ids]
         entries["low"] = [hash("\0" + id) for id in ids]
         entries["row"] = np.arange(first, first + len(ids))
+        # Sorts the entries by file, then writes the entries of each file.
         file_indices = entries["high"] % NUM_FILES
         order = np.argsort(file_indices, kind="stable")
         begins = np.searchsorted(file_indices[order], np.arange(NUM_FILES + 1))
@@ -65,7 +71,7 @@ class DuplicateFinder(Closing):
             file.write(entries[order[begin:end]].tobytes())
 
     def find_duplicates(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the sorted numbers of later rows with a duplicate id, and for each the first row with that id."""
+        """Returns the row numbers of duplicates, sorted, and for each the number of the first row with the same id."""
         rows, firsts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for file in self._files:
             file.seek(0)
@@ -73,6 +79,7 @@ class DuplicateFinder(Closing):
             entries = entries[np.lexsort((entries["row"], entries["low"], entries["high"]))]
             has_same_id = (np.diff(entries["high"]) == 0) & (np.diff(entries["low"]) == 0)
             is_first = np.concatenate([[True], ~has_same_id])[: len(entries)]
+            # For each entry: the row number of the first entry with its id.
             first_row = entries["row"][np.flatnonzero(is_first)][np.cumsum(is_first) - 1]
             rows.append(entries["row"][~is_first])
             firsts.append(first_row[~is_first])
@@ -83,8 +90,9 @@ class DuplicateFinder(Closing):
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """Result of scanning an input. `num_rows`: rows without duplicates; `num_read`: with duplicates. `dropped`: row
-    numbers of the duplicates. `kinds`: value kinds of each column. `seek_points`: (row number, position) pairs."""
+    """The result of scanning an input. `num_rows`: the number of rows without duplicates; `num_read`: with duplicates.
+    `kinds`: the kinds of values in each column. `seek_points`: pairs of row number and position. `dropped`: the row
+    numbers of duplicates."""
 
     num_rows: int
     num_read: int
@@ -98,7 +106,7 @@ class Survey:
             "num_rows": self.num_rows,
             "num_read": self.num_read,
             "kinds": [[name, sorted(kinds)] for name, kinds in self.kinds.items()],
-            "marks": [[row, *asdict(mark).values()] for row, mark in self.seek_points],
+            "marks": [[row, *asdict(point).values()] for row, point in self.seek_points],
             "dropped": self.dropped.tolist(),
         }
 
@@ -120,23 +128,25 @@ class Survey:
 def make_survey(
     config: DatasetFields, windowed: WindowedReader, folder: Path, should_stop: Callable[[], bool]
 ) -> Survey:
-    """Scans an input. `folder`: for temporary files. Raises DatasetError as `read_rows` does, and Interrupted."""
+    """Scans an input. `folder`: for temporary files. Raises DatasetError in the same cases as `read_rows`, and
+    Interrupted."""
     began, kinds, seek_points, num_rows = time.monotonic(), ColumnKinds(), list[tuple[int, SeekPoint]](), 0
     log.info("scanning the input for columns and ids: it has more rows than dataset.window_rows")
     if config.on_bad_row is BadRowPolicy.fail:
         _reject_any_bad_row(config, windowed, should_stop)
     field_check = ConfiguredFieldCheck(config)
     with DuplicateFinder(folder) as ids:
-        for span in _limit_ranges(windowed.source.row_ranges(config), config.limit):
+        for row_range in _limit_ranges(windowed.source.row_ranges(config), config.limit):
             _raise_if_stopped(should_stop)
-            seek_points.append((num_rows, span.start))
-            for row in span.rows:
+            seek_points.append((num_rows, row_range.start))
+            for row in row_range.rows:
                 field_check.observe_fields(row, str(config.path))
-            columns = (output_columns(row, config, config.id_field) for row in span.rows if row is not None)
+            columns = (output_columns(row, config, config.id_field) for row in row_range.rows if row is not None)
             add_column_kinds(kinds, columns)
             if (id_field := config.id_field) is not None:
-                ids.add([_id_or_fallback(row, num_rows + i, id_field) for i, row in enumerate(span.rows)], num_rows)
-            num_rows += len(span.rows)
+                numbered = enumerate(row_range.rows, start=num_rows)
+                ids.add([_id_or_fallback(row, number, id_field) for number, row in numbered], num_rows)
+            num_rows += len(row_range.rows)
         field_check.require_all()
         dropped, first_rows = ids.find_duplicates()
     survey = Survey(
@@ -172,6 +182,7 @@ def _limit_ranges(row_ranges: Iterator[RowRange], limit: int | None) -> Iterator
 
 
 def _id_or_fallback(row: Fields | None, number: int, id_field: str) -> str:
+    """The id of a row; if it cannot be read, the id that `make_rows` gives an error row."""
     try:
         return bad_row_id(number) if row is None else read_id(row, id_field)
     except BadRecord:
@@ -179,7 +190,7 @@ def _id_or_fallback(row: Fields | None, number: int, id_field: str) -> str:
 
 
 def _reject_any_bad_row(config: DatasetFields, windowed: WindowedReader, should_stop: Callable[[], bool]) -> None:
-    """Reads every row, with the same checks as the run. Raises DatasetError if one is bad."""
+    """Reads every row with the same checks as the run. Raises DatasetError if there is a bad row."""
     num_bad, num_rows, first = 0, 0, ""
     for row in windowed.all_rows(config):
         if num_rows == config.limit:
@@ -203,7 +214,7 @@ def _reread_id(
 
 
 def windowed_input(config: DatasetConfig) -> WindowedReader | None:
-    """Returns the reader of this dataset's kind, or None if the kind holds all rows in memory."""
+    """Returns the reader for windows of this dataset. None if its kind always has all rows in memory."""
     return KINDS[config.kind.name].windowed
 
 
@@ -217,7 +228,7 @@ def has_more_than(config: DatasetConfig, num_rows: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RowWindows:
-    """The windows of one shard, each of `rows_per_window` rows of the shard except the last."""
+    """The windows of one shard. Each has `rows_per_window` rows of the shard, the last one may have fewer."""
 
     config: DatasetConfig
     survey: Survey
@@ -229,7 +240,7 @@ class RowWindows:
 
     @property
     def _window_span(self) -> int:
-        """The number of rows of the whole input in one window."""
+        """The number of rows of the whole input, without duplicates, that one window extends over."""
         return self.rows_per_window * self.shard.count
 
     @property
@@ -239,7 +250,7 @@ class RowWindows:
         return windowed
 
     def all_rows(self) -> Iterator[Row]:
-        """Yields the rows of the input, of all shards, including those with a duplicate id."""
+        """Yields all rows of the input: of all shards, and with duplicates."""
         return islice(self._windowed.all_rows(self.config), self.survey.num_read)
 
     def read(self, number: int) -> list[Row]:
@@ -251,13 +262,13 @@ class RowWindows:
         if len(rows) < len(indices):
             num_missing = len(indices) - len(rows)
             raise DatasetError(f"{self.config.source_name} changed while it was read: {num_missing:,} rows are missing")
-        if len(self.survey.dropped):
+        if len(self.survey.dropped):  # row numbers without the dropped rows
             rows = [replace(row, index=index) for row, index in zip(rows, indices, strict=True)]
         reject_bad_rows(rows, BadRowPolicy.error_row)
         return rows
 
     def _records(self, indices: range) -> Iterator[tuple[int, Record]]:
-        """Yields the records at these row indices, with their numbers in the input."""
+        """Yields the records of these rows, with their numbers in the input."""
         if not indices:
             return
         input_indices = map(self._input_index, indices)
@@ -270,8 +281,8 @@ class RowWindows:
                 wanted_index = next_index
 
     def _input_index(self, index: int) -> int:
-        """The input row number of row `index`, an index that does not count dropped rows."""
-        number = index
+        """The number in the input of row `index`, which counts only rows that are not dropped."""
+        number = index  # increased by the dropped rows up to `number`, until it no longer changes
         while (shifted := index + int(np.searchsorted(self.survey.dropped, number, side="right"))) != number:
             number = shifted
         return number

@@ -1,3 +1,3 @@
-"""Dataset kinds. Each module here defines `KINDS` (kind names and readers) and is discovered automatically. Code that
-knows one input format lives here; shared code is in the parent package.
+"""The kinds of datasets (`dataset.kind`). Each module here defines some of them in its `KINDS`, by name, and is found
+automatically.
 """

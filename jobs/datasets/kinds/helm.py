@@ -1,5 +1,6 @@
-"""Requests of a HELM dry run: reads `scenario_state.json`, which `helm-run --dry-run` writes. Answers return to HELM
-through a client (jobs/evaluating/helm_client.py).
+"""Reads the requests of a HELM dry run from `scenario_state.json`, which `helm-run --dry-run` writes.
+
+HELM gets the answers through a client (jobs/evaluating/helm_client.py).
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ NEEDS = f"dataset.path=benchmark_output/runs/SUITE (written by helm-run --dry-ru
 
 
 def read_requests(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-    """Yields a row per distinct request; its id is the request's digest. Raises DatasetError if no file is found."""
+    """Yields a row for each different request, with the digest of the request as id. Raises DatasetError if no file is
+    found."""
     path = Path(config.path or "")
     files = sorted(path.glob(f"**/{STATE_FILE}")) if path.is_dir() else [path]
     if not files:

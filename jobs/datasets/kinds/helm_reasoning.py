@@ -1,7 +1,8 @@
-"""HELM's synthetic reasoning, generated as HELM does: the same 11,000 items, bit for bit, on every machine.
+"""Generates HELM's synthetic reasoning: the same 11,000 items as HELM, bit for bit, on every machine.
 
-All items come from one legacy `RandomState(42)` stream, so the order of draws is part of the format. Numpy has frozen
-legacy streams (NEP 19). A prompt consists of examples from the 1,000 train items and one of a split's 5,000 items.
+All random numbers come from one `RandomState(42)`, so their order must not change. NumPy guarantees that the numbers of
+`RandomState` never change (NEP 19). A prompt has examples from the 1,000 train items, and one item of a split, which
+has 5,000.
 """
 
 from collections.abc import Iterator
@@ -24,11 +25,11 @@ _OPERATORS = ("+", "-", "*", "=")
 _ANIMALS = "zebra cobra stork penguin shark lion buffalo whale seal eagle horse rat"
 _FRUITS = "apple peach watermelon banana grape kiwi pear strawberry blueberry blackberry"
 _WORDS = (*_ANIMALS.split(), *_FRUITS.split())
-_NUM_DECOYS = 3
+_NUM_DECOYS = 3  # wrong rules
 
 
 def read_reasoning(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-    """Yields generated prompts; no input is read."""
+    """Yields rows with generated prompts. Reads no input."""
     prompts = build_prompts(config.mode, config.num_examples, config.trial, config.split)
     name = config.mode.value if config.split is EvaluationSplit.test else f"{config.mode.value}-{config.split.value}"
     for index, item in enumerate(prompts):
@@ -42,12 +43,13 @@ KINDS = {"helm_synthetic_reasoning": InputKind(rows=read_reasoning, keys=HELM_KE
 def build_prompts(
     mode: ReasoningMode, num_examples: int, trial: int, split: EvaluationSplit = EvaluationSplit.test
 ) -> Iterator[Item]:
-    """The items of a split in order; each `input` is a complete prompt that ends in `Target:`."""
+    """Yields the items of a split in order. Each `input` is a complete prompt, which ends in `Target:`."""
     items = generate_items(mode)
     train = list(islice(items, NUM_TRAIN))
     examples = [_block(item, f" {item.answer}\n") for item in choose_examples(train, num_examples, trial)]
     is_test = split is EvaluationSplit.test
-    for item in islice(items, *((NUM_VALID, None) if is_test else (NUM_VALID,))):
+    # `items` continues after the train items: first validation, then test.
+    for item in islice(items, NUM_VALID, None) if is_test else islice(items, NUM_VALID):
         yield Item(input="\n".join([INSTRUCTIONS, *examples, _block(item, "")]), answer=item.answer)
 
 

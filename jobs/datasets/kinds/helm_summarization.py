@@ -1,7 +1,7 @@
-"""HELM's summarization prompts, built from the user's own articles: XSUM and CNN/DailyMail cannot be bundled.
+"""Makes HELM's summarization prompts from articles of the user, because XSUM and CNN/DailyMail cannot be bundled.
 
-Articles and summaries may be strings or lists of sentences (SciTLDR's `source` and `target`). An article's sentences
-are joined by spaces; the first of several summaries is the reference.
+Articles and summaries may be strings or lists (`source` and `target` of SciTLDR). The sentences of an article are
+joined by spaces; of several summaries, the first is the reference.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,8 @@ REQUEST = "Summarize the above article in 1 sentence.\n"
 
 
 def read_summarization(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-    """Yields prompts with in-context examples, truncated to the window. Raises ConfigError if `count_tokens` is needed
-    and missing."""
+    """Yields prompts with in-context examples, truncated to `window_tokens`. Raises ConfigError if `count_tokens` is
+    needed and missing."""
     if config.window_tokens is not None and count_tokens is None:
         raise ConfigError("dataset.window_tokens needs a tokenizer: pass count_tokens, or set it to null")
     counter = count_tokens or len
@@ -57,15 +57,16 @@ KINDS = {
 
 
 def read_item(fields: Fields, config: DatasetFields) -> Item:
-    """Article (whitespace collapsed, first 512 words) and summary of a record. Raises BadRecord."""
+    """The article and summary of a record. The article is cut to 512 words, separated by single spaces. Raises
+    BadRecord."""
     article = _normalize_text(read_field(fields, config.article_field, "article_field"), "the article", joined=True)
     summary = _normalize_text(read_field(fields, config.summary_field, "summary_field"), "the summary", joined=False)
     return Item(input=" ".join(article.split()[:MAX_ARTICLE_WORDS]), answer=summary)
 
 
 def select_examples(records: Sequence[Record], config: DatasetFields) -> dict[int, Item]:
-    """Selects in-context examples among readable records with an article of 50 to 150 words. Returns them by position
-    in `records`, in prompt order."""
+    """Selects in-context examples from the readable records with an article of 50 to 150 words. Returns them by their
+    positions in `records`, in the order of the prompt."""
     candidates: list[_Example] = []
     for position, record in enumerate(records):
         try:
@@ -79,10 +80,11 @@ def select_examples(records: Sequence[Record], config: DatasetFields) -> dict[in
 
 
 def build_content(item: Item, examples: Sequence[Item], config: DatasetFields, count_tokens: CountTokens) -> Content:
-    """Fits a prompt into the window: drops examples from the end, then words from the end of the article.
+    """Makes a prompt that fits into `window_tokens`: drops examples from the end, then words from the end of the
+    article.
 
-    Differs from HELM only if an article alone exceeds the window: HELM then truncates from the right and loses the
-    request; here the request stays. Raises BadRecord if not even one word fits.
+    Differs from HELM if an article without examples is too long. HELM then truncates the whole prompt, and so loses the
+    request after the article. Raises BadRecord if not one word of the article fits.
     """
 
     def fits(prompt: str) -> bool:
@@ -93,7 +95,7 @@ def build_content(item: Item, examples: Sequence[Item], config: DatasetFields, c
         if fits(prompt):
             return Content(prompt=prompt, reference=item.answer)
     words = item.input.split()
-    low, high = 0, len(words)  # `high` words do not fit; find the most that do
+    low, high = 0, len(words)  # bisects: `low` words fit, `high` words do not
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(_build_prompt(" ".join(words[:middle]), [])) else (low, middle)

@@ -1,4 +1,7 @@
-"""Reads JSON files, one record at a time: an invalid line affects only its own record. Only byte 10 ends a line."""
+"""Reads JSON files one record at a time, so that an invalid line affects only its own record.
+
+Only a newline character (byte 10) ends a line.
+"""
 
 import codecs
 import json
@@ -29,41 +32,42 @@ from ..records import Fields, Record, too_long_record
 from ..row_rules import CHAT_KEYS, MAX_RANGE_ROWS, NumberedFile, RowRange, RowSource, SeekPoint, prompt_kind
 from ..strict_json import DECODER, Json, parse_json, shorten
 
-MAX_DOCUMENT_ROWS = 64  # rows of maximum length in memory at once
+MAX_DOCUMENT_ROWS = 64  # limit of a document, which is read into memory: so many rows of maximum length
 MAX_RANGE_BYTES = 32 * MIB
 MIN_ROW_BYTES = 3  # `{}` and a newline
 _SUFFIXES = with_compressed_suffixes(".jsonl", ".ndjson", ".json")
-_ANY_JSON = json.JSONDecoder()  # to find the end of a value; rows are validated later
-_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[][{}]')  # matches strings too, to skip brackets inside them
+_ANY_JSON = json.JSONDecoder()  # finds the end of a value; rows are validated later
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[][{}]')  # brackets, and strings as a whole, to skip brackets in them
 
 
 class _Layout(Enum):
-    """Layout of a file: one row per line (`lines`), multi-line objects in sequence (`objects`), or one `document` that
-    is or contains a list of rows."""
+    """How the rows are in a file: one in each line (`lines`), objects of several lines (`objects`), or one `document`
+    that is a list of rows or has such a list."""
 
     lines = "lines"
     objects = "objects"
     document = "document"
 
 
-_RowText: TypeAlias = tuple[int, int, bytes | None, int]  # line, offset, text (None: too long), bytes with line end
+# Line number, offset in bytes, text without line end (None: too long), and number of bytes with line end.
+_RowText: TypeAlias = tuple[int, int, bytes | None, int]
 
 
 def read_jsonl(
     path: str, json_field: str | None = None, key: str = "path", *, max_row_bytes: int = DatasetFields.max_row_bytes
 ) -> Iterator[Record]:
-    """Reads the records of a file, or of a directory's files in order.
+    """Reads the records of a file, or of the files of a directory in order.
 
-    The layout is detected from the content: JSON lines, multi-line objects, or one document (a list of objects; with
-    `json_field`, the list at that dotted path). Decompresses files; offsets count decompressed bytes. Raises
-    DatasetError for errors that affect a whole file.
+    The layout is detected from the content: JSON lines, objects of several lines, or one document. A document is a list
+    of objects, or has this list at the dotted path `json_field`. Offsets count decompressed bytes. Raises DatasetError
+    for errors that affect a whole file.
     """
     for file in list_files(path, _SUFFIXES, key):
         yield from _read_file(file, json_field, max_row_bytes, SeekPoint(file=0, row=0))
 
 
 def _read_file(file: Path, json_field: str | None, max_row_bytes: int, start: SeekPoint) -> Iterator[Record]:
-    """The records of one file from `start` on."""
+    """Yields the records of one file from `start` on."""
     with translate_read_errors(file):
         layout = _detect_layout(file, json_field, max_row_bytes)
         if layout is _Layout.document:
@@ -79,7 +83,8 @@ def _read_file(file: Path, json_field: str | None, max_row_bytes: int, start: Se
 
 
 def _detect_layout(file: Path, json_field: str | None, max_row_bytes: int) -> _Layout:
-    """Detects the layout from the head of a file, or from its name if the head is inconclusive (invalid first line)."""
+    """Detects the layout from the beginning of a file, or from its name if the first line is invalid. Reads more of the
+    file if a short beginning is not enough."""
     has_json_suffix = strip_compression_suffix(file.name).endswith(".json")
     default = _Layout.document if has_json_suffix else _Layout.lines
     if json_field is not None:
@@ -102,7 +107,8 @@ def _detect_layout_from_head(text: str, *, is_whole: bool, has_json_suffix: bool
     is_list = text.startswith("[")
     try:
         value, end = _ANY_JSON.raw_decode(text)
-    except (ValueError, RecursionError):  # incomplete list: look for an object and then another item or the end
+    except (ValueError, RecursionError):
+        # Probably the beginning of a list. It is one if it has an object, and then another item or the end.
         if not is_list:
             return None
         items = text[1:].lstrip()
@@ -127,7 +133,8 @@ def read_jsonl_path(config: DatasetFields) -> Iterator[Record]:
 
 
 def _count_rows(config: DatasetFields, file: Path, max_rows: int) -> int:
-    """Counts rows, up to `max_rows`, without parsing lines. A document is parsed unless too short for `max_rows`."""
+    """Counts rows up to `max_rows`, without parsing lines. A document is parsed, unless it is too short for `max_rows`
+    rows."""
     with translate_read_errors(file):
         layout = _detect_layout(file, config.json_field, config.max_row_bytes)
         if layout is not _Layout.document:
@@ -140,6 +147,7 @@ def _count_rows(config: DatasetFields, file: Path, max_rows: int) -> int:
 
 
 def _scan(config: DatasetFields, numbered: NumberedFile) -> Iterator[RowRange]:
+    """Yields all rows of a file in ranges, as `RowSource.scan`."""
     number, file = numbered
     with translate_read_errors(file):
         layout = _detect_layout(file, config.json_field, config.max_row_bytes)
@@ -161,7 +169,8 @@ def _scan(config: DatasetFields, numbered: NumberedFile) -> Iterator[RowRange]:
 
 
 def _parse_fields(text: bytes | None) -> Fields | None:
-    """Fields of a row for the survey; nesting depth and surrogates are checked only when the row is read."""
+    """The fields of a row for the survey; None if it cannot be parsed. Depth and surrogates are not checked: they are
+    when the row is read."""
     if text is None:
         return None
     try:
@@ -175,12 +184,13 @@ SOURCE = RowSource(
     files=lambda config: list_files(config.path or "", _SUFFIXES),
     count=_count_rows,
     scan=_scan,
-    read_records=lambda config, file, mark: _read_file(file, config.json_field, config.max_row_bytes, mark),
+    read_records=lambda config, file, start: _read_file(file, config.json_field, config.max_row_bytes, start),
 )
 KINDS = {"jsonl": prompt_kind(read_jsonl_path, CHAT_KEYS | {"json_field"}, source=SOURCE)}
 
 
 def _row_texts(file: Path, layout: _Layout, max_row_bytes: int, start: SeekPoint) -> Iterator[_RowText]:
+    """Yields the text of each row of a file that is no document, from `start` on."""
     with open_bytes(file) as stream:
         skip_bytes(stream, start.offset_bytes)
         lines = _split_lines(stream, start.line, start.offset_bytes, max_row_bytes)
@@ -188,7 +198,7 @@ def _row_texts(file: Path, layout: _Layout, max_row_bytes: int, start: SeekPoint
 
 
 def _split_lines(stream: BufferedReader, line_number: int, offset_bytes: int, max_row_bytes: int) -> Iterator[_RowText]:
-    """Yields the nonblank lines after line `number`."""
+    """Yields the lines that are not blank. `line_number`: of the line before the stream's position."""
     for line, num_bytes in read_bounded_lines(stream, max_row_bytes):
         line_number += 1
         text = line.removeprefix(codecs.BOM_UTF8) if line_number == 1 else line
@@ -200,16 +210,19 @@ def _split_lines(stream: BufferedReader, line_number: int, offset_bytes: int, ma
 
 
 def _join_objects(lines: Iterator[_RowText], max_row_bytes: int) -> Iterator[_RowText]:
-    """Joins lines to objects; an object ends with the line that closes its last bracket. If none does, each line that
-    begins with a bracket starts a new object, since the inner lines of printed objects are indented."""
-    pending, num_bytes, depth = list[_RowText](), 0, 0
+    """Joins lines to objects. An object ends with the line that closes its last bracket.
+
+    If an object becomes too long or is never closed, one of its brackets is probably missing. Then each line that
+    begins with a bracket starts a new object, because inner lines of printed objects are indented.
+    """
+    pending, num_bytes, depth = list[_RowText](), 0, 0  # lines of the current object, and its open brackets
     for line in lines:
         pending.append(line)
         num_bytes, depth = num_bytes + line[3], depth + _nesting_change(line)
         if depth > 0 and num_bytes <= max_row_bytes:
             continue
         if depth > 0:
-            *complete, pending = _split_at_brackets(pending)
+            *complete, pending = _split_at_brackets(pending)  # all but the last are objects
             yield from (_join_lines(lines, max_row_bytes) for lines in complete)
             depth = sum(map(_nesting_change, pending)) if complete else depth
             num_bytes = sum(num_line_bytes for *_, num_line_bytes in pending)
@@ -221,7 +234,7 @@ def _join_objects(lines: Iterator[_RowText], max_row_bytes: int) -> Iterator[_Ro
 
 
 def _nesting_change(line: _RowText) -> int:
-    """Net number of brackets that a line opens; negative if it closes more."""
+    """The number of brackets that a line opens, minus those that it closes."""
     tokens = (match[0] for match in _BRACKETS.finditer(line[2] or b""))
     return sum(1 if token in (b"{", b"[") else -1 if token in (b"}", b"]") else 0 for token in tokens)
 
@@ -233,13 +246,14 @@ def _split_at_brackets(lines: list[_RowText]) -> list[list[_RowText]]:
 
 
 def _join_lines(lines: list[_RowText], max_row_bytes: int) -> _RowText:
-    """Joins lines to one row; its text is None if it is too long."""
+    """Joins lines to one row. The text of the row is None if it is too long."""
     texts, num_bytes = [line[2] for line in lines if line[2] is not None], sum(line[3] for line in lines)
     is_short = num_bytes <= max_row_bytes and len(texts) == len(lines)
     return lines[0][0], lines[0][1], b"\n".join(texts) if is_short else None, num_bytes
 
 
 def _read_document(file: Path, json_field: str | None, max_row_bytes: int) -> Iterator[Record]:
+    """Yields the records of a file that is one JSON value. Reads it into memory."""
     max_bytes = MAX_DOCUMENT_ROWS * max_row_bytes
     with open_bytes(file) as stream:
         content = stream.read(max_bytes + 1)

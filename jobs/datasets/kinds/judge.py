@@ -1,5 +1,7 @@
-"""Prompts for a judge of MT-Bench answers (Zheng et al., arXiv 2306.05685): a row for each answer and turn, or for both
-orders of a pair.
+"""Makes prompts for a judge of MT-Bench answers (Zheng et al., arXiv 2306.05685).
+
+A judge is a model that grades one answer, or compares the answers of two models. There is a row for each turn of an
+answer. In a comparison there are two, because a pair of answers is compared in both orders, called games.
 """
 
 import logging
@@ -22,12 +24,12 @@ from .jsonl import read_jsonl
 
 log = logging.getLogger(__name__)
 REFERENCE_CATEGORIES = frozenset({"math", "reasoning", "coding", "arena-hard-200"})  # judged with a reference
-MAX_TURNS = 2  # in the judge prompts
+MAX_TURNS = 2  # that the judge prompts support
 KEYS = frozenset({"path", "answers_path", "baseline_path", "references_path", "judge_prompts_path"})
 NEEDS = "dataset.path=question.jsonl and dataset.answers_path=<run directory or FastChat answers>"
 BUNDLED_PROMPTS = Path(__file__).parents[2] / "data" / "judge_prompts.jsonl"
 ERROR = "$ERROR$"  # FastChat's marker for a failed answer
-# (kind, has a reference, turn) -> (bundled prompt, FastChat's prompt)
+# (kind, has a reference, turn): (name of the bundled prompt, name of FastChat's prompt)
 PROMPT_NAMES = {
     ("single", False, 1): ("single", "single-v1"),
     ("single", True, 1): ("single-reference", "single-math-v1"),
@@ -39,18 +41,20 @@ PROMPT_NAMES = {
     ("pairwise", True, 2): ("pair-reference-turns", "pair-math-v1-multi-turn"),
 }
 
-TurnAnswers: TypeAlias = Sequence[str | None]  # answer per turn; None if missing
-AnswersByQuestion: TypeAlias = Mapping[str, TurnAnswers]
+TurnAnswers: TypeAlias = Sequence[str | None]  # an answer for each turn; None if it is missing
+AnswersByQuestion: TypeAlias = Mapping[str, TurnAnswers]  # by question id
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgePrompt:
+    """A prompt for the judge: a system prompt, and a format string for questions and answers."""
+
     name: str
     system: str
     template: str
 
     def fill(self, values: Mapping[str, str]) -> str:
-        """Formats the template. Raises DatasetError if it has an unknown field."""
+        """Fills the template with `values` by field name. Raises DatasetError if it has an unknown field."""
         filled = ""
         for text, name, _, _ in Formatter().parse(self.template):
             if name is not None and name not in values:
@@ -78,10 +82,11 @@ def read_judge_prompts(path: str | None) -> dict[str, JudgePrompt]:
 
 
 def read_answers(path: str, key: str) -> dict[str, AnswersByQuestion]:
-    """Reads each model's answers by question, from a run or from FastChat files; the name of the directory or file is
-    the model's name. Verifies checksums of parts. Raises DatasetError, also if the run is not finished."""
+    """Reads the answers of each model from a run or from FastChat files. The name of the directory or file is the name
+    of the model. Verifies checksums of a run. Raises DatasetError, also if the run is not finished."""
     root = require_existing_path(path, key)
-    directories = [root, *(root / f"turn-{turn}" for turn in range(1, 3))]  # a run, or the runs of its turns
+    # A run, or a directory with a run for each turn.
+    directories = [root, *(root / f"turn-{turn}" for turn in range(1, 3))]
     runs = [directory for directory in directories if (directory / "run.json").is_file()]
     if not runs:
         files = list_files(path, (".jsonl",), key)
@@ -119,7 +124,7 @@ def _require_fields(record: Record) -> Fields:
 
 
 def read_judge_rows(config: DatasetFields, count_tokens: CountTokens | None) -> Iterator[Row]:
-    """Yields rows by model, question, turn and game. Raises DatasetError if a file has another format."""
+    """Yields rows, sorted by model, question, turn and game. Raises DatasetError if a file has another format."""
     if config.answers_path is None:
         raise DatasetError(f"dataset=mtbench_judge needs {NEEDS}")
     questions = _read_questions(config)
@@ -150,6 +155,8 @@ KINDS = {"mtbench_judge": InputKind(rows=read_judge_rows, keys=KEYS, needs=NEEDS
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
+    """A question with its turns (user messages), and a reference answer for each turn, if there are any."""
+
     record: Record
     id: str
     turns: Sequence[str]
@@ -161,7 +168,7 @@ class _Question:
 
 
 def _read_questions(config: DatasetFields) -> list[_Question]:
-    """Raises DatasetError if a question has another format."""
+    """Reads the questions and their reference answers. Raises DatasetError if a question has another format."""
     references_by_id: AnswersByQuestion = {}
     if config.references_path is not None:
         references_by_id = read_answer_file(config.references_path, "references_path")
@@ -196,6 +203,8 @@ def _make_rows(
     prompts: Mapping[str, JudgePrompt],
     config: DatasetFields,
 ) -> Iterator[Row]:
+    """Yields the rows of one model's answers to a question. `baseline`: name and answers of the model to compare with;
+    None: answers are graded."""
     for turn in range(1, 1 + min(len(question.turns), len(answers), MAX_TURNS)):
         columns: Fields = {
             "question_id": question.fields.get("question_id"),
@@ -222,6 +231,7 @@ def _make_row(
     columns: Fields,
     config: DatasetFields,
 ) -> Row:
+    """Makes one row. `answers_by_name`: answers by their field in the template, one or two."""
     turn = 1 if columns["turn"] == 1 else MAX_TURNS
     kind = "single" if len(answers_by_name) == 1 else "pairwise"
     path = config.judge_prompts_path
@@ -253,7 +263,7 @@ def _make_row(
 def _template_values(
     question: _Question, answers_by_name: Mapping[str, Sequence[str | None]], turn: int
 ) -> dict[str, str]:
-    """Values of the template's fields. Raises BadRecord if an answer is missing."""
+    """The values for the template, by field name. Raises BadRecord if an answer is missing."""
     values = {f"ref_answer_{number}": text for number, text in enumerate(question.references, start=1)}
     if question.references:
         values.setdefault("ref_answer_2", "")

@@ -1,5 +1,6 @@
-"""OpenAI batch input files: one request per line, `{custom_id, method, url, body}`. An invalid line becomes an error
-row; the other lines are answered.
+"""Reads input files for OpenAI's Batch API: one request in each line, `{custom_id, method, url, body}`.
+
+An invalid line becomes an error row, so that other lines are still answered.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ def read_batch(config: DatasetFields, count_tokens: CountTokens | None) -> Itera
     """Yields a row for each line, with its custom_id as id and its fields as columns."""
     lines = read_jsonl(config.path or "", max_row_bytes=config.max_row_bytes)
     records = list(islice(lines, config.limit))
-    first_lines: dict[str, int] = {}  # first line of each valid custom_id
+    first_lines: dict[str, int] = {}  # number of the first line with each custom_id
     for index, record in enumerate(records):
         value = (record.fields or {}).get("custom_id")
         if isinstance(value, str):
@@ -33,7 +34,7 @@ def read_batch(config: DatasetFields, count_tokens: CountTokens | None) -> Itera
 
 def _make_row(record: Record, index: int, first_lines: Mapping[str, int], config: DatasetFields) -> Row:
     fields = record.fields
-    # Exported results contain all four.
+    # Exported results need all four fields.
     columns = {key: (fields or {}).get(key) for key in FIELDS} if config.keep_columns else {}
     row = Row(index=index, id="", prompt="", messages=None, columns=columns, error=None)
     if fields is None:
@@ -52,7 +53,7 @@ def _make_row(record: Record, index: int, first_lines: Mapping[str, int], config
 
 
 def _with_request(row: Row, url: str, body: Fields, config: DatasetFields) -> Row:
-    """Returns the row with the request of its line. Raises BadRecord."""
+    """Returns `row` with the request that `url` and `body` define. Raises BadRecord."""
     if url in ENCODE_ENDPOINTS:
         columns = {**row.columns, "body": summarize_body(body)} if config.keep_columns else row.columns
         return replace(row, inputs=ENCODE_ENDPOINTS[url](body), columns=columns)
@@ -69,7 +70,7 @@ def _with_request(row: Row, url: str, body: Fields, config: DatasetFields) -> Ro
 
 
 def _unused_id(index: int, first_lines: Mapping[str, int]) -> str:
-    """An id that no line uses."""
+    """An id for an error row, which no line has as custom_id."""
     id = f"bad-row-{index}"
     while id in first_lines:
         id += "'"
@@ -93,7 +94,8 @@ def _parse_url_and_body(fields: Fields) -> tuple[str, Fields]:
 
 
 def reject_wrong_endpoints(rows: Sequence[Row], encodes: bool) -> list[Row]:
-    """Turns requests to endpoints of the other job into error rows. Raises DatasetError if no valid request is left."""
+    """Turns requests into error rows if another command answers their endpoint. Raises DatasetError if no valid request
+    is left. `encodes`: True if this command encodes."""
     answered, foreign_endpoints = (ENCODE_ENDPOINTS, ENDPOINTS) if encodes else (ENDPOINTS, ENCODE_ENDPOINTS)
     urls, job = " and ".join(foreign_endpoints), "generate" if encodes else "encode"
     valid = [row for row in rows if row.error is None]

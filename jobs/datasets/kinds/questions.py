@@ -1,4 +1,4 @@
-"""MT-Bench questions, bundled questions in the same schema, the bundled model's tasks, and `dataset.prompt`."""
+"""Reads MT-Bench questions, bundled questions in their format, the tasks of the bundled model, and `dataset.prompt`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +17,8 @@ MT_BENCH_ID = "question_id"
 
 
 def _read_questions(read: ReadRecords, config: DatasetFields) -> Iterator[Row]:
-    """Yields the first turn of each question as raw text, as MoE-Lightning does, with `question_id` as id. With
-    `turns=all` the other turns follow."""
+    """Yields a row for each question, with the text of its first turn as prompt, as MoE-Lightning does, and
+    `question_id` as id. With `turns=all`, it also has the later turns."""
 
     def read_content(fields: Fields) -> Content:
         turns = fields.get("turns")

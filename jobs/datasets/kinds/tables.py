@@ -1,14 +1,15 @@
 """Reads Parquet, CSV and Hugging Face Hub datasets.
 
-Files are read with pyarrow, not with `datasets`: its cache is keyed by path and modification time. A file replaced by
-one with the same time (`rsync -a`, `cp -p`, `tar`) would give stale rows, and a resumed run must see the file on disk.
-Hub datasets are read with `datasets`; their cache is keyed by revision.
+Files are read with pyarrow, not with `datasets`, whose cache is keyed by path and modification time. If a file is
+replaced by another one with the same time (`rsync -a`, `cp -p`, `tar`), `datasets` would give the old rows. Datasets of
+the Hub are read with `datasets`, whose cache is then keyed by revision.
 """
 
 import base64
 import codecs
 import csv
 import io
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import date, time
@@ -41,7 +42,7 @@ _FIRST_CSV_ROW = 2  # pyarrow's number of the first row below the header
 
 
 def read_parquet(config: DatasetFields) -> Iterator[Record]:
-    """Reads a Parquet file, or a directory's files by name. Verifies page checksums if present."""
+    """Yields the records of a Parquet file, or of the files of a directory, sorted by name. Verifies page checksums."""
     for path in _parquet_files(config):
         yield from _parquet_records(config, path, SeekPoint(file=0, row=0))
 
@@ -51,7 +52,7 @@ def _parquet_files(config: DatasetFields) -> list[Path]:
 
 
 def _parquet_records(config: DatasetFields, path: Path, start: SeekPoint) -> Iterator[Record]:
-    """Yields the records from `start` on; skips row groups before it."""
+    """Yields the records of one file from `start` on. Does not read row groups before it."""
     with _translate_arrow_errors(path, "parquet"), pq.ParquetFile(path, page_checksum_verification=True) as file:
         rows = _parquet_rows(config, file, path, start.row, NUM_ROWS_PER_BATCH)
         yield from _make_records(rows, path.name, config.max_row_bytes, start.row)
@@ -60,6 +61,7 @@ def _parquet_records(config: DatasetFields, path: Path, start: SeekPoint) -> Ite
 def _parquet_rows(
     config: DatasetFields, file: pq.ParquetFile, path: Path, first: int, max_batch_rows: int
 ) -> Iterator[dict[str, object]]:
+    """Yields rows from row `first` on, as Arrow values by column."""
     names = file.schema_arrow.names
     check_columns(names, config, str(path))
     columns = None if config.keep_columns else _configured_columns(config, names)
@@ -88,15 +90,15 @@ def _scan_parquet(config: DatasetFields, numbered: NumberedFile) -> Iterator[Row
 
 
 def read_csv(config: DatasetFields) -> Iterator[Record]:
-    """Reads a CSV file with a header line, or a directory's files by name. Every value is text: `007` stays `007`. A
-    row with too few or too many fields, or with invalid UTF-8, becomes a bad record."""
+    """Yields the records of a CSV file with a header line, or of the files of a directory, sorted by name. Every value
+    is text: `007` stays `007`. A row with too few or too many fields, or with invalid UTF-8, becomes a bad record."""
     for path in list_files(config.path or "", with_compressed_suffixes(".csv", ".tsv")):
         with _translate_arrow_errors(path, "csv"):
             yield from _read_csv_file(path, config)
 
 
 def read_hub(config: DatasetFields) -> Iterator[Record]:
-    """Reads `datasets.load_dataset` for a Hub id or a local directory. Raises DatasetError with its message."""
+    """Yields the records of a Hub id or a local directory, with `datasets.load_dataset`. Raises DatasetError."""
     import datasets  # slow to import, and needed by this kind only
     from datasets.exceptions import DatasetsError
 
@@ -115,7 +117,7 @@ def read_hub(config: DatasetFields) -> Iterator[Record]:
     check_columns(loaded.column_names, config, location)
     if not config.keep_columns:
         loaded = loaded.select_columns(_configured_columns(config, loaded.column_names))
-    # The arrow format keeps images and audio as stored instead of decoding them.
+    # In the arrow format, images and audio are not decoded.
     batches = loaded.with_format("arrow").iter(batch_size=NUM_ROWS_PER_BATCH)
     yield from _make_records(_iter_rows(batches), Path(config.path or "").name, config.max_row_bytes)
 
@@ -136,11 +138,12 @@ KINDS = {
 
 
 def to_json_value(value: object) -> Json:
-    """Converts an Arrow value to JSON: NaN to null, bytes to base64, dates to ISO 8601, decimals to text."""
+    """Converts an Arrow value to a JSON value: NaN and infinity to null, bytes to base64, dates to ISO 8601, decimals
+    to text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
-        return value if value - value == 0 else None
+        return value if math.isfinite(value) else None
     if isinstance(value, bytes):
         return base64.b64encode(value).decode("ascii")
     if isinstance(value, Mapping):
@@ -151,13 +154,14 @@ def to_json_value(value: object) -> Json:
 
 
 def _configured_columns(config: DatasetFields, names: Collection[str]) -> list[str]:
-    """The columns that contain configured fields."""
+    """The columns that have the fields which the settings name."""
     named = (name for _, name in configured_fields(config))
     return list(dict.fromkeys(name if name in names else name.partition(".")[0] for name in named))
 
 
 def _rows_per_batch(file: pq.ParquetFile, max_rows: int) -> int:
-    """Rows per batch, reduced for long rows so that a batch stays below `BATCH_BYTES`."""
+    """The number of rows in a batch, at most `max_rows`. It is lower for long rows, so that a batch has at most
+    `BATCH_BYTES`."""
     metadata = file.metadata
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     row_bytes = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
@@ -185,7 +189,7 @@ def _to_fields(row: Mapping[str, object]) -> Fields:
 
 
 def _read_csv_file(path: Path, config: DatasetFields) -> Iterator[Record]:
-    errors: dict[int, str] = {}
+    errors: dict[int, str] = {}  # by pyarrow's row number
 
     def record_error(row: pa_csv.InvalidRow) -> str:
         errors[row.number] = f"{row.actual_columns} fields, but the header has {row.expected_columns}"
@@ -204,13 +208,13 @@ def _read_csv_file(path: Path, config: DatasetFields) -> Iterator[Record]:
         codecs.decode(content, "utf-8")
     except UnicodeDecodeError:
         is_text = False
-        # pyarrow decodes a row to report it as bad: read as Latin-1, any bytes are valid text
+        # pyarrow fails when it reports a bad row with invalid UTF-8. As Latin-1, any bytes are valid text.
         content = content.removeprefix(codecs.BOM_UTF8).decode("latin-1").encode("utf-8")
     try:
         check_columns(names, config, str(path))
     except DatasetError as error:
         raise DatasetError(f"{error}{other_kind_hint(path, 'csv')}") from error
-    # One block and one thread: a quoted value may be of any size, and bad rows are numbered only when read in order.
+    # One block, because a quoted value may be of any size. One thread, because pyarrow numbers bad rows only then.
     read_options = pa_csv.ReadOptions(use_threads=False, block_size=min(len(content) + 1, _MAX_CSV_BLOCK_BYTES))
     columns = names if is_text else [name.encode("utf-8").decode("latin-1") for name in names]
     convert_options = pa_csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.binary()), strings_can_be_null=False)
