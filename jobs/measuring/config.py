@@ -1,4 +1,4 @@
-"""The settings of `jobs.measure`; mirrors conf/measure.yaml. Separate, to check them before torch is imported."""
+"""The settings of `jobs.measure`; mirrors conf/measure.yaml. Imports no torch, so that they are checked quickly."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,8 @@ from ..config.settings import LogLevel
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureJobConfig:
-    """All settings of `jobs.measure`. Only device and threads of `machine` are used; rejects a profile."""
+    """All settings of `jobs.measure`. Of `machine`, only device and threads are used; a profile of a machine is
+    rejected."""
 
     machine: MachineConfig = field(default_factory=MachineConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)

@@ -1,4 +1,8 @@
-"""Measures this machine for `jobs.measure`: the hardware, and the engine's overhead with a tiny model."""
+"""Measures this machine for `jobs.measure`: the hardware, and the overhead of the engine with a tiny model.
+
+A lane is a micro-batch, a stage is a part of the forward such as a layer, and a turn is the computation of one lane in
+one stage. A probe is a function that measures one number.
+"""
 
 import sys
 import time
@@ -37,13 +41,12 @@ from .report import Measurement
 
 TURN, PASS = "a turn: one lane in one stage", "a pass, without its turns"
 NUM_LANES, NUM_NEW_TOKENS = 8, 6
-Advance = Callable[[str, int], object]
+Advance = Callable[[str, int], object]  # called after each probe, with its name and the total number of steps
 
 
 @torch.inference_mode()
 def measure_machine(machine: MachineConfig, config: MeasureConfig, advance: Advance) -> Measurement:
-    """Measures all rates. Calls `advance` with the name of each finished probe and the total number. Raises
-    ConfigError if the device is missing."""
+    """Measures all rates. Raises ConfigError if the device is missing."""
     begin = time.monotonic()
     device = ComputeDevice(machine.device)
     if machine.num_threads is not None:
@@ -85,8 +88,8 @@ def measure_machine(machine: MachineConfig, config: MeasureConfig, advance: Adva
 
 @contextmanager
 def turn_probes(machine: MachineConfig, device: ComputeDevice) -> Iterator[list[Probe]]:
-    """Yields probes of decode passes with a tiny random model: the time of one more lane in a stage, and of a pass
-    without its turns. Layers with experts take longer."""
+    """Yields two probes, from decode passes (forwards) of a tiny random model: the time of a turn, and the time of a
+    pass without its turns. Turns in layers with experts take longer."""
     config = RuntimeConfig(
         model=ModelConfig(name=RANDOM),
         machine=replace(machine, sheet=None, rates=None),
@@ -102,7 +105,7 @@ def turn_probes(machine: MachineConfig, device: ComputeDevice) -> Iterator[list[
         one_lane = _TimedPasses(stack, runtime, requests[:1])
         all_lanes = _TimedPasses(stack, runtime, requests)
 
-        def turn() -> float:
+        def turn() -> float:  # the additional time of all lanes, divided by their number and that of stages
             return max(0.0, (all_lanes.seconds() - one_lane.seconds()) / (num_stages * (NUM_LANES - 1)))
 
         yield [
@@ -112,14 +115,14 @@ def turn_probes(machine: MachineConfig, device: ComputeDevice) -> Iterator[list[
 
 
 class _TimedPasses:
-    """Decode passes of an open session, which `stack` closes."""
+    """Runs decode passes in a session, which `stack` closes."""
 
     def __init__(self, stack: ExitStack, runtime: Runtime, requests: Sequence[Request]):
         self._plan, self._session = stack.enter_context(runtime.open_with_backoff(requests))
         self._requests = requests
 
     def seconds(self) -> float:
-        """Runs the requests; returns the median time of a decode pass."""
+        """Runs the requests. Returns the median time of a decode pass."""
         records: list[PassRecord] = []
         session: Session = self._session
         session.run(self._plan.blocks[0], self._requests, records.append)
@@ -128,7 +131,7 @@ class _TimedPasses:
 
 @contextmanager
 def progress_bar() -> Iterator[Advance]:
-    """Context manager of a progress bar for `measure_machine`; shows nothing if stderr is not a terminal."""
+    """Yields the `advance` of a progress bar on stderr. Shows nothing if stderr is not a terminal."""
     with tqdm(unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
 
         def advance(name: str, total: int) -> None:

@@ -1,5 +1,7 @@
-"""Formats a measurement as a table and as YAML of the `machine` group; warns about figures far from earlier ones or
-from the device's data sheet."""
+"""Formats a measurement as a table, and as a YAML file of the `machine` group.
+
+Also finds measured numbers that differ much from an earlier measurement, or from the data sheet of the device.
+"""
 
 import math
 import re
@@ -16,23 +18,25 @@ from ..config.settings import read_yaml
 from ..config.typed import build
 
 SPREAD = "spread: the largest deviation of a round from the median"
-MAX_RATIO = 3.0  # above differences by torch versions, clocks and other load; wrong measurements often exceed it
-SHORTEST_SECONDS = 1e-5  # of a turn: shorter ones are dominated by the clock's overhead
+MAX_RATIO = 3.0  # more than versions of torch, clock rates and other load explain; wrong measurements often exceed it
+MIN_TURN_SECONDS = 1e-5  # a shorter turn (one micro-batch in one layer) is mostly overhead of the clock
 MACHINES = Path(__file__).resolve().parents[2] / "conf" / "machine"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
+    """The result of `jobs.measure`. `figures`: measured numbers with spread and unit, by name."""
+
     host: Host
     rates: MeasuredRates
     figures: Mapping[str, Figure]
-    products: BackendTable | None  # None if an accelerator computes
+    products: BackendTable | None  # the fastest linear backends; None if an accelerator computes
     seconds: float  # duration of the measurement
-    notes: Sequence[str]  # figures that were not measured, with the reason
+    notes: Sequence[str]  # what was not measured, and why
 
     def to_yaml(self, name: str, *, command: str, date: str, versions: Mapping[str, str], device_choice: str) -> str:
-        """The text of a file of the `machine` group, with figures and spreads as comments. `device_choice`: the value
-        of `machine.device`."""
+        """The text of a YAML file of the `machine` group, with figures and spreads as comments. `device_choice`: the
+        value of `machine.device`."""
         host, figures = self.host, self.figures
         width = max(map(len, figures))
         comments = [
@@ -54,8 +58,8 @@ class Measurement:
 
 
 def format_table(times: Sequence[Mapping[str, Figure]]) -> str:
-    """Formats a row for each figure. With several measurements: the values in columns, and if they agree; figures that
-    one of them lacks are not compared."""
+    """Formats a row for each figure. Several measurements have a column each, and a column says if they agree. A figure
+    that a measurement lacks is not compared. `times`: the figures of each measurement, by name."""
     head = ["", *(["measured", "spread"] * len(times)), "unit", *(["agree"] if len(times) > 1 else [])]
     lines = [head]
     for name in dict.fromkeys(name for figures in times for name in figures):
@@ -78,8 +82,8 @@ def format_table(times: Sequence[Mapping[str, Figure]]) -> str:
 
 
 def format_agreement(times: Sequence[Mapping[str, Figure]]) -> str:
-    """Formats the number of figures that agree between all measurements."""
-    names = [name for name in times[0] if all(name in figures for figures in times)]  # measured each time
+    """Formats the number of figures that agree in all measurements. `times`: as in `format_table`."""
+    names = [name for name in times[0] if all(name in figures for figures in times)]
     num_agreeing = sum(_agree([figures[name] for figures in times]) for name in names)
     return f"{num_agreeing} of {len(names)} figures agree within their spreads"
 
@@ -89,11 +93,12 @@ def _agree(figures: Sequence[Figure]) -> bool:
 
 
 def format_value(value: float) -> str:
-    """Three significant digits; whole numbers from 100 up."""
+    """Formats a number with three significant digits, and from 100 on without decimals."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _block(values: Mapping[str, object], indent: str) -> list[str]:
+    """The lines of a YAML mapping."""
     lines: list[str] = []
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -104,7 +109,7 @@ def _block(values: Mapping[str, object], indent: str) -> list[str]:
 
 
 def _scalar(value: object) -> str:
-    """A YAML value; floats have a point and four significant digits."""
+    """Formats a YAML value. Floats have a decimal point and four significant digits."""
     if value is None:
         return "null"
     if isinstance(value, list):
@@ -117,6 +122,8 @@ def _scalar(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
+    """A number with its unit."""
+
     number: float
     unit: str
 
@@ -125,8 +132,8 @@ class Value:
 
 
 def find_suspicious_rates(rates: MeasuredRates, before: MeasuredRates | None, host: Host) -> list[str]:
-    """Returns a warning for each rate that differs by more than `MAX_RATIO` times from `before`, the stored rates of
-    this host, or from the data sheet of the device."""
+    """Returns a warning for each rate that differs by more than a factor of `MAX_RATIO` from `before`, the stored rates
+    of this host, or from the data sheet of the device."""
     measured, stored = _list_values(rates), _list_values(before) if before else {}
     warnings = list(_find_outliers(measured, stored, "in the stored measurement"))
     for path in sorted(MACHINES.glob("*.yaml")):
@@ -136,7 +143,7 @@ def find_suspicious_rates(rates: MeasuredRates, before: MeasuredRates | None, ho
         sheet = build(DataSheet, values, f"{path.stem}.sheet.")
         if sheet.num_devices > 1:
             continue
-        # Only figures of the device: the host differs. Matrix products reach the peak with the most rows.
+        # Only figures of the device are compared, as hosts differ. Matrix products are fastest with the most rows.
         link, num_rows = Value(number=sheet.host_link_gb_per_second, unit="GB/s"), rates.gemm_rows[-1]
         peaks = {"memory_gb_per_second": Value(number=sheet.memory_gb_per_second, unit="GB/s")}
         peaks |= {"link_in_gb_per_second": link, "link_out_gb_per_second": link}
@@ -149,15 +156,17 @@ def find_suspicious_rates(rates: MeasuredRates, before: MeasuredRates | None, ho
 
 
 def matches_device(profile: str, device: str) -> bool:
-    """True if a profile of the machine group is of this device, e.g. a100-40 and "NVIDIA A100-SXM4-40GB". A suffix such
-    as Ti or Super is another card."""
+    """True if the name of a profile, such as a100-40, is that of a device, such as "NVIDIA A100-SXM4-40GB". A device
+    with a suffix such as Ti or Super is another one."""
+    # Each part of the profile's name must occur as a word, with an optional space before digits and "gb" after it.
     parts = [re.sub(r"(?<=[a-z])(?=\d)", " ?", part) for part in profile.split("-")]
     pattern = r".*\b".join(f"{part}(gb)?\\b" for part in parts)
     return re.search(rf"\b{pattern}(?! (ti|super|laptop|d)\b)", re.sub(r"[^a-z0-9]+", " ", device.lower())) is not None
 
 
 def _find_outliers(measured: Mapping[str, Value], others: Mapping[str, Value], where: str) -> Iterator[str]:
-    """Yields a warning for each outlier; for products that differ only in rows, for the farthest."""
+    """Yields a warning for each rate that differs much from `others`. Of matrix products that differ only in the number
+    of rows, only for the one that differs most."""
     farthest: dict[str, tuple[float, str]] = {}
     for name in measured.keys() & others.keys():
         value, other = measured[name], others[name]
@@ -180,7 +189,7 @@ def _list_values(rates: MeasuredRates) -> dict[str, Value]:
         "link_out_gb_per_second": rates.link_out_gb_per_second,
     }
     values = {key: Value(number=number, unit="GB/s") for key, number in speeds.items() if number is not None}
-    if rates.turn_seconds >= SHORTEST_SECONDS:
+    if rates.turn_seconds >= MIN_TURN_SECONDS:
         values["turn_seconds"] = Value(number=rates.turn_seconds, unit="s")
     for name, dtype in rates.dtypes.items():
         for num_rows, gflops in zip(rates.gemm_rows, dtype.gemm_gflops, strict=False):

@@ -5,12 +5,13 @@ from enum import Enum
 
 from runtime.errors import require
 
-GROUP_SIZES = (32, 64, 128)  # columns that share a scale
+GROUP_SIZES = (32, 64, 128)  # columns with a common scale
 
 
 class Format(Enum):
-    """`lossless`: bfloat16 in 12 bits. `int8`, `fp8` (E4M3): a scale per row. `int4`: a scale per group of columns of a
-    row. Tensors that the last three do not round are packed losslessly."""
+    """The format of a packed store. `lossless`: bfloat16 in 12 bits. `int8` and `fp8` (E4M3): rounded, with a scale for
+    each row. `int4`: rounded, with a scale for each group of columns in a row. Tensors that are not rounded are packed
+    losslessly."""
 
     lossless = "lossless"
     int8 = "int8"
@@ -20,6 +21,8 @@ class Format(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
+    """The model to pack: a directory."""
+
     path: str | None = None
 
 

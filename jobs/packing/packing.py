@@ -1,4 +1,5 @@
-"""Packs a model shard by shard. Published shards stay: the same command resumes after a kill."""
+"""Packs a model shard by shard (a shard is one safetensors file). If it is killed, the same command continues after the
+last packed shard."""
 
 import logging
 import time
@@ -27,13 +28,13 @@ from .source import CONFIG, PackSource, fingerprint_file, format_index, open_sou
 log = logging.getLogger(__name__)
 LOCK = ".pack.lock"
 COPY_BYTES = 4 << 20
-MAX_NAMES = 6  # of unused files, in the closing table
+MAX_NAMES = 6  # of unused files, in the printed result
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Result of packing. `num_kept`: shards packed by earlier starts. `num_deleted`: deleted original shards.
-    `unused_files`: files and folders of the original that no run reads."""
+    """The result of packing. `num_kept`: shards that an earlier start has packed. `num_deleted`: deleted shards of the
+    original. `unused_files`: files and folders of the original that no run reads."""
 
     out: Path
     tensors: Sequence[PackedTensor]
@@ -44,7 +45,7 @@ class Packing:
 
     @property
     def lines(self) -> list[str]:
-        """The closing table, line by line."""
+        """The result as printed, line by line."""
         raw = [packed for packed in self.tensors if packed.raw_reason is not None]
         before, after = (sum(getattr(p, key) for p in self.tensors) for key in ("num_bytes", "packed_bytes"))
         reasons = dict[str, list[PackedTensor]]()
@@ -75,8 +76,8 @@ class Packing:
 
 
 def pack(config: PackConfig, progress: Callable[[int, int], None]) -> Packing:
-    """Packs the model of `config`. Calls `progress` with the bytes done and in total. Raises ConfigError,
-    CheckpointError, OutputError; published shards stay valid."""
+    """Packs the model of `config`. Calls `progress` with the bytes that are done and in total. Raises ConfigError,
+    CheckpointError and OutputError; shards that are already packed stay valid."""
     out = Path(config.out or "").expanduser()
     source = open_source(Path(config.model.path or "").expanduser(), out, replace=config.replace)
     is_lossless = config.format is Format.lossless
@@ -105,6 +106,8 @@ def pack(config: PackConfig, progress: Callable[[int, int], None]) -> Packing:
 
 
 class _Packer:
+    """Packs the shards of `source` into `out`."""
+
     def __init__(
         self,
         source: PackSource,
@@ -114,7 +117,7 @@ class _Packer:
         progress: Callable[[int, int], None],
     ):
         self._source, self._out, self._config, self._progress = source, out, config, progress
-        self._rounding, self._stamped = rounding, "" if rounding is None else f", {rounding}"
+        self._rounding, self._format_stamp = rounding, "" if rounding is None else f", {rounding}"
         sizes = [path.stat().st_size for name in source.shards if (path := source.directory / name).exists()]
         self._total, self._done, self._num_kept, self._num_deleted = sum(sizes), 0, 0, 0
 
@@ -131,7 +134,8 @@ class _Packer:
         extra: dict[str, object] = {}
         if self._rounding is not None:
             extra = {"format": str(self._rounding), RELATIVE_ERROR: compute_relative_error(tensors)}
-        _publish(self._out / CONFIG, packed_config(self._source, extra))  # last: it makes the directory a model
+        # Last, because config.json makes the directory a model.
+        _publish(self._out / CONFIG, packed_config(self._source, extra))
         return Packing(
             out=self._out,
             tensors=tensors,
@@ -144,12 +148,12 @@ class _Packer:
     def _pack_shard(self, name: str) -> list[PackedTensor]:
         original, target = self._source.directory / name, self._out / name
         tensors = self._source.tensors(name) if original.exists() else {}
-        is_verified, before = False, {tensor.name: tensor.num_bytes for tensor in tensors.values()}
+        is_verified, original_bytes = False, {tensor.name: tensor.num_bytes for tensor in tensors.values()}
         if target.exists():
             self._require_same(original, target, tensors)
             self._num_kept += 1
             self._advance(original.stat().st_size if original.exists() else 0)
-            packed = read_packed_sizes(target, before)
+            packed = read_packed_sizes(target, original_bytes)
         else:
             done, is_verified = self._done, self._config.verify
             packed = pack_shard(
@@ -161,7 +165,7 @@ class _Packer:
                 verify=is_verified,
                 progress=self._advance,
             )
-            self._advance(done + original.stat().st_size - self._done)
+            self._advance(done + original.stat().st_size - self._done)  # bytes that are no tensors
         if self._config.replace and original.exists():
             if not is_verified:
                 compare(tensors, target, str(target), self._rounding)
@@ -171,8 +175,8 @@ class _Packer:
         return packed
 
     def _require_same(self, original: Path, target: Path, tensors: Collection[str]) -> None:
-        """Raises CheckpointError if `target` was packed from another file or in another format. `tensors`: those that
-        the index names now."""
+        """Raises CheckpointError if `target` was packed from another file or in another format. `tensors`: the names
+        that the index has now."""
         record, _ = read_packing_record(target)
         packed = record.get("tensors")
         is_same = record.get("source") == self._stamp(original) if original.exists() else True
@@ -181,11 +185,12 @@ class _Packer:
                 f"{target}: packed from another file than {original}, from an older version of it, or in another "
                 "format: remove it, or set out to another directory"
             )
-        if not str(record.get("source")).endswith(self._stamped):
+        if not str(record.get("source")).endswith(self._format_stamp):
             raise CheckpointError(f"{target}: packed in another format: set out to another directory")
 
     def _stamp(self, original: Path) -> str:
-        return fingerprint_file(original) + self._stamped
+        """A text that identifies the original file and the format; it is stored in the packed shard."""
+        return fingerprint_file(original) + self._format_stamp
 
     def _advance(self, num_bytes: int) -> None:
         self._done += num_bytes
@@ -198,7 +203,7 @@ def _publish(path: Path, data: bytes) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copies a file in pieces; the target appears once it is complete."""
+    """Copies a file in pieces. The target appears when it is complete."""
     make_directory(target.parent)
     sweep_temps(target.parent, is_only_writer=True)
     buffer = memoryview(bytearray(COPY_BYTES))
@@ -213,10 +218,10 @@ def _copy(source: Path, target: Path) -> None:
 
 @contextmanager
 def _name_file_on_out_of_memory(path: Path) -> Iterator[None]:
-    """Context manager that converts out-of-memory errors to BudgetError naming the file."""
+    """Converts an out-of-memory error to BudgetError with the name of the file."""
     try:
         yield
-    except Exception as error:  # torch, numpy and the system have different ones
+    except Exception as error:  # torch, numpy and the system raise different ones
         if not any(cause is not None and is_out_of_memory(cause) for cause in (error, error.__cause__)):
             raise
         size = f" ({format_bytes(path.stat().st_size)})" if path.exists() else ""

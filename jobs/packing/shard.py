@@ -1,5 +1,8 @@
-"""Packs one shard: streams tensors through memory a few rows at a time, compares with the original, publishes the
-file."""
+"""Packs one shard (a safetensors file): a few rows at a time, compared with the original before the file appears.
+
+Letters of shapes: codes are (R, B) for R rows of B bytes, scales (R, G) for G groups of columns, words (N, K) for a
+matrix of 16-bit words. An escape is a number that is stored separately, because its exponent has no code.
+"""
 
 import hashlib
 import json
@@ -37,17 +40,17 @@ from runtime.units import round_up
 from runtime.weights.stage_weights import TORCH_DTYPES
 
 PAGE_BYTES, COPY_BYTES = 4096, 16 << 20
-PANEL_NUMBERS = 4 << 20  # decoded at once
-MAX_ENTRY_BYTES = 640  # of a tensor in the header, besides its names, shape and checksums
+PANEL_NUMBERS = 4 << 20  # numbers that are decoded at a time
+MAX_ENTRY_BYTES = 640  # of a tensor in the header, without its names, shape and checksums
 
 
 def map_numbers(tensor: TensorSlice) -> torch.Tensor:
-    """Returns a memory-mapped view of the file, in the tensor's dtype and shape."""
+    """Returns the tensor as a memory-mapped view of its file."""
     return torch.from_numpy(map_bytes(tensor)).view(TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
 
 
 def map_bytes(piece: TensorSlice) -> np.ndarray:
-    """Returns a memory-mapped view of the file; do not write to it."""
+    """Returns the bytes of a tensor as a memory-mapped view of its file. Do not write to it."""
     if not piece.num_bytes:
         return np.zeros(0, np.uint8)
     return np.memmap(piece.file, np.uint8, "c", piece.offset, (piece.num_bytes,))  # "c": torch needs writable memory
@@ -55,8 +58,8 @@ def map_bytes(piece: TensorSlice) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTensor:
-    """A tensor's bytes before and after packing. `raw_reason`: why it was copied unchanged. `squares`: sums of squared
-    errors and of squared numbers of a rounded tensor."""
+    """The bytes of a tensor before and after packing. `raw_reason`: why it was copied unchanged; None if it was not.
+    `squares`: of a rounded tensor, the sum of squared errors and the sum of squared numbers."""
 
     name: str
     num_bytes: int
@@ -66,7 +69,8 @@ class PackedTensor:
 
 
 class _Shard:
-    """A shard being written. The header is written last, into space reserved at the start."""
+    """Writes a packed shard. The first `header_bytes` are reserved for the header, which is written last. `entries`:
+    the tensors of the header. `record`: digests and more of the original tensors, for the metadata."""
 
     def __init__(self, file: BinaryIO, header_bytes: int, rounding: Rounding | None, progress: Callable[[int], None]):
         self._file, self._begin, self._rounding, self._progress = file, header_bytes, rounding, progress
@@ -75,7 +79,7 @@ class _Shard:
         file.seek(header_bytes)
 
     def add(self, tensor: TensorSlice) -> PackedTensor:
-        """Rounds the tensor, packs it losslessly, or copies it if packing does not save bytes."""
+        """Writes a tensor: rounded, else packed losslessly, else unchanged if packing does not save bytes."""
         data, begin = map_bytes(tensor), self._file.tell()
         squares, reason = self._round(tensor), None
         if squares is None:
@@ -104,18 +108,19 @@ class _Shard:
         self._file.truncate()
 
     def _round(self, tensor: TensorSlice) -> Squares | None:
-        """Writes the rounded tensor. Returns its sums of squares, or None if it must not be rounded or a value has no
-        code; the caller must then discard the bytes written."""
+        """Writes the rounded tensor. Returns its sums of squares, as in `PackedTensor`. Returns None if it must not be
+        rounded, or if a number cannot be; the caller must then discard the bytes written."""
         if self._rounding is None or self._rounding.skip_reason(tensor.name, tensor.dtype, tensor.shape) is not None:
             return None
-        begin, scales, error, size = self._file.tell(), list[bytes](), 0.0, 0.0
+        begin, scales, squared_error, squared_norm = self._file.tell(), list[bytes](), 0.0, 0.0
         numbers = map_numbers(tensor)
         for piece in self._rounding.round_rows(numbers.flatten(0, -2)):
             if piece is None:
                 return None
             self._file.write(piece.codes_RB.numpy().data)
             scales.append(piece.scales_RG.view(torch.int16).numpy().tobytes())
-            error, size = error + piece.squared_error, size + piece.squared_norm
+            squared_error += piece.squared_error
+            squared_norm += piece.squared_norm
         *rows, num_columns = tensor.shape
         codes_shape = (*rows, self._rounding.packed_columns(num_columns))
         self._add_entry(part_name(tensor.name, self._rounding.format), "U8", codes_shape, begin)
@@ -123,11 +128,11 @@ class _Shard:
         self._file.write(b"".join(scales))
         scales_shape = (*rows, self._rounding.num_groups(num_columns))
         self._add_entry(part_name(tensor.name, SCALES), "BF16", scales_shape, begin)
-        return error, size
+        return squared_error, squared_norm
 
     def _pack(self, tensor: TensorSlice, words: np.ndarray) -> str | None:
-        """Writes the losslessly packed tensor. Returns the reason if that saves nothing; the caller must then discard
-        the bytes written."""
+        """Writes the losslessly packed tensor. If that saves no bytes, returns the reason; the caller must then discard
+        the bytes written. `words`: the 16-bit words of a matrix, or of the matrices of experts."""
         begin, matrices, max_escapes = self._file.tell(), list[list[Window4]](), MAX_ESCAPES * words.size
         num_escapes = 0
         for matrix in words if words.ndim == 3 else words[None]:
@@ -175,17 +180,20 @@ def pack_shard(
     verify: bool,
     progress: Callable[[int], None],
 ) -> list[PackedTensor]:
-    """Packs `tensors` of `source` (None: all) into `target`, atomically. `verify`: compares with `source` before
-    `target` appears. Raises CheckpointError if a tensor differs, OutputError if writing fails."""
+    """Packs `tensors` of `source` (None: all) into `target`, which appears when it is complete. `stamp`: identifies the
+    source and the format. `verify`: decodes and compares with `source` before. Raises CheckpointError if a tensor
+    differs, OutputError if writing fails."""
     tensors = read_header(source) if tensors is None else tensors
     size = source.stat().st_size
 
     def order(tensor: TensorSlice) -> int:
-        """Sort key: losslessly packed, rounded, raw. A tensor of odd length misaligns the next: raw ones go last."""
+        """Sorts tensors: losslessly packed, rounded, unchanged. The last may have an odd number of bytes, which would
+        misalign a tensor after them."""
         if rounding is not None and rounding.skip_reason(tensor.name, tensor.dtype, tensor.shape) is None:
             return 1
         return 0 if skip_reason(tensor.dtype, tensor.shape) is None else 2
 
+    # An upper limit of the header: its entries, and 12 bytes for each checksum.
     entry_bytes = sum(6 * len(json.dumps(name)) + MAX_ENTRY_BYTES + 40 * len(t.shape) for name, t in tensors.items())
     header_bytes = round_up(4096 + entry_bytes + 12 * (size // PIECE_BYTES + 2), PAGE_BYTES)
     with atomic_write(target, size) as file:
@@ -198,8 +206,9 @@ def pack_shard(
 
 
 def compare(tensors: Mapping[str, TensorSlice], packed: Path, name: str, rounding: Rounding | None = None) -> None:
-    """Decodes all of `packed`; `name` is its final name for errors. Rounded tensors must equal the original rounded
-    with the stored scales. Raises CheckpointError naming the first tensor that differs."""
+    """Decodes all tensors of `packed` and compares them with the original `tensors`. Rounded tensors must equal the
+    original, rounded with the stored scales. `name`: the final name of the file, for errors. Raises CheckpointError
+    with the first tensor that differs."""
     stored = pair_companions(read_header(packed), {"quant_method": METHOD})
     if stored.keys() != tensors.keys():
         others = ", ".join(sorted(stored.keys() ^ tensors.keys())[:3])
@@ -235,14 +244,14 @@ def _is_same(tensor: TensorSlice, packed: TensorSlice, rounding: Rounding | None
         original = words_NK[first : first + height]
         out = torch.empty(original.shape)
         rows.dequantize(slice(first, first + len(original)), out)
-        if not np.array_equal(out.numpy().view(np.uint32), original.astype(np.uint32) << 16):  # bit for bit
+        if not np.array_equal(out.numpy().view(np.uint32), original.astype(np.uint32) << 16):  # bfloat16 as float32
             return False
     return True
 
 
 def read_packed_sizes(path: Path, original_bytes: Mapping[str, int]) -> list[PackedTensor]:
-    """Reads the sizes of a packed shard's tensors. `original_bytes`: by tensor name; 16 bits per number are assumed for
-    packed tensors that it lacks."""
+    """Reads the sizes of the tensors in a packed shard. `original_bytes`: sizes before packing by tensor name. A packed
+    tensor without one is assumed to have had 16 bits per number."""
     record = read_packing_record(path)[0]["tensors"]
     header = pair_companions(read_header(path), {"quant_method": METHOD})
     assert isinstance(record, Mapping), "our own header"

@@ -1,4 +1,7 @@
-"""The model to pack: its shards, its config and reasons to refuse it. Config and index of the packed store."""
+"""The model to pack: finds its shards and its config, and refuses models that cannot be packed.
+
+Also makes the config and the index of the packed store.
+"""
 
 import hashlib
 import json
@@ -41,8 +44,8 @@ WEIGHT_SUFFIXES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class PackSource:
-    """Files of the model. `shards`: weight files that a run reads, including those already packed and deleted.
-    `weight_map`: the shard of each tensor, from the index."""
+    """The files of a model. `shards`: the weight files that a run reads, also those that are already packed and
+    deleted. `weight_map`: the shard of each tensor, from the index."""
 
     directory: Path
     config: Mapping[str, object]
@@ -56,7 +59,7 @@ class PackSource:
 
     @property
     def files_to_copy(self) -> list[Path]:
-        """Other files that a run may read: tokenizer, chat templates, settings, license."""
+        """Files that are no weights and that a run may read, such as tokenizer and chat templates; and the license."""
         folders = [folder for folder in (self.directory, self.directory / TEMPLATES) if folder.is_dir()]
         return sorted(
             path
@@ -70,7 +73,7 @@ class PackSource:
 
     @property
     def unused_files(self) -> list[str]:
-        """Other weights, pickles and folders, which no run reads; names of folders end in a slash."""
+        """The names of files and folders that no run reads, such as pickles. Names of folders end in a slash."""
         known = {*self.shards, CONFIG, TEMPLATES, *(path.name for path in self.files_to_copy)}
         names = sorted(
             f"{path.name}{'/' * path.is_dir()}" for path in self.directory.iterdir() if path.name not in known
@@ -106,7 +109,7 @@ def open_source(path: Path, out: Path, *, replace: bool) -> PackSource:
 
 
 def _shards(path: Path, out: Path, *, replace: bool) -> tuple[list[str], Mapping[str, str]]:
-    """Returns the shards, and the shard of each tensor in the index."""
+    """Returns the names of the shards, and the shard of each tensor in the index."""
     entry = find_weights(path)
     if entry is None and (out / SINGLE).exists():
         return [SINGLE], {}
@@ -136,7 +139,7 @@ def _shards(path: Path, out: Path, *, replace: bool) -> tuple[list[str], Mapping
 
 
 def fingerprint_file(path: Path) -> str:
-    """SHA-256 of a file's size and of evenly spaced samples; the first one has the header."""
+    """SHA-256 of the size of a file and of evenly spaced samples, the first of which has the header."""
     size, digest = path.stat().st_size, hashlib.sha256()
     digest.update(f"{size};".encode())
     with path.open("rb") as file:
@@ -147,7 +150,7 @@ def fingerprint_file(path: Path) -> str:
 
 
 def packed_config(source: PackSource, extra: Mapping[str, object]) -> bytes:
-    """The text of config.json: the model's, with the storage format and the fields of `extra`."""
+    """The text of config.json: that of the model, with the storage format and the fields of `extra`."""
     values = {**source.config, "quantization_config": {"quant_method": METHOD, **extra}}
     values.pop(WEIGHTS_KEY, None)  # packed weights have the default file names
     return json.dumps(values, indent=2).encode() + b"\n"

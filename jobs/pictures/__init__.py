@@ -1,1 +1,1 @@
-"""Pictures and traces for all jobs: code that only draws or exports."""
+"""Draws pictures, and reads and writes traces, for all commands."""

@@ -1,4 +1,4 @@
-"""Matplotlib figures, without a display."""
+"""Matplotlib figures as files. Needs no display."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,19 +16,19 @@ STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "svg.fonttype": "none",  # text, not outlines
-    "svg.hashsalt": "weightstream",  # equal pictures give equal files
+    "svg.fonttype": "none",  # text instead of outlines
+    "svg.hashsalt": "weightstream",  # the same picture gives the same bytes
 }
 
 
 @contextmanager
 def figure(path: Path, height_pixels: float) -> Iterator[Figure]:
-    """Context manager of a figure, published at `path` at the end, as svg or png by the suffix; replaces an older file.
-    Raises OutputError."""
+    """Yields a figure, and writes it to `path` at the end, as svg or png by the suffix. Replaces an older file. Raises
+    OutputError."""
     size = WIDTH_PIXELS / PIXELS_PER_INCH, height_pixels / PIXELS_PER_INCH
     with rc_context(STYLE):
         drawing = Figure(figsize=size, dpi=PIXELS_PER_INCH)
         yield drawing
         kind = path.suffix[1:]
-        metadata = {"Date": None} if kind == "svg" else None  # equal pictures give equal files
+        metadata = {"Date": None} if kind == "svg" else None  # the same picture gives the same bytes
         publish_named(path, lambda file: drawing.savefig(file, format=kind, metadata=metadata))

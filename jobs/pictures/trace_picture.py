@@ -1,4 +1,7 @@
-"""Draws windows of measured and simulated traces: a row for each resource, a color for each kind of action."""
+"""Draws measured and simulated traces as a picture: a row for each resource, and a color for each kind of action.
+
+A span is an action with its begin and end. Spans that overlap are on several tracks of the row.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,11 +17,11 @@ from runtime.trace import Span
 from .figure import WIDTH_PIXELS, figure
 from .trace_file import Tracks
 
-LEFT, RIGHT = 120, 60  # pixels, for the names of rows and their busy percentages
-TRACK, GAP, HEAD, FOOT = 20, 8, 64, 44
-PIXELS_PER_LETTER, LABEL_MARGIN = 5.6, 8
+LEFT, RIGHT = 120, 60  # pixels for the names of rows, and for percentages
+TRACK, GAP, HEAD, FOOT = 20, 8, 64, 44  # heights in pixels: a track, space between rows, above and below a panel
+PIXELS_PER_LETTER, LABEL_MARGIN = 5.6, 8  # LABEL_MARGIN: in pixels
 MIN_SPAN_PIXELS = 0.5
-LEGEND_PIXELS = 20  # above the panel and the names of marks
+LEGEND_PIXELS = 20  # distance of the legend from the panel; names of marks are between
 EDGE_PIXELS = 4  # wider bars have a white edge
 COLORS = {
     "read": "#4c78a8",
@@ -35,12 +38,12 @@ COLORS = {
     "send": "#8c6bb1",
     "recv": "#bcbd22",
 }
-OTHER = "#bab0ac"
+OTHER_COLOR = "#bab0ac"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeWindow:
-    """A window of a trace, in seconds. `marks`: named moments."""
+    """A part of a trace, from `begin` to `end` in seconds. `marks`: pairs of a time in seconds and a name."""
 
     begin: float
     end: float
@@ -58,7 +61,7 @@ class TimeWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A span, cut at the edges of the window. `top`: distance from the top of the panel, in track heights."""
+    """The bar of a span, cut at the edges of the time window. `top`: distance from the top of the panel, in tracks."""
 
     span: Span
     begin: float
@@ -67,12 +70,13 @@ class Bar:
 
     @property
     def op(self) -> str:
+        """The kind of action: the first word of the span's name."""
         return self.span.name.partition(" ")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceRow:
-    """A row of a panel: the bars of a resource. `busy`: fraction of the window with at least one bar."""
+    """A row of a panel: the bars of a resource. `busy`: the fraction of the time window in which there is a bar."""
 
     resource: Resource
     top: float
@@ -89,29 +93,30 @@ class ResourceRow:
         axes.axhspan(self.top, self.top + self.num_tracks, color="#f4f4f4", zorder=0)
         coordinates = ("axes fraction", "data")
         axes.annotate(f"{self.busy:.0%}", (1, self.middle), (8, 0), coordinates, "offset points", va="center")
+        # Bars are drawn in groups: (top, kind of action, has an edge): begin and width of each bar.
         groups: dict[tuple[float, str, bool], list[tuple[float, float]]] = defaultdict(list)
         for bar in self.bars:
             pixels = max((bar.end - bar.begin) * pixels_per_second, MIN_SPAN_PIXELS)
             width = pixels / pixels_per_second
             groups[bar.top, bar.op, pixels > EDGE_PIXELS].append((bar.begin * factor, width * factor))
-            # the longest that fits: the whole name, or the part after the action
+            # The label is the name if it fits into the bar, or the part of the name after the action.
             texts = (bar.span.name, bar.span.name.partition(" ")[2])
             fitting = (text for text in texts if text and len(text) * PIXELS_PER_LETTER + LABEL_MARGIN < pixels)
             if label := next(fitting, ""):
                 middle = (bar.begin + width / 2) * factor
                 axes.text(middle, bar.top + 0.47, label, ha="center", va="center", fontsize=7.5, clip_on=True)
         for (top, op, has_edge), ranges in groups.items():
-            color, width = COLORS.get(op, OTHER), 0.6 if has_edge else 0.0
+            color, width = COLORS.get(op, OTHER_COLOR), 0.6 if has_edge else 0.0
             axes.broken_barh(ranges, (top + 0.04, 0.86), facecolor=color, edgecolor="white", linewidth=width)
 
 
 def draw(path: Path, spans: Sequence[Span], windows: Sequence[TimeWindow]) -> None:
-    """Publishes a picture (svg or png, by suffix) with a panel per window. Omits empty rows. Raises OutputError."""
+    """Draws a picture with a panel for each time window, as svg or png by the suffix of `path`. Raises OutputError."""
     draw_panels(path, [(spans, window) for window in windows])
 
 
 def draw_panels(path: Path, panels: Sequence[tuple[Sequence[Span], TimeWindow]]) -> None:
-    """Draws as `draw` does, with separate spans for each panel."""
+    """Draws like `draw`; each panel has its own spans."""
     layouts = [lay_out(spans, window) for spans, window in panels]
     heights = [TRACK * _num_tracks(rows) for rows in layouts]
     total = sum(heights) + len(panels) * (HEAD + FOOT)
@@ -125,7 +130,7 @@ def draw_panels(path: Path, panels: Sequence[tuple[Sequence[Span], TimeWindow]])
 
 
 def lay_out(spans: Sequence[Span], window: TimeWindow) -> list[ResourceRow]:
-    """Places the spans of each row: overlapping spans on separate tracks, consecutive ones on the same."""
+    """The rows of a panel, with overlapping spans on separate tracks. Resources without spans have no row."""
     rows, top = list[ResourceRow](), 0.0
     for resource in (resource for resource in Resource if any(span.resource is resource for span in spans)):
         row_spans, tracks = [span for span in window.visible_spans(spans) if span.resource is resource], Tracks()
@@ -174,7 +179,7 @@ def _draw_legend(axes: Axes, rows: Sequence[ResourceRow]) -> None:
     ops = [op for op in COLORS if op in drawn] + sorted(drawn - COLORS.keys())
     if ops:
         axes.legend(
-            handles=[Patch(color=COLORS.get(op, OTHER), label=op) for op in ops],
+            handles=[Patch(color=COLORS.get(op, OTHER_COLOR), label=op) for op in ops],
             loc="lower left",
             bbox_to_anchor=(0.0, 1 + LEGEND_PIXELS / (TRACK * _num_tracks(rows))),
             borderaxespad=0.0,

@@ -24,7 +24,7 @@ from .published import PLAIN, PUBLISHED
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadConfig:
-    """Number and length of prompts; None if unknown. conf/workload has the values of bundled data sets."""
+    """The number and lengths of prompts; None if unknown. conf/workload has the values for bundled data sets."""
 
     num_requests: int | None = None
     mean_prompt_tokens: float | None = None
@@ -39,7 +39,7 @@ class WorkloadConfig:
 
 
 class Sweep(Enum):
-    """Quantity varied by a sweep."""
+    """The quantity that a sweep varies."""
 
     memory = "memory"
     batch = "batch"
@@ -50,7 +50,7 @@ class Sweep(Enum):
 
 
 class PackedFormat(Enum):
-    """Formats of `weightstream pack format=...`."""
+    """The formats of `weightstream pack`."""
 
     lossless = "lossless"
     int8 = "int8"
@@ -63,9 +63,16 @@ FORMATS = (*PackedFormat.__members__, PLAIN, *PUBLISHED)
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOutputConfig:
-    """Output of `jobs.plan`; files are written to `directory`. `num_actions`: printed lines of the schedule. `format`:
-    one of `FORMATS`; None: as the model is published. `num_ranks`: for a multi-rank `devices`; None: one per device of
-    the machine. `sweep_points`: GiB, sequences, tokens, GB/s or ranks; empty: a range around the configured value."""
+    """What `jobs.plan` plans and writes.
+
+    - `num_actions`: number of lines of the schedule that are printed
+    - `timeline`: writes the simulated passes as a trace and a picture
+    - `format`: storage format of the weights, one of `FORMATS`; None: as the model is published
+    - `num_ranks`: number of processes, for `devices` with several ranks; None: one for each device of the machine
+    - `sweep_points`: values of the varied quantity, in GiB, sequences, tokens, GB/s or ranks; empty: a range around the
+      value of the plan
+    - `directory`: where files are written
+    """
 
     num_actions: int = 40
     timeline: bool = False
@@ -112,7 +119,7 @@ class PlanOutputConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """All settings of `jobs.plan`; mirrors conf/plan.yaml. Only the kind of `dataset` is used; reads no prompts."""
+    """All settings of `jobs.plan`; mirrors conf/plan.yaml. `dataset`: if it has a path, prompts are counted."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -141,7 +148,7 @@ class PlanConfig:
             f"plan.format={packed} and model.quantize={quantize and quantize.value} exclude each other: leave one out",
         )
         if self.dataset.get("path") is not None:
-            return  # its prompts are counted
+            return  # prompts are counted later
         missing = [f"workload.{key}" for key, value in vars(self.workload).items() if value is None]
         require(
             not missing,

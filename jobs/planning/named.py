@@ -1,5 +1,8 @@
-"""Shapes of published architectures, without a checkpoint: transformers builds the model on the meta device.
-`jobs.models` writes those of the architectures in `conf` to jobs/data/shapes.jsonl."""
+"""Computes the shapes of published architectures without a checkpoint, by building the model on the meta device.
+
+A shape is the tensors of a model and their sizes. `jobs.models` writes the shapes of the models in conf/model to
+jobs/data/shapes.jsonl.
+"""
 
 import copy
 import json
@@ -34,11 +37,12 @@ QUANTIZATION_KEY = "quantization_config"  # key in the architecture of a model t
 
 
 def build_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, ModelShape]:
-    """The shapes of a model by compute dtype, equal to those of `load_model` for a checkpoint in `STORED_DTYPE` that
-    transformers wrote. Memory saved by CPU kernels of the host is not included. `architecture`: keys of transformers'
-    config, including `model_type`; its quantization is ignored.
+    """The shapes of a model by compute dtype. They equal those of `load_model` for a checkpoint in `STORED_DTYPE`,
+    except that they do not depend on the CPU kernels of this host. `architecture`: keys of transformers' config, with
+    `model_type`; a quantization in it is ignored.
 
-    Takes seconds and little memory. Raises ConfigError for an impossible architecture."""
+    Takes seconds and little memory. Raises ConfigError for an impossible architecture.
+    """
     model = _build(architecture, STORED_DTYPE)
     specs = RandomWeights(model, seed=0).specs
     is_packed, _ = choose_lanes(model, Lanes.auto)
@@ -71,6 +75,7 @@ def _build(architecture: Mapping[str, object], dtype: DType) -> PreTrainedModel:
 
 
 def _lay_out_tensors(specs: Iterable[TensorSpec], file: str = "model") -> dict[str, TensorSlice]:
+    """Places tensors one after the other in an imaginary file."""
     tensors: dict[str, TensorSlice] = {}
     offset = 0
     for spec in specs:
@@ -90,7 +95,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 def architectures() -> dict[str, dict[str, object]]:
-    """The architectures of the named models, by name."""
+    """The architectures of the models in conf/model, by name."""
     values = {path.stem: read_yaml(path).get("architecture") for path in sorted((CONF / "model").glob("*.yaml"))}
     return {name: architecture for name, architecture in values.items() if isinstance(architecture, dict)}
 
@@ -100,7 +105,7 @@ def architecture_digest(architecture: Mapping[str, object]) -> str:
 
 
 def make_row(name: str, architecture: Mapping[str, object]) -> ShapeRow:
-    """The line of a model in the file of shapes. Raises ConfigError for an unknown quantization method."""
+    """The row of a model in the file of shapes. Raises ConfigError for an unknown quantization method."""
     shapes, quantization, published = build_shapes(name, architecture), architecture.get(QUANTIZATION_KEY), None
     if isinstance(quantization, Mapping):
         published = published_shape(shapes[STORED_DTYPE], Publication.from_config(quantization))
@@ -108,7 +113,7 @@ def make_row(name: str, architecture: Mapping[str, object]) -> ShapeRow:
 
 
 def write_shapes(path: Path) -> Iterator[str]:
-    """Yields each model's name once its shape is computed, then publishes the file. Raises OutputError."""
+    """Yields the name of each model when its shape is computed, then writes the file `path`. Raises OutputError."""
     lines: list[str] = []
     for name, architecture in architectures().items():
         lines.append(json.dumps(make_row(name, architecture), separators=(",", ":")) + "\n")

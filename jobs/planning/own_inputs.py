@@ -1,4 +1,4 @@
-"""The user's model and data set as inputs of a plan: config.json, headers of weight files, a sample of prompts."""
+"""Reads the user's model and data set for a plan: config.json, headers of weight files, and a sample of prompts."""
 
 import logging
 import random
@@ -42,9 +42,12 @@ NUM_SAMPLES = 512  # prompts that are tokenized
 def read_own_shape(
     model: ModelConfig, dtype: DType, cache_dir: str | None, *, is_plain: bool, has_device: bool
 ) -> tuple[ModelShape, WeightStorage | None]:
-    """The shape of a model and, if known, the storage formats of its weights: from the headers of local files, else
-    from its config.json alone. Weights are then taken as bfloat16, or quantized as it says. `is_plain`: as if
-    unquantized. Reads no weights. Raises CheckpointError, ConfigError."""
+    """The shape of a model (tensors and their sizes) and the storage formats of its weights.
+
+    They are read from the headers of local files. Without local files, the shape is computed from config.json, for
+    weights in bfloat16 or as quantized there; the second value is then None. `is_plain`: the shape of the unquantized
+    model. `has_device`: an accelerator computes. Reads no weights. Raises CheckpointError and ConfigError.
+    """
     path = _local_model(model, cache_dir)
     if path is not None and _has_weights(path):
         setting = replace(model, path=str(path), name=ANY, dtype=dtype)
@@ -75,8 +78,8 @@ def _has_weights(path: Path) -> bool:
 
 
 def _architecture(values: Mapping[str, object]) -> dict[str, object]:
-    """The keys of a config.json that transformers' class of its model type knows, and its quantization. Raises
-    ConfigError without a model type."""
+    """The keys of a config.json that transformers' config class knows, and its quantization. Raises ConfigError without
+    a model type."""
     require("model_type" in values, f"{CONFIG} has no model_type: it is none of transformers")
     kind = CONFIG_MAPPING[str(values["model_type"])]() if values.get("model_type") in CONFIG_MAPPING else None
     ignored = {"dtype", "torch_dtype", "transformers_version", "architectures"}
@@ -86,13 +89,14 @@ def _architecture(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _local_model(model: ModelConfig, cache_dir: str | None) -> Path | None:
+    """The directory or file of a model on this machine; None if it is only on the hub."""
     if model.path is None:
         return find_checkpoint(model, cache_dir)  # bundled
     return find_local_path(model)
 
 
 def _settings_directory(model: ModelConfig) -> Path:
-    """The directory with config.json and tokenizer of a hub id; downloads only these. Raises ConfigError."""
+    """The directory with config.json and tokenizer of a hub id. Downloads only these files. Raises ConfigError."""
     path = model.path
     if path is None or is_url(path):
         raise ConfigError(
@@ -108,8 +112,8 @@ def _settings_directory(model: ModelConfig) -> Path:
 
 
 def with_own_prompts(config: PlanConfig, dataset: DatasetConfig) -> PlanConfig:
-    """The settings with the number and lengths of the prompts in `dataset.path`, unless the workload has them.
-    Tokenizes a random sample and the longest text. Raises DatasetError, ConfigError."""
+    """The settings with the number and lengths of the prompts in `dataset.path`; values that `workload` has already
+    stay. Tokenizes a random sample of prompts, and the longest text. Raises DatasetError and ConfigError."""
     rows = islice(KINDS[dataset.kind.name].rows(dataset, None), dataset.limit)
     sample, num_rows, num_bad, draw = list[Row](), 0, 0, random.Random(0)
     longest: Row | None = None
@@ -120,11 +124,11 @@ def with_own_prompts(config: PlanConfig, dataset: DatasetConfig) -> PlanConfig:
         num_rows += 1
         if longest is None or _num_chars(row) > _num_chars(longest):
             longest = row
-        # Each of the rows so far is in the sample with the same probability (Vitter 1985, algorithm R).
+        # Reservoir sampling (Vitter 1985, algorithm R): every row so far has the same probability to be in the sample.
         if len(sample) < NUM_SAMPLES:
             sample.append(row)
-        elif (place := draw.randrange(num_rows)) < NUM_SAMPLES:
-            sample[place] = row
+        elif (index := draw.randrange(num_rows)) < NUM_SAMPLES:
+            sample[index] = row
     if longest is None:
         raise DatasetError(f"none of {format_count(num_bad, 'row')} of {dataset.source_name} can be used")
     lengths = list(_prompt_lengths(config, [*sample, longest]))
@@ -144,7 +148,7 @@ def _num_chars(row: Row) -> int:
 
 
 def _prompt_lengths(config: PlanConfig, rows: list[Row]) -> Iterator[int]:
-    """The number of prompt tokens of each row."""
+    """Yields the number of prompt tokens of each row."""
     with ExitStack() as stack:
         tokenizer = _find_tokenizer(config) if any(row.prompt_ids is None for row in rows) else None
         renderer: ChatRenderer | None = None

@@ -1,5 +1,8 @@
-"""Shapes of a model as `weightstream pack` stores it, as `model.quantize` loads it, or as others publish it. Computed
-from the storage formats; reads no files."""
+"""The shapes of a model in other storage formats, computed from the shape of the unquantized model. Reads no files.
+
+A shape is the tensors of a model and their sizes. The formats are those of `weightstream pack`, of `model.quantize`,
+and those in which quantized models are published.
+"""
 
 import re
 from collections import Counter
@@ -20,15 +23,16 @@ from runtime.store.gguf import BLOCKS
 from .config import PackedFormat
 from .published import EXPERTS_ONLY, GGUF, INTERLEAVED, PLAIN, PUBLISHED
 
-FormatOf = Callable[[Parameter, TensorSlice], str | None]  # format of a tensor; None: unchanged
-# llama.cpp's formats for rows whose length is no multiple of 256.
+FormatOf = Callable[[Parameter, TensorSlice], str | None]  # returns the format of a tensor; None: unchanged
+# llama.cpp's formats if the length of rows is not a multiple of 256.
 FALLBACK_FORMATS: Mapping[str, str] = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "TQ1_0": "Q4_0", "TQ2_0": "Q4_0"}
 DEFAULT_FALLBACK_FORMAT = "IQ4_NL"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Publication:
-    """A storage format of `PUBLISHED`, and patterns of unquantized modules (`modules_to_not_convert`)."""
+    """How a quantized model is published: a storage format of `PUBLISHED`, and name patterns of modules that are not
+    quantized (`modules_to_not_convert`)."""
 
     name: str
     unconverted_modules: Sequence[str] = ()
@@ -44,30 +48,31 @@ class Publication:
                 f"quantization_config: unknown quant_method {method!r} with {bits} bits; known: {', '.join(names)} "
                 "(4 bits; gptq also 8)"
             )
-        left_out = quantization.get("modules_to_not_convert") or ()
-        assert isinstance(left_out, Sequence), "a list, as in config.json"
-        return Publication(name=name, unconverted_modules=tuple(map(str, left_out)))
+        unconverted = quantization.get("modules_to_not_convert") or ()
+        assert isinstance(unconverted, Sequence), "a list, as in config.json"
+        return Publication(name=name, unconverted_modules=tuple(map(str, unconverted)))
 
     def format_of(self, parameter: Parameter) -> str | None:
-        """The storage format of a parameter; None if it is unquantized: vectors and routers, and, except in GGUF,
+        """The storage format of a parameter. None if it is not quantized: vectors, routers and, except in GGUF,
         embeddings and head."""
         name, path, shape = parameter.name, parameter.name.split("."), parameter.shape
         is_stack = (parameter.is_experts or "experts" in path) and len(shape) > 1 and not name.endswith("bias")
         is_matrix = is_stack or (len(shape) == 2 and name.endswith(".weight"))
         if not is_matrix or not ROUTERS.isdisjoint(path):
             return None
-        if self.name in GGUF:  # as `llama-quantize --pure` chooses by the row length; None: 16 bits
-            num_columns, fallback = parameter.shape[-1], FALLBACK_FORMATS.get(self.name, DEFAULT_FALLBACK_FORMAT)
-            return next((f for f in (self.name, fallback) if not num_columns % BLOCKS[f].num_numbers), None)
+        if self.name in GGUF:  # chooses like `llama-quantize --pure`: a format whose blocks fit a row; None: 16 bits
+            num_columns, fallback = shape[-1], FALLBACK_FORMATS.get(self.name, DEFAULT_FALLBACK_FORMAT)
+            return next((f for f in (self.name, fallback) if num_columns % BLOCKS[f].num_numbers == 0), None)
         is_in_layer = LAYER_TENSOR.search(_mask_layer_number(name)) is not None
         module = name.removesuffix(".weight")  # patterns match as in transformers
-        is_left_out = any(re.match(pattern, module) or module.endswith(pattern) for pattern in self.unconverted_modules)
-        is_stored = is_in_layer and (is_stack or self.name != EXPERTS_ONLY) and not is_left_out
-        return PUBLISHED[self.name] if is_stored else None
+        is_excluded = any(re.match(pattern, module) or module.endswith(pattern) for pattern in self.unconverted_modules)
+        is_quantized = is_in_layer and (is_stack or self.name != EXPERTS_ONLY) and not is_excluded
+        return PUBLISHED[self.name] if is_quantized else None
 
 
 def shape_in_format(shape: ModelShape, name: str) -> ModelShape:
-    """The shape of an unquantized model in a format of `plan.format`. Raises ConfigError if it fits no tensor."""
+    """The shape of an unquantized model in the format `name` of `plan.format`. Raises ConfigError if the format fits no
+    tensor."""
     if name == PLAIN:
         return shape
     if name in PackedFormat.__members__:
@@ -76,11 +81,11 @@ def shape_in_format(shape: ModelShape, name: str) -> ModelShape:
 
 
 def packed_shape(shape: ModelShape, packed_format: PackedFormat | Quantize) -> ModelShape:
-    """The shape with weights in a format of `weightstream pack` or `model.quantize`."""
+    """The shape of an unquantized model in a format of `weightstream pack` or `model.quantize`."""
     rounding = None if packed_format is PackedFormat.lossless else Rounding(packed_format.value)
 
     def format_of(parameter: Parameter, piece: TensorSlice) -> str | None:
-        """The format of a tensor; a packed store has tensors that are not rounded in the lossless format."""
+        """The format of a tensor. A packed store has tensors that are not rounded in the lossless format."""
         name = _mask_layer_number(parameter.name)
         if rounding is not None and rounding.skip_reason(name, piece.dtype, piece.shape) is None:
             return rounding.format
@@ -101,8 +106,8 @@ def published_shape(shape: ModelShape, publication: Publication) -> ModelShape:
 
 
 def _store_parameters(shape: ModelShape, format_of: FormatOf) -> ModelShape:
-    """Lays tensors out one after the other. A tensor shared by several parameters is stored once, in the format of
-    the first."""
+    """The shape with tensors in the formats of `format_of`, one after the other in their files. A tensor of several
+    parameters is stored once, in the format for the first of them."""
     stored, ends = dict[str, TensorSlice](), Counter[str]()
     for parameter in (parameter for stage in shape.stages for parameter in stage.parameters):
         for piece in (piece for entry in parameter.pieces for piece in entry):
@@ -123,5 +128,5 @@ def _store_parameters(shape: ModelShape, format_of: FormatOf) -> ModelShape:
 
 
 def _mask_layer_number(name: str) -> str:
-    """Replaces the `*` for a layer's number by a number, which patterns of formats expect."""
+    """Replaces `*`, which stands for any layer number, by a number, because patterns of formats expect one."""
     return name.replace("*", "0")

@@ -1,5 +1,9 @@
-"""Files of `jobs.plan`: table and picture of a sweep (predicted throughput by the varied quantity, colored by the
-binding resource), hierarchical roofline of a plan, trace and picture of its simulated passes."""
+"""The files of `jobs.plan`:
+
+- a sweep: table and picture of predicted tokens/s over the varied quantity, colored by the resource that limits decode
+- the hierarchical roofline of a plan
+- trace and picture of its simulated passes (forwards)
+"""
 
 import csv
 import io
@@ -37,20 +41,20 @@ COLORS = {
     Resource.host_memory: "#9d755d",
 }
 NUMBERS = "{x:,.6g}"
-LINE, REFUSED = "#444444", "#f3dddd"
-MARGIN = 2**0.25  # the axis extends by this factor below the first value and above the last
+LINE_COLOR, REFUSED_COLOR = "#444444", "#f3dddd"  # refused: no plan fits
+MARGIN = 2**0.25  # factor by which the axis extends below the first value and above the last
 WEIGHT_RESOURCES = (Resource.disk, Resource.host_to_device, Resource.host_memory)
 NUM_LAYERS_SHOWN = 3  # in the enlarged panel
 ROOFS_HEIGHT_PIXELS = 720
 ROOF_COLORS = {"device memory": "#f58518", "host memory": "#54a24b", "link": "#4c78a8", "disk": "#b279a2"}
-MARKS = (("o", "#e45756"), ("s", "#333333"))
+OPERATION_STYLES = (("o", "#e45756"), ("s", "#333333"))  # marker and color
 POINT_COLOR = "#666666"
-LEFT_OCTAVES, RIGHT_OCTAVES = 2, 2  # margins around the intensities of the report
+LEFT_OCTAVES, RIGHT_OCTAVES = 2, 2  # margins of the axis, as powers of two
 TERA = 1e12
 
 
 def draw_sweep(path: Path, points: Sequence[SweepPoint], title: str, marks: Mapping[str, float]) -> None:
-    """Publishes the picture of a sweep as svg or png, by the suffix. `marks`: named values of the axes. Raises
+    """Draws a sweep as svg or png, by the suffix of `path`. `marks`: values on the axes by their names. Raises
     OutputError."""
     sweep_axes = list({id(point.axis): point.axis for point in points}.values())
     top = 1.12 * max((rate for rates in _rates(points) for rate in rates), default=0.0)
@@ -66,15 +70,15 @@ def draw_sweep(path: Path, points: Sequence[SweepPoint], title: str, marks: Mapp
         drawing.suptitle(title, x=0.065, ha="left", fontsize=10)
         binding = {point.binding for point in points}
         handles: list[Line2D | Patch] = [
-            Line2D([], [], color=LINE, linestyle="-", label="total, generated"),
-            Line2D([], [], color=LINE, linestyle="--", label="decode"),
+            Line2D([], [], color=LINE_COLOR, linestyle="-", label="total, generated"),
+            Line2D([], [], color=LINE_COLOR, linestyle="--", label="decode"),
         ]
         for resource, color in COLORS.items():
             if resource in binding:
                 label = f"{resource.value} binds decode"
                 handles.append(Line2D([], [], color=color, marker="o", linestyle="", label=label))
         if any(point.planned is None for point in points):
-            handles.append(Patch(color=REFUSED, label="does not fit"))
+            handles.append(Patch(color=REFUSED_COLOR, label="does not fit"))
         drawing.legend(handles=handles, loc="lower center", ncols=8, frameon=False)
         drawing.subplots_adjust(left=0.065, right=0.985, top=0.92, bottom=0.19, wspace=0.06)
 
@@ -90,12 +94,12 @@ def _draw_panel(axes: Axes, axis: Axis, points: Sequence[SweepPoint]) -> None:
     axes.grid(True, color="#ddd", linewidth=0.6)
     axes.set_axisbelow(True)
     for value in (point.value for point in points if point.planned is None):
-        axes.axvspan(value / MARGIN, value * MARGIN, color=REFUSED, linewidth=0)
+        axes.axvspan(value / MARGIN, value * MARGIN, color=REFUSED_COLOR, linewidth=0)
     fitting = [point for point in points if point.planned is not None]
     x = [point.value for point in fitting]
     decode, total = _rates(fitting)
     for rates, style in ((decode, "--"), (total, "-")):
-        axes.plot(x, rates, color=LINE, linewidth=1.4, linestyle=style, zorder=2)
+        axes.plot(x, rates, color=LINE_COLOR, linewidth=1.4, linestyle=style, zorder=2)
     for resource, color in COLORS.items():
         indices = [i for i, point in enumerate(fitting) if point.binding is resource]
         for rates in (decode, total):
@@ -104,7 +108,7 @@ def _draw_panel(axes: Axes, axis: Axis, points: Sequence[SweepPoint]) -> None:
 
 
 def _rates(points: Sequence[SweepPoint]) -> tuple[list[float], list[float]]:
-    """Tokens per second of the points that fit: of decode passes, and in total."""
+    """Tokens per second of the points with a plan: in decode, and in total."""
     throughputs = [point.planned.throughput for point in points if point.planned is not None]
     return [decode or 0.0 for _, decode, _ in throughputs], [total or 0.0 for _, _, total in throughputs]
 
@@ -119,7 +123,7 @@ def _draw_mark(axes: Axes, value: float, name: str, color: str, height: float = 
 
 
 def draw_roofline(path: Path, roofs: RooflineReport, title: str) -> None:
-    """Publishes the roofline as svg or png, by the suffix. Raises OutputError."""
+    """Draws the roofline as svg or png, by the suffix of `path`. Raises OutputError."""
     begin, end = min(roofs.intensities) / 2**LEFT_OCTAVES, max(roofs.intensities) * 2**RIGHT_OCTAVES
     peaks, bottom = roofs.peaks, roofs.lowest(begin) / 2
     with figure(path, ROOFS_HEIGHT_PIXELS) as drawing:
@@ -141,13 +145,14 @@ def draw_roofline(path: Path, roofs: RooflineReport, title: str) -> None:
             axes.plot([x, x], [bottom, height], color=POINT_COLOR, linewidth=1, linestyle=":")
             axes.plot([x], [height], marker="D", color=POINT_COLOR, markersize=6, linestyle="", zorder=5)
             axes.annotate(point.text, (x, height), (6, -14), textcoords="offset points", color=POINT_COLOR)
-        for operation, (marker, color) in zip(roofs.operations, MARKS, strict=True):
+        for operation, (marker, color) in zip(roofs.operations, OPERATION_STYLES, strict=True):
             _draw_operation(axes, operation, marker, color)
         axes.legend(loc="lower right", frameon=True, framealpha=0.9)
 
 
 def _draw_operation(axes: Axes, operation: Operation, marker: str, color: str) -> None:
-    """Marks an operation at its intensity over the link, and, with a hollow mark, at its intensity over its memory."""
+    """Marks an operation at its intensity over the link. If its intensity over its own memory differs, marks that, too,
+    with a hollow marker."""
     rate = operation.flops_per_second
     style = {"marker": marker, "color": color, "markersize": 9, "linestyle": "", "zorder": 5}
     axes.plot([operation.intensity], [rate], label=operation.text, **style)
@@ -165,8 +170,8 @@ HEAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRow:
-    """A row of the table. `value`: the varied quantity, in `unit`. Tokens per second are predictions. If no plan fits,
-    the plan's columns are None, and `refusal` is the reason."""
+    """A row of the table of a sweep. `value`: of the varied quantity, in `unit`. Tokens per second are predictions. If
+    no plan fits, `refusal` is the reason, and the columns of the plan are None."""
 
     varied: str
     value: float
@@ -232,8 +237,8 @@ class SweepRow:
 
 
 def run_sweep(config: PlanConfig, planned: Planned, directory: Path) -> Iterator[str]:
-    """Yields the lines of the table as plans are made, then publishes <sweep>.csv, <sweep>.png and roofline.png.
-    Raises ConfigError, OutputError."""
+    """Yields the lines of the table as plans are made, then writes <sweep>.csv, <sweep>.png and roofline.png. Raises
+    ConfigError and OutputError."""
     kind = config.plan.sweep
     assert kind is not None, "plan.sweep is set"
     names = (f"{kind.value}.csv", f"{kind.value}.png", "roofline.png")
@@ -253,14 +258,14 @@ def run_sweep(config: PlanConfig, planned: Planned, directory: Path) -> Iterator
     publish_named(directory / f"{kind.value}.csv", lambda file: write_all(file, text.getvalue().encode()))
     knees = dict[str, float]()
     if kind is Sweep.batch:
-        # Smallest block sizes for which weight transfers are not the limit: of a decode pass, by the simulator, and of
-        # feed-forward layers alone, by the roofline (P2).
+        # The smallest blocks for which reading and copying weights is not the limit: of decode passes by the simulator,
+        # and of feed-forward layers by the roofline (P2 of MoE-Lightning).
         fitting = (point for point in points if point.planned is not None)
         compute_bound = [point.value for point in fitting if point.binding not in WEIGHT_RESOURCES]
         knees = {"knee, weights no longer bind": compute_bound[0]} if compute_bound else {}
         knees["P2 of feed-forward layers"] = roofs.needed_sequences
     marks = knees
-    if kind is Sweep.format:  # one axis for all formats, by the bytes of weights; formats with equal bytes share a mark
+    if kind is Sweep.format:  # one axis for all formats, by the bytes of weights; equal bytes have one mark
         formats, axis = dict[float, list[str]](), replace(points[0].axis, name="weights")
         for point in points:
             formats.setdefault(point.value, []).append(point.axis.name)
@@ -273,8 +278,8 @@ def run_sweep(config: PlanConfig, planned: Planned, directory: Path) -> Iterator
 
 
 def write_timeline(planned: Planned, directory: Path) -> str:
-    """Publishes timeline.json and timeline.png; returns a description of their passes. Raises ConfigError if one of the
-    files was not written by a job, OutputError."""
+    """Writes timeline.json and timeline.png. Returns a description of their passes. Raises ConfigError if a file that
+    is not of a command would be replaced, and OutputError."""
     names = ("timeline.json", "timeline.png")
     require_replaceable((directory / name for name in names), f"plan.directory={directory}")
     view = planned.view
@@ -286,7 +291,7 @@ def write_timeline(planned: Planned, directory: Path) -> str:
 
 
 def _windows(planned: Planned, timeline: Timeline) -> list[TimeWindow]:
-    """The whole timeline, and some layers in the middle of the last pass."""
+    """The time windows of the panels: the whole timeline, and some layers in the middle of the last pass."""
     last = timeline.passes[-1]
     title = f"{planned.shape.name} on {planned.machine.name}, predicted: {timeline.description}"
     marks = [(one.begin, name) for one, name in zip(timeline.passes, timeline.names, strict=True)]

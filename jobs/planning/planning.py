@@ -1,4 +1,4 @@
-"""Plans runs from bundled shapes, facts about models and machine profiles."""
+"""Plans runs from the shapes of models (tensors and sizes) and profiles of machines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,8 +31,9 @@ from .shapes import read_shape
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A plan with its inputs. `dtype`: compute dtype. With several ranks, `run` is the plan of the rank described by
-    `view`; `machine`, `sizes` and predictions are of all ranks."""
+    """A plan and its inputs. `view`: what one rank (process) computes and stores. `run`: the plan of this rank.
+    `machine`, `sizes` and predictions are of all ranks. `dtype`: compute dtype. `sizes`: lengths of all sequences.
+    `warnings`: about rates of the machine. `stored`: storage formats of the weights."""
 
     config: RuntimeConfig
     machine: Machine
@@ -40,7 +41,7 @@ class Planned:
     dtype: DType
     sizes: Sequence[SequenceSize]
     run: RunPlan
-    warnings: tuple[str, ...]  # about the machine's rates
+    warnings: tuple[str, ...]
     stored: WeightStorage
 
     @property
@@ -64,8 +65,8 @@ class Planned:
 
     @property
     def throughput(self) -> tuple[float | None, float | None, float | None]:
-        """Tokens per second, as measured in runs: prompt tokens of prefill passes, new tokens of decode passes, and new
-        tokens over both. None without such passes."""
+        """Predicted tokens per second: prompt tokens in prefill, new tokens in decode, and new tokens in both together.
+        None without such passes."""
         predicted = self.prediction
         prefill = _per_second(self.num_prompt_tokens, predicted.prefill_seconds)
         decode = _per_second(self.num_decoded_tokens, predicted.decode_seconds)
@@ -81,7 +82,7 @@ class Planned:
 
     @property
     def num_decoded_tokens(self) -> int:
-        """New tokens except the first one of each prompt, which prefill computes."""
+        """All new tokens except the first of each sequence, which prefill computes."""
         return sum(max(0, size.max_new_tokens - 1) for size in self.sizes)
 
 
@@ -90,8 +91,8 @@ def _per_second(num_tokens: int, seconds: float) -> float | None:
 
 
 def with_prompts(config: PlanConfig) -> PlanConfig:
-    """The settings with the prompts of `dataset.path` counted, if there is one and the workload is incomplete. Raises
-    ConfigError, DatasetError."""
+    """The settings with the number and lengths of the prompts in `dataset.path`, if it is set and `workload` lacks a
+    value. Raises ConfigError and DatasetError."""
     if config.dataset.get("path") is None or None not in vars(config.workload).values():
         return config
     from .own_inputs import with_own_prompts  # imports torch and transformers
@@ -102,8 +103,9 @@ def with_prompts(config: PlanConfig) -> PlanConfig:
 def read_model_shape(
     config: PlanConfig, dtype: DType, *, is_plain: bool, has_device: bool
 ) -> tuple[ModelShape, WeightStorage]:
-    """The shape of the model and its storage formats: of a local model from its files, of a named one as stored here,
-    of any other from its config.json on the hub. Raises ConfigError, CheckpointError."""
+    """The shape of the model and its storage formats. They are from the files of a local model, from jobs/data for a
+    named model, and from config.json on the hub for other models. `is_plain`: of the unquantized model. Raises
+    ConfigError and CheckpointError."""
     model = config.model
     if model.name not in BUILT_IN and find_local_path(model) is None and (model.path is None or model.name != ANY):
         shape = read_shape(model.name, dtype, is_plain=is_plain)
@@ -115,8 +117,8 @@ def read_model_shape(
 
 
 def make_plan(config: PlanConfig) -> Planned:
-    """Plans the run of `config`. Raises ConfigError for unknown names, BudgetError if not even the smallest block
-    fits."""
+    """Plans the run of `config`. Raises ConfigError for unknown names, BudgetError if not even the smallest block fits
+    into memory."""
     config, machine = with_prompts(config), config.machine
     if machine.sheet is None and machine.rates is None:  # use the latest measurement of this host by `jobs.measure`
         machine = replace(machine, rates=find_latest_rates(machine.device))
@@ -126,7 +128,7 @@ def make_plan(config: PlanConfig) -> Planned:
 
 
 def plan_for_machine(machine: Machine, config: PlanConfig) -> Planned:
-    """Plans as `make_plan` does, for any machine."""
+    """Plans like `make_plan`, for the given machine."""
     has_device, dtype, offload = machine.device_bytes is not None, config.model.dtype, config.offload
     if dtype is DType.auto:  # as in `make_machine`
         dtype = resolve_auto_dtype(DType.bfloat16, has_device=has_device, has_bfloat16=machine.has_bfloat16)
@@ -141,7 +143,7 @@ def plan_for_machine(machine: Machine, config: PlanConfig) -> Planned:
         f"context of {shape.context_tokens:,}: lower one of them",
     )
     runtime, way, num_ranks = config.runtime, config.devices.way, config.plan.num_ranks
-    if way is not Parallelism.one and offload.expert_paging is ExpertPaging.auto:  # ranks read whole layers
+    if way is not Parallelism.one and offload.expert_paging is ExpertPaging.auto:  # ranks always read whole layers
         runtime = replace(runtime, offload=replace(offload, expert_paging=ExpertPaging.off))
     num_devices = machine.fabric.num_devices * machine.fabric.num_nodes
     require(
@@ -151,7 +153,7 @@ def plan_for_machine(machine: Machine, config: PlanConfig) -> Planned:
     if num_ranks is None:
         num_ranks = 1 if way is Parallelism.one else num_devices
     host, device = offload.host_memory_gib, offload.device_memory_gib
-    usable = replace(  # memory limits of the run; default: all memory of the machine
+    usable = replace(  # the machine with the memory limits of the run
         machine,
         host_bytes=machine.host_bytes if host is None else gib_to_bytes(host),
         device_bytes=machine.device_bytes if device is None or not has_device else gib_to_bytes(device),
@@ -169,8 +171,8 @@ def plan_for_machine(machine: Machine, config: PlanConfig) -> Planned:
 
 
 def _stored_shape(config: PlanConfig, dtype: DType, *, has_device: bool) -> tuple[ModelShape, WeightStorage]:
-    """The shape of the model with weights as stored, and their formats. Raises ConfigError if the format does not
-    fit the model."""
+    """The shape of the model in the storage format of the plan, and the formats of its weights. Raises ConfigError if
+    the format does not fit the model."""
     name, packed, quantize = config.model.name, config.plan.format, config.model.quantize
     shape, stored = read_model_shape(config, dtype, is_plain=packed is not None, has_device=has_device)
     if packed in (None, PLAIN) and quantize is None:
@@ -189,8 +191,8 @@ def _stored_shape(config: PlanConfig, dtype: DType, *, has_device: bool) -> tupl
 
 
 def _choose_attention_method(machine: Machine, shape: ModelShape, dtype: DType) -> AttentionMethod:
-    """The attention kernels of the machine: flash kernels on devices with bfloat16 units. Ignores a model's soft cap,
-    which kernels do not support: shapes do not record it."""
+    """The attention kernels that a run would use on the machine. A soft cap of the model, which flash kernels do not
+    support, is ignored, because shapes do not have it."""
     if machine.device_bytes is None or not shape.is_packed:
         return AttentionMethod.host
     if shape.score_heads:
@@ -200,6 +202,7 @@ def _choose_attention_method(machine: Machine, shape: ModelShape, dtype: DType) 
 
 
 def _sizes(config: PlanConfig) -> list[SequenceSize]:
+    """The lengths of all sequences: of each sample and each beam of a prompt."""
     workload = config.workload
     count, mean, longest = workload.num_requests, workload.mean_prompt_tokens, workload.max_prompt_tokens
     assert count is not None, "checked by PlanConfig"

@@ -1,5 +1,7 @@
-"""Storage formats of published models by the names of `plan.format`, and measured rounding errors of the bundled
-model. Separate, so that a plan imports no torch and a sweep no transformers."""
+"""The storage formats of published models, by the names in `plan.format`, and measured errors of rounding.
+
+Imports neither torch nor transformers, so that a plan starts quickly.
+"""
 
 import json
 from collections.abc import Mapping
@@ -9,10 +11,10 @@ from typing import TypedDict
 from runtime.store.gguf import BLOCKS
 
 PLAIN = "bfloat16"  # unquantized
-EXPERTS_ONLY = "mxfp4"  # gpt-oss's method: only experts are quantized
+EXPERTS_ONLY = "mxfp4"  # of gpt-oss: only experts are quantized
 GGUF = tuple(name for name, block in BLOCKS.items() if block.num_numbers > 1)
-# Storage formats by name; those of compressed-tensors also by their names in config.json. `fp8` and `int8` are the
-# formats of `weightstream pack`.
+# Name in `plan.format`: storage format. Formats of compressed-tensors have their names in config.json, too. The names
+# `fp8` and `int8` are not here, because they are formats of `weightstream pack`.
 PUBLISHED: Mapping[str, str] = {
     EXPERTS_ONLY: "mxfp4",
     "fp8-blocks": "fp8",
@@ -25,13 +27,13 @@ PUBLISHED: Mapping[str, str] = {
     "nvfp4": "nvfp4", "nvfp4-modelopt": "nvfp4-modelopt",
     **{name: name for name in GGUF},
 }  # fmt: skip
-INTERLEAVED = ("gptq-int4", "gptq-int8", "awq-int4")  # a word has numbers of several rows
+INTERLEAVED = ("gptq-int4", "gptq-int8", "awq-int4")  # formats whose 32-bit words have numbers of several rows
 LOSSES = Path(__file__).resolve().parents[1] / "data" / "weight_losses.jsonl"
 
 
 class LossRow(TypedDict):
-    """Effect of a storage format on the bundled model: relative RMS error of weights, perplexity relative to exact
-    weights, and fraction of correct answers (`right`)."""
+    """The effect of a storage format on the bundled model: relative RMS error of the weights, perplexity divided by
+    that of exact weights, and fraction of correct answers (`right`)."""
 
     format: str
     weight_error: float

@@ -15,7 +15,8 @@ from .shapes import ITEM_BYTES
 
 
 def format_plan(planned: Planned, num_actions: int) -> str:
-    """Formats the ledgers, the policy, the prediction, notes, and `num_actions` lines of the schedule."""
+    """Formats ledgers (the bytes of each memory), policy, prediction, notes, and `num_actions` lines of the
+    schedule."""
     run, view, machine, sizes = planned.run, planned.view, planned.machine, planned.sizes
     predicted, phases, (prefill, decode, total) = planned.prediction, planned.prediction.phases, planned.throughput
     longest, mean = max(size.num_prompt_tokens for size in sizes), planned.num_prompt_tokens / len(sizes)
@@ -39,7 +40,7 @@ def format_plan(planned: Planned, num_actions: int) -> str:
     ]
 
     def share(phase: PhaseTime, resource: Resource) -> str:
-        """Formats the busy fraction of a resource in a phase, and its waiting time during passes (bubbles)."""
+        """Formats the fraction of a phase in which a resource is busy, and its idle time during passes (bubbles)."""
         waits = format_seconds(phase.bubble_seconds(resource))
         limit = ", the limit" if resource is phase.binding else ""
         return f"{f'{phase.busy_seconds[resource] / phase.seconds:4.0%}, waits {waits}{limit}':<34}"
@@ -65,8 +66,9 @@ def format_plan(planned: Planned, num_actions: int) -> str:
 
 
 def _format_storage(shape: ModelShape) -> list[str]:
-    """Formats a line for each format and dtype of a quantized model, with its modules; nothing for an unquantized
-    one."""
+    """Formats a line for each format and dtype of a quantized model, with its bytes and modules. Empty for an
+    unquantized model."""
+    # modules: names by format and the first part of their path; inner dictionaries are ordered sets
     num_bytes, modules, seen = Counter[str](), dict[str, dict[str, dict[str, None]]](), set[str]()
     for parameter in (parameter for stage in shape.stages for parameter in stage.parameters):
         is_vector = len(parameter.shape) < 2

@@ -1,6 +1,10 @@
-"""Shapes of the named models: a line of JSON each in jobs/data/shapes.jsonl. Equal stages are stored once, sizes that
-depend on the compute dtype per dtype. Each parameter is written as one tensor, with storage format and bytes if it is
-published quantized. Shapes read back have the same bytes, laid out in an imaginary file."""
+"""Reads and writes the shapes of the named models, which are lines of JSON in jobs/data/shapes.jsonl.
+
+A shape is the tensors of a model and their sizes. A stage is a part of the forward: embeddings, a decoder layer, or the
+head. The parameters of equal stages are stored once, as a layout. Each parameter is stored as one tensor, with its
+format and bytes if it is published quantized. Sizes that depend on the compute dtype are stored for each dtype. A shape
+that is read has the same bytes as the model, in an imaginary file.
+"""
 
 import json
 import re
@@ -19,25 +23,25 @@ from runtime.plan.shape.shapes import Parameter, Stage, StageKind, TensorSlice
 
 from .published import INTERLEAVED
 
-ParameterKey: TypeAlias = tuple[int, str]  # index of a stage, name of a parameter in it
+ParameterKey: TypeAlias = tuple[int, str]  # index of a stage, and the name of a parameter in it
 
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 COMPUTE_DTYPES = {DType.bfloat16: "BF16", DType.float16: "F16", DType.float32: "F32"}
 DTYPE_FIELDS = ("compute_dtype_bytes", "kv_layer_bytes", "state_bytes_per_sequence", "cross_kv_bytes_per_token")
 STRUCTURED_FIELDS = ("name", "stages", "bounded_layers", "delta_rule", "weight_bytes")
-RUN_FIELDS = (  # depend on a run's settings, or need a loaded model
+RUN_FIELDS = (  # not stored: they depend on a run's settings, or need a loaded model
     *("compute_dtype", "kv_dtype", "kv_heads", "kv_tail_bytes_per_sequence", "state_layer_bytes"),
     *("rank_stages", "num_parts"),
 )
-HOST_FIELDS = ("has_decode_kernel", "has_fused_gates", "attention_method")  # depend on the machine
+HOST_FIELDS = ("has_decode_kernel", "has_fused_gates", "attention_method")  # not stored: they depend on the machine
 RARE_FIELDS = ("restart_tokens", "has_whole_prompts", "has_bare_experts")  # written only if true or nonzero
-_OTHERS = DTYPE_FIELDS + STRUCTURED_FIELDS + RUN_FIELDS + HOST_FIELDS
-SIZES = tuple(f.name for f in fields(ModelShape) if f.name not in _OTHERS)
+_OTHER_FIELDS = DTYPE_FIELDS + STRUCTURED_FIELDS + RUN_FIELDS + HOST_FIELDS
+SIZES = tuple(f.name for f in fields(ModelShape) if f.name not in _OTHER_FIELDS)
 
 
 class ParameterRow(TypedDict):
-    """A parameter. `name`: with `*` in place of the layer number. `tied`: the parameter that has the same bytes.
-    `format` and `num_bytes`: only if published quantized."""
+    """A parameter. `name`: with `*` instead of the layer number. `tied`: the key of an earlier parameter with the same
+    bytes. `format` and `num_bytes`: only if it is published quantized."""
 
     name: str
     dtype: str
@@ -59,7 +63,8 @@ class StageRow(TypedDict):
 
 
 class DTypeRow(TypedDict):
-    """Sizes for a compute dtype. `kv_layer_bytes`: groups of layers, as [number of layers, bytes per layer]."""
+    """The sizes for a compute dtype. `kv_layer_bytes`: for consecutive equal layers, [number of layers, bytes per token
+    in a layer]."""
 
     compute_dtype_bytes: int
     kv_layer_bytes: list[list[int]]
@@ -68,7 +73,8 @@ class DTypeRow(TypedDict):
 
 
 class ShapeRow(TypedDict):
-    """A model. `architecture`: digest of the architecture. `sizes`: numeric fields of ModelShape."""
+    """A model. `architecture`: digest of its config. `sizes`: numeric fields of ModelShape. `dtypes`: by compute
+    dtype."""
 
     name: str
     architecture: str
@@ -81,8 +87,8 @@ class ShapeRow(TypedDict):
 
 
 def to_row(shapes: Mapping[DType, ModelShape], architecture: str, published: ModelShape | None = None) -> ShapeRow:
-    """The line of a model. `shapes`: with unquantized weights, by compute dtype. `published`: the shape as
-    published, if quantized."""
+    """The row of a model. `shapes`: of the unquantized model, by compute dtype. `published`: the shape as published, if
+    that is quantized."""
     shape = next(iter(shapes.values()))
     pieces = [piece for stage in published.stages for p in stage.parameters for piece in p.slices] if published else []
     stored = {piece.name: piece for piece in pieces if piece.format}
@@ -121,8 +127,8 @@ def to_row(shapes: Mapping[DType, ModelShape], architecture: str, published: Mod
 
 
 def from_row(row: ShapeRow, dtype: DType, *, is_plain: bool = False) -> ModelShape:
-    """The shape of a model as published, or with `is_plain` unquantized. `dtype`: a compute dtype of the row."""
-    file: dict[ParameterKey, TensorSlice] = {}
+    """The shape of a model: as published, or unquantized with `is_plain`. `dtype`: a compute dtype of the row."""
+    file: dict[ParameterKey, TensorSlice] = {}  # the tensors of the imaginary file
     stages: list[Stage] = []
     for stage in row["stages"]:
         for _ in range(stage["count"]):
@@ -146,7 +152,8 @@ def from_row(row: ShapeRow, dtype: DType, *, is_plain: bool = False) -> ModelSha
 def _parameter_row(
     stage: int, parameter: Parameter, owners: dict[frozenset[str], ParameterKey], stored: Mapping[str, TensorSlice]
 ) -> ParameterRow:
-    """Adds the parameter to `owners`, which is mutated, unless it is tied to an earlier one."""
+    """The row of a parameter. `owners`: the first parameter with each set of tensors; adds this one, unless it is tied
+    to an earlier one. `stored`: tensors that are published quantized, by name."""
     dtype = parameter.slices[0].dtype
     assert parameter.num_bytes == parameter.num_elements * ITEM_BYTES[dtype], f"{parameter.name} is quantized"
     name = re.sub(r"(?<=\.)\d+(?=\.)", "*", parameter.name, count=1)
@@ -173,6 +180,7 @@ def _make_stage(
     file: dict[ParameterKey, TensorSlice],
     is_plain: bool,
 ) -> Stage:
+    """Makes a stage. `number`: among the stages of its kind. `file`: as in `_make_parameter`."""
     kind = StageKind(row["kind"])
     return Stage(
         index=index,
@@ -185,7 +193,7 @@ def _make_stage(
 
 
 def _make_parameter(stage: int, row: ParameterRow, file: dict[ParameterKey, TensorSlice], is_plain: bool) -> Parameter:
-    """Appends the tensors to `file`, which is mutated."""
+    """Makes a parameter. Appends its tensor to `file`, unless it is tied to an earlier one."""
     name, shape = row["name"], tuple(row["shape"])
     if "tied" in row:
         owner_stage, owner = row["tied"]
@@ -216,8 +224,8 @@ def read_rows(path: Path = SHAPES) -> dict[str, ShapeRow]:
 
 
 def read_shape(name: str, dtype: DType, *, is_plain: bool = False) -> ModelShape:
-    """The shape of a model for a compute dtype other than auto: as published, or with `is_plain` unquantized. Raises
-    ConfigError for a model without a line."""
+    """The shape of a named model: as published, or unquantized with `is_plain`. `dtype`: a compute dtype other than
+    auto. Raises ConfigError if jobs/data/shapes.jsonl does not have the model."""
     rows = read_rows()
     if name not in rows:
         raise ConfigError(f"model={name} has no stored sizes to plan with; models with sizes: {', '.join(rows)}")
@@ -225,6 +233,6 @@ def read_shape(name: str, dtype: DType, *, is_plain: bool = False) -> ModelShape
 
 
 def shape_from_row(row: ShapeRow, dtype: DType, *, is_plain: bool) -> ModelShape:
-    """The shape for any compute dtype other than auto; see `read_shape`."""
+    """The shape of a row, as from `read_shape`."""
     row_dtype = DType.float32 if dtype is DType.float32 else DType.bfloat16
     return replace(from_row(row, row_dtype, is_plain=is_plain), compute_dtype=COMPUTE_DTYPES[dtype])

@@ -1,5 +1,7 @@
-"""The tables of `jobs.models`: capabilities of the runtime for each tested model family, from a tiny model on the meta
-device, and storage formats of weights."""
+"""The tables of `jobs.models`: what the runtime supports for each tested model family, and storage formats of weights.
+
+A row of the first table comes from a tiny model of the family on the meta device.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +25,8 @@ from .published import read_losses
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyCapabilities:
-    """A row of the support table. `note`: the reason for padded lanes. If the installed transformers lacks the family,
-    `note` is that reason, and the others are None."""
+    """A row of the support table. `lanes`: how micro-batches are stored, packed or left-padded. `note`: the reason for
+    padding. If the installed transformers lacks the family, `note` says so, and the other columns are None."""
 
     name: str
     model_type: str
@@ -61,15 +63,15 @@ class FamilyCapabilities:
         return self.name, self.model_type, lanes, self.experts.value, self.cache.value, _TESTED
 
 
-_HEAD = ("family", "model_type", "lanes", "experts", "cache", "tested")
-_FORMATS_HEAD = ("format", "bytes a number", "numbers", "companions", "loss of model=tiny")
-_USUAL_COLUMNS = 4096
+_HEADINGS = ("family", "model_type", "lanes", "experts", "cache", "tested")
+_FORMATS_HEADINGS = ("format", "bytes a number", "numbers", "companions", "loss of model=tiny")
+_USUAL_COLUMNS = 4096  # in a row of a matrix
 _TESTED = "greedy, sampled"
 _FOOT = "Tested: equals transformers' generate, token for token, in every tier (tests/runtime/test_families.py)."
 
 
 def find_families(part: str | None) -> list[Family]:
-    """The families with `part` in name or model type, in table order; None: all. Raises ConfigError without matches."""
+    """The families with `part` in their name or model type; None: all. Raises ConfigError if there is none."""
     matches = [family for family in FAMILIES.values() if part is None or part in f"{family.name} {family.model_type}"]
     if not matches:
         types = ", ".join(dict.fromkeys(family.model_type for family in FAMILIES.values()))
@@ -78,11 +80,11 @@ def find_families(part: str | None) -> list[Family]:
 
 
 def support_table(rows: Sequence[FamilyCapabilities], shape: TableFormat) -> str:
-    return _table([_HEAD, *(row.cells for row in rows)], shape, _FOOT)
+    return _table([_HEADINGS, *(row.cells for row in rows)], shape, _FOOT)
 
 
 def format_table(shape: TableFormat) -> str:
-    """Formats a row for each storage format: bytes per number in rows of 4,096, and measured losses."""
+    """Formats the table of storage formats: bytes per number in rows of 4,096 numbers, and measured errors."""
     losses = {
         row["format"]: f"weights off by {row['weight_error']:.2%}, perplexity x {row['perplexity_ratio']:.4f}, "
         f"{row['right']:.1%} of answers right"
@@ -99,7 +101,7 @@ def format_table(shape: TableFormat) -> str:
         for name, spec in FORMATS.items()
     ]
     methods = ", ".join(sorted(METHODS))
-    return _table([_FORMATS_HEAD, *cells], shape, f"quant_method of config.json: {methods}; and GGUF files.")
+    return _table([_FORMATS_HEADINGS, *cells], shape, f"quant_method of config.json: {methods}; and GGUF files.")
 
 
 def _table(cells: list[tuple[str, ...]], shape: TableFormat, foot: str) -> str:

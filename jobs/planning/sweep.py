@@ -1,4 +1,4 @@
-"""Sweeps: plans that vary one quantity of a plan."""
+"""Sweeps: make plans that vary one quantity of a plan, such as the memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,16 +18,17 @@ from .published import PLAIN, read_losses
 
 GIGA = 1e9
 RANKS = "ranks"
+# Values of a sweep: the value of the plan, times powers of STEP with these exponents.
 STEP = 2**0.5
-STEPS, BLOCK_STEPS = range(-4, 7), range(-8, 9)  # below and above the configured value
+STEPS, BLOCK_STEPS = range(-4, 7), range(-8, 9)
 MEMORY_STEP, MEMORY_STEPS = 2**0.25, range(-6, 5)
-LIMIT_SHARE = 0.05  # relative precision of the bisection for the largest block that fits
+LIMIT_SHARE = 0.05  # relative precision of the largest block that fits, which is bisected
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A varied quantity. `base_value`: its value in the original plan. `is_open`: the sweep stops at the first value
-    that does not fit. `note`: text for the table."""
+    """A varied quantity. `base_value`: its value in the original plan. `plan`: makes the plan for a value. `is_open`:
+    the sweep stops at the first value that does not fit. `note`: text for the table."""
 
     name: str
     unit: str
@@ -38,7 +39,8 @@ class Axis:
     note: str = ""
 
     def points(self) -> Iterator["SweepPoint"]:
-        """Yields the plan of each value; on an open axis also the largest value that fits."""
+        """Yields a point for each value. On an open axis, the last points are the largest value that fits, and the
+        smallest that does not."""
         fitting = 0.0
         for value in self.values:
             point = self.try_value(value)
@@ -49,7 +51,7 @@ class Axis:
             fitting = value
 
     def try_value(self, value: float) -> "SweepPoint":
-        """Plans one value; an error becomes the point's `refusal`."""
+        """Makes the plan for one value. An error becomes the `refusal` of the point."""
         try:
             return SweepPoint(axis=self, value=value, planned=self.plan(value))
         except (BudgetError, ConfigError) as error:  # too large for the memory, or for the model's context
@@ -72,7 +74,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """The plan of one value; None if it does not fit, with the reason in `refusal`."""
+    """A value of an axis and its plan. If no plan fits, `planned` is None and `refusal` the reason."""
 
     axis: Axis
     value: float
@@ -81,12 +83,12 @@ class SweepPoint:
 
     @property
     def binding(self) -> Resource | None:
-        """The resource that binds decode passes."""
+        """The resource that is busy longest in decode passes, and so limits them."""
         return self.planned.prediction.decode.binding if self.planned is not None else None
 
 
 def sweep(axes: Sequence[Axis]) -> Iterator[SweepPoint]:
-    """Yields each point as soon as it is planned; with policy=hrm, each plan is searched."""
+    """Yields each point as soon as its plan is made. With policy=hrm, a policy is searched for each point."""
     for axis in axes:
         yield from axis.points()
 
@@ -106,11 +108,13 @@ def sweep_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
     axes, points = make_axes[kind](config, planned), config.plan.sweep_points
     if not points:
         return axes
-    fixed = axes[:1] if kind is Sweep.devices else []  # one process
+    fixed = axes[:1] if kind is Sweep.devices else []  # the axis of one process has one value
     return [*fixed, *(replace(axis, values=points, is_open=False) for axis in axes[len(fixed) :])]
 
 
 def _memory_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
+    """An axis for each memory of the plan."""
+
     def plan(key: str, gib: float) -> Planned:
         return plan_for_machine(planned.machine, replace(config, offload=replace(config.offload, **{key: gib})))
 
@@ -127,7 +131,7 @@ def _memory_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
 
 
 def _block_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
-    """An axis of the number of sequences in one block, with micro-batches and placement like those of the plan."""
+    """The axis of the number of sequences in one block, with micro-batches and placement as in the plan."""
     has_device = planned.machine.device_bytes is not None
     choice, base = planned.run.choice, planned.config
     base = choice.best.policy.apply(base, has_device=has_device) if choice is not None else base
@@ -152,7 +156,7 @@ def _block_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
 
 
 def _prompt_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
-    """An axis of the mean prompt length; the longest prompt grows in proportion."""
+    """The axis of the mean prompt length. The longest prompt grows in proportion."""
     workload = config.workload
     mean, longest = workload.mean_prompt_tokens, workload.max_prompt_tokens
     assert mean is not None, "checked by PlanConfig"
@@ -171,7 +175,7 @@ def _prompt_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
 def _bandwidth_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
     """An axis for the bandwidth of each link that the plan uses."""
     rates, phases = planned.machine.rates, planned.prediction.phases.values()
-    links = {
+    links = {  # name: resource, and bytes per second
         "disk": (Resource.disk, rates.disk_bytes_per_second),
         "link": (Resource.host_to_device, rates.link_in_bytes_per_second),
     }
@@ -205,8 +209,8 @@ def _bandwidth_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
 
 
 def _format_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
-    """An axis for each format of `weightstream pack`, with the bytes of the weights as only value. On a CPU, matrix
-    products have the speed of published weights."""
+    """An axis for each format of `weightstream pack`. Its only value is the bytes of the weights. On a CPU, matrix
+    products are assumed to be as fast as with the published weights."""
     from runtime.formats.registry import LOSSES  # imports torch, which other sweeps do not need
 
     from .packed_shapes import shape_in_format
@@ -272,5 +276,6 @@ def _parallelism_axes(config: PlanConfig, planned: Planned) -> list[Axis]:
 
 
 def _steps(base_value: float, steps: range, step: float = STEP) -> list[float]:
-    """Returns values around `base_value`, rounded to three digits; `base_value` itself is exact."""
+    """The values `base_value` x `step` ** n for n in `steps`, rounded to three digits except for `base_value`
+    itself."""
     return [float(f"{base_value * step**number:.3g}") if number else base_value for number in steps]

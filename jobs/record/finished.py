@@ -1,7 +1,8 @@
 """Recognizes a finished run by the sizes and times of its input files, before torch is imported.
 
-A start that ends with a finished run records the state of its inputs in `.inputs.json`. A later start with the same
-settings and the same state has nothing to do. In any doubt, the model and the data are opened and compared by digests.
+When a run has finished, the state of its inputs (sizes and times) is written to `.inputs.json`. If the command is
+started again with the same settings and the same state, it has nothing to do. If the state is unknown or differs, model
+and data are opened and compared by their digests.
 """
 
 import os
@@ -64,7 +65,7 @@ def input_state(config: RunSettings) -> str | None:
 
 
 def _file_states(path: Path) -> Iterator[JsonValue]:
-    """Path, size, times and inode of a file, or of each file below a directory. Raises OSError."""
+    """Yields path, size, times and inode of a file, or of each file below a directory. Raises OSError."""
     for folder, folders, names in os.walk(path, followlinks=True):
         folders.sort()
         for name in sorted(names):
@@ -78,7 +79,8 @@ def _file_states(path: Path) -> Iterator[JsonValue]:
 
 
 def record_inputs(directory: Path, state: str | None) -> None:
-    """Records the inputs of the finished run in `directory`; a failure only makes the next start slower."""
+    """Writes the state of the inputs of the finished run in `directory`. Ignores errors: they only make the next start
+    slower."""
     with suppress(OSError, WeightstreamError):
         path = RunDirectory(path=directory).inputs
         if state is not None and (not path.exists() or read_json(path) != {"state": state}):
@@ -86,7 +88,8 @@ def record_inputs(directory: Path, state: str | None) -> None:
 
 
 def find_finished(config: RunSettings, state: str | None) -> Outcome | None:
-    """The outcome of a finished run with intact parts, if its recorded input state equals `state`; otherwise None."""
+    """The outcome of a finished run with intact parts, if its inputs have the same `state` as when it finished.
+    Otherwise None."""
     directory = RunDirectory(path=run_directory(config))
     try:
         if state is None or not directory.inputs.exists() or read_json(directory.inputs) != {"state": state}:

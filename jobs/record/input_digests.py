@@ -1,5 +1,7 @@
-"""Digests of a run's input: of all prompts, of each passed-through column, and of each row, so that an error can name
-the first changed row."""
+"""Digests of a run's input: of all prompts, of each column that is copied to the output, and of each row.
+
+The digests of rows let an error message name the first row that has changed.
+"""
 
 import hashlib
 import json
@@ -23,7 +25,8 @@ from ..files.publishing import (
 from .output_rows import encode_columns
 
 LOG = logging.getLogger(__name__)
-MAX_FILES_SHOWN = 1000  # in run.json; with more files only their common digest
+MAX_FILES_SHOWN = 1000  # with a digest each in run.json; more files have only a common digest
+# The first 8 bytes of two digests of a row: of everything that can change its output (`asked`), and of its columns.
 ROW_SCHEMA = pa.schema(
     [pa.field("asked", pa.uint64(), nullable=False), pa.field("columns", pa.uint64(), nullable=False)]
 )
@@ -31,8 +34,8 @@ ROW_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class InputDigests:
-    """`prompts_digest`: digest of prompts and row settings that can change the output. `facts`: type and digest of each
-    column, and their order. `rows`: digests per row by ROW_SCHEMA; None for input in windows."""
+    """The digests of an input. `prompts_digest`: of everything that can change the output. `facts`: type and digest of
+    each column, and their order. `rows`: a table with a row of ROW_SCHEMA for each row; None for input in windows."""
 
     prompts_digest: str
     facts: Mapping[str, JsonValue]
@@ -40,7 +43,7 @@ class InputDigests:
 
 
 def digest_input(rows: Sequence[Row], columns: pa.Schema) -> InputDigests:
-    """Digests of rows in memory, with columns as published."""
+    """The digests of rows in memory. `columns`: schema of the columns that are copied to the output."""
     column_hashers = {column.name: hashlib.sha256() for column in columns}
     row_digests: list[int] = []
     for row in rows:
@@ -64,12 +67,13 @@ def digest_input(rows: Sequence[Row], columns: pa.Schema) -> InputDigests:
 
 
 def _column_names(columns: pa.Schema) -> dict[str, str]:
-    """Column names of the input, as JSON, by output name."""
+    """The name of each column in the input, as JSON, by its name in the output."""
     return {column.name: json.dumps(column.metadata[b"column"].decode("utf-8", "surrogatepass")) for column in columns}
 
 
 def digest_input_files(files: Mapping[str, str], settings: Mapping[str, JsonValue], columns: pa.Schema) -> InputDigests:
-    """Digests of an input that is read in windows, from the SHA-256 of each file and `settings` that select rows."""
+    """The digests of an input that is read in windows. `files`: SHA-256 by file name. `settings`: those that select
+    rows."""
     names = _column_names(columns)
     facts: dict[str, JsonValue] = {f"input column {names[column.name]}": str(column.type) for column in columns}
     if len(files) <= MAX_FILES_SHOWN:
@@ -83,15 +87,15 @@ def _to_uint64(digest: bytes) -> int:
 
 
 def write_row_digests(path: Path, digests: InputDigests) -> None:
-    """Writes the digests of rows, if the file does not exist. Raises OutputError."""
+    """Writes the digests of rows to `path`, unless the file exists. Raises OutputError."""
     rows = digests.rows
     if rows is not None and not path.exists():
         publish(path, lambda file: write_parquet(rows, file), exclusive=True, expected_bytes=rows.nbytes)
 
 
 def describe_first_change(path: Path, digests: InputDigests, rows: Sequence[Row]) -> str | None:
-    """A sentence about the first row that differs from the digests at `path`; None if all are equal, or if the file is
-    missing or unreadable."""
+    """A sentence about the first row that differs from the digests in the file `path`. None if no row differs, or if
+    the file is missing or unreadable."""
     if digests.rows is None:
         return None
     try:

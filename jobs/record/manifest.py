@@ -1,4 +1,7 @@
-"""Identity of a run in run.json: its settings and digests of model and input, compared on each start."""
+"""The identity of a run in run.json: settings, and digests of model and input.
+
+When a run is started again, its identity must be the same.
+"""
 
 import json
 import logging
@@ -18,7 +21,7 @@ FORMAT = 3
 MAX_DIFF_LINES = 20
 MAX_VALUE_CHARS = 80
 ABSENT = "(absent)"
-WEIGHTS_DIGEST_SUFFIX = " sha256"  # a key is a file name with this suffix
+WEIGHTS_DIGEST_SUFFIX = " sha256"  # after the file name, in the key of a digest of weights
 WEIGHTS = "SHA-256 of weights"
 JUDGE_PATH_KEYS = (
     "dataset.answers_path",
@@ -26,20 +29,22 @@ JUDGE_PATH_KEYS = (
     "dataset.references_path",
     "dataset.judge_prompts_path",
 )
-# Files may move: digests identify their contents.
+# Paths may change between starts: digests identify the contents.
 PATH_KEYS = ("model.path", "model.tokenizer", "dataset.path", *JUDGE_PATH_KEYS)
 
-Values: TypeAlias = Mapping[str, JsonValue]
+Values: TypeAlias = Mapping[str, JsonValue]  # by dotted key, such as `model.path`
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunManifest:
-    """`semantic`: settings that can change the output, by dotted key, and digests of the files they name. `facts`:
-    values of files that can change the output, such as `config.json rms_norm_eps`. Both must be equal on resume.
+    """The identity of a run, and what else run.json has.
 
-    `operational`: settings that may change; recorded in each throughput part. `versions`: of Weightstream and
-    libraries; a change is logged. `defaults`: default settings, for keys missing from an older run.json. `sources`:
-    file or directory that a value comes from, by its key or the key's first word; for messages.
+    - `semantic`: settings that can change the output, and digests of the files that they name
+    - `facts`: values in files that can change the output, such as `config.json rms_norm_eps`
+    - `operational`: settings that may differ when the run is resumed; they are stored in each throughput part
+    - `versions`: of Weightstream and libraries; a change is logged
+    - `defaults`: the default settings, for keys that an older run.json does not have
+    - `sources`: the file or directory that a value comes from, by key or by the key's first word; for messages
     """
 
     semantic: Values
@@ -51,6 +56,7 @@ class RunManifest:
 
     @property
     def identity(self) -> Values:
+        """All values that must be the same when the run is resumed."""
         return {**self.semantic, **self.facts}
 
     @property
@@ -73,9 +79,9 @@ class RunManifest:
         }
 
     def with_stored_identity(self, stored: Values, path: Path) -> "RunManifest":
-        """This manifest with the identity of `stored`, the run.json at `path`, as in the footers of parts. Raises
-        RunMismatchError with a diff if the runs differ, DamagedRunError if `stored` was edited. Logs differences due to
-        library versions."""
+        """This manifest with the identity of `stored`, the content of run.json at `path`, which is also in the footers
+        of parts. Raises RunMismatchError with a diff if the runs differ, DamagedRunError if `stored` was edited. Logs
+        differences due to library versions."""
         groups = (stored.get(key) for key in ("semantic", "facts", "versions"))
         semantic, facts, versions = (group if isinstance(group, dict) else {} for group in groups)
         number = stored.get("format")
@@ -93,7 +99,7 @@ class RunManifest:
 
 
 def run_name(semantic: Values) -> str:
-    """`<model>-<data set>-<8 hex of the digest>`."""
+    """A name for a run: `<model>-<data set>-<first 8 characters of the digest>`."""
     values = [semantic.get(f"{group}.name", semantic.get(group)) for group in ("model", "dataset")]
     names = [value.rstrip("/").rpartition("/")[2].lower() for value in values if isinstance(value, str)]
     words = [re.sub(r"[^a-z0-9._]+", "-", name)[:32].strip("-._") for name in names]
@@ -101,9 +107,11 @@ def run_name(semantic: Values) -> str:
 
 
 def _require_same_identity(run: Path, recorded: RunManifest, current: RunManifest, version_lines: list[str]) -> None:
+    """Raises RunMismatchError if the identities differ. `version_lines`: changed versions, which are logged."""
     for line in version_lines:
         LOG.warning("%s was started with other library versions; rounding may differ: %s", run, line)
     old_values, values, defaults = recorded.identity, current.identity, current.defaults
+    # A setting that the run does not have yet, because it was added later, may only have its default.
     new = {key: value for key, value in current.semantic.items() if key not in old_values and key in defaults}
     default_keys = {key for key, value in new.items() if canonical_json(defaults[key]) == canonical_json(value)}
     unrecorded = _unrecorded_digests(run, old_values, values)
@@ -126,7 +134,7 @@ def _require_same_identity(run: Path, recorded: RunManifest, current: RunManifes
 
 
 def _unrecorded_digests(run: Path, old_values: Values, new_values: Values) -> set[str]:
-    """Keys of weight digests that the run does not record because of model.verify=sampled. Logs that."""
+    """The keys of digests of weights, if the run has none because of model.verify=sampled. Logs a warning then."""
     if any(_fact_source(key) == WEIGHTS for key in old_values):
         return set()
     keys = {key for key in new_values if _fact_source(key) == WEIGHTS}
@@ -139,7 +147,7 @@ def _unrecorded_digests(run: Path, old_values: Values, new_values: Values) -> se
 
 
 def _fact_source(key: str) -> str:
-    """The file or kind of a fact, for messages."""
+    """The source of a fact: a JSON file, the input or the weights."""
     first, _, _ = key.partition(" ")
     if first.endswith(".json") or first == "input":
         return "input columns" if first == "input" else first
@@ -147,6 +155,7 @@ def _fact_source(key: str) -> str:
 
 
 def _diff(old_values: Values, new_values: Values, sources: Mapping[str, str] | None = None) -> list[str]:
+    """A line for each value that differs: key, old and new value, and source."""
     sources, lines = sources or {}, list[str]()
     for key in sorted({*old_values, *new_values}):
         old, new = _format_value(old_values, key), _format_value(new_values, key)

@@ -1,5 +1,8 @@
-"""Output rows: schemas, and columns passed through from the input. Types of passed-through columns are inferred from
-all rows of a run on each start, so that all parts have one schema."""
+"""Output rows: their schemas, and the columns that are passed through (copied) from the input.
+
+The types of passed-through columns are inferred from all rows of a run on each start, so that all parts have the same
+schema.
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +40,7 @@ GENERATION_SCHEMA = pa.schema(
 )
 
 
-# `num_prompt_tokens` counts computed tokens: all of prompt and target but the last.
+# `num_prompt_tokens` counts computed tokens: all tokens of prompt and target except the last.
 SCORE_SCHEMA = pa.schema(
     [
         pa.field("id", pa.string(), nullable=False),
@@ -59,12 +62,12 @@ SCORE_SCHEMA = pa.schema(
 
 
 def score_schema(*, has_top: bool) -> pa.Schema:
-    """Columns of a scoring run. `has_top`: with the most likely tokens at each position."""
+    """The columns of a scoring run. `has_top`: with the most likely tokens of each position."""
     return pa.schema([*SCORE_SCHEMA, *(LOGPROB_FIELDS[1:] if has_top else ())])
 
 
 def generation_schema(*, has_logprobs: bool, has_reasoning: bool = False, has_beams: bool = False) -> pa.Schema:
-    """Columns of a generation run, without passed-through ones."""
+    """The columns of a generation run, without passed-through columns."""
     reasoning = [REASONING_FIELD] if has_reasoning else []
     beams = [BEAM_FIELD] if has_beams else []
     return pa.schema([*GENERATION_SCHEMA, *(LOGPROB_FIELDS if has_logprobs else ()), *reasoning, *beams])
@@ -72,10 +75,16 @@ def generation_schema(*, has_logprobs: bool, has_reasoning: bool = False, has_be
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRow:
-    """The result of a planned request, without the plan's values. `columns`: columns of the input row;
-    `source_file`: the file it was read from. `error`: the cause if `status` is not `ok`. Log-probabilities are empty
-    unless requested. `reasoning`: text before the answer. `beam_score`: as in `Completion`. `encoding`: columns with an
-    embedding, classes or masks."""
+    """The result of a request, without the columns that come from the plan.
+
+    - `logprobs`, `top_token_ids`, `top_logprobs`: by token; empty unless requested
+    - `reasoning`: the text before the answer, of a reasoning model
+    - `beam_score`: as in `Completion`
+    - `error`: the reason if `status` is not `ok`
+    - `columns`: columns of the input row
+    - `source_file`: the file that the input row is from
+    - `encoding`: columns with an embedding, classes or tokens for masks
+    """
 
     id: str
     sample_index: int
@@ -98,8 +107,8 @@ class GenerationRow:
         return self.id, self.sample_index
 
     def values(self, request: PlannedRequest, columns: pa.Schema) -> dict[str, object]:
-        """Values for all columns of GENERATION_SCHEMA, SCORE_SCHEMA, LOGPROB_FIELDS and `columns`."""
-        is_ok, likeliest = self.status == "ok", [ids[0] for ids in self.top_token_ids if ids]
+        """The values of all columns of any output schema. `columns`: schema of passed-through columns."""
+        is_ok, most_likely = self.status == "ok", [ids[0] for ids in self.top_token_ids if ids]
         return {
             "id": self.id,
             "sample_index": self.sample_index,
@@ -122,7 +131,7 @@ class GenerationRow:
             # For SCORE_SCHEMA. Scoring always computes the most likely token of each position.
             "target_index": self.sample_index,
             "logprob": sum(self.logprobs) if is_ok else None,
-            "is_greedy": likeliest == list(self.token_ids) if is_ok else None,
+            "is_greedy": most_likely == list(self.token_ids) if is_ok else None,
             "token_logprobs": list(self.logprobs),
             "num_target_tokens": len(self.token_ids),
             **self.encoding,
@@ -131,16 +140,16 @@ class GenerationRow:
 
 
 def infer_column_schema(rows: Iterable[Mapping[str, object]], fixed_schema: pa.Schema = GENERATION_SCHEMA) -> pa.Schema:
-    """Schema of the passed-through columns over all rows of a run: string, int64, float64 or bool if all values agree,
-    else a string of JSON. A name in `fixed` gets the prefix `row_`. Field metadata holds the input's column name and
-    the encoding."""
+    """The schema of passed-through columns, from all rows of a run. The type of a column is string, int64, float64 or
+    bool if it fits all values, otherwise a string of JSON. Names that are in `fixed_schema`, too, get the prefix
+    `row_`. The metadata of a field has the column's name in the input, and the encoding of its values."""
     kinds = ColumnKinds()
     add_column_kinds(kinds, rows)
     return column_schema(kinds, fixed_schema)
 
 
 def column_schema(kinds: Mapping[str, AbstractSet[str]], fixed_schema: pa.Schema) -> pa.Schema:
-    """`infer_column_schema`, given the kinds of values in each column."""
+    """The schema of `infer_column_schema`, from the kinds of values in each column."""
     used_names = {*fixed_schema.names, *kinds}
     columns: list[pa.Field] = []
     simple_types = (
@@ -162,7 +171,7 @@ def column_schema(kinds: Mapping[str, AbstractSet[str]], fixed_schema: pa.Schema
 
 
 def encode_columns(schema: pa.Schema, columns: Mapping[str, object]) -> dict[str, object]:
-    """Converts the columns of an input row to values of `schema`; missing columns are null."""
+    """Converts the columns of an input row to values of `schema`. Missing columns are null."""
     return {column.name: _encode_value(column.metadata, columns) for column in schema}
 
 

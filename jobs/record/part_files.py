@@ -1,4 +1,4 @@
-"""Part files: list them, and read their tables with verification."""
+"""Part files, which have the rows of a block: lists, reads and verifies them."""
 
 import re
 from pathlib import Path
@@ -19,8 +19,8 @@ def parse_part(data: bytes) -> pa.Table:
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """Files in the folder without hidden ones, in block order. Raises OSError."""
+    """The files in `folder` that are not hidden, sorted by block. Raises OSError."""
     return sorted(
         (path for path in folder.iterdir() if not path.name.startswith(".")),
-        key=lambda path: (len(path.name), path.name),
+        key=lambda path: (len(path.name), path.name),  # block numbers may have more than five digits
     )

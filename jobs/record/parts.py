@@ -1,5 +1,8 @@
-"""Parts: the output rows of one block, committed once. Generations parts are authoritative; throughput parts are
-statistics. The bytes of a generations part depend only on plan and tokens: it contains no time, host or process."""
+"""Parts: the files with the rows of one block.
+
+A block has two parts. The generations part has its output rows, and marks the block as done. It is written once. Its
+bytes depend only on the plan and the tokens: it has no time, host or process. The throughput part has statistics.
+"""
 
 import errno
 import hashlib
@@ -37,12 +40,12 @@ from .stored_run import RunCopy
 from .success import log_regenerated_parts, recorded_parts, write_success
 
 LOG = logging.getLogger(__name__)
-NUM_STOPS = b"weightstream.num_stops"  # in the footer of a part of an interrupted block
+NUM_STOPS = b"weightstream.num_stops"  # in the footer, if the block was interrupted
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartInfo:
-    """A committed and verified generations part."""
+    """A generations part that is written and verified. `rows`: number of rows by status."""
 
     block: int
     rows: Mapping[Status, int]
@@ -55,9 +58,14 @@ class PartInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class PartStore:
-    """The parts of a run: commits new ones, verifies existing ones. The caller holds the run's lock. `columns`: schema
-    of passed-through columns; `fixed_schema`: of the others. `is_shared`: other workers may be writing. `copy`: a block
-    is done once the copy has its part too. `is_window`: parts of blocks outside `plan` belong to other windows."""
+    """Writes and verifies the parts of a run. The caller holds the run's lock.
+
+    - `columns`: schema of the columns that are copied from the input
+    - `fixed_schema`: schema of the other columns
+    - `is_shared`: other workers may write parts of this run at the same time
+    - `copy`: the run's copy in an object store; a block is done when the copy has its part, too
+    - `is_window`: `plan` is that of one window, and there may be parts of other windows
+    """
 
     directory: RunDirectory
     manifest: RunManifest
@@ -70,7 +78,7 @@ class PartStore:
 
     @cached_property
     def blocks(self) -> Mapping[int, Sequence[PlannedRequest]]:
-        """Planned requests by block, in the order of the part's rows."""
+        """The planned requests of each block, in the order of its rows."""
         blocks: dict[int, list[PlannedRequest]] = {}
         for request in self.plan:
             blocks.setdefault(request.block, []).append(request)
@@ -84,15 +92,17 @@ class PartStore:
         *,
         num_stops: int = 0,
     ) -> bool:
-        """Publishes the rows of a block, one per planned request in any order. Returns False and discards them if the
-        block was committed before. `num_stops`: interruptions inside the block, recorded in the footer, since
-        log-probabilities may then differ from other runs. Raises OutputError with nothing committed, or errors of
-        `RunCopy` with the part committed locally."""
+        """Writes the parts of a block. Returns False, and writes nothing, if the block has a generations part already.
+
+        `generations`: a row for each planned request, in any order. `num_stops`: how often the block was interrupted.
+        It is stored in the footer, because log-probabilities may then differ from other runs. Raises OutputError, and
+        the block is not done, or the errors of `RunCopy`, and the block is done locally.
+        """
         if self.directory.generations_part(block).exists():
             LOG.info("block %d was already committed: discarding the second result", block)
             return False
         planned, rows = self.blocks[block], {row.key: row for row in generations}
-        assert len(rows) == len(generations) == len(planned), f"block {block}: not one row per planned request"
+        assert len(rows) == len(generations) == len(planned), f"block {block}: rows and planned requests differ"
         values = [rows[request.key].values(request, self.columns) for request in planned]
         table = pa.Table.from_pylist(values, schema=self._schema)
         operational = canonical_json({**self.manifest.operational, "versions": self.manifest.versions})
@@ -101,7 +111,7 @@ class PartStore:
         if num_stops:
             table = table.replace_schema_metadata({NUM_STOPS: str(num_stops).encode()})
         paths = self.directory.throughput_part(block), self.directory.generations_part(block)
-        # Throughput first: the generations part marks the block as done, so nothing may be missing after it.
+        # The throughput part is first: the generations part marks the block as done.
         self._publish(paths[0], passes, block, exclusive=False)
         if not self._publish(paths[1], table, block, exclusive=True):
             return False
@@ -109,25 +119,25 @@ class PartStore:
         return True
 
     def committed_parts(self) -> dict[int, PartInfo]:
-        """Reads and verifies the parts; returns them by block. Moves damaged ones, and those that differ from
-        `_SUCCESS.json`, to `quarantine/`. Removes temporary files of killed writers. Raises OutputError if a file
-        cannot be read or moved, and errors of `RunCopy` if parts cannot be uploaded."""
+        """Reads and verifies all parts, and returns them by block. Parts that are damaged, or differ from
+        `_SUCCESS.json`, are moved to `quarantine/`. Removes temporary files of killed processes. Uploads parts that the
+        copy lacks. Raises OutputError if a file cannot be read or moved, and the errors of `RunCopy`."""
         try:
             run = self.directory
             for folder in (run.path, run.generations, run.throughput, run.leases):
                 sweep_temps(folder, is_only_writer=not self.is_shared)
             recorded = recorded_parts(self.directory) or {}
-            verdicts = {
+            generation_checks = {
                 path: self._check_part(path, recorded) for path in self._window_files(self.directory.generations)
             }
             throughput_checks = {
                 path: self._check_file(path, THROUGHPUT_SCHEMA)
                 for path in self._window_files(self.directory.throughput)
             }
-            for path, verdict in (*verdicts.items(), *throughput_checks.items()):
-                if isinstance(verdict, Exception):
-                    move_to_quarantine(path, self.directory.quarantine, str(verdict))
-            parts = {part.block: part for part in verdicts.values() if isinstance(part, PartInfo)}
+            for path, result in (*generation_checks.items(), *throughput_checks.items()):
+                if isinstance(result, Exception):
+                    move_to_quarantine(path, self.directory.quarantine, str(result))
+            parts = {part.block: part for part in generation_checks.values() if isinstance(part, PartInfo)}
             if len(parts) < len(self.blocks) and self.directory.success.exists():
                 move_to_quarantine(self.directory.success, self.directory.quarantine, "it lists missing parts")
         except OSError as error:
@@ -138,8 +148,8 @@ class PartStore:
         return dict(sorted(parts.items()))
 
     def require_same_plan(self) -> None:
-        """Raises DamagedRunError if the plan, recomputed, does not fit the existing parts. Moves no files: with other
-        memory limits the plan may fit."""
+        """Raises DamagedRunError if `plan`, which was computed again, does not fit the existing parts. Moves no files:
+        with other memory limits, the plan may fit."""
         mismatched: list[str] = []
         for path in self._window_files(self.directory.generations):
             try:
@@ -147,8 +157,9 @@ class PartStore:
             except PARQUET_PROBLEMS:  # `committed_parts` handles damaged parts
                 continue
             block = self._block_by_name.get(path.name)
-            ours = footer.get(b"weightstream.config") == self.manifest.digest.encode()
-            if ours and (block is None or any(footer.get(key) != value for key, value in self._footer(block).items())):
+            if footer.get(b"weightstream.config") != self.manifest.digest.encode():  # a part of another run
+                continue
+            if block is None or any(footer.get(key) != value for key, value in self._footer(block).items()):
                 mismatched.append(path.name)
         if mismatched:
             raise DamagedRunError(
@@ -158,7 +169,7 @@ class PartStore:
             )
 
     def read_passes(self, blocks: Iterable[int] | None = None) -> list[PassRow]:
-        """Passes of the committed blocks among `blocks`, or of all. Damaged throughput parts are skipped with a
+        """The passes of those `blocks` that are done; None: all blocks. Skips damaged throughput parts with a
         warning."""
         rows: list[PassRow] = []
         for block in sorted(self.blocks if blocks is None else blocks):
@@ -174,7 +185,7 @@ class PartStore:
         return rows
 
     def _window_files(self, folder: Path) -> list[Path]:
-        """Files in `folder` without the parts of other windows. Raises OSError."""
+        """The files in `folder`, without parts of other windows. Raises OSError."""
         paths = visible_files(folder)
         if not self.is_window:
             return paths
@@ -183,8 +194,8 @@ class PartStore:
     def publish_success(
         self, numbers: Mapping[str, JsonValue] | None = None, earlier_parts: Mapping[int, PartInfo] | None = None
     ) -> None:
-        """Publishes `_SUCCESS.json`; call it last. `numbers`: as in `write_success`. `earlier_parts`: parts of previous
-        windows. Raises OutputError if a planned block is missing."""
+        """Writes `_SUCCESS.json`, which marks the run as finished. `numbers`: as in `write_success`. `earlier_parts`:
+        the parts of earlier windows. Raises OutputError if the part of a planned block is missing."""
         window_parts = self.committed_parts()
         missing = sorted(set(self.blocks) - set(window_parts))
         if missing:
@@ -221,6 +232,7 @@ class PartStore:
         return {self._part_name(block): block for block in self.blocks}
 
     def _footer(self, block: int) -> dict[bytes, bytes]:
+        """The metadata that identifies the part of a block."""
         keys = [list(request.key) for request in self.blocks[block]]
         owner = {"run": self.manifest.name, "config": self.manifest.digest}
         values = {**owner, "block": str(block), "rows": json_digest(keys)}
@@ -264,7 +276,8 @@ class PartStore:
     def _check_file(
         self, path: Path, schema: pa.Schema, recorded: str | None = None
     ) -> tuple[int, pa.Table, str] | Exception:
-        """The part's block, table and SHA-256, or the reason why it cannot be used. Raises OSError on a disk fault."""
+        """Returns block, table and SHA-256 of a part, or the reason why it cannot be used. `recorded`: its SHA-256 in
+        `_SUCCESS.json`. Raises OSError if the disk fails."""
         if path.is_symlink():
             return ValueError("it is a symbolic link")
         data = path.read_bytes() if path.is_file() else b""
@@ -273,7 +286,7 @@ class PartStore:
             return ValueError(f"its SHA-256 differs from {self.directory.success.name}")
         block = self._block_by_name.get(path.name)
         if block is None:
-            return ValueError("no block of the plan has this file name")  # such as a copied part
+            return ValueError("no block of the plan has this file name")  # for example a copy of a part
         try:
             return block, self._parse_table(data, block, schema), sha256
         except PARQUET_PROBLEMS as error:

@@ -1,4 +1,4 @@
-"""Statistics of passes: rows of `throughput/`, and seconds by phase and resource, measured or predicted."""
+"""Statistics of passes (forwards through the model): rows of `throughput/`, and seconds by phase and resource."""
 
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -20,14 +20,21 @@ Status: TypeAlias = Literal["ok", "error", "skipped"]
 
 @dataclass(frozen=True, kw_only=True)
 class PassRow:
-    """Statistics of one pass over the model. A prefill pass that completes a prompt issues its first token.
+    """Statistics of one pass. A prefill pass that completes a prompt issues (samples) the first new token.
 
-    The engine's `StageTimes` defines seconds, hits and experts; `stage_*` has a value per stage, the others are sums.
-    `padded_tokens`: computed tokens including padding. `prompt_tokens`: prefilled tokens among `real_tokens`.
-    `pass_index` counts within a block, or within the run if blocks overlap. `predicted_*`: of an average pass of this
-    phase; None without a prediction. `host_bytes`, `device_bytes`: memory in use at the end. `started_at`: start of the
-    process, Unix seconds; `since_start_seconds`: from there to the end of the pass. `spared_tokens`: prompt tokens not
-    computed because of shared prefixes, minus those computed for several prompts. `worker`: JSON of the lease holder.
+    `StageTimes` of the engine defines seconds, hits and experts. A stage is the weights of one layer, of the
+    embeddings, or of the head. `stage_*` has a value for each stage; other times are sums over stages.
+
+    - `pass_index`: number of the pass in its block, or in the run if blocks overlap
+    - `real_tokens`: computed tokens without padding; `padded_tokens`: with padding
+    - `prompt_tokens`: the tokens of prompts among `real_tokens`
+    - `predicted_*`: predicted for an average pass of this phase; None without a prediction
+    - `host_bytes`, `device_bytes`: memory in use at the end of the pass
+    - `started_at`: start of the process in Unix seconds
+    - `since_start_seconds`: from the start of the process to the end of the pass
+    - `spared_tokens`: prompt tokens that were not computed because prompts share prefixes, minus the computed tokens of
+      these prefixes
+    - `worker`: the process, as JSON
     """
 
     pass_index: int
@@ -75,14 +82,14 @@ class PassRow:
 
     @property
     def prefill_share(self) -> float:
-        """Share of prefill in the pass's work, from 0 to 1."""
+        """The fraction of prefill in the pass, from 0 to 1: its prompt tokens divided by all its tokens."""
         if self.phase == "mixed":
             return self.prompt_tokens / self.real_tokens
         return 1.0 if self.phase == "prefill" else 0.0
 
     @property
     def decode_issued(self) -> int:
-        """Tokens issued by decode; the first token of each sequence is issued by prefill."""
+        """The number of tokens issued by decode. Prefill issues the first token of each sequence."""
         if self.phase == "mixed":
             return self.real_tokens - self.prompt_tokens
         return self.issued_tokens if self.phase == "decode" else 0
@@ -123,13 +130,13 @@ THROUGHPUT_SCHEMA = pa.schema(
 
 
 def without_stages(row: PassRow) -> PassRow:
-    """The pass without its per-stage lists, which summaries do not need."""
+    """The pass without the lists of times by stage, which summaries do not need."""
     return replace(row, **{name: [] for name in STAGE_SECONDS})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Start of this process: `at` in Unix seconds, `clock` by the monotonic clock. `worker`: the process, as JSON."""
+    """The start of this process: `at` in Unix seconds, `clock` as time.monotonic(). `worker`: the process, as JSON."""
 
     at: float = field(default_factory=time.time)
     clock: float = field(default_factory=time.monotonic)
@@ -143,8 +150,8 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTimes:
-    """Seconds of a phase by resource. `attention_seconds`: of all attention if measured; of CPU attention if
-    predicted."""
+    """Seconds of a phase by resource. `attention_seconds`: if measured, of all attention; if predicted, of attention on
+    the CPU only."""
 
     seconds: float
     compute_seconds: float
@@ -173,7 +180,7 @@ class PhaseTimes:
 
 
 def mean_pass(prediction: Prediction, prefill_share: float) -> PhaseTimes:
-    """Predicted times of an average pass with this share of prefill."""
+    """The predicted times of an average pass, of which the fraction `prefill_share` is prefill."""
 
     def mean(phase: PhaseTime) -> PhaseTimes:
         return PhaseTimes.from_phase(phase).scale(1 / phase.num_passes if phase.num_passes else 0.0)
@@ -182,11 +189,11 @@ def mean_pass(prediction: Prediction, prefill_share: float) -> PhaseTimes:
     return prefill.scale(prefill_share).add(decode.scale(1 - prefill_share))
 
 
-SEPARATE_FIELDS = ("block", "index", "phase", "counts", "times")  # of PassRecord; not copied under their names
+SEPARATE_FIELDS = ("block", "index", "phase", "counts", "times")  # fields of PassRecord that a PassRow has otherwise
 
 
 def pass_row(record: PassRecord, pass_index: int, prediction: Prediction | None, start: Start) -> PassRow:
-    """Converts the record of a pass that has just ended. `prediction`: of the whole run."""
+    """Converts the engine's record of a pass that has just ended. `prediction`: of the whole run."""
     times = record.times
     lists = {f"stage_{name}": list(value) for name, value in vars(times).items() if isinstance(value, tuple)}
     sums = {name: value for name, value in vars(times).items() if isinstance(value, int)}

@@ -1,4 +1,4 @@
-"""plan.parquet: each request's block, micro-batch and position. Written once before the first token, never changed."""
+"""plan.parquet: the block, micro-batch and position of each request. Written once before generation, never changed."""
 
 import hashlib
 import json
@@ -26,9 +26,9 @@ from ..files.row_digest import is_signed, require_intact, sign
 
 PlanStatus: TypeAlias = Literal["planned", "rejected"]
 CHUNK_TOKENS = b"weightstream.prefill_chunk_tokens"  # footer key
-BACKENDS = b"weightstream.linear_backends"  # footer key; the value includes the host
+BACKENDS = b"weightstream.linear_backends"  # footer key; the value has the host, too
 RowSlot: TypeAlias = tuple[int, int, int]  # block, micro-batch, position
-HostBackends: TypeAlias = tuple[Host, BackendTable]
+HostBackends: TypeAlias = tuple[Host, BackendTable]  # the chosen linear backends, and the host they were measured on
 
 PLAN_SCHEMA = pa.schema(
     [
@@ -46,7 +46,8 @@ PLAN_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRequest:
-    """A planned output row. Rejected rows have a slot too. Rows with the same computation share a slot."""
+    """A planned output row. Rejected rows have a slot (block, micro-batch, position), too. Rows with the same
+    computation have the same slot."""
 
     row_id: str
     row_index: int
@@ -67,7 +68,7 @@ class PlannedRequest:
 
 
 def plan_digest(requests: Sequence[PlannedRequest]) -> str:
-    """SHA-256 in hex over all fields of all requests, in order."""
+    """SHA-256 of all fields of all requests, in order, in hexadecimal."""
     digest = hashlib.sha256()
     for request in requests:
         digest.update(canonical_json(vars(request)).encode() + b"\n")
@@ -81,9 +82,9 @@ def publish_plan(
     chunk_tokens: int | None = None,
     backends: HostBackends | None = None,
 ) -> None:
-    """Publishes the plan at `path`, or checks that an existing one is equal. `chunk_tokens` (prefill chunk size) and
-    `backends` are stored for resumed runs. Raises RunMismatchError for a different plan, DamagedRunError for an
-    unreadable or edited one, OutputError."""
+    """Writes the plan to `path`. If the file exists, checks that it has the same plan. `chunk_tokens` (size of a
+    prefill chunk) and `backends` are stored for resumed runs. Raises RunMismatchError if the plan in the file differs,
+    DamagedRunError if the file is unreadable or was edited, and OutputError."""
 
     def write(file: BinaryIO) -> None:
         columns = {name: [getattr(request, name) for request in requests] for name in PLAN_SCHEMA.names}
@@ -98,13 +99,13 @@ def publish_plan(
 
 
 def read_plan(path: Path) -> list[PlannedRequest]:
-    """The stored plan in order. Raises the errors of `read_plan_table`."""
+    """Reads the plan. Raises the errors of `read_plan_table`."""
     return [PlannedRequest(**row) for row in read_plan_table(path).to_pylist()]
 
 
 def read_plan_table(path: Path) -> pa.Table:
-    """The stored plan by PLAN_SCHEMA. Raises DamagedRunError if it is not a plan or was changed, OSError if it cannot
-    be read."""
+    """Reads the plan as a table of PLAN_SCHEMA. Raises DamagedRunError if it is not a plan or was changed, OSError if
+    it cannot be read."""
     try:
         data, _ = read_regular_file(path)
     except UnexpectedFileError as error:
@@ -123,14 +124,14 @@ def read_plan_table(path: Path) -> pa.Table:
 
 
 def read_chunk_tokens(path: Path) -> int | None:
-    """Prefill chunk size stored with the plan; None if there is none. Raises the errors of `read_plan_table`."""
+    """The size of a prefill chunk stored with the plan, or None. Raises the errors of `read_plan_table`."""
     stored = _footer(path).get(CHUNK_TOKENS)
     return int(stored) if stored is not None else None
 
 
 def read_backends(path: Path, host: Host) -> BackendTable | None:
-    """Linear backends stored with the plan, if they were chosen on this host; otherwise None. Raises the errors of
-    `read_plan_table`."""
+    """The linear backends (implementations of matrix products) stored with the plan. None if they were chosen on
+    another host. Raises the errors of `read_plan_table`."""
     stored = _footer(path).get(BACKENDS)
     values = json.loads(stored) if stored is not None else {}
     return BackendTable.from_plain(values["table"]) if values.get("host") == asdict(host) else None

@@ -1,5 +1,8 @@
-"""running.parquet, in waves running-<block>.parquet: checkpoint of finished rows of open parts, and of unfinished
-sequences. Optional: without a valid one, requests restart from their prompts."""
+"""The checkpoint of a run: finished rows that are in no part yet, and unfinished sequences.
+
+The file is running.parquet or, if blocks run one after the other (in waves), running-<block>.parquet. It is optional:
+without a valid checkpoint, these requests restart from their prompts.
+"""
 
 import json
 import logging
@@ -39,7 +42,7 @@ if TYPE_CHECKING:  # readers of runs must not load torch
 LOG = logging.getLogger(__name__)
 FORMAT = "1"
 UNFINISHED = "running"  # status of an unfinished sequence
-UNFINISHED_COLUMNS = frozenset({"generator_state", "search"})  # null for finished rows
+UNFINISHED_COLUMNS = frozenset({"generator_state", "search"})  # random generator, beam search; null if finished
 
 RequestKey: TypeAlias = tuple[str, int]  # id and sample index
 CheckpointRow: TypeAlias = dict[str, Any]  # a row of CHECKPOINT_SCHEMA
@@ -59,8 +62,8 @@ CHECKPOINT_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class RunCheckpoint:
-    """`finished`: rows without passed-through columns. `passes`: those that no part contains. `num_stops`: earlier
-    interruptions of the block, in waves."""
+    """The content of a checkpoint. `finished`: rows without the columns of the input. `passes`: passes that are in no
+    part yet. `num_stops`: how often the block was interrupted."""
 
     finished: Sequence[GenerationRow] = ()
     unfinished: "Mapping[RequestKey, SequenceState]"
@@ -82,7 +85,7 @@ class RunCheckpointFile:
         return self.directory.run_checkpoint if self.block is None else self.directory.block_checkpoint(self.block)
 
     def save(self, checkpoint: RunCheckpoint) -> bool:
-        """Replaces the previous checkpoint. Returns False, with a warning, if it cannot be written."""
+        """Replaces the previous checkpoint. If it cannot be written, logs a warning and returns False."""
         rows = [
             {
                 **{name: getattr(row, name) for name in CHECKPOINT_SCHEMA.names if hasattr(row, name)},
@@ -125,8 +128,8 @@ class RunCheckpointFile:
             return False
 
     def load(self) -> RunCheckpoint:
-        """The last checkpoint; an empty one if the file is missing or unusable. Moves an unusable file to `quarantine/`
-        with a warning."""
+        """Reads the last checkpoint. Returns an empty one if the file is missing or unusable. Moves an unusable file to
+        `quarantine/` with a warning."""
         path = self.path
         try:
             data, _ = read_regular_file(path)
@@ -145,7 +148,7 @@ class RunCheckpointFile:
             return RunCheckpoint(unfinished={})
 
     def remove(self) -> None:
-        """Removes the checkpoint once all rows are in parts. If that fails, loading ignores its rows."""
+        """Removes the checkpoint, because all its rows are in parts. If removing fails, its rows are ignored later."""
         try:
             self.path.unlink(missing_ok=True)
         except OSError as error:
@@ -184,7 +187,8 @@ class RunCheckpointFile:
 
 
 def remove_checkpoints(directory: RunDirectory, blocks: Iterable[int]) -> None:
-    """Removes checkpoints of committed blocks, left by a kill after the commit. Raises OutputError."""
+    """Removes checkpoints of blocks that are done, of a process that was killed before it removed them. Raises
+    OutputError."""
     for path in map(directory.block_checkpoint, blocks):
         try:
             path.unlink(missing_ok=True)
@@ -205,12 +209,12 @@ def _parse_unfinished(values: CheckpointRow) -> "SequenceState":
 
 
 def serialize_search(state: "BeamState[BeamTrace] | None") -> bytes | None:
-    """Beam state as JSON, for `parse_search`."""
+    """The state of a beam search as JSON, for `parse_search`."""
     return None if state is None else json.dumps(asdict(state), default=lambda reason: reason.value).encode()
 
 
 def parse_search(data: bytes | None) -> "BeamState[BeamTrace] | None":
-    """Inverse of `serialize_search`. Raises ValueError, KeyError or TypeError for other data."""
+    """The state of a beam search from JSON of `serialize_search`. Raises ValueError, KeyError or TypeError."""
     if data is None:
         return None
     from runtime.sequences.beams import BeamState, Hypothesis

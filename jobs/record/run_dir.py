@@ -1,4 +1,4 @@
-"""The run directory: paths of its files, check of its identity, and lock."""
+"""The run directory: the paths of its files, its lock, and the check that it belongs to this run."""
 
 import errno
 import json
@@ -17,7 +17,7 @@ from .manifest import RunManifest
 
 @dataclass(frozen=True, kw_only=True)
 class RunDirectory:
-    """Paths of a run. `generations` and `throughput` contain only Parquet parts and hidden files."""
+    """The paths of a run's files. `generations` and `throughput` have only Parquet parts and hidden files."""
 
     path: Path
 
@@ -34,7 +34,7 @@ class RunDirectory:
 
     @property
     def plans(self) -> list[Path]:
-        """Existing plan files, in order."""
+        """The plan files that exist, in order of their windows."""
         if self.plan.exists():
             return [self.plan]
         return sorted(self.path.glob("plan-*.parquet"), key=lambda path: (len(path.name), path.name))
@@ -93,7 +93,7 @@ class RunDirectory:
 
     @property
     def batch_output(self) -> Path:
-        """Results of an OpenAI batch; failed requests are in `batch_errors`."""
+        """The results of an OpenAI batch. Failed requests are in `batch_errors`."""
         return self.path / "output.jsonl"
 
     @property
@@ -102,12 +102,12 @@ class RunDirectory:
 
     @property
     def store_token(self) -> Path:
-        """File that identifies this directory to the run's copy in an object store."""
+        """A file with a random id, by which the copy in an object store recognizes this directory."""
         return self.path / ".store_token.json"
 
     @property
     def inputs(self) -> Path:
-        """State of the input files of a finished run; see `jobs.record.finished`."""
+        """The state of the input files of a finished run; see `jobs.record.finished`."""
         return self.path / ".inputs.json"
 
     @property
@@ -126,7 +126,7 @@ class RunDirectory:
 
 @dataclass(frozen=True, kw_only=True)
 class RunState(Closing):
-    """An open run directory; closing releases its lock. `manifest` has the identity stored in run.json."""
+    """An open run directory. Closing it releases its lock. `manifest` has the identity in run.json."""
 
     directory: RunDirectory
     manifest: RunManifest
@@ -144,8 +144,9 @@ def open_run(
     is_shared: bool = False,
     remote_manifest: Mapping[str, JsonValue] | None = None,
 ) -> RunState:
-    """Takes the lock of the run at `path`, shared with other workers if `is_shared`. Writes `manifest` as run.json on
-    the first start, and compares it on later ones. `remote_manifest`: run.json of the run's copy; must match too.
+    """Opens the run in `path` and takes its lock; if `is_shared`, other workers may hold it, too. On the first start,
+    writes `manifest` to run.json. On later starts, compares `manifest` with run.json. `remote_manifest`: run.json of
+    the run's copy, which must have the same identity.
 
     Raises RunMismatchError (another run, with a diff), ConfigError (not usable as a run directory), DamagedRunError
     (run.json unreadable, or symbolic links), RunInUseError, OutputError (disk fault: a retry may help).
@@ -185,8 +186,8 @@ def open_run(
 def _read_stored_manifest(
     run: RunDirectory, manifest: RunManifest, remote_manifest: Mapping[str, JsonValue] | None
 ) -> RunManifest | None:
-    """`manifest` with the identity of run.json, here or in the run's copy; None without one. Raises if it differs or
-    the directory holds other files."""
+    """`manifest` with the identity in run.json, here or in the run's copy; None if there is no run.json. Raises an
+    error if the identity differs, or if the directory has files of something else."""
     try:
         stored = read_json(run.manifest)
     except FileNotFoundError:
@@ -215,14 +216,15 @@ def require_writable(path: Path) -> None:
     error_number = errno.ENOTDIR
     if existing.is_dir():
         is_read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
-        error_number = errno.EROFS if is_read_only else 0 if os.access(existing, os.W_OK | os.X_OK) else errno.EACCES
+        is_accessible = os.access(existing, os.W_OK | os.X_OK)
+        error_number = errno.EROFS if is_read_only else 0 if is_accessible else errno.EACCES
     if error_number:
         raise run_directory_error(RunDirectory(path=path), OSError(error_number, os.strerror(error_number)))
 
 
 def run_directory_error(run: RunDirectory, error: OSError) -> WeightstreamError:
-    """ConfigError for errors that retrying cannot fix; OutputError for others, such as a full disk, or a file system
-    that became read-only during the run."""
+    """The error for a run directory that cannot be used. ConfigError if another start would fail, too. OutputError if
+    it may succeed, as with a full disk, or a file system that became read-only during the run."""
     was_writable = error.errno == errno.EROFS and run.manifest.exists()
     if error.errno not in PERMANENT_ERRNOS or was_writable:
         return output_error(run.path, error)

@@ -1,5 +1,8 @@
-"""Read-only access to runs, finished or not, without the engine. `runs=` and `run=` name directories, URLs of object
-stores, or globs."""
+"""Reads runs, finished or not, without the engine. The settings `runs=` and `run=` are directories, URLs of object
+stores, or globs.
+
+A chat with several turns is a directory with a run for each turn, `turn-1`, `turn-2` ...
+"""
 
 import errno
 import fcntl
@@ -41,7 +44,7 @@ from .plan_file import read_plan_table
 from .run_dir import RunDirectory
 from .stored_run import MANIFEST_NAME, NUM_FETCHES, RUN_FILE
 
-RETRY_SECONDS = 30.0  # short: a user waits
+RETRY_SECONDS = 30.0  # short, because a user waits
 PLAIN_NAME = re.compile(r"[^/\\\0*?\[]*[^/\\\0*?\[.][^/\\\0*?\[]*")  # a folder name: no glob, and not only dots
 TURN = re.compile(r"turn-([1-9]\d*)")
 FETCH_RECORD = ".fetched.json"
@@ -49,13 +52,15 @@ PASS_COLUMNS = [field.name for field in fields(PassRow) if not field.name.starts
 
 
 def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
-    """Fetches the run at `url`, or each run that matches if it is a glob, with all chat turns but without checkpoints.
-    `key`: name of the setting. Returns each local directory and URL. Raises ConfigError, StorageError, OutputError."""
+    """Downloads the run at `url` or, if it is a glob, all runs that match, with all turns of chats. Checkpoints are
+    left out. `key`: the setting, for messages. Returns the local directory and URL of each run. Raises ConfigError,
+    StorageError and OutputError."""
     scheme, _, location = url.rstrip("/").partition("://")
     segments = location.split("/")
     num_fixed = next((i for i, segment in enumerate(segments) if not PLAIN_NAME.fullmatch(segment)), len(segments))
     if num_fixed == 0:
         raise ConfigError(f"{key}={url} names no bucket")
+    # `base`: bucket and folders before the first segment with a wildcard; `pattern`: the segments from there on.
     base, pattern = f"{scheme}://{'/'.join(segments[:num_fixed])}", "/".join(segments[num_fixed:])
     store = ObjectStore(base, key, RetryPolicy(seconds=RETRY_SECONDS))
     files = store.list_files(is_deep=True)
@@ -65,7 +70,7 @@ def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
         if name == MANIFEST_NAME or name.endswith(f"/{MANIFEST_NAME}")
     ]
 
-    def sort_key(name: str) -> tuple[str, int]:
+    def sort_key(name: str) -> tuple[str, int]:  # turns of a chat by number
         turn = TURN.fullmatch(PurePosixPath(name).name)
         return (name, 0) if turn is None else (str(PurePosixPath(name).parent), int(turn[1]))
 
@@ -79,7 +84,7 @@ def fetch_runs(url: str, key: str) -> list[tuple[Path, str]]:
 
 
 def _matches_run(name: str, pattern: str) -> bool:
-    """True if the run `name`, or the chat that it is a turn of, matches the pattern."""
+    """True if the run `name` matches the pattern, or if it is a turn of a chat that does."""
     segments, expected_segments = ([segment for segment in path.split("/") if segment] for path in (name, pattern))
     if len(segments) == len(expected_segments) + 1 and TURN.fullmatch(segments[-1]):
         segments = segments[:-1]
@@ -88,7 +93,8 @@ def _matches_run(name: str, pattern: str) -> bool:
 
 
 def _fetch_run(store: ObjectStore, name: str, files: Mapping[str, StoredFile], path: Path) -> tuple[Path, str]:
-    """Fetches new and changed files, and removes local files that the store no longer has."""
+    """Downloads new and changed files of the run `name` to `path`, and removes files that the store no longer has.
+    Returns `path` and the run's URL."""
     prefix = f"{name}/" if name else ""
     stored = {file.removeprefix(prefix): info for file, info in files.items() if file.startswith(prefix)}
     stored = {
@@ -113,12 +119,12 @@ def _fetch_run(store: ObjectStore, name: str, files: Mapping[str, StoredFile], p
 
     with ThreadPoolExecutor(NUM_FETCHES) as pool:
         list(pool.map(fetch, new))
-    write_json(record, listing, exclusive=False)  # after the files: a crash in between only repeats downloads
+    write_json(record, listing, exclusive=False)  # last: after a crash, downloads are only repeated
     return path, url_child(store.url, name) if name else store.url
 
 
 class Condition(Enum):
-    """State of a run. `running`: another process holds its lock. `damaged`: see `RunReader.problem`."""
+    """The state of a run. `running`: a process has its lock. `damaged`: see `RunReader.problem`."""
 
     done = "done"
     running = "running"
@@ -128,7 +134,7 @@ class Condition(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class RunReader:
-    """A run's directory and run.json. `url`: its URL if the files were fetched from an object store."""
+    """Reads one run. `manifest`: its run.json. `url`: its URL if it was downloaded from an object store."""
 
     directory: RunDirectory
     manifest: Mapping[str, JsonValue]
@@ -155,50 +161,51 @@ class RunReader:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """Index of this shard and number of shards; (0, 1) if not sharded."""
+        """The index of this shard and the number of shards; (0, 1) without shards."""
         index, count = (self.semantic.get(f"shard.{name}") for name in ("index", "count"))
         return (index, count) if isinstance(index, int) and isinstance(count, int) else (0, 1)
 
     @property
     def turn(self) -> int:
-        """Number of the chat turn that this run generates, from 1."""
+        """The turn of the chats that this run answers, from 1."""
         return turn if isinstance(turn := self.semantic.get("turn"), int) else 1
 
     @property
     def num_turns(self) -> int:
-        """Number of turns of the longest chat, each a run of its own; 1 for single-turn data."""
+        """The number of turns of the longest chat; 1 if no row has several turns."""
         return count if isinstance(count := self.semantic.get("num_turns"), int) else 1
 
     @cached_property
     def identity(self) -> Mapping[str, JsonValue]:
-        """Settings common to all shards and turns of a run."""
+        """The settings that are the same in all shards and turns of a run."""
         excluded = {"shard.index", "shard.count", "input", "turn"}
         return {key: value for key, value in self.semantic.items() if key not in excluded}
 
     @property
     def is_planned(self) -> bool:
-        """True if a plan exists; for a run in windows, the first one."""
+        """True if there is a plan, of the first window if the run has windows."""
         return bool(self.directory.plans)
 
     def plans(self) -> Iterator[pa.Table]:
-        """Yields the plan, or the plan of each window. Raises DamagedRunError."""
+        """Yields the plan, or the plan of each window that has one. Raises DamagedRunError."""
         for path in self.directory.plans:
             with suppress(FileNotFoundError):
                 yield read_plan_table(path)
 
     @property
     def num_windows(self) -> int:
-        """Number of windows, each planned when it starts; 1 if all rows are held in memory."""
+        """The number of windows, which are planned one after the other; 1 if all rows are in memory."""
         facts, window_rows = self.manifest.get("facts"), self.semantic.get("dataset.window_rows")
         num_rows = facts.get("input rows") if isinstance(facts, dict) else None
         if not isinstance(window_rows, int) or not isinstance(num_rows, int):
             return 1
         num_samples = n if isinstance(n := self.semantic.get("sampling.n"), int) else 1
-        return -(-num_rows // (max(1, window_rows // num_samples) * self.shard[1]))
+        rows_per_window = max(1, window_rows // num_samples) * self.shard[1]  # of the whole input
+        return -(-num_rows // rows_per_window)
 
     @cached_property
     def rows_by_block(self) -> Mapping[int, int]:
-        """Number of rows of each block; empty before a plan exists. Raises DamagedRunError."""
+        """The number of rows of each planned block. Raises DamagedRunError."""
         counts: dict[int, int] = {}
         for plan in self.directory.plans:
             try:
@@ -214,7 +221,7 @@ class RunReader:
 
     @cached_property
     def parts(self) -> Mapping[int, Path]:
-        """Part files of the committed blocks, by block. Other file names are ignored."""
+        """The part files by block. Other files are ignored."""
         with suppress(FileNotFoundError):
             # is_file: reading a pipe would block.
             files = (path for path in visible_files(self.directory.generations) if path.is_file())
@@ -224,17 +231,17 @@ class RunReader:
 
     @cached_property
     def num_rows(self) -> int | None:
-        """Planned rows; None before a plan exists. Raises DamagedRunError."""
+        """The number of planned rows; None if there is no plan yet. Raises DamagedRunError."""
         return sum(plan.num_rows for plan in self.plans()) if self.is_planned else None
 
     @cached_property
     def num_done(self) -> int:
-        """Rows of committed parts. Raises DamagedRunError."""
+        """The number of rows in parts. Raises DamagedRunError."""
         return sum(self._count_rows(path) for path in self.parts.values())
 
     @cached_property
     def problem(self) -> str | None:
-        """Damage visible in file names, footers and the plan, as text; None if there is none."""
+        """A description of damage, as far as file names, footers and the plan show it; None if there is none."""
         try:
             recorded: dict[str, int] = {}  # rows by part in _SUCCESS.json
             if self.directory.success.exists():
@@ -247,7 +254,8 @@ class RunReader:
             paths = {name: self.directory.generations / name for name in recorded}
             if wrong := [name for name, path in paths.items() if recorded[name] != self._count_rows(path)]:
                 return f"{wrong[0]}: number of rows differs from {self.directory.success.name}"
-            if self.num_done > (self.num_rows if self.num_rows is not None else self.num_done):
+            num_done = self.num_done  # raises DamagedRunError for a damaged part, also without a plan
+            if self.num_rows is not None and num_done > self.num_rows:
                 return f"the parts have {self.num_done} rows, the plan {self.num_rows}"
         except (DamagedRunError, OSError) as error:
             return str(error)
@@ -262,7 +270,7 @@ class RunReader:
         return Condition.done if self.directory.success.exists() else Condition.interrupted
 
     def read_part(self, block: int) -> pa.Table:
-        """Reads and verifies a part. Raises DamagedRunError."""
+        """Reads and verifies the part of a block. Raises DamagedRunError."""
         path = self.parts[block]
         try:
             table = parse_part(read_regular_file(path)[0])
@@ -275,7 +283,7 @@ class RunReader:
         return table
 
     def read_passes(self, block: int) -> list[PassRow]:
-        """The passes of a committed block. Raises one of PARQUET_PROBLEMS."""
+        """The passes of a block that has a part. Raises one of PARQUET_PROBLEMS."""
         with pq.ParquetFile(pa.BufferReader(read_regular_file(self.directory.throughput_part(block))[0])) as file:
             return [PassRow(**row) for row in file.read(PASS_COLUMNS).to_pylist()]
 
@@ -287,8 +295,8 @@ class RunReader:
 
 
 def is_locked(path: Path) -> bool:
-    """True if another process holds this lock; False on file systems without locks. Raises OSError if file descriptors
-    run out."""
+    """True if another process holds this lock. False on file systems without locks. Raises OSError if there are no more
+    file descriptors."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -297,7 +305,8 @@ def is_locked(path: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if RunDirectory(path=path.parent).leases.exists():  # elastic workers hold the lock shared
+        # Elastic workers hold the lock shared: only an exclusive lock detects them.
+        if RunDirectory(path=path.parent).leases.exists():
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -309,8 +318,9 @@ def is_locked(path: Path) -> bool:
 
 
 def find_runs(names: Sequence[str], key: str) -> list[RunReader]:
-    """Resolves `names`, values of the setting `key`, to distinct runs. Names are run directories, directories of chat
-    turns, globs, or URLs, which are fetched. Raises ConfigError, DamagedRunError, and the errors of `fetch_runs`."""
+    """Returns the runs that `names`, the values of the setting `key`, refer to, each once. A name is a run directory, a
+    directory of a chat's turns, a glob, or a URL, which is downloaded. Raises ConfigError, DamagedRunError, and the
+    errors of `fetch_runs`."""
     runs: dict[Path, RunReader] = {}  # by resolved path
     for name in names:
         if is_url(name):
@@ -325,7 +335,7 @@ def find_runs(names: Sequence[str], key: str) -> list[RunReader]:
 
 
 def _local_runs(name: str, key: str) -> list[Path]:
-    """Local runs that `name` refers to, chat turns in order."""
+    """The local runs that `name` refers to, turns of a chat in order."""
     path = Path(name).expanduser()
     matches = [path] if path.exists() else [Path(match) for match in sorted(glob(str(path)))]  # noqa: PTH207
     runs: list[Path] = []

@@ -1,8 +1,8 @@
-"""A run's copy in an object store, from which another machine can continue.
+"""The copy of a run in an object store (`output_url`), from which another machine can continue the run.
 
-Files are uploaded once they are complete: the plan before the first block, a part before its block counts as done,
-`_SUCCESS.json` last. One directory at a time writes the copy: a run started from another directory takes it over, and
-the previous one stops at its next part.
+Files are uploaded when they are complete: the plan before the first block, a part before its block counts as done,
+`_SUCCESS.json` last. Only one run directory writes the copy at a time. If the run is started from another directory,
+that directory takes over, and the process of the previous directory stops before its next upload.
 """
 
 import json
@@ -38,42 +38,44 @@ log = logging.getLogger(__name__)
 
 URL_KEY, RETRY_KEY = "output_url", "upload_retry_seconds"
 MANIFEST_NAME, WRITER_NAME = "run.json", "writer.json"
-# Files that are fetched; others in the store are ignored.
+# The names of files that are downloaded. Other files in the store are ignored.
 RUN_FILE = re.compile(r"(?:(?:generations|throughput)/)?[A-Za-z0-9_][A-Za-z0-9._-]*\.(?:json|jsonl|parquet|txt)")
 NUM_FETCHES = 8  # parallel downloads
 
 
 class RunCopy:
-    """Interface of a run's copy; this implementation does nothing."""
+    """The interface of a run's copy. This class is for runs without a copy, and does nothing."""
 
     @property
     def stored_manifest(self) -> Mapping[str, JsonValue] | None:
-        """run.json of the copy; None without one. Raises DamagedRunError."""
+        """The content of run.json in the copy; None if there is none. Raises DamagedRunError."""
         return None
 
     def attach(self) -> None:
-        """Makes this directory the copy's writer and downloads missing files. The caller holds the run's lock.
+        """Takes over the copy for this directory, and downloads missing files. The caller holds the run's lock.
 
-        All methods of RunCopy raise OutputError and StorageError (nothing is lost), RunInUseError and Interrupted.
+        All methods may raise OutputError, StorageError, RunInUseError and Interrupted. No local files are lost then.
         """
 
     def upload_missing(self, *paths: Path) -> None:
-        """Uploads immutable files that the copy does not have."""
+        """Uploads files that never change, if the copy does not have them."""
 
     def upload_part(self, throughput: Path, generations: Path) -> None:
-        """Uploads a new part. If the copy already has a different one, it replaces the local part."""
+        """Uploads the two files of a new part. If the copy already has another part of this block, downloads it and
+        replaces the local one."""
 
     def finish(self, *, is_new: bool) -> None:
-        """Uploads the summary and `_SUCCESS.json` of a finished run; unless `is_new`, only if the copy has none."""
+        """Uploads the summary and `_SUCCESS.json` of a finished run. If not `is_new`, only if the copy has no
+        `_SUCCESS.json`."""
 
     def upload(self, *paths: Path) -> None:
-        """Uploads files, replacing those in the copy; missing local files are skipped."""
+        """Uploads files and replaces those in the copy. Skips files that do not exist locally."""
 
     def try_upload(self, path: Path) -> None:
-        """Uploads an optional file, without retries; a failure is logged."""
+        """Uploads an optional file without retries. Logs a failure."""
 
     def try_remove(self, path: Path) -> None:
-        """Removes a file uploaded by `try_upload`; a failure is logged."""
+        """Removes a file that `try_upload` uploaded. Logs a failure."""
 
 
 class StoredRun(RunCopy):
@@ -96,7 +98,7 @@ class StoredRun(RunCopy):
             log.info("%s: taking over from %s, pid %s", self._store.url, writer.get("host"), writer.get("pid"))
         record = {"token": self._token, "host": socket.gethostname(), "pid": os.getpid()}
         self._store.write(WRITER_NAME, canonical_json(record).encode(), is_first=True)
-        # List after taking over: the previous writer stops before its next upload.
+        # Listed after taking over, because the previous writer may have uploaded files until then.
         self._files = {**self._store.list_files(is_deep=True)}
         names = [name for name in self._files if RUN_FILE.fullmatch(name) and name not in (MANIFEST_NAME, WRITER_NAME)]
         try:
@@ -110,7 +112,7 @@ class StoredRun(RunCopy):
 
     def upload_missing(self, *paths: Path) -> None:
         new = self._missing_files(paths)
-        if len(new) > 1:  # other workers may have uploaded them since
+        if len(new) > 1:  # other workers may have uploaded some since the last listing
             self._files |= self._store.list_files(is_deep=True)
             self._drop_size_mismatches(new)
             new = self._missing_files(new)
@@ -161,7 +163,7 @@ class StoredRun(RunCopy):
         return [path for path in paths if self._stored_name(path) not in self._files and path.exists()]
 
     def _drop_size_mismatches(self, paths: Sequence[Path]) -> None:
-        """Treats stored files of another size than the local ones as missing."""
+        """Treats files in the copy as missing if their size differs from the local file."""
         for path in paths:
             stored = self._files.get(self._stored_name(path))
             if stored is not None and stored.num_bytes != path.stat().st_size:
@@ -169,13 +171,14 @@ class StoredRun(RunCopy):
 
     @cached_property
     def _token(self) -> str:
-        """Random id of this directory, shared by its workers. Raises OutputError."""
+        """The random id of this directory, the same for all its workers. Raises OutputError."""
         path = self._directory.store_token
         if not path.exists():
             write_json(path, {"token": secrets.token_hex(16)}, exclusive=True)
         return str(read_json(path).get("token"))
 
     def _require_writer(self) -> None:
+        """Raises RunInUseError if another directory has taken over the copy."""
         try:
             writer = self._read_json(WRITER_NAME)
         except FileNotFoundError as error:
@@ -190,8 +193,8 @@ class StoredRun(RunCopy):
             )
 
     def _fetch(self, name: str, *, is_ours: bool) -> bool:
-        """Downloads a file if it differs; returns True if so. `is_ours`: this directory wrote the copy, so files are
-        compared by size only. Raises OSError."""
+        """Downloads a file if the local one is missing or differs; returns True then. `is_ours`: this directory wrote
+        the copy. A local file of another size than the copy is then uploaded again later. Raises OSError."""
         path = self._directory.path / name
         if is_ours and path.exists():
             self._drop_size_mismatches([path])
@@ -211,11 +214,12 @@ class StoredRun(RunCopy):
         publish(path, lambda file: write_all(file, data), exclusive=False, expected_bytes=len(data))
 
     def _upload_exclusive(self, path: Path) -> None:
+        """Uploads a file that the copy does not have. If it has one meanwhile, that replaces the local file."""
         name = self._stored_name(path)
         data = path.read_bytes()
         try:
             self._store.write(name, data, exclusive=True)
-        except FileExistsError:  # by another worker, or by our own call before a retry
+        except FileExistsError:  # uploaded by another worker, or by an attempt of this call that seemed to fail
             stored_data = self._store.read(name)
             if stored_data != data:
                 self._replace(path, stored_data)
@@ -246,7 +250,7 @@ def upload_batch_files(config: RunSettings, directory: Path) -> None:
 
 
 def open_copy(config: RunSettings, directory: Path, should_stop: Callable[[], bool]) -> RunCopy:
-    """The copy at `output_url` of the run in `directory`. Raises ConfigError if the store cannot be read."""
+    """The copy of the run in `directory`, at `output_url`. Raises ConfigError if the store cannot be read."""
     if config.output_url is None:
         return RunCopy()
     url = url_child(config.output_url, directory.relative_to(config.output_root).as_posix())

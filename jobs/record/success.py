@@ -1,4 +1,4 @@
-"""_SUCCESS.json, which marks a finished run: number formats of weights and KV cache, and SHA-256 of each part."""
+"""_SUCCESS.json, which marks a finished run. It has the SHA-256 of each part, and number formats of weights and KV."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,15 @@ def write_success(
     parts: Sequence[Mapping[str, JsonValue]],
     numbers: Mapping[str, JsonValue] | None,
 ) -> None:
-    """Writes the file. `config`: digest of the manifest. `parts`: `file`, `block`, `num_rows` and `sha256` of each.
-    `numbers`: as in `ResolvedSettings.numbers`; None if nothing was computed. Raises OutputError."""
+    """Writes _SUCCESS.json. `config`: digest of the manifest. `rows`: number of rows by status. `parts`: an object for
+    each part, with `file`, `block`, `num_rows` and `sha256`. `numbers`: number formats, as in
+    `ResolvedSettings.numbers`; None if nothing was computed. Raises OutputError."""
     value: dict[str, JsonValue] = {"config": config, "rows": {**rows}, "numbers": numbers, "parts": parts}
     write_json(directory.success, value | {"digest": json_digest(value)}, exclusive=False)
 
 
 def recorded_parts(directory: RunDirectory) -> Mapping[str, str] | None:
-    """SHA-256 by file name; None if the file is missing or damaged. Raises OSError."""
+    """The SHA-256 of each part by file name. None if _SUCCESS.json is missing or damaged. Raises OSError."""
     return _read_listed_parts(directory.success) if directory.success.exists() else None
 
 
@@ -45,10 +46,10 @@ def _read_listed_parts(path: Path) -> Mapping[str, str] | None:
 
 
 def is_finished(directory: RunDirectory) -> bool:
-    """True if the parts are exactly those listed in `_SUCCESS.json`, by SHA-256."""
+    """True if the files of parts are exactly those in `_SUCCESS.json`, by name and SHA-256."""
     try:
         recorded = recorded_parts(directory)
-        # A symbolic link counts as missing: its target is not part of the run.
+        # A symbolic link does not count: its target is no file of the run.
         digests = {
             path.name: file_sha256(path) if path.is_file() and not path.is_symlink() else None
             for path in visible_files(directory.generations)
@@ -59,8 +60,8 @@ def is_finished(directory: RunDirectory) -> bool:
 
 
 def log_regenerated_parts(directory: RunDirectory, parts: Mapping[str, str]) -> None:
-    """Logs whether regenerated parts equal those of a quarantined `_SUCCESS.json`. `parts`: SHA-256 by name. Raises
-    OSError."""
+    """Logs whether parts that were generated again equal those in an earlier `_SUCCESS.json`, which is in quarantine.
+    `parts`: SHA-256 by name. Raises OSError."""
     earlier = sorted(directory.quarantine.glob(f"*{directory.success.name}.*"), key=lambda path: int(path.suffix[1:]))
     listed = _read_listed_parts(earlier[-1]) if earlier else None
     if listed is None:

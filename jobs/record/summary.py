@@ -1,12 +1,15 @@
-"""Summary of a run's passes: tokens per second by the papers' formulas, and bytes and memory per tier.
+"""The summary of a run's passes (forwards through the model): tokens per second, bytes and memory.
 
-prefill tokens/s = prompt tokens / prefill time; decode tokens/s = tokens from decode passes / decode time; total =
-generated tokens / (prefill + decode time). Issued tokens are all sampled ones, useful tokens those up to the end of a
-row. Times are sums over passes, without time in queues.
+| rate | is |
+|---|---|
+| prefill | prompt tokens / seconds of prefill |
+| decode | tokens sampled in decode / seconds of decode |
+| total | all sampled tokens / (seconds of prefill and decode) |
 
-Seconds, padding and useful tokens of a mixed pass (prefill and decode together) are divided between the phases in
-proportion to computed tokens; a decoding row computes and issues one token. Tokens prefilled again, after a resume or
-preemption, count as prompt tokens.
+Issued tokens are all sampled tokens; useful tokens are those in completions. Times are sums over passes, without time
+in queues. A mixed pass does prefill and decode together: its seconds, padding and useful tokens are divided between the
+phases in proportion to their computed tokens. Tokens that are prefilled again, after a resume or preemption, count as
+prompt tokens.
 """
 
 from collections import defaultdict
@@ -21,12 +24,12 @@ from runtime.plan.resolved_settings import ResolvedSettings
 from ..files.publishing import JsonValue, write_json
 from .passes import PASS_SECONDS, PREDICTED_SECONDS, PassRow, PhaseTimes, Status
 
-PERPLEXITIES = ("token_perplexity", "word_perplexity", "byte_perplexity")  # among the totals of a scored run
+PERPLEXITIES = ("token_perplexity", "word_perplexity", "byte_perplexity")  # keys in the totals of a scored run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Tokens per second; None if no time was spent or nothing is predicted."""
+    """Tokens per second. None if there is no time or no prediction."""
 
     prefill: float | None = None
     decode_issued: float | None = None
@@ -37,16 +40,17 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertUse:
-    """Experts used by decode passes, as shares of the experts in layers that are read expert by expert. Shares may
-    exceed 1: an expert read by several lanes counts several times."""
+    """Experts that decode passes used, as fractions of all experts in layers that are read expert by expert. `hit`:
+    tokens were routed to them. `read`: they were read; may exceed 1, as an expert may be read for several
+    micro-batches."""
 
     hit: float
     read: float
 
     @staticmethod
     def from_passes(passes: Sequence[PassRow]) -> "ExpertUse | None":
-        """Shares over these passes; None if no expert was read individually. A mixed pass counts by its decode
-        share."""
+        """The fractions over `passes`; None if no layer is read expert by expert. A mixed pass counts in proportion to
+        its decode."""
 
         def weighted_sum(counts: Iterable[int]) -> float:
             return sum(count * (1.0 - row.prefill_share) for count, row in zip(counts, passes, strict=True))
@@ -60,14 +64,16 @@ class ExpertUse:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
+    """Bytes of host and device memory."""
+
     host_bytes: int
     device_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class BusyShares:
-    """Shares of time in which resources were busy. Both link directions, reader threads and CPU workers add up, so
-    shares may exceed 1. `bubble_seconds`: time in which compute was idle."""
+    """The fractions of time in which resources were busy. They may exceed 1, because directions of the link, reader
+    threads and CPU workers are added. `bubble_seconds`: time in which compute was idle."""
 
     disk: float
     link: float
@@ -95,7 +101,8 @@ class RunTimes:
 
     @staticmethod
     def from_passes(passes: Sequence[PassRow], columns: Sequence[str]) -> "RunTimes":
-        """Sums of `columns`, PASS_SECONDS or PREDICTED_SECONDS. Mixed passes are divided between the phases."""
+        """The sums of `columns`, which are PASS_SECONDS or PREDICTED_SECONDS. Mixed passes are divided between the
+        phases."""
 
         def weighted_sum(shares: Sequence[float]) -> PhaseTimes:
             sums = {
@@ -108,7 +115,7 @@ class RunTimes:
         return RunTimes(prefill=weighted_sum(shares), decode=weighted_sum([1 - share for share in shares]))
 
     def rates(self, passes: Sequence[PassRow]) -> Rates:
-        """Tokens of `passes` per second of these times."""
+        """The tokens of `passes`, divided by these times."""
         prefill_seconds, decode_seconds = self.prefill.seconds, self.decode.seconds
         total_seconds = prefill_seconds + decode_seconds
         return Rates(
@@ -126,7 +133,7 @@ def _rate(tokens: float, seconds: float) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Utilization:
-    """Utilization of resources; None for a phase without passes."""
+    """How busy resources were, by phase and in the whole run. None for a phase without passes."""
 
     prefill: BusyShares | None
     decode: BusyShares | None
@@ -144,8 +151,9 @@ class Utilization:
 
 @dataclass(frozen=True, kw_only=True)
 class Elapsed:
-    """Wall-clock time over all processes with at least one pass; overlapping ones count once. `first_token_seconds` and
-    `before_passes_seconds`: from the start of the first process to its first token and first pass."""
+    """Wall-clock time of all processes with at least one pass. Time in which several run counts once. `num_starts`: the
+    number of processes. `first_token_seconds` and `before_passes_seconds`: from the start of the first process to its
+    first token, and to its first pass."""
 
     num_starts: int
     seconds: float
@@ -159,7 +167,7 @@ class Elapsed:
             starts[row.started_at].append(row)
         if not starts:
             return None
-        seconds, last_end = 0.0, -inf
+        seconds, last_end = 0.0, -inf  # the union of intervals, in order of their begin
         for begin, rows in sorted(starts.items()):
             end = begin + max(row.since_start_seconds for row in rows)
             seconds += max(0.0, end - max(begin, last_end))
@@ -175,10 +183,16 @@ class Elapsed:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Summary of a run. `predicted` and `planned` are None without a prediction or plan; predictions were made before
-    each block ran. `plan`, `ledgers` (planned bytes of each memory) and `weights_seconds` (opening the session) are of
-    the last process. `mean` is weighted by pass time. `totals`: results of the task, such as perplexities.
-    `spared_prompt_tokens`: not computed because of shared prefixes."""
+    """The summary of a run.
+
+    - `experts`: None if no layer is read expert by expert
+    - `measured`, `predicted`: rates; predictions are made before each block, None if there are none
+    - `peak`, `mean`, `planned`: memory use; the mean is weighted by the time of passes
+    - `plan`, `ledgers`, `weights_seconds`: resolved settings, planned bytes of each memory, and seconds to open the
+      weights; of the last process
+    - `totals`: results of the task, such as perplexities
+    - `spared_prompt_tokens`: prompt tokens that were not computed because prompts share prefixes
+    """
 
     rows: Mapping[Status, int]
     num_passes: int
@@ -218,7 +232,8 @@ class Summary:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of streamed stages that were ready when requested, from 0 to 1; None if nothing was streamed."""
+        """The fraction of streamed stages (such as layers) whose weights were there when compute needed them. None if
+        nothing was streamed."""
         num_requests = self.prefetch_hits + self.prefetch_misses
         return self.prefetch_hits / num_requests if num_requests else None
 
@@ -230,7 +245,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of a run. `summary` covers the whole run; `was_finished`: it was complete before this call."""
+    """The result of a run. `summary`: of all its processes. `was_finished`: the run was finished before this start."""
 
     directory: Path
     summary: Summary
@@ -261,7 +276,7 @@ def summarize(
     ledgers: Sequence[Ledger] = (),
     totals: Mapping[str, JsonValue] | None = None,
 ) -> Summary:
-    """Sums up `passes`, which may be empty; `rows` counts the published rows by status."""
+    """Sums up `passes`, which may be empty. `rows`: the number of output rows by status."""
     measured = RunTimes.from_passes(passes, PASS_SECONDS)
     is_predicted = bool(passes) and all(row.predicted_seconds is not None for row in passes)
     predicted = RunTimes.from_passes(passes, PREDICTED_SECONDS) if is_predicted else None
@@ -306,7 +321,7 @@ def summarize(
 
 
 def peak_memory(passes: Sequence[PassRow]) -> MemoryUse:
-    """Maximum over all passes."""
+    """The maximum over all passes."""
     return MemoryUse(
         host_bytes=max((row.peak_host_bytes for row in passes), default=0),
         device_bytes=max((row.peak_device_bytes for row in passes), default=0),
@@ -314,7 +329,7 @@ def peak_memory(passes: Sequence[PassRow]) -> MemoryUse:
 
 
 def mean_memory(passes: Sequence[PassRow]) -> MemoryUse | None:
-    """Mean memory in use, weighted by pass time; None without passes."""
+    """The mean memory in use, weighted by the time of passes; None without passes."""
     seconds = sum(row.seconds for row in passes)
     if not seconds:
         return None

@@ -1,4 +1,7 @@
-"""Messages about unfinished runs: missing rows and blocks, and workers that hold leases."""
+"""Messages about unfinished runs: missing rows and blocks, and workers with leases.
+
+A lease is a file that says which worker computes a block.
+"""
 
 import re
 import time
@@ -21,8 +24,8 @@ def lease_name(block: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LeasedBlock:
-    """A block leased by a worker. `holder`: contents of the lease. `since_seconds`, `heartbeat_seconds`: time since it
-    was taken and renewed, by this machine's clock; for display only, since clocks differ."""
+    """A block that a worker computes. `holder`: the content of the lease. `since_seconds` and `heartbeat_seconds`: time
+    since the lease was taken and renewed. They are only displayed, because clocks of machines differ."""
 
     block: int
     holder: Mapping[str, JsonValue]
@@ -31,7 +34,7 @@ class LeasedBlock:
 
     @property
     def slurm(self) -> dict[str, str]:
-        """Slurm ids of the holder."""
+        """Environment variables with the Slurm ids of the worker."""
         ids = self.holder.get("slurm")
         return {key: str(value) for key, value in ids.items()} if isinstance(ids, dict) else {}
 
@@ -40,7 +43,7 @@ class LeasedBlock:
 
 
 def format_slurm_ids(ids: Mapping[str, str]) -> str:
-    """Slurm job or array task as text; empty outside Slurm."""
+    """The Slurm job or array task as text; empty outside of Slurm."""
     array, task = ids.get("SLURM_ARRAY_JOB_ID"), ids.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array is not None and task is not None else ids.get("SLURM_JOB_ID")
     restarts = ids.get("SLURM_RESTART_COUNT", "0")
@@ -50,7 +53,7 @@ def format_slurm_ids(ids: Mapping[str, str]) -> str:
 
 
 def leased_blocks(folder: Path) -> list[LeasedBlock]:
-    """Leased blocks in the lease folder of a running run. Raises OSError."""
+    """The blocks with a lease in `folder`. Raises OSError."""
     now, leases = time.time(), list[LeasedBlock]()
     for path in sorted(folder.glob("block-*.json")):
         try:
@@ -75,7 +78,7 @@ NUM_LISTED = 10
 
 
 def missing_rows(run: RunReader) -> list[int]:
-    """Input positions of planned rows without a part, in order."""
+    """The numbers, in the input, of planned rows that are in no part, sorted."""
     committed = list(run.parts)
     row_indices = [plan["row_index"].to_numpy()[~np.isin(plan["block"].to_numpy(), committed)] for plan in run.plans()]
     return np.unique(np.concatenate([np.empty(0, np.int64), *row_indices])).tolist()
@@ -88,7 +91,7 @@ def describe_unfinished(runs: Sequence[RunReader]) -> list[str]:
 
 
 def describe_missing_rows(run: RunReader, rows: Sequence[int]) -> str:
-    """A sentence about an unfinished run and its missing rows at `rows`."""
+    """A sentence about an unfinished run. `rows`: as from `missing_rows`."""
     index, count = run.shard
     name = f"{run.location}" + (f" (shard {index} of {count})" if count > 1 else "")
     if run.condition is Condition.damaged:
@@ -111,7 +114,7 @@ def describe_missing_rows(run: RunReader, rows: Sequence[int]) -> str:
 
 
 def format_ranges(numbers: Sequence[int]) -> str:
-    """The first numbers as text, consecutive ones as `3 to 7`."""
+    """The first NUM_LISTED ranges of sorted numbers as text: `3 to 7` for consecutive numbers."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:

@@ -1,1 +1,1 @@
-"""Reports about runs, from their files: a table that compares them, an HTML page of one, and progress."""
+"""Reports about runs, from their files: a table that compares runs, an HTML page about one run, and its progress."""

@@ -1,4 +1,5 @@
-"""Data of a page's charts: tokens per second over time, busy fractions of resources, predicted and measured figures."""
+"""The data of charts on the page of a run: tokens/s over time, how busy resources are, predicted and measured
+numbers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,8 +10,8 @@ from runtime.units import format_bytes, format_seconds
 from ..record.passes import PassRow, PhaseTimes
 from .figures import RunFigures
 
-NUM_BINS = 240  # of time
-NOTHING_SECONDS = 1e-9  # rounding error of sums
+NUM_BINS = 240  # equal intervals of a time axis
+NEGLIGIBLE_SECONDS = 1e-9  # rounding error of sums
 TIME_PARTS = {
     "computing": "compute_seconds",
     "reading": "load_seconds",
@@ -22,15 +23,16 @@ TIME_PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseLine:
-    """A line of the throughput chart. `tokens`: tokens of a pass. `share`: fraction of its time spent on them."""
+    """A line of the throughput chart. `tokens`: the tokens of a pass (forward) in this phase. `share`: the fraction of
+    its time that is spent on them."""
 
     name: str
     tokens: Callable[[PassRow], float]
     share: Callable[[PassRow], float]
 
     def binned(self, passes: Sequence[PassRow]) -> list[float | None]:
-        """Tokens per second in each of NUM_BINS equal intervals; None in intervals without the phase. Divides a pass
-        among its intervals."""
+        """Tokens per second in each of NUM_BINS intervals; None in intervals without the phase. The tokens and seconds
+        of a pass are divided among the intervals that it extends over."""
         total = sum(row.seconds for row in passes)
         tokens, seconds, now = [0.0] * NUM_BINS, [0.0] * NUM_BINS, 0.0
         for row in passes:
@@ -50,15 +52,16 @@ PHASES = (
 
 
 def round_axis_limit(maximum: float) -> float:
-    """The end of an axis: 1, 2, 2.5 or 5 times a power of ten, at least `maximum`."""
+    """The end of an axis: 1, 2, 2.5 or 5 times a power of ten, and at least `maximum`."""
     power = 10 ** len(f"{maximum:.0f}")
     limits = [power / 100 * step for step in (1, 2, 2.5, 5, 10, 20, 25, 50, 100)]
     return next((limit for limit in limits if limit >= maximum and limit > 0), power)
 
 
 def busy_shares(spans: Sequence[Span], seconds: float) -> list[float]:
-    """The fraction of each of NUM_BINS equal intervals that spans cover."""
-    busy, until = [0.0] * NUM_BINS, 0.0
+    """The fraction of each of NUM_BINS intervals of `seconds` in which there is a span. Overlapping spans count
+    once."""
+    busy, until = [0.0] * NUM_BINS, 0.0  # until: the end of the spans so far
     for span in sorted(spans, key=lambda span: span.begin):
         begin, end = max(span.begin, until) / seconds * NUM_BINS, span.end / seconds * NUM_BINS
         until = max(until, span.end)
@@ -69,7 +72,8 @@ def busy_shares(spans: Sequence[Span], seconds: float) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A measured and a predicted figure, if there is one. `whole`: value of a full bar."""
+    """A measured number and its prediction, or None. `whole`: the value of a full bar. `is_part`: a part of the time of
+    a phase, for which no ratio is shown."""
 
     name: str
     measured: float
@@ -92,7 +96,7 @@ class Pair:
 
 
 def compare_predictions(figures: RunFigures) -> Iterator[Pair]:
-    """Yields rates, times and memory of a run, in this order."""
+    """Yields the measured and predicted rates, times and memory of a run."""
     summary, planned = figures.summary, figures.recorded_summary.get("planned")
     measured, forecast = summary.measured, summary.predicted
     for name, rate, predicted in (
@@ -114,7 +118,7 @@ def compare_predictions(figures: RunFigures) -> Iterator[Pair]:
 
 
 def _phase_pairs(name: str, times: PhaseTimes, expected: PhaseTimes | None) -> Iterator[Pair]:
-    """Yields the time of a phase and of the resources in it, without lines of two zeros."""
+    """Yields the time of a phase and of resources in it. Resources that take no time are left out."""
     whole = max(times.seconds, expected.seconds if expected else 0.0)
     if not whole:
         return
@@ -122,7 +126,7 @@ def _phase_pairs(name: str, times: PhaseTimes, expected: PhaseTimes | None) -> I
     yield Pair(name=name, measured=times.seconds, predicted=predicted, unit="s", whole=whole)
     for part, key in TIME_PARTS.items():
         seconds, predicted = getattr(times, key), getattr(expected, key) if expected else None
-        if max(seconds, predicted or 0.0) > NOTHING_SECONDS:
+        if max(seconds, predicted or 0.0) > NEGLIGIBLE_SECONDS:
             if key == "attention_seconds" and not predicted:  # predicted as a part of computing
                 predicted = None
             yield Pair(name=part, measured=seconds, predicted=predicted, unit="s", whole=whole, is_part=True)

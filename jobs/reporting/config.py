@@ -1,5 +1,7 @@
-"""The settings of `jobs.report` and `jobs.status`; mirrors conf/report.yaml and conf/status.yaml. Separate, to check
-them before slow imports."""
+"""The settings of `jobs.report` and `jobs.status`; mirrors conf/report.yaml and conf/status.yaml.
+
+Imports little, so that settings are checked before slow imports.
+"""
 
 from dataclasses import dataclass
 from enum import Enum

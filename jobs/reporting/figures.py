@@ -1,4 +1,4 @@
-"""Figures of a run, finished or not, from its parts, plan and summary."""
+"""The figures (numbers) of a run, finished or not, from its parts, plan and summary."""
 
 import logging
 from collections import Counter
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RunFigures:
-    """Figures of one run; a damaged run has fewer."""
+    """The figures of one run. Damaged files are left out with a warning."""
 
     run: RunReader
 
@@ -66,7 +66,7 @@ class RunFigures:
 
     @property
     def num_rows(self) -> int | None:
-        """The number of planned rows; None without a plan or with a damaged one."""
+        """The number of planned rows; None if there is no plan, or if it is damaged."""
         try:
             return self.run.num_rows
         except DamagedRunError:
@@ -74,12 +74,12 @@ class RunFigures:
 
     @property
     def seconds(self) -> float:
-        """The time of all passes, without the time between starts."""
+        """The seconds of all passes, without time between passes or starts."""
         return sum(row.seconds for row in self.passes)
 
     @property
     def elapsed_seconds(self) -> float | None:
-        """The wall-clock time of all starts; None before the end of the first pass."""
+        """The wall-clock time of all processes; None before the end of the first pass."""
         return self.summary.elapsed.seconds if self.summary.elapsed is not None else None
 
     @property

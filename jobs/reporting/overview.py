@@ -1,5 +1,7 @@
-"""A comparison of runs: differing settings and results, with shards grouped by run. Printed as text and written as
-Markdown, Parquet and a picture of rates."""
+"""A table that compares runs: settings that differ, and results.
+
+The shards of a run are grouped. The table is printed as text, and written as Markdown, Parquet and a picture of rates.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,9 +20,9 @@ from ..record.run_reader import Condition
 from .figures import RunFigures
 
 SHARD_NAME = re.compile(r"-\d{5}-of-\d{5}$")
-# No effect on speed, or derived from other settings.
+# Settings that are not compared: they have no effect on speed, or follow from other settings.
 IGNORED_SETTINGS = frozenset({"shard.index", "shard.count", "input", "output_root", "run", "log_level"})
-MAX_CHARS = 40  # of a setting in the table
+MAX_CHARS = 40  # of the value of a setting in the table
 MEASURED = (
     *("state", "rows", "errors", "elapsed", "in passes", "rows/min", "prefill tok/s", "decode tok/s"),
     *("tokens", "peak memory"),
@@ -35,10 +37,10 @@ class Overview:
     keys: Sequence[str]
 
     def text(self) -> str:
-        """Formats the table in columns."""
+        """Formats the table as text with aligned columns."""
         head, rows = self._cells()
         widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-        num_left = 2 + len(self.keys)
+        num_left = 2 + len(self.keys)  # left-aligned columns: names, settings and state
         return "\n".join(
             "  ".join(
                 f"{cell:<{width}}" if i < num_left else f"{cell:>{width}}"
@@ -55,13 +57,13 @@ class Overview:
         return "\n".join(f"| {' | '.join(row)} |" for row in escaped) + "\n"
 
     def table(self) -> pa.Table:
-        """Returns a row for each run and shard, with unformatted numbers; settings are text."""
+        """A row for each run and shard, with numbers as numbers and settings as text."""
         return pa.Table.from_pylist([self._values(run) for run in self.runs])
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
-        """The head, and a row for each run, each shard, and the totals of a run's shards."""
-        last = [key.rpartition(".")[2] for key in self.keys]  # the short name of a key, if it is unique
-        names = [word if last.count(word) == 1 else key for key, word in zip(self.keys, last, strict=True)]
+        """The headings and the rows: one for each run, one for each shard, and totals of the shards of a run."""
+        short = [key.rpartition(".")[2] for key in self.keys]
+        names = [name if short.count(name) == 1 else key for key, name in zip(self.keys, short, strict=True)]
         rows: list[list[str]] = []
         for name, shards in _group_shards(self.runs):
             count = shards[0].run.shard[1]
@@ -106,7 +108,7 @@ def make_overview(runs: Iterable[RunFigures]) -> Overview:
 
 
 def differing_keys(settings: Sequence[Mapping[str, JsonValue]]) -> list[str]:
-    """Keys with different values, in the order of the config; a missing key has its default."""
+    """The keys of settings that differ between runs, in the order of the config. A missing key has its default."""
     defaults = flatten(GenerateConfig())
     runs = [{**defaults, **values} for values in settings]
     keys = dict.fromkeys(key for values in (defaults, *settings) for key in values if key not in IGNORED_SETTINGS)
@@ -114,12 +116,12 @@ def differing_keys(settings: Sequence[Mapping[str, JsonValue]]) -> list[str]:
 
 
 def format_setting(value: JsonValue) -> str:
-    """Formats a value as on a command line; as JSON if it has several lines or control characters."""
+    """Formats a value as on a command line. A text with several lines or control characters is formatted as JSON."""
     return value if isinstance(value, str) and value.isprintable() else canonical_json(value)
 
 
 def _group_shards(runs: Sequence[RunFigures]) -> list[tuple[str, list[RunFigures]]]:
-    """Groups shards by the name of their run, or by its path if the name is not unique."""
+    """The shards of each run, with the name of the run, or its path if several runs have the same name."""
     groups: dict[Path, list[RunFigures]] = {}
     for run in runs:
         path = run.run.path.parent.parent / run.name if run.run.num_turns > 1 else run.run.path
@@ -151,7 +153,8 @@ def _cells(run: RunFigures) -> list[str]:
 
 
 def _combined_cells(shards: Sequence[RunFigures]) -> list[str]:
-    """Sums over shards, and states by index. No rates: shards may have run at different times."""
+    """The cells with totals over shards, and their states. Rates are empty, because shards may run at different
+    times."""
     count = shards[0].run.shard[1]
     peaks = [run.summary.peak for run in shards]
     return [
@@ -165,7 +168,7 @@ def _combined_cells(shards: Sequence[RunFigures]) -> list[str]:
 
 
 def shard_states(shards: Sequence[RunFigures], count: int) -> str:
-    """Formats the number of finished shards, and the states of the others by index."""
+    """Formats the number of finished shards, and the indices of shards in other states."""
     conditions = {run.run.shard[0]: run.run.condition for run in shards}
     done = sum(condition is Condition.done for condition in conditions.values())
     others = {
@@ -190,8 +193,8 @@ COLORS = {"prefill": "#4c78a8", "decode": "#f58518"}
 
 
 def write_overview(overview: Overview, directory: Path) -> list[Path]:
-    """Publishes table.md, table.parquet and, if there are measurements, rates.png; replaces earlier ones. Raises
-    ConfigError if one of the files was not written by a job, OutputError."""
+    """Writes table.md, table.parquet and, if there are measurements, rates.png. Replaces earlier ones. Raises
+    ConfigError if a file that is not of a command would be replaced, and OutputError."""
     markdown, table, picture = (directory / name for name in ("table.md", "table.parquet", "rates.png"))
     require_replaceable((markdown, table, picture), f"directory={directory}")
     make_directory(directory)
@@ -205,7 +208,7 @@ def write_overview(overview: Overview, directory: Path) -> list[Path]:
 
 
 def draw_rates(path: Path, runs: Sequence[RunFigures]) -> None:
-    """Publishes bars of prefill and decode tokens per second, in table order."""
+    """Draws bars of tokens per second in prefill and in decode, in the order of the table."""
     from ..pictures.figure import figure  # imports matplotlib
 
     names = [run.name for run in runs]

@@ -1,5 +1,7 @@
-"""A run as a self-contained HTML page, without scripts, fonts and requests. Rows are untrusted text; the template
-escapes them."""
+"""The HTML page about a run: one file without scripts, fonts and requests.
+
+The text of rows is untrusted, and is escaped by the template.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -26,11 +28,11 @@ from .samples import failed_rows, good_rows
 
 log = logging.getLogger(__name__)
 NUM_FAILED = 50
-RESOLVED_SETTINGS = {"model.dtype"}  # recorded with `auto` resolved: unknown if it was set
+RESOLVED_SETTINGS = {"model.dtype"}  # stored with the value that was chosen for auto, so not compared with the default
 
 
 def escape_control_characters(value: object) -> object:
-    """Escapes control characters: browsers drop some, and bidirectional marks would reorder the text."""
+    """Escapes control characters. Browsers would drop some, and bidirectional marks would reorder the text."""
     if not isinstance(value, str) or hasattr(value, "__html__"):
         return value
     return "".join(char if char.isprintable() or char in "\n\t " else ascii(char)[1:-1] for char in value)
@@ -48,8 +50,9 @@ ENVIRONMENT.globals |= {"nice_top": round_axis_limit, "num_bins": NUM_BINS, "pha
 
 
 def write_page(figures: RunFigures, num_samples: int, directory: Path | None) -> Path:
-    """Publishes report.html in `directory`, by default in the run's directory, or the current one for a run at a URL;
-    replaces an earlier one. Raises ConfigError if the file was not written by a job, OutputError."""
+    """Writes report.html into `directory`. If it is None, writes into the run's directory, or into the current
+    directory for a run at a URL. Replaces an earlier report. Raises ConfigError if another file would be replaced, and
+    OutputError."""
     folder = make_directory(directory) if directory is not None else Path() if figures.run.url else figures.run.path
     path = folder / "report.html"
     if directory is not None or figures.run.url:
@@ -61,13 +64,13 @@ def write_page(figures: RunFigures, num_samples: int, directory: Path | None) ->
 
 def _render_page(figures: RunFigures, num_samples: int) -> str:
     data = files("jobs").joinpath("data")
-    # without indentation: browsers show spaces between elements
+    # Indentation is removed, because browsers show spaces between elements.
     template = "".join(map(str.strip, data.joinpath("report.html").read_text(encoding="utf-8").splitlines()))
     settings, defaults, plan = figures.settings, flatten(GenerateConfig()), figures.recorded_summary.get("plan")
     known = {key: settings[key] for key in defaults if key in settings and key not in RESOLVED_SETTINGS}
     changed = {key: value for key, value in known.items() if value != defaults[key]}
     hidden = {*defaults, *IGNORED_SETTINGS} - RESOLVED_SETTINGS
-    subject = [
+    subject = [  # model, kind of data set and tier, for the heading
         format_setting(settings[key]) for key in ("model.name", "dataset.kind", "offload.tier") if key in settings
     ]
     if isinstance(model := settings.get("model.path"), str):
@@ -101,7 +104,7 @@ def _render_page(figures: RunFigures, num_samples: int) -> str:
 
 
 def _read_spans(figures: RunFigures) -> Sequence[Span]:
-    """Reads the trace of the last start that has a readable one."""
+    """The spans of the last start with a readable trace. Empty if there is none."""
     for path in sorted(figures.run.directory.trace.glob("start-*.json"), reverse=True):
         try:
             if spans := read_trace(path):
@@ -116,7 +119,7 @@ def _objects(value: JsonValue) -> list[Mapping[str, JsonValue]]:
 
 
 def _ledger(ledger: Mapping[str, JsonValue]) -> dict[str, object]:
-    """The planned content of a memory, with position and width of each entry in the bar."""
+    """The planned content of a memory, for a bar of width 1000: each entry with its position and width."""
 
     def to_float(value: JsonValue) -> float:
         return float(value) if isinstance(value, int | float) else 0.0

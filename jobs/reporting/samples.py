@@ -1,4 +1,4 @@
-"""Rows of a run for its page: a sample of successful ones, and failed ones."""
+"""The rows on the page of a run: a sample of successful rows, and failed rows."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -26,8 +26,8 @@ PROMPT_SETTINGS = ("dataset.messages_field", "dataset.prompt_field", "dataset.ar
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRow:
-    """A row. `prompt`: the prompt, or input columns that may contain it, by name; None without input columns. Runs that
-    score or encode have no completion."""
+    """An output row. `prompt`: the prompt or, if its column is unknown, all input columns by name; None without input
+    columns. Runs that score or encode have no completion."""
 
     id: str
     row_index: int
@@ -41,19 +41,21 @@ class SampleRow:
 
 
 def good_rows(figures: RunFigures, count: int) -> list[SampleRow]:
-    """A sample of rows with status ok from parts of the whole run: rows of one part have similar lengths."""
+    """A sample of `count` rows with status ok. They are from parts all over the run, because the rows of one part have
+    similar lengths."""
     paths = list(figures.run.parts.values())
-    selected = [paths[i * len(paths) // min(count, len(paths))] for i in range(min(count, len(paths)))]
+    num_parts = min(count, len(paths))
+    selected = [paths[i * len(paths) // num_parts] for i in range(num_parts)]  # evenly spaced
     samples: list[SampleRow] = []
     for i, path in enumerate(selected):
         rows = [row for row in _read_rows(figures, path) if row.status == "ok"]
-        number = (count * (i + 1)) // len(selected) - len(samples)
+        number = (count * (i + 1)) // num_parts - len(samples)  # also those that earlier parts did not have
         samples += [rows[k * len(rows) // number] for k in range(number)] if len(rows) > number else rows
     return sorted(samples, key=attrgetter("row_index"))
 
 
 def failed_rows(figures: RunFigures, count: int) -> list[SampleRow]:
-    """The first rows with another status than ok, in input order."""
+    """The first `count` rows with another status than ok, in input order."""
     if not figures.num_errors:
         return []
     rows = (row for path in figures.run.parts.values() for row in _read_rows(figures, path) if row.status != "ok")
@@ -64,7 +66,7 @@ def _read_rows(figures: RunFigures, path: Path) -> Iterator[SampleRow]:
     try:
         with pq.ParquetFile(pa.BufferReader(read_regular_file(path)[0])) as file:
             prompts = _Prompts.from_part(file, figures.settings)
-            # an input column may have the name of an output column that this run lacks
+            # An input column may have the name of an output column that this run does not have.
             names = [column.name for column in file.schema_arrow if not _is_input_column(column)]
             names = [name for name in names if name in OUTPUT_COLUMNS]
             rows = file.read([*names, *prompts.columns]).to_pylist()
@@ -80,9 +82,12 @@ def _is_input_column(column: pa.Field) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Prompts:
-    """Finds the prompts of rows in the input columns of a part. `columns`: input name of each column, and True if it is
-    JSON. With a `template`, it is filled with them, after `prefix`. Without one, the first column with a value is the
-    prompt, or with `is_listed` all columns are listed by name."""
+    """Finds the prompts of rows in the input columns of a part.
+
+    - `columns`: by column name, its name in the input, and True if its values are JSON
+    - `template`: is filled with the columns, after `prefix`; None: the first column with a value is the prompt
+    - `is_listed`: no column is known to be the prompt, so all columns are listed by name
+    """
 
     columns: Mapping[str, tuple[str, bool]]
     template: Template | None = None
@@ -112,7 +117,7 @@ class _Prompts:
         return _Prompts(columns=inputs, is_listed=True)
 
     def prompt_text(self, row: Mapping[str, Any]) -> str | None:
-        """The prompt of a row of the part; None if the part has no input columns."""
+        """The prompt of a row; None if there is none."""
         if self.template is not None:
             fields = {
                 name: json.loads(str(row[key])) if is_json and row[key] is not None else row[key]
@@ -129,12 +134,12 @@ class _Prompts:
 
 
 def _is_column_of(name: str, field: str) -> bool:
-    """True if a template field is this column or nested in it."""
+    """True if a field of a template is this column, or is nested in its values."""
     return field == name or field.startswith(f"{name}.")
 
 
 def _format_value(value: object, is_json: bool) -> str:
-    """Formats a prompt: a chat as its messages, a question with several turns as the first."""
+    """Formats a prompt: all messages of a chat, the first of several turns."""
     if not is_json:
         return str(value)
     loaded = json.loads(str(value))

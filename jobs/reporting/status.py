@@ -1,5 +1,9 @@
-"""Progress of runs, from the names of parts, the plan and leases; speed of workers, from the passes of recent parts.
-Reads no rows, so it is fast for large runs."""
+"""The progress of runs, and the speed of their workers.
+
+A worker is a process that computes blocks; its lease is a file with the block that it computes now. Progress comes from
+the names of parts, the plan and leases. Speed comes from the passes of recent parts. No rows are read, so it is fast
+for large runs.
+"""
 
 import json
 import logging
@@ -17,12 +21,13 @@ from ..record.run_reader import RunReader, is_locked
 from ..record.unfinished import LeasedBlock, format_slurm_ids, leased_blocks
 
 log = logging.getLogger(__name__)
-NUM_RECENT_PARTS, NUM_PACE_PARTS = 100, 20  # the last parts, for speed with many
+NUM_RECENT_PARTS, NUM_PACE_PARTS = 100, 20  # last parts for the speeds of workers, and for that of a run without leases
 
 
 @dataclass(kw_only=True)
 class WorkerRate:
-    """Work of one process in recent parts. `num_rows`: its share of their rows, by seconds of its passes."""
+    """The work of one process in recent parts. `num_rows`: rows of parts, divided among processes by the seconds of
+    their passes."""
 
     holder: Mapping[str, JsonValue]
     num_parts: int = 0
@@ -44,7 +49,7 @@ class WorkerRate:
 
 
 def worker_rates(run: RunReader, rows_by_block: Mapping[int, int]) -> list[WorkerRate]:
-    """The workers of recent parts, fastest first. Skips unreadable parts with a warning."""
+    """The work of each process in recent parts, the fastest first. Skips unreadable parts with a warning."""
     last = sorted((path.stat().st_mtime, block) for block, path in run.parts.items() if block in rows_by_block)
     rates: dict[str, WorkerRate] = {}
     for _, block in last[-NUM_RECENT_PARTS:]:
@@ -68,7 +73,7 @@ def worker_rates(run: RunReader, rows_by_block: Mapping[int, int]) -> list[Worke
 
 
 def _parse_holder(text: str) -> Mapping[str, JsonValue]:
-    """Parses the column `worker`; empty if the value is damaged, which is harmless."""
+    """Parses a value of the column `worker`. Empty if it is damaged, which is harmless."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -78,7 +83,7 @@ def _parse_holder(text: str) -> Mapping[str, JsonValue]:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
-    """A worker. `rate`: None before its first part. `leased`: None if it waits or has ended."""
+    """A worker. `rate`: its speed; None before its first part. `leased`: its block; None if it waits or has ended."""
 
     holder: Mapping[str, JsonValue]
     rate: WorkerRate | None
@@ -111,10 +116,14 @@ class WorkerStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """Status of a run. `state`: done, running or interrupted; unfinished in an object store, where workers are unknown.
-    Blocks and rows are None without a plan; `num_windows_planned` of `num_windows` windows have one.
-    `rows_per_second`: of the active workers or, without leases, of the last parts; None with too few parts and in an
-    object store."""
+    """The status of a run.
+
+    - `state`: done, running or interrupted; for a run in an object store, where workers are unknown, done or unfinished
+    - `num_blocks`, `num_rows`: planned; None without a plan
+    - `rows_per_second`: of the active workers or, without leases, of the last parts; None with too few parts, and in an
+      object store
+    - `num_windows`: parts of a large input, which are planned one after the other
+    """
 
     run: str
     state: str
@@ -130,8 +139,8 @@ class RunStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """The remaining time at `rows_per_second`, with windows without a plan as large as planned ones. None without
-        active workers."""
+        """The remaining seconds at `rows_per_second`; None if the run is not running. Windows without a plan are
+        assumed to be as large as the planned ones."""
         if self.state != "running" or not self.rows_per_second or self.num_rows is None:
             return None
         num_rows = self.num_rows * self.num_windows / max(1, self.num_windows_planned)
@@ -154,10 +163,11 @@ def read_status(run: RunReader) -> RunStatus:
     ]
     active_rates = [rate for rate in holder_rates if rate is not None]
     ended = [WorkerStatus(holder=rate.holder, rate=rate, leased=None) for rate in rates if rate not in active_rates]
-    # An active worker without a part counts as the mean of the others.
+    # An active worker without a part is assumed to be as fast as the mean of the other ones.
     speeds = [rate.rows_per_second for rate in active_rates or rates]
+    workers_speed = len(leased) * sum(speeds) / len(speeds) if speeds else None
     last = sorted((path.stat().st_mtime, rows[block]) for block, path in done.items())[-NUM_PACE_PARTS:]
-    pace = None
+    pace = None  # rows per second between the first and the last of these parts
     if len(last) > 1 and last[-1][0] > last[0][0]:
         pace = sum(num_rows for _, num_rows in last[1:]) / (last[-1][0] - last[0][0])
     return RunStatus(
@@ -167,7 +177,7 @@ def read_status(run: RunReader) -> RunStatus:
         num_blocks_done=len(done),
         num_rows=sum(rows.values()) or None,
         num_rows_done=sum(rows[block] for block in done),
-        rows_per_second=((len(leased) * sum(speeds) / len(speeds) if speeds else None) or pace) if is_local else None,
+        rows_per_second=(workers_speed or pace) if is_local else None,
         leased=leased,
         workers=active + ended,
         num_windows=run.num_windows,
@@ -176,7 +186,7 @@ def read_status(run: RunReader) -> RunStatus:
 
 
 def format_text(statuses: Sequence[RunStatus]) -> str:
-    """Formats the progress of each run and a line for each of its workers."""
+    """Formats the progress of each run, with a line for each worker."""
     return "\n\n".join("\n".join(_format_lines(status)) for status in statuses)
 
 
