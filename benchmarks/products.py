@@ -93,6 +93,7 @@ def measure_products(
 
 def products_table(measured: ProductMeasurements) -> str:
     rows = sorted({product.num_rows for product in measured.products})
+    # The rows of the table by format and backend; in each, the products by number of rows.
     lines: dict[tuple[str, bool, str], dict[int, ProductCase]] = {}
     for product in measured.products:
         name = "" if product.is_chosen else product.backend  # the chosen backend may differ by rows

@@ -54,9 +54,7 @@ from .task import GpuMachine, GpuTask, VariantMeasurement, phases_of
 log = logging.getLogger(__name__)
 
 NUM_MICRO_BATCHES = 4  # in a block with streamed weights
-CHUNK_TOKENS = (
-    8192  # of prompts in a micro-batch and pass; enough for prefill in one pass, as each pass streams all weights
-)
+CHUNK_TOKENS = 8192  # of prompts in a micro-batch and pass: one pass prefills all, as each pass streams all weights
 NUM_COPIES = 2  # of the weights in host memory
 HOST_SHARE = 0.75  # fraction of free host memory for these copies; the remainder is for read buffers
 DEVICE_SHARE = 0.7  # fraction of device memory for the weights of the cut model

@@ -64,6 +64,7 @@ class RandomInitWeights:
         """Fills `target` with the bytes of `file` from `offset`. Bytes outside of tensors are not changed."""
         tensors, end = self._files[file], offset + len(target)
         view = np.frombuffer(target, dtype=np.uint8)
+        # Tensors are sorted by offset: begins with the last one that begins at or before `offset`.
         first = max(0, bisect_right(tensors, offset, key=lambda tensor: tensor.offset) - 1)
         for tensor in tensors[first:]:
             if tensor.offset >= end:
