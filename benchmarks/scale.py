@@ -70,7 +70,7 @@ NUM_DOUBLINGS = 3
 
 
 def doubled_sizes(base: ModelScale) -> dict[str, list[ModelScale]]:
-    """For each quantity, `base` and the sizes with this quantity doubled 1 to NUM_DOUBLINGS times."""
+    """The sizes to measure by quantity: `base`, and `base` with this quantity doubled 1 to NUM_DOUBLINGS times."""
     times = range(NUM_DOUBLINGS + 1)
     return {quantity: [base.doubled(quantity, each) for each in times] for quantity in QUANTITIES}
 

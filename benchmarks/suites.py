@@ -45,6 +45,7 @@ def run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Meas
 
 
 def _run_suite(config: BenchConfig, paths: Sequence[str], say: Say, measure: Measure) -> SuiteResult:
+    """Runs a suite, as `run_suite`. The code below the conditions is for suite=speed and suite=predictions."""
     if config.suite is Suite.gpu:
         return run_gpu(config.gpu, config.prompt_tokens, config.rounds, say)
     if config.suite is Suite.evaluation:

@@ -3,7 +3,8 @@
 On disk, a model is a sparse checkpoint: files with headers, and holes instead of numbers. The numbers of a matrix come
 from a tile, a buffer of normal numbers with the matrix's standard deviation. A matrix begins at its own offset in the
 tile and repeats it cyclically. The length of a tile is prime, so that no two rows are equal. Int4 weights come from a
-tile of codes and a tile of scales. Zeros instead of random numbers would take less power in products and over the link.
+tile of codes and a tile of scales. Zeros instead of random numbers would be measured as too fast, because they take
+less power in products and over the link.
 """
 
 import json
@@ -75,7 +76,7 @@ class RandomInitWeights:
 
     def _copy(self, name: str, offset: int, view: np.ndarray) -> None:
         """Copies the bytes of tensor `name` from `offset` into `view`."""
-        (source, first), done = self._windows[name], 0
+        (source, first), done = self._windows[name], 0  # the tile, read cyclically from `first` on
         while done < len(view):
             begin = (first + offset + done) % len(source)
             count = min(len(view) - done, len(source) - begin)
@@ -117,6 +118,7 @@ def _tile_windows(weights: RandomWeights, rounding: Rounding | None) -> Iterator
     """Yields the name of each stored tensor, with its tile and its offset in it. Tensors that are not normal have all
     their bytes instead of a tile."""
     normal = torch.empty(TILE_ELEMENTS).normal_(generator=torch.Generator().manual_seed(0))
+    # By standard deviation: tiles of numbers, and pairs of tiles with codes and scales.
     tiles, rounded_tiles = dict[float, np.ndarray](), dict[float, tuple[np.ndarray, np.ndarray]]()
     for spec in weights.specs:
         std, name_hash = weights.standard_deviation(spec), crc32(spec.name.encode())

@@ -51,6 +51,7 @@ def export_gguf(checkpoint: Path, target: Path, kind: str) -> None:
 
 
 def _write(target: Path, checkpoint: Path, config: Mapping[str, Any], kind: str) -> None:
+    """Writes the GGUF file: keys, the list of all tensors, then their numbers one by one."""
     import gguf
 
     writer = gguf.GGUFWriter(target, "llama")

@@ -192,6 +192,7 @@ def check_messages(value: list[Json], where: str) -> list[Message]:
 
 
 def _check_message(message: Json, what: str) -> Message:
+    """Returns one message of a chat, as in `check_messages`."""
     if not isinstance(message, dict) or "role" not in message:
         raise BadRecord(f"{what} is not an object with a role and a content")
     calls = message.get("tool_calls")

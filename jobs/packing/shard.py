@@ -80,6 +80,7 @@ class _Shard:
 
     def add(self, tensor: TensorSlice) -> PackedTensor:
         """Writes a tensor: rounded, else packed losslessly, else unchanged if packing does not save bytes."""
+        # Each attempt writes to the file. If it fails, its bytes are discarded before the next attempt.
         data, begin = map_bytes(tensor), self._file.tell()
         squares, reason = self._round(tensor), None
         if squares is None:
@@ -104,6 +105,7 @@ class _Shard:
         )
 
     def _rewind(self, begin: int) -> None:
+        """Discards what was written from the offset `begin` on."""
         self._file.seek(begin)
         self._file.truncate()
 
@@ -165,6 +167,7 @@ class _Shard:
         metadata = {"format": "pt", METADATA: json.dumps(record, separators=(",", ":"))}
         text = json.dumps({"__metadata__": metadata, **self.entries}, separators=(",", ":")).encode()
         assert len(text) <= self._begin - 8, f"header of {len(text)} bytes, {self._begin} reserved"
+        # As safetensors requires: the length of the header in 8 bytes, then JSON, padded with spaces.
         self._file.seek(0)
         self._file.write((self._begin - 8).to_bytes(8, "little") + text.ljust(self._begin - 8))
         self._file.flush()
@@ -222,6 +225,7 @@ def compare(tensors: Mapping[str, TensorSlice], packed: Path, name: str, roundin
 
 
 def _is_same(tensor: TensorSlice, packed: TensorSlice, rounding: Rounding | None) -> bool:
+    """True if `packed` decodes to `tensor`, or has its rounded numbers. Compares a panel of rows at a time."""
     if not packed.format:
         return (tensor.dtype, tensor.shape) == (packed.dtype, packed.shape) and np.array_equal(
             map_bytes(tensor), map_bytes(packed)

@@ -239,6 +239,7 @@ class PartStore:
         return {f"weightstream.{key}".encode(): value.encode() for key, value in values.items()}
 
     def _publish(self, path: Path, table: pa.Table, block: int, *, exclusive: bool) -> bool:
+        """Writes a part, and reads it again before it gets its name. Returns False if `exclusive` and it exists."""
         signed = sign(table, {**(table.schema.metadata or {}), **self._footer(block)})
 
         def check(temp: Path) -> None:

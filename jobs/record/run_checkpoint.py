@@ -155,6 +155,7 @@ class RunCheckpointFile:
             LOG.warning("%s is no longer needed but cannot be removed: %s", self.path, error)
 
     def _parse(self, data: bytes) -> RunCheckpoint:
+        """Reads a checkpoint. Raises one of PARQUET_PROBLEMS, or TypeError, if it is damaged or of another run."""
         table = parse_parquet(data)
         footer = table.schema.metadata or {}
         values = {key.decode().removeprefix("weightstream."): value.decode() for key, value in footer.items()}

@@ -36,9 +36,10 @@ class PhaseLine:
         total = sum(row.seconds for row in passes)
         tokens, seconds, now = [0.0] * NUM_BINS, [0.0] * NUM_BINS, 0.0
         for row in passes:
-            begin, end = now / total * NUM_BINS, (now + row.seconds) / total * NUM_BINS
+            begin, end = now / total * NUM_BINS, (now + row.seconds) / total * NUM_BINS  # in intervals
             now += row.seconds
             for i in range(int(begin), min(NUM_BINS, int(end) + 1)):
+                # The fraction of the pass that is in interval i.
                 inside = max(0.0, min(end, i + 1) - max(begin, i)) / (end - begin) if end > begin else 0.0
                 tokens[i] += inside * self.tokens(row)
                 seconds[i] += inside * row.seconds * self.share(row)

@@ -36,6 +36,8 @@ class ReportConfig:
 
 
 class StatusFormat(Enum):
+    """The output of `jobs.status`."""
+
     text = "text"
     json = "json"
 

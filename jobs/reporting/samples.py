@@ -96,6 +96,7 @@ class _Prompts:
 
     @staticmethod
     def from_part(file: pq.ParquetFile, settings: Mapping[str, JsonValue]) -> "_Prompts":
+        """Finds the columns that the settings of the run name as prompt, or that its template uses."""
         inputs: dict[str, tuple[str, bool]] = {}
         for column in file.schema_arrow:
             if _is_input_column(column):

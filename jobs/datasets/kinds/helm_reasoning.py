@@ -61,6 +61,7 @@ def generate_items(mode: ReasoningMode) -> Iterator[Item]:
 
 
 def _generate_item(mode: ReasoningMode, rng: np.random.RandomState) -> Item:
+    """Makes one item. Draws random numbers in HELM's order, also those that `mode` does not use."""
     symbols = _draw(rng, _SYMBOLS, 2, 3)
     operators = _draw(rng, _OPERATORS, 2, 3)
     distinct = sorted(set(symbols))

@@ -109,6 +109,8 @@ def build_content(item: Item, examples: Sequence[Item], config: DatasetFields, c
 
 @dataclass(frozen=True, kw_only=True)
 class _Example(Item):
+    """A candidate for an in-context example, with its position in the records."""
+
     position: int
 
 

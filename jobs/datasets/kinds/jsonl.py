@@ -91,7 +91,7 @@ def _detect_layout(file: Path, json_field: str | None, max_row_bytes: int) -> _L
         return _Layout.document
     with open_bytes(file) as stream:
         head = b""
-        for max_bytes in (HEAD_BYTES, max_row_bytes):
+        for max_bytes in (HEAD_BYTES, max_row_bytes):  # the second time, with the longest possible first row
             head += stream.read(max(0, max_bytes - len(head)))
             text, is_whole = head.decode("utf-8", "replace").removeprefix("\ufeff").strip(" \t\r\n"), not stream.peek(1)
             if text.startswith("[") and has_json_suffix:
@@ -119,11 +119,11 @@ def _detect_layout_from_head(text: str, *, is_whole: bool, has_json_suffix: bool
         is_item = isinstance(value, dict) and items[end:].lstrip().startswith((",", "]"))
         return _Layout.document if is_item else None
     rest = text[end:].lstrip()
-    if is_list:
+    if is_list:  # with text after it, it is an invalid line of JSON lines
         return _Layout.lines if rest else _Layout.document
     if not isinstance(value, dict) or (has_json_suffix and is_whole and not rest):
         return None
-    if "\n" in text[:end]:
+    if "\n" in text[:end]:  # the first object has several lines
         return _Layout.objects
     return _Layout.lines if not text[end:].partition("\n")[0].strip() else None
 
