@@ -270,9 +270,9 @@ def measurements(
 ) -> Iterator[GpuMachine | VariantMeasurement]:
     """Yields the machine, then the measurements of each round.
 
-    A measurement is not started if it would exceed the time left. It is expected to take as long as the variant's last
-    round, in the first round as long as the slowest other peer, or the slowest other variant of Weightstream. A variant
-    that fails, or has no time for its first round, is reported once.
+    A measurement is not started if its expected time exceeds the time left. The expected time is that of the variant's
+    last round. In the first round, it is the longest time so far of a variant of the same kind: peers, or variants of
+    Weightstream. A variant that fails, or has no time for its first round, is reported once.
     """
     end = (time.monotonic() if task.start_time is None else task.start_time) + task.seconds
     limit = f"gpu.minutes={task.gpu.minutes:g}"

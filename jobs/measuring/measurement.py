@@ -105,7 +105,8 @@ def turn_probes(machine: MachineConfig, device: ComputeDevice) -> Iterator[list[
         one_lane = _TimedPasses(stack, runtime, requests[:1])
         all_lanes = _TimedPasses(stack, runtime, requests)
 
-        def turn() -> float:  # the additional time of all lanes, divided by their number and that of stages
+        # (time with all lanes - time with one lane) / (number of stages x number of additional lanes)
+        def turn() -> float:
             return max(0.0, (all_lanes.seconds() - one_lane.seconds()) / (num_stages * (NUM_LANES - 1)))
 
         yield [

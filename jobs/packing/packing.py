@@ -1,5 +1,5 @@
-"""Packs a model shard by shard (a shard is one safetensors file). If it is killed, the same command continues after the
-last packed shard."""
+"""Packs a model shard by shard (a shard is one safetensors file). After a kill, the same command continues with the
+next shard."""
 
 import logging
 import time
@@ -165,7 +165,7 @@ class _Packer:
                 verify=is_verified,
                 progress=self._advance,
             )
-            self._advance(done + original.stat().st_size - self._done)  # bytes that are no tensors
+            self._advance(done + original.stat().st_size - self._done)  # other bytes, such as the header
         if self._config.replace and original.exists():
             if not is_verified:
                 compare(tensors, target, str(target), self._rounding)

@@ -79,7 +79,7 @@ class _Shard:
         file.seek(header_bytes)
 
     def add(self, tensor: TensorSlice) -> PackedTensor:
-        """Writes a tensor: rounded, else packed losslessly, else unchanged if packing does not save bytes."""
+        """Writes a tensor rounded if possible, else packed losslessly, or unchanged if that saves no bytes."""
         # Each attempt writes to the file. If it fails, its bytes are discarded before the next attempt.
         data, begin = map_bytes(tensor), self._file.tell()
         squares, reason = self._round(tensor), None

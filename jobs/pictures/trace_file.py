@@ -48,7 +48,7 @@ class Tracks:
 
 
 class TraceEvents:
-    """Formats the events of a process of `PROCESSES`. `begin`: the time in seconds that is 0 in the file."""
+    """Formats the events of a process of `PROCESSES`. `begin`: the time, in seconds, from which the file counts."""
 
     def __init__(self, process: str, begin: float):
         self._process, self._number, self._begin = process, PROCESSES[process], begin
@@ -92,8 +92,8 @@ OPEN, BETWEEN, CLOSE = b"[\n", b",\n", b"\n]\n"
 
 
 class TraceFile(Closing):
-    """A trace file that is written during a run. A context manager. `begin`: as `Trace.begin`, the time in seconds that
-    is 0 in the file."""
+    """A trace file that is written during a run. A context manager. `begin`: as `Trace.begin`, the time, in seconds,
+    from which the file counts."""
 
     def __init__(self, folder: Path, begin: float, name: str = "start"):
         """Creates `<folder>/<name>-00000.json`, or a file with the next free number."""

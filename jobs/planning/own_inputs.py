@@ -112,7 +112,7 @@ def _settings_directory(model: ModelConfig) -> Path:
 
 
 def with_own_prompts(config: PlanConfig, dataset: DatasetConfig) -> PlanConfig:
-    """The settings with the number and lengths of the prompts in `dataset.path`; values that `workload` has already
+    """The settings with the number and lengths of the prompts in `dataset.path`. Values that are set in `workload`
     stay. Tokenizes a random sample of prompts, and the longest text. Raises DatasetError and ConfigError."""
     rows = islice(KINDS[dataset.kind.name].rows(dataset, None), dataset.limit)
     sample, num_rows, num_bad, draw = list[Row](), 0, 0, random.Random(0)

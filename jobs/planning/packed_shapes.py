@@ -85,7 +85,7 @@ def packed_shape(shape: ModelShape, packed_format: PackedFormat | Quantize) -> M
     rounding = None if packed_format is PackedFormat.lossless else Rounding(packed_format.value)
 
     def format_of(parameter: Parameter, piece: TensorSlice) -> str | None:
-        """The format of a tensor. A packed store has tensors that are not rounded in the lossless format."""
+        """The format of a tensor. In a packed store, tensors that are not rounded have the lossless format."""
         name = _mask_layer_number(parameter.name)
         if rounding is not None and rounding.skip_reason(name, piece.dtype, piece.shape) is None:
             return rounding.format

@@ -278,8 +278,8 @@ def run_sweep(config: PlanConfig, planned: Planned, directory: Path) -> Iterator
 
 
 def write_timeline(planned: Planned, directory: Path) -> str:
-    """Writes timeline.json and timeline.png. Returns a description of their passes. Raises ConfigError if a file that
-    is not of a command would be replaced, and OutputError."""
+    """Writes timeline.json and timeline.png. Returns a description of their passes. Raises ConfigError if it would
+    replace a file that no command has written, and OutputError."""
     names = ("timeline.json", "timeline.png")
     require_replaceable((directory / name for name in names), f"plan.directory={directory}")
     view = planned.view

@@ -194,7 +194,7 @@ COLORS = {"prefill": "#4c78a8", "decode": "#f58518"}
 
 def write_overview(overview: Overview, directory: Path) -> list[Path]:
     """Writes table.md, table.parquet and, if there are measurements, rates.png. Replaces earlier ones. Raises
-    ConfigError if a file that is not of a command would be replaced, and OutputError."""
+    ConfigError if it would replace a file that no command has written, and OutputError."""
     markdown, table, picture = (directory / name for name in ("table.md", "table.parquet", "rates.png"))
     require_replaceable((markdown, table, picture), f"directory={directory}")
     make_directory(directory)
