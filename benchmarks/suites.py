@@ -31,7 +31,7 @@ from .runner import run_measurement
 from .scale import ModelScale, measure_rows, measure_sizes, scale_table
 from .task import BenchmarkTask, Measure, Result, Say, SuiteResult
 
-Named = TypeVar("Named")
+Named = TypeVar("Named")  # what identifies a measured case: a name, or an object such as BlockCase
 
 SEARCH_PROMPTS, SEARCH_NEW_TOKENS = 128, 8  # limits while a batch size is searched
 

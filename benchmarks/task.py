@@ -82,7 +82,7 @@ class Result:
 
 
 Measure = Callable[[BenchmarkTask], Result]
-Say = Callable[[str], object]
+Say = Callable[[str], object]  # writes a line of progress
 
 
 @dataclass(frozen=True, kw_only=True)
