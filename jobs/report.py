@@ -6,7 +6,7 @@ import hydra
 
 from jobs.config.cli import as_job, print_line, run_job
 from jobs.config.logs import setup_plain_logging
-from jobs.config.settings import Composed, LogLevel, load
+from jobs.config.settings import Composed, LogLevel, load, require_packages
 from jobs.reporting.config import ReportConfig
 
 
@@ -15,6 +15,7 @@ from jobs.reporting.config import ReportConfig
 def main(composed: Composed) -> None:
     config = load(ReportConfig, composed)
     setup_plain_logging(LogLevel.warning)
+    require_packages(config.track)
 
     from jobs.record.run_reader import find_runs
     from jobs.record.unfinished import describe_unfinished
@@ -33,6 +34,12 @@ def main(composed: Composed) -> None:
         from jobs.reporting.page import write_page
 
         print_line(f"\npage: {write_page(runs[0], config.samples, directory)}")
+    if config.track:
+        from jobs.tracking.sending import send_run
+
+        for figures in runs:
+            for line in send_run(figures.run, [tracker.value for tracker in config.track]):
+                print_line(line)
 
 
 if __name__ == "__main__":

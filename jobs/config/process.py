@@ -18,6 +18,7 @@ from .signals import block_signals, exit_on_signals
 
 TUNABLES, SPIN_VARIABLES = "GLIBC_TUNABLES", ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 SPIN_COUNT = "1000"  # some microseconds
+WORKER_VARIABLE = "WEIGHTSTREAM_WORKER"  # of a worker: descriptor, number of workers and pid of the parent
 
 
 def prepare_process() -> None:

@@ -1,8 +1,10 @@
 """Typed settings of each job. The only module that uses OmegaConf: all others see dataclasses."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import TypeAlias, TypeVar
 
@@ -89,6 +91,14 @@ class Workers(Enum):
     elastic = "elastic"
 
 
+class Tracker(Enum):
+    """Programs that show the curves of a run; each is an extra."""
+
+    tensorboard = "tensorboard"
+    wandb = "wandb"
+    mlflow = "mlflow"
+
+
 class TableFormat(Enum):
     text = "text"
     markdown = "markdown"
@@ -123,6 +133,10 @@ class RunSettings:
     quiet: bool = False
     summary: SummaryFormat = SummaryFormat.text
     trace: bool = False
+    track: list[Tracker] = field(default_factory=list)
+    metrics_file: str | None = None
+    on_end: str | None = None
+    on_end_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         _require_path(self.model)
@@ -150,6 +164,9 @@ class RunSettings:
             f"out={self.out} would hold one of {self.shard.count} shards: weightstream export joins all of them",
         )
         self._require_uploadable()
+        limit = self.on_end_seconds
+        require(limit > 0, f"on_end_seconds must be above 0 s, got {limit:g}")
+        require(self.on_end is None or bool(self.on_end.strip()), "on_end is empty: set a command, or null")
         count = self.num_workers
         is_valid = count is None or 1 <= count <= MAX_WORKERS
         require(is_valid, f"num_workers must be 1 to {MAX_WORKERS:,}, or null, got {count}")
@@ -393,8 +410,9 @@ def semantic(config: RunSettings) -> dict[str, JsonValue]:
 
 
 def operational(config: RunSettings) -> dict[str, JsonValue]:
-    """The other settings, which may change on resume: tiers, prefetch, schedule, machine, output paths, log level."""
-    return {key: value for key, value in flatten(config).items() if not _is_semantic(key)}
+    """The other settings, which may change on resume: tiers, prefetch, schedule, machine, output paths, log level.
+    Without `on_end`, which may contain the address or key of a service: they are written to files."""
+    return {key: value for key, value in flatten(config).items() if not _is_semantic(key) and key != "on_end"}
 
 
 def _is_semantic(key: str) -> bool:
@@ -466,6 +484,13 @@ def _ignored_settings(config: RunSettings) -> list[str]:
         if getattr(sampling, key) is not None and sampling.num_beams in (None, 1) and not sampling.follow_model
     ]
     return ignored
+
+
+def require_packages(trackers: Sequence[Tracker]) -> None:
+    """Raises ConfigError unless the packages of all `trackers` are installed."""
+    for tracker in trackers:
+        name = tracker.value  # also of the package and of the extra
+        require(find_spec(name) is not None, f"track={name} needs the extra: pip install 'weightstream[{name}]'")
 
 
 def read_yaml(path: Path) -> dict[str, object]:

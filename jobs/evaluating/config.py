@@ -1,12 +1,16 @@
 """Settings of `jobs.evaluate`; conf/evaluate.yaml mirrors them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 from runtime.config.settings import Parallelism
 from runtime.errors import require
 
-from ..config.settings import GenerateConfig
+from ..config.settings import GenerateConfig, semantic
 from ..datasets.config import DatasetConfig
+from ..files.publishing import json_digest
+
+UNNAMED_KEYS = frozenset({"bootstrap_iters", "confirm_run_unsafe_code", "include_path"})  # do not change requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,3 +57,17 @@ class EvaluateConfig(GenerateConfig):
         require(self.out is None, f"out {unsupported}: leave it out, results.json is in the evaluation's directory")
         require(self.output_url is None, f"output_url {unsupported}: leave it out, results are in output_root")
         require(self.sampling.n == 1, f"sampling.n={self.sampling.n} {unsupported}: tasks set the number of samples")
+
+
+def to_generate_config(config: GenerateConfig) -> GenerateConfig:
+    """The settings of `config` without those of the evaluation itself."""
+    return GenerateConfig(**{field.name: getattr(config, field.name) for field in fields(GenerateConfig)})
+
+
+def evaluation_directory(config: EvaluateConfig) -> Path:
+    """The output directory: named `run`, or after model, tasks and all settings that can change requests or answers."""
+    harness = {f"harness.{key}": value for key, value in vars(config.harness).items() if key not in UNNAMED_KEYS}
+    model = Path(config.model.path or "hf").name if config.model.name == "hf" else config.model.name
+    digest = json_digest({**semantic(to_generate_config(config)), **harness, "tasks": list(config.tasks)})
+    name = config.run or f"{model}-{'-'.join(config.tasks)[:80]}-{digest[:10]}"
+    return Path(config.output_root) / "evaluate" / name

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
@@ -32,9 +32,9 @@ from runtime.requests.prompts import Rejected
 from runtime.requests.scoring import make_scoring
 from runtime.sequences.sequence import Request
 
-from ..config.settings import GenerateConfig, semantic
+from ..config.settings import GenerateConfig
 from ..datasets import Row
-from ..files.publishing import json_digest, publish, write_all
+from ..files.publishing import publish, write_all
 from ..record.output_rows import score_schema
 from ..record.passes import Start
 from ..record.run_dir import RunDirectory
@@ -42,7 +42,8 @@ from ..run.requests import Prompt, completion_requests
 from ..run.run import run_task
 from ..run.tasks.generate import generation_task
 from ..run.tasks.task import Task
-from .config import EvaluateConfig
+from ..tracking.feed import RunFeed
+from .config import EvaluateConfig, evaluation_directory, to_generate_config
 
 GENERATION_KWARGS = frozenset({"do_sample", "temperature", "max_gen_toks", "until"})
 SAMPLING_KWARGS = {"top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repetition_penalty"}
@@ -68,18 +69,20 @@ class GenerationRequest:
         return replace(_ROW, index=index, id=str(index), prompt_ids=self.context_ids, overrides=overrides)
 
 
-def to_generate_config(config: GenerateConfig) -> GenerateConfig:
-    """The settings of `config` without those of the evaluation itself."""
-    return GenerateConfig(**{field.name: getattr(config, field.name) for field in fields(GenerateConfig)})
-
-
 class RunAnswerer:
     """Answers an evaluation's requests with runs in `directory`, and reuses finished answers of an earlier start.
     Raises the errors of runtime.errors."""
 
-    def __init__(self, config: GenerateConfig, directory: Path, should_stop: Callable[[], bool], start: Start):
+    def __init__(
+        self,
+        config: GenerateConfig,
+        directory: Path,
+        should_stop: Callable[[], bool],
+        start: Start,
+        feed: RunFeed | None = None,
+    ):
         self._config, self.directory = to_generate_config(config), directory
-        self._should_stop, self._start = should_stop, start
+        self._should_stop, self._start, self._feed = should_stop, start, feed
         self.model: LoadedModel = Runtime(config.runtime, should_stop=should_stop).model
 
     @property
@@ -144,7 +147,7 @@ class RunAnswerer:
 
     def _run_task(self, task: Task, config: GenerateConfig, columns: Sequence[str]) -> list[dict[str, Any]]:
         """Runs a task and returns its answers in row order."""
-        outcome = run_task(task, config, self._should_stop, self._start)
+        outcome = run_task(task, config, self._should_stop, self._start, feed=self._feed)
         path = RunDirectory(path=outcome.directory).generations
         table = pq.read_table(path, columns=["row_index", "error", *columns])
         answers = table.sort_by("row_index").to_pylist()
@@ -281,7 +284,6 @@ class HarnessModel(TemplateLM):
 
 
 log = logging.getLogger(__name__)
-UNNAMED_KEYS = frozenset({"bootstrap_iters", "confirm_run_unsafe_code", "include_path"})  # do not change requests
 UNSTABLE = frozenset({"date", "git_hash", "start_time", "end_time", "total_evaluation_time_seconds"})
 
 
@@ -298,20 +300,17 @@ class Evaluation:
         return [*self.tables, f"output: {self.directory}"]
 
 
-def evaluation_directory(config: EvaluateConfig) -> Path:
-    """The output directory: named `run`, or after model, tasks and all settings that can change requests or answers."""
-    harness = {f"harness.{key}": value for key, value in vars(config.harness).items() if key not in UNNAMED_KEYS}
-    model = Path(config.model.path or "hf").name if config.model.name == "hf" else config.model.name
-    digest = json_digest({**semantic(to_generate_config(config)), **harness, "tasks": list(config.tasks)})
-    name = config.run or f"{model}-{'-'.join(config.tasks)[:80]}-{digest[:10]}"
-    return Path(config.output_root) / "evaluate" / name
-
-
-def evaluate(config: EvaluateConfig, manager: TaskManager, should_stop: Callable[[], bool], start: Start) -> Evaluation:
-    """Runs the tasks and writes the harness' results. Raises the errors of runtime.errors; EvaluationError for those of
-    the harness, such as a task that cannot be loaded."""
+def evaluate(
+    config: EvaluateConfig,
+    manager: TaskManager,
+    should_stop: Callable[[], bool],
+    start: Start,
+    feed: RunFeed | None = None,
+) -> Evaluation:
+    """Runs the tasks and writes the harness' results. `feed`: gets the curves of all runs. Raises the errors of
+    runtime.errors; EvaluationError for those of the harness, such as a task that cannot be loaded."""
     directory, harness = evaluation_directory(config), config.harness
-    model = HarnessModel(RunAnswerer(config, directory, should_stop, start))
+    model = HarnessModel(RunAnswerer(config, directory, should_stop, start, feed))
     directory.mkdir(parents=True, exist_ok=True)
     tracker = EvaluationTracker(output_path=str(directory / "harness"))
     if not any((folder / ".git").exists() for folder in (Path.cwd(), *Path.cwd().parents)):

@@ -106,6 +106,11 @@ class RunDirectory:
         return self.path / ".store_token.json"
 
     @property
+    def tracking(self) -> Path:
+        """Id of the run in trackers."""
+        return self.path / ".tracking.json"
+
+    @property
     def inputs(self) -> Path:
         """The state of the input files of a finished run; see `jobs.record.finished`."""
         return self.path / ".inputs.json"

@@ -3,11 +3,13 @@
 Imports little, so that settings are checked before slow imports.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from runtime.config.texts import require_plain_url
 from runtime.errors import require
+
+from ..config.settings import Tracker
 
 MAX_SAMPLES = 1000  # on one page
 
@@ -19,6 +21,7 @@ class ReportConfig:
     run: str | list[str] | None = None
     directory: str | None = None
     samples: int = 12
+    track: list[Tracker] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         require(

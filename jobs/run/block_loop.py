@@ -20,6 +20,7 @@ from ..record.output_rows import GenerationRow
 from ..record.parts import PartStore
 from ..record.passes import PassRow, Start, pass_row
 from ..record.run_checkpoint import RequestKey, RunCheckpoint, RunCheckpointFile
+from ..tracking.feed import RunFeed
 from .progress import Progress
 from .requests import RequestBatch, completed_rows
 
@@ -113,6 +114,7 @@ class OpenBlocks:
     start: Start = field(default_factory=Start)
     after_pass: Callable[[PassRecord], None] = ignore_pass
     prediction: Prediction | None = None
+    feed: RunFeed = field(default_factory=RunFeed)
 
     def __post_init__(self) -> None:
         store, blocks = self.store, self.blocks
@@ -141,7 +143,7 @@ class OpenBlocks:
         try:
             for i, completion in stream(self._order, batch.computed, dict(self._unfinished), self._end_pass):
                 for row in completed_rows(batch, i, completion):
-                    self._parts.add(row)
+                    self._add_row(row)
                 self._unfinished.pop(i, None)
                 self.progress.finish_row(i, completion)
         except WeightstreamError:  # raised between passes; other exceptions may leave half a pass, so they save nothing
@@ -158,7 +160,7 @@ class OpenBlocks:
         finished = [(row, *positions[row.key]) for row in checkpoint.finished if row.key in positions]
         for row, _, member in finished:
             source_row = batch.request_rows[member]
-            self._parts.add(replace(row, columns=source_row.columns, source_file=source_row.source_file))
+            self._add_row(replace(row, columns=source_row.columns, source_file=source_row.source_file))
         done = {i for _, i, _ in finished}
         self._order = [i for i in self._order if i not in done]
         keys = {i: batch.computed[i].key for i in self._order}
@@ -175,11 +177,16 @@ class OpenBlocks:
                 sum(len(unfinished.token_ids) for unfinished in self._unfinished.values()),
             )
 
+    def _add_row(self, row: GenerationRow) -> None:
+        self._parts.add(row)
+        self.feed.finish_row(row.status)
+
     def _end_pass(self, record: PassRecord) -> None:
         row = pass_row(record, self._num_passes, self.prediction, self.start)
         self._parts.passes.append(row)
         self._num_passes += 1
         self.progress.advance(row)
+        self.feed.advance(row)
         self.after_pass(record)
         self._commit_complete()
         seconds = self.checkpoint_seconds

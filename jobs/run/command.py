@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, TypeVar
 from runtime.errors import require
 
 from ..config.cli import print_and_return, print_line
+from ..config.error_log import log_errors
 from ..config.process import gc_paused
 from ..config.settings import GenerateConfig, RunSettings, SummaryFormat, run_directory
 from ..datasets.config import check_first_rows
 from ..exporting.config import SUFFIXES, ExportConfig
 from ..exporting.export import export, resolve_output, write_batch_files
 from ..record.finished import find_finished, input_state, record_inputs
+from ..record.passes import Start
 from ..record.run_dir import RunDirectory, require_writable
 from ..record.summary import Outcome
+from ..tracking.follower import RunFollower
 from .summary_table import format_completions, format_outcome
 
 if TYPE_CHECKING:
@@ -44,48 +47,52 @@ def run_command(
         known = ", ".join(f".{name}" for name in SUFFIXES)
         require(Path(config.out).suffix[1:] in SUFFIXES, f"out={config.out} must end in one of {known}")
         resolve_output(_export_config(config))
-    state = input_state(config)  # before the inputs are read
-    if (finished := find_finished(config, state)) is not None:
-        return _print_outcome(config, finished, print_results)
-    # Checks that need neither torch nor the model come first.
-    require_writable(run_directory(config))
-    check_first_rows(config.dataset)
-    if config.num_workers != 1:
-        from ..workers.local import supervise_workers
-
-        if (result := supervise_workers(config, sys.argv[1:], [sys.executable, *sys.orig_argv[1:]])) is not None:
-            return print_and_return(*result)
-    with gc_paused():
-        from ..config.signals import StopFlag
-        from ..record.passes import Start
-        from .ranks import follow_run, join_ranks
-        from .run import run_task
-        from .tasks.converse import follow_turns, run_turns
-
-        make_task = load_task()
     start = Start(at=at, clock=clock)
-    with StopFlag() as stop, join_ranks(config.devices, stop) as ranks:
-        if isinstance(config, GenerateConfig) and config.dataset.has_turns:
+    with RunFollower(config, run_directory(config), start) as follower, log_errors():
+        state = input_state(config)  # before the inputs are read
+        if (finished := find_finished(config, state)) is not None:
+            follower.exit_code = _print_outcome(config, finished, print_results)
+            return follower.exit_code
+        # Checks that need neither torch nor the model come first.
+        require_writable(run_directory(config))
+        check_first_rows(config.dataset)
+        if config.num_workers != 1:
+            from ..workers.local import supervise_workers
+
+            if (result := supervise_workers(config, sys.argv[1:], [sys.executable, *sys.orig_argv[1:]])) is not None:
+                follower.exit_code = print_and_return(*result)
+                return follower.exit_code
+        with gc_paused():
+            from ..config.signals import StopFlag
+            from .ranks import follow_run, join_ranks
+            from .run import run_task
+            from .tasks.converse import follow_turns, run_turns
+
+            make_task = load_task()
+        with StopFlag() as stop, join_ranks(config.devices, stop) as ranks:
+            if isinstance(config, GenerateConfig) and config.dataset.has_turns:
+                if ranks is not None and ranks.rank:
+                    return follow_turns(config, stop, ranks)
+                outcomes: list[Outcome] = []
+                for turn, outcome in enumerate(run_turns(config, stop, start, ranks, follower.feed), start=1):
+                    outcomes.append(outcome)
+                    if config.prints_tables:
+                        print_line(f"turn {turn}{': finished, nothing to do' if outcome.was_finished else ''}")
+                        print_line(format_outcome(outcome))
+                exported = _write_out(config)
+                if config.summary is SummaryFormat.json:
+                    print_line(json.dumps({"turns": [outcome.values for outcome in outcomes]}))
+                elif config.prints_tables:
+                    print_line("\n".join([*exported, HOW_TO_READ_TURNS.format(folder=run_directory(config))]))
+                follower.exit_code = max(outcome.exit_code for outcome in outcomes)
+                return follower.exit_code
+            task, settings = make_task(config)
             if ranks is not None and ranks.rank:
-                return follow_turns(config, stop, ranks)
-            outcomes: list[Outcome] = []
-            for turn, outcome in enumerate(run_turns(config, stop, start, ranks), start=1):
-                outcomes.append(outcome)
-                if config.prints_tables:
-                    print_line(f"turn {turn}{': finished, nothing to do' if outcome.was_finished else ''}")
-                    print_line(format_outcome(outcome))
-            exported = _write_out(config)
-            if config.summary is SummaryFormat.json:
-                print_line(json.dumps({"turns": [outcome.values for outcome in outcomes]}))
-            elif config.prints_tables:
-                print_line("\n".join([*exported, HOW_TO_READ_TURNS.format(folder=run_directory(config))]))
-            return max(outcome.exit_code for outcome in outcomes)
-        task, settings = make_task(config)
-        if ranks is not None and ranks.rank:
-            return follow_run(task, settings, stop, ranks)
-        outcome = run_task(task, settings, stop, start, ranks)
-    record_inputs(outcome.directory, state)
-    return _print_outcome(config, outcome, print_results)
+                return follow_run(task, settings, stop, ranks)
+            outcome = run_task(task, settings, stop, start, ranks, feed=follower.feed)
+        record_inputs(outcome.directory, state)
+        follower.exit_code = _print_outcome(config, outcome, print_results)
+        return follower.exit_code
 
 
 def _print_outcome(config: RunSettings, outcome: Outcome, print_results: Callable[[Outcome], None]) -> int:

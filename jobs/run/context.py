@@ -12,6 +12,7 @@ from ..record.passes import Start
 from ..record.plan_file import PlannedRequest, read_plan
 from ..record.run_dir import RunState
 from ..record.stored_run import RunCopy
+from ..tracking.feed import RunFeed
 from ..workers.elastic import Worker
 from .input import InputWindow
 from .tasks.task import Task
@@ -20,7 +21,8 @@ from .tasks.task import Task
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
     """`columns`: schema of columns passed through from the input; `fixed_schema`: of all others. `worker`: this process
-    as an elastic worker, or None. `copy`: the run's copy in an object store. `checkpoint_seconds`: None for none."""
+    as an elastic worker, or None. `copy`: the run's copy in an object store. `checkpoint_seconds`: None for none.
+    `feed`: sends the run's curves."""
 
     task: Task
     runtime: Runtime
@@ -32,6 +34,7 @@ class RunContext:
     fixed_schema: pa.Schema
     windows: Sequence[InputWindow]
     checkpoint_seconds: float | None
+    feed: RunFeed
 
     def open_store(self, planned: list[PlannedRequest]) -> PartStore:
         """The store for the parts of a window with this plan."""

@@ -26,6 +26,7 @@ from ..record.run_dir import RunDirectory, open_run
 from ..record.stored_run import open_copy
 from ..record.success import is_finished
 from ..record.summary import MemoryUse, Outcome, summarize, write_summary
+from ..tracking.feed import RunFeed
 from ..workers.elastic import Worker
 from ..workers.local import shared_weights
 from .context import RunContext
@@ -46,13 +47,16 @@ def run_task(
     start: Start | None = None,
     ranks: Ranks | None = None,
     runtime: Runtime | None = None,
+    feed: RunFeed | None = None,
 ) -> Outcome:
     """Runs or resumes a task. `start`: start of the process; None is now. `ranks`: set on rank 0 of several.
-    `runtime`: an open one with these settings; it stays open. Raises the errors of runtime.errors."""
+    `runtime`: an open one with these settings; it stays open. `feed`: gets the curves; the caller closes it. Raises the
+    errors of runtime.errors."""
     privacy = private_umask() if config.output_private else nullcontext()
     with privacy, shared_weights() as shared:
         device = ComputeDevice(config.machine.device, shared)
-        with Run.open(task, config, should_stop, start or Start(), ranks, device, runtime) as run:
+        feed = feed or RunFeed()
+        with Run.open(task, config, should_stop, start or Start(), ranks, device, runtime, feed) as run:
             return run.outcome_if_finished() or run.finish()
 
 
@@ -124,6 +128,7 @@ class Run:
         ranks: Ranks | None,
         device: ComputeDevice,
         runtime: Runtime | None,
+        feed: RunFeed,
     ) -> Iterator["Run"]:
         """Creates or reopens the run's directory, with its rows and model; holds its lock, log and worker
         registration."""
@@ -156,6 +161,7 @@ class Run:
                 directory.path.chmod(PRIVATE_FOLDER_MODE)  # it may have been created without output_private
             copy.attach()
             copy.upload_missing(rows.save_digests(directory, digests))
+            feed.open(is_shared=worker is not None)
             yield Run(
                 RunContext(
                     task=task,
@@ -168,6 +174,7 @@ class Run:
                     fixed_schema=fixed_schema,
                     windows=rows.windows,
                     checkpoint_seconds=config.checkpoint_seconds,
+                    feed=feed,
                 )
             )
 

@@ -21,7 +21,7 @@ from runtime.trace import Span
 
 from ..files.publishing import publish, write_all
 from ..pictures.trace_file import tracing
-from ..record.parts import PartStore
+from ..record.parts import PartInfo, PartStore
 from ..record.plan_file import PlannedRequest, publish_plan, read_backends, read_chunk_tokens
 from ..record.run_checkpoint import remove_checkpoints
 from .block_loop import OpenBlocks
@@ -81,6 +81,8 @@ class WindowRun:
         store = context.open_store(stored_plan) if stored_plan is not None else None
         if store is not None and not store.blocks.keys() - store.committed_parts().keys():
             log.info("window %d of %d is committed", number, count)  # its rows are not read
+            self._expect_rows(store, store.committed_parts())
+            context.feed.end_window()
             return store, self._next_block(store)
         if count > 1:
             log.info("window %d of %d: reading its rows", number, count)
@@ -93,10 +95,18 @@ class WindowRun:
             store = self._generate_requests(batch, is_planner=is_planner)
         else:
             store = self._open_store(batch, (), None, is_planner=is_planner)
+            self._expect_rows(store, store.committed_parts())
         rejected_block = self._first_block + (len(self.plan.blocks) if self.plan is not None else 0)
         if batch.rejected and rejected_block not in store.committed_parts():
             store.commit(rejected_block, rejected_rows(batch), [])
+            for _ in batch.rejected:
+                context.feed.finish_row("error")
+        context.feed.end_window()
         return store, self._next_block(store)
+
+    def _expect_rows(self, store: PartStore, done: Mapping[int, PartInfo]) -> None:
+        num_errors = sum(part.rows.get("error", 0) for part in done.values())
+        self._context.feed.expect(len(store.plan), sum(part.num_rows for part in done.values()), num_errors)
 
     def _next_block(self, store: PartStore) -> int:
         # A shard may have no rows, and so no blocks, in the last window.
@@ -158,6 +168,7 @@ class WindowRun:
                                 start=context.start,
                                 after_pass=after_pass,
                                 prediction=group_plan.prediction,
+                                feed=context.feed,
                             ).generate()
                     else:
                         self.plan, self.weights_seconds = plan, session.opening_seconds
@@ -215,6 +226,7 @@ class WindowRun:
         `feedback`. The caller commits a group before it takes the next one."""
         done = store.committed_parts()
         progress.expect(plan.prediction, done)
+        self._expect_rows(store, done)
         if self._context.state.is_resumed:
             log.info("resuming: %d of %d blocks are committed", len(done), len(store.blocks))
         directory, text = self._context.state.directory, schedule_text(plan).encode()
@@ -235,6 +247,7 @@ class WindowRun:
             return
         for block, done_by_all in self._context.worker.lease_blocks(remaining):
             progress.expect(plan.prediction, done_by_all)
+            self._context.feed.expect(len(store.plan), sum(len(store.blocks[index]) for index in done_by_all))
             yield [block], plan
 
 

@@ -23,6 +23,7 @@ from runtime.stream.device import choose_device
 from runtime.stream.shared_weights import SharedWeights, new_shared_memory
 from runtime.units import GIB, format_bytes
 
+from ..config.process import WORKER_VARIABLE
 from ..config.settings import RunSettings
 from ..config.signals import StopFlag
 
@@ -63,7 +64,6 @@ def _parse_ranges(path: Path) -> list[int]:
 
 
 log = logging.getLogger(__name__)
-WORKER_VARIABLE = "WEIGHTSTREAM_WORKER"  # value: descriptor, number of workers and pid of the parent
 FINISHED_EXIT_CODES = (0, 3)  # 3: some rows have an error
 FAILURE_EXIT_CODES = (InternalError.exit_code, 4, 2, Interrupted.exit_code)  # worst first
 POLL_SECONDS = 0.1
@@ -104,6 +104,7 @@ class WorkerShare:
     host_memory_gib: float
     device: str | None
     num_threads: int | None
+    metrics_file: Path | None = None
 
     @property
     def settings(self) -> list[str]:
@@ -112,6 +113,7 @@ class WorkerShare:
             f"offload.host_memory_gib={self.host_memory_gib:.6f}",
             *([] if self.device is None else [f"machine.device={self.device}"]),
             *([] if self.num_threads is None else [f"machine.num_threads={self.num_threads}"]),
+            *([] if self.metrics_file is None else [f"metrics_file={self.metrics_file}"]),
         ]
 
 
@@ -127,12 +129,14 @@ def machine_shares(
         )
     gib = config.offload.host_memory_gib or usable_host_bytes(is_pinned=not is_cpu) / GIB
     threads = config.machine.num_threads
+    metrics_file = Path(config.metrics_file) if config.metrics_file is not None else None
     return [
         WorkerShare(
             processors=processors,
             host_memory_gib=round(gib / count, 6),
             device=None if is_cpu else f"{device.type}:{number}",
             num_threads=None if threads is None else max(1, threads // count),
+            metrics_file=metrics_file and metrics_file.with_stem(f"{metrics_file.stem}-{number}"),
         )
         for number, processors in enumerate(split_processors(nodes, count))
     ]

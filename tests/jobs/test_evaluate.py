@@ -16,8 +16,8 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from jobs.evaluating.config import EvaluateConfig, HarnessConfig
-from jobs.evaluating.harness import Evaluation, GenerationRequest, RunAnswerer, evaluate, evaluation_directory
+from jobs.evaluating.config import EvaluateConfig, HarnessConfig, evaluation_directory
+from jobs.evaluating.harness import Evaluation, GenerationRequest, RunAnswerer, evaluate
 from jobs.evaluating.task_index import find_tasks
 from jobs.record.output_rows import GenerationRow
 from jobs.record.passes import Start

@@ -67,6 +67,8 @@ def test_workers_have_equal_shares_of_memory_and_threads_and_a_device_each() -> 
     assert [share.processors for share in given] == [[0, 1], [2, 3]]
     assert {*given[0].settings} == {"offload.host_memory_gib=2.500000", "machine.num_threads=2"}
     assert len(machine_shares(elastic(None), CPU, [[0], [1], [2]], 0)) == 3, "one for each node"
+    shares = machine_shares(elastic(2, metrics_file="to/run.prom"), CPU, [[0]], 0)
+    assert [share.settings[-1] for share in shares] == [f"metrics_file=to/run-{number}.prom" for number in (0, 1)]
     devices = [share.settings[1] for share in machine_shares(elastic(None), torch.device("cuda"), [[0, 1]], 2)]
     assert devices == ["machine.device=cuda:0", "machine.device=cuda:1"]
     with pytest.raises(ConfigError, match="num_workers=3: torch finds 2 cuda devices"):

@@ -16,6 +16,7 @@ from ...record.passes import Start
 from ...record.run_dir import RunDirectory
 from ...record.run_reader import find_runs
 from ...record.summary import Outcome
+from ...tracking.feed import RunFeed
 from ..ranks import follow_run
 from ..run import require_usable_row, run_task
 from .generate import generation_task
@@ -26,10 +27,15 @@ TURN = "turn"  # output column; an input column of that name becomes `row_turn`
 
 
 def run_turns(
-    config: GenerateConfig, should_stop: Callable[[], bool], start: Start | None = None, ranks: Ranks | None = None
+    config: GenerateConfig,
+    should_stop: Callable[[], bool],
+    start: Start | None = None,
+    ranks: Ranks | None = None,
+    feed: RunFeed | None = None,
 ) -> Iterator[Outcome]:
     """Runs or resumes the turns in order and yields their outcomes. Elastic workers start a turn once the previous one
-    is complete. `ranks`: set on rank 0 of several. Raises the errors of runtime.errors."""
+    is complete. `ranks`: set on rank 0 of several. `feed`: gets the curves of all turns. Raises the errors of
+    runtime.errors."""
     directory = run_directory(config)
     if RunDirectory(path=directory).manifest.exists():
         raise ConfigError(f"{directory} contains a run with a single turn: choose another directory with run=")
@@ -37,7 +43,7 @@ def run_turns(
     require_usable_row(generation_task(config), config, rows)
     num_turns = _num_turns(rows)
     for turn in range(1, num_turns + 1):
-        outcome = run_task(_turn_task(config, rows, turn, num_turns), config, should_stop, start, ranks)
+        outcome = run_task(_turn_task(config, rows, turn, num_turns), config, should_stop, start, ranks, feed=feed)
         yield outcome
         if turn < num_turns:
             answers = _read_answers(outcome, config)
