@@ -46,7 +46,9 @@ class RunLog(logging.Handler):
     def open(self, path: Path) -> None:
         self._path, lines = path, [*self._buffer]
         self._buffer.clear()
-        command = shlex.join(sys.orig_argv[1:])
+        # The command at the end of the run may contain a secret address.
+        words = ("on_end=..." if word.lstrip("+").startswith("on_end=") else word for word in sys.orig_argv[1:])
+        command = shlex.join(words)
         self._write(f"# weightstream {runtime.__version__} on {socket.gethostname()}, process {os.getpid()}: {command}")
         for line in lines:
             self._write(line)

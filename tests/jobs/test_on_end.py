@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs.config.logs import RunLog
 from jobs.config.settings import DevicesConfig, GenerateConfig, Workers
 from jobs.files.locks import RunLock
 from jobs.record.run_dir import RunDirectory
@@ -146,6 +147,15 @@ def test_settings_that_make_no_sense_are_refused(changes: dict[str, object], nam
         GenerateConfig(**changes)  # pyright: ignore[reportArgumentType]
 
 
+def test_the_log_of_a_run_does_not_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys, "orig_argv", ["python", "-m", "jobs.generate", "run=mine", "on_end=curl secret", "++on_end=x"]
+    )
+    log = RunLog()
+    log.open(tmp_path / "run.log")
+    assert (tmp_path / "run.log").read_text().endswith(": -m jobs.generate run=mine on_end=... on_end=...\n")
+
+
 @pytest.mark.slow("jobs/test_on_end.py::test_it_gets_exit_code_status_run_and_error")
 @pytest.mark.parametrize("words", [[], ["workers=elastic", "num_workers=2"]], ids=["one", "workers"])
 def test_a_command_line_runs_it_once_after_each_start_with_the_code_of_the_run(
@@ -171,7 +181,8 @@ def test_a_command_line_runs_it_once_after_each_start_with_the_code_of_the_run(
         assert ended.returncode == 3, ended.stderr
         assert "on_end ended with exit code 9" in ended.stderr
     assert written.read_text() == num_starts * f"3|errors|{tmp_path / 'generate' / 'mine'}|\n"
-    assert not [path for path in tmp_path.rglob("run.json") if "exit 9" in path.read_text()]
+    files = [path for path in (tmp_path / "generate").rglob("*") if path.is_file()]
+    assert [path for path in files if b"exit 9" in path.read_bytes()] == []
     names = ["ws-0.prom", "ws-1.prom"] if words else ["ws.prom"]
     assert sorted(path.name for path in tmp_path.glob("*.prom")) == names
     texts = [(tmp_path / name).read_text() for name in names]
