@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..config.settings import Tracker
+from ..config.signals import StopFlag
 from ..record.passes import PassRow, Start, Status
 from .curves import Curves
 from .reporter import end_seconds
@@ -21,7 +22,7 @@ from .reporter import end_seconds
 log = logging.getLogger(__name__)
 MODULE = "jobs.tracking.reporter"
 EXIT_SECONDS = 10.0  # to end by itself, after `end_seconds`
-POLL_SECONDS = 0.05
+POLL_SECONDS, QUIET_SECONDS = 0.05, 3.0
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -103,22 +104,26 @@ class RunFeed:
             self._send({"at": now, "values": self._curves.take_point(now)})
 
     def close(self, status: str, exit_code: int) -> None:
-        """Sends the last point and the end, and waits until all is sent or time is up."""
+        """Sends the last point and the end, and waits until all is sent, time is up, or a stop signal arrives."""
         process, now = self._process, time.time()
         if process is None or process.stdin is None:
             return
-        limit = end_seconds(status) + EXIT_SECONDS
-        deadline = time.monotonic() + limit
-        last = {"at": now, "values": self._curves.take_point(now)}
-        for message in (last, {"status": status, "exit_code": exit_code}):
-            while not self._send(message) and process.poll() is None and time.monotonic() < deadline:
+        begin, limit = time.monotonic(), end_seconds(status) + EXIT_SECONDS
+        messages = [{"at": now, "values": self._curves.take_point(now)}, {"status": status, "exit_code": exit_code}]
+        is_announced = False
+        with StopFlag() as stop:
+            while process.poll() is None and time.monotonic() - begin < limit and not stop.requested:
+                while messages and self._send(messages[0]):
+                    del messages[0]
+                if not messages and not process.stdin.closed:
+                    with suppress(OSError):
+                        process.stdin.close()
+                if not is_announced and time.monotonic() - begin > QUIET_SECONDS:
+                    log.info("sending the rest to track and metrics_file, for up to %g s", limit)
+                    is_announced = True
                 time.sleep(POLL_SECONDS)
-        with suppress(OSError):
-            process.stdin.close()
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            log.warning("track and metrics_file: their process did not end within %g s and was killed", limit)
+        if process.poll() is None:
+            log.warning("track and metrics_file: not all was sent within %g s", time.monotonic() - begin)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         if self._reader is not None:
@@ -134,7 +139,7 @@ class RunFeed:
             os.write(self._process.stdin.fileno(), json.dumps(message).encode() + b"\n")
         except BlockingIOError:
             return False
-        except OSError:  # it has ended; the thread below has logged it
+        except (OSError, ValueError):  # it has ended or was closed; the thread below has logged it
             return True
         return True
 
