@@ -1,5 +1,7 @@
-"""python -m jobs.report: compares runs in a table, and writes an HTML page for a single run."""
+"""python -m jobs.report: compares runs in a table, also those of an evaluation or of a server's batches, and writes an
+HTML page for a single run."""
 
+import shutil
 from pathlib import Path
 
 import hydra
@@ -17,14 +19,18 @@ def main(composed: Composed) -> None:
     setup_plain_logging(LogLevel.warning)
     require_packages(config.track)
 
-    from jobs.record.run_reader import find_runs
     from jobs.record.unfinished import describe_unfinished
+    from jobs.reporting.directories import find_directories
     from jobs.reporting.figures import RunFigures
     from jobs.reporting.overview import make_overview, write_overview
+    from jobs.reporting.text_tables import format_evaluations
 
-    runs = [RunFigures(run=run) for run in find_runs(config.names, "run")]
+    found = find_directories(config.names, "run")
+    runs = [RunFigures(run=run) for run in found.all_runs]
     table = make_overview(runs)
-    print_line(table.text())
+    parts = ["\n".join(format_evaluations(found.evaluations))] if found.evaluations else []
+    parts += [table.text(shutil.get_terminal_size((120, 24)).columns)] if runs or not parts else []
+    print_line("\n\n".join(parts))
     if unfinished := describe_unfinished([figures.run for figures in runs]):
         print_line("\n" + "\n".join(unfinished))
     directory = Path(config.directory) if config.directory is not None else None

@@ -1,4 +1,5 @@
-"""python -m jobs.status: prints the progress of a run: blocks, rows, workers and remaining time."""
+"""python -m jobs.status: prints the progress of a run: blocks, rows, workers and remaining time; that of the runs of
+an evaluation or of a server's batches."""
 
 import hydra
 
@@ -14,10 +15,10 @@ def main(composed: Composed) -> None:
     config = load(StatusConfig, composed)
     setup_plain_logging(LogLevel.warning)
 
-    from jobs.record.run_reader import find_runs
-    from jobs.reporting.status import format_json, format_text, read_status
+    from jobs.reporting.directories import find_directories
+    from jobs.reporting.status import format_json, format_text, read_statuses
 
-    statuses = [read_status(run) for run in find_runs(config.names, "run")]
+    statuses = read_statuses(find_directories(config.names, "run"))
     print_line(format_json(statuses) if config.format is StatusFormat.json else format_text(statuses))
 
 

@@ -24,7 +24,7 @@ from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, ma
 from transformers import PreTrainedTokenizerBase
 
 from runtime.config.settings import SamplingOverrides
-from runtime.errors import ConfigError, EvaluationError, WeightstreamError
+from runtime.errors import ConfigError, DamagedRunError, EvaluationError, WeightstreamError
 from runtime.library.api import Runtime
 from runtime.model.loading import LoadedModel
 from runtime.requests.joining import join_requests
@@ -37,7 +37,7 @@ from ..datasets import Row
 from ..files.publishing import publish, write_all
 from ..record.output_rows import score_schema
 from ..record.passes import Start
-from ..record.run_dir import RunDirectory
+from ..record.run_dir import EVALUATION_NAME, RunDirectory
 from ..run.requests import Prompt, completion_requests
 from ..run.run import run_task
 from ..run.tasks.generate import generation_task

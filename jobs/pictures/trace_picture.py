@@ -5,24 +5,26 @@ A span is an action with its begin and end. Spans that overlap are on several tr
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from runtime.resources import Resource
-from runtime.trace import Span
+from runtime.trace import Span, TracedPass
 
 from .figure import WIDTH_PIXELS, figure
-from .trace_file import Tracks
+from .trace_file import TracedProcess, Tracks
 
-LEFT, RIGHT = 120, 60  # pixels for the names of rows, and for percentages
-TRACK, GAP, HEAD, FOOT = 20, 8, 64, 44  # heights in pixels: a track, space between rows, above and below a panel
-PIXELS_PER_LETTER, LABEL_MARGIN = 5.6, 8  # LABEL_MARGIN: in pixels
+LEFT, RIGHT = 120, 60  # pixels, for the names of rows and their busy percentages
+TRACK, GAP, HEAD, FOOT = 20, 8, 72, 44
+PIXELS_PER_LETTER, LABEL_MARGIN = 5.6, 8
+PIXELS_PER_NAME_LETTER = 7.0
 MIN_SPAN_PIXELS = 0.5
-LEGEND_PIXELS = 20  # distance of the legend from the panel; names of marks are between
+LEGEND_PIXELS = 20  # above the panel and the names of passes
 EDGE_PIXELS = 4  # wider bars have a white edge
+MARK_PIXELS = 12  # wider passes have a mark at their begin
 COLORS = {
     "read": "#4c78a8",
     "copy": "#72b7b2",
@@ -43,12 +45,11 @@ OTHER_COLOR = "#bab0ac"
 
 @dataclass(frozen=True, kw_only=True)
 class TimeWindow:
-    """A part of a trace, from `begin` to `end` in seconds. `marks`: pairs of a time in seconds and a name."""
+    """A window of a trace, in seconds."""
 
     begin: float
     end: float
     title: str = ""
-    marks: Sequence[tuple[float, str]] = ()
 
     @property
     def seconds(self) -> float:
@@ -57,6 +58,25 @@ class TimeWindow:
     def visible_spans(self, spans: Sequence[Span]) -> list[Span]:
         visible = (span for span in spans if span.end > self.begin and span.begin < self.end)
         return sorted(visible, key=lambda span: span.begin)
+
+    def overlap(self, timed: Sequence[Span | TracedPass]) -> float:
+        """The sum of seconds within the window."""
+        return sum(max(0.0, min(each.end, self.end) - max(each.begin, self.begin)) for each in timed)
+
+    def predicted(self, measured: TracedProcess, predicted: TracedProcess) -> "TimeWindow | None":
+        """The predicted time of the measured passes in this window: prediction and run have a clock of their own. None
+        if no pass in the window was predicted."""
+        by_name = {each.name: each for each in predicted.passes}
+        inside = (each for each in measured.passes if each.end > self.begin and each.begin < self.end)
+        pairs = [(each, by_name[each.name]) for each in inside if each.name in by_name]
+        if not pairs:
+            return None
+        (first, begins), (last, ends) = pairs[0], pairs[-1]
+        begin = begins.begin + max(0.0, self.begin - first.begin) / first.seconds * begins.seconds
+        end = ends.end - max(0.0, last.end - self.end) / last.seconds * ends.seconds
+        if self.begin <= measured.begin:
+            begin = predicted.begin  # with the reads before the first pass
+        return replace(self, begin=begin, end=end)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +96,8 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceRow:
-    """A row of a panel: the bars of a resource. `busy`: the fraction of the time window in which there is a bar."""
+    """A row of a panel: the bars of a resource. `busy`: seconds of its actions in a second of passes,
+    as in the summary of a run; may exceed 1, where several threads read."""
 
     resource: Resource
     top: float
@@ -110,28 +131,30 @@ class ResourceRow:
             axes.broken_barh(ranges, (top + 0.04, 0.86), facecolor=color, edgecolor="white", linewidth=width)
 
 
-def draw(path: Path, spans: Sequence[Span], windows: Sequence[TimeWindow]) -> None:
-    """Draws a picture with a panel for each time window, as svg or png by the suffix of `path`. Raises OutputError."""
-    draw_panels(path, [(spans, window) for window in windows])
+def draw(path: Path, process: TracedProcess, windows: Sequence[TimeWindow]) -> None:
+    """Publishes a picture (svg or png, by suffix) with a panel per window. Omits empty rows. Raises OutputError."""
+    draw_panels(path, [(process, window) for window in windows])
 
 
-def draw_panels(path: Path, panels: Sequence[tuple[Sequence[Span], TimeWindow]]) -> None:
-    """Draws like `draw`; each panel has its own spans."""
-    layouts = [lay_out(spans, window) for spans, window in panels]
+def draw_panels(path: Path, panels: Sequence[tuple[TracedProcess, TimeWindow]]) -> None:
+    """Draws as `draw` does, with separate spans for each panel."""
+    layouts = [lay_out(process, window) for process, window in panels]
     heights = [TRACK * _num_tracks(rows) for rows in layouts]
     total = sum(heights) + len(panels) * (HEAD + FOOT)
     with figure(path, total) as drawing:
         top = 0
-        for (_, window), rows, height in zip(panels, layouts, heights, strict=True):
+        for (process, window), rows, height in zip(panels, layouts, heights, strict=True):
             bottom = 1 - (top + HEAD + height) / total
             width = (WIDTH_PIXELS - LEFT - RIGHT) / WIDTH_PIXELS
-            _draw_panel(drawing.add_axes((LEFT / WIDTH_PIXELS, bottom, width, height / total)), window, rows)
+            axes = drawing.add_axes((LEFT / WIDTH_PIXELS, bottom, width, height / total))
+            _draw_panel(axes, window, rows, process.passes)
             top += HEAD + height + FOOT
 
 
-def lay_out(spans: Sequence[Span], window: TimeWindow) -> list[ResourceRow]:
-    """The rows of a panel, with overlapping spans on separate tracks. Resources without spans have no row."""
-    rows, top = list[ResourceRow](), 0.0
+def lay_out(process: TracedProcess, window: TimeWindow) -> list[ResourceRow]:
+    """Places the spans of each row: overlapping spans on separate tracks, consecutive ones on the same."""
+    rows, top, spans = list[ResourceRow](), 0.0, process.spans
+    pass_seconds = window.overlap(process.passes or [TracedPass("", window.begin, window.end)])
     for resource in (resource for resource in Resource if any(span.resource is resource for span in spans)):
         row_spans, tracks = [span for span in window.visible_spans(spans) if span.resource is resource], Tracks()
         edges = [(max(span.begin, window.begin), min(span.end, window.end)) for span in row_spans]
@@ -140,11 +163,7 @@ def lay_out(spans: Sequence[Span], window: TimeWindow) -> list[ResourceRow]:
             for span, (begin, end) in zip(row_spans, edges, strict=True)
         ]
         num_tracks = max([round(bar.top - top) + 1 for bar in bars], default=1)
-        busy, busy_until = 0.0, window.begin  # overlapping spans count once
-        for begin, end in edges:
-            busy += max(0.0, end - max(begin, busy_until))
-            busy_until = max(busy_until, end)
-        busy /= window.seconds
+        busy = window.overlap(row_spans) / pass_seconds if pass_seconds else 0.0
         rows.append(ResourceRow(resource=resource, top=top, num_tracks=num_tracks, bars=bars, busy=busy))
         top += num_tracks + GAP / TRACK
     return rows
@@ -154,7 +173,8 @@ def _num_tracks(rows: Sequence[ResourceRow]) -> float:
     return max(1.0, sum(row.num_tracks for row in rows) + (len(rows) - 1) * GAP / TRACK)
 
 
-def _draw_panel(axes: Axes, window: TimeWindow, rows: Sequence[ResourceRow]) -> None:
+def _draw_panel(axes: Axes, window: TimeWindow, rows: Sequence[ResourceRow], passes: Sequence[TracedPass]) -> None:
+    pixels_per_second = (WIDTH_PIXELS - LEFT - RIGHT) / window.seconds
     unit, factor = ("s", 1.0) if window.seconds >= 1 else ("ms", 1e3)
     axes.set_xlim(window.begin * factor, window.end * factor)
     axes.set_ylim(_num_tracks(rows), 0)
@@ -165,12 +185,19 @@ def _draw_panel(axes: Axes, window: TimeWindow, rows: Sequence[ResourceRow]) -> 
     axes.set_yticks([row.middle for row in rows], [row.resource.value for row in rows])
     axes.tick_params(axis="y", length=0)
     for row in rows:
-        row.draw(axes, factor, (WIDTH_PIXELS - LEFT - RIGHT) / window.seconds)
+        row.draw(axes, factor, pixels_per_second)
+    if not any(row.bars for row in rows):
+        axes.text(
+            0.5, 0.5, "no action in this window", ha="center", va="center", transform=axes.transAxes, color="#666"
+        )
     axes.annotate("busy", (1, 0), (8, 4), ("axes fraction", "data"), "offset points", va="bottom", color="#666")
-    for second, name in window.marks:
-        axes.axvline(second * factor, color="#333", linewidth=0.8, linestyle=":")
-        axes.annotate(name, (second * factor, 1), (2, 3), ("data", "axes fraction"), "offset points", color="#333")
-    axes.set_title(window.title, loc="left", pad=30, fontsize=10)
+    for each in passes:
+        if window.begin <= each.begin < window.end and each.seconds * pixels_per_second > MARK_PIXELS:
+            begin = each.begin * factor
+            axes.axvline(begin, color="#333", linewidth=0.8, linestyle=":")
+            if len(each.name) * PIXELS_PER_NAME_LETTER < (min(each.end, window.end) - each.begin) * pixels_per_second:
+                axes.annotate(each.name, (begin, 1), (2, 3), ("data", "axes fraction"), "offset points", color="#333")
+    axes.set_title(window.title, loc="left", pad=38, fontsize=10)
     _draw_legend(axes, rows)
 
 

@@ -20,12 +20,12 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from runtime.plan.roofline_report import Operation, RooflineReport, make_roofline_report
 from runtime.plan.timeline import Timeline, make_timeline
 from runtime.resources import Resource
-from runtime.trace import Span
+from runtime.trace import Span, TracedPass
 
 from ..files.named import publish_named, require_replaceable
 from ..files.publishing import write_all
 from ..pictures.figure import figure
-from ..pictures.trace_file import PREDICTED, publish_trace
+from ..pictures.trace_file import PREDICTED, TracedProcess, publish_trace
 from ..pictures.trace_picture import TimeWindow, draw
 from .config import PlanConfig, Sweep
 from .planning import Planned
@@ -285,8 +285,10 @@ def write_timeline(planned: Planned, directory: Path) -> str:
     view = planned.view
     timeline = make_timeline(view.shape, planned.run, view.sizes(planned.sizes), view.machine.rates)
     spans = [Span(s.resource, str(s.action), s.begin, s.end) for s in timeline.spans]
-    publish_trace(directory / "timeline.json", PREDICTED, spans)
-    draw(directory / "timeline.png", spans, _windows(planned, timeline))
+    passes = [TracedPass(name, one.begin, one.end) for name, one in zip(timeline.names, timeline.passes, strict=True)]
+    stage_names = [stage.name for stage in view.shape.stages]
+    publish_trace(directory / "timeline.json", PREDICTED, spans, passes, stage_names)
+    draw(directory / "timeline.png", TracedProcess(spans=spans, passes=passes), _windows(planned, timeline))
     return timeline.description
 
 
@@ -294,8 +296,7 @@ def _windows(planned: Planned, timeline: Timeline) -> list[TimeWindow]:
     """The time windows of the panels: the whole timeline, and some layers in the middle of the last pass."""
     last = timeline.passes[-1]
     title = f"{planned.shape.name} on {planned.machine.name}, predicted: {timeline.description}"
-    marks = [(one.begin, name) for one, name in zip(timeline.passes, timeline.names, strict=True)]
-    whole = TimeWindow(begin=0.0, end=last.end, title=title, marks=marks)
+    whole = TimeWindow(begin=0.0, end=last.end, title=title)
     half = (last.end - last.begin) * NUM_LAYERS_SHOWN / (2 * len(planned.shape.stages))
     middle = (last.begin + last.end) / 2
     closer = TimeWindow(

@@ -14,6 +14,8 @@ from ..files.locks import RunLock
 from ..files.publishing import PERMANENT_ERRNOS, JsonValue, fsync_directory, output_error, read_json, write_json
 from .manifest import RunManifest
 
+EVALUATION_NAME = "evaluation.json"  # in the directory of an evaluation, beside the directories of its runs
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunDirectory:

@@ -3,10 +3,12 @@ numbers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
-from runtime.trace import Span
+from runtime.resources import Resource
 from runtime.units import format_bytes, format_seconds
 
+from ..pictures.trace_file import TracedProcess
 from ..record.passes import PassRow, PhaseTimes
 from .figures import RunFigures
 
@@ -59,16 +61,32 @@ def round_axis_limit(maximum: float) -> float:
     return next((limit for limit in limits if limit >= maximum and limit > 0), power)
 
 
-def busy_shares(spans: Sequence[Span], seconds: float) -> list[float]:
-    """The fraction of each of NUM_BINS intervals of `seconds` in which there is a span. Overlapping spans count
-    once."""
-    busy, until = [0.0] * NUM_BINS, 0.0  # until: the end of the spans so far
-    for span in sorted(spans, key=lambda span: span.begin):
-        begin, end = max(span.begin, until) / seconds * NUM_BINS, span.end / seconds * NUM_BINS
-        until = max(until, span.end)
-        for i in range(int(begin), min(NUM_BINS, int(end) + 1)):
-            busy[i] += max(0.0, min(end, i + 1) - max(begin, i))
-    return [min(1.0, share) for share in busy]
+@dataclass(frozen=True, kw_only=True)
+class BusyStrip:
+    """Work of a resource. `mean`: seconds of its actions in a second of passes, as in the summary; may exceed 1, where
+    several threads read. `shares`: the fraction of each of NUM_BINS equal intervals in which it was busy."""
+
+    mean: float
+    shares: Sequence[float]
+
+
+def make_busy_strips(traced: TracedProcess) -> dict[str, BusyStrip]:
+    """The strip of each resource in a trace, from its first action to its last."""
+    first, seconds = traced.begin, max(traced.end - traced.begin, NOTHING_SECONDS)
+    pass_seconds = sum(each.seconds for each in traced.passes) or seconds
+    strips = dict[str, BusyStrip]()
+    for resource in Resource:
+        busy, until = [0.0] * NUM_BINS, first
+        spans = sorted((span for span in traced.spans if span.resource is resource), key=attrgetter("begin"))
+        for span in spans:
+            begin, end = ((at - first) / seconds * NUM_BINS for at in (max(span.begin, until), span.end))
+            until = max(until, span.end)
+            for i in range(int(begin), min(NUM_BINS, int(end) + 1)):
+                busy[i] += max(0.0, min(end, i + 1) - max(begin, i))
+        if spans:
+            mean = sum(span.end - span.begin for span in spans) / pass_seconds
+            strips[resource.value] = BusyStrip(mean=mean, shares=[min(1.0, share) for share in busy])
+    return strips
 
 
 @dataclass(frozen=True, kw_only=True)

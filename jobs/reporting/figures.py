@@ -12,6 +12,7 @@ from runtime.errors import DamagedRunError
 
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_json
 from ..record.passes import PassRow
+from ..record.run_dir import EVALUATION_NAME
 from ..record.run_reader import Condition, RunReader
 from ..record.summary import Summary, summarize
 
@@ -27,7 +28,12 @@ class RunFigures:
     @property
     def name(self) -> str:
         path = self.run.path
-        return f"{path.parent.name}/{path.name}" if self.run.num_turns > 1 else path.name
+        return f"{path.parent.name}/{path.name}" if self.is_nested else path.name
+
+    @property
+    def is_nested(self) -> bool:
+        """True for a turn of a chat, and for a run of an evaluation."""
+        return self.run.num_turns > 1 or (self.run.path.parent / EVALUATION_NAME).is_file()
 
     @cached_property
     def passes(self) -> Sequence[PassRow]:

@@ -4,7 +4,7 @@ The shards of a run are grouped. The table is printed as text, and written as Ma
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,17 +12,16 @@ import pyarrow as pa
 
 from runtime.units import format_bytes, format_seconds
 
-from ..config.settings import GenerateConfig
-from ..config.typed import flatten
 from ..files.named import publish_named, require_replaceable
 from ..files.publishing import JsonValue, canonical_json, make_directory, write_all, write_parquet
 from ..record.run_reader import Condition
 from .figures import RunFigures
+from .settings import differing_keys, effective_settings
+from .text_tables import format_columns
 
 SHARD_NAME = re.compile(r"-\d{5}-of-\d{5}$")
-# Settings that are not compared: they have no effect on speed, or follow from other settings.
-IGNORED_SETTINGS = frozenset({"shard.index", "shard.count", "input", "output_root", "run", "log_level"})
-MAX_CHARS = 40  # of the value of a setting in the table
+MAX_CHARS = 40  # of a setting in the table
+DIGEST, DIGEST_CHARS = re.compile(r"[0-9a-f]{40,}"), 10
 MEASURED = (
     *("state", "rows", "errors", "elapsed", "in passes", "rows/min", "prefill tok/s", "decode tok/s"),
     *("tokens", "peak memory"),
@@ -36,17 +35,25 @@ class Overview:
     runs: Sequence[RunFigures]
     keys: Sequence[str]
 
-    def text(self) -> str:
-        """Formats the table as text with aligned columns."""
+    def text(self, width: int = 120) -> str:
+        """Formats the table in columns, in parts of up to `width` characters: first the settings."""
         head, rows = self._cells()
         widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-        num_left = 2 + len(self.keys)  # left-aligned columns: names, settings and state
-        return "\n".join(
-            "  ".join(
-                f"{cell:<{width}}" if i < num_left else f"{cell:>{width}}"
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in (head, *rows)
+        num_left = 2 + len(self.keys)
+        all_columns = list(range(1, len(head)))
+        parts = [all_columns]
+        if sum(widths) + 2 * len(all_columns) > width:
+            settings, measured = all_columns[: len(self.keys)], all_columns[len(self.keys) :]
+            parts = [*_parts_within(settings, widths, width), *_parts_within(measured, widths, width)]
+        return "\n\n".join(
+            "\n".join(
+                format_columns(
+                    [head[i] for i in (0, *part)],
+                    [[row[i] for i in (0, *part)] for row in rows],
+                    numbers=[place for place, i in enumerate((0, *part)) if i >= num_left],
+                )
+            )
+            for part in parts
         )
 
     def markdown(self) -> str:
@@ -61,9 +68,7 @@ class Overview:
         return pa.Table.from_pylist([self._values(run) for run in self.runs])
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
-        """The headings and the rows: one for each run, one for each shard, and totals of the shards of a run."""
-        short = [key.rpartition(".")[2] for key in self.keys]
-        names = [name if short.count(name) == 1 else key for key, name in zip(self.keys, short, strict=True)]
+        """The head, and a row for each run, each shard, and the totals of a run's shards."""
         rows: list[list[str]] = []
         for name, shards in _group_shards(self.runs):
             count = shards[0].run.shard[1]
@@ -71,13 +76,14 @@ class Overview:
                 rows.append([name, *[""] * len(self.keys), *_combined_cells(shards)])
             for run in shards:
                 texts = self._settings(run).values()
-                cut = [text if len(text) <= MAX_CHARS else f"{text[: MAX_CHARS - 3]}..." for text in texts]
+                cut = [_shorten(text) for text in texts]
                 own = f"  shard {run.run.shard[0]} of {count}" if count > 1 else name
                 rows.append([own, *cut, *_cells(run)])
-        return ["run", *names, *MEASURED], rows
+        return ["run", *self.keys, *MEASURED], rows
 
     def _settings(self, run: RunFigures) -> dict[str, str]:
-        return {key: format_setting(run.settings[key]) if key in run.settings else "" for key in self.keys}
+        settings = effective_settings(run.settings)
+        return {key: format_setting(settings[key]) if key in settings else "" for key in self.keys}
 
     def _values(self, run: RunFigures) -> dict[str, object]:
         summary, (index, count) = run.summary, run.run.shard
@@ -107,29 +113,39 @@ def make_overview(runs: Iterable[RunFigures]) -> Overview:
     return Overview(runs=figures, keys=differing_keys([run.settings for run in figures]))
 
 
-def differing_keys(settings: Sequence[Mapping[str, JsonValue]]) -> list[str]:
-    """The keys of settings that differ between runs, in the order of the config. A missing key has its default."""
-    defaults = flatten(GenerateConfig())
-    runs = [{**defaults, **values} for values in settings]
-    keys = dict.fromkeys(key for values in (defaults, *settings) for key in values if key not in IGNORED_SETTINGS)
-    return [key for key in keys if len({canonical_json(values.get(key)) for values in runs}) > 1]
-
-
 def format_setting(value: JsonValue) -> str:
     """Formats a value as on a command line. A text with several lines or control characters is formatted as JSON."""
     return value if isinstance(value, str) and value.isprintable() else canonical_json(value)
+
+
+def _parts_within(columns: Sequence[int], widths: Sequence[int], width: int) -> list[list[int]]:
+    """Divides columns into parts that fit `width` characters beside the first column; at least one column in each."""
+    parts, used = list[list[int]](), width
+    for column in columns:
+        used += 2 + widths[column]
+        if used > width:
+            used = widths[0] + 2 + widths[column]
+            parts.append([])
+        parts[-1].append(column)
+    return parts
+
+
+def _shorten(text: str) -> str:
+    if DIGEST.fullmatch(text):
+        return text[:DIGEST_CHARS]
+    return text if len(text) <= MAX_CHARS else f"{text[: MAX_CHARS - 3]}..."
 
 
 def _group_shards(runs: Sequence[RunFigures]) -> list[tuple[str, list[RunFigures]]]:
     """The shards of each run, with the name of the run, or its path if several runs have the same name."""
     groups: dict[Path, list[RunFigures]] = {}
     for run in runs:
-        path = run.run.path.parent.parent / run.name if run.run.num_turns > 1 else run.run.path
+        path = run.run.path
         if run.run.shard[1] > 1:
             path = Path(*(SHARD_NAME.sub("", part) for part in path.parts))
         groups.setdefault(path, []).append(run)
-    has_turns = [shards[0].run.num_turns > 1 for shards in groups.values()]
-    names = [f"{p.parent.name}/{p.name}" if turns else p.name for p, turns in zip(groups, has_turns, strict=True)]
+    are_nested = [shards[0].is_nested for shards in groups.values()]
+    names = [f"{p.parent.name}/{p.name}" if nested else p.name for p, nested in zip(groups, are_nested, strict=True)]
     return [
         (name if names.count(name) == 1 else str(path), sorted(shards, key=lambda run: run.run.shard))
         for name, (path, shards) in zip(names, groups.items(), strict=True)
@@ -185,6 +201,8 @@ def _format_rate(rate: float | None) -> str:
 
 
 def _format_memory(host_bytes: int, device_bytes: int) -> str:
+    if not host_bytes:
+        return "unknown"  # before the end of the first pass
     return format_bytes(host_bytes) + (f" + {format_bytes(device_bytes)} device" if device_bytes else "")
 
 

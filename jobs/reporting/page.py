@@ -4,7 +4,7 @@ The text of rows is untrusted, and is escaped by the template.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
@@ -12,23 +12,21 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 
 from runtime.errors import ConfigError
-from runtime.resources import Resource
-from runtime.trace import Span
 from runtime.units import format_bytes, format_count, format_seconds
 
 from ..config.settings import GenerateConfig
 from ..config.typed import flatten
 from ..files.named import publish_named, require_replaceable
 from ..files.publishing import JsonValue, make_directory, write_all
-from ..pictures.trace_file import read_trace
-from .charts import NUM_BINS, PHASES, busy_shares, compare_predictions, round_axis_limit
+from ..pictures.trace_file import TracedProcess, read_trace
+from .charts import NUM_BINS, PHASES, compare_predictions, make_busy_strips, round_axis_limit
 from .figures import RunFigures
-from .overview import IGNORED_SETTINGS, format_setting
+from .overview import format_setting
 from .samples import failed_rows, good_rows
+from .settings import IGNORED_SETTINGS, resolved_settings
 
 log = logging.getLogger(__name__)
 NUM_FAILED = 50
-RESOLVED_SETTINGS = {"model.dtype"}  # stored with the value that was chosen for auto, so not compared with the default
 
 
 def escape_control_characters(value: object) -> object:
@@ -67,18 +65,17 @@ def _render_page(figures: RunFigures, num_samples: int) -> str:
     # Indentation is removed, because browsers show spaces between elements.
     template = "".join(map(str.strip, data.joinpath("report.html").read_text(encoding="utf-8").splitlines()))
     settings, defaults, plan = figures.settings, flatten(GenerateConfig()), figures.recorded_summary.get("plan")
-    known = {key: settings[key] for key in defaults if key in settings and key not in RESOLVED_SETTINGS}
+    resolved = resolved_settings(settings)
+    known = {key: settings[key] for key in defaults if key in settings and key not in resolved}
     changed = {key: value for key, value in known.items() if value != defaults[key]}
-    hidden = {*defaults, *IGNORED_SETTINGS} - RESOLVED_SETTINGS
-    subject = [  # model, kind of data set and tier, for the heading
+    hidden = {*defaults, *IGNORED_SETTINGS} - resolved
+    subject = [
         format_setting(settings[key]) for key in ("model.name", "dataset.kind", "offload.tier") if key in settings
     ]
     if isinstance(model := settings.get("model.path"), str):
         subject[:1] = [model.rstrip("/").rpartition("/")[2]]
-    versions, spans = figures.run.manifest.get("versions"), _read_spans(figures)
+    versions, traced = figures.run.manifest.get("versions"), _read_last_trace(figures)
     pairs = list(compare_predictions(figures))
-    traced_seconds = max((span.end for span in spans), default=0.0)
-    by_resource = {row: [span for span in spans if span.resource is row] for row in Resource}
     return ENVIRONMENT.from_string(template).render(
         figures=figures,
         style=data.joinpath("report.css").read_text(encoding="utf-8"),
@@ -93,8 +90,8 @@ def _render_page(figures: RunFigures, num_samples: int) -> str:
         },
         pairs=pairs,
         has_predictions=any(pair.predicted is not None for pair in pairs),
-        strips={row.value: busy_shares(group, traced_seconds) for row, group in by_resource.items() if group},
-        traced_seconds=traced_seconds,
+        strips=make_busy_strips(traced),
+        traced_seconds=traced.end - traced.begin,
         ledgers=[_ledger(item) for item in _objects(figures.recorded_summary.get("ledgers"))],
         failed=failed_rows(figures, NUM_FAILED),
         num_failed=NUM_FAILED,
@@ -103,15 +100,15 @@ def _render_page(figures: RunFigures, num_samples: int) -> str:
     )
 
 
-def _read_spans(figures: RunFigures) -> Sequence[Span]:
-    """The spans of the last start with a readable trace. Empty if there is none."""
+def _read_last_trace(figures: RunFigures) -> TracedProcess:
+    """Reads the trace of the last start that has a readable one."""
     for path in sorted(figures.run.directory.trace.glob("start-*.json"), reverse=True):
         try:
-            if spans := read_trace(path):
-                return spans
+            if (traced := read_trace(path)).spans:
+                return traced
         except ConfigError as error:
             log.warning("%s", error)
-    return []
+    return TracedProcess()
 
 
 def _objects(value: JsonValue) -> list[Mapping[str, JsonValue]]:

@@ -1,9 +1,8 @@
-"""The rows on the page of a run: a sample of successful rows, and failed rows."""
+"""Rows of a run for its page: a sample of successful ones, and failed ones, with their prompts as they were sent."""
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import nsmallest
 from operator import attrgetter
 from pathlib import Path
@@ -12,8 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..datasets.records import BadRecord
-from ..datasets.templates import Template, read_template
+from runtime.errors import ConfigError
+
+from ..datasets.fields import DatasetFields
+from ..datasets.openai_body import ENDPOINTS, parse_endpoint
+from ..datasets.records import BadRecord, Content, Fields, Message, make_turns_content, read_prompt, to_chat_content
+from ..datasets.templates import make_content_reader
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_regular_file
 from .figures import RunFigures
 
@@ -21,18 +24,24 @@ OUTPUT_COLUMNS = (
     *("id", "row_index", "status", "completion", "error", "finish_reason"),
     *("num_prompt_tokens", "num_completion_tokens"),
 )
-PROMPT_SETTINGS = ("dataset.messages_field", "dataset.prompt_field", "dataset.article_field")
+CONTENT_SETTINGS = (
+    *("prompt_field", "messages_field", "turns_field", "tools_field"),
+    *("template", "system_prompt", "chat_template"),
+)
+FILE_KINDS = ("jsonl", "csv", "parquet", "hub", "tasks")  # their prompts are made of fields of a row
+QUESTION_KINDS = ("mtbench", "sample")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRow:
-    """An output row. `prompt`: the prompt or, if its column is unknown, all input columns by name; None without input
-    columns. Runs that score or encode have no completion."""
+    """A row. `prompt`: the prompt as it was sent, or the kept input columns; None without any. `note`: what the prompt
+    lacks, or the reason why there is none. Runs that score or encode have no completion."""
 
     id: str
     row_index: int
     status: str
     prompt: str | None
+    note: str | None
     error: str | None
     num_prompt_tokens: int
     completion: str | None = None
@@ -63,89 +72,118 @@ def failed_rows(figures: RunFigures, count: int) -> list[SampleRow]:
 
 
 def _read_rows(figures: RunFigures, path: Path) -> Iterator[SampleRow]:
+    prompts = _Prompts(settings=figures.settings, turn=figures.run.turn)
     try:
         with pq.ParquetFile(pa.BufferReader(read_regular_file(path)[0])) as file:
-            prompts = _Prompts.from_part(file, figures.settings)
-            # An input column may have the name of an output column that this run does not have.
-            names = [column.name for column in file.schema_arrow if not _is_input_column(column)]
-            names = [name for name in names if name in OUTPUT_COLUMNS]
-            rows = file.read([*names, *prompts.columns]).to_pylist()
+            schema = file.schema_arrow
+            inputs = {column.name: column for column in schema if _is_input_column(column)}
+            # an input column may have the name of an output column that this run lacks
+            names = [name for name in schema.names if name in OUTPUT_COLUMNS and name not in inputs]
+            rows = file.read([*names, *inputs]).to_pylist()
     except PARQUET_PROBLEMS:
         return
     for row in rows:
-        yield SampleRow(prompt=prompts.prompt_text(row), **{name: row[name] for name in names})
+        fields = dict(_read_field(column, row[name]) for name, column in inputs.items())
+        prompt, note = prompts.read(fields, str(row["id"]))
+        yield SampleRow(prompt=prompt, note=note, **{name: row[name] for name in names})
 
 
 def _is_input_column(column: pa.Field) -> bool:
     return b"column" in (column.metadata or {})
 
 
+def _read_field(column: pa.Field, value: Any) -> tuple[str, Any]:
+    """The name and the value of an input column, as in the input."""
+    name = column.metadata[b"column"].decode("utf-8", "surrogatepass")
+    is_json = column.metadata.get(b"encoding") == b"json" and value is not None
+    return name, json.loads(str(value)) if is_json else value
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Prompts:
-    """Finds the prompts of rows in the input columns of a part.
+    """Rebuilds the prompts of a run from the columns that it kept, as its data set made them. `turn`: of the chat that
+    the run answers."""
 
-    - `columns`: by column name, its name in the input, and True if its values are JSON
-    - `template`: is filled with the columns, after `prefix`; None: the first column with a value is the prompt
-    - `is_listed`: no column is known to be the prompt, so all columns are listed by name
-    """
+    settings: Mapping[str, JsonValue]
+    turn: int = 1
 
-    columns: Mapping[str, tuple[str, bool]]
-    template: Template | None = None
-    prefix: str = ""
-    is_listed: bool = False
+    def read(self, fields: Fields, row_id: str) -> tuple[str | None, str | None]:
+        """Returns the prompt of a row, or else the columns of its input, and a note."""
+        kind = self.settings.get("dataset.kind")
+        if not fields and kind != "prompt":
+            if self.settings.get("dataset.keep_columns") is False:
+                return None, "The prompt is not in the run: dataset.keep_columns=false."
+            return None, "The prompt is not in the run: it was given as tokens, not as a row of a file."
+        try:
+            content = self._content(fields, row_id)
+            if content is None:
+                return _list_fields(
+                    fields
+                ), f"dataset={kind} makes a prompt of these columns and others."
+            return self._format(content)
+        except (BadRecord, ConfigError) as error:
+            return _list_fields(fields), f"The prompt cannot be rebuilt from the columns that the run kept: {error}."
 
-    @staticmethod
-    def from_part(file: pq.ParquetFile, settings: Mapping[str, JsonValue]) -> "_Prompts":
-        """Finds the columns that the settings of the run name as prompt, or that its template uses."""
-        inputs: dict[str, tuple[str, bool]] = {}
-        for column in file.schema_arrow:
-            if _is_input_column(column):
-                name = column.metadata[b"column"].decode("utf-8", "surrogatepass")
-                inputs[column.name] = (name, column.metadata.get(b"encoding") == b"json")
-        if isinstance(text := settings.get("dataset.template"), str):
-            template = read_template(text, "template")
-            used = {
-                key: value for key, value in inputs.items() if any(_is_column_of(value[0], n) for n in template.names)
-            }
-            if all(any(_is_column_of(name, field) for name, _ in used.values()) for field in template.names):
-                prefix = "[examples of dataset.few_shot_path]\n\n" if settings.get("dataset.few_shot_path") else ""
-                return _Prompts(columns=used, template=template, prefix=prefix)
+    def _content(self, fields: Fields, row_id: str) -> Content | None:
+        """The request that the data set made of a row; None for a kind with prompts made of more than its fields.
+        Raises BadRecord, and ConfigError if the settings in run.json are damaged."""
+        settings = {name: self.settings.get(f"dataset.{name}") for name in CONTENT_SETTINGS}
+        kind, id_field = self.settings.get("dataset.kind"), self.settings.get("dataset.id_field")
+        config = DatasetFields(**{name: value for name, value in settings.items() if value is not None})  # pyright: ignore
+        content = None
+        if kind == "prompt":
+            content = Content(prompt=str(self.settings.get("dataset.prompt")))
+        elif kind in QUESTION_KINDS and isinstance(turns := fields.get("turns"), list) and turns:
+            content = make_turns_content(turns if self.settings.get("dataset.turns") == "all" else turns[:1], "turn")
+        elif kind == "openai_batch":
+            url, body = parse_endpoint(fields.get("url")), fields.get("body")
+            content = ENDPOINTS[url](body)[0] if url in ENDPOINTS and isinstance(body, dict) else None
+        elif kind == "tasks":
+            content = Content(prompt=read_prompt(fields, "prompt"))
+        elif kind in FILE_KINDS:
+            known = {**fields, id_field: row_id} if isinstance(id_field, str) else fields
+            content = make_content_reader(config, lambda _: ())(known)
+            if self._examples is not None:
+                content = replace(content, prompt=f"[{self._examples}]\n\n{content.prompt}")
+        is_chat = content is not None and (config.chat_template or content.messages is not None)
+        return to_chat_content(content, config) if is_chat and content is not None else content
+
+    def _format(self, content: Content) -> tuple[str, str | None]:
+        """Formats a request as text, with a note about what is around it."""
+        notes = list[str]()
+        if self._examples is not None:
+            notes.append(f"It begins with {self._examples}, which the run did not keep.")
+        if content.prompt_ids is not None:
+            text = f"[{len(content.prompt_ids):,} token ids]"
+        elif content.messages is None:
+            text = content.prompt
         else:
-            likely = [*(settings.get(key) for key in PROMPT_SETTINGS), "turns"]
-            candidates = {key: value for field in likely for key, value in inputs.items() if value[0] == field}
-            if candidates:
-                return _Prompts(columns=candidates)
-        return _Prompts(columns=inputs, is_listed=True)
+            notes.append("A chat: the model's chat template was applied to these messages.")
+            messages = [_format_message(message) for message in content.messages]
+            if tools := content.template_kwargs.get("tools"):
+                messages.insert(0, f"tools: {json.dumps(tools, ensure_ascii=False)}")
+            if self.turn > 1:
+                messages.append(f"[the answers and questions before turn {self.turn}, in the runs of these turns]")
+                messages += [f"user: {text}" for text in content.later_turns[self.turn - 2 : self.turn - 1]]
+            text = "\n\n".join(messages)
+        return text, " ".join(notes) or None
 
-    def prompt_text(self, row: Mapping[str, Any]) -> str | None:
-        """The prompt of a row; None if there is none."""
-        if self.template is not None:
-            fields = {
-                name: json.loads(str(row[key])) if is_json and row[key] is not None else row[key]
-                for key, (name, is_json) in self.columns.items()
-            }
-            with suppress(BadRecord):
-                return self.prefix + self.template.fill(fields)
-            return None
-        columns = self.columns.items()
-        texts = {name: _format_value(row[key], is_json) for key, (name, is_json) in columns if row[key] is not None}
-        if self.is_listed:
-            return "\n".join(f"{name}: {text}" for name, text in texts.items()) or None
-        return next(iter(texts.values()), None)
+    @property
+    def _examples(self) -> str | None:
+        """The few-shot examples in words; None without any."""
+        path = self.settings.get("dataset.few_shot_path")
+        return None if path is None else f"{self.settings.get('dataset.num_examples')} examples from {path}"
 
 
-def _is_column_of(name: str, field: str) -> bool:
-    """True if a field of a template is this column, or is nested in its values."""
-    return field == name or field.startswith(f"{name}.")
+def _format_message(message: Message) -> str:
+    rest = {key: value for key, value in message.items() if key not in ("role", "content")}
+    text = f"{message.get('role')}: {message.get('content')}"
+    return f"{text}\n{json.dumps(rest, ensure_ascii=False)}" if rest else text
 
 
-def _format_value(value: object, is_json: bool) -> str:
-    """Formats a prompt: all messages of a chat, the first of several turns."""
-    if not is_json:
-        return str(value)
-    loaded = json.loads(str(value))
-    if isinstance(loaded, list) and loaded and all(isinstance(message, dict) for message in loaded):
-        return "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in loaded)
-    if isinstance(loaded, list) and loaded and isinstance(loaded[0], str):
-        return loaded[0]
-    return loaded if isinstance(loaded, str) else str(value)
+def _list_fields(fields: Fields) -> str:
+    return "\n".join(
+        f"{name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
+        for name, value in fields.items()
+        if value is not None
+    )

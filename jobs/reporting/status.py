@@ -1,14 +1,12 @@
-"""The progress of runs, and the speed of their workers.
-
-A worker is a process that computes blocks; its lease is a file with the block that it computes now. Progress comes from
-the names of parts, the plan and leases. Speed comes from the passes of recent parts. No rows are read, so it is fast
-for large runs.
-"""
+"""Progress of runs, evaluations and batches, from the names of parts, the plan and leases; speed of workers, from the
+passes of recent parts. Reads no rows, so it is fast for large runs."""
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +17,8 @@ from ..files.locks import format_holder
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_regular_file
 from ..record.run_reader import RunReader, is_locked
 from ..record.unfinished import LeasedBlock, format_slurm_ids, leased_blocks
+from .directories import EvaluationDirectory, Found, Metric, ServerDirectory
+from .text_tables import METRIC_HEAD, format_columns, metric_cells
 
 log = logging.getLogger(__name__)
 NUM_RECENT_PARTS, NUM_PACE_PARTS = 100, 20  # last parts for the speeds of workers, and for that of a run without leases
@@ -185,14 +185,135 @@ def read_status(run: RunReader) -> RunStatus:
     )
 
 
-def format_text(statuses: Sequence[RunStatus]) -> str:
-    """Formats the progress of each run, with a line for each worker."""
-    return "\n\n".join("\n".join(_format_lines(status)) for status in statuses)
+@dataclass(frozen=True, kw_only=True)
+class EvaluationStatus:
+    """Status of an evaluation. `state`: done, running or interrupted. `metrics`: empty before the end."""
+
+    evaluation: str
+    state: str
+    model: str
+    tasks: Sequence[str]
+    runs: Sequence[RunStatus]
+    metrics: Sequence[Metric]
 
 
-def format_json(statuses: Sequence[RunStatus]) -> str:
-    """Formats a JSON list with an object for each run."""
-    return json.dumps([_to_plain(status) for status in statuses], indent=2)
+@dataclass(frozen=True, kw_only=True)
+class BatchStatus:
+    """Status of a batch. `state`: of OpenAI's API. `problem`: the message of a failed batch. `run`: None before it has
+    started."""
+
+    batch: str
+    state: str
+    num_requests: int | None
+    problem: str | None
+    run: RunStatus | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerStatus:
+    server: str
+    batches: Sequence[BatchStatus]
+
+
+AnyStatus: TypeAlias = RunStatus | EvaluationStatus | ServerStatus
+
+
+def read_statuses(found: Found) -> list[AnyStatus]:
+    """The status of each run, evaluation and server. Raises DamagedRunError if a plan cannot be read."""
+    return [
+        *map(read_status, found.runs),
+        *map(_read_evaluation, found.evaluations),
+        *map(_read_server, found.servers),
+    ]
+
+
+def _read_evaluation(directory: EvaluationDirectory) -> EvaluationStatus:
+    return EvaluationStatus(
+        evaluation=str(directory.path),
+        state=directory.state,
+        model=directory.model,
+        tasks=directory.tasks,
+        runs=[read_status(run) for run in directory.runs],
+        metrics=directory.metrics,
+    )
+
+
+def _read_server(directory: ServerDirectory) -> ServerStatus:
+    batches = [
+        BatchStatus(
+            batch=batch.id,
+            state=batch.status,
+            num_requests=batch.total,
+            problem=batch.problem,
+            run=None if batch.run is None else read_status(batch.run),
+        )
+        for batch in directory.batches
+    ]
+    return ServerStatus(server=str(directory.path), batches=batches)
+
+
+def format_text(statuses: Sequence[AnyStatus]) -> str:
+    """Formats the progress of each run and a line for each of its workers; those of an evaluation with its metrics; a
+    line for each batch, and the progress of unfinished ones."""
+    return "\n\n".join("\n".join(_format_any(status)) for status in statuses)
+
+
+def format_json(statuses: Sequence[AnyStatus]) -> str:
+    """Formats a JSON list with an object for each run, evaluation and server."""
+    return json.dumps([_to_plain_any(status) for status in statuses], indent=2)
+
+
+def _format_any(status: AnyStatus) -> list[str]:
+    if isinstance(status, RunStatus):
+        return _format_lines(status)
+    return _format_evaluation(status) if isinstance(status, EvaluationStatus) else _format_server(status)
+
+
+def _format_evaluation(status: EvaluationStatus) -> list[str]:
+    lines = [
+        f"{status.evaluation}: {status.state}",
+        f"model   {status.model}",
+        f"tasks   {', '.join(status.tasks) or 'unknown'}",
+    ]
+    if status.metrics:
+        lines += ["", *format_columns(METRIC_HEAD, [metric_cells(metric) for metric in status.metrics])]
+    for run in status.runs:
+        lines += ["", *_format_lines(run)]
+    if not status.runs:
+        lines.append("no run yet")
+    return lines
+
+
+def _format_server(status: ServerStatus) -> list[str]:
+    counts = Counter(batch.state for batch in status.batches)
+    states = ", ".join(f"{number:,} {state}" for state, number in counts.items())
+    lines = [f"{status.server}: {len(status.batches):,} batch{'es' if len(status.batches) != 1 else ''}: {states}"]
+    rows = [
+        [batch.batch, batch.state, _format_progress(batch), "-" if batch.run is None else batch.run.run]
+        for batch in status.batches
+    ]
+    lines += format_columns(("batch", "status", "rows", "run"), rows)
+    for batch in status.batches:
+        if batch.problem is not None:
+            lines += ["", f"{batch.batch} failed: {batch.problem}"]
+        elif batch.run is not None and batch.run.state != "done":
+            lines += ["", *_format_lines(batch.run)]
+    return lines
+
+
+def _format_progress(batch: BatchStatus) -> str:
+    done = batch.run.num_rows_done if batch.run is not None else 0
+    return f"{done:,}" if batch.num_requests is None else f"{done:,} of {batch.num_requests:,}"
+
+
+def _to_plain_any(status: AnyStatus) -> dict[str, object]:
+    if isinstance(status, RunStatus):
+        return _to_plain(status)
+    if isinstance(status, EvaluationStatus):
+        metrics, runs = [asdict(metric) for metric in status.metrics], [_to_plain(run) for run in status.runs]
+        return {**vars(status), "runs": runs, "metrics": metrics}
+    batches = [{**vars(batch), "run": None if batch.run is None else _to_plain(batch.run)} for batch in status.batches]
+    return {**vars(status), "batches": batches}
 
 
 def _to_plain(status: RunStatus) -> dict[str, object]:

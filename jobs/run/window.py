@@ -2,7 +2,6 @@
 numbered across all windows; those of a new plan begin at 0 and are renumbered."""
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,6 @@ from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.planner import RunPlan
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.timeline import make_timeline, schedule_text
-from runtime.trace import Span
 
 from ..files.publishing import publish, write_all
 from ..pictures.trace_file import tracing
@@ -50,14 +48,6 @@ class PredictedSpans:
             return PredictedSpans(passes=dict.fromkeys(Phase, last))
         decode = {Phase.decode: last} if len(timeline.passes) > 1 else {}
         return PredictedSpans(passes={Phase.prefill: first, **decode})
-
-    def spans_at(self, phase: Phase, begin: float) -> list[Span]:
-        """The predicted spans of a pass that began at second `begin`."""
-        simulated = self.passes.get(phase)
-        if simulated is None:
-            return []
-        offset = begin - simulated.begin
-        return [Span(s.resource, str(s.action), s.begin + offset, s.end + offset) for s in simulated.spans]
 
 
 log = logging.getLogger(__name__)
@@ -175,14 +165,14 @@ class WindowRun:
                         return store
 
     def _make_trace_writer(
-        self, plan: RunPlan, batch: RequestBatch, write: Callable[[Sequence[Span]], None]
+        self, plan: RunPlan, batch: RequestBatch, write: Callable[[SimulatedPass | None], None]
     ) -> Callable[[PassRecord], None]:
-        """Returns a callback that adds the predicted spans of a finished pass to the trace."""
+        """Returns a callback that adds a finished pass, and the one predicted for it, to the trace."""
         if self._context.runtime.trace is None:
             return ignore_pass
         shape, sizes = self._context.runtime.model.shape, [request.size for request in batch.computed]
         predicted = PredictedSpans.from_plan(shape, plan, sizes)
-        return lambda record: write(predicted.spans_at(record.phase, time.monotonic() - record.seconds))
+        return lambda record: write(predicted.passes.get(record.phase))
 
     def _make_feedback(self, batch: RequestBatch) -> Feedback | None:
         """The feedback of a searched policy in waves; None for other policies, workers and ranks."""

@@ -150,7 +150,7 @@ class Engine:
             drawn = self._device.to_host([lane.sample() for lane in batch.lanes])  # a decode pass waits only here
         counts = PassCounts.total([lane.end_pass(part) for lane, part in zip(batch.lanes, drawn, strict=True)])
         times = self._monitor.take_times(self._streams.counters)
-        return PassRecord(
+        record = PassRecord(
             block=batch.block,
             index=batch.index,
             phase=batch.phase,
@@ -162,6 +162,8 @@ class Engine:
             peak_host_bytes=peak_resident_bytes(self._device.num_sharers),
             peak_device_bytes=self._device.peak_bytes(),
         )
+        self._monitor.trace_pass(record.phase.value, begin, record.seconds, counts.num_sequences)
+        return record
 
     def _weights(self, stage: int) -> Weights:
         """The stage's weights in compute memory. Views are cached by stage and slot, as a stage's offsets in a slot do

@@ -10,7 +10,7 @@ from typing import TypeVar
 from ..resources import Resource
 from ..stream.clock import Moment, StreamCounters
 from ..stream.device import ComputeDevice
-from ..trace import Trace
+from ..trace import Trace, TracedPass
 from .records import StageTimes
 
 T = TypeVar("T")
@@ -37,11 +37,11 @@ class PassMonitor:
         """Marks the start of compute on the device's stream, after all work queued there."""
         return self._device.clock.begin(self._stream)
 
-    def end_compute(self, stage: int, action: object, begin: Moment) -> None:
+    def end_compute(self, stage: int, action: object, begin: Moment, num_rows: int = 0) -> None:
         def computed(begin: float, end: float) -> None:
             self._compute[stage] += end - begin
             if self._trace is not None:
-                self._trace.span(Resource.compute, str(action), begin, end)
+                self._trace.span(Resource.compute, str(action), begin, end, num_rows=num_rows)
 
         self._device.clock.end(begin, computed, self._stream)
 
@@ -49,7 +49,7 @@ class PassMonitor:
         """Ends inline attention. It is part of the lane's action, so it has no span of its own."""
         self._device.clock.end(begin, partial(self._add_attention, stage), self._stream)
 
-    def timed(self, stage: int, action: object, compute: Callable[[], T]) -> Callable[[], T]:
+    def timed(self, stage: int, action: object, compute: Callable[[], T], num_rows: int = 0) -> Callable[[], T]:
         """Wraps `compute` for a CPU worker: a call records its time in the monitor and the trace."""
 
         def timed() -> T:
@@ -58,7 +58,7 @@ class PassMonitor:
             end = time.monotonic()
             self._add_attention(stage, begin, end)
             if self._trace is not None:
-                self._trace.span(Resource.cpu_attention, str(action), begin, end)
+                self._trace.span(Resource.cpu_attention, str(action), begin, end, num_rows=num_rows)
             return result
 
         return timed
@@ -70,6 +70,10 @@ class PassMonitor:
         if self._trace is not None:
             self._trace.span(Resource.cpu_attention, name, begin, time.monotonic())
         return result
+
+    def trace_pass(self, phase: str, begin: float, seconds: float, num_rows: int) -> None:
+        if self._trace is not None:
+            self._trace.add_pass(TracedPass(phase, begin, begin + seconds, num_rows))
 
     def take_times(self, streams: Rows[Callable[[], StreamCounters]]) -> StageTimes:
         """The times since the last call, including the counters of the streams."""

@@ -167,7 +167,7 @@ class Player:
                 break
             event = self._lanes[lane].advance(self._answer(stage, event))
         self._events[lane] = event
-        self._monitor.end_compute(stage, action, begin)
+        self._monitor.end_compute(stage, action, begin, len(self._lanes[lane].sequences))
 
     def _answer(self, stage: int, event: Event) -> Answer:
         if isinstance(event, NeedStage):
@@ -218,7 +218,8 @@ class Player:
         event = self._events[lane]
         if isinstance(event, NeedAttention) and event.is_decode:  # some layers have no attention
             assert self._streams.workers is not None, f"'{action}': there are no CPU workers"
-            compute = self._monitor.timed(stage, action, event.compute)
+            num_rows = len(self._lanes[lane].sequences)
+            compute = self._monitor.timed(stage, action, event.compute, num_rows)
             self._pending_attention[lane] = self._streams.workers.submit(compute)
 
     def _attend_inline(self, stage: int, event: NeedAttention) -> torch.Tensor:
@@ -232,7 +233,8 @@ class Player:
         if waiting:
             begin = self._monitor.begin_compute()
             answers = self._experts.run(action.stage_index, [event for _, event in waiting])
-            self._monitor.end_compute(action.stage_index, action, begin)
+            num_rows = sum(len(self._lanes[lane].sequences) for lane, _ in waiting)
+            self._monitor.end_compute(action.stage_index, action, begin, num_rows)
             self._expert_outputs = {lane: answer for (lane, _), answer in zip(waiting, answers, strict=True)}
 
     def _fetch(self, action: Action) -> None:

@@ -129,7 +129,7 @@ class RecordedPasses:
     def _replay(self, lane: PackedLane, logits_BV: torch.Tensor, replay: Callable[[], None]) -> None:
         begin = self._monitor.begin_compute()
         replay()
-        self._monitor.end_compute(self._last_stage, "replay", begin)
+        self._monitor.end_compute(self._last_stage, "replay", begin, len(lane.sequences))
         lane.take_logits(logits_BV)
 
     def _compute(self, lane: PackedLane) -> torch.Tensor:

@@ -153,6 +153,8 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
     shape, placement, device, trace = setup.model.shape, setup.placement, setup.device, setup.trace
     cache = setup.weight_cache or WeightCache()
     cache.drop_unused(shape, placement)
+    if trace is not None:
+        trace.stage_names = [stage.name for stage in shape.stages]
     first = shape.layers[0].index
     if placement.host_layers:
         prepare_attention(setup.model)  # a policy search may have chosen host attention

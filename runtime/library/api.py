@@ -409,6 +409,8 @@ class Runtime(Closing):
                         log.debug("running the first pass as a trial, to test that memory suffices")
                         session.probe(requests)
                         self.require_within_budget(plan)
+                        if self.trace is not None:
+                            self.trace.discard()
                 except (MemoryError, OSError, RuntimeError) as error:
                     if not is_out_of_memory(error):
                         raise

@@ -16,7 +16,7 @@ from ..plan.placement.kv import PART_ALIGNMENT_BYTES, STORES_IN_FLIGHT, Exchange
 from ..resources import Resource
 from ..trace import Trace
 from ..units import round_up
-from .clock import StreamCounters, TimingCallback
+from .clock import StreamCounters
 from .device import ComputeDevice, CopyPart, Event
 
 
@@ -120,13 +120,13 @@ class HostExchange:
         round_trip = RoundTrip(self, layer, memory, tensors, out)
         memory.produced.record(self._device.compute_stream())
         copies = [CopyPart(source, target) for source, target in zip(tensors, memory.views(tensors), strict=True)]
-        self._counters.bytes_returned += self._copy_to_host("send", layer, copies, memory.produced)
+        self._counters.bytes_returned += self._copy(Resource.device_to_host, "send", layer, copies, memory.produced)
         memory.arrived.record(self._to_host)
         return round_trip
 
     def send_output(self, layer: int, output: CopyPart, memory: RoundTripMemory) -> None:
         """Queues the copy of an output to compute memory. Any thread may call it."""
-        self._copy_to_device("answer", layer, [output], memory.produced)
+        self._copy(Resource.host_to_device, "answer", layer, [output], memory.produced)
         memory.returned.record(self._to_device)
 
     def receive_output(self, memory: RoundTripMemory, output_bytes: int) -> None:
@@ -140,7 +140,7 @@ class HostExchange:
         while len(self._pending_stores) >= STORES_IN_FLIGHT:  # limits the sources that must stay alive
             self._device.compute_waits_for(self._pending_stores.popleft()[0])
         self._queued.record(self._device.compute_stream())
-        self._counters.bytes_returned += self._copy_to_host("store", layer, copies, self._queued)
+        self._counters.bytes_returned += self._copy(Resource.device_to_host, "store", layer, copies, self._queued)
         stored = self._device.new_event()
         stored.record(self._to_host)
         self._pending_stores.append((stored, copies))
@@ -151,7 +151,7 @@ class HostExchange:
         self._queued.record(self._device.compute_stream())
         if self._to_device is not None and self._pending_stores:
             self._device.wait(self._to_device, self._pending_stores[-1][0])  # the host bytes may be still on their way
-        self._counters.bytes_copied += self._copy_to_device("load", layer, copies, self._queued)
+        self._counters.bytes_copied += self._copy(Resource.host_to_device, "load", layer, copies, self._queued)
         self._loaded.record(self._to_device)
         self._device.compute_waits_for(self._loaded)
 
@@ -160,23 +160,16 @@ class HostExchange:
         counters, self._counters = self._counters, StreamCounters()
         return counters
 
-    def _copy_to_host(self, verb: str, layer: int, copies: Iterable[CopyPart], after: Event) -> int:
-        count_copy = partial(self._count_copy, Resource.device_to_host, verb, layer)
-        return self._copy(copies, self._to_host, after, count_copy)
-
-    def _copy_to_device(self, verb: str, layer: int, copies: Iterable[CopyPart], after: Event) -> int:
-        return self._copy(
-            copies, self._to_device, after, partial(self._count_copy, Resource.host_to_device, verb, layer)
-        )
-
-    def _copy(self, copies: Iterable[CopyPart], on: torch.Stream | None, after: Event, then: TimingCallback) -> int:
+    def _copy(self, row: Resource, verb: str, layer: int, copies: Iterable[CopyPart], after: Event) -> int:
         """Queues copies, which are timed together. Returns their bytes."""
         parts = list(copies)
-        self._device.copy_all(parts, on=on, after=after, then=then)
-        return sum(part.source.nbytes for part in parts)
+        num_bytes = sum(part.source.nbytes for part in parts)
+        on = self._to_host if row is Resource.device_to_host else self._to_device
+        self._device.copy_all(parts, on=on, after=after, then=partial(self._count_copy, row, verb, layer, num_bytes))
+        return num_bytes
 
-    def _count_copy(self, row: Resource, verb: str, layer: int, begin: float, end: float) -> None:
+    def _count_copy(self, row: Resource, verb: str, layer: int, num_bytes: int, begin: float, end: float) -> None:
         stage = self._first_stage + layer
         self._counters.copies[stage] += end - begin
         if self._trace is not None and end > begin:
-            self._trace.span(row, f"{verb} {stage}{self._label}", begin, end)
+            self._trace.span(row, f"{verb} {stage}{self._label}", begin, end, num_bytes=num_bytes)

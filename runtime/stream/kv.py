@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from ..store.transfer import PendingTransfer
 from ..trace import Trace
 from .clock import StreamCounters
 from .device import ComputeDevice, CopyPart, Event
+
+OnCopy: TypeAlias = Callable[[Resource, int, int, float, float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +82,8 @@ class PageRun(NamedTuple):
 class PinnedPages:
     """KV pages of the tier `cpu`, in pinned memory. A layer's memory is divided into segments. Not thread-safe."""
 
-    def __init__(self, layout: KVLayout, device: ComputeDevice, on_copy: Callable[[Resource, int, float, float], None]):
-        """`on_copy` is called with the resource, layer, begin and end (seconds) of each copy."""
+    def __init__(self, layout: KVLayout, device: ComputeDevice, on_copy: OnCopy):
+        """`on_copy` is called with the resource, layer, bytes, begin and end (seconds) of each copy."""
         self._layout, self._device, self._on_copy = layout, device, on_copy
         self._fetch_stream, self._store_stream = device.new_stream(), device.new_stream()
         self._segments = {
@@ -107,7 +109,7 @@ class PinnedPages:
         runs = find_page_runs(numbers[stored_indices], stored_indices, self._segment_pages(layer))
         parts = [CopyPart(self._run_memory(layer, run), run.slot_bytes(slot, stride)) for run in runs]
         if parts:
-            on_copy = partial(self._on_copy, Resource.host_to_device, layer)
+            on_copy = partial(self._on_copy, Resource.host_to_device, layer, len(stored_indices) * stride)
             self._device.copy_all(parts, on=self._fetch_stream, after=slot.free, then=on_copy)
         slot.ready.record(self._fetch_stream)
         return len(stored_indices) * stride
@@ -116,7 +118,7 @@ class PinnedPages:
         """Queues copies of pages from the slot to the tier; they begin after `slot.free`, which is then recorded again
         at their end. `slot_indices`: page number -> index in the slot. Returns the bytes to copy."""
         stride = self._layout.stride_bytes(layer)
-        on_copy = partial(self._on_copy, Resource.device_to_host, layer)
+        on_copy = partial(self._on_copy, Resource.device_to_host, layer, len(slot_indices) * stride)
         numbers = np.array([*slot_indices], np.int64)
         runs = find_page_runs(numbers, np.array([*slot_indices.values()], np.int64), self._segment_pages(layer))
         parts = [CopyPart(run.slot_bytes(slot, stride), self._run_memory(layer, run)) for run in runs]
@@ -172,7 +174,7 @@ class DiskPages:
         layout: KVLayout,
         device: ComputeDevice,
         file: KVFile,
-        on_copy: Callable[[Resource, int, float, float], None],
+        on_copy: OnCopy,
     ):
         """`on_copy`: see `PinnedPages`. Times of reads and writes are in `KVSlot.pending_fetch` and `pending_store`."""
         self._layout, self._device, self._file, self._on_copy = layout, device, file, on_copy
@@ -194,7 +196,7 @@ class DiskPages:
         Returns the bytes to copy from the device."""
         stride = self._layout.stride_bytes(layer)
         if slot.is_staged:
-            on_copy = partial(self._on_copy, Resource.device_to_host, layer)
+            on_copy = partial(self._on_copy, Resource.device_to_host, layer, len(slot_indices) * stride)
             runs = [slice(run.start * stride, run.stop * stride) for run in layer_ranges(slot_indices.values())]
             parts = [CopyPart(slot.buffer[part], slot.staging[part]) for part in runs]
             self._device.copy_all(parts, on=self._store_stream, after=slot.free, then=on_copy)
@@ -228,7 +230,8 @@ class DiskPages:
         pending.wait()
         if slot.is_staged:
             num_bytes = len(pages) * self._layout.stride_bytes(layer)
-            on_copy, source = partial(self._on_copy, Resource.host_to_device, layer), slot.staging[:num_bytes]
+            on_copy = partial(self._on_copy, Resource.host_to_device, layer, num_bytes)
+            source = slot.staging[:num_bytes]
             self._device.copy(source, slot.buffer[:num_bytes], on=self._fetch_stream, after=slot.free, then=on_copy)
             slot.ready.record(self._fetch_stream)
         return pending
@@ -359,7 +362,7 @@ class KVStream:
             timing = self._wait(slot.pending_fetch, layer).timing
             self._counters.bytes_read += timing.num_bytes
             self._counters.reads[self._first_stage + layer] += timing.end - timing.begin
-            self._trace_span(Resource.disk, "fetch", layer, timing.begin, timing.end)
+            self._trace_span(Resource.disk, "fetch", layer, timing.num_bytes, timing.begin, timing.end)
             slot.pending_fetch = None
 
     def _wait(self, pending: Future[PendingTransfer], layer: int) -> PendingTransfer:
@@ -377,13 +380,14 @@ class KVStream:
             if store is not None and store.written is not None and store.written.done():
                 timing = store.written.result().timing
                 self._counters.bytes_written += timing.num_bytes
-                self._trace_span(Resource.disk, "store", store.layer, timing.begin, timing.end)
+                self._trace_span(Resource.disk, "store", store.layer, timing.num_bytes, timing.begin, timing.end)
                 slot.pending_store = None
 
-    def _count_copy(self, row: Resource, layer: int, begin: float, end: float) -> None:
+    def _count_copy(self, row: Resource, layer: int, num_bytes: int, begin: float, end: float) -> None:
         self._counters.copies[self._first_stage + layer] += end - begin
-        self._trace_span(row, "fetch" if row is Resource.host_to_device else "store", layer, begin, end)
+        verb = "fetch" if row is Resource.host_to_device else "store"
+        self._trace_span(row, verb, layer, num_bytes, begin, end)
 
-    def _trace_span(self, row: Resource, verb: str, layer: int, begin: float, end: float) -> None:
+    def _trace_span(self, row: Resource, verb: str, layer: int, num_bytes: int, begin: float, end: float) -> None:
         if self._trace is not None and end > begin:
-            self._trace.span(row, f"{verb} {self._first_stage + layer}", begin, end)
+            self._trace.span(row, f"{verb} {self._first_stage + layer}", begin, end, num_bytes=num_bytes)

@@ -220,7 +220,8 @@ class WeightStream:
                 yield stage, page, read
 
     def _queue_copy(self, stage: int, page: int, slot: Slot, parts: Sequence[CopyPart], is_last: bool) -> None:
-        self._device.copy_ahead(parts, after=slot.free, then=partial(self._count_copy, stage, page))
+        num_bytes = sum(part.source.nbytes for part in parts)
+        self._device.copy_ahead(parts, after=slot.free, then=partial(self._count_copy, stage, page, num_bytes))
         if is_last:
             slot.ready.record(self._device.copy_stream)  # after the stage's last page
 
@@ -234,7 +235,7 @@ class WeightStream:
         timing = read.timing
         self._counters.bytes_read += timing.num_bytes
         self._counters.reads[self._counter_index(stage)] += timing.end - timing.begin
-        self._trace_span(Resource.disk, "read", stage, page, timing.begin, timing.end)
+        self._trace_span(Resource.disk, "read", stage, page, timing.begin, timing.end, timing.num_bytes)
         if (gathered := self._reader.gather_timing(read)) is not None:
             self._trace_span(Resource.host_to_device, "gather", stage, page, gathered.begin, gathered.end)
 
@@ -244,14 +245,16 @@ class WeightStream:
         read.wait()
         self._counters.stalls[self._counter_index(stage)] += time.monotonic() - begin
 
-    def _count_copy(self, stage: int, page: int, begin: float, end: float) -> None:
+    def _count_copy(self, stage: int, page: int, num_bytes: int, begin: float, end: float) -> None:
         self._counters.copies[self._counter_index(stage)] += end - begin
-        self._trace_span(Resource.host_to_device, "copy", stage, page, begin, end)
+        self._trace_span(Resource.host_to_device, "copy", stage, page, begin, end, num_bytes)
 
-    def _trace_span(self, row: Resource, verb: str, stage: int, page: int, begin: float, end: float) -> None:
+    def _trace_span(
+        self, row: Resource, verb: str, stage: int, page: int, begin: float, end: float, num_bytes: int = 0
+    ) -> None:
         if self._trace is not None:
             target = self._stage_name(stage) + (f"#{page}" if self._num_pages > 1 else "")
-            self._trace.span(row, f"{verb} {target}", begin, end)
+            self._trace.span(row, f"{verb} {target}", begin, end, num_bytes=num_bytes)
 
     def _count_wait(self, stage: int, begin: float, end: float) -> None:
         self._counters.stalls[self._counter_index(stage)] += end - begin

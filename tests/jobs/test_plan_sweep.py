@@ -126,8 +126,10 @@ def test_totals_are_in_the_picture_where_nothing_decodes(tmp_path: Path, monkeyp
 def test_a_timeline_reads_back_like_the_trace_of_a_run(tmp_path: Path) -> None:
     which = write_timeline(plan(*SMALL, "offload.resident_layers=0"), tmp_path)
     assert which == "prefill pass 1 of 1 and decode passes 1 to 3 of 31 of the first block"
-    spans = read_trace(tmp_path / "timeline.json")
-    assert {"copy 1", "run 1.0"} <= {span.name for span in spans}
+    traced = read_trace(tmp_path / "timeline.json")
+    assert {"copy 1", "run 1.0"} <= {span.name for span in traced.spans}
+    assert [each.name for each in traced.passes] == ["prefill pass", *(f"decode pass {i}" for i in (1, 2, 3))]
+    assert '"stage": "layer 0"' in (tmp_path / "timeline.json").read_text()
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -13,7 +13,8 @@ from jobs.files.locks import RunLock
 from jobs.record.run_reader import find_runs
 from jobs.reporting.config import ReportConfig
 from jobs.reporting.figures import RunFigures
-from jobs.reporting.overview import differing_keys, make_overview, write_overview
+from jobs.reporting.overview import make_overview, write_overview
+from jobs.reporting.settings import differing_keys, effective_settings
 from runtime.errors import ConfigError
 from runtime.units import GIB
 from tests.jobs.part_support import PASSES
@@ -44,7 +45,7 @@ def test_a_line_holds_what_the_passes_come_to(case: ShardedRun) -> None:
         "tokens", "peak memory",
     ]  # fmt: skip
     # 16 rows in 4 blocks, each of 2 passes of half a second: 4 prompt tokens in one, 3 useful tokens in the other
-    assert lines["shard 0 of 3"] == ["done", "16", "0", "4 s", "4 s", "240.0", "8.0", "6.0", "24", "0 B"]
+    assert lines["shard 0 of 3"] == ["done", "16", "0", "4 s", "4 s", "240.0", "8.0", "6.0", "24", "unknown"]
 
 
 def test_shards_stand_under_their_run_with_their_states(case: ShardedRun) -> None:
@@ -88,7 +89,7 @@ def test_settings_that_differ_are_columns_and_those_that_are_alike_are_none(tmp_
         (tmp_path / name / "x-00000-of-00003").rename(tmp_path / name / name)
     table = make_overview(figures(tmp_path / "*" / "[abc]"))
     assert table.keys == ["policy.kind", "sampling.temperature"]
-    assert table.text().splitlines()[0].split()[:4] == ["run", "kind", "temperature", "state"]
+    assert table.text(200).splitlines()[0].split()[:4] == ["run", "policy.kind", "sampling.temperature", "state"]
     assert "| fixed\\|<b> |" in table.markdown()
     assert table.table()["sampling.temperature"].to_pylist() == ["", "0.7", ""]
 
@@ -106,6 +107,34 @@ def test_a_setting_of_many_lines_stays_in_its_line(tmp_path: Path) -> None:
 def test_a_key_that_an_older_run_lacks_has_its_default() -> None:
     assert differing_keys([{"model.compile": False}, {}]) == []
     assert differing_keys([{"model.compile": True}, {}]) == ["model.compile"]
+
+
+def test_settings_without_effect_in_a_run_are_blank_and_of_none_not_shown() -> None:
+    csv = {"dataset.kind": "csv", "dataset.path": "a.csv", "dataset.template": "{q}", "dataset.prompt_field": "prompt"}
+    few = {"dataset.few_shot_path": "b.csv", "dataset.few_shot_template": "{q}", "dataset.num_examples": 2}
+    plain = {**csv, "dataset.num_examples": 5, "dataset.few_shot_path": None, "dataset.few_shot_template": None}
+    prompt = {"dataset.kind": "prompt", "dataset.prompt": "Hello", "dataset.num_examples": 5, "dataset.path": None}
+    assert "dataset.num_examples" not in effective_settings(plain)
+    assert "dataset.num_examples" in effective_settings({**csv, **few})
+    assert "dataset.prompt_field" not in effective_settings(csv), "the template takes its place"
+    assert differing_keys([plain, prompt]) == ["dataset.path", "dataset.prompt", "dataset.template"]
+    assert "dataset.num_examples" in differing_keys([{**csv, **few}, plain])
+
+
+def test_a_table_is_no_wider_than_the_screen_and_shortens_digests(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        ShardedRun(folder=tmp_path / name, identity={"weights": name * 64, "offload.cache_dir": name * 39}).finish(0)
+        (tmp_path / name / "x-00000-of-00003").rename(tmp_path / name / name)
+    table = make_overview(figures(tmp_path / "*" / "[ab]"))
+    for width in (80, 120):
+        text = table.text(width)
+        assert max(map(len, text.splitlines())) <= width
+        parts = [part.splitlines() for part in text.split("\n\n")]
+        assert len(parts) > 1
+        assert len({tuple(line.split("  ")[0] for line in part) for part in parts}) == 1, "each begins with the runs"
+    assert "a" * 10 + " " in table.text()
+    assert "a" * 41 not in table.text()
+    assert "\n\n" not in table.text(300)
 
 
 def test_the_files_of_a_report_hold_plain_numbers_a_table_and_a_picture(case: ShardedRun, tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 import pytest
 
+from jobs.pictures.trace_file import TracedProcess
 from jobs.record.passes import PassRow
-from jobs.reporting.charts import NUM_BINS, PHASES, busy_shares, round_axis_limit
+from jobs.reporting.charts import NUM_BINS, PHASES, make_busy_strips, round_axis_limit
 from jobs.reporting.page import ENVIRONMENT
 from runtime.resources import Resource
-from runtime.trace import Span
+from runtime.trace import Span, TracedPass
 from tests.jobs.parsed_html import Parsed, outside
 
 
@@ -29,10 +30,21 @@ def test_bins_share_out_tokens_and_time_as_passes_lasted() -> None:
     assert decode == pytest.approx([None] * quarter + [10 / 3] * 3 * quarter)
 
 
-def test_a_resource_is_busy_once_however_many_of_its_spans_overlap() -> None:
-    spans = [Span(Resource.disk, "a", 0.0, 1.0), Span(Resource.disk, "b", 0.5, 1.5), Span(Resource.disk, "c", 3.0, 4.0)]
-    assert sum(busy_shares(spans, 4.0)) / NUM_BINS == pytest.approx(2.5 / 4)
-    assert max(busy_shares(spans, 4.0)) <= 1.0
+SPANS = [Span(Resource.disk, "a", 1.0, 2.0), Span(Resource.disk, "b", 1.5, 2.5), Span(Resource.disk, "c", 4.0, 5.0)]
+
+
+def test_a_strip_begins_at_the_first_action_and_shows_overlapping_spans_once() -> None:
+    strips = make_busy_strips(TracedProcess(spans=SPANS))
+    assert list(strips) == ["disk"]
+    assert sum(strips["disk"].shares) / NUM_BINS == pytest.approx(2.5 / 4)
+    assert strips["disk"].shares[0] == 1.0
+    assert max(strips["disk"].shares) <= 1.0
+
+
+def test_the_mean_of_a_strip_is_over_the_time_in_passes() -> None:
+    """As in the summary of a run: time before and between passes does not count, readers add up."""
+    passes = [TracedPass("prefill pass 0", 1.0, 2.5), TracedPass("decode pass 1", 4.0, 4.5)]
+    assert make_busy_strips(TracedProcess(spans=SPANS, passes=passes))["disk"].mean == pytest.approx(3.0 / 2.0)
 
 
 @pytest.mark.parametrize(

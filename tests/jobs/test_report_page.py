@@ -4,6 +4,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from jobs.reporting.figures import RunFigures
 from jobs.reporting.page import NUM_FAILED, write_page
 from jobs.reporting.samples import failed_rows, good_rows
 from runtime.resources import Resource
-from runtime.trace import Span
+from runtime.trace import Span, TracedPass
 from tests.jobs.parsed_html import Parsed, outside
 from tests.jobs.part_support import MANIFEST, PASSES
 from tests.jobs.sharded_run import ShardedRun
@@ -97,7 +98,7 @@ def test_every_text_of_a_run_stays_text(evil: RunDirectory, tmp_path: Path) -> N
 def publish_trace_of(run: RunDirectory) -> None:
     run.trace.mkdir()
     spans = [Span(Resource.disk, "read 1", 0.0, 1.0), Span(Resource.compute, EVIL, 1.0, 4.0)]
-    publish_trace(run.trace / "start-00000.json", RUN, spans)
+    publish_trace(run.trace / "start-00000.json", RUN, spans, [TracedPass("prefill pass 0", 0.0, 4.0)])
 
 
 def test_the_page_has_the_sections_of_what_there_is(evil: RunDirectory, tmp_path: Path) -> None:
@@ -129,38 +130,111 @@ def test_failed_rows_are_the_first_of_the_input_and_samples_come_from_all_blocks
 
 
 ROW = {"q": {"text": "2+2?"}, "gold": "4"}
-ASKED = {
-    "a template": ({"dataset.template": "Q: {q.text}\\nA:"}, "Q: 2+2?\nA:"),
-    "with examples": (
-        {"dataset.template": "{gold}", "dataset.few_shot_path": "x"},
-        "[examples of dataset.few_shot_path]\n\n4",
+FROM_FILE = {"dataset.kind": "jsonl", "dataset.path": "rows.jsonl"}
+CHAT = {"from": "human", "value": "2+2?"}
+ASKED: dict[str, tuple[dict[str, JsonValue], dict[str, Any], str | None, str | None]] = {
+    "a template": ({"dataset.template": "Q: {q.text}\\nA:"}, ROW, "Q: 2+2?\nA:", None),
+    "a template with the id": ({"dataset.template": "{gold} {key}", "dataset.id_field": "key"}, ROW, "4 0", None),
+    "examples": (
+        {"dataset.template": "{gold}", "dataset.few_shot_path": "x.csv", "dataset.num_examples": 3},
+        ROW,
+        "[3 examples from x.csv]\n\n4",
+        "It begins with 3 examples from x.csv, which the run did not keep.",
     ),
-    "a field": ({"dataset.prompt_field": "gold"}, "4"),
-    "no field of prompts": ({"dataset.prompt_field": "prompt"}, 'q: {"text": "2+2?"}\ngold: 4'),
-    "a template of what was not kept": ({"dataset.template": "{other}"}, 'q: {"text": "2+2?"}\ngold: 4'),
+    "a field": ({"dataset.prompt_field": "gold"}, ROW, "4", None),
+    "a field as a chat": (
+        {"dataset.prompt_field": "gold", "dataset.chat_template": True, "dataset.system_prompt": "Be brief."},
+        ROW,
+        "system: Be brief.\n\nuser: 4",
+        "the model's chat template was applied",
+    ),
+    "messages": (
+        {"dataset.messages_field": "chat", "dataset.chat_template": True},
+        {"chat": [CHAT, {"role": "assistant", "content": "4"}]},
+        "user: 2+2?\n\nassistant: 4",
+        "the model's chat template was applied",
+    ),
+    "the setting": ({"dataset.kind": "prompt", "dataset.prompt": "Hello"}, {}, "Hello", None),
+    "a batch": (
+        {"dataset.kind": "openai_batch"},
+        {"url": "/v1/chat/completions", "body": {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}},
+        "user: Hi",
+        "the model's chat template was applied",
+    ),
+    "a turn of a question": ({"dataset.kind": "mtbench"}, {"turns": ["One?", "Two?"]}, "One?", None),
+    "a field that was not kept": (
+        {"dataset.prompt_field": "prompt"},
+        ROW,
+        'q: {"text": "2+2?"}\ngold: 4',
+        "cannot be rebuilt from the columns that the run kept: there is no field",
+    ),
+    "a template of what was not kept": (
+        {"dataset.template": "{other}"},
+        ROW,
+        'q: {"text": "2+2?"}\ngold: 4',
+        "cannot be rebuilt from the columns that the run kept: there is no field",
+    ),
+    "rows of several files": (
+        {"dataset.kind": "helm_summarization"},
+        ROW,
+        'q: {"text": "2+2?"}\ngold: 4',
+        "dataset=helm_summarization makes a prompt of these columns and others.",
+    ),
+    "no columns": ({"dataset.keep_columns": False}, {}, None, "is not in the run: dataset.keep_columns=false."),
+    "tokens": ({"dataset.keep_columns": True}, {}, None, "it was given as tokens, not as a row of a file."),
 }
 
 
-@pytest.mark.parametrize(("settings", "prompt"), ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize(("settings", "row", "prompt", "note"), ASKED.values(), ids=ASKED)
 def test_a_sample_shows_what_was_asked_or_the_columns_that_were_kept(
-    settings: dict[str, JsonValue], prompt: str, tmp_path: Path
+    settings: dict[str, JsonValue], row: dict[str, Any], prompt: str | None, note: str | None, tmp_path: Path
 ) -> None:
     run = RunDirectory(path=tmp_path / "run")
     for folder in (run.generations, run.throughput):
         folder.mkdir(parents=True)
-    manifest = replace(MANIFEST, semantic={**MANIFEST.semantic, "model.dtype": "float32", **settings})
+    manifest = replace(MANIFEST, semantic={**MANIFEST.semantic, "model.dtype": "float32", **FROM_FILE, **settings})
     write_json(run.manifest, manifest.to_json(), exclusive=True)
     plan = [
         PlannedRequest(row_id="0", row_index=0, sample_index=0, block=0, micro_batch=0, position=0, num_prompt_tokens=3)
     ]
     publish_plan(run.plan, plan)
-    store = PartStore(directory=run, manifest=manifest, plan=plan, columns=infer_column_schema([ROW]))
-    store.commit(0, [GenerationRow(id="0", sample_index=0, status="ok", completion="5", columns=ROW)], PASSES)
+    store = PartStore(directory=run, manifest=manifest, plan=plan, columns=infer_column_schema([row]))
+    store.commit(0, [GenerationRow(id="0", sample_index=0, status="ok", completion="5", columns=row)], PASSES)
     [sample] = good_rows(figures_of(run.path), 1)
     assert sample.prompt == prompt
+    assert (note in (sample.note or "")) if note is not None else sample.note is None
     text = "\n".join(page(run.path, tmp_path).texts)
-    assert "dataset.keep_columns=true does" not in text
+    assert all(each in text for each in (prompt, sample.note) if each is not None)
     assert "float32" in text.partition("Fixed for the whole run")[2], "nobody has changed it"
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"dataset.kind": "csv", "dataset.path": "rows.csv"}, "dataset.kind"),
+        ({"dataset.kind": "prompt", "dataset.prompt": "Hi", "dataset.path": None}, "dataset.kind"),
+        ({"sampling.follow_model": True, "sampling.temperature": 0.6}, "sampling.temperature"),
+        ({"sampling.max_new_tokens": 0, "sampling.logprobs": 1}, "sampling.logprobs"),
+    ],
+)
+def test_what_the_job_chose_is_not_shown_as_changed(settings: dict[str, JsonValue], key: str, tmp_path: Path) -> None:
+    case = ShardedRun(folder=tmp_path, identity={"model.name": "tiny", **settings}).finish(0)
+    changed, _, rest = page(case.directory(0).path, tmp_path).text.partition("as by default")
+    assert key not in changed
+    assert key in rest.partition("Fixed for the whole run")[2]
+
+
+def test_a_kind_that_the_name_of_the_file_does_not_tell_is_changed(tmp_path: Path) -> None:
+    identity = {"dataset.kind": "csv", "dataset.path": "rows.txt"}
+    case = ShardedRun(folder=tmp_path, identity=identity).finish(0)
+    assert "dataset.kindcsv" in page(case.directory(0).path, tmp_path).text.partition("as by default")[0]
+
+
+def test_memory_that_no_pass_has_measured_is_unknown(tmp_path: Path) -> None:
+    case = ShardedRun(folder=tmp_path).finish(0, passes=PASSES)
+    text = page(case.directory(0).path, tmp_path).text
+    assert "peak host memoryunknown" in text
+    assert "0 B" not in text.partition("Settings")[0]
 
 
 def test_a_scored_run_has_samples_without_a_completion(tmp_path: Path) -> None:

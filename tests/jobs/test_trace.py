@@ -18,7 +18,11 @@ from jobs.config.cli import run_job
 from jobs.config.settings import GenerateConfig, TraceConfig, Workers
 from jobs.datasets import DatasetConfig
 from jobs.pictures.trace_file import PREDICTED, RUN, read_processes, read_trace
+from jobs.pictures.trace_picture import TimeWindow, lay_out
 from jobs.record.run_dir import RunDirectory
+from jobs.record.run_reader import find_runs
+from jobs.record.summary import summarize
+from jobs.reporting.figures import RunFigures
 from jobs.run.tasks.generate import generate
 from runtime.config.settings import (
     OffloadConfig,
@@ -33,6 +37,7 @@ from runtime.resources import Resource
 from runtime.trace import Span
 
 BY_STAGE = {"read": "load", "copy": "copy", "compute": "compute", "attention": "attention", "stall": "stall"}
+FIXED = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=1, num_micro_batches=2)
 
 
 def run(
@@ -42,6 +47,7 @@ def run(
     prefetch: Prefetch = Prefetch.lookahead,
     is_traced: bool = True,
     workers: Workers = Workers.one,
+    policy: PolicyConfig = FIXED,
 ) -> RunDirectory:
     config = GenerateConfig(
         run=name,
@@ -51,7 +57,7 @@ def run(
         dataset=DatasetConfig(limit=4),
         offload=OffloadConfig(tier=Tier.nvme, resident_layers=0),
         prefetch=PrefetchConfig(kind=prefetch),
-        policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=1, num_micro_batches=2),
+        policy=policy,
         sampling=SamplingConfig(max_new_tokens=4, ignore_eos=True),
     )
     return RunDirectory(path=generate(config, lambda: False).directory)
@@ -68,7 +74,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 @pytest.fixture(scope="module")
 def spans(traced: RunDirectory) -> list[Span]:
-    return read_trace(traced.trace / "start-00000.json")
+    return [*read_trace(traced.trace / "start-00000.json").spans]
 
 
 def seconds(spans: Sequence[Span], row: Resource) -> float:
@@ -83,6 +89,28 @@ def test_every_action_of_a_lane_and_every_read_is_a_span(traced: RunDirectory, s
     assert set(computed) == {f"run {stage}.{lane}" for stage in range(6) for lane in range(2)}
     assert len(computed) == 6 * sum(row["num_sequences"] for row in rows)
     assert {span.name for span in spans if span.resource is Resource.disk} == {f"read {stage}" for stage in range(1, 5)}
+
+
+def test_passes_are_those_of_the_throughput_and_busy_shares_those_of_the_summary(traced: RunDirectory) -> None:
+    measured, rows = read_trace(traced.trace / "start-00000.json"), passes(traced)
+    assert [each.name.split()[0] for each in measured.passes] == [row["phase"] for row in rows]
+    assert [each.seconds for each in measured.passes] == pytest.approx([row["seconds"] for row in rows], abs=1e-6)
+    used = summarize(RunFigures(run=find_runs([str(traced.path)], "run")[0]).passes, rows={}).utilisation
+    assert used is not None
+    assert used.run is not None
+    busy = {row.resource: row.busy for row in lay_out(measured, TimeWindow(begin=0.0, end=measured.end))}
+    assert busy[Resource.compute] == pytest.approx(used.run.compute, rel=1e-3)
+    assert busy[Resource.disk] == pytest.approx(used.run.disk, rel=1e-3)
+
+
+def test_a_trace_begins_with_the_first_pass_and_not_with_a_trial(tmp_path: Path) -> None:
+    """A searched policy runs a pass as a trial, which is in no throughput."""
+    directory = run(tmp_path, "searched", policy=PolicyConfig())
+    traced = read_trace(directory.trace / "start-00000.json")
+    assert min(span.begin for span in traced.spans) == 0.0
+    computed = [span for span in traced.spans if span.name.startswith("run 0.")]
+    assert len(traced.passes) == len(passes(directory))
+    assert min(span.begin for span in computed) >= traced.passes[0].begin
 
 
 def test_spans_lie_within_the_run_and_lanes_compute_in_turn(spans: list[Span]) -> None:
@@ -137,7 +165,7 @@ def test_each_worker_writes_a_trace_and_a_run_shows_all_of_them(
     directory = run(tmp_path, "shared", workers=Workers.elastic)
     (mine,) = directory.trace.iterdir()
     assert mine.name == f"worker-{socket.gethostname()}-{os.getpid()}-00000.json"
-    assert {span.name.split()[0] for span in read_trace(mine)} >= {"read", "run"}
+    assert {span.name.split()[0] for span in read_trace(mine).spans} >= {"read", "run"}
     other, cut = (mine.with_name(f"worker-elsewhere-{pid}-00000.json") for pid in (7, 8))
     other.write_bytes(mine.read_bytes())
     cut.write_bytes(mine.read_bytes()[:-20])
@@ -177,8 +205,9 @@ def test_a_wrong_window_or_path_is_refused_in_one_line(
 def test_what_was_predicted_of_each_pass_stands_beside_what_ran(traced: RunDirectory, spans: list[Span]) -> None:
     processes = read_processes(traced.trace / "start-00000.json")
     assert list(processes) == [RUN, PREDICTED]
-    assert processes[RUN] == spans
-    rows, predicted = passes(traced), processes[PREDICTED]
+    assert processes[RUN].spans == spans
+    rows, predicted = passes(traced), processes[PREDICTED].spans
+    assert [each.name for each in processes[PREDICTED].passes] == [each.name for each in processes[RUN].passes]
     computed = [span.name for span in predicted if span.resource is Resource.compute]
     lanes = [2 if row["num_sequences"] == 2 else 1 for row in rows]
     assert len(computed) == 6 * sum(lanes)

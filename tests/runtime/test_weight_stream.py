@@ -1,6 +1,7 @@
 """Stages arrive with the file's bytes, and a slot is not handed to a new read before it is freed."""
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -262,7 +263,7 @@ def test_a_stage_of_which_a_page_is_missing_is_no_hit(shape: ModelShape, reader:
 
 
 def test_each_read_is_a_span_of_the_seconds_that_are_counted(shape: ModelShape, reader: CountingReader) -> None:
-    placement, trace = placement_of(shape, resident_layers=0), Trace()
+    placement, trace, begin = placement_of(shape, resident_layers=0), Trace(), time.monotonic()
     with WeightStream(shape, placement, DEVICE, reader, trace) as stream:
         for stage in placement.walk.streamed:
             stream.read(stage)
@@ -273,7 +274,8 @@ def test_each_read_is_a_span_of_the_seconds_that_are_counted(shape: ModelShape, 
     assert list(spans) == [f"read {stage}" for stage in placement.walk.streamed]
     assert {span.resource for span in spans.values()} == {Resource.disk}
     assert all(spans[f"read {s}"].end - spans[f"read {s}"].begin == seconds for s, seconds in counters.reads.items())
-    assert all(trace.begin <= span.begin <= span.end for span in spans.values())
+    assert all(begin <= span.begin <= span.end for span in spans.values())
+    assert sum(span.num_bytes for span in spans.values()) == counters.bytes_read > 0
 
 
 def test_a_failed_read_reaches_the_engine_once_and_unchanged(
