@@ -7,11 +7,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 
 import pyarrow as pa
 
 from runtime.units import format_bytes, format_seconds
 
+from ..config.settings import GenerateConfig
+from ..config.typed import flatten
 from ..files.named import publish_named, require_replaceable
 from ..files.publishing import JsonValue, canonical_json, make_directory, write_all, write_parquet
 from ..record.run_reader import Condition
@@ -36,25 +39,38 @@ class Overview:
     keys: Sequence[str]
 
     def text(self, width: int = 120) -> str:
-        """Formats the table in columns, in parts of up to `width` characters: first the settings."""
+        """Formats the table in columns. If it is wider than `width` characters, the results come in parts, and then the
+        settings, in a list for each run."""
         head, rows = self._cells()
         widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-        num_left = 2 + len(self.keys)
-        all_columns = list(range(1, len(head)))
-        parts = [all_columns]
-        if sum(widths) + 2 * len(all_columns) > width:
-            settings, measured = all_columns[: len(self.keys)], all_columns[len(self.keys) :]
-            parts = [*_parts_within(settings, widths, width), *_parts_within(measured, widths, width)]
-        return "\n\n".join(
-            "\n".join(
-                format_columns(
-                    [head[i] for i in (0, *part)],
-                    [[row[i] for i in (0, *part)] for row in rows],
-                    numbers=[place for place, i in enumerate((0, *part)) if i >= num_left],
-                )
+        columns, num_left = range(1, len(head)), 2 + len(self.keys)
+        is_narrow = sum(widths) + 2 * len(columns) <= width
+        parts = [list(columns)] if is_narrow else _parts_within(columns[len(self.keys) :], widths, width)
+        tables = [
+            format_columns(
+                [head[i] for i in (0, *part)],
+                [[row[i] for i in (0, *part)] for row in rows],
+                numbers=[place for place, i in enumerate((0, *part)) if i >= num_left],
             )
             for part in parts
-        )
+        ]
+        if not is_narrow and self.keys:
+            tables.append(self._settings_lines(width))
+        return "\n\n".join("\n".join(lines) for lines in tables)
+
+    def _settings_lines(self, width: int) -> list[str]:
+        """The settings of each run in which runs differ, without those at their default."""
+        defaults, lines = flatten(GenerateConfig()), ["settings that differ, where they are not the default:"]
+        for name, shards in _group_shards(self.runs):
+            settings = effective_settings(shards[0].settings)
+            changed = {key: settings[key] for key in self.keys if key in settings}
+            words = [
+                f"{key}={_shorten(format_setting(value))}"
+                for key, value in changed.items()
+                if key not in defaults or value != defaults[key]
+            ]
+            lines.append(fill("  ".join([f"{name}:", *(words or ["-"])]), width, subsequent_indent="    "))
+        return lines
 
     def markdown(self) -> str:
         head, rows = self._cells()
