@@ -117,9 +117,7 @@ class _Prompts:
         try:
             content = self._content(fields, row_id)
             if content is None:
-                return _list_fields(
-                    fields
-                ), f"dataset={kind} makes a prompt of these columns and others."
+                return _list_fields(fields), f"dataset={kind} makes a prompt of these columns and others."
             return self._format(content)
         except (BadRecord, ConfigError) as error:
             return _list_fields(fields), f"The prompt cannot be rebuilt from the columns that the run kept: {error}."
