@@ -91,10 +91,8 @@ def _metrics(task: str, values: Mapping[str, JsonValue]) -> Iterator[Metric]:
         name, _, kind = key.partition(",")
         if isinstance(value, bool) or not isinstance(value, int | float) or not kind or name.endswith(STDERR):
             continue
-        error = values.get(f"{name}{STDERR},{kind}")
-        label = name if kind == "none" else f"{name} ({kind})"
-        is_number = isinstance(error, int | float) and not isinstance(error, bool)
-        yield Metric(task=task, name=label, value=float(value), error=float(error) if is_number else None)
+        error, label = values.get(f"{name}{STDERR},{kind}"), name if kind == "none" else f"{name} ({kind})"
+        yield Metric(task=task, name=label, value=value, error=error if isinstance(error, int | float) else None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,8 +134,8 @@ class _Prompts:
         elif kind in QUESTION_KINDS and isinstance(turns := fields.get("turns"), list) and turns:
             content = make_turns_content(turns if self.settings.get("dataset.turns") == "all" else turns[:1], "turn")
         elif kind == "openai_batch":
-            url, body = parse_endpoint(fields.get("url")), fields.get("body")
-            content = ENDPOINTS[url](body)[0] if url in ENDPOINTS and isinstance(body, dict) else None
+            read, body = ENDPOINTS.get(parse_endpoint(fields.get("url")) or ""), fields.get("body")
+            content = read(body)[0] if read is not None and isinstance(body, dict) else None
         elif kind == "tasks":
             content = Content(prompt=read_prompt(fields, "prompt"))
         elif kind in FILE_KINDS:

@@ -225,7 +225,7 @@ def test_what_the_job_chose_is_not_shown_as_changed(settings: dict[str, JsonValu
 
 
 def test_a_kind_that_the_name_of_the_file_does_not_tell_is_changed(tmp_path: Path) -> None:
-    identity = {"dataset.kind": "csv", "dataset.path": "rows.txt"}
+    identity: dict[str, object] = {"dataset.kind": "csv", "dataset.path": "rows.txt"}
     case = ShardedRun(folder=tmp_path, identity=identity).finish(0)
     assert "dataset.kindcsv" in page(case.directory(0).path, tmp_path).text.partition("as by default")[0]
 
