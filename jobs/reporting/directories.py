@@ -22,7 +22,7 @@ STDERR = "_stderr"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Metric:
+class TaskMetric:
     """A result of a task or a group. `error`: its standard error, None if there is none."""
 
     task: str
@@ -65,7 +65,7 @@ class EvaluationDirectory:
         return "done" if self._is_finished else "interrupted"
 
     @property
-    def metrics(self) -> list[Metric]:
+    def metrics(self) -> list[TaskMetric]:
         """The results of tasks and groups; empty before the end."""
         results = _read_or_empty(self.path / RESULTS_NAME) if self._is_finished else {}
         tables = [results.get(name) for name in ("results", "groups")]
@@ -85,18 +85,18 @@ class EvaluationDirectory:
         return False
 
 
-def _metrics(task: str, values: Mapping[str, JsonValue]) -> Iterator[Metric]:
+def _metrics(task: str, values: Mapping[str, JsonValue]) -> Iterator[TaskMetric]:
     """Yields the metrics of one task: keys are `name,filter`, with the standard error under `name_stderr,filter`."""
     for key, value in values.items():
         name, _, kind = key.partition(",")
         if isinstance(value, bool) or not isinstance(value, int | float) or not kind or name.endswith(STDERR):
             continue
         error, label = values.get(f"{name}{STDERR},{kind}"), name if kind == "none" else f"{name} ({kind})"
-        yield Metric(task=task, name=label, value=value, error=error if isinstance(error, int | float) else None)
+        yield TaskMetric(task=task, name=label, value=value, error=error if isinstance(error, int | float) else None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class ServedBatch:
     """A batch of a server. `run`: None before its job has started."""
 
     id: str
@@ -129,11 +129,11 @@ class ServerDirectory:
     path: Path
 
     @cached_property
-    def batches(self) -> Sequence[Batch]:
+    def batches(self) -> Sequence[ServedBatch]:
         """All batches with a readable record, oldest first."""
         files = [path for path in (self.path / BATCHES_NAME).iterdir() if BATCH_FILE.fullmatch(path.name)]
         records = {path.stem: _read_or_empty(path) for path in files}
-        batches = [Batch(id=id, record=record, run=self._run(id)) for id, record in records.items() if record]
+        batches = [ServedBatch(id=id, record=record, run=self._run(id)) for id, record in records.items() if record]
         return sorted(batches, key=lambda batch: (str(batch.record.get("created_at")), batch.id))
 
     @property

@@ -17,7 +17,7 @@ from ..files.locks import format_holder
 from ..files.publishing import PARQUET_PROBLEMS, JsonValue, read_regular_file
 from ..record.run_reader import RunReader, is_locked
 from ..record.unfinished import LeasedBlock, format_slurm_ids, leased_blocks
-from .directories import EvaluationDirectory, Found, Metric, ServerDirectory
+from .directories import EvaluationDirectory, Found, ServerDirectory, TaskMetric
 from .text_tables import METRIC_HEAD, format_columns, metric_cells
 
 log = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ class EvaluationStatus:
     model: str
     tasks: Sequence[str]
     runs: Sequence[RunStatus]
-    metrics: Sequence[Metric]
+    metrics: Sequence[TaskMetric]
 
 
 @dataclass(frozen=True, kw_only=True)

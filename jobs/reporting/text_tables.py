@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from .directories import EvaluationDirectory, Metric
+from .directories import EvaluationDirectory, TaskMetric
 
 METRIC_HEAD = ("task", "metric", "value", "stderr")
 
@@ -19,7 +19,7 @@ def format_columns(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: 
     ]
 
 
-def metric_cells(metric: Metric) -> list[str]:
+def metric_cells(metric: TaskMetric) -> list[str]:
     error = "-" if metric.error is None else f"{metric.error:.4f}"
     return [metric.task, metric.name, f"{metric.value:.4f}", error]
 
