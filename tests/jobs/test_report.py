@@ -74,7 +74,7 @@ def test_a_run_took_as_much_memory_as_the_shard_that_took_most(tmp_path: Path) -
 def test_a_damaged_run_says_what_is_wrong_and_the_others_are_told_all_the_same(case: ShardedRun) -> None:
     case.directory(0).generations_part(1).unlink()
     (case.directory(1).path / "plan.parquet").write_bytes(b"PAR1")
-    lines = cells(make_overview(figures(case.folder / "x-*")).text(400))
+    lines = cells(make_overview(figures(case.folder / "x-*")).text(1000))
     assert lines["shard 0 of 3"][0] == "damaged: _SUCCESS.json lists part-00001.parquet, which is missing"
     assert lines["shard 1 of 3"][0].startswith("damaged: ")
     assert lines["shard 2 of 3"][0] == "done"

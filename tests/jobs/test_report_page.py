@@ -42,7 +42,13 @@ def evil(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(path=tmp_path / "<b>run")
     for folder in (run.generations, run.throughput):
         folder.mkdir(parents=True)
-    settings = {**MANIFEST.semantic, "dataset.prompt_field": EVIL, "sampling.stop": [EVIL], "model.name": EVIL}
+    settings = {
+        **MANIFEST.semantic,
+        "dataset.kind": "jsonl",
+        "dataset.prompt_field": EVIL,
+        "sampling.stop": [EVIL],
+        "model.name": EVIL,
+    }
     manifest = replace(MANIFEST, semantic=settings, versions={"torch": EVIL})
     write_json(run.manifest, manifest.to_json(), exclusive=True)
     plan = [
