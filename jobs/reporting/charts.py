@@ -72,7 +72,7 @@ class BusyStrip:
 
 def make_busy_strips(traced: TracedProcess) -> dict[str, BusyStrip]:
     """The strip of each resource in a trace, from its first action to its last."""
-    first, seconds = traced.begin, max(traced.end - traced.begin, NOTHING_SECONDS)
+    first, seconds = traced.begin, max(traced.end - traced.begin, NEGLIGIBLE_SECONDS)
     pass_seconds = sum(each.seconds for each in traced.passes) or seconds
     strips = dict[str, BusyStrip]()
     for resource in Resource:
