@@ -3,7 +3,6 @@
 import logging
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 import hydra
@@ -37,8 +36,7 @@ def main(composed: Composed) -> None:
         from jobs.serving.server import serve
     except ImportError as error:
         raise ConfigError(f"weightstream serve needs an extra: pip install 'weightstream[serve]' ({error})") from error
-    model = composed_job.model
-    serve(config, Path(config.output_root), [model.path or model.name])
+    serve(config, _compose_job("generate", GenerateConfig, job_settings("generate", config.settings)))
 
 
 def _compose_job(job: str, kind: type[C], settings: list[str]) -> C:

@@ -66,7 +66,7 @@ JOBS = {
     "run": {"config", "files", "datasets", "exporting", "pictures", "record", "tracking", "workers"},
     "evaluating": {"config", "datasets", "files", "record", "run", "tracking"},
     "exporting": {"datasets", "files", "record"},
-    "serving": {"config", "datasets", "files", "record", "exporting"},
+    "serving": {"config", "datasets", "files", "record", "exporting", "run"},
     "reporting": {"config", "datasets", "files", "pictures", "record", "run"},
     "planning": {"config", "datasets", "files", "pictures"},
     "measuring": {"config", "files"},

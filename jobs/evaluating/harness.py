@@ -34,7 +34,8 @@ from runtime.sequences.sequence import Request
 
 from ..config.settings import GenerateConfig
 from ..datasets import Row
-from ..files.publishing import publish, write_all
+from ..files.locks import RunLock
+from ..files.publishing import JsonValue, make_directory, publish, read_json, write_all, write_json
 from ..record.output_rows import score_schema
 from ..record.passes import Start
 from ..record.run_dir import EVALUATION_NAME, RunDirectory
@@ -309,9 +310,30 @@ def evaluate(
 ) -> Evaluation:
     """Runs the tasks and writes the harness' results. `feed`: gets the curves of all runs. Raises the errors of
     runtime.errors; EvaluationError for those of the harness, such as a task that cannot be loaded."""
-    directory, harness = evaluation_directory(config), config.harness
-    model = HarnessModel(RunAnswerer(config, directory, should_stop, start, feed))
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = RunDirectory(path=make_directory(evaluation_directory(config)))
+    lock = RunLock(directory.lock)
+    try:
+        _write_record(directory.path / EVALUATION_NAME, config)
+        model = HarnessModel(RunAnswerer(config, directory.path, should_stop, start, feed))
+        return _evaluate(config, directory.path, manager, model)
+    finally:
+        lock.release()
+
+
+def _write_record(path: Path, config: EvaluateConfig) -> None:
+    """Writes model and tasks, for `status` and `report`, if they are not those of an earlier start."""
+    model = config.model.path or config.model.name
+    record: dict[str, JsonValue] = {"model": model, "tasks": [*config.tasks]}
+    try:
+        is_same = read_json(path) == record
+    except (OSError, DamagedRunError):
+        is_same = False
+    if not is_same:
+        write_json(path, record, exclusive=False)
+
+
+def _evaluate(config: EvaluateConfig, directory: Path, manager: TaskManager, model: HarnessModel) -> Evaluation:
+    harness = config.harness
     tracker = EvaluationTracker(output_path=str(directory / "harness"))
     if not any((folder / ".git").exists() for folder in (Path.cwd(), *Path.cwd().parents)):
         # Outside of a repository git would print an error.

@@ -1,6 +1,6 @@
 """The process that answers single requests with one open model, in continuous batches.
 
-Started by the server with the settings of `jobs.generate`. Reads JSON objects from stdin, one per line: first its
+Started by the server. Reads JSON objects from stdin, one per line: first the settings of `jobs.generate` and the
 capacity, then requests (`id`, `url`, `body`, `streams`) and `{"cancel": id}`; the end of stdin ends it. Writes JSON
 objects to stdout: `{"ready": ...}` once, then for a request `{"id", "index", "text"}` while it generates (`streams`),
 and `{"id", "response"}` or `{"id", "error"}` at its end. After each pass it writes `{"pass": ...}`.
@@ -23,11 +23,10 @@ if __name__ == "__main__":
 
     restart_tuned()  # before the imports that take long
 
-import hydra
-
-from jobs.config.cli import as_job, run_job
+from jobs.config.cli import print_error
+from jobs.config.error_log import log_errors
 from jobs.config.logs import setup_logging
-from jobs.config.settings import Composed, GenerateConfig, load
+from jobs.config.settings import GenerateConfig
 from jobs.config.typed import build
 from jobs.datasets.fields import DatasetFields
 from jobs.datasets.openai_body import CHAT_URL, ENDPOINTS
@@ -45,7 +44,7 @@ from jobs.run.requests import (
 from runtime.config.settings import Admission, SharePrefixes
 from runtime.engine.records import PassRecord
 from runtime.engine.session import Arrivals, Session
-from runtime.errors import ConfigError, Interrupted
+from runtime.errors import ConfigError, Interrupted, WeightstreamError
 from runtime.library.api import Runtime
 from runtime.sequences.sequence import Completion, Request
 from runtime.stream.device import ComputeDevice
@@ -123,7 +122,7 @@ class _Answer:
         return max((len(stop) for _, request in self.requests for stop in request.stop), default=1) - 1
 
 
-class Answers:
+class AnswerLoop:
     """Turns messages into requests of a session, and its completions into messages."""
 
     def __init__(self, config: GenerateConfig, runtime: Runtime, capacity: Capacity, inbox: Inbox, write: Any):
@@ -288,14 +287,10 @@ def open_and_answer(config: GenerateConfig, capacity: Capacity, inbox: Inbox, wr
         num_rows = min(capacity.num_rows, plan.num_lanes * plan.lane_size)
         capacity = replace(capacity, num_rows=num_rows)
         write({"ready": {"rows": num_rows, "tokens": num_tokens}})
-        Answers(config, runtime, capacity, inbox, write).run(session)
+        AnswerLoop(config, runtime, capacity, inbox, write).run(session)
 
 
-@hydra.main(config_path="../../conf", config_name="generate", version_base=None)
-@as_job
-def main(composed: Composed) -> None:
-    config = load(GenerateConfig, composed)
-    setup_logging(config.log_level)
+def main() -> int:
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print must not mix with the messages
 
@@ -306,9 +301,17 @@ def main(composed: Composed) -> None:
         except OSError as error:
             raise Interrupted("the server has ended") from error
 
-    capacity = build(Capacity, json.loads(sys.stdin.readline() or "{}"))
-    open_and_answer(config, capacity, Inbox(sys.stdin), write)
+    try:
+        with log_errors():
+            values = json.loads(sys.stdin.readline() or "{}")
+            config, capacity = build(GenerateConfig, values["config"]), build(Capacity, values["capacity"])
+            setup_logging(config.log_level)
+            open_and_answer(config, capacity, Inbox(sys.stdin), write)
+    except WeightstreamError as error:
+        print_error(error)
+        return error.exit_code
+    return 0
 
 
 if __name__ == "__main__":
-    run_job(main, GenerateConfig)
+    sys.exit(main())

@@ -17,7 +17,9 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from .config import ServeConfig, job_settings
+from ..config.settings import GenerateConfig
+from ..config.typed import to_plain
+from .config import ServeConfig
 from .keeper import Keeper, job_environment, last_error
 
 log = logging.getLogger(__name__)
@@ -38,8 +40,9 @@ class AnswerError(Exception):
 class Answers:
     """Answers single requests. Belongs to the event loop of the server."""
 
-    def __init__(self, config: ServeConfig, folder: Path, keeper: Keeper):
-        self._config, self._folder, self._keeper = config, folder, keeper
+    def __init__(self, config: ServeConfig, job: GenerateConfig, folder: Path, keeper: Keeper):
+        """`job`: the settings of the open model."""
+        self._config, self._job, self._folder, self._keeper = config, job, folder, keeper
         self._queues: dict[str, asyncio.Queue[Json]] = {}  # messages for each request in progress
         self._process: asyncio.subprocess.Process | None = None
         self._opening: asyncio.Task[None] | None = None
@@ -102,7 +105,7 @@ class Answers:
         self._keeper.claim()
         while not self._keeper.has_yielded:
             await asyncio.sleep(POLL_SECONDS)
-        settings, log_path = job_settings("generate", self._config.settings), self._folder / "answers.log"
+        log_path = self._folder / "answers.log"
         try:
             with log_path.open("ab") as log_file:
                 start = log_file.tell()
@@ -111,7 +114,6 @@ class Answers:
                     "-P",
                     "-m",
                     "jobs.serving.answering",
-                    *settings,
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log_file,
@@ -129,7 +131,8 @@ class Answers:
             "gather_seconds": self._config.max_wait_seconds,
         }
         assert process.stdin is not None, "it is a pipe"
-        process.stdin.write(json.dumps(capacity).encode() + b"\n")
+        first = {"config": to_plain(self._job), "capacity": capacity}
+        process.stdin.write(json.dumps(first).encode() + b"\n")
         log.info("opening the model for single requests")
         assert process.stdout is not None, "it is a pipe"
         ready = await process.stdout.readline()

@@ -9,7 +9,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from runtime.errors import ConfigError, RunInUseError, require
 
+from ..config.settings import GenerateConfig
 from ..files.locks import RunLock
 from ..files.publishing import GROUP_AND_OTHERS, make_directory, private_umask, publish, write_all
 from .answers import Answers
@@ -34,9 +35,10 @@ MAX_CONNECTIONS = 500
 LOG_INTERVAL_SECONDS = 60.0
 
 
-def serve(config: ServeConfig, output_root: Path, models: Sequence[str] = ()) -> None:
-    """Serves until interrupted. A running job then continues, and the next server adopts it. `models`: names of served
-    models. Raises ConfigError, OutputError."""
+def serve(config: ServeConfig, job: GenerateConfig) -> None:
+    """Serves until interrupted. A running job then continues, and the next server adopts it. `job`: the settings for
+    single requests, with absolute paths. Raises ConfigError, OutputError."""
+    output_root, models = Path(config.output_root), [job.model.path or job.model.name]
     make_directory(output_root)
     with private_umask(), _lock_server_folder(output_root, config) as folder:
         key = _api_key(config, folder) if config.require_api_key else None  # before listening: clients read it
@@ -46,7 +48,7 @@ def serve(config: ServeConfig, output_root: Path, models: Sequence[str] = ()) ->
             logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of each rejected form
             store = BatchStore(folder)
             keeper = Keeper(store, config.settings, output_root)
-            answers = Answers(config, folder, keeper)
+            answers = Answers(config, job, folder, keeper)
             url = f"http://{listener.getsockname()[0]}:{config.port}/v1"
             log.info("serving %s; batches are in %s", url, output_root / "generate")
             if key is None:

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jobs.config.settings import GenerateConfig
 from jobs.record.run_dir import RunDirectory
 from jobs.record.run_reader import is_locked
 from jobs.serve import collect_settings
@@ -76,7 +77,7 @@ def port(folder: Path) -> Iterator[int]:
     config = ServeConfig(port=free_port(), max_file_mib=1, output_root=str(folder))
     store = BatchStore(folder)
     keeper = Keeper(store, [], folder)
-    app = make_app(config, store, keeper, Answers(config, folder, keeper), KEY, ["org/model"])
+    app = make_app(config, store, keeper, Answers(config, GenerateConfig(), folder, keeper), KEY, ["org/model"])
     server = uvicorn.Server(uvicorn.Config(app, port=config.port, http=_Connection, log_config=None))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -272,7 +273,7 @@ def test_health_says_without_a_key_whether_batches_are_worked_on(tmp_path: Path)
 
     store = BatchStore(tmp_path)
     keeper = Keeper(store, [], tmp_path)
-    answers = Answers(ServeConfig(), tmp_path, keeper)
+    answers = Answers(ServeConfig(), GenerateConfig(), tmp_path, keeper)
     with TestClient(make_app(ServeConfig(), store, keeper, answers, KEY), base_url="http://127.0.0.1") as client:
         assert client.get("/health").status_code == 503
         keeper.start()

@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 
+from jobs.config.settings import GenerateConfig
 from jobs.serving import answers as answers_module
 from jobs.serving.config import ServeConfig
 from jobs.serving.keeper import Keeper
 from jobs.serving.store import BatchStore
+from runtime.config.settings import PolicyConfig, PolicyKind, SamplingConfig
 from runtime.errors import ConfigError
 
 openai = pytest.importorskip("openai", reason="needs the extra: pip install -e '.[client]'")
@@ -97,7 +99,7 @@ async def ask(answers: Answers, prompt: str, *, streams: bool = False) -> list[J
 
 def run(tmp_path: Path, keeper: Keeper, work: Callable[[Answers], Any], **settings: Any) -> Answers:
     """Runs `work` in an event loop, within a minute."""
-    answers = Answers(ServeConfig(**settings), tmp_path, keeper)
+    answers = Answers(ServeConfig(**settings), GenerateConfig(), tmp_path, keeper)
 
     async def main() -> None:
         try:
@@ -289,11 +291,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator["openai.OpenAI"
         output_root=str(folder),
         max_rows=8,
         max_request_tokens=256,
-        settings=["model=tiny", "sampling.logprobs=2", "policy=fixed", "policy.micro_batch_size=8"],
     )
-    keeper = Keeper(BatchStore(folder), config.settings, folder)
+    job = GenerateConfig(
+        sampling=SamplingConfig(max_new_tokens=32, logprobs=2),
+        policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=8),
+    )
+    keeper = Keeper(BatchStore(folder), [], folder)
     keeper.start()
-    answers = Answers(config, folder, keeper)
+    answers = Answers(config, job, folder, keeper)
     app = make_app(config, BatchStore(folder), keeper, answers, KEY, ["tiny"])
     server = uvicorn.Server(uvicorn.Config(app, port=config.port, http=_Connection, log_config=None))
     thread = threading.Thread(target=server.run)
