@@ -39,7 +39,7 @@ SCRIPT = """
     import json, os, signal, sys
     def say(**message):
         print(json.dumps(message), flush=True)
-    capacity = json.loads(sys.stdin.readline())
+    capacity = json.loads(sys.stdin.readline())["capacity"]
     say(ready={"rows": capacity["num_rows"], "tokens": capacity["num_tokens"]})
     for line in sys.stdin:
         message = json.loads(line)
