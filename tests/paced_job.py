@@ -25,5 +25,5 @@ def pace() -> None:
 
 if __name__ == "__main__":
     pace()
-    del sys.argv[:2]  # what is left is the job's own command line
+    del sys.argv[: sys.argv.index("-m") + 1]  # what is left is the job's own command line
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

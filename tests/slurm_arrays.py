@@ -17,7 +17,7 @@ from jobs.record.run_dir import RunDirectory
 from jobs.run.tasks.generate import generate
 from runtime.config.settings import PolicyConfig, PolicyKind, SamplingConfig
 from tests.generations import read_generations
-from tests.slurm_cluster import Cluster, running_cluster
+from tests.slurm_cluster import Cluster, running_cluster, written_script
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES, NUM_ROWS, NUM_NEW_TOKENS, BLOCK_ROWS = (4, 2, 6), 360, 64, 2
@@ -45,7 +45,7 @@ def num_parts(folder: Path) -> int:
 def disturbed(cluster: Cluster, folder: Path, size: int, num_more: int) -> str:
     """An array of so many tasks, two of which are disturbed behind the first new block, once `num_more` are there."""
     target = num_parts(folder) + num_more
-    script = str(ROOT / "slurm/generate.sbatch")
+    script = written_script("generate", folder)
     array = cluster.submit(folder, *OPTIONS, f"--array=0-{size - 1}", script, *settings(), **ENVIRONMENT)
     until(folder, target - num_more + 1)
     cluster.ask("scontrol", "requeue", f"{array}_0")
@@ -75,7 +75,7 @@ def main() -> None:
             if size != SIZES[-1]:
                 cluster.ask("scancel", arrays[-1])
         exporting = cluster.submit(
-            folder, *OPTIONS, "--dependency=singleton", str(ROOT / "slurm/export.sbatch"),
+            folder, *OPTIONS, "--dependency=singleton", written_script("export", folder),
             "run=outputs/generate/prompts", "out=answers.jsonl", **ENVIRONMENT,
         )  # fmt: skip
         for index in range(SIZES[-1]):

@@ -15,10 +15,19 @@ from dataclasses import dataclass
 from getpass import getuser
 from pathlib import Path
 
+from jobs.config.slurm import script_text
+
 DAEMONS = ("munged", "slurmctld", "slurmd")
 COMMANDS = ("sbatch", "squeue", "scontrol", "scancel")
 NODES = ("n1", "n2")
 POLL_SECONDS = 0.2
+
+
+def written_script(name: str, folder: Path) -> str:
+    """The path of a script, written to `folder` as `weightstream slurm` prints it."""
+    path = folder / f"{name}.sbatch"
+    path.write_text(script_text(name))
+    return str(path)
 
 
 def missing_programs() -> list[str]:

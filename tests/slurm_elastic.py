@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.slurm_cluster import Cluster, running_cluster
+from tests.slurm_cluster import Cluster, running_cluster, written_script
 
 ROOT = Path(__file__).resolve().parents[1]
 ARRAYS = (4, 2, 6)
@@ -36,7 +36,7 @@ class Run:
         changes = {"WEIGHTSTREAM_PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "WEIGHTSTREAM_WORKERS": "elastic"}
         options = [word for word in words if word.startswith("--")]
         settings = [word for word in words if word not in options]
-        script = str(ROOT / "slurm" / f"{script}.sbatch")
+        script = written_script(script, self.folder)
         return self.cluster.submit(self.folder, *OF_A_TASK, *options, script, *settings, **changes)
 
     def workers(self, count: int) -> list[str]:

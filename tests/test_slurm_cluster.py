@@ -1,4 +1,4 @@
-"""slurm/generate.sbatch and the sweep of slurm/README.md on real Slurm daemons."""
+"""The scripts of `weightstream slurm` and the sweep of docs/how-to/slurm.md on real Slurm daemons."""
 
 import json
 import os
@@ -12,10 +12,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.slurm_cluster import Cluster, missing_programs, running_cluster
+from tests.docs.pages import blocks_of
+from tests.slurm_cluster import Cluster, missing_programs, running_cluster, written_script
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = str(ROOT / "slurm" / "generate.sbatch")
 NUM_ROWS = 80
 TASK = ("--cpus-per-task=1", "--mem=1500M")
 # Ten blocks a shard, of some tenths of a second each: a task can be stopped between them, and in them.
@@ -43,7 +43,7 @@ def folder(cluster: Cluster, tmp_path: Path) -> Path:
 
 def submit_array(cluster: Cluster, folder: Path, *options: str, **changes: str) -> str:
     changes = {"WEIGHTSTREAM_PYTHON": sys.executable, "PYTHONPATH": str(ROOT), **changes}
-    return cluster.submit(folder, *TASK, *options, SCRIPT, *SETTINGS, **changes)
+    return cluster.submit(folder, *TASK, *options, written_script("generate", folder), *SETTINGS, **changes)
 
 
 def shard(folder: Path, index: int) -> Path:
@@ -86,17 +86,19 @@ def test_an_array_survives_preemption_and_cancelling_and_ends_with_every_row_onc
     counts = ids(folder)
     assert (len(counts), set(counts.values())) == (NUM_ROWS, {1})
     for index, job in ((0, array), (1, again)):
-        log = (folder / f"outputs/slurm-{job}_{index}.log").read_text()
+        log = (folder / f"slurm-{job}_{index}.log").read_text()
         assert "going on" in log
         assert "Traceback" not in log
 
 
-def test_workers_that_are_requeued_and_signalled_and_the_export_behind_them_are_as_the_readme_says(
+def test_workers_that_are_requeued_and_signalled_and_the_export_behind_them_are_as_the_page_says(
     cluster: Cluster, folder: Path
 ) -> None:
     prompts = [{"prompt": f"Q: Sort these numbers: {i} 7 3 A:"} for i in range(40)]
     (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in prompts))
-    workers, export = readme_commands()
+    write_generate, write_export, workers, export = page_commands()
+    for write in (write_generate, write_export):
+        submit_as_written(cluster, folder, write)
     array = submit_as_written(cluster, folder, workers)
     wait_for_part(folder / "outputs" / "generate" / "prompts")
     cluster.ask("scontrol", "requeue", f"{array}_0")
@@ -110,27 +112,30 @@ def test_workers_that_are_requeued_and_signalled_and_the_export_behind_them_are_
     assert [(row["id"], row["status"]) for row in rows] == [(str(i), "ok") for i in range(len(prompts))]
 
 
-def readme_commands() -> list[str]:
-    """The command that submits workers, and that which exports their run."""
-    lines = (ROOT / "slurm" / "README.md").read_text().replace("\\\n", "").splitlines()
-    commands = [line.strip() for line in lines if line.startswith("    ") and "--job-name=prompts" in line]
-    assert len(commands) == 2
+def page_commands() -> list[str]:
+    """The commands of the page that write the scripts, submit workers, and export their run."""
+    page = ROOT / "docs" / "how-to" / "slurm.md"
+    text = "".join(block.text for block in blocks_of(page) if "slurm export" in block.text or "singleton" in block.text)
+    commands = text.replace("\\\n", "").splitlines()
+    assert [command.split()[1] for command in commands] == ["slurm", "slurm", "sbatch", "--job-name=prompts"]
     return commands
 
 
 def submit_as_written(cluster: Cluster, folder: Path, command: str) -> str:
-    """The id of the job of a README's command, of two small tasks and with a model that comes along."""
+    """What a command of the page prints, such as the id of the job: two small tasks with a model that comes along."""
     changes = {
-        "slurm/": f"{' '.join(TASK)} {ROOT}/slurm/",
+        "weightstream ": f"{sys.executable} -m jobs ",
+        "generate.sbatch": f"{' '.join(TASK)} generate.sbatch" if "> generate" not in command else "generate.sbatch",
+        " export.sbatch run": f" {' '.join(TASK)} export.sbatch run",
         "sbatch ": "sbatch --parsable ",
         "model=mixtral": "model=tiny",
         "--array=0-3": "--array=0-1",
     }
     for old, new in changes.items():
         command = command.replace(old, new, 1)
-    if "generate.sbatch" in command:
+    if "generate.sbatch model" in command:
         command = " ".join([command, *SETTINGS[2:]])
-    return cluster.ask("bash", "-c", command, folder=folder, WEIGHTSTREAM_PYTHON=sys.executable, PYTHONPATH=str(ROOT))
+    return cluster.ask("bash", "-c", command, folder=folder, PYTHONPATH=str(ROOT))
 
 
 def test_a_task_at_its_time_limit_is_warned_and_requeues_itself(cluster: Cluster, folder: Path) -> None:
@@ -147,7 +152,7 @@ def test_a_task_at_its_time_limit_is_warned_and_requeues_itself(cluster: Cluster
         time.sleep(0.5)
     cluster.ask("scancel", task)
     cluster.wait(task, "CANCELLED", seconds=60)
-    log = (folder / f"outputs/slurm-{array}_0.log").read_text()
+    log = (folder / f"slurm-{array}_0.log").read_text()
     assert "interrupted: " in log or "User defined signal 1" in log
     assert "Traceback" not in log
 

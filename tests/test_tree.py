@@ -81,7 +81,7 @@ def read_option(group: str, option: str) -> dict[str, object]:
 
 COMMON = {group: set(values) for group, values in read(CONF / "generate.yaml").items() if isinstance(values, dict)}
 OPTIONS = [(group, option) for group in GROUPS for option in options(group)]
-TEXTS = tracked("*.md", "docs/**/*.md", "slurm/*", "conf/**/*.yaml", "Makefile", ".ci/run")
+TEXTS = tracked("*.md", "docs/**/*.md", "jobs/data/slurm/*", "conf/**/*.yaml", "Makefile", ".ci/run")
 
 
 @pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=relative)
@@ -165,7 +165,7 @@ def test_texts_name_only_what_is_there(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
     missing = [link for link in links if not (path.parent / link).exists()]
-    named = re.findall(r"(?<![\w./<>*-])((?:conf|jobs|runtime|slurm|tests|\.ci)/[\w./-]*\w)(?![\w*<{/])", text)
+    named = re.findall(r"(?<![\w./<>*-])((?:conf|jobs|runtime|tests|\.ci)/[\w./-]*\w)(?![\w*<{/])", text)
     missing += [name for name in named if not (ROOT / name).exists()]
     modules = re.findall(r"python -m ((?:jobs|runtime)[\w.]*\w)", text)
     homes = [ROOT / name.replace(".", "/") for name in modules]

@@ -170,7 +170,8 @@ def describe_hydra_error(error: Exception, known: list[str]) -> str:
     options = getattr(error, "options", None)
     missing = getattr(error, "missing_cfg_file", None)
     if missing is not None and "submitit" in missing:
-        return "hydra/launcher=slurm needs the extra: pip install 'weightstream[slurm]', or use slurm/generate.sbatch"
+        needs = "hydra/launcher=slurm needs the extra: pip install 'weightstream[slurm]'"
+        return f"{needs}, or submit a script: weightstream slurm > job.sbatch"
     if missing is not None and options is not None:
         group, _, option = missing.rpartition("/") if missing.startswith("hydra/") else missing.partition("/")
         if group == "model" and ("/" in option or Path(option).exists()):

@@ -19,6 +19,8 @@ import yaml
 from runtime.config.texts import did_you_mean
 from runtime.errors import ConfigError
 
+from .slurm import SCRIPTS
+
 Settings: TypeAlias = Mapping[str, object]
 
 HYDRA_KEYS = ("hydra", "defaults")
@@ -314,6 +316,8 @@ def completions(words: Sequence[str], commands: Iterable[str]) -> list[str]:
         return _with_prefix(word, (*commands, "--help", "--version"))
     if before == ["completion"]:
         return _with_prefix(word, SHELLS)
+    if before == ["slurm"]:
+        return _with_prefix(word, SCRIPTS)
     if before == ["help"]:
         return _with_prefix(word, commands)
     if not job_file(before[0]).is_file():

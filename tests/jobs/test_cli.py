@@ -149,7 +149,8 @@ def test_launcher_without_its_plugin_names_the_extra() -> None:
         message="Could not load", missing_cfg_file="hydra/launcher/submitit_slurm", options=["basic"]
     )
     assert describe_hydra_error(missing, []) == (
-        "hydra/launcher=slurm needs the extra: pip install 'weightstream[slurm]', or use slurm/generate.sbatch"
+        "hydra/launcher=slurm needs the extra: pip install 'weightstream[slurm]', or submit a script: "
+        "weightstream slurm > job.sbatch"
     )
 
 

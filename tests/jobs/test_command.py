@@ -55,7 +55,7 @@ def test_its_version_is_the_packages(end_of: Callable[..., End]) -> None:
 def test_help_has_a_line_for_each_job_and_alone_it_is_refused_with_that(end_of: Callable[..., End]) -> None:
     helped, alone = end_of("--help"), end_of()
     lines = [line.split(maxsplit=1) for line in helped.printed if line.startswith("  ")]
-    assert [name for name, _ in lines] == [*JOBS, "help", "completion"]
+    assert [name for name, _ in lines] == [*JOBS, "slurm", "help", "completion"]
     assert ["generate", "generates a completion for each prompt of a data set"] in lines
     assert max(map(len, helped.printed)) <= 120
     assert (helped.code, helped.errors) == (0, [])

@@ -26,6 +26,7 @@ PROMPT = b"ready> "
         ("m", ["measure", "models"]),
         ("--v", ["--version"]),
         ("completion f", ["fish"]),
+        ("slurm ", ["generate", "export"]),
         ("generate mod", ["model=", "model."]),
         ("generate model=mixtral", ["model=mixtral", "model=mixtral-8x22b"]),
         ("generate offload=", ["offload=auto", "offload=cpu", "offload=none", "offload=nvme"]),
