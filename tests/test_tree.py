@@ -81,7 +81,16 @@ def read_option(group: str, option: str) -> dict[str, object]:
 
 COMMON = {group: set(values) for group, values in read(CONF / "generate.yaml").items() if isinstance(values, dict)}
 OPTIONS = [(group, option) for group in GROUPS for option in options(group)]
-TEXTS = tracked("*.md", "docs/**/*.md", "jobs/data/slurm/*", "conf/**/*.yaml", "Makefile", ".ci/run")
+TEXTS = tracked(
+    "*.md",
+    "docs/**/*.md",
+    "jobs/data/slurm/*",
+    "examples/*",
+    "conf/**/*.yaml",
+    "Makefile",
+    ".ci/run",
+    ".github/workflows/*",
+)
 
 
 @pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=relative)
