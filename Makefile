@@ -34,6 +34,9 @@ help: ## show this list
 run: $(STAMP) ## generate for the bundled prompts with a tiny model
 	$(BIN)/python -m jobs.generate $(ARGS)
 
+demo: $(STAMP) ## a trained model (92 MB, fetched once) beside the tiny one, on questions and prompts
+	$(BIN)/python -m scripts.demo
+
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal $(ARGS)
 

@@ -17,6 +17,7 @@ from jobs.packing.config import Format
 from runtime import Runtime
 from runtime.config.settings import KVConfig, KVDType
 from runtime.units import MIB
+from scripts import trained_model
 from tests import real_model
 from tests.losses import nats_beyond, perplexity
 from tests.weight_loss import ROUNDED, packed
@@ -37,8 +38,8 @@ def main() -> None:
     logging.disable(logging.WARNING)
     disable_progress_bar()
     try:
-        file = real_model.fetch()
-    except real_model.UnavailableError as error:
+        file = trained_model.fetch()
+    except trained_model.UnavailableError as error:
         print(f"nothing measured: {error}")
         return
     head = "weights, MiB | weights off by | KV, bytes a token | perplexity | as a multiple"

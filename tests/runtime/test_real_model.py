@@ -14,6 +14,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from runtime import Prompt, Runtime
 from runtime.sequences.sequence import Completion, FinishReason
+from scripts import trained_model
 from tests import real_model
 from tests.support import CLEAR_MARGIN
 
@@ -55,8 +56,8 @@ class Real:
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
     try:
-        file = real_model.fetch()
-    except real_model.UnavailableError as error:
+        file = trained_model.fetch()
+    except trained_model.UnavailableError as error:
         pytest.skip(str(error))
     directory = real_model.write_dequantized(file, tmp_path_factory.mktemp("real") / "float32", torch.float32)
     tokenizer, model = AutoTokenizer.from_pretrained(directory), real_model.dequantized(file, torch.float32)
