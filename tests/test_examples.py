@@ -47,6 +47,7 @@ def test_every_example_has_its_output_beside_it_and_a_line_in_the_list() -> None
     assert [path.name for path in SCRIPTS if len(path.read_text().splitlines()) > 40] == []
 
 
+@pytest.mark.slow("test_examples.py::test_the_slurm_array")
 def test_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     [script] = EXAMPLES.glob("*.py")
     monkeypatch.chdir(tmp_path)
