@@ -85,6 +85,7 @@ TEXTS = tracked(
     "*.md",
     "docs/**/*.md",
     "jobs/data/slurm/*",
+    "slurm/README.md",
     "examples/*",
     "conf/**/*.yaml",
     "Makefile",

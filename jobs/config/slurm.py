@@ -9,7 +9,7 @@ SCRIPTS = {
     "export": "writes the output of a run as one file, after the array has ended",
 }
 MAIN_SCRIPT = "generate"
-_INTERPRETER = "default_python=python3"  # a line of each script
+_INTERPRETER = "default_python=.venv/bin/python"  # a line of each script
 
 _LISTING = """usage: weightstream slurm NAME > FILE; then sbatch [OPTION ...] FILE [key=value ...]
 
