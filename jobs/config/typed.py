@@ -80,6 +80,16 @@ def to_plain(value: object) -> "JsonValue":
     return value
 
 
+def to_settings(config: object) -> "dict[str, JsonValue]":
+    """A config with a group `sampling` as values that `build` accepts."""
+    values = to_plain(config)
+    assert isinstance(values, dict), "a dataclass"
+    if isinstance(sampling := values.get("sampling"), dict):
+        passed = {key: value for key in PASSTHROUGH_KEYS if (value := sampling.pop(key)) is not None}
+        sampling[TRANSFORMERS] = passed or None
+    return values
+
+
 def key_types(cls: type) -> dict[str, object]:
     """The type of each settable key of the dataclass `cls`: its fields, except `PASSTHROUGH_KEYS`."""
     types = field_types(cls)

@@ -18,7 +18,7 @@ from secrets import token_hex
 from typing import Any
 
 from ..config.settings import GenerateConfig
-from ..config.typed import to_plain
+from ..config.typed import to_settings
 from .config import ServeConfig
 from .keeper import Keeper, job_environment, last_error
 
@@ -131,7 +131,7 @@ class Answers:
             "gather_seconds": self._config.max_wait_seconds,
         }
         assert process.stdin is not None, "it is a pipe"
-        first = {"config": to_plain(self._job), "capacity": capacity}
+        first = {"config": to_settings(self._job), "capacity": capacity}
         process.stdin.write(json.dumps(first).encode() + b"\n")
         log.info("opening the model for single requests")
         assert process.stdout is not None, "it is a pipe"

@@ -16,7 +16,7 @@ from jobs.config.settings import (
     semantic,
     settings_warnings,
 )
-from jobs.config.typed import known_keys
+from jobs.config.typed import build, known_keys, to_settings
 from jobs.datasets.config import DatasetKind
 from runtime.config.sampling import PASSTHROUGH_KEYS
 from runtime.config.settings import DType, Prefetch, Tier
@@ -124,7 +124,7 @@ def test_every_key_is_either_semantic_or_operational() -> None:
     told = set(known_keys(GenerateConfig)) - groups - {"sampling.transformers"} | {
         f"sampling.{key}" for key in PASSTHROUGH_KEYS
     }
-    assert text.keys() | work.keys() | unset | {"sampling.follow_model"} == told
+    assert text.keys() | work.keys() | unset | {"sampling.follow_model", "on_end"} == told
 
 
 def test_a_setting_that_is_off_leaves_a_run_of_before_it_existed_its_name_and_manifest() -> None:
@@ -246,6 +246,12 @@ def test_settings_without_effect_are_named(overrides: list[str], keys: list[str]
     warnings = settings_warnings(generate(*overrides))
     assert len(warnings) == len(keys)
     assert all(key in warning for key, warning in zip(keys, warnings, strict=True))
+
+
+def test_a_config_is_built_again_from_its_plain_values() -> None:
+    words = ["offload.tier=nvme", "prefetch={kind: 'off'}", "sampling.stop=['a: b']", "model.dtype=bfloat16"]
+    config = generate(*words, "sampling.transformers={typical_p: 0.9, suppress_tokens: [5]}")
+    assert build(GenerateConfig, json.loads(json.dumps(to_settings(config)))) == config
 
 
 def test_runtime_gets_its_groups_unchanged() -> None:
