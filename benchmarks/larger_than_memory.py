@@ -39,7 +39,8 @@ BYTES_OF_BF16 = 2
 
 @dataclass(frozen=True)
 class FormResult:
-    """The results of a form or peer, one for each round, with the bytes of its weight files."""
+    """The results of a form or peer, one for each round. `num_bytes`: of its weight files; of a GGUF file an estimate.
+    `loss`: the entry in the column `numbers` of the table."""
 
     name: str
     num_bytes: int
@@ -67,7 +68,8 @@ def run_larger(config: BenchConfig, say: Say, measure: Measure) -> SuiteResult:
                 refusals[peer.value] = str(error)
                 say(f"{peer.value} is left out: {error}")
                 continue
-            num_bytes = int(_num_bytes(published) * GGUF_SHARES.get(_gguf_kind(peer) or "", 1.0))
+            kind = _gguf_kind(peer)
+            num_bytes = int(_num_bytes(published) * (GGUF_SHARES[kind] if kind is not None else 1.0))
             entries.append(FormResult(peer.value, num_bytes, _peer_loss(peer), results))
     text = larger_table(entries, _prompt_tokens(config))
     text += "".join(f"\n\n{name} is left out: {why}" for name, why in refusals.items())
@@ -115,7 +117,7 @@ def _synthesize(config: BenchConfig, published: Path, say: Say) -> None:
     parameters = LAYER_PARAMETERS * config.larger.num_layers + OUTER_PARAMETERS
     published.parent.mkdir(parents=True, exist_ok=True)
     overrides = dict(config.larger.architecture)
-    num_bytes = 0 if overrides else parameters * BYTES_OF_BF16
+    num_bytes = 0 if overrides else parameters * BYTES_OF_BF16  # another architecture: unknown size, not checked
     _require_free_disk(published.parent, num_bytes, "the model")
     say(f"synthesizing {config.larger.num_layers} layers of Mixtral into {published}")
     synthesize_checkpoint(
@@ -186,6 +188,8 @@ def _gguf_kind(peer: Contender) -> str | None:
 
 
 def _peer_loss(peer: Contender) -> str:
+    """Returns `lossy` if the peer's GGUF file has fewer than 16 bits per weight, otherwise `half precision`, which
+    stands for 16 bits or more."""
     kind = _gguf_kind(peer)
     return "lossy" if kind is not None and GGUF_SHARES[kind] < 1 else "half precision"
 
@@ -195,7 +199,8 @@ def _num_bytes(path: Path) -> int:
 
 
 def _prompt_tokens(config: BenchConfig) -> int:
-    return sum(map(len, task_prompts(_make_task(config, Contender.nvme, Path()), 1000)))
+    """Tokens of all prompts, which do not depend on the vocabulary size."""
+    return sum(map(len, task_prompts(_make_task(config, Contender.nvme, Path()), vocab_size=1000)))
 
 
 def larger_table(entries: Sequence[FormResult], num_prompt_tokens: int) -> str:

@@ -56,9 +56,9 @@ def _open_within_budget(
 ) -> tuple[Runtime, list[Request]]:
     """Opens the runtime of a task. Its host memory is limited with offload=nvme only.
 
-    The limit is `host_memory_gib` of the task. If that is None, it is `weight_share` of the weights plus the KV of the
-    longest requests that are computed together, and at least what a run needs. With a file of prompts, the longest
-    requests of the whole file count, so that all contenders have the same budget.
+    The limit is `host_memory_gib` of the task. If that is None, it is `weight_share` of the weights plus the KV of one
+    block of the longest requests. Unless policy=hrm, it is raised to the minimum of a run. With a file of prompts, the
+    longest requests of the whole file count, so that all contenders have the same budget.
     """
     if task.host_memory_gib is not None and offload.tier is Tier.nvme:
         return open_runtime(task, replace(offload, host_memory_gib=task.host_memory_gib), trace)
@@ -66,13 +66,14 @@ def _open_within_budget(
     if offload.tier is not Tier.nvme:
         return runtime, requests
     shape = runtime.model.shape
-    num_slots = task.num_kv_slots or block_size(runtime.config.policy)
+    num_sequences = task.num_kv_slots or block_size(runtime.config.policy)  # whose KV counts in the budget
     candidates = (
         requests if task.prompts_file is None else open_runtime(replace(task, num_prompts=ALL_PROMPTS), offload)[1]
     )
-    longest = sorted(candidates, key=lambda request: -request.size.capacity_tokens)[:num_slots]
+    longest = sorted(candidates, key=lambda request: -request.size.capacity_tokens)[:num_sequences]
     positions = sum(request.size.capacity_tokens for request in longest)
     budget = int(task.weight_share * shape.weight_bytes + positions * shape.kv_bytes_per_token)
+    # policy=auto fits its blocks to the memory, so one block of the longest requests is the most that must fit.
     needed = longest if task.policy == PolicyKind.auto.value else requests
     if task.policy != PolicyKind.hrm.value and (minimum := minimum_host_bytes(runtime, needed)) > budget:
         line = f"{task.contender}: weight_share={task.weight_share:g} is {format_bytes(budget)} of host memory"

@@ -11,8 +11,9 @@ from .config import MODELS, GpuConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GpuTask:
-    """The arguments of a worker: rounds of all variants within `seconds` from `start_time`, a time.monotonic() of the
-    parent process; None: from the worker's start. `is_alone`: measures only `DEEPSPEED_VARIANT`."""
+    """The arguments of a worker, which measures up to `rounds` rounds of all variants and stops `seconds` after
+    `start_time`. `start_time`: time.monotonic() in the parent process; None: the worker's start. `is_alone`: measures
+    only `DEEPSPEED_VARIANT`, which needs a worker of its own."""
 
     gpu: GpuConfig
     prompt_tokens: int
@@ -24,10 +25,10 @@ class GpuTask:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuMachine:
-    """The device's name, the GB/s of its link by name of the copy, and the layers and bytes of the whole model."""
+    """The device, its link, and the layers and bytes of the whole model."""
 
     device: str
-    link: dict[str, float]
+    link: dict[str, float]  # kind of copy (pinned memory in each direction, pageable memory ...) -> GB/s
     num_layers: int
     weight_bytes: int
     model: str = MODELS["mixtral"].title
@@ -36,8 +37,8 @@ class GpuMachine:
 @dataclass(frozen=True, kw_only=True)
 class VariantPhaseTimes:
     """Sums over all passes (forwards) of one phase, such as prefill. `copy_seconds` and `read_seconds`: the link or the
-    disk was busy. `stall_seconds`: compute waited for bytes, at most. `num_tokens`: computed tokens, of prompts and new
-    ones."""
+    disk was busy. `stall_seconds`: an upper bound of the time in which compute waited for bytes. `num_tokens`: computed
+    tokens, of prompts and new ones."""
 
     phase: str
     num_passes: int
