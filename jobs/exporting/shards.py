@@ -1,4 +1,8 @@
-"""The shards and turns of one run: checks completeness, waits for the run to finish, and reads its parts."""
+"""The shards and turns of one run: checks completeness, waits for the run to finish, and reads its parts.
+
+A shard is the run's output directory for one share of the input rows. A turn is a round of the conversations, with its
+own output directories.
+"""
 
 import logging
 import time
@@ -106,10 +110,11 @@ def wait_until_finished(
         is_running, name = is_locked(run.directory.lock), str(run.path)
         if run.directory.success.exists() and not is_running:
             return None
-        leased = len(leased_blocks(run.directory.leases)) if is_running else 0
+        # A worker leases one block at a time. Without workers=elastic there are no leases.
+        num_workers = len(leased_blocks(run.directory.leases)) if is_running else 0
         state = (
-            f"{format_count(leased, 'worker')} running"
-            if leased
+            f"{format_count(num_workers, 'worker')} running"
+            if num_workers
             else "running"
             if is_running
             else "no process is running"

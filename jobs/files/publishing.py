@@ -44,9 +44,9 @@ def publish(
     check: Callable[[Path], None] | None = None,
     expected_bytes: int = 0,
 ) -> bool:
-    """Writes `path` so that it is complete and durable once visible. `exclusive`: returns False if the file exists;
-    otherwise an older file is replaced. `check` rereads the temporary file and raises OSError if it is wrong.
-    `expected_bytes`: for the message of a full disk. Raises OutputError; an older file is then unchanged."""
+    """Writes `path` so that it is complete and durable once visible. If the file exists, `exclusive=True` leaves it and
+    returns False; `exclusive=False` replaces it. `check` rereads the temporary file and raises OSError if it is wrong.
+    `expected_bytes`: for the message of a full disk. Raises OutputError; an existing file is then unchanged."""
     try:
         with _temp_file(path) as file:
             write(file)
@@ -83,7 +83,7 @@ def _temp_file(path: Path) -> Iterator[BinaryIO]:
         else:
             yield file
     finally:
-        with suppress(OSError):  # already renamed; a remaining one is swept later
+        with suppress(OSError):  # fails if the file was renamed; if it remains, `sweep_temps` removes it later
             temp.unlink()
         file.close()  # last: closing releases the lock
 
@@ -99,7 +99,7 @@ def fsync_directory(directory: Path) -> None:
 
 def make_directory(directory: Path) -> Path:
     """Creates the directory and its parents if missing; returns it. Raises ConfigError if a retry cannot help,
-    OutputError."""
+    otherwise OutputError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -195,8 +195,8 @@ class UnexpectedFileError(OSError):
 def read_regular_file(
     path: Path, *, max_bytes: int | None = None, follow_links: bool = True
 ) -> tuple[bytes, os.stat_result]:
-    """Contents and status of a regular file; never blocks. Raises UnexpectedFileError for other files, more than
-    `max_bytes` or, without `follow_links`, symbolic links; FileNotFoundError, OSError."""
+    """Contents and status of a regular file; never blocks. Raises UnexpectedFileError if it is not a regular file, has
+    more than `max_bytes`, or is a symbolic link without `follow_links`. Raises OSError if it cannot be read."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags)
@@ -221,7 +221,8 @@ def read_regular_file(
 
 
 def read_json(path: Path) -> dict[str, JsonValue]:
-    """The JSON object in `path`. Raises DamagedRunError for other contents or files, OSError."""
+    """The JSON object in `path`. Raises DamagedRunError if it is not a regular file with a JSON object,
+    OSError if it cannot be read."""
     try:
         data, _ = read_regular_file(path, max_bytes=MAX_JSON_BYTES)
     except UnexpectedFileError as error:

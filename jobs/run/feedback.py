@@ -35,7 +35,7 @@ class Feedback:
     runtime: Runtime
     requests: Sequence[Request]
     policy: Policy | None = field(default=None, init=False)
-    _measured_rates: MachineRates | None = field(default=None, init=False)  # used to predict the first block
+    _measured_rates: MachineRates | None = field(default=None, init=False)  # from before the first block
     _corrected_rates: MachineRates | None = field(default=None, init=False)
 
     def restore(self) -> None:
@@ -75,14 +75,14 @@ class Feedback:
     def revise_plan(self, plan: RunPlan, passes: Sequence[PassRow]) -> RunPlan:
         """The plan of the remaining blocks, given the passes of the first block under `plan`. Raises OutputError."""
         assert self._measured_rates is not None, "record() was called"
-        measured, predicted = busy_seconds(passes)
-        self._corrected_rates = correct_rates(self._measured_rates, measured, predicted)
-        for resource in [resource for resource in measured if measured[resource] and predicted[resource]]:
+        busy, predicted_busy = busy_seconds(passes)
+        self._corrected_rates = correct_rates(self._measured_rates, busy, predicted_busy)
+        for resource in [resource for resource in busy if busy[resource] and predicted_busy[resource]]:
             log.debug(
                 "policy: in the first block %s was busy for %.3g s; %.3g s were predicted",
                 resource.value,
-                measured[resource],
-                predicted[resource],
+                busy[resource],
+                predicted_busy[resource],
             )
         revised = self.runtime.revised(plan, self.requests, self._corrected_rates)
         self.policy = revised.searched_policy
@@ -117,7 +117,8 @@ class Feedback:
 
 def busy_seconds(passes: Sequence[PassRow]) -> tuple[dict[Resource, float], dict[Resource, float]]:
     """Busy seconds of each resource in these passes, measured and predicted. Attention counts in decode passes only; in
-    prefill it is part of compute."""
+    prefill it is part of compute. Passes record one copy time, the sum of both directions, so that both directions
+    have this time here."""
 
     def sum_seconds(prefix: str) -> dict[Resource, float]:
         def total(name: str, rows: Sequence[PassRow] = passes) -> float:

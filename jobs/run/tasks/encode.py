@@ -32,18 +32,23 @@ SIGMOID = "Sigmoid"
 def batch_line_requests(
     spec: EncodingSpec, runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]
 ) -> Iterator[Sequence[Request | Rejected]]:
-    """The requests of each batch line, numbered by sample index: an embedding of each text, or with `Readout.classes` a
-    score of each pair."""
+    """The requests of each batch line, numbered by sample index. With `Readout.embedding`, there is one for each text,
+    including second texts; with `Readout.classes`, one for each pair, to score it."""
     for row, _ in prompts:
         assert row.inputs is not None, "lines for other endpoints are error rows"
         problem = _line_problem(runtime.model, spec, row.inputs)
-        token_ids = [problem] if problem is not None else _token_ids(runtime.model, spec, row.inputs)
-        requests = [_encoding_request(runtime.model, spec, row.id, ids) for ids in token_ids]
+        ids_or_errors = [problem] if problem is not None else _ids_or_errors(runtime.model, spec, row.inputs)
+        requests = [_encoding_request(runtime.model, spec, row.id, each) for each in ids_or_errors]
         yield [replace(request, sample_index=index) for index, request in enumerate(requests)]
 
 
-def _encoding_request(model: LoadedModel, spec: EncodingSpec, id: str, ids: Sequence[int] | str) -> Request | Rejected:
-    return Rejected(id=id, error=ids) if isinstance(ids, str) else make_encoding(model, id, ids, spec)
+def _encoding_request(
+    model: LoadedModel, spec: EncodingSpec, id: str, ids_or_error: Sequence[int] | str
+) -> Request | Rejected:
+    """Makes a request from token ids, or a rejected one from an error message."""
+    if isinstance(ids_or_error, str):
+        return Rejected(id=id, error=ids_or_error)
+    return make_encoding(model, id, ids_or_error, spec)
 
 
 def _line_problem(model: LoadedModel, spec: EncodingSpec, inputs: EncodeInputs) -> str | None:
@@ -62,9 +67,9 @@ def _line_problem(model: LoadedModel, spec: EncodingSpec, inputs: EncodeInputs) 
     return None if is_sigmoid else f"the checkpoint's scores use {activation}; only {SIGMOID} is supported"
 
 
-def _token_ids(model: LoadedModel, spec: EncodingSpec, inputs: EncodeInputs) -> Iterable[Sequence[int] | str]:
-    """The token ids of each text or pair, or an error message."""
-    if spec.readout is Readout.classes:
+def _ids_or_errors(model: LoadedModel, spec: EncodingSpec, inputs: EncodeInputs) -> Iterable[Sequence[int] | str]:
+    """The token ids of each text or pair of a batch line, or an error message in place of them."""
+    if spec.readout is Readout.classes:  # texts of pairs are strings, never token ids: `str` is for the type checker
         return [_pair_ids(model, str(first), second) for first, second in inputs.pairs]
     inputs_in_order = [*inputs.texts, *inputs.second_texts]
     texts = [text for text in inputs_in_order if isinstance(text, str)]
@@ -89,7 +94,7 @@ def _pair_ids(model: LoadedModel, first: str, second: str) -> Sequence[int] | st
 
 FIRST_FIELDS = (
     pa.field("id", pa.string(), nullable=False),
-    pa.field("sample_index", pa.int32(), nullable=False),  # always 0; all runs have the column
+    pa.field("sample_index", pa.int32(), nullable=False),  # of an input in its batch line; 0 in other runs
     pa.field("status", pa.string(), nullable=False),
 )
 READ_FIELDS = {  # null in error rows
@@ -125,8 +130,8 @@ def encode(config: EncodeConfig, should_stop: Callable[[], bool], start: Start |
 
 
 def encoding_task(config: EncodeConfig) -> tuple[Task, EncodeConfig]:
-    """The task, with an output row for each prompt, and its settings without checkpoints: interrupted blocks restart.
-    Embeddings of an OpenAI batch are normalized."""
+    """The task, which has an output row for each prompt, and its settings. The progress of a block is never saved
+    (`checkpoint_seconds=None`), so an interrupted block restarts. Embeddings of an OpenAI batch are normalized."""
     settings = config.encode
     spec = EncodingSpec(
         readout=settings.output,
@@ -159,14 +164,15 @@ def encoding_requests(
 
 
 def _encoding_columns(
-    num_top: int, spec: EncodingSpec, model: LoadedModel, completion: Completion
+    num_classes: int, spec: EncodingSpec, model: LoadedModel, completion: Completion
 ) -> Mapping[str, object]:
-    """Output columns of a finished encoding."""
+    """Output columns of a finished encoding. `num_classes`: most classes to write; `spec.num_top` limits the tokens of
+    a mask only."""
     result = make_result(model, spec, 0, completion)
     if isinstance(result, Embedded):
         return {"embedding": result.vector.tolist()}
     if isinstance(result, Classified):
-        order = sorted(range(len(result.logits)), key=lambda label: -result.logits[label])[:num_top]
+        order = sorted(range(len(result.logits)), key=lambda label: -result.logits[label])[:num_classes]
         return {
             "label": result.label,
             "labels": [result.labels[label] for label in order],
