@@ -251,8 +251,8 @@ class PipelineRun(SharedRun):
         modules. Raises ConfigError if ranks have different weights, or the model cannot be split."""
         model, ranks, way = super().divide_model(model, offload, device), self.ranks, self.way.value
         require(
-            not model.padding.separate_rows,
-            UNSUPPORTED.format(way, f"one row at a time ({model.padding.separate_rows})", "set devices=one"),
+            not model.padding.separate_rows_reason,
+            UNSUPPORTED.format(way, f"one row at a time ({model.padding.separate_rows_reason})", "set devices=one"),
         )
         own = make_budgets(offload, device)
         own = replace(own, host_bytes=own.host_bytes // ranks.num_local_ranks)

@@ -155,7 +155,9 @@ def load_model(
     is_packed, reason, padding = False, "", PaddingBehavior()
     with as_config_error(class_name):
         if is_encoder:
-            padding = PaddingBehavior(whole_prompts="the class is an encoder, which needs the whole prompt at once")
+            padding = PaddingBehavior(
+                whole_prompts_reason="the class is an encoder, which needs the whole prompt at once"
+            )
             cache = encoder_cache_shape(model)
         else:
             is_packed, reason = choose_lanes(model, config.lanes) if truncated is None else (truncated.is_packed, "")
@@ -166,7 +168,7 @@ def load_model(
     if reason:
         log.debug("lanes are padded: %s", reason)
     if not is_encoder:
-        for reason in filter(None, (padding.separate_rows, padding.whole_prompts)):
+        for reason in filter(None, (padding.separate_rows_reason, padding.whole_prompts_reason)):
             log.debug("padded lanes: %s", reason)
 
     rounded = empty.make_rounded(config)
@@ -194,7 +196,7 @@ def load_model(
         shape=replace(
             shape if split is None or split.count == 1 else shape.with_head_share(split.count),
             has_decode_kernel=is_packed and not cache.is_latent and device.type == "cpu" and can_compile(),
-            has_whole_prompts=bool(padding.whole_prompts),
+            has_whole_prompts=bool(padding.whole_prompts_reason),
             restart_tokens=None if rope_lengths is None else rope_lengths.restart_tokens,
         ),
         expands_latents=cache.is_latent,
@@ -258,14 +260,15 @@ class _EmptyWeights:
         if checkpoint.gguf is not None:
             parameters, conversions = map_gguf(model, checkpoint)
         else:
-            plain = pair_companions(checkpoint.tensors, self.quantization) if rounded is None else rounded.tensors
-            parameters, conversions = map_weights(model, plain, use_byte_ranges=use_byte_ranges)
+            # Quantized tensors with their companions attached, such as scales.
+            tensors = pair_companions(checkpoint.tensors, self.quantization) if rounded is None else rounded.tensors
+            parameters, conversions = map_weights(model, tensors, use_byte_ranges=use_byte_ranges)
         is_verified = config.verify is Verify.full
-        if self.quantization.get("quant_method") == METHOD:
+        if self.quantization.get("quant_method") == METHOD:  # written by `weightstream pack`
             check_packed(checkpoint.files, is_full=is_verified)
         digests = dict(digest_files(checkpoint.files, cache, should_stop)) if is_verified else {}
         conversions += self._zeroing_conversions(parameters)
-        virtual = {tensor.file for tensor in rounded.rounded} if rounded is not None else set[str]()
+        virtual = set(rounded.fills) if rounded is not None else set[str]()  # files that exist only while they are read
         for conversion in conversions:
             if any(source.file in virtual for source in conversion.sources):  # conversions read files on disk
                 name = config.quantize.value if config.quantize is not None else ""
@@ -281,11 +284,12 @@ class _EmptyWeights:
             # Parameters tied to a converted one have the same byte ranges: they must use the converted bytes too.
             old_pieces = {name: parameters[name].pieces for name in converted if name in parameters}
             for name, parameter in parameters.items():
-                source = next((target for target, pieces in old_pieces.items() if pieces == parameter.pieces), name)
-                parameters[name] = replace(converted[source], name=name) if source in converted else parameter
+                twin = next((other for other, pieces in old_pieces.items() if pieces == parameter.pieces), None)
+                if twin is not None:
+                    parameters[name] = replace(converted[twin], name=name)
             parameters |= converted
             if is_verified:
-                files = sorted({piece.file for parameter in converted.values() for piece in parameter.slices})
+                files = sorted({tensor.file for parameter in converted.values() for tensor in parameter.slices})
                 digests |= digest_files(files, cache, should_stop)
         parameters |= {name: replace(parameters[name], is_experts=True) for name in experts.stack_names(model)}
         return parameters, digests
@@ -295,13 +299,13 @@ class _EmptyWeights:
         a matrix made of several tensors."""
         conversions, class_name = list[Conversion](), type(self.model).__name__
         for name, rows in self.zeroed_rows.items():
-            pieces = parameters[name].slices if name in parameters else ()
-            if len(pieces) != 1:
+            tensors = parameters[name].slices if name in parameters else ()
+            if len(tensors) != 1:
                 raise ConfigError(
                     f"model.path: transformers sets rows {list(rows)} of {name!r} to zero when it loads {class_name}; "
                     "not supported for a matrix made of several tensors: use transformers itself"
                 )
-            zeroing = make_zeroing(name, pieces[0], rows)
+            zeroing = make_zeroing(name, tensors[0], rows)
             if zeroing is not None:
                 numbers = ", ".join(map(str, rows))
                 log.warning("%s: sets row %s of %r to zero, as transformers does", class_name, numbers, name)
@@ -330,7 +334,8 @@ def _build_empty_model(
     dtype = _compute_dtype(config.dtype, hf_config, device)
     if truncated is not None:
         truncated.shorten(hf_config)
-    max_tensors = 16 * len(checkpoint.tensors) + 8192  # a stored tensor may be several fused or shared parameters
+    # A stored tensor may be split into several parameters, or used under several names.
+    max_tensors = 16 * len(checkpoint.tensors) + 8192
     with as_checkpoint_error(f"{path}: config.json: cannot build the model", published_config):
         model = build_meta_model(hf_config, dtype, max_tensors=max_tensors, encodes=encodes)
     with as_config_error(type(model).__name__):
@@ -396,7 +401,7 @@ def fill_buffers(staged: StagedModel, parameters: Mapping[str, Parameter], devic
     for name, buffer in staged.model.state_dict(keep_vars=True).items():
         if name in parameters and name not in staged.stage_of:
             path, _, leaf = name.rpartition(".")
-            pieces = [load_tensor(piece).reshape(-1) for blocks in parameters[name].pieces for piece in blocks]
+            pieces = [load_tensor(piece).reshape(-1) for entry in parameters[name].pieces for piece in entry]
             value = torch.cat(pieces).to(buffer.dtype).reshape(buffer.shape)
             staged.model.get_submodule(path)._buffers[leaf] = value
     for module in staged.model.modules():

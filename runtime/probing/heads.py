@@ -39,19 +39,23 @@ AUTO: dict[Head, type[_BaseAutoModelClass]] = {
 
 
 def saved_head(config: PreTrainedConfig) -> Head:
-    """The head of the class that `config` names in `architectures`, with three exceptions. An encoder-decoder always
-    has a text head. A decoder saved without a head has a text head if its embeddings are tied. An encoder saved alone
-    (T5EncoderModel) has none."""
+    """The head of the class that `config` names in `architectures`, with these exceptions:
+
+    - An encoder saved alone (T5EncoderModel) has none.
+    - Any other encoder-decoder has a text head.
+    - A decoder saved without a head has a text head if its embeddings are tied.
+    - A multimodal model saved without a head has a text head. Its decoder has a nested config.
+    """
     names = set(getattr(config, "architectures", None) or ())
     if encoder_class(config) in names:
         return Head.none
     if config.is_encoder_decoder:
         return Head.text
-    is_part = decoder_config(config) is not config
+    is_multimodal = decoder_config(config) is not config
     is_decoder = (
         type(config) in AutoModelForCausalLM._model_mapping and getattr(config, "is_decoder", True) is not False
     )
-    has_text = is_part or (is_decoder and getattr(config, "tie_word_embeddings", True))
+    has_text = is_multimodal or (is_decoder and getattr(config, "tie_word_embeddings", True))
     for head in AUTO:
         if names & _class_names(AUTO[head], config) and not (head is Head.none and has_text):
             return head
@@ -75,7 +79,8 @@ def encoder_class(config: PreTrainedConfig) -> str | None:
 
 
 def _class_names(auto: type[_BaseAutoModelClass], config: PreTrainedConfig) -> set[str]:
-    """The names of the classes that `auto` may choose for `config`."""
+    """The names of the classes that `auto` may choose for `config`, without causal language models (`...LMHeadModel`):
+    AutoModelForMaskedLM lists those of XLM and FlauBERT, which have a text head."""
     mapping = auto._model_mapping
     if mapping is None or type(config) not in mapping:
         return set()

@@ -68,11 +68,10 @@ class PassInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class PaddingBehavior:
-    """Reasons to run the rows of a lane one by one (`separate_rows`), and to prefill each prompt in one pass
-    (`whole_prompts`); "" if not necessary."""
+    """Reasons to run the rows of a lane one by one, and to prefill each prompt in one pass; "" if not necessary."""
 
-    separate_rows: str = ""
-    whole_prompts: str = ""
+    separate_rows_reason: str = ""
+    whole_prompts_reason: str = ""
 
 
 def probe_padding(model: PreTrainedModel) -> PaddingBehavior:
@@ -99,8 +98,8 @@ def probe_padding(model: PreTrainedModel) -> PaddingBehavior:
             f"model.path: {name} keeps the state of a sequence in its modules, where lanes would overwrite it"
         )
     return PaddingBehavior(
-        separate_rows="" if _matches_unpadded(probe, alone, num_pads=NUM_PADS) else SEPARATE_ROWS,
-        whole_prompts="" if _matches_unpadded(probe, alone, columns=NUM_COLUMNS) else WHOLE_PROMPTS,
+        separate_rows_reason="" if _matches_unpadded(probe, alone, num_pads=NUM_PADS) else SEPARATE_ROWS,
+        whole_prompts_reason="" if _matches_unpadded(probe, alone, columns=NUM_COLUMNS) else WHOLE_PROMPTS,
     )
 
 

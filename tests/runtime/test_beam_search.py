@@ -310,7 +310,7 @@ def test_beams_share_a_rectangle_where_rows_pass_one_by_one(tmp_path: Path) -> N
     of = Searched(prompts=prompts, ends=[], answers=[])
     tiny = Reference(directory=tmp_path, prompts=[], expected=[], sampled=[])
     runtime = Runtime(config_for(tiny, policy=policy(micro_batch_size=9)))
-    assert runtime.model.padding.separate_rows
+    assert runtime.model.padding.separate_rows_reason
     sampling = SamplingConfig(num_beams=3, n=3, max_new_tokens=NUM_NEW)
     for found, expected in zip(searched(runtime, of, sampling), answers, strict=True):
         assert [list(each.token_ids) for each in found] == expected.tokens

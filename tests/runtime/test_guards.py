@@ -103,7 +103,7 @@ def test_prompts_are_not_cut_where_a_class_cannot_go_on(name: str, made: Referen
     ref = made(WHOLE[name])
     runtime = Runtime(runtime_config(ref, prefill_chunk_tokens=6))
     assert tokens(runtime, ref.prompts) == ref.expected
-    assert runtime.model.padding == PaddingBehavior(whole_prompts=PROMPTS_WHOLE)
+    assert runtime.model.padding == PaddingBehavior(whole_prompts_reason=PROMPTS_WHOLE)
 
 
 def test_rows_pass_one_by_one_where_padding_would_move_their_positions(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_rows_pass_one_by_one_where_padding_would_move_their_positions(tmp_path:
     ref = Reference(directory=tmp_path, prompts=[p for p, _ in clear], expected=[t for _, t in clear], sampled=[])
     runtime = Runtime(runtime_config(ref, prefill_chunk_tokens=6))
     assert tokens(runtime, ref.prompts) == ref.expected
-    assert runtime.model.padding == PaddingBehavior(separate_rows=ROWS_APART)
+    assert runtime.model.padding == PaddingBehavior(separate_rows_reason=ROWS_APART)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -131,4 +131,4 @@ def test_a_class_whose_state_no_lane_can_keep_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["bloom", "qwen3-next", "mamba-2", "gpt-neo", "falcon, alibi", "kimi-linear", "lfm-2"])
 def test_what_padding_and_chunks_do_not_change_has_both(name: str) -> None:
     padding = probe_padding(built(FAMILIES[name]))
-    assert (padding.separate_rows, padding.whole_prompts) == ("", "")
+    assert (padding.separate_rows_reason, padding.whole_prompts_reason) == ("", "")

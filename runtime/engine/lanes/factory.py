@@ -54,7 +54,7 @@ class LaneFactory:
         context, start = self._context(chunk_tokens), self.model.start_token_id
         if start is not None:
             return Seq2SeqLane(context, sequences, start)
-        return (SeparateRowsLane if self.model.padding.separate_rows else PaddedLane)(context, sequences)
+        return (SeparateRowsLane if self.model.padding.separate_rows_reason else PaddedLane)(context, sequences)
 
     def _context(self, chunk_tokens: int | None) -> LaneContext:
         return self.context if chunk_tokens is None else replace(self.context, prefill_chunk_tokens=chunk_tokens)
