@@ -17,7 +17,7 @@ import torch
 from ..attention.page_codes import FLOAT8, PageFormat, stored_dtype
 from ..closing import Closing
 from ..config.settings import KVDType
-from ..plan.placement.kv import layer_ranges
+from ..plan.placement.kv import consecutive_ranges
 from ..plan.placement.memory import PAGE_TOKENS
 from ..stream.device import ComputeDevice
 from ..stream.exchange import HostExchange
@@ -219,7 +219,7 @@ class ContiguousPool(PagePool):
         return allocated
 
     def _release(self, pages: Sequence[int]) -> None:
-        for run in layer_ranges(pages):
+        for run in consecutive_ranges(pages):
             self._merge_span(run)
 
     def _choose_start(self, last: int | None) -> int:

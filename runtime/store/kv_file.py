@@ -22,7 +22,7 @@ import numpy as np
 
 from ..closing import Closing
 from ..errors import BudgetError, ConfigError, KVFileError
-from ..plan.placement.kv import KVLayout, layer_ranges
+from ..plan.placement.kv import KVLayout, consecutive_ranges
 from ..units import MIB, format_bytes
 from .transfer import ChunkTiming, PendingTransfer, TransferThreads, transfer
 
@@ -102,7 +102,7 @@ class KVFile(Closing):
 
     def _runs(self, pages: Iterable[int], stride: int) -> Iterator[range]:
         """Divides the pages into runs within the limits of one system call. `stride`: bytes per page."""
-        return layer_ranges(pages, min(MAX_VIEWS, max(1, self._chunk_bytes // stride)))
+        return consecutive_ranges(pages, min(MAX_VIEWS, max(1, self._chunk_bytes // stride)))
 
     def _read(self, layer: int, run: range, views: list[memoryview]) -> ChunkTiming:
         """Reads a run of pages into `views`, one per page, and verifies checksums."""

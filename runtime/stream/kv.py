@@ -21,7 +21,7 @@ import torch
 
 from ..config.settings import KVTier
 from ..errors import KVFileError
-from ..plan.placement.kv import KVLayout, layer_ranges
+from ..plan.placement.kv import KVLayout, consecutive_ranges
 from ..resources import Resource
 from ..store.kv_file import KVFile
 from ..store.transfer import PendingTransfer
@@ -53,7 +53,8 @@ class KVSlot:
         self.buffer, self.staging = buffer, staging
         self.ready: Event = device.new_event()
         self.free: Event = device.new_event()
-        self.free.record(device.compute_stream())  # queued compute may still use this memory's last tensor
+        # The allocator may have reused the memory of a freed tensor, which queued compute may still use.
+        self.free.record(device.compute_stream())
         self.pending_fetch: Future[PendingTransfer] | None = None
         self.pending_store: PendingStore | None = None
 
@@ -94,8 +95,8 @@ class PinnedPages:
         self._is_stored = {layer: np.zeros(layout.num_pages, bool) for layer in layout.page_bytes}
 
     def fetch(self, slot: KVSlot, layer: int, pages: Sequence[int], blocking: Sequence[KVSlot]) -> int:
-        """Queues copies of `pages` to the slot. They begin when all slots in `blocking` are free, which may still store
-        the same pages. Zeroes pages that were never stored. Returns the bytes to copy."""
+        """Queues copies of `pages` to the slot. `blocking`: slots that may still be storing these pages; copies begin
+        when they are free. Zeroes pages that were never stored. Returns the bytes to copy."""
         if self._fetch_stream is not None:
             for other in blocking:
                 self._device.wait(self._fetch_stream, other.free)  # its stores must end first, or pages would be stale
@@ -103,7 +104,8 @@ class PinnedPages:
         stride, numbers = self._layout.stride_bytes(layer), np.array(pages, np.int64)
         is_stored = self._is_stored[layer][numbers]
         new_indices, stored_indices = np.flatnonzero(~is_stored), np.flatnonzero(is_stored)  # indices in the slot
-        targets = [slot.buffer[run.start * stride : run.stop * stride] for run in layer_ranges(new_indices.tolist())]
+        new_runs = consecutive_ranges(new_indices.tolist())
+        targets = [slot.buffer[run.start * stride : run.stop * stride] for run in new_runs]
         if targets:
             self._device.clear_all(targets, on=self._fetch_stream, after=slot.free)
         runs = find_page_runs(numbers[stored_indices], stored_indices, self._segment_pages(layer))
@@ -197,7 +199,7 @@ class DiskPages:
         stride = self._layout.stride_bytes(layer)
         if slot.is_staged:
             on_copy = partial(self._on_copy, Resource.device_to_host, layer, len(slot_indices) * stride)
-            runs = [slice(run.start * stride, run.stop * stride) for run in layer_ranges(slot_indices.values())]
+            runs = [slice(run.start * stride, run.stop * stride) for run in consecutive_ranges(slot_indices.values())]
             parts = [CopyPart(slot.buffer[part], slot.staging[part]) for part in runs]
             self._device.copy_all(parts, on=self._store_stream, after=slot.free, then=on_copy)
             slot.free.record(self._store_stream)
@@ -284,7 +286,7 @@ class KVStream:
         try:
             self._collect_stores()
             for slot in self._slots:
-                self._finish_fetch(slot, 0)
+                self._finish_fetch(slot, 0)  # the layer is unknown here; it only labels counters and the trace
         except KVFileError as error:
             if value is None:
                 raise
@@ -308,7 +310,8 @@ class KVStream:
         self._collect_stores()
         slot, pages = self._fetched[layer, lane]
         if slot.pending_fetch is not None:
-            self._counters.count_acquire(slot.pending_fetch.done() and slot.pending_fetch.result().is_done)
+            is_in_time = slot.pending_fetch.done() and slot.pending_fetch.result().is_done
+            self._counters.count_acquire(is_in_time)
         self._finish_fetch(slot, layer)
         self._device.compute_waits_for(slot.ready)
         stride = self._layout.stride_bytes(layer)

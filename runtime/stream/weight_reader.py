@@ -1,5 +1,7 @@
-"""Readers of weights into host buffers. `LocalReader` reads all bytes in this process. The readers of several ranks
-(package `ranks`) each read a part, and gather the parts of other ranks.
+"""Readers of weights into host buffers. `LocalReader` reads without other ranks. The readers of several ranks (package
+`ranks`) each read a part, and gather the parts of other ranks.
+
+A session is the time in which ranks compute one plan together.
 """
 
 from abc import abstractmethod
@@ -61,7 +63,7 @@ class WeightReader(Closing):
 
 
 class LocalReader(WeightReader):
-    """Reads all bytes itself, without other ranks."""
+    """Reads all bytes itself. Only weights that stay in memory may have been read by another process on this host."""
 
     def __init__(self, device: ComputeDevice, reader: Reader):
         self._device, self._reader = device, reader
@@ -73,7 +75,7 @@ class LocalReader(WeightReader):
         return self._reader.submit(extents, buffer.numpy().data)
 
     def load_once(self, number: int, extents: Sequence[Extent], num_bytes: int) -> torch.Tensor:
-        """Reads the weights, or waits for the process that reads them into shared memory."""
+        """Reads weights that stay in memory. If processes share them, only one reads, and the others wait for it."""
 
         def read(buffer: torch.Tensor) -> None:
             self.fill(number, extents, buffer).wait()
@@ -82,7 +84,7 @@ class LocalReader(WeightReader):
 
 
 class SessionResources(AbstractContextManager[object]):
-    """Context manager of resources that ranks share in one session."""
+    """Context manager of what ranks share during a session, such as shared memory. Makes their readers of weights."""
 
     @abstractmethod
     def weight_reader(self, device: ComputeDevice, reader: Reader, *, count: int) -> WeightReader:

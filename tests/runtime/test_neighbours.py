@@ -6,13 +6,13 @@ import pytest
 
 from runtime.cache.paged import PagedKV
 from runtime.cache.pages import ContiguousPool, KVPages
-from runtime.plan.placement.kv import layer_ranges
+from runtime.plan.placement.kv import consecutive_ranges
 from runtime.plan.placement.memory import PAGE_TOKENS
 from runtime.stream.device import ComputeDevice
 
 
 def num_spans(pages: list[int]) -> int:
-    return len(list(layer_ranges(pages)))
+    return len(list(consecutive_ranges(pages)))
 
 
 def test_lanes_that_grow_in_turns_each_stay_in_one_stretch() -> None:

@@ -94,7 +94,7 @@ def offloaded_kv_layers(shape: ModelShape, tier: KVTier, fraction: float, *, has
     return tuple(layer for layer in layers if layer not in in_compute)
 
 
-def layer_ranges(numbers: Iterable[int], max_length: int | None = None) -> Iterator[range]:
+def consecutive_ranges(numbers: Iterable[int], max_length: int | None = None) -> Iterator[range]:
     """Divides numbers into ranges of consecutive numbers, of at most `max_length` each."""
     current = range(0)
     for number in sorted(numbers):
