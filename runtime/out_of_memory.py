@@ -7,7 +7,7 @@ from .errors import BudgetError, MemoryShortage
 from .plan.placement.ledger import Ledger
 
 PHRASES = (  # parts of messages that report exhausted memory
-    "annot allocate memory",
+    "annot allocate memory",  # with "C" or "c"
     "can't allocate memory",
     "out of memory",
     "std::bad_alloc",

@@ -180,8 +180,8 @@ class SelfCheck(Enum):
 
 class Parallelism(Enum):
     """Parallelism of processes (ranks). `one`: a single process. `sharded`: each rank reads an equal share of every
-    layer, gets the other shares, and computes its part of the rows. `tensor`: each rank has a share of every matrix and
-    of the KV heads. `pipeline`: each rank has some of the layers."""
+    layer, gets the shares of other ranks, and computes its part of the prompts. `tensor`: each rank has a share of
+    every matrix and of the KV heads. `pipeline`: each rank has some of the layers."""
 
     one = "one"
     sharded = "sharded"
@@ -260,7 +260,7 @@ class OffloadConfig:
     tier: TextField[Tier] = enum_field(Tier.auto)
     device_memory_gib: float | None = None
     host_memory_gib: float | None = None
-    resident_layers: int | None = None  # layers that stay in memory; null: as many as fit in addition to the block
+    resident_layers: int | None = None  # layers that stay in memory; null: as many as fit beside a block of sequences
     direct_io: bool = True
     reader_threads: int = 4
     read_chunk_mib: int = 16
@@ -431,7 +431,7 @@ def require_beams_fit(policy: PolicyConfig, sampling: SamplingConfig) -> None:
 def require_groups_agree(policy: PolicyConfig, prefetch: PrefetchConfig, offload: OffloadConfig) -> None:
     """Raises ConfigError if settings of different groups contradict each other, whatever the model and machine."""
     order, reads_late = policy.schedule, prefetch.kind is Prefetch.off and offload.tier is Tier.nvme
-    if order is not None and order.style.num_slots > 1:
+    if order is not None and order.style.num_slots > 1:  # weight slots: one is filled while the other is in use
         require(
             not reads_late,
             f"policy.schedule={order.value} reads a stage during the previous one, which prefetch=off forbids: set "

@@ -22,7 +22,10 @@ from ..plan.shape.shapes import Companion, TensorSlice
 WORD_BITS = 32
 SCALES = "scales"  # companion role
 FACTORS = ("F32", "F16", "BF16", "F64", "F8_E8M0", "F8_E4M3", "U8")  # dtypes of factors
-ENCODINGS = {None: FLOAT4, torch.float8_e4m3fn: SCALED_FLOAT8}  # encoding of the vector kernels by dtype, None for FP4
+ENCODINGS = {
+    None: FLOAT4,
+    torch.float8_e4m3fn: SCALED_FLOAT8,
+}  # those that the CPU's vector kernels decode, by dtype; None: FP4
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of FP4 codes 0 to 7; the highest bit is the sign
 RowSelection = slice | torch.Tensor  # consecutive rows, or increasing row numbers
 Write = Callable[[RowSelection, torch.Tensor], None]  # writes the codes of selected rows into (R, K) float32
@@ -69,7 +72,7 @@ class IntegerRows:
                 first, stop, _ = rows.indices(self.shape[0])
                 for matrix in range(first // height, -(-stop // height)):
                     # Rows of `out_RK` that belong to this matrix.
-                    begin, end = (min(max(edge * height, first), stop) - first for edge in (matrix, matrix + 1))
+                    begin, end = max(matrix * height, first) - first, min((matrix + 1) * height, stop) - first
                     apply(out_RK[begin:end], factors_RG[begin:end].index_select(1, self._groups[matrix]))
 
 
@@ -100,13 +103,13 @@ def write_words(words_RW: torch.Tensor, num_bits: int, out_RK: torch.Tensor) -> 
 
 
 def write_pairs(pairs: torch.Tensor, bytes_RB: torch.Tensor, out_RK: torch.Tensor) -> None:
-    """Writes the two numbers that each byte encodes. `pairs`: table from byte to pair, (256,), or (256 * E,) if
-    `bytes_RB` are indices into E such tables."""
-    numbers = bytes_RB.flatten().int()
+    """Writes the two numbers that each byte encodes. `pairs`: table from byte to pair, (256,), or E such tables one
+    after another, (256 * E,). Then `bytes_RB` are integers, the byte plus 256 times the number of its table."""
+    indices = bytes_RB.flatten().int()
     if out_RK.shape[1] == 2 * bytes_RB.shape[1]:
-        torch.index_select(pairs, 0, numbers, out=out_RK.view(pairs.dtype).flatten())
+        torch.index_select(pairs, 0, indices, out=out_RK.view(pairs.dtype).flatten())
     else:
-        out_RK.copy_(pairs[numbers].view(out_RK.dtype).view(len(out_RK), 2 * bytes_RB.shape[1])[:, : out_RK.shape[1]])
+        out_RK.copy_(pairs[indices].view(out_RK.dtype).view(len(out_RK), 2 * bytes_RB.shape[1])[:, : out_RK.shape[1]])
 
 
 @lru_cache

@@ -39,8 +39,10 @@ def join_by_rows(matrices: Sequence[StoredMatrix]) -> StoredMatrix | None:
     companions, tensors = list[Companion](), dict[str, torch.Tensor]()
     for companion in first.companions:
         parts, block = [stored.companions[companion.role] for stored in matrices], companion.block_rows
-        if parts[0].dim() != 2 or (parts[0].dtype == torch.int32 and len(parts[0]) * block != num_rows):
-            return None  # int32 words that each hold fields for several rows: the last word is only partly used
+        if parts[0].dim() != 2:  # has no rows to join
+            return None
+        if parts[0].dtype == torch.int32 and len(parts[0]) * block != num_rows:
+            return None  # a word has fields for several matrix rows, and the last word is only partly used
         if len(parts[0]) == 1:  # one companion row for the whole matrix: repeat it for every matrix row
             parts, block = [part.expand(num_rows, -1) for part in parts], 1
         elif len(parts[0]) * block != num_rows:
@@ -59,9 +61,9 @@ def join_by_rows(matrices: Sequence[StoredMatrix]) -> StoredMatrix | None:
 
 
 def join_by_columns(matrices: Sequence[StoredMatrix], num_words: int) -> StoredMatrix | None:
-    """Same as `join_by_rows` for matrices stored transposed: `num_words` rows of 32-bit words, in which a column holds
-    one or more matrix rows. Two-dimensional companions are transposed in the same way. One-dimensional companions are
-    stacked: (E, K)."""
+    """Same as `join_by_rows` for matrices stored transposed: 32-bit words (num_words, columns), with the K numbers of a
+    matrix row in one column. If words pack neighboring rows, a column holds WORD_ROWS matrix rows, otherwise one.
+    Two-dimensional companions are transposed in the same way. One-dimensional companions are stacked: (E, K)."""
     first, num_rows = matrices[0].source, matrices[0].source.shape[0]
     if not have_same_layout(matrices) or first.first_row or num_rows % WORD_ROWS:
         return None
@@ -75,7 +77,8 @@ def join_by_columns(matrices: Sequence[StoredMatrix], num_words: int) -> StoredM
 
 
 def have_same_layout(matrices: Sequence[StoredMatrix]) -> bool:
-    """True if shapes, formats, dtypes and companions' shapes are equal, and the first two constants."""
+    """True if shapes, formats, dtypes, companions' shapes and the first two `TensorSlice.constants` are equal. Later
+    constants, such as the offset of bitsandbytes' nested scales, may differ by matrix."""
 
     def layout_key(stored: StoredMatrix) -> tuple[object, ...]:
         info, sizes = stored.source, {role: tensor.shape for role, tensor in stored.companions.items()}

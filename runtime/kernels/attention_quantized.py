@@ -1,5 +1,5 @@
 """Compiled decode attention over quantized pages. Codes are converted to float32 in registers, and multiplied without
-scales: a number is (code + zero point) * scale.
+scales. A number is (code + zero point) * scale: KV formats add the zero point, while weight formats subtract it.
 
     score = q . ((codes + zeros) * scales) = (q * scales) . codes + (q * scales) . zeros
     sum   = weights . ((codes + zeros) * scales), likewise with (weights * scales)
@@ -48,7 +48,7 @@ def _scale_queries(q_HGD: np.ndarray, pages: QuantizedPages, page: int, heads: S
     _, G, D = q_HGD.shape
     begin_bytes = page * pages.stride_bytes
     for h in range(heads[0], heads[1]):
-        scales = ArrayAt(pages.key_scales, begin_bytes // 2 + h * D)
+        scales = ArrayAt(pages.key_scales, begin_bytes // 2 + h * D)  # an index of elements, which have two bytes
         zeros = ArrayAt(pages.key_zeros, begin_bytes + h * D)
         for g in range(G):
             at = (h * G + g) * D
@@ -60,8 +60,8 @@ def _scale_queries(q_HGD: np.ndarray, pages: QuantizedPages, page: int, heads: S
 def _score_page(
     pages: QuantizedPages, page: int, offset: int, num: int, heads: Span, scratch: QuantizedScratch, at: int
 ) -> None:
-    """Computes scores of `num` positions from `offset` in a page on, written from index `at` of a chunk's scores on.
-    Prefetches the values of these positions."""
+    """Computes the scores of positions [offset, offset + num) of a page, and writes them to indices [at, at + num) of
+    the chunk's scores. Prefetches the values of these positions."""
     H, G, D = scratch.scaled_HGD.shape
     width = D // pages.codes_in_byte
     step, base = H * width, page * pages.stride_bytes + offset * H * width
@@ -86,7 +86,7 @@ def _scale_weights(
     begin_bytes = page * pages.stride_bytes
     for h in range(heads[0], heads[1]):
         position = h * pages.page_tokens + offset
-        scales = ArrayAt(pages.value_scales, begin_bytes // 2 + position)
+        scales = ArrayAt(pages.value_scales, begin_bytes // 2 + position)  # an index of elements, which have two bytes
         zeros = ArrayAt(pages.value_zeros, begin_bytes + position)
         for g in range(G):
             weights = ArrayAt(scratch.scores_HGS, (h * G + g) * S + at)

@@ -2,11 +2,15 @@
 numbers; a group of columns shares a scale, also called factor, and a zero point.
 
 `CodedRows`: codes that `weightstream pack` writes, with a bfloat16 scale per row or per group of columns. int8 and FP8
-(E4M3) take a byte per code. int4 takes half a byte and is stored with 8 added; of CODE_RUN adjacent codes, the low
-nibbles have the first half. Code times scale is exact in float32.
+(E4M3) take a byte per code. int4 takes half a byte, and codes are stored with 8 added. CODE_RUN = 32 adjacent int4
+codes take 16 bytes: the first 16 codes are in the low nibbles, the other 16 in the high nibbles. Code times scale is
+exact in float32.
 
 `GroupedRows`: codes in formats of published checkpoints, either row by row (`RowCodes`), or in 32-bit words of
 neighboring columns or rows (`ColumnCodes`).
+
+Unlike a group of columns, which shares a scale, a run is GROUP_NUMBERS = 64 adjacent columns in any format. Kernels
+decode run by run; a run takes `group_bytes` bytes per row.
 
 N rows of K numbers, B bytes per row, W rows of words, R selected rows; G groups of columns.
 """
@@ -129,14 +133,15 @@ class CodedRows(PackedRows):
     def __init__(self, codes_NB: torch.Tensor, scales_NG: torch.Tensor, encoding: int):
         """Makes rows of codes `codes_NB` (uint8) in `encoding`. `scales_NG`: bfloat16, for groups of equal,
         power-of-two width, or a single group."""
-        super().__init__(codes_NB, codes_NB.shape[1] * GROUP_NUMBERS // code_bytes(encoding, GROUP_NUMBERS))
+        codes_per_byte = GROUP_NUMBERS // code_bytes(encoding, GROUP_NUMBERS)
+        super().__init__(codes_NB, codes_NB.shape[1] * codes_per_byte)
         self._scales_NG, self._encoding = scales_NG, encoding
 
     def _layout(self) -> tuple[Layout, Arrays]:
-        num_groups, group_bytes = self._scales_NG.shape[1], code_bytes(self._encoding, GROUP_NUMBERS)
+        num_groups, run_bytes = self._scales_NG.shape[1], code_bytes(self._encoding, GROUP_NUMBERS)
         shift = group_shift(self.shape[1], num_groups)
         scales = self._scales_NG.view(torch.int16).numpy().view(np.uint16).reshape(-1)
-        layout = Layout(self._encoding, *self.shape, group_bytes, num_groups=num_groups, shift=shift)
+        layout = Layout(self._encoding, *self.shape, run_bytes, num_groups=num_groups, shift=shift)
         return layout, Arrays(scales=scales)
 
     def decode(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
@@ -170,9 +175,9 @@ def zero_rows(num_rows: int) -> CodedRows:
 MIN_GROUP_COLUMNS = 16  # fewest columns per group of RowCodes: one vector
 STEP_COLUMNS = 8  # columns of ColumnCodes that a kernel decodes with the same zero points, if groups allow it
 BYTE_ENCODINGS = (BYTES, SIGNED_BYTES, SCALED_FLOAT8)  # a byte per code; other RowCodes have two codes per byte
-# Zero points (None for none) and factors: (R, G), or (1, 1) if all are equal. The function gets a slice of rows.
+# Zero points (None if the format has none) and scales, each (R, G), or (1, 1) if all are equal.
 ZerosAndScales = tuple[torch.Tensor | None, torch.Tensor]
-GetZerosAndScales = Callable[[slice], ZerosAndScales]
+GetZerosAndScales = Callable[[slice], ZerosAndScales]  # slice of R rows -> their zero points and scales
 
 
 class GroupedRows:
@@ -241,9 +246,9 @@ class ColumnCodes(GroupedRows):
         width: int,
         groups: torch.Tensor | None = None,
     ):
-        """Makes rows of codes in words. `words_WN`: int32 (W, N); for ROW_WORDS (K, N / 8). Row 0 of these rows is row
-        `first_row` of the words. `width`: columns per group. `groups` (K,): the group of each column, if groups are not
-        adjacent columns."""
+        """Makes rows of codes in words. `words_WN`: int32, stored transposed: (W, N) if a word has neighboring columns
+        of one row, (K, N / 8) for ROW_WORDS. These rows are the rows from `first_row` on of the N stored ones. `width`:
+        columns per group. `groups` (K,): the group of each column, if groups are not adjacent columns."""
         super().__init__(plain, num_groups, get_scales)
         self._words_WN, self._encoding, self._first_row = words_WN, encoding, first_row
         self._width, self._groups = width, groups
@@ -253,6 +258,7 @@ class ColumnCodes(GroupedRows):
         zeros, factors = self._expand_scales(rows)
         groups = consecutive_groups(self.shape[1], self._width) if self._groups is None else self._groups.int().numpy()
         start = self._first_row + rows.start
+        # Begins with the first row's first word. From there, the kernel steps by `word_stride` to the row's next word.
         body = self._words_WN.reshape(-1)[start // WORD_ROWS if self._encoding == ROW_WORDS else start :]
         layout = Layout(
             self._encoding,
@@ -266,8 +272,8 @@ class ColumnCodes(GroupedRows):
 
 
 def supports_row_codes(shape: tuple[int, int], device: torch.device, num_groups: int) -> bool:
-    """True if RowCodes supports such rows: they must be in host memory, with K a multiple of GROUP_NUMBERS, and groups
-    of a power-of-two width or a single group."""
+    """True if RowCodes supports such rows: they must be in host memory, with K a multiple of GROUP_NUMBERS. Groups that
+    share a scale must have a power-of-two width, unless there is a single group."""
     width, remainder = divmod(shape[1], num_groups) if num_groups else (0, 1)
     has_valid_groups = num_groups == 1 or (not remainder and width >= MIN_GROUP_COLUMNS and width.bit_count() == 1)
     return device.type == "cpu" and shape[1] % GROUP_NUMBERS == 0 and has_valid_groups

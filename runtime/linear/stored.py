@@ -7,7 +7,8 @@ microseconds and caches are small, so a whole matrix, or several experts, are de
 
 The bytes of a weight stay in a slot, the buffer into which its layer was read. A row block is adjacent rows of a weight
 in one piece of memory: a plain tensor, or quantized `Rows`; a fused weight, such as gate and up, has several. A stack
-is the weights of all experts. Codes are the memory layout of a quantized block for accelerator kernels (`rows.py`).
+is the weights of all experts. A `Codes` object (`rows.py`) describes the bytes of a quantized block, such as its codes
+and scales, to accelerator kernels.
 
 Shapes: w (N, K) as in nn.Linear, x (..., K) or as rows (M, K), result (..., N); E experts of n rows.
 """
@@ -84,6 +85,7 @@ class StoredWeight(torch.Tensor):
     projections: tuple[FusedProjections, str] | None  # the module's fused projections, and this weight's name in them
     table: BackendTable | None  # measured backends; None for the default rule
     join: Join | None  # joins blocks of experts; None if the weight is in host memory
+    on_device: bool  # in an accelerator's memory
     decoders: dict[torch.dtype, bool]  # by dtype: whether accelerator kernels decode the codes to it
     _stacks: Sequence[torch.Tensor] | None  # cache of `stacks()`
 
@@ -102,7 +104,7 @@ class StoredWeight(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=entries[0][0].device)
         self.entries, self.is_stacked, self.is_transposed = entries, is_stacked, is_transposed
         self.is_matrix, self.compute_dtype, self.projections, self._stacks = len(shape) == 2, dtype, None, None
-        self.table, self.join, self.decoders = table, join, {}
+        self.table, self.join, self.on_device, self.decoders = table, join, join is not None, {}
         return self
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -156,7 +158,7 @@ class StoredWeight(torch.Tensor):
     def codes(self) -> Sequence[Codes]:
         """The codes of each row block, for a stack those of all experts. Empty if kernels cannot run, a block has no
         codes, or experts are not at equal distances in memory. Views, valid as long as the blocks."""
-        if self.join is None or not device_codes.is_available(self.entries[0][0].device):
+        if not self.on_device or not device_codes.is_available(self.entries[0][0].device):
             return ()
         stacks = list[Codes]()
         for blocks in zip(*self.entries, strict=True):
@@ -187,8 +189,9 @@ class StoredWeight(torch.Tensor):
         return all(can_multiply(cast(Rows, block), self.compute_dtype) for block in self.entries[0])
 
     def stacks(self) -> Sequence[torch.Tensor]:
-        """Returns views (E, rows, K) of a stack of plain tensors of the compute dtype, from the first row on. Empty for
-        other weights, or if experts are not at equal distances in memory. Cached; valid as long as the blocks."""
+        """Returns views (E, rows, K) of a stack of plain tensors of the compute dtype: one view, or one for each range
+        of rows that is adjacent in memory, in order. Empty for other weights, or if experts are not at equal distances
+        in memory. Cached; valid as long as the blocks."""
         if self._stacks is None:
             is_whole = self.is_stacked and not self.is_transposed
             self._stacks = join_stacks(self.entries, self.compute_dtype) if is_whole else ()
@@ -282,6 +285,8 @@ def _dequantize(value: object) -> object:
 
 
 # Handlers of torch operations. They return NotImplemented for arguments that they do not support.
+# Blocks are rows of a matrix b. A weight w with `is_transposed` is b.T, any other weight is b. So a product with w.T
+# (linear) by a transposed weight is the product with b (matmul), and the other way round.
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if not isinstance(weight, StoredWeight) or not weight.is_matrix or x.dtype != weight.compute_dtype:
         return NotImplemented
@@ -291,7 +296,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     x_MK, blocks = x.reshape(-1, x.shape[-1]), weight.entries[0]
     if not x.is_cpu and (whole := join_blocks(blocks, x.dtype)) is not None:
         return F.linear(x, whole, bias)
-    if weight.join is not None and weight.needs_dequantizing:
+    if weight.on_device and weight.needs_dequantizing:
         out_MN = multiply(x_MK, blocks, weight.codes if weight.has_kernels else ())
     elif weight.projections is not None:
         projections, name = weight.projections
@@ -304,15 +309,15 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 
 def _add_product(x: torch.Tensor, weight: StoredWeight, out_MN: torch.Tensor) -> torch.Tensor:
-    """Adds x @ weight to `out_MN` in place, for a weight stored as (K, N): each panel is a part of the inner dimension
-    K."""
-    for row, panel in panels(weight.entries[0], weight.dtype, on_device=weight.join is not None):
+    """Adds x @ weight to `out_MN` in place, for a weight that is not `is_transposed`. Its shape is (K, N) here, so each
+    panel of rows is a part of the inner dimension K."""
+    for row, panel in panels(weight.entries[0], weight.dtype, on_device=weight.on_device):
         out_MN.addmm_(x[:, row : row + panel.shape[0]], panel)
     return out_MN
 
 
 def _addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Handles torch.addmm, which GPT-2's Conv1D calls with weights stored as (K, N)."""
+    """Handles torch.addmm, which GPT-2's Conv1D calls with weights of shape (K, N)."""
     if not isinstance(weight, StoredWeight) or isinstance(x, StoredWeight):
         return NotImplemented
     if weight.is_transposed:
@@ -370,7 +375,8 @@ def _getitem(weight: torch.Tensor, index: object) -> object:
         return weight.expert(index)
     if weight.is_transposed or len(weight.entries[0]) != 1:
         return NotImplemented
-    row = torch.tensor([range(weight.shape[0])[index]], device=weight.device)
+    row_number = range(weight.shape[0])[index]  # converts negative indices; raises IndexError
+    row = torch.tensor([row_number], device=weight.device)
     return dequantize_rows(weight.entries[0][0], weight.dtype, row)[0]
 
 

@@ -130,10 +130,12 @@ def _build_model(
         raise ConfigError(
             f"tokenizer={tokenizer_path} has {len(tokenizer)} ids, the model's vocab_size is {vocab_size}: raise it"
         )
-    for key in _TOKEN_KEYS:  # overridden ids stay if they are in the vocabulary
+    # The tokenizer's ids replace ids that were not overridden, or that are outside the final vocabulary, whose size is
+    # known only now. Overrides of None and lists stay.
+    for key in _TOKEN_KEYS:
         token = getattr(text, key, None)
-        is_inside = isinstance(token, int) and token < vocab_size
-        if key not in valid or (token is not None and not isinstance(token, list) and not is_inside):
+        may_stay = token is None or isinstance(token, list) or (isinstance(token, int) and token < vocab_size)
+        if key not in valid or not may_stay:
             setattr(text, key, getattr(tokenizer, key))
     if config.is_encoder_decoder and getattr(text, "decoder_start_token_id", None) is None:
         setattr(text, "decoder_start_token_id", tokenizer.pad_token_id)  # noqa: B010 - not every config declares it

@@ -37,9 +37,10 @@ def cut_rows(parameter: Parameter, share: RowShare, *, num_fused: int = 1) -> Pa
 
     Returns None if rows are not contiguous in the file, or if a cut would split a block that shares one scale.
     """
-    is_stack = parameter.is_stacked or len(parameter.shape) == 3
+    is_one_tensor = len(parameter.shape) == 3 and not parameter.is_stacked  # a stack with all matrices in one tensor
+    is_stack = parameter.is_stacked or is_one_tensor
     entries = parameter.pieces
-    if is_stack and not parameter.is_stacked:  # one tensor holds all matrices
+    if is_one_tensor:
         [[whole]] = entries
         entries = tuple((whole.expert(index),) for index in range(whole.shape[0]))
     height = sum(piece.shape[0] for piece in entries[0])
@@ -74,12 +75,13 @@ def _cut_entry(pieces: Sequence[TensorSlice], row_ranges: Sequence[range]) -> tu
 
 
 def slice_rows(piece: TensorSlice, first: int, last: int) -> TensorSlice | None:
-    """Returns rows [first, last) of a tensor; None if they are not contiguous in the file, or split a scaled block."""
+    """Returns rows [first, last) of a tensor; None if they split a scaled block or are not contiguous in the file. An
+    interleaved tensor mixes the bytes of all rows: its part keeps all bytes, with another first row."""
     height, row_shape = piece.shape[0], piece.shape[1:]
     if piece.is_interleaved:
         return replace(piece, shape=(last - first, *row_shape), first_row=piece.first_row + first)
     row_bytes, remainder = divmod(piece.num_bytes, height)
-    rows = [row for run in piece.row_order for row in run][first:last]
+    rows = [row for run in piece.row_order for row in run][first:last]  # stored row of each row; empty: as stored
     # Permuted rows can be cut only if the file stores exactly these rows in this range, in any order.
     if remainder or piece.is_transposed or (piece.row_order and sorted(rows) != list(range(first, last))):
         return None
@@ -101,7 +103,7 @@ def slice_rows(piece: TensorSlice, first: int, last: int) -> TensorSlice | None:
         num_bytes=(last - first) * row_bytes,
         shape=(last - first, *row_shape),
         companions=tuple(companions),
-        row_order=tuple(range(row - first, row - first + 1) for row in rows),
+        row_order=tuple(range(row - first, row - first + 1) for row in rows),  # relative to the part, one row per run
         first_row=piece.first_row + first,
     )
 
@@ -114,11 +116,12 @@ def split_evenly(count: int, num_parts: int) -> Sequence[range]:
 
 
 def whole_experts_send_less(hidden_size: int, inner_size: int, num_ranks: int) -> bool:
-    """True if ranks exchange fewer bytes with whole experts than with rows of every expert.
+    """True if ranks exchange fewer numbers with whole experts than with rows of every expert, or equally many.
 
-    A visit is one expert computed for one token. With whole experts, the rank of the expert sends its output to the
-    rank that sums the token's outputs. With rows of every expert, all ranks send their part of the intermediate
-    activations to all others. In both cases the sum goes to all ranks.
+    Counts the numbers sent for one expert and one token, with r ranks. With whole experts, the rank of the expert sends
+    the output to the rank that sums the token's outputs, which is itself in one of r cases: hidden_size * (r - 1) / r.
+    With rows of every expert, each rank sends its inner_size / r intermediate activations to the r - 1 other ranks:
+    inner_size * (r - 1) in total. In both cases the sum then goes to all ranks.
     """
     return hidden_size <= inner_size * num_ranks
 
@@ -135,7 +138,8 @@ def keeps_experts_whole(stage: Stage, hidden_size: int, num_ranks: int, mode: Di
 
 
 def slice_experts(stack: Parameter, experts: range) -> Parameter | None:
-    """Returns the stack with these experts only; None if the matrix of an expert is not contiguous in the file."""
+    """Returns the stack with these experts only; None if the matrix of an expert is not contiguous in the file. The
+    field `num_experts` of the result counts the experts of all ranks."""
     if len(stack.shape) != 3:
         return None
     entries, num_experts = stack.pieces, stack.shape[0]
@@ -170,6 +174,7 @@ def tensor_parallel_shape(
     """
     heads, alternatives = shape.num_kv_heads, "devices=sharded or pipeline"
     is_equal = heads % num_ranks == 0 and shape.num_heads % num_ranks == 0
+    # The reason in the first message: latents, or lanes that are padded because they are not packed (`is_packed`).
     reason = "caches latents shared by all heads" if shape.expanded_kv_width else "runs in padded lanes"
     require(
         shape.is_packed and not shape.expanded_kv_width,
