@@ -57,7 +57,10 @@ def run_task(
         device = ComputeDevice(config.machine.device, shared)
         feed = feed or RunFeed()
         with Run.open(task, config, should_stop, start or Start(), ranks, device, runtime, feed) as run:
-            return run.outcome_if_finished() or run.finish()
+            if (outcome := run.outcome_if_finished()) is not None:
+                return outcome  # and the run's files are as they were
+            with run_log(RunDirectory(path=task.directory).log):
+                return run.finish()
 
 
 def open_model(
@@ -154,7 +157,6 @@ class Run:
         with (
             state,
             log_errors(directory.log),
-            run_log(directory.log),
             Worker(directory, lease_seconds, should_stop) if config.is_elastic else nullcontext() as worker,
         ):
             if config.output_private:
