@@ -32,6 +32,10 @@ LEGAL = {
         STOPPING, 2, "", "run 0.0, pre 0.1, attend 0.1, post 0.1, pre 1.0, attend 1.0, route 1.0, route 1.1, "
         "experts 1, end 1.1, end 1.0",
     ),
+    "experts run lane by lane where they may be batched": (STOPPING, 1, "", "run 0.0, run 1.0"),
+    "experts run lane by lane after attention": (
+        STOPPING, 1, "", "run 0.0, pre 1.0, attend 1.0, post 1.0",
+    ),
     "KV is stored once attention is over": (
         Walk(num_stages=1, streamed=(), num_slots=0, batched_experts=(0,), offloaded_kv=(0,), num_kv_slots=1), 1, "",
         "fetch 0.0, route 0.0, store 0.0, experts 0, end 0.0",

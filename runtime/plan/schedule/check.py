@@ -1,6 +1,9 @@
 """Checks a schedule by simulating its slots and lanes, before the engine runs it.
 
 Separate classes check weight slots, KV slots, transfers between ranks, and the order of actions within each lane.
+
+Stops are optional: `run` and `post` compute attention and experts that the lane did not stop at, one lane at a time. So
+a lane may run a stage with attention on the CPU, or with batched experts, without their actions.
 """
 
 from collections.abc import Callable, Sequence
@@ -140,7 +143,7 @@ class PipelineTransfers:
     """Hidden states received from the previous pipeline rank and sent to the next one."""
 
     def __init__(self, walk: Walk, num_lanes: int):
-        self._walk, self._num_lanes = walk, num_lanes
+        self._walk, self._num_lanes, self._last_stage = walk, num_lanes, walk.num_stages - 1
         self._received, self._sent = set[int](), set[int]()
 
     def begin_pass(self) -> None:
@@ -149,9 +152,7 @@ class PipelineTransfers:
 
     def end_pass(self) -> None:
         if self._walk.sends and (missing := {*range(self._num_lanes)} - self._sent):
-            raise schedule_error(
-                Action(Op.send, self._walk.num_stages - 1, min(missing)), "missing: the next rank waits for it"
-            )
+            raise schedule_error(Action(Op.send, self._last_stage, min(missing)), "missing: the next rank waits for it")
 
     def receive(self, action: Action) -> None:
         if not self._walk.receives or action.stage != self._walk.first_stage:
@@ -164,7 +165,7 @@ class PipelineTransfers:
             raise schedule_error(action, "the lane enters before its hidden states arrived")
 
     def send(self, action: Action) -> None:
-        if not self._walk.sends or action.stage != self._walk.num_stages - 1:
+        if not self._walk.sends or action.stage != self._last_stage:
             raise schedule_error(action, "this stage sends no hidden states to another rank")
         self._mark_once(action, self._sent)
 
@@ -269,7 +270,7 @@ class _ScheduleChecker:
         self._transfers.begin_pass()
         self.play(actions)
         for index, lane in enumerate(self._lanes):
-            if lane.stage < self._walk.num_stages:
+            if lane.stage < self._walk.stages.stop:
                 raise schedule_error(self._next_action(index, lane), f"missing: the pass ends with lane {index} {lane}")
         self.weights.end_pass()
         self._kv.end_pass()
@@ -346,8 +347,16 @@ class _ScheduleChecker:
             raise schedule_error(action, f"lanes do not stop at the experts of stage {stage}")
 
     def _next_action(self, index: int, lane: _LanePosition) -> Action:
+        """Returns an action that the lane may do next, to name in a message. Others may be possible too."""
         if lane.state is _LaneState.experts:
-            return Action(Op.experts, lane.stage)
-        enters = Op.pre if lane.stage in self._cpu_stages else Op.route if lane.stage in self._expert_stages else Op.run
-        leaves = {_LaneState.entrance: enters, _LaneState.attention: Op.attend, _LaneState.attending: Op.post}
-        return Action(leaves.get(lane.state, Op.end), lane.stage, index)
+            return Action(Op.experts, lane.stage)  # of all lanes
+        if lane.state is _LaneState.entrance:
+            has_attention, has_experts = lane.stage in self._cpu_stages, lane.stage in self._expert_stages
+            op = Op.pre if has_attention else Op.route if has_experts else Op.run
+        else:
+            op = {
+                _LaneState.attention: Op.attend,
+                _LaneState.attending: Op.post,
+                _LaneState.after_experts: Op.end,
+            }[lane.state]
+        return Action(op, lane.stage, index)

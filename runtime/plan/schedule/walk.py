@@ -13,7 +13,7 @@ class Walk:
     `block`: streamed stages read together as a group; 1 unless configured.
     """
 
-    num_stages: int
+    num_stages: int  # the last stage is num_stages - 1, also if `first_stage` is above 0
     streamed: tuple[int, ...]
     num_slots: int  # weight slots in compute memory
     num_staging_slots: int = 0  # host slots before device slots; 0 without a device
