@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from enum import Enum
 
 from runtime.errors import ConfigError
-from runtime.kernels.arguments import ISA
+from runtime.kernels.arguments import ISA_VARIABLE
 from runtime.measure.machine_cache import cpu_flags
 
 
@@ -30,13 +30,13 @@ REQUIRED_FLAGS = {  # as in /proc/cpuinfo
 }
 ENVIRONMENTS: Mapping[Isa, Mapping[str, str]] = {  # read by Weightstream's kernels, torch, oneDNN and MKL
     Isa.avx2: {
-        ISA: "avx2",
+        ISA_VARIABLE: "avx2",
         "ATEN_CPU_CAPABILITY": "avx2",
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     },
     Isa.avx512: {
-        ISA: "avx512",
+        ISA_VARIABLE: "avx512",
         "ATEN_CPU_CAPABILITY": "avx512",
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",  # oneDNN's widest set without AMX
         "MKL_ENABLE_INSTRUCTIONS": "AVX512",

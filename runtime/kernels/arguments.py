@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-ISA = "WEIGHTSTREAM_ISA"  # environment variable that limits the instruction set, see compiled.py
+ISA_VARIABLE = "WEIGHTSTREAM_ISA"  # environment variable that limits the instruction set, see compiled.py
 PAIR_ROWS = 32  # rows of w per step of a product, two AMX tiles; kernels skip the last N % PAIR_ROWS rows of w
 GROUP_NUMBERS = 64  # K of packed rows is a multiple of it; each run of 64 numbers takes `group_bytes` in every row
 GROUP_BYTES = 96  # bytes of GROUP_NUMBERS in WINDOW4: 64 of sign and mantissa, then 32 of two exponent codes each

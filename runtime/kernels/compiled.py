@@ -27,7 +27,7 @@ from numba.core.caching import FunctionCache, InTreeCacheLocator, UserProvidedCa
 
 from ..cache_root import cache_root, is_private
 from ..errors import ConfigError
-from .arguments import ISA
+from .arguments import ISA_VARIABLE
 
 # By value of WEIGHTSTREAM_ISA: prefixes of LLVM feature names that kernels must not use, and the feature they need.
 EXCLUDED_FEATURES = {"avx2": ("avx512", "avx10", "evex512", "amx"), "avx512": ("amx",), "amx": ()}
@@ -39,13 +39,13 @@ def features() -> dict[str, bool]:
     """Returns, by LLVM name, whether kernels may use a CPU feature. Raises ConfigError if WEIGHTSTREAM_ISA is unknown
     or not supported by this processor."""
     detected = cast(dict[str, bool], dict(binding.get_host_cpu_features()))
-    isa = os.environ.get(ISA)
+    isa = os.environ.get(ISA_VARIABLE)
     if isa is None:
         return detected
     if isa not in EXCLUDED_FEATURES:
-        raise ConfigError(f"{ISA}={isa} is unknown; can be {', '.join(EXCLUDED_FEATURES)}")
+        raise ConfigError(f"{ISA_VARIABLE}={isa} is unknown; can be {', '.join(EXCLUDED_FEATURES)}")
     if not detected.get(REQUIRED_FEATURE[isa]):
-        raise ConfigError(f"{ISA}={isa}: this processor has no {REQUIRED_FEATURE[isa]}; unset {ISA}")
+        raise ConfigError(f"{ISA_VARIABLE}={isa}: this processor has no {REQUIRED_FEATURE[isa]}; unset {ISA_VARIABLE}")
     return {name: has and not name.startswith(EXCLUDED_FEATURES[isa]) for name, has in detected.items()}
 
 
@@ -56,7 +56,7 @@ def has_fma_without_avx512() -> bool:
 
 def _limit_to_isa() -> None:
     """Makes numba compile for the instruction set of WEIGHTSTREAM_ISA, if it is set. Otherwise numba detects it."""
-    isa = os.environ.get(ISA)
+    isa = os.environ.get(ISA_VARIABLE)
     if isa is None or not EXCLUDED_FEATURES.get(isa):
         return
     feature_list = ",".join(f"{'+' if is_present else '-'}{name}" for name, is_present in sorted(features().items()))

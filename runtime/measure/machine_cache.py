@@ -18,7 +18,7 @@ from pathlib import Path
 from ..cache_root import cache_root
 from ..config.profiles import BackendTable, DTypeRates, LinearBackend, MeasuredRates
 from ..errors import ConfigError
-from ..kernels.arguments import ISA
+from ..kernels.arguments import ISA_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def isa() -> str:
     """The instruction set of compiled kernels: WEIGHTSTREAM_ISA, or the CPU's widest; "" if unknown."""
     flags = cpu_flags()
     widest = next((name for name, flag in ISAS.items() if flag in flags), "")
-    return os.environ.get(ISA) or widest
+    return os.environ.get(ISA_VARIABLE) or widest
 
 
 def cpu_flags() -> frozenset[str]:

@@ -81,7 +81,7 @@ def test_workers_that_measure_products_and_reading_are_told_too(monkeypatch: pyt
     told: list[str | None] = []
 
     def measure(task: BenchmarkTask) -> Result:
-        told.append(os.environ.get(compiled.ISA))
+        told.append(os.environ.get(compiled.ISA_VARIABLE))
         raise Started
 
     with pytest.raises(Started):
@@ -106,8 +106,10 @@ def test_what_stood_in_the_environment_stands_there_again(monkeypatch: pytest.Mo
 
 
 def test_kernels_know_the_variable_and_its_values() -> None:
-    assert instruction_sets.ISA == compiled.ISA
-    assert {environment[compiled.ISA] for environment in ENVIRONMENTS.values()} <= set(compiled.EXCLUDED_FEATURES)
+    assert instruction_sets.ISA_VARIABLE == compiled.ISA_VARIABLE
+    assert {environment[compiled.ISA_VARIABLE] for environment in ENVIRONMENTS.values()} <= set(
+        compiled.EXCLUDED_FEATURES
+    )
 
 
 def test_torch_takes_what_it_is_told(tmp_path: Path) -> None:

@@ -38,12 +38,12 @@ def test_kernels_pass_their_tests_for_it(wanted: str) -> None:
 def test_less_than_the_processor_has_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     all_of_it = {"avx2": True, "fma": True, "avx512f": True, "avx512bf16": True, "amx-bf16": True}
     monkeypatch.setattr(compiled.binding, "get_host_cpu_features", lambda: all_of_it)
-    monkeypatch.delenv(compiled.ISA, raising=False)
+    monkeypatch.delenv(compiled.ISA_VARIABLE, raising=False)
     assert compiled.features() == all_of_it
     assert not compiled.has_fma_without_avx512()
     for wanted, kept in {"avx2": 2, "avx512": 4, "amx": 5}.items():
         compiled.features.cache_clear()
-        monkeypatch.setenv(compiled.ISA, wanted)
+        monkeypatch.setenv(compiled.ISA_VARIABLE, wanted)
         assert sum(compiled.features().values()) == kept
         assert compiled.has_fma_without_avx512() == (wanted == "avx2")
 
@@ -51,6 +51,6 @@ def test_less_than_the_processor_has_can_be_asked_for(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(("wanted", "message"), [("avx1024", "can be avx2"), ("amx", "no amx-bf16; unset")])
 def test_what_is_unknown_or_not_there_is_refused(wanted: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled.binding, "get_host_cpu_features", lambda: {"avx2": True, "avx512f": True})
-    monkeypatch.setenv(compiled.ISA, wanted)
+    monkeypatch.setenv(compiled.ISA_VARIABLE, wanted)
     with pytest.raises(ConfigError, match=message):
         compiled.features()
