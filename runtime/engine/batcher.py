@@ -5,7 +5,7 @@ passes (Orca, Yu et al. 2022).
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Rows  # `Sequence` is a running request
 from dataclasses import dataclass
 from itertools import islice
 

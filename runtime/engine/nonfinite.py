@@ -1,7 +1,7 @@
 """Finds the module in which NaN or infinity first appeared, by rerunning the affected sequences."""
 
 from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Rows  # `Sequence` is a running request
 from dataclasses import dataclass, replace
 
 import torch

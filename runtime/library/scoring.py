@@ -158,12 +158,12 @@ def make_scoring_batch(model: LoadedModel, pairs: Sequence[tuple[int, Targets]])
     )
     members, unscored, rejected = list[Request](), list[Scored](), list[Scored]()
     for (index, _), prompt, targets in zip(pairs, prompts, encoded, strict=True):
-        for number, ids in enumerate(targets):
+        for number, pair_or_error in enumerate(targets):  # (prompt ids, target ids), or the text of an error
             scored = Scored(prompt_index=index, target_index=number, id=prompt.id or str(index))
-            if isinstance(ids, str):
-                rejected.append(replace(scored, error=ids))
+            if isinstance(pair_or_error, str):
+                rejected.append(replace(scored, error=pair_or_error))
                 continue
-            prompt_ids, target_ids = ids
+            prompt_ids, target_ids = pair_or_error
             request = make_scoring(model, str(len(members)), prompt_ids, target_ids)
             scored = replace(scored, num_prompt_tokens=len(prompt_ids))
             if isinstance(request, Rejected):
@@ -206,9 +206,12 @@ def score_documents(
     pairs, owners = list[Targets](), list[int]()  # one per window; owner: index of the window's document
     errors, values = list[str | None](), list[list[float]]()  # one per document; values: log-probabilities of tokens
     for index, windows in enumerate(document_windows(model, texts, max_tokens)):
-        errors.append(windows if isinstance(windows, str) else None)
         values.append([])
-        for prompt_ids, target_ids in () if isinstance(windows, str) else windows:
+        if isinstance(windows, str):  # an error instead of windows
+            errors.append(windows)
+            continue
+        errors.append(None)
+        for prompt_ids, target_ids in windows:
             pairs.append(Targets(Prompt(token_ids=list(prompt_ids)), [list(target_ids)]))
             owners.append(index)
     for owner, scored in zip(owners, score(pairs) if pairs else (), strict=True):

@@ -5,7 +5,7 @@ first beam has the state of the search. A candidate is a beam with one more toke
 Shapes: B rows (beams) of logits, V vocabulary."""
 
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Rows  # `Sequence` is a running request
 from dataclasses import dataclass
 
 import torch
@@ -56,8 +56,8 @@ class BeamSearch:
         self._vocab_size, self._num_top, self._bans = vocab_size, num_top, bans
 
     def sample(self, sequences: Rows[Sequence], logits_BV: torch.Tensor, slice_bytes: int) -> torch.Tensor:
-        """Returns int32 (B, numbers) on the logits' device: per row, whether the logits are finite, and a part of the
-        packed candidates of its search. Works in slices of whole searches, of about `slice_bytes` of logits."""
+        """Returns int32 (B, numbers) on the logits' device: per row, whether its logits are finite, and its columns of
+        `best_candidates`. Works in slices of whole searches, of about `slice_bytes` of logits."""
         num_beams = self._rules.num_beams
         num_rows = num_beams * max(1, slice_bytes // (4 * logits_BV.shape[-1] * num_beams))
         slices = [slice(start, start + num_rows) for start in range(0, len(sequences), num_rows)]
@@ -111,9 +111,9 @@ def best_candidates(
     """Packs the best candidates of each search into int32 (B, numbers), for `read_candidates`. `scores_BV`:
     log-probabilities after logits processors; `logprobs_BV`: before.
 
-    A search has `rules.num_candidates` candidates, `candidates_per_beam` in each of its rows. The columns are their
-    scores and indices (beam * V + token). If `num_top` is not 0, their own log-probabilities follow, then the ids and
-    log-probabilities of the row's top tokens."""
+    The list of a search's candidates is cut into equal parts, one per row, only to pack it: a row may have candidates
+    of any beam. The columns are the scores of these candidates, then their indices (beam * V + token). If `num_top` is
+    not 0, their own log-probabilities follow, then the ids and log-probabilities of the row's top tokens."""
     num_beams, vocab_size = rules.num_beams, scores_BV.shape[-1]
     states = [search_state(beams) for beams in searches]
     past_B = upload([score for state in states for score in state.scores], scores_BV.device, torch.float32)
@@ -167,7 +167,7 @@ def advance_search(beams: Rows[Sequence], candidates: Candidates, rules: BeamRul
     )
     if not continued:
         for beam, hypothesis in zip(beams, state.hypotheses, strict=True):
-            trace = hypothesis.way
+            trace = hypothesis.way  # the tokens of the completed beam; None: no beam was completed
             if not beam.request.is_returned:
                 beam.finish = FinishReason.length
             elif trace is None:
@@ -178,8 +178,8 @@ def advance_search(beams: Rows[Sequence], candidates: Candidates, rules: BeamRul
         return
     continuations = [(*beam_tokens[rank], candidates.logprobs(rank)) for rank in continued]
     updates = [([*source.generated, token], [*source.logprobs, *own], source) for source, token, own in continuations]
-    for beam, (beam.generated, beam.logprobs, beam.source) in zip(beams, updates, strict=True):
-        beam.search = state
+    for beam, (generated, logprobs, source) in zip(beams, updates, strict=True):
+        beam.generated, beam.logprobs, beam.source, beam.search = generated, logprobs, source, state
 
 
 def search_state(beams: Rows[Sequence]) -> BeamState[BeamTrace]:

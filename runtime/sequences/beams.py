@@ -44,8 +44,8 @@ class BeamRules:
 
 @dataclass(frozen=True, kw_only=True)
 class Hypothesis(Generic[T]):
-    """A finished beam, with its score normalized by length. `way`: the caller's description of its tokens; None if
-    there is no hypothesis yet."""
+    """A finished beam, with its score normalized by length. `way`: its tokens, in a type of the caller; None if there
+    is no hypothesis yet. Checkpoints of runs have these field names."""
 
     score: float = NO_SCORE
     way: T | None = None

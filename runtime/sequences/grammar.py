@@ -6,7 +6,7 @@ that are allowed next."""
 
 import json
 from collections.abc import Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Rows  # `Sequence` is a running request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # limited, since a weak model might generate whitespace forever
 SPECIAL_PREFIX = b"\xff"  # llguidance's prefix of special tokens; invalid in UTF-8
-# Decoders of tokenizers that llguidance rejects, but whose token texts can be passed to it: they need no context.
+# Decoders that decode each token independently. If llguidance rejects a tokenizer with one of these, it can be given
+# the text of each token instead.
 CONTEXT_FREE_DECODERS = ("Metaspace", "WordPiece")
 NUM_CACHED_GRAMMARS = 1024  # compiled grammars in the cache
 
@@ -152,6 +153,7 @@ class _TextVocabulary:
         self.tokens = [detokenizer.spelling(id).text for id in range(num_tokens)]
         for id in self.special_token_ids:
             self.tokens[id] = SPECIAL_PREFIX + self.tokens[id]
+        # In reverse order, so that the lowest id wins if tokens have equal text.
         self._ids_by_text = {text: id for id, text in reversed([*enumerate(self.tokens)]) if text[:1] != SPECIAL_PREFIX}
         self._longest = max(map(len, self._ids_by_text), default=0)
 
@@ -201,9 +203,9 @@ class Grammars:
         all_guides = (self._update_guide(sequence) for sequence in sequences)
         guides = [guide for guide in all_guides if guide is not None and guide.error is None]
         if guides:
-            masks = self._thread.submit(fill_masks, self._executor, guides, self._tokens.vocab_size)
+            masks_future = self._thread.submit(fill_masks, self._executor, guides, self._tokens.vocab_size)
             for row, guide in enumerate(guides):
-                guide.pending_mask = masks, row
+                guide.pending_mask = masks_future, row
 
     def _update_guide(self, sequence: Sequence) -> Guide | None:
         """Returns the sequence's guide, advanced by the generated tokens. None without a grammar and during
@@ -219,9 +221,11 @@ class Grammars:
         if sequence.guide is None or (answer is not None and sequence.guide.num_consumed < answer.num_tokens):
             matcher = self._compiled(grammar).deep_copy()
             if answer is not None:
+                # The text after the end tag, within the tag's last token, is the begin of the answer.
                 matcher.consume_tokens(self._tokens.tokenize_str(answer.rest.lstrip()))
                 sequence.guide = Guide(matcher=matcher, num_consumed=answer.num_tokens)
             else:
+                # Reasoning may still begin: keep a state in the grammar of its tag too, until the tokens exclude one.
                 opening = self._compiled(reasoning.opening_grammar).deep_copy() if reasoning is not None else None
                 sequence.guide = Guide(matcher=matcher, opening=opening)
         sequence.guide.accept(sequence.generated)

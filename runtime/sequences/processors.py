@@ -5,7 +5,7 @@ histories of equal length, so rows are padded, or grouped by length.
 Shapes: B rows, R selected rows, T history length, V vocabulary."""
 
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Rows  # `Sequence` is a running request
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -130,7 +130,8 @@ class Processors:
                 length=lambda row: self._length(row) if self._length(row) < min_length and _can_end(row) else None,
             )
         if eos is not None:
-            yield LengthStep(  # bans EOS in the rows that `length` selects: no row reaches MAX_NEW_TOKENS
+            # The processor bans EOS below MAX_NEW_TOKENS new tokens, so always: `length` alone selects the rows.
+            yield LengthStep(
                 processor=MinNewTokensLengthLogitsProcessor(0, MAX_NEW_TOKENS, eos),
                 length=lambda row: (
                     _num_new(row) if _num_new(row) < _min_new_tokens(row, min_new) and _can_end(row) else None
@@ -144,7 +145,7 @@ class Processors:
             )
         if config.forced_eos_token_id is not None:
             yield LengthStep(
-                # This processor forces EOS at length 0; `length` passes 0 for rows before their last token.
+                # The processor with 1 forces EOS in rows of length 0: `length` is 0 if the next token is the last one.
                 processor=ForcedEOSTokenLogitsProcessor(1, config.forced_eos_token_id, self._device),
                 length=lambda row: 0 if _num_new(row) == row.request.max_new_tokens - 1 else None,
             )
@@ -167,7 +168,8 @@ class Processors:
 
     def _num_forced(self, row: Sequence, has_forced_bos: bool) -> int:
         """Number of new tokens before the first sampled one: 1 if `forced_bos_token_id` applies to the row, else 0."""
-        return int(has_forced_bos and self._length(row) - _num_new(row) == 1)
+        num_start_tokens = self._length(row) - _num_new(row)
+        return int(has_forced_bos and num_start_tokens == 1)  # BOS is forced only as the second token of a history
 
     def _length(self, row: Sequence) -> int:
         """The history's length in `generate`: prompt and new tokens; with an encoder, start token and new tokens."""

@@ -2,11 +2,12 @@
 states or class logits).
 
 A pass computes a chunk of the tokens of each sequence. Results are packed into int32 tensors, copied to the host
-together, and then recorded in the sequences.
+together, and then recorded in the sequences. Scoring and pooling targets have the same interface: `positions` in the
+pass, `rows` of these to read, `owners` (the sequence of each of `rows`), and `sequences` (that of each result).
 Shapes: N positions of a pass, E scores, D features, V vocabulary."""
 
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Rows  # `Sequence` is a running request
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,8 @@ STATUS_WIDTH = 2  # columns: greedy token id, whether the logits are finite
 @dataclass(frozen=True, kw_only=True)
 class ScoringTargets:
     """The tokens that a pass scores. `positions`: the tokens of the pass whose logits are needed. The other fields have
-    one entry per score: `rows` (index into `positions`), `tokens` (the target token) and `sequences`."""
+    one entry per score, which is a result: `rows` (index into `positions`), `tokens` (the target token) and
+    `sequences`."""
 
     positions: Rows[int]
     rows: Rows[int]
@@ -33,8 +35,7 @@ class ScoringTargets:
 
     @property
     def owners(self) -> Rows[Sequence]:
-        """The sequence of each of `rows`."""
-        return self.sequences
+        return self.sequences  # each of `rows` gives one result
 
     @staticmethod
     def from_sequences(parts: Iterable[tuple[Sequence, int, Rows[tuple[int, ...]]]]) -> "ScoringTargets":
@@ -60,8 +61,7 @@ class TokenScorer:
         self._num_done = 0  # number of targets that are scored
 
     def add(self, begin: int, logits_NV: torch.Tensor) -> None:
-        """Adds the logits of `positions[begin:]`, of as many as `logits_NV` has rows. Calls must be in order of
-        `begin`."""
+        """Adds the logits of `positions[begin : begin + len(logits_NV)]`. Calls must be in order of `begin`."""
         num_rows = max(1, SLICE_BYTES // (4 * logits_NV.shape[-1]))
         for start in range(0, len(logits_NV), num_rows):
             part = logits_NV[start : start + num_rows].float()
@@ -116,8 +116,9 @@ SMALLEST_NORM = 1e-12  # vectors are divided by their norm, but at least by this
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingTargets:
-    """The hidden states that a pass pools. `positions`: tokens of the pass; `owners`: the sequence of each.
-    `sequences`: the distinct ones in the same order; `counts`: number of positions of each."""
+    """The hidden states that a pass pools. `positions`: tokens of the pass; `owners`: the sequence of each. A result is
+    what a sequence's positions give together. `sequences`: of each result, so the distinct owners in the same order;
+    `counts`: number of positions of each."""
 
     positions: Rows[int]
     owners: Rows[Sequence]
@@ -171,14 +172,15 @@ def read_vectors(
 ) -> torch.Tensor:
     """Runs the model's forward, and pools its hidden states or computes class logits. Returns packed vectors, int32
     (sequences, numbers), for `record_vectors`. `class_rows`: prompts per call of a classification head."""
-    slices = hidden_states(forward, upload(targets.positions, device))
-    assert slices.hidden_1ND is not None, "the class did not call its decoder as a module"
+    captured = hidden_states(forward, upload(targets.positions, device))
+    assert captured.hidden_1ND is not None, "the model class did not call its decoder as a module: nothing is captured"
     if not targets.sequences:
         return torch.empty(0, 1, dtype=torch.int32, device=device)
     if not _encoding(targets.sequences[0]).has_classes:
-        return targets.pool(slices.hidden_1ND[0]).view(torch.int32)
+        return targets.pool(captured.hidden_1ND[0]).view(torch.int32)
+    # The classifier gets each hidden state as a prompt of one token, whose id it reads too.
     ids = upload([sequence.request.prompt_ids[-1] for sequence in targets.sequences], device)
-    return class_logits(model, slices, ids, class_rows).view(torch.int32)
+    return class_logits(model, captured, ids, class_rows).view(torch.int32)
 
 
 def record_vectors(sequences: Rows[Sequence], numbers: torch.Tensor, step: int) -> int:

@@ -3,7 +3,7 @@
 Each sequence has its own seeded random generator. It gets the tokens of `generate(do_sample=True)` with this prompt
 alone and this seed. Shapes: B rows (sequences), R selected rows, V vocabulary, W mask words of 32 tokens."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Rows  # `Sequence` is a running request
 
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase

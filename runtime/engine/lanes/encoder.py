@@ -2,7 +2,7 @@
 In an encoder-decoder, the encoder runs in the first pass with the decoder's first token; later passes run the decoder
 only, on the stored encoder output."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Rows  # `Sequence` is a running request
 
 import torch
 from transformers import Cache, EncoderDecoderCache

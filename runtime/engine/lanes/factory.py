@@ -1,6 +1,6 @@
 """Creates lanes of the type that a model's class supports."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Rows  # `Sequence` is a running request
 from dataclasses import dataclass, replace
 
 from ...batching.prefixes import WITHIN_LANES, SharingRule

@@ -3,7 +3,7 @@ whenever it needs the engine."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Rows  # `Sequence` is a running request
 from dataclasses import dataclass
 from functools import partial
 

@@ -1,6 +1,6 @@
 """Lanes without padding: the tokens of all sequences of a micro-batch are packed into one row."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Rows  # `Sequence` is a running request
 from itertools import accumulate
 
 import torch

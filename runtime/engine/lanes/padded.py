@@ -5,7 +5,7 @@ boundaries of packed sequences there. Classes that generate different tokens wit
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Rows  # `Sequence` is a running request
 
 import torch
 from greenlet import GreenletExit
