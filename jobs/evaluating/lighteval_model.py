@@ -1,5 +1,6 @@
-"""A model for lighteval: `lighteval custom NAME lighteval_model.py TASKS`. Uses the library: lighteval and Hydra need
-different versions of a package. The variable `WEIGHTSTREAM="model=DIR offload=nvme"` sets `Runtime` keywords.
+"""A model for lighteval: `lighteval custom NAME lighteval_model.py TASKS`. Calls the Python class `Runtime` and not the
+Hydra command line, because lighteval and Hydra need different versions of a package. The variable
+`WEIGHTSTREAM="model=DIR offload=nvme"` sets keyword arguments of `Runtime`.
 
 lighteval loads this file by its path, so relative imports do not work.
 """
@@ -8,6 +9,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from itertools import groupby
+from typing import NoReturn
 
 import yaml
 from lighteval.models.abstract_model import LightevalModel, ModelConfig  # pyright: ignore[reportMissingImports]
@@ -79,7 +81,8 @@ class WeightstreamModel(LightevalModel):
         for doc in docs:
             ids = self._tokenizer.encode(self._prompts.prepare_prompt(doc), add_special_tokens=self.add_special_tokens)
             max_new_tokens = min(doc.generation_size or max(1, self.max_length - len(ids)), self.max_length - 1)
-            prompts.append(list(ids)[max_new_tokens - self.max_length :])  # leaves room for the completion
+            max_prompt_tokens = self.max_length - max_new_tokens  # at least 1
+            prompts.append(list(ids)[-max_prompt_tokens:])
             if doc.num_samples > 1 and not self._runtime.config.sampling.temperature:
                 _raise_error(doc, f"{doc.num_samples} samples per prompt need temperature > 0")
             prompt = Prompt(token_ids=prompts[-1], max_new_tokens=max_new_tokens, stop=list(self._stop(doc)))
@@ -108,13 +111,14 @@ class WeightstreamModel(LightevalModel):
         scores = self._runtime.score([(context, choice) for _, context, choice in pairs])
         responses: list[ModelResponse] = []
         for index, group in groupby(zip(pairs, scores, strict=True), key=lambda scored: scored[0][0]):
-            choices = list(group)
+            choices = list(group)  # of one document: ((document index, context, choice), score)
+            (_, first_context, _), _ = choices[0]
             for _, score in choices:
                 if not score.is_ok:
                     _raise_error(docs[index], score.error)
             responses.append(
                 ModelResponse(
-                    input_tokens=choices[0][0][1],
+                    input_tokens=first_context,
                     output_tokens=[choice for (_, _, choice), _ in choices],
                     logprobs=[score.logprob for _, score in choices],
                     argmax_logits_eq_gold=[score.is_greedy for _, score in choices],
@@ -147,5 +151,5 @@ class WeightstreamModel(LightevalModel):
         return text
 
 
-def _raise_error(doc: Doc, reason: str | None) -> tuple[int, ...]:
+def _raise_error(doc: Doc, reason: str | None) -> NoReturn:
     raise EvaluationError(f"{doc.task_name}, {doc.id}: {reason}")

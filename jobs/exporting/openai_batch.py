@@ -6,7 +6,7 @@ from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -78,23 +78,23 @@ class LogprobFormatter:
 
     def _tokens(self, row: Mapping[str, Any]) -> Iterator[tuple[TokenLogprob, Sequence[TokenLogprob]]]:
         """Yields each generated token with the top tokens at its position, most likely first."""
-        begins_text = self._begins_text(row)
-
-        def token(id: int, logprob: float) -> TokenLogprob:
-            data = self._detokenizer.token_bytes(id, begins_text=begins_text)
-            return TokenLogprob(id=id, data=data, logprob=max(logprob, MIN_LOGPROB))
-
+        begins_text = self._begins_text(row)  # up to the first token with text
         columns = (row["token_ids"], row["logprobs"], row["top_token_ids"], row["top_logprobs"])
         for id, own, top_ids, top in zip(*columns, strict=True):
+            token = partial(self._token, begins_text=begins_text)
             yield token(id, own), list(map(token, top_ids, top))
             begins_text = begins_text and not self._detokenizer.has_text(id)
 
+    def _token(self, id: int, logprob: float, *, begins_text: bool) -> TokenLogprob:
+        data = self._detokenizer.token_bytes(id, begins_text=begins_text)
+        return TokenLogprob(id=id, data=data, logprob=max(logprob, MIN_LOGPROB))
+
     def _begins_text(self, row: Mapping[str, Any]) -> bool:
-        """True if decoding dropped a leading space, which it does at the start of a text; inferred from the tokens."""
+        """True if the completion begins a text, so that decoding dropped the leading space of its first token.
+        Inferred by decoding again. The completion may be shorter than its tokens' text, because of stop sequences."""
         ids, text = row["token_ids"], row["completion"]
-        return not self._detokenizer.join_spellings(ids).startswith(text) and self._detokenizer.decode(ids).startswith(
-            text
-        )
+        has_all_spaces = self._detokenizer.join_spellings(ids).startswith(text)
+        return not has_all_spaces and self._detokenizer.decode(ids).startswith(text)
 
     @cached_property
     def _detokenizer(self) -> "Detokenizer":
@@ -139,7 +139,8 @@ class BatchResultWriter(ResultWriter):
         else:
             is_rejected, message = row_index in self.rejected_rows, failed["error"]
             status, code = (400, "invalid_request") if is_rejected else (500, "server_error")
-            error, kind = {"code": code, "message": message}, "invalid_request_error" if is_rejected else code
+            kind = "invalid_request_error" if is_rejected else code
+            error = {"code": code, "message": message}
             body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
         response = {"status_code": status, "request_id": f"req_{digest}", "body": body}
         line = {"id": f"batch_req_{digest}", "custom_id": custom_id, "response": response, "error": error}
@@ -196,7 +197,8 @@ def make_batch_writer(shards: Sequence[RunReader], schema: pa.Schema, error_rows
         )
     run = shards[0]
     values = {**run.semantic, **run.operational}
-    texts = {key: value if isinstance(value := values.get(key), str) else None for key in MODEL_KEYS}
+    settings = {key: values.get(key) for key in MODEL_KEYS}
+    texts = {key: value if isinstance(value, str) else None for key, value in settings.items()}
     model = ModelConfig(
         name=texts["model.name"] or "hf",
         path=texts["model.path"],

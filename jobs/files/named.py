@@ -15,7 +15,7 @@ from .publishing import PERMANENT_ERRNOS, publish, read_json, write_json
 
 def publish_named(path: Path, write: Callable[[BinaryIO], None]) -> None:
     """Publishes `path` atomically, replacing an older file, and records that. Raises ConfigError if the path can never
-    be written, OutputError; an older file is then unchanged."""
+    be written, and OutputError if a retry may help. After an error, an older file is unchanged."""
     try:
         publish(path, write, exclusive=False)
     except OutputError as error:
@@ -43,7 +43,8 @@ def is_replaceable(path: Path) -> bool:
 
 
 def require_replaceable(paths: Iterable[Path], setting: str) -> None:
-    """Raises ConfigError if an output file of `setting` exists and is not replaceable. Call it before slow work."""
+    """Raises ConfigError if one of the output files exists and is not replaceable. Call it before slow work. `setting`:
+    the setting that names them, with its value, such as `out=report.html`; for the message."""
     for path in paths:
         if not is_replaceable(path):
             raise ConfigError(

@@ -22,7 +22,6 @@ MAX_DIFF_LINES = 20
 MAX_VALUE_CHARS = 80
 ABSENT = "(absent)"
 WEIGHTS_DIGEST_SUFFIX = " sha256"  # after the file name, in the key of a digest of weights
-WEIGHTS = "SHA-256 of weights"
 JUDGE_PATH_KEYS = (
     "dataset.answers_path",
     "dataset.baseline_path",
@@ -41,7 +40,7 @@ class RunManifest:
 
     - `semantic`: settings that can change the output, and digests of the files that they name
     - `facts`: values in files that can change the output, such as `config.json rms_norm_eps`
-    - `operational`: settings that may differ when the run is resumed; they are stored in each throughput part
+    - `operational`: settings that may differ when the run is resumed; also stored with each block's measured passes
     - `versions`: of Weightstream and libraries; a change is logged
     - `defaults`: the default settings, for keys that an older run.json does not have
     - `sources`: the file or directory that a value comes from, by key or by the key's first word; for messages
@@ -79,9 +78,9 @@ class RunManifest:
         }
 
     def with_stored_identity(self, stored: Values, path: Path) -> "RunManifest":
-        """This manifest with the identity of `stored`, the content of run.json at `path`, which is also in the footers
-        of parts. Raises RunMismatchError with a diff if the runs differ, DamagedRunError if `stored` was edited. Logs
-        differences due to library versions."""
+        """This manifest with the recorded identity, that of `stored`: new parts get the same footer as older ones.
+        `stored`: the content of run.json at `path`. Raises RunMismatchError with a diff if the identities differ,
+        DamagedRunError if `stored` was edited. Logs differences due to library versions."""
         groups = (stored.get(key) for key in ("semantic", "facts", "versions"))
         semantic, facts, versions = (group if isinstance(group, dict) else {} for group in groups)
         number = stored.get("format")
@@ -98,12 +97,12 @@ class RunManifest:
         return recorded
 
 
-def run_name(semantic: Values) -> str:
+def run_name(identity: Values) -> str:
     """A name for a run: `<model>-<data set>-<first 8 characters of the digest>`."""
-    values = [semantic.get(f"{group}.name", semantic.get(group)) for group in ("model", "dataset")]
+    values = [identity.get(f"{group}.name", identity.get(group)) for group in ("model", "dataset")]
     names = [value.rstrip("/").rpartition("/")[2].lower() for value in values if isinstance(value, str)]
     words = [re.sub(r"[^a-z0-9._]+", "-", name)[:32].strip("-._") for name in names]
-    return "-".join([*(word for word in words if word), json_digest(semantic)[:8]])
+    return "-".join([*(word for word in words if word), json_digest(identity)[:8]])
 
 
 def _require_same_identity(run: Path, recorded: RunManifest, current: RunManifest, version_lines: list[str]) -> None:
@@ -119,7 +118,7 @@ def _require_same_identity(run: Path, recorded: RunManifest, current: RunManifes
     lines = _diff(old_values, compared, current.sources)
     if any(line.startswith("transformers:") for line in version_lines):
         # Another version of transformers may have more or fewer keys in a model's config.
-        config_key_lines = [line for line in lines if ABSENT in line and _fact_source(line).endswith(".json")]
+        config_key_lines = [line for line in lines if ABSENT in line and _is_from_json(line)]
         for line in config_key_lines:
             LOG.warning("%s: a config key added or removed by another transformers version: %s", run, line)
         lines = [line for line in lines if line not in config_key_lines]
@@ -135,9 +134,9 @@ def _require_same_identity(run: Path, recorded: RunManifest, current: RunManifes
 
 def _unrecorded_digests(run: Path, old_values: Values, new_values: Values) -> set[str]:
     """The keys of digests of weights, if the run has none because of model.verify=sampled. Logs a warning then."""
-    if any(_fact_source(key) == WEIGHTS for key in old_values):
+    if any(map(_is_weights_digest, old_values)):
         return set()
-    keys = {key for key in new_values if _fact_source(key) == WEIGHTS}
+    keys = {key for key in new_values if _is_weights_digest(key)}
     if keys:
         LOG.warning(
             "%s was started with model.verify=sampled: changes in unsampled bytes of its weights cannot be detected",
@@ -146,12 +145,14 @@ def _unrecorded_digests(run: Path, old_values: Values, new_values: Values) -> se
     return keys
 
 
-def _fact_source(key: str) -> str:
-    """The source of a fact: a JSON file, the input or the weights."""
-    first, _, _ = key.partition(" ")
-    if first.endswith(".json") or first == "input":
-        return "input columns" if first == "input" else first
-    return WEIGHTS if key.endswith(WEIGHTS_DIGEST_SUFFIX) else key
+def _is_from_json(text: str) -> bool:
+    """True if the first word names a JSON file. `text`: a key, or a line of `_diff`, which begins with a key."""
+    return text.partition(" ")[0].endswith(".json")
+
+
+def _is_weights_digest(key: str) -> bool:
+    """True for the digest of a file of weights. Names of input files may end with the same suffix."""
+    return key.endswith(WEIGHTS_DIGEST_SUFFIX) and not key.startswith("input ") and not _is_from_json(key)
 
 
 def _diff(old_values: Values, new_values: Values, sources: Mapping[str, str] | None = None) -> list[str]:

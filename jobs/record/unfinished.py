@@ -56,16 +56,17 @@ def leased_blocks(folder: Path) -> list[LeasedBlock]:
     """The blocks with a lease in `folder`. Raises OSError."""
     now, leases = time.time(), list[LeasedBlock]()
     for path in sorted(folder.glob("block-*.json")):
+        match = re.fullmatch(r"block-(\d{6,})\.json", path.name)
         try:
-            block, lease = re.fullmatch(r"block-(\d{6,})\.json", path.name), read_lease(path)
+            lease = read_lease(path)
         except UnexpectedFileError:  # not a lease
             continue
-        if block is None or lease is None:  # released meanwhile
+        if match is None or lease is None:  # the name is not that of a lease, or the lease was released meanwhile
             continue
         since = lease.holder.get("since")
         leases.append(
             LeasedBlock(
-                block=int(block[1]),
+                block=int(match[1]),
                 holder=lease.holder,
                 since_seconds=max(0.0, now - since) if isinstance(since, float) else 0.0,
                 heartbeat_seconds=max(0.0, now - lease.touched_ns / 1e9),
@@ -91,7 +92,8 @@ def describe_unfinished(runs: Sequence[RunReader]) -> list[str]:
 
 
 def describe_missing_rows(run: RunReader, rows: Sequence[int]) -> str:
-    """A sentence about an unfinished run. `rows`: as from `missing_rows`."""
+    """A sentence about a run that is not done: what is missing, or why it is damaged. `rows`: as from
+    `missing_rows`."""
     index, count = run.shard
     name = f"{run.location}" + (f" (shard {index} of {count})" if count > 1 else "")
     if run.condition is Condition.damaged:

@@ -32,7 +32,8 @@ class RunFigures:
 
     @property
     def is_nested(self) -> bool:
-        """True for a turn of a chat, and for a run of an evaluation."""
+        """True for a turn of a chat, and for a run of an evaluation. These are subdirectories of one directory, whose
+        name tells them from other runs."""
         return self.run.num_turns > 1 or (self.run.path.parent / EVALUATION_NAME).is_file()
 
     @cached_property
@@ -80,7 +81,7 @@ class RunFigures:
 
     @property
     def seconds(self) -> float:
-        """The seconds of all passes, without time between passes or starts."""
+        """The summed time of all passes. Excludes time between passes, and the time to start processes."""
         return sum(row.seconds for row in self.passes)
 
     @property

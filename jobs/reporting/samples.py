@@ -58,7 +58,8 @@ def good_rows(figures: RunFigures, count: int) -> list[SampleRow]:
     samples: list[SampleRow] = []
     for i, path in enumerate(selected):
         rows = [row for row in _read_rows(figures, path) if row.status == "ok"]
-        number = (count * (i + 1)) // num_parts - len(samples)  # also those that earlier parts did not have
+        target = (count * (i + 1)) // num_parts  # rows of this part and earlier ones
+        number = target - len(samples)  # makes up for earlier parts with too few rows
         samples += [rows[k * len(rows) // number] for k in range(number)] if len(rows) > number else rows
     return sorted(samples, key=attrgetter("row_index"))
 
@@ -77,7 +78,7 @@ def _read_rows(figures: RunFigures, path: Path) -> Iterator[SampleRow]:
         with pq.ParquetFile(pa.BufferReader(read_regular_file(path)[0])) as file:
             schema = file.schema_arrow
             inputs = {column.name: column for column in schema if _is_input_column(column)}
-            # an input column may have the name of an output column that this run lacks
+            # If a run has no completions, its parts may have an input column named `completion`: that is no output.
             names = [name for name in schema.names if name in OUTPUT_COLUMNS and name not in inputs]
             rows = file.read([*names, *inputs]).to_pylist()
     except PARQUET_PROBLEMS:
