@@ -4,7 +4,7 @@ torch's operators make two to nine passes over memory.
 Numbers are float32 or bits of bfloat16. With bfloat16, kernels compute in float32 and round to bfloat16 wherever one of
 torch's operators would end. Arguments `first` and `last`: the rows [first, last) to compute.
 
-T rows (tokens), H numbers of a row, N columns of a matrix with at least H, h heads of D numbers.
+T rows (tokens), H numbers of an output row, N >= H columns of an input matrix, h heads of D numbers.
 """
 
 import math
@@ -22,6 +22,7 @@ RUN = 1024  # numbers that `gate_rows` computes at a time; they fit the L1 cache
 def _silu(x: np.float32) -> np.float32:
     """SiLU with a relative error of at most 4e-7, until it underflows. Propagates NaN."""
     y = np.float32(-x)
+    # Limit y to [EXP_MIN, -EXP_MIN]. The negated comparisons keep NaN.
     y = y if not y < EXP_MIN else EXP_MIN
     y = y if not y > -EXP_MIN else np.float32(-EXP_MIN)
     return np.float32(x / np.float32(ONE + exp(y, ONE)))
@@ -38,7 +39,8 @@ def gate_rows(
     scratch: np.ndarray,
 ) -> None:
     """Computes silu(gate) * up, with the gate in the first H columns of `gate_TN`, and up in H columns of `up_TN` from
-    `up_begin` on. `scratch`: (RUN,) float32 for results, because the output may overwrite the gates."""
+    `up_begin` on. `out_TH` may be `gate_TN`. `scratch`: (RUN,) float32 for results, because the compiler would not
+    vectorize a loop that writes to its own input."""
     H = out_TH.shape[1]
     for t in range(first, last):
         for begin in range(0, H, RUN):

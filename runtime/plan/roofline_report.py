@@ -5,7 +5,7 @@ model, see `cost.roofline`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, isfinite
 
 from .cost.machine import Machine
@@ -14,7 +14,6 @@ from .cost.roofline import (
     OperatingPoint,
     compute_level,
     hit_share,
-    host_level,
     link_bytes_per_second,
     operating_point,
 )
@@ -141,12 +140,11 @@ def _peak_lines(work: LayerWork, machine: Machine) -> list[PeakLine]:
     disk = roof_over("disk", rates.disk_bytes_per_second)
     if machine.device_bytes is None:
         return [roof_over("host memory", compute.bytes_per_second), disk]
-    cpu = host_level(rates) or Level(  # with unknown peak FLOP/s
-        name="CPU", flops_per_second=inf, bytes_per_second=rates.cpu_attention_bytes_per_second
-    )
+    cpu_flops = inf if rates.cpu_flops_per_second is None else rates.cpu_flops_per_second
+    cpu = Level(name="CPU", flops_per_second=cpu_flops, bytes_per_second=rates.cpu_attention_bytes_per_second)
     roofs = [
         roof_over("device memory", compute.bytes_per_second),
-        PeakLine(level=replace(cpu, name="CPU"), link="host memory"),
+        PeakLine(level=cpu, link="host memory"),
         roof_over("link", rates.link_in_bytes_per_second),
         disk,
     ]
@@ -177,7 +175,8 @@ def _feed_forward(
 
     Resident weights are limited by compute memory and FLOP/s only, streamed weights also by the link.
     """
-    own = num_rows * work.ffn_flops_per_token / work.ffn_bytes / hit_share(work, num_rows)
+    flops_per_stored_byte = num_rows * work.ffn_flops_per_token / work.ffn_bytes
+    own = flops_per_stored_byte / hit_share(work, num_rows)  # only experts with a token are read
     attained = float(compute_level(work, machine.rates).attainable(own))
     if not plan.placement.decode_walk.streamed:
         return Operation(name="feed-forward, resident", intensity=own, own_intensity=own, flops_per_second=attained)

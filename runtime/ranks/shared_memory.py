@@ -101,13 +101,13 @@ class SharedReader(WeightReader):
     ranks and starts the read; another waits for the read's end and announces it to other ranks."""
 
     def __init__(self, memory: SharedMemory, device: ComputeDevice, reader: Reader, *, count: int):
-        """`count`: number of slots and buffers."""
+        """`count`: number of slots and of buffers that are filled only once, which are numbered together."""
         self._memory, self._device, self._reader = memory, device, reader
         size = memory.ranks.size
         self._rank, self._size = memory.ranks.rank, size
         counters = memory.counters(2 * size * count).view(2, size, count).numpy()
-        self._freed, self._arrived = counters[0], counters[1]  # number of fills by (rank, slot)
-        self._num_begun, self._num_freed = [0] * count, [0] * count  # number of fills by slot, on this rank
+        self._freed, self._arrived = counters[0], counters[1]  # number of fills by (rank, slot or buffer)
+        self._num_begun, self._num_freed = [0] * count, [0] * count  # number of fills by slot or buffer, on this rank
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="share-read")
         self._announcing = ThreadPoolExecutor(1, thread_name_prefix="share-announce")
         self._is_abandoned = threading.Event()
@@ -128,7 +128,7 @@ class SharedReader(WeightReader):
 
     def fill(self, number: int, extents: Sequence[Extent], buffer: torch.Tensor) -> "SharedTransfer":
         self._num_begun[number] += 1
-        count, num_freed = self._num_begun[number], self._num_freed[number]
+        num_fills, num_freed = self._num_begun[number], self._num_freed[number]
         share = reader_share(extents, self._rank, self._size)
 
         def read() -> PendingTransfer:
@@ -138,27 +138,29 @@ class SharedReader(WeightReader):
         def mark_arrived(begun: Future[PendingTransfer]) -> PendingTransfer:
             transfer = begun.result()
             transfer.wait()  # other ranks may read the bytes as soon as the counter says that they arrived
-            self._arrived[self._rank, number] = count
+            self._arrived[self._rank, number] = num_fills
             return transfer
 
-        return SharedTransfer(self, self._announcing.submit(mark_arrived, self._reading.submit(read)), number, count)
+        return SharedTransfer(
+            self, self._announcing.submit(mark_arrived, self._reading.submit(read)), number, num_fills
+        )
 
     def free(self, number: int) -> None:
         self._num_freed[number] += 1
         self._freed[self._rank, number] = self._num_freed[number]
 
-    def is_complete(self, number: int, count: int) -> bool:
-        """True if all ranks' shares of the first `count` fills have arrived."""
-        return bool((self._arrived[:, number] >= count).all())
+    def is_complete(self, number: int, num_fills: int) -> bool:
+        """True if all ranks' shares of the first `num_fills` fills of slot `number` have arrived."""
+        return bool((self._arrived[:, number] >= num_fills).all())
 
-    def wait_complete(self, number: int, count: int) -> None:
+    def wait_complete(self, number: int, num_fills: int) -> None:
         """Waits until `is_complete`. Raises PeerEnded if another rank ended, Interrupted if the run stops."""
-        self._wait(self._arrived, number, count)
+        self._wait(self._arrived, number, num_fills)
 
-    def _wait(self, counters: NDArray[np.int64], number: int, count: int) -> None:
-        """Waits until the counters of slot `number` are at least `count` on all ranks."""
+    def _wait(self, counters: NDArray[np.int64], number: int, num_fills: int) -> None:
+        """Waits until the counters of slot `number` are at least `num_fills` on all ranks."""
         num_polls = 0
-        while not (counters[:, number] >= count).all():
+        while not (counters[:, number] >= num_fills).all():
             if self._is_abandoned.is_set():
                 raise Interrupted(STOPPED)
             if num_polls % POLLS_PER_CHECK == 0:
@@ -168,20 +170,20 @@ class SharedReader(WeightReader):
 
 
 class SharedTransfer:
-    """The read of a page, of which each rank reads a share: fill `count` of slot `number`. `timing` covers only this
-    rank's share."""
+    """The read of a page into slot `number`, of which each rank reads a share. `num_fills`: number of fills of this
+    slot, including this one. `timing` covers only this rank's share."""
 
-    def __init__(self, reader: SharedReader, read: Future[PendingTransfer], number: int, count: int):
-        self._reader, self._read, self._number, self._count = reader, read, number, count
+    def __init__(self, reader: SharedReader, read: Future[PendingTransfer], number: int, num_fills: int):
+        self._reader, self._read, self._number, self._num_fills = reader, read, number, num_fills
 
     @property
     def is_done(self) -> bool:
-        return self._read.done() and self._reader.is_complete(self._number, self._count)
+        return self._read.done() and self._reader.is_complete(self._number, self._num_fills)
 
     def wait(self) -> None:
         """Waits for all shares. Raises errors of this rank's read and those of `wait_complete`."""
         self._read.result()
-        self._reader.wait_complete(self._number, self._count)
+        self._reader.wait_complete(self._number, self._num_fills)
 
     @property
     def timing(self) -> ChunkTiming:

@@ -35,15 +35,16 @@ from ..plan.shape.shapes import Parameter
 from .collectives import AllGather
 
 GATED: Any = MixtralExperts  # transformers' decorator adds `_apply_gate`
-# Several experts are gathered in one call if they have together at most so many visits, or as many as there are tokens.
-MIN_BATCH_VISITS = 512
+# The outputs of several experts are gathered in one call. The limit of visits in a call is T, or this if T is smaller.
+MIN_VISIT_LIMIT = 512
 
 Stacks = Mapping[str, Parameter]  # name in the experts module -> the stacked matrices of all experts
 
 
 def num_fused(module: nn.Module) -> int:
-    """Number of fused matrices in an expert's first matrix that are split separately: 2 for gate and up, else 1. Gate
-    and up are separate only if each rank can apply the activation to its own rows."""
+    """2 if an expert's first matrix is split as two, gate and up, so that a rank gets the same rows of both; 1 if it is
+    split as one. It is split as two if the activation is the usual one, without bias: a rank can then apply it to its
+    own rows."""
     experts = cast("Experts", module)
     is_default = has_same_code(getattr(type(module), "_apply_gate", None), GATED._apply_gate)
     return 2 if experts.has_gate and is_default and not experts.has_bias else 1
@@ -83,18 +84,18 @@ class ExpertRows(ExpertShare):
     ) -> torch.Tensor:
         """Adds the experts' outputs in the order of the `mix_experts` of a single process."""
         experts = cast("Experts", module)
-        # Bias and norm need all features of an expert's output, so it is gathered before they are applied.
-        is_last_whole = experts.has_bias or has_norm(experts)
-        out_TM: torch.Tensor | None = None  # all features, (T, D), if `is_last_whole`
-        for batch in _batch_experts(visits, hit, max(len(hidden_TD), MIN_BATCH_VISITS)):
-            for expert, output in self._outputs(module, batch, hidden_TD, visits, is_whole=is_last_whole):
+        # Bias and norm need all features of an expert's output, so each output is gathered before they are applied.
+        gathers_outputs = experts.has_bias or has_norm(experts)
+        out: torch.Tensor | None = None  # (T, D) if `gathers_outputs`, else (T, M), gathered at the end
+        for batch in _batch_experts(visits, hit, max(len(hidden_TD), MIN_VISIT_LIMIT)):
+            for expert, output in self._outputs(module, batch, hidden_TD, visits, gathers_outputs=gathers_outputs):
                 rows = visits.expert_rows(expert)
-                if out_TM is None:
-                    out_TM = hidden_TD.new_zeros(len(hidden_TD), output.shape[1])
+                if out is None:
+                    out = hidden_TD.new_zeros(len(hidden_TD), output.shape[1])
                 weighted = output * visits.weights_V[rows, None]
-                out_TM.index_add_(0, visits.tokens_V[rows], weighted.to(out_TM.dtype))
-        assert out_TM is not None, "each token visits an expert"
-        return out_TM if is_last_whole else self._all_gather.gather(out_TM)
+                out.index_add_(0, visits.tokens_V[rows], weighted.to(out.dtype))
+        assert out is not None, "each token visits an expert"
+        return out if gathers_outputs else self._all_gather.gather(out)
 
     def _outputs(
         self,
@@ -103,15 +104,17 @@ class ExpertRows(ExpertShare):
         hidden_TD: torch.Tensor,
         visits: Visits,
         *,
-        is_whole: bool,
+        gathers_outputs: bool,
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields (expert, output) for the experts of a batch: all features (V, D) if `is_whole`, else this rank's
-        (V, M)."""
+        """Yields (expert, output) for the experts of a batch: all features (V, D) if `gathers_outputs`, else this
+        rank's (V, M)."""
         experts, (up, down) = cast("Experts", module), matrix_names(module)
         counts = [visits.expert_rows(expert).stop - visits.expert_rows(expert).start for expert, _ in batch]
         parts = [F.linear(hidden_TD[visits.tokens_V[visits.expert_rows(expert)]], own[up]) for expert, own in batch]
-        # The activation runs before the gather if it needs only this rank's features, else after it.
-        if num_fused(module) == 2 or (not experts.has_gate and not experts.has_bias):
+        # Apply the activation before the gather if this rank's features suffice: it has the gate and up of the same
+        # features, or the activation has neither gate nor bias. Otherwise, apply it to all features after the gather.
+        is_local = num_fused(module) == 2 or (not experts.has_gate and not experts.has_bias)
+        if is_local:
             inner_VH = self._all_gather.gather(torch.cat([apply_activation(experts, part) for part in parts]))
         else:
             whole = self._all_gather.gather(torch.cat(parts)).split(counts)
@@ -121,7 +124,7 @@ class ExpertRows(ExpertShare):
             )
         pairs = zip(batch, inner_VH.split(counts), strict=True)
         outputs = [F.linear(inner, own[down]) for (_, own), inner in pairs]
-        if is_whole:
+        if gathers_outputs:
             outputs = self._all_gather.gather(torch.cat(outputs)).split(counts)
             outputs = [_add_bias(experts, down, expert, x) for (expert, _), x in zip(batch, outputs, strict=True)]
             outputs = [experts.post_expert_norm(x) for x in outputs] if has_norm(experts) else outputs
@@ -145,13 +148,16 @@ class WholeExperts(ExpertShare):
         experts, tokens = split_evenly(num_experts, all_gather.count), split_evenly(len(hidden_TD), all_gather.count)
         own_experts, own_tokens = experts[all_gather.index], tokens[all_gather.index]
         outputs, send_counts = _weighted_outputs(module, hidden_TD, visits, hit, own_experts, tokens)
-        summed = visits.select_tokens(own_tokens)
-        receive_counts = [summed.expert_rows(own[-1]).stop - summed.expert_rows(own.start).start for own in experts]
+        own_visits = visits.select_tokens(own_tokens)  # the visits whose outputs this rank sums
+        visit_ranges = [
+            (own_visits.expert_rows(each.start).start, own_visits.expert_rows(each[-1]).stop) for each in experts
+        ]
+        receive_counts = [stop - start for start, stop in visit_ranges]
         received = all_gather.all_to_all(outputs, send_counts, receive_counts)
         out_tD = hidden_TD.new_zeros(len(own_tokens), hidden_TD.shape[1])
-        for expert in summed.hit:
-            rows = summed.expert_rows(expert)
-            out_tD.index_add_(0, summed.tokens_V[rows] - own_tokens.start, received[rows])
+        for expert in own_visits.hit:
+            rows = own_visits.expert_rows(expert)
+            out_tD.index_add_(0, own_visits.tokens_V[rows] - own_tokens.start, received[rows])
         # All-gather of the sums, which may be unequal numbers of tokens: each rank sends its sums to every rank.
         return all_gather.all_to_all(
             out_tD.repeat(all_gather.count, 1), [len(own_tokens)] * all_gather.count, [len(each) for each in tokens]

@@ -1,7 +1,7 @@
 """Builds the weight tensors of a stage as views into a buffer that holds the stage's bytes.
 
-A block is a group of consecutive rows of a weight that the checkpoint stores as one tensor: a torch tensor, or `Rows`
-if it is quantized. A parameter, or each expert of a stack, consists of one or more blocks.
+A block is a group of consecutive rows of a weight, stored as one tensor of the checkpoint. Here, it is a torch tensor,
+or a `Rows` object if it is quantized. A parameter, or each expert of a stack, consists of one or more blocks.
 """
 
 from collections.abc import Mapping
@@ -51,16 +51,16 @@ def load_tensor(source: TensorSlice, virtual_files: Mapping[str, Fill] = Mapping
     functions that fill memory with their bytes, by file name."""
     if not is_plain(source) and len(source.shape) == 3:
         return torch.stack([load_tensor(source.expert(index), virtual_files) for index in range(source.shape[0])])
-    offsets, parts = {}, [b""]
+    offsets, data = dict[str, int](), bytearray()
     for part in source.with_companions():
-        offsets[part.name] = sum(map(len, parts))
+        offsets[part.name] = len(data)
         if part.file in virtual_files:
-            data = bytearray(part.num_bytes)
-            virtual_files[part.file](part.offset, memoryview(data))
-            parts.append(bytes(data))
+            content = bytearray(part.num_bytes)
+            virtual_files[part.file](part.offset, memoryview(content))
+            data += content
         else:
-            parts.append(read_bytes(part))
-    rows = _rows(torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8), offsets, source)
+            data += read_bytes(part)
+    rows = _rows(torch.frombuffer(data, dtype=torch.uint8), offsets, source)
     tensor = rows if isinstance(rows, torch.Tensor) else dequantize_rows(rows, decoded_dtype(source)).view(source.shape)
     return tensor.t() if source.is_transposed else tensor
 
@@ -73,12 +73,16 @@ def _make_weight(
     table: BackendTable | None,
     on_device: bool,
 ) -> torch.Tensor:
-    """Returns one parameter of a stage: a plain tensor if it is stored in `dtype` or is a vector, else a
+    """Returns one parameter of a stage: a plain tensor, or a `StoredWeight`, which keeps its blocks as stored.
+
+    A parameter of one block is a plain tensor if it is a vector, if the model declares it with another shape than the
+    checkpoint, or if it is stored in `dtype` or as integers, and is not a matrix on a CPU. All others are a
     `StoredWeight`."""
     join = partial(_join_experts, buffer, offsets, parameter) if on_device else None
-    entries = [[_rows(buffer, offsets, source) for source in blocks] for blocks in parameter.pieces]
-    if not parameter.is_stacked and len(entries[0]) == 1:
-        source, first = parameter.pieces[0][0], entries[0][0]
+    # For each expert, or for the only matrix: its blocks.
+    blocks = [[_rows(buffer, offsets, source) for source in sources] for sources in parameter.pieces]
+    if not parameter.is_stacked and len(blocks[0]) == 1:
+        source, first = parameter.pieces[0][0], blocks[0][0]
         if isinstance(first, torch.Tensor):
             plain = _make_plain_weight(first.t() if source.is_transposed else first, parameter, dtype, table, join)
             if plain is not None:
@@ -87,7 +91,7 @@ def _make_weight(
         elif len(source.shape) < 2 or (source.shape != parameter.shape and not source.is_transposed):
             return dequantize_rows(first, dtype).view(parameter.shape)
     return StoredWeight(
-        entries,
+        blocks,
         parameter.shape,
         dtype,
         is_stacked=parameter.is_stacked,
@@ -103,12 +107,14 @@ def _make_plain_weight(
     """Returns a weight that is stored unquantized, as a tensor of `dtype`; None if it must become a `StoredWeight`,
     which chooses the linear backend of its products."""
     is_matrix = tensor.dim() == 2 and tensor.shape == parameter.shape
+    is_converted = tensor.dtype == dtype or not tensor.is_floating_point()
     # On a CPU, all matrices use linear backends, also those already in the compute dtype.
-    if (tensor.dtype == dtype or not tensor.is_floating_point()) and (tensor.device.type != "cpu" or not is_matrix):
+    needs_backend = is_matrix and tensor.device.type == "cpu"
+    if is_converted and not needs_backend:
         return tensor.view(parameter.shape)
     if tensor.dim() == 3 and tensor.shape == parameter.shape:  # experts stored as one stack
-        entries = [[expert] for expert in tensor]
-        return StoredWeight(entries, parameter.shape, dtype, is_stacked=True, table=table, join=join)
+        blocks = [[expert] for expert in tensor]
+        return StoredWeight(blocks, parameter.shape, dtype, is_stacked=True, table=table, join=join)
     return None if is_matrix else tensor.to(dtype).view(parameter.shape)
 
 
@@ -137,10 +143,10 @@ def _join_experts(
     cannot concatenate."""
     if not parameter.is_stacked:
         return None
-    pieces = [parameter.pieces[expert][block] for expert in experts]
-    if any(is_plain(source) for source in pieces):
+    sources = [parameter.pieces[expert][block] for expert in experts]
+    if any(map(is_plain, sources)):
         return None
-    return FORMATS[pieces[0].format].join_matrices([_stored_matrix(buffer, offsets, source) for source in pieces])
+    return FORMATS[sources[0].format].join_matrices([_stored_matrix(buffer, offsets, source) for source in sources])
 
 
 def _stored_matrix(buffer: torch.Tensor, offsets: Mapping[str, int], source: TensorSlice) -> StoredMatrix:

@@ -1,10 +1,10 @@
 """AWQ in its `gemm` version: `qweight` (K, N / 8), `qzeros` (G, N / 8) and `scales` (G, N).
 
-A 32-bit word of `qweight` holds the 4-bit codes of eight neighboring rows in one column. From the lowest bits, these
-are rows 0, 2, 4, 6, 1, 3, 5, 7. Words of `qzeros` hold zero points in the same order. The number is (code - zero) *
-scale.
+Rows and columns are those of the weight: N rows (outputs) of K columns (inputs). `qweight` is stored transposed: a
+32-bit word holds the 4-bit codes of eight neighboring rows in one column. From the lowest bits, these are rows 0, 2, 4,
+6, 1, 3, 5, 7. Words of `qzeros` hold zero points in the same order. The number is (code - zero) * scale.
 
-Shapes: a weight of N rows (outputs) and K columns (inputs), R rows selected; G groups of columns; W words.
+Shapes: N rows and K columns of a weight, R rows selected; G groups of columns; W words.
 """
 
 from collections.abc import Mapping
@@ -58,6 +58,8 @@ def _rows(stored: StoredMatrix) -> Rows:
     shape, device = (num_rows, num_columns), stored.raw.device
 
     def codes() -> Codes:
+        # The weight may be a slice of stored rows. Scales are cut to the slice. Codes are cut in front only, at the
+        # word that contains the first row. Zero points are not cut: `first_row` selects them.
         begin, end = source.first_row, source.first_row + num_rows
         return Codes(
             encoding=ROW_WORDS,
@@ -74,7 +76,15 @@ def _rows(stored: StoredMatrix) -> Rows:
     if not supports_column_codes(shape, device, ROW_WORDS, source.first_row):
         return rows
     num_groups = len(stored.companions[SCALES])
-    return ColumnCodes(rows, words_KW, ROW_WORDS, source.first_row, num_groups, rows.zeros_and_scales, width)
+    return ColumnCodes(
+        rows,
+        words_KW,
+        encoding=ROW_WORDS,  # words of neighboring rows
+        first_row=source.first_row,
+        num_groups=num_groups,
+        get_scales=rows.zeros_and_scales,
+        width=width,
+    )
 
 
 def _codes(words_KW: torch.Tensor, rows: RowSelection, num_rows: int, first_row: int) -> torch.Tensor:
@@ -82,7 +92,7 @@ def _codes(words_KW: torch.Tensor, rows: RowSelection, num_rows: int, first_row:
     numbers = row_numbers(rows, num_rows, first_row, words_KW.device)
     shifts = _shifts(words_KW.device)
     if isinstance(rows, torch.Tensor) or not len(numbers):
-        return words_KW[:, numbers // PER_WORD].t() >> shifts[numbers % PER_WORD, None] & 15
+        return (words_KW[:, numbers // PER_WORD].t() >> shifts[numbers % PER_WORD, None]) & 15
     # Decode all eight rows of each word that overlaps the slice, then cut off rows before and after the slice.
     start, stop, _ = rows.indices(num_rows)
     first, last = (first_row + start) // PER_WORD, -(-(first_row + stop) // PER_WORD)
@@ -135,7 +145,8 @@ FORMATS = (
         row_bytes=lambda num_columns: num_columns / 2 + num_columns / USUAL_WIDTH * 2.5,
         rows=_rows,
         companions=(SCALES, ZEROS),
-        is_output_major=True,
+        is_output_major=True,  # rows of the weight are outputs, although words are stored transposed
+        # Joins the rows of weights, which are columns of `qweight`. It has a row of words for each of K columns.
         join=lambda matrices: join_by_columns(matrices, matrices[0].source.shape[1]),
     ),
 )

@@ -34,7 +34,8 @@ class Nvfp4Rows:
         self.shape, self.device = (raw_NB.shape[0], 2 * raw_NB.shape[1]), raw_NB.device
 
     def dequantize(self, rows: RowSelection, out_RK: torch.Tensor) -> None:
-        write_pairs(byte_values(None, self.device), self._raw_NB[rows], out_RK)
+        pair_by_byte = byte_values(None, self.device)  # None: FP4
+        write_pairs(pair_by_byte, self._raw_NB[rows], out_RK)
         apply_by_group(out_RK, self.zeros_and_scales(rows)[1], WIDTH, torch.Tensor.mul_)
 
     def codes(self) -> Codes:
@@ -59,16 +60,17 @@ class Nvfp4Rows:
 def nvfp4_weight(numbers: TensorSlice, scales: TensorSlice, overall: TensorSlice, *, divides: bool) -> TensorSlice:
     """Returns the weight with its group factors (`scales`) and global factor (`overall`). `divides`: numbers are
     divided by the global factor. Raises CheckpointError if shapes do not fit."""
-    height, width = require_matrix(numbers)  # rows and bytes per row
+    num_rows, row_bytes = require_matrix(numbers)
+    num_columns = 2 * row_bytes
     if prod(overall.shape) != 1:
         raise CheckpointError(f"{overall.file}: {overall.name!r} has shape {overall.shape}; must be one number")
-    require_shape(scales, (height, 2 * width // WIDTH), f"{numbers.name!r} in groups of {WIDTH} columns")
+    require_shape(scales, (num_rows, num_columns // WIDTH), f"{numbers.name!r} in groups of {WIDTH} columns")
     companions = (
         Companion(role=SCALES, tensor=scales, block_rows=1, block_columns=WIDTH),
         Companion(role=OVERALL, tensor=replace(overall, shape=(1, 1))),
     )
     name = DIVIDED if divides else MULTIPLIED
-    return replace(numbers, dtype="F4", shape=(height, 2 * width), format=name, companions=companions)
+    return replace(numbers, dtype="F4", shape=(num_rows, num_columns), format=name, companions=companions)
 
 
 def _rows(stored: StoredMatrix, *, divides: bool) -> Rows:
@@ -77,6 +79,7 @@ def _rows(stored: StoredMatrix, *, divides: bool) -> Rows:
     num_groups = companions[SCALES].shape[1]
     if not supports_row_codes(rows.shape, rows.device, num_groups):
         return rows
+    # On a CPU, vector kernels decode these codes during a product.
     return RowCodes(rows, stored.raw_NB, FLOAT4, num_groups, rows.zeros_and_scales)
 
 
