@@ -1,5 +1,4 @@
-"""python -m jobs.report: compares runs in a table, also those of an evaluation or of a server's batches, and writes an
-HTML page for a single run."""
+"""python -m jobs.report: compares runs in a table, and writes an HTML page for a single run."""
 
 import shutil
 from pathlib import Path

@@ -21,7 +21,7 @@ from runtime.errors import ConfigError, InternalError, Interrupted
 from runtime.planning.budgets import usable_host_bytes
 from runtime.stream.device import choose_device
 from runtime.stream.shared_weights import SharedWeights, new_shared_memory
-from runtime.units import GIB, format_bytes
+from runtime.units import GIB, format_bytes, format_count
 
 from ..config.process import WORKER_VARIABLE
 from ..config.settings import RunSettings
@@ -208,9 +208,9 @@ def run_workers(config: RunSettings, command: Sequence[str], stop: StopFlag) -> 
             workers.append(_WorkerProcess(number, command, share, descriptor, len(worker_shares)))
         gib = sum(share.host_memory_gib for share in worker_shares)
         log.info(
-            "%d workers share this machine: %d processors each, %s of host memory in total",
+            "%d workers share this machine: %s each, %s of host memory in total",
             len(worker_shares),
-            len(worker_shares[0].processors),
+            format_count(len(worker_shares[0].processors), "processor"),
             format_bytes(int(gib * GIB)),
         )
         _wait_for_exit(workers, stop)
