@@ -237,7 +237,8 @@ class WindowRun:
             return
         for block, done_by_all in self._context.worker.lease_blocks(remaining):
             progress.expect(plan.prediction, done_by_all)
-            self._context.feed.expect(len(store.plan), sum(len(store.blocks[index]) for index in done_by_all))
+            in_window = done_by_all & store.blocks.keys()  # workers may have ended blocks of other windows
+            self._context.feed.expect(len(store.plan), sum(len(store.blocks[index]) for index in in_window))
             yield [block], plan
 
 
