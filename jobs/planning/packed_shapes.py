@@ -61,7 +61,7 @@ class Publication:
         if not is_matrix or not ROUTERS.isdisjoint(path):
             return None
         if self.name in GGUF:  # chooses like `llama-quantize --pure`: a format whose blocks fit a row; None: 16 bits
-            num_columns, fallback = shape[-1], FALLBACK_FORMATS.get(self.name, DEFAULT_FALLBACK_FORMAT)
+            num_columns, fallback = parameter.shape[-1], FALLBACK_FORMATS.get(self.name, DEFAULT_FALLBACK_FORMAT)
             return next((f for f in (self.name, fallback) if num_columns % BLOCKS[f].num_numbers == 0), None)
         is_in_layer = LAYER_TENSOR.search(_mask_layer_number(name)) is not None
         module = name.removesuffix(".weight")  # patterns match as in transformers
