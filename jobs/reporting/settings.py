@@ -12,8 +12,8 @@ from ..files.publishing import JsonValue, canonical_json
 # No effect on speed, or derived from other settings.
 IGNORED_SETTINGS = frozenset({"shard.index", "shard.count", "input", "output_root", "run", "log_level"})
 FROM_MODEL = (
-    *("min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size", "stop"),
-)
+    "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size", "stop",
+)  # fmt: skip
 DATASET_KEYS = frozenset[str]().union(*(kind.keys for kind in KINDS.values()))  # those of some kinds only
 
 

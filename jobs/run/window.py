@@ -69,9 +69,9 @@ class WindowRun:
         context, count, number = self._context, self._window.count, self._window.number + 1
         stored_plan = self._read_plan() if not self._window.is_last else None
         store = context.open_store(stored_plan) if stored_plan is not None else None
-        if store is not None and not store.blocks.keys() - store.committed_parts().keys():
+        if store is not None and not store.blocks.keys() - (done := store.committed_parts()).keys():
             log.info("window %d of %d is committed", number, count)  # its rows are not read
-            self._expect_rows(store, store.committed_parts())
+            self._expect_rows(store, done)
             context.feed.end_window()
             return store, self._next_block(store)
         if count > 1:
@@ -85,12 +85,15 @@ class WindowRun:
             store = self._generate_requests(batch, is_planner=is_planner)
         else:
             store = self._open_store(batch, (), None, is_planner=is_planner)
-            self._expect_rows(store, store.committed_parts())
         rejected_block = self._first_block + (len(self.plan.blocks) if self.plan is not None else 0)
-        if batch.rejected and rejected_block not in store.committed_parts():
-            store.commit(rejected_block, rejected_rows(batch), [])
-            for _ in batch.rejected:
-                context.feed.finish_row("error")
+        if batch.rejected:
+            done = store.committed_parts()
+            if not batch.requests:
+                self._expect_rows(store, done)
+            if rejected_block not in done:
+                store.commit(rejected_block, rejected_rows(batch), [])
+                for _ in batch.rejected:
+                    context.feed.finish_row("error")
         context.feed.end_window()
         return store, self._next_block(store)
 

@@ -7,7 +7,6 @@ and `{"id", "response"}` or `{"id", "error"}` at its end. After each pass it wri
 """
 
 import json
-import logging
 import os
 import sys
 import threading
@@ -28,9 +27,9 @@ from jobs.config.error_log import log_errors
 from jobs.config.logs import setup_logging
 from jobs.config.settings import GenerateConfig
 from jobs.config.typed import build
-from jobs.datasets.fields import DatasetFields
-from jobs.datasets.openai_body import CHAT_URL, ENDPOINTS
-from jobs.datasets.records import BadRecord, Fields, to_chat_content
+from jobs.datasets.kinds.openai_batch import with_request
+from jobs.datasets.openai_body import CHAT_URL
+from jobs.datasets.records import BadRecord, Fields
 from jobs.datasets.rows import Row
 from jobs.exporting.openai_batch import LogprobFormatter, completion_usage, make_choice
 from jobs.run.requests import (
@@ -49,7 +48,6 @@ from runtime.library.api import Runtime
 from runtime.sequences.sequence import Completion, Request
 from runtime.stream.device import ComputeDevice
 
-log = logging.getLogger(__name__)
 Json = dict[str, Any]
 MAX_PROMPTS = 2048  # of one request, with all of their samples
 
@@ -179,14 +177,18 @@ class AnswerLoop:
         """Raises BadRecord or ConfigError with the field to change."""
         body = {key: value for key, value in message["body"].items() if key not in ("stream", "stream_options")}
         prompts = split_prompts(body) if message["url"] != CHAT_URL else [body]
-        rows = [
-            make_row(position, message["id"], message["url"], prompt, self._config.dataset)
-            for position, prompt in enumerate(prompts)
-        ]
-        num_logprobs = self._runtime.config.sampling.logprobs
-        if any((row.overrides.logprobs or 0) > num_logprobs for row in rows):
-            setting = f"sampling.logprobs={max(row.overrides.logprobs or 0 for row in rows)}"
-            raise BadRecord(f"body.logprobs: the server has sampling.logprobs={num_logprobs}; start it with {setting}")
+        rows: list[Row] = []
+        for position, prompt in enumerate(prompts):
+            row = Row(
+                index=position, id=f"{message['id']}-{position}", prompt="", messages=None, columns={}, error=None
+            )
+            rows.append(with_request(row, message["url"], prompt, self._config.dataset))
+        max_logprobs = self._runtime.config.sampling.logprobs
+        if (num_logprobs := max(row.overrides.logprobs or 0 for row in rows)) > max_logprobs:
+            raise BadRecord(
+                f"body.logprobs: the server has sampling.logprobs={max_logprobs}; start it with "
+                f"sampling.logprobs={num_logprobs}"
+            )
         num_samples = sum(row.overrides.n or self._runtime.config.sampling.n for row in rows)
         if num_samples > MAX_PROMPTS:
             raise BadRecord(f"the request asks for {num_samples:,} completions; the limit is {MAX_PROMPTS:,}")
@@ -252,23 +254,6 @@ def split_prompts(body: Fields) -> list[Fields]:
     if isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt):
         return [{**body, "prompt": item} for item in prompt]
     return [body]
-
-
-def make_row(position: int, id: str, url: str, body: Fields, config: DatasetFields) -> Row:
-    """The row that `dataset=openai_batch` would read. Raises BadRecord naming the field."""
-    content, overrides = ENDPOINTS[url](body)
-    chat = to_chat_content(content, config) if content.messages is not None else content
-    return Row(
-        index=position,
-        id=f"{id}-{position}",
-        prompt=chat.prompt,
-        prompt_ids=chat.prompt_ids,
-        messages=chat.messages,
-        template_kwargs=chat.template_kwargs,
-        overrides=overrides,
-        columns={},
-        error=None,
-    )
 
 
 def open_and_answer(config: GenerateConfig, capacity: Capacity, inbox: Inbox, write: Callable[[Json], None]) -> None:

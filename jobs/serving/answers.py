@@ -44,6 +44,7 @@ class Answers:
         """`job`: the settings of the open model."""
         self._config, self._job, self._folder, self._keeper = config, job, folder, keeper
         self._queues: dict[str, asyncio.Queue[Json]] = {}  # messages for each request in progress
+        self._sent = set[str]()  # requests that the running process has got
         self._process: asyncio.subprocess.Process | None = None
         self._opening: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -78,6 +79,7 @@ class Answers:
                 yield message
         finally:
             self._queues.pop(id, None)
+            self._sent.discard(id)
             if not is_done:
                 self.counts["cancelled"] += 1
                 self._write({"cancel": id})
@@ -90,6 +92,7 @@ class Answers:
             await asyncio.shield(self._opening)  # others wait for it too: a client that leaves must not end it
         if not self._write(message):
             raise AnswerError(503, "the model's process has ended: try again")
+        self._sent.add(message["id"])
 
     def _write(self, message: Json) -> bool:
         process = self._process
@@ -167,11 +170,13 @@ class Answers:
         if self._process is process:
             self._process = None
             self._keeper.release()
-        if self._queues or code:
+        failed, self._sent = self._sent, set()  # others wait until the model is open again
+        if failed or code:
             reason = last_error(log_path, start) or (f"signal {-code}" if code < 0 else f"exit code {code}")
             log.error("the model's process has ended: %s", reason)
-            for queue in self._queues.values():
-                queue.put_nowait({"error": {"status": 503, "message": f"the model's process has ended ({reason})"}})
+            for id in failed:
+                message = f"the model's process has ended ({reason})"
+                self._queues[id].put_nowait({"error": {"status": 503, "message": message}})
 
     async def _close_when_idle(self, process: asyncio.subprocess.Process) -> None:
         """Closes the model for waiting batches once no request has been in progress for `idle_seconds`."""

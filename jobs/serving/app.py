@@ -10,7 +10,7 @@ import logging
 import re
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from runtime.units import MIB
 
 from ..datasets.openai_body import ENCODE_ENDPOINTS, ENDPOINTS
 from ..datasets.records import BadRecord, check_text, shorten
+from ..record.exposition import CONTENT_TYPE, MetricFamily, format_metrics
 from .answers import AnswerError, Answers
 from .config import ServeConfig
 from .keeper import Keeper
@@ -324,8 +325,7 @@ class _Routes:
 
     def metrics(self, request: Request) -> Response:
         return PlainTextResponse(
-            "".join(_format_metrics(self._store, self._answers, is_alive=self._keeper.is_alive())),
-            media_type="text/plain; version=0.0.4",
+            _format_metrics(self._store, self._answers, is_alive=self._keeper.is_alive()), media_type=CONTENT_TYPE
         )
 
     async def answer(self, request: Request) -> Response:
@@ -450,8 +450,8 @@ def _model(name: str) -> Mapping[str, object]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "weightstream"}
 
 
-def _format_metrics(store: BatchStore, answers: Answers, *, is_alive: bool) -> Iterator[str]:
-    """Yields totals over all records, and over single requests since the start, in the Prometheus text format."""
+def _format_metrics(store: BatchStore, answers: Answers, *, is_alive: bool) -> str:
+    """Formats totals over all records, and over single requests since the start, in the Prometheus text format."""
     batches, files = store.batches(), store.files()
     rows: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
@@ -464,7 +464,7 @@ def _format_metrics(store: BatchStore, answers: Answers, *, is_alive: bool) -> I
     sizes: Counter[str] = Counter()
     for file in files:
         sizes[str(file["purpose"])] += int(str(file["bytes"]))
-    families = [
+    metrics = [
         ("keeper_alive", "1 while batches are processed.", "", {"": int(is_alive)}),
         ("batches", "Batches by status.", "status", {name: statuses[name] for name in sorted(STATUSES)}),
         ("rows", "Rows of ended batches.", "result", {name: rows[name] for name in ("completed", "failed")}),
@@ -488,8 +488,11 @@ def _format_metrics(store: BatchStore, answers: Answers, *, is_alive: bool) -> I
         ("rows_of_passes", "Completions in all of these passes.", "", {"": answers.counts["pass_rows"]}),
         ("new_tokens", "Tokens generated for single requests.", "", {"": answers.counts["tokens"]}),
     ]
-    for name, help, label, values in families:
-        yield f"# HELP weightstream_{name} {help}\n# TYPE weightstream_{name} gauge\n"
-        for value, number in values.items():
-            labels = f'{{{label}="{value}"}}' if label else ""
-            yield f"weightstream_{name}{labels} {number}\n"
+    return format_metrics(
+        MetricFamily(
+            name=f"weightstream_{name}",
+            help=text,
+            samples=[({label: value} if label else {}, number) for value, number in values.items()],
+        )
+        for name, text, label, values in metrics
+    )

@@ -47,12 +47,12 @@ def _make_row(record: Record, index: int, first_lines: Mapping[str, int], config
         error = f"{record.location}: custom_id {shorten(custom_id)} is already used by request {first_lines[custom_id]}"
         return replace(row, id=_unused_id(index, first_lines), error=error)
     try:
-        return _with_request(replace(row, id=custom_id), *_parse_url_and_body(fields), config)
+        return with_request(replace(row, id=custom_id), *_parse_url_and_body(fields), config)
     except BadRecord as error:
         return replace(row, id=custom_id, error=f"{record.location}: {error}")
 
 
-def _with_request(row: Row, url: str, body: Fields, config: DatasetFields) -> Row:
+def with_request(row: Row, url: str, body: Fields, config: DatasetFields) -> Row:
     """Returns `row` with the request that `url` and `body` define. Raises BadRecord."""
     if url in ENCODE_ENDPOINTS:
         columns = {**row.columns, "body": summarize_body(body)} if config.keep_columns else row.columns
