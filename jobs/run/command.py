@@ -19,10 +19,13 @@ from ..record.finished import find_finished, input_state, record_inputs
 from ..record.passes import Start
 from ..record.run_dir import RunDirectory, require_writable
 from ..record.summary import Outcome
+from ..tracking.feed import RunFeed
 from ..tracking.follower import RunFollower
 from .summary_table import format_completions, format_outcome
 
 if TYPE_CHECKING:
+    from runtime.ranks.ranks import Ranks
+
     from .tasks.task import Task
 
 Settings = TypeVar("Settings", bound=RunSettings)
@@ -66,25 +69,14 @@ def run_command(
             from ..config.signals import StopFlag
             from .ranks import follow_run, join_ranks
             from .run import run_task
-            from .tasks.converse import follow_turns, run_turns
+            from .tasks.converse import follow_turns
 
             make_task = load_task()
         with StopFlag() as stop, join_ranks(config.devices, stop) as ranks:
             if isinstance(config, GenerateConfig) and config.dataset.has_turns:
                 if ranks is not None and ranks.rank:
                     return follow_turns(config, stop, ranks)
-                outcomes: list[Outcome] = []
-                for turn, outcome in enumerate(run_turns(config, stop, start, ranks, follower.feed), start=1):
-                    outcomes.append(outcome)
-                    if config.prints_tables:
-                        print_line(f"turn {turn}{': finished, nothing to do' if outcome.was_finished else ''}")
-                        print_line(format_outcome(outcome))
-                exported = _write_out(config)
-                if config.summary is SummaryFormat.json:
-                    print_line(json.dumps({"turns": [outcome.values for outcome in outcomes]}))
-                elif config.prints_tables:
-                    print_line("\n".join([*exported, HOW_TO_READ_TURNS.format(folder=run_directory(config))]))
-                follower.exit_code = max(outcome.exit_code for outcome in outcomes)
+                follower.exit_code = _run_turns(config, stop, start, ranks, follower.feed)
                 return follower.exit_code
             task, settings = make_task(config)
             if ranks is not None and ranks.rank:
@@ -93,6 +85,26 @@ def run_command(
         record_inputs(outcome.directory, state)
         follower.exit_code = _print_outcome(config, outcome, print_results)
         return follower.exit_code
+
+
+def _run_turns(
+    config: GenerateConfig, should_stop: Callable[[], bool], start: Start, ranks: "Ranks | None", feed: RunFeed
+) -> int:
+    """Runs the turns of chats and prints the summary of each as it ends. Returns the exit code of the worst."""
+    from .tasks.converse import run_turns
+
+    outcomes: list[Outcome] = []
+    for turn, outcome in enumerate(run_turns(config, should_stop, start, ranks, feed), start=1):
+        outcomes.append(outcome)
+        if config.prints_tables:
+            print_line(f"turn {turn}{': finished, nothing to do' if outcome.was_finished else ''}")
+            print_line(format_outcome(outcome))
+    exported = _write_out(config)
+    if config.summary is SummaryFormat.json:
+        print_line(json.dumps({"turns": [outcome.values for outcome in outcomes]}))
+    elif config.prints_tables:
+        print_line("\n".join([*exported, HOW_TO_READ_TURNS.format(folder=run_directory(config))]))
+    return max(outcome.exit_code for outcome in outcomes)
 
 
 def _print_outcome(config: RunSettings, outcome: Outcome, print_results: Callable[[Outcome], None]) -> int:
