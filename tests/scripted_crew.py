@@ -22,6 +22,7 @@ class ScriptedLane:
     def __init__(self, device: TimedDevice, walk: Walk, durations: Durations, lane: int, *, is_in_step: bool):
         self._device, self._durations, self._lane, self._is_in_step = device, durations, lane, is_in_step
         self._walk, self._stage, self._stops = walk, walk.first_stage, list[Event]()
+        self.sequences = [lane]  # a row, for the trace
 
     def begin_pass(self, new_tokens: Sequence[int] | None = None) -> NeedStage:
         return NeedStage(self._stage)
