@@ -54,6 +54,7 @@ OPERATIONAL_KEYS = frozenset(
         "policy.attention",
         "policy.feedforward",
         "policy.share_prefixes",
+        "policy.draft_tokens",
         "dataset.max_row_bytes",
         "dataset.window_rows",
         "model.self_check",

@@ -175,10 +175,18 @@ class PageTable:
             row.pages += self._pool.allocate(count, self._last_page)
             self._last_page = row.pages[-1]
 
-    def end_pass(self) -> None:
-        """Counts the pass's tokens as cached, and releases the pages that were copied from."""
-        for row, new in zip(self._rows, self._new, strict=True):
-            row.past += new
+    def num_free_positions(self, position: int, new: int) -> int:
+        """Number of positions after the next `new` ones of a row that need no other page. Those that complete a
+        quantized page do not count, as a full page cannot be changed any more."""
+        row = self._rows[position]
+        left = -(row.past + new) % PAGE_TOKENS
+        return left if self._tails is None else max(0, left - 1)
+
+    def end_pass(self, num_kept: Sequence[int] | None = None) -> None:
+        """Counts tokens of the pass as cached: the first `num_kept[i]` tokens of row i; None: all. Releases the pages
+        that were copied from."""
+        for row, new, kept in zip(self._rows, self._new, num_kept or self._new, strict=True):
+            row.past += kept
             if new:
                 self._release_copied_page(row)
 

@@ -10,7 +10,7 @@ heads, D head size.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -122,6 +122,7 @@ class PagedKV(Cache, KVCache):
         self._device = pages.device.torch_device
         self.table = PageTable(pages.pool, self._tails, keeps_open_pages_adjacent=bool(offloaded_layers))
         self._new: list[int] = []
+        self._decoding_rows = frozenset[int]()
         self._selected: list[int] = []  # for each row, how many of its last tokens get logits
         self._bound: dict[int, torch.Tensor] = {}  # offloaded layer -> the memory that `bind` got
         self._copies: _Copies | None = None
@@ -179,16 +180,23 @@ class PagedKV(Cache, KVCache):
     def unbind(self, layer: int) -> None:
         del self._bound[layer]
 
-    def begin_pass(self, new_tokens: Sequence[int], selected: Sequence[int] | None = None) -> None:
+    def begin_pass(
+        self,
+        new_tokens: Sequence[int],
+        selected: Sequence[int] | None = None,
+        *,
+        decoding_rows: Collection[int] = (),
+    ) -> None:
         """Begins a pass with `new_tokens[i]` tokens of row i. `selected`: for each row, how many of its last tokens get
-        logits; None means one. If none gets logits, the last token of the pass is selected."""
-        self._new = list(new_tokens)
+        logits; None means one. If none gets logits, the last token of the pass is selected. `decoding_rows`: rows that
+        decode several tokens; layers see each of these tokens as a row of its own."""
+        self._new, self._decoding_rows = list(new_tokens), frozenset(decoding_rows)
         self._selected = [min(1, new) for new in self._new] if selected is None else list(selected)
         if not any(self._selected):
             self._selected[max(i for i, new in enumerate(self._new) if new)] = 1
         self.table.begin_pass(self._new)
         self._copies = self._find_copies()
-        self._view = self._make_view(self.table.past, self._new)
+        self._view = self._make_view(*self._as_rows(self.table.past, self._new))
         ends = zip(accumulate(self._new), self._selected, strict=True)
         self.selected_B = upload([token for end, count in ends for token in range(end - count, end)], self._device)
         if self._host is not None:
@@ -207,9 +215,9 @@ class PagedKV(Cache, KVCache):
     @contextmanager
     def restrict_to_selected(self) -> Iterator[None]:
         """A context in which the pass has only the tokens that get logits; tokens before them count as cached."""
-        full_view = self._view
-        sizes = zip(full_view.past, full_view.new, self._selected, strict=True)
-        self._view = self._make_view([past + new - count for past, new, count in sizes], self._selected)
+        full_view, sizes = self._view, zip(self.table.past, self._new, self._selected, strict=True)
+        past = [past + new - count for past, new, count in sizes]
+        self._view = self._make_view(*self._as_rows(past, self._selected))
         self._is_already_stored = self._tails is not None
         try:
             yield
@@ -232,13 +240,27 @@ class PagedKV(Cache, KVCache):
         """True if each row has one token in the pass and no row copies a page."""
         return self._copies is None and not self.segments and all(new == 1 for new in self._new)
 
+    def _as_rows(
+        self, past: Sequence[int], new_tokens: Sequence[int]
+    ) -> tuple[Sequence[int], Sequence[int], Sequence[int] | None]:
+        """The arguments of `_make_view`, with each token of the pass's decoding rows as a row of its own."""
+        if not self._decoding_rows:
+            return past, new_tokens, None
+        rows = [
+            (past + i, 1, row) if row in self._decoding_rows else (past, new, row)
+            for row, (past, new) in enumerate(zip(past, new_tokens, strict=True))
+            for i in range(new if row in self._decoding_rows else 1)
+        ]
+        past, new_tokens, numbers = zip(*rows, strict=True)
+        return past, new_tokens, numbers
+
     def _make_view(
         self, past: Sequence[int], new_tokens: Sequence[int], row_numbers: Sequence[int] | None = None
     ) -> PassView:
         """Makes the view of a pass. `row_numbers`: the row in the page table of each row of the pass; None: the
         same."""
-        starts = accumulate(new_tokens, initial=0)
         rows = range(len(new_tokens)) if row_numbers is None else row_numbers
+        starts = accumulate(new_tokens, initial=0)
         sizes = list(zip(rows, zip(past, new_tokens, starts, strict=False), strict=True))
         decode_rows = [(i, before, start) for i, (before, new, start) in sizes if new == 1 and before]
         decoding = None
@@ -271,9 +293,9 @@ class PagedKV(Cache, KVCache):
             offloaded_layout=offloaded_layout,
         )
 
-    def end_pass(self) -> None:
-        """Counts the pass's tokens as cached."""
-        self.table.end_pass()
+    def end_pass(self, num_kept: Sequence[int] | None = None) -> None:
+        """Counts the first `num_kept[i]` tokens of row i as cached; None: all tokens of the pass."""
+        self.table.end_pass(num_kept)
 
     def _find_copies(self) -> "_Copies | None":
         """The partial pages to copy in this pass, as positions; None if there are none."""

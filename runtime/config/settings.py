@@ -106,7 +106,7 @@ class Admission(Enum):
     continuous = "continuous"
 
 
-MAX_MEMORY_GIB, MAX_THREADS = 1 << 20, 1024
+MAX_MEMORY_GIB, MAX_THREADS, MAX_DRAFT_TOKENS = 1 << 20, 1024, 15  # a KV page has 16 tokens
 TINY, RANDOM = "tiny", "random"  # the bundled model, and one with random weights
 ANY = "hf"  # any checkpoint at `model.path`
 BUILT_IN = (TINY, RANDOM)
@@ -330,12 +330,16 @@ class PolicyConfig:
     feedforward: TextField[FeedForward | None] = optional_enum_field(FeedForward)
     prefill_chunk_tokens: int | None = None
     share_prefixes: TextField[SharePrefixes] = enum_field(SharePrefixes.auto)
+    draft_tokens: int | None = None  # most tokens per sequence and decode pass that are guessed; null: those that are free
     pin: str | None = None
 
     def __post_init__(self) -> None:
         for key in ("micro_batch_size", "num_micro_batches", "prefill_chunk_tokens"):
             value = getattr(self, key)
             require(value is None or value >= 1, f"policy.{key} must be 1 or more, got {value}")
+        drafts = self.draft_tokens
+        is_sound = drafts is None or 0 <= drafts <= MAX_DRAFT_TOKENS
+        require(is_sound, f"policy.draft_tokens must be 0 to {MAX_DRAFT_TOKENS}, got {drafts}")
         if self.schedule is not None and self.schedule.style.needs_cpu_attention:
             problem = f"policy.schedule={self.schedule.value} needs attention on the CPU: set policy.attention=cpu"
             require(self.attention is Attention.cpu, problem)

@@ -158,7 +158,12 @@ def config_for_ranks(config: RuntimeConfig, way: Parallelism = Parallelism.shard
     )
     beams = f"sampling.num_beams={num_beams}"
     require(num_beams == 1, UNSUPPORTED.format(way.value, beams, "set sampling.num_beams=1, or devices=one"))
-    policy = replace(config.policy, share_prefixes=SharePrefixes.off)
+    drafts = f"policy.draft_tokens={config.policy.draft_tokens}"
+    require(
+        not config.policy.draft_tokens,
+        UNSUPPORTED.format(way.value, drafts, "set policy.draft_tokens=null, or devices=one"),
+    )
+    policy = replace(config.policy, share_prefixes=SharePrefixes.off, draft_tokens=0)
     if is_pipeline:
         return replace(config, policy=policy)
     return replace(config, offload=replace(config.offload, expert_paging=ExpertPaging.off), policy=policy)

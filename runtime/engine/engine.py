@@ -20,6 +20,7 @@ from ..plan.schedule.check import check_schedule
 from ..plan.schedule.schedule import Schedule, make_schedule
 from ..plan.schedule.walk import Walk
 from ..ranks.collectives import PipelineLink
+from ..sequences.drafts import Drafts
 from ..sequences.sampler import Sampler
 from ..stream.host_memory import peak_resident_bytes, resident_bytes
 from .batcher import Batch, Batcher, empty_batch
@@ -211,6 +212,7 @@ def _make_lane_factory(setup: Setup, streams: Streams, sampler: Sampler) -> Lane
         head_rows=head_rows(loaded.shape.vocab_size),
         last_stage=len(loaded.shape.stages) - 1,
         rope_lengths=loaded.rope_lengths,
+        drafts=Drafts(drafted) if (drafted := setup.config.policy.draft_tokens) else None,
         skipped_layers=frozenset(
             layer for layer, stage in enumerate(loaded.shape.layers) if stage.index not in loaded.shape.own_stages
         ),

@@ -24,6 +24,8 @@ class PassCounts:
     issued_tokens: int  # new tokens computed, finished rows included
     useful_tokens: int  # new tokens that are part of a returned completion
     spared_tokens: int = 0  # prompt tokens reused from a shared prefix, minus those computed for it
+    drafted_tokens: int = 0  # guesses that were computed; wrong ones count as padding
+    accepted_tokens: int = 0  # guesses that were right
 
     @staticmethod
     def total(lanes: Iterable["PassCounts"]) -> "PassCounts":

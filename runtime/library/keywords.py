@@ -82,6 +82,7 @@ class Settings(TypedDict, total=False):
     feedforward: FeedForward | str | None
     prefill_chunk_tokens: int | None
     share_prefixes: SharePrefixes | str
+    draft_tokens: int | None
     pin: str | None
     follow_model: bool
     n: int

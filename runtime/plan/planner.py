@@ -27,6 +27,7 @@ from .placement.defaults import default_orders, micro_batch_sizes
 from .placement.memory import SequenceSize
 from .placement.placement import Budgets, Placement
 from .search.candidate import PlacedRun, Problem, choose_blocks, place_existing_blocks, tune_chunks
+from .search.drafts import draft_tokens
 from .search.hrm import SearchResult, search
 from .search.policy import Policy
 from .shape.model import ModelShape
@@ -159,7 +160,12 @@ def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -
         blocks=run.blocks,
         budgets=problem.budgets,
         placement=run.placement,
-        policy=replace(policy, attention=policy.attention or Attention.device, feedforward=feedforward),
+        policy=replace(
+            policy,
+            attention=policy.attention or Attention.device,
+            feedforward=feedforward,
+            draft_tokens=draft_tokens(problem, run),
+        ),
         kv=run.config.kv,
         prefetch=run.prefetch,
         rates=problem.rates,

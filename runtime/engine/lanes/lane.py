@@ -17,6 +17,7 @@ from ...events import Event, LaneRun, NeedStage, Weights, need_stage
 from ...model.head import HasLogits, sliced_logits
 from ...model.rope_lengths import RopeLengths
 from ...ranks.pipeline import run_local_stages
+from ...sequences.drafts import Drafts
 from ...sequences.reading import (
     PoolingTargets,
     ScoringTargets,
@@ -47,6 +48,7 @@ class LaneContext:
     last_stage: int = 0
     rope_lengths: RopeLengths | None = None
     skipped_layers: frozenset[int] = frozenset()  # computed by other ranks
+    drafts: Drafts | None = None  # guesses tokens in decode passes
 
 
 class Lane(ABC):

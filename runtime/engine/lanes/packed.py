@@ -24,6 +24,9 @@ class PackedLane(Lane):
         self._new_tokens: list[int] = []
         self._num_selected: list[int] = []
         self._has_decoded = False
+        self._drafts = context.drafts
+        self._drafted: list[list[int]] = []  # drafted tokens of each sequence in the pass
+        self._drafted_logits_BV: torch.Tensor | None = None  # of all selected tokens, if some are drafted
         for sequence in sequences:
             self.enter(sequence)
 
@@ -54,6 +57,8 @@ class PackedLane(Lane):
         position = next(i for i, other in enumerate(self.sequences) if other is sequence)
         self._cache.table.remove(position)
         del self.sequences[position]
+        if self._drafts is not None:
+            self._drafts.leave(sequence)
 
     def release(self, shared: SharedPages) -> None:
         """Drops one user of shared pages that has not entered the lane."""
@@ -94,9 +99,28 @@ class PackedLane(Lane):
                 s.fills_prefix.num_computed = s.num_cached + new[-1] * s.fills_prefix.in_pass
         return _align_beams(self.sequences, new)
 
+    def _draft(self, new_tokens: Rows[int]) -> list[list[int]]:
+        """Guesses tokens after the last known one of each sequence. None in passes with prompts: their memory is
+        planned for a full chunk."""
+        if self._drafts is None or not self.is_prefilled or self._rope_lengths is not None:
+            return [[] for _ in new_tokens]
+        drafted = list[list[int]]()
+        for row, (sequence, new) in enumerate(zip(self.sequences, new_tokens, strict=True)):
+            request = sequence.request
+            left = request.max_new_tokens - len(sequence.generated) - 1  # after the token that the pass chooses anyway
+            if not new or left < 1 or request.num_beams > 1 or not request.generates:
+                drafted.append([])
+            else:
+                room = self._cache.table.num_free_positions(row, new)
+                drafted.append(self._drafts.guess(sequence, min(left, room)))
+        return drafted
+
     def prepare_pass(self, new_tokens: Rows[int] | None = None) -> None:
-        """`new_tokens`: number of known tokens of each sequence in the pass; None: `choose_tokens`."""
-        self._new_tokens = list(new_tokens) if new_tokens is not None else self.choose_tokens()
+        """`new_tokens`: number of known tokens of each sequence in the pass; None: `choose_tokens`. Drafts are
+        added."""
+        known = list(new_tokens) if new_tokens is not None else self.choose_tokens()
+        self._drafted = self._draft(known)
+        self._new_tokens = [new + len(draft) for new, draft in zip(known, self._drafted, strict=True)]
         self._has_decoded |= self.is_prefilled
         super().prepare_pass(new_tokens)
 
@@ -126,18 +150,21 @@ class PackedLane(Lane):
 
     def _prepare(self) -> None:
         tokens = list[int]()  # known tokens that are not cached yet
-        for s, new in zip(self.sequences, self._new_tokens, strict=True):
+        for s, new, draft in zip(self.sequences, self._new_tokens, self._drafted, strict=True):
             if s.is_prefilled:  # fast path: do not build the list of all known tokens
-                tokens += s.generated[-1:] if new else ()
+                tokens += [s.generated[-1], *draft] if new else ()
             else:
                 tokens += s.known_ids[s.num_cached : s.num_cached + new]
         pasts = zip(self._cache.table.past, self._new_tokens, strict=True)
         positions = [position for past, new in pasts for position in range(past, past + new)]
         self._ids_1T = upload([tokens], self._device)
         self._positions_1T = upload([positions], self._device)
-        pairs = zip(self.sequences, self._new_tokens, strict=True)
-        self._num_selected = [sequence.num_selected(new) for sequence, new in pairs]
-        self._cache.begin_pass(self._new_tokens, self._num_selected)
+        self._num_selected = [
+            1 + len(draft) if draft else sequence.num_selected(new)
+            for sequence, new, draft in zip(self.sequences, self._new_tokens, self._drafted, strict=True)
+        ]
+        rows = [row for row, draft in enumerate(self._drafted) if draft]
+        self._cache.begin_pass(self._new_tokens, self._num_selected, decoding_rows=rows)
         self._targets = None
         if self._reads_prompts:
             past_R, ends = self._cache.table.past, accumulate(self._new_tokens)
@@ -169,29 +196,68 @@ class PackedLane(Lane):
             **extra,
         )
 
+    def sample(self) -> torch.Tensor:
+        """As `Lane.sample`, for the token after the last known one of each sequence. `end_pass` samples those after
+        accepted drafts."""
+        if any(self._drafted):
+            assert self._logits_BV is not None, "the pass has not ended"
+            self._drafted_logits_BV = self._logits_BV
+            firsts = [end - count for end, count in zip(accumulate(self._num_selected), self._num_selected) if count]
+            self._logits_BV = self._logits_BV[upload(firsts, self._device)]
+        return super().sample()
+
     def _sampled_sequences(self) -> list[Sequence]:
         if self._targets is not None:
             return []
-        pairs = zip(self.sequences, self._num_selected, strict=True)
-        return [sequence for sequence, count in pairs for _ in range(count)]
+        return [sequence for sequence, count in zip(self.sequences, self._num_selected, strict=True) if count]
+
+    def _accept_drafts(self) -> tuple[int, int]:
+        """Samples after each drafted token that equals the one sampled at its position, and appends the results.
+        Returns the number of samples, and of those that a returned completion has."""
+        logits_BV, self._drafted_logits_BV = self._drafted_logits_BV, None
+        rows = zip(self.sequences, self._drafted, accumulate(self._num_selected), strict=True)
+        # (sequence, its draft, index of the logits after the token before the draft)
+        running = [(sequence, draft, end - 1 - len(draft)) for sequence, draft, end in rows if draft]
+        num_sampled = num_useful = index = 0
+        while running := [each for each in running if self._is_right(each[0], each[1], index)]:
+            assert logits_BV is not None, "drafts have logits"
+            index += 1
+            sampled = [sequence for sequence, _, _ in running]
+            self._sampled = sampled
+            rows_B = upload([first + index for _, _, first in running], self._device)
+            num_useful += self._accept(self._sampler.sample(sampled, logits_BV[rows_B]).cpu())
+            num_sampled += len(sampled)
+        return num_sampled, num_useful
+
+    def _is_right(self, sequence: Sequence, draft: Rows[int], index: int) -> bool:
+        """True if the sequence continues, and the token that was appended last is drafted token number `index`."""
+        return sequence.finish is None and index < len(draft) and sequence.generated[-1] == draft[index]
 
     def _finish(self, drawn: torch.Tensor) -> PassCounts:
-        self._cache.end_pass()
         num_decoded = sum(new for s, new in zip(self.sequences, self._new_tokens, strict=True) if s.is_prefilled)
         num_spared = sum(_num_skipped(s, new) for s, new in zip(self.sequences, self._new_tokens, strict=True) if new)
-        for sequence, new in zip(self.sequences, self._new_tokens, strict=True):
-            sequence.num_cached += new
-        sampled = self._sampled
+        num_known = [sequence.num_known for sequence in self.sequences]
+        sampled, num_useful = self._sampled, self._accept(drawn)
+        num_sampled, num_accepted = self._accept_drafts()
+        num_kept, num_drafted = self._new_tokens, sum(map(len, self._drafted))
+        if num_drafted:  # the token before a draft, and as much of the draft as was right
+            kept = zip(self.sequences, num_known, self._drafted, self._new_tokens, strict=True)
+            num_kept = [s.num_known - known if draft else new for s, known, draft, new in kept]
+        self._cache.end_pass(num_kept)
+        for sequence, kept in zip(self.sequences, num_kept, strict=True):
+            sequence.num_cached += kept
         counts = PassCounts(
             num_sequences=sum(
                 1 for s, new in zip(self.sequences, self._new_tokens, strict=True) if new and s.fills_prefix is None
             ),
-            real_tokens=sum(self._new_tokens),
+            real_tokens=sum(num_kept),
             padded_tokens=sum(self._new_tokens),
             prompt_tokens=sum(self._new_tokens) - num_decoded,
-            issued_tokens=len(sampled),
-            useful_tokens=self._accept(drawn),
+            issued_tokens=len(sampled) + num_sampled,
+            useful_tokens=num_useful + num_accepted,
             spared_tokens=num_spared,
+            drafted_tokens=num_drafted,
+            accepted_tokens=num_sampled,
         )
         if (sources := self._take_sources()) is not None:
             self._cache.table.reorder_rows(sources)

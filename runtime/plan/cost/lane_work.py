@@ -5,7 +5,7 @@ It must agree with what the engine runs: `engine/lanes/packed.py`, `padded.py` a
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...batching.prefixes import WITHIN_LANES, SharedPrefix, SharingRule
 from ..placement.memory import PAGE_TOKENS, MicroBatch, SequenceSize, prefix_shares, prompt_columns
@@ -113,6 +113,19 @@ def prefill_works(shape: ModelShape, lane: MicroBatch, chunk_tokens: int) -> lis
     if not shape.is_packed:
         return list(_padded_prefills(shape, lane, chunk_tokens))
     return [work for work in _prompt_passes([lane], chunk_tokens, WITHIN_LANES)[0] if work is not None]
+
+
+def with_drafts(work: LaneWork, num_drafted: int) -> LaneWork:
+    """Returns the work of a decode pass that also computes `num_drafted` tokens after the last one of each sequence."""
+    factor = 1 + num_drafted
+    later = work.num_rows * num_drafted * factor // 2  # a drafted token also attends to those before it
+    return replace(
+        work,
+        num_tokens=factor * work.num_tokens,
+        num_rows=factor * work.num_rows,
+        kv_positions=factor * work.kv_positions + later,
+        selected_positions=factor * work.selected_positions + later,
+    )
 
 
 def decode_work(shape: ModelShape, lane: MicroBatch, pass_index: int) -> LaneWork | None:

@@ -21,7 +21,7 @@ from ..schedule.schedule import make_schedule
 from ..schedule.walk import Walk
 from ..shape.model import ModelShape
 from .durations import StageCosts, make_durations
-from .lane_work import LaneWork, PassGroup, block_prefills, decode_work
+from .lane_work import LaneWork, PassGroup, block_prefills, decode_work, with_drafts
 from .mixed_passes import sample_passes
 from .rates import MachineRates
 from .simulator import Links, PhaseTime, Script, simulate_each
@@ -94,12 +94,16 @@ def predict(
 
 
 def decode_pass_seconds(
-    shape: ModelShape, placement: Placement, lanes: Sequence[MicroBatch], rates: MachineRates
+    shape: ModelShape, placement: Placement, lanes: Sequence[MicroBatch], rates: MachineRates, *, num_drafted: int = 0
 ) -> float:
-    """Returns the seconds of a steady decode pass halfway through the outputs."""
+    """Returns the seconds of a steady decode pass halfway through the outputs.
+
+    `num_drafted`: drafted tokens of each sequence.
+    """
     half = max((size.max_new_tokens for lane in lanes for size in lane), default=0) // 2
     shortened = [[replace(size, max_new_tokens=half + 2) for size in lane] for lane in lanes]
     works = [work for lane in shortened if (work := decode_work(shape, lane, half)) is not None]
+    works = [with_drafts(work, num_drafted) for work in works] if num_drafted else works
     timer = _PassTimer(shape=shape, placement=placement, rates=rates)
     return timer.steady(PassGroup(num_passes=1, lanes=works, prefill_share=0.0)).seconds if works else 0.0
 

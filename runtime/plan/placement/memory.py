@@ -421,6 +421,24 @@ def resumed_chunks(
     return tuple(planned_tokens)
 
 
+def max_draft_tokens(
+    shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens: int, spare_bytes: int, limit: int
+) -> int:
+    """Returns how many drafted tokens per sequence, at most `limit`, a decode pass can compute in planned memory.
+
+    That is the compute memory of a prefill pass, plus `spare_bytes` that the ledger leaves unused. In memory, each
+    drafted token of a decode pass is like one more sequence.
+    """
+    per_sequence = {"states", "KV tails"}
+
+    def num_bytes(lanes: Sequence[MicroBatch], tokens: int) -> int:
+        return _num_bytes([entry for entry in lane_entries(shape, lanes, tokens) if entry.name not in per_sequence])
+
+    available = num_bytes(lanes, chunk_tokens) + spare_bytes
+    fitting = (count for count in range(limit, 0, -1) if num_bytes([[*lane] * (1 + count) for lane in lanes], 1) <= available)
+    return next(fitting, 0)
+
+
 def encoder_activation_bytes(shape: ModelShape, lane: MicroBatch) -> int:
     """Returns a lower bound of the encoder's activations, which are freed before the decoder's head runs."""
     num_elements = (4 * shape.hidden_size + 3 * shape.intermediate_size) * pass_tokens(shape, lane, 0)

@@ -1,0 +1,115 @@
+"""Guesses the next tokens of sequences from known text: prompt lookup decoding (Saxena 2023).
+
+If the last tokens of a sequence occurred before, the tokens after that occurrence are the guess, a **draft**. They are
+searched in the sequence's own prompt and output, then in the outputs of other samples of its prompt, then in outputs
+that finished earlier. Summaries, code, repetitive outputs and several samples of a prompt can often be guessed.
+
+A pass computes a draft together with the sequence's last token. Drafted tokens count only as far as they are equal to
+those that the sampler then chooses, so outputs do not depend on drafts.
+"""
+
+from collections.abc import Sequence as Rows  # `Sequence` is a running request
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .sequence import Sequence
+
+Tokens: TypeAlias = NDArray[np.int32]
+
+MAX_MATCH = 16  # tokens that are compared at most
+MAX_FINISHED = 1 << 16  # tokens of finished outputs that are searched
+SEPARATOR = -1  # after each finished output; no token has this id
+
+
+def find_continuation(text: Tokens, suffix: Tokens) -> tuple[int, int]:
+    """Finds the place in `text` whose preceding tokens equal most of the last tokens of `suffix`, `MAX_MATCH` at most.
+
+    Returns its index and the number of equal tokens, (0, 0) if not even the last token occurs before another token. Of
+    equally good places, returns the last.
+    """
+    lasts = np.flatnonzero(text[:-1] == suffix[-1])
+    if not len(lasts):
+        return 0, 0
+    num_equal = 1
+    while num_equal < min(MAX_MATCH, len(suffix)):
+        longer = lasts[lasts >= num_equal]
+        longer = longer[text[longer - num_equal] == suffix[-1 - num_equal]]
+        if not len(longer):
+            break
+        lasts, num_equal = longer, num_equal + 1
+    return int(lasts[-1]) + 1, num_equal
+
+
+class Drafts:
+    """Drafts of at most `max_tokens` tokens for the sequences of a session."""
+
+    def __init__(self, max_tokens: int):
+        self.max_tokens = max_tokens
+        self._running = dict[str, dict[int, _Text]]()  # request id -> sample -> prompt and output
+        self._finished = _Text()  # outputs
+
+    def guess(self, sequence: Sequence, max_tokens: int) -> list[int]:
+        """Returns at most `max_tokens` likely next tokens, or none if nothing similar is known."""
+        max_tokens = min(max_tokens, self.max_tokens)
+        if max_tokens < 1:
+            return []
+        own = self._text(sequence)
+        begin = max(0, len(sequence.request.prompt_ids) - MAX_MATCH)  # other samples have the same prompt
+        others = [text.tokens[begin:] for text in self._running[sequence.request.id].values() if text is not own]
+        best, most_equal = own.tokens[:0], 0
+        for text in (own.tokens, *others, self._finished.tokens):
+            place, num_equal = find_continuation(text, own.tokens)
+            if num_equal > most_equal:
+                best, most_equal = text[place : place + max_tokens], num_equal
+        ends = np.flatnonzero(best == SEPARATOR)
+        return best[: ends[0] if len(ends) else None].tolist()
+
+    def leave(self, sequence: Sequence) -> None:
+        """Forgets a sequence that is not running any more. The output of a finished one is kept for drafts of
+        others."""
+        request = sequence.request
+        if (samples := self._running.get(request.id)) is None or samples.pop(request.sample_index, None) is None:
+            return
+        if not samples:
+            del self._running[request.id]
+        if sequence.finish is not None:
+            self._finished.append([*request.prompt_ids[-MAX_MATCH:], *sequence.generated, SEPARATOR])
+            self._finished.drop_first(self._finished.length - MAX_FINISHED)
+
+    def _text(self, sequence: Sequence) -> "_Text":
+        """The prompt and output of a running sequence."""
+        request = sequence.request
+        samples = self._running.setdefault(request.id, {})
+        if request.sample_index not in samples:
+            samples[request.sample_index] = _Text()
+            samples[request.sample_index].append(request.prompt_ids)
+        text = samples[request.sample_index]
+        text.append(sequence.generated[text.length - len(request.prompt_ids) :])
+        return text
+
+
+class _Text:
+    """Token ids to which others are appended."""
+
+    def __init__(self) -> None:
+        self._buffer, self.length = np.empty(256, np.int32), 0
+
+    @property
+    def tokens(self) -> Tokens:
+        return self._buffer[: self.length]
+
+    def append(self, tokens: Rows[int]) -> None:
+        end = self.length + len(tokens)
+        if end > len(self._buffer):
+            grown = np.empty(2 * end, np.int32)
+            grown[: self.length] = self.tokens
+            self._buffer = grown
+        self._buffer[self.length : end] = tokens
+        self.length = end
+
+    def drop_first(self, count: int) -> None:
+        if count > 0:
+            self._buffer[: self.length - count] = self.tokens[count:].copy()
+            self.length -= count
