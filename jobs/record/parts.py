@@ -33,7 +33,7 @@ from ..files.row_digest import is_signed, sign
 from .manifest import RunManifest
 from .output_rows import GENERATION_SCHEMA, GenerationRow
 from .part_files import PART_NAME, parse_part, visible_files
-from .passes import THROUGHPUT_SCHEMA, PassRow, Status
+from .passes import LATER_COLUMNS, THROUGHPUT_SCHEMA, PassRow, Status
 from .plan_file import PlannedRequest
 from .run_dir import RunDirectory
 from .stored_run import RunCopy
@@ -265,7 +265,11 @@ class PartStore:
             raise ValueError(f"it belongs to another run or block: {', '.join(wrong)} differ")
         if not is_signed(table):
             raise ValueError("it has no digest of its rows")
-        if not table.schema.equals(schema):
+        known = schema
+        for name in LATER_COLUMNS if schema.equals(THROUGHPUT_SCHEMA) else ():  # earlier versions did not have them
+            if name not in table.schema.names:
+                known = known.remove(known.get_field_index(name))
+        if not table.schema.equals(known):
             names = sorted({str(field) for field in table.schema} ^ {str(field) for field in schema})
             raise ValueError(f"its columns differ from the run's: {', '.join(names) or 'their order'}")
         if schema.equals(self._schema):

@@ -34,6 +34,7 @@ class PassRow:
     - `since_start_seconds`: from the start of the process to the end of the pass
     - `spared_tokens`: prompt tokens that were not computed because prompts share prefixes, minus the computed tokens of
       these prefixes
+    - `drafted_tokens`: guessed tokens that were computed; `accepted_tokens`: those that were right. Others are padding.
     - `worker`: the process, as JSON
     """
 
@@ -78,6 +79,8 @@ class PassRow:
     started_at: float = 0.0
     since_start_seconds: float = 0.0
     spared_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     worker: str = ""
 
     @property
@@ -108,6 +111,7 @@ PASS_BYTES = (
 )
 PREDICTED_SECONDS = tuple(f"predicted_{name}" for name in PASS_SECONDS)
 STAGE_SECONDS = tuple(f"stage_{name}_seconds" for name in ("read", "copy", "compute", "attention", "stall"))
+LATER_COLUMNS = ("drafted_tokens", "accepted_tokens")  # runs of version 0.1.0 lack them
 THROUGHPUT_SCHEMA = pa.schema(
     [
         pa.field("block", pa.int32(), nullable=False),
@@ -124,6 +128,8 @@ THROUGHPUT_SCHEMA = pa.schema(
         pa.field("started_at", pa.float64()),
         pa.field("since_start_seconds", pa.float64()),
         pa.field("spared_tokens", pa.int64()),
+        pa.field("drafted_tokens", pa.int64()),
+        pa.field("accepted_tokens", pa.int64()),
         pa.field("worker", pa.string()),
     ]
 )

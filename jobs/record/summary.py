@@ -192,6 +192,7 @@ class Summary:
       weights; of the last process
     - `totals`: results of the task, such as perplexities
     - `spared_prompt_tokens`: prompt tokens that were not computed because prompts share prefixes
+    - `drafted_tokens`, `accepted_tokens`: guessed tokens that were computed, and those that were right
     """
 
     rows: Mapping[Status, int]
@@ -229,6 +230,8 @@ class Summary:
     ledgers: Sequence[Ledger] = ()
     totals: Mapping[str, JsonValue] | None = None
     spared_prompt_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def hit_rate(self) -> float | None:
@@ -317,6 +320,8 @@ def summarize(
         ledgers=ledgers,
         totals=totals,
         spared_prompt_tokens=sum(row.spared_tokens for row in passes),
+        drafted_tokens=sum(row.drafted_tokens for row in passes),
+        accepted_tokens=sum(row.accepted_tokens for row in passes),
     )
 
 

@@ -38,6 +38,7 @@ def format_table(summary: Summary) -> str:
 def _count_lines(summary: Summary) -> list[Line]:
     prompt, padded = summary.prompt_tokens, summary.padded_prompt_tokens
     issued, useful, spared = summary.issued_tokens, summary.useful_tokens, summary.spared_prompt_tokens
+    drafted, accepted = summary.drafted_tokens, summary.accepted_tokens
     label = "generated tokens" if summary.totals is None else "scored tokens"
     reason = summary.plan.why_unshared if summary.plan is not None else None
     unshared = [(f"prompt tokens saved by prefix sharing, off: {reason}", "0", "")] if reason else []
@@ -46,6 +47,7 @@ def _count_lines(summary: Summary) -> list[Line]:
         *_elapsed_lines(summary),
         ("prompt tokens", f"{prompt:,}", ""),
         *([("prompt tokens saved by prefix sharing", f"{spared:,}", "")] if spared else unshared),
+        *([("guessed tokens that were right", f"{accepted:,} of {drafted:,}", "")] if drafted else []),
         *([("prompt tokens, padding included", f"{padded:,}", "")] if padded != prompt else []),
         *_loss_lines(summary),
         (label, f"{useful:,}", ""),

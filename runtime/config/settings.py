@@ -330,7 +330,9 @@ class PolicyConfig:
     feedforward: TextField[FeedForward | None] = optional_enum_field(FeedForward)
     prefill_chunk_tokens: int | None = None
     share_prefixes: TextField[SharePrefixes] = enum_field(SharePrefixes.auto)
-    draft_tokens: int | None = None  # most tokens per sequence and decode pass that are guessed; null: those that are free
+    draft_tokens: int | None = (
+        None  # most tokens per sequence and decode pass that are guessed; null: those that are free
+    )
     pin: str | None = None
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from ..units import format_count
 from .placement.defaults import chunk_tokens
 from .placement.memory import PAGE_TOKENS
 from .planner import RunPlan
+from .search.drafts import draft_obstacle
 from .shape.dtypes import Loss, WeightStorage
 from .shape.model import ModelShape
 
@@ -57,6 +58,8 @@ class ResolvedSettings:
     prefill_chunk_tokens: int  # maximum per micro-batch and pass
     sharing: str = ""  # scope of prefix sharing: block, run (continuous admission), micro-batch, or off
     why_unshared: str | None = None  # reason why prompts share no prefixes
+    draft_tokens: int = 0  # most tokens that are guessed per sequence and decode pass
+    why_no_drafts: str | None = None  # reason why none are guessed
     num_spared_tokens: int = 0  # prompt tokens saved by prefix sharing; an upper bound with continuous admission
     kv_dtype: str = KVDType.auto.value
     kv_loss: str = Loss.exact.value  # a value of `Loss`
@@ -111,6 +114,8 @@ class ResolvedSettings:
             prefill_chunk_tokens=chunk_tokens(plan.policy),
             sharing="off" if why else scope,
             why_unshared=why,
+            draft_tokens=plan.policy.draft_tokens or 0,
+            why_no_drafts=draft_obstacle(config, shape, has_rope_lengths=has_rope_lengths),
             num_spared_tokens=0 if why else num_spared(members, plan.prefixes, spared_rule),
             kv_dtype=shape.kv_dtype.value,
             kv_loss=(Loss.exact if shape.kv_dtype is KVDType.auto else Loss.lossy).value,
@@ -153,6 +158,7 @@ class ResolvedSettings:
                 f"admission={self.admission}, {self.dtype}",
                 f"  prefill   chunks of up to {self.prefill_chunk_tokens:,} tokens per micro-batch",
                 f"  prefixes  {self._sharing}",
+                f"  drafts    {self._drafts}",
                 f"  schedule  {self.schedule}, decode attention={self.attention}",
                 f"  weights   {self.weights}{streaming}",
                 f"  experts   paging={self.expert_paging}{paging}",
@@ -160,6 +166,12 @@ class ResolvedSettings:
                 f"  precision weights {self.weights_text}; KV {self.kv_text}",
             ]
         )
+
+    @property
+    def _drafts(self) -> str:
+        if self.draft_tokens:
+            return f"up to {format_count(self.draft_tokens, 'token')} of each sequence guessed per decode pass"
+        return f"none: {self.why_no_drafts or 'decode passes have no time or memory to spare'}"
 
     @property
     def _sharing(self) -> str:

@@ -202,7 +202,8 @@ class PackedLane(Lane):
         if any(self._drafted):
             assert self._logits_BV is not None, "the pass has not ended"
             self._drafted_logits_BV = self._logits_BV
-            firsts = [end - count for end, count in zip(accumulate(self._num_selected), self._num_selected) if count]
+            ends = zip(accumulate(self._num_selected), self._num_selected, strict=True)
+            firsts = [end - count for end, count in ends if count]
             self._logits_BV = self._logits_BV[upload(firsts, self._device)]
         return super().sample()
 

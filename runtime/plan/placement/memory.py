@@ -435,7 +435,9 @@ def max_draft_tokens(
         return _num_bytes([entry for entry in lane_entries(shape, lanes, tokens) if entry.name not in per_sequence])
 
     available = num_bytes(lanes, chunk_tokens) + spare_bytes
-    fitting = (count for count in range(limit, 0, -1) if num_bytes([[*lane] * (1 + count) for lane in lanes], 1) <= available)
+    fitting = (
+        count for count in range(limit, 0, -1) if num_bytes([[*lane] * (1 + count) for lane in lanes], 1) <= available
+    )
     return next(fitting, 0)
 
 

@@ -1,6 +1,6 @@
 """Chooses how many tokens of each sequence a decode pass guesses, see runtime/sequences/drafts.py."""
 
-from ...config.settings import MAX_DRAFT_TOKENS, RuntimeConfig
+from ...config.settings import RuntimeConfig
 from ..cost.predict import decode_pass_seconds
 from ..placement.memory import max_draft_tokens
 from ..shape.model import ModelShape
@@ -36,10 +36,14 @@ def draft_tokens(problem: Problem, run: PlacedRun) -> int:
     wait for weights. Memory can lower both: guesses use only what the plan leaves.
     """
     policy, shape = problem.config.policy, problem.shape
+    if run.placement.host_layers or run.placement.cpu_share is not None:
+        return 0  # buffers between CPU and device have room for one token of each sequence
     generates = any(size.max_new_tokens > 2 and not size.num_scored for size in problem.sizes)
     if not generates or draft_obstacle(problem.config, shape, has_rope_lengths=shape.restart_tokens is not None):
         return 0
-    compute = next(ledger for ledger in run.placement.ledgers if (ledger.memory == "device") == run.placement.has_device)
+    compute = next(
+        ledger for ledger in run.placement.ledgers if (ledger.memory == "device") == run.placement.has_device
+    )
     limit = MAX_FREE if policy.draft_tokens is None else policy.draft_tokens
     spare_bytes = max(0, compute.left_bytes)
     limit = max_draft_tokens(shape, run.load.lanes, run.chunk_tokens, spare_bytes, limit)
@@ -54,4 +58,3 @@ def draft_tokens(problem: Problem, run: PlacedRun) -> int:
 
     most = (1 + MAX_SLOWDOWN) * seconds(0)
     return next((count for count in range(limit, 0, -1) if seconds(count) <= most), 0)
-
