@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,6 +23,7 @@ from runtime.library.api import Runtime
 from runtime.library.keywords import Settings
 from runtime.ranks.launch import Launch
 from runtime.ranks.ranks import Ranks
+from runtime.store.mirrors import Copies, find_copies
 from runtime.store.reader import Reader
 from runtime.store.transfer import ChunkTiming
 from runtime.trace import Trace
@@ -36,19 +38,19 @@ READ_CHUNK_MIB = 1  # small compared with a rank's part of a page, so that the r
 
 
 class ThrottledReader(Reader):
-    """A reader whose threads together read at most `bytes_per_second`."""
+    """A reader whose threads together read at most `bytes_per_second` from each directory."""
 
-    def __init__(self, bytes_per_second: float, *, num_threads: int, chunk_bytes: int, direct: bool = True):
-        super().__init__(num_threads=num_threads, chunk_bytes=chunk_bytes, direct=direct)
-        self._seconds_per_byte, self._free_at = 1 / bytes_per_second, 0.0
-        self._lock = threading.Lock()  # guards _free_at: all threads share one limit
+    def __init__(self, bytes_per_second: float, *, num_threads: int, chunk_bytes: int, copies: Copies | None = None):
+        super().__init__(num_threads=num_threads, chunk_bytes=chunk_bytes, copies=copies)
+        self._seconds_per_byte, self._free_at = 1 / bytes_per_second, defaultdict[Path, float](float)
+        self._limits = threading.Lock()  # guards _free_at: all threads share one limit for each directory
 
-    def _read(self, path: str, offset: int, view: memoryview, needed: int) -> ChunkTiming:
-        begin = time.monotonic()
-        with self._lock:  # reserves the next interval of a timeline that all threads share
-            self._free_at = max(self._free_at, begin) + len(view) * self._seconds_per_byte
-            until = self._free_at
-        timing = super()._read(path, offset, view, needed)
+    def _read_file(self, path: str, offset: int, view: memoryview, needed: int, pauses: Sequence[float]) -> ChunkTiming:
+        begin, folder = time.monotonic(), Path(path).parent
+        with self._limits:  # reserves the next interval of a timeline that all threads share
+            self._free_at[folder] = max(self._free_at[folder], begin) + len(view) * self._seconds_per_byte
+            until = self._free_at[folder]
+        timing = super()._read_file(path, offset, view, needed, pauses)
         time.sleep(max(0.0, until - time.monotonic()))
         return timing._replace(begin=begin, end=time.monotonic())
 
@@ -71,7 +73,12 @@ class ThrottledRuntime(Runtime):
     def reader(self) -> Reader:
         offload = self.config.offload
         chunk_bytes = offload.read_chunk_mib * MIB
-        return ThrottledReader(self._bytes_per_second, num_threads=offload.reader_threads, chunk_bytes=chunk_bytes)
+        return ThrottledReader(
+            self._bytes_per_second,
+            num_threads=offload.reader_threads,
+            chunk_bytes=chunk_bytes,
+            copies=find_copies(self.model.checkpoint, self.config.model.mirrors),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,7 @@ OPERATIONAL_KEYS = frozenset(
         "policy.draft_tokens",
         "dataset.max_row_bytes",
         "dataset.window_rows",
+        "model.mirrors",
         "model.self_check",
         "model.verify",
     }

@@ -58,6 +58,7 @@ from ..requests.prompts import Rejected, make_request, tokenize
 from ..sequences.grammar import resolve_schema
 from ..sequences.sampler import Sampler, make_sampler
 from ..sequences.sequence import Completion, Request
+from ..store.mirrors import find_copies
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice
 from ..stream.host_memory import reset_peak, resident_bytes, set_allocator, trim_heap
@@ -140,6 +141,9 @@ class Runtime(Closing):
         self._sampler()
         if self._shared is not None:
             self.model = self._shared.divide_model(self.model, self.config.offload, self.device)
+        self._copies = (
+            find_copies(self.model.checkpoint, self.config.model.mirrors) if self.config.model.mirrors else {}
+        )
         self._advised: set[str] = set()  # advice that was logged already
         self._may_compare = False  # whether planning may measure which linear backends are fastest
         # Which runs need no self-check anymore: False in the set, runs without scores; True, runs with scores.
@@ -617,4 +621,5 @@ class Runtime(Closing):
             chunk_bytes=offload.read_chunk_mib * MIB,
             direct=offload.direct_io,
             virtual_files=self.model.virtual_files,
+            copies=self._copies,
         )

@@ -4,7 +4,7 @@ CheckpointError."""
 import errno
 import logging
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import TypeVar
 
@@ -52,10 +52,16 @@ def open_files_hint(error: OSError) -> str:
     )
 
 
-def with_retries(read: Callable[[], T], path: str, what: str, pause: Callable[[float], object]) -> T:
+def with_retries(
+    read: Callable[[], T],
+    path: str,
+    what: str,
+    pause: Callable[[float], object],
+    pauses: Sequence[float] = PAUSES_SECONDS,
+) -> T:
     """Calls `read`; after a transient error it waits (`pause`, which takes seconds) and tries again. `what`: see
     `read_error`. Raises StorageError or CheckpointError."""
-    for seconds in PAUSES_SECONDS:
+    for seconds in pauses:
         try:
             return read()
         except OSError as error:
@@ -66,4 +72,5 @@ def with_retries(read: Callable[[], T], path: str, what: str, pause: Callable[[f
     try:
         return read()
     except OSError as error:
-        raise read_error(path, f"{what}, tried {len(PAUSES_SECONDS) + 1} times,", error) from error
+        tried = f"{what}, tried {len(pauses) + 1} times," if pauses else what
+        raise read_error(path, tried, error) from error

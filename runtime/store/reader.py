@@ -1,5 +1,8 @@
 """Reads extents (aligned byte ranges of files) into host memory in the background, with several threads and O_DIRECT.
 
+If files have copies on other disks, each disk has threads of its own. A thread takes the next chunk as soon as it is
+free, so a disk reads as much as it can, and all disks together as fast as the sum of their rates.
+
 Without O_DIRECT, each read then drops its pages from the page cache, since a checkpoint larger than memory would evict
 everything else.
 """
@@ -11,13 +14,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import count
+from math import inf
+from pathlib import Path
 from typing import NamedTuple
 
 from ..closing import Closing
-from ..errors import CheckpointError
+from ..errors import CheckpointError, StorageError
 from ..plan.shape.extents import Extent
 from ..units import MIB
-from .read_errors import is_transient, open_files_hint, with_retries
+from .read_errors import PAUSES_SECONDS, is_transient, open_files_hint, with_retries
 from .transfer import Chunk, ChunkTiming, PendingTransfer, TransferThreads, transfer
 
 log = logging.getLogger(__name__)
@@ -37,6 +43,19 @@ class _File(NamedTuple):
 Fill = Callable[[int, memoryview], None]  # fills memory with a file's bytes from an offset on, up to the file's end
 
 
+class _Disk:
+    """One place of the files: the checkpoint's directory or one of its mirrors."""
+
+    def __init__(self) -> None:
+        self.bytes_per_second = inf  # of one thread, an average of recent chunks
+        self.has_failed = False
+
+    def add(self, timing: ChunkTiming) -> None:
+        """Updates the rate."""
+        rate = timing.num_bytes / max(1e-9, timing.end - timing.begin)
+        self.bytes_per_second = rate if self.bytes_per_second == inf else 0.8 * self.bytes_per_second + 0.2 * rate
+
+
 class Reader(Closing):
     """Reads extents in the background, in order of `submit`. Owns its threads and file descriptors."""
 
@@ -47,14 +66,18 @@ class Reader(Closing):
         chunk_bytes: int = 16 * MIB,
         direct: bool = True,
         virtual_files: Mapping[str, Fill] | None = None,
+        copies: Mapping[str, Sequence[str]] | None = None,
     ):
-        """`chunk_bytes`: bytes that a thread reads at a time. `direct`: use O_DIRECT if possible. `virtual_files`: for
-        files that do not exist on disk, functions that fill memory with their bytes, by file name; reader threads call
-        them."""
+        """`num_threads`: for each disk. `chunk_bytes`: bytes that a thread reads at a time. `direct`: use O_DIRECT if
+        possible. `virtual_files`: for files that do not exist on disk, functions that fill memory with their bytes, by
+        file name; reader threads call them. `copies`: paths of equal files on other disks, by path."""
         self._virtual_files = virtual_files or {}
+        self._copies = copies or {}
+        self._disks = [_Disk() for _ in range(1 + max(map(len, self._copies.values()), default=0))]
+        self._disk_numbers, self._thread = count(), threading.local()
         self._chunk_bytes = chunk_bytes
         self._direct = direct
-        self._threads = TransferThreads(num_threads, "reader")
+        self._threads = TransferThreads(len(self._disks) * num_threads, "reader")
         self._lock = threading.Lock()
         self._files: dict[str, _File] = {}  # by path
         self._first_opened: dict[str, _File] = {}  # by path: sizes and dates at the first opening
@@ -86,10 +109,47 @@ class Reader(Closing):
     def _read(self, path: str, offset: int, view: memoryview, needed: int) -> ChunkTiming:
         """Reads bytes from `offset` on into `view`. The file may end after the first `needed` bytes: an extent is
         rounded up to whole disk blocks."""
-        begin = time.monotonic()
         if (fill := self._virtual_files.get(path)) is not None:
+            begin = time.monotonic()
             fill(offset, view)
             return ChunkTiming(begin, time.monotonic(), needed)
+        places = [path, *self._copies.get(path, ())]
+        if len(places) == 1:
+            return self._read_file(path, offset, view, needed, PAUSES_SECONDS)
+        disk = self._choose_disk(len(places))
+        while True:
+            is_last = all(other.has_failed for number, other in enumerate(self._disks[: len(places)]) if number != disk)
+            try:
+                timing = self._read_file(places[disk], offset, view, needed, PAUSES_SECONDS if is_last else ())
+            except (CheckpointError, StorageError) as error:
+                self._disks[disk].has_failed = True
+                others = [number for number in range(len(places)) if not self._disks[number].has_failed]
+                if not others:
+                    raise
+                log.warning("%s: reading goes on from %s", error, Path(places[others[0]]).parent)
+                disk = others[0]
+            else:
+                self._disks[disk].add(timing)
+                return timing
+
+    def _choose_disk(self, num_disks: int) -> int:
+        """The disk from which this thread reads the next chunk: its own, unless that has failed, or a faster one would
+        read all waiting chunks before it had read this one."""
+        if not hasattr(self._thread, "disk"):
+            self._thread.disk = next(self._disk_numbers) % len(self._disks)
+        disks = {number: disk for number, disk in enumerate(self._disks[:num_disks]) if not disk.has_failed}
+        if not disks:
+            return 0
+        fastest = max(disks, key=lambda number: disks[number].bytes_per_second)
+        own = disks.get(self._thread.disk)
+        num_waiting = self._threads.num_waiting
+        if own is None or own.bytes_per_second * (1 + num_waiting) < disks[fastest].bytes_per_second:
+            return fastest
+        return self._thread.disk
+
+    def _read_file(self, path: str, offset: int, view: memoryview, needed: int, pauses: Sequence[float]) -> ChunkTiming:
+        """Reads from this file, see `_read`. `pauses`: seconds before each retry."""
+        begin = time.monotonic()
 
         def read_once() -> int:
             file = self._open(path)
@@ -104,7 +164,7 @@ class Reader(Closing):
                             del self._files[path]
                 raise
 
-        done = with_retries(read_once, path, f"reading {needed:,} bytes at {offset:,}", self._closing.wait)
+        done = with_retries(read_once, path, f"reading {needed:,} bytes at {offset:,}", self._closing.wait, pauses)
         file = self._open(path)
         if done < needed:
             raise CheckpointError(

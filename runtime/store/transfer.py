@@ -82,6 +82,11 @@ class TransferThreads(Closing):
         for thread in self._threads:
             thread.join()
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of chunks that no thread has taken yet."""
+        return self._queue.qsize()
+
     def begin(self, chunks: Sequence[Chunk]) -> PendingTransfer:
         """Queues the chunks of a transfer. Raises RuntimeError after `close`."""
         results = SimpleQueue[ChunkResult]()

@@ -197,7 +197,7 @@ class PackedLane(Lane):
         )
 
     def sample(self) -> torch.Tensor:
-        """As `Lane.sample`, for the token after the last known one of each sequence. `end_pass` samples those after
+        """Queues the sampling of the token after the last known one of each sequence. `end_pass` samples those after
         accepted drafts."""
         if any(self._drafted):
             assert self._logits_BV is not None, "the pass has not ended"

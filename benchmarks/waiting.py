@@ -1,0 +1,166 @@
+"""What helps a run that waits for its disk: several disks, and drafts. Each disk is held to a rate, which is stated.
+
+    python -m benchmarks.waiting disks DIR        a synthesized model at DIR from 1, 2 and 4 mirrors
+    python -m benchmarks.waiting drafts MODEL     several samples, and summaries, with and without drafts
+
+Cases alternate; the table has medians of three rounds and their spread.
+"""
+
+import argparse
+import gc
+import json
+import shutil
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from runtime.config.settings import (
+    ModelConfig,
+    OffloadConfig,
+    PolicyConfig,
+    PolicyKind,
+    RuntimeConfig,
+    SamplingConfig,
+    Tier,
+)
+from runtime.engine.records import PassRecord, Phase
+from runtime.sequences.sequence import Completion, Request
+from runtime.units import MIB
+
+from .devices import READ_CHUNK_MIB, ThrottledRuntime
+
+ROUNDS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One run: decode seconds and passes, and the tokens of each request."""
+
+    seconds: float
+    num_passes: int
+    num_drafted: int
+    num_accepted: int
+    bytes_read: int
+    most_drafted: int | None
+    tokens: dict[int, tuple[int, ...]] = field(repr=False)
+
+    @property
+    def rate(self) -> float:
+        """New tokens per second of decoding."""
+        return sum(len(tokens) - 1 for tokens in self.tokens.values()) / self.seconds
+
+
+def measure(config: RuntimeConfig, prompts: Sequence[Any], bytes_per_second: float) -> Measured:
+    with ThrottledRuntime(config, bytes_per_second=bytes_per_second) as runtime:
+        runtime.wait_for_kernels()
+        made = [runtime.request(str(i), prompt) for i, prompt in enumerate(prompts)]
+        requests = [sample for each in made for sample in runtime.samples(each) if isinstance(sample, Request)]
+        passes, found = list[PassRecord](), dict[int, Completion]()
+        with runtime.open_with_backoff(requests) as (plan, session):
+            found |= dict(session.generate(requests, passes.append))
+    decode = [record for record in passes if record.phase is Phase.decode]
+    gc.collect()
+    return Measured(
+        seconds=sum(record.seconds for record in decode),
+        num_passes=len(decode),
+        num_drafted=sum(record.counts.drafted_tokens for record in decode),
+        num_accepted=sum(record.counts.accepted_tokens for record in decode),
+        bytes_read=sum(record.times.bytes_read_disk for record in decode),
+        most_drafted=plan.policy.draft_tokens,
+        tokens={i: completion.token_ids for i, completion in found.items()},
+    )
+
+
+def compare(cases: dict[str, tuple[RuntimeConfig, Sequence[Any]]], bytes_per_second: float) -> None:
+    """Runs each case `ROUNDS` times in turn, and prints a table. The first case is the base of the ratios."""
+    results = defaultdict[str, list[Measured]](list)
+    for _ in range(ROUNDS):
+        for name, (config, prompts) in cases.items():
+            results[name].append(measure(config, prompts, bytes_per_second))
+            print(f"{name}: {results[name][-1]}", file=sys.stderr, flush=True)
+    base = next(iter(results.values()))
+    print(
+        "| case | decode tok/s | spread | ratio | passes | guessed at most | right of guessed | bytes a pass | rows equal |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, runs in results.items():
+        rates, last = [run.rate for run in runs], runs[-1]
+        spread = f"{min(rates):.1f} to {max(rates):.1f}"
+        ratio = median(rates) / median(run.rate for run in base)
+        is_equal = all(run.tokens == base[0].tokens for run in runs)
+        print(
+            f"| {name} | {median(rates):.1f} | {spread} | {ratio:.2f} | {last.num_passes} | {last.most_drafted} "
+            f"| {last.num_accepted:,} of {last.num_drafted:,} | {last.bytes_read / last.num_passes / MIB:,.0f} MiB "
+            f"| {'yes' if is_equal else 'no'} |",
+            flush=True,
+        )
+
+
+def base_config(model: str, args: argparse.Namespace, **sampling: Any) -> RuntimeConfig:
+    return RuntimeConfig(
+        model=ModelConfig.from_name(model),
+        offload=OffloadConfig(
+            tier=Tier.nvme, resident_layers=0, read_chunk_mib=READ_CHUNK_MIB, host_memory_gib=args.host_memory_gib
+        ),
+        policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=16, num_micro_batches=args.rows // 16),
+        sampling=SamplingConfig(max_new_tokens=args.new_tokens, **sampling),
+    )
+
+
+def compare_disks(args: argparse.Namespace) -> None:
+    prompts = [[(7 * i + j) % 500 + 5 for j in range(24)] for i in range(args.rows)]
+    with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
+        mirrors = [Path(folder) / str(number) for number in range(3)]
+        for mirror in mirrors:
+            shutil.copytree(args.model, mirror)
+        config = replace(base_config(args.model, args, ignore_eos=True))
+        config = replace(config, policy=replace(config.policy, draft_tokens=0))
+
+        def with_mirrors(count: int) -> RuntimeConfig:
+            return replace(config, model=replace(config.model, mirrors=[*map(str, mirrors[:count])]))
+
+        cases = {f"{1 + n} disks" if n else "1 disk": (with_mirrors(n), prompts) for n in (0, 1, 3)}
+        compare(cases, args.mib_per_second * MIB)
+
+
+def compare_drafts(args: argparse.Namespace) -> None:
+    rows = [json.loads(line) for line in Path(args.prompts).read_text().splitlines()]
+    texts = [row["prompt"] for row in rows]
+    samples = texts[: args.rows // 4]
+    for title, prompts, sampling in (
+        ("4 samples of each prompt", samples, {"n": 4, "temperature": args.temperature, "seed": 1}),
+        ("greedy", texts[: args.rows], {}),
+    ):
+        config = base_config(args.model, args, **sampling)
+
+        def with_drafts(count: int | None, config: RuntimeConfig = config) -> RuntimeConfig:
+            return replace(config, policy=replace(config.policy, draft_tokens=count))
+
+        print(f"\n{title}\n", flush=True)
+        cases = {"without drafts": (with_drafts(0), prompts), "as planned": (with_drafts(None), prompts)}
+        compare(cases | {f"{args.drafted} tokens": (with_drafts(args.drafted), prompts)}, args.mib_per_second * MIB)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["disks", "drafts"])
+    parser.add_argument("model")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--mib-per-second", type=float, default=100.0, help="of each disk")
+    parser.add_argument("--host-memory-gib", type=float, default=None)
+    parser.add_argument("--scratch", help="folder for mirrors")
+    parser.add_argument("--prompts", help="drafts: JSON lines with `prompt`")
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--drafted", type=int, default=8)
+    args = parser.parse_args()
+    (compare_disks if args.what == "disks" else compare_drafts)(args)
+
+
+if __name__ == "__main__":
+    main()

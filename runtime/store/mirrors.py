@@ -1,0 +1,38 @@
+"""Copies of a checkpoint on other disks, from which weights are read at the same time."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from ..errors import CheckpointError, StorageError
+from .checkpoint import Checkpoint, open_checkpoint
+
+log = logging.getLogger(__name__)
+
+Copies: TypeAlias = Mapping[str, Sequence[str]]  # file of a checkpoint -> the same file in each of its mirrors
+
+
+def find_copies(checkpoint: Checkpoint, mirrors: Sequence[str]) -> Copies:
+    """Returns the copies of the checkpoint's files in `mirrors`: directories, or GGUF files.
+
+    A mirror that cannot be read is left out with a warning. Raises CheckpointError if one has other weights: other
+    names, sizes, headers or samples of data (see `Checkpoint.fingerprint`).
+    """
+    copies = dict[str, list[str]]()
+    for mirror in mirrors:
+        path = Path(mirror).expanduser()
+        try:
+            other = open_checkpoint(path)
+            is_same = other.fingerprint() == checkpoint.fingerprint()
+        except (CheckpointError, StorageError, OSError) as error:
+            log.warning("model.mirrors: %s is left out, weights are read from the others: %s", mirror, error)
+            continue
+        if not is_same:
+            raise CheckpointError(
+                f"model.mirrors: {mirror} has other weights than {checkpoint.path}: copy the files again, or leave "
+                "the mirror out"
+            )
+        for file, copy in zip(checkpoint.files, other.files, strict=True):
+            copies.setdefault(file, []).append(copy)
+    return copies
