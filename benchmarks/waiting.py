@@ -84,10 +84,8 @@ def compare(cases: dict[str, tuple[RuntimeConfig, Sequence[Any]]], bytes_per_sec
             results[name].append(measure(config, prompts, bytes_per_second))
             print(f"{name}: {results[name][-1]}", file=sys.stderr, flush=True)
     base = next(iter(results.values()))
-    print(
-        "| case | decode tok/s | spread | ratio | passes | guessed at most | right of guessed | bytes a pass | rows equal |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    columns = "case", "decode tok/s", "spread", "ratio", "passes", "most guessed", "right", "bytes a pass", "rows equal"
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for name, runs in results.items():
         rates, last = [run.rate for run in runs], runs[-1]
         spread = f"{min(rates):.1f} to {max(rates):.1f}"
