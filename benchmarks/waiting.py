@@ -141,7 +141,9 @@ def compare_drafts(args: argparse.Namespace) -> None:
 
         print(f"\n{title}\n", flush=True)
         cases = {"without drafts": (with_drafts(0), prompts), "as planned": (with_drafts(None), prompts)}
-        compare(cases | {f"{args.drafted} tokens": (with_drafts(args.drafted), prompts)}, args.mib_per_second * MIB)
+        if args.drafted is not None:
+            cases[f"{args.drafted} tokens"] = with_drafts(args.drafted), prompts
+        compare(cases, args.mib_per_second * MIB)
 
 
 def main() -> None:
@@ -155,7 +157,7 @@ def main() -> None:
     parser.add_argument("--scratch", help="folder for mirrors")
     parser.add_argument("--prompts", help="drafts: JSON lines with `prompt`")
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--drafted", type=int, default=8)
+    parser.add_argument("--drafted", type=int, help="drafts: another case with so many guessed tokens")
     args = parser.parse_args()
     (compare_disks if args.what == "disks" else compare_drafts)(args)
 

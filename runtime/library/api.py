@@ -10,11 +10,13 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import torch
 
+from ..cache_root import cache_root
 from ..checkpoint_source.generation_config import resolve_generation_defaults
 from ..closing import Closing
 from ..config.profiles import DEFAULT_BACKENDS
@@ -58,7 +60,8 @@ from ..requests.prompts import Rejected, make_request, tokenize
 from ..sequences.grammar import resolve_schema
 from ..sequences.sampler import Sampler, make_sampler
 from ..sequences.sequence import Completion, Request
-from ..store.mirrors import find_copies
+from ..store.file_digests import digest_files
+from ..store.mirrors import Copies, find_copies
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice
 from ..stream.host_memory import reset_peak, resident_bytes, set_allocator, trim_heap
@@ -141,9 +144,11 @@ class Runtime(Closing):
         self._sampler()
         if self._shared is not None:
             self.model = self._shared.divide_model(self.model, self.config.offload, self.device)
-        self._copies = (
-            find_copies(self.model.checkpoint, self.config.model.mirrors) if self.config.model.mirrors else {}
-        )
+        self._copies: Copies = {}
+        if mirrors := self.config.model.mirrors:
+            cache = cache_root(self.config.offload.cache_dir)
+            compute_digests = partial(digest_files, cache=cache, should_stop=should_stop)
+            self._copies = find_copies(self.model.checkpoint, mirrors, self.model.digests, compute_digests)
         self._advised: set[str] = set()  # advice that was logged already
         self._may_compare = False  # whether planning may measure which linear backends are fastest
         # Which runs need no self-check anymore: False in the set, runs without scores; True, runs with scores.

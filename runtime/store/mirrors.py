@@ -1,7 +1,7 @@
 """Copies of a checkpoint on other disks, from which weights are read at the same time."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -13,11 +13,17 @@ log = logging.getLogger(__name__)
 Copies: TypeAlias = Mapping[str, Sequence[str]]  # file of a checkpoint -> the same file in each of its mirrors
 
 
-def find_copies(checkpoint: Checkpoint, mirrors: Sequence[str]) -> Copies:
+def find_copies(
+    checkpoint: Checkpoint,
+    mirrors: Sequence[str],
+    digests: Mapping[str, str] | None = None,
+    compute_digests: Callable[[Sequence[str]], Mapping[str, str]] | None = None,
+) -> Copies:
     """Returns the copies of the checkpoint's files in `mirrors`: directories, or GGUF files.
 
     A mirror that cannot be read is left out with a warning. Raises CheckpointError if one has other weights: other
-    names, sizes, headers or samples of data (see `Checkpoint.fingerprint`).
+    names, sizes, headers or samples of data (see `Checkpoint.fingerprint`), or with `digests` of the checkpoint's files
+    any other byte.
     """
     copies = dict[str, list[str]]()
     for mirror in mirrors:
@@ -25,6 +31,9 @@ def find_copies(checkpoint: Checkpoint, mirrors: Sequence[str]) -> Copies:
         try:
             other = open_checkpoint(path)
             is_same = other.fingerprint() == checkpoint.fingerprint()
+            if is_same and digests and compute_digests is not None:
+                found = compute_digests(other.files)
+                is_same = [found[file] for file in other.files] == [digests[file] for file in checkpoint.files]
         except (CheckpointError, StorageError, OSError) as error:
             log.warning("model.mirrors: %s is left out, weights are read from the others: %s", mirror, error)
             continue

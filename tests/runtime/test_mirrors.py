@@ -16,11 +16,12 @@ from runtime import ModelConfig, Runtime
 from runtime.errors import CheckpointError, StorageError
 from runtime.store import reader as reader_module
 from runtime.store.checkpoint import open_checkpoint
+from runtime.store.file_digests import digest_files
 from runtime.store.mirrors import find_copies
 from runtime.store.reader import Reader
 from tests.runtime.test_fidelity import config_for, tokens_of
 from tests.runtime.test_reader import SIZE, layout, target_of
-from tests.support import Reference
+from tests.support import Reference, flip_outside_samples
 
 References = Callable[[str], Reference]
 CHUNK = 16 * 4096
@@ -138,3 +139,17 @@ def test_other_weights_are_refused(reference: References, tmp_path: Path) -> Non
         handle.write(b"\1\2")
     with pytest.raises(CheckpointError, match="has other weights than"):
         find_copies(checkpoint, [str(tmp_path / "changed")])
+
+
+def test_a_bit_between_the_samples_is_found_with_full_verification(reference: References, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(reference("llama").directory)
+    mirror = tmp_path / "mirror"
+    shutil.copytree(checkpoint.path, mirror)
+    flip_outside_samples(mirror / Path(checkpoint.files[0]).name)
+    assert find_copies(checkpoint, [str(mirror)])
+
+    def digest(files: Sequence[str]) -> dict[str, str]:
+        return {**digest_files(files, tmp_path / "cache")}
+
+    with pytest.raises(CheckpointError, match="has other weights than"):
+        find_copies(checkpoint, [str(mirror)], digest(checkpoint.files), digest)
