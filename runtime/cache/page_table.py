@@ -11,6 +11,8 @@ from ..plan.placement.memory import PAGE_TOKENS
 from .pages import PagePool, SharedPages, num_pages_for
 from .partial_pages import PartialPages
 
+MANY_POSITIONS = 1 << 30
+
 
 @dataclass(kw_only=True)
 class PagedRow:
@@ -40,10 +42,19 @@ class PagedRow:
 class PageTable:
     """The rows of a lane, in the order of its sequences. `tails`: for quantized pages, else None.
     `keeps_open_pages_adjacent`: allocates the partial pages of a pass next to each other, since later passes write only
-    to these, and adjacent pages are copied together."""
+    to these, and adjacent pages are copied together. `may_hold_ahead`: a row may hold pages that it needs only later,
+    as the pool has enough for all rows at their token limits."""
 
-    def __init__(self, pool: PagePool, tails: PartialPages | None, *, keeps_open_pages_adjacent: bool):
+    def __init__(
+        self,
+        pool: PagePool,
+        tails: PartialPages | None,
+        *,
+        keeps_open_pages_adjacent: bool,
+        may_hold_ahead: bool = False,
+    ):
         self._pool, self._tails, self._keeps_open_pages_adjacent = pool, tails, keeps_open_pages_adjacent
+        self._may_hold_ahead = may_hold_ahead and tails is None and not keeps_open_pages_adjacent
         self._rows: list[PagedRow] = []
         self._new: list[int] = []  # number of tokens of each row in the pass
         self._last_page: int | None = None  # the page that was allocated last
@@ -165,7 +176,7 @@ class PageTable:
             for row, end in growing:
                 self._allocate(row, max(0, end // PAGE_TOKENS - len(row.pages)))
         for row, end in growing:
-            self._allocate(row, num_pages_for(end) - len(row.pages))
+            self._allocate(row, max(0, num_pages_for(end) - len(row.pages)))
         pages = {page for row in self._rows for page in row.pages}
         pages |= {row.copied_page for row, _ in growing if row.copied_page is not None}
         self._page_places = {page: place for place, page in enumerate(sorted(pages))}
@@ -176,8 +187,10 @@ class PageTable:
             self._last_page = row.pages[-1]
 
     def num_free_positions(self, position: int, new: int) -> int:
-        """Number of positions after the next `new` ones of a row that need no other page. Those that complete a
-        quantized page do not count, as a full page cannot be changed any more."""
+        """Number of positions after the next `new` ones of a row that can be written and taken back. Those that
+        complete a quantized page do not count, as a full page cannot be changed any more."""
+        if self._may_hold_ahead:
+            return MANY_POSITIONS
         row = self._rows[position]
         left = -(row.past + new) % PAGE_TOKENS
         return left if self._tails is None else max(0, left - 1)

@@ -101,7 +101,7 @@ class PagedKV(Cache, KVCache):
     """The cache that a model's layers update in each pass. `table` assigns the pages.
 
     `expands`: layers cache latents, and `update` returns those of all positions. `heads`: the share of KV heads that
-    this rank caches; None: all heads.
+    this rank caches; None: all heads. `may_hold_ahead`: see `PageTable`.
     """
 
     def __init__(
@@ -111,6 +111,7 @@ class PagedKV(Cache, KVCache):
         expands: bool = False,
         offloaded_layers: frozenset[int] = frozenset(),
         heads: HeadShare | None = None,
+        may_hold_ahead: bool = False,
     ):
         super().__init__(layers=[])
         assert not (expands and pages.host_layers), "latents need their pages in compute memory"
@@ -120,7 +121,12 @@ class PagedKV(Cache, KVCache):
         self._tails = PartialPages(pages.device) if pages.dtype.is_quantized else None
         self._host = HostLane(pages, pages.exchange) if pages.exchange is not None else None
         self._device = pages.device.torch_device
-        self.table = PageTable(pages.pool, self._tails, keeps_open_pages_adjacent=bool(offloaded_layers))
+        self.table = PageTable(
+            pages.pool,
+            self._tails,
+            keeps_open_pages_adjacent=bool(offloaded_layers),
+            may_hold_ahead=may_hold_ahead and not pages.host_layers,
+        )
         self._new: list[int] = []
         self._decoding_rows = frozenset[int]()
         self._selected: list[int] = []  # for each row, how many of its last tokens get logits

@@ -35,20 +35,24 @@ class LaneFactory:
             return None
         return self.rule
 
-    def packed(self, sequences: Rows[Sequence], chunk_tokens: int | None = None) -> PackedLane:
+    def packed(
+        self, sequences: Rows[Sequence], chunk_tokens: int | None = None, *, has_all_pages: bool = False
+    ) -> PackedLane:
+        """Creates a packed lane. `has_all_pages`: there are enough for all sequences at their token limits."""
         model = self.model
         cache = PagedKV(
             self.pages,
             expands=model.expands_latents,
             offloaded_layers=self.context.offloaded_layers,
             heads=model.split_heads,
+            may_hold_ahead=has_all_pages,
         )
         return PackedLane(self._context(chunk_tokens), sequences, cache)
 
     def lane(self, sequences: Rows[Sequence], chunk_tokens: int | None = None) -> Lane:
         """Creates a lane of at least one sequence. `chunk_tokens`: prefill tokens per pass; None: the policy's."""
         if self.model.shape.is_packed:
-            return self.packed(sequences, chunk_tokens)
+            return self.packed(sequences, chunk_tokens, has_all_pages=True)
         if self.model.looks_ahead:
             return WholePromptsLane(self.context, sequences)
         context, start = self._context(chunk_tokens), self.model.start_token_id
