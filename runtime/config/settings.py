@@ -332,7 +332,7 @@ class PolicyConfig:
     prefill_chunk_tokens: int | None = None
     share_prefixes: TextField[SharePrefixes] = enum_field(SharePrefixes.auto)
     draft_tokens: int | None = (
-        None  # most tokens per sequence and decode pass that are guessed; null: those that are free
+        None  # most tokens per sequence and decode pass that are guessed; null: those that cost little
     )
     pin: str | None = None
 

@@ -212,7 +212,7 @@ def _make_lane_factory(setup: Setup, streams: Streams, sampler: Sampler) -> Lane
         head_rows=head_rows(loaded.shape.vocab_size),
         last_stage=len(loaded.shape.stages) - 1,
         rope_lengths=loaded.rope_lengths,
-        drafts=Drafts(drafted) if (drafted := setup.config.policy.draft_tokens) else None,
+        drafts=Drafts(drafted, setup.draft_cost) if (drafted := setup.config.policy.draft_tokens) else None,
         skipped_layers=frozenset(
             layer for layer, stage in enumerate(loaded.shape.layers) if stage.index not in loaded.shape.own_stages
         ),

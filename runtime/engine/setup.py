@@ -44,6 +44,7 @@ class Setup:
     trace: Trace | None
     weight_cache: WeightCache | None = None
     resources: SessionResources | None = None
+    draft_cost: float = 0.0  # see `Drafts`
 
 
 def prepare_attention(model: LoadedModel) -> None:

@@ -318,6 +318,7 @@ class Runtime(Closing):
             trace=self.trace,
             weight_cache=weight_cache,
             resources=resources,
+            draft_cost=plan.draft_cost,
         )
         limit = limit_device_memory(self.config.offload, self.device, weight_cache)
         num_bytes = self.model.shape.sizes.resident_bytes(plan.placement.resident)

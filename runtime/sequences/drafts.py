@@ -8,18 +8,22 @@ A pass computes a draft together with the sequence's last token. Drafted tokens 
 those that the sampler then chooses, so outputs do not depend on drafts.
 """
 
-from collections.abc import Sequence as Rows  # `Sequence` is a running request
-from typing import TypeAlias
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .sequence import Sequence
+from .sequence import Sequence as Running
 
 Tokens: TypeAlias = NDArray[np.int32]
 
 MAX_MATCH = 16  # tokens that are compared at most
 MAX_FINISHED = 1 << 16  # tokens of finished outputs that are searched
+PRIOR_SHARE = 0.6  # share of right tokens after right ones that is assumed at first
+PRIOR_DRAFTS = 8  # weight of this assumption, as a number of drafts
+TRIAL_DRAFTS = 32  # one draft of so many has all tokens
 SEPARATOR = -1  # after each finished output; no token has this id
 
 
@@ -42,19 +46,38 @@ def find_continuation(text: Tokens, suffix: Tokens) -> tuple[int, int]:
     return int(lasts[-1]) + 1, num_equal
 
 
-class Drafts:
-    """Drafts of at most `max_tokens` tokens for the sequences of a session."""
+class Draft(NamedTuple):
+    """Guessed tokens. `num_equal`: number of tokens before them that the text had in common with the sequence."""
 
-    def __init__(self, max_tokens: int):
-        self.max_tokens = max_tokens
+    tokens: Sequence[int] = ()
+    num_equal: int = 0
+
+
+NO_DRAFT = Draft()
+
+
+class Drafts:
+    """Makes drafts of at most `max_tokens` tokens for the sequences of a session, and learns how often they are right.
+
+    `token_cost`: seconds that a guessed token adds to a pass, relative to those of a pass per token. A token is guessed
+    if it is right at least as often, judged by the drafts so far that had an equally long match. Depends on tokens
+    only, not on time, so that a run can be repeated.
+    """
+
+    def __init__(self, max_tokens: int, token_cost: float = 0.0):
+        self.max_tokens, self._token_cost = max_tokens, token_cost
+        # By length of the match in powers of two: the number of drafts, and for each of their tokens how often it was
+        # guessed and was right.
+        self._num_drafts = Counter[int]()
+        self._num_guessed, self._num_right = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         self._running = dict[str, dict[int, _Text]]()  # request id -> sample -> prompt and output
         self._finished = _Text()  # outputs
 
-    def guess(self, sequence: Sequence, max_tokens: int) -> list[int]:
-        """Returns at most `max_tokens` likely next tokens, or none if nothing similar is known."""
+    def guess(self, sequence: Running, max_tokens: int) -> Draft:
+        """Returns at most `max_tokens` likely next tokens; none if nothing similar is known, or it is rarely right."""
         max_tokens = min(max_tokens, self.max_tokens)
         if max_tokens < 1:
-            return []
+            return NO_DRAFT
         own = self._text(sequence)
         begin = max(0, len(sequence.request.prompt_ids) - MAX_MATCH)  # other samples have the same prompt
         others = [text.tokens[begin:] for text in self._running[sequence.request.id].values() if text is not own]
@@ -64,9 +87,29 @@ class Drafts:
             if num_equal > most_equal:
                 best, most_equal = text[place : place + max_tokens], num_equal
         ends = np.flatnonzero(best == SEPARATOR)
-        return best[: ends[0] if len(ends) else None].tolist()
+        tokens = best[: ends[0] if len(ends) else None].tolist()
+        return Draft(tokens[: self._num_worthwhile(most_equal)], most_equal) if tokens else NO_DRAFT
 
-    def leave(self, sequence: Sequence) -> None:
+    def _num_worthwhile(self, num_equal: int) -> int:
+        """Number of tokens that are right often enough. Sometimes more, to learn whether that has changed."""
+        length = num_equal.bit_length()
+        self._num_drafts[length] += 1
+        if self._num_drafts[length] % TRIAL_DRAFTS == 0:
+            return self.max_tokens
+        for index in range(self.max_tokens):
+            num_right = self._num_right[length, index] + PRIOR_DRAFTS * PRIOR_SHARE ** (1 + index)
+            if num_right < self._token_cost * (self._num_guessed[length, index] + PRIOR_DRAFTS):
+                return index
+        return self.max_tokens
+
+    def learn(self, draft: Draft, num_right: int) -> None:
+        """Counts a draft whose first `num_right` tokens were right."""
+        length = draft.num_equal.bit_length()
+        for index in range(len(draft.tokens)):
+            self._num_guessed[length, index] += 1
+            self._num_right[length, index] += index < num_right
+
+    def leave(self, sequence: Running) -> None:
         """Forgets a sequence that is not running any more. The output of a finished one is kept for drafts of
         others."""
         request = sequence.request
@@ -78,7 +121,7 @@ class Drafts:
             self._finished.append([*request.prompt_ids[-MAX_MATCH:], *sequence.generated, SEPARATOR])
             self._finished.drop_first(self._finished.length - MAX_FINISHED)
 
-    def _text(self, sequence: Sequence) -> "_Text":
+    def _text(self, sequence: Running) -> "_Text":
         """The prompt and output of a running sequence."""
         request = sequence.request
         samples = self._running.setdefault(request.id, {})
@@ -100,7 +143,7 @@ class _Text:
     def tokens(self) -> Tokens:
         return self._buffer[: self.length]
 
-    def append(self, tokens: Rows[int]) -> None:
+    def append(self, tokens: Sequence[int]) -> None:
         end = self.length + len(tokens)
         if end > len(self._buffer):
             grown = np.empty(2 * end, np.int32)

@@ -1,6 +1,7 @@
 """Guessed tokens change nothing but the number of passes, whether they are right or wrong."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as Rows  # `Sequence` is a running request
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from runtime import KVConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConf
 from runtime.config.settings import Admission, Attention, KVDType, KVTier, PolicyKind, Tier
 from runtime.engine import engine
 from runtime.engine.records import PassCounts, PassRecord
-from runtime.sequences.drafts import MAX_FINISHED, MAX_MATCH, Drafts, find_continuation
+from runtime.sequences.drafts import MAX_FINISHED, MAX_MATCH, TRIAL_DRAFTS, Draft, Drafts, find_continuation
 from runtime.sequences.sequence import Completion, FinishReason, Request, Sequence
 from runtime.stream.device import ComputeDevice
 from tests.dealt import with_slow_others
@@ -34,10 +35,10 @@ class Prophet(Drafts):
 
     outputs: dict[tuple[int, ...], list[int]]  # by prompt
 
-    def guess(self, sequence: Sequence, max_tokens: int) -> list[int]:
+    def guess(self, sequence: Sequence, max_tokens: int) -> Draft:
         num_known = len(sequence.generated)
         following = self.outputs[sequence.request.prompt_ids][num_known : num_known + min(max_tokens, self.max_tokens)]
-        return [(token == 0) if (num_known + i) % 3 == 2 else token for i, token in enumerate(following)]
+        return Draft([int(token == 0) if (num_known + i) % 3 == 2 else token for i, token in enumerate(following)], 1)
 
 
 @pytest.fixture
@@ -168,28 +169,58 @@ def test_the_longest_and_then_the_latest_match_is_continued() -> None:
     assert find_continuation(same, same) == (len(same) - 1, MAX_MATCH)
 
 
+def guess(drafts: Drafts, sequence: Sequence, max_tokens: int = 9) -> Rows[int]:
+    return drafts.guess(sequence, max_tokens).tokens
+
+
 def test_guesses_come_from_the_row_from_its_siblings_and_from_finished_rows() -> None:
     drafts = Drafts(4)
     first = sequence([1, 2, 3], [4, 5, 6, 7, 8])
-    assert drafts.guess(first, 9) == []
-    assert drafts.guess(sequence([1, 2, 3], [4], sample=1), 9) == [5, 6, 7, 8]
-    assert drafts.guess(sequence([1, 2, 3], [4], sample=2), 2) == [5, 6]
-    assert drafts.guess(sequence([9, 5, 6], [5], name="b"), 9) == [6, 5]
+    assert guess(drafts, first) == ()
+    assert guess(drafts, sequence([1, 2, 3], [4], sample=1)) == [5, 6, 7, 8]
+    assert guess(drafts, sequence([1, 2, 3], [4], sample=2), 2) == [5, 6]
+    assert drafts.guess(sequence([9, 5, 6], [5], name="b"), 9) == ([6, 5], 1)
     other = sequence([30, 31], [6], name="c")
-    assert drafts.guess(other, 9) == []
+    assert guess(drafts, other) == ()
     first.finish = FinishReason.length
     drafts.leave(first)
-    assert drafts.guess(other, 9) == [7, 8]
+    assert guess(drafts, other) == [7, 8]
     other.generated.append(8)
-    assert drafts.guess(other, 9) == [], "nothing follows the end of an output"
+    assert guess(drafts, other) == (), "nothing follows the end of an output"
 
 
 def test_what_finished_rows_said_is_kept_within_bounds() -> None:
     drafts = Drafts(4)
     for number in range(8):
         long = sequence([number], [*range(MAX_FINISHED // 5)], name=str(number))
-        assert drafts.guess(long, 1) == [] or number
+        guess(drafts, long)
         long.finish = FinishReason.length
         drafts.leave(long)
     assert len(drafts._finished.tokens) == MAX_FINISHED
     assert not drafts._running
+
+
+def test_what_is_rarely_right_is_seldom_guessed() -> None:
+    """A token after a match of one is right once in ten times; after longer matches always."""
+    drafts = Drafts(4, token_cost=0.2)
+    short, long = sequence([7, 8, 9, 7], [], name="a"), sequence([1, 2, 3, 4, 5, 6, 1, 2, 3], [], name="b")
+    counts = list[int]()
+    for number in range(300):
+        draft = drafts.guess(short, 4)
+        drafts.learn(draft, int(number % 10 == 0))
+        counts.append(len(draft.tokens))
+        draft = drafts.guess(long, 4)
+        assert len(draft.tokens) == 4 or number < 2 * TRIAL_DRAFTS
+        drafts.learn(draft, 4)
+    assert counts[0] > 0
+    assert {*counts[-TRIAL_DRAFTS:]} == {0, 3}, "once in a while, to learn whether that has changed"
+    assert sum(map(bool, counts[-TRIAL_DRAFTS:])) == 1
+
+
+def test_free_tokens_are_always_guessed() -> None:
+    drafts = Drafts(3)
+    wrong = sequence([7, 8, 9, 1, 7], [])
+    for _ in range(100):
+        draft = drafts.guess(wrong, 3)
+        assert len(draft.tokens) == 3
+        drafts.learn(draft, 0)

@@ -9,6 +9,7 @@ from ...attention.upload import upload
 from ...cache.paged import PagedKV, PassView
 from ...cache.pages import SharedPages
 from ...model.head import HasLogits
+from ...sequences.drafts import NO_DRAFT, Draft
 from ...sequences.reading import PoolingTargets
 from ...sequences.sequence import Sequence
 from ..records import PassCounts
@@ -25,7 +26,7 @@ class PackedLane(Lane):
         self._num_selected: list[int] = []
         self._has_decoded = False
         self._drafts = context.drafts
-        self._drafted: list[list[int]] = []  # drafted tokens of each sequence in the pass
+        self._drafted: list[Draft] = []  # of each sequence in the pass
         self._drafted_logits_BV: torch.Tensor | None = None  # of all selected tokens, if some are drafted
         for sequence in sequences:
             self.enter(sequence)
@@ -99,17 +100,17 @@ class PackedLane(Lane):
                 s.fills_prefix.num_computed = s.num_cached + new[-1] * s.fills_prefix.in_pass
         return _align_beams(self.sequences, new)
 
-    def _draft(self, new_tokens: Rows[int]) -> list[list[int]]:
+    def _draft(self, new_tokens: Rows[int]) -> list[Draft]:
         """Guesses tokens after the last known one of each sequence. None in passes with prompts: their memory is
         planned for a full chunk."""
         if self._drafts is None or not self.is_prefilled or self._rope_lengths is not None:
-            return [[] for _ in new_tokens]
-        drafted = list[list[int]]()
+            return [NO_DRAFT] * len(new_tokens)
+        drafted = list[Draft]()
         for row, (sequence, new) in enumerate(zip(self.sequences, new_tokens, strict=True)):
             request = sequence.request
             left = request.max_new_tokens - len(sequence.generated) - 1  # after the token that the pass chooses anyway
             if not new or left < 1 or request.num_beams > 1 or not request.generates:
-                drafted.append([])
+                drafted.append(NO_DRAFT)
             else:
                 room = self._cache.table.num_free_positions(row, new)
                 drafted.append(self._drafts.guess(sequence, min(left, room)))
@@ -120,7 +121,7 @@ class PackedLane(Lane):
         added."""
         known = list(new_tokens) if new_tokens is not None else self.choose_tokens()
         self._drafted = self._draft(known)
-        self._new_tokens = [new + len(draft) for new, draft in zip(known, self._drafted, strict=True)]
+        self._new_tokens = [new + len(draft.tokens) for new, draft in zip(known, self._drafted, strict=True)]
         self._has_decoded |= self.is_prefilled
         super().prepare_pass(new_tokens)
 
@@ -152,7 +153,7 @@ class PackedLane(Lane):
         tokens = list[int]()  # known tokens that are not cached yet
         for s, new, draft in zip(self.sequences, self._new_tokens, self._drafted, strict=True):
             if s.is_prefilled:  # fast path: do not build the list of all known tokens
-                tokens += [s.generated[-1], *draft] if new else ()
+                tokens += [s.generated[-1], *draft.tokens] if new else ()
             else:
                 tokens += s.known_ids[s.num_cached : s.num_cached + new]
         pasts = zip(self._cache.table.past, self._new_tokens, strict=True)
@@ -160,10 +161,10 @@ class PackedLane(Lane):
         self._ids_1T = upload([tokens], self._device)
         self._positions_1T = upload([positions], self._device)
         self._num_selected = [
-            1 + len(draft) if draft else sequence.num_selected(new)
+            1 + len(draft.tokens) if draft.tokens else sequence.num_selected(new)
             for sequence, new, draft in zip(self.sequences, self._new_tokens, self._drafted, strict=True)
         ]
-        rows = [row for row, draft in enumerate(self._drafted) if draft]
+        rows = [row for row, draft in enumerate(self._drafted) if draft.tokens]
         self._cache.begin_pass(self._new_tokens, self._num_selected, decoding_rows=rows)
         self._targets = None
         if self._reads_prompts:
@@ -199,7 +200,7 @@ class PackedLane(Lane):
     def sample(self) -> torch.Tensor:
         """Queues the sampling of the token after the last known one of each sequence. `end_pass` samples those after
         accepted drafts."""
-        if any(self._drafted):
+        if any(draft.tokens for draft in self._drafted):
             assert self._logits_BV is not None, "the pass has not ended"
             self._drafted_logits_BV = self._logits_BV
             ends = zip(accumulate(self._num_selected), self._num_selected, strict=True)
@@ -218,7 +219,7 @@ class PackedLane(Lane):
         logits_BV, self._drafted_logits_BV = self._drafted_logits_BV, None
         rows = zip(self.sequences, self._drafted, accumulate(self._num_selected), strict=True)
         # (sequence, its draft, index of the logits after the token before the draft)
-        running = [(sequence, draft, end - 1 - len(draft)) for sequence, draft, end in rows if draft]
+        running = [(s, draft.tokens, end - 1 - len(draft.tokens)) for s, draft, end in rows if draft.tokens]
         num_sampled = num_useful = index = 0
         while running := [each for each in running if self._is_right(each[0], each[1], index)]:
             assert logits_BV is not None, "drafts have logits"
@@ -240,10 +241,13 @@ class PackedLane(Lane):
         num_known = [sequence.num_known for sequence in self.sequences]
         sampled, num_useful = self._sampled, self._accept(drawn)
         num_sampled, num_accepted = self._accept_drafts()
-        num_kept, num_drafted = self._new_tokens, sum(map(len, self._drafted))
+        num_kept, num_drafted = self._new_tokens, sum(len(draft.tokens) for draft in self._drafted)
         if num_drafted:  # the token before a draft, and as much of the draft as was right
             kept = zip(self.sequences, num_known, self._drafted, self._new_tokens, strict=True)
-            num_kept = [s.num_known - known if draft else new for s, known, draft, new in kept]
+            num_kept = [s.num_known - known if draft.tokens else new for s, known, draft, new in kept]
+            for draft, count in zip(self._drafted, num_kept, strict=True):
+                if draft.tokens and self._drafts is not None:
+                    self._drafts.learn(draft, max(0, count - 1))
         self._cache.end_pass(num_kept)
         for sequence, kept in zip(self.sequences, num_kept, strict=True):
             sequence.num_cached += kept

@@ -1,5 +1,7 @@
 """Chooses how many tokens of each sequence a decode pass guesses, see runtime/sequences/drafts.py."""
 
+from typing import NamedTuple
+
 from ...config.settings import RuntimeConfig
 from ..cost.predict import decode_pass_seconds
 from ..placement.memory import max_draft_tokens
@@ -8,7 +10,7 @@ from .candidate import PlacedRun, Problem
 
 MAX_FREE = 8  # tokens that are guessed by default: later ones are rarely right
 FLOAT32_BYTES = 4
-MAX_SLOWDOWN = 0.01  # of a decode pass, for guesses to count as free
+MAX_COST = 0.05  # most time that a guessed token of each sequence may add to a decode pass, relative to the pass
 
 
 def draft_obstacle(config: RuntimeConfig, shape: ModelShape, *, has_rope_lengths: bool) -> str | None:
@@ -29,32 +31,43 @@ def draft_obstacle(config: RuntimeConfig, shape: ModelShape, *, has_rope_lengths
     return None
 
 
-def draft_tokens(problem: Problem, run: PlacedRun) -> int:
-    """Returns the number of tokens per sequence and decode pass to guess at most.
+class DraftPlan(NamedTuple):
+    """Most tokens that are guessed per sequence and decode pass. `token_cost`: seconds that one such token of each
+    sequence adds to a pass, relative to the pass."""
 
-    It is the configured number, or the largest with which passes take as long as without. This is above 0 if passes
-    wait for weights. Memory can lower both: guesses use only what the plan leaves.
+    max_tokens: int
+    token_cost: float = 0.0
+
+
+NO_DRAFTS = DraftPlan(0)
+
+
+def choose_drafts(problem: Problem, run: PlacedRun) -> DraftPlan:
+    """Returns how many tokens to guess: the configured number, or as many as cost little.
+
+    They cost little if passes wait for weights, or if products with few rows do. Memory can lower the number: guesses
+    use only what the plan leaves.
     """
     policy, shape = problem.config.policy, problem.shape
     if run.placement.host_layers or run.placement.cpu_share is not None:
-        return 0  # buffers between CPU and device have room for one token of each sequence
+        return NO_DRAFTS  # buffers between CPU and device have room for one token of each sequence
     generates = any(size.max_new_tokens > 2 and not size.num_scored for size in problem.sizes)
     if not generates or draft_obstacle(problem.config, shape, has_rope_lengths=shape.restart_tokens is not None):
-        return 0
-    compute = next(
-        ledger for ledger in run.placement.ledgers if (ledger.memory == "device") == run.placement.has_device
-    )
+        return NO_DRAFTS
+    memory = "device" if run.placement.has_device else "host"
+    compute = next(ledger for ledger in run.placement.ledgers if ledger.memory == memory)
     limit = MAX_FREE if policy.draft_tokens is None else policy.draft_tokens
-    spare_bytes = max(0, compute.left_bytes)
-    limit = max_draft_tokens(shape, run.load.lanes, run.chunk_tokens, spare_bytes, limit)
-    if policy.draft_tokens is not None:
-        return limit
-    if problem.rates is None:
-        return 0
+    limit = max_draft_tokens(shape, run.load.lanes, run.chunk_tokens, max(0, compute.left_bytes), limit)
+    if problem.rates is None or not limit:
+        return NO_DRAFTS if policy.draft_tokens is None else DraftPlan(limit)
     rates, lanes = problem.rates, run.load.lanes
 
-    def seconds(num_drafted: int) -> float:
-        return decode_pass_seconds(shape, run.placement, lanes, rates, num_drafted=num_drafted)
+    def cost(num_drafted: int) -> float:
+        seconds = decode_pass_seconds(shape, run.placement, lanes, rates, num_drafted=num_drafted)
+        return max(0.0, seconds / without - 1) / num_drafted
 
-    most = (1 + MAX_SLOWDOWN) * seconds(0)
-    return next((count for count in range(limit, 0, -1) if seconds(count) <= most), 0)
+    without = decode_pass_seconds(shape, run.placement, lanes, rates)
+    if policy.draft_tokens is not None:
+        return DraftPlan(limit)
+    plans = (DraftPlan(count, cost(count)) for count in range(limit, 0, -1))
+    return next((plan for plan in plans if plan.token_cost <= MAX_COST), NO_DRAFTS)
