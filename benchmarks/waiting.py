@@ -34,8 +34,6 @@ from runtime.units import MIB
 
 from .devices import READ_CHUNK_MIB, ThrottledRuntime
 
-ROUNDS = 3
-
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
@@ -63,7 +61,7 @@ def measure(config: RuntimeConfig, prompts: Sequence[Any], bytes_per_second: flo
         passes, found = list[PassRecord](), dict[int, Completion]()
         with runtime.open_with_backoff(requests) as (plan, session):
             found |= dict(session.generate(requests, passes.append))
-    decode = [record for record in passes if record.phase is Phase.decode]
+    decode = [record for record in passes if record.phase is not Phase.prefill]
     gc.collect()
     return Measured(
         seconds=sum(record.seconds for record in decode),
@@ -76,10 +74,10 @@ def measure(config: RuntimeConfig, prompts: Sequence[Any], bytes_per_second: flo
     )
 
 
-def compare(cases: dict[str, tuple[RuntimeConfig, Sequence[Any]]], bytes_per_second: float) -> None:
-    """Runs each case `ROUNDS` times in turn, and prints a table. The first case is the base of the ratios."""
+def compare(cases: dict[str, tuple[RuntimeConfig, Sequence[Any]]], bytes_per_second: float, rounds: int) -> None:
+    """Runs each case `rounds` times in turn, and prints a table. The first case is the base of the ratios."""
     results = defaultdict[str, list[Measured]](list)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, (config, prompts) in cases.items():
             results[name].append(measure(config, prompts, bytes_per_second))
             print(f"{name}: {results[name][-1]}", file=sys.stderr, flush=True)
@@ -105,7 +103,12 @@ def base_config(model: str, args: argparse.Namespace, **sampling: Any) -> Runtim
         offload=OffloadConfig(
             tier=Tier.nvme, resident_layers=0, read_chunk_mib=READ_CHUNK_MIB, host_memory_gib=args.host_memory_gib
         ),
-        policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=16, num_micro_batches=args.rows // 16),
+        policy=PolicyConfig(
+            kind=PolicyKind.fixed,
+            micro_batch_size=min(16, args.block),
+            num_micro_batches=-(-args.block // 16),
+            admission=args.admission,
+        ),
         sampling=SamplingConfig(max_new_tokens=args.new_tokens, **sampling),
     )
 
@@ -123,7 +126,7 @@ def compare_disks(args: argparse.Namespace) -> None:
             return replace(config, model=replace(config.model, mirrors=[*map(str, mirrors[:count])]))
 
         cases = {f"{1 + n} disks" if n else "1 disk": (with_mirrors(n), prompts) for n in (0, 1, 3)}
-        compare(cases, args.mib_per_second * MIB)
+        compare(cases, args.mib_per_second * MIB, args.rounds)
 
 
 def compare_drafts(args: argparse.Namespace) -> None:
@@ -143,7 +146,7 @@ def compare_drafts(args: argparse.Namespace) -> None:
         cases = {"without drafts": (with_drafts(0), prompts), "as planned": (with_drafts(None), prompts)}
         if args.drafted is not None:
             cases[f"{args.drafted} tokens"] = with_drafts(args.drafted), prompts
-        compare(cases, args.mib_per_second * MIB)
+        compare(cases, args.mib_per_second * MIB, args.rounds)
 
 
 def main() -> None:
@@ -151,6 +154,9 @@ def main() -> None:
     parser.add_argument("what", choices=["disks", "drafts"])
     parser.add_argument("model")
     parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--block", type=int, default=64, help="rows that run at a time")
+    parser.add_argument("--admission", default="wave")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--mib-per-second", type=float, default=100.0, help="of each disk")
     parser.add_argument("--host-memory-gib", type=float, default=None)

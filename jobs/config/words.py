@@ -21,6 +21,10 @@ VALUE_OPTIONS = frozenset(
     {"--cfg", "-c", "--package", "-p", "--info", "-i", "--experimental-rerun"}
     | {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
 )
+OPTIONS = VALUE_OPTIONS | {"--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", *MULTIRUN}
+OPTIONS |= {"--shell-completion", "-sc"}
+OPTION = re.compile(r"--?[a-zA-Z][\w.-]*")
+OTHER_NAMES = {"-q": "quiet=true", "--json": "summary=json", "-o": "out=FILE", "--output": "out=FILE"}
 QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 ESCAPED = re.compile(r"\\[][,(){}:=\s]")  # an escape of Hydra's grammar: the user has escaped the value
 PLAIN_ITEM = re.compile(r"[\w./*@%+|-]+(?: [\w./*@%+|-]+)*")
@@ -189,9 +193,21 @@ def quote(text: str) -> str:
     return f'"{escaped}"'
 
 
+def _suggest_setting(option: str, value: str, keys: Sequence[str]) -> str:
+    """The end of a message about an unknown option: the setting that may be meant."""
+    setting = OTHER_NAMES.get(option, "")
+    name = option.strip("-").replace("-", "_")
+    same = [key for key in keys if key.rpartition(".")[2] == name]
+    if same:
+        return f": did you mean {same[0]}={value}?"
+    if setting.partition("=")[0] in keys:
+        return f": did you mean {setting}?"
+    return "; --help shows them"
+
+
 def suggest_key(words: list[str], schema: type) -> str | None:
-    """The error message for a setting written as an option (`--key`), or for an `architecture` key that Hydra accepts
-    but the job does not use; None for valid words."""
+    """The error message for a setting written as an option (`--key`), for an unknown option, or for an `architecture`
+    key that Hydra accepts but the job does not use; None for valid words."""
     keys = known_keys(schema)
     for word, after in zip_longest(words, words[1:], fillvalue="VALUE"):
         name, _, value = word.removeprefix("--").partition("=")
@@ -203,4 +219,10 @@ def suggest_key(words: list[str], schema: type) -> str | None:
                 return f"{word}: architecture has no options: choose a model with model={value or 'OPTION'}"
         if word.startswith("--") and name in keys and name != "run":  # Hydra has an option --run
             return f"{word} is a setting, not an option: write {name}={value or after}"
+        option = word.partition("=")[0]
+        if OPTION.fullmatch(option) and option not in OPTIONS:
+            hint = _suggest_setting(option, value or after, keys)
+            return f"unknown option {option}: settings are written key=value{hint}"
+        if key == "output" and "out" in keys and value in ("json", "jsonl", "csv", "parquet"):
+            return f"{word}: write out=answers.{value} to get the answers as one file"
     return None

@@ -25,7 +25,7 @@ from jobs.config.cli import (
     run_job,
 )
 from jobs.config.settings import GenerateConfig, SynthesizeConfig, load
-from jobs.config.words import expand_prompt, infer_dataset_kind, rewrite_words
+from jobs.config.words import expand_prompt, infer_dataset_kind, rewrite_words, suggest_key
 from jobs.exporting.config import ExportConfig
 from jobs.packing.config import PackConfig
 from jobs.reporting.config import StatusConfig
@@ -552,3 +552,31 @@ def test_a_bare_word_elsewhere_is_answered_with_the_word_to_write(
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match=advice):
         rewrite_words(words, GenerateConfig)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--json"], "unknown option --json: settings are written key=value: did you mean summary=json?"),
+        (["-q"], "unknown option -q: settings are written key=value: did you mean quiet=true?"),
+        (["--seed", "3"], "did you mean sampling.seed=3?"),
+        (["--seed=3"], "did you mean sampling.seed=3?"),
+        (["--nothing"], "unknown option --nothing: settings are written key=value; --help shows them"),
+        (["output=jsonl"], "output=jsonl: write out=answers.jsonl to get the answers as one file"),
+    ],
+)
+def test_an_unknown_option_is_answered_in_a_line(words: list[str], message: str) -> None:
+    assert message in (suggest_key(words, GenerateConfig) or "")
+
+
+def test_options_of_hydra_and_negative_numbers_are_no_unknown_options() -> None:
+    words = ["--cfg", "job", "-m", "--config-dir", "conf", "sampling.seed=-1", "output=parts"]
+    assert suggest_key(words, GenerateConfig) is None
+
+
+def test_several_paths_of_a_model_are_its_path_and_mirrors() -> None:
+    for key in ("model", "model.path"):
+        found = rewrite_words([f"{key}=[/a/m,/b/m]"], GenerateConfig)
+        assert 'model.mirrors=["/b/m"]' in found
+        assert 'model.path="/a/m"' in found
+    assert not any("mirrors" in word for word in rewrite_words(["model=[/a/m]"], GenerateConfig))
