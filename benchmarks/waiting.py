@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -74,7 +74,7 @@ def measure(config: RuntimeConfig, prompts: Sequence[Any], bytes_per_second: flo
     )
 
 
-def compare(cases: dict[str, tuple[RuntimeConfig, Sequence[Any]]], bytes_per_second: float, rounds: int) -> None:
+def compare(cases: Mapping[str, tuple[RuntimeConfig, Sequence[Any]]], bytes_per_second: float, rounds: int) -> None:
     """Runs each case `rounds` times in turn, and prints a table. The first case is the base of the ratios."""
     results = defaultdict[str, list[Measured]](list)
     for _ in range(rounds):

@@ -187,8 +187,9 @@ class PageTable:
             self._last_page = row.pages[-1]
 
     def num_free_positions(self, position: int, new: int) -> int:
-        """Number of positions after the next `new` ones of a row that can be written and taken back. Those that
-        complete a quantized page do not count, as a full page cannot be changed any more."""
+        """Number of positions after the next `new` ones of a row that can be written and taken back, and need no page
+        that is not sure to be free. Those that complete a quantized page do not count, as a full page cannot be changed
+        any more."""
         if self._may_hold_ahead:
             return MANY_POSITIONS
         row = self._rows[position]

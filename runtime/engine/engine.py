@@ -9,7 +9,7 @@ from typing import TypeAlias, cast
 import torch
 
 from ..cache.pages import ContiguousPool, KVPages, PagePool
-from ..config.settings import KVTier
+from ..config.settings import Admission, KVTier
 from ..events import Weights
 from ..model.experts import Experts, is_experts, matrix_names
 from ..model.loading import LoadedModel
@@ -213,6 +213,7 @@ def _make_lane_factory(setup: Setup, streams: Streams, sampler: Sampler) -> Lane
         last_stage=len(loaded.shape.stages) - 1,
         rope_lengths=loaded.rope_lengths,
         drafts=Drafts(drafted, setup.draft_cost) if (drafted := setup.config.policy.draft_tokens) else None,
+        drafts_beside_prompts=setup.config.policy.admission is Admission.continuous,
         skipped_layers=frozenset(
             layer for layer, stage in enumerate(loaded.shape.layers) if stage.index not in loaded.shape.own_stages
         ),

@@ -65,7 +65,7 @@ def read(places: list[Path], *, num_times: int = 1, num_threads: int = 1) -> Non
     with Reader(num_threads=num_threads, chunk_bytes=CHUNK, copies=copies) as reader:
         for _ in range(num_times):
             buffer = target_of(found)
-            reader.submit(found.extents, memoryview(buffer.numpy())).wait()
+            reader.submit(found.extents, memoryview(buffer.numpy())).wait()  # pyright: ignore[reportArgumentType]
             assert bytes(buffer[:SIZE].numpy()) == raw
 
 

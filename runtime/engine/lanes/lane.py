@@ -48,7 +48,8 @@ class LaneContext:
     last_stage: int = 0
     rope_lengths: RopeLengths | None = None
     skipped_layers: frozenset[int] = frozenset()  # computed by other ranks
-    drafts: Drafts | None = None  # guesses tokens in decode passes
+    drafts: Drafts | None = None  # guesses tokens of sequences that decode
+    drafts_beside_prompts: bool = False  # also in passes that prefill other sequences
 
 
 class Lane(ABC):

@@ -15,6 +15,8 @@ from ...sequences.sequence import Sequence
 from ..records import PassCounts
 from .lane import Lane, LaneContext
 
+MANY = 1 << 30
+
 
 class PackedLane(Lane):
     """Sequences may enter and leave between passes, and a pass may mix prefill and decode."""
@@ -25,7 +27,7 @@ class PackedLane(Lane):
         self._new_tokens: list[int] = []
         self._num_selected: list[int] = []
         self._has_decoded = False
-        self._drafts = context.drafts
+        self._drafts, self._drafts_beside_prompts = context.drafts, context.drafts_beside_prompts
         self._drafted: list[Draft] = []  # of each sequence in the pass
         self._drafted_logits_BV: torch.Tensor | None = None  # of all selected tokens, if some are drafted
         for sequence in sequences:
@@ -101,19 +103,22 @@ class PackedLane(Lane):
         return _align_beams(self.sequences, new)
 
     def _draft(self, new_tokens: Rows[int]) -> list[Draft]:
-        """Guesses tokens after the last known one of each sequence. None in passes with prompts: their memory is
-        planned for a full chunk."""
-        if self._drafts is None or not self.is_prefilled or self._rope_lengths is not None:
+        """Guesses tokens after the last known one of each sequence that decodes. In passes with prompts, as many as
+        fill the chunk, for which memory is planned."""
+        is_decode = self.is_prefilled
+        is_possible = self._drafts is not None and (is_decode or self._drafts_beside_prompts)
+        if self._drafts is None or not is_possible or self._rope_lengths is not None:
             return [NO_DRAFT] * len(new_tokens)
-        drafted = list[Draft]()
+        drafted, num_free = list[Draft](), MANY if is_decode else max(0, self._chunk_tokens - sum(new_tokens))
         for row, (sequence, new) in enumerate(zip(self.sequences, new_tokens, strict=True)):
             request = sequence.request
             left = request.max_new_tokens - len(sequence.generated) - 1  # after the token that the pass chooses anyway
-            if not new or left < 1 or request.num_beams > 1 or not request.generates:
+            if not new or left < 1 or not sequence.is_prefilled or request.num_beams > 1 or not request.generates:
                 drafted.append(NO_DRAFT)
             else:
                 room = self._cache.table.num_free_positions(row, new)
-                drafted.append(self._drafts.guess(sequence, min(left, room)))
+                drafted.append(self._drafts.guess(sequence, min(left, room, num_free)))
+                num_free -= len(drafted[-1].tokens)
         return drafted
 
     def prepare_pass(self, new_tokens: Rows[int] | None = None) -> None:

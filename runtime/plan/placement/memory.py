@@ -422,13 +422,27 @@ def resumed_chunks(
 
 
 def max_draft_tokens(
-    shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens: int, spare_bytes: int, limit: int
+    shape: ModelShape,
+    lanes: Sequence[MicroBatch],
+    chunk_tokens: int,
+    spare_bytes: int,
+    limit: int,
+    *,
+    beside_prompts: bool = False,
 ) -> int:
     """Returns how many drafted tokens per sequence, at most `limit`, a decode pass can compute in planned memory.
 
     That is the compute memory of a prefill pass, plus `spare_bytes` that the ledger leaves unused. In memory, each
-    drafted token of a decode pass is like one more sequence.
+    drafted token of a decode pass is like one more sequence. `beside_prompts`: passes prefill and decode, so logits of
+    drafted tokens need memory beside that of a prefill pass.
     """
+    if beside_prompts:
+
+        def logits_bytes(count: int) -> int:
+            return _logits_entry(shape, [[*lane] * count for lane in lanes], [0] * len(lanes)).num_bytes
+
+        available = logits_bytes(1) + spare_bytes
+        limit = next((count for count in range(limit, 0, -1) if logits_bytes(1 + count) <= available), 0)
     per_sequence = {"states", "KV tails"}
 
     def num_bytes(lanes: Sequence[MicroBatch], tokens: int) -> int:

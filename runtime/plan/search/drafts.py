@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from ...config.settings import RuntimeConfig
+from ...config.settings import Admission, RuntimeConfig
 from ..cost.predict import decode_pass_seconds
 from ..placement.memory import max_draft_tokens
 from ..shape.model import ModelShape
@@ -57,7 +57,14 @@ def choose_drafts(problem: Problem, run: PlacedRun) -> DraftPlan:
     memory = "device" if run.placement.has_device else "host"
     compute = next(ledger for ledger in run.placement.ledgers if ledger.memory == memory)
     limit = MAX_FREE if policy.draft_tokens is None else policy.draft_tokens
-    limit = max_draft_tokens(shape, run.load.lanes, run.chunk_tokens, max(0, compute.left_bytes), limit)
+    limit = max_draft_tokens(
+        shape,
+        run.load.lanes,
+        run.chunk_tokens,
+        max(0, compute.left_bytes),
+        limit,
+        beside_prompts=policy.admission is Admission.continuous,
+    )
     if problem.rates is None or not limit:
         return NO_DRAFTS if policy.draft_tokens is None else DraftPlan(limit)
     rates, lanes = problem.rates, run.load.lanes
