@@ -74,6 +74,7 @@ class Engine:
         if size is not None:
             self._dequantized = DequantizedWeights(device, size, loaded.compute_dtype, _transposed_stacks(loaded))
         self._has_few_rows = False  # in all lanes of the pass together
+        self._most_tokens = 1 + (setup.config.policy.draft_tokens or 0)  # of a sequence in a decode pass
         misaligned = () if device.is_accelerator else loaded.shape.sizes.misaligned_bytes
         self._copied = {stage for stage, num_bytes in enumerate(misaligned) if num_bytes}
         self._schedule = lru_cache(_checked_schedule)
@@ -125,7 +126,8 @@ class Engine:
         begin, groups = time.monotonic(), [list(lane.sequences) for lane in batch.lanes]
         walk = self._placement.walk if phase is Phase.prefill else self._placement.decode_walk
         has_whole_experts = self._loaded.split_heads is None  # a rank multiplies parts of experts one by one
-        self._has_few_rows = phase is Phase.decode and has_whole_experts and sum(map(len, groups)) <= FEW_ROWS
+        most_rows = sum(map(len, groups)) * self._most_tokens
+        self._has_few_rows = phase is Phase.decode and has_whole_experts and most_rows <= FEW_ROWS
         self._monitor.begin_pass()
         self._streams.discard_pages(self.lanes.pages.pool.take_freed())  # before their next owner stores anything
         launch = partial(self._player.play, self._schedule(walk, num_lanes), walk, batch.lanes, batch.new_tokens)

@@ -219,7 +219,8 @@ class Planner:
         share `WORTHWHILE` of the run's time, otherwise the policy of `plan`. Blocks and budgets stay the same, because
         the session has already allocated its memory."""
         problem = Problem(shape=self.model.shape, config=self.config, budgets=plan.budgets, sizes=sizes, rates=rates)
-        same_policy = replace(problem, config=replace(self.config, policy=plan.policy, kv=plan.kv))
+        policy = replace(plan.policy, draft_tokens=self.config.policy.draft_tokens)  # planned anew
+        same_policy = replace(problem, config=replace(self.config, policy=policy, kv=plan.kv))
         current, searched = plan_policy(same_policy, blocks=plan.blocks), find_policy(problem, blocks=plan.blocks)
         assert current.prediction is not None, "rates are given"
         assert searched.prediction is not None, "rates are given"

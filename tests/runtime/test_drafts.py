@@ -21,7 +21,8 @@ from tests.runtime.sharing_support import Alike
 from tests.runtime.test_fidelity import config_for
 from tests.runtime.test_lossy_kv import LOSSY, Answers, answers
 from tests.runtime.test_lossy_kv import config_for as lossy_config_for
-from tests.support import KINDS_OF_ATTENTION, Reference
+from tests.runtime.test_resumption import GREEDY, SAMPLED, made
+from tests.support import KINDS_OF_ATTENTION, NUM_SAMPLED, Reference
 
 __all__ = ["answers"]  # a fixture
 
@@ -128,6 +129,24 @@ def test_prompts_that_share_prefixes(
     assert found == alike.expected
     assert counts.accepted_tokens
     assert counts.spared_tokens
+
+
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_a_block_that_is_stopped_again_and_again_goes_on_where_it_was(
+    is_sampled: bool, reference: References, foretold: Foretold
+) -> None:
+    ref = reference("llama")
+    expected = [*ref.sampled, *ref.expected[NUM_SAMPLED:]] if is_sampled else ref.expected
+    foretold(ref.prompts, expected)
+    stops = made(ref, SAMPLED if is_sampled else GREEDY)
+    stops.plan = replace(stops.plan, policy=replace(stops.plan.policy, draft_tokens=2))
+    for num_passes in (4, 2, 1, None):
+        stops.start(num_passes)
+    num_compared = NUM_SAMPLED if is_sampled else len(expected)
+    assert stops.in_order()[:num_compared] == expected[:num_compared]
+    counts = PassCounts.total([record.counts for record in stops.passes])
+    assert 0 < counts.accepted_tokens < counts.drafted_tokens
+    assert counts.useful_tokens == sum(map(len, stops.in_order()))
 
 
 TALK = ["one two three one two three one", "a list: a, b, a, b, a", "Once upon a time there was"]
