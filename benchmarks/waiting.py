@@ -123,7 +123,7 @@ def compare_disks(args: argparse.Namespace) -> None:
         config = replace(config, policy=replace(config.policy, draft_tokens=0))
 
         def with_mirrors(count: int) -> RuntimeConfig:
-            return replace(config, model=replace(config.model, mirrors=[*map(str, mirrors[:count])]))
+            return replace(config, model=replace(config.model, mirrors=tuple(map(str, mirrors[:count]))))
 
         cases = {f"{1 + n} disks" if n else "1 disk": (with_mirrors(n), prompts) for n in (0, 1, 3)}
         compare(cases, args.mib_per_second * MIB, args.rounds)

@@ -225,7 +225,7 @@ class ModelConfig:
 
     name: str = TINY
     path: str | None = None
-    mirrors: list[str] = field(default_factory=list)  # copies of a local `path` on other disks
+    mirrors: tuple[str, ...] = ()  # copies of a local `path` on other disks
     revision: str | None = None
     tokenizer: str | None = None  # null: the checkpoint's
     dtype: TextField[DType] = enum_field(DType.auto)

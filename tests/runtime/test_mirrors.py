@@ -121,7 +121,7 @@ def test_tokens_are_the_same_from_several_disks(
     ref = reference("llama")
     mirror = tmp_path / "mirror"
     shutil.copytree(ref.directory, mirror)
-    mirrors = [str(mirror), str(tmp_path / "no")]
+    mirrors = (str(mirror), str(tmp_path / "no"))
     model = ModelConfig(name="test", path=str(ref.directory), dtype="float32", mirrors=mirrors)
     with caplog.at_level(logging.WARNING):
         runtime = Runtime(config_for(ref), model=model)

@@ -244,6 +244,8 @@ class PackedLane(Lane):
         num_decoded = sum(new for s, new in zip(self.sequences, self._new_tokens, strict=True) if s.is_prefilled)
         num_spared = sum(_num_skipped(s, new) for s, new in zip(self.sequences, self._new_tokens, strict=True) if new)
         num_known = [sequence.num_known for sequence in self.sequences]
+        for sequence, new, draft in zip(self.sequences, self._new_tokens, self._drafted, strict=True):
+            sequence.num_cached += new - len(draft.tokens)
         sampled, num_useful = self._sampled, self._accept(drawn)
         num_sampled, num_accepted = self._accept_drafts()
         num_kept, num_drafted = self._new_tokens, sum(len(draft.tokens) for draft in self._drafted)
@@ -254,8 +256,9 @@ class PackedLane(Lane):
                 if draft.tokens and self._drafts is not None:
                     self._drafts.learn(draft, max(0, count - 1))
         self._cache.end_pass(num_kept)
-        for sequence, kept in zip(self.sequences, num_kept, strict=True):
-            sequence.num_cached += kept
+        kept = zip(self.sequences, num_kept, self._new_tokens, self._drafted, strict=True)
+        for sequence, count, new, draft in kept:
+            sequence.num_cached += count - (new - len(draft.tokens))
         counts = PassCounts(
             num_sequences=sum(
                 1 for s, new in zip(self.sequences, self._new_tokens, strict=True) if new and s.fills_prefix is None
