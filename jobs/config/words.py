@@ -30,6 +30,7 @@ ESCAPED = re.compile(r"\\[][,(){}:=\s]")  # an escape of Hydra's grammar: the us
 PLAIN_ITEM = re.compile(r"[\w./*@%+|-]+(?: [\w./*@%+|-]+)*")
 PATH_NAMES = ("path", "tokenizer", "out", "output_root", "directory", "cache_dir", "run")
 GLOB_SIGNS = "*?["
+LISTS = (list, tuple)
 
 
 def rewrite_words(words: Sequence[str], schema: type) -> list[str]:
@@ -67,8 +68,8 @@ def _setting_types(schema: type, prefix: str = "") -> dict[str, object]:
 
 def _options(hint: object) -> set[object]:
     """The members of a union type, or the type itself; `list` for lists of text."""
-    types = {*(typing.get_args(hint) or (hint,))} if typing.get_origin(hint) is not list else {hint}
-    return {list if typing.get_origin(item) is list and typing.get_args(item)[0] is str else item for item in types}
+    types = {*(typing.get_args(hint) or (hint,))} if typing.get_origin(hint) not in LISTS else {hint}
+    return {list if typing.get_origin(item) in LISTS and typing.get_args(item)[0] is str else item for item in types}
 
 
 def _expand_bare_words(words: list[str], hints: dict[str, object]) -> list[str]:

@@ -1,7 +1,7 @@
 """The settings of a `Runtime` as keyword arguments."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TypedDict
 
@@ -58,7 +58,7 @@ class Settings(TypedDict, total=False):
     lanes: Lanes | str
     self_check: SelfCheck | str
     verify: Verify | str
-    mirrors: Sequence[str]
+    mirrors: tuple[str, ...]
     compile: bool
     graphs: bool
     device_memory_gib: float | None

@@ -208,15 +208,22 @@ class PackedLane(Lane):
         if any(draft.tokens for draft in self._drafted):
             assert self._logits_BV is not None, "the pass has not ended"
             self._drafted_logits_BV = self._logits_BV
-            ends = zip(accumulate(self._num_selected), self._num_selected, strict=True)
-            firsts = [end - count for end, count in ends if count]
-            self._logits_BV = self._logits_BV[upload(firsts, self._device)]
+            ends = zip(accumulate(self._num_selected), self._num_selected, self._num_undrafted, strict=True)
+            rows = [row for end, count, sampled in ends for row in range(end - count, end - count + sampled)]
+            self._logits_BV = self._logits_BV[upload(rows, self._device)]
         return super().sample()
 
     def _sampled_sequences(self) -> list[Sequence]:
         if self._targets is not None:
             return []
-        return [sequence for sequence, count in zip(self.sequences, self._num_selected, strict=True) if count]
+        pairs = zip(self.sequences, self._num_undrafted, strict=True)
+        return [sequence for sequence, count in pairs for _ in range(count)]
+
+    @property
+    def _num_undrafted(self) -> list[int]:
+        """Number of tokens of each sequence that `sample` samples after: the selected ones, except drafts."""
+        pairs = zip(self._num_selected, self._drafted, strict=True)
+        return [count - len(draft.tokens) for count, draft in pairs]
 
     def _accept_drafts(self) -> tuple[int, int]:
         """Samples after each drafted token that equals the one sampled at its position, and appends the results.
