@@ -265,11 +265,9 @@ class PartStore:
             raise ValueError(f"it belongs to another run or block: {', '.join(wrong)} differ")
         if not is_signed(table):
             raise ValueError("it has no digest of its rows")
-        known = schema
-        for name in LATER_COLUMNS if schema.equals(THROUGHPUT_SCHEMA) else ():  # earlier versions did not have them
-            if name not in table.schema.names:
-                known = known.remove(known.get_field_index(name))
-        if not table.schema.equals(known):
+        may_lack = LATER_COLUMNS if schema.equals(THROUGHPUT_SCHEMA) else ()  # earlier versions did not have them
+        missing = {name for name in may_lack if name not in table.schema.names}
+        if not table.schema.equals(pa.schema([field for field in schema if field.name not in missing])):
             names = sorted({str(field) for field in table.schema} ^ {str(field) for field in schema})
             raise ValueError(f"its columns differ from the run's: {', '.join(names) or 'their order'}")
         if schema.equals(self._schema):

@@ -4,14 +4,13 @@ A row is one sequence of the lane. Each row counts as a holder of its pages; a p
 Positions are the tokens of a sequence; a row's last page may be partial. Quantized pages are whole: each row has a tail
 instead, an unquantized buffer for its partial page (see partial_pages.py)."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..plan.placement.memory import PAGE_TOKENS
 from .pages import PagePool, SharedPages, num_pages_for
 from .partial_pages import PartialPages
-
-MANY_POSITIONS = 1 << 30
 
 
 @dataclass(kw_only=True)
@@ -191,7 +190,7 @@ class PageTable:
         that is not sure to be free. Those that complete a quantized page do not count, as a full page cannot be changed
         any more."""
         if self._may_hold_ahead:
-            return MANY_POSITIONS
+            return sys.maxsize
         row = self._rows[position]
         left = -(row.past + new) % PAGE_TOKENS
         return left if self._tails is None else max(0, left - 1)

@@ -198,6 +198,7 @@ def _transposed_stacks(loaded: LoadedModel) -> frozenset[str]:
 
 def _make_lane_factory(setup: Setup, streams: Streams, sampler: Sampler) -> LaneFactory:
     loaded, placement, device, kv = setup.model, setup.placement, setup.device, setup.placement.kv
+    drafted = setup.config.policy.draft_tokens if loaded.rope_lengths is None else 0
     # Copied pages should be contiguous. Otherwise the page freed last is reused first: it is mapped and in CPU caches.
     are_copied = kv.tier is KVTier.cpu and kv.num_slots > 0
     pool = (ContiguousPool if are_copied else PagePool)(kv.num_pages)
@@ -214,7 +215,7 @@ def _make_lane_factory(setup: Setup, streams: Streams, sampler: Sampler) -> Lane
         head_rows=head_rows(loaded.shape.vocab_size),
         last_stage=len(loaded.shape.stages) - 1,
         rope_lengths=loaded.rope_lengths,
-        drafts=Drafts(drafted, setup.draft_cost) if (drafted := setup.config.policy.draft_tokens) else None,
+        drafts=Drafts(drafted, setup.draft_cost) if drafted else None,
         drafts_beside_prompts=setup.config.policy.admission is Admission.continuous,
         skipped_layers=frozenset(
             layer for layer, stage in enumerate(loaded.shape.layers) if stage.index not in loaded.shape.own_stages

@@ -80,6 +80,7 @@ class ResolvedSettings:
         placement, walk, rule = plan.placement, plan.placement.decode_walk, plan.placement.sharing_rule
         is_wave = plan.policy.admission is Admission.wave
         why = prefix_sharing_obstacle(config, shape, has_rope_lengths=has_rope_lengths)
+        why_no_drafts = draft_obstacle(config, shape, has_rope_lengths=has_rope_lengths)
         members, spared_rule = [block.micro_batches for block in plan.blocks], rule
         if not is_wave:
             # Upper bound: counts each prefix once per run, as if it stayed cached from its first use to its last.
@@ -114,8 +115,8 @@ class ResolvedSettings:
             prefill_chunk_tokens=chunk_tokens(plan.policy),
             sharing="off" if why else scope,
             why_unshared=why,
-            draft_tokens=plan.policy.draft_tokens or 0,
-            why_no_drafts=draft_obstacle(config, shape, has_rope_lengths=has_rope_lengths),
+            draft_tokens=0 if why_no_drafts else plan.policy.draft_tokens or 0,
+            why_no_drafts=why_no_drafts,
             num_spared_tokens=0 if why else num_spared(members, plan.prefixes, spared_rule),
             kv_dtype=shape.kv_dtype.value,
             kv_loss=(Loss.exact if shape.kv_dtype is KVDType.auto else Loss.lossy).value,

@@ -118,14 +118,15 @@ class Reader(Closing):
             return self._read_file(path, offset, view, needed, PAUSES_SECONDS)
         disk = self._choose_disk(len(places))
         while True:
-            is_last = all(other.has_failed for number, other in enumerate(self._disks[: len(places)]) if number != disk)
+            is_last = not {*self._working_disks(len(places))} - {disk}
             try:
                 timing = self._read_file(places[disk], offset, view, needed, PAUSES_SECONDS if is_last else ())
             except (CheckpointError, StorageError) as error:
                 self._disks[disk].has_failed = True
-                others = [number for number in range(len(places)) if not self._disks[number].has_failed]
-                if not others:
-                    raise
+                if not (others := self._working_disks(len(places))):
+                    if is_last:
+                        raise
+                    continue  # the others failed meanwhile: this one gets the usual tries
                 log.warning("%s: reading goes on from %s", error, Path(places[others[0]]).parent)
                 disk = others[0]
             else:
@@ -137,15 +138,18 @@ class Reader(Closing):
         read all waiting chunks before it had read this one."""
         if not hasattr(self._thread, "disk"):
             self._thread.disk = next(self._disk_numbers) % len(self._disks)
-        disks = {number: disk for number, disk in enumerate(self._disks[:num_disks]) if not disk.has_failed}
-        if not disks:
+        own, working = self._thread.disk, self._working_disks(num_disks)
+        if not working:
             return 0
-        fastest = max(disks, key=lambda number: disks[number].bytes_per_second)
-        own = disks.get(self._thread.disk)
-        num_waiting = self._threads.num_waiting
-        if own is None or own.bytes_per_second * (1 + num_waiting) < disks[fastest].bytes_per_second:
+        rates = [disk.bytes_per_second for disk in self._disks]
+        fastest = max(working, key=rates.__getitem__)
+        if own not in working or rates[own] * (1 + self._threads.num_waiting) < rates[fastest]:
             return fastest
-        return self._thread.disk
+        return own
+
+    def _working_disks(self, num_disks: int) -> list[int]:
+        """Those of the first `num_disks` disks that have not failed."""
+        return [number for number in range(num_disks) if not self._disks[number].has_failed]
 
     def _read_file(self, path: str, offset: int, view: memoryview, needed: int, pauses: Sequence[float]) -> ChunkTiming:
         """Reads from this file, see `_read`. `pauses`: seconds before each retry."""

@@ -1,5 +1,6 @@
 """Lanes without padding: the tokens of all sequences of a micro-batch are packed into one row."""
 
+import sys
 from collections.abc import Sequence as Rows  # `Sequence` is a running request
 from itertools import accumulate
 
@@ -14,8 +15,6 @@ from ...sequences.reading import PoolingTargets
 from ...sequences.sequence import Sequence
 from ..records import PassCounts
 from .lane import Lane, LaneContext
-
-MANY = 1 << 30
 
 
 class PackedLane(Lane):
@@ -106,14 +105,13 @@ class PackedLane(Lane):
         """Guesses tokens after the last known one of each sequence that decodes. In passes with prompts, as many as
         fill the chunk, for which memory is planned."""
         is_decode = self.is_prefilled
-        is_possible = self._drafts is not None and (is_decode or self._drafts_beside_prompts)
-        if self._drafts is None or not is_possible or self._rope_lengths is not None:
+        if self._drafts is None or not (is_decode or self._drafts_beside_prompts):
             return [NO_DRAFT] * len(new_tokens)
-        drafted, num_free = list[Draft](), MANY if is_decode else max(0, self._chunk_tokens - sum(new_tokens))
+        drafted, num_free = list[Draft](), sys.maxsize if is_decode else max(0, self._chunk_tokens - sum(new_tokens))
         for row, (sequence, new) in enumerate(zip(self.sequences, new_tokens, strict=True)):
             request = sequence.request
             left = request.max_new_tokens - len(sequence.generated) - 1  # after the token that the pass chooses anyway
-            if not new or left < 1 or not sequence.is_prefilled or request.num_beams > 1 or not request.generates:
+            if not new or left < 1 or not sequence.is_prefilled or request.num_beams > 1:
                 drafted.append(NO_DRAFT)
             else:
                 room = self._cache.table.num_free_positions(row, new)
@@ -255,17 +253,16 @@ class PackedLane(Lane):
             sequence.num_cached += new - len(draft.tokens)
         sampled, num_useful = self._sampled, self._accept(drawn)
         num_sampled, num_accepted = self._accept_drafts()
-        num_kept, num_drafted = self._new_tokens, sum(len(draft.tokens) for draft in self._drafted)
-        if num_drafted:  # the token before a draft, and as much of the draft as was right
-            kept = zip(self.sequences, num_known, self._drafted, self._new_tokens, strict=True)
-            num_kept = [s.num_known - known if draft.tokens else new for s, known, draft, new in kept]
-            for draft, count in zip(self._drafted, num_kept, strict=True):
-                if draft.tokens and self._drafts is not None:
-                    self._drafts.learn(draft, max(0, count - 1))
+        num_kept = list[int]()
+        rows = zip(self.sequences, num_known, self._drafted, self._new_tokens, strict=True)
+        for sequence, known, draft, new in rows:
+            num_right = 0
+            if draft.tokens and self._drafts is not None:  # the token after the right ones was sampled too
+                num_right = max(0, sequence.num_known - known - 1)
+                self._drafts.learn(draft, num_right)
+            sequence.num_cached += num_right
+            num_kept.append(new - len(draft.tokens) + num_right)
         self._cache.end_pass(num_kept)
-        kept = zip(self.sequences, num_kept, self._new_tokens, self._drafted, strict=True)
-        for sequence, count, new, draft in kept:
-            sequence.num_cached += count - (new - len(draft.tokens))
         counts = PassCounts(
             num_sequences=sum(
                 1 for s, new in zip(self.sequences, self._new_tokens, strict=True) if new and s.fills_prefix is None
@@ -276,7 +273,7 @@ class PackedLane(Lane):
             issued_tokens=len(sampled) + num_sampled,
             useful_tokens=num_useful + num_accepted,
             spared_tokens=num_spared,
-            drafted_tokens=num_drafted,
+            drafted_tokens=sum(len(draft.tokens) for draft in self._drafted),
             accepted_tokens=num_sampled,
         )
         if (sources := self._take_sources()) is not None:

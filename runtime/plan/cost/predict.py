@@ -102,8 +102,9 @@ def decode_pass_seconds(
     """
     half = max((size.max_new_tokens for lane in lanes for size in lane), default=0) // 2
     shortened = [[replace(size, max_new_tokens=half + 2) for size in lane] for lane in lanes]
-    works = [work for lane in shortened if (work := decode_work(shape, lane, half)) is not None]
-    works = [with_drafts(work, num_drafted) for work in works] if num_drafted else works
+    works = [
+        with_drafts(work, num_drafted) for lane in shortened if (work := decode_work(shape, lane, half)) is not None
+    ]
     timer = _PassTimer(shape=shape, placement=placement, rates=rates)
     return timer.steady(PassGroup(num_passes=1, lanes=works, prefill_share=0.0)).seconds if works else 0.0
 

@@ -436,23 +436,21 @@ def max_draft_tokens(
     drafted token of a decode pass is like one more sequence. `beside_prompts`: passes prefill and decode, so logits of
     drafted tokens need memory beside that of a prefill pass.
     """
-    if beside_prompts:
-
-        def logits_bytes(count: int) -> int:
-            return _logits_entry(shape, [[*lane] * count for lane in lanes], [0] * len(lanes)).num_bytes
-
-        available = logits_bytes(1) + spare_bytes
-        limit = next((count for count in range(limit, 0, -1) if logits_bytes(1 + count) <= available), 0)
     per_sequence = {"states", "KV tails"}
 
     def num_bytes(lanes: Sequence[MicroBatch], tokens: int) -> int:
         return _num_bytes([entry for entry in lane_entries(shape, lanes, tokens) if entry.name not in per_sequence])
 
+    def logits_bytes(lanes: Sequence[MicroBatch]) -> int:
+        return _logits_entry(shape, lanes, [0] * len(lanes)).num_bytes
+
     available = num_bytes(lanes, chunk_tokens) + spare_bytes
-    fitting = (
-        count for count in range(limit, 0, -1) if num_bytes([[*lane] * (1 + count) for lane in lanes], 1) <= available
-    )
-    return next(fitting, 0)
+    for count in range(limit, 0, -1):
+        drafted = [[*lane] * (1 + count) for lane in lanes]
+        fits_beside = not beside_prompts or logits_bytes(drafted) <= logits_bytes(lanes) + spare_bytes
+        if fits_beside and num_bytes(drafted, 1) <= available:
+            return count
+    return 0
 
 
 def encoder_activation_bytes(shape: ModelShape, lane: MicroBatch) -> int:
