@@ -12,6 +12,7 @@ from runtime.attention import device_attention
 from runtime.cache.paged import PagedKV
 from runtime.cache.pages import KVPages
 from runtime.config.settings import DType, Order, PolicyKind, Tier
+from runtime.linear import blocks
 from runtime.model import expert_groups
 from runtime.plan.placement import experts as placement_of_experts
 from runtime.plan.placement.memory import PAGE_TOKENS
@@ -115,19 +116,30 @@ def test_a_runtime_counts_the_way_that_its_layers_take(
 def test_no_run_with_experts_takes_more_than_counted(
     order: Order, most_visits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four lanes of Mixtral's proportions, whose feed-forwards are most of what a lane takes; all weights stay."""
+    """Four lanes of Mixtral's proportions, whose feed-forwards are most of what a lane takes; all weights stay. The
+    buffers of panels, which are workspace, are not counted."""
     for module in (expert_groups, placement_of_experts):
         monkeypatch.setattr(module, "GROUPED_VISITS", most_visits)
     path = synthesize("mixtral", tmp_path / "model", hidden_size=128, intermediate_size=448, num_hidden_layers=3)
     config = RuntimeConfig(
         model=ModelConfig(name="test", path=str(path), dtype=DType.bfloat16),
         offload=OffloadConfig(tier=Tier.none),
-        policy=PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=4, num_micro_batches=4, schedule=order),
+        policy=PolicyConfig(
+            kind=PolicyKind.fixed,
+            micro_batch_size=4,
+            num_micro_batches=4,
+            schedule=order,
+            prefill_chunk_tokens=512,
+        ),
         sampling=SamplingConfig(max_new_tokens=2, ignore_eos=True),
     )
     runtime = Runtime(config, device=FakeDevice())
     requests = [runtime.request(str(row), [1 + row] * 256) for row in range(16)]
-    with runtime.open_with_backoff(requests) as (plan, session), LiveBytes() as live:
+    panels = [
+        blocks._buffers.take((blocks.PANEL_BYTES // dtype.itemsize,), dtype, torch.device("cpu"))
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    with runtime.open_with_backoff(requests) as (plan, session), LiveBytes(panels) as live:
         assert len(list(session.generate(requests, lambda record: None))) == 16
     device = next(ledger for ledger in plan.placement.ledgers if ledger.memory == "device")
     counted = sum(entry.num_bytes for entry in device.entries if entry.name != "workspace")
