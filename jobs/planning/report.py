@@ -1,5 +1,6 @@
 """The text that `jobs.plan` prints."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 
@@ -12,6 +13,8 @@ from runtime.units import format_bytes, format_count, format_seconds
 
 from .planning import Planned
 from .shapes import ITEM_BYTES
+
+NUMBERED = re.compile(r"(?:^|\.)(?:\*|\d+)\.")  # a layer or an expert in the name of a parameter
 
 
 def format_plan(planned: Planned, num_actions: int) -> str:
@@ -72,7 +75,7 @@ def _format_storage(shape: ModelShape) -> list[str]:
     num_bytes, modules, seen = Counter[str](), dict[str, dict[str, dict[str, None]]](), set[str]()
     for parameter in (parameter for stage in shape.stages for parameter in stage.parameters):
         is_vector = len(parameter.shape) < 2
-        path = "vectors" if is_vector else parameter.name.rpartition(".*.")[2].removesuffix(".weight")
+        path = "vectors" if is_vector else NUMBERED.split(parameter.name)[-1].removesuffix(".weight")
         group, _, module = path.removeprefix("model.").partition(".")
         for piece in (piece for entry in parameter.pieces for piece in entry):
             name = piece.format or piece.dtype

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from jobs.planning.config import PlanConfig, WorkloadConfig
 from jobs.planning.named import CONF
 from jobs.planning.own_inputs import read_own_shape
 from jobs.planning.planning import make_plan, with_prompts
+from jobs.planning.report import format_plan
 from runtime import Runtime, RuntimeConfig
 from runtime.checkpoint_source.location import BUNDLED
 from runtime.config.settings import DType, MachineConfig, ModelConfig, SamplingConfig
 from runtime.errors import CheckpointError, ConfigError, DatasetError
+from tests.quantized import write_fp8
 from tests.support import Reference
 
 
@@ -76,6 +79,15 @@ def test_a_directory_that_is_no_model_is_refused(
 def test_a_hub_id_that_cannot_be_reached_names_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"model\.path=org/none: config\.json is neither here nor in the hub's cache"):
         read_own_shape(own(Path("org/none")), DType.bfloat16, None, is_plain=False, has_device=True)
+
+
+def test_layers_of_a_quantized_checkpoint_are_named_once(reference: Callable[[str], Reference], tmp_path: Path) -> None:
+    path, _ = write_fp8(reference("llama").directory, tmp_path / "fp8", (32, 32))
+    known = WorkloadConfig(num_requests=2, mean_prompt_tokens=8, max_prompt_tokens=9)
+    planned = make_plan(replace(plan_config(tmp_path / "none.jsonl", known), model=own(path)))
+    _, *lines = format_plan(planned, 0).partition("\n\n")[0].splitlines()
+    layers = "self_attn (q_proj, k_proj, v_proj, o_proj), mlp (gate_proj, up_proj, down_proj)"
+    assert sorted(line.split(maxsplit=3)[3] for line in lines) == ["embed_tokens, vectors, lm_head", layers]
 
 
 def plan_config(path: Path, workload: WorkloadConfig | None = None, **dataset: str | int) -> PlanConfig:
