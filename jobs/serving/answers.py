@@ -146,7 +146,7 @@ class Answers:
             log.error("the model cannot be opened: %s", reason)
             raise AnswerError(503, f"the model cannot be opened: {reason}")
         self._process, size = process, json.loads(ready)["ready"]
-        log.info("open: up to %d rows at a time, of up to %d tokens each", size["rows"], size["tokens"])
+        log.info("open: up to %s rows at a time, of up to %s tokens each", f"{size['rows']:,}", f"{size['tokens']:,}")
         for work in (self._read(process, process.stdout, log_path, start), self._close_when_idle(process)):
             task = asyncio.create_task(work)
             self._tasks.add(task)
@@ -164,14 +164,16 @@ class Answers:
                     self.counts.update(passes=1, pass_rows=each["rows"], tokens=each["tokens"])
                 elif (queue := self._queues.get(message["id"])) is not None:
                     queue.put_nowait(message)
-        _kill(process)
+        is_closing = self._process is not process  # `_close` waits for it, and kills it if it takes too long
+        if not is_closing:
+            _kill(process)
         code = await process.wait()
         self.num_pass_rows = 0
         if self._process is process:
             self._process = None
             self._keeper.release()
         failed, self._sent = self._sent, set()  # others wait until the model is open again
-        if failed or code:
+        if failed or (code and not is_closing):
             reason = last_error(log_path, start) or (f"signal {-code}" if code < 0 else f"exit code {code}")
             log.error("the model's process has ended: %s", reason)
             for id in failed:

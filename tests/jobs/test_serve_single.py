@@ -219,7 +219,10 @@ class BusyKeeper(Keeper):
 
 
 @pytest.mark.usefixtures("fake")
-def test_batches_and_single_requests_take_turns(tmp_path: Path, fake: FakeProcess) -> None:
+def test_batches_and_single_requests_take_turns(
+    tmp_path: Path, fake: FakeProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.script += "os.close(1)\nimport time\ntime.sleep(0.2)\nopen('ended', 'a').write('whole ')\n"
     keeper = BusyKeeper(tmp_path)
     keeper.start()
 
@@ -233,6 +236,8 @@ def test_batches_and_single_requests_take_turns(tmp_path: Path, fake: FakeProces
     keeper.stop()
     keeper.join()
     assert (fake.num_started, keeper.log.count("yields")) == (2, 2)
+    assert (tmp_path / "ended").read_text() == "whole whole "  # a process that is closed is not killed
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def _messages(*messages: Json, error: AnswerError | None = None) -> AsyncGenerator[Json]:
