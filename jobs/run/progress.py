@@ -3,8 +3,8 @@
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from types import TracebackType
@@ -162,6 +162,19 @@ class _PhaseThroughput:
     seconds: float = 0.0
 
 
+@contextmanager
+def _logging_above_bar() -> Iterator[None]:
+    """Writes log records above a bar. tqdm's handler replaces that of the terminal, and shows the same levels here."""
+    root = logging.getLogger()
+    replaced = root.handlers
+    with logging_redirect_tqdm():
+        added = [handler for handler in root.handlers if handler not in replaced]
+        removed = [handler for handler in replaced if handler not in root.handlers]
+        for handler in added:
+            handler.setLevel(removed[0].level if removed else root.level)
+        yield
+
+
 class Progress:
     """Context manager that displays progress; call `advance` after each pass. Shows the first open block. `clock`:
     monotonic seconds; `now`: time of day."""
@@ -198,7 +211,7 @@ class Progress:
         )
         self._stack = ExitStack()
         if self._is_terminal:
-            self._stack.enter_context(logging_redirect_tqdm())
+            self._stack.enter_context(_logging_above_bar())
         return self
 
     def __exit__(
@@ -220,8 +233,15 @@ class Progress:
         self._forecast.skip(done)
         if is_first:
             num_left = self._num_rows - self._num_rows_done
-            log.info("generating %s: %s", format_count(num_left, "completion"), self._time_left_text)
+            log.info("%s: %s", self._task_text(num_left), self._time_left_text)
         self._draw()
+
+    def _task_text(self, num_rows: int) -> str:
+        """`generating 8 completions`. A run does the same for all of its rows."""
+        request = self._requests[0]
+        if request.encoding is None and request.scoring is None:
+            return f"generating {format_count(num_rows, 'completion')}"
+        return f"{'scoring' if request.encoding is None else 'encoding'} {format_count(num_rows, 'row')}"
 
     def open(self, blocks: Sequence[Block], num_generated: Mapping[int, int]) -> None:
         """Opens blocks. `num_generated`: by unfinished request, tokens of an earlier start."""

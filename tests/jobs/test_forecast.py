@@ -1,8 +1,11 @@
 """What is left of a run is told by its prediction, as its passes have corrected that."""
 
-from collections.abc import Iterator
+import logging
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
+from typing import Any
 
 import pytest
 
@@ -11,7 +14,7 @@ from jobs.run.progress import Forecast, Progress, format_time_left
 from runtime.batching.balance import Block
 from runtime.plan.cost.predict import Prediction
 from runtime.plan.cost.simulator import PhaseTime
-from runtime.sequences.sequence import Completion, FinishReason, Request
+from runtime.sequences.sequence import Completion, Encoding, FinishReason, Request, Scoring
 from runtime.units import format_rounded
 
 NUM_PROMPT, MOST = 10, 21
@@ -120,9 +123,9 @@ class Clock:
         return self.seconds
 
 
-def progress(clock: Clock, *, is_terminal: bool = False) -> Progress:
+def progress(clock: Clock, *, is_terminal: bool = False, requests: Sequence[Request] = REQUESTS) -> Progress:
     return Progress(
-        REQUESTS, BLOCKS, is_wave=True, is_terminal=is_terminal, clock=clock,
+        requests, BLOCKS, is_wave=True, is_terminal=is_terminal, clock=clock,
         now=lambda: datetime(2026, 1, 1, 14, 5),
     )  # fmt: skip
 
@@ -158,6 +161,22 @@ def test_a_log_says_at_the_start_how_long_it_takes_and_once_a_minute_how_far_it_
     ]
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ({"scoring": Scoring(num_positions=1, last_ids=(1,))}, "scoring 8 rows: about 2 min, until 14:07"),
+        ({"encoding": Encoding(num_read=1)}, "encoding 8 rows: about 2 min, until 14:07"),
+    ],
+)
+def test_rows_that_generate_nothing_are_said_to_be_scored_or_encoded(
+    kind: dict[str, Any], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    requests = [replace(request, **kind) for request in REQUESTS]
+    with caplog.at_level("INFO"), progress(Clock(), requests=requests) as shown:
+        shown.expect(PREDICTION, [])
+    assert caplog.messages == [text]
+
+
 def test_a_terminal_has_a_bar_of_all_blocks_and_rows_those_of_earlier_starts_too(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -170,6 +189,21 @@ def test_a_terminal_has_a_bar_of_all_blocks_and_rows_those_of_earlier_starts_too
     pictures = [line for line in capsys.readouterr().err.split("\r") if "rows" in line]
     assert pictures[-1].startswith(" 67% |")
     assert pictures[-1].strip().endswith("| 4/8 rows, 2.0 prompt tok/s, 40 s left")
+
+
+def test_lines_that_the_terminal_does_not_show_are_not_shown_beside_the_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal, root, log = logging.StreamHandler(sys.stderr), logging.getLogger(), logging.getLogger("jobs")
+    terminal.setLevel(logging.INFO)
+    monkeypatch.setattr(root, "handlers", [terminal])
+    monkeypatch.setattr(log, "level", logging.DEBUG)
+    with progress(Clock(), is_terminal=True):
+        log.debug("a detail")
+        log.info("a line")
+    shown = capsys.readouterr().err
+    assert "a line" in shown
+    assert "a detail" not in shown
 
 
 def test_the_bar_is_drawn_five_times_a_second_at_most(capsys: pytest.CaptureFixture[str]) -> None:
