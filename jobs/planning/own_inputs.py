@@ -134,7 +134,7 @@ def with_own_prompts(config: PlanConfig, dataset: DatasetConfig) -> PlanConfig:
     lengths = list(_prompt_lengths(config, [*sample, longest]))
     mean, most = sum(lengths[:-1]) / max(1, len(lengths) - 1), max(lengths)
     log.info(
-        "%s: %s, %.0f tokens on average and %s at most, by %s of them%s",
+        "%s: %s, %.0f tokens on average and %s at most, counted in %s of them%s",
         dataset.source_name, format_count(num_rows, "prompt"), mean, f"{most:,}", f"{len(sample):,}",
         f"; {format_count(num_bad, 'row')} cannot be used" if num_bad else "",
     )  # fmt: skip

@@ -125,7 +125,7 @@ def _print_outcome(config: RunSettings, outcome: Outcome, print_results: Callabl
         print_line(json.dumps(outcome.values))
     elif config.prints_tables:
         if exported:
-            print_line("\n".join(exported))
+            print_line("\n".join(["", *exported]))
         print_results(outcome)
     elif isinstance(config, GenerateConfig) and config.dataset.prompt is not None:
         print_line(format_completions(outcome.directory / "generations"))

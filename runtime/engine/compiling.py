@@ -130,9 +130,7 @@ class CompiledKernels(Closing):
         if not disable_kernels():
             return False
         if not self.are_disabled:
-            log.info(
-                "kernels for this processor are not compiled yet; using plain torch operators, as the run is short"
-            )
+            log.info("kernels for this model are not compiled yet; using plain torch operators, as the run is short")
         self._plain_seconds, self.are_disabled = self._plain_seconds + seconds, True
         return True
 
