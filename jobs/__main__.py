@@ -37,7 +37,9 @@ def main() -> None:
         case ["slurm", *words]:
             print_slurm_script(words)
         case ["--help" | "-h" | "help", *_]:
-            print(help_text())
+            from jobs.config.screen import fold_for_screen
+
+            print(fold_for_screen(help_text()))
         case ["--version", *_]:
             import runtime
 
@@ -55,13 +57,14 @@ def print_slurm_script(words: list[str]) -> None:
     """Prints the script that `words` name. Without a name, the list of scripts goes to stderr and, unless stdout is a
     terminal, the main script to stdout."""
     from jobs.config.cli import print_line
+    from jobs.config.screen import fold_for_screen
     from jobs.config.slurm import MAIN_SCRIPT, SCRIPTS, script_listing, script_text
     from runtime.errors import OutputError
 
     try:
         match words:
             case ["--help" | "-h"]:
-                print_line(script_listing())
+                print_line(fold_for_screen(script_listing()))
             case [name] if name in SCRIPTS:
                 print_line(script_text(name).rstrip())
             case []:

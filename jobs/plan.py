@@ -7,6 +7,7 @@ import hydra
 from jobs.config.cli import as_job, print_line, run_job
 from jobs.config.logs import setup_plain_logging
 from jobs.config.process import gc_paused
+from jobs.config.screen import fold_for_screen
 from jobs.config.settings import Composed, LogLevel, load
 from jobs.planning.config import PlanConfig
 
@@ -23,7 +24,7 @@ def main(composed: Composed) -> None:
 
     config = with_prompts(config)
     planned = make_plan(config)
-    print_line(format_plan(planned, config.plan.num_actions))
+    print_line(fold_for_screen(format_plan(planned, config.plan.num_actions)))
     if not config.plan.writes_files:
         return
 

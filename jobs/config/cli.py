@@ -21,6 +21,7 @@ from runtime.errors import ConfigError, InternalError, Interrupted, JobEnded, Ou
 from .error_log import log_errors, to_user_error
 from .help import help_text
 from .process import exit_as_rank, prepare_process
+from .screen import fold_for_screen
 from .typed import known_keys, unknown_key
 from .words import MULTIRUN, rewrite_words, suggest_key
 
@@ -123,7 +124,7 @@ def _run_subcommand(job: str, words: list[str], schema: type) -> int | None:
         if "--version" in words:
             print_line(f"weightstream {runtime.__version__}")
         elif {"--help", "-h"} & {*words}:
-            print_line(help_text(job, words))
+            print_line(fold_for_screen(help_text(job, words)))
         elif (suggestion := suggest_key(words, schema)) is not None:
             raise ConfigError(suggestion)
         else:

@@ -19,6 +19,7 @@ import yaml
 from runtime.config.texts import did_you_mean
 from runtime.errors import ConfigError
 
+from .screen import screen_width
 from .slurm import SCRIPTS
 
 Settings: TypeAlias = Mapping[str, object]
@@ -26,7 +27,8 @@ Settings: TypeAlias = Mapping[str, object]
 HYDRA_KEYS = ("hydra", "defaults")
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 CHOICES = re.compile(r"[\w-]+(?: \| [\w-]+)+")  # allowed values, at the start of a comment: `a | b`
-WIDTH, COLUMN = 120, 40  # line width; start of the descriptions
+COLUMN = 40  # start of the descriptions
+LIST_COLUMN, LIST_WIDTH = 13, 100  # of lists of options
 ALL = "all"
 PLACEHOLDER = re.compile(r"\{(settings|options):? ?([^}]*)\}")  # in a page of `jobs/data/help`
 SHELLS = ("bash", "zsh", "fish")
@@ -234,7 +236,9 @@ def help_text(job: str, words: Sequence[str]) -> str:
             return "\n".join(_format_setting(settings, key) for key in names.split() or settings.leaf_keys())
         default = settings.selected_option(names)
         text = ", ".join([default, *(option for option in option_names(names) if option != default)])
-        return fill(text, WIDTH - 20, subsequent_indent=" " * 13, break_on_hyphens=False)
+        indent = " " * LIST_COLUMN
+        width = min(LIST_WIDTH, screen_width())
+        return fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False).lstrip()
 
     return PLACEHOLDER.sub(fill_placeholder, page).rstrip("\n")
 
@@ -250,7 +254,9 @@ def _describe_topic(settings: JobSettings, topic: str) -> Iterator[str]:
     elif topic in settings.groups:
         yield "\n".join([f"{topic}=OPTION, one of", *_option_lines(settings, topic), *_setting_lines(settings, topic)])
     elif settings.child_names(topic):
-        meaning = fill(f"{topic}: {settings.description(topic)}".removesuffix(": "), WIDTH, break_on_hyphens=False)
+        meaning = fill(
+            f"{topic}: {settings.description(topic)}".removesuffix(": "), screen_width(), break_on_hyphens=False
+        )
         yield "\n".join([meaning, *_setting_lines(settings, topic)])
     elif topic in settings.leaf_keys():
         yield _format_setting(settings, topic)
@@ -287,7 +293,7 @@ def _format_setting(settings: JobSettings, key: str) -> str:
 def _two_columns(left: str, right: str, column: int) -> str:
     """Appends `right`, wrapped, as a second column; below `left` if `left` is too long."""
     indent = " " * column
-    text = fill(right, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    text = fill(right, screen_width(), initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
     if not right:
         return left
     return f"{left}\n{text}" if len(left) >= column else left + text[len(left) :]
