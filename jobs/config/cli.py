@@ -175,6 +175,8 @@ def describe_hydra_error(error: Exception, known: list[str]) -> str:
         return f"{needs}, or submit a script: weightstream slurm > job.sbatch"
     if missing is not None and options is not None:
         group, _, option = missing.rpartition("/") if missing.startswith("hydra/") else missing.partition("/")
+        if group == "model" and Path(option).is_file():
+            return f"model={option} is a file and no model: set a directory, a GGUF file or a hub id"
         if group == "model" and ("/" in option or Path(option).exists()):
             return f"model={option} does not exist: for a directory or a hub id write model=hf model.path={option}"
         close = get_close_matches(option, options, n=1)

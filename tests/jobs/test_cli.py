@@ -580,3 +580,13 @@ def test_several_paths_of_a_model_are_its_path_and_mirrors() -> None:
         assert 'model.mirrors=["/b/m"]' in found
         assert 'model.path="/a/m"' in found
     assert not any("mirrors" in word for word in rewrite_words(["model=[/a/m]"], GenerateConfig))
+
+
+def test_a_model_that_is_a_file_here_is_not_said_to_be_missing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "m.csv").touch()
+    monkeypatch.chdir(tmp_path)
+    assert refused(monkeypatch, capfd, "synthesize", "model=m.csv", SynthesizeConfig) == (
+        "error: model=m.csv is a file and no model: set a directory, a GGUF file or a hub id\n"
+    )
