@@ -278,9 +278,10 @@ class Progress:
 
     def _draw(self) -> None:
         self._last_redraw = self._clock()
-        if self._forecast is not None:
-            self._bar.n = max(self._bar.n, self._forecast.share_done)  # never moves back when the estimate grows
-        seconds_left = f"{format_rounded(self._seconds_left)} left" if self._seconds_left else ""
+        is_done = self._num_rows_done >= self._num_rows
+        if self._forecast is not None:  # the bar never moves back when the estimate grows
+            self._bar.n = 1.0 if is_done else max(self._bar.n, self._forecast.share_done)
+        seconds_left = f"{format_rounded(self._seconds_left)} left" if self._seconds_left and not is_done else ""
         parts = (f"{self._num_rows_done:,}/{self._num_rows:,} rows", self._rate_text, seconds_left)
         self._bar.set_description_str(", ".join(filter(None, parts)), refresh=True)
 

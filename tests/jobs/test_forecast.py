@@ -191,6 +191,20 @@ def test_a_terminal_has_a_bar_of_all_blocks_and_rows_those_of_earlier_starts_too
     assert pictures[-1].strip().endswith("| 4/8 rows, 2.0 prompt tok/s, 40 s left")
 
 
+def test_a_bar_ends_full_even_if_the_forecast_expected_more(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(Forecast, "share_done", 0.99)
+    monkeypatch.setattr(Forecast, "seconds_left", 1.0)
+    with progress(clock, is_terminal=True) as shown:
+        shown.expect(PREDICTION, [])
+        play(shown, clock)
+    last = [line for line in capsys.readouterr().err.split("\r") if "rows" in line][-1]
+    assert last.startswith("100% |")
+    assert last.strip().endswith("| 8/8 rows, 2.0 new tok/s")
+
+
 def test_lines_that_the_terminal_does_not_show_are_not_shown_beside_the_bar(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
