@@ -10,7 +10,7 @@ import pytest
 
 from runtime.errors import CheckpointError, StorageError, WeightstreamError
 from runtime.plan.shape.extents import Extent
-from runtime.store import read_errors
+from runtime.store import reader
 from runtime.store.checkpoint import INDEX, SINGLE, open_checkpoint, read_index
 from runtime.store.header import read_header
 from runtime.store.reader import Reader
@@ -24,7 +24,7 @@ PreadV = Callable[[int, Sequence[memoryview], int], int]
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_errors, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(reader, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
 
 
 @pytest.fixture
