@@ -1,4 +1,4 @@
-"""A few cases of a parametrised test that show each value of its parameters, or each pair of values."""
+"""A few cases of a parametrised test: they show each value of its parameters, or each pair, or are some of these."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -22,11 +22,19 @@ def dealt(cases: Sequence[Sequence[object]], by: int = 1) -> list[int]:
     return sorted(indexes)
 
 
+def spread(places: Sequence[int], most: int) -> list[int]:
+    """At most so many of `places`, first and last among them, at equal distances."""
+    last = len(places) - 1
+    return [places[round(turn * last / max(1, most - 1))] for turn in range(most)] if most <= last else [*places]
+
+
 def deal(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves of each test with the marker `dealt` the cases that it asks for, and of all others all."""
+    """Leaves of each test with the marker `dealt` the cases that it asks for, and of others all. Slow cases stay:
+    another option leaves them out."""
     groups = dict[str, list[pytest.Function]]()
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("dealt"):
+        marks = (item.get_closest_marker("dealt"), item.get_closest_marker("slow"))
+        if isinstance(item, pytest.Function) and marks[0] and not marks[1]:
             groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
     others = set[pytest.Item]()
     for group in groups.values():
@@ -34,7 +42,8 @@ def deal(config: pytest.Config, items: list[pytest.Item]) -> None:
         assert marker is not None
         names = marker.args or [*group[0].callspec.params]
         cases = [[item.callspec.params[name] for name in names] for item in group]
-        selected = {*dealt(cases, marker.kwargs.get("by", 1))}
+        shown = dealt(cases, marker.kwargs.get("by", 1))
+        selected = {*spread(shown, marker.kwargs.get("most", len(shown)))}
         others |= {item for position, item in enumerate(group) if position not in selected}
     if others:
         config.hook.pytest_deselected(items=[*others])

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from tests.dealt import dealt
+from tests.dealt import dealt, spread
 
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("test_*.py"))
@@ -52,3 +52,10 @@ def test_few_cases_show_each_pair_of_values() -> None:
             (repr(case[first]), repr(case[second])) for case in cases
         }
     assert len(few) < len(cases)
+
+
+def test_at_most_so_many_are_spread_from_the_first_to_the_last() -> None:
+    assert spread([2, 3, 5, 7, 11], 3) == [2, 5, 11]
+    assert spread([2, 3, 5, 7, 11], 2) == [2, 11]
+    assert spread([2, 3, 5, 7, 11], 1) == [2]
+    assert spread([2, 3], 2) == spread([2, 3], 9) == [2, 3]
