@@ -19,6 +19,7 @@ from runtime.engine import compiling
 from runtime.engine.compiling import KernelSet
 from runtime.linear import backends, work_items
 from runtime.linear.window4_rows import WINDOW4
+from runtime.measure import layers, timing
 from runtime.model import capabilities as traits
 from runtime.model import loading
 from runtime.model.families import FAMILIES
@@ -141,17 +142,22 @@ def once_for_each_config(look: Callable[[PreTrainedModel], Found]) -> Callable[[
 
 @pytest.fixture(scope="session", autouse=True)
 def measured_once() -> Iterator[None]:
-    """What the first runtime of a session finds out of a model and of this machine holds for the later ones. Whoever
-    tests finding out itself calls it where it is defined."""
+    """What the first runtime of a session finds out of a model and of this machine holds for the later ones: its rates
+    for all loads, and of fewer passes than a run takes. Whoever tests finding out itself calls it where it is
+    defined."""
     rates: dict[object, MachineRates] = {}
     measure_rates = planning.measure_rates
 
     def rates_of(
         loaded: LoadedModel, reader: Reader, device: ComputeDevice, usual: TypicalLoad, paged: Collection[int]
     ) -> MachineRates:
-        key = loaded.fingerprint, loaded.compute_dtype, device.torch_device, type(device), usual, frozenset(paged)
+        key = loaded.fingerprint, loaded.compute_dtype, device.torch_device, type(device), frozenset(paged)
         if key not in rates:
-            rates[key] = measure_rates(loaded, reader, device, usual, paged)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(layers, "MAX_PASSES", 2)
+                patch.setattr(layers, "NUM_SINGLE_PASSES", 3)
+                patch.setattr(timing, "NUM_REPEATS", 2)
+                rates[key] = measure_rates(loaded, reader, device, usual, paged)
         return rates[key]
 
     with pytest.MonkeyPatch.context() as patch:
