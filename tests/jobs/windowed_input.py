@@ -1,4 +1,4 @@
-"""An input of 40 rows in two files, a bad one among them, and runs of it in windows or whole."""
+"""An input of 25 rows in two files, a bad one among them, and runs of it in windows or whole."""
 
 import json
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from jobs.run.tasks.generate import generate
 from runtime.config.settings import PolicyConfig, PolicyKind, SamplingConfig
 from tests.generations import read_generations
 
-NUM_ROWS, NUM_IN_FIRST, BAD_ROW = 40, 17, 23
+NUM_ROWS, NUM_IN_FIRST, BAD_ROW = 25, 10, 15
 SMALL_BLOCKS = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=4, num_micro_batches=1)
 
 
