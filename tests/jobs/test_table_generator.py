@@ -1,7 +1,6 @@
 """The adapter for engines of data: one call behind many faces, and what it keeps when its process is killed."""
 
 import logging
-import multiprocessing
 import os
 import pickle
 import signal
@@ -19,6 +18,7 @@ from jobs.tables.generator import BlockUnderfill, find_underfill
 from runtime import PolicyConfig, Runtime
 from runtime.errors import ConfigError, RunMismatchError
 from runtime.sequences.sequence import Request
+from tests.processes import PROCESSES
 
 NUM_ROWS = 12
 TABLE = pa.table(
@@ -97,9 +97,9 @@ def killed_after_two_parts(generator: TableGenerator) -> None:
 def test_a_killed_process_loses_no_block_that_was_finished(
     kept: TableGenerator, plain: pa.Table, tmp_path: Path
 ) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=killed_after_two_parts, args=(kept,))
+    process = PROCESSES.Process(target=killed_after_two_parts, args=(kept,))
     process.start()
-    process.join(120)
+    process.join()
     assert process.exitcode == -signal.SIGKILL
     before = parts(tmp_path)
     assert len(before) == 2
