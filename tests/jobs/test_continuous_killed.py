@@ -28,16 +28,18 @@ def audit(store: PartStore, whole: Mapping[str, bytes]) -> None:
     assert not store.directory.success.exists() or is_finished(store.directory), "success over missing parts"
 
 
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_every_step_and_again_while_resuming_a_run_ends_with_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """At every fifth in `make test`."""
     kills = Kills(monkeypatch)
     store = case.store_at(tmp_path / "whole", ASKED)
     with kills.copied(tmp_path / "whole", tmp_path / "killed") as killed:
         num_tokens = start(tmp_path / "whole").num_sampled
     whole = part_support.parts(store)
     assert len(killed) > 40, len(killed)
-    for number, path in enumerate(killed):
+    for number, path in enumerate(killed[::stride]):
         audit(case.store_at(path, ASKED), whole)
         with kills.copied(path, tmp_path / "again" / str(number), most=1 + number % 7) as again:
             start(path)
@@ -51,4 +53,4 @@ def test_killed_at_every_step_and_again_while_resuming_a_run_ends_with_the_same_
         assert part_support.quarantined(store) == []
         left = [*store.directory.path.rglob(".*"), *store.directory.path.glob("running*")]
         assert left == []
-        assert number < len(killed) // 2 or last.num_sampled < num_tokens, "all was generated again"
+        assert number * stride < len(killed) // 2 or last.num_sampled < num_tokens, "all was generated again"

@@ -20,7 +20,7 @@ from tests.jobs.worker_loop import Case, check
 
 
 def test_workers_that_are_killed_stopped_and_paused_make_the_rows_of_one(tmp_path: Path) -> None:
-    check(Case(home=tmp_path, num_workers=3, num_rows=12, num_kills=3))
+    check(Case(home=tmp_path, num_workers=3, num_rows=12, num_kills=3, num_new_tokens=40))
 
 
 def test_workers_take_other_blocks_and_those_of_one_that_ends(tmp_path: Path) -> None:
@@ -43,10 +43,10 @@ def test_workers_take_other_blocks_and_those_of_one_that_ends(tmp_path: Path) ->
 
 
 def test_a_run_of_one_worker_goes_on_with_several_and_the_other_way_round(tmp_path: Path) -> None:
-    case = Case(home=tmp_path, num_rows=12, num_new_tokens=8)
+    case = Case(home=tmp_path, num_rows=12, num_new_tokens=4)
     whole = generate(case.config("whole", Workers.one), lambda: False)
     for first, second in ((Workers.one, Workers.elastic), (Workers.elastic, Workers.one)):
-        stops = iter(range(30))
+        stops = iter(range(15))
         with pytest.raises(Interrupted):
             generate(case.config(first.value, first), lambda stops=stops: next(stops, None) is None)
         outcome = generate(case.config(first.value, second), lambda: False)

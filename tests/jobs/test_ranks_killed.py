@@ -20,7 +20,7 @@ KILLED = dict(zip(MOMENTS, [(2, 1), (2, 0), (2, 1), (3, 2), (3, 0)], strict=True
 def test_whoever_is_killed_whenever_all_end_with_75_and_another_number_of_ranks_goes_on(
     moments: list[str], tmp_path: Path
 ) -> None:
-    case = Case(home=tmp_path)
+    case = Case(home=tmp_path, num_new_tokens=24)
     for turn, moment in enumerate(moments):
         size, victim = KILLED[moment]
         codes = kill_one(case, size, victim, MOMENTS[moment], helped=moment == "it has started", apart=turn % 2 == 1)

@@ -45,6 +45,7 @@ def test_a_finished_run_has_a_whole_copy_and_what_says_so_comes_last(tmp_path: P
     assert not [name for name in there if name.startswith((".", "running"))]
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("workers", list(Workers))
 def test_another_machine_goes_on_from_the_copy_with_equal_bytes(
     tmp_path: Path, url: str, plain: Path, workers: Workers
@@ -64,9 +65,11 @@ class Killed(BaseException):
     """Ends a run as a kill would: nothing of ours catches it."""
 
 
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_every_write_to_the_store_a_run_ends_elsewhere_with_equal_bytes(
-    tmp_path: Path, url: str, plain: Path, monkeypatch: pytest.MonkeyPatch
+    stride: int, tmp_path: Path, url: str, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """At every fourth in `make test`."""
     write, left = ObjectStore._write, 0  # pyright: ignore[reportPrivateUsage]
 
     def killing(self: ObjectStore, path: str, data: bytes, exclusive: bool) -> None:
@@ -77,7 +80,7 @@ def test_killed_at_every_write_to_the_store_a_run_ends_elsewhere_with_equal_byte
         write(self, path, data, exclusive)
 
     monkeypatch.setattr(ObjectStore, "_write", killing)
-    for step in count(1):
+    for step in count(1, stride):
         place, left = f"{url}/{step}", step
         with suppress(Killed):
             run(tmp_path / f"{step}-one", place)

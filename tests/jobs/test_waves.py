@@ -55,6 +55,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> PartStore:
     return store
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("num_passes", range(0, NUM_PASSES, 2))
 def test_a_stop_after_any_pass_loses_no_token_and_counts_every_pass_once(
     tmp_path: Path, num_passes: int, whole: PartStore
@@ -82,6 +83,7 @@ def test_a_part_says_how_often_its_block_went_on_inside_and_others_keep_their_by
     assert [parts[name] == of_whole[name] for name in sorted(parts)] == [True, False, True]
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("start", [start_waves, run_at], ids=["wave", "continuous"])
 @pytest.mark.parametrize("stop", [KVFileError("EIO"), OutputError("ENOSPC"), Interrupted("SIGTERM")], ids=repr)
 def test_what_was_sampled_is_saved_whichever_error_of_ours_ends_a_start(
@@ -146,15 +148,16 @@ def test_a_file_that_is_not_this_blocks_moves_to_quarantine_and_the_block_begins
     assert len(part_support.quarantined(store)) == 1
 
 
+@pytest.mark.parametrize("stride", [8, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_at_every_step_and_again_while_resuming_a_run_ends_with_the_same_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, kills = made(6), Kills(monkeypatch)
     session = FakeSession()
     with kills.copied(tmp_path / "whole", tmp_path / "killed") as killed:
         expected = rows(start_waves(tmp_path / "whole", session, batch=asked))
     assert len(killed) > 40, len(killed)
-    for number, path in enumerate(killed[::2]):
+    for number, path in enumerate(killed[::stride]):
         final: dict[str, bytes] = {p.name: p.read_bytes() for p in path.glob("generations/part*")}
         with kills.copied(path, tmp_path / "again" / str(number), most=1 + number % 7) as again:
             start_waves(path, FakeSession(), batch=asked)
@@ -165,4 +168,4 @@ def test_killed_at_every_step_and_again_while_resuming_a_run_ends_with_the_same_
         assert {name: part_support.parts(store)[name] for name in final} == final, "a committed part was changed"
         assert part_support.quarantined(store) == []
         assert [*store.directory.path.rglob(".*"), *store.directory.path.glob("running*")] == []
-        assert number < len(killed) // 4 or last.num_sampled < session.num_sampled, "all was generated again"
+        assert number * stride < len(killed) // 2 or last.num_sampled < session.num_sampled, "all was generated again"
