@@ -59,7 +59,7 @@ def plain() -> list[tuple[int, ...]]:
     return [result.token_ids for result in runtime_of(offload="none").generate(prompts(len(SCHEMAS)))]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", with_slow_others(WAYS, ["continuous"]))
 def test_documents_of_every_schema_are_valid_and_the_same_however_the_run_is_scheduled(
     way: str, plain: list[tuple[int, ...]]
 ) -> None:
@@ -92,6 +92,7 @@ def model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -146,12 +147,13 @@ def test_behind_reasoning_tokens_equal_transformers_with_the_mask_from_the_end_t
     settings = {"max_new_tokens": 200, "temperature": temperature, "seed": 6, "ignore_eos": False}
     asked = [*THOUGHTS, Prompt(THOUGHTS[1], max_new_tokens=4)]
     free = Runtime(model="random", **settings).generate(asked)  # pyright: ignore[reportArgumentType]
+    expected = dict[int, list[int]]()
     for way in WAYS.values():
         runtime = Runtime(model="random", reasoning=TAGS, **settings, **STRUCTURES[structure], **way)  # pyright: ignore
         sampling, tokenizer = runtime.config.sampling, runtime.model.tokenizer
         assert tokenizer is not None
         results = runtime.generate(asked)
-        for result, plain in zip(results, free, strict=True):
+        for place, (result, plain) in enumerate(zip(results, free, strict=True)):
             assert isinstance(result, Completion)
             assert isinstance(plain, Completion)
             before, tag, _ = plain.text.partition(TAGS[1])
@@ -160,20 +162,22 @@ def test_behind_reasoning_tokens_equal_transformers_with_the_mask_from_the_end_t
                 assert (result.reasoning, result.text, result.finish) == (plain.text.strip(), "", plain.finish)
                 continue
             num_free = next(n for n in range(200) if tag in tokenizer.decode(plain.token_ids[:n]))
-            ids = torch.tensor([result.request.prompt_ids])
-            torch.manual_seed(result.request.seed(sampling.seed))
-            expected = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                logits_processor=LogitsProcessorList([Mask(tokenizer, ids.shape[1] + num_free, sampling)]),
-                do_sample=temperature > 0,
-                temperature=temperature or None,
-                top_k=0 if temperature else None,
-                max_new_tokens=200,
-                eos_token_id=2,
-                pad_token_id=0,
-            )
-            assert list(result.token_ids) == expected[0, ids.shape[1] :].tolist()
+            if place not in expected:
+                ids = torch.tensor([result.request.prompt_ids])
+                torch.manual_seed(result.request.seed(sampling.seed))
+                answer = model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    logits_processor=LogitsProcessorList([Mask(tokenizer, ids.shape[1] + num_free, sampling)]),
+                    do_sample=temperature > 0,
+                    temperature=temperature or None,
+                    top_k=0 if temperature else None,
+                    max_new_tokens=200,
+                    eos_token_id=2,
+                    pad_token_id=0,
+                )
+                expected[place] = answer[0, ids.shape[1] :].tolist()
+            assert list(result.token_ids) == expected[place]
             assert result.reasoning == before.strip()
             is_whole = result.finish is FinishReason.eos
             assert is_whole or len(result.token_ids) == 200
@@ -209,6 +213,9 @@ def test_stopped_anywhere_a_row_that_thinks_goes_on_to_the_same_answer(temperatu
         assert (resumed.token_ids, resumed.reasoning, resumed.text) == (whole.token_ids, whole.reasoning, whole.text)
 
 
+@pytest.mark.slow(
+    "runtime/test_structured.py::test_behind_reasoning_tokens_equal_transformers_with_the_mask_from_the_end_tag_on"
+)
 def test_rows_samples_and_their_own_structures_each_think_alone() -> None:
     runtime = Runtime(
         model="random", choice=["red", "green"], reasoning=TAGS, n=3, temperature=0.9, seed=6, max_new_tokens=300
@@ -502,6 +509,7 @@ SPELLED_OUT: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
 }
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("kind", ["llama2", "t5"])
 def test_a_run_gives_a_choice_with_its_spaces_and_prompt_and_completion_are_the_text_of_both(
     kind: str, tmp_path: Path
@@ -524,6 +532,7 @@ def test_a_run_gives_a_choice_with_its_spaces_and_prompt_and_completion_are_the_
 SPELLABLE = [(kind, name) for kind in EVEN for name in SPELLED_OUT if kind != "wordpiece" or name == "one choice"]
 
 
+@pytest.mark.dealt(most=14)
 @pytest.mark.parametrize(("kind", "structure"), SPELLABLE)
 def test_text_comes_out_as_it_was_asked_with_every_kind_of_tokenizer(kind: str, structure: str) -> None:
     """Leading spaces included, behind a text and where one begins. A grammar's tokens are those of a random model."""
