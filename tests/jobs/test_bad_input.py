@@ -57,6 +57,7 @@ def test_missing_checkpoint_names_three_ways_on(tmp_path: Path) -> None:
     assert error.value.exit_code == 2
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -127,6 +128,7 @@ BAD_LINES = {
 }
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("line", BAD_LINES.values(), ids=BAD_LINES.keys())
 def test_a_bad_row_becomes_an_error_row_and_the_others_are_generated(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
@@ -255,6 +257,7 @@ def test_impossible_values_name_the_key() -> None:
         OffloadConfig(host_memory_gib=-1)
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize(
     ("override", "named"),
     [

@@ -53,6 +53,7 @@ def test_a_search_leaves_the_rows_that_are_asked_for_the_best_first(whole: list[
         assert sum(first["logprobs"]) / 16 == pytest.approx(first["beam_score"], abs=1e-4)  # pyright: ignore
 
 
+@pytest.mark.slow("jobs/test_beam_jobs.py::test_killed_inside_its_searches_a_run_ends_with_the_same_rows")
 def test_stopped_again_and_again_inside_its_searches_a_run_ends_with_the_same_rows(
     tmp_path: Path, whole: list[dict[str, object]]
 ) -> None:

@@ -100,6 +100,7 @@ def test_a_sweep_ends_with_its_worst_code_and_a_stopped_job_stops_it(
     assert ended.value.code == worst
 
 
+@pytest.mark.dealt(most=4)
 @pytest.mark.parametrize(
     ("deed", "code", "errors"),
     [
@@ -117,6 +118,7 @@ def test_job_ends_with_its_own_code_and_at_most_one_line(
     assert end_of(f"run={deed}") == End(code=code, done=[deed], errors=errors)
 
 
+@pytest.mark.dealt(most=6)
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -218,6 +220,7 @@ SLURMS = {
 }
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize(("programs", "said"), SLURMS.values(), ids=SLURMS)
 def test_what_slurm_refuses_is_refused_in_its_own_words(
     end_of: Callable[..., End],
@@ -274,6 +277,7 @@ def test_exit_codes_reach_a_launcher_as_errors() -> None:
     assert (copy.exit_code, str(copy)) == (3, "a job of the sweep ended with exit code 3; see its log")
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("job", ["generate", "plan", "synthesize"])
 def test_a_launcher_can_take_the_job_to_another_process(job: str) -> None:
     """As `python -m` runs it: what stands in `__main__` is pickled by value, with all the globals that it names."""

@@ -79,6 +79,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return run(tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("sampling", [SamplingConfig(max_new_tokens=10), SAMPLED], ids=["greedy", "sampled"])
 def test_the_rows_are_those_of_a_run_in_waves(tmp_path: Path, sampling: SamplingConfig) -> None:
     run(tmp_path / "waves", admission=Admission.wave, sampling=sampling)
@@ -100,6 +101,7 @@ def test_the_summary_accounts_for_every_token(whole: Outcome) -> None:
     assert "mixed" in phases
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("num_stages", [30, 150])
 def test_a_stopped_run_goes_on_and_no_token_is_sampled_twice(tmp_path: Path, num_stages: int, whole: Outcome) -> None:
     asked = iter(range(num_stages))

@@ -56,7 +56,7 @@ def test_a_part_is_committed_while_others_run(tmp_path: Path) -> None:
     assert 0 < len(store.committed_parts()) < len(store.blocks)
 
 
-@pytest.mark.dealt("reports_first", "num_passes")
+@pytest.mark.dealt("reports_first", "num_passes", most=3)
 @BOTH_ORDERS
 @pytest.mark.parametrize("num_passes", range(NUM_PASSES))
 def test_a_stop_after_any_pass_loses_no_token_and_no_pass(tmp_path: Path, num_passes: int, reports_first: bool) -> None:

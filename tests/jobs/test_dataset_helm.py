@@ -31,6 +31,7 @@ def test_the_items_are_helms_bit_for_bit():
     assert digest.hexdigest() == ITEMS_SHA256
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("mode", list(ReasoningMode))
 def test_reasoning_prompts_have_helms_form(mode):
     rows = reasoning(mode, limit=3)
@@ -209,6 +210,7 @@ def test_scitldr_reads_as_articles():
     assert input_digest(rows) == input_digest(again)
 
 
+@pytest.mark.slow("jobs/test_dataset_helm.py::test_the_items_are_helms_bit_for_bit")
 def test_the_validation_split_is_asked_behind_the_same_examples() -> None:
     items = list(generate_items(ReasoningMode.pattern_match))
     tested, valid = reasoning(limit=2), reasoning(split=EvaluationSplit.valid)

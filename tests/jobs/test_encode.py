@@ -108,6 +108,7 @@ def test_masks_are_filled_and_other_classes_refused(tmp_path: Path, checkpoint: 
     assert not run_directory(other).exists()
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("chunk_tokens", ["16", "null"])
 def test_a_run_that_is_stopped_comes_to_the_bits_of_one_that_was_not(chunk_tokens: str, tmp_path: Path) -> None:
     words = ("model=random", f"policy.prefill_chunk_tokens={chunk_tokens}")

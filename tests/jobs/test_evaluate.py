@@ -68,6 +68,7 @@ def numbers(results: Any) -> dict[str, dict[str, float]]:
     return found
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("tier", [Tier.none, Tier.nvme])
 def test_every_task_gets_the_numbers_that_the_harness_gets_of_transformers(home: Path, tier: Tier) -> None:
     tasks = list(TASKS)
@@ -83,6 +84,8 @@ def test_every_task_gets_the_numbers_that_the_harness_gets_of_transformers(home:
     assert [_answers(found.directory, task) for task in tasks if task.startswith("until")] == texts
 
 
+@pytest.mark.slow("jobs/test_evaluate.py::test_every_task_gets_the_numbers_that_the_harness_gets_of_transformers")
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("make", [partial(synthesize, "t5"), partial(short_bart, num_positions=24)])
 def test_an_encoder_decoder_gets_the_log_probabilities_that_the_harness_gets_of_it(
     make: Callable[[Path], object], tmp_path: Path
@@ -121,6 +124,7 @@ def test_a_finished_evaluation_is_read_and_not_asked_again(home: Path, monkeypat
     assert again.results == first.results
 
 
+@pytest.mark.slow("jobs/test_evaluate.py::test_a_killed_evaluation_comes_to_the_same_and_asks_no_committed_row_again")
 def test_what_was_stopped_goes_on_with_what_it_has(home: Path) -> None:
     asked = config(home, ["until_the_end"], num_fewshot=3)
     with pytest.raises(Interrupted):
@@ -129,6 +133,7 @@ def test_what_was_stopped_goes_on_with_what_it_has(home: Path) -> None:
     assert evaluated(asked).results["results"] == evaluated(undisturbed).results["results"]
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("task", ["choice_of_words", "perplexity", "until_a_stop"])
 def test_a_killed_evaluation_comes_to_the_same_and_asks_no_committed_row_again(
     home: Path, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

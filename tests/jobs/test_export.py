@@ -295,6 +295,7 @@ def test_a_file_that_no_export_wrote_is_replaced_only_if_asked(case: ShardedRun)
     assert exported(case, "mine.jsonl", errors=ErrorRows.drop).num_rows == 46, "an earlier export wrote it"
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("key", ["dataset.path", "dataset.few_shot_path", "model.tokenizer"])
 @pytest.mark.parametrize("kind", ["a file", "a link to it", "a file of its directory", "relative to elsewhere"])
 def test_an_input_of_the_run_is_never_replaced(tmp_path: Path, key: str, kind: str) -> None:

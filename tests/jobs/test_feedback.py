@@ -160,6 +160,7 @@ def halved(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "probe", probe)
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("start", [kept, halved])
 @pytest.mark.parametrize("has_learned_first", [True, False])
 def test_however_it_came_to_its_policy_a_run_that_goes_on_keeps_it(
@@ -200,6 +201,7 @@ def test_a_way_that_promises_too_little_is_not_taken(
     assert has_learned(tmp_path)
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("key", ["host", "settings"])
 def test_rates_from_elsewhere_are_no_use(
     key: str, tmp_path: Path, another_way: list[MachineRates], plans: list[RunPlan], caplog: pytest.LogCaptureFixture
@@ -241,6 +243,7 @@ def test_rates_hold_for_the_roads_that_they_were_learned_on(
     assert "another host" in caplog.text
 
 
+@pytest.mark.slow("jobs/test_feedback.py::test_rates_from_elsewhere_are_no_use")
 def test_rates_from_elsewhere_give_way_to_those_of_the_first_block(tmp_path: Path, plans: list[RunPlan]) -> None:
     with pytest.raises(Interrupted):
         run(tmp_path, lambda: directory(tmp_path).rates.exists())
@@ -251,6 +254,7 @@ def test_rates_from_elsewhere_give_way_to_those_of_the_first_block(tmp_path: Pat
     assert has_learned(tmp_path)
 
 
+@pytest.mark.slow("jobs/test_feedback.py::test_rates_from_elsewhere_are_no_use")
 def test_nothing_is_learned_from_a_first_block_whose_rates_are_gone(
     tmp_path: Path, another_way: list[MachineRates], plans: list[RunPlan]
 ) -> None:
@@ -262,6 +266,7 @@ def test_nothing_is_learned_from_a_first_block_whose_rates_are_gone(
     assert not directory(tmp_path).rates.exists()
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("what", ["rates", "turn_seconds", "all of them", "policy"])
 def test_damaged_rates_are_named(what: str, tmp_path: Path) -> None:
     with pytest.raises(Interrupted):

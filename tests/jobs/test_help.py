@@ -21,6 +21,7 @@ from jobs.planning.config import PlanConfig
 from jobs.reporting.config import ReportConfig, StatusConfig
 from jobs.serving.config import ServeConfig
 from runtime.errors import ConfigError
+from tests.dealt import with_slow_others
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMAS: dict[str, type] = {
@@ -146,7 +147,7 @@ def test_a_comment_belongs_to_the_key_that_it_stands_behind_or_above(tmp_path: P
     }
 
 
-@pytest.mark.parametrize("job", SCHEMAS)
+@pytest.mark.parametrize("job", with_slow_others(SCHEMAS, ["generate", "export"]))
 def test_a_job_says_its_version_and_its_help_before_anything_that_takes_long_is_loaded(job: str) -> None:
     program = f"""
 import runpy, sys

@@ -116,6 +116,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize(("change", "line"), CHANGES, ids=[line.partition(":")[0] for _, line in CHANGES])
 def test_a_changed_file_of_the_model_is_refused_by_file_and_key(
     place: Place, change: Callable[[Place], None], line: str
@@ -147,6 +148,7 @@ INPUTS = {
 }
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("case", INPUTS)
 def test_a_changed_input_is_refused_by_column_and_row_and_nothing_is_made_again(place: Place, case: str) -> None:
     rows, line, first_row = INPUTS[case]
@@ -202,6 +204,7 @@ def test_a_run_is_finished_only_with_its_summary(place: Place, monkeypatch: pyte
     assert place.run.success.exists()
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("is_finished", [True, False])
 def test_a_lost_plan_is_computed_again_and_no_part_is_made_again(place: Place, is_finished: bool) -> None:
     if is_finished:

@@ -188,6 +188,7 @@ def test_a_profile_is_of_the_device_that_has_its_name(profile: str, device: str,
     assert matches_device(profile, device) == is_it
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

@@ -58,6 +58,7 @@ def exported(folder: Path, out: Path) -> int | str:
         return str(error)
 
 
+@pytest.mark.dealt(most=5)
 @pytest.mark.parametrize("kind", ["a pipe", "a link to a device", "a link to nothing"])
 @pytest.mark.parametrize("name", FILES)
 def test_a_run_is_read_or_refused_by_name(name: str, kind: str, tmp_path: Path) -> None:

@@ -314,6 +314,7 @@ def test_results_are_of_openais_own_types(whole: tuple[str, RunDirectory]) -> No
             assert len(choice.logprobs.top_logprobs[0]) == request["body"]["logprobs"]
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("most", [6, 12])
 def test_a_kill_changes_no_byte_of_the_results(
     most: int, whole: tuple[str, RunDirectory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -442,6 +443,9 @@ def test_what_was_thought_has_a_column_and_a_field_of_its_own(tmp_path: Path) ->
     types.ChatCompletionMessage.model_validate(chat["message"], strict=True)
 
 
+@pytest.mark.slow(
+    "jobs/test_openai_batch.py::test_a_line_says_what_its_answer_must_be_and_one_that_cannot_be_costs_that_line"
+)
 def test_a_response_format_binds_what_comes_behind_the_reasoning(tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
     schema = {"type": "object", "properties": {"a": {"enum": [3]}}, "required": ["a"], "additionalProperties": False}

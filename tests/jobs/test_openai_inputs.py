@@ -201,6 +201,8 @@ def test_lines_for_the_other_job_are_errors_and_a_file_of_nothing_else_is_refuse
         config_of(tmp_path, both[0], output=Readout.masks)
 
 
+@pytest.mark.slow("jobs/test_openai_batch.py::test_a_kill_changes_no_byte_of_the_results")
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("most", [6, 9])
 def test_a_kill_changes_no_byte_of_the_results(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [" ".join(["word"] * length) for length in (1, 9, 4, 30, 2, 17)]

@@ -125,6 +125,7 @@ def test_where_a_text_begins_with_the_completion_its_first_token_has_no_space_th
     assert told["text_offset"][0] == 0
 
 
+@pytest.mark.dealt(most=4)
 @pytest.mark.parametrize("kind", EVEN)
 def test_values_of_random_tokens_are_all_there_and_offsets_are_those_of_the_completion(kind: str) -> None:
     tokens, texts, num_found = tokens_of(kind), Detokenizer(tokenizer_of(kind)), 0

@@ -70,6 +70,7 @@ def files_in(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.startswith(".")}
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("family", ["llama, tied", "mixtral"])
 def test_tokens_are_those_of_the_original_in_every_tier(family: str, reference: References, tmp_path: Path) -> None:
     ref = reference(family)
@@ -82,6 +83,7 @@ def test_tokens_are_those_of_the_original_in_every_tier(family: str, reference: 
             assert tokens_of(runtime, ref.prompts) == ref.expected, (tier, paging)
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_numbers_of_a_family_are_the_original_s(family: str, reference: References, tmp_path: Path) -> None:
     """Read back by the comparison, which would say otherwise, and counted in the bytes that plans count."""
@@ -96,6 +98,7 @@ def test_all_numbers_of_a_family_are_the_original_s(family: str, reference: Refe
     assert stored.weight_bytes < original.weight_bytes
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_those_weights_are_packed_that_a_run_reads(layout: str, reference: References, tmp_path: Path) -> None:
     """The store has one form of them alone, under its usual name."""
@@ -266,6 +269,7 @@ def test_memory_that_runs_out_is_said_of_the_file(
     assert "offload" not in str(raised.value), "which packing does not have"
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["kept", "replaced"])
 def test_a_packing_that_is_killed_at_any_step_goes_on(
     is_replaced: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -40,6 +40,7 @@ def shape_of(directory: Path, cache: Path) -> ModelShape:
     return load_model(ModelConfig(name="test", path=str(directory)), torch.device("cpu"), str(cache)).shape
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("packed", PackedFormat)
 def test_a_packed_store_has_the_bytes_that_a_plan_counts(packed: PackedFormat, published: Path, tmp_path: Path) -> None:
     source, store = SourceConfig(path=str(published)), tmp_path / "store"
@@ -92,6 +93,7 @@ def require_alike(planned: ModelShape, stored: ModelShape, tolerance: float) -> 
         assert mine.flops_per_token == theirs.flops_per_token
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("name", with_slow_others(WRITTEN, [*WRITTEN][::3]))
 def test_a_published_checkpoint_has_the_formats_and_bytes_that_a_plan_counts(
     name: str, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -109,6 +111,7 @@ OWN: dict[str, tuple[str, Callable[[Path, Path], tuple[Path, Path]]]] = {
 }
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("family", OWN)
 def test_a_family_that_is_published_in_fewer_bytes_has_those_that_a_plan_counts(family: str, tmp_path: Path) -> None:
     name, write = OWN[family]

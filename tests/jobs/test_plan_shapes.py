@@ -20,6 +20,7 @@ from runtime.plan.shape.extents import ALIGNMENT_BYTES
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import StageKind
 from runtime.units import GIB
+from tests.dealt import with_slow_others
 from tests.support import synthesize
 from tests.toy import sizes_of
 
@@ -35,7 +36,7 @@ class Both:
     read: ModelShape
 
 
-@pytest.fixture(scope="module", params=TINY)
+@pytest.fixture(scope="module", params=with_slow_others(TINY, TINY[::2]))
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
     """A family's shape as transformers gives it for a checkpoint, and as it is read back from a line."""
     directory = synthesize(request.param, tmp_path_factory.mktemp("checkpoint"))
@@ -109,6 +110,7 @@ def test_narrow_dtypes_cache_half_the_bytes() -> None:
     assert narrow.weight_bytes == wide.weight_bytes
 
 
+@pytest.mark.dealt(most=6)
 @pytest.mark.parametrize("name", NAMED)
 def test_every_architecture_has_a_line_made_from_it(name: str) -> None:
     assert read_rows()[name]["architecture"] == architecture_digest(architectures()[name])
@@ -118,6 +120,7 @@ def test_no_line_is_of_a_model_that_is_gone() -> None:
     assert list(read_rows()) == NAMED
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("name", REMADE)
 def test_lines_are_what_transformers_makes_today(name: str) -> None:
     assert make_row(name, architectures()[name]) == read_rows()[name]

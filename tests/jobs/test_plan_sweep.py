@@ -71,6 +71,7 @@ def test_a_plan_that_moves_nothing_has_no_bandwidth_to_vary() -> None:
         axes_of("plan.sweep=bandwidth")
 
 
+@pytest.mark.slow("jobs/test_plan_sweep.py::test_a_table_and_two_pictures_are_left")
 def test_longer_prompts_keep_their_distribution_and_end_with_the_models_context() -> None:
     [axis] = axes_of("plan.sweep=prompt", "plan.sweep_points=[20,60]")
     found = [axis.plan(value) for value in axis.values]
@@ -96,6 +97,7 @@ def test_rows_line_up_below_the_head() -> None:
     assert [row[at : at + 6] for row in rows] == ["device", "device"]
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("kind", ["memory", "batch", "prompt"])
 def test_a_table_and_two_pictures_are_left(kind: str, tmp_path: Path) -> None:
     config = config_of(*SMALL, f"plan.sweep={kind}", "plan.sweep_points=[8,16]")

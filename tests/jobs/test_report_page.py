@@ -191,6 +191,7 @@ ASKED: dict[str, tuple[dict[str, JsonValue], dict[str, Any], str | None, str | N
 }
 
 
+@pytest.mark.dealt(most=5)
 @pytest.mark.parametrize(("settings", "row", "prompt", "note"), ASKED.values(), ids=ASKED)
 def test_a_sample_shows_what_was_asked_or_the_columns_that_were_kept(
     settings: dict[str, JsonValue], row: dict[str, Any], prompt: str | None, note: str | None, tmp_path: Path

@@ -93,6 +93,7 @@ def test_a_stopped_run_goes_on_with_every_sample_in_its_seat(tmp_path: Path, lin
     assert run(tmp_path / "stopped", lines, THREE, own=True).was_finished
 
 
+@pytest.mark.slow("jobs/test_samples.py::test_every_row_comes_out_once_for_each_sample_error_rows_too")
 def test_shards_partition_rows_with_all_their_samples(tmp_path: Path, lines: Path) -> None:
     run(tmp_path, lines, THREE)
     sharded: dict[tuple[str, int], list[int]] = {}

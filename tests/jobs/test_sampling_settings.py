@@ -37,6 +37,7 @@ def test_the_option_leaves_all_that_a_model_can_say_to_it_and_the_command_line_w
     assert (one.temperature, one.sequence_bias, one.top_k) == (0.0, [[[5, 6], -2.0]], None)
 
 
+@pytest.mark.dealt(most=5)
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -68,6 +69,7 @@ def test_what_is_passed_on_is_a_group_of_keys(value: str) -> None:
         composed(f"sampling.transformers={value}")
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("key", PASSTHROUGH_KEYS)
 def test_what_is_passed_on_is_no_setting_of_its_own_and_the_refusal_says_how_it_is_written(key: str) -> None:
     assert getattr(composed(f"+sampling.transformers.{key}=null"), key) is None

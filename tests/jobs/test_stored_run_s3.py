@@ -135,6 +135,7 @@ def put(url: str, files: dict[str, bytes]) -> None:
         store.write(name, data)
 
 
+@pytest.mark.slow("jobs/test_stored_run_s3.py::test_a_model_that_is_not_there_is_refused_by_url_and_key")
 def test_a_model_and_a_data_set_at_urls_give_the_rows_of_their_copies(
     tmp_path: Path, server: S3Server, cache: Path
 ) -> None:

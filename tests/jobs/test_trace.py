@@ -159,6 +159,7 @@ def test_a_picture_lies_beside_the_trace(
     assert capsys.readouterr().out.startswith(f"{path.with_suffix('.svg')}: 0 s to ")
 
 
+@pytest.mark.slow("jobs/test_trace.py::test_every_action_of_a_lane_and_every_read_is_a_span")
 def test_each_worker_writes_a_trace_and_a_run_shows_all_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,6 +181,7 @@ def test_each_worker_writes_a_trace_and_a_run_shows_all_of_them(
     assert "has no trace: start the run with trace=true" in capsys.readouterr().err
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

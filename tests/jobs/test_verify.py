@@ -64,6 +64,7 @@ def place(tmp_path: Path) -> Place:
     return place
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("is_finished", [False, True])
 def test_a_bit_flipped_outside_the_samples_is_refused_by_file(place: Place, is_finished: bool) -> None:
     place.begin(Verify.full)
@@ -88,6 +89,7 @@ def test_sampled_bytes_do_not_show_it(place: Place) -> None:
     assert place.start(Verify.sampled).was_finished
 
 
+@pytest.mark.slow("jobs/test_verify.py::test_a_bit_flipped_outside_the_samples_is_refused_by_file")
 def test_a_run_that_was_begun_with_all_bytes_is_not_gone_on_with_by_samples(place: Place) -> None:
     place.begin(Verify.full)
     with pytest.raises(RunMismatchError, match=rf"{SINGLE} sha256: .* -> \(absent\)  \(from .*model\.verify=full"):
