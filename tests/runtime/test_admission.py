@@ -165,6 +165,7 @@ class Run:
         return replace(slot, num_known=slot.num_known + 1) if self.left[slot.request] else None
 
 
+@pytest.mark.dealt(most=16)
 @pytest.mark.parametrize("seed", with_slow_others(range(200), range(50)))
 def test_a_run_never_commits_a_page_twice_keeps_the_order_and_ends(seed: int) -> None:
     run = Run(seed)

@@ -64,6 +64,7 @@ def most_taken(kinds: tuple[Kind, ...], dtype: torch.dtype) -> int:
     return peak
 
 
+@pytest.mark.dealt("way", "dtype", "gathered")
 @pytest.mark.parametrize("gathered", [64 * KIB, GIB], ids=["row by row", "a lane at once"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
@@ -111,6 +112,7 @@ def test_a_runtime_counts_the_way_that_its_layers_take(
     assert loaded.for_device(ComputeDevice("cpu")).shape.attention_method is AttentionMethod.host
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("most_visits", [256, 1 << 20], ids=["one by one", "in groups"])
 @pytest.mark.parametrize("order", [Order.zigzag, Order.module_batched])
 def test_no_run_with_experts_takes_more_than_counted(

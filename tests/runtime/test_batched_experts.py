@@ -48,6 +48,7 @@ def are_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, some, others))
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lanes_that_share_their_experts_get_what_they_get_alone(family: str, tmp_path: Path) -> None:
     loaded = load(synthesize(family, tmp_path / "model"))
@@ -66,6 +67,7 @@ def test_experts_of_a_transformers_that_knows_no_norm_behind_them_run_too(tmp_pa
     assert are_equal(logits(loaded, ExpertPaging.off, is_batched=False), expected)
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("stored", [name for name in CHECKPOINTS if "gguf" not in name or find_spec(GGUF_READER)])
 def test_paged_experts_give_the_very_numbers_of_whole_layers(stored: str, tmp_path: Path) -> None:
     """Products have the same shapes, so not a bit may differ."""

@@ -73,6 +73,7 @@ def policy(**settings: object) -> PolicyConfig:
     return PolicyConfig(kind=PolicyKind.fixed, **{**usual, **settings})
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("family", with_slow_others(FAMILIES, ["llama", "qwen3-next", "t5"]))
 def test_beams_are_those_of_transformers_by_every_length_penalty_and_way_to_stop(
     family: str, beams: Callable[[str], Searched], reference: References
@@ -84,7 +85,7 @@ def test_beams_are_those_of_transformers_by_every_length_penalty_and_way_to_stop
     require_equal(runtime, of, places_of(family))
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("tier", Tier)
 @pytest.mark.parametrize("kind", Prefetch)
 def test_tier_and_prefetch_do_not_change_beams(
@@ -95,7 +96,7 @@ def test_tier_and_prefetch_do_not_change_beams(
     require_equal(Runtime(config), beams("llama"), [WIDEST])
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("size", [4, 9])
 def test_beams_take_each_step_together_whatever_the_chunks_and_lanes(
@@ -107,7 +108,7 @@ def test_beams_take_each_step_together_whatever_the_chunks_and_lanes(
         require_equal(runtime, beams("llama"), [0, WIDEST])
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("kv", [KVConfig(tier=tier, device_fraction=0.5) for tier in (KVTier.cpu, KVTier.nvme)])
 @pytest.mark.parametrize("order", Order)
 def test_beams_part_and_share_pages_wherever_keys_and_values_are(
@@ -122,7 +123,8 @@ def test_beams_part_and_share_pages_wherever_keys_and_values_are(
         require_equal(Runtime(config, device=device), beams("llama"), [WIDEST])
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "bloom", "t5"])
+@pytest.mark.dealt(most=1)
+@pytest.mark.parametrize("family", ["bloom", "t5", "deepseek-v3"])
 def test_beams_of_every_kind_of_lane_find_keys_and_values_on_disk(
     family: str, beams: Callable[[str], Searched], reference: References
 ) -> None:
@@ -131,6 +133,7 @@ def test_beams_of_every_kind_of_lane_find_keys_and_values_on_disk(
     require_equal(runtime, beams(family), [1, WIDEST])
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("family", ["llama", "qwen3-next", "t5"])
 def test_stopped_inside_a_block_searches_go_on_to_the_same_completions(
     family: str, beams: Callable[[str], Searched], reference: References
@@ -252,7 +255,7 @@ def test_a_model_that_asks_for_beams_is_followed(beams: Callable[[str], Searched
     assert "num_beams=4, length_penalty=2.0: ignored" in (left_out.sentence or "")
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("tier", [KVTier.device, KVTier.nvme])
 @pytest.mark.parametrize("dtype", [KVDType.float8, KVDType.int8, KVDType.int4])
 def test_beams_part_in_pages_of_fewer_bytes(

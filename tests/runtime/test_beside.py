@@ -53,7 +53,7 @@ ROADS = [
 CASES = [("llama", *road) for road in ROADS] + [(family, *road) for family in FAMILIES[1:] for road in ROADS[:2]]
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize(("family", "schedule", "admission", "tier"), CASES)
 def test_tokens_equal_transformers(
     family: str, schedule: Order, admission: Admission, tier: Tier, reference: References
@@ -64,6 +64,7 @@ def test_tokens_equal_transformers(
     assert tokens(config, ref.prompts, FakeDevice((False,))) == ref.expected
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("late", list(itertools.product([False, True], repeat=2)), ids=str)
 def test_tokens_do_not_depend_on_which_way_is_late(late: tuple[bool, bool], reference: References) -> None:
     ref = reference("llama")

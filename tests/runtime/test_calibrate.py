@@ -28,6 +28,7 @@ USUAL = TypicalLoad(chunk_tokens=32, num_rows=4, num_prompt_tokens=20, num_posit
 DEVICE = ComputeDevice("cpu")
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("is_paged", [False, True])
 @pytest.mark.parametrize("family", ["llama", "bloom", "mixtral", "deepseek-v3", "t5", "qwen3-next", "gpt-oss"])
 def test_every_rate_that_a_plan_asks_for_is_measured(family: str, is_paged: bool, tmp_path: Path) -> None:
@@ -50,6 +51,7 @@ def test_every_rate_that_a_plan_asks_for_is_measured(family: str, is_paged: bool
     assert 0 <= rates.turn_seconds < 1
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize(
     ("family", "is_shared"), [("mixtral", True), ("deepseek-v3", True), ("gpt-oss", False), ("llama", False)]
 )

@@ -17,6 +17,7 @@ def measured(name: str, **overrides: object) -> tuple[CacheShape, list[str]]:
     return measure_cache(model), layer_types(model)
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2", "bloom"])
 def test_every_attention_layer_costs_its_own_keys_and_values(name: str) -> None:
     cache, types = measured(name)
@@ -26,6 +27,7 @@ def test_every_attention_layer_costs_its_own_keys_and_values(name: str) -> None:
     assert set(cache.layer_bytes_per_sequence) == {0}
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_layers_with_windows_however_short_cost_their_keys_and_values(window: int) -> None:
     assert measured("gemma-2", sliding_window=window) == measured("gemma-2")

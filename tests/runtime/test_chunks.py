@@ -65,6 +65,7 @@ KINDS = (PolicyKind.auto, PolicyKind.fixed)
 WAYS = [(where, *way) for where in (DEVICE, HOST) for way in product((True, False), KINDS, Admission)]
 
 
+@pytest.mark.dealt(most=6)
 @pytest.mark.parametrize(
     ("budgets", "is_packed", "kind", "admission"), [*WAYS, (DEVICE, True, PolicyKind.hrm, Admission.wave)]
 )
@@ -84,6 +85,7 @@ def test_where_weights_bind_prompts_go_in_fewer_passes(
     assert found.prediction.seconds < small.prediction.seconds
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("disk", [1e8, 1e9, 4e9, 2e10])
 @pytest.mark.parametrize("device_mib", [130, 160, 190, 220])
 def test_no_chunk_given_by_hand_is_much_faster(device_mib: int, disk: float) -> None:
@@ -161,6 +163,7 @@ def test_one_lane_of_a_cpu_whose_disk_binds_takes_larger_chunks_too() -> None:
         assert rates is SLOW or chunk(plan) == at_least
 
 
+@pytest.mark.slow("runtime/test_chunks.py::test_where_weights_bind_prompts_go_in_fewer_passes")
 def test_a_search_says_its_chunks_and_goes_by_them_again() -> None:
     plan = planned(policy=PolicyConfig(kind=PolicyKind.hrm))
     assert plan.searched_policy is not None

@@ -178,6 +178,7 @@ def test_all_of_them_are_counted() -> None:
     assert {prefetch.kind for prefetch in PREFETCHES} == {*Prefetch}
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("name", KINDS)
 def test_whatever_a_search_may_choose_is_among_them(name: str, bench: Callable[[Kind], Bench]) -> None:
     """Of shares of KV those that leave the same layers where they are."""
@@ -193,7 +194,7 @@ def test_whatever_a_search_may_choose_is_among_them(name: str, bench: Callable[[
     assert tried <= {(order, attention) for kind_name, order, attention in COUNTS if kind_name == name}
 
 
-@pytest.mark.dealt("name", "order", "attention")
+@pytest.mark.dealt("name", "order", "attention", most=3)
 @pytest.mark.parametrize(("name", "order", "attention", "expected"), CASES)
 def test_every_combination_gives_transformers_tokens_or_is_refused(
     name: str,

@@ -30,6 +30,7 @@ def _traced_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _compile.cache_clear()
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
 def test_tokens_are_those_of_transformers(
     family: str, reference: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
@@ -42,6 +43,7 @@ def test_tokens_are_those_of_transformers(
     assert _compile.cache_info().hits, "nothing ran compiled"
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_step_is_as_precise_as_the_plain_one(dtype: torch.dtype) -> None:
     x, weight = torch.randn(2, 3, 64).to(dtype), torch.randn(64).to(dtype)

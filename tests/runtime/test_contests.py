@@ -313,6 +313,7 @@ def test_a_run_of_some_length_goes_by_what_its_comparison_finds(
     assert measured == [None, FOUND]
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_what_a_run_really_compares_leaves_its_tokens_as_they_are(
     family: str, reference: References, long_runs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -86,6 +86,7 @@ def num_experts(passes: Sequence[PassRecord], phase: Phase) -> tuple[int, int]:
     return sum(each.experts_hit for each in times), sum(each.experts_read for each in times)
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize(("family", "order", "tier"), CASES, ids=lambda value: getattr(value, "value", value))
 def test_tokens_equal_transformers_wherever_experts_are_multiplied(
     family: str, order: Order, tier: Tier, reference: References
@@ -101,6 +102,7 @@ def test_tokens_equal_transformers_wherever_experts_are_multiplied(
     assert 0 < num_brought < num_hit
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_tokens_are_the_same_whatever_the_streams_of_the_device_do(seed: int, reference: References) -> None:
     ref = reference("mixtral")
@@ -231,6 +233,7 @@ def test_the_cpu_multiplies_while_the_link_brings_the_others(ratio: float, monke
     assert found <= 1.05 * NUM_EXPERTS * ratio / (1 + ratio) + 1.0
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize(
     ("cpu_flops", "place"), [(1e12, FeedForward.cpu), (1e6, FeedForward.device), (None, FeedForward.device)]
 )

@@ -113,6 +113,7 @@ def published(directory: Path, **changes: object) -> Path:
     return directory
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize(
     "overrides",
     [{}, {"norm_topk_prob": True}, {"first_k_dense_replace": 0}, {"moe_layer_freq": 2}, {"n_shared_experts": 1}],

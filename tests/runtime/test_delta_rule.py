@@ -29,6 +29,7 @@ def test_rows_are_padded_to_whole_chunks() -> None:
     assert RULE.num_bytes(64, 8, 4) > 7 * RULE.num_bytes(8, 64, 4)
 
 
+@pytest.mark.dealt(most=10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "columns"), [(8, 64), (64, 8), (1, 512), (3, 70), (8, 1)])
 @pytest.mark.parametrize(("key_heads", "heads", "key_dim", "value_dim"), SHAPES)

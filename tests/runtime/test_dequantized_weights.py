@@ -104,6 +104,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("where", [Dequantize.stage, pytest.param(Dequantize.product, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("family", "name"), with_slow_others(CASES, QUICK))
 def test_tokens_are_those_of_the_numbers(
@@ -115,6 +116,7 @@ def test_tokens_are_those_of_the_numbers(
     assert found == expected_tokens(plain, ref.prompts[:4])
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("order", Order)
 def test_tokens_are_those_of_the_numbers_in_every_order(order: Order, reference: References, tmp_path: Path) -> None:
     """With areas for two stages where an order has two open at once, for which the CPU attends."""
@@ -143,6 +145,7 @@ def decode_pass(ref: Reference, directory: Path, num_lanes: int) -> HostCounts:
     return decode(on_a_device(few, directory, Dequantize.stage, lanes=num_lanes), few).passes[0]
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize(("family", "name"), with_slow_others(CASES, QUICK[::2]))
 def test_a_pass_takes_at_most_three_times_the_launches_of_plain_weights(
     family: str, name: str, reference: References, of_plain: Callable[[str], HostCounts], tmp_path: Path
@@ -156,6 +159,7 @@ def test_a_pass_takes_at_most_three_times_the_launches_of_plain_weights(
     assert found.num_syncs == of_plain(family).num_syncs
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("name", with_slow_others(["int4", "lossless", "gptq", "awq"], ["lossless", "gptq"]))
 def test_launches_do_not_grow_with_sizes(name: str, reference: References, tmp_path: Path) -> None:
     counts = list[int]()

@@ -135,6 +135,7 @@ def test_a_long_run_of_byte_tokens_before_it_is_not_cut(kind: str) -> None:
         assert texts.completion_text(request_of(*ids[:cut]), ids[cut:]) == both[len(common(before, both)) :]
 
 
+@pytest.mark.dealt(most=8)
 @pytest.mark.parametrize("kind", EVEN)
 @pytest.mark.parametrize("begins_text", [False, True])
 def test_texts_and_offsets_of_tokens_add_up_to_the_text(kind: str, begins_text: bool) -> None:

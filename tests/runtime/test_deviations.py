@@ -63,6 +63,7 @@ def test_predictions_are_within_the_bound_and_large_deviations_come_from_a_named
             assert is_explained is (setting.name != UNEXPLAINED), "no assumption explains it"
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("setting", WITH_POLICY, ids=lambda setting: setting.name)
 def test_the_table_is_what_the_model_predicts_today(setting: Setting) -> None:
     found = with_theirs(setting)

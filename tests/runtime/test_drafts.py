@@ -77,6 +77,7 @@ def run(
     return [list(found[i].token_ids) for i in range(len(prompts))], counts
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("admission", Admission)
 @pytest.mark.parametrize("family", with_slow_others(KINDS_OF_ATTENTION, ("llama", "deepseek-v3", "gpt-oss", "opt")))
 def test_tokens_are_those_of_transformers(
@@ -92,6 +93,7 @@ def test_tokens_are_those_of_transformers(
         assert family in PADDED
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("tier", KVTier)
 @pytest.mark.parametrize("dtype", [KVDType.auto, *LOSSY])
 def test_kept_elsewhere_or_in_fewer_bits_they_change_nothing(
@@ -158,6 +160,7 @@ ENDS = {
 }
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("how", ENDS)
 def test_each_token_is_chosen_as_if_it_came_alone(how: str) -> None:
     """Of the tiny model that comes along: what the sampler keeps of a row moves on with accepted tokens only."""

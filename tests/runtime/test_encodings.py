@@ -39,6 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return checkpoints(tmp_path_factory)
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("family", ENCODERS)
 def test_encoders_give_what_transformers_gives(family: str, checkpoint: Checkpoints) -> None:
     path = checkpoint(family, AutoModelForMaskedLM)
@@ -51,6 +52,7 @@ def test_encoders_give_what_transformers_gives(family: str, checkpoint: Checkpoi
     )
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("family", DECODERS)
 def test_decoders_give_what_transformers_gives(family: str, checkpoint: Checkpoints) -> None:
     path = checkpoint(family, AutoModelForCausalLM)
@@ -62,6 +64,7 @@ def test_decoders_give_what_transformers_gives(family: str, checkpoint: Checkpoi
     require_classes(Runtime(config_for(path)).classify(PROMPTS), classifier, PROMPTS)
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("tier", [Tier.none, Tier.nvme])
 @pytest.mark.parametrize("family", ["t5", "flan-t5", "umt5"])
 def test_the_encoder_of_an_encoder_decoder_gives_what_transformers_gives(
@@ -87,6 +90,7 @@ def test_an_encoder_that_was_saved_alone_is_pooled_whatever_its_config_says_of_a
     require_embeddings(Runtime(config_for(tmp_path), encodes=encodes).embed(PROMPTS), model, Pooling.mean)
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("pooling", Pooling)
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_a_checkpoint_without_a_head_is_embedded_in_each_way(
@@ -96,7 +100,7 @@ def test_a_checkpoint_without_a_head_is_embedded_in_each_way(
     require_embeddings(Runtime(config_for(path)).embed(PROMPTS, pooling=pooling), loaded(AutoModel, path), pooling)
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize(
     ("tier", "order"),
     [(Tier.none, None), (Tier.cpu, None), *((Tier.nvme, order) for order in Order)],

@@ -98,7 +98,7 @@ def decode_passes(runtime: Runtime, requests: list[Request]) -> tuple[RunPlan, l
     return plan, [record for record in records if record.phase is Phase.decode]
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize(
     ("paging", "order", "admission"),
     [
@@ -126,7 +126,7 @@ def test_tokens_equal_transformers_in_less_memory_than_one_layer(
     runtime.require_within_budget(plan)
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize(("order", "num_lanes"), [(Order.zigzag, 1), (Order.module_batched, 4)])
 @pytest.mark.parametrize("family", MANY_EXPERTS)
 def test_a_decode_pass_reads_the_experts_that_are_hit_and_no_more(
@@ -150,6 +150,7 @@ def test_a_decode_pass_reads_the_experts_that_are_hit_and_no_more(
             assert least <= times.bytes_read_disk <= most
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize(
     ("num_sequences", "num_lanes", "order", "layers_fit", "chosen"),
     [

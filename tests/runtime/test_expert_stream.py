@@ -67,6 +67,7 @@ def test_hit_experts_are_read_in_order_and_no_others(
     assert len(set(reader.targets)) == num_slots
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("num_slots", [2, 3])
 @pytest.mark.parametrize("paging", [ExpertPaging.hit, ExpertPaging.all])
 def test_while_an_expert_is_used_the_next_are_on_their_way(

@@ -30,7 +30,7 @@ References = Callable[[str], Reference]
 COMPUTE, COPIES = 0, 1  # streams in the order in which the device makes them
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("tier", [Tier.cpu, Tier.nvme])
 @pytest.mark.parametrize("kind", Prefetch)
 @pytest.mark.parametrize(("family", "resident_layers"), [("llama", 0), ("mixtral", 1)])

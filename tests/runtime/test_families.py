@@ -57,7 +57,7 @@ def tokens(runtime: Runtime, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.mark.dealt
 @pytest.mark.parametrize("tier", PRODUCTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_slow_others(FAMILIES, KINDS_OF_ATTENTION))
 def test_greedy_tokens_equal_transformers_in_every_tier(
     family: str,
     tier: Tier,
@@ -78,6 +78,7 @@ def test_greedy_tokens_equal_transformers_in_every_tier(
     assert bool(narrowed) == (runtime.model.shape.is_packed and family != "longcat-flash")
 
 
+@pytest.mark.dealt(most=6)
 @pytest.mark.parametrize("family", with_slow_others(FAMILIES, KINDS_OF_ATTENTION))
 def test_sampled_tokens_equal_transformers_with_the_same_seeds(
     family: str, reference: References, opened: Runtimes
@@ -90,7 +91,7 @@ def test_sampled_tokens_equal_transformers_with_the_same_seeds(
     assert tokens(opened(config), ref.prompts[:NUM_SAMPLED]) == ref.sampled
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=4)
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_of_a_prefill_do_not_change_tokens(
@@ -100,6 +101,7 @@ def test_chunks_of_a_prefill_do_not_change_tokens(
     assert tokens(opened(config_for(ref, prefill_chunk_tokens=chunk)), ref.prompts) == ref.expected
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_lanes_that_are_filled_again_do_not_change_tokens(kind: str, reference: References, opened: Runtimes) -> None:
     ref = reference(KINDS[kind])
@@ -107,6 +109,7 @@ def test_lanes_that_are_filled_again_do_not_change_tokens(kind: str, reference: 
     assert tokens(again, ref.prompts) == ref.expected
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sequences_that_finish_early_leave_the_others_unchanged(kind: str, reference: References) -> None:
     """An EOS that really occurs ends its sequence where transformers would; all others go on as before."""
@@ -121,6 +124,7 @@ def test_sequences_that_finish_early_leave_the_others_unchanged(kind: str, refer
         assert result.finish.value == ("eos" if eos in full else "length")
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("family", ["llama", "gemma-2", "deepseek-v3", "qwen3-next", "bloom"])
 def test_logits_in_bfloat16_are_those_of_transformers(
     family: str, reference: References, monkeypatch: pytest.MonkeyPatch

@@ -42,7 +42,7 @@ def tokens_of(runtime: Runtime, prompts: list[list[int]]) -> list[list[int]]:
     return [list(result.token_ids) for result in results if isinstance(result, Completion)]
 
 
-@pytest.mark.dealt("tier", "kind", "family", by=2)
+@pytest.mark.dealt("tier", "kind", "family", most=3)
 @pytest.mark.parametrize("tier", Tier)
 @pytest.mark.parametrize("kind", Prefetch)
 @pytest.mark.parametrize("family", ["llama, tied", "mixtral", "falcon, first"])
@@ -54,7 +54,7 @@ def test_tier_and_prefetch_do_not_change_tokens(
     assert tokens_of(opened(config), ref.prompts) == ref.expected
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 7])
 def test_chunks_and_micro_batches_do_not_change_tokens(

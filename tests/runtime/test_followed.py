@@ -131,7 +131,7 @@ def theirs(model: PreTrainedModel, ref: Reference, seed: int = 0, **settings: ob
     return answers
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=4)
 @pytest.mark.parametrize("index", range(24))
 def test_tokens_are_those_of_generate_with_the_models_own_settings(
     index: int, llama: Reference, model: PreTrainedModel, runtime: Runtime, saying: Make, plain: list[list[int]]

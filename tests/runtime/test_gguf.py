@@ -97,6 +97,7 @@ def at(reference: Reference, cache: Path, tier: Tier = Tier.nvme) -> RuntimeConf
     return config
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("name", with_slow_others(CASES, QUICK))
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     ref = reference_for(make(name, tmp_path))
@@ -106,6 +107,7 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert tokens_of(runtime, ref.prompts) == ref.expected
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("name", ["llama Q8_0", "experts Q4_0", "gpt2 Q8_0"])
 def test_nothing_is_converted_where_only_rows_and_names_differ(name: str, tmp_path: Path) -> None:
     loaded = load(make(name, tmp_path), tmp_path / "cache")
@@ -144,6 +146,7 @@ def test_the_tokenizer_and_the_stop_ids_come_from_the_file(tmp_path: Path) -> No
     assert "error" not in vars(results[0]) or results[0].error is None
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("key", ["eot_token_id", "eom_token_id"])
 def test_the_end_of_a_turn_and_of_a_message_end_a_completion_too(
     key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

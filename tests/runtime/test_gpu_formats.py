@@ -165,7 +165,7 @@ def at(path: Path, tier: Tier, quantize: Quantize | None = None) -> RuntimeConfi
     return replace(config, model=replace(config.model, quantize=quantize))
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=5)
 @pytest.mark.parametrize("name", STORES)
 def test_stored_weights_give_the_tokens_of_their_numbers(
     name: str, place: Place, published: Callable[[str], Path], tmp_path: Path
@@ -189,6 +189,7 @@ def test_weights_rounded_as_they_are_read_give_the_tokens_of_a_packed_store(
     assert place.tokens(at(published(family), Tier.cpu, quantize), prompts) == expected
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_tokens_are_drawn_as_transformers_draws_them_there(family: str, place: Place, reference: References) -> None:
     """By the seed of each request: a device has a generator of its own, whose numbers are others than a CPU's."""

@@ -41,6 +41,7 @@ def built(family: Family) -> PreTrainedModel:
     return build_meta_model(make_config(family.model_type, family.overrides), torch.float32)
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("name", with_slow_others(NOT_PACKED, [*NOT_PACKED][:2]))
 def test_what_packed_lanes_would_not_notice_runs_in_padded_ones_and_says_why(name: str, made: References) -> None:
     family, why = NOT_PACKED[name]
@@ -58,6 +59,7 @@ def test_packed_lanes_that_are_asked_for_are_refused_with_the_reason(name: str) 
         choose_lanes(built(family), Lanes.packed)
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("name", NOT_PACKED)
 def test_attention_in_a_packed_lane_refuses_what_was_not_seen_at_load(
     name: str, made: References, monkeypatch: pytest.MonkeyPatch
@@ -97,6 +99,7 @@ def test_a_config_that_wants_a_padding_token_can_be_looked_at() -> None:
     assert choose_lanes(built(Family(name="", model_type="modernbert-decoder", overrides=sizes)), Lanes.auto)[1] == ""
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("name", WHOLE)
 def test_prompts_are_not_cut_where_a_class_cannot_go_on(name: str, made: References) -> None:
     """Chunks would have two columns."""
@@ -128,6 +131,7 @@ def test_a_class_whose_state_no_lane_can_keep_is_refused(name: str) -> None:
         probe_padding(built(Family(name=name, model_type=name, overrides=overrides)))
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("name", ["bloom", "qwen3-next", "mamba-2", "gpt-neo", "falcon, alibi", "kimi-linear", "lfm-2"])
 def test_what_padding_and_chunks_do_not_change_has_both(name: str) -> None:
     padding = probe_padding(built(FAMILIES[name]))

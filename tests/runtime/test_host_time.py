@@ -14,7 +14,6 @@ from runtime.config.settings import KVConfig, KVTier, Order, PolicyConfig, Polic
 from runtime.engine.records import PassRecord, Phase
 from runtime.sequences import sampler as sampling_module
 from runtime.sequences.sequence import Completion
-from tests.dealt import with_slow_others
 from tests.device_operators import operators_of_a_device
 from tests.host_counters import CountedDevice, counting
 from tests.host_counts import HostCounts
@@ -73,7 +72,7 @@ def decoded(reference: References, tmp_path_factory: pytest.TempPathFactory) -> 
     return cache(lambda family, order, kv: decode(config_of(stored(family), order, kv), stored(family)))
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kv", TIERS)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -88,6 +87,7 @@ def test_a_decode_pass_waits_for_the_device_once_for_all_its_tokens(
         assert times == 1
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_keys_and_values_take_two_batches_of_copies_a_layer_and_lane(
@@ -116,6 +116,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("settings", SAMPLING)
 def test_whatever_is_asked_of_sampling_a_pass_waits_once(
     settings: str, reference: References, monkeypatch: pytest.MonkeyPatch
@@ -132,7 +133,8 @@ def test_whatever_is_asked_of_sampling_a_pass_waits_once(
 MOST_CALLS = {"llama": 102, "mixtral": 162}  # 119 and 175 before what is the same for all layers was kept
 
 
-@pytest.mark.parametrize("family", with_slow_others(MOST_CALLS, ["mixtral"]))
+@pytest.mark.slow("runtime/test_host_time.py::test_a_decode_pass_waits_for_the_device_once_for_all_its_tokens")
+@pytest.mark.parametrize("family", MOST_CALLS)
 def test_a_lanes_turn_through_a_layer_calls_few_functions_of_ours(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

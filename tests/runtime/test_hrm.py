@@ -93,7 +93,7 @@ def usual_choice() -> SearchResult:
     return choose(SHAPES["moe"], WITH_DEVICE, config())
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("machine", [WITH_DEVICE, WITHOUT], ids=lambda machine: machine.name)
 @pytest.mark.parametrize("tier", [Tier.nvme, Tier.cpu])
@@ -126,7 +126,7 @@ def roofline_seconds(shape: ModelShape, machine: Machine, asked: RuntimeConfig) 
     return float(np.min(make_roofline(shape, machine, WORKLOAD, asked).seconds(within)))
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("has_device", [True, False])
 def test_more_memory_never_gives_a_slower_choice(name: str, has_device: bool) -> None:
@@ -299,6 +299,7 @@ SET = {
 }
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize(
     ("kind", "key"),
     [*((PolicyKind.hrm, key) for key in SET), (PolicyKind.auto, "schedule"), (PolicyKind.auto, "attention")],
@@ -335,6 +336,9 @@ def test_the_default_is_searched_where_its_run_takes_long_and_never_slower_than_
             assert found == by_rule
 
 
+@pytest.mark.slow(
+    "runtime/test_hrm.py::test_the_default_is_searched_where_its_run_takes_long_and_never_slower_than_by_rule"
+)
 def test_the_usual_policy_stays_where_another_is_faster_by_a_hair_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = problem(SHAPES["moe"], WITH_DEVICE, config())
     table = usual_choice().table

@@ -36,7 +36,7 @@ from tests.runtime.test_fidelity import config_for, tokens_of
 __all__ = ["rates_of_any_load", "reads"]
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize(
     ("family", "device", "tier"),
     [
@@ -82,7 +82,7 @@ def test_experts_in_host_memory_are_kept_too(reference: References, reads: Reads
         assert reads.take() == 0
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("tier", ["auto", "none", "cpu", "nvme"])
 @pytest.mark.parametrize("make", [Remembering, RememberingFake])
 def test_between_calls_weights_are_held_and_nothing_else_and_after_the_end_nothing(

@@ -15,6 +15,7 @@ RACES = [  # who is late: compute, the weights' copies, copies in, copies out
 ]
 
 
+@pytest.mark.dealt(most=16)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("late", RACES, ids=lambda late: "".join("EL"[is_late] for is_late in late))
 @pytest.mark.parametrize("num_ahead", [0, 1, 2])

@@ -22,6 +22,7 @@ from tests.runtime.test_families import References, Runtimes, config_for, tokens
 WIDTH = 8
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("chunk", [3, 512])
 @pytest.mark.parametrize("family", ["llama", "gemma-3", "deepseek-v3", "mixtral", "gpt-oss"])
 def test_logits_are_those_of_all_tokens_together(

@@ -32,6 +32,7 @@ def load(reference: Reference, cache: Path, *, use_byte_ranges: bool = True) -> 
     return loading.load_model(config, CPU, str(cache), use_byte_ranges=use_byte_ranges)
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("use_byte_ranges", [True, False], ids=["direct", "converted"])
 @pytest.mark.parametrize("family", ["llama, tied", "gpt2", "mixtral", "qwen3-moe"])
 def test_every_parameter_equals_from_pretrained(

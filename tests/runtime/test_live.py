@@ -51,6 +51,7 @@ def requests_of(ref: Reference, runtime: Runtime) -> list[Request]:
     return [request for request in made if isinstance(request, Request)]
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("tier", [Tier.nvme, Tier.none])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "t5"])
 def test_requests_that_arrive_later_get_the_tokens_of_transformers(

@@ -16,6 +16,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("family", ["llama", "bloom"])
 def test_they_equal_the_log_softmax_of_transformers_output_logits(

@@ -101,7 +101,7 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize(("family", "dtype"), FAMILIES)
 def test_tokens_are_those_of_transformers_with_a_cache_kept_so(family: str, dtype: KVDType, answers: Answers) -> None:
     """A mixture, a window of nine and sinks among them; by prompts whole and in pieces of seven."""
@@ -110,6 +110,7 @@ def test_tokens_are_those_of_transformers_with_a_cache_kept_so(family: str, dtyp
     assert tokens(config_for(ref, dtype, prefill_chunk_tokens=7), prompts) == expected
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("dtype", [KVDType.float8, KVDType.int8, KVDType.int4])
 def test_tiers_give_the_same_tokens(dtype: KVDType, answers: Answers) -> None:
     """On a CPU, and in front of an accelerator whose copies come as late as they may, whole and in pieces."""
@@ -120,6 +121,7 @@ def test_tiers_give_the_same_tokens(dtype: KVDType, answers: Answers) -> None:
         assert tokens(config, prompts, FakeDevice((False, True))) == expected, tier
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize(
     "settings", [{"schedule": Order.flexgen}, {"attention": Attention.cpu}, {"num_micro_batches": 1}]
 )

@@ -18,6 +18,7 @@ def real_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     return auto_class(config).from_config(copy.deepcopy(config), dtype=dtype)
 
 
+@pytest.mark.dealt(most=16)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_buffers_are_those_of_a_real_model(name: str) -> None:
     config = make_config(*CONFIGS[name])
@@ -31,6 +32,7 @@ def test_buffers_are_those_of_a_real_model(name: str) -> None:
     assert meta.state_dict().keys() == real.state_dict().keys()
 
 
+@pytest.mark.dealt(most=16)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_are_on_meta_with_the_real_shapes_and_ties(name: str) -> None:
     config = make_config(*CONFIGS[name])

@@ -80,7 +80,7 @@ CASES = [
 ]
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize(
     ("family", "order", "prefetch", "paging"),
     [case for case in CASES if case[2] != "off" or case[1].style.num_slots == 1],
@@ -175,6 +175,7 @@ def test_it_is_predicted_no_slower_than_either_tier_alone_and_faster_between_the
     assert slow >= between[0] > between[-1] >= fast
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize(("family", "paging"), [("llama", ExpertPaging.off), ("mixtral", ExpertPaging.all)])
 def test_an_open_runtime_keeps_what_each_call_holds(family: str, paging: ExpertPaging, reference: References) -> None:
     """The calls differ in what they take beside the weights, and so in the stages that host memory has room for."""

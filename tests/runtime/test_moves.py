@@ -57,6 +57,7 @@ def bound(loaded: LoadedModel, stage: Stage, device: ComputeDevice) -> dict[str,
     return stage_weights(stage, buffer, placed.tensor_offsets, loaded.dtypes)
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("offset", HEADERS)
 @pytest.mark.parametrize("is_quantised", [False, True], ids=["bf16", "fp8"])
 def test_every_weight_on_a_device_is_aligned_and_has_the_files_numbers(
@@ -127,6 +128,7 @@ def test_experts_stored_one_by_one_lie_at_equal_distances_in_their_order(names_a
     assert len(placed.moves) == num_runs + 2
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("tier", [Tier.cpu, Tier.nvme])
 @pytest.mark.parametrize("paging", [ExpertPaging.off, ExpertPaging.hit])
 def test_layers_of_misaligned_files_compute_on_a_device_as_in_memory(

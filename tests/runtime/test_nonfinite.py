@@ -25,6 +25,7 @@ def spoiled(ref: Reference, directory: Path, tensor: str, value: float, row: int
     raise AssertionError(f"no {tensor}")
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize(
     ("family", "tensor", "module", "value"),
     [

@@ -46,6 +46,7 @@ OLD: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
 }
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("name", OLD)
 def test_old_names_are_read(name: str, num_shards: int, reference: References, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ def as_promised(found: Outcome) -> bool:
     return abs(found.measured / found.simulated - 1) <= NEAR
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize(("order", "prefetch"), CASES, ids=str)
 def test_a_pass_takes_as_long_as_disk_link_or_compute_alone(order: Order, prefetch: dict[str, object]) -> None:
     """Whether the host runs ahead of the device or waits for each turn of it."""

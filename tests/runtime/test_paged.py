@@ -177,6 +177,7 @@ def test_prefill_in_chunks_decode_and_removal_equal_plain_attention(
         assert cache.table.past == [row.past for row in rows]
 
 
+@pytest.mark.dealt(most=24)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(8))
 def test_passes_may_mix_prefill_and_decode(seed: int, kind: str) -> None:

@@ -51,6 +51,7 @@ def theirs(
     return answers
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_tokens_equal_transformers(settings: dict[str, Any], reference: References, model: PreTrainedModel) -> None:
     ref = reference("llama")
@@ -69,6 +70,7 @@ def test_eos_comes_at_once_when_enough_tokens_are_there(reference: References) -
     assert few[1][-1] == eos
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("temperature", [0.0, 1.1])
 def test_bad_words_are_banned_as_transformers_bans_their_ids(
     temperature: float, reference: References, model: PreTrainedModel

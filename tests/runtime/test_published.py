@@ -19,6 +19,7 @@ def name(setting: Setting) -> str:
     return f"{setting.model.name}-{setting.machine}-{setting.task}-{setting.is_padded}"
 
 
+@pytest.mark.dealt(most=4)
 @pytest.mark.parametrize("setting", list(settings()), ids=name)
 def test_the_best_roofline_is_near_what_was_measured_and_less_optimistic_than_the_papers_own(setting: Setting) -> None:
     shape, on, asked = setting.shape, machine_for(setting), setting.workload

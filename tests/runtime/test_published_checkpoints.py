@@ -40,6 +40,7 @@ def write(ref: Reference, family: str, name: str, directory: Path, num_shards: i
     return write_published(ref.directory, directory, PUBLISHED[name], num_shards=num_shards, transposes=is_transposed)
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize(("family", "name"), with_slow_others(CASES, [CASES[i] for i in (0, 2, 5, 8, 9, 11)]))
 def test_tokens_are_those_of_the_numbers(family: str, name: str, reference: References, tmp_path: Path) -> None:
     ref = reference(family)
@@ -52,6 +53,7 @@ def test_tokens_are_those_of_the_numbers(family: str, name: str, reference: Refe
     assert tokens_of(runtime, prompts) == expected
 
 
+@pytest.mark.slow("runtime/test_gpu_formats.py::test_stored_weights_give_the_tokens_of_their_numbers")
 def test_tokens_are_those_of_the_numbers_in_front_of_a_device(reference: References, tmp_path: Path) -> None:
     """Experts are brought one by one, with all that their numbers are made of."""
     ref = reference("mixtral")
@@ -63,6 +65,7 @@ UNUSED = ("weight_shape", "input_scale", "g_idx", "weight_format", "quant_state.
 COUNTED = ("gptq", "awq", "pack-quantized, zero points", "bitsandbytes nf4", "bitsandbytes int8", "modelopt nvfp4")
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("name", COUNTED)
 def test_plans_count_stored_bytes(name: str, reference: References, tmp_path: Path) -> None:
     quantised, plain = write(reference("mixtral"), "mixtral", name, tmp_path)

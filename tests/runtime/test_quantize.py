@@ -65,7 +65,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Models(published=synthesize(request.param, directory / "published", **SIZES), stores=directory)
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("quantize", Quantize)
 def test_tokens_and_error_are_those_of_the_packed_store(quantize: Quantize, models: Models) -> None:
     store = models.runtime(models.packed(quantize), None)
@@ -81,6 +81,7 @@ def test_tokens_and_error_are_those_of_the_packed_store(quantize: Quantize, mode
     assert 0 < packed.relative_error < 0.2
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("tier", [Tier.none, Tier.cpu])
 def test_tokens_are_the_same_in_front_of_an_accelerator(tier: Tier, models: Models) -> None:
     expected = tokens_of(models.runtime(models.packed(Quantize.int4), None), PROMPTS)
@@ -91,6 +92,7 @@ def test_tokens_are_the_same_in_front_of_an_accelerator(tier: Tier, models: Mode
     assert tokens_of(runtime, PROMPTS) == expected
 
 
+@pytest.mark.dealt(most=1)
 def test_experts_are_rounded_one_by_one_too(models: Models) -> None:
     expected = tokens_of(models.runtime(models.packed(Quantize.int8), None), PROMPTS)
     runtime = models.runtime(models.published, Quantize.int8, Tier.cpu, FakeDevice(LATE_COPIES))
@@ -99,6 +101,7 @@ def test_experts_are_rounded_one_by_one_too(models: Models) -> None:
     assert tokens_of(runtime, PROMPTS) == expected
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("quantize", Quantize)
 def test_the_plan_counts_the_bytes_of_codes_and_scales(quantize: Quantize, models: Models) -> None:
     """And a block at each end of a tensor, as each has a file of its own."""
@@ -148,6 +151,7 @@ def test_the_log_says_how_far_weights_are_off(models: Models, caplog: pytest.Log
     assert re.match(r"[^\n]*int8-rows[^\n]*: lossy, relative RMS error [0-9.]+%\n", read)
 
 
+@pytest.mark.dealt(most=1)
 def test_the_class_itself_is_given_the_rounded_weights_by_the_self_check(
     models: Models, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,7 +163,7 @@ def test_the_class_itself_is_given_the_rounded_weights_by_the_self_check(
     assert "standard deviations" in said
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("device", [None, FakeDevice], ids=["host", "accelerator"])
 @pytest.mark.parametrize("tier", [Tier.auto, Tier.nvme])
 def test_where_all_of_it_stays_any_tier_rounds_once(
@@ -173,6 +177,7 @@ def test_where_all_of_it_stays_any_tier_rounds_once(
     assert plan.placement.walk.streamed == ()
 
 
+@pytest.mark.dealt(most=1)
 def test_what_an_accelerator_has_no_room_for_stays_in_host_memory(models: Models) -> None:
     expected = tokens_of(models.runtime(models.packed(Quantize.int4), None), PROMPTS)
     runtime = models.runtime(models.published, Quantize.int4, Tier.auto, FakeDevice(LATE_COPIES))

@@ -47,6 +47,7 @@ def shape_of(directory: Path, cache: Path) -> ModelShape:
     return load_model(ModelConfig(name="test", path=str(directory)), torch.device("cpu"), str(cache)).shape
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("family", CASES)
 def test_tokens_are_those_of_the_unquantised_numbers(family: str, reference: References, tmp_path: Path) -> None:
     ref = reference(family)
@@ -59,6 +60,7 @@ def test_tokens_are_those_of_the_unquantised_numbers(family: str, reference: Ref
     assert tokens_of(runtime, prompts) == expected
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("family", CASES)
 def test_plans_count_numbers_for_time_and_stored_bytes_for_memory(
     family: str, reference: References, tmp_path: Path

@@ -116,6 +116,7 @@ def test_tokens_of_ranks_are_those_of_transformers_however_a_pass_is_played(refe
         assert found == [*(ref.expected for _ in configs), ref.expected[:2], ref.expected[:2]]
 
 
+@pytest.mark.slow("runtime/test_ranks.py::test_tokens_of_ranks_are_those_of_transformers_for_all_kinds_of_families")
 def test_few_rows_are_admitted_by_as_many_ranks_as_have_room_for_the_longest(reference: References) -> None:
     """Their 11 pages are 2 for each of four, and the longest takes 3."""
     ref = reference("llama")
@@ -125,6 +126,7 @@ def test_few_rows_are_admitted_by_as_many_ranks_as_have_room_for_the_longest(ref
         assert found == ref.expected
 
 
+@pytest.mark.slow("runtime/test_ranks.py::test_tokens_of_ranks_are_those_of_transformers_for_all_kinds_of_families")
 def test_experts_of_all_lanes_at_once_and_draws_of_each_row_are_as_those_of_one_process(
     reference: References, opened: Callable[[RuntimeConfig], Runtime]
 ) -> None:
@@ -154,7 +156,7 @@ def bytes_read(ranks: Ranks, directory: Path) -> tuple[int, int]:
     return read.num_bytes, len(records)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_rank_reads_its_share_of_the_bytes_within_2_percent(size: int, tmp_path: Path) -> None:
     wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
     directory = synthesize("llama", tmp_path / "wide", **wide)

@@ -53,6 +53,7 @@ class Recorder(FakeDevice):
         return made, counted
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("way", ["flash", "fused"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "gpt-oss"])
 def test_replayed_passes_give_the_tokens_of_transformers(
@@ -151,6 +152,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_cannot_be_recorded_is_refused_with_the_key_to_change(reason: str, reference: References) -> None:
     asked = dict(REFUSED[reason])
@@ -179,6 +181,7 @@ class CountedRecorder(CountedDevice):
         return recording
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt-oss", "qwen3-moe", "gemma-3"])
 def test_nothing_of_one_pass_is_in_a_recording(
     family: str, reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -195,6 +198,8 @@ def test_nothing_of_one_pass_is_in_a_recording(
         assert counts.syncs == {}
 
 
+@pytest.mark.slow("runtime/test_recorded.py::test_nothing_of_one_pass_is_in_a_recording")
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("name", ["bitsandbytes nf4", "lossless"])
 def test_recordings_of_dequantized_experts_bring_nothing_either(
     name: str, reference: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,7 @@ def made(
     return Stops(runtime=runtime, plan=runtime.plan(requests), requests=requests)
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("family", KINDS)
 def test_stopped_again_and_again_a_block_comes_to_the_tokens_of_transformers(
     family: str, reference: References
@@ -100,6 +101,7 @@ def test_stopped_again_and_again_a_block_comes_to_the_tokens_of_transformers(
     assert sum(record.counts.useful_tokens for record in stops.passes) == sum(map(len, expected))
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("family", ["llama", "bloom", "t5"])
 def test_keys_and_values_on_disk_are_made_again(family: str, reference: References) -> None:
     stops = made(reference(family), kv=KVTier.nvme)
@@ -125,6 +127,7 @@ def test_a_decoder_behind_an_encoder_is_given_its_tokens_in_as_few_passes_as_fin
     assert resumed_passes[0].counts.prompt_tokens == sum(len(r.prompt_ids) + 5 for r in stops.requests)
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("family", ["llama", "qwen3-next"])
 def test_where_the_budget_has_no_room_to_spare_a_pass_carries_no_more_than_was_planned(
     family: str, reference: References, monkeypatch: pytest.MonkeyPatch

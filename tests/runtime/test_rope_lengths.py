@@ -64,7 +64,7 @@ def tokens(runtime: Runtime, prompts: Sequence[list[int]]) -> list[list[int]]:
     return [list(result.token_ids) for result in results if isinstance(result, Completion)]
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize(
     ("rows", "chunk", "admission"),
     [
@@ -79,6 +79,7 @@ def test_neither_company_nor_chunks_nor_a_crossing_change_tokens(
     assert tokens(opened(config_for(ref, rows, chunk=chunk, admission=admission)), ref.prompts) == ref.expected
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize(("rows", "admission"), [(1, Admission.wave), (3, Admission.continuous)])
 def test_padded_lanes_begin_again_as_a_whole(
     rows: int, admission: Admission, ref: Reference, opened: Callable[[RuntimeConfig], Runtime]
@@ -87,6 +88,7 @@ def test_padded_lanes_begin_again_as_a_whole(
     assert tokens(opened(config), ref.prompts) == ref.expected
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize(
     "road", [{"kv": KVTier.nvme}, {"attention": Attention.cpu}, {"kv": KVTier.nvme, "kind": Lanes.padded}]
 )
@@ -96,6 +98,7 @@ def test_keys_that_live_elsewhere_are_computed_again_too(
     assert tokens(opened(config_for(ref, **road)), ref.prompts) == ref.expected
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("num_known", [1, 7])
 def test_sequences_that_go_on_after_a_stop_keep_their_tokens(
     num_known: int, ref: Reference, opened: Callable[[RuntimeConfig], Runtime]
@@ -113,6 +116,7 @@ def test_sequences_that_go_on_after_a_stop_keep_their_tokens(
     assert [found[i] for i in range(len(requests))] == ref.expected
 
 
+@pytest.mark.dealt(most=1)
 def test_sequences_that_begin_again_hold_nobody_up(
     ref: Reference, family: str, opened: Callable[[RuntimeConfig], Runtime]
 ) -> None:

@@ -49,6 +49,7 @@ def alone(model: PreTrainedModel, prompt: list[int], id: str, sampling: Sampling
     return transformers_answer(model, prompt, request.seed(sampling.seed), sampling)
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_tokens_equal_transformers_for_each_prompt_alone(
     settings: dict[str, float], reference: References, model: PreTrainedModel
@@ -73,6 +74,7 @@ def test_samples_come_prompt_by_prompt_and_each_equals_transformers_with_its_own
         assert len(set(map(tuple, samples))) > 1
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("family", ["llama", "bloom"])
 def test_rows_of_any_temperature_and_cuts_side_by_side_get_what_they_would_get_alone(
     family: str, reference: References

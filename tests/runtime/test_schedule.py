@@ -91,6 +91,7 @@ def test_every_order_over_every_walk_is_legal_and_parses_back(order: Order, stop
         assert parsed(str(schedule)) == schedule
 
 
+@pytest.mark.dealt(most=8)
 @pytest.mark.parametrize("streamed", STREAMED)
 @pytest.mark.parametrize("order", Order)
 def test_every_page_takes_every_hop_once_a_pass_and_none_without_need(order: Order, streamed: str) -> None:

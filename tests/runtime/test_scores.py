@@ -101,6 +101,7 @@ def cut(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
     monkeypatch.setattr("runtime.engine.engine.head_rows", lambda vocab_size: num_rows)
 
 
+@pytest.mark.dealt(most=4)
 @pytest.mark.parametrize("family", with_slow_others(FAMILIES, KINDS_OF_ATTENTION))
 def test_scores_equal_the_log_softmax_of_transformers_in_every_family(
     family: str, reference: References, opened: Runtimes
@@ -111,6 +112,7 @@ def test_scores_equal_the_log_softmax_of_transformers_in_every_family(
     require_equal(found, pairs, reference_model(ref), WIDER.get(family, TOLERANCE))
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("tier", TIERS)
 def test_scores_behind_an_encoder_are_the_same_in_every_tier(tier: Tier, reference: References) -> None:
     ref = reference("flan-t5")
@@ -142,6 +144,7 @@ def in_front(reference: References) -> Runtime:
     return Runtime(config_for(reference("mixtral"), Tier.nvme), device=FakeDevice(seed=7))
 
 
+@pytest.mark.slow("runtime/test_scores.py::test_scores_are_the_same_in_slices_of_any_size_and_prompts_in_pieces")
 def test_scores_are_the_same_in_every_tier_order_and_admission(reference: References, in_front: Runtime) -> None:
     ref = reference("mixtral")
     pairs, model = pairs_of(ref), reference_model(ref)
@@ -156,6 +159,7 @@ def test_scores_are_the_same_in_every_tier_order_and_admission(reference: Refere
         assert {each.is_greedy for each in found} == {True, False}
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("num_rows", [1, 2, 1000])
 @pytest.mark.parametrize("family", ["llama", "falcon, first"])
 def test_scores_are_the_same_in_slices_of_any_size_and_prompts_in_pieces(
@@ -201,6 +205,7 @@ def _noted(pairs: Sequence[Targets], taken: list[int]) -> Iterator[Targets]:
         yield pair
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("admission", Admission)
 @pytest.mark.parametrize("family", ["phi-3", "llama"])
 def test_long_rope_takes_the_factors_of_the_length_that_is_scored(

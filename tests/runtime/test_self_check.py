@@ -141,6 +141,7 @@ def passes(runtime: Runtime, caplog: pytest.LogCaptureFixture, mode: SelfCheck =
     return said.getMessage()
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.usefixtures("unguarded")
 @pytest.mark.parametrize("name", with_slow_others(WRONG, ["llama, long", "mamba", "rwkv", "bart"]))
 def test_what_no_guard_knows_of_is_refused_before_the_run(name: str, saved: Callable[[Family], Path]) -> None:
@@ -149,6 +150,7 @@ def test_what_no_guard_knows_of_is_refused_before_the_run(name: str, saved: Call
         check(runtime)
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("family", ["llama", "gemma-3", "deepseek-v3", "qwen3-next", "bloom", "t5"])
 def test_proven_families_give_no_false_alarm(
     family: str, reference: References, caplog: pytest.LogCaptureFixture
@@ -179,6 +181,7 @@ def test_weights_that_a_class_overwrites_as_it_is_loaded_are_seen(youtu: Path, m
         check(opened(youtu))
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("family", ["llama", "bloom", "t5"])
 def test_a_run_of_scores_has_its_log_probabilities_compared(
     family: str, reference: References, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -46,7 +46,7 @@ def test_stages_follow_the_forward_pass(family: str, reference: References) -> N
     }
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("resident_layers", [0, 2, 5])
 @pytest.mark.parametrize("kind", Prefetch)
 def test_prefetch_and_resident_layers_do_not_change_tokens(

@@ -39,6 +39,7 @@ def policy(**settings: object) -> PolicyConfig:
     return PolicyConfig(kind=PolicyKind.fixed, **{**usual, **settings})
 
 
+@pytest.mark.dealt(most=4)
 @pytest.mark.parametrize("family", with_slow_others(FAMILIES, KINDS_OF_ATTENTION))
 def test_sharing_changes_no_token_in_any_family(
     family: str, alike: Callable[[str], Alike], reference: References, opened: Runtimes
@@ -53,7 +54,7 @@ def test_sharing_changes_no_token_in_any_family(
     assert ran.num_pages_left == 0
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("chunk", [1, 7, 16, 40])
 @pytest.mark.parametrize("size", [1, 2, 9])
 def test_sharing_changes_no_token_whatever_the_chunks_and_lanes(
@@ -82,7 +83,7 @@ WAYS_OF = {  # every way is taken by a family, each order and each tier by all t
 }
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize(("family", "order", "tier"), [(family, *way) for family in WAYS_OF for way in WAYS_OF[family]])
 def test_sharing_changes_no_token_wherever_keys_and_values_are(
     family: str, order: Order, tier: KVTier, alike: Callable[[str], Alike], reference: References
@@ -112,6 +113,7 @@ def longest_pages(prompts: list[list[int]], max_new_tokens: int) -> int:
     return max(-(-(len(prompt) + max_new_tokens) // PAGE_TOKENS) for prompt in prompts)
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek-v3", "gpt-oss"])
 def test_sequences_that_come_and_go_compute_what_they_begin_with_once(
     family: str, alike: Callable[[str], Alike], reference: References
@@ -128,7 +130,14 @@ def test_sequences_that_come_and_go_compute_what_they_begin_with_once(
 NUM_SPARED_PAGES = (8 - 1) + (6 - 1)  # of the stem, and of the branch
 
 
-@pytest.mark.parametrize(("seed", "place"), [(0, "device"), (1, "cpu"), (2, "nvme"), (3, "attention"), (3, "device")])
+@pytest.mark.dealt(most=2)
+@pytest.mark.parametrize(
+    ("seed", "place"),
+    with_slow_others(
+        [(0, "device"), (1, "cpu"), (2, "nvme"), (3, "attention"), (3, "device")],
+        [(1, "cpu"), (3, "attention"), (3, "device")],
+    ),
+)
 def test_sequences_that_come_and_go_get_the_tokens_of_each_by_itself(
     seed: int, place: str, reference: References
 ) -> None:
@@ -150,6 +159,7 @@ def test_sequences_that_come_and_go_get_the_tokens_of_each_by_itself(
             assert tight.num_computed + tight.num_spared >= alone.num_computed
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("num_passes", [1, 2, 5])
 def test_a_block_that_was_stopped_shares_what_it_would_have_shared(
     num_passes: int, alike: Callable[[str], Alike], reference: References
@@ -168,6 +178,7 @@ def test_a_block_that_was_stopped_shares_what_it_would_have_shared(
     assert again <= NUM_COMPUTED + num_generated
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("num_passes", [1, 3, 6])
 def test_a_line_that_was_stopped_goes_on_with_the_same_tokens(
     num_passes: int, alike: Callable[[str], Alike], reference: References
@@ -200,7 +211,7 @@ def test_a_line_that_was_stopped_goes_on_with_the_same_tokens(
     assert sum(record.counts.spared_tokens for record in passes) > 0
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt("family", most=2)
 @pytest.mark.parametrize(
     ("family", "seed"),
     [*(("llama", seed) for seed in range(6)), ("deepseek-v3", 0), ("deepseek-v3", 3), ("gpt-oss", 1), ("gpt-oss", 4)],
@@ -246,7 +257,7 @@ def drawn_run(seed: int, place: str, ref: Reference) -> tuple[RuntimeConfig, Fak
     return config, device, prompts
 
 
-@pytest.mark.dealt
+@pytest.mark.dealt("place", most=2)
 @pytest.mark.parametrize(
     ("seed", "place"),
     [(seed, PLACES[(turn + further) % 4]) for turn, seed in enumerate((0, 1, 3, 5, 7, 9)) for further in (0, 1)],

@@ -177,6 +177,7 @@ def test_a_stop_string_with_a_first_space_is_found_where_a_completion_begins_wit
     assert StopStrings(Detokenizer(tokenizer)).find(request, both[len(prompt) :]) == 0
 
 
+@pytest.mark.dealt(most=4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_stops_at_the_tokens_at_which_transformers_stops(kind: str) -> None:
     """Behind each token of random rows, whatever kind of tokenizer; and the text ends before the stop string."""

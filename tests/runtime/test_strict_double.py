@@ -56,6 +56,7 @@ def test_keys_and_values_that_do_not_wait_for_their_slot_to_be_free_show_in_the_
     assert not are_right(ref, Careless(late, forgetful=KV_IN), kv=kv)
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_irregular_streams_give_the_right_tokens(seed: int, reference: References) -> None:
     ref = reference("llama")

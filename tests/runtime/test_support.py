@@ -7,9 +7,12 @@ from jobs.planning.support import FamilyCapabilities
 from runtime.config.settings import Lanes
 from runtime.model.capabilities import CacheKind, ExpertKind
 from runtime.model.families import FAMILIES, Family
+from tests.dealt import with_slow_others
+from tests.support import KINDS_OF_ATTENTION
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.dealt(most=8)
+@pytest.mark.parametrize("name", with_slow_others(FAMILIES, KINDS_OF_ATTENTION))
 def test_lanes_are_packed_or_there_is_a_reason(name: str) -> None:
     row = FamilyCapabilities.from_family(FAMILIES[name])
     assert (row.name, row.model_type) == (name, FAMILIES[name].model_type)
@@ -17,6 +20,7 @@ def test_lanes_are_packed_or_there_is_a_reason(name: str) -> None:
     assert (row.lanes is None) == (row.experts is None) == (row.cache is None)
 
 
+@pytest.mark.dealt(most=4)
 @pytest.mark.parametrize(
     ("name", "lanes", "experts", "cache"),
     [

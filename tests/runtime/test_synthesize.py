@@ -62,6 +62,7 @@ def distinct_tokens(model: PreTrainedModel, directory: Path) -> list[list[int]]:
     return [greedy(model, tokenizer.encode(prompt), 24) for prompt in PROMPTS]
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("name", VARIED)
 def test_checkpoint_loads_without_a_missing_key_and_decodes_to_varied_tokens(name: str, tmp_path: Path) -> None:
     report = synthesize(FAMILIES[name], tmp_path)
@@ -74,6 +75,7 @@ def test_checkpoint_loads_without_a_missing_key_and_decodes_to_varied_tokens(nam
     assert len({tuple(tokens) for tokens in outputs}) == len(PROMPTS)
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("name", VARIED)
 def test_layout_is_that_of_save_pretrained(name: str, tmp_path: Path) -> None:
     synthesize(FAMILIES[name], tmp_path / "ours")

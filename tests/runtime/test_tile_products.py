@@ -131,6 +131,7 @@ def test_without_a_compiler_there_is_no_unit(monkeypatch: pytest.MonkeyPatch) ->
     assert not has_matrix_unit()
 
 
+@pytest.mark.slow("runtime/test_host_attention.py::test_the_compiler_is_loaded_at_first_use")
 def test_the_compiler_is_loaded_at_first_use() -> None:
     program = "import sys, runtime.linear.stored; print('numba' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

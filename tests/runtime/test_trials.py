@@ -45,12 +45,14 @@ def found(request: pytest.FixtureRequest) -> tuple[Trials, list[Trial]]:
     return every, every.best()
 
 
+@pytest.mark.dealt(most=2)
 def test_trials_are_of_different_policies_the_fastest_first(found: tuple[Trials, list[Trial]]) -> None:
     _, best = found
     assert len({trial.index for trial in best}) == len(best) > 1
     assert [trial.seconds for trial in best] == sorted(trial.seconds for trial in best)
 
 
+@pytest.mark.dealt(most=2)
 def test_a_trial_is_within_a_third_of_what_the_plan_takes(found: tuple[Trials, list[Trial]]) -> None:
     every, best = found
     for trial in best[:3]:
@@ -98,6 +100,7 @@ def test_chunks_that_are_set_are_those_that_are_tried(monkeypatch: pytest.Monkey
     assert chunks == {96}
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("machine", [WITH_DEVICE, WITHOUT], ids=lambda machine: machine.name)
 def test_a_search_is_as_good_as_one_of_several_times_as_many_candidates(name: str, machine: Machine) -> None:
@@ -146,6 +149,7 @@ def test_of_requests_that_begin_alike_some_are_neighbours() -> None:
     assert case.sample(800) is case
 
 
+@pytest.mark.slow("runtime/test_trials.py::test_a_search_is_as_good_as_one_of_several_times_as_many_candidates")
 @pytest.mark.parametrize(
     ("case", "tier"),
     [
@@ -153,7 +157,6 @@ def test_of_requests_that_begin_alike_some_are_neighbours() -> None:
             Case(model="glm-4.7", machine="rtx3060", max_new_tokens=512),
             Tier.nvme,
             id="dense first layers",
-            marks=pytest.mark.slow,
         ),
         pytest.param(Case(model="opt-30b", machine="cpu", max_new_tokens=32), Tier.none, id="a short last chunk"),
     ],
@@ -165,6 +168,7 @@ def test_all_tiers_together_are_as_fast_as_one_by_itself(case: Case, tier: Tier)
     assert found.prediction.seconds < SLOW_RATIO * alone.prediction.seconds
 
 
+@pytest.mark.slow("runtime/test_trials.py::test_a_search_is_as_good_as_one_of_several_times_as_many_candidates")
 def test_blocks_whose_padded_lanes_differ_are_tried_by_more_than_one_of_them() -> None:
     case = Case(model="flan-t5-xxl", machine="l4", max_new_tokens=32)
     found = case.planned()

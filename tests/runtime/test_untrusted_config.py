@@ -55,6 +55,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 KERNEL = "kernels-community/evil"
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation", "_attn_implementation_internal"])
 @pytest.mark.parametrize("value", [KERNEL, "flash_attention_2", {"": KERNEL}])
 def test_a_config_names_no_attention_kernel(key: str, value: object, model: Path, kernels: list[str]) -> None:
@@ -129,6 +130,7 @@ BAD_VALUES: dict[str, list[object]] = {
 }
 
 
+@pytest.mark.dealt(most=8)
 @pytest.mark.parametrize("key", BAD_VALUES)
 def test_an_odd_value_is_refused_by_name_within_seconds(key: str, model: Path) -> None:
     good = (model / "config.json").read_text()
@@ -168,6 +170,7 @@ NO_OBJECTS = [b"", b"{", b"[]", b"NaN", b"null", b"5", b'"x"', b"[" * 100_000, b
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("file", [*FILES, "added_tokens.json"])
 def test_a_file_that_holds_no_object_is_refused_by_its_name(file: str, model: Path) -> None:
     for content in NO_OBJECTS:

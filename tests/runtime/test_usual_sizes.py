@@ -78,6 +78,7 @@ def test_rates_tell_whether_lanes_are_launched_one_by_one(kind: PolicyKind) -> N
         assert plan.lane_size == width
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_larger_micro_batches_take_no_room_from_keys_and_values(kind: PolicyKind) -> None:
     """They need more for activations and logits."""

@@ -94,6 +94,7 @@ LAYOUTS: Mapping[str, tuple[Write, str]] = {  # and what of it is said
 }
 
 
+@pytest.mark.dealt(most=3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_those_files_are_read_that_transformers_reads(
     name: str, reference: Callable[[str], Reference], tmp_path: Path, caplog: pytest.LogCaptureFixture

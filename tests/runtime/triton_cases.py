@@ -65,6 +65,7 @@ def shape_for(name: str, shape: tuple[int, int]) -> tuple[int, int]:
     return shape[0] + 1, -(-shape[1] // 64) * 64
 
 
+@pytest.mark.dealt(most=10)
 @pytest.mark.parametrize("name", MAKERS)
 def test_numbers_are_those_of_torch_s_operators_bit_by_bit(name: str, tmp_path: Path) -> None:
     for shape, dtypes in ((SMALLEST, DTYPES), (ODD, DTYPES[:1])):
@@ -79,6 +80,7 @@ def test_numbers_are_those_of_torch_s_operators_bit_by_bit(name: str, tmp_path: 
 MULTIPLIED = [name for name in MAKERS if name not in ("window4", "every exponent of MXFP4")]
 
 
+@pytest.mark.dealt(most=4)
 @pytest.mark.parametrize("name", with_slow_others(MULTIPLIED, MULTIPLIED[::3]))
 def test_products_are_those_of_the_numbers(name: str, tmp_path: Path) -> None:
     rows = MAKERS[name](shape_for(name, (40, 160)), tmp_path, CPU)
@@ -94,6 +96,7 @@ def test_products_are_those_of_the_numbers(name: str, tmp_path: Path) -> None:
             assert_product(actual, x, numbers.to(dtype))
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("name", ["gptq_v2, zero points", "awq", "bitsandbytes fp4", "pack-quantized, zero points"])
 def test_a_run_of_rows_begins_in_the_middle_of_a_word(name: str, tmp_path: Path) -> None:
     piece, numbers = written(PUBLISHED[name], tmp_path, (792, 64))
@@ -109,6 +112,7 @@ def test_a_run_of_rows_begins_in_the_middle_of_a_word(name: str, tmp_path: Path)
         assert_product(multiply(x, codes_of(rows)), x, expected)
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("name", with_slow_others(STACKED, STACKED[::3]))
 def test_experts_are_one_stack_which_a_launch_decodes_and_multiplies(name: str, tmp_path: Path) -> None:
     experts = rows_of(published_experts(name, 5, (24, 128), tmp_path))
@@ -138,6 +142,7 @@ def test_what_is_made_of_factors_is_no_stack(tmp_path: Path) -> None:
     assert stack_codes([codes_of(rows) for rows in experts]) is None
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_experts_are_one_tall_matrix(counts: list[int]) -> None:
     """Gate and up of an expert may lie below each other in memory that holds more."""
@@ -221,6 +226,7 @@ def test_a_damaged_table_of_escapes_reaches_nothing_outside_of_its_rows() -> Non
     assert bool((memory == 7).all())
 
 
+@pytest.mark.dealt(most=2)
 @pytest.mark.parametrize("name", ["gptq", "awq", "mxfp4-pack-quantized", "int4-groups of 64", "window4"])
 def test_what_works_is_taken_and_tried_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_codes, "_check_results", {})
