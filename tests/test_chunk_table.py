@@ -7,6 +7,7 @@ from tests.chunk_table import BEFORE, MACHINES, RESIDENT, planned
 from tests.dealt import with_slow_others
 
 
+@pytest.mark.slow("test_chunk_table.py::test_what_stays_on_a_device_is_launched_in_one_lane")
 @pytest.mark.parametrize("name", with_slow_others(MACHINES, ["rtx4090"]))
 def test_weights_from_the_disk_come_in_for_fewer_and_larger_chunks(name: str) -> None:
     before, after = (planned(name, "mixtral", Tier.nvme, policy) for policy in (BEFORE, PolicyConfig()))

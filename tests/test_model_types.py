@@ -30,6 +30,7 @@ def test_what_cannot_run_is_refused_in_one_line(name: str) -> None:
     assert REFUSED[name] in verdict.note
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("spoils", ["token", "score"])
 def test_one_wrong_token_or_score_is_noticed(monkeypatch: pytest.MonkeyPatch, spoils: str) -> None:
     def spoilt(model: PreTrainedModel, vocab_size: int) -> Answers:

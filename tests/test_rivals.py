@@ -19,6 +19,7 @@ def test_the_page_has_a_row_for_each_rival_with_what_was_published_and_what_to_t
         assert row.endswith(f"| `{rival.settings}` |")
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("rival", SHORT, ids=lambda rival: rival.name)
 def test_the_table_is_what_is_planned_today(rival: Rival) -> None:
     assert rival.row in PAGE

@@ -145,6 +145,7 @@ def test_every_key_can_be_set_on_the_command_line() -> None:
             assert set(composed[field.name]) == set(key_types(field.type))
 
 
+@pytest.mark.dealt(most=12)
 @pytest.mark.parametrize("option", [option for option in options("model") if option != "hf"])
 def test_architecture_follows_the_model(option: str) -> None:
     with initialize_config_dir(str(CONF), version_base=None):

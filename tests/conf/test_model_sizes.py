@@ -64,6 +64,7 @@ def size_text(name: str) -> str:
     return f"{count_text(total)} parameters, {share}, {bytes_text(sum(p.nbytes for p in parameters))} in bfloat16"
 
 
+@pytest.mark.dealt(most=6)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_comment_tells_the_size_of_the_architecture(name: str) -> None:
     comment = (CONF / "model" / f"{name}.yaml").read_text(encoding="utf-8")

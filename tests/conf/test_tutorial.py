@@ -50,7 +50,7 @@ def printed(module: str, *arguments: str) -> str:
 
 @pytest.mark.parametrize(
     ("settings", "lines"),
-    with_slow_others(shown(), shown()[:2]),
+    with_slow_others(shown(), shown()[:1]),
     ids=["fits in memory", "fits nowhere", "own load", "with more memory"],
 )
 def test_a_command_prints_what_is_shown(settings: list[str], lines: list[str], tmp_path: Path) -> None:
