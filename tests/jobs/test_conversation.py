@@ -177,6 +177,7 @@ def test_an_export_says_which_turn_is_missing(tmp_path: Path, model: str) -> Non
         export(ExportConfig(run=str(run_directory(config)), out=str(tmp_path / "out.jsonl")))
 
 
+@pytest.mark.slow("jobs/test_conversation.py::test_each_turn_is_asked_behind_the_answers_to_those_before")
 def test_any_data_set_may_have_a_list_of_turns(tmp_path: Path, model: str, whole: Whole) -> None:
     words = ["dataset=jsonl", "dataset.turns=first", "dataset.turns_field=turns", "dataset.id_field=question_id"]
     list(run_turns(config := config_for(tmp_path, model, *words), never))

@@ -19,6 +19,7 @@ sys.exit(75)
 """
 
 
+@pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("joins", [True, False])
 def test_a_rank_that_has_not_left_the_others_ends_at_once_with_its_code(joins: bool, tmp_path: Path) -> None:
     body = BODY.format(joins=joins, meet=tmp_path / "meet")

@@ -124,6 +124,7 @@ def test_the_blocks_that_are_left_go_the_better_way(tmp_path: Path, another_way:
     assert values["policy"]["schedule"] == "flexgen"
 
 
+@pytest.mark.slow("jobs/test_feedback.py::test_the_blocks_that_are_left_go_the_better_way")
 def test_a_run_that_goes_on_goes_the_way_that_it_has_learned(
     tmp_path: Path, another_way: list[MachineRates], plans: list[RunPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,7 @@ def test_a_run_that_is_stopped_comes_to_the_same_rows(tmp_path: Path) -> None:
     assert rows_of(stopped) == rows_of(whole)
 
 
+@pytest.mark.slow("jobs/test_score.py::test_a_run_that_is_stopped_comes_to_the_same_rows")
 def test_a_run_that_goes_on_computes_as_many_tokens_at_a_time_as_before_whatever_is_measured_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

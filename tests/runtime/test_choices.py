@@ -91,6 +91,7 @@ def test_a_pin_that_names_nothing_is_refused_with_what_is_there(tmp_path: Path) 
         ask(tmp_path, Planner(), pinned("no such"))
 
 
+@pytest.mark.slow("runtime/test_choices.py::test_a_choice_that_no_longer_fits_is_searched_anew")
 def test_a_damaged_choice_is_searched_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ask(tmp_path, Planner())
     for text in ("", "{}", '{"policy": {"attention": "moon"}, "why": []}'):

@@ -130,6 +130,7 @@ def test_logits_equal_a_forward_pass_of_bare_tensor_operations(overrides: dict[s
     torch.testing.assert_close(logits, Plain(tmp_path).logits(ids.tolist()), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow("runtime/test_deepseek_moe.py::test_logits_equal_a_forward_pass_of_bare_tensor_operations")
 def test_lanes_are_packed_and_experts_sorted_and_tokens_those_of_bare_operations(
     reference: Callable[[str], Reference],
 ) -> None:

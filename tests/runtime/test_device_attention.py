@@ -229,6 +229,7 @@ def test_the_double_refuses_what_kernels_do() -> None:
             wrong()
 
 
+@pytest.mark.slow("runtime/test_device_attention.py::test_tokens_through_flash_kernels_equal_transformers")
 def test_a_run_waits_for_the_device_neither_to_attend_nor_to_begin_a_pass(
     reference: Callable[[str], Reference],
 ) -> None:

@@ -244,6 +244,7 @@ def test_when_nothing_fits_the_equation_says_why() -> None:
         choose(SHAPES["dense"], replace(WITHOUT, host_bytes=60 * MIB), config())
 
 
+@pytest.mark.slow("runtime/test_hrm.py::test_a_search_keeps_to_what_is_set")
 def test_settings_of_the_config_are_kept() -> None:
     """Only the policy is searched; a tier of keys and values that is asked for stays."""
     every = [

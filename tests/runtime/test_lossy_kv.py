@@ -186,6 +186,7 @@ def test_more_sequences_fit_in_fewer_bytes() -> None:
     assert most_lanes(KVDType.int4) == pytest.approx(exact / 0.311, rel=0.06)
 
 
+@pytest.mark.slow("runtime/test_lossy_kv.py::test_tokens_are_those_of_transformers_with_a_cache_kept_so")
 def test_a_search_leaves_keys_and_values_as_they_are_asked_for() -> None:
     """However little memory there is; asked for in fewer bytes, its blocks are larger, and no plan goes back."""
     shape = read_shape("llama-3.1-8b", DType.bfloat16)

@@ -192,6 +192,9 @@ def stopped(ranks: Ranks, config: RuntimeConfig, prompts: Sequence[Sequence[int]
     return found
 
 
+@pytest.mark.slow(
+    "jobs/test_ranks_killed.py::test_whoever_is_killed_whenever_all_end_with_75_and_another_number_of_ranks_goes_on"
+)
 def test_one_rank_that_is_stopped_stops_all_and_so_does_one_that_fails(reference: References) -> None:
     ref = reference("llama")
     first, *others = in_ranks(3, stopped, config_for(ref), ref.prompts)

@@ -38,6 +38,7 @@ def in_each_way(ranks: Ranks, config: RuntimeConfig) -> list[Found | str]:
     return found
 
 
+@pytest.mark.slow("runtime/test_ranks_features.py::test_every_way_comes_to_the_completions_of_one_process")
 def test_scores_and_embeddings_are_those_of_one_process_or_refused_by_name(
     reference: References, opened: Callable[[RuntimeConfig], Runtime]
 ) -> None:

@@ -105,6 +105,7 @@ def test_slices_of_a_big_batch_do_not_change_tokens(reference: References, monke
     assert runtime_for(ref, sampling).generate(ref.prompts) == whole
 
 
+@pytest.mark.slow("runtime/test_sampling.py::test_tokens_equal_transformers_for_each_prompt_alone")
 def test_what_a_trial_pass_drew_is_not_missing_from_the_run(reference: References) -> None:
     """`auto` and `hrm` try the first pass before the run begins."""
     sampling = SamplingConfig(max_new_tokens=6, ignore_eos=True, temperature=1.0)

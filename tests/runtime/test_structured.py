@@ -329,6 +329,7 @@ def test_log_probabilities_are_those_of_the_model_as_if_nothing_were_masked() ->
     assert any(token.own < max(token.top) for token in result.logprobs), "the mask changed nothing"
 
 
+@pytest.mark.slow("runtime/test_structured.py::test_each_row_has_its_own_and_the_others_what_they_get_alone")
 def test_a_row_that_is_cut_says_so_and_is_the_beginning_of_a_document() -> None:
     long, short = (
         Runtime(model="random", json_schema=SCHEMA, max_new_tokens=n).generate(["x"])[0] for n in (MAX_NEW_TOKENS, 20)

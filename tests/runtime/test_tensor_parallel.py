@@ -139,6 +139,7 @@ def _at(directory: Path) -> Reference:
     return Reference(directory=directory, prompts=[], expected=[], sampled=[])
 
 
+@pytest.mark.slow("runtime/test_ranks.py::test_each_rank_reads_its_share_of_the_bytes_within_2_percent")
 def test_each_rank_reads_its_part_of_the_weights_and_caches_its_part_of_the_heads(tmp_path: Path) -> None:
     """Exactly, as planned, but for norms and routers, which all have; what is read comes in whole blocks of the disk,
     with short runs of others' rows between them. Of six whole experts two ranks have two, and two have one."""

@@ -180,6 +180,7 @@ def test_pickled_weights_are_refused_with_a_warning_before_the_command_that_conv
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.slow("runtime/test_weight_files.py::test_those_files_are_read_that_transformers_reads")
 def test_the_command_that_writes_an_index_does(reference: Callable[[str], Reference], tmp_path: Path) -> None:
     directory = tmp_path / "it's a model"
     directory.mkdir()
