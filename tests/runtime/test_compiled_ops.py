@@ -30,6 +30,7 @@ def _traced_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _compile.cache_clear()
 
 
+@pytest.mark.slow("runtime/test_compiled_ops.py::test_every_step_is_as_precise_as_the_plain_one")
 @pytest.mark.dealt(most=1)
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
 def test_tokens_are_those_of_transformers(

@@ -145,6 +145,7 @@ def decode_pass(ref: Reference, directory: Path, num_lanes: int) -> HostCounts:
     return decode(on_a_device(few, directory, Dequantize.stage, lanes=num_lanes), few).passes[0]
 
 
+@pytest.mark.slow("runtime/test_dequantized_weights.py::test_launches_do_not_grow_with_sizes")
 @pytest.mark.dealt(most=1)
 @pytest.mark.parametrize(("family", "name"), with_slow_others(CASES, QUICK[::2]))
 def test_a_pass_takes_at_most_three_times_the_launches_of_plain_weights(

@@ -321,6 +321,7 @@ def test_cgopipe_where_the_cpu_cannot_attend_is_the_plain_order() -> None:
     assert not found.placement.decode_walk.cpu_attention
 
 
+@pytest.mark.slow("runtime/test_hrm.py::test_a_search_keeps_to_what_is_set")
 def test_the_default_is_searched_where_its_run_takes_long_and_never_slower_than_by_rule() -> None:
     auto = replace(config(), policy=PolicyConfig())
     for rates, is_searched in ((FAST, False), (SLOW, True)):
@@ -337,9 +338,7 @@ def test_the_default_is_searched_where_its_run_takes_long_and_never_slower_than_
             assert found == by_rule
 
 
-@pytest.mark.slow(
-    "runtime/test_hrm.py::test_the_default_is_searched_where_its_run_takes_long_and_never_slower_than_by_rule"
-)
+@pytest.mark.slow("runtime/test_hrm.py::test_a_search_keeps_to_what_is_set")
 def test_the_usual_policy_stays_where_another_is_faster_by_a_hair_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = problem(SHAPES["moe"], WITH_DEVICE, config())
     table = usual_choice().table
