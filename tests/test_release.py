@@ -64,7 +64,7 @@ def test_every_file_of_the_packages_is_python_or_package_data() -> None:
     assert {path for path in files - shipped if path.suffix != ".py"} == EXPLAINS_THE_CHECKOUT
 
 
-def test_both_images_install_the_same() -> None:
+def test_both_images_install_the_same_from_what_the_sdist_has_too() -> None:
     dockerfile, definition = (ROOT / name for name in ("Dockerfile", "apptainer.def"))
     arguments = dict(re.findall(r"^ARG (\w+)=(.*)$", dockerfile.read_text(), re.MULTILINE))
     section = definition.read_text().partition("%arguments\n")[2].partition("\n\n")[0]
@@ -76,6 +76,10 @@ def test_both_images_install_the_same() -> None:
     assert [name for name in copied if not (ROOT / name).exists()] == []
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert {line.removeprefix("!") for line in ignored if line.startswith("!")} == copied
+    in_sdist = {"pyproject.toml", "README.md", "LICENSE", *PACKAGES}  # by setuptools
+    includes = re.findall(r"^include (.*)$", (ROOT / "MANIFEST.in").read_text(), re.MULTILINE)
+    in_sdist |= {word for line in includes for word in line.split()}
+    assert copied | {"Dockerfile", ".dockerignore", "apptainer.def", "environment.yml"} <= in_sdist
     extras = {*arguments["EXTRAS"].split(",")}
     assert extras <= {*PROJECT["optional-dependencies"]}
     conda = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"][-1]["pip"]
