@@ -267,6 +267,7 @@ class OffloadConfig:
     read_chunk_mib: int = 16
     expert_paging: TextField[ExpertPaging] = enum_field(ExpertPaging.auto)
     dequantize: TextField[Dequantize] = enum_field(Dequantize.auto)
+    gather_tables: bool | None = None  # read only looked-up rows of embedding tables; null: if memory is short
     cache_dir: str | None = None  # for converted weights, if a checkpoint's layout cannot be read directly
 
     def __post_init__(self) -> None:

@@ -171,12 +171,15 @@ class Engine:
     def _weights(self, stage: int) -> Weights:
         """The stage's weights in compute memory. Views are cached by stage and slot, as a stage's offsets in a slot do
         not change. Stages with misaligned tensors are copied instead; only the last such stage is cached."""
+        tables = self._streams.tables.weights(stage) if self._streams.tables is not None else {}
+        if tables and not self._stages[stage].parameters:
+            return tables
         placed = self._streams.weights.acquire(stage)
         key = (stage, placed.key)
         if key not in self._views:
             for other in [other for other in self._views if other[0] in self._copied]:
                 del self._views[other]
-            self._views[key] = self._loaded.weights_of(
+            self._views[key] = tables | self._loaded.weights_of(
                 self._stages[stage], placed.buffer, placed.tensor_offsets, on_device=self._device.is_accelerator
             )
         views = self._views[key]

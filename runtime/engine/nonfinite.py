@@ -14,6 +14,7 @@ from ..linear.stored import StoredWeight
 from ..model.loading import LoadedModel
 from ..model.stages import EMBEDDING, StreamedModule
 from ..sequences.sequence import Sequence
+from ..stream.tables import GatheredWeight
 from .batcher import Batcher, StaticBatcher
 from .lanes.factory import LaneFactory
 from .records import PassCounts
@@ -122,7 +123,7 @@ class NonFiniteProbe:
 
 def _broken_weights(weights: Weights, prefix: str) -> Iterator[str]:
     for name, weight in weights.items():
-        if not name.startswith(prefix):
+        if not name.startswith(prefix) or isinstance(weight, GatheredWeight):
             continue
         blocks = [weight]
         if isinstance(weight, StoredWeight):

@@ -129,7 +129,8 @@ def run_generate(
     drop_unused_modules(model)
     init_computed_parameters(model, loaded.checkpoint.tensors.keys())
     truncated.cut(model)
-    parameters = {p.name: p for stage in loaded.shape.stages for p in stage.parameters}
+    stages = loaded.shape.stages
+    parameters = {p.name: p for stage in stages for p in (*stage.parameters, *(t.parameter for t in stage.tables))}
     load_parameters(model, parameters, loaded.checkpoint, loaded.virtual_files)
     initialize_again(model)
     model.generation_config = GenerationConfig()  # the class's own may enable beams

@@ -23,6 +23,7 @@ from ..stream.device import ComputeDevice
 from ..stream.exchange import HostExchange
 from ..stream.experts import ExpertStream
 from ..stream.kv import KVStream
+from ..stream.tables import TableStream
 from ..stream.weight_cache import WeightCache
 from ..stream.weight_reader import SessionResources
 from ..stream.weights import WeightStream
@@ -135,10 +136,11 @@ class Streams:
     exchange: HostExchange | None  # for attention that the CPU computes for an accelerator
     round_trips: HostExchange | None  # for experts that the CPU computes for an accelerator
     workers: AttentionWorkers | None  # for attention on the CPU
+    tables: TableStream | None  # for embedding tables of which passes read rows
 
     @property
     def counters(self) -> list[Callable[[], StreamCounters]]:
-        streams = [self.weights, self.experts, self.kv, self.exchange, self.round_trips]
+        streams = [self.weights, self.tables, self.experts, self.kv, self.exchange, self.round_trips]
         return [stream.take_counters for stream in streams if stream is not None]
 
     def discard_pages(self, pages: Sequence[int]) -> None:
@@ -194,6 +196,9 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
                 stack.enter_context(file)
             kv = stack.enter_context(KVStream(layout, device, file, first_stage=first, trace=trace))
         weights = WeightStream(shape, placement, device, reader, trace, loaded=cache.stages, resources=setup.resources)
+        tables = None
+        if shape.tables:
+            tables = TableStream(shape.stages, setup.model.dtypes, device, reader, trace)
         yield Streams(
             weights=stack.enter_context(weights),
             experts=None if experts is None else stack.enter_context(experts),
@@ -201,4 +206,5 @@ def open_streams(setup: Setup, reader: Reader) -> Iterator[Streams]:
             exchange=exchange,
             round_trips=round_trips,
             workers=stack.enter_context(AttentionWorkers()) if setup.config.policy.attention is Attention.cpu else None,
+            tables=tables,
         )

@@ -5,6 +5,7 @@ forward: embeddings, one decoder layer, or norm and head. A block is the micro-b
 
 import gc
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -51,7 +52,7 @@ from ..plan.planner import RunPlan
 from ..plan.resolved_settings import ResolvedSettings, prefix_sharing_obstacle
 from ..plan.shape.dtypes import with_kv_dtype
 from ..plan.shape.model import ModelShape
-from ..planning.budgets import limit_device_memory, require_within_budget
+from ..planning.budgets import gather_threshold, limit_device_memory, require_within_budget
 from ..planning.planner import Planner, PlanOptions, RuntimeCache
 from ..probing.heads import Head
 from ..ranks.ranks import Ranks
@@ -134,6 +135,7 @@ class Runtime(Closing):
             should_stop=should_stop,
             split=None if self._shared is None else self._shared.split,
             encodes=encodes,
+            gather_above=math.inf if self._shared is not None else gather_threshold(self.config.offload, self.device),
         )
         loaded = replace(loaded, shape=with_kv_dtype(loaded.shape, self.config.kv.dtype))
         self.model: LoadedModel = loaded.for_device(self.device)

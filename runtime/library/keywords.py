@@ -69,6 +69,7 @@ class Settings(TypedDict, total=False):
     read_chunk_mib: int
     expert_paging: ExpertPaging | str
     dequantize: Dequantize | str
+    gather_tables: bool | None
     cache_dir: str | None
     device_fraction: float | None
     num_slots: int

@@ -229,7 +229,18 @@ def make_shape(
         if full_name in staged.stage_of:
             by_stage[staged.stage_of[full_name]].append(parameter)
     # For `intermediate_size`. The smallest stack counts, since a larger one may be gate and up together.
-    in_layers = [p for group, kind in zip(by_stage, staged.kinds, strict=True) if kind.is_layer for p in group]
+    table_names = {
+        ".".join(part for part in (streamed.name, path, "weight") if part)
+        for streamed in staged.modules
+        for path, module in streamed.inner.named_modules()
+        if isinstance(module, nn.Embedding)
+    }
+    in_layers = [
+        p
+        for group, kind in zip(by_stage, staged.kinds, strict=True)
+        for p in (group if kind.is_layer else ())
+        if p.name not in table_names  # no product has the height of a table
+    ]
     dense_widths = [max(p.shape) for p in in_layers if len(p.shape) == 2]
     expert_widths = [max(p.shape[-2:]) for p in in_layers if len(p.shape) == 3]
     num_heads = num_attention_heads(config)

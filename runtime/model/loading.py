@@ -6,6 +6,7 @@ Lanes run micro-batches: packed lanes concatenate sequences of different lengths
 
 import hashlib
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from ..probing.guards import NO_DECODER
 from ..probing.heads import Head, looks_ahead, model_head
 from ..probing.meta import build_meta_model, zeroed_rows
 from ..probing.padded_probe import PaddingBehavior, probe_padding
+from ..probing.tables import find_tables
 from ..store.checkpoint import Checkpoint, open_checkpoint
 from ..store.file_digests import check_packed, digest_files
 from ..store.reader import Fill
@@ -42,7 +44,7 @@ from ..weights.conversions import Conversion, convert_once, make_zeroing
 from ..weights.gguf_layout import map_gguf
 from ..weights.layout import init_computed_parameters, map_weights, pop_quantization_config
 from ..weights.rounding_files import RoundedTensors
-from ..weights.stage_weights import load_tensor, stage_weights
+from ..weights.stage_weights import can_gather, load_tensor, stage_weights
 from . import attention, experts
 from .capabilities import (
     CacheShape,
@@ -139,9 +141,11 @@ def load_model(
     should_stop: Callable[[], bool] = lambda: False,
     split: ModelSplit | None = None,
     encodes: bool = False,
+    gather_above: float = math.inf,
 ) -> LoadedModel:
     """Opens a checkpoint, finds the bytes of each parameter, and stages the model.
 
+    `gather_above`: if the weights have more bytes, passes read rows of embedding tables instead of the tables.
     `use_byte_ranges`: see `map_weights`. `truncated`: load only the first layers. `split`: load only this rank's part.
     `encodes`: load only the encoder of an encoder-decoder. Raises CheckpointError or ConfigError.
     """
@@ -164,6 +168,9 @@ def load_model(
             if not is_packed and not model.config.is_encoder_decoder:
                 padding = probe_padding(model)
             cache = measure_cache(model)
+        tables = dict[str, float]()  # rows that a token looks up, by full name
+        if sum(tensor.num_bytes for tensor in checkpoint.tensors.values()) > gather_above:
+            tables = find_tables(model)
         _register_functions(model, is_packed=is_packed)
     if reason:
         log.debug("lanes are padded: %s", reason)
@@ -185,11 +192,15 @@ def load_model(
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(fuse(model, ops).items()))
         log.debug("%s: fused modules: %s", class_name, kinds or "none: no module has the code of a supported class")
 
+    virtual = () if rounded is None else rounded.fills
+    tables = {name: rows for name, rows in tables.items() if can_gather(parameters[name], virtual)}
+    if tables:
+        log.debug("%s: passes read rows of %s", class_name, ", ".join(tables))
     rope_lengths = follow_lengths(model)
     with as_config_error(class_name):
         staged = stage_model(model)
         name = class_name if config.name == ANY else config.name
-        shape = make_shape(name, staged, parameters, cache, is_packed=is_packed)
+        shape = make_shape(name, staged, parameters, cache, is_packed=is_packed).with_tables(tables)
     fill_buffers(staged, parameters, device)
     return LoadedModel(
         staged=staged,

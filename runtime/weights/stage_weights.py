@@ -4,7 +4,8 @@ A block is a group of consecutive rows of a weight, stored as one tensor of the 
 or a `Rows` object if it is quantized. A parameter, or each expert of a stack, consists of one or more blocks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -127,6 +128,23 @@ def decoded_dtype(source: TensorSlice) -> torch.dtype:
     """Returns a dtype that holds the tensor's numbers exactly: float32 if it is quantized, otherwise its own dtype."""
     is_lossless = is_plain(source) or FORMATS[source.format].loss is Loss.lossless
     return TORCH_DTYPES[source.dtype] if is_lossless else torch.float32
+
+
+def stored_rows(source: TensorSlice, raw: torch.Tensor, num_rows: int) -> Block:
+    """Returns rows of a table whose bytes are `raw` (uint8), one behind the other."""
+    part = replace(source, shape=(num_rows, *source.shape[1:]), num_bytes=len(raw))
+    return _rows(raw, {source.name: 0}, part)
+
+
+def can_gather(parameter: Parameter, virtual_files: Collection[str] = ()) -> bool:
+    """True if each row of the parameter has bytes of its own, as in plain tensors and GGUF files."""
+    if parameter.is_stacked or len(parameter.pieces[0]) != 1 or len(parameter.shape) != 2:
+        return False
+    source = parameter.pieces[0][0]
+    is_by_row = is_plain(source) or not (FORMATS[source.format].companions or source.constants)
+    is_moved = source.row_order or source.is_transposed or source.is_interleaved or source.companions
+    is_read = source.file not in virtual_files
+    return is_by_row and not is_moved and is_read and source.shape == parameter.shape
 
 
 def _rows(buffer: torch.Tensor, offsets: Mapping[str, int], source: TensorSlice) -> Block:

@@ -175,7 +175,7 @@ class _PassCosts:
         seconds = self._stored_product(work, tokens, work.pre_attention_weights)
         if self._skips_unselected(work, lane):  # tokens that need logits go through these weights a second time
             seconds += self._stored_product(work, lane.num_rows, work.pre_attention_weights)
-        seconds += self._overhead(work, tokens) / 2
+        seconds += self._overhead(work, tokens) / 2 + tokens * work.table_bytes / self.rates.disk_bytes_per_second
         if not work.kind.is_layer or self._multiplies_codes:
             return seconds
         # With an area for a whole dequantized stage, lanes share the work. Paged experts are dequantized per lane.

@@ -6,9 +6,11 @@ one expert computed for one token; **paged** experts are read one by one.
 
 from dataclasses import dataclass, replace
 
+from ...units import round_up
 from ..placement.experts import expected_hits, pageable_stages
 from ..placement.feedforward import CpuShare
 from ..placement.placement import Placement
+from ..shape.extents import ALIGNMENT_BYTES
 from ..shape.model import ModelShape
 from ..shape.numbers import Numbers
 from ..shape.shapes import Stage, StageKind, distinct_bytes
@@ -38,6 +40,7 @@ class StageWork:
     num_experts: int
     num_experts_per_token: int
     kv_bytes: int  # per position
+    table_bytes: float  # disk blocks per token, for rows of embedding tables
     token_bytes: float  # read and written per token by operators between products, without experts
     visit_bytes: float  # the same per visit; less if this rank has only a part of the experts
     is_paged: bool  # experts are paged
@@ -88,6 +91,7 @@ def _stage_work(shape: ModelShape, stage: Stage, is_paged: bool, layer: int) -> 
         num_experts=stage.num_experts,
         num_experts_per_token=stage.num_experts_per_token,
         kv_bytes=shape.kv_layer_bytes[layer] if stage.kind is StageKind.layer else 0,
+        table_bytes=sum(table.rows_per_token * round_up(table.row_bytes, ALIGNMENT_BYTES) for table in stage.tables),
         token_bytes=float(size * (token_elements if stage.kind.is_layer else 2 * shape.hidden_size)),
         is_paged=is_paged,
         uses_cpu_experts=False,

@@ -23,6 +23,7 @@ from ..shape.dtypes import PAGE_TOKENS as PAGE_TOKENS
 from ..shape.model import ModelShape
 from .ledger import Entry
 
+GATHERED_ROW_BYTES = 16 * MIB  # disk blocks with rows of embedding tables that are read at once
 PANEL_BYTES = 16 * MIB  # maximum of weights that are converted at once for a product
 MAX_DEQUANTIZED_ELEMENTS = 1 << 24  # elements per step on a device, see linear/stored.py
 # Up to this many rows of all lanes, device kernels multiply 16-bit activations with quantized codes. On an H100 more
@@ -274,10 +275,21 @@ def lane_entries(
         entries.append(Entry(name="rank transfers", num_bytes=2 * in_flight * width * size, equation=equation))
     equation = f"{largest:,} tokens of the largest lane: {activations:,} x {size} B + attention {attention:,} B"
     entries.append(Entry(name="activations", num_bytes=activations * size + attention, equation=equation))
+    if shape.tables:
+        entries.append(_tables_entry(shape, largest))
     entries.append(_logits_entry(shape, micro_batches, tokens))
     equation = f"matrix products {products / MIB:.1f} MiB + slack {slack_bytes // MIB} MiB"
     entries.append(Entry(name="workspace", num_bytes=products + slack_bytes, equation=equation))
     return tuple(entries)
+
+
+def _tables_entry(shape: ModelShape, num_tokens: int) -> Entry:
+    """Returns the memory for rows of embedding tables: a buffer of disk blocks, and the rows of a lookup twice, each
+    as it is stored and computed."""
+    row_bytes = max(table.rows_per_token * (table.row_bytes + 4 * table.parameter.shape[1]) for table in shape.tables)
+    num_bytes = GATHERED_ROW_BYTES + int(num_tokens * row_bytes)
+    equation = f"blocks {GATHERED_ROW_BYTES / MIB:.0f} MiB + {num_tokens:,} tokens x {row_bytes:,.0f} B of rows"
+    return Entry(name="table rows", num_bytes=num_bytes, equation=equation)
 
 
 def _gather_entry(shape: ModelShape, num_tokens: int, micro_batches: Sequence[MicroBatch]) -> Entry:

@@ -4,12 +4,13 @@ A **lane** is a micro-batch in execution: packed sequences, or in a **padded lan
 weights of one step of the forward pass, see shapes.py.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...config.settings import KVDType
 from .attention import AttentionMethod, DeltaRule
-from .shapes import Stage, StageKind, inner_size
+from .shapes import Stage, StageKind, Table, inner_size
 from .stage_sizes import StageSizes
 
 
@@ -64,6 +65,24 @@ class ModelShape:
             kv_layer_bytes=tuple(size // num_parts for size in self.kv_layer_bytes),
             kv_heads=tuple((heads // num_parts, *sizes) for heads, *sizes in self.kv_heads),
         )
+
+    def with_tables(self, rows_per_token: Mapping[str, float]) -> "ModelShape":
+        """Returns the shape with these parameters, by full name, in `Stage.tables`."""
+        stages = list[Stage]()
+        for stage in self.stages:
+            tables = tuple(
+                Table(parameter=parameter, rows_per_token=rows_per_token[parameter.name])
+                for parameter in stage.parameters
+                if parameter.name in rows_per_token
+            )
+            kept = tuple(parameter for parameter in stage.parameters if parameter.name not in rows_per_token)
+            stages.append(replace(stage, parameters=kept, tables=tables))
+        return replace(self, stages=tuple(stages))
+
+    @cached_property
+    def tables(self) -> tuple[Table, ...]:
+        """The embedding tables of which passes read only rows."""
+        return tuple(table for stage in self.stages for table in stage.tables)
 
     @cached_property
     def sizes(self) -> StageSizes:

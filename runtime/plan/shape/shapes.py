@@ -179,11 +179,30 @@ def distinct_bytes(parameters: Iterable[Parameter]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Table:
+    """An embedding table that is not read as a whole: passes read the rows that they look up, from disk."""
+
+    parameter: Parameter
+    rows_per_token: float  # that a token looks up
+
+    @property
+    def source(self) -> TensorSlice:
+        [[piece]] = self.parameter.pieces
+        return piece
+
+    @property
+    def row_bytes(self) -> int:
+        """In the checkpoint."""
+        return self.source.num_bytes // self.source.shape[0]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stage:
     index: int
     name: str
     kind: StageKind
     parameters: tuple[Parameter, ...]
+    tables: tuple[Table, ...] = ()  # embedding tables that are not in `parameters`
     num_experts: int = 0  # 0: dense
     num_experts_per_token: int = 0
 
