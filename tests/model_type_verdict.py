@@ -52,7 +52,7 @@ class _NoConfig(Exception):
     """No tiny model that transformers itself can run."""
 
 
-def judge(name: str) -> Verdict:
+def judge(name: str, *, gather_tables: bool | None = None) -> Verdict:
     """Uses one thread and a temporary directory. Whatever is raised is in the answer."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -65,14 +65,17 @@ def judge(name: str) -> Verdict:
             return Verdict(name=name, outcome=Outcome.refused, note=_one_line(error))
         except _NoConfig as error:
             why = Verdict(name=name, outcome=Outcome.no_config, note=_one_line(error))
-            return _tried(name, directory, None, why) if (directory / "config.json").exists() else why
-        return _tried(name, directory, answered, Verdict(name=name, outcome=Outcome.exact))
+            has_config = (directory / "config.json").exists()
+            return _tried(name, directory, None, why, gather_tables) if has_config else why
+        return _tried(name, directory, answered, Verdict(name=name, outcome=Outcome.exact), gather_tables)
 
 
-def _tried(name: str, directory: Path, answered: Answers | None, otherwise: Verdict) -> Verdict:
+def _tried(
+    name: str, directory: Path, answered: Answers | None, otherwise: Verdict, gather_tables: bool | None
+) -> Verdict:
     """Without answers to compare with, a model may still be refused; `otherwise` if it is not."""
     try:
-        runtime = _opened(name, directory)
+        runtime = _opened(name, directory, gather_tables)
         return otherwise if answered is None else _compare(name, runtime, answered)
     except WeightstreamError as error:
         return Verdict(name=name, outcome=Outcome.refused, note=_one_line(error))
@@ -124,10 +127,14 @@ def _loaded(directory: Path) -> PreTrainedModel:
     return auto_class(config).from_pretrained(directory, dtype=torch.float32).eval()
 
 
-def _opened(name: str, directory: Path) -> Runtime:
+def _opened(name: str, directory: Path, gather_tables: bool | None) -> Runtime:
     """Nothing stays resident; prompts go in lanes of 3 rows, 2 lanes at a time, several blocks one after the other."""
     offload = OffloadConfig(
-        tier=Tier.nvme, resident_layers=0, read_chunk_mib=1, cache_dir=str(directory.with_name("cache"))
+        tier=Tier.nvme,
+        resident_layers=0,
+        read_chunk_mib=1,
+        cache_dir=str(directory.with_name("cache")),
+        gather_tables=gather_tables,
     )
     config = RuntimeConfig(
         model=ModelConfig(name=name, path=str(directory)),

@@ -1,16 +1,18 @@
 """Every model type that transformers generates text with, run beside `generate`: which are exact, which refused.
 
-    python -m tests.model_types [types=llama,t5] [processes=2] [seconds=180] [results=FILE]
+    python -m tests.model_types [types=llama,t5] [processes=2] [seconds=180] [results=FILE] [tables=gathered]
 
 prints a row for each and the counts; the exit code is 1 where one is WRONG or CRASHES. Exact are greedy tokens, and
 log-probabilities of targets within 1e-4. With `results` each answer is
-written to FILE as it comes, and those that are there already are not asked for again.
+written to FILE as it comes, and those that are there already are not asked for again. With
+`tables=gathered`, passes read rows of embedding tables.
 """
 
 import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from transformers.models.auto import modeling_auto
@@ -39,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     known = _known(file)
     tasks = [name for name in names if name not in known]
     answers = each_isolated(
-        judge,
+        partial(judge, gather_tables=True) if options.get("tables") == "gathered" else judge,
         tasks,
         num_processes=int(options.get("processes", 2)),
         limit_seconds=float(options.get("seconds", LIMIT_SECONDS)),

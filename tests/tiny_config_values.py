@@ -99,6 +99,10 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
     },
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+        "indexer_compress_ratio": 4, "hc_lowrank": 16,
+    },
     "recurrent_gemma": {
         "num_hidden_layers": 6, "lru_width": 64, "attention_window_size": 9, "num_key_value_heads": 1,
     },
@@ -133,4 +137,5 @@ VARIANTS: Mapping[str, Mapping[str, object]] = {
             "prophetnet",
         )
     },
+    "qwen4_exp_text (n-grams)": {"ple_layer_ids": [1, 3], "ngram_vocab_size_base": 1000, "split_ngram_parts": 1},
 }  # fmt: skip

@@ -179,9 +179,10 @@ class Engine:
         if key not in self._views:
             for other in [other for other in self._views if other[0] in self._copied]:
                 del self._views[other]
-            self._views[key] = tables | self._loaded.weights_of(
+            weights = self._loaded.weights_of(
                 self._stages[stage], placed.buffer, placed.tensor_offsets, on_device=self._device.is_accelerator
             )
+            self._views[key] = {**tables, **weights}
         views = self._views[key]
         if self._dequantized is None:
             return views
