@@ -20,6 +20,7 @@ from runtime.model.stages import stage_model
 from runtime.plan.shape.model import ModelShape
 from runtime.plan.shape.shapes import Parameter, TensorSlice
 from runtime.probing.meta import build_meta_model, untie_head
+from runtime.probing.tables import find_tables
 from runtime.store.writer import DTYPE_NAMES, TensorSpec
 from runtime.synthesize.checkpoints import make_config
 from runtime.synthesize.random_weights import RandomWeights
@@ -52,6 +53,8 @@ def build_shapes(name: str, architecture: Mapping[str, object]) -> dict[DType, M
     converted = _lay_out_tensors(target_specs(model, conversions), file="converted")
     parameters |= {name: Parameter(name=name, shape=t.shape, pieces=((t,),)) for name, t in converted.items()}
     parameters |= {stack: replace(parameters[stack], is_experts=True) for stack in experts.stack_names(model)}
+    for table, rows_per_token in find_tables(model).items():
+        parameters[table] = replace(parameters[table], rows_per_token=rows_per_token)
     shape = make_shape(name, stage_model(model), parameters, cache, is_packed=is_packed)
     cache = measure_cache(_build(architecture, DType.float32))
     wide = replace(

@@ -41,7 +41,8 @@ SIZES = tuple(f.name for f in fields(ModelShape) if f.name not in _OTHER_FIELDS)
 
 class ParameterRow(TypedDict):
     """A parameter. `name`: with `*` instead of the layer number. `tied`: the key of an earlier parameter with the same
-    bytes. `format` and `num_bytes`: only if it is published quantized."""
+    bytes. `format` and `num_bytes`: only if it is published quantized. `rows_per_token`: of embedding
+    tables, rows that a token looks up."""
 
     name: str
     dtype: str
@@ -50,6 +51,7 @@ class ParameterRow(TypedDict):
     tied: NotRequired[list[int | str]]  # a ParameterKey
     format: NotRequired[str]
     num_bytes: NotRequired[int]
+    rows_per_token: NotRequired[float]
 
 
 class StageRow(TypedDict):
@@ -160,6 +162,8 @@ def _parameter_row(
     row = ParameterRow(name=name, dtype=dtype, shape=list(parameter.shape))
     if parameter.is_experts:
         row["is_experts"] = True
+    if parameter.rows_per_token:
+        row["rows_per_token"] = parameter.rows_per_token
     tensors = frozenset(piece.name for piece in parameter.slices)
     if tensors in owners:
         row["tied"] = list(owners[tensors])
@@ -211,7 +215,13 @@ def _make_parameter(stage: int, row: ParameterRow, file: dict[ParameterKey, Tens
             format=storage_format,
             is_interleaved=storage_format in INTERLEAVED,
         )
-    return Parameter(name=name, shape=shape, pieces=((piece,),), is_experts=row.get("is_experts", False))
+    return Parameter(
+        name=name,
+        shape=shape,
+        pieces=((piece,),),
+        is_experts=row.get("is_experts", False),
+        rows_per_token=row.get("rows_per_token", 0.0),
+    )
 
 
 SHAPES = Path(__file__).resolve().parents[1] / "data" / "shapes.jsonl"

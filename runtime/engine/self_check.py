@@ -130,7 +130,7 @@ def run_generate(
     init_computed_parameters(model, loaded.checkpoint.tensors.keys())
     truncated.cut(model)
     stages = loaded.shape.stages
-    parameters = {p.name: p for stage in stages for p in (*stage.parameters, *(t.parameter for t in stage.tables))}
+    parameters = {p.name: p for stage in stages for p in (*stage.parameters, *stage.tables)}
     load_parameters(model, parameters, loaded.checkpoint, loaded.virtual_files)
     initialize_again(model)
     model.generation_config = GenerationConfig()  # the class's own may enable beams

@@ -5,7 +5,6 @@ forward: embeddings, one decoder layer, or norm and head. A block is the micro-b
 
 import gc
 import logging
-import math
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +44,7 @@ from ..model.head import slice_head
 from ..model.loading import LoadedModel, load_model
 from ..out_of_memory import first_line, is_out_of_memory, plan_memory_error, run_memory_error
 from ..plan.cost.rates import MachineRates
+from ..plan.placement.defaults import gathers_tables
 from ..plan.placement.memory import SequenceSize
 from ..plan.placement.placement import Budgets
 from ..plan.placement.placer import kv_tiers
@@ -52,7 +52,7 @@ from ..plan.planner import RunPlan
 from ..plan.resolved_settings import ResolvedSettings, prefix_sharing_obstacle
 from ..plan.shape.dtypes import with_kv_dtype
 from ..plan.shape.model import ModelShape
-from ..planning.budgets import gather_threshold, limit_device_memory, require_within_budget
+from ..planning.budgets import limit_device_memory, make_budgets, require_within_budget
 from ..planning.planner import Planner, PlanOptions, RuntimeCache
 from ..probing.heads import Head
 from ..ranks.ranks import Ranks
@@ -135,7 +135,6 @@ class Runtime(Closing):
             should_stop=should_stop,
             split=None if self._shared is None else self._shared.split,
             encodes=encodes,
-            gather_above=math.inf if self._shared is not None else gather_threshold(self.config.offload, self.device),
         )
         loaded = replace(loaded, shape=with_kv_dtype(loaded.shape, self.config.kv.dtype))
         self.model: LoadedModel = loaded.for_device(self.device)
@@ -144,8 +143,11 @@ class Runtime(Closing):
         require_beams_fit(self.config.policy, self.config.sampling)
         kv_tiers(self.model.shape, self.config, has_device=self.device.is_accelerator)
         self._sampler()
+        offload = self.config.offload
         if self._shared is not None:
-            self.model = self._shared.divide_model(self.model, self.config.offload, self.device)
+            self.model = self._shared.divide_model(self.model, offload, self.device)
+        elif gathers_tables(offload, self.model.shape.weight_bytes, make_budgets(offload, self.device)):
+            self.model = replace(self.model, shape=self.model.shape.gather_tables())
         self._copies: Copies = {}
         if mirrors := self.config.model.mirrors:
             cache = cache_root(self.config.offload.cache_dir)

@@ -128,9 +128,8 @@ class RunProbes:
         size = self.dequantized_size(stored)
         weights = {**stored, **dequantize_all(stored, self.device.compute_buffer(size))} if size else stored
         for table in stage.tables:  # zeros that take no memory: the time to read rows is no part of a rate
-            name, shape = table.parameter.name, table.parameter.shape
-            zero = torch.zeros(1, dtype=self.loaded.dtypes[name], device=self.device.torch_device)
-            weights = {**weights, name: zero.expand(shape)}
+            zero = torch.zeros(1, dtype=self.loaded.dtypes[table.name], device=self.device.torch_device)
+            weights = {**weights, table.name: zero.expand(table.shape)}
         return LoadedLayer(run=self, stage=stage, host=host, weights=weights, stored=stored, expert=expert)
 
     def dequantized_size(self, stored: Weights) -> int:

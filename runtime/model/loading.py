@@ -6,7 +6,6 @@ Lanes run micro-batches: packed lanes concatenate sequences of different lengths
 
 import hashlib
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -141,11 +140,9 @@ def load_model(
     should_stop: Callable[[], bool] = lambda: False,
     split: ModelSplit | None = None,
     encodes: bool = False,
-    gather_above: float = math.inf,
 ) -> LoadedModel:
     """Opens a checkpoint, finds the bytes of each parameter, and stages the model.
 
-    `gather_above`: if the weights have more bytes, passes read rows of embedding tables instead of the tables.
     `use_byte_ranges`: see `map_weights`. `truncated`: load only the first layers. `split`: load only this rank's part.
     `encodes`: load only the encoder of an encoder-decoder. Raises CheckpointError or ConfigError.
     """
@@ -168,9 +165,7 @@ def load_model(
             if not is_packed and not model.config.is_encoder_decoder:
                 padding = probe_padding(model)
             cache = measure_cache(model)
-        tables = dict[str, float]()  # rows that a token looks up, by full name
-        if sum(tensor.num_bytes for tensor in checkpoint.tensors.values()) > gather_above:
-            tables = find_tables(model)
+        tables = find_tables(model)
         _register_functions(model, is_packed=is_packed)
     if reason:
         log.debug("lanes are padded: %s", reason)
@@ -193,14 +188,14 @@ def load_model(
         log.debug("%s: fused modules: %s", class_name, kinds or "none: no module has the code of a supported class")
 
     virtual = () if rounded is None else rounded.fills
-    tables = {name: rows for name, rows in tables.items() if can_gather(parameters[name], virtual)}
-    if tables:
-        log.debug("%s: passes read rows of %s", class_name, ", ".join(tables))
+    for name, rows_per_token in tables.items():
+        if can_gather(parameters[name], virtual):
+            parameters[name] = replace(parameters[name], rows_per_token=rows_per_token)
     rope_lengths = follow_lengths(model)
     with as_config_error(class_name):
         staged = stage_model(model)
         name = class_name if config.name == ANY else config.name
-        shape = make_shape(name, staged, parameters, cache, is_packed=is_packed).with_tables(tables)
+        shape = make_shape(name, staged, parameters, cache, is_packed=is_packed)
     fill_buffers(staged, parameters, device)
     return LoadedModel(
         staged=staged,

@@ -92,9 +92,7 @@ def dense_bytes(shape: ModelShape, num_layers: int) -> int:
     stages: list[Stage] = [stage for stage in shape.stages if not stage.kind.is_layer]
     for kind in (StageKind.encoder, StageKind.layer):
         stages += shape.stages_of_kind(kind)[:num_layers]
-    parameters = [
-        parameter for stage in stages for parameter in (*stage.parameters, *(table.parameter for table in stage.tables))
-    ]
+    parameters = [parameter for stage in stages for parameter in (*stage.parameters, *stage.tables)]
     sizes = [4 * parameter.num_elements for parameter in parameters]
     return sum(sizes) + max(sizes, default=0)
 

@@ -3,11 +3,10 @@ list of everything that a run needs in one memory, in bytes."""
 
 import gc
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..config.settings import OffloadConfig, Tier
+from ..config.settings import OffloadConfig
 from ..out_of_memory import OverBudget
 from ..plan.placement.ledger import KERNELS_BYTES, PINNED_SHARE
 from ..plan.placement.placement import Budgets, Placement
@@ -55,17 +54,6 @@ def make_budgets(offload: OffloadConfig, device: ComputeDevice, cache: WeightCac
         library_bytes=device.library_bytes,
         num_sharers=device.num_sharers,
     )
-
-
-def gather_threshold(offload: OffloadConfig, device: ComputeDevice) -> float:
-    """Returns the bytes of weights above which a run reads rows of embedding tables, not whole tables: if the weights
-    exceed the memory of the run, or always or never with `offload.gather_tables`."""
-    if offload.gather_tables is not None:
-        return 0 if offload.gather_tables else math.inf
-    if offload.tier not in (Tier.auto, Tier.nvme):
-        return math.inf
-    budgets = make_budgets(offload, device)
-    return budgets.host_bytes + (budgets.device_bytes or 0)
 
 
 @contextmanager

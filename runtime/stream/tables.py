@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ..linear.blocks import dequantize_rows
 from ..plan.placement.memory import GATHERED_ROW_BYTES
 from ..plan.shape.extents import ALIGNMENT_BYTES, Extent
-from ..plan.shape.shapes import Stage, Table
+from ..plan.shape.shapes import Parameter, Stage
 from ..resources import Resource
 from ..store.reader import Reader
 from ..trace import Trace
@@ -101,10 +101,10 @@ class TableStream:
         self._weights: dict[int, dict[str, torch.Tensor]] = {}  # by stage and full name
         for stage in stages:
             for table in stage.tables:
-                parameter, dtype = table.parameter, dtypes[table.parameter.name]
+                dtype = dtypes[table.name]
                 lookup = partial(self._look_up, stage, table, dtype)
-                weight = GatheredWeight(lookup, parameter.shape, dtype, device.torch_device)
-                self._weights.setdefault(stage.index, {})[parameter.name] = weight
+                weight = GatheredWeight(lookup, table.shape, dtype, device.torch_device)
+                self._weights.setdefault(stage.index, {})[table.name] = weight
 
     def weights(self, stage: int) -> Mapping[str, torch.Tensor]:
         """The stage's tables by full name."""
@@ -114,15 +114,15 @@ class TableStream:
         counters, self._counters = self._counters, StreamCounters()
         return counters
 
-    def _look_up(self, stage: Stage, table: Table, dtype: torch.dtype, ids_N: torch.Tensor) -> torch.Tensor:
+    def _look_up(self, stage: Stage, table: Parameter, dtype: torch.dtype, ids_N: torch.Tensor) -> torch.Tensor:
         """Reads the rows `ids_N`, in parts whose blocks fit the buffer."""
         per_row = round_up(table.row_bytes, ALIGNMENT_BYTES) + ALIGNMENT_BYTES  # at most, in blocks
         step = max(1, GATHERED_ROW_BYTES // per_row)
         parts = [self._read_rows(stage, table, dtype, ids) for ids in ids_N.split(step)] if len(ids_N) else []
-        return torch.cat(parts) if parts else torch.empty(0, table.parameter.shape[1], dtype=dtype)
+        return torch.cat(parts) if parts else torch.empty(0, table.shape[1], dtype=dtype)
 
-    def _read_rows(self, stage: Stage, table: Table, dtype: torch.dtype, ids_N: torch.Tensor) -> torch.Tensor:
-        source, size = table.source, table.row_bytes
+    def _read_rows(self, stage: Stage, table: Parameter, dtype: torch.dtype, ids_N: torch.Tensor) -> torch.Tensor:
+        [[source]], size = table.pieces, table.row_bytes
         begins_N = source.offset + ids_N.numpy() * size
         extents, slots_N = plan_blocks(source.file, begins_N, size)
         buffer = self._take_buffer(extents[-1].slot_offset + extents[-1].num_bytes)
@@ -134,7 +134,7 @@ class TableStream:
         self._counters.reads[stage.index] += timing.end - timing.begin
         self._counters.stalls[stage.index] += time.monotonic() - begin
         if self._trace is not None:
-            name = f"rows of {table.parameter.name}"
+            name = f"rows of {table.name}"
             self._trace.span(Resource.disk, name, timing.begin, timing.end, num_bytes=timing.num_bytes)
         windows = np.lib.stride_tricks.sliding_window_view(buffer.numpy(), size)
         block = stored_rows(source, torch.from_numpy(windows[slots_N]).view(-1), len(ids_N))

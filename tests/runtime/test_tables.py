@@ -16,12 +16,13 @@ from runtime import ModelConfig, OffloadConfig, Runtime, RuntimeConfig, Sampling
 from runtime.config.settings import DType, Tier
 from runtime.engine.records import PassRecord
 from runtime.errors import StorageError
+from runtime.plan.placement.defaults import gathers_tables
+from runtime.plan.placement.placement import Budgets
 from runtime.plan.shape.extents import ALIGNMENT_BYTES
-from runtime.planning.budgets import gather_threshold
 from runtime.probing.meta import build_meta_model
 from runtime.probing.tables import find_tables
+from runtime.sequences.sequence import Request
 from runtime.store import reader as reader_module
-from runtime.stream.device import ComputeDevice
 from runtime.stream.tables import plan_blocks
 from runtime.units import GIB
 from tests.dealt import with_slow_others
@@ -40,6 +41,12 @@ UNIT = ALIGNMENT_BYTES
 
 def gathered(config: RuntimeConfig, *, is_gathered: bool | None = True) -> RuntimeConfig:
     return replace(config, offload=replace(config.offload, gather_tables=is_gathered))
+
+
+def requested(runtime: Runtime, row: int, prompt: list[int]) -> Request:
+    request = runtime.request(str(row), prompt)
+    assert isinstance(request, Request)
+    return request
 
 
 @pytest.mark.parametrize("size", [32, 100, 4096, 5000, 12288])
@@ -98,18 +105,19 @@ def test_a_pass_reads_the_blocks_of_its_rows(tmp_path: Path) -> None:
         )
     )
     [table] = runtime.model.shape.tables
-    assert table.parameter.name == EMBEDDING
+    [[source]] = table.pieces
+    assert table.name == EMBEDDING
     prompts = [[3, 900, 3, 17], [900, 1800, 4095, 0]]
-    requests = [runtime.request(str(row), prompt) for row, prompt in enumerate(prompts)]
+    requests = [requested(runtime, row, prompt) for row, prompt in enumerate(prompts)]
     records = list[PassRecord]()
     with runtime.open_with_backoff(requests) as (plan, session):
         found = dict(session.generate(requests, records.append))
     assert not plan.placement.walk.streamed  # all that passes read is rows
 
     def num_bytes(ids: list[int]) -> int:
-        begins = table.source.offset + np.unique(ids) * table.row_bytes
-        extents, _ = plan_blocks(table.source.file, begins, table.row_bytes)
-        end = Path(table.source.file).stat().st_size
+        begins = source.offset + np.unique(ids) * table.row_bytes
+        extents, _ = plan_blocks(source.file, begins, table.row_bytes)
+        end = Path(source.file).stat().st_size
         return sum(min(extent.num_bytes, end - extent.offset) for extent in extents)
 
     assert records[0].times.bytes_read_disk == num_bytes([id for prompt in prompts for id in prompt])
@@ -137,18 +145,19 @@ def test_a_table_that_no_token_looks_up_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tier", "setting", "threshold"),
+    ("tier", "setting", "is_gathered"),
     [
-        (Tier.auto, None, 2 * GIB),
-        (Tier.nvme, None, 2 * GIB),
-        (Tier.none, None, float("inf")),
-        (Tier.nvme, False, float("inf")),
-        (Tier.none, True, 0),
+        (Tier.auto, None, True),
+        (Tier.nvme, None, True),
+        (Tier.none, None, False),
+        (Tier.nvme, False, False),
+        (Tier.none, True, True),
     ],
 )
-def test_tables_are_gathered_if_the_weights_exceed_memory(tier: Tier, setting: bool | None, threshold: float) -> None:
-    offload = OffloadConfig(tier=tier, host_memory_gib=2, gather_tables=setting)
-    assert gather_threshold(offload, ComputeDevice("cpu")) == threshold
+def test_tables_are_gathered_if_the_weights_exceed_memory(tier: Tier, setting: bool | None, is_gathered: bool) -> None:
+    offload = OffloadConfig(tier=tier, gather_tables=setting)
+    assert gathers_tables(offload, 3 * GIB, Budgets(host_bytes=GIB, device_bytes=GIB)) == is_gathered
+    assert gathers_tables(offload, 2 * GIB, Budgets(host_bytes=GIB, device_bytes=GIB)) == bool(setting)
 
 
 def test_memory_without_the_table_is_planned(tmp_path: Path) -> None:
@@ -161,7 +170,7 @@ def test_memory_without_the_table_is_planned(tmp_path: Path) -> None:
             offload=OffloadConfig(tier=Tier.auto, gather_tables=is_gathered, cache_dir=str(tmp_path)),
         )
         runtime = Runtime(config)
-        plan = runtime.plan([runtime.request("0", [1, 2, 3])])
+        plan = runtime.plan([requested(runtime, 0, [1, 2, 3])])
         [ledger] = plan.placement.ledgers
         entries = {entry.name: entry.num_bytes for entry in ledger.entries}
         assert ("table rows" in entries) == is_gathered
@@ -179,15 +188,14 @@ def test_a_row_that_cannot_be_read_names_the_file(
     ref = reference("llama")
     runtime = Runtime(gathered(config_for(ref, tier=Tier.auto, resident_layers=None)))
     [table] = runtime.model.shape.tables
+    [[source]] = table.pieces
     real: Read = os.preadv
     failed = list[int]()
 
     def preadv(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-        file, end = table.source.file, table.source.offset + table.source.num_bytes
-        is_in_table = table.source.offset <= offset < end and Path(f"/proc/self/fd/{descriptor}").readlink() == Path(
-            file
-        )
-        if is_in_table and len(failed) < times:
+        is_in_file = Path(f"/proc/self/fd/{descriptor}").readlink() == Path(source.file)
+        is_in_table = source.offset <= offset < source.offset + source.num_bytes
+        if is_in_file and is_in_table and len(failed) < times:
             failed.append(offset)
             raise OSError(errno.EIO, "input/output error")
         return real(descriptor, views, offset)
@@ -197,5 +205,5 @@ def test_a_row_that_cannot_be_read_names_the_file(
         assert tokens_of(runtime, ref.prompts) == ref.expected
         assert len(failed) == 2
     else:
-        with pytest.raises(StorageError, match=f"{Path(table.source.file).name}.*reading"):
+        with pytest.raises(StorageError, match=f"{Path(source.file).name}.*reading"):
             tokens_of(runtime, ref.prompts)

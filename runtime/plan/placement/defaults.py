@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ...batching.balance import Block
 from ...config.orders import BATCHED, PLAIN, Order
-from ...config.settings import PolicyConfig, RuntimeConfig
+from ...config.settings import OffloadConfig, PolicyConfig, RuntimeConfig, Tier
 from ..shape.model import ModelShape
 from .placement import Budgets, Placement
 from .walks import cpu_attends
@@ -27,6 +27,15 @@ LARGE_MICRO_BATCHES = (256, 128)  # tried first, if the KV cache fits in compute
 def block_size(policy: PolicyConfig) -> int:
     """Returns the maximum number of sequences in a block, the micro-batches that decode together."""
     return (policy.micro_batch_size or MICRO_BATCH_SIZE) * (policy.num_micro_batches or NUM_MICRO_BATCHES)
+
+
+def gathers_tables(offload: OffloadConfig, weight_bytes: int, budgets: Budgets) -> bool:
+    """True if passes should read single rows of embedding tables, not whole tables: by default if weights come from
+    disk and exceed the memory budget."""
+    if offload.gather_tables is not None:
+        return offload.gather_tables
+    is_on_disk = offload.tier in (Tier.auto, Tier.nvme)
+    return is_on_disk and weight_bytes > budgets.host_bytes + (budgets.device_bytes or 0)
 
 
 def micro_batch_sizes(shape: ModelShape, config: RuntimeConfig, budgets: Budgets) -> tuple[int, ...]:

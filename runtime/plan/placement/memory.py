@@ -286,7 +286,7 @@ def lane_entries(
 def _tables_entry(shape: ModelShape, num_tokens: int) -> Entry:
     """Returns the memory for rows of embedding tables: a buffer of disk blocks, and the rows of a lookup twice, each
     as it is stored and computed."""
-    row_bytes = max(table.rows_per_token * (table.row_bytes + 4 * table.parameter.shape[1]) for table in shape.tables)
+    row_bytes = max(table.rows_per_token * (table.row_bytes + 4 * table.shape[1]) for table in shape.tables)
     num_bytes = GATHERED_ROW_BYTES + int(num_tokens * row_bytes)
     equation = f"blocks {GATHERED_ROW_BYTES / MIB:.0f} MiB + {num_tokens:,} tokens x {row_bytes:,.0f} B of rows"
     return Entry(name="table rows", num_bytes=num_bytes, equation=equation)

@@ -4,13 +4,12 @@ A **lane** is a micro-batch in execution: packed sequences, or in a **padded lan
 weights of one step of the forward pass, see shapes.py.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...config.settings import KVDType
 from .attention import AttentionMethod, DeltaRule
-from .shapes import Stage, StageKind, Table, inner_size
+from .shapes import Parameter, Stage, StageKind, inner_size
 from .stage_sizes import StageSizes
 
 
@@ -66,22 +65,19 @@ class ModelShape:
             kv_heads=tuple((heads // num_parts, *sizes) for heads, *sizes in self.kv_heads),
         )
 
-    def with_tables(self, rows_per_token: Mapping[str, float]) -> "ModelShape":
-        """Returns the shape with these parameters, by full name, in `Stage.tables`."""
+    def gather_tables(self) -> "ModelShape":
+        """Returns the shape for passes that read the rows of embedding tables which they look up, and no others: all
+        such tables are in `Stage.tables`."""
         stages = list[Stage]()
         for stage in self.stages:
-            tables = tuple(
-                Table(parameter=parameter, rows_per_token=rows_per_token[parameter.name])
-                for parameter in stage.parameters
-                if parameter.name in rows_per_token
-            )
-            kept = tuple(parameter for parameter in stage.parameters if parameter.name not in rows_per_token)
+            tables = tuple(parameter for parameter in stage.parameters if parameter.rows_per_token)
+            kept = tuple(parameter for parameter in stage.parameters if not parameter.rows_per_token)
             stages.append(replace(stage, parameters=kept, tables=tables))
         return replace(self, stages=tuple(stages))
 
     @cached_property
-    def tables(self) -> tuple[Table, ...]:
-        """The embedding tables of which passes read only rows."""
+    def tables(self) -> tuple[Parameter, ...]:
+        """The embedding tables of which passes read single rows."""
         return tuple(table for stage in self.stages for table in stage.tables)
 
     @cached_property

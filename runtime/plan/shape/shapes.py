@@ -132,6 +132,7 @@ class Parameter:
     is_stacked: bool = False  # experts are stored as separate tensors
     is_experts: bool = False  # a stack that model/expert_groups.py runs
     num_experts: int = 0  # of all ranks, if this rank holds only some of them
+    rows_per_token: float = 0.0  # of an embedding table: rows that a token looks up; 0: rows cannot be read alone
 
     @cached_property
     def is_pageable(self) -> bool:
@@ -161,6 +162,11 @@ class Parameter:
         return (*pieces, *(c.tensor for piece in pieces for c in piece.companions))
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of a table in the checkpoint."""
+        return self.num_bytes // self.shape[0]
+
+    @property
     def is_transposed(self) -> bool:
         return any(piece.is_transposed for entry in self.pieces for piece in entry)
 
@@ -179,30 +185,12 @@ def distinct_bytes(parameters: Iterable[Parameter]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
-    """An embedding table that is not read as a whole: passes read the rows that they look up, from disk."""
-
-    parameter: Parameter
-    rows_per_token: float  # that a token looks up
-
-    @property
-    def source(self) -> TensorSlice:
-        [[piece]] = self.parameter.pieces
-        return piece
-
-    @property
-    def row_bytes(self) -> int:
-        """In the checkpoint."""
-        return self.source.num_bytes // self.source.shape[0]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Stage:
     index: int
     name: str
     kind: StageKind
     parameters: tuple[Parameter, ...]
-    tables: tuple[Table, ...] = ()  # embedding tables that are not in `parameters`
+    tables: tuple[Parameter, ...] = ()  # of which passes read single rows; not in `parameters`
     num_experts: int = 0  # 0: dense
     num_experts_per_token: int = 0
 
