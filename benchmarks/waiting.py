@@ -1,7 +1,9 @@
-"""What helps a run that waits for its disk: several disks, and drafts. Each disk is held to a rate, which is stated.
+"""What helps a run that waits for its disk: several disks, drafts, and single rows of embedding tables. Each disk is
+held to a rate, which is stated.
 
     python -m benchmarks.waiting disks DIR        a synthesized model at DIR from 1, 2 and 4 mirrors
     python -m benchmarks.waiting drafts MODEL     several samples, and summaries, with and without drafts
+    python -m benchmarks.waiting tables MODEL     tables as a whole, and single rows of them
 
 Cases alternate; the table has medians of three rounds and their spread.
 """
@@ -149,9 +151,23 @@ def compare_drafts(args: argparse.Namespace) -> None:
         compare(cases, args.mib_per_second * MIB, args.rounds)
 
 
+def compare_tables(args: argparse.Namespace) -> None:
+    """The budget of host memory is only for the case that reads single rows."""
+    prompts = [[(7 * i + j * j) % 500 + 5 for j in range(24)] for i in range(args.rows)]
+    config = base_config(args.model, args, ignore_eos=True)
+
+    def with_tables(*, are_gathered: bool) -> RuntimeConfig:
+        host_memory_gib = args.host_memory_gib if are_gathered else None
+        offload = replace(config.offload, gather_tables=are_gathered, host_memory_gib=host_memory_gib)
+        return replace(config, offload=offload)
+
+    cases = {name: (with_tables(are_gathered=name == "rows"), prompts) for name in ("tables", "rows")}
+    compare(cases, args.mib_per_second * MIB, args.rounds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["disks", "drafts"])
+    parser.add_argument("what", choices=["disks", "drafts", "tables"])
     parser.add_argument("model")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--block", type=int, default=64, help="rows that run at a time")
@@ -165,7 +181,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--drafted", type=int, help="drafts: another case with so many guessed tokens")
     args = parser.parse_args()
-    (compare_disks if args.what == "disks" else compare_drafts)(args)
+    {"disks": compare_disks, "drafts": compare_drafts, "tables": compare_tables}[args.what](args)
 
 
 if __name__ == "__main__":

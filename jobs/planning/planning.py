@@ -10,7 +10,7 @@ from runtime.errors import ConfigError, require
 from runtime.measure.machine_cache import find_latest_rates
 from runtime.plan.cost.machine import Machine, make_machine
 from runtime.plan.cost.predict import Prediction
-from runtime.plan.placement.defaults import gathers_tables
+from runtime.plan.placement.defaults import gather_tables
 from runtime.plan.placement.memory import SequenceSize
 from runtime.plan.planner import RunPlan, find_policy
 from runtime.plan.rank_plans import RankView
@@ -136,8 +136,8 @@ def plan_for_machine(machine: Machine, config: PlanConfig) -> Planned:
     shape, stored = _stored_shape(config, dtype, has_device=has_device)
     shape = with_kv_dtype(shape, config.kv.dtype)
     shape = replace(shape, attention_method=_choose_attention_method(machine, shape, dtype))
-    if config.devices.way is Parallelism.one and gathers_tables(offload, shape.weight_bytes, machine.budgets):
-        shape = shape.gather_tables()
+    if config.devices.way is Parallelism.one:
+        shape = gather_tables(shape, offload, machine.budgets)
     sizes = _sizes(config)
     longest = max(size.num_prompt_tokens + size.max_new_tokens for size in sizes)
     require(

@@ -44,7 +44,7 @@ from ..model.head import slice_head
 from ..model.loading import LoadedModel, load_model
 from ..out_of_memory import first_line, is_out_of_memory, plan_memory_error, run_memory_error
 from ..plan.cost.rates import MachineRates
-from ..plan.placement.defaults import gathers_tables
+from ..plan.placement.defaults import gather_tables
 from ..plan.placement.memory import SequenceSize
 from ..plan.placement.placement import Budgets
 from ..plan.placement.placer import kv_tiers
@@ -146,8 +146,9 @@ class Runtime(Closing):
         offload = self.config.offload
         if self._shared is not None:
             self.model = self._shared.divide_model(self.model, offload, self.device)
-        elif gathers_tables(offload, self.model.shape.weight_bytes, make_budgets(offload, self.device)):
-            self.model = replace(self.model, shape=self.model.shape.gather_tables())
+        else:
+            shape = gather_tables(self.model.shape, offload, make_budgets(offload, self.device))
+            self.model = replace(self.model, shape=shape)
         self._copies: Copies = {}
         if mirrors := self.config.model.mirrors:
             cache = cache_root(self.config.offload.cache_dir)

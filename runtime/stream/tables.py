@@ -14,13 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from ..linear.blocks import dequantize_rows
-from ..plan.placement.memory import GATHERED_ROW_BYTES
+from ..plan.placement.memory import GATHERED_BLOCK_BYTES, gathered_bytes
 from ..plan.shape.extents import ALIGNMENT_BYTES, Extent
 from ..plan.shape.shapes import Parameter, Stage
 from ..resources import Resource
 from ..store.reader import Reader
 from ..trace import Trace
-from ..units import round_up
 from ..weights.stage_weights import stored_rows
 from .clock import StreamCounters
 from .device import ComputeDevice
@@ -116,8 +115,7 @@ class TableStream:
 
     def _look_up(self, stage: Stage, table: Parameter, dtype: torch.dtype, ids_N: torch.Tensor) -> torch.Tensor:
         """Reads the rows `ids_N`, in parts whose blocks fit the buffer."""
-        per_row = round_up(table.row_bytes, ALIGNMENT_BYTES) + ALIGNMENT_BYTES  # at most, in blocks
-        step = max(1, GATHERED_ROW_BYTES // per_row)
+        step = max(1, GATHERED_BLOCK_BYTES // gathered_bytes(table.row_bytes))
         parts = [self._read_rows(stage, table, dtype, ids) for ids in ids_N.split(step)] if len(ids_N) else []
         return torch.cat(parts) if parts else torch.empty(0, table.shape[1], dtype=dtype)
 
@@ -143,7 +141,8 @@ class TableStream:
 
     def _take_buffer(self, num_bytes: int) -> torch.Tensor:
         if self._buffer is None or len(self._buffer) < num_bytes:
-            self._buffer = self._device.host_buffer(max(num_bytes, GATHERED_ROW_BYTES // 16))
+            self._buffer = None  # freed before the larger one is made
+            self._buffer = self._device.host_buffer(num_bytes)
         return self._buffer
 
 

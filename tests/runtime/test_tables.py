@@ -16,7 +16,8 @@ from runtime import ModelConfig, OffloadConfig, Runtime, RuntimeConfig, Sampling
 from runtime.config.settings import DType, Tier
 from runtime.engine.records import PassRecord
 from runtime.errors import StorageError
-from runtime.plan.placement.defaults import gathers_tables
+from runtime.model.loading import load_model
+from runtime.plan.placement.defaults import gather_tables
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.shape.extents import ALIGNMENT_BYTES
 from runtime.probing.meta import build_meta_model
@@ -154,10 +155,17 @@ def test_a_table_that_no_token_looks_up_is_none(tmp_path: Path) -> None:
         (Tier.none, True, True),
     ],
 )
-def test_tables_are_gathered_if_the_weights_exceed_memory(tier: Tier, setting: bool | None, is_gathered: bool) -> None:
-    offload = OffloadConfig(tier=tier, gather_tables=setting)
-    assert gathers_tables(offload, 3 * GIB, Budgets(host_bytes=GIB, device_bytes=GIB)) == is_gathered
-    assert gathers_tables(offload, 2 * GIB, Budgets(host_bytes=GIB, device_bytes=GIB)) == bool(setting)
+def test_tables_are_gathered_if_the_weights_exceed_memory(
+    tier: Tier, setting: bool | None, is_gathered: bool, tmp_path: Path
+) -> None:
+    path = synthesize("llama", tmp_path / "model", vocab_size=1 << 17)
+    whole = load_model(ModelConfig(path=str(path)), torch.device("cpu"), str(tmp_path)).shape
+    offload, half = OffloadConfig(tier=tier, gather_tables=setting), whole.weight_bytes // 2
+    for spare in (-1, 0):
+        shape = gather_tables(whole, offload, Budgets(host_bytes=half, device_bytes=half + spare))
+        assert bool(shape.tables) == (is_gathered if spare else bool(setting))
+    small = whole.gather_tables(min_bytes=GIB)  # small tables are cheaper as a whole
+    assert not small.tables
 
 
 def test_memory_without_the_table_is_planned(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from ...batching.balance import Block
 from ...config.orders import BATCHED, PLAIN, Order
 from ...config.settings import OffloadConfig, PolicyConfig, RuntimeConfig, Tier
 from ..shape.model import ModelShape
+from .memory import GATHERED_BLOCK_BYTES
 from .placement import Budgets, Placement
 from .walks import cpu_attends
 
@@ -29,13 +30,15 @@ def block_size(policy: PolicyConfig) -> int:
     return (policy.micro_batch_size or MICRO_BATCH_SIZE) * (policy.num_micro_batches or NUM_MICRO_BATCHES)
 
 
-def gathers_tables(offload: OffloadConfig, weight_bytes: int, budgets: Budgets) -> bool:
-    """True if passes should read single rows of embedding tables, not whole tables: by default if weights come from
-    disk and exceed the memory budget."""
+def gather_tables(shape: ModelShape, offload: OffloadConfig, budgets: Budgets) -> ModelShape:
+    """Returns the shape for a run that reads single rows of embedding tables: with `offload.gather_tables=true` of all
+    tables, by default of large ones if weights come from disk and exceed the memory budget."""
     if offload.gather_tables is not None:
-        return offload.gather_tables
-    is_on_disk = offload.tier in (Tier.auto, Tier.nvme)
-    return is_on_disk and weight_bytes > budgets.host_bytes + (budgets.device_bytes or 0)
+        return shape.gather_tables() if offload.gather_tables else shape
+    memory_bytes = budgets.host_bytes + (budgets.device_bytes or 0)
+    if offload.tier in (Tier.auto, Tier.nvme) and shape.weight_bytes > memory_bytes:
+        return shape.gather_tables(min_bytes=GATHERED_BLOCK_BYTES)
+    return shape
 
 
 def micro_batch_sizes(shape: ModelShape, config: RuntimeConfig, budgets: Budgets) -> tuple[int, ...]:

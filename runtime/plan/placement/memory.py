@@ -5,6 +5,7 @@ one sequence of a lane. One lane at a time computes a stage (such as a layer), s
 All other lanes keep hidden states only.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -20,10 +21,11 @@ from ..shape.attention import (
     device_attention_bytes,
 )
 from ..shape.dtypes import PAGE_TOKENS as PAGE_TOKENS
+from ..shape.extents import ALIGNMENT_BYTES
 from ..shape.model import ModelShape
 from .ledger import Entry
 
-GATHERED_ROW_BYTES = 16 * MIB  # disk blocks with rows of embedding tables that are read at once
+GATHERED_BLOCK_BYTES = 16 * MIB  # disk blocks with rows of embedding tables that are read at once
 PANEL_BYTES = 16 * MIB  # maximum of weights that are converted at once for a product
 MAX_DEQUANTIZED_ELEMENTS = 1 << 24  # elements per step on a device, see linear/stored.py
 # Up to this many rows of all lanes, device kernels multiply 16-bit activations with quantized codes. On an H100 more
@@ -284,12 +286,19 @@ def lane_entries(
 
 
 def _tables_entry(shape: ModelShape, num_tokens: int) -> Entry:
-    """Returns the memory for rows of embedding tables: a buffer of disk blocks, and the rows of a lookup twice, each
-    as it is stored and computed."""
-    row_bytes = max(table.rows_per_token * (table.row_bytes + 4 * table.shape[1]) for table in shape.tables)
-    num_bytes = GATHERED_ROW_BYTES + int(num_tokens * row_bytes)
-    equation = f"blocks {GATHERED_ROW_BYTES / MIB:.0f} MiB + {num_tokens:,} tokens x {row_bytes:,.0f} B of rows"
-    return Entry(name="table rows", num_bytes=num_bytes, equation=equation)
+    """Returns the memory for rows of embedding tables: disk blocks, and the rows of a lookup as stored and computed."""
+    blocks = rows = 0
+    for table in shape.tables:
+        num_rows = min(math.ceil(num_tokens * table.rows_per_token), table.shape[0])
+        blocks = max(blocks, min(GATHERED_BLOCK_BYTES, num_rows * gathered_bytes(table.row_bytes)))
+        rows = max(rows, num_rows * (table.row_bytes + 4 * table.shape[1]))
+    equation = f"{num_tokens:,} tokens: blocks {blocks / MIB:.1f} MiB + rows {rows / MIB:.1f} MiB"
+    return Entry(name="table rows", num_bytes=blocks + rows, equation=equation)
+
+
+def gathered_bytes(row_bytes: int) -> int:
+    """Returns the bytes of the disk blocks that a row may touch."""
+    return round_up(row_bytes - 1, ALIGNMENT_BYTES) + ALIGNMENT_BYTES
 
 
 def _gather_entry(shape: ModelShape, num_tokens: int, micro_batches: Sequence[MicroBatch]) -> Entry:

@@ -65,14 +65,14 @@ class ModelShape:
             kv_heads=tuple((heads // num_parts, *sizes) for heads, *sizes in self.kv_heads),
         )
 
-    def gather_tables(self) -> "ModelShape":
-        """Returns the shape for passes that read the rows of embedding tables which they look up, and no others: all
-        such tables are in `Stage.tables`."""
+    def gather_tables(self, min_bytes: int = 0) -> "ModelShape":
+        """Returns the shape for passes that read the rows of embedding tables which they look up, and no others: such
+        tables of at least `min_bytes` are in `Stage.tables`."""
         stages = list[Stage]()
         for stage in self.stages:
-            tables = tuple(parameter for parameter in stage.parameters if parameter.rows_per_token)
-            kept = tuple(parameter for parameter in stage.parameters if not parameter.rows_per_token)
-            stages.append(replace(stage, parameters=kept, tables=tables))
+            tables = tuple(p for p in stage.parameters if p.rows_per_token and p.num_bytes >= min_bytes)
+            kept = tuple(p for p in stage.parameters if p not in tables)
+            stages.append(replace(stage, parameters=kept, tables=tables) if tables else stage)
         return replace(self, stages=tuple(stages))
 
     @cached_property
