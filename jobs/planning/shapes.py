@@ -25,7 +25,7 @@ from .published import INTERLEAVED
 
 ParameterKey: TypeAlias = tuple[int, str]  # index of a stage, and the name of a parameter in it
 
-ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I64": 8}
 COMPUTE_DTYPES = {DType.bfloat16: "BF16", DType.float16: "F16", DType.float32: "F32"}
 DTYPE_FIELDS = ("compute_dtype_bytes", "kv_layer_bytes", "state_bytes_per_sequence", "cross_kv_bytes_per_token")
 STRUCTURED_FIELDS = ("name", "stages", "bounded_layers", "delta_rule", "weight_bytes")

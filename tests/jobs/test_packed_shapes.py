@@ -212,6 +212,32 @@ def test_modules_that_a_config_leaves_out_stay_as_they_are() -> None:
         Publication.from_config({"quant_method": "quip"})
 
 
+def test_experts_may_be_published_in_another_format_than_the_rest() -> None:
+    """As DeepSeek-V4: FP8, and experts in MXFP4."""
+    shape = read_shape("qwen3-30b-a3b", DType.bfloat16)
+    said = {"quant_method": "fp8", "expert_dtype": "fp4"}
+    found = formats_of(published_shape(shape, Publication.from_config(said)))
+    assert {found[name] for name in found if ".experts." in name} == {"mxfp4"}
+    assert found["layer 0 model.layers.*.self_attn.q_proj.weight"] == "fp8"
+    assert not any(found[name] for name in found if "embed_tokens" in name)
+
+
+def test_groups_take_the_scales_that_a_config_says() -> None:
+    """As Kimi-K2.6: compressed-tensors, experts only, a scale of 16 bits for 32 columns."""
+    shape = read_shape("qwen3-30b-a3b", DType.bfloat16)
+    weights = {"num_bits": 4, "group_size": 32}
+    said = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["re:.*self_attn.*", "lm_head"],
+        "config_groups": {"group_0": {"weights": weights}},
+    }  # fmt: skip
+    published = published_shape(shape, Publication.from_config(said))
+    found = formats_of(published)
+    assert {found[name] for name in found if ".experts." in name} == {"packed-int4"}
+    assert not found["layer 0 model.layers.*.self_attn.q_proj.weight"]
+    experts = [p for stage in published.stages for p in stage.parameters if p.is_experts]
+    assert all(p.num_bytes == p.num_elements * (4 + 16 / 32) / 8 for p in experts)
+
+
 def test_every_storage_format_that_can_be_read_can_be_planned() -> None:
     plain = {name for name, block in BLOCKS.items() if block.num_numbers == 1}
     assert {*PUBLISHED.values(), *FORMAT_NAMES.values(), WINDOW4} == set(registry.FORMATS) - plain

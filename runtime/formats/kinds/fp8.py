@@ -1,6 +1,7 @@
 """FP8 with a factor per block (DeepSeek-V3, MiniMax-M2), per tensor or per row (FBGEMM, vLLM).
 
-A checkpoint has FP8 numbers under the weight's name X, and the factors under `X_scale_inv` or `X_scale`.
+A checkpoint has FP8 numbers under the weight's name X, and the factors under `X_scale_inv` or `X_scale`, in DeepSeek-V4
+under `scale` instead of `weight`. Experts of DeepSeek-V4 are MXFP4, two numbers in a byte of I8.
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from ...linear.rows import Rows
 from ...plan.shape.shapes import TensorSlice
 from ..scaled_rows import SCALES, attach_factors, scaled_rows
 from ..storage_format import Loss, StorageFormat, StoredMatrix
+from .mxfp4 import BLOCK_COLUMNS
+from .mxfp4 import NAME as MXFP4
 
 NAME, DTYPES = "fp8", {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 SUFFIXES = ("_scale_inv", "_scale")
@@ -57,8 +60,13 @@ def _pair(tensors: Mapping[str, TensorSlice], quantization: Mapping[str, object]
     """See `storage_format.Method`."""
     block, result = block_shape(quantization.get("weight_block_size")), dict(tensors)
     for name, tensor in tensors.items():
-        factors = next((name + suffix for suffix in SUFFIXES if name + suffix in tensors), None)
-        if tensor.dtype in DTYPES and factors is not None:
+        sibling = name.removesuffix("weight") + "scale"
+        candidates = (*(name + suffix for suffix in SUFFIXES), *(sibling,) * name.endswith("weight"))
+        factors = next((candidate for candidate in candidates if candidate in tensors), None)
+        if tensor.dtype == "I8" and factors is not None and tensors[factors].dtype == "F8_E8M0":
+            numbers = replace(tensor, dtype="F4", format=MXFP4, shape=(*tensor.shape[:-1], 2 * tensor.shape[-1]))
+            result[name] = attach_factors(numbers, result.pop(factors), 1, BLOCK_COLUMNS)
+        elif tensor.dtype in DTYPES and factors is not None:
             result[name] = fp8_weight(tensor, result.pop(factors), block)
             for leaf in ACTIVATION_SCALES:
                 result.pop(name.removesuffix("weight") + leaf, None)
