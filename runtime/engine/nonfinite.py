@@ -14,10 +14,10 @@ from ..linear.stored import StoredWeight
 from ..model.loading import LoadedModel
 from ..model.stages import EMBEDDING, StreamedModule
 from ..sequences.sequence import Sequence
-from ..stream.tables import GatheredWeight
 from .batcher import Batcher, StaticBatcher
 from .lanes.factory import LaneFactory
 from .records import PassCounts
+from .tables import GatheredWeight
 
 MAX_EXPLAINED_PASSES = 16  # per session: many broken rows must not double a run's time
 

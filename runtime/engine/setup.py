@@ -23,7 +23,6 @@ from ..stream.device import ComputeDevice
 from ..stream.exchange import HostExchange
 from ..stream.experts import ExpertStream
 from ..stream.kv import KVStream
-from ..stream.tables import TableStream
 from ..stream.weight_cache import WeightCache
 from ..stream.weight_reader import SessionResources
 from ..stream.weights import WeightStream
@@ -31,6 +30,7 @@ from ..trace import Trace
 from ..units import MIB
 from ..weights.stage_weights import TORCH_DTYPES
 from .compiling import HOST_OPS, CompiledKernels, KernelSet, prepare_kernels
+from .tables import TableStream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class Streams:
     exchange: HostExchange | None  # for attention that the CPU computes for an accelerator
     round_trips: HostExchange | None  # for experts that the CPU computes for an accelerator
     workers: AttentionWorkers | None  # for attention on the CPU
-    tables: TableStream | None  # for embedding tables of which passes read rows
+    tables: TableStream | None = None  # for embedding tables of which passes read rows
 
     @property
     def counters(self) -> list[Callable[[], StreamCounters]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch import nn
 from transformers import PreTrainedModel
 
 from jobs.planning.shapes import read_shape
@@ -31,8 +32,14 @@ def value_of(keys: tuple[str, ...], values: Mapping[str, object]) -> int:
 
 
 def active_parameters(model: PreTrainedModel, values: Mapping[str, object]) -> float:
-    """What a token uses: its share of the routed experts, and everything else (embeddings and head included)."""
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    """What a token uses: its share of the routed experts, and everything else (embeddings and head included), but for
+    tables of n-grams inside layers, of which it takes a few rows."""
+    embedding = model.get_input_embeddings()
+    tables = {
+        f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding) and m is not embedding
+    }
+    tables = {name for name in tables if ".layers." in name}
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if name not in tables}
     routed = sum(size for name, size in sizes.items() if "experts" in name.split("."))
     if not routed:
         return sum(sizes.values())

@@ -302,6 +302,8 @@ def test_a_signal_ends_the_wait_for_a_tracker(
     stand_in(monkeypatch, tmp_path, "import time\ntime.sleep(120)")
     monkeypatch.setattr(feed, "end_seconds", lambda status: 3600.0)
     sending = RunFeed(run, [Tracker.tensorboard])
+    # A job that runs in the background of a shell ignores it, and so would all processes of the tests.
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     sending.open(is_shared=False)
     send, signals = sending._send, [signal.SIGINT]
 
@@ -311,7 +313,10 @@ def test_a_signal_ends_the_wait_for_a_tracker(
         return send(message)
 
     monkeypatch.setattr(sending, "_send", interrupted)
-    sending.close("finished", 0)
+    try:
+        sending.close("finished", 0)
+    finally:
+        signal.signal(signal.SIGINT, ignored)
     assert not signals
     assert "not all was sent within" in caplog.text
 

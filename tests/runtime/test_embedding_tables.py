@@ -15,6 +15,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from runtime import ModelConfig, OffloadConfig, Runtime, RuntimeConfig, SamplingConfig
 from runtime.config.settings import DType, Tier
 from runtime.engine.records import PassRecord
+from runtime.engine.tables import plan_blocks
 from runtime.errors import StorageError
 from runtime.model.loading import load_model
 from runtime.plan.placement.defaults import gather_tables
@@ -24,7 +25,6 @@ from runtime.probing.meta import build_meta_model
 from runtime.probing.tables import find_tables
 from runtime.sequences.sequence import Request
 from runtime.store import reader as reader_module
-from runtime.stream.tables import plan_blocks
 from runtime.units import GIB
 from tests.dealt import with_slow_others
 from tests.fake_device import FakeDevice

@@ -217,7 +217,11 @@ class Stage:
     def num_dense_weights(self) -> int:
         """Elements of the matrices that every token uses."""
         stacks = {p.name for p in self.stacks}
-        return sum(p.num_elements for p in self.parameters if len(p.shape) == 2 and p.name not in stacks)
+        return sum(
+            p.num_elements
+            for p in self.parameters
+            if len(p.shape) == 2 and p.name not in stacks and not (p.rows_per_token and self.kind.is_layer)
+        )
 
     @cached_property
     def experts(self) -> tuple[Parameter, ...]:

@@ -19,10 +19,10 @@ from ..plan.shape.extents import ALIGNMENT_BYTES, Extent
 from ..plan.shape.shapes import Parameter, Stage
 from ..resources import Resource
 from ..store.reader import Reader
+from ..stream.clock import StreamCounters
+from ..stream.device import ComputeDevice
 from ..trace import Trace
 from ..weights.stage_weights import stored_rows
-from .clock import StreamCounters
-from .device import ComputeDevice
 
 Lookup = Callable[[torch.Tensor], torch.Tensor]  # row numbers (N,) on the CPU, sorted and distinct -> rows (N, K)
 
