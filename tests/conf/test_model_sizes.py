@@ -38,7 +38,7 @@ def active_parameters(model: PreTrainedModel, values: Mapping[str, object]) -> f
     tables = {
         f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding) and m is not embedding
     }
-    tables = {name for name in tables if ".layers." in name}
+    tables = {f"{name}.weight" for name in others if ".layers." in name}
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if name not in tables}
     routed = sum(size for name, size in sizes.items() if "experts" in name.split("."))
     if not routed:
