@@ -34,11 +34,8 @@ def value_of(keys: tuple[str, ...], values: Mapping[str, object]) -> int:
 def active_parameters(model: PreTrainedModel, values: Mapping[str, object]) -> float:
     """What a token uses: its share of the routed experts, and everything else (embeddings and head included), but for
     tables of n-grams inside layers, of which it takes a few rows."""
-    embedding = model.get_input_embeddings()
-    tables = {
-        f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding) and m is not embedding
-    }
-    tables = {f"{name}.weight" for name in others if ".layers." in name}
+    modules = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    tables = {f"{name}.weight" for name in modules if ".layers." in name}
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if name not in tables}
     routed = sum(size for name, size in sizes.items() if "experts" in name.split("."))
     if not routed:
