@@ -137,5 +137,14 @@ VARIANTS: Mapping[str, Mapping[str, object]] = {
             "prophetnet",
         )
     },
+    "deepseek_v4 (sliding)": {
+        "layer_types": [
+            "sliding_attention", "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+        ],
+    },
+    "minimax_m3_vl_text (sparse)": {
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "index_block_size": 4, "index_topk_blocks": 2,
+    },
     "qwen4_exp_text (n-grams)": {"ple_layer_ids": [1, 3], "ngram_vocab_size_base": 1000, "split_ngram_parts": 1},
 }  # fmt: skip

@@ -11,6 +11,7 @@ from enum import Enum
 
 import torch
 from torch import nn
+from torch.fx.experimental import _config as fx_config
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 
@@ -205,7 +206,9 @@ def fill_cache(model: PreTrainedModel, num_tokens: int) -> Cache:
         if hasattr(layer, "sliding_window"):  # a short window would hide the cost of a token
             setattr(layer, "sliding_window", NO_WINDOW)  # noqa: B010 - layers without a window do not declare it
     ids = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")
-    model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
+    # The indexer of Qwen4 selects tokens by `nonzero`. Which it selects does not change the sizes of the cache.
+    with fx_config.patch(meta_nonzero_assume_all_nonzero=True):
+        model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
     return cache
 
 

@@ -9,6 +9,7 @@ from runtime.model.families import FAMILIES
 from runtime.probing.meta import build_meta_model
 from runtime.stream.device import ComputeDevice
 from runtime.synthesize.checkpoints import make_config
+from tests.tiny_configs import tiny_config
 
 
 def measured(name: str, **overrides: object) -> tuple[CacheShape, list[str]]:
@@ -31,6 +32,14 @@ def test_every_attention_layer_costs_its_own_keys_and_values(name: str) -> None:
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_layers_with_windows_however_short_cost_their_keys_and_values(window: int) -> None:
     assert measured("gemma-2", sliding_window=window) == measured("gemma-2")
+
+
+def test_states_count_where_an_indexer_selects_tokens() -> None:
+    """As in Qwen4, whose indexer calls `nonzero`: the meta device knows no result of it by default."""
+    model = build_meta_model(tiny_config("qwen4_exp_text (n-grams)"), torch.float32)
+    cache, types = measure_cache(model), layer_types(model)
+    assert [size == 0 for size in cache.layer_bytes_per_token] == [kind == "linear_attention" for kind in types]
+    assert [size > 0 for size in cache.layer_bytes_per_sequence] == [kind == "linear_attention" for kind in types]
 
 
 def test_layers_with_states_alone_cost_nothing_per_position() -> None:
