@@ -13,7 +13,7 @@ CSV
 
 weightstream generate model="${MODEL:-tiny}" dataset.path=questions.csv dataset.template="Q: {question}\nA:" \
     dataset.id_field=id run=answers > summary.txt
-head -n 1 summary.txt
+head -n 1 summary.txt | tr -s ' '
 
 weightstream export outputs/generate/answers out=answers.csv columns=[id,question,completion,gold]
 cat answers.csv

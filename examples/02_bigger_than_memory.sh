@@ -13,7 +13,7 @@ for i in {1..12}; do echo "{\"prompt\": \"Question $i: what is $i plus $i?\"}"; 
 run=(model=small-mixtral dataset.path=prompts.jsonl sampling.max_new_tokens=8)
 
 weightstream generate "${run[@]}" offload.host_memory_gib=0.12 run=budget > summary.txt 2> log.txt
-grep -E "rows ok|read from disk" summary.txt
+grep -E "rows ok|read from disk" summary.txt | tr -s ' '
 
 # A budget that cannot hold the run is refused before any weight is read.
 weightstream generate "${run[@]}" offload.host_memory_gib=0.06 run=refused > /dev/null 2> refused.txt ||

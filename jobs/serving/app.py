@@ -348,7 +348,10 @@ class _Routes:
             return JSONResponse(reply.whole((await _first_message(request, messages))["response"]))
 
     def reject_single_request(self, request: Request) -> Response:
-        raise HTTPException(404, "only batches are supported: upload a file to POST /v1/files, then POST /v1/batches")
+        path = request.url.path
+        if path in ENCODE_ENDPOINTS:
+            raise HTTPException(404, f"{path} is answered in batches only: POST /v1/files, then POST /v1/batches")
+        raise HTTPException(404, f"{path} is not supported: send single requests to {' or '.join(ENDPOINTS)}")
 
 
 async def _read_object(request: Request) -> dict[str, Any]:

@@ -257,7 +257,10 @@ def test_who_asks_for_something_else_is_told_what_there_is(port: int) -> None:
     assert [model.id for model in client.models.list()] == ["org/model"]
     assert client.models.retrieve("org/model").id == "org/model"
     single = refused(lambda: client.embeddings.create(model="m", input="a"))
-    assert single == (404, "only batches are supported: upload a file to POST /v1/files, then POST /v1/batches")
+    assert single == (404, "/v1/embeddings is answered in batches only: POST /v1/files, then POST /v1/batches")
+    other = refused(lambda: client.responses.create(model="m", input="a"))
+    supported = "send single requests to /v1/chat/completions or /v1/completions"
+    assert other == (404, f"/v1/responses is not supported: {supported}")
     status, said = answer(port, "GET", "/")
     assert (status, "POST /v1/batches" in said, "DELETE /v1/files/{id}" in said) == (404, True, True)
     assert answer(port, "PUT", "/v1/files")[0] == 405
