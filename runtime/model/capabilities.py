@@ -207,7 +207,7 @@ def fill_cache(model: PreTrainedModel, num_tokens: int) -> Cache:
             setattr(layer, "sliding_window", NO_WINDOW)  # noqa: B010 - layers without a window do not declare it
     ids = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")
     # The indexer of Qwen4 selects tokens by `nonzero`. Which it selects does not change the sizes of the cache.
-    with fx_config.patch(meta_nonzero_assume_all_nonzero=True):
+    with fx_config.patch(meta_nonzero_assume_all_nonzero=True):  # pyright: ignore[reportAttributeAccessIssue]
         model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
     return cache
 
