@@ -5,9 +5,8 @@ import os
 import pickle
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -180,12 +179,8 @@ def test_a_table_far_from_filling_a_block_is_warned_of_once(
 
 
 def test_few_rows_from_disk_are_far_from_a_block_and_many_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = Planner.measure
-
-    def with_slow_disk(self: Planner, *args: Any) -> MachineRates:
-        return replace(measure(self, *args), disk_bytes_per_second=5e6)
-
-    monkeypatch.setattr(Planner, "measure", with_slow_disk)
+    slow_disk = MachineRates(disk_bytes_per_second=5e6, gemm_flops_per_second={1: 1e9, 64: 1e11})
+    monkeypatch.setattr(Planner, "measure", lambda *_: slow_disk)
     runtime = Runtime(model="tiny", max_new_tokens=8, offload="nvme")
     asked = [runtime.request(str(n), f"Reverse: {n}") for n in range(8)]
     few = find_underfill(runtime.planner, [each.size for each in asked if isinstance(each, Request)])
