@@ -55,6 +55,7 @@ OPERATIONAL_KEYS = frozenset(
         "policy.feedforward",
         "policy.share_prefixes",
         "policy.draft_tokens",
+        "policy.draft_model",
         "dataset.max_row_bytes",
         "dataset.window_rows",
         "model.mirrors",

@@ -5,7 +5,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from runtime.checkpoint_source.localize import find_local_path
-from runtime.config.settings import ANY, BUILT_IN, DType, ExpertPaging, Parallelism, PolicyKind, RuntimeConfig
+from runtime.config.settings import (
+    ANY,
+    BUILT_IN,
+    DType,
+    ExpertPaging,
+    ModelConfig,
+    Parallelism,
+    PolicyKind,
+    RuntimeConfig,
+)
 from runtime.errors import ConfigError, require
 from runtime.measure.machine_cache import find_latest_rates
 from runtime.plan.cost.machine import Machine, make_machine
@@ -16,6 +25,7 @@ from runtime.plan.planner import RunPlan, find_policy
 from runtime.plan.rank_plans import RankView
 from runtime.plan.resolved_settings import ResolvedSettings
 from runtime.plan.search.candidate import Problem
+from runtime.plan.search.drafts import draft_obstacle
 from runtime.plan.search.workload import Workload
 from runtime.plan.shape.attention import AttentionMethod
 from runtime.plan.shape.dtypes import WeightStorage, resolve_auto_dtype, with_kv_dtype
@@ -138,6 +148,10 @@ def plan_for_machine(machine: Machine, config: PlanConfig) -> Planned:
     shape = replace(shape, attention_method=_choose_attention_method(machine, shape, dtype))
     if config.devices.way is Parallelism.one:
         shape = gather_tables(shape, offload, machine.budgets)
+        draft, has_rope_lengths = config.policy.draft_model, shape.restart_tokens is not None
+        if draft is not None and not draft_obstacle(config.runtime, shape, has_rope_lengths=has_rope_lengths):
+            own = replace(config, model=ModelConfig.from_name(draft))
+            shape = replace(shape, draft=read_model_shape(own, dtype, is_plain=False, has_device=has_device)[0])
     sizes = _sizes(config)
     longest = max(size.num_prompt_tokens + size.max_new_tokens for size in sizes)
     require(

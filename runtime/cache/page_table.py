@@ -115,6 +115,11 @@ class PageTable:
             row.owned_prefix.has_owner_left = True
             self._free_if_unused(row.owned_prefix)
 
+    def take_back(self, position: int, past: int) -> None:
+        """Uncaches the positions of a row after the first `past` ones. The row keeps its pages."""
+        assert self._tails is None, "quantized pages cannot be written again"
+        self._rows[position].past = past
+
     def close(self) -> None:
         """Removes all rows."""
         while self._rows:

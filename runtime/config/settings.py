@@ -335,9 +335,11 @@ class PolicyConfig:
     draft_tokens: int | None = (
         None  # most tokens per sequence and decode pass that are guessed; null: those that cost little
     )
+    draft_model: str | None = None  # a small model of the same family that guesses: directory, GGUF file or hub id
     pin: str | None = None
 
     def __post_init__(self) -> None:
+        require(self.draft_model is None or bool(self.draft_model.strip()), "policy.draft_model is empty: set null")
         for key in ("micro_batch_size", "num_micro_batches", "prefill_chunk_tokens"):
             value = getattr(self, key)
             require(value is None or value >= 1, f"policy.{key} must be 1 or more, got {value}")

@@ -20,7 +20,7 @@ from ..plan.schedule.check import check_schedule
 from ..plan.schedule.schedule import Schedule, make_schedule
 from ..plan.schedule.walk import Walk
 from ..ranks.collectives import PipelineLink
-from ..sequences.drafts import Drafts
+from ..sequences.drafts import Drafts, Guesser
 from ..sequences.sampler import Sampler
 from ..stream.host_memory import peak_resident_bytes, resident_bytes
 from .batcher import Batch, Batcher, empty_batch
@@ -48,7 +48,8 @@ class Engine:
     After a pass that raises, it cannot run another.
 
     `streams` must be open. `should_stop` is polled before every stage; True raises `Interrupted`. `agree` maps this
-    rank's lane count and phase to those that all ranks play. `pipeline_link` connects pipeline-parallel ranks."""
+    rank's lane count and phase to those that all ranks play. `pipeline_link` connects pipeline-parallel ranks.
+    `draft_model` guesses tokens."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class Engine:
         should_stop: Callable[[], bool],
         agree: Agree = agree_alone,
         pipeline_link: PipelineLink | None = None,
+        draft_model: Guesser | None = None,
     ):
         self._agree = agree
         self._peers = (
@@ -66,7 +68,7 @@ class Engine:
         loaded, placement, device = setup.model, setup.placement, setup.device
         self._loaded, self._placement, self._streams, self._device = loaded, placement, streams, device
         self._monitor = PassMonitor(len(loaded.shape.stages), device, setup.trace)
-        self.lanes = _make_lane_factory(setup, streams, sampler)
+        self.lanes = _make_lane_factory(setup, streams, sampler, draft_model)
         self._stages = dense_shape(loaded.shape, placement.paged).stages
         self._views: dict[tuple[int, int], Weights] = {}  # by stage and slot
         size = placement.dequantized
@@ -200,7 +202,7 @@ def _transposed_stacks(loaded: LoadedModel) -> frozenset[str]:
     )
 
 
-def _make_lane_factory(setup: Setup, streams: Streams, sampler: Sampler) -> LaneFactory:
+def _make_lane_factory(setup: Setup, streams: Streams, sampler: Sampler, draft_model: Guesser | None) -> LaneFactory:
     loaded, placement, device, kv = setup.model, setup.placement, setup.device, setup.placement.kv
     drafted = setup.config.policy.draft_tokens if loaded.rope_lengths is None else 0
     # Copied pages should be contiguous. Otherwise the page freed last is reused first: it is mapped and in CPU caches.
@@ -219,7 +221,7 @@ def _make_lane_factory(setup: Setup, streams: Streams, sampler: Sampler) -> Lane
         head_rows=head_rows(loaded.shape.vocab_size),
         last_stage=len(loaded.shape.stages) - 1,
         rope_lengths=loaded.rope_lengths,
-        drafts=Drafts(drafted, setup.draft_cost) if drafted else None,
+        drafts=Drafts(drafted, setup.drafts.token_cost, draft_model, setup.drafts.model_cost) if drafted else None,
         drafts_beside_prompts=setup.config.policy.admission is Admission.continuous,
         skipped_layers=frozenset(
             layer for layer, stage in enumerate(loaded.shape.layers) if stage.index not in loaded.shape.own_stages

@@ -15,6 +15,7 @@ from ..model.fused_ops import DTYPES
 from ..model.loading import LoadedModel
 from ..plan.placement.feedforward import round_trip_size
 from ..plan.placement.placement import Placement
+from ..plan.search.drafts import NO_DRAFTS, DraftPlan
 from ..plan.shape.shapes import Parameter
 from ..store.kv_file import KVFile
 from ..store.reader import Reader
@@ -45,7 +46,7 @@ class Setup:
     trace: Trace | None
     weight_cache: WeightCache | None = None
     resources: SessionResources | None = None
-    draft_cost: float = 0.0  # see `Drafts`
+    drafts: DraftPlan = NO_DRAFTS
 
 
 def prepare_attention(model: LoadedModel) -> None:

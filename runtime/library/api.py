@@ -22,10 +22,12 @@ from ..closing import Closing
 from ..config.profiles import DEFAULT_BACKENDS
 from ..config.settings import (
     Attention,
+    ModelConfig,
     PolicyKind,
     Pooling,
     RuntimeConfig,
     SamplingOverrides,
+    SelfCheck,
     require_beams_fit,
 )
 from ..devices.messages import KIND, SESSION, end_sessions
@@ -33,11 +35,12 @@ from ..devices.sessions import RankSession
 from ..devices.shared_run import SharedRun, choose_rank_device
 from ..engine.batcher import sequence_sizes
 from ..engine.compiling import COMPILING_SECONDS, MIN_TOKENS, CompiledKernels, estimate_plain_seconds
+from ..engine.draft_model import DraftModel, open_draft_model, require_same_tokens
 from ..engine.engine import Engine, agree_alone
 from ..engine.self_check import check_lanes, is_check_due
 from ..engine.session import Session
 from ..engine.setup import Setup, compiled_kernels, open_streams, prepare_attention
-from ..errors import ClosedError
+from ..errors import CheckpointError, ClosedError, ConfigError
 from ..measure.contests import known_backends
 from ..measure.machine_cache import Host, find_products
 from ..model.head import slice_head
@@ -50,6 +53,7 @@ from ..plan.placement.placement import Budgets
 from ..plan.placement.placer import kv_tiers
 from ..plan.planner import RunPlan
 from ..plan.resolved_settings import ResolvedSettings, prefix_sharing_obstacle
+from ..plan.search.drafts import draft_obstacle
 from ..plan.shape.dtypes import with_kv_dtype
 from ..plan.shape.model import ModelShape
 from ..planning.budgets import limit_device_memory, make_budgets, require_within_budget
@@ -66,6 +70,7 @@ from ..store.mirrors import Copies, find_copies
 from ..store.reader import Reader
 from ..stream.device import ComputeDevice
 from ..stream.host_memory import reset_peak, resident_bytes, set_allocator, trim_heap
+from ..stream.weight_cache import WeightCache
 from ..stream.weight_reader import SessionResources
 from ..trace import Trace
 from ..units import GIB, MIB, format_bytes
@@ -149,6 +154,9 @@ class Runtime(Closing):
         else:
             shape = gather_tables(self.model.shape, offload, make_budgets(offload, self.device))
             self.model = replace(self.model, shape=shape)
+        self._draft = self._load_draft_model(encodes=encodes)
+        if self._draft is not None:
+            self.model = replace(self.model, shape=replace(self.model.shape, draft=self._draft.model.shape))
         self._copies: Copies = {}
         if mirrors := self.config.model.mirrors:
             cache = cache_root(self.config.offload.cache_dir)
@@ -182,6 +190,8 @@ class Runtime(Closing):
         self._require_open()
         if self._cache is None:
             self._cache = RuntimeCache(self.reader)
+        if self._draft is not None:
+            self._draft.open()
         return self
 
     def __enter__(self) -> Self:
@@ -191,6 +201,8 @@ class Runtime(Closing):
         """Ends the current stream and frees weights, threads and files. Later calls raise ClosedError. Idempotent."""
         self._end_latest_stream("the end of its runtime")
         self._is_closed = True
+        if self._draft is not None:
+            self._draft.close()
         if self._kernels is not None:
             self._kernels.close()
         if self._cache is not None:
@@ -314,7 +326,7 @@ class Runtime(Closing):
         self._require_open()
         if self._shape_with_kernels is None:
             self.wait_for_kernels()
-        weight_cache = self._cache.weights if self._cache is not None and resources is None else None
+        weight_cache = self._weight_cache if resources is None else None
         setup = Setup(
             model=self.model,
             config=replace(self.config, policy=plan.policy),
@@ -323,7 +335,7 @@ class Runtime(Closing):
             trace=self.trace,
             weight_cache=weight_cache,
             resources=resources,
-            draft_cost=plan.draft_cost,
+            drafts=plan.drafts,
         )
         limit = limit_device_memory(self.config.offload, self.device, weight_cache)
         num_bytes = self.model.shape.sizes.resident_bytes(plan.placement.resident)
@@ -338,7 +350,13 @@ class Runtime(Closing):
         )
         begin = time.monotonic()
         rank_resources = nullcontext() if resources is None else resources
-        with limit, self._session_reader() as reader, rank_resources, open_streams(setup, reader) as streams:
+        with (
+            limit,
+            self._session_reader() as reader,
+            rank_resources,
+            open_streams(setup, reader) as streams,
+            self._open_draft_model(setup, plan) as draft_model,
+        ):
             sampler, shared = self._sampler(), self._shared
             rank_sync = None if shared is None else shared.rank_sync(self._should_stop)
             engine = Engine(
@@ -348,6 +366,7 @@ class Runtime(Closing):
                 self._should_stop if rank_sync is None else rank_sync.should_stop,
                 agree_alone if rank_sync is None else rank_sync.agree_on_lanes,
                 None if shared is None else shared.pipeline_link,
+                draft_model,
             )
             seconds, reasoning = time.monotonic() - begin, sampler.reasoning
             if self.model.rounded is not None:
@@ -358,6 +377,45 @@ class Runtime(Closing):
                 yield shared.session_kind(
                     self.model, engine, plan, opening_seconds=seconds, reasoning=reasoning, rank_sync=rank_sync
                 )
+
+    @property
+    def _weight_cache(self) -> WeightCache | None:
+        """Weights that are kept between sessions; None if the runtime is not open."""
+        return None if self._cache is None else self._cache.weights
+
+    def _load_draft_model(self, *, encodes: bool) -> "Runtime | None":
+        """Loads `policy.draft_model`, without weights. None if it is not set or cannot be used, which is logged."""
+        path = self.config.policy.draft_model
+        if path is None or encodes:
+            return None
+        obstacle = draft_obstacle(
+            self.config, self.model.shape, has_rope_lengths=self.model.rope_lengths is not None
+        ) or ("several ranks" if self._shared is not None else None)
+        if obstacle is not None:
+            log.warning("policy.draft_model is not used: %s", obstacle)
+            return None
+        model = replace(ModelConfig.from_name(path), dtype=self.config.model.dtype, self_check=SelfCheck.off)
+        try:
+            draft = Runtime(RuntimeConfig(model=model, offload=self.config.offload), device=self.device)
+        except (CheckpointError, ConfigError) as error:
+            raise ConfigError(f"policy.draft_model={path}: {error}") from error
+        require_same_tokens(path, draft.model, self.model)
+        return draft
+
+    @contextmanager
+    def _open_draft_model(self, setup: Setup, plan: RunPlan) -> Iterator[DraftModel | None]:
+        if self._draft is None or not plan.policy.draft_tokens:
+            yield None
+            return
+        self._draft.wait_for_kernels()
+        num_rows, draft = plan.num_lanes * plan.lane_size, self._draft.model
+        with (
+            self._draft._session_reader() as reader,
+            open_draft_model(
+                draft, setup, reader, self._should_stop, num_rows=num_rows, weight_cache=self._draft._weight_cache
+            ) as model,
+        ):
+            yield model
 
     @contextmanager
     def _session_reader(self) -> Iterator[Reader]:

@@ -85,6 +85,7 @@ class Settings(TypedDict, total=False):
     prefill_chunk_tokens: int | None
     share_prefixes: SharePrefixes | str
     draft_tokens: int | None
+    draft_model: str | None
     pin: str | None
     follow_model: bool
     n: int

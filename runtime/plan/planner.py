@@ -27,7 +27,7 @@ from .placement.defaults import default_orders, micro_batch_sizes
 from .placement.memory import SequenceSize
 from .placement.placement import Budgets, Placement
 from .search.candidate import PlacedRun, Problem, choose_blocks, place_existing_blocks, tune_chunks
-from .search.drafts import choose_drafts
+from .search.drafts import NO_DRAFTS, DraftPlan, choose_drafts
 from .search.hrm import SearchResult, search
 from .search.policy import Policy
 from .shape.model import ModelShape
@@ -52,7 +52,7 @@ class RunPlan:
     choice: SearchResult | None = None  # result of the policy search for this plan; None: no search
     searched_policy: Policy | None = None  # result of the latest search, perhaps for an earlier plan of this run
     prefixes: Sequence[SharedPrefix | None] = ()  # longest shared prefix of each request; empty: none is shared
-    draft_cost: float = 0.0  # seconds that a guessed token of each sequence adds to a decode pass, relative to the pass
+    drafts: DraftPlan = NO_DRAFTS
     backends: BackendTable | None = None  # implementations of a CPU's matrix products; None: not chosen
 
     @property
@@ -167,7 +167,7 @@ def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -
             feedforward=feedforward,
             draft_tokens=drafts.max_tokens,
         ),
-        draft_cost=drafts.token_cost,
+        drafts=drafts,
         kv=run.config.kv,
         prefetch=run.prefetch,
         rates=problem.rates,

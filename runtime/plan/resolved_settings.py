@@ -59,6 +59,7 @@ class ResolvedSettings:
     sharing: str = ""  # scope of prefix sharing: block, run (continuous admission), micro-batch, or off
     why_unshared: str | None = None  # reason why prompts share no prefixes
     draft_tokens: int = 0  # most tokens that are guessed per sequence and decode pass
+    draft_model: str | None = None  # name of the small model that guesses them
     why_no_drafts: str | None = None  # reason why none are guessed
     num_spared_tokens: int = 0  # prompt tokens saved by prefix sharing; an upper bound with continuous admission
     kv_dtype: str = KVDType.auto.value
@@ -116,6 +117,7 @@ class ResolvedSettings:
             sharing="off" if why else scope,
             why_unshared=why,
             draft_tokens=0 if why_no_drafts else plan.policy.draft_tokens or 0,
+            draft_model=None if shape.draft is None else shape.draft.name,
             why_no_drafts=why_no_drafts,
             num_spared_tokens=0 if why else num_spared(members, plan.prefixes, spared_rule),
             kv_dtype=shape.kv_dtype.value,
@@ -171,7 +173,8 @@ class ResolvedSettings:
     @property
     def _drafts(self) -> str:
         if self.draft_tokens:
-            return f"up to {format_count(self.draft_tokens, 'token')} of each sequence guessed per decode pass"
+            by = "" if self.draft_model is None else f", also by {self.draft_model}"
+            return f"up to {format_count(self.draft_tokens, 'token')} of each sequence guessed per decode pass{by}"
         return f"none: {self.why_no_drafts or 'decode passes have no time or memory to spare'}"
 
     @property

@@ -2,7 +2,8 @@
 
 If the last tokens of a sequence occurred before, the tokens after that occurrence are the guess, a **draft**. They are
 searched in the sequence's own prompt and output, then in the outputs of other samples of its prompt, then in outputs
-that finished earlier. Summaries, code, repetitive outputs and several samples of a prompt can often be guessed.
+that finished earlier. Summaries, code, repetitive outputs and several samples of a prompt can often be guessed. A small
+model can guess other texts (speculative decoding, Leviathan et al. 2023).
 
 A pass computes a draft together with the sequence's last token. Drafted tokens count only as far as they are equal to
 those that the sampler then chooses, so outputs do not depend on drafts.
@@ -10,7 +11,7 @@ those that the sampler then chooses, so outputs do not depend on drafts.
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ PRIOR_SHARE = 0.6  # share of right tokens after right ones that is assumed at f
 PRIOR_DRAFTS = 8  # weight of this assumption, as a number of drafts
 TRIAL_DRAFTS = 32  # one draft of so many has all tokens
 SEPARATOR = -1  # after each finished output; no token has this id
+GUESSED_BY_MODEL = 2 * MAX_MATCH  # stands for the number of equal tokens in drafts of a model
 
 
 def find_continuation(text: Tokens, suffix: Tokens) -> tuple[int, int]:
@@ -47,7 +49,8 @@ def find_continuation(text: Tokens, suffix: Tokens) -> tuple[int, int]:
 
 
 class Draft(NamedTuple):
-    """Guessed tokens. `num_equal`: number of tokens before them that the text had in common with the sequence."""
+    """Guessed tokens. `num_equal`: number of tokens before them that the text had in common with the sequence, or
+    `GUESSED_BY_MODEL`."""
 
     tokens: Sequence[int] = ()
     num_equal: int = 0
@@ -56,16 +59,30 @@ class Draft(NamedTuple):
 NO_DRAFT = Draft()
 
 
+class Guesser(Protocol):
+    """A model that guesses tokens."""
+
+    def guess(self, wanted: Sequence[tuple[Running, int]]) -> list[list[int]]:
+        """Returns likely next tokens of each sequence, at most the given number."""
+        ...
+
+    def leave(self, sequence: Running) -> None:
+        """Forgets a sequence."""
+        ...
+
+
 class Drafts:
     """Makes drafts of at most `max_tokens` tokens for the sequences of a session, and learns how often they are right.
 
     `token_cost`: seconds that a guessed token adds to a pass, relative to those of a pass per token. A token is guessed
     if it is right at least as often, judged by the drafts so far that had an equally long match. Depends on tokens
-    only, not on time, so that a run can be repeated.
+    only, not on time, so that a run can be repeated. `model` guesses where it is more often right than text,
+    `model_cost`: like `token_cost`, with the time of the model.
     """
 
-    def __init__(self, max_tokens: int, token_cost: float = 0.0):
+    def __init__(self, max_tokens: int, token_cost: float = 0.0, model: Guesser | None = None, model_cost: float = 0.0):
         self.max_tokens, self._token_cost = max_tokens, token_cost
+        self._model, self._model_cost = model, model_cost
         # By length of the match in powers of two: the number of drafts, and for each of their tokens how often it was
         # guessed and was right.
         self._num_drafts = Counter[int]()
@@ -73,8 +90,33 @@ class Drafts:
         self._running = dict[str, dict[int, _Text]]()  # request id -> sample -> prompt and output
         self._finished = _Text()  # outputs
 
+    def guess_all(self, wanted: Sequence[tuple[Running, int]], num_free: int) -> list[Draft]:
+        """Returns a draft for each sequence, of at most the given number of tokens, and of `num_free` in total."""
+        drafts = [self.guess(sequence, most) if most > 0 else NO_DRAFT for sequence, most in wanted]
+        if self._model is not None:
+            self._ask(self._model, wanted, drafts)
+        for row, draft in enumerate(drafts):
+            drafts[row] = draft._replace(tokens=draft.tokens[:num_free])
+            num_free -= len(drafts[row].tokens)
+        return drafts
+
+    def _ask(self, model: Guesser, wanted: Sequence[tuple[Running, int]], drafts: list[Draft]) -> None:
+        """Replaces drafts by those of the model, where more of their tokens are right on average."""
+        asked = dict[int, int]()  # row -> number of tokens
+        for row, (_, most) in enumerate(wanted):
+            if (count := min(most, self.max_tokens)) > 0:
+                expected = self._num_expected(drafts[row].num_equal, len(drafts[row].tokens))
+                count = min(count, self._num_worthwhile(GUESSED_BY_MODEL, self._model_cost))
+                if self._num_expected(GUESSED_BY_MODEL, count) > expected:
+                    asked[row] = count
+        guessed = model.guess([(wanted[row][0], count) for row, count in asked.items()]) if asked else []
+        for row, tokens in zip(asked, guessed, strict=True):
+            if tokens:
+                drafts[row] = Draft(tokens, GUESSED_BY_MODEL)
+
     def guess(self, sequence: Running, max_tokens: int) -> Draft:
-        """Returns at most `max_tokens` likely next tokens; none if nothing similar is known, or it is rarely right."""
+        """Returns at most `max_tokens` tokens that followed similar text; none if there is none, or it is rarely
+        right."""
         max_tokens = min(max_tokens, self.max_tokens)
         if max_tokens < 1:
             return NO_DRAFT
@@ -88,19 +130,27 @@ class Drafts:
                 best, most_equal = text[place : place + max_tokens], num_equal
         ends = np.flatnonzero(best == SEPARATOR)
         tokens = best[: ends[0] if len(ends) else None].tolist()
-        return Draft(tokens[: self._num_worthwhile(most_equal)], most_equal) if tokens else NO_DRAFT
+        return Draft(tokens[: self._num_worthwhile(most_equal, self._token_cost)], most_equal) if tokens else NO_DRAFT
 
-    def _num_worthwhile(self, num_equal: int) -> int:
+    def _num_worthwhile(self, num_equal: int, token_cost: float) -> int:
         """Number of tokens that are right often enough. Sometimes more, to learn whether that has changed."""
         length = num_equal.bit_length()
         self._num_drafts[length] += 1
         if self._num_drafts[length] % TRIAL_DRAFTS == 0:
             return self.max_tokens
         for index in range(self.max_tokens):
-            num_right = self._num_right[length, index] + PRIOR_DRAFTS * PRIOR_SHARE ** (1 + index)
-            if num_right < self._token_cost * (self._num_guessed[length, index] + PRIOR_DRAFTS):
+            if self._right_share(length, index) < token_cost:
                 return index
         return self.max_tokens
+
+    def _right_share(self, length: int, index: int) -> float:
+        """How often token number `index` of a draft is right."""
+        num_right = self._num_right[length, index] + PRIOR_DRAFTS * PRIOR_SHARE ** (1 + index)
+        return num_right / (self._num_guessed[length, index] + PRIOR_DRAFTS)
+
+    def _num_expected(self, num_equal: int, count: int) -> float:
+        """Number of right tokens in a draft of `count` tokens, on average."""
+        return sum(self._right_share(num_equal.bit_length(), index) for index in range(count))
 
     def learn(self, draft: Draft, num_right: int) -> None:
         """Counts a draft whose first `num_right` tokens were right."""
@@ -112,6 +162,8 @@ class Drafts:
     def leave(self, sequence: Running) -> None:
         """Forgets a sequence that is not running any more. The output of a finished one is kept for drafts of
         others."""
+        if self._model is not None:
+            self._model.leave(sequence)
         request = sequence.request
         if (samples := self._running.get(request.id)) is None or samples.pop(request.sample_index, None) is None:
             return

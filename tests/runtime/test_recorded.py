@@ -30,7 +30,7 @@ References = Callable[[str], Reference]
 
 
 def config_of(ref: Reference, *, lanes: int = 1, tier: Tier = Tier.none, kv: KVTier = KVTier.device) -> RuntimeConfig:
-    policy = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=8, num_micro_batches=lanes)
+    policy = PolicyConfig(kind=PolicyKind.fixed, micro_batch_size=8, num_micro_batches=lanes, draft_tokens=0)
     config = config_for(ref, tier=tier, resident_layers=None, policy=policy)
     return replace(config, kv=KVConfig(tier=kv), model=replace(config.model, graphs=True))
 

@@ -35,7 +35,7 @@ def alike(reference: References, shared_home: Path) -> Callable[[str], Alike]:
 
 
 def policy(**settings: object) -> PolicyConfig:
-    usual = {"micro_batch_size": 4, "num_micro_batches": 3, "share_prefixes": SharePrefixes.auto}
+    usual = {"micro_batch_size": 4, "num_micro_batches": 3, "share_prefixes": SharePrefixes.auto, "draft_tokens": 0}
     return PolicyConfig(kind=PolicyKind.fixed, **{**usual, **settings})
 
 

@@ -56,11 +56,19 @@ class PackedLane(Lane):
         """Removes a sequence and frees its pages."""
         if sequence.fills_prefix is not None:
             sequence.fills_prefix.num_computed = sequence.num_cached
-        position = next(i for i, other in enumerate(self.sequences) if other is sequence)
+        position = self._position(sequence)
         self._cache.table.remove(position)
         del self.sequences[position]
         if self._drafts is not None:
             self._drafts.leave(sequence)
+
+    def _position(self, sequence: Sequence) -> int:
+        return next(i for i, other in enumerate(self.sequences) if other is sequence)
+
+    def take_back(self, sequence: Sequence, num_cached: int) -> None:
+        """Uncaches the tokens of a sequence after the first `num_cached` ones. Its pages must not be quantized."""
+        sequence.num_cached = num_cached
+        self._cache.table.take_back(self._position(sequence), num_cached)
 
     def release(self, shared: SharedPages) -> None:
         """Drops one user of shared pages that has not entered the lane."""
@@ -107,17 +115,16 @@ class PackedLane(Lane):
         is_decode = self.is_prefilled
         if self._drafts is None or not (is_decode or self._drafts_beside_prompts):
             return [NO_DRAFT] * len(new_tokens)
-        drafted, num_free = list[Draft](), sys.maxsize if is_decode else max(0, self._chunk_tokens - sum(new_tokens))
+        wanted = list[tuple[Sequence, int]]()  # at most so many tokens of each
         for row, (sequence, new) in enumerate(zip(self.sequences, new_tokens, strict=True)):
             request = sequence.request
             left = request.max_new_tokens - len(sequence.generated) - 1  # after the token that the pass chooses anyway
-            if not new or left < 1 or not sequence.is_prefilled or request.num_beams > 1:
-                drafted.append(NO_DRAFT)
+            if new and sequence.is_prefilled and request.num_beams == 1:
+                wanted.append((sequence, min(left, self._cache.table.num_free_positions(row, new))))
             else:
-                room = self._cache.table.num_free_positions(row, new)
-                drafted.append(self._drafts.guess(sequence, min(left, room, num_free)))
-                num_free -= len(drafted[-1].tokens)
-        return drafted
+                wanted.append((sequence, 0))
+        num_free = sys.maxsize if is_decode else max(0, self._chunk_tokens - sum(new_tokens))
+        return self._drafts.guess_all(wanted, num_free)
 
     def prepare_pass(self, new_tokens: Rows[int] | None = None) -> None:
         """`new_tokens`: number of known tokens of each sequence in the pass; None: `choose_tokens`. Drafts are

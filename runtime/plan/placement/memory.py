@@ -279,6 +279,8 @@ def lane_entries(
     entries.append(Entry(name="activations", num_bytes=activations * size + attention, equation=equation))
     if shape.tables:
         entries.append(_tables_entry(shape, largest))
+    if shape.draft is not None:
+        entries.append(_draft_entry(shape.draft, micro_batches, prefill_chunk_tokens))
     entries.append(_logits_entry(shape, micro_batches, tokens))
     equation = f"matrix products {products / MIB:.1f} MiB + slack {slack_bytes // MIB} MiB"
     entries.append(Entry(name="workspace", num_bytes=products + slack_bytes, equation=equation))
@@ -294,6 +296,17 @@ def _tables_entry(shape: ModelShape, num_tokens: int) -> Entry:
         rows = max(rows, num_rows * (table.row_bytes + 4 * table.shape[1]))
     equation = f"{num_tokens:,} tokens: blocks {blocks / MIB:.1f} MiB + rows {rows / MIB:.1f} MiB"
     return Entry(name="table rows", num_bytes=blocks + rows, equation=equation)
+
+
+def _draft_entry(draft: ModelShape, micro_batches: Sequence[MicroBatch], chunk_tokens: int) -> Entry:
+    """Returns the memory of the small model that guesses tokens: weights, keys and values, and a pass of one lane."""
+    num_pages = kv_tokens(draft, micro_batches) // PAGE_TOKENS + sum(map(len, micro_batches))
+    kv = num_pages * PAGE_TOKENS * draft.kv_bytes_per_token
+    largest = max(micro_batches, key=len, default=())
+    lane = sum(entry.num_bytes for entry in lane_entries(draft, [largest], chunk_tokens, slack_bytes=0))
+    equation = f"weights {draft.weight_bytes / MIB:.1f} MiB + {num_pages:,} KV pages {kv / MIB:.1f} MiB "
+    equation += f"+ a pass {lane / MIB:.1f} MiB"
+    return Entry(name="draft model", num_bytes=draft.weight_bytes + kv + lane, equation=equation)
 
 
 def gathered_bytes(row_bytes: int) -> int:
@@ -457,7 +470,7 @@ def max_draft_tokens(
     drafted token of a decode pass is like one more sequence. `beside_prompts`: passes prefill and decode, so logits of
     drafted tokens need memory beside that of a prefill pass.
     """
-    per_sequence = {"states", "KV tails"}
+    per_sequence = {"states", "KV tails", "draft model"}
 
     def num_bytes(lanes: Sequence[MicroBatch], tokens: int) -> int:
         return _num_bytes([entry for entry in lane_entries(shape, lanes, tokens) if entry.name not in per_sequence])

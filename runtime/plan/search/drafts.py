@@ -1,10 +1,12 @@
 """Chooses how many tokens of each sequence a decode pass guesses, see runtime/sequences/drafts.py."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...config.settings import Admission, RuntimeConfig
 from ..cost.predict import decode_pass_seconds
-from ..placement.memory import max_draft_tokens
+from ..cost.rates import MachineRates
+from ..placement.memory import MicroBatch, max_draft_tokens
 from ..shape.model import ModelShape
 from .candidate import PlacedRun, Problem
 
@@ -33,10 +35,11 @@ def draft_obstacle(config: RuntimeConfig, shape: ModelShape, *, has_rope_lengths
 
 class DraftPlan(NamedTuple):
     """Most tokens that are guessed per sequence and decode pass. `token_cost`: seconds that one such token of each
-    sequence adds to a pass, relative to the pass."""
+    sequence adds to a pass, relative to the pass. `model_cost`: the same, if the draft model guesses it."""
 
     max_tokens: int
     token_cost: float = 0.0
+    model_cost: float = 0.0
 
 
 NO_DRAFTS = DraftPlan(0)
@@ -76,5 +79,14 @@ def choose_drafts(problem: Problem, run: PlacedRun) -> DraftPlan:
     without = decode_pass_seconds(shape, run.placement, lanes, rates)
     if policy.draft_tokens is not None:
         return DraftPlan(limit)
-    plans = (DraftPlan(count, cost(count)) for count in range(limit, 0, -1))
+    model_cost = _draft_model_seconds(shape, lanes, rates) / without if without else 0.0
+    plans = (DraftPlan(count, (each := cost(count)), each + model_cost) for count in range(limit, 0, -1))
     return next((plan for plan in plans if plan.token_cost <= MAX_COST), NO_DRAFTS)
+
+
+def _draft_model_seconds(shape: ModelShape, lanes: Sequence[MicroBatch], rates: MachineRates) -> float:
+    """Returns the seconds in which the draft model, if there is one, guesses a token of each sequence."""
+    if shape.draft is None:
+        return 0.0
+    flops = sum(stage.flops_per_token for stage in shape.draft.stages)
+    return sum(len(lane) * flops / rates.gemm_rate(len(lane)) for lane in lanes if lane)

@@ -47,6 +47,7 @@ class ModelShape:
     kv_tail_bytes_per_sequence: int = 0  # newest KV page, unquantized, of all layers; 0: KV is not quantized
     rank_stages: range | None = None  # stages computed by this pipeline rank, see rank_shares.py; None: all
     compute_dtype: str = ""  # safetensors name; "": unknown
+    draft: "ModelShape | None" = None  # small model in compute memory that guesses tokens
     num_parts: int = 1  # tensor-parallel ranks that divide the model; this shape is the part of one
     weight_bytes: int = field(init=False, default=0)  # of all stages; shared tensors count once
 
