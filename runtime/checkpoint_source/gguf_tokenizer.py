@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..errors import CheckpointError
-from ..store.gguf import GgufHeader
+from ..store.gguf import GgufHeader, quick_gguf_package
 from .download import as_checkpoint_error
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def load_gguf_tokenizer(path: Path, header: GgufHeader, error_prefix: str) -> Pr
     rule is unknown, since a wrong rule would give wrong tokens."""
     rule = _find_split_rule(path, header)
     options = {"add_bos_token": True} if rule is not None and rule.adds_bos and BOS in header.metadata else {}
-    with TemporaryDirectory(prefix="weightstream-") as view, as_checkpoint_error(error_prefix):
+    with TemporaryDirectory(prefix="weightstream-") as view, as_checkpoint_error(error_prefix), quick_gguf_package():
         (Path(view) / path.name).symlink_to(path.absolute())
         tokenizer = AutoTokenizer.from_pretrained(view, gguf_file=path.name, padding_side="left", **options)
         if rule is not None:

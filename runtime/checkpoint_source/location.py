@@ -32,7 +32,7 @@ from ..store.checkpoint import (
     open_checkpoint,
     shard_names,
 )
-from ..store.gguf import read_gguf
+from ..store.gguf import quick_gguf_package, read_gguf
 from ..store.json_object import read_json_object
 from ..synthesize.checkpoints import random_checkpoint
 from ..synthesize.tokenizer import (
@@ -179,7 +179,7 @@ def _read_gguf_config(path: Path) -> PreTrainedConfig:
             f"model.path={path} is a GGUF file, which needs transformers 5.18 or newer, not {__version__}: upgrade, or "
             "use a directory of safetensors"
         )
-    with as_checkpoint_error(f"{path}: transformers cannot make a config from its metadata"):
+    with as_checkpoint_error(f"{path}: transformers cannot make a config from its metadata"), quick_gguf_package():
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     header = read_gguf(path)
     for key, attribute in GGUF_WIDTHS.items():

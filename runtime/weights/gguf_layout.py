@@ -25,6 +25,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from ..errors import CheckpointError
 from ..plan.shape.shapes import Parameter, TensorSlice
 from ..store.checkpoint import Checkpoint
+from ..store.gguf import quick_gguf_package
 from .conversions import Conversion, ConverterUse
 from .layout import Pieces, build_parameters, match_tensors
 from .stage_weights import load_tensor
@@ -117,7 +118,9 @@ def _choose_processing(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[
         if architecture in GGUF_ARCHS:
             return _from_converters(model, *match_tensors(model, tensors, GGUF_ARCHS[architecture](model.config)))
         processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
-        return _from_processor(get_gguf_hf_weights_map(model, processor), processor, tensors)
+        with quick_gguf_package():
+            names = get_gguf_hf_weights_map(model, processor)
+        return _from_processor(names, processor, tensors)
     except (NotImplementedError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.path}: unsupported architecture {architecture!r}: {error}") from error
 
