@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import hydra
+from tqdm import tqdm
 
 from jobs.config.cli import as_job, print_line, run_job
 from jobs.config.settings import Composed, ModelsConfig, load
@@ -26,8 +27,10 @@ def main(composed: Composed) -> None:
     if config.formats:
         print_line(format_table(config.format))
         return
-    families = [FamilyCapabilities.from_family(family) for family in find_families(config.family)]
-    print_line(support_table(families, config.format))
+    families = find_families(config.family)
+    with tqdm(families, "looking at classes of transformers", unit="family", leave=False, dynamic_ncols=True) as bar:
+        found = [FamilyCapabilities.from_family(family) for family in bar]
+    print_line(support_table(found, config.format))
 
 
 if __name__ == "__main__":
