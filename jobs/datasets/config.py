@@ -20,7 +20,15 @@ from . import kinds
 from .fields import MAX_ROWS, DatasetFields
 from .files import kind_from_suffix, other_kind_hint
 from .row_rules import CountTokens, InputKind
-from .rows import Row, number_rows, reject_bad_rows, repeat_rows, resolve_duplicates, warn_about_empty_fields
+from .rows import (
+    Row,
+    number_rows,
+    reject_bad_rows,
+    repeat_rows,
+    resolve_duplicates,
+    target_problem,
+    warn_about_empty_fields,
+)
 
 KINDS: Mapping[str, InputKind] = {
     name: kind
@@ -97,17 +105,19 @@ def _no_rows_error(config: DatasetConfig) -> DatasetError:
     return DatasetError(f"dataset.path={config.path} has no rows (dataset.kind={config.kind.value})")
 
 
-def check_first_rows(config: DatasetConfig) -> None:
-    """Reads a local input up to its first usable row, so that a wrong setting fails before slow imports. Raises
-    DatasetError."""
+def check_first_rows(config: DatasetConfig, target_field: str | None = None) -> None:
+    """Reads a local input up to its first usable row, so that a wrong setting fails before slow imports. A row without
+    `target_field` is not usable. Raises DatasetError."""
     path, kind = config.path, config.kind.name
-    if path is None or is_url(path) or kind == "hub" or config.window_tokens is not None:
+    if (path is not None and is_url(path)) or kind == "hub" or config.window_tokens is not None:
         return
     rows = islice(KINDS[kind].rows(config, None), config.limit)
     if kind == "openai_batch":  # a file may consist of bad lines only: each gets an error in the output
         next(rows, None)
     else:
-        require_usable(config, rows, lambda row: row.error)
+        require_usable(
+            config, rows, lambda row: row.error if target_field is None else target_problem(row, target_field)
+        )
 
 
 def input_kind_hint(config: DatasetConfig) -> str:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -12,7 +13,7 @@ from runtime.errors import DatasetError
 from runtime.units import format_count
 
 from .fields import OVERRIDE_FIELDS, BadRowPolicy, DatasetFields, DuplicatePolicy, ShardConfig
-from .records import Json, Message, shorten
+from .records import Json, Message, format_field_names, has_field, shorten, value_at
 
 logger = logging.getLogger(__name__)
 
@@ -182,3 +183,26 @@ def _value_kind(value: object) -> str:
     if isinstance(value, int):
         return "int" if value in EXACT_FLOAT_RANGE else "wide int" if value in INT64_RANGE else "other"
     return "float" if isinstance(value, float) else "string" if isinstance(value, str) else "other"
+
+
+def read_targets(row: Row, name: str) -> list[str] | str:
+    """The targets to score in the field `name` of a row (score.target_field), or an error message."""
+    value = None
+    with suppress(KeyError):
+        value = value_at(row.columns, name)
+    targets = [value] if isinstance(value, str) else value
+    texts = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
+    if texts and isinstance(targets, list) and len(texts) == len(targets):
+        return texts
+    if value is not None:
+        return f"the field {name!r} (score.target_field) is neither a text nor a list of texts"
+    listed = "" if has_field(row.columns, name) else f"; {format_field_names(row.columns)}"
+    return f"there is no field {name!r} (score.target_field){listed}"
+
+
+def target_problem(row: Row, name: str) -> str | None:
+    """The reason why the targets in the field `name` of a row cannot be scored; None if they can."""
+    if row.error is not None:
+        return row.error
+    targets = read_targets(row, name)
+    return targets if isinstance(targets, str) else None

@@ -11,7 +11,7 @@ from runtime.errors import require
 from ..config.cli import print_and_return, print_line
 from ..config.error_log import log_errors
 from ..config.process import gc_paused
-from ..config.settings import GenerateConfig, RunSettings, SummaryFormat, run_directory
+from ..config.settings import GenerateConfig, RunSettings, ScoreConfig, SummaryFormat, run_directory
 from ..datasets.config import check_first_rows
 from ..exporting.config import SUFFIXES, ExportConfig
 from ..exporting.export import export, resolve_output, write_batch_files
@@ -58,7 +58,10 @@ def run_command(
             return follower.exit_code
         # Checks that need neither torch nor the model come first.
         require_writable(run_directory(config))
-        check_first_rows(config.dataset)
+        target_field = None
+        if isinstance(config, ScoreConfig) and not config.score.rolling:
+            target_field = config.score.target_field
+        check_first_rows(config.dataset, target_field)
         if config.num_workers != 1:
             from ..workers.local import supervise_workers
 

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from runtime.sequences.sequence import Request
 
 from ...config.settings import ScoreConfig, ScoreSettings, run_directory
 from ...datasets import Row
-from ...datasets.records import format_field_names, has_field, value_at
+from ...datasets.rows import read_targets, target_problem
 from ...files.publishing import JsonValue
 from ...record.output_rows import score_schema
 from ...record.part_files import visible_files
@@ -36,16 +35,11 @@ def scoring_task(config: ScoreConfig) -> tuple[Task, ScoreConfig]:
     """The task, with an output row for each target or document window, and its settings with `logprobs` of at least 1,
     which `is_greedy` needs."""
     sampling, settings = config.sampling, config.score
-
-    def problem(row: Row) -> str | None:
-        targets = _read_targets(settings, row) if row.error is None and not settings.rolling else ()
-        return targets if isinstance(targets, str) else row.error
-
     task = Task(
         directory=run_directory(config),
         columns=lambda _: score_schema(has_top=sampling.logprobs > 0),
         requests=partial(document_requests if settings.rolling else target_requests, settings),
-        problem=problem,
+        problem=lambda row: row.error if settings.rolling else target_problem(row, settings.target_field),
         totals=lambda directory, read: Totals.from_parts(directory, read() if settings.rolling else ()).to_plain(),
     )
     num_logprobs = max(1, sampling.logprobs)
@@ -59,7 +53,7 @@ def score(config: ScoreConfig, should_stop: Callable[[], bool], start: Start | N
 
 def target_requests(settings: ScoreSettings, runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]) -> RequestLists:
     """The requests for each row's targets, in order."""
-    targets = [_read_targets(settings, row) for row, _ in prompts]
+    targets = [read_targets(row, settings.target_field) for row, _ in prompts]
     pairs = [
         TextPair(prompt=prompt, targets=() if isinstance(texts, str) else texts, is_rendered=row.messages is not None)
         for (row, prompt), texts in zip(prompts, targets, strict=True)
@@ -69,21 +63,6 @@ def target_requests(settings: ScoreSettings, runtime: Runtime, prompts: Sequence
             yield [Rejected(id=row.id, error=texts)]
         else:
             yield [_scoring_request(runtime, row, index, ids) for index, ids in enumerate(pair_ids)]
-
-
-def _read_targets(settings: ScoreSettings, row: Row) -> list[str] | str:
-    """The row's targets, or an error message."""
-    name, value = settings.target_field, None
-    with suppress(KeyError):
-        value = value_at(row.columns, name)
-    targets = [value] if isinstance(value, str) else value
-    texts = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
-    if texts and isinstance(targets, list) and len(texts) == len(targets):
-        return texts
-    if value is not None:
-        return f"the field {name!r} (score.target_field) is neither a text nor a list of texts"
-    listed = "" if has_field(row.columns, name) else f"; {format_field_names(row.columns)}"
-    return f"there is no field {name!r} (score.target_field){listed}"
 
 
 def document_requests(settings: ScoreSettings, runtime: Runtime, prompts: Sequence[tuple[Row, Prompt]]) -> RequestLists:
