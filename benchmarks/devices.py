@@ -21,6 +21,7 @@ from runtime.config.settings import DevicesConfig, Gather, OffloadConfig, Parall
 from runtime.devices.messages import end_sessions
 from runtime.library.api import Runtime
 from runtime.library.keywords import Settings
+from runtime.plan.shape.shapes import Stripes
 from runtime.ranks.launch import Launch
 from runtime.ranks.ranks import Ranks
 from runtime.store.mirrors import Copies, find_copies
@@ -40,17 +41,27 @@ READ_CHUNK_MIB = 1  # small compared with a rank's part of a page, so that the r
 class ThrottledReader(Reader):
     """A reader whose threads together read at most `bytes_per_second` from each directory."""
 
-    def __init__(self, bytes_per_second: float, *, num_threads: int, chunk_bytes: int, copies: Copies | None = None):
-        super().__init__(num_threads=num_threads, chunk_bytes=chunk_bytes, copies=copies)
+    def __init__(
+        self,
+        bytes_per_second: float,
+        *,
+        num_threads: int,
+        chunk_bytes: int,
+        copies: Copies | None = None,
+        stripes: Mapping[str, Stripes] | None = None,
+    ):
+        super().__init__(num_threads=num_threads, chunk_bytes=chunk_bytes, copies=copies, stripes=stripes)
         self._seconds_per_byte, self._free_at = 1 / bytes_per_second, defaultdict[Path, float](float)
         self._limits = threading.Lock()  # guards _free_at: all threads share one limit for each directory
 
-    def _read_file(self, path: str, offset: int, view: memoryview, needed: int, pauses: Sequence[float]) -> ChunkTiming:
+    def _read_file(
+        self, path: str, offset: int, views: Sequence[memoryview], needed: int, pauses: Sequence[float]
+    ) -> ChunkTiming:
         begin, folder = time.monotonic(), Path(path).parent
         with self._limits:  # reserves the next interval of a timeline that all threads share
-            self._free_at[folder] = max(self._free_at[folder], begin) + len(view) * self._seconds_per_byte
+            self._free_at[folder] = max(self._free_at[folder], begin) + sum(map(len, views)) * self._seconds_per_byte
             until = self._free_at[folder]
-        timing = super()._read_file(path, offset, view, needed, pauses)
+        timing = super()._read_file(path, offset, views, needed, pauses)
         time.sleep(max(0.0, until - time.monotonic()))
         return timing._replace(begin=begin, end=time.monotonic())
 
@@ -72,12 +83,13 @@ class ThrottledRuntime(Runtime):
 
     def reader(self) -> Reader:
         offload = self.config.offload
-        chunk_bytes = offload.read_chunk_mib * MIB
+        chunk_bytes, stripes = offload.read_chunk_mib * MIB, self.model.checkpoint.stripes
         return ThrottledReader(
             self._bytes_per_second,
             num_threads=offload.reader_threads,
             chunk_bytes=chunk_bytes,
-            copies=find_copies(self.model.checkpoint, self.config.model.mirrors),
+            copies={} if stripes else find_copies(self.model.checkpoint, self.config.model.mirrors),
+            stripes=stripes,
         )
 
 

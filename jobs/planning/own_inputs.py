@@ -2,7 +2,7 @@
 
 import logging
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cache
@@ -26,6 +26,7 @@ from runtime.requests.chat import ChatRenderer, TemplateRefusal
 from runtime.store.checkpoint import Checkpoint, find_weights, is_gguf, shard_names
 from runtime.store.gguf import read_gguf
 from runtime.store.json_object import read_json_object
+from runtime.store.striped_store import stripe_directories
 from runtime.units import format_count
 
 from ..datasets.config import KINDS, DatasetConfig
@@ -49,7 +50,7 @@ def read_own_shape(
     model. `has_device`: an accelerator computes. Reads no weights. Raises CheckpointError and ConfigError.
     """
     path = _local_model(model, cache_dir)
-    if path is not None and _has_weights(path):
+    if path is not None and _has_weights(path, model.mirrors):
         setting = replace(model, path=str(path), name=ANY, dtype=dtype)
         loaded = load_model(setting, torch.device("cpu"), cache_dir)
         name = model.name if model.path is None else path.name
@@ -70,11 +71,15 @@ def read_own_shape(
     return shape_from_row(make_row(directory.name, _architecture(values)), dtype, is_plain=is_plain), None
 
 
-def _has_weights(path: Path) -> bool:
+def _has_weights(path: Path, others: Sequence[str]) -> bool:
+    """True if all weights are in `path`, or it is the first directory of a striped store. Raises CheckpointError if
+    another of its directories is missing."""
     if is_gguf(path):
         return True
     entry = find_weights(path)
-    return entry is not None and all((path / name).exists() for name in shard_names(entry))
+    if entry is None or not entry.exists():
+        return False
+    return bool(stripe_directories(entry, others)) or all((path / name).exists() for name in shard_names(entry))
 
 
 def _architecture(values: Mapping[str, object]) -> dict[str, object]:

@@ -56,7 +56,8 @@ def make_manifest(config: RunSettings, runtime: Runtime, digests: InputDigests) 
             "chat_template": str(template if template.exists() else folder / "tokenizer_config.json"),
             "input": config.dataset.path or f"dataset={config.dataset.kind.value}",
             **dict.fromkeys(
-                map(_digest_key, model.checkpoint.files), "model.verify=sampled; set model.verify=full to record it"
+                map(_digest_key, model.checkpoint.stored_files),
+                "model.verify=sampled; set model.verify=full to record it",
             ),
             **{_digest_key(file): file for file in model.digests},
         },

@@ -34,6 +34,7 @@ from ..store.checkpoint import (
 )
 from ..store.gguf import quick_gguf_package, read_gguf
 from ..store.json_object import read_json_object
+from ..store.striped_store import stripe_directories
 from ..synthesize.checkpoints import random_checkpoint
 from ..synthesize.tokenizer import (
     UnsupportedSentencePieceError,
@@ -88,6 +89,8 @@ def find_checkpoint(config: ModelConfig, cache_dir: str | None, should_stop: Cal
         entry = find_weights(copy, names)
         if entry is None:
             raise no_weights_error(url, names, is_local=False)
+        if stripe_directories(entry):
+            raise CheckpointError(f"{key}={url}: a striped store is only read from local directories")
         return _copy_from_url(url, key, [*SETTINGS, *map(escape, shard_names(entry))], cache_dir, should_stop)
     try:
         return _download_model(config.path, config.revision)
@@ -191,7 +194,8 @@ def _read_gguf_config(path: Path) -> PreTrainedConfig:
 
 def find_tokenizer(config: ModelConfig, cache_dir: str | None) -> PreTrainedTokenizerBase | None:
     """Loads a model's tokenizer without the model. Returns None if the model has no tokenizer."""
-    return load_tokenizer(config.tokenizer, open_checkpoint(find_checkpoint(config, cache_dir)), cache_dir)
+    checkpoint = open_checkpoint(find_checkpoint(config, cache_dir), config.mirrors)
+    return load_tokenizer(config.tokenizer, checkpoint, cache_dir)
 
 
 def load_tokenizer(

@@ -158,7 +158,8 @@ class Runtime(Closing):
         if self._draft is not None:
             self.model = replace(self.model, shape=replace(self.model.shape, draft=self._draft.model.shape))
         self._copies: Copies = {}
-        if mirrors := self.config.model.mirrors:
+        mirrors = self.config.model.mirrors
+        if mirrors and not self.model.checkpoint.stripes:  # of a striped store, they are its other directories
             cache = cache_root(self.config.offload.cache_dir)
             compute_digests = partial(digest_files, cache=cache, should_stop=should_stop)
             self._copies = find_copies(self.model.checkpoint, mirrors, self.model.digests, compute_digests)
@@ -691,4 +692,5 @@ class Runtime(Closing):
             direct=offload.direct_io,
             virtual_files=self.model.virtual_files,
             copies=self._copies,
+            stripes=self.model.checkpoint.stripes,
         )

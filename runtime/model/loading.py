@@ -271,8 +271,8 @@ class _EmptyWeights:
             parameters, conversions = map_weights(model, tensors, use_byte_ranges=use_byte_ranges)
         is_verified = config.verify is Verify.full
         if self.quantization.get("quant_method") == METHOD:  # written by `weightstream pack`
-            check_packed(checkpoint.files, is_full=is_verified)
-        digests = dict(digest_files(checkpoint.files, cache, should_stop)) if is_verified else {}
+            check_packed(checkpoint.stored_files, is_full=is_verified)
+        digests = dict(digest_files(checkpoint.stored_files, cache, should_stop)) if is_verified else {}
         conversions += self._zeroing_conversions(parameters)
         virtual = set(rounded.fills) if rounded is not None else set[str]()  # files that exist only while they are read
         for conversion in conversions:
@@ -332,7 +332,7 @@ def _build_empty_model(
     if config.compile:
         require_accelerator(device)
     path = find_checkpoint(config, cache_dir, should_stop)
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, config.mirrors)
     hf_config = read_config(path, num_tensors=len(checkpoint.tensors))
     generation = read_generation(path, hf_config)
     published_config = hf_config.to_dict()

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..plan.shape.shapes import TensorSlice
+from ..plan.shape.shapes import Stripes, TensorSlice
 from .gguf import GgufHeader, read_gguf
 from .header import read_header
 from .json_object import read_json_object
 from .read_errors import read_error
+from .striped_store import find_stripes, stripe_directories
+from .stripes import STRIPE_NAME, open_whole
 
 log = logging.getLogger(__name__)
 
@@ -50,18 +52,31 @@ class Checkpoint:
         """Sorted paths of the files that contain tensors."""
         return sorted({tensor.file for tensor in self.tensors.values()})
 
+    @property
+    def stripes(self) -> Mapping[str, Stripes]:
+        """The stripes of each of `files` that is divided among directories."""
+        return {tensor.file: tensor.stripes for tensor in self.tensors.values() if tensor.stripes is not None}
+
+    @property
+    def stored_files(self) -> list[str]:
+        """Paths of the files on disk: `files`, or their stripes."""
+        stripes = self.stripes
+        return [part for file in self.files for part in (stripes[file].files if file in stripes else (file,))]
+
     def fingerprint(self) -> str:
         """SHA-256 over each shard's name, size, header and 16 samples of its data; independent of the directory.
         Different checkpoints have different fingerprints, but a few changed bits may go unnoticed."""
         digest = hashlib.sha256()
+        stripes = self.stripes
         data_begins: dict[str, int] = {}  # offset of the first tensor in each file
         for tensor in self.tensors.values():
             data_begins[tensor.file] = min(tensor.offset, data_begins.get(tensor.file, tensor.offset))
         for file in map(Path, self.files):
             try:
-                size = file.stat().st_size
+                parts = stripes.get(str(file))
+                size = file.stat().st_size if parts is None else parts.num_bytes
                 digest.update(f"{file.name}:{size};".encode())
-                with file.open("rb") as handle:
+                with open_whole(file, parts) as handle:
                     start = handle.read(8)  # of safetensors: the header's length
                     # The minimum is the header's size also in two other cases: in a GGUF file, which begins with a
                     # magic number, and in a shard whose first tensors are read from another shard.
@@ -77,8 +92,9 @@ class Checkpoint:
         return digest.hexdigest()
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Reads the headers of all shards and checks them against the index. Raises CheckpointError."""
+def open_checkpoint(path: Path, others: Sequence[str] = ()) -> Checkpoint:
+    """Reads the headers of all shards and checks them against the index. `others`: see `stripe_directories`; without
+    effect for other checkpoints. Raises CheckpointError."""
     if is_gguf(path):
         header = read_gguf(path)
         return Checkpoint(path=path, tensors=header.tensors, gguf=header)
@@ -91,12 +107,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
         warn_of_unused_index(entry)
         return Checkpoint(path=path, tensors=read_header(entry))
     # As in transformers: the index decides from which shard a tensor is read. Unlisted tensors are read too.
-    weight_map = read_index(entry)
+    weight_map, directories = read_index(entry), stripe_directories(entry, others)
     tensors, files = dict[str, TensorSlice](), dict[str, list[str]]()  # files: shards that contain each tensor
     for file in shard_names(entry):
-        if not (path / file).exists():
+        stripes = find_stripes(directories, file) if directories else None
+        if stripes is None and not (path / file).exists():
             raise CheckpointError(f"{path / file}: missing, but {entry.name} names it")
-        header = read_header(path / file)
+        header = read_header(path / file, stripes)
         for name in header:
             files.setdefault(name, []).append(file)
         tensors |= shard_tensors(path / file, header, weight_map)
@@ -114,7 +131,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def read_bytes(tensor: TensorSlice) -> bytes:
     """Reads a small tensor into memory. Raises CheckpointError or StorageError."""
     try:
-        with Path(tensor.file).open("rb") as file:
+        with open_whole(tensor.file, tensor.stripes) as file:
             file.seek(tensor.offset)
             return file.read(tensor.num_bytes)
     except OSError as error:
@@ -215,6 +232,13 @@ def no_weights_error(location: str, names: Collection[str], *, is_local: bool = 
     vendor_files = sorted(name for name in names if VENDOR_FILES.match(name))
     weights = [name for name in files if name.endswith(".safetensors") and name not in vendor_files]
     problem = f"{location}: holds neither {SINGLE} nor {INDEX}"
+    if stripe := next(filter(None, map(STRIPE_NAME.fullmatch, files)), None):
+        advice = "set model.path to its first directory, or name all of them in order: model=[DIR1,DIR2]"
+        if stripe["number"] == "1":
+            advice = "it is not finished: start the same `weightstream pack` again"
+        return CheckpointError(
+            f"{location}: has stripe {stripe['number']} of {stripe['count']} of a striped store: {advice}"
+        )
     if ADAPTER in files:
         return CheckpointError(
             f"{location}: an adapter ({ADAPTER}), not a whole model: merge it into its base model once, with "

@@ -19,9 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, Interrupted
+from ..plan.shape.shapes import Stripes
 from ..units import GIB, format_count
 from .header import MAX_HEADER_BYTES
 from .read_errors import read_error, with_retries
+from .stripes import open_whole
 
 log = logging.getLogger(__name__)
 
@@ -153,39 +155,52 @@ def _store_digest(stamp: _Stamp, digest: str, cache: Path) -> None:
         log.warning("%s: cannot be written, so the next start reads %s again: %s", path, stamp.path, error)
 
 
-def crc32_sums(path: Path, begin: int) -> str:
-    """Returns the CRC-32 of each 4 MiB piece from offset `begin` on, as eight hexadecimal digits, concatenated."""
+def crc32_sums(path: Path, begin: int, stripes: Stripes | None = None) -> str:
+    """Returns the CRC-32 of each 4 MiB piece from offset `begin` on, as eight hexadecimal digits, concatenated.
+    `stripes`: of a file that is divided."""
     sums = list[str]()
-    with path.open("rb") as file:
+    with open_whole(path, stripes) as file:
         file.seek(begin)
         while piece := file.read(PIECE_BYTES):
             sums.append(f"{zlib.crc32(piece):08x}")
     return "".join(sums)
 
 
-def read_packing_record(path: Path) -> tuple[Mapping[str, object], int]:
-    """Returns a packed shard's packing record (see `METADATA`) and the offset of its data. Raises CheckpointError if
-    the file is not a packed shard."""
+def read_packing_record(path: Path, stripes: Stripes | None = None) -> tuple[Mapping[str, object], int]:
+    """Returns the packing record (see `METADATA`) of a packed shard or a stripe, and the offset of its data.
+    `stripes`: of a shard that is divided. Raises CheckpointError if the file has no such record, or is not as long as
+    the record says."""
+    record, begin = read_record(path, stripes)
+    size = path.stat().st_size if stripes is None else stripes.num_bytes
+    sums = record.get("crc32")
+    if not isinstance(sums, str) or len(sums) != 8 * -(-(size - begin) // PIECE_BYTES):
+        raise _no_record_error(path)
+    return record, begin
+
+
+def read_record(path: Path, stripes: Stripes | None = None) -> tuple[Mapping[str, object], int]:
+    """Like `read_packing_record`, for a file of any length."""
     try:
-        with path.open("rb") as file:
+        with open_whole(path, stripes) as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
         record = json.loads(header["__metadata__"][METADATA])
-        num_pieces = -(-(path.stat().st_size - 8 - length) // PIECE_BYTES)
-        if len(record["crc32"]) != 8 * num_pieces:
-            raise ValueError("not one checksum per piece")
-        return record, 8 + length
     except OSError as error:
         raise read_error(path, "reading its header", error) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: not a shard that `weightstream pack` wrote, or damaged: pack the original again"
-        ) from error
+        raise _no_record_error(path) from error
+    if not isinstance(record, dict):
+        raise _no_record_error(path)
+    return record, 8 + length
+
+
+def _no_record_error(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path}: not a shard that `weightstream pack` wrote, or damaged: pack the original again")
 
 
 def check_packed(files: Sequence[str], *, is_full: bool) -> None:
-    """Verifies the CRC-32 of all pieces of packed shards if `is_full`, else of up to 8 evenly spaced pieces. Raises
-    CheckpointError."""
+    """Verifies the CRC-32 of all pieces of packed shards or stripes if `is_full`, else of up to 8 evenly spaced ones.
+    Raises CheckpointError."""
     records = {file: read_packing_record(Path(file)) for file in files}
     pieces = [
         (file, number) for file, (record, _) in records.items() for number in range(len(str(record["crc32"])) // 8)

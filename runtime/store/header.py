@@ -8,10 +8,11 @@ from math import prod
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..plan.shape.shapes import TensorSlice
+from ..plan.shape.shapes import Stripes, TensorSlice
 from ..units import MIB, format_bytes
 from .json_object import require_regular
 from .read_errors import read_error
+from .stripes import open_whole
 
 MAX_HEADER_BYTES = 32 * MIB  # the 92,000 tensors of DeepSeek-V3 need 11 MiB; parsed, up to 20 times as much memory
 MAX_TENSORS, MAX_DIMENSIONS = 1 << 20, 64
@@ -21,8 +22,9 @@ DTYPE_BITS = {
 }  # fmt: skip
 
 
-def read_header(path: Path) -> dict[str, TensorSlice]:
-    """Returns the tensors of a file by name. Raises CheckpointError or StorageError.
+def read_header(path: Path, stripes: Stripes | None = None) -> dict[str, TensorSlice]:
+    """Returns the tensors of a file by name. `stripes`: of a file that is divided. Raises CheckpointError or
+    StorageError.
 
     As strict as the safetensors library: tensors must be contiguous and must not overlap. A damaged header in which a
     dtype became another dtype of the same width is not detected.
@@ -35,8 +37,8 @@ def read_header(path: Path) -> dict[str, TensorSlice]:
         return result
 
     try:
-        size = require_regular(path)
-        with path.open("rb") as file:
+        size = require_regular(path) if stripes is None else stripes.num_bytes
+        with open_whole(path, stripes) as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
                 raise CheckpointError(
@@ -57,7 +59,7 @@ def read_header(path: Path) -> dict[str, TensorSlice]:
         raise CheckpointError(f"{path}: __metadata__ must be an object of strings")
     if len(entries) > MAX_TENSORS:
         raise CheckpointError(f"{path}: header lists {len(entries):,} tensors; limit: {MAX_TENSORS:,}")
-    tensors = {name: _parse_entry(path, name, entry, 8 + length) for name, entry in entries.items()}
+    tensors = {name: _parse_entry(path, name, entry, 8 + length, stripes) for name, entry in entries.items()}
     expected = max((t.offset + t.num_bytes for t in tensors.values()), default=8 + length)
     if size != expected:
         raise CheckpointError(
@@ -78,7 +80,7 @@ def _shorten(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _parse_entry(path: Path, name: str, entry: object, data_start: int) -> TensorSlice:
+def _parse_entry(path: Path, name: str, entry: object, data_start: int, stripes: Stripes | None) -> TensorSlice:
     """Returns the tensor of a header entry. `data_start`: file offset to which the entry's offsets are relative."""
     try:
         if not isinstance(entry, dict):
@@ -97,5 +99,11 @@ def _parse_entry(path: Path, name: str, entry: object, data_start: int) -> Tenso
             f"{path}: tensor {name!r}: {dtype} {_shorten(shape)} does not match its bytes {start}..{end}"
         )
     return TensorSlice(
-        name=name, file=str(path), offset=data_start + start, num_bytes=num_bytes, dtype=dtype, shape=shape
+        name=name,
+        file=str(path),
+        offset=data_start + start,
+        num_bytes=num_bytes,
+        dtype=dtype,
+        shape=shape,
+        stripes=stripes,
     )

@@ -37,6 +37,8 @@ def find_copies(
         except (CheckpointError, StorageError, OSError) as error:
             log.warning("model.mirrors: %s is left out, weights are read from the others: %s", mirror, error)
             continue
+        if other.stripes:
+            raise CheckpointError(f"model.mirrors: {mirror} is a striped store, which cannot be a mirror: leave it out")
         if not is_same:
             raise CheckpointError(
                 f"model.mirrors: {mirror} has other weights than {checkpoint.path}: copy the files again, or leave "

@@ -89,13 +89,15 @@ class TransferThreads(Closing):
 
     def begin(self, chunks: Sequence[Chunk]) -> PendingTransfer:
         """Queues the chunks of a transfer. Raises RuntimeError after `close`."""
-        results = SimpleQueue[ChunkResult]()
+        return begin_together([(self, chunks)])
+
+    def add(self, chunks: Sequence[Chunk], results: SimpleQueue[ChunkResult]) -> None:
+        """Queues chunks, whose results go to `results`. Raises RuntimeError after `close`."""
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("transfer threads are closed")
             for chunk in chunks:
                 self._queue.put((chunk, results))
-        return PendingTransfer(len(chunks), results)
 
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -105,6 +107,14 @@ class TransferThreads(Closing):
             except BaseException as error:
                 results.put(error)
             del item, chunk, results  # while this thread waits for the next item, it must not keep memory alive
+
+
+def begin_together(groups: Sequence[tuple[TransferThreads, Sequence[Chunk]]]) -> PendingTransfer:
+    """Queues the chunks of one transfer, each for the threads that must run it. Raises RuntimeError after `close`."""
+    results = SimpleQueue[ChunkResult]()
+    for threads, chunks in groups:
+        threads.add(chunks, results)
+    return PendingTransfer(sum(len(chunks) for _, chunks in groups), results)
 
 
 def transfer(

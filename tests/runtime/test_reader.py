@@ -192,7 +192,7 @@ def test_closing_drops_what_was_not_begun(file: Path, monkeypatch: pytest.Monkey
     begun.wait()
     closing = threading.Thread(target=reader.close)
     closing.start()
-    while not reader._threads._is_closed:
+    while not reader._queues[0]._is_closed:
         time.sleep(0.001)
     may_go_on.set()
     closing.join()

@@ -6,7 +6,7 @@ and the decoder's input) before its decoder layers. A **stack** is a parameter w
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -34,6 +34,41 @@ class FileExtent(NamedTuple):
     num_bytes: int
 
 
+class StripeRange(NamedTuple):
+    """A byte range of a stripe. `begin`: its first byte in the range of the whole file that was asked for."""
+
+    stripe: int
+    offset: int  # in the stripe's file
+    begin: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stripes:
+    """The files (stripes) among which a file is divided: its pieces are dealt to them in turn, as in RAID 0."""
+
+    files: tuple[str, ...]
+    data_offset: int  # of the first piece in each stripe
+    piece_bytes: int  # a multiple of disk blocks
+    num_bytes: int  # of the whole file
+
+    def ranges(self, offset: int, num_bytes: int) -> Iterator[StripeRange]:
+        """Yields where the bytes of a range of the whole file are, in order. Ranges of one stripe are adjacent in its
+        file."""
+        begin = 0
+        while begin < num_bytes:
+            piece, first = divmod(offset + begin, self.piece_bytes)
+            row, stripe = divmod(piece, len(self.files))
+            length = min(self.piece_bytes - first, num_bytes - begin)
+            yield StripeRange(stripe, self.data_offset + row * self.piece_bytes + first, begin, length)
+            begin += length
+
+    def stripe_bytes(self, stripe: int, num_bytes: int) -> int:
+        """Returns how many of the first `num_bytes` of the whole file are in a stripe."""
+        rows, rest = divmod(num_bytes, len(self.files) * self.piece_bytes)
+        return rows * self.piece_bytes + max(0, min(self.piece_bytes, rest - stripe * self.piece_bytes))
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorSlice:
     """A checkpoint tensor or a part of it: `num_bytes` at `offset` of `file`.
@@ -55,6 +90,7 @@ class TensorSlice:
     first_row: int = 0  # of a row range: its first row in shared companions, and in bytes that are interleaved
     is_interleaved: bool = False
     constants: tuple[float, ...] = ()  # numbers of the storage format
+    stripes: Stripes | None = None  # of `file`, if it is divided among several files
 
     def expert(self, index: int) -> "TensorSlice":
         """Returns matrix number `index` of a stack."""
