@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 from runtime.errors import require
 
@@ -31,15 +32,24 @@ class PackConfig:
     """All settings of `jobs.pack`; mirrors conf/pack.yaml."""
 
     model: SourceConfig = field(default_factory=SourceConfig)
-    out: str | None = None
+    out: str | tuple[str, ...] | None = None
     format: Format = Format.lossless
     group_size: int = 64
     verify: bool = True
     replace: bool = False
 
+    @property
+    def directories(self) -> list[Path]:
+        """The directories to write; if there are several, each shard is divided among them."""
+        names = [self.out] if isinstance(self.out, str) else self.out or ()
+        return [Path(name).expanduser() for name in names]
+
     def __post_init__(self) -> None:
         require(bool(self.model.path), "model.path is not set: a directory, e.g. model.path=/data/mixtral")
         require(bool(self.out), "out is not set: the directory to write, e.g. out=/data/mixtral-packed")
+        paths = [path.resolve() for path in self.directories]
+        twice = next((path for path in paths if paths.count(path) > 1), None)
+        require(twice is None, f"out names {twice} twice: name each directory once")
         require(
             self.group_size in GROUP_SIZES,
             f"group_size must be one of {', '.join(map(str, GROUP_SIZES))}, got {self.group_size}",

@@ -4,18 +4,21 @@ next shard."""
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 
 from runtime.errors import BudgetError, CheckpointError, OutputError
 from runtime.formats.kinds.rounded import Rounding, relative_rms_error
 from runtime.formats.module_tensors import RELATIVE_ERROR
 from runtime.out_of_memory import first_line, is_out_of_memory
+from runtime.plan.shape.shapes import Stripes
 from runtime.store.checkpoint import INDEX, SINGLE
-from runtime.store.file_digests import read_packing_record
+from runtime.store.file_digests import read_packing_record, read_record
 from runtime.store.header import read_header
 from runtime.store.read_errors import read_error, with_retries
+from runtime.store.striped_store import find_stripes
 from runtime.store.writer import atomic_write, sync_directory
 from runtime.units import format_bytes, format_count
 
@@ -24,6 +27,7 @@ from ..files.publishing import make_directory, sweep_temps
 from .config import Format, PackConfig
 from .shard import PackedTensor, compare, pack_shard, read_packed_sizes
 from .source import CONFIG, PackSource, fingerprint_file, format_index, open_source, packed_config
+from .striping import stripe_paths
 
 log = logging.getLogger(__name__)
 LOCK = ".pack.lock"
@@ -34,7 +38,8 @@ MAX_NAMES = 6  # of unused files, in the printed result
 @dataclass(frozen=True, kw_only=True)
 class Packing:
     """The result of packing. `num_kept`: shards that an earlier start has packed. `num_deleted`: deleted shards of the
-    original. `unused_files`: files and folders of the original that no run reads."""
+    original. `unused_files`: files and folders of the original that no run reads. `stripe_bytes`: if the store is
+    divided, bytes of the shards in each directory."""
 
     out: Path
     tensors: Sequence[PackedTensor]
@@ -42,6 +47,7 @@ class Packing:
     num_kept: int
     num_deleted: int
     unused_files: Sequence[str]
+    stripe_bytes: Mapping[Path, int]
 
     @property
     def lines(self) -> list[str]:
@@ -61,6 +67,9 @@ class Packing:
             f"tensors    {f'{len(rounded):,} rounded, ' * bool(rounded)}{num_lossless:,} packed without loss, "
             f"{len(raw):,} unchanged",
         ]
+        if self.stripe_bytes:
+            parts = ", ".join(f"{num_bytes:,} bytes in {path}" for path, num_bytes in self.stripe_bytes.items())
+            lines.append(f"stripes    {parts}")
         if rounded:
             worst = max(rounded, key=lambda packed: compute_relative_error([packed]) or 0)
             lines.append(
@@ -78,8 +87,8 @@ class Packing:
 def pack(config: PackConfig, progress: Callable[[int, int], None]) -> Packing:
     """Packs the model of `config`. Calls `progress` with the bytes that are done and in total. Raises ConfigError,
     CheckpointError and OutputError; shards that are already packed stay valid."""
-    out = Path(config.out or "").expanduser()
-    source = open_source(Path(config.model.path or "").expanduser(), out, replace=config.replace)
+    directories = config.directories
+    source = open_source(Path(config.model.path or "").expanduser(), directories, replace=config.replace)
     is_lossless = config.format is Format.lossless
     rounding = None if is_lossless else Rounding(config.format.value, config.group_size)
     if rounding is None:
@@ -93,30 +102,30 @@ def pack(config: PackConfig, progress: Callable[[int, int], None]) -> Packing:
     elif config.replace:
         text = "replace=true deletes the weights of %s; format=%s keeps only rounded ones, which cannot be packed again"
         log.warning(text, source.directory, config.format.value)
-    make_directory(out)
-    try:
-        lock = RunLock(out / LOCK)  # only one process may write a store
-    except OSError as error:
-        raise OutputError(f"cannot write {out / LOCK}: {error.strerror or error}; set another out") from error
-    try:
-        sweep_temps(out, is_only_writer=True)
-        return _Packer(source, out, config, rounding, progress).run()
-    finally:
-        lock.release()
+    with ExitStack() as locks:
+        for out in directories:
+            make_directory(out)
+            try:
+                locks.callback(RunLock(out / LOCK).release)  # only one process may write a store
+            except OSError as error:
+                raise OutputError(f"cannot write {out / LOCK}: {error.strerror or error}; set another out") from error
+            sweep_temps(out, is_only_writer=True)
+        return _Packer(source, directories, config, rounding, progress).run()
 
 
 class _Packer:
-    """Packs the shards of `source` into `out`."""
+    """Packs the shards of `source` into `directories`: the first has all other files too."""
 
     def __init__(
         self,
         source: PackSource,
-        out: Path,
+        directories: Sequence[Path],
         config: PackConfig,
         rounding: Rounding | None,
         progress: Callable[[int, int], None],
     ):
-        self._source, self._out, self._config, self._progress = source, out, config, progress
+        self._source, self._directories, self._config, self._progress = source, directories, config, progress
+        self._out, self._is_striped = directories[0], len(directories) > 1
         self._rounding, self._format_stamp = rounding, "" if rounding is None else f", {rounding}"
         sizes = [path.stat().st_size for name in source.shards if (path := source.directory / name).exists()]
         self._total, self._done, self._num_kept, self._num_deleted = sum(sizes), 0, 0, 0
@@ -129,8 +138,9 @@ class _Packer:
         for path in self._source.files_to_copy:
             with _name_file_on_out_of_memory(path):
                 _copy(path, self._out / path.relative_to(self._source.directory))
-        if self._source.shards != [SINGLE]:
-            _publish(self._out / INDEX, format_index(self._out, self._source.shards))
+        stripes = {name: self._find_stripes(name) for name in self._source.shards}
+        if self._is_striped or self._source.shards != [SINGLE]:
+            _publish(self._out / INDEX, format_index(self._directories, stripes))
         extra: dict[str, object] = {}
         if self._rounding is not None:
             extra = {"format": str(self._rounding), RELATIVE_ERROR: compute_relative_error(tensors)}
@@ -143,23 +153,29 @@ class _Packer:
             num_kept=self._num_kept,
             num_deleted=self._num_deleted,
             unused_files=self._source.unused_files,
+            stripe_bytes={
+                directory: sum(Path(each.files[number]).stat().st_size for each in stripes.values() if each)
+                for number, directory in enumerate(self._directories if self._is_striped else ())
+            },
         )
 
     def _pack_shard(self, name: str) -> list[PackedTensor]:
         original, target = self._source.directory / name, self._out / name
         tensors = self._source.tensors(name) if original.exists() else {}
         is_verified, original_bytes = False, {tensor.name: tensor.num_bytes for tensor in tensors.values()}
-        if target.exists():
-            self._require_same(original, target, tensors)
+        if self._is_packed(original, name):
+            stripes = self._find_stripes(name)
+            self._require_same(original, target, tensors, stripes)
             self._num_kept += 1
             self._advance(original.stat().st_size if original.exists() else 0)
-            packed = read_packed_sizes(target, original_bytes)
+            packed = read_packed_sizes(target, original_bytes, stripes)
         else:
             done, is_verified = self._done, self._config.verify
             packed = pack_shard(
                 original,
                 target,
                 self._stamp(original),
+                directories=self._directories,
                 tensors=tensors,
                 rounding=self._rounding,
                 verify=is_verified,
@@ -168,23 +184,49 @@ class _Packer:
             self._advance(done + original.stat().st_size - self._done)  # other bytes, such as the header
         if self._config.replace and original.exists():
             if not is_verified:
-                compare(tensors, target, str(target), self._rounding)
+                compare(tensors, target, str(target), self._rounding, self._find_stripes(name))
             original.unlink()  # only here: the packed form is on disk and was compared with it
             sync_directory(original.parent)
             self._num_deleted += 1
         return packed
 
-    def _require_same(self, original: Path, target: Path, tensors: Collection[str]) -> None:
+    def _find_stripes(self, name: str) -> Stripes | None:
+        """The stripes of a packed shard; None in a single directory. Raises CheckpointError."""
+        return find_stripes(self._directories, name) if self._is_striped else None
+
+    def _is_packed(self, original: Path, name: str) -> bool:
+        """True if an earlier start has packed the shard. Raises CheckpointError if a directory has it for other
+        directories, or a stripe from another file."""
+        paths = stripe_paths(self._directories, name)
+        stem = name.removesuffix(".safetensors")
+        for directory, path in zip(self._directories, paths, strict=True):
+            for other in [directory / name, *directory.glob(f"{escape(stem)}.stripe-*-of-*.safetensors")]:
+                if other != path and other.exists():
+                    raise CheckpointError(
+                        f"{other}: packed into other directories, or in another order: remove it, or set out to "
+                        f"{'other directories' if self._is_striped else 'another directory'}"
+                    )
+        existing = [path for path in paths if path.exists()]
+        for path in existing if self._is_striped and original.exists() else ():
+            if read_record(path)[0].get("source") != self._stamp(original):
+                raise self._other_source_error(path, original)
+        # A kill between two renames leaves some of the stripes: they are written again.
+        return len(existing) == len(paths) or (bool(existing) and not original.exists())
+
+    def _other_source_error(self, target: Path, original: Path) -> CheckpointError:
+        return CheckpointError(
+            f"{target}: packed from another file than {original}, from an older version of it, or in another "
+            "format: remove it, or set out to another directory"
+        )
+
+    def _require_same(self, original: Path, target: Path, tensors: Collection[str], stripes: Stripes | None) -> None:
         """Raises CheckpointError if `target` was packed from another file or in another format. `tensors`: the names
         that the index has now."""
-        record, _ = read_packing_record(target)
+        record, _ = read_packing_record(target, stripes)
         packed = record.get("tensors")
         is_same = record.get("source") == self._stamp(original) if original.exists() else True
         if not is_same or (original.exists() and isinstance(packed, Mapping) and packed.keys() != set(tensors)):
-            raise CheckpointError(
-                f"{target}: packed from another file than {original}, from an older version of it, or in another "
-                "format: remove it, or set out to another directory"
-            )
+            raise self._other_source_error(target, original)
         if not str(record.get("source")).endswith(self._format_stamp):
             raise CheckpointError(f"{target}: packed in another format: set out to another directory")
 

@@ -6,7 +6,7 @@ matrix of 16-bit words. An escape is a number that is stored separately, because
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -32,12 +32,15 @@ from runtime.formats.scaled_rows import SCALES
 from runtime.formats.storage_format import StoredMatrix
 from runtime.linear.packed_rows import ROUNDED_ENCODINGS
 from runtime.linear.window4_rows import WINDOW4
-from runtime.plan.shape.shapes import TensorSlice
+from runtime.plan.shape.shapes import Stripes, TensorSlice
+from runtime.store.checkpoint import read_bytes
 from runtime.store.file_digests import METADATA, PIECE_BYTES, crc32_sums, read_packing_record
 from runtime.store.header import read_header
 from runtime.store.writer import atomic_write
 from runtime.units import round_up
 from runtime.weights.stage_weights import TORCH_DTYPES
+
+from .striping import StripeWriter, write_stripes
 
 PAGE_BYTES, COPY_BYTES = 4096, 16 << 20
 PANEL_NUMBERS = 4 << 20  # numbers that are decoded at a time
@@ -50,9 +53,12 @@ def map_numbers(tensor: TensorSlice) -> torch.Tensor:
 
 
 def map_bytes(piece: TensorSlice) -> np.ndarray:
-    """Returns the bytes of a tensor as a memory-mapped view of its file. Do not write to it."""
+    """Returns the bytes of a tensor as a memory-mapped view of its file; those of a divided file in memory. Do not
+    write to it."""
     if not piece.num_bytes:
         return np.zeros(0, np.uint8)
+    if piece.stripes is not None:
+        return np.frombuffer(bytearray(read_bytes(piece)), np.uint8)
     return np.memmap(piece.file, np.uint8, "c", piece.offset, (piece.num_bytes,))  # "c": torch needs writable memory
 
 
@@ -72,7 +78,13 @@ class _Shard:
     """Writes a packed shard. The first `header_bytes` are reserved for the header, which is written last. `entries`:
     the tensors of the header. `record`: digests and more of the original tensors, for the metadata."""
 
-    def __init__(self, file: BinaryIO, header_bytes: int, rounding: Rounding | None, progress: Callable[[int], None]):
+    def __init__(
+        self,
+        file: BinaryIO | StripeWriter,
+        header_bytes: int,
+        rounding: Rounding | None,
+        progress: Callable[[int], None],
+    ):
         self._file, self._begin, self._rounding, self._progress = file, header_bytes, rounding, progress
         self.entries: dict[str, object] = {}
         self.record: dict[str, object] = {}
@@ -163,7 +175,8 @@ class _Shard:
     def finish(self, stamp: str) -> None:
         """Writes the header into its reserved space."""
         self._file.flush()  # crc32_sums opens the file by name
-        record = {"source": stamp, "crc32": crc32_sums(Path(self._file.name), self._begin), "tensors": self.record}
+        sums = crc32_sums(Path(self._file.name), self._begin, stripes_of(self._file))
+        record = {"source": stamp, "crc32": sums, "tensors": self.record}
         metadata = {"format": "pt", METADATA: json.dumps(record, separators=(",", ":"))}
         text = json.dumps({"__metadata__": metadata, **self.entries}, separators=(",", ":")).encode()
         assert len(text) <= self._begin - 8, f"header of {len(text)} bytes, {self._begin} reserved"
@@ -173,19 +186,24 @@ class _Shard:
         self._file.flush()
 
 
+def stripes_of(file: BinaryIO | StripeWriter) -> Stripes | None:
+    return file.stripes if isinstance(file, StripeWriter) else None
+
+
 def pack_shard(
     source: Path,
     target: Path,
     stamp: str,
     *,
+    directories: Sequence[Path] = (),
     tensors: Mapping[str, TensorSlice] | None = None,
     rounding: Rounding | None = None,
     verify: bool,
     progress: Callable[[int], None],
 ) -> list[PackedTensor]:
     """Packs `tensors` of `source` (None: all) into `target`, which appears when it is complete. `stamp`: identifies the
-    source and the format. `verify`: decodes and compares with `source` before. Raises CheckpointError if a tensor
-    differs, OutputError if writing fails."""
+    source and the format. `directories`: if there are several, the target is divided among them. `verify`: decodes and
+    compares with `source` before. Raises CheckpointError if a tensor differs, OutputError if writing fails."""
     tensors = read_header(source) if tensors is None else tensors
     size = source.stat().st_size
 
@@ -199,20 +217,30 @@ def pack_shard(
     # An upper limit of the header: its entries, and 12 bytes for each checksum.
     entry_bytes = sum(6 * len(json.dumps(name)) + MAX_ENTRY_BYTES + 40 * len(t.shape) for name, t in tensors.items())
     header_bytes = round_up(4096 + entry_bytes + 12 * (size // PIECE_BYTES + 2), PAGE_BYTES)
-    with atomic_write(target, size) as file:
+    if len(directories) > 1:
+        writing = write_stripes(directories, target.name, size + header_bytes, stamp)
+    else:
+        writing = atomic_write(target, size)
+    with writing as file:
         shard = _Shard(file, header_bytes, rounding, progress)
         packed = [shard.add(tensor) for tensor in sorted(tensors.values(), key=order)]
         shard.finish(stamp)
         if verify:
-            compare(tensors, Path(file.name), str(target), rounding)
+            compare(tensors, Path(file.name), str(target), rounding, stripes_of(file))
     return packed
 
 
-def compare(tensors: Mapping[str, TensorSlice], packed: Path, name: str, rounding: Rounding | None = None) -> None:
+def compare(
+    tensors: Mapping[str, TensorSlice],
+    packed: Path,
+    name: str,
+    rounding: Rounding | None = None,
+    stripes: Stripes | None = None,
+) -> None:
     """Decodes all tensors of `packed` and compares them with the original `tensors`. Rounded tensors must equal the
-    original, rounded with the stored scales. `name`: the final name of the file, for errors. Raises CheckpointError
-    with the first tensor that differs."""
-    stored = pair_companions(read_header(packed), {"quant_method": METHOD})
+    original, rounded with the stored scales. `name`: the final name of the file, for errors. `stripes`: of `packed`, if
+    it is divided. Raises CheckpointError with the first tensor that differs."""
+    stored = pair_companions(read_header(packed, stripes), {"quant_method": METHOD})
     if stored.keys() != tensors.keys():
         others = ", ".join(sorted(stored.keys() ^ tensors.keys())[:3])
         raise CheckpointError(f"{name}: its tensors are not those of the original: {others}")
@@ -253,11 +281,13 @@ def _is_same(tensor: TensorSlice, packed: TensorSlice, rounding: Rounding | None
     return True
 
 
-def read_packed_sizes(path: Path, original_bytes: Mapping[str, int]) -> list[PackedTensor]:
+def read_packed_sizes(
+    path: Path, original_bytes: Mapping[str, int], stripes: Stripes | None = None
+) -> list[PackedTensor]:
     """Reads the sizes of the tensors in a packed shard. `original_bytes`: sizes before packing by tensor name. A packed
-    tensor without one is assumed to have had 16 bits per number."""
-    record = read_packing_record(path)[0]["tensors"]
-    header = pair_companions(read_header(path), {"quant_method": METHOD})
+    tensor without one is assumed to have had 16 bits per number. `stripes`: of a shard that is divided."""
+    record = read_packing_record(path, stripes)[0]["tensors"]
+    header = pair_companions(read_header(path, stripes), {"quant_method": METHOD})
     assert isinstance(record, Mapping), "our own header"
     packed = list[PackedTensor]()
     for name, entry in record.items():

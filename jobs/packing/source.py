@@ -12,7 +12,7 @@ from pathlib import Path
 from runtime.checkpoint_source.config_rules import TEMPLATES
 from runtime.errors import CheckpointError, ConfigError
 from runtime.formats.module_tensors import METHOD
-from runtime.plan.shape.shapes import TensorSlice
+from runtime.plan.shape.shapes import Stripes, TensorSlice
 from runtime.store.checkpoint import (
     INDEX,
     INDEX_SUFFIX,
@@ -30,6 +30,9 @@ from runtime.store.checkpoint import (
 )
 from runtime.store.header import read_header
 from runtime.store.json_object import read_json_object
+from runtime.store.stripes import STRIPES_KEY
+
+from .striping import stripe_paths
 
 CONFIG = "config.json"
 SAMPLE_BYTES, NUM_SAMPLES = 4096, 16
@@ -81,14 +84,16 @@ class PackSource:
         return [name for name in names if not name.endswith(INDEX_SUFFIX) and not name.startswith(".")]
 
 
-def open_source(path: Path, out: Path, *, replace: bool) -> PackSource:
-    """Finds the files of the model. Raises ConfigError or CheckpointError if it cannot be packed."""
+def open_source(path: Path, directories: Sequence[Path], *, replace: bool) -> PackSource:
+    """Finds the files of the model to pack into `directories`. Raises ConfigError or CheckpointError if it cannot be
+    packed."""
     if is_gguf(path):
         raise CheckpointError(f"model.path={path} is a GGUF file, which is already quantized: pack the original")
     if not path.is_dir():
         raise ConfigError(f"model.path={path} is not a directory: set the one with config.json and safetensors files")
-    if out.resolve() == path.resolve():
-        raise ConfigError(f"out={out} is the same directory as model.path: set another one")
+    for out in directories:
+        if out.resolve() == path.resolve():
+            raise ConfigError(f"out={out} is the same directory as model.path: set another one")
     try:
         config = read_json_object(path / CONFIG)
     except FileNotFoundError:
@@ -98,7 +103,7 @@ def open_source(path: Path, out: Path, *, replace: bool) -> PackSource:
         name = method.get("quant_method", "bitsandbytes") if isinstance(method, Mapping) else method
         state = "already packed" if name == METHOD else f"already quantized by {name!r}"
         raise CheckpointError(f"model.path={path} is {state} (quantization_config in {CONFIG}): pack the original")
-    shards, weight_map = _shards(path, out, replace=replace)
+    shards, weight_map = _shards(path, directories, replace=replace)
     links = [name for name in shards if (path / name).is_symlink()]
     if replace and links:
         raise ConfigError(
@@ -108,10 +113,10 @@ def open_source(path: Path, out: Path, *, replace: bool) -> PackSource:
     return PackSource(directory=path, config=config, shards=shards, weight_map=weight_map)
 
 
-def _shards(path: Path, out: Path, *, replace: bool) -> tuple[list[str], Mapping[str, str]]:
+def _shards(path: Path, directories: Sequence[Path], *, replace: bool) -> tuple[list[str], Mapping[str, str]]:
     """Returns the names of the shards, and the shard of each tensor in the index."""
-    entry = find_weights(path)
-    if entry is None and (out / SINGLE).exists():
+    entry, out = find_weights(path), directories[0]
+    if entry is None and stripe_paths(directories, SINGLE)[0].exists():
         return [SINGLE], {}
     if entry is None:
         raise no_weights_error(str(path), list_names(path))
@@ -126,13 +131,15 @@ def _shards(path: Path, out: Path, *, replace: bool) -> tuple[list[str], Mapping
             f"replace=true: {path} has both {SINGLE} and {INDEX}; once {SINGLE} is deleted, the other shards would be "
             f"read: move {INDEX} away first"
         )
-    other = out / (INDEX if names == [SINGLE] else SINGLE)
-    if other.exists():
+    other = out / INDEX if names == [SINGLE] else stripe_paths(directories, SINGLE)[0]
+    is_own_index = len(directories) > 1 and other.name == INDEX and other.exists() and shard_names(other) == names
+    if other.exists() and not is_own_index:
         raise CheckpointError(
             f"{other}: packed from other files than {', '.join(names[:2])}{' ...' * (len(names) > 2)}: remove it, or "
             "set out to another directory"
         )
-    missing = [name for name in names if not (path / name).exists() and not (out / name).exists()]
+    packed = {name: stripe_paths(directories, name)[0] for name in names}
+    missing = [name for name in names if not (path / name).exists() and not packed[name].exists()]
     if missing:
         raise CheckpointError(f"{path / missing[0]} is missing, but {entry.name} names it")
     return names, weight_map
@@ -156,9 +163,12 @@ def packed_config(source: PackSource, extra: Mapping[str, object]) -> bytes:
     return json.dumps(values, indent=2).encode() + b"\n"
 
 
-def format_index(directory: Path, shards: Sequence[str]) -> bytes:
-    """The text of model.safetensors.index.json."""
-    headers = {name: read_header(directory / name) for name in shards}
+def format_index(directories: Sequence[Path], shards: Mapping[str, Stripes | None]) -> bytes:
+    """The text of model.safetensors.index.json. `shards`: the stripes of each shard, None in a single directory."""
+    headers = {name: read_header(directories[0] / name, stripes) for name, stripes in shards.items()}
     weight_map = {tensor: name for name, header in headers.items() for tensor in header}
     total = sum(tensor.num_bytes for header in headers.values() for tensor in header.values())
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode() + b"\n"
+    metadata: dict[str, object] = {"total_size": total}
+    if len(directories) > 1:
+        metadata[STRIPES_KEY] = [str(directory.resolve()) for directory in directories]
+    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2).encode() + b"\n"

@@ -225,7 +225,7 @@ class ModelConfig:
 
     name: str = TINY
     path: str | None = None
-    mirrors: tuple[str, ...] = ()  # copies of a local `path` on other disks
+    mirrors: tuple[str, ...] = ()  # copies of a local `path`, or other directories of its striped store
     revision: str | None = None
     tokenizer: str | None = None  # null: the checkpoint's
     dtype: TextField[DType] = enum_field(DType.auto)

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..plan.shape.extents import ALIGNMENT_BYTES
 from ..plan.shape.shapes import Stripes
-from .file_digests import read_record
+from .file_digests import check_packed, read_record
 from .header import MAX_HEADER_BYTES
 from .json_object import read_json_object
 from .stripes import RESTORE, STRIPE_KEY, STRIPE_NAME, STRIPES_KEY, open_whole, stripe_name
@@ -60,6 +60,7 @@ def find_stripes(directories: Sequence[Path], file: str) -> Stripes:
             problem = "cut short" if size < expected else "trailing bytes"
             raise CheckpointError(f"{path}: {size:,} bytes on disk, expected {expected:,}: {problem}: {RESTORE}")
         if number == len(paths) - 1 and header_digest(stripes) != pack_digest:
+            check_packed(stripes.files, is_full=True)  # names the stripe
             raise CheckpointError(f"{paths[0]}: the header of {file}, which its stripes hold, is damaged: {RESTORE}")
     assert first is not None, "a store has directories"
     return first[0]
