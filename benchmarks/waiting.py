@@ -2,6 +2,7 @@
 held to a rate, which is stated.
 
     python -m benchmarks.waiting disks DIR        a synthesized model at DIR from 1, 2 and 4 mirrors
+    python -m benchmarks.waiting disks DIR --striped    the same, packed into 1, 2 and 4 directories
     python -m benchmarks.waiting drafts MODEL     several samples, and summaries, with and without drafts
     python -m benchmarks.waiting tables MODEL     tables as a whole, and single rows of them
 
@@ -21,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from jobs.packing.config import PackConfig, SourceConfig
+from jobs.packing.packing import pack
 from runtime.config.settings import (
     ModelConfig,
     OffloadConfig,
@@ -117,6 +120,9 @@ def base_config(model: str, args: argparse.Namespace, **sampling: Any) -> Runtim
 
 def compare_disks(args: argparse.Namespace) -> None:
     prompts = [[(7 * i + j) % 500 + 5 for j in range(24)] for i in range(args.rows)]
+    if args.striped:
+        compare_stripes(args, prompts)
+        return
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
         mirrors = [Path(folder) / str(number) for number in range(3)]
         for mirror in mirrors:
@@ -128,6 +134,18 @@ def compare_disks(args: argparse.Namespace) -> None:
             return replace(config, model=replace(config.model, mirrors=tuple(map(str, mirrors[:count]))))
 
         cases = {f"{1 + n} disks" if n else "1 disk": (with_mirrors(n), prompts) for n in (0, 1, 3)}
+        compare(cases, args.mib_per_second * MIB, args.rounds)
+
+
+def compare_stripes(args: argparse.Namespace, prompts: Sequence[Any]) -> None:
+    with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
+        cases = dict[str, tuple[RuntimeConfig, Sequence[Any]]]()
+        for count in (1, 2, 4):
+            out = tuple(str(Path(folder) / f"{number}-of-{count}") for number in range(count))
+            pack(PackConfig(model=SourceConfig(path=args.model), out=out, verify=False), lambda done, total: None)
+            config = base_config(out[0], args, ignore_eos=True)
+            config = replace(config, policy=replace(config.policy, draft_tokens=0))
+            cases[f"{count} stripes" if count > 1 else "1 disk"] = config, prompts
         compare(cases, args.mib_per_second * MIB, args.rounds)
 
 
@@ -169,6 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["disks", "drafts", "tables"])
     parser.add_argument("model")
+    parser.add_argument("--striped", action="store_true", help="disks: one packed store on several, without copies")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--block", type=int, default=64, help="rows that run at a time")
     parser.add_argument("--admission", default="wave")
@@ -176,7 +195,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--mib-per-second", type=float, default=100.0, help="of each disk")
     parser.add_argument("--host-memory-gib", type=float, default=None)
-    parser.add_argument("--scratch", help="folder for mirrors")
+    parser.add_argument("--scratch", help="folder for mirrors and stripes")
     parser.add_argument("--prompts", help="drafts: JSON lines with `prompt`")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--drafted", type=int, help="drafts: another case with so many guessed tokens")
