@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from jobs.config.settings import GenerateConfig
 from jobs.config.typed import build
 from jobs.config.words import rewrite_words
 from jobs.packing import shard as shard_module
@@ -25,9 +26,11 @@ from jobs.packing.config import Format, PackConfig, SourceConfig
 from jobs.packing.packing import Packing, pack
 from jobs.packing.striping import write_stripes
 from jobs.planning.own_inputs import read_own_shape
+from jobs.run.tasks.generate import generate
 from runtime import Runtime
+from runtime.checkpoint_source.location import find_checkpoint
 from runtime.config.settings import DType, ExpertPaging, ModelConfig, Tier, Verify
-from runtime.errors import CheckpointError, ConfigError, OutputError, StorageError
+from runtime.errors import CheckpointError, ConfigError, Interrupted, OutputError, RunMismatchError, StorageError
 from runtime.model.loading import load_model
 from runtime.plan.shape.extents import Extent
 from runtime.plan.shape.shapes import Stripes
@@ -37,6 +40,8 @@ from runtime.store.checkpoint import INDEX, Checkpoint, open_checkpoint
 from runtime.store.mirrors import find_copies
 from runtime.store.reader import Reader
 from runtime.store.stripes import open_whole
+from tests.generations import read_generations
+from tests.jobs.test_identity import NUM_ROWS, Place, begun
 from tests.jobs.test_pack import Killed, _kill_at, files_in, model
 from tests.jobs.test_pack import packed as packed_plain
 from tests.runtime.test_fidelity import config_for, tokens_of
@@ -45,7 +50,7 @@ from tests.support import Reference
 
 References = Callable[[str], Reference]
 PIECE = 4096
-__all__ = ["model"]
+__all__ = ["begun", "model"]
 
 
 @pytest.fixture(autouse=True)
@@ -486,3 +491,39 @@ def test_the_command_line_names_one_directory_or_several() -> None:
         config = build(PackConfig, {"model": {"path": "/model"}, "out": value})
         assert config.out == expected
         assert hash(config)
+
+
+def test_a_striped_store_at_a_url_is_refused(store: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"a striped store is only read from local directories"):
+        find_checkpoint(ModelConfig(name="hf", path=f"file://{store[0]}"), str(tmp_path / "cache"))
+
+
+def test_a_run_of_the_plain_store_goes_on_with_the_striped_one(
+    begun: Place, places: list[Path], tmp_path: Path
+) -> None:
+    """Their bytes are equal. With the digests of all files they are told apart."""
+    whole, place = (shutil.copytree(begun.root, tmp_path / name) for name in ("whole", "place"))
+    for root in (whole, place):
+        shutil.rmtree(root / "generate")
+    packed_plain(begun.model, tmp_path / "plain")
+    packed(begun.model, *places)
+
+    def config(root: Path, path: Path, verify: Verify = Verify.sampled) -> GenerateConfig:
+        own = Place(root=root).config
+        return replace(own, model=replace(own.model, path=str(path), verify=verify))
+
+    def should_stop() -> bool:
+        return any((place / "generate" / "case" / "generations").glob("*.parquet"))
+
+    generate(config(whole, tmp_path / "plain", Verify.full), lambda: False)
+    with pytest.raises(Interrupted):
+        generate(config(place, tmp_path / "plain"), should_stop)
+    with pytest.raises(RunMismatchError, match=r"stripe-1-of-3.safetensors sha256"):
+        generate(config(whole, places[0], Verify.full), lambda: False)
+    generate(config(place, places[0]), lambda: False)
+    found, expected = (
+        read_generations(Place(root=root).run).select(["id", "status", "completion"]).to_pylist()
+        for root in (place, whole)
+    )
+    assert found == expected
+    assert len(found) == NUM_ROWS
