@@ -107,6 +107,24 @@ def test_joined_stripes_are_the_plain_store(model: Path, store: list[Path], tmp_
     assert len(checkpoint.stored_files) == 9
 
 
+def test_a_stripe_is_a_safetensors_file(store: list[Path]) -> None:
+    for path in (path for directory in store for path in stripes_in(directory)):
+        (data,) = load_file(path).values()
+        assert bytes(data.tolist()) == path.read_bytes()[data_offset(path) :]
+
+
+def test_shards_shorter_than_a_piece_are_on_the_first_disk_alone(
+    reference: References, places: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = reference("llama")
+    monkeypatch.setattr(striping, "STRIPE_BYTES", 16 << 20)
+    packed(ref.directory, *places)
+    assert {path.stat().st_size - data_offset(path) for path in stripes_in(places[1])} == {0}
+    opened(places, Verify.full)
+    elsewhere = Reference(directory=places[0], prompts=[], expected=[], sampled=[])
+    assert tokens_of(Runtime(config_for(elsewhere)), ref.prompts) == ref.expected
+
+
 def test_each_directory_has_the_same_share_of_every_tensor(store: list[Path]) -> None:
     tensors = open_checkpoint(store[0]).tensors.values()
     assert max(tensor.num_bytes for tensor in tensors) > 10 * PIECE
