@@ -34,7 +34,7 @@ from ..store.checkpoint import (
 )
 from ..store.gguf import quick_gguf_package, read_gguf
 from ..store.json_object import read_json_object
-from ..store.striped_store import stripe_directories
+from ..store.striped_store import named_directories
 from ..synthesize.checkpoints import random_checkpoint
 from ..synthesize.tokenizer import (
     UnsupportedSentencePieceError,
@@ -89,7 +89,7 @@ def find_checkpoint(config: ModelConfig, cache_dir: str | None, should_stop: Cal
         entry = find_weights(copy, names)
         if entry is None:
             raise no_weights_error(url, names, is_local=False)
-        if stripe_directories(entry):
+        if named_directories(entry):
             raise CheckpointError(f"{key}={url}: a striped store is only read from local directories")
         return _copy_from_url(url, key, [*SETTINGS, *map(escape, shard_names(entry))], cache_dir, should_stop)
     try:

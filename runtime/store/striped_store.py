@@ -13,9 +13,9 @@ from .json_object import read_json_object
 from .stripes import RESTORE, STRIPE_KEY, STRIPE_NAME, STRIPES_KEY, open_whole, stripe_name
 
 
-def stripe_directories(entry: Path, others: Sequence[str] = ()) -> list[Path]:
-    """Returns the directories of a striped store in order, or [] if the weights file or index `entry` is not of one.
-    `others`: all but the first, in place of those that the index names. Raises CheckpointError."""
+def named_directories(entry: Path) -> list[str]:
+    """Returns the directories that the index of a striped store names, or [] if the weights file or index `entry` is
+    not of one. Raises CheckpointError."""
     metadata = read_json_object(entry).get("metadata") if entry.suffix == ".json" else None
     named = metadata.get(STRIPES_KEY) if isinstance(metadata, Mapping) else None
     if named is None:
@@ -23,6 +23,14 @@ def stripe_directories(entry: Path, others: Sequence[str] = ()) -> list[Path]:
     texts = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     if len(texts) < 2 or texts != named:
         raise CheckpointError(f"{entry}: metadata.{STRIPES_KEY} must list directories, got {named!a:.80}")
+    return texts
+
+
+def stripe_directories(entry: Path, others: Sequence[str] = ()) -> list[Path]:
+    """Returns the directories of a striped store in order, or [] if the weights file or index `entry` is not of one.
+    `others`: all but the first, in place of those that the index names. Raises CheckpointError."""
+    if not (texts := named_directories(entry)):
+        return []
     if others and len(others) != len(texts) - 1:
         raise CheckpointError(
             f"{entry.parent}: a store striped over {len(texts)} directories, but {1 + len(others)} are named: name all "
