@@ -47,10 +47,13 @@ class ThrottledReader(Reader):
         *,
         num_threads: int,
         chunk_bytes: int,
+        direct: bool = True,
         copies: Copies | None = None,
         stripes: Mapping[str, Stripes] | None = None,
     ):
-        super().__init__(num_threads=num_threads, chunk_bytes=chunk_bytes, copies=copies, stripes=stripes)
+        super().__init__(
+            num_threads=num_threads, chunk_bytes=chunk_bytes, direct=direct, copies=copies, stripes=stripes
+        )
         self._seconds_per_byte, self._free_at = 1 / bytes_per_second, defaultdict[Path, float](float)
         self._limits = threading.Lock()  # guards _free_at: all threads share one limit for each directory
 
