@@ -164,6 +164,10 @@ def compare_drafts(args: argparse.Namespace) -> None:
 
         print(f"\n{title}\n", flush=True)
         cases = {"without drafts": (with_drafts(0), prompts), "as planned": (with_drafts(None), prompts)}
+        if args.draft_model is not None:
+            planned = with_drafts(None)
+            with_model = replace(planned, policy=replace(planned.policy, draft_model=args.draft_model))
+            cases["with a draft model"] = with_model, prompts
         if args.drafted is not None:
             cases[f"{args.drafted} tokens"] = with_drafts(args.drafted), prompts
         compare(cases, args.mib_per_second * MIB, args.rounds)
@@ -199,6 +203,7 @@ def main() -> None:
     parser.add_argument("--prompts", help="drafts: JSON lines with `prompt`")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--drafted", type=int, help="drafts: another case with so many guessed tokens")
+    parser.add_argument("--draft-model", help="drafts: another case with this small model")
     args = parser.parse_args()
     {"disks": compare_disks, "drafts": compare_drafts, "tables": compare_tables}[args.what](args)
 
