@@ -1,10 +1,12 @@
-"""What helps a run that waits for its disk: several disks, drafts, and single rows of embedding tables. Each disk is
-held to a rate, which is stated.
+"""What helps a run that waits for its disk: several disks, drafts, single rows of embedding tables, and experts that
+stay in memory. Each disk is held to a rate, which is stated.
 
     python -m benchmarks.waiting disks DIR        a synthesized model at DIR from 1, 2 and 4 mirrors
     python -m benchmarks.waiting disks DIR --striped    the same, packed into 1, 2 and 4 directories
     python -m benchmarks.waiting drafts MODEL     several samples, and summaries, with and without drafts
     python -m benchmarks.waiting tables MODEL     tables as a whole, and single rows of them
+    python -m benchmarks.waiting routing MODEL    whole layers in memory, and single experts; with even and skewed
+                                                  routers. MODEL: synthesized, with a correction bias in its routers
 
 Cases alternate; the table has medians of three rounds and their spread.
 """
@@ -19,8 +21,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
 
 from jobs.packing.config import PackConfig, SourceConfig
 from jobs.packing.packing import pack
@@ -34,10 +39,19 @@ from runtime.config.settings import (
     Tier,
 )
 from runtime.engine.records import PassRecord, Phase
+from runtime.library.api import Runtime
+from runtime.plan.cost.predict import predict
+from runtime.plan.placement.defaults import chunk_tokens
+from runtime.plan.placement.experts import Routing
+from runtime.plan.planner import RunPlan
+from runtime.resources import Resource
 from runtime.sequences.sequence import Completion, Request
-from runtime.units import MIB
+from runtime.units import GIB, MIB
 
 from .devices import READ_CHUNK_MIB, ThrottledRuntime
+
+CORRECTION_BIAS = "e_score_correction_bias"  # of a router: added to the scores that choose the experts
+WARM_PASSES = 8  # decode passes in which kept experts are counted, chosen and read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +64,9 @@ class Measured:
     num_accepted: int
     bytes_read: int
     most_drafted: int | None
+    steady_bytes: float  # read by a decode pass after the first `WARM_PASSES`
+    simulated_bytes: float  # the same as the simulator has it, with the routing of this run
+    num_kept: int  # experts that stay in memory
     tokens: dict[int, tuple[int, ...]] = field(repr=False)
 
     @property
@@ -66,6 +83,7 @@ def measure(config: RuntimeConfig, prompts: Sequence[Any], bytes_per_second: flo
         passes, found = list[PassRecord](), dict[int, Completion]()
         with runtime.open_with_backoff(requests) as (plan, session):
             found |= dict(session.generate(requests, passes.append))
+            simulated_bytes = simulate_bytes(runtime, plan, requests, session.routing)
     decode = [record for record in passes if record.phase is not Phase.prefill]
     gc.collect()
     return Measured(
@@ -75,8 +93,20 @@ def measure(config: RuntimeConfig, prompts: Sequence[Any], bytes_per_second: flo
         num_accepted=sum(record.counts.accepted_tokens for record in decode),
         bytes_read=sum(record.times.bytes_read_disk for record in decode),
         most_drafted=plan.policy.draft_tokens,
+        steady_bytes=mean([record.times.bytes_read_disk for record in decode[WARM_PASSES:]] or [0]),
+        simulated_bytes=simulated_bytes,
+        num_kept=plan.placement.num_kept_experts,
         tokens={i: completion.token_ids for i, completion in found.items()},
     )
+
+
+def simulate_bytes(runtime: Runtime, plan: RunPlan, requests: Sequence[Request], routing: Routing | None) -> float:
+    """Returns the bytes that an average decode pass reads from disk, as the simulator has it."""
+    assert plan.rates is not None, "the plan was made with rates"
+    placement, sizes = replace(plan.placement, routing=routing), runtime.sizes(requests)
+    chunk, admission = chunk_tokens(plan.policy), plan.policy.admission
+    decode = predict(runtime.model.shape, placement, plan.blocks, sizes, chunk, plan.rates, admission).decode
+    return decode.busy_seconds[Resource.disk] * plan.rates.disk_bytes_per_second / max(1.0, decode.num_passes)
 
 
 def compare(cases: Mapping[str, tuple[RuntimeConfig, Sequence[Any]]], bytes_per_second: float, rounds: int) -> None:
@@ -187,9 +217,65 @@ def compare_tables(args: argparse.Namespace) -> None:
     compare(cases, args.mib_per_second * MIB, args.rounds)
 
 
+def skew_routers(source: Path, target: Path, strength: float) -> None:
+    """Copies a checkpoint with correction biases of `-strength * log(rank)`, with ranks of a layer's experts in random
+    order. With 0.1, visits of synthesized models fall about as 1 / rank (Zipf)."""
+    shutil.copytree(source, target)
+    generator = torch.Generator().manual_seed(0)
+    for path in sorted(target.glob("*.safetensors")):
+        tensors = load_file(path)
+        for name in [name for name in tensors if name.endswith(CORRECTION_BIAS)]:
+            ranks = 1 + torch.randperm(len(tensors[name]), generator=generator)
+            tensors[name] = (-strength * ranks.double().log()).to(tensors[name].dtype)
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+def compare_routing(args: argparse.Namespace) -> None:
+    """Memory for `args.kept_share` of the weights, beside what a run needs at least."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(5, 500, (args.rows, 24), generator=generator).tolist()
+    config = base_config(args.model, args, ignore_eos=True, temperature=args.temperature, seed=1)
+    policy = replace(config.policy, micro_batch_size=args.block, num_micro_batches=1, draft_tokens=0)
+    config = replace(config, policy=policy)
+    with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
+        skewed = Path(folder) / "skewed"
+        skew_routers(Path(args.model), skewed, args.skew)
+        print(
+            f"{args.rows} rows in blocks of {args.block}, memory for {args.kept_share:.0%} of the weights, "
+            f"{args.mib_per_second:g} MiB/s\n"
+        )
+        columns = "routers", "memory keeps", "decode tok/s", "spread", "MiB a pass", "simulated", "ratio", "rows equal"
+        print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+        for name, model in ("even", args.model), (f"skewed by {args.skew:g}", str(skewed)):
+            based = replace(config, model=ModelConfig.from_name(model))
+            runtime = Runtime(replace(based, offload=replace(based.offload, kept_experts=0)))
+            made = [runtime.request(str(i), prompt) for i, prompt in enumerate(prompts)]
+            least = runtime.plan([request for request in made if isinstance(request, Request)], rates=None)
+            num_bytes = least.placement.ledgers[0].total_bytes + args.kept_share * runtime.model.shape.weight_bytes
+            runs = defaultdict[int | None, list[Measured]](list)
+            for _ in range(args.rounds):
+                for kept in (0, None):
+                    offload = replace(
+                        based.offload, resident_layers=None, kept_experts=kept, host_memory_gib=num_bytes / GIB
+                    )
+                    runs[kept].append(measure(replace(based, offload=offload), prompts, args.mib_per_second * MIB))
+                    print(f"{name}, {kept}: {runs[kept][-1]}", file=sys.stderr, flush=True)
+            base = runs[0]
+            for each in runs.values():
+                rates, last = [run.rate for run in each], each[-1]
+                print(
+                    f"| {name} | {f'{last.num_kept:,} experts' if last.num_kept else 'whole layers'} "
+                    f"| {median(rates):.1f} | {min(rates):.1f} to {max(rates):.1f} "
+                    f"| {last.steady_bytes / MIB:,.1f} | {last.simulated_bytes / MIB:,.1f} "
+                    f"| {median(rates) / median(run.rate for run in base):.2f} "
+                    f"| {'yes' if all(run.tokens == base[0].tokens for run in each) else 'no'} |",
+                    flush=True,
+                )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["disks", "drafts", "tables"])
+    parser.add_argument("what", choices=["disks", "drafts", "tables", "routing"])
     parser.add_argument("model")
     parser.add_argument("--striped", action="store_true", help="disks: one packed store on several, without copies")
     parser.add_argument("--rows", type=int, default=64)
@@ -204,8 +290,12 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--drafted", type=int, help="drafts: another case with so many guessed tokens")
     parser.add_argument("--draft-model", help="drafts: another case with this small model")
+    parser.add_argument("--skew", type=float, default=0.1, help="routing: see `skew_routers`")
+    parser.add_argument("--kept-share", type=float, default=0.25, help="routing: weights that fit in memory")
     args = parser.parse_args()
-    {"disks": compare_disks, "drafts": compare_drafts, "tables": compare_tables}[args.what](args)
+    {"disks": compare_disks, "drafts": compare_drafts, "tables": compare_tables, "routing": compare_routing}[args.what](
+        args
+    )
 
 
 if __name__ == "__main__":

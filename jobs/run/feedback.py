@@ -15,6 +15,7 @@ from runtime.errors import DamagedRunError
 from runtime.library.api import Runtime
 from runtime.plan.cost.calibration import correct_rates
 from runtime.plan.cost.rates import MachineRates
+from runtime.plan.placement.experts import Routing
 from runtime.plan.planner import RunPlan
 from runtime.plan.search.policy import Policy
 from runtime.resources import Resource
@@ -35,6 +36,7 @@ class Feedback:
     runtime: Runtime
     requests: Sequence[Request]
     policy: Policy | None = field(default=None, init=False)
+    routing: Routing | None = field(default=None, init=False)  # hits of experts in the first block; not recorded
     _measured_rates: MachineRates | None = field(default=None, init=False)  # from before the first block
     _corrected_rates: MachineRates | None = field(default=None, init=False)
 
@@ -72,9 +74,11 @@ class Feedback:
         """True if the first block was predicted and its measured times have not been used yet."""
         return self._measured_rates is not None and self._corrected_rates is None
 
-    def revise_plan(self, plan: RunPlan, passes: Sequence[PassRow]) -> RunPlan:
-        """The plan of the remaining blocks, given the passes of the first block under `plan`. Raises OutputError."""
+    def revise_plan(self, plan: RunPlan, passes: Sequence[PassRow], routing: Routing | None) -> RunPlan:
+        """The plan of the remaining blocks, given the passes and routing of the first block under `plan`. Raises
+        OutputError."""
         assert self._measured_rates is not None, "record() was called"
+        self.routing = routing
         busy, predicted_busy = busy_seconds(passes)
         self._corrected_rates = correct_rates(self._measured_rates, busy, predicted_busy)
         for resource in [resource for resource in busy if busy[resource] and predicted_busy[resource]]:
@@ -84,7 +88,7 @@ class Feedback:
                 busy[resource],
                 predicted_busy[resource],
             )
-        revised = self.runtime.revised(plan, self.requests, self._corrected_rates)
+        revised = self.runtime.revised(plan, self.requests, self._corrected_rates, routing)
         self.policy = revised.searched_policy
         self._write()
         return revised

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from runtime.batching.balance import Block
 from runtime.config.settings import Admission, PolicyKind
 from runtime.engine.records import PassRecord, Phase
-from runtime.engine.session import ignore_pass
+from runtime.engine.session import Session, ignore_pass
 from runtime.errors import DamagedRunError
 from runtime.plan.cost.simulator import SimulatedPass
 from runtime.plan.placement.defaults import chunk_tokens
@@ -133,6 +133,7 @@ class WindowRun:
                 if stored_plan is None
                 else _renumber(blocks_from_plan(stored_plan, batch), -self._first_block),
                 known=policy,
+                routing=feedback.routing if feedback is not None else None,
                 chunk_tokens=read_chunk_tokens(self._plan_path) if policy is None else None,
                 backends=next((table for table in stored_backends if table is not None), None),
             ) as (plan, session):
@@ -144,8 +145,8 @@ class WindowRun:
                     Progress(batch.computed, plan.blocks, is_wave=is_wave) as progress,
                     tracing(trace, runtime.trace, is_worker=context.worker is not None) as write_trace,
                 ):
-                    for blocks, group_plan in self._block_groups(plan, store, feedback, progress):
-                        if (group_plan.policy, group_plan.kv) != (plan.policy, plan.kv):
+                    for blocks, group_plan in self._block_groups(plan, session, store, feedback, progress):
+                        if _followed(group_plan) != _followed(plan):
                             log.debug("policy: switching to %s", group_plan.searched_policy)
                             break
                         after_pass = self._make_trace_writer(group_plan, batch, write_trace)
@@ -213,7 +214,7 @@ class WindowRun:
         return store
 
     def _block_groups(
-        self, plan: RunPlan, store: PartStore, feedback: Feedback | None, progress: Progress
+        self, plan: RunPlan, session: Session, store: PartStore, feedback: Feedback | None, progress: Progress
     ) -> Iterator[tuple[list[Block], RunPlan]]:
         """Yields the remaining blocks in groups that share a plan, with that plan; the first block alone if there is
         `feedback`. The caller commits a group before it takes the next one."""
@@ -233,7 +234,7 @@ class WindowRun:
             yield [first], plan
             remaining.remove(first)
         if feedback is not None and feedback.is_pending and remaining:
-            plan = feedback.revise_plan(plan, store.read_passes([first.index]))
+            plan = feedback.revise_plan(plan, store.read_passes([first.index]), session.routing)
             progress.expect(plan.prediction, {*done, first.index})
         if self._context.worker is None:
             yield remaining, plan
@@ -243,6 +244,11 @@ class WindowRun:
             in_window = done_by_all & store.blocks.keys()  # workers may have ended blocks of other windows
             self._context.feed.expect(len(store.plan), sum(len(store.blocks[index]) for index in in_window))
             yield [block], plan
+
+
+def _followed(plan: RunPlan) -> tuple[object, ...]:
+    """What a session follows of a plan, apart from its blocks: another one needs another session."""
+    return plan.policy, plan.kv, plan.placement.paged
 
 
 def _renumber(blocks: Sequence[Block], offset: int) -> tuple[Block, ...]:

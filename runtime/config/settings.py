@@ -266,6 +266,7 @@ class OffloadConfig:
     reader_threads: int = 4
     read_chunk_mib: int = 16
     expert_paging: TextField[ExpertPaging] = enum_field(ExpertPaging.auto)
+    kept_experts: int | None = None  # paged experts that stay in memory; null: as many as fit, if layers are null too
     dequantize: TextField[Dequantize] = enum_field(Dequantize.auto)
     gather_tables: bool | None = None  # read only looked-up rows of embedding tables; null: if memory is short
     cache_dir: str | None = None  # for converted weights, if a checkpoint's layout cannot be read directly
@@ -277,6 +278,8 @@ class OffloadConfig:
             require(is_sound, f"offload.{key} must be above 0 and {MAX_MEMORY_GIB:,} GiB at most, got {value}")
         layers = self.resident_layers
         require(layers is None or layers >= 0, f"offload.resident_layers must be 0 or more, got {layers}")
+        experts = self.kept_experts
+        require(experts is None or experts >= 0, f"offload.kept_experts must be 0 or more, got {experts}")
         require(1 <= self.reader_threads <= 64, f"offload.reader_threads must be 1 to 64, got {self.reader_threads}")
         require(1 <= self.read_chunk_mib <= 64, f"offload.read_chunk_mib must be 1 to 64, got {self.read_chunk_mib}")
 

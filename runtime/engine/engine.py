@@ -14,7 +14,7 @@ from ..events import Weights
 from ..model.experts import Experts, is_experts, matrix_names
 from ..model.loading import LoadedModel
 from ..plan.placement.defaults import chunk_tokens
-from ..plan.placement.experts import dense_shape
+from ..plan.placement.experts import Routing, dense_shape
 from ..plan.placement.memory import FEW_ROWS, head_rows
 from ..plan.schedule.check import check_schedule
 from ..plan.schedule.schedule import Schedule, make_schedule
@@ -114,6 +114,11 @@ class Engine:
     def torch_device(self) -> torch.device:
         return self._device.torch_device
 
+    @property
+    def routing(self) -> Routing | None:
+        """How often decode passes hit each paged expert so far; None if that is not known."""
+        return self._streams.experts.routing if self._streams.experts is not None else None
+
     @torch.inference_mode()
     def step(self, batcher: Batcher, *, may_replay: bool = True) -> PassRecord | None:
         """Runs one pass and appends its tokens to the sequences of the batcher's lanes. Returns None when no rank has
@@ -142,6 +147,9 @@ class Engine:
         else:
             launch()
         record = self._postprocess(batch, begin)
+        if self._streams.experts is not None:
+            is_counted = phase is not Phase.prefill
+            self._streams.experts.end_pass(batch.block, record.counts.padded_tokens, is_counted=is_counted)
         is_alone = self._agree is agree_alone  # the other ranks would not play the probe's passes
         if is_alone and record.counts.useful_tokens < record.counts.issued_tokens:
             self._nonfinite_probe.explain(groups, record.counts)

@@ -10,6 +10,7 @@ from ..batching.prefixes import WITHIN_LANES
 from ..config.settings import Admission, PolicyConfig
 from ..model.loading import LoadedModel
 from ..plan.placement.defaults import chunk_tokens
+from ..plan.placement.experts import Routing
 from ..plan.placement.memory import PAGE_TOKENS, resumed_chunks
 from ..plan.planner import RunPlan
 from ..requests.joining import drop_orphaned_beams
@@ -82,6 +83,11 @@ class Session:
         self._active: dict[int, Running] = {}
         tokenizer = model.tokenizer
         self._detokenizer = Detokenizer(tokenizer, model.start_token_id) if tokenizer is not None else None
+
+    @property
+    def routing(self) -> Routing | None:
+        """How often decode passes hit each paged expert so far, for later plans; None if that is not known."""
+        return self._engine.routing
 
     def probe(self, requests: Sequence[Request]) -> None:
         """Runs the first pass of the heaviest block as a memory test, and discards the result."""

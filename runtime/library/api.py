@@ -48,6 +48,7 @@ from ..model.loading import LoadedModel, load_model
 from ..out_of_memory import first_line, is_out_of_memory, plan_memory_error, run_memory_error
 from ..plan.cost.rates import MachineRates
 from ..plan.placement.defaults import gather_tables
+from ..plan.placement.experts import Routing
 from ..plan.placement.memory import SequenceSize
 from ..plan.placement.placement import Budgets
 from ..plan.placement.placer import kv_tiers
@@ -302,9 +303,11 @@ class Runtime(Closing):
             self._may_compare = False
         return plan
 
-    def revised(self, plan: RunPlan, requests: Sequence[Request], rates: MachineRates) -> RunPlan:
-        """Returns `plan` with its prediction updated for `rates`; see `Planner.revise`."""
-        return self.planner.revise(plan, self.sizes(requests), rates)
+    def revised(
+        self, plan: RunPlan, requests: Sequence[Request], rates: MachineRates, routing: Routing | None = None
+    ) -> RunPlan:
+        """Returns `plan` with its prediction updated for `rates` and `routing`; see `Planner.revise`."""
+        return self.planner.revise(plan, self.sizes(requests), rates, routing)
 
     def sizes(self, requests: Sequence[Request]) -> list[SequenceSize]:
         """The sizes of requests for planning. If the run shares prompt prefixes, each common prefix counts once."""
@@ -339,7 +342,7 @@ class Runtime(Closing):
             drafts=plan.drafts,
         )
         limit = limit_device_memory(self.config.offload, self.device, weight_cache)
-        num_bytes = self.model.shape.sizes.resident_bytes(plan.placement.resident)
+        num_bytes = self.model.shape.sizes.resident_bytes(plan.placement.resident, plan.placement.paged)
         cached_note = (
             ", except those in memory already" if weight_cache is not None and weight_cache.compute_bytes else ""
         )

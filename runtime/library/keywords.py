@@ -68,6 +68,7 @@ class Settings(TypedDict, total=False):
     reader_threads: int
     read_chunk_mib: int
     expert_paging: ExpertPaging | str
+    kept_experts: int | None
     dequantize: Dequantize | str
     gather_tables: bool | None
     cache_dir: str | None

@@ -24,8 +24,10 @@ from ..measure.machine import device_name
 from ..measure.machine_cache import Host, current_host
 from ..model.loading import LoadedModel
 from ..plan.cost.calibration import TypicalLoad
+from ..plan.cost.predict import predict
 from ..plan.cost.rates import MachineRates
 from ..plan.placement.defaults import chunk_tokens, with_chunk_tokens
+from ..plan.placement.experts import Routing
 from ..plan.placement.memory import SequenceSize
 from ..plan.placement.placement import Budgets
 from ..plan.placement.run_load import block_lanes
@@ -102,6 +104,7 @@ class PlanOptions(TypedDict, total=False):
     chunk_tokens: int | None  # prefill chunk of a resumed run, used if it fits
     backends: BackendTable | None  # linear backends of a resumed run
     num_halvings: int  # as for `plan_policy`
+    routing: Routing | None  # hits of experts that an earlier session of the run has counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +162,14 @@ class Planner:
         rates = options.get("rates")
         if rates is None and sizes and self.measures_rates:
             rates = self.measure(initial, sizes)
-        problem = Problem(shape=self.model.shape, config=self.config, budgets=budgets, sizes=sizes, rates=rates)
+        problem = Problem(
+            shape=self.model.shape,
+            config=self.config,
+            budgets=budgets,
+            sizes=sizes,
+            rates=rates,
+            routing=options.get("routing"),
+        )
         table = self._compare_backends(initial, sizes, rates) if self.compares_backends and rates is not None else None
         if table is not None:
             return self.plan(sizes, **(options | {"backends": table, "chunk_tokens": None}))
@@ -214,14 +224,30 @@ class Planner:
             self.cache.add_rates(load, paged, self._backends, rates)
         return rates
 
-    def revise(self, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates) -> RunPlan:
-        """Returns a plan for `rates`, measured while `plan` runs. It has a newly searched policy if this saves the
-        share `WORTHWHILE` of the run's time, otherwise the policy of `plan`. Blocks and budgets stay the same, because
-        the session has already allocated its memory."""
-        problem = Problem(shape=self.model.shape, config=self.config, budgets=plan.budgets, sizes=sizes, rates=rates)
+    def revise(
+        self, plan: RunPlan, sizes: Sequence[SequenceSize], rates: MachineRates, routing: Routing | None = None
+    ) -> RunPlan:
+        """Returns a plan for `rates` and `routing`, measured while `plan` runs. It has a newly searched policy, or
+        keeps experts in place of layers, if this saves the share `WORTHWHILE` of the run's time; otherwise it follows
+        `plan`. Blocks and budgets stay the same, because the session has already allocated its memory."""
+        problem = Problem(
+            shape=self.model.shape,
+            config=self.config,
+            budgets=plan.budgets,
+            sizes=sizes,
+            rates=rates,
+            routing=routing,
+        )
         policy = replace(plan.policy, draft_tokens=self.config.policy.draft_tokens)  # planned anew
         same_policy = replace(problem, config=replace(self.config, policy=policy, kv=plan.kv))
         current, searched = plan_policy(same_policy, blocks=plan.blocks), find_policy(problem, blocks=plan.blocks)
+        assert current.prediction is not None, "rates are given"
+        if current.placement.paged != plan.placement.paged and current.blocks == plan.blocks:
+            placement = replace(plan.placement, routing=routing)
+            chunk, admission = chunk_tokens(plan.policy), plan.policy.admission
+            same = predict(self.model.shape, placement, plan.blocks, sizes, chunk, rates, admission)
+            if current.prediction.seconds >= (1 - WORTHWHILE) * same.seconds:
+                current = replace(current, placement=placement, prediction=same)
         assert current.prediction is not None, "rates are given"
         assert searched.prediction is not None, "rates are given"
         is_worth_it = searched.prediction.seconds < (1 - WORTHWHILE) * current.prediction.seconds

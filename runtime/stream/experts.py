@@ -3,24 +3,30 @@
 A paged stage is a layer whose experts are read one by one instead of with the layer. Its experts are pages, numbered
 over all paged stages (`ExpertPages`). A staging slot is host memory between disk and device; a page is read to a
 staging slot, then copied to a device slot.
+
+A **kept** page stays in its slot in compute memory. The stream counts which pages decode passes hit, and keeps those
+that save most reads, as many as the placement has slots for.
 """
 
-from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from ..config.settings import ExpertPaging
-from ..plan.placement.experts import ExpertPages
+from ..plan.placement.experts import ExpertPages, Routing
 from ..plan.placement.placement import Placement
 from ..plan.shape.extents import slot_layout
 from ..plan.shape.model import ModelShape
 from ..plan.shape.shapes import Stage
 from ..store.reader import Reader
 from ..trace import Trace
+from ..units import format_bytes
 from .clock import StreamCounters
 from .device import ComputeDevice
 from .weight_cache import StageBytes, StreamWeights
@@ -29,6 +35,11 @@ from .weights import WeightStream
 # Returns a stage's weights by name, as views into a buffer with tensors at the given offsets.
 StageViews: TypeAlias = Callable[[Stage, torch.Tensor, Mapping[str, int]], Mapping[str, torch.Tensor]]
 MIN_SLOTS = 2  # one expert is computed while the next one arrives
+COUNTED_PASSES = 4  # decode passes of a block after which the kept experts are chosen
+MAX_COUNTED_PASSES = 256  # continuous admission has one block: after as many passes, counting begins again
+NOTABLE = 0.02  # minimum saving of another choice of kept experts, as a share of the bytes of all hit experts
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,12 +75,12 @@ class ExpertStream:
         """`loaded`: see `WeightStream`."""
         assert num_slots >= MIN_SLOTS, f"{num_slots} expert slots cannot be computed and filled at the same time"
         assert paging in (ExpertPaging.hit, ExpertPaging.all), f"no experts are paged with {paging}"
-        assert not placement.paged & placement.resident, "a resident stage cannot page its experts"
         self._shape, self._paging = shape, paging
         self._pages = ExpertPages.from_shape(shape, placement.paged)
         self.slot_bytes = max(slot_layout(page).num_bytes for page in self._pages.pages)
-        walk = self._pages.walk(placement.walk, num_slots)  # order and number of slots of the pages
-        self._walk, self._num_ahead = walk, walk.num_slots + walk.num_staging_slots
+        # Order and number of slots of the pages.
+        walk = self._pages.walk(placement.walk, num_slots + placement.num_kept_experts)
+        self._walk, self._num_slots, self._num_ahead = walk, num_slots, num_slots + walk.num_staging_slots
         self._started: deque[int] = deque()  # pages in flight, in order
         self._num_copied = 0  # the first pages of `_started`, whose copy from staging to device slots was queued
         expert_placement = Placement(
@@ -83,6 +94,12 @@ class ExpertStream:
         )
         expert_shape = self._pages.as_shape(shape)
         self._stream = WeightStream(expert_shape, expert_placement, device, reader, trace, self._pages.name, loaded)
+        self._kept, self._max_kept = set[int](), placement.num_kept_experts
+        self._chosen: frozenset[int] | None = None  # pages to keep; None: no choice yet, the first ones that are read
+        # Hits and runs of decode passes, by page; those of the current pass; and how much is counted.
+        self._hits, self._runs = np.zeros(len(self._pages.pages)), np.zeros(len(self._pages.pages))
+        self._pass_hits, self._pass_runs = Counter[int](), Counter[int]()
+        self._num_tokens, self._num_runs, self._num_passes, self._block = 0.0, 0.0, 0, 0
         # For `take_counters`: since its last call.
         self._requested_stages: set[int] = set()
         self._hit_pages: set[int] = set()
@@ -101,7 +118,8 @@ class ExpertStream:
         """Starts reading as many experts of a paged stage as there are slots, and drops reads of other stages. Does
         nothing with paging `hit`, since the routing is not known yet."""
         if self._paging is ExpertPaging.all:
-            self._start(self._all_pages(stage)[: self._num_ahead])
+            missing = [page for page in self._all_pages(stage) if page not in self._kept]
+            self._start(missing[: self._num_ahead])
 
     def experts(self, stage: int, hit: Sequence[int]) -> Generator[ExpertBytes]:
         """Yields the experts `hit` (ascending) of a paged stage, while the next experts are read. Raises
@@ -110,17 +128,25 @@ class ExpertStream:
         pages = self._all_pages(stage) if self._paging is ExpertPaging.all else hit_pages
         self._requested_stages.add(stage)
         self._hit_pages.update(hit_pages)
-        self._num_read += len(pages)
-        experts = dict(zip(hit_pages, hit, strict=True))  # page -> expert
-        for position, page in enumerate(pages):
-            self._start(pages[position : position + self._num_ahead])
-            self._started.popleft()
-            self._num_copied -= self._is_staged
+        self._pass_hits.update(hit_pages)
+        self._pass_runs[stage] += 1
+        missing = [page for page in pages if page not in self._kept]
+        self._num_read += len(missing)
+        experts, position = dict(zip(hit_pages, hit, strict=True)), 0  # page -> expert
+        for page in pages:
+            self._start(missing[position : position + self._num_ahead])
+            is_kept = page in self._kept
+            if not is_kept:
+                position += 1
+                self._started.popleft()
+                self._num_copied -= self._is_staged
             try:
                 if page in experts:
                     yield ExpertBytes(experts[page], self._pages.pages[page], self._stream.acquire(page))
+                    is_kept = is_kept or self._keep(page, experts)
             finally:
-                self._stream.free(page)
+                if not is_kept:
+                    self._stream.free(page)
 
     def host_expert(self, stage: int, expert: int) -> ExpertBytes:
         """Returns the weights of an expert that stays in host memory, for computing it on the CPU."""
@@ -128,6 +154,35 @@ class ExpertStream:
         self._requested_stages.add(stage)
         self._hit_pages.add(page)
         return ExpertBytes(expert, self._pages.pages[page], self._stream.host_stage(page))
+
+    def end_pass(self, block: int, num_tokens: int, *, is_counted: bool) -> None:
+        """Ends a pass of `num_tokens` and counts its hits, if `is_counted`. Chooses the kept experts once per block."""
+        hits, runs = self._pass_hits, self._pass_runs
+        self._pass_hits, self._pass_runs = Counter[int](), Counter[int]()
+        if not is_counted or not runs:
+            return
+        if block != self._block or self._num_passes == MAX_COUNTED_PASSES:
+            self._block, self._num_passes = block, 0
+            self._hits /= 2  # of other rows: they count, but less
+            self._runs /= 2
+        for page, count in hits.items():
+            self._hits[page] += count
+        for stage, count in runs.items():
+            pages = self._all_pages(stage)
+            self._runs[pages.start : pages.stop] += count
+        self._num_tokens += num_tokens
+        self._num_runs += max(runs.values())
+        self._num_passes += 1
+        if self._num_passes == COUNTED_PASSES and self._max_kept:
+            self._choose()
+
+    @property
+    def routing(self) -> Routing | None:
+        """How often experts are hit, as counted so far; None if a stage has not run in a decode pass."""
+        if not self._num_runs:
+            return None
+        stages = [page.index for page in self._pages.pages]
+        return Routing.from_counts(self._hits.tolist(), self._runs.tolist(), stages, self._num_tokens / self._num_runs)
 
     def take_counters(self) -> StreamCounters:
         """Returns the counters since the last call. Seconds are by the experts' stages."""
@@ -144,13 +199,13 @@ class ExpertStream:
         """Starts reading these pages, as far as there are slots. If pages in flight are not the first ones of `pages`,
         drops all pages in flight. No page may be in use."""
         if list(self._started) != list(pages[: len(self._started)]):
-            self._stream.drop()
+            self._stream.drop(self._kept)
             self._started.clear()
             self._num_copied = 0
         waiting = deque(pages[len(self._started) :])
         # Copy the next page while a device slot is free, which frees its staging slot; otherwise read another page.
         while True:
-            if self._is_staged and self._num_copied < min(len(self._started), self._walk.num_slots):
+            if self._is_staged and self._num_copied < min(len(self._started), self._num_slots):
                 self._stream.copy(self._started[self._num_copied])
                 self._num_copied += 1
             elif waiting and len(self._started) - self._num_copied < (self._walk.num_staging_slots or len(pages)):
@@ -162,11 +217,49 @@ class ExpertStream:
             else:
                 return
 
+    def _keep(self, page: int, used: Collection[int]) -> bool:
+        """Keeps a page that compute has used, if it is to be kept, in place of one that is not. Returns True if so.
+        Pages in `used` stay, since compute may need them next."""
+        if self._chosen is not None and page not in self._chosen:
+            return False
+        if len(self._kept) == self._max_kept:
+            others = self._kept - self._chosen if self._chosen is not None else ()
+            dropped = next((other for other in others if other not in used), None)
+            if dropped is None:
+                return False
+            self._kept.remove(dropped)
+            self._stream.free(dropped)
+        self._kept.add(page)
+        return True
+
+    def _choose(self) -> None:
+        """Chooses the pages to keep: those with most expected bytes, as many as there are slots. Prefers pages that are
+        kept already, and changes nothing if that saves hardly any bytes."""
+        routing = self.routing
+        if routing is None:
+            return
+        num_bytes = np.array([slot_layout(page).num_bytes for page in self._pages.pages])
+        saved = np.asarray(routing.hit_rates) * num_bytes  # per run
+        is_kept = np.zeros(len(saved), bool)
+        is_kept[list(self._chosen or self._kept)] = True
+        order = np.lexsort((~is_kept, -saved))[: self._max_kept]
+        if saved[order].sum() - saved[is_kept].sum() < NOTABLE * saved.sum():
+            return
+        self._chosen = frozenset(order.tolist())
+        log.info(
+            "experts: %d of %d stay in memory (%s), which had %.0f %% of the hits in %d passes",
+            len(order),
+            len(saved),
+            format_bytes(len(order) * self.slot_bytes),
+            100 * self._hits[order].sum() / self._hits.sum(),
+            self._num_passes,
+        )
+
     @property
     def _is_staged(self) -> bool:
         return self._walk.num_staging_slots > 0
 
-    def _all_pages(self, stage: int) -> Sequence[int]:
+    def _all_pages(self, stage: int) -> range:
         """Returns the pages of all experts of a stage."""
         first = self._pages.first_page[stage]
         return range(first, first + self._shape.stages[stage].num_experts)

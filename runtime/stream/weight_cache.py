@@ -44,8 +44,10 @@ class WeightCache:
 
     def drop_unused(self, shape: ModelShape, placement: Placement) -> None:
         """Drops weights that a session with this placement does not use. Call it before the session allocates."""
-        if placement.paged != self._paged:  # the host memory of a stage includes its experts only if it is not paged
+        if placement.paged != self._paged:  # the memory of a stage includes its experts only if it is not paged
             self.stages.in_host.clear()
+            for key in [key for key in self.stages.resident if {*key} & (placement.paged ^ self._paged)]:
+                del self.stages.resident[key]
             self.experts.clear()
             self._paged = placement.paged
         groups = group_tied_stages([shape.stages[index] for index in sorted(placement.resident)])

@@ -9,7 +9,7 @@ copied to a device slot. Experts that are read one by one (of paged stages) are 
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import count
 from types import TracebackType
@@ -186,10 +186,10 @@ class WeightStream:
             self._reader.free(slot.number)
         self._free_slots.append(slot)
 
-    def drop(self) -> None:
-        """Frees the slots of all stages that were read ahead, for a pass that begins at another stage. Waits for reads
-        in flight."""
-        for stage in list(self._used_slots):
+    def drop(self, kept: Collection[int] = ()) -> None:
+        """Frees the slots of all stages that were read ahead, for a pass that begins at another stage, but not those of
+        `kept`. Waits for reads in flight."""
+        for stage in [stage for stage in self._used_slots if stage not in kept]:
             self.free(stage)
         if self._staging is not None:
             for stage, page, read in self._staging.pending_reads():

@@ -35,7 +35,7 @@ class StageCosts:
 
     @staticmethod
     def from_shape(shape: ModelShape, placement: Placement) -> "StageCosts":
-        works = stage_works(shape, placement.paged, placement.cpu_expert_stages)
+        works = stage_works(shape, placement.paged, placement)
         first_stages = dict[StageWork, int]()
         first_equal = [first_stages.setdefault(work, stage) for stage, work in enumerate(works)]
         return StageCosts(works=works, first_equal=first_equal)
@@ -274,7 +274,9 @@ class _PassCosts:
             return None
         reads_all = self.placement.paging is ExpertPaging.all
         num_on_cpu = num_cpu_experts(self.placement.cpu_share, work, tokens)
-        num_read = work.num_experts if reads_all else max(0.0, work.hits(tokens) - num_on_cpu)
+        num_read = (1 - work.kept_share) * work.num_experts
+        if not reads_all:
+            num_read = max(0.0, work.hits_to_read(tokens) - num_on_cpu)
         walk, rates = self.walk, self.rates
         # Seconds per expert from disk and to the device, and of the action before the experts.
         read = 0.0 if stage in walk.in_host else work.expert_bytes / rates.disk_bytes_per_second

@@ -7,7 +7,7 @@ one expert computed for one token; **paged** experts are read one by one.
 from dataclasses import dataclass, replace
 
 from ...units import round_up
-from ..placement.experts import expected_hits, pageable_stages
+from ..placement.experts import Routing, expected_hits, pageable_stages
 from ..placement.feedforward import CpuShare
 from ..placement.placement import Placement
 from ..shape.extents import ALIGNMENT_BYTES
@@ -48,20 +48,40 @@ class StageWork:
     can_skip_unselected: bool  # only tokens that need logits continue after the stage has cached KV (`model/stages.py`)
     stored: StoredWork = NOTHING_STORED  # quantized weights, without experts
     stored_experts: StoredWork = NOTHING_STORED  # quantized weights of all experts, or of one expert if paged
+    kept_share: float = 0.0  # of all paged experts: those that stay in compute memory
+    routing: Routing | None = None  # measured hits; None: tokens visit all experts evenly
 
-    def hits(self, num_tokens: Numbers) -> Numbers:
+    def hits(self, num_tokens: float) -> float:
         """Returns the expected number of experts that `num_tokens` visit. The stage must have experts."""
+        if self.routing is not None:
+            return self.num_experts * self.routing.hit_share(num_tokens)
         return expected_hits(self.num_experts, self.num_experts_per_token, num_tokens)
 
+    def hits_to_read(self, num_tokens: float) -> float:
+        """Returns the expected number of visited experts that are not kept in compute memory, for a paged stage.
 
-def stage_works(
-    shape: ModelShape, paged: frozenset[int], cpu_expert_stages: frozenset[int] = frozenset()
-) -> list[StageWork]:
-    """Returns the work by stage. `paged`: stages with paged experts."""
+        Without measured hits, kept experts are visited as often as others.
+        """
+        if self.routing is not None:
+            return self.num_experts * self.routing.hit_share(num_tokens, self.kept_share)
+        return (1 - self.kept_share) * self.hits(num_tokens)
+
+
+def stage_works(shape: ModelShape, paged: frozenset[int], placement: Placement | None = None) -> list[StageWork]:
+    """Returns the work by stage. `paged`: stages with paged experts. `placement`: which of them are where, if known."""
     first = shape.layers[0].index if shape.layers else 0
     works = [_stage_work(shape, stage, stage.index in paged, stage.index - first) for stage in shape.stages]
+    if placement is None:
+        return works
+    kept_share = placement.num_kept_experts / max(1, sum(shape.stages[stage].num_experts for stage in paged))
     return [
-        replace(work, uses_cpu_experts=True) if stage in cpu_expert_stages else work for stage, work in enumerate(works)
+        replace(
+            work,
+            uses_cpu_experts=stage in placement.cpu_expert_stages,
+            kept_share=kept_share if stage in paged else 0.0,
+            routing=placement.routing if work.num_experts else None,
+        )
+        for stage, work in enumerate(works)
     ]
 
 

@@ -3,11 +3,14 @@
 The slot of a paged stage, the buffer into which it is read, holds all weights except experts. Its experts have slots
 for one expert each. A **walk** describes the path of a pass: stages, slots and transfers. Paged experts are the stages
 of a second walk. A **hit** is an expert to which at least one token is routed; a **visit** is one expert computed for
-one token. A lane is a micro-batch.
+one token. A **kept** expert stays in compute memory. A lane is a micro-batch.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
 
 from ...config.settings import ExpertPaging
 from ..schedule.walk import Walk
@@ -33,6 +36,51 @@ def expected_hits(num_experts: int, num_experts_per_token: int, num_tokens: Numb
     """Returns the expected number of experts hit by `num_tokens` under uniform routing. Trained routers hit fewer."""
     missed = (1 - num_experts_per_token / num_experts) ** num_tokens
     return num_experts * (1 - missed)  # pyright: ignore[reportReturnType] - a float's power is a float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Routing:
+    """How often decode passes hit each expert, as counted while a run goes.
+
+    A **run** of a stage's experts is one lane's, or that of all lanes if experts are batched.
+    """
+
+    num_tokens: float  # of a run, on average
+    hit_rates: tuple[float, ...]  # by page (see `ExpertPages`): the share of runs that hit the expert
+
+    @staticmethod
+    def from_counts(
+        num_hits: Sequence[float], num_runs: Sequence[float], stages: Sequence[int], num_tokens: float
+    ) -> "Routing | None":
+        """Makes the rates from counts by page: of hits, and of runs of the page's stage. None without runs.
+
+        `stages`: each page's stage. Of few runs, the rates of single experts vary by chance. So rates are moved towards
+        the mean of their stage by the part of their variance that an even router would show as well (James-Stein).
+        Without that, the experts hit most so far would promise more than they hold.
+        """
+        hits, runs, owners = np.asarray(num_hits, float), np.asarray(num_runs, float), np.asarray(stages)
+        if not len(runs) or not runs.all():
+            return None
+        rates = hits / runs
+        for stage in np.unique(owners):
+            own = owners == stage
+            mean, variance = rates[own].mean(), rates[own].var()
+            chance = mean * (1 - mean) / runs[own][0]
+            rates[own] = mean + (max(0.0, 1 - chance / variance) if variance else 0.0) * (rates[own] - mean)
+        return Routing(num_tokens=num_tokens, hit_rates=tuple(rates.tolist()))
+
+    def hit_share(self, num_tokens: float, kept_share: float = 0.0) -> float:
+        """Returns the share of a stage's experts that a run of `num_tokens` hits, on average over the stages.
+
+        Leaves out the `kept_share` of all experts that are hit most.
+        """
+        rates = self._descending[round(kept_share * len(self.hit_rates)) :]
+        hit = 1 - (1 - rates) ** (num_tokens / self.num_tokens)
+        return float(hit.sum()) / len(self.hit_rates)
+
+    @cached_property
+    def _descending(self) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+        return np.sort(np.clip(np.asarray(self.hit_rates), 0.0, 1.0))[::-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +180,13 @@ def slot_entry(paged: Collection[ExpertSizes], num_slots: int) -> Entry:
     size = max(stage.slot_bytes for stage in paged)
     equation = f"{num_slots} x {size:,} B, the largest expert"
     return Entry(name="expert slots", num_bytes=num_slots * size, equation=equation)
+
+
+def kept_entry(paged: Collection[ExpertSizes], num_kept: int) -> Entry:
+    """Returns the compute memory of experts that stay there, each in a slot of the largest expert's size."""
+    size, num_experts = max(stage.slot_bytes for stage in paged), sum(stage.num_experts for stage in paged)
+    equation = f"{num_kept:,} of {num_experts:,} experts x {size:,} B"
+    return Entry(name="kept experts", num_bytes=num_kept * size, equation=equation)
 
 
 def host_entries(paged: Mapping[int, ExpertSizes], outer: Walk, share: Callable[[Entry], Entry]) -> tuple[Entry, ...]:

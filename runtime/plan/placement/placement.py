@@ -9,6 +9,7 @@ from ...config.settings import ExpertPaging, KVTier, RuntimeConfig
 from ...units import GIB
 from ..schedule.walk import Walk
 from .dequantized import DequantizedSize
+from .experts import Routing
 from .feedforward import CpuShare
 from .kv import ExchangeSize, KVLayout
 from .ledger import PINNED_SHARE, Entry, Ledger
@@ -71,16 +72,18 @@ class Placement:
     stages are read one after another.
     """
 
-    resident: frozenset[int]  # stages that stay in compute memory; all other stages are streamed through slots
+    resident: frozenset[int]  # stages that stay in compute memory, paged ones without experts; others are streamed
     walk: Walk  # of prefill passes
     decode_walk: Walk  # of decode passes
     slot_bytes: int
     ledgers: tuple[Ledger, ...]  # of device and host memory, or without a device of host memory
     kv: KVLayout
     exchange: ExchangeSize  # buffers for CPU attention in `host_layers`
-    paged: frozenset[int] = frozenset()  # streamed stages with experts that are read one by one
+    paged: frozenset[int] = frozenset()  # stages with experts that are read one by one
     paging: ExpertPaging = ExpertPaging.off
     num_expert_slots: int = 0  # slots for one expert each
+    num_kept_experts: int = 0  # further slots, for experts that stay in compute memory
+    routing: Routing | None = None  # measured hits of experts, for predictions; None: tokens visit all experts evenly
     cpu_share: CpuShare | None = None  # chooses experts in host memory that the CPU computes; None: no experts
     dequantized: DequantizedSize | None = None  # areas for whole dequantized stages; None: each product dequantizes
     keys_at_minimum: frozenset[str] = frozenset()  # config keys that cannot reduce memory further
@@ -111,7 +114,7 @@ class Placement:
     @property
     def is_fully_resident(self) -> bool:
         """True if neither weights nor KV are streamed."""
-        return not (self.walk.streamed or self.kv.page_bytes)
+        return not (self.walk.streamed or self.paged or self.kv.page_bytes)
 
     @property
     def has_device(self) -> bool:
@@ -153,6 +156,8 @@ def fit_advice(ledger: Ledger, walk: Walk, kv: KVLayout, config: RuntimeConfig, 
         lower.append("prefetch.depth" if walk.block == 1 else "prefetch.block_layers")
     if "resident weights" in terms and walk.streamed:
         lower.append("offload.resident_layers")
+    if "kept experts" in terms:
+        lower.append("offload.kept_experts")
     if "KV cache" in terms and kv.tier is KVTier.nvme:
         lower.append("kv.device_fraction")
     use, model = list[str](), config.model

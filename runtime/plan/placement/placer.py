@@ -16,7 +16,16 @@ from ..shape.model import ModelShape
 from ..shape.stage_sizes import evenly_spaced
 from . import feedforward
 from .dequantized import DequantizedSize
-from .experts import ExpertPhase, batch_entries, choose_paging, host_entries, pageable_stages, slot_entry, visit_entries
+from .experts import (
+    ExpertPhase,
+    batch_entries,
+    choose_paging,
+    host_entries,
+    kept_entry,
+    pageable_stages,
+    slot_entry,
+    visit_entries,
+)
 from .feedforward import CpuShare, cpu_multiplies, require_cpu_experts
 from .kv import (
     KVCost,
@@ -80,7 +89,7 @@ class Requirements:
 
     def _compute_entries(self, placement: Placement) -> tuple[Entry, ...]:
         resident, slots, size = placement.resident, placement.walk.num_slots, placement.slot_bytes
-        budgets, num_bytes = self.budgets, self.shape.sizes.resident_bytes(resident)
+        budgets, num_bytes = self.budgets, self.shape.sizes.resident_bytes(resident, placement.paged)
         equation = f"{len(resident)} of {len(self.shape.stages)} stages"
         weights = Entry(name="resident weights", num_bytes=num_bytes, equation=equation)
         weight_slots = Entry(name="weight slots", num_bytes=slots * size, equation=f"{slots} x {size:,} B")
@@ -91,6 +100,8 @@ class Requirements:
         if placement.paged:
             experts = [self.shape.sizes.experts[stage] for stage in placement.paged]
             entries.append(slot_entry(experts, placement.num_expert_slots))
+            if placement.num_kept_experts:
+                entries.append(kept_entry(experts, placement.num_kept_experts))
         if placement.dequantized is not None:
             entries.append(self.budgets.count_per_device(placement.dequantized.entry))
         entries += self._fixed_entries
@@ -118,7 +129,8 @@ class Requirements:
         staging = Entry(name="staging slots", num_bytes=count * pinned, equation=f"{count} x {pinned:,} B, pinned")
         entries = [self.budgets.count_per_process(staging)]
         if placement.resident:
-            loading = pinned_bytes(min(self.shape.sizes.resident_bytes(placement.resident), LOADING_BYTES))
+            num_bytes = self.shape.sizes.resident_bytes(placement.resident, placement.paged)
+            loading = pinned_bytes(min(num_bytes, LOADING_BYTES))
             entry = Entry(name="load buffer", num_bytes=loading, equation="for resident weights, pinned")
             entries.append(self.budgets.count_per_process(entry))
         if walk.in_host:
@@ -176,15 +188,19 @@ def can_offload_kv(shape: ModelShape, config: RuntimeConfig, tier: KVTier, *, ha
     return bool(layers) and not (has_device and cpu_attends(shape, config, has_device=True))
 
 
-def choose_placement(shape: ModelShape, config: RuntimeConfig, budgets: Budgets, load: Load) -> Placement:
+def choose_placement(
+    shape: ModelShape, config: RuntimeConfig, budgets: Budgets, load: Load, *, keeps_experts: bool = False
+) -> Placement:
     """Returns the first placement that fits, or the last and smallest one if none fits.
 
     Placements are tried in the order of their KV cache in compute memory, most first, then of their resident layers.
-    Embeddings and head stay resident if they fit, and are streamed like layers otherwise. Raises ConfigError if the CPU
-    does not support the configured attention or experts.
+    Embeddings and head stay resident if they fit, and are streamed like layers otherwise. What is left of the memory
+    keeps single experts of paged stages. With `keeps_experts`, all layers are paged and layers stay resident without
+    their experts, so that most of the memory keeps experts. Raises ConfigError if the CPU does not support the
+    configured attention or experts.
     """
     require_cpu_experts(shape, config, has_device=budgets.has_device)
-    placer = _Placer(shape=shape, config=config, budgets=budgets, load=load)
+    placer = _Placer(shape=shape, config=config, budgets=budgets, load=load, keeps_experts=keeps_experts)
     candidate = None
     for candidate in placer.candidates():
         if candidate.may_fit and (placement := candidate.make_placement()).fits:
@@ -202,6 +218,7 @@ class _PlacementCandidate:
     resident: frozenset[int]
     resident_bytes: int  # tied weights count once
     has_dequantize_area: bool = False  # stages are dequantized as a whole, once for all lanes
+    keeps_experts: bool = False  # resident stages are paged too
 
     @property
     def may_fit(self) -> bool:
@@ -258,7 +275,9 @@ class _PlacementCandidate:
         """Returns the placement with `in_host` as the streamed stages in host memory."""
         shape, config, load, kv = self.needs.shape, self.needs.config, self.needs.load, self.needs.kv
         paging = self.paging
-        paged = pageable_stages(shape) & {*streamed} if paging is not ExpertPaging.off else frozenset[int]()
+        paged = frozenset[int]()
+        if paging is not ExpertPaging.off:
+            paged = pageable_stages(shape) & {*streamed, *(self.resident if self.keeps_experts else ())}
         prefill, decode = (
             make_walk(
                 shape,
@@ -269,6 +288,7 @@ class _PlacementCandidate:
                 in_host=in_host,
                 is_decode=is_decode,
                 has_device=self.needs.budgets.has_device,
+                is_paged=bool(paged),
             )
             for is_decode in (False, True)
         )
@@ -289,7 +309,28 @@ class _PlacementCandidate:
             dequantized=DequantizedSize.from_shape(shape, paged, num_open) if self.has_dequantize_area else None,
             keys_at_minimum=load.keys_at_minimum,
         )
+        placement = replace(placement, ledgers=self.needs.ledgers(placement))
+        num_kept = self._num_kept_experts(placement)
+        if not num_kept:
+            return placement
+        placement = replace(placement, num_kept_experts=num_kept)
         return replace(placement, ledgers=self.needs.ledgers(placement))
+
+    def _num_kept_experts(self, placement: Placement) -> int:
+        """Returns how many experts stay in compute memory: as configured, or as many as fit in what is left of it.
+
+        None if experts come from host memory, for which the memory of an accelerator is not measured against its link,
+        or if several processes or ranks share the budgets.
+        """
+        shape, budgets, offload = self.needs.shape, self.needs.budgets, self.needs.config.offload
+        is_alone = shape.num_parts == 1 and shape.rank_stages is None
+        is_alone &= budgets.num_copies == budgets.num_sharers == budgets.num_devices == 1
+        configured = 0 if offload.kept_experts is None and offload.resident_layers is not None else offload.kept_experts
+        if placement.paging is not ExpertPaging.hit or placement.walk.in_host or not is_alone or configured == 0:
+            return 0
+        experts, left = [shape.sizes.experts[stage] for stage in placement.paged], placement.ledgers[0].left_bytes
+        num_fitting = max(0, left) // max(sizes.slot_bytes for sizes in experts)
+        return min(num_fitting if configured is None else configured, sum(sizes.num_experts for sizes in experts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,6 +341,7 @@ class _Placer:
     config: RuntimeConfig
     budgets: Budgets
     load: Load
+    keeps_experts: bool = False
 
     def candidates(self) -> Iterator[_PlacementCandidate]:
         """Yields all candidates, the preferred ones first.
@@ -323,6 +365,7 @@ class _Placer:
                             resident=resident,
                             resident_bytes=num_bytes,
                             has_dequantize_area=has_area,
+                            keeps_experts=self.keeps_experts,
                         )
 
     def _kv_layouts(self) -> Iterator[KVLayout]:
@@ -360,7 +403,7 @@ class _Placer:
         paging = self.config.offload.expert_paging
         if not pageable_stages(self.shape) or self._keeps_all:
             return [ExpertPaging.off]
-        if cpu_multiplies(self.config):
+        if cpu_multiplies(self.config) or self.keeps_experts:
             return [ExpertPaging.hit]
         if paging is not ExpertPaging.auto:
             return [paging]
@@ -402,4 +445,4 @@ class _Placer:
         counts = range(num_layers, -1, -1) if configured is None else [min(configured, num_layers)]
         for has_outer in (True, False):
             for num_resident in counts:
-                yield sizes.choose_resident(num_resident, has_outer=has_outer)
+                yield sizes.choose_resident(num_resident, has_outer=has_outer, is_paged=self.keeps_experts)

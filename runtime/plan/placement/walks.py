@@ -38,17 +38,19 @@ def make_walk(
     in_host: frozenset[int],
     is_decode: bool,
     has_device: bool,
+    is_paged: bool = False,
 ) -> Walk:
     """Returns the walk of prefill or decode passes. Only decode passes skip the encoder and use CPU attention.
 
     `streamed`: stages that are read into slots. `in_host`: streamed stages that are in host memory, not on disk.
+    `is_paged`: experts are read one by one, also if no stage is streamed.
     """
     prefetch, order = config.prefetch, config.policy.schedule or PLAIN
     own = shape.own_stages
     first = shape.first_decode_stage if is_decode else own.start
     in_pass = tuple(stage for stage in streamed if stage >= first)
     block = prefetch.block_layers if prefetch.kind is Prefetch.block and len(in_pass) > prefetch.block_layers else 1
-    copies = has_device and bool(in_pass)
+    copies = has_device and (bool(in_pass) or is_paged)
     num_from_disk = sum(stage not in in_host for stage in in_pass)
     max_staging_slots = (2 if block == 1 else block) if copies else 0
     offloaded_kv = tuple(shape.layers[layer].index for layer in kv.page_bytes) if kv.num_slots else ()

@@ -14,11 +14,12 @@ from math import inf
 
 from ...batching.balance import Block, plan_blocks
 from ...batching.prefixes import SharedPrefix
-from ...config.settings import Admission, PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
+from ...config.settings import Admission, ExpertPaging, PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
 from ..cost.predict import MAX_BLOCKS, Prediction, decode_pass_seconds, pick_evenly, predict, predict_roughly
 from ..cost.rates import MachineRates
 from ..cost.work import with_cpu_share
 from ..placement.defaults import block_size, chunk_sizes, chunk_tokens, has_all_kv_in_compute, with_chunk_tokens
+from ..placement.experts import Routing
 from ..placement.load import Load
 from ..placement.memory import SequenceSize, pass_tokens
 from ..placement.placement import Budgets, Placement
@@ -58,6 +59,7 @@ class Problem:
     budgets: Budgets
     sizes: Sequence[SequenceSize]  # by request
     rates: MachineRates | None  # None: not measured
+    routing: Routing | None = None  # hits of experts that an earlier session of the run has counted
 
     def with_policy(self, policy: Policy) -> "Problem":
         """Returns the problem with `policy` fixed in its settings."""
@@ -133,8 +135,26 @@ class Problem:
         return predict(self.shape, run.placement, run.blocks, self.sizes, run.chunk_tokens, self.rates, admission)
 
     def choose_placement(self, config: RuntimeConfig, load: Load) -> Placement:
-        """Returns the placement of a load, with the CPU's share of experts derived from the rates."""
-        return with_cpu_share(self.shape, choose_placement(self.shape, config, self.budgets, load), self.rates)
+        """Returns the placement of a load, with the CPU's share of experts derived from the rates.
+
+        If experts are read one by one, memory may keep single experts in place of whole layers. The simulator decides,
+        by the time of a block: with an even router until `routing` is known. Without rates, memory keeps whole layers.
+        """
+        whole = replace(choose_placement(self.shape, config, self.budgets, load), routing=self.routing)
+        whole = with_cpu_share(self.shape, whole, self.rates)
+        is_free = config.offload.resident_layers is None and config.offload.kept_experts != 0
+        has_layers = any(self.shape.stages[stage].experts for stage in whole.resident - whole.paged)
+        if self.rates is None or whole.paging is not ExpertPaging.hit or not has_layers or not is_free:
+            return whole
+        single = choose_placement(self.shape, config, self.budgets, load, keeps_experts=True)
+        if not single.fits or not single.num_kept_experts or single.kv != whole.kv:
+            return whole
+        single = replace(single, routing=self.routing)
+        whole_seconds, single_seconds = (
+            predict_roughly(self.shape, placement, load.lanes, load.chunk_tokens, self.rates).seconds
+            for placement in (whole, single)
+        )
+        return single if single_seconds < whole_seconds else whole
 
 
 def place_existing_blocks(problem: Problem, blocks: tuple[Block, ...]) -> PlacedRun:

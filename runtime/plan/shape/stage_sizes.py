@@ -79,13 +79,15 @@ class StageSizes:
         """The number of decoder and encoder layers with weights on this rank."""
         return sum(stage.kind.is_layer and bool(stage.parameters) for stage in self.stages)
 
-    def choose_resident(self, num_layers: int, *, has_outer: bool) -> tuple[frozenset[int], int]:
-        """Chooses stages to keep in memory; returns them and their bytes.
+    def choose_resident(
+        self, num_layers: int, *, has_outer: bool, is_paged: bool = False
+    ) -> tuple[frozenset[int], int]:
+        """Chooses stages to keep in memory; returns them and their bytes, with `is_paged` without pageable experts.
 
         They are `num_layers` layers, and with `has_outer` also all stages that are not layers. Decoder layers are
         chosen before encoder layers: every pass needs them, while encoder layers are needed once per block.
         """
-        key = (num_layers, has_outer)
+        key = (num_layers, has_outer, is_paged)
         if key not in self._resident_cache:
             chosen = list[int]()
             for kind in (StageKind.layer, StageKind.encoder):
@@ -95,18 +97,22 @@ class StageSizes:
             stages = frozenset(chosen)
             if has_outer:
                 stages |= {stage.index for stage in self.stages if stage.parameters and not stage.kind.is_layer}
-            self._resident_cache[key] = stages, self.resident_bytes(stages)
+            self._resident_cache[key] = stages, self.resident_bytes(stages, self.experts if is_paged else ())
         return self._resident_cache[key]
 
     @cached_property
-    def _resident_cache(self) -> dict[tuple[int, bool], tuple[frozenset[int], int]]:
+    def _resident_cache(self) -> dict[tuple[int, bool, bool], tuple[frozenset[int], int]]:
         """Cached results of `choose_resident`, by arguments."""
         return {}
 
-    def resident_bytes(self, resident: Collection[int]) -> int:
-        """Returns the bytes of the buffers for `resident` stages. Tied weights count once."""
-        tied = [self.stages[index] for index in sorted(self._tied.intersection(resident))]
-        alone = sum(self.whole_bytes[index] for index in resident if index not in self._tied)
+    def resident_bytes(self, resident: Collection[int], paged: Collection[int] = ()) -> int:
+        """Returns the bytes of the buffers for `resident` stages, without the experts of `paged` ones.
+
+        Tied weights count once.
+        """
+        indices, sizes = sorted(self._tied.intersection(resident)), self.slot_bytes(paged)
+        tied = [self.stages[index].dense if index in paged else self.stages[index] for index in indices]
+        alone = sum(sizes[index] for index in resident if index not in self._tied)
         return alone + sum(group_layout(group).num_bytes for group in group_tied_stages(tied))
 
     @cached_property
