@@ -46,6 +46,7 @@ from runtime.plan.placement.experts import Routing
 from runtime.plan.planner import RunPlan
 from runtime.resources import Resource
 from runtime.sequences.sequence import Completion, Request
+from runtime.stream.experts import COUNTED_PASSES
 from runtime.units import GIB, MIB
 
 from .devices import READ_CHUNK_MIB, ThrottledRuntime
@@ -80,10 +81,17 @@ def measure(config: RuntimeConfig, prompts: Sequence[Any], bytes_per_second: flo
         runtime.wait_for_kernels()
         made = [runtime.request(str(i), prompt) for i, prompt in enumerate(prompts)]
         requests = [sample for each in made for sample in runtime.samples(each) if isinstance(sample, Request)]
-        passes, found = list[PassRecord](), dict[int, Completion]()
+        passes, found, routings = list[PassRecord](), dict[int, Completion](), list[Routing | None]()
         with runtime.open_with_backoff(requests) as (plan, session):
-            found |= dict(session.generate(requests, passes.append))
-            simulated_bytes = simulate_bytes(runtime, plan, requests, session.routing)
+
+            def on_pass(record: PassRecord) -> None:
+                passes.append(record)
+                if record.phase is not Phase.prefill and len(routings) < COUNTED_PASSES:
+                    routings.append(session.routing)
+
+            found |= dict(session.generate(requests, on_pass))
+            # By what was known when the kept experts were chosen.
+            simulated_bytes = simulate_bytes(runtime, plan, requests, routings[-1] if routings else None)
     decode = [record for record in passes if record.phase is not Phase.prefill]
     gc.collect()
     return Measured(

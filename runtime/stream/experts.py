@@ -35,7 +35,7 @@ from .weights import WeightStream
 # Returns a stage's weights by name, as views into a buffer with tensors at the given offsets.
 StageViews: TypeAlias = Callable[[Stage, torch.Tensor, Mapping[str, int]], Mapping[str, torch.Tensor]]
 MIN_SLOTS = 2  # one expert is computed while the next one arrives
-COUNTED_PASSES = 4  # decode passes of a block after which the kept experts are chosen
+COUNTED_PASSES = 8  # decode passes of a block after which the kept experts are chosen
 MAX_COUNTED_PASSES = 256  # continuous admission has one block: after as many passes, counting begins again
 NOTABLE = 0.02  # minimum saving of another choice of kept experts, as a share of the bytes of all hit experts
 
@@ -181,8 +181,7 @@ class ExpertStream:
         """How often experts are hit, as counted so far; None if a stage has not run in a decode pass."""
         if not self._num_runs:
             return None
-        stages = [page.index for page in self._pages.pages]
-        return Routing.from_counts(self._hits.tolist(), self._runs.tolist(), stages, self._num_tokens / self._num_runs)
+        return Routing.from_counts(self._hits.tolist(), self._runs.tolist(), self._num_tokens / self._num_runs)
 
     def take_counters(self) -> StreamCounters:
         """Returns the counters since the last call. Seconds are by the experts' stages."""
@@ -242,7 +241,7 @@ class ExpertStream:
         saved = np.asarray(routing.hit_rates) * num_bytes  # per run
         is_kept = np.zeros(len(saved), bool)
         is_kept[list(self._chosen or self._kept)] = True
-        order = np.lexsort((~is_kept, -saved))[: self._max_kept]
+        order = np.lexsort((-self._hits, ~is_kept, -saved))[: self._max_kept]
         if saved[order].sum() - saved[is_kept].sum() < NOTABLE * saved.sum():
             return
         self._chosen = frozenset(order.tolist())

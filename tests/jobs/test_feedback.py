@@ -79,7 +79,9 @@ def another_way(monkeypatch: pytest.MonkeyPatch) -> list[MachineRates]:
     """The rates by which a plan was revised: to go turn by turn."""
     by: list[MachineRates] = []
 
-    def revised(self: Runtime, plan: RunPlan, requests: list[Request], rates: MachineRates) -> RunPlan:
+    def revised(
+        self: Runtime, plan: RunPlan, requests: list[Request], rates: MachineRates, routing: object = None
+    ) -> RunPlan:
         by.append(rates)
         assert plan.searched_policy is not None
         policy = replace(plan.searched_policy, schedule=Order.flexgen)

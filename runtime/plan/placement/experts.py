@@ -29,6 +29,7 @@ FULL_TOKENS = 64  # up to this many tokens, reading all experts takes longer tha
 GROUPED_VISITS = 2048  # maximum visits per grouped product on an accelerator, or a lane's tokens if those are more
 # Temporary vectors per token of hidden size, and of intermediate size, for experts batched over all lanes.
 RUNNING_HIDDEN, RUNNING_INNER = 5, 4
+MAX_HIT_GROUPS = 16  # experts with about equal counts of hits are grouped to estimate how often they are hit
 INDEX_BYTES = 8  # torch indexes experts and tokens with int64
 
 
@@ -49,24 +50,33 @@ class Routing:
     hit_rates: tuple[float, ...]  # by page (see `ExpertPages`): the share of runs that hit the expert
 
     @staticmethod
-    def from_counts(
-        num_hits: Sequence[float], num_runs: Sequence[float], stages: Sequence[int], num_tokens: float
-    ) -> "Routing | None":
-        """Makes the rates from counts by page: of hits, and of runs of the page's stage. None without runs.
+    def from_counts(num_hits: Sequence[float], num_runs: Sequence[float], num_tokens: float) -> "Routing | None":
+        """Estimates the rates from counts by page: of hits, and of runs of the page's stage. None without runs.
 
-        `stages`: each page's stage. Of few runs, the rates of single experts vary by chance. So rates are moved towards
-        the mean of their stage by the part of their variance that an even router would show as well (James-Stein).
-        Without that, the experts hit most so far would promise more than they hold.
+        Of few runs, counts vary by chance: the experts hit most so far will be hit less. So the rate of experts with
+        equal counts is the one that is found if each run in turn is left out: the share of those with `k` hits in the
+        other runs that this run hits. For an even router, it is the mean.
         """
-        hits, runs, owners = np.asarray(num_hits, float), np.asarray(num_runs, float), np.asarray(stages)
+        runs = np.asarray(num_runs, float)
         if not len(runs) or not runs.all():
             return None
-        rates = hits / runs
-        for stage in np.unique(owners):
-            own = owners == stage
-            mean, variance = rates[own].mean(), rates[own].var()
-            chance = mean * (1 - mean) / runs[own][0]
-            rates[own] = mean + (max(0.0, 1 - chance / variance) if variance else 0.0) * (rates[own] - mean)
+        count = max(1, round(float(runs.max())))
+        hits = np.clip(np.rint(np.asarray(num_hits, float) * count / runs), 0, count).astype(int)
+        experts, others = np.bincount(hits, minlength=count + 1), np.arange(count)  # by hits of all, of the other runs
+        group = others * min(count, MAX_HIT_GROUPS) // count
+        hit, missed, members = (
+            np.bincount(group, weights)
+            for weights in ((others + 1) * experts[1:], (count - others) * experts[:-1], None)
+        )
+        centers, pooled = np.bincount(group, others) / members, list[tuple[float, float, int]]()
+        known = hit + missed > 0
+        for part in zip(hit[known], (hit + missed)[known], [1] * int(known.sum()), strict=True):
+            while pooled and pooled[-1][0] * part[1] > part[0] * pooled[-1][1]:  # more hits never mean a lower rate
+                last = pooled.pop()
+                part = (last[0] + part[0], last[1] + part[1], last[2] + part[2])
+            pooled.append(part)
+        rising = np.repeat([num_hit / num_all for num_hit, num_all, _ in pooled], [size for _, _, size in pooled])
+        rates = np.interp(hits * (count - 1) / count, centers[known], rising)
         return Routing(num_tokens=num_tokens, hit_rates=tuple(rates.tolist()))
 
     def hit_share(self, num_tokens: float, kept_share: float = 0.0) -> float:

@@ -31,7 +31,7 @@ from .policy import Policy
 SAMPLE_GROUP = 64  # a sample of requests consists of groups of this many neighbors
 MAX_DEPTH = 4  # maximum depth of prefetch=cost_aware: a larger depth only takes memory from resident layers
 NOTABLE = 0.05  # minimum share of stalls in a prefill pass, or relative gain of a product's rate, to try a larger chunk
-MIN_SAVING = 0.02  # minimum saving by a larger chunk, as a share of the prefill time
+MIN_SAVING = 0.02  # minimum saving by a larger chunk, as a share of the prefill time, or by kept experts, of all
 UNLIMITED_TOKENS = 1 << 40  # no limit on a chunk
 
 
@@ -138,7 +138,8 @@ class Problem:
         """Returns the placement of a load, with the CPU's share of experts derived from the rates.
 
         If experts are read one by one, memory may keep single experts in place of whole layers. The simulator decides,
-        by the time of a block: with an even router until `routing` is known. Without rates, memory keeps whole layers.
+        with an even router until `routing` is known: single experts must save the share `MIN_SAVING` of a block's time.
+        Without rates, memory keeps whole layers.
         """
         whole = replace(choose_placement(self.shape, config, self.budgets, load), routing=self.routing)
         whole = with_cpu_share(self.shape, whole, self.rates)
@@ -154,7 +155,7 @@ class Problem:
             predict_roughly(self.shape, placement, load.lanes, load.chunk_tokens, self.rates).seconds
             for placement in (whole, single)
         )
-        return single if single_seconds < whole_seconds else whole
+        return single if single_seconds < (1 - MIN_SAVING) * whole_seconds else whole
 
 
 def place_existing_blocks(problem: Problem, blocks: tuple[Block, ...]) -> PlacedRun:
