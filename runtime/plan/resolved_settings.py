@@ -45,6 +45,7 @@ class ResolvedSettings:
     num_slots: int  # buffers in compute memory into which stages are read
     expert_paging: str
     num_paged_stages: int  # stages with experts that are read one by one
+    num_kept_experts: int  # experts of these stages that stay in compute memory
     feedforward: str  # cpu: the CPU computes some experts in host memory
     kv: str  # tier of the KV cache
     num_kv_layers: int
@@ -103,6 +104,7 @@ class ResolvedSettings:
             num_slots=placement.walk.num_slots,
             expert_paging=placement.paging.value,
             num_paged_stages=len(placement.paged),
+            num_kept_experts=placement.num_kept_experts,
             feedforward=(FeedForward.cpu if placement.cpu_expert_stages else FeedForward.device).value,
             kv=kv.value,
             num_kv_layers=sum(1 for size in shape.kv_layer_bytes if size),
@@ -131,7 +133,10 @@ class ResolvedSettings:
     def headline(self) -> str:
         """Blocks and weights: `3 blocks of up to 64 rows; 4 of 10 stages resident, others from disk`."""
         weights = "all weights resident"
-        if self.num_resident_stages != self.num_stages:
+        if self.num_kept_experts:
+            weights = f"{self.num_resident_stages} of {self.num_stages} stages and {self.num_kept_experts:,} experts "
+            weights += "resident, others from disk"
+        elif self.num_resident_stages != self.num_stages:
             num_disk_stages = self.num_stages - self.num_resident_stages - self.num_host_stages
             sources = ["host memory"] * bool(self.num_host_stages) + ["disk"] * bool(num_disk_stages)
             weights = f"{self.num_resident_stages} of {self.num_stages} stages resident"
@@ -151,6 +156,8 @@ class ResolvedSettings:
                 f"prefetch={self.prefetch} {self.prefetch_depth} ahead"
             )
         paging = f" in {self.num_paged_stages} stages" if self.num_paged_stages else ""
+        if self.num_kept_experts:
+            paging += f", {self.num_kept_experts:,} experts resident"
         if paging and self.feedforward == FeedForward.cpu.value:
             paging += ", some computed on the CPU"
         kv = f"{self.kv}: {self.num_travelling_layers} of {self.num_kv_layers} layers, the others in compute memory"

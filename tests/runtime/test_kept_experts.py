@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 
 from benchmarks.waiting import simulate_bytes, skew_routers
+from jobs.config.settings import GenerateConfig
+from jobs.datasets import DatasetConfig
+from jobs.record.run_dir import RunDirectory
+from jobs.run.tasks.generate import generate
 from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
 from runtime.config.settings import Admission, DType, ExpertPaging, MachineConfig, Order, PolicyKind, Tier
 from runtime.engine.records import PassRecord, Phase
+from runtime.errors import Interrupted
 from runtime.model.loading import LoadedModel
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.experts import ExpertPages, Routing, expected_hits
@@ -22,6 +27,7 @@ from runtime.planning.planner import Planner
 from runtime.sequences.sequence import Request
 from runtime.stream.experts import COUNTED_PASSES, MAX_COUNTED_PASSES, ExpertStream
 from runtime.units import GIB, MIB
+from tests.generations import read_generations
 from tests.runtime.expert_support import DEVICE, load, placement_of
 from tests.runtime.test_expert_stream import RecordingReader
 from tests.support import made_once, synthesize
@@ -318,3 +324,38 @@ def test_settings_say_how_many_experts_stay(offload: OffloadConfig, num_kept: in
     size = max((slot_layout(page).num_bytes for page in pages), default=0)
     counted = sum(entry.num_bytes for entry in plan.placement.ledgers[0].entries if entry.name == "kept experts")
     assert counted == num_kept * size
+
+
+def test_a_run_that_is_stopped_goes_on_with_the_same_tokens(
+    models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In blocks of 2 of 4 rows. What was counted is lost with the process, and counted again."""
+    num_polls = 0
+
+    def run(name: str, kept_experts: int, stop_after: int | None = None) -> dict[str, list[int]]:
+        def should_stop() -> bool:
+            nonlocal num_polls
+            num_polls += 1
+            return stop_after is not None and num_polls > stop_after
+
+        base = config_for(models / "skewed", 2, kept_experts=kept_experts)
+        config = GenerateConfig(
+            run=name,
+            output_root=str(tmp_path),
+            dataset=DatasetConfig(limit=4),
+            **{group: getattr(base, group) for group in ("model", "offload", "policy", "machine")},
+            sampling=SamplingConfig(max_new_tokens=COUNTED_PASSES + 4, ignore_eos=True),
+        )
+        generate(config, should_stop)
+        table = read_generations(RunDirectory(path=tmp_path / "generate" / name))
+        return dict(zip(table["id"].to_pylist(), table["token_ids"].to_pylist(), strict=True))
+
+    plain = run("plain", 0)
+    num_polls, most = 0, num_polls
+    with pytest.raises(Interrupted):
+        run("kept", KEPT, stop_after=most // 2)
+    num_polls = 0
+    caplog.set_level("INFO", logger="runtime.stream.experts")
+    caplog.clear()
+    assert run("kept", KEPT) == plain
+    assert any(f"{KEPT} of {2 * NUM_EXPERTS} stay in memory" in text for text in caplog.messages)
