@@ -52,7 +52,7 @@ from runtime.units import GIB, MIB
 from .devices import READ_CHUNK_MIB, ThrottledRuntime
 
 CORRECTION_BIAS = "e_score_correction_bias"  # of a router: added to the scores that choose the experts
-WARM_PASSES = 8  # decode passes in which kept experts are counted, chosen and read
+WARM_PASSES = 2 * COUNTED_PASSES  # decode passes in which kept experts are counted, chosen and read
 
 
 @dataclass(frozen=True, kw_only=True)
