@@ -89,7 +89,9 @@ class TransferThreads(Closing):
 
     def begin(self, chunks: Sequence[Chunk]) -> PendingTransfer:
         """Queues the chunks of a transfer. Raises RuntimeError after `close`."""
-        return begin_together([(self, chunks)])
+        results = SimpleQueue[ChunkResult]()
+        self.add(chunks, results)
+        return PendingTransfer(len(chunks), results)
 
     def add(self, chunks: Sequence[Chunk], results: SimpleQueue[ChunkResult]) -> None:
         """Queues chunks, whose results go to `results`. Raises RuntimeError after `close`."""
@@ -111,6 +113,9 @@ class TransferThreads(Closing):
 
 def begin_together(groups: Sequence[tuple[TransferThreads, Sequence[Chunk]]]) -> PendingTransfer:
     """Queues the chunks of one transfer, each for the threads that must run it. Raises RuntimeError after `close`."""
+    if len(groups) == 1:
+        threads, chunks = groups[0]
+        return threads.begin(chunks)
     results = SimpleQueue[ChunkResult]()
     for threads, chunks in groups:
         threads.add(chunks, results)
