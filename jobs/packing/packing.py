@@ -19,6 +19,7 @@ from runtime.store.file_digests import read_packing_record, read_record
 from runtime.store.header import read_header
 from runtime.store.read_errors import read_error, with_retries
 from runtime.store.striped_store import find_stripes
+from runtime.store.stripes import stripe_paths
 from runtime.store.writer import atomic_write, sync_directory
 from runtime.units import format_bytes, format_count
 
@@ -27,7 +28,6 @@ from ..files.publishing import make_directory, sweep_temps
 from .config import Format, PackConfig
 from .shard import PackedTensor, compare, pack_shard, read_packed_sizes
 from .source import CONFIG, PackSource, fingerprint_file, format_index, open_source, packed_config
-from .striping import stripe_paths
 
 log = logging.getLogger(__name__)
 LOCK = ".pack.lock"

@@ -30,9 +30,7 @@ from runtime.store.checkpoint import (
 )
 from runtime.store.header import read_header
 from runtime.store.json_object import read_json_object
-from runtime.store.stripes import STRIPES_KEY
-
-from .striping import stripe_paths
+from runtime.store.stripes import STRIPES_KEY, stripe_paths
 
 CONFIG = "config.json"
 SAMPLE_BYTES, NUM_SAMPLES = 4096, 16

@@ -12,7 +12,7 @@ from runtime.errors import OutputError
 from runtime.plan.shape.shapes import Stripes
 from runtime.store.file_digests import METADATA, PIECE_BYTES, crc32_sums
 from runtime.store.striped_store import header_digest
-from runtime.store.stripes import STRIPE_KEY, STRIPE_TENSOR, stripe_name
+from runtime.store.stripes import STRIPE_KEY, STRIPE_TENSOR, stripe_paths
 from runtime.store.writer import atomic_write
 from runtime.units import format_bytes, round_up
 
@@ -113,10 +113,3 @@ def write_stripes(directories: Sequence[Path], file: str, num_bytes: int, stamp:
         writer = StripeWriter(directories[0] / file, files, data_offset)
         yield writer
         writer.finish(file, stamp)
-
-
-def stripe_paths(directories: Sequence[Path], file: str) -> list[Path]:
-    """Returns the paths of a shard: of its stripes, or of the shard itself if there is only one directory."""
-    if len(directories) == 1:
-        return [directories[0] / file]
-    return [directory / stripe_name(file, number, len(directories)) for number, directory in enumerate(directories)]

@@ -14,7 +14,7 @@ import torch
 
 from ..cache.pages import num_pages_for
 from ..closing import Closing
-from ..config.settings import KVConfig, PolicyConfig, PolicyKind, SamplingConfig, Tier
+from ..config.settings import MAX_DRAFT_TOKENS, KVConfig, PolicyConfig, PolicyKind, SamplingConfig, Tier
 from ..errors import ConfigError
 from ..model.loading import LoadedModel
 from ..plan.placement.defaults import chunk_tokens
@@ -104,7 +104,7 @@ class DraftModel(Closing):
                 shadows.append(None)
                 continue
             num_free -= num_pages
-            shadows.append(shadow := self._follow(sequence))
+            shadows.append(shadow := self._follow(sequence, shadow))
             ends[id(shadow)] = len(shadow.generated) + most  # number of tokens at which it has guessed enough
         while any(new_tokens := self._choose_tokens(ends)):
             self._batcher.new_tokens = new_tokens
@@ -130,16 +130,16 @@ class DraftModel(Closing):
             left -= counts[-1]
         return counts
 
-    def _follow(self, sequence: Sequence) -> Sequence:
-        """Returns the sequence's shadow, with the same tokens and a copy of the random generator."""
-        key, lane = sequence.request.key, self._batcher.lane
-        shadow = self._shadows.get(key)
+    def _follow(self, sequence: Sequence, shadow: Sequence | None) -> Sequence:
+        """Returns the sequence's shadow, a new one if there is none, with the same tokens and a copy of the random
+        generator."""
+        lane = self._batcher.lane
         if shadow is None or shadow.finish is not None:
             request = replace(sequence.request, grammar=None, stop=(), ignore_eos=True)
-            shadow = self._shadows[key] = Sequence(request=request)
+            shadow = self._shadows[request.key] = Sequence(request=request)
             lane.enter(shadow)
-        num_equal = 0
-        for own, other in zip(shadow.generated, sequence.generated, strict=False):
+        num_equal = max(0, len(shadow.generated) - MAX_DRAFT_TOKENS)  # only the last tokens may be guesses
+        for own, other in zip(shadow.generated[num_equal:], sequence.generated[num_equal:], strict=False):
             if own != other:
                 break
             num_equal += 1

@@ -10,7 +10,7 @@ from ..plan.shape.shapes import Stripes
 from .file_digests import check_packed, read_record
 from .header import MAX_HEADER_BYTES
 from .json_object import read_json_object
-from .stripes import RESTORE, STRIPE_KEY, STRIPE_NAME, STRIPES_KEY, open_whole, stripe_name
+from .stripes import RESTORE, STRIPE_KEY, STRIPE_NAME, STRIPES_KEY, open_whole, stripe_paths
 
 
 def named_directories(entry: Path) -> list[str]:
@@ -52,7 +52,7 @@ def stripe_directories(entry: Path, others: Sequence[str] = ()) -> list[Path]:
 
 def find_stripes(directories: Sequence[Path], file: str) -> Stripes:
     """Returns the stripes of a shard, of which each directory has one. Raises CheckpointError or StorageError."""
-    paths = [directory / stripe_name(file, number, len(directories)) for number, directory in enumerate(directories)]
+    paths = stripe_paths(directories, file)
     first: tuple[Stripes, str] | None = None
     for number, path in enumerate(paths):
         if not path.exists():

@@ -8,6 +8,7 @@ and also says which stripe of which file it is.
 import io
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 from ..errors import CheckpointError
 from ..plan.shape.shapes import Stripes
 from .read_errors import read_error
+from .transfer import transfer
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -28,6 +30,13 @@ RESTORE = "no other disk has these bytes: restore the file, or pack the original
 def stripe_name(file: str, number: int, count: int) -> str:
     """Returns the name of stripe `number` (from 0) of `count` of a safetensors file."""
     return f"{file.removesuffix('.safetensors')}.stripe-{number + 1}-of-{count}.safetensors"
+
+
+def stripe_paths(directories: Sequence[Path], file: str) -> list[Path]:
+    """Returns the paths of a file: of its stripes, or of the file itself if there is only one directory."""
+    if len(directories) == 1:
+        return [directories[0] / file]
+    return [directory / stripe_name(file, number, len(directories)) for number, directory in enumerate(directories)]
 
 
 def open_whole(file: str | os.PathLike[str], stripes: Stripes | None) -> BinaryIO:
@@ -80,12 +89,10 @@ class StripedFile(io.RawIOBase):
         return count
 
     def _fill(self, stripe: int, offset: int, view: memoryview) -> None:
-        file, done = self._stripes.files[stripe], 0
-        while done < len(view):
-            try:
-                count = os.preadv(self._descriptors[stripe], [view[done:]], offset + done)
-            except OSError as error:
-                raise read_error(file, f"reading {len(view):,} bytes at {offset:,}", error) from error
-            if not count:
-                raise CheckpointError(f"{file}: ends at byte {offset + done:,}, before its last piece: {RESTORE}")
-            done += count
+        file, descriptor = self._stripes.files[stripe], self._descriptors[stripe]
+        try:
+            count = transfer(os.preadv, descriptor, [view], offset, len(view), is_direct=False)
+        except OSError as error:
+            raise read_error(file, f"reading {len(view):,} bytes at {offset:,}", error) from error
+        if count < len(view):
+            raise CheckpointError(f"{file}: ends at byte {offset + count:,}, before its last piece: {RESTORE}")
