@@ -78,11 +78,20 @@ class LaneRun(greenlet):
     `lengths`: the sequence length for each token, if rotary embeddings depend on it, (1, T) or (rows, T) on the CPU.
     `head`: slices for the model's head; None runs the head on all tokens. With pipeline parallelism, `hidden_in` is the
     buffer for the previous rank's hidden states, and `hidden_out` has the hidden states for the next rank.
+    `keeps_hidden`: all tokens get hidden states, and `hidden_1TD` has those that the head gets, after the base model.
     """
 
-    def __init__(self, forward: Callable[[], object], cache: object, lengths: torch.Tensor | None = None):
+    def __init__(
+        self,
+        forward: Callable[[], object],
+        cache: object,
+        lengths: torch.Tensor | None = None,
+        *,
+        keeps_hidden: bool = False,
+    ):
         super().__init__(forward)
-        self.cache, self.lengths = cache, lengths
+        self.cache, self.lengths, self.keeps_hidden = cache, lengths, keeps_hidden
+        self.hidden_1TD: torch.Tensor | None = None
         self.head: HeadSlices | None = None
         self.hidden_in: torch.Tensor | None = None
         self.hidden_out: torch.Tensor | None = None

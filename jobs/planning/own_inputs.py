@@ -41,18 +41,25 @@ NUM_SAMPLES = 512  # prompts that are tokenized
 
 @cache
 def read_own_shape(
-    model: ModelConfig, dtype: DType, cache_dir: str | None, *, is_plain: bool, has_device: bool
+    model: ModelConfig,
+    dtype: DType,
+    cache_dir: str | None,
+    *,
+    is_plain: bool,
+    has_device: bool,
+    is_mtp_head: bool = False,
 ) -> tuple[ModelShape, WeightStorage | None]:
     """The shape of a model (tensors and their sizes) and the storage formats of its weights.
 
     They are read from the headers of local files. Without local files, the shape is computed from config.json, for
     weights in bfloat16 or as quantized there; the second value is then None. `is_plain`: the shape of the unquantized
-    model. `has_device`: an accelerator computes. Reads no weights. Raises CheckpointError and ConfigError.
+    model. `has_device`: an accelerator computes. `is_mtp_head`: of the checkpoint's MTP head, which needs the weights'
+    headers. Reads no weights. Raises CheckpointError and ConfigError.
     """
     path = _local_model(model, cache_dir)
     if path is not None and _has_weights(path, model.mirrors):
         setting = replace(model, path=str(path), name=ANY, dtype=dtype)
-        loaded = load_model(setting, torch.device("cpu"), cache_dir)
+        loaded = load_model(setting, torch.device("cpu"), cache_dir, is_mtp_head=is_mtp_head)
         name = model.name if model.path is None else path.name
         shape = replace(loaded.shape, name=name, has_decode_kernel=loaded.shape.has_decode_kernel and not has_device)
         slices = (each for stage in shape.stages for parameter in stage.parameters for each in parameter.slices)

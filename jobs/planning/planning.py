@@ -8,6 +8,7 @@ from runtime.checkpoint_source.localize import find_local_path
 from runtime.config.settings import (
     ANY,
     BUILT_IN,
+    MTP,
     DType,
     ExpertPaging,
     ModelConfig,
@@ -150,8 +151,7 @@ def plan_for_machine(machine: Machine, config: PlanConfig) -> Planned:
         shape = gather_tables(shape, offload, machine.budgets)
         draft, has_rope_lengths = config.policy.draft_model, shape.restart_tokens is not None
         if draft is not None and not draft_obstacle(config.runtime, shape, has_rope_lengths=has_rope_lengths):
-            own = replace(config, model=ModelConfig.from_name(draft))
-            shape = replace(shape, draft=read_model_shape(own, dtype, is_plain=False, has_device=has_device)[0])
+            shape = replace(shape, draft=_draft_shape(config, draft, dtype, has_device=has_device))
     sizes = _sizes(config)
     longest = max(size.num_prompt_tokens + size.max_new_tokens for size in sizes)
     require(
@@ -185,6 +185,21 @@ def plan_for_machine(machine: Machine, config: PlanConfig) -> Planned:
     return Planned(
         config=runtime, machine=machine, view=view, dtype=dtype, sizes=sizes, run=run, warnings=(), stored=stored
     )
+
+
+def _draft_shape(config: PlanConfig, draft: str, dtype: DType, *, has_device: bool) -> ModelShape:
+    """The shape of the model that guesses tokens. Raises ConfigError for the head of a model without local files."""
+    if draft != MTP:
+        own = replace(config, model=ModelConfig.from_name(draft))
+        return read_model_shape(own, dtype, is_plain=False, has_device=has_device)[0]
+    if config.model.path is None or find_local_path(config.model) is None:
+        raise ConfigError(
+            f"policy.draft_model={MTP}: a plan reads the head's size from the checkpoint: set model to a local one"
+        )
+    from .own_inputs import read_own_shape  # imports torch and transformers
+
+    cache_dir = config.offload.cache_dir
+    return read_own_shape(config.model, dtype, cache_dir, is_plain=False, has_device=has_device, is_mtp_head=True)[0]
 
 
 def _stored_shape(config: PlanConfig, dtype: DType, *, has_device: bool) -> tuple[ModelShape, WeightStorage]:

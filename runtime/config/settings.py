@@ -107,6 +107,7 @@ class Admission(Enum):
 
 
 MAX_MEMORY_GIB, MAX_THREADS, MAX_DRAFT_TOKENS = 1 << 20, 1024, 15  # a KV page has 16 tokens
+MTP = "mtp"  # `policy.draft_model` for the prediction head of the model's own checkpoint
 TINY, RANDOM = "tiny", "random"  # the bundled model, and one with random weights
 ANY = "hf"  # any checkpoint at `model.path`
 BUILT_IN = (TINY, RANDOM)
@@ -338,7 +339,7 @@ class PolicyConfig:
     draft_tokens: int | None = (
         None  # most tokens per sequence and decode pass that are guessed; null: those that cost little
     )
-    draft_model: str | None = None  # a small model of the same family that guesses: directory, GGUF file or hub id
+    draft_model: str | None = None  # guesses: `mtp`, or a small model of the family: directory, GGUF file or hub id
     pin: str | None = None
 
     def __post_init__(self) -> None:

@@ -82,8 +82,10 @@ class DraftModel(Closing):
     """Guesses with `engine`, which runs the small model. Each sequence of the large model has a shadow here, with its
     own keys and values. Sequences that do not fit into the small model's context or pages get no guesses."""
 
-    def __init__(self, engine: Engine, *, context_tokens: int, chunk_tokens: int):
-        self._engine, self._context_tokens, self._chunk_tokens = engine, context_tokens, chunk_tokens
+    needs_hidden = False
+
+    def __init__(self, engine: Engine, model: LoadedModel, *, chunk_tokens: int):
+        self._engine, self._chunk_tokens, self._context_tokens = engine, chunk_tokens, model.shape.context_tokens
         self._batcher = _OneLane(engine.lanes.packed([]))
         self._shadows: dict[tuple[str, int], Sequence] = {}  # by key of the request
 
@@ -113,6 +115,9 @@ class DraftModel(Closing):
         return [
             [] if shadow is None else shadow.generated[len(sequence.generated) :] for shadow, (sequence, _) in pairs
         ]
+
+    def show_hidden(self, computed: Rows[tuple[Sequence, int, torch.Tensor]]) -> None:
+        raise AssertionError("a model of its own reads tokens only")
 
     def leave(self, sequence: Sequence) -> None:
         """Forgets a sequence and frees its pages."""
@@ -147,11 +152,16 @@ class DraftModel(Closing):
         shadow.generated[:] = sequence.generated
         if num_cached < shadow.num_cached:
             lane.take_back(shadow, num_cached)
-        shadow.generator = None
-        if (generator := sequence.generator) is not None:
-            shadow.generator = torch.Generator(generator.device)
-            shadow.generator.set_state(generator.get_state())
+        copy_generator(sequence, shadow)
         return shadow
+
+
+def copy_generator(sequence: Sequence, shadow: Sequence) -> None:
+    """Gives `shadow` a copy of the sequence's random generator."""
+    shadow.generator = None
+    if (generator := sequence.generator) is not None:
+        shadow.generator = torch.Generator(generator.device)
+        shadow.generator.set_state(generator.get_state())
 
 
 @contextmanager
@@ -163,9 +173,10 @@ def open_draft_model(
     *,
     num_rows: int,
     weight_cache: WeightCache | None = None,
+    kind: type[DraftModel] = DraftModel,
 ) -> Iterator[DraftModel]:
     """Reads the weights of a small model that guesses for `num_rows` sequences of an engine with `setup`. `reader`: of
-    the small model's weights. `weight_cache`: has those that earlier sessions read."""
+    the small model's weights. `weight_cache`: has those that earlier sessions read. `kind`: how it guesses."""
     config, device = setup.config, setup.device
     policy = PolicyConfig(
         kind=PolicyKind.fixed,
@@ -192,6 +203,5 @@ def open_draft_model(
     with open_streams(own, reader) as streams:
         sampler = DraftSampler(config.sampling, setup.model, device.torch_device)
         engine = Engine(own, streams, sampler, should_stop)
-        shape, chunk = draft.shape, chunk_tokens(policy)
-        with DraftModel(engine, context_tokens=shape.context_tokens, chunk_tokens=chunk) as model:
+        with kind(engine, draft, chunk_tokens=chunk_tokens(policy)) as model:
             yield model

@@ -12,6 +12,7 @@ from ..cache.pages import ContiguousPool, KVPages, PagePool
 from ..config.settings import Admission, KVTier
 from ..events import Weights
 from ..model.experts import Experts, is_experts, matrix_names
+from ..model.head import slice_head
 from ..model.loading import LoadedModel
 from ..plan.placement.defaults import chunk_tokens
 from ..plan.placement.experts import Routing, dense_shape
@@ -96,7 +97,7 @@ class Engine:
         experts = BatchedExperts(loaded, placement.paged, streams.experts, is_grouped=is_grouped, cpu=cpu)
         is_alone = agree is agree_alone and pipeline_link is None
         self._recorded = None
-        if setup.config.model.graphs:
+        if setup.config.model.graphs and not self.lanes.context.keeps_hidden:  # recordings keep none
             self._recorded = RecordedPasses(
                 setup, self._weights, experts, self._monitor, should_stop, is_alone=is_alone
             )
@@ -218,6 +219,9 @@ def _make_lane_factory(setup: Setup, streams: Streams, sampler: Sampler, draft_m
     pool = (ContiguousPool if are_copied else PagePool)(kv.num_pages)
     kv_dtype = loaded.shape.kv_dtype
     pages = KVPages(kv.num_pages, device, placement.host_layers, streams.exchange, pool, dtype=kv_dtype)
+    keeps_hidden = loaded.mtp_embedding is not None or (draft_model is not None and draft_model.needs_hidden)
+    if keeps_hidden:
+        slice_head(loaded.staged)
     context = LaneContext(
         model=loaded.staged.model,
         sampler=sampler,
@@ -231,6 +235,7 @@ def _make_lane_factory(setup: Setup, streams: Streams, sampler: Sampler, draft_m
         rope_lengths=loaded.rope_lengths,
         drafts=Drafts(drafted, setup.drafts.token_cost, draft_model, setup.drafts.model_cost) if drafted else None,
         drafts_beside_prompts=setup.config.policy.admission is Admission.continuous,
+        keeps_hidden=keeps_hidden,
         skipped_layers=frozenset(
             layer for layer, stage in enumerate(loaded.shape.layers) if stage.index not in loaded.shape.own_stages
         ),

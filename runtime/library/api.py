@@ -21,6 +21,7 @@ from ..checkpoint_source.generation_config import resolve_generation_defaults
 from ..closing import Closing
 from ..config.profiles import DEFAULT_BACKENDS
 from ..config.settings import (
+    MTP,
     Attention,
     ModelConfig,
     PolicyKind,
@@ -37,6 +38,7 @@ from ..engine.batcher import sequence_sizes
 from ..engine.compiling import COMPILING_SECONDS, MIN_TOKENS, CompiledKernels, estimate_plain_seconds
 from ..engine.draft_model import DraftModel, open_draft_model, require_same_tokens
 from ..engine.engine import Engine, agree_alone
+from ..engine.mtp_drafts import MtpDrafts, require_packed_head
 from ..engine.self_check import check_lanes, is_check_due
 from ..engine.session import Session
 from ..engine.setup import Setup, compiled_kernels, open_streams, prepare_attention
@@ -103,7 +105,7 @@ class Runtime(Closing):
     `device`: a device, or a name as in `machine.device`, which is the default. `trace`: collects time spans; the caller
     must call its `take` during the run, since it keeps all spans. `ranks`: the communication of this process with the
     others that compute the run; all must make the same calls, and all get all results. `encodes`: loads only the
-    encoder of an encoder-decoder, for `embed`."""
+    encoder of an encoder-decoder, for `embed`. `is_mtp_head`: loads only the checkpoint's MTP head."""
 
     def __init__(
         self,
@@ -114,6 +116,7 @@ class Runtime(Closing):
         device: ComputeDevice | str | None = None,
         ranks: Ranks | None = None,
         encodes: bool = False,
+        is_mtp_head: bool = False,
         **settings: Unpack[Settings],
     ):
         self.config = apply_settings(config, settings)
@@ -141,6 +144,7 @@ class Runtime(Closing):
             should_stop=should_stop,
             split=None if self._shared is None else self._shared.split,
             encodes=encodes,
+            is_mtp_head=is_mtp_head,
         )
         loaded = replace(loaded, shape=with_kv_dtype(loaded.shape, self.config.kv.dtype))
         self.model: LoadedModel = loaded.for_device(self.device)
@@ -398,12 +402,20 @@ class Runtime(Closing):
         if obstacle is not None:
             log.warning("policy.draft_model is not used: %s", obstacle)
             return None
-        model = replace(ModelConfig.from_name(path), dtype=self.config.model.dtype, self_check=SelfCheck.off)
+        is_head = path == MTP
+        model = self.config.model if is_head else ModelConfig.from_name(path)
+        model = replace(model, dtype=self.config.model.dtype, self_check=SelfCheck.off)
+        config = RuntimeConfig(model=model, offload=replace(self.config.offload, gather_tables=False))
         try:
-            draft = Runtime(RuntimeConfig(model=model, offload=self.config.offload), device=self.device)
+            draft = Runtime(config, device=self.device, should_stop=self._should_stop, is_mtp_head=is_head)
+            if is_head:
+                require_packed_head(draft.model)
         except (CheckpointError, ConfigError) as error:
             raise ConfigError(f"policy.draft_model={path}: {error}") from error
-        require_same_tokens(path, draft.model, self.model)
+        if is_head:
+            draft.model = replace(draft.model, shape=replace(draft.model.shape, name="the prediction head"))
+        else:
+            require_same_tokens(path, draft.model, self.model)
         return draft
 
     @contextmanager
@@ -416,7 +428,13 @@ class Runtime(Closing):
         with (
             self._draft._session_reader() as reader,
             open_draft_model(
-                draft, setup, reader, self._should_stop, num_rows=num_rows, weight_cache=self._draft._weight_cache
+                draft,
+                setup,
+                reader,
+                self._should_stop,
+                num_rows=num_rows,
+                weight_cache=self._draft._weight_cache,
+                kind=DraftModel if draft.mtp_embedding is None else MtpDrafts,
             ) as model,
         ):
             yield model

@@ -31,7 +31,8 @@ class _HeadSkipped(Exception):
 class BaseModelWrapper(torch.nn.Module):
     """Wraps a module that may be the base model. Of nested wrappers, the first one that a pass calls acts as the base
     model; others just call their module. The acting one runs its module once, and then returns the hidden states of the
-    current slice. Without `LaneRun.head`, all wrappers just call their module."""
+    current slice. Without `LaneRun.head`, all wrappers just call their module, and with `LaneRun.keeps_hidden`
+    store its hidden states."""
 
     def __init__(self, inner: torch.nn.Module):
         super().__init__()
@@ -49,7 +50,10 @@ class BaseModelWrapper(torch.nn.Module):
         run = getcurrent()
         slices = run.head if isinstance(run, LaneRun) else None
         if slices is None or slices.owner not in (None, self):
-            return self.inner(*args, **kwargs)
+            output = self.inner(*args, **kwargs)
+            if isinstance(run, LaneRun) and run.keeps_hidden:
+                run.hidden_1TD = _hidden_of(output)  # the outermost wrapper is the last
+            return output
         if slices.hidden_1ND is None:
             slices.owner = self
             slices.output = self.inner(*args, **kwargs)
@@ -135,9 +139,13 @@ def _contains(module: torch.nn.Module, other: torch.nn.Module) -> bool:
 
 def _select_hidden(output: object, selected_N: torch.Tensor) -> torch.Tensor:
     """Selects (1, N, D) of a base model's hidden states (B, T, D), the first item of its output."""
+    return _hidden_of(output).flatten(0, 1)[selected_N][None]
+
+
+def _hidden_of(output: object) -> torch.Tensor:
     hidden = output[0] if isinstance(output, tuple | ModelOutput) else output
     assert isinstance(hidden, torch.Tensor), f"the model below the head returned {type(hidden).__name__}"
-    return hidden.flatten(0, 1)[selected_N][None]
+    return hidden
 
 
 def _replace_hidden(output: object, hidden: torch.Tensor) -> object:

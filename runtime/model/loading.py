@@ -56,6 +56,7 @@ from .capabilities import (
 )
 from .fused import fuse
 from .fused_ops import DTYPES, compiled_ops, host_ops, require_accelerator
+from .mtp_head import MtpEmbedding, add_head_embedding, head_config, head_tensors
 from .rope_lengths import RopeLengths, follow_lengths
 from .stages import StagedModel, stage_model
 from .truncated_model import TruncatedModel, drop_unused_modules
@@ -91,6 +92,7 @@ class LoadedModel:
     rope_lengths: RopeLengths | None  # if rotary embeddings depend on a sequence's length
     split_heads: HeadShare | None = None  # with tensor parallelism: this rank's heads
     backends: BackendTable | None = None  # measured choice of linear backends; None: the default rule
+    mtp_embedding: MtpEmbedding | None = None  # of an MTP head, which needs hidden states
 
     @property
     def weight_storage(self) -> WeightStorage:
@@ -140,13 +142,17 @@ def load_model(
     should_stop: Callable[[], bool] = lambda: False,
     split: ModelSplit | None = None,
     encodes: bool = False,
+    is_mtp_head: bool = False,
 ) -> LoadedModel:
     """Opens a checkpoint, finds the bytes of each parameter, and stages the model.
 
     `use_byte_ranges`: see `map_weights`. `truncated`: load only the first layers. `split`: load only this rank's part.
-    `encodes`: load only the encoder of an encoder-decoder. Raises CheckpointError or ConfigError.
+    `encodes`: load only the encoder of an encoder-decoder. `is_mtp_head`: load only the checkpoint's MTP head, see
+    mtp_head.py. Raises CheckpointError or ConfigError.
     """
-    empty = _build_empty_model(config, device, cache_dir, truncated, should_stop, encodes=encodes)
+    empty = _build_empty_model(
+        config, device, cache_dir, truncated, should_stop, encodes=encodes, is_mtp_head=is_mtp_head
+    )
     model, checkpoint, class_name = empty.model, empty.checkpoint, type(empty.model).__name__
 
     # Run the class without weights to choose packed or padded lanes. An encoder has padded lanes without a cache.
@@ -223,6 +229,7 @@ def load_model(
         config=empty.published_config,
         fingerprint=empty.fingerprint,
         digests=digests,
+        mtp_embedding=empty.mtp_embedding,
     )
 
 
@@ -238,6 +245,7 @@ class _EmptyWeights:
     quantization: Mapping[str, object]  # its quantization_config
     generation: GenerationDefaults
     zeroed_rows: Mapping[str, Sequence[int]]  # parameter -> rows that transformers sets to zero when it loads the class
+    mtp_embedding: MtpEmbedding | None
 
     def make_rounded(self, config: ModelConfig) -> RoundedTensors | None:
         """Returns the tensors that `model.quantize` rounds while they are read; None if it is not set. Raises
@@ -327,6 +335,7 @@ def _build_empty_model(
     should_stop: Callable[[], bool],
     *,
     encodes: bool,
+    is_mtp_head: bool,
 ) -> _EmptyWeights:
     """Reads the small files and headers of a checkpoint, and builds the model on the meta device."""
     if config.compile:
@@ -340,12 +349,16 @@ def _build_empty_model(
     dtype = _compute_dtype(config.dtype, hf_config, device)
     if truncated is not None:
         truncated.shorten(hf_config)
+    if is_mtp_head:
+        checkpoint = replace(checkpoint, tensors=head_tensors(checkpoint.tensors, hf_config))
+        hf_config = head_config(hf_config)
     # A stored tensor may be split into several parameters, or used under several names.
     max_tensors = 16 * len(checkpoint.tensors) + 8192
     with as_checkpoint_error(f"{path}: config.json: cannot build the model", published_config):
         model = build_meta_model(hf_config, dtype, max_tensors=max_tensors, encodes=encodes)
     with as_config_error(type(model).__name__):
-        zeroed = zeroed_rows(model)
+        zeroed = {} if is_mtp_head else zeroed_rows(model)
+        mtp_embedding = add_head_embedding(model) if is_mtp_head else None
         drop_unused_modules(model)
         init_computed_parameters(model, checkpoint.tensors.keys())
         if truncated is not None:
@@ -359,6 +372,7 @@ def _build_empty_model(
         quantization=quantization,
         generation=generation,
         zeroed_rows=zeroed,
+        mtp_embedding=mtp_embedding,
     )
 
 

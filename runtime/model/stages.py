@@ -285,7 +285,9 @@ def forward_selected(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict
     tokens until it has stored keys and values, then with the selected tokens."""
     run = getcurrent()
     cache = run.cache if isinstance(run, LaneRun) else None
-    if not isinstance(cache, PagedKV) or not can_skip_unselected(cache.num_tokens, cache.num_selected):
+    if not isinstance(run, LaneRun) or not isinstance(cache, PagedKV) or run.keeps_hidden:
+        return layer(*args, **kwargs)
+    if not can_skip_unselected(cache.num_tokens, cache.num_selected):
         return layer(*args, **kwargs)
     indices: set[Any] = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
     if len(indices) != 1:  # two attentions, as in LongCat-Flash: all tokens continue after the first one

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from .sequence import Sequence as Running
@@ -60,10 +61,16 @@ NO_DRAFT = Draft()
 
 
 class Guesser(Protocol):
-    """A model that guesses tokens."""
+    """A model that guesses tokens. `needs_hidden`: it uses hidden states of the model whose tokens it guesses."""
+
+    needs_hidden: bool
 
     def guess(self, wanted: Sequence[tuple[Running, int]]) -> list[list[int]]:
         """Returns likely next tokens of each sequence, at most the given number."""
+        ...
+
+    def show_hidden(self, computed: Sequence[tuple[Running, int, torch.Tensor]]) -> None:
+        """Takes the hidden states (T, D) of known tokens of sequences, from the given position on, after each pass."""
         ...
 
     def leave(self, sequence: Running) -> None:
@@ -151,6 +158,11 @@ class Drafts:
     def _num_expected(self, num_equal: int, count: int) -> float:
         """Number of right tokens in a draft of `count` tokens, on average."""
         return sum(self._right_share(num_equal.bit_length(), index) for index in range(count))
+
+    def show_hidden(self, computed: Sequence[tuple[Running, int, torch.Tensor]]) -> None:
+        """See `Guesser`."""
+        assert self._model is not None, "only a model needs hidden states"
+        self._model.show_hidden(computed)
 
     def learn(self, draft: Draft, num_right: int) -> None:
         """Counts a draft whose first `num_right` tokens were right."""

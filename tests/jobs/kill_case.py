@@ -49,6 +49,8 @@ class Case:
     num_new_tokens: int = 120
     begin_alike: bool = False
     admission: Admission = Admission.wave
+    draft_tokens: int | None = None  # of the runs that are ended; the whole run guesses none
+    temperature: float = 0.0
 
     def run(self, name: str, should_stop: Callable[[], bool]) -> Outcome:
         """A start of the run up to its end."""
@@ -71,8 +73,11 @@ class Case:
                 num_micro_batches=3,
                 prefill_chunk_tokens=16 if self.reads else None,
                 admission=self.admission,
+                draft_tokens=self.draft_tokens,
             ),
-            sampling=SamplingConfig(max_new_tokens=self.num_new_tokens, ignore_eos=True),
+            sampling=SamplingConfig(
+                max_new_tokens=self.num_new_tokens, ignore_eos=True, temperature=self.temperature, seed=1
+            ),
             checkpoint_seconds=self.checkpoint_seconds,
         )
 

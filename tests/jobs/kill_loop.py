@@ -1,9 +1,11 @@
 """Ends runs again and again, at any moment, and holds what they come to against a run that nothing ended:
 python -m tests.jobs.kill_loop kills=40 stops=20 family=llama kv=auto seconds=0.3 prompts=shared admission=wave
+drafts=4 temperature=0.8
 
 `job`: generate, whose run is one long block, score or encode, in several. `windows`: how many of the 12 rows are read
 at a time; null is all. `family`: llama goes in packed lanes, bloom in padded ones, t5 behind an encoder. `prompts`:
 bundled ones, or such as begin alike. With `admission=continuous` there are two blocks, and as many seats as one has.
+`drafts`: tokens that are guessed in each pass, and none in the run that nothing ended.
 What a kill may cost is the time since the run was last saved; what a stop may cost is a pass, so that no token is
 recorded twice. Where prompts are only read it may be the block.
 """
@@ -15,7 +17,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -55,7 +57,7 @@ def loop(case: Case, *, num_kills: int, num_stops: int, seed: int = 0) -> Tally:
     """Raises AssertionError where a run came to anything else than the one that nothing ended."""
     moments, tally = random.Random(seed), Tally()
     case.make_inputs()
-    case.run("whole", lambda: False)
+    replace(case, draft_tokens=0).run("whole", lambda: False)
     expected = case.rows("whole")
     passes = pq.read_table(case.directory("whole").throughput)
     assert case.reads or not case.has_own_rows or sum(passes["spared_tokens"].to_pylist()) > 0
@@ -175,12 +177,15 @@ def main() -> None:
             checkpoint_seconds=float(options.get("seconds", "0.3")),
             begin_alike=options.get("prompts", "bundled") == "shared",
             admission=Admission(options.get("admission", "wave")),
+            draft_tokens=None if (drafts := options.get("drafts", "null")) == "null" else int(drafts),
+            temperature=float(options.get("temperature", "0")),
         )
         kills, stops, seed = (
             int(options.get(key, default)) for key, default in (("kills", 40), ("stops", 20), ("seed", 0))
         )
         what = f"{case.job} windows={case.window_rows} {case.family}"
         title = f"{what} kv={case.kv.value} admission={case.admission.value}"
+        title += f" drafts={case.draft_tokens} temperature={case.temperature:g}"
         print(f"{title}: {loop(case, num_kills=kills, num_stops=stops, seed=seed)}")
 
 

@@ -50,6 +50,7 @@ class LaneContext:
     skipped_layers: frozenset[int] = frozenset()  # computed by other ranks
     drafts: Drafts | None = None  # guesses tokens of sequences that decode
     drafts_beside_prompts: bool = False  # also in passes that prefill other sequences
+    keeps_hidden: bool = False  # packed lanes keep the hidden states of all tokens of a pass
 
 
 class Lane(ABC):
@@ -59,7 +60,7 @@ class Lane(ABC):
     def __init__(self, context: LaneContext, sequences: Rows[Sequence]):
         self._model, self._sampler, self._device = context.model, context.sampler, context.device.torch_device
         self.sequences = list(sequences)
-        self._rope_lengths = context.rope_lengths
+        self._rope_lengths, self._keeps_hidden = context.rope_lengths, context.keeps_hidden
         self._run: LaneRun | None = None
         self._logits_BV: torch.Tensor | None = None
         self._sampled: list[Sequence] = []
@@ -103,7 +104,8 @@ class Lane(ABC):
 
     def make_run(self) -> LaneRun:
         """Creates the greenlet of a prepared pass."""
-        return LaneRun(partial(run_local_stages, self._forward), self.cache, self._lengths())
+        forward = partial(run_local_stages, self._forward)
+        return LaneRun(forward, self.cache, self._lengths(), keeps_hidden=self._keeps_hidden)
 
     def advance(self, answer: Weights | torch.Tensor) -> Event | None:
         """Resumes the forward pass with the answer to its last event. Returns the next event; None at the end."""

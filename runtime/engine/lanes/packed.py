@@ -10,7 +10,7 @@ from ...attention.upload import upload
 from ...cache.paged import PagedKV, PassView
 from ...cache.pages import SharedPages
 from ...model.head import HasLogits
-from ...sequences.drafts import NO_DRAFT, Draft
+from ...sequences.drafts import NO_DRAFT, Draft, Drafts
 from ...sequences.reading import PoolingTargets
 from ...sequences.sequence import Sequence
 from ..records import PassCounts
@@ -29,6 +29,7 @@ class PackedLane(Lane):
         self._drafts, self._drafts_beside_prompts = context.drafts, context.drafts_beside_prompts
         self._drafted: list[Draft] = []  # of each sequence in the pass
         self._drafted_logits_BV: torch.Tensor | None = None  # of all selected tokens, if some are drafted
+        self.hidden_TD: torch.Tensor | None = None  # of the tokens of the last pass, with `LaneContext.keeps_hidden`
         for sequence in sequences:
             self.enter(sequence)
 
@@ -193,6 +194,8 @@ class PackedLane(Lane):
             self._read_targets(self._call_model)
             return
         out = self._call_model(self._cache.selected_B)
+        if self._keeps_hidden and self._run is not None and self._run.hidden_1TD is not None:
+            self.hidden_TD = self._run.hidden_1TD[0]
         logits_TV = out.logits[0]
         has_selected_only = len(logits_TV) == len(self._cache.selected_B)  # some classes ignore logits_to_keep
         self._logits_BV = logits_TV if has_selected_only else logits_TV[self._cache.selected_B]
@@ -256,6 +259,7 @@ class PackedLane(Lane):
         num_decoded = sum(new for s, new in zip(self.sequences, self._new_tokens, strict=True) if s.is_prefilled)
         num_spared = sum(_num_skipped(s, new) for s, new in zip(self.sequences, self._new_tokens, strict=True) if new)
         num_known = [sequence.num_known for sequence in self.sequences]
+        begins = [sequence.num_cached for sequence in self.sequences]
         for sequence, new, draft in zip(self.sequences, self._new_tokens, self._drafted, strict=True):
             sequence.num_cached += new - len(draft.tokens)
         sampled, num_useful = self._sampled, self._accept(drawn)
@@ -270,6 +274,8 @@ class PackedLane(Lane):
             sequence.num_cached += num_right
             num_kept.append(new - len(draft.tokens) + num_right)
         self._cache.end_pass(num_kept)
+        if self._drafts is not None and self.hidden_TD is not None:
+            self._show_hidden(self._drafts, self.hidden_TD, begins, num_kept)
         counts = PassCounts(
             num_sequences=sum(
                 1 for s, new in zip(self.sequences, self._new_tokens, strict=True) if new and s.fills_prefix is None
@@ -291,6 +297,19 @@ class PackedLane(Lane):
             self.leave(sequence)
             self.enter(sequence)
         return counts
+
+    def _show_hidden(self, drafts: Drafts, hidden_TD: torch.Tensor, begins: Rows[int], num_kept: Rows[int]) -> None:
+        """Shows the hidden states of the first `num_kept` tokens of each sequence to the model that guesses. `begins`:
+        their positions."""
+        parts, self.hidden_TD = hidden_TD.split(self._new_tokens), None
+        rows = zip(self.sequences, begins, parts, num_kept, strict=True)
+        drafts.show_hidden(
+            [
+                (sequence, begin, part[:kept])
+                for sequence, begin, part, kept in rows
+                if kept and sequence.finish is None and sequence.fills_prefix is None
+            ]
+        )
 
 
 def _align_beams(sequences: Rows[Sequence], new: Rows[int]) -> list[int]:
