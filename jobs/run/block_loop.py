@@ -77,6 +77,11 @@ class OpenParts:
     def __len__(self) -> int:
         return len(self._num_missing)
 
+    @property
+    def are_split(self) -> bool:
+        """True if some parts are complete, and others are not."""
+        return 0 < len(self._complete) < len(self._num_missing)
+
     def add(self, row: GenerationRow) -> None:
         assert row.key not in self.rows, f"{row.key} was added before"
         self.rows[row.key] = row
@@ -188,6 +193,8 @@ class OpenBlocks:
         self.progress.advance(row)
         self.feed.advance(row)
         self.after_pass(record)
+        if self._parts.are_split:  # the part has passes of other rows too, which must not run again after a crash
+            self._save()
         self._commit_complete()
         seconds = self.checkpoint_seconds
         if len(self._parts) and seconds is not None and time.monotonic() - self._saved_at >= seconds:

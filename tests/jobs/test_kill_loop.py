@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
+from jobs.run.block_loop import OpenParts
+from runtime.config.settings import Admission
+from runtime.errors import InternalError
 from tests.jobs.kill_case import Case
 from tests.jobs.kill_loop import loop
 
@@ -24,3 +28,34 @@ def test_prompts_that_are_only_read_come_to_the_same_rows_when_it_is_killed(
         Case(home=tmp_path, job=job, window_rows=window_rows, checkpoint_seconds=0.05), num_kills=2, num_stops=0
     )
     assert tally.num_kills == 2
+
+
+def test_a_crash_after_a_part_counts_no_token_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses let rows of one block end while those of another one run."""
+    case = Case(
+        home=tmp_path,
+        num_rows=6,
+        num_new_tokens=120,
+        begin_alike=True,
+        checkpoint_seconds=1e6,
+        admission=Admission.continuous,
+        draft_tokens=4,
+    )
+    case.make_inputs()
+    commit, num_left = OpenParts.commit_complete, list[int]()
+
+    def crash_after_first(parts: OpenParts) -> list[int]:
+        if done := commit(parts):
+            num_left.append(len(parts))
+            raise KeyError("a crash")
+        return done
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OpenParts, "commit_complete", crash_after_first)
+        with pytest.raises(InternalError, match="a crash"):
+            case.run("ended", lambda: False)
+    assert num_left[0] > 0, "rows of another block were running"
+    case.run("ended", lambda: False)
+    passes = pq.read_table(case.directory("ended").throughput)
+    assert sum(passes["useful_tokens"].to_pylist()) == 6 * 120
+    assert sum(passes["accepted_tokens"].to_pylist()) > 0
