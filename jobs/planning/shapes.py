@@ -31,7 +31,7 @@ DTYPE_FIELDS = ("compute_dtype_bytes", "kv_layer_bytes", "state_bytes_per_sequen
 STRUCTURED_FIELDS = ("name", "stages", "bounded_layers", "delta_rule", "weight_bytes")
 RUN_FIELDS = (  # not stored: they depend on a run's settings, or need a loaded model
     *("compute_dtype", "kv_dtype", "kv_heads", "kv_tail_bytes_per_sequence", "state_layer_bytes"),
-    *("rank_stages", "num_parts", "draft"),
+    *("rank_stages", "num_parts", "draft", "is_mtp_head"),
 )
 HOST_FIELDS = ("has_decode_kernel", "has_fused_gates", "attention_method")  # not stored: they depend on the machine
 RARE_FIELDS = ("restart_tokens", "has_whole_prompts", "has_bare_experts")  # written only if true or nonzero

@@ -152,7 +152,8 @@ class Engine:
             is_counted = phase is not Phase.prefill
             self._streams.experts.end_pass(batch.block, record.counts.padded_tokens, is_counted=is_counted)
         is_alone = self._agree is agree_alone  # the other ranks would not play the probe's passes
-        if is_alone and record.counts.useful_tokens < record.counts.issued_tokens:
+        is_whole = self._loaded.mtp_embedding is None  # a head that gives NaN guesses nothing
+        if is_alone and is_whole and record.counts.useful_tokens < record.counts.issued_tokens:
             self._nonfinite_probe.explain(groups, record.counts)
         return record
 

@@ -425,16 +425,17 @@ class Runtime(Closing):
             return
         self._draft.wait_for_kernels()
         num_rows, draft = plan.num_lanes * plan.lane_size, self._draft.model
+        is_head = draft.mtp_embedding is not None
         with (
             self._draft._session_reader() as reader,
             open_draft_model(
                 draft,
                 setup,
                 reader,
-                self._should_stop,
+                (lambda: False) if is_head else self._should_stop,  # a head runs inside passes, which must end
                 num_rows=num_rows,
                 weight_cache=self._draft._weight_cache,
-                kind=DraftModel if draft.mtp_embedding is None else MtpDrafts,
+                kind=MtpDrafts if is_head else DraftModel,
             ) as model,
         ):
             yield model

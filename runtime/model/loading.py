@@ -210,6 +210,7 @@ def load_model(
             has_decode_kernel=is_packed and not cache.is_latent and device.type == "cpu" and can_compile(),
             has_whole_prompts=bool(padding.whole_prompts_reason),
             restart_tokens=None if rope_lengths is None else rope_lengths.restart_tokens,
+            is_mtp_head=is_mtp_head,
         ),
         expands_latents=cache.is_latent,
         padding=padding,

@@ -264,6 +264,18 @@ def test_a_packed_checkpoint_keeps_its_head(echo: Path, tmp_path: Path) -> None:
     assert counts(passes).accepted_tokens
 
 
+def test_a_broken_head_guesses_nothing(echo: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(echo, broken)
+    weights = load_file(broken / "model-head.safetensors")
+    weights["model.layers.1.eh_proj.weight"][0, 0] = torch.nan
+    save_file(weights, broken / "model-head.safetensors", {"format": "pt"})
+    prompts, sampling = [[5, 6, 7, 8, 9], [9, 8, 7]], SamplingConfig(max_new_tokens=20)
+    found, passes, _ = run(broken, prompts, sampling)
+    assert found == run(echo, prompts, sampling, draft_tokens=0)[0]
+    assert not counts(passes).drafted_tokens
+
+
 def test_the_ledger_counts_it(echo: Path) -> None:
     def entries(policy: PolicyConfig) -> dict[str, int]:
         runtime = Runtime(RuntimeConfig(model=ModelConfig.from_name(str(echo)), policy=policy, offload=NVME))

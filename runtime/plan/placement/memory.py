@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from ...batching.prefixes import PrefixSharing, SharedPrefix
+from ...config.settings import MAX_DRAFT_TOKENS
 from ...units import MIB, round_up
 from ..shape.attention import (
     CHUNK_COLUMNS,
@@ -33,6 +34,7 @@ MAX_DEQUANTIZED_ELEMENTS = 1 << 24  # elements per step on a device, see linear/
 FEW_ROWS = 128
 DEQUANTIZING_BYTES = 4 * 4 * MAX_DEQUANTIZED_ELEMENTS  # float32 elements and temporaries
 INNER_VECTORS = 3  # feed-forward vectors per token: gate, up and their product
+HEAD_STATES = 8  # vectors per token of an MTP head before its layer: inputs, norms, and both in one
 GATED_ROWS = 512  # tokens per block of our fused feed-forward, see model/fused.py
 GROUPED_BYTES = 16 * MIB  # inputs and outputs of a group of experts on a CPU, see model/expert_groups.py
 PACKED_INPUT_BYTES = 24 * MIB  # inputs of a product that CPU kernels have copied into their own order
@@ -306,6 +308,10 @@ def _draft_entry(draft: ModelShape, micro_batches: Sequence[MicroBatch], chunk_t
     lane = sum(entry.num_bytes for entry in lane_entries(draft, [largest], chunk_tokens, slack_bytes=0))
     equation = f"weights {draft.weight_bytes / MIB:.1f} MiB + {num_pages:,} KV pages {kv / MIB:.1f} MiB "
     equation += f"+ a pass {lane / MIB:.1f} MiB"
+    if draft.is_mtp_head:
+        num_tokens = max(chunk_tokens, len(largest) * (1 + MAX_DRAFT_TOKENS))
+        states = HEAD_STATES * num_tokens * draft.hidden_size * draft.compute_dtype_bytes
+        lane, equation = lane + states, f"{equation} + hidden states {states / MIB:.1f} MiB"
     return Entry(name="draft model", num_bytes=draft.weight_bytes + kv + lane, equation=equation)
 
 

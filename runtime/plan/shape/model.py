@@ -48,6 +48,7 @@ class ModelShape:
     rank_stages: range | None = None  # stages computed by this pipeline rank, see rank_shares.py; None: all
     compute_dtype: str = ""  # safetensors name; "": unknown
     draft: "ModelShape | None" = None  # small model in compute memory that guesses tokens
+    is_mtp_head: bool = False  # an MTP head, which takes hidden states beside tokens
     num_parts: int = 1  # tensor-parallel ranks that divide the model; this shape is the part of one
     weight_bytes: int = field(init=False, default=0)  # of all stages; shared tensors count once
 
