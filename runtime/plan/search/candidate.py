@@ -15,6 +15,7 @@ from math import inf
 from ...batching.balance import Block, plan_blocks
 from ...batching.prefixes import SharedPrefix
 from ...config.settings import Admission, ExpertPaging, PolicyKind, Prefetch, PrefetchConfig, RuntimeConfig
+from ...resources import Resource
 from ..cost.predict import MAX_BLOCKS, Prediction, decode_pass_seconds, pick_evenly, predict, predict_roughly
 from ..cost.rates import MachineRates
 from ..cost.work import with_cpu_share
@@ -138,8 +139,8 @@ class Problem:
         """Returns the placement of a load, with the CPU's share of experts derived from the rates.
 
         If experts are read one by one, memory may keep single experts in place of whole layers. The simulator decides,
-        with an even router until `routing` is known: single experts must save the share `MIN_SAVING` of a block's time.
-        Without rates, memory keeps whole layers.
+        with an even router until `routing` is known: single experts must save the share `MIN_SAVING` of a block's time,
+        and until then of its reads, as they take more time to compute. Without rates, memory keeps whole layers.
         """
         whole = replace(choose_placement(self.shape, config, self.budgets, load), routing=self.routing)
         whole = with_cpu_share(self.shape, whole, self.rates)
@@ -151,11 +152,17 @@ class Problem:
         if not single.fits or not single.num_kept_experts or single.kv != whole.kv:
             return whole
         single = replace(single, routing=self.routing)
-        whole_seconds, single_seconds = (
-            predict_roughly(self.shape, placement, load.lanes, load.chunk_tokens, self.rates).seconds
+        whole_run, single_run = (
+            predict_roughly(self.shape, placement, load.lanes, load.chunk_tokens, self.rates)
             for placement in (whole, single)
         )
-        return single if single_seconds < (1 - MIN_SAVING) * whole_seconds else whole
+        saves_time = single_run.seconds < (1 - MIN_SAVING) * whole_run.seconds
+        saves_reads = _disk_seconds(single_run) < (1 - MIN_SAVING) * _disk_seconds(whole_run)
+        return single if saves_time and (saves_reads or self.routing is not None) else whole
+
+
+def _disk_seconds(prediction: Prediction) -> float:
+    return sum(phase.busy_seconds[Resource.disk] for phase in (prediction.prefill, prediction.decode))
 
 
 def place_existing_blocks(problem: Problem, blocks: tuple[Block, ...]) -> PlacedRun:
