@@ -32,19 +32,26 @@ from .records import Phase
 from .setup import Setup, open_streams
 
 
-def require_same_tokens(path: str, draft: LoadedModel, model: LoadedModel) -> None:
+def require_packed(draft: LoadedModel, *, expands_latents: bool) -> None:
+    """Raises ConfigError if the model's tokens cannot be taken back. `expands_latents`: it may do that."""
+    may_guess = draft.shape.is_packed and draft.rope_lengths is None
+    if not may_guess or (draft.expands_latents and not expands_latents):
+        raise ConfigError(
+            f"{draft.shape.name} needs padded lanes, from which no tokens can be taken back: set another model, or null"
+        )
+
+
+def require_same_tokens(draft: LoadedModel, model: LoadedModel) -> None:
     """Raises ConfigError unless tokens have the same ids in both models, and the small one can guess."""
-    if not draft.shape.is_packed or draft.rope_lengths is not None or draft.expands_latents:
-        raise ConfigError(f"policy.draft_model={path}: {draft.shape.name} needs padded lanes, from which no tokens can "
-                          "be taken back: set another model, or null")  # fmt: skip
+    require_packed(draft, expands_latents=False)
     if draft.tokenizer is None or model.tokenizer is None:
-        raise ConfigError(f"policy.draft_model={path}: both models need a tokenizer, to compare their tokens")
+        raise ConfigError("both models need a tokenizer, to compare their tokens")
     known, other = model.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
     num_other = len({token for token, index in known.items() if other.get(token) != index})
     if num_other:
         raise ConfigError(
-            f"policy.draft_model={path}: {num_other:,} of the model's {len(known):,} tokens are missing or have "
-            f"another id there, so its guesses would be other texts: set a smaller model of the same family, or null"
+            f"{num_other:,} of the model's {len(known):,} tokens are missing or have another id there, so its guesses "
+            "would be other texts: set a smaller model of the same family, or null"
         )
 
 

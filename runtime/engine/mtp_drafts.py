@@ -13,17 +13,10 @@ import torch
 
 from ..cache.pages import num_pages_for
 from ..config.settings import MAX_DRAFT_TOKENS
-from ..errors import ConfigError
 from ..model.loading import LoadedModel
 from ..sequences.sequence import Sequence
 from .draft_model import DraftModel, copy_generator
 from .engine import Engine
-
-
-def require_packed_head(head: LoadedModel) -> None:
-    """Raises ConfigError if the head's tokens cannot be taken back."""
-    if not head.shape.is_packed or head.rope_lengths is not None:
-        raise ConfigError("the prediction head needs padded lanes, from which no tokens can be taken back")
 
 
 class MtpDrafts(DraftModel):
@@ -51,8 +44,7 @@ class MtpDrafts(DraftModel):
         for sequence, begin, hidden_TD in computed:
             if (shadow := self._shadow_at(sequence, begin)) is None:
                 continue
-            num_pages = num_pages_for(shadow.num_cached + len(hidden_TD)) - num_pages_for(shadow.num_cached)
-            if num_pages > num_free:
+            if (num_pages := _num_new_pages(shadow, len(hidden_TD))) > num_free:
                 self.leave(sequence)
                 continue
             num_free -= num_pages
@@ -68,8 +60,7 @@ class MtpDrafts(DraftModel):
             if shadow is None or shadow.finish is not None:
                 continue
             count = most - (len(shadow.generated) - self._num_generated(sequence))
-            num_pages = num_pages_for(shadow.num_cached + max(0, count)) - num_pages_for(shadow.num_cached)
-            if count > 0 and num_pages <= num_free:
+            if count > 0 and (num_pages := _num_new_pages(shadow, count)) <= num_free:
                 missing[id(shadow)], num_free = count, num_free - num_pages
         while missing:
             self._read({key: self._last_hidden[key] for key in missing})
@@ -130,13 +121,14 @@ class MtpDrafts(DraftModel):
             counts, parts, room = list[int](), list[torch.Tensor](), self._chunk_tokens
             shadows = list(lane.sequences)
             for shadow in shadows:
-                hidden_TD = left.pop(id(shadow), None)
-                counts.append(0 if hidden_TD is None else min(room, len(hidden_TD)))
-                room -= counts[-1]
-                if hidden_TD is not None:
-                    parts.append(hidden_TD[: counts[-1]])
-                    if counts[-1] < len(hidden_TD):
-                        left[id(shadow)] = hidden_TD[counts[-1] :]
+                count = 0
+                if (hidden_TD := left.pop(id(shadow), None)) is not None:
+                    count = min(room, len(hidden_TD))
+                    room -= count
+                    parts.append(hidden_TD[:count])
+                    if count < len(hidden_TD):
+                        left[id(shadow)] = hidden_TD[count:]
+                counts.append(count)
             self._embedding.hidden_1TD = torch.cat(parts)[None]
             self._batcher.new_tokens = counts
             self._engine.step(self._batcher)
@@ -147,3 +139,8 @@ class MtpDrafts(DraftModel):
                 if shadow.finish is not None:
                     self._last_hidden.pop(id(shadow), None)
                     left.pop(id(shadow), None)
+
+
+def _num_new_pages(shadow: Sequence, num_tokens: int) -> int:
+    """Number of KV pages that the next tokens of a shadow need beside those that it has."""
+    return num_pages_for(shadow.num_cached + num_tokens) - num_pages_for(shadow.num_cached)

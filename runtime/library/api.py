@@ -36,9 +36,9 @@ from ..devices.sessions import RankSession
 from ..devices.shared_run import SharedRun, choose_rank_device
 from ..engine.batcher import sequence_sizes
 from ..engine.compiling import COMPILING_SECONDS, MIN_TOKENS, CompiledKernels, estimate_plain_seconds
-from ..engine.draft_model import DraftModel, open_draft_model, require_same_tokens
+from ..engine.draft_model import DraftModel, open_draft_model, require_packed, require_same_tokens
 from ..engine.engine import Engine, agree_alone
-from ..engine.mtp_drafts import MtpDrafts, require_packed_head
+from ..engine.mtp_drafts import MtpDrafts
 from ..engine.self_check import check_lanes, is_check_due
 from ..engine.session import Session
 from ..engine.setup import Setup, compiled_kernels, open_streams, prepare_attention
@@ -409,13 +409,12 @@ class Runtime(Closing):
         try:
             draft = Runtime(config, device=self.device, should_stop=self._should_stop, is_mtp_head=is_head)
             if is_head:
-                require_packed_head(draft.model)
+                draft.model = replace(draft.model, shape=replace(draft.model.shape, name="the prediction head"))
+                require_packed(draft.model, expands_latents=True)
+            else:
+                require_same_tokens(draft.model, self.model)
         except (CheckpointError, ConfigError) as error:
             raise ConfigError(f"policy.draft_model={path}: {error}") from error
-        if is_head:
-            draft.model = replace(draft.model, shape=replace(draft.model.shape, name="the prediction head"))
-        else:
-            require_same_tokens(path, draft.model, self.model)
         return draft
 
     @contextmanager

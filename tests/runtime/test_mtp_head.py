@@ -243,10 +243,8 @@ def test_it_guesses_in_front_of_an_accelerator_and_with_quantized_keys(kv: KVCon
 
 @pytest.mark.parametrize("admission", Admission)
 def test_stopped_runs_go_on_with_guesses(admission: Admission, echo: Path) -> None:
-    prompts, sampling = (
-        [[(3 * i + j) % 200 + 5 for j in range(12)] for i in range(3)],
-        SamplingConfig(max_new_tokens=24),
-    )
+    prompts = [[(3 * i + j) % 200 + 5 for j in range(12)] for i in range(3)]
+    sampling = SamplingConfig(max_new_tokens=24)
     expected, _, _ = run(echo, prompts, sampling, admission=admission, draft_tokens=0)
     done, _, states = run(echo, prompts, sampling, admission=admission, num_passes=4)
     assert states
