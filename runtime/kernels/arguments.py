@@ -16,7 +16,8 @@ import numpy as np
 
 ISA_VARIABLE = "WEIGHTSTREAM_ISA"  # environment variable that limits the instruction set, see compiled.py
 PAIR_ROWS = 32  # rows of w per step of a product, two AMX tiles; kernels skip the last N % PAIR_ROWS rows of w
-GROUP_NUMBERS = 64  # K of packed rows is a multiple of it; each run of 64 numbers takes `group_bytes` in every row
+GROUP_NUMBERS = 64  # K of packed rows is a multiple of it
+BLOCK_NUMBERS = 256  # numbers of a packed row that take `block_bytes`
 GROUP_BYTES = 96  # bytes of GROUP_NUMBERS in WINDOW4: 64 of sign and mantissa, then 32 of two exponent codes each
 # Encodings that `weightstream pack` writes. WINDOW4: lossless bfloat16 in 12 bits, see formats/kinds/window4.py.
 WINDOW4, INT8, INT4, FLOAT8 = range(4)
@@ -27,9 +28,12 @@ WINDOW4, INT8, INT4, FLOAT8 = range(4)
 BYTES, SIGNED_BYTES, SCALED_FLOAT8, NIBBLES, FLOAT4, TABLE_NIBBLES = range(4, 10)
 WORDS4, WORDS8, ROW_WORDS = range(10, 13)
 WORD_ROWS = 8  # rows of w whose 4-bit codes share a word of ROW_WORDS
-# Encodings for accelerators only: FP8 E5M2, unquantized numbers of x's dtype, and GGUF's blocks.
-FLOAT8_E5M2, PLAIN, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K = range(13, 20)
+FLOAT8_E5M2, PLAIN = range(13, 15)  # for accelerators only: FP8 E5M2, and unquantized numbers of x's dtype
+# GGUF's blocks of 32 or 256 numbers; the first five also for accelerators.
+Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K = range(15, 25)
 GGUF = {"Q8_0": Q8_0, "Q4_0": Q4_0, "Q4_K": Q4_K, "Q5_K": Q5_K, "Q6_K": Q6_K}
+GGUF |= {"Q4_1": Q4_1, "Q5_0": Q5_0, "Q5_1": Q5_1, "Q2_K": Q2_K, "Q3_K": Q3_K}
+DEVICE_GGUF = (Q8_0, Q4_0, Q4_K, Q5_K, Q6_K)
 INT4_MIDDLE = 8  # added to INT4 codes, -8 to 7, to store them unsigned
 FLOAT32, BFLOAT16, FLOAT16 = range(3)  # dtypes of a product's output
 CODE_RUN = 32  # adjacent INT4 codes in 16 bytes: the first 16 in their low nibbles, the others in the high ones
@@ -40,7 +44,8 @@ Span: TypeAlias = tuple[int, int]  # begin, end (exclusive)
 class StoredRows(NamedTuple):
     """Packed rows of weights as flat arrays. `layout` has the fields of `packed_rows.Layout` in linear/. `body`: codes.
     `starts`, `columns`, `exponents`: see `packed.Escapes`; `scales`: see `packed.Scales`; `zeros`, `factors`, `table`
-    and `groups` (of each column): see `grouped.GroupArrays`. Arrays that the encoding does not use are empty."""
+    and `groups` (of each column): see `grouped.GroupArrays`; `order`: see `gguf_blocks.widen_blocks`. Arrays that the
+    encoding does not use are empty."""
 
     body: np.ndarray
     layout: np.ndarray
@@ -52,6 +57,7 @@ class StoredRows(NamedTuple):
     factors: np.ndarray
     table: np.ndarray
     groups: np.ndarray
+    order: np.ndarray
 
 
 class VectorProduct(NamedTuple):

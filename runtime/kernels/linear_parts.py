@@ -15,7 +15,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .arguments import BFLOAT16, FLOAT16, FLOAT32, GROUP_NUMBERS, WINDOW4
+from .arguments import BFLOAT16, BLOCK_NUMBERS, FLOAT16, FLOAT32, GROUP_NUMBERS, WINDOW4
 from .compiled import REORDERED
 from .packed import RowPacking, packed_offset
 from .primitives import (
@@ -155,13 +155,13 @@ def count_blocks(num_groups: int, usual: int) -> int:
 @njit(fastmath=REORDERED, forceinline=True)
 def input_index(K: int, packed: RowPacking | None, row: int, k: int) -> int:
     """Returns the index of input `k` of a row of w, in elements."""
-    return row * K + k if packed is None else packed_offset(K, packed.group_bytes, row, k)
+    return row * K + k if packed is None else packed_offset(K, packed.block_bytes, row, k)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
 def group_elements(packed: RowPacking | None) -> int:
-    """Returns how many elements GROUP_NUMBERS inputs of a row take."""
-    return GROUP_NUMBERS if packed is None else packed.group_bytes
+    """Returns how many elements GROUP_NUMBERS inputs of a row take, rounded down: it is for prefetches only."""
+    return GROUP_NUMBERS if packed is None else packed.block_bytes * GROUP_NUMBERS // BLOCK_NUMBERS
 
 
 @njit(fastmath=REORDERED, forceinline=True)

@@ -3,7 +3,7 @@
 Packed rows hold codes instead of numbers. To widen codes is to decode them to float32. WINDOW4 is lossless bfloat16 in
 12 bits (see `formats/kinds/window4.py`): a group is GROUP_NUMBERS numbers in GROUP_BYTES bytes, first the sign and
 mantissa bytes, then 4-bit codes of exponents. Its escapes are numbers whose exponent has no code. The encodings of
-published checkpoints are decoded in `grouped.py`.
+published checkpoints are decoded in `grouped.py`, those of GGUF in `gguf_blocks.py`.
 
 Functions marked `@intrinsic` are explained in `primitives.py`, and documented at their public names below.
 
@@ -20,6 +20,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .arguments import (
+    BLOCK_NUMBERS,
     BYTES,
     CODE_RUN,
     FLOAT4,
@@ -29,6 +30,7 @@ from .arguments import (
     INT4_MIDDLE,
     INT8,
     NIBBLES,
+    Q8_0,
     SCALED_FLOAT8,
     SIGNED_BYTES,
     TABLE_NIBBLES,
@@ -39,6 +41,7 @@ from .arguments import (
     StoredRows,
 )
 from .compiled import REORDERED, cached_kernel
+from .gguf_blocks import widen_blocks
 from .grouped import (
     GroupArrays,
     widen_bytes,
@@ -266,17 +269,18 @@ class Scales(NamedTuple):
 
 class RowPacking(NamedTuple):
     """The layout of `num_rows` packed rows. `encoding`: a constant of `arguments.py`. If codes are stored row by row,
-    GROUP_NUMBERS numbers take `group_bytes`. If words of columns are stored (WORDS4, WORDS8, ROW_WORDS), the same row's
+    BLOCK_NUMBERS numbers take `block_bytes`. If words of columns are stored (WORDS4, WORDS8, ROW_WORDS), the same row's
     next word is `word_stride` bytes further. `escapes` are for WINDOW4, `scales` for INT8, INT4 and FLOAT8, `groups`
-    for published encodings."""
+    for published encodings, `order` for GGUF's."""
 
     encoding: int
     num_rows: int
-    group_bytes: int
+    block_bytes: int
     word_stride: int
     escapes: Escapes
     scales: Scales
     groups: GroupArrays
+    order: np.ndarray
 
 
 @njit(fastmath=REORDERED)
@@ -286,13 +290,13 @@ def unpack_arguments(stored: StoredRows) -> RowPacking:
     escapes = Escapes(layout[5], stored.starts, stored.columns, stored.exponents)
     scales = Scales(stored.scales, layout[6], layout[7])
     groups = GroupArrays(stored.zeros, stored.factors, stored.table, stored.groups, layout[8] > 0)
-    return RowPacking(layout[0], layout[1], layout[3], layout[4], escapes, scales, groups)
+    return RowPacking(layout[0], layout[1], layout[3], layout[4], escapes, scales, groups, stored.order)
 
 
 @njit(fastmath=REORDERED, forceinline=True)
-def packed_offset(K: int, group_bytes: int, row: int, k: int) -> int:
-    """Returns the byte offset of number `k` of a row, for codes stored row by row."""
-    return (row * K + k) // GROUP_NUMBERS * group_bytes
+def packed_offset(K: int, block_bytes: int, row: int, k: int) -> int:
+    """Returns the byte offset of number `k` of a row, for codes stored row by row. A block must begin there."""
+    return (row * K + k) * block_bytes // BLOCK_NUMBERS
 
 
 @njit(fastmath=REORDERED, forceinline=True)
@@ -343,10 +347,11 @@ def widen_packed(
     Escapes get exponent 0. K: numbers of a row. Call it once for several rows: counting references to arrays takes as
     long as a row."""
     (first, last), k, num_inputs = rows, chain[0], chain[1] - chain[0]
-    num_rows, encoding, group_bytes, scales = last - first, packed.encoding, packed.group_bytes, packed.scales
+    num_rows, encoding, block_bytes, scales = last - first, packed.encoding, packed.block_bytes, packed.scales
     shift, at = scales.shift, first * scales.num_groups + (k >> scales.shift)
     row_scales, to = RowsAt(scales.bits, at, scales.num_groups), RowsAt(out, 0, stride)
-    stored = RowsAt(body, packed_offset(K, group_bytes, first, k), K // GROUP_NUMBERS * group_bytes)
+    row_bytes = packed_offset(K, block_bytes, 1, 0)
+    stored = RowsAt(body, packed_offset(K, block_bytes, first, k), row_bytes)
     if encoding == WINDOW4:
         widen_window4(stored, num_rows, num_inputs, packed.escapes.base, to)
     elif encoding == INT8:
@@ -355,6 +360,9 @@ def widen_packed(
         widen_int4(stored, num_rows, num_inputs, row_scales, shift, to)
     elif encoding == FLOAT8:
         widen_float8(stored, num_rows, num_inputs, row_scales, shift, to)
+    elif encoding >= Q8_0:
+        at = packed_offset(K, block_bytes, 0, k)
+        widen_blocks(body, packed.order, encoding, row_bytes, at, rows, num_inputs, out, stride)
     elif encoding >= WORDS4:
         _widen_columns(packed, body, rows, k, num_inputs, to)
     else:

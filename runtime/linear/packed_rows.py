@@ -10,7 +10,7 @@ exact in float32.
 neighboring columns or rows (`ColumnCodes`).
 
 Unlike a group of columns, which shares a scale, a run is GROUP_NUMBERS = 64 adjacent columns in any format. Kernels
-decode run by run; a run takes `group_bytes` bytes per row.
+decode run by run.
 
 N rows of K numbers, B bytes per row, W rows of words, R selected rows; G groups of columns.
 """
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from ..kernels.arguments import (
+    BLOCK_NUMBERS,
     BYTES,
     CODE_RUN,
     FLOAT8,
@@ -45,13 +46,13 @@ ALL_COLUMNS = 31  # column >> ALL_COLUMNS is 0: all columns are in group 0
 
 class Layout(NamedTuple):
     """Integer arguments of `kernels.packed.unpack_arguments`, in its order. `base`: see `kernels.packed.Escapes`.
-    `num_groups`: groups per row; a column is in group column >> `shift`. `group_bytes` and `word_stride`: see
+    `num_groups`: groups per row; a column is in group column >> `shift`. `block_bytes` and `word_stride`: see
     `kernels.packed.RowPacking`; `is_wide`: see `kernels.grouped.GroupArrays`."""
 
     encoding: int
     num_rows: int
     num_columns: int
-    group_bytes: int = 0
+    block_bytes: int = 0
     word_stride: int = 0
     base: int = 0
     num_groups: int = 0
@@ -71,6 +72,7 @@ class Arrays(NamedTuple):
     factors: np.ndarray = np.zeros(0, np.float32)
     table: np.ndarray = np.zeros(0, np.float32)
     groups: np.ndarray = np.zeros(0, np.int32)
+    order: np.ndarray = np.zeros(0, np.int32)
 
 
 def group_shift(num_columns: int, num_groups: int) -> int:
@@ -138,10 +140,10 @@ class CodedRows(PackedRows):
         self._scales_NG, self._encoding = scales_NG, encoding
 
     def _layout(self) -> tuple[Layout, Arrays]:
-        num_groups, run_bytes = self._scales_NG.shape[1], code_bytes(self._encoding, GROUP_NUMBERS)
+        num_groups, block_bytes = self._scales_NG.shape[1], code_bytes(self._encoding, BLOCK_NUMBERS)
         shift = group_shift(self.shape[1], num_groups)
         scales = self._scales_NG.view(torch.int16).numpy().view(np.uint16).reshape(-1)
-        layout = Layout(self._encoding, *self.shape, run_bytes, num_groups=num_groups, shift=shift)
+        layout = Layout(self._encoding, *self.shape, block_bytes, num_groups=num_groups, shift=shift)
         return layout, Arrays(scales=scales)
 
     def decode(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
@@ -225,7 +227,7 @@ class RowCodes(GroupedRows):
             self._encoding,
             rows.stop - rows.start,
             num_columns,
-            GROUP_NUMBERS if self._encoding in BYTE_ENCODINGS else GROUP_NUMBERS // 2,
+            BLOCK_NUMBERS if self._encoding in BYTE_ENCODINGS else BLOCK_NUMBERS // 2,
             num_groups=self._num_groups,
             shift=group_shift(num_columns, self._num_groups),
         )

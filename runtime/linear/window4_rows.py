@@ -16,7 +16,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from ..kernels.arguments import GROUP_BYTES, GROUP_NUMBERS
+from ..kernels.arguments import BLOCK_NUMBERS, GROUP_BYTES, GROUP_NUMBERS
 from ..kernels.arguments import WINDOW4 as ENCODING
 from .blocks import device_constant
 from .packed_rows import Arrays, Layout, PackedRows
@@ -65,7 +65,7 @@ class Window4Rows(PackedRows):
         bases, starts, columns, exponents = (part.numpy() for part in self._parts)
         assert len(bases) == 1, "kernels take one matrix at a time"
         starts_N = starts[0, self._first_row : self._first_row + self.shape[0] + 1].view(np.uint32)
-        layout = Layout(ENCODING, *self.shape, GROUP_BYTES, base=int(bases[0, 0]))
+        layout = Layout(ENCODING, *self.shape, BLOCK_NUMBERS // GROUP_NUMBERS * GROUP_BYTES, base=int(bases[0, 0]))
         return layout, Arrays(starts_N, columns.view(np.uint16), exponents)
 
     def codes(self) -> Codes:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from ..config.profiles import FLOAT32, BackendTable, LinearBackend
-from ..formats.kinds.gguf import GgufRows
+from ..formats.kinds.gguf import gguf_rows
 from ..formats.scaled_rows import ScaledRows
 from ..linear.backends import BACKENDS, DTYPE_NAMES, default_backend, supported_backends
 from ..linear.blocks import panels
@@ -183,7 +183,7 @@ def upcast_probes(device: ComputeDevice, *, width: int) -> list[Probe]:
     for dtype in ("Q8_0", "Q4_K"):
         block = BLOCKS[dtype]
         stored = random_bytes(width // block.num_numbers * block.num_bytes)
-        probes.append(probe(dtype, GgufRows(stored, dtype, width, None)))
+        probes.append(probe(dtype, gguf_rows(stored, dtype, width, None)))
     return probes
 
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...kernels.arguments import GGUF
+from ...kernels.arguments import BLOCK_NUMBERS, DEVICE_GGUF, GGUF, GROUP_NUMBERS
+from ...linear.packed_rows import Arrays, Layout, PackedRows
 from ...linear.rows import Codes, Rows
 from ...store.gguf import BLOCKS
 from ..storage_format import Loss, StorageFormat, StoredMatrix
@@ -42,10 +43,33 @@ class GgufRows:
 
     def codes(self) -> Codes | None:
         """See `Rows`."""
-        if self._dtype not in GGUF:
+        encoding = GGUF.get(self._dtype)
+        if encoding not in DEVICE_GGUF:
             return None
         order = None if self._order is None else self._order[None]
-        return Codes(encoding=GGUF[self._dtype], shape=self.shape, body=self._raw_NB[None], order=order)
+        return Codes(encoding=encoding, shape=self.shape, body=self._raw_NB[None], order=order)
+
+
+class KernelGgufRows(PackedRows):
+    """Same as `GgufRows` for the types that the CPU's vector kernels decode inside a product."""
+
+    def __init__(self, plain: GgufRows, raw_NB: torch.Tensor, dtype: str, order: torch.Tensor | None):
+        """`plain`: the same rows. The other arguments: see `GgufRows`."""
+        super().__init__(raw_NB, plain.shape[1])
+        self._plain, self._dtype, self._order = plain, dtype, order
+
+    def _layout(self) -> tuple[Layout, Arrays]:
+        block = BLOCKS[self._dtype]
+        layout = Layout(GGUF[self._dtype], *self.shape, BLOCK_NUMBERS // block.num_numbers * block.num_bytes)
+        return layout, Arrays() if self._order is None else Arrays(order=self._order.int().numpy())
+
+    def decode(self, rows: slice | torch.Tensor, out_RK: torch.Tensor) -> None:
+        """See `PackedRows`."""
+        self._plain.dequantize(rows, out_RK)
+
+    def codes(self) -> Codes | None:
+        """See `Rows`."""
+        return self._plain.codes()
 
 
 def decode(dtype: str, raw_RB: torch.Tensor, out_RK: torch.Tensor) -> None:
@@ -149,7 +173,16 @@ DECODERS: Mapping[str, Callable[[torch.Tensor], BlockNumbers]] = {
 def _rows(stored: StoredMatrix) -> Rows:
     source, device = stored.source, stored.raw.device
     runs = [torch.arange(run.start, run.stop, run.step, device=device) for run in source.row_order]
-    return GgufRows(stored.raw_NB, source.dtype, prod(source.shape[1:]), torch.cat(runs) if runs else None)
+    return gguf_rows(stored.raw_NB, source.dtype, prod(source.shape[1:]), torch.cat(runs) if runs else None)
+
+
+def gguf_rows(raw_NB: torch.Tensor, dtype: str, num_columns: int, order: torch.Tensor | None) -> Rows:
+    """Returns rows that the CPU's vector kernels decode inside a product, if they can, or `GgufRows`; arguments: see
+    there."""
+    rows = GgufRows(raw_NB, dtype, num_columns, order)
+    if dtype not in GGUF or raw_NB.device.type != "cpu" or num_columns % GROUP_NUMBERS:
+        return rows
+    return KernelGgufRows(rows, raw_NB, dtype, order)
 
 
 FORMATS = tuple(
