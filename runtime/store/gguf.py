@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,7 @@ MAX_ENTRIES, MAX_TENSORS, MAX_STRINGS = 1 << 16, 1 << 17, 1 << 21
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 LENGTH = struct.Struct("<Q")  # of a string
+ARRAY_HEAD = struct.Struct("<IQ")  # type and number of its elements
 Value = int | float | bool | str
 
 
@@ -223,8 +224,8 @@ class _Parser:
 
 @contextmanager
 def quick_gguf_package() -> Iterator[None]:
-    """Context manager: the `gguf` package, which transformers calls, reads a file in a third of the time, and makes a
-    model's table of tensor names once instead of once per module."""
+    """Context manager: the `gguf` package, which transformers calls, reads a vocabulary in a tenth of the time, and
+    makes a model's table of tensor names once instead of once per module."""
     import gguf  # an optional dependency
 
     reader, make_names = gguf.GGUFReader, gguf.get_tensor_name_map
@@ -239,6 +240,26 @@ def quick_gguf_package() -> Iterator[None]:
         @data.setter
         def data(self, mapped: np.ndarray) -> None:
             self._data = np.asarray(mapped)
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+            """Parses an array at once. The package makes several arrays for each of its elements."""
+            kind, data = gguf.GGUFValueType(raw_type), self._data.data
+            if kind != gguf.GGUFValueType.ARRAY or self.byte_order != "I":
+                return super()._get_field_parts(orig_offs, raw_type)
+            item, length = ARRAY_HEAD.unpack_from(data, orig_offs)
+            begin = at = orig_offs + ARRAY_HEAD.size
+            if item == STRING:
+                parts = list[Any]()
+                for _ in range(length):
+                    (size,) = LENGTH.unpack_from(data, at)
+                    parts.append(self._data[at + LENGTH.size : (at := at + LENGTH.size + size)])
+            elif item in SCALARS:
+                numbers = np.frombuffer(data, f"<{SCALARS[item]}", length, at)
+                parts, at = [*numbers[:, None]], at + numbers.nbytes
+            else:
+                return super()._get_field_parts(orig_offs, raw_type)
+            types = [kind, gguf.GGUFValueType(item)] if length else [kind]
+            return at - orig_offs, [self._data[orig_offs:begin], *parts], [*range(1, 1 + len(parts))], types
 
     gguf.GGUFReader, gguf.get_tensor_name_map = PlainReader, cache(make_names)
     try:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runtime.errors import CheckpointError
-from runtime.store.gguf import read_gguf
+from runtime.store.gguf import quick_gguf_package, read_gguf
 
 ARRAYS: dict[str, np.ndarray] = {
     "token_embd.weight": np.arange(64 * 3, dtype=np.float32).reshape(3, 64),
@@ -138,3 +138,25 @@ def test_a_name_without_end_is_not_shown(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(struct.pack("<Q", 11) + b"norm.weight", struct.pack("<Q", 300), 1))
     with pytest.raises(CheckpointError, match=r"a name of 300 bytes at [\d,]+; limit: 256"):
         read_gguf(path)
+
+
+def test_the_package_reads_the_same_quickly(tmp_path: Path) -> None:
+    """Fields of all types, arrays of all types among them."""
+    writer = gguf.GGUFWriter(path := tmp_path / "m.gguf", "llama")
+    writer.add_array("own.strings", ["a", "", "déjà", "x" * 300])
+    writer.add_array("own.flags", [True, False, True])
+    for kind in ("UINT8", "INT8", "UINT16", "INT16", "UINT32", "INT32", "UINT64", "INT64", "FLOAT32", "FLOAT64"):
+        writer.add_key_value(f"own.{kind}", [1, 0, 3], gguf.GGUFValueType.ARRAY, gguf.GGUFValueType[kind])
+    writer.add_tensor("norm.weight", ARRAYS["norm.weight"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    usual = gguf.GGUFReader(path)
+    with quick_gguf_package():
+        quick = gguf.GGUFReader(path)
+    assert type(quick) is not type(usual)
+    assert list(quick.fields) == list(usual.fields)
+    for name, field in usual.fields.items():
+        assert (quick.fields[name].contents(), quick.fields[name].types) == (field.contents(), field.types), name
+    assert [tensor.data.tolist() for tensor in quick.tensors] == [tensor.data.tolist() for tensor in usual.tensors]
