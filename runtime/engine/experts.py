@@ -4,12 +4,13 @@ CPU may multiply some experts for an accelerator, with weights in host memory, w
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import cast
 
 import torch
 
 from ..events import NeedExperts
-from ..model.expert_groups import run_on_device, run_on_host
+from ..model.expert_groups import can_run_group, run_group, run_on_device, run_on_host
 from ..model.experts import (
     Experts,
     Matrices,
@@ -185,11 +186,24 @@ class BatchedExperts:
                 out_TD = run_on_host(module, hidden_TD, visits)
                 if out_TD is not None:
                     return out_TD
+            kept = self._stream.kept(stage, visits.hit) if self._stream is not None and stage in self._paged else ()
+            if kept and not self._is_grouped and can_run_group(module, hidden_TD, visits, kept):
+                return self._mix_kept_first(stage, module, hidden_TD, visits, kept)
             return mix_experts(module, hidden_TD, visits, self._hit_matrices(stage, module, visits.hit))
         hit, first = visits.hit, 0
         if share.own is not None:
             hit, first = [expert for expert in hit if expert in share.own], share.own.start
         return share.mix_experts(module, hidden_TD, visits, self._hit_matrices(stage, module, hit, first))
+
+    def _mix_kept_first(
+        self, stage: int, module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits, kept: Sequence[int]
+    ) -> torch.Tensor:
+        """Same as `_mix` on a CPU. Multiplies by the experts that are in memory while the others are read."""
+        others = sorted(set(visits.hit) - set(kept))
+        reads = self._hit_matrices(stage, module, [*kept, *others])
+        outputs = run_group(module, dict(islice(reads, len(kept))), hidden_TD, visits)
+        outputs |= {expert: expert_output(module, own, expert, hidden_TD, visits) for expert, own in reads}
+        return accumulate_outputs(hidden_TD, visits, ((expert, outputs[expert]) for expert in visits.hit))
 
     def _hit_matrices(
         self, stage: int, module: torch.nn.Module, hit: Sequence[int], first: int = 0

@@ -17,8 +17,9 @@ Shapes: T tokens of D numbers, each routed to K of E experts; V = T x K visits, 
 outputs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,7 +31,16 @@ from ..linear.rows import Codes
 from ..linear.stored import StoredWeight
 from ..plan.placement.experts import GROUPED_VISITS, multiplies_all_experts
 from ..plan.placement.memory import GROUPED_BYTES, visit_elements
-from .experts import Experts, Visits, apply_activation, has_norm, matrix_names, stacked_bias
+from .experts import (
+    Experts,
+    Matrices,
+    Visits,
+    apply_activation,
+    expert_output,
+    has_norm,
+    matrix_names,
+    stacked_bias,
+)
 
 VECTOR_BYTES = 16  # alignment of rows and experts for torch's grouped kernel
 Spans = Sequence[tuple[int, slice]]  # (expert, its rows among the visits of a run)
@@ -97,6 +107,41 @@ def run_on_host(module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits
     for _, tokens, outputs in _compute_runs(module, _Stacks([up], [down]), hidden_TD, visits, max_visits, products):
         out_TD.index_add_(0, tokens, outputs.float())
     return out_TD.to(hidden_TD.dtype)
+
+
+def can_run_group(module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits, group: Sequence[int]) -> bool:
+    """True if `run_group` is likely faster than single experts, and the outputs of all visits fit GROUPED_BYTES."""
+    experts, (_, down) = cast("Experts", module), matrix_names(module)
+    if experts.is_transposed:
+        return False
+    num_visits = sum(rows.stop - rows.start for rows in map(visits.expert_rows, group))
+    per_visit = visit_elements(hidden_TD.shape[1], getattr(module, down).shape[2])
+    is_small = len(visits.tokens_V) * per_visit * hidden_TD.itemsize <= GROUPED_BYTES
+    return is_small and can_multiply_in_groups(num_visits, len(group))
+
+
+def run_group(
+    module: torch.nn.Module, matrices: Mapping[int, Matrices], hidden_TD: torch.Tensor, visits: Visits
+) -> dict[int, torch.Tensor]:
+    """Returns `expert_output` of several experts, by expert, bit-identical. Their matrices may be anywhere in host
+    memory."""
+    if not all(
+        isinstance(matrix, StoredWeight) and matrix.is_plain for own in matrices.values() for matrix in own.values()
+    ):
+        return {expert: expert_output(module, own, expert, hidden_TD, visits) for expert, own in matrices.items()}
+    rows = [visits.expert_rows(expert) for expert in matrices]
+    counts = [own.stop - own.start for own in rows]
+    spans = [slice(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
+
+    def products(x: torch.Tensor, name: str) -> torch.Tensor:
+        stored = [cast(StoredWeight, own[name]) for own in matrices.values()]
+        groups = [(span, weight.entries[0]) for span, weight in zip(spans, stored, strict=True)]
+        return grouped_linear(x, groups, stored[0].table)
+
+    tokens_V, experts_V = (torch.cat([each[own] for own in rows]) for each in (visits.tokens_V, visits.experts_V))
+    up, down = matrix_names(module)
+    out_VD = _compute_outputs(module, _Stacks([up], [down]), hidden_TD[tokens_V], experts_V, products)
+    return {expert: out_VD[span] for expert, span in zip(matrices, spans, strict=True)}
 
 
 def supports_grouped_mm(stacks: Sequence[torch.Tensor]) -> bool:

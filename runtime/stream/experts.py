@@ -121,9 +121,15 @@ class ExpertStream:
             missing = [page for page in self._all_pages(stage) if page not in self._kept]
             self._start(missing[: self._num_ahead])
 
+    def kept(self, stage: int, hit: Sequence[int]) -> list[int]:
+        """Returns those of the experts `hit` of a paged stage that are in memory, if `experts` may yield them first.
+        They stay there until the stage has run."""
+        is_kept = self._kept if self._paging is ExpertPaging.hit else ()
+        return [expert for expert in hit if self._pages.page(stage, expert) in is_kept]
+
     def experts(self, stage: int, hit: Sequence[int]) -> Generator[ExpertBytes]:
-        """Yields the experts `hit` (ascending) of a paged stage, while the next experts are read. Raises
-        CheckpointError."""
+        """Yields the experts `hit` of a paged stage in this order (with paging `all` they must be ascending), while the
+        next experts are read. Raises CheckpointError."""
         hit_pages = [self._pages.page(stage, expert) for expert in hit]
         pages = self._all_pages(stage) if self._paging is ExpertPaging.all else hit_pages
         self._requested_stages.add(stage)

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.waiting import simulate_bytes, skew_routers
 from jobs.config.settings import GenerateConfig
@@ -14,6 +16,7 @@ from jobs.record.run_dir import RunDirectory
 from jobs.run.tasks.generate import generate
 from runtime import ModelConfig, OffloadConfig, PolicyConfig, Runtime, RuntimeConfig, SamplingConfig
 from runtime.config.settings import Admission, DType, ExpertPaging, MachineConfig, Order, PolicyKind, Tier
+from runtime.engine import experts
 from runtime.engine.records import PassRecord, Phase
 from runtime.errors import Interrupted
 from runtime.model.loading import LoadedModel
@@ -95,14 +98,22 @@ def steady_bytes(records: Sequence[PassRecord]) -> float:
 
 @pytest.mark.parametrize("num_rows", [16, 64])
 def test_with_skewed_routers_passes_read_fewer_bytes_as_the_simulator_predicts(
-    num_rows: int, models: Path, caplog: pytest.LogCaptureFixture
+    num_rows: int, models: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", logger="runtime.stream.experts")
     config = config_for(models / "skewed", num_rows)
     plain, plain_records, plain_plan, plain_simulated = generated(config, num_rows)
     kept = replace(config, offload=replace(config.offload, kept_experts=KEPT))
+    run_group, sizes = experts.run_group, list[int]()
+
+    def counted(module: Any, matrices: Any, *arguments: Any) -> dict[int, torch.Tensor]:
+        sizes.append(len(matrices))
+        return run_group(module, matrices, *arguments)
+
+    monkeypatch.setattr(experts, "run_group", counted)
     tokens, records, plan, simulated = generated(kept, num_rows)
     assert tokens == plain
+    assert len(sizes) > len(records), "kept experts of a layer are multiplied together"
     assert not plain_plan.placement.num_kept_experts
     assert plan.placement.num_kept_experts == KEPT
     share = KEPT / (2 * NUM_EXPERTS)
