@@ -202,7 +202,7 @@ class StoredWeight(torch.Tensor):
         """True for a stack (N, K) of experts whose blocks all have the same types, shapes, dtypes and layouts."""
         if not self.is_stacked or self.is_transposed:
             return False
-        return len({tuple(map(_block_layout, blocks)) for blocks in self.entries}) == 1
+        return have_equal_blocks(self.entries)
 
     def expert(self, index: int) -> "StoredWeight":
         assert self.is_stacked, "weight is not a stack"
@@ -266,6 +266,11 @@ def _copy_plain(blocks: Sequence[Block], out_EnK: torch.Tensor) -> bool:
     else:
         torch._foreach_copy_(list(out_EnK), plain)  # pyright: ignore[reportPrivateImportUsage]
     return True
+
+
+def have_equal_blocks(entries: Iterable[Sequence[Block]]) -> bool:
+    """True if the row blocks of all entries have the same types, shapes, dtypes and layouts."""
+    return len({tuple(map(_block_layout, blocks)) for blocks in entries}) == 1
 
 
 def _block_layout(block: Block) -> tuple[object, ...]:

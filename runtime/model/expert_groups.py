@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from ..linear import device_codes
 from ..linear.backends import can_multiply_in_groups, grouped_linear
 from ..linear.rows import Codes
-from ..linear.stored import StoredWeight
+from ..linear.stored import StoredWeight, have_equal_blocks
 from ..plan.placement.experts import GROUPED_VISITS, multiplies_all_experts
 from ..plan.placement.memory import GROUPED_BYTES, visit_elements
 from .experts import (
@@ -125,9 +125,8 @@ def run_group(
 ) -> dict[int, torch.Tensor]:
     """Returns `expert_output` of several experts, by expert, bit-identical. Their matrices may be anywhere in host
     memory."""
-    if not all(
-        isinstance(matrix, StoredWeight) and matrix.is_plain for own in matrices.values() for matrix in own.values()
-    ):
+    by_name = [[own[name] for own in matrices.values()] for name in matrix_names(module)]
+    if not all(map(_are_alike, by_name)):
         return {expert: expert_output(module, own, expert, hidden_TD, visits) for expert, own in matrices.items()}
     rows = [visits.expert_rows(expert) for expert in matrices]
     counts = [own.stop - own.start for own in rows]
@@ -142,6 +141,12 @@ def run_group(
     up, down = matrix_names(module)
     out_VD = _compute_outputs(module, _Stacks([up], [down]), hidden_TD[tokens_V], experts_V, products)
     return {expert: out_VD[span] for expert, span in zip(matrices, spans, strict=True)}
+
+
+def _are_alike(weights: Sequence[torch.Tensor]) -> bool:
+    """True if `grouped_linear` can multiply by these matrices in one call."""
+    stored = [weight for weight in weights if isinstance(weight, StoredWeight) and weight.is_plain]
+    return len(stored) == len(weights) and have_equal_blocks(weight.entries[0] for weight in stored)
 
 
 def supports_grouped_mm(stacks: Sequence[torch.Tensor]) -> bool:

@@ -20,7 +20,7 @@ from runtime.linear import backends, work_items
 from runtime.linear.blocks import join_blocks, join_stacks
 from runtime.linear.stored import StoredWeight
 from runtime.model import expert_groups
-from runtime.model.expert_groups import run_on_device, run_on_host, supports_grouped_mm
+from runtime.model.expert_groups import can_run_group, run_group, run_on_device, run_on_host, supports_grouped_mm
 from runtime.model.experts import Experts, Visits, bound_matrices, expert_output, matrix_names, mix_experts
 from runtime.model.loading import load_model
 from tests.fake_device import FakeDevice
@@ -307,3 +307,38 @@ def test_experts_that_lie_otherwise_are_left_to_others(kind: str) -> None:
     module, (hidden_TD, index_TK, weights_TK) = drawn(KINDS[kind], torch.float32), asked(40, torch.float32)
     module = stored(module) if kind != "mixtral" else module
     assert run_on_host(module, hidden_TD, Visits.from_top_k(index_TK, weights_TK, 24)) is None
+
+
+@pytest.mark.parametrize("kind", [*LARGER, "one stored otherwise"])
+def test_some_experts_in_host_memory_give_what_each_by_itself_gives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work_items, "MIN_WEIGHTS", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    taken, by_groups = list[int](), backends.multiply_groups_in_vectors
+
+    def noted(x: torch.Tensor, groups: Any, *, pairs: bool) -> torch.Tensor:
+        taken.append(len(groups))
+        return by_groups(x, groups, pairs=pairs)
+
+    monkeypatch.setattr(backends, "multiply_groups_in_vectors", noted)
+    module = stored(drawn(LARGER.get(kind, LARGER["mixtral"]), torch.float32))
+    hidden_TD, index_TK, weights_TK = asked(40, torch.float32)
+    hidden_TD, visits = hidden_TD.repeat(1, 2), Visits.from_top_k(index_TK, weights_TK, 24)
+    matrices = {expert: bound_matrices(module, expert) for expert in visits.hit[1::2]}
+    if kind == "one stored otherwise":  # as in a checkpoint that leaves some experts unquantized
+        other = next(iter(matrices))
+        plain = {name: matrix.dequantized() for name, matrix in cast(Any, matrices[other]).items()}
+        matrices[other] = {n: StoredWeight([[m]], m.shape, m.dtype, is_stacked=False) for n, m in plain.items()}
+    expected = {e: expert_output(module, own, e, hidden_TD, visits) for e, own in matrices.items()}
+    assert can_run_group(module, hidden_TD, visits, [*matrices])
+    found = run_group(module, matrices, hidden_TD, visits)
+    assert taken == ([] if kind == "one stored otherwise" else [len(matrices)] * 2)
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[expert], output) for expert, output in expected.items())
+    monkeypatch.setattr(expert_groups, "GROUPED_BYTES", 1 << 14)
+    assert not can_run_group(module, hidden_TD, visits, [*matrices]), "outputs would not fit the memory that is planned"
+
+
+def test_transposed_experts_do_not_run_in_a_group() -> None:
+    module, (hidden_TD, index_TK, weights_TK) = drawn(gpt_oss, torch.float32), asked(40, torch.float32)
+    visits = Visits.from_top_k(index_TK, weights_TK, 24)
+    assert not can_run_group(stored(module), hidden_TD, visits, visits.hit)
