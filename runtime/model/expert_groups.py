@@ -125,20 +125,18 @@ def run_group(
 ) -> dict[int, torch.Tensor]:
     """Returns `expert_output` of several experts, by expert, bit-identical. Their matrices may be anywhere in host
     memory."""
-    by_name = [[own[name] for own in matrices.values()] for name in matrix_names(module)]
-    if not all(map(_are_alike, by_name)):
+    up, down = ([own[name] for own in matrices.values()] for name in matrix_names(module))
+    if not _are_alike(up) or not _are_alike(down):
         return {expert: expert_output(module, own, expert, hidden_TD, visits) for expert, own in matrices.items()}
     rows = [visits.expert_rows(expert) for expert in matrices]
     counts = [own.stop - own.start for own in rows]
     spans = [slice(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
 
-    def products(x: torch.Tensor, name: str) -> torch.Tensor:
-        stored = [cast(StoredWeight, own[name]) for own in matrices.values()]
-        groups = [(span, weight.entries[0]) for span, weight in zip(spans, stored, strict=True)]
-        return grouped_linear(x, groups, stored[0].table)
+    def products(x: torch.Tensor, weights: Sequence[StoredWeight]) -> torch.Tensor:
+        groups = [(span, weight.entries[0]) for span, weight in zip(spans, weights, strict=True)]
+        return grouped_linear(x, groups, weights[0].table)
 
     tokens_V, experts_V = (torch.cat([each[own] for own in rows]) for each in (visits.tokens_V, visits.experts_V))
-    up, down = matrix_names(module)
     out_VD = _compute_outputs(module, _Stacks([up], [down]), hidden_TD[tokens_V], experts_V, products)
     return {expert: out_VD[span] for expert, span in zip(matrices, spans, strict=True)}
 

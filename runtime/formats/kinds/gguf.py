@@ -53,10 +53,9 @@ class GgufRows:
 class KernelGgufRows(PackedRows):
     """Same as `GgufRows` for the types that the CPU's vector kernels decode inside a product."""
 
-    def __init__(self, plain: GgufRows, raw_NB: torch.Tensor, dtype: str, order: torch.Tensor | None):
-        """`plain`: the same rows. The other arguments: see `GgufRows`."""
-        super().__init__(raw_NB, plain.shape[1])
-        self._plain, self._dtype, self._order = plain, dtype, order
+    def __init__(self, raw_NB: torch.Tensor, dtype: str, num_columns: int, order: torch.Tensor | None):
+        super().__init__(raw_NB, num_columns)
+        self._plain, self._dtype, self._order = GgufRows(raw_NB, dtype, num_columns, order), dtype, order
 
     def _layout(self) -> tuple[Layout, Arrays]:
         block = BLOCKS[self._dtype]
@@ -179,10 +178,8 @@ def _rows(stored: StoredMatrix) -> Rows:
 def gguf_rows(raw_NB: torch.Tensor, dtype: str, num_columns: int, order: torch.Tensor | None) -> Rows:
     """Returns rows that the CPU's vector kernels decode inside a product, if they can, or `GgufRows`; arguments: see
     there."""
-    rows = GgufRows(raw_NB, dtype, num_columns, order)
-    if dtype not in GGUF or raw_NB.device.type != "cpu" or num_columns % GROUP_NUMBERS:
-        return rows
-    return KernelGgufRows(rows, raw_NB, dtype, order)
+    fits_kernels = dtype in GGUF and raw_NB.device.type == "cpu" and num_columns % GROUP_NUMBERS == 0
+    return (KernelGgufRows if fits_kernels else GgufRows)(raw_NB, dtype, num_columns, order)
 
 
 FORMATS = tuple(
