@@ -57,9 +57,10 @@ WARM_PASSES = 2 * COUNTED_PASSES  # decode passes in which kept experts are coun
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One run: decode seconds and passes, and the tokens of each request."""
+    """One run: seconds of decode passes and of all, number of decode passes, and the tokens of each request."""
 
     seconds: float
+    all_seconds: float
     num_passes: int
     num_drafted: int
     num_accepted: int
@@ -96,6 +97,7 @@ def measure(config: RuntimeConfig, prompts: Sequence[Any], bytes_per_second: flo
     gc.collect()
     return Measured(
         seconds=sum(record.seconds for record in decode),
+        all_seconds=sum(record.seconds for record in passes),
         num_passes=len(decode),
         num_drafted=sum(record.counts.drafted_tokens for record in decode),
         num_accepted=sum(record.counts.accepted_tokens for record in decode),

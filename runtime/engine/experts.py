@@ -4,7 +4,6 @@ CPU may multiply some experts for an accelerator, with weights in host memory, w
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import cast
 
 import torch
@@ -27,7 +26,7 @@ from ..model.loading import LoadedModel
 from ..plan.placement.feedforward import CpuShare
 from ..plan.shape.shapes import Stage
 from ..stream.exchange import HostExchange, RoundTrip
-from ..stream.experts import ExpertStream
+from ..stream.experts import ExpertBytes, ExpertStream
 from ..weights.stage_weights import stage_weights
 from .monitor import PassMonitor
 
@@ -186,23 +185,45 @@ class BatchedExperts:
                 out_TD = run_on_host(module, hidden_TD, visits)
                 if out_TD is not None:
                     return out_TD
-            kept = self._stream.kept(stage, visits.hit) if self._stream is not None and stage in self._paged else ()
-            if kept and not self._is_grouped and can_run_group(module, hidden_TD, visits, kept):
-                return self._mix_kept_first(stage, module, hidden_TD, visits, kept)
+            groups = self._groups(stage, module, hidden_TD, visits)
+            if groups:
+                return self._mix_groups(stage, module, hidden_TD, visits, groups)
             return mix_experts(module, hidden_TD, visits, self._hit_matrices(stage, module, visits.hit))
         hit, first = visits.hit, 0
         if share.own is not None:
             hit, first = [expert for expert in hit if expert in share.own], share.own.start
         return share.mix_experts(module, hidden_TD, visits, self._hit_matrices(stage, module, hit, first))
 
-    def _mix_kept_first(
-        self, stage: int, module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits, kept: Sequence[int]
+    def _groups(
+        self, stage: int, module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits
+    ) -> Sequence[Sequence[int]]:
+        """Groups of hit experts that a CPU multiplies by at a time: first those that are in memory, while the others
+        are read. Empty if single experts are likely faster."""
+        if self._is_grouped or self._stream is None or stage not in self._paged:
+            return []
+        kept = self._stream.kept(stage, visits.hit)
+        others, size = sorted(set(visits.hit) - set(kept)), self._stream.group_size
+        groups = [others[first : first + size] for first in range(0, len(others), size)]
+        groups = [kept, *groups] if kept else groups
+        return groups if any(can_run_group(module, hidden_TD, visits, group) for group in groups[:2]) else []
+
+    def _mix_groups(
+        self,
+        stage: int,
+        module: torch.nn.Module,
+        hidden_TD: torch.Tensor,
+        visits: Visits,
+        groups: Sequence[Sequence[int]],
     ) -> torch.Tensor:
-        """Same as `_mix` on a CPU. Multiplies by the experts that are in memory while the others are read."""
-        others = sorted(set(visits.hit) - set(kept))
-        reads = self._hit_matrices(stage, module, [*kept, *others])
-        outputs = run_group(module, dict(islice(reads, len(kept))), hidden_TD, visits)
-        outputs |= {expert: expert_output(module, own, expert, hidden_TD, visits) for expert, own in reads}
+        """Same as `_mix` on a CPU."""
+        assert self._stream is not None, "experts are streamed"
+        outputs = dict[int, torch.Tensor]()
+        for reads in self._stream.groups(stage, groups):
+            own = {read.expert: self._matrices(module, read) for read in reads}
+            if can_run_group(module, hidden_TD, visits, list(own)):
+                outputs |= run_group(module, own, hidden_TD, visits)
+            else:
+                outputs |= {e: expert_output(module, each, e, hidden_TD, visits) for e, each in own.items()}
         return accumulate_outputs(hidden_TD, visits, ((expert, outputs[expert]) for expert in visits.hit))
 
     def _hit_matrices(
@@ -213,7 +234,11 @@ class BatchedExperts:
         if self._stream is None or stage not in self._paged:
             yield from ((expert, bound_matrices(module, expert - first)) for expert in hit)
             return
-        prefix = f"{self._names[module]}."
-        weights_of = partial(self._loaded.weights_of, on_device=self._is_grouped)
         for read in self._stream.experts(stage, hit):
-            yield read.expert, bound_matrices(module, read.expert, overrides=read.matrices(weights_of, prefix))
+            yield read.expert, self._matrices(module, read)
+
+    def _matrices(self, module: torch.nn.Module, read: ExpertBytes) -> Matrices:
+        """The matrices of an expert that the stream has read."""
+        weights_of = partial(self._loaded.weights_of, on_device=self._is_grouped)
+        overrides = read.matrices(weights_of, f"{self._names[module]}.")
+        return bound_matrices(module, read.expert, overrides=overrides)

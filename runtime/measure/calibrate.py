@@ -13,6 +13,7 @@ import torch
 from ..checkpoint_source.download import as_config_error
 from ..engine.dequantized_weights import dequantize_all, dequantized_bytes
 from ..events import Weights
+from ..linear.backends import WEIGHTS_PER_THREAD
 from ..model.loading import LoadedModel
 from ..plan.cost.calibration import TypicalLoad, fit_rates, with_overheads
 from ..plan.cost.lane_work import packed_work
@@ -28,13 +29,14 @@ from ..stream.device import ComputeDevice
 from ..units import MIB
 from .attention import AttentionShape, decode_timer, prefill_timer
 from .bandwidth import copy_timer, gate_timer, read_timer
-from .layers import ProfilingPass, cpu_expert_timer, expert_rates
+from .layers import ExpertSeconds, ProfilingPass, cpu_expert_timer, time_experts
 from .linear import matmul_timer
 from .timing import Timer
 
 NUM_READS = 3  # layers that are read in sequence to measure the disk
 CACHED_BYTES = 1 << 30  # upper bound of a processor's caches
 KV_BYTES = 64 * MIB  # most KV that a measurement of decode attention reads
+EXPERT_BYTES = 64 * MIB  # most paged experts that are read to be multiplied together, unless one has more
 
 
 @torch.inference_mode()
@@ -46,13 +48,13 @@ def measure_rates(
     paged_stages: Collection[int] = (),
 ) -> MachineRates:
     """The rates of this machine for a run. Reads a few layers and computes with them; for `paged_stages` (layers with
-    paged experts), with the dense part and one expert. Allocates memory for two layers and then 64 MiB of KV, freed on
-    return. Raises CheckpointError if a read fails."""
+    paged experts), with the dense part and a few experts. Allocates memory for two layers and then 64 MiB of KV, freed
+    on return. Raises CheckpointError if a read fails."""
     run = RunProbes(
         loaded=loaded, reader=reader, device=device, typical_load=typical_load, paged_stages=frozenset(paged_stages)
     )
     layer = run.load_layer(run.typical_layer)
-    gemm, experts = run.matmul_rates(layer.weights), layer.expert_rates()
+    gemm, experts = run.matmul_rates(layer.weights), layer.time_experts()
     disk = run.disk_timer(layer.host).rate_once()
     link_in, link_out = run.link_rates(layer.host)
     cpu_attention = run.decode_attention_timer(ComputeDevice("cpu")).rate()
@@ -62,13 +64,14 @@ def measure_rates(
         link_in_bytes_per_second=link_in,
         link_out_bytes_per_second=link_out,
         gemm_flops_per_second=gemm,
-        expert_flops_per_second=experts,
+        expert_flops_per_second=experts.rates,
         memory_bytes_per_second=run.memory_timer().rate(),
         attention_bytes_per_second=attention,
         cpu_attention_bytes_per_second=cpu_attention,
         cpu_flops_per_second=run.cpu_expert_rate(),
         prefill_attention_flops_per_second=run.prefill_attention_timer().rate(),
         dequantize_bytes_per_second=layer.dequantize_rate(),
+        hit_seconds=experts.hit_seconds,
     )
     return run.with_profile(rates)
 
@@ -83,7 +86,6 @@ class LoadedLayer:
     host: torch.Tensor
     weights: Weights
     stored: Weights
-    expert: Weights  # weights of expert 0 if experts are paged, else empty
 
     def dequantize_rate(self) -> float:
         """Bytes read plus written per second while the layer's weights are dequantized. UNLIMITED if they are not."""
@@ -95,10 +97,13 @@ class LoadedLayer:
         moved = work.num_bytes + work.num_elements * shape.compute_dtype_bytes
         return Timer(moved, lambda: dequantize_all(self.stored, buffer), device.wait_for_compute).rate()
 
-    def expert_rates(self) -> dict[int, float]:
-        """FLOPs per second of experts, by rows (tokens) per expert, see `layers.expert_rates`."""
-        loaded, tokens = self.run.loaded, self.run.typical_load.product_rows
-        return expert_rates(loaded, self.run.device, self.stage, self.weights, self.expert, tokens)
+    def time_experts(self) -> ExpertSeconds:
+        """See `layers.time_experts`. Reads the first experts if they are paged, and frees them on return."""
+        run, load = self.run, self.run.typical_load
+        paged = run.read_experts(self.stage) if self.stage.index in run.paged_stages else []
+        return time_experts(
+            run.loaded, run.device, self.stage, self.weights, paged, load.product_rows, decode_tokens=load.num_rows
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,13 +129,12 @@ class RunProbes:
     def load_layer(self, stage: Stage) -> LoadedLayer:
         """Reads a layer, and dequantizes it as the run would do."""
         host, stored = self._read(self.streamed_part(stage))
-        expert = self._read(stage.expert(0))[1] if stage.index in self.paged_stages else {}
         size = self.dequantized_size(stored)
         weights = {**stored, **dequantize_all(stored, self.device.compute_buffer(size))} if size else stored
         for table in stage.tables:  # zeros that take no memory: the time to read rows is no part of a rate
             zero = torch.zeros(1, dtype=self.loaded.dtypes[table.name], device=self.device.torch_device)
             weights = {**weights, table.name: zero.expand(table.shape)}
-        return LoadedLayer(run=self, stage=stage, host=host, weights=weights, stored=stored, expert=expert)
+        return LoadedLayer(run=self, stage=stage, host=host, weights=weights, stored=stored)
 
     def dequantized_size(self, stored: Weights) -> int:
         """Bytes of a layer's dequantized weights; 0 if they are used as stored: on a CPU, or for lack of memory."""
@@ -142,6 +146,15 @@ class RunProbes:
     def streamed_part(self, stage: Stage) -> Stage:
         """The part of a stage that is read at once: all of it, or the dense part if experts are paged."""
         return stage.dense if stage.index in self.paged_stages else stage
+
+    def read_experts(self, stage: Stage) -> list[Weights]:
+        """The weights of the first experts of a layer: as many as a CPU multiplies in a group, if they fit
+        `EXPERT_BYTES`, but at least one; one for an accelerator, where paged experts run one by one."""
+        num_experts = 1
+        if not self.device.is_accelerator:
+            num_fitting = max(1, EXPERT_BYTES // slot_layout(stage.expert(0)).num_bytes)
+            num_experts = min(stage.num_experts, num_fitting, WEIGHTS_PER_THREAD * torch.get_num_threads())
+        return [self._read(stage.expert(number))[1] for number in range(num_experts)]
 
     def _read(self, stage: Stage) -> tuple[torch.Tensor, Weights]:
         """Reads a stage. Returns its bytes in host memory, and its weights in compute memory."""

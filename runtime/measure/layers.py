@@ -7,9 +7,10 @@ T (or V) tokens of D numbers, K experts per token.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +20,16 @@ from ..engine.experts import BatchedExperts, host_weights
 from ..engine.lanes.factory import LaneFactory
 from ..engine.lanes.lane import Lane, LaneContext
 from ..events import Event, NeedAttention, NeedExperts, NeedStage, Weights
-from ..model.experts import Visits, bound_matrices, is_experts, mix_experts, run_bare_expert
+from ..model.expert_groups import can_run_group, run_group
+from ..model.experts import (
+    Matrices,
+    Visits,
+    accumulate_outputs,
+    bound_matrices,
+    is_experts,
+    mix_experts,
+    run_bare_expert,
+)
 from ..model.loading import LoadedModel
 from ..model.stages import StreamedModule, empty_weights
 from ..plan.cost.calibration import LayerSeconds
@@ -96,7 +106,7 @@ class ProfilingPass:
             while event is not None and not (isinstance(event, NeedStage) and event.stage != self.stage):
                 if isinstance(event, NeedStage):
                     event = lane.advance(self.weights)
-                elif isinstance(event, NeedExperts):  # skipped: `expert_rates` times experts
+                elif isinstance(event, NeedExperts):  # skipped: `time_experts` times experts
                     event = lane.advance(torch.zeros_like(event.hidden_TD))
                 else:
                     assert isinstance(event, NeedAttention), f"unexpected event {event!r}"
@@ -127,58 +137,82 @@ class ProfilingPass:
         return LaneFactory(model=self.loaded, context=context, pages=pages)
 
 
-def expert_rates(
+class ExpertSeconds(NamedTuple):
+    """What the experts of a layer take. `rates`: FLOPs per second, by mean rows (tokens) per expert; empty if the
+    model's own code runs the experts. `hit_seconds`: how much longer an expert takes by itself than among others."""
+
+    rates: Mapping[int, float]
+    hit_seconds: float
+
+
+def time_experts(
     loaded: LoadedModel,
     device: ComputeDevice,
     stage: Stage,
     weights: Weights,
-    expert: Weights,
+    paged: Sequence[Weights],
     pass_tokens: Sequence[int],
-) -> dict[int, float]:
-    """FLOPs per second of the experts of layer `stage`, by mean rows (tokens) per expert, in a pass for each number of
-    tokens in `pass_tokens`. Empty if the model's own code runs the experts. `weights`: the layer's, by full parameter
-    name, in compute memory. `expert`: weights of expert 0, likewise by name, if experts are paged; then only this
-    expert is timed."""
+    decode_tokens: int,
+) -> ExpertSeconds:
+    """Times the experts of layer `stage` in a pass for each number of tokens in `pass_tokens`, and by themselves in a
+    pass of `decode_tokens`, one of these numbers. `weights`: the layer's, by full parameter name, in compute memory.
+    `paged`: those of its first experts, likewise by name, if experts are paged; then only these are timed."""
     streamed, path, module = _find_experts(loaded, stage)
     if module is None:
-        return {}
+        return ExpertSeconds({}, 0.0)
     prefix, work = f"{streamed.name}.{path}.", stage_works(loaded.shape, frozenset())[stage.index]
-    paged = {name.removeprefix(prefix): weight[0] for name, weight in expert.items()}
-    torch_device, rates = device.torch_device, dict[int, float]()
+    torch_device, rates, hit_seconds = device.torch_device, dict[int, float](), 0.0
+    overrides = [{name.removeprefix(prefix): weight[0] for name, weight in expert.items()} for expert in paged]
 
     def make_hidden(num_tokens: int) -> torch.Tensor:
         return torch.ones(num_tokens, loaded.shape.hidden_size, dtype=loaded.compute_dtype, device=torch_device)
 
-    def random_experts(num_tokens: int) -> Timer:
-        """Times all experts, with tokens routed at random, so that some experts get more than others."""
+    def random_experts(num_tokens: int) -> tuple[NeedExperts, Visits]:
+        """Tokens routed to all experts at random, so that some experts get more than others."""
         hidden_TD, num_chosen = make_hidden(num_tokens), stage.num_experts_per_token
         order = torch.rand(num_tokens, stage.num_experts, generator=torch.Generator().manual_seed(num_tokens))
         weights_TK, experts_TK = order.topk(num_chosen)
         event = NeedExperts(module, hidden_TD, experts_TK.to(torch_device), weights_TK.to(hidden_TD))
-        batched = BatchedExperts(loaded, frozenset(), None, is_grouped=device.is_accelerator)
-        flops = 2.0 * num_tokens * num_chosen * work.expert_weights
-        return Timer(flops, lambda: batched.run(stage.index, [event]), device.wait_for_compute)
+        return event, Visits.from_top_k(event.top_k_index_TK, event.top_k_weights_TK, stage.num_experts)
 
-    def single_expert(num_rows: int) -> Timer:
-        """Times expert 0 alone, with `num_rows` tokens."""
-        hidden_TD = make_hidden(num_rows)
+    def paged_experts(num_rows: int) -> tuple[torch.Tensor, Visits]:
+        """`num_rows` tokens that visit all experts in `paged`."""
+        hidden_TD, experts = make_hidden(num_rows), torch.arange(len(paged), device=torch_device)
         visits = Visits(
-            tokens_V=torch.arange(num_rows, device=torch_device),
-            experts_V=torch.zeros(num_rows, dtype=torch.int64, device=torch_device),
-            weights_V=torch.ones(num_rows, dtype=hidden_TD.dtype, device=torch_device),
-            ends=[num_rows],
+            tokens_V=torch.arange(num_rows, device=torch_device).repeat(len(paged)),
+            experts_V=experts.repeat_interleave(num_rows),
+            weights_V=torch.ones(num_rows * len(paged), dtype=hidden_TD.dtype, device=torch_device),
+            ends=[num_rows * (expert + 1) for expert in range(len(paged))],
         )
+        return hidden_TD, visits
 
-        def act() -> torch.Tensor:
-            return mix_experts(module, hidden_TD, visits, [(0, bound_matrices(module, 0, paged))])
-
-        return Timer(2.0 * num_rows * work.expert_weights, act, device.wait_for_compute)
-
+    batched = BatchedExperts(loaded, frozenset(), None, is_grouped=device.is_accelerator)
     with streamed.binding.bound(weights):
         for num_tokens in pass_tokens:
             num_rows = max(1, round(num_tokens * work.num_experts_per_token / work.hits(num_tokens)))
-            rates[num_rows] = (single_expert(num_rows) if paged else random_experts(num_tokens)).rate()
-    return rates
+            if paged:
+                hidden_TD, visits = paged_experts(num_rows)
+                matrices = {e: bound_matrices(module, e, own) for e, own in enumerate(overrides)}
+                together = partial(_mix_together, module, hidden_TD, visits, matrices)
+            else:
+                event, visits = random_experts(num_tokens)
+                hidden_TD, matrices = event.hidden_TD, {e: bound_matrices(module, e) for e in visits.hit}
+                together = partial(batched.run, stage.index, [event])
+            flops = 2.0 * len(visits.tokens_V) * work.expert_weights
+            rates[num_rows] = Timer(flops, together, device.wait_for_compute).rate()
+            if num_tokens == decode_tokens and not device.is_accelerator:  # there, each is launched by itself
+                alone = Timer(1.0, partial(mix_experts, module, hidden_TD, visits, list(matrices.items())))
+                hit_seconds = max(0.0, alone.seconds() - flops / rates[num_rows]) / len(matrices)
+    return ExpertSeconds(rates, hit_seconds)
+
+
+def _mix_together(
+    module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits, matrices: Mapping[int, Matrices]
+) -> torch.Tensor:
+    """Same as `mix_experts`, with products of all experts in a group if that is likely faster."""
+    if not hidden_TD.is_cpu or not can_run_group(module, hidden_TD, visits, list(matrices)):
+        return mix_experts(module, hidden_TD, visits, matrices.items())
+    return accumulate_outputs(hidden_TD, visits, run_group(module, matrices, hidden_TD, visits).items())
 
 
 def _find_experts(loaded: LoadedModel, stage: Stage) -> tuple[StreamedModule, str, torch.nn.Module | None]:

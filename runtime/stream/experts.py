@@ -12,6 +12,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from types import TracebackType
 from typing import TypeAlias
 
@@ -95,7 +96,9 @@ class ExpertStream:
         expert_shape = self._pages.as_shape(shape)
         self._stream = WeightStream(expert_shape, expert_placement, device, reader, trace, self._pages.name, loaded)
         self._kept, self._max_kept = set[int](), placement.num_kept_experts
-        self._chosen: frozenset[int] | None = None  # pages to keep; None: no choice yet, the first ones that are read
+        # Pages to keep. None: no choice yet, as many of each stage as are read first.
+        self._chosen: frozenset[int] | None = None
+        self._num_first = Counter[int]()  # kept pages before the choice, by stage
         # Hits and runs of decode passes, by page; those of the current pass; and how much is counted.
         self._hits, self._runs = np.zeros(len(self._pages.pages)), np.zeros(len(self._pages.pages))
         self._pass_hits, self._pass_runs = Counter[int](), Counter[int]()
@@ -127,31 +130,46 @@ class ExpertStream:
         is_kept = self._kept if self._paging is ExpertPaging.hit else ()
         return [expert for expert in hit if self._pages.page(stage, expert) in is_kept]
 
+    @property
+    def group_size(self) -> int:
+        """Most experts in a group of `groups` that are read, while as many others are in flight."""
+        return 1 if self._is_staged or self._paging is ExpertPaging.all else self._num_slots // 2
+
     def experts(self, stage: int, hit: Sequence[int]) -> Generator[ExpertBytes]:
         """Yields the experts `hit` of a paged stage in this order (with paging `all` they must be ascending), while the
         next experts are read. Raises CheckpointError."""
-        hit_pages = [self._pages.page(stage, expert) for expert in hit]
-        pages = self._all_pages(stage) if self._paging is ExpertPaging.all else hit_pages
+        for [expert] in self.groups(stage, [[expert] for expert in hit]):
+            yield expert
+
+    def groups(self, stage: int, groups: Sequence[Sequence[int]]) -> Generator[list[ExpertBytes]]:
+        """Same as `experts` for experts that are used together: yields all of a group at once. Groups may have
+        `group_size` experts, and any number of those in `kept`."""
+        experts = {self._pages.page(stage, expert): expert for group in groups for expert in group}
+        pages = [[self._pages.page(stage, expert) for expert in group] for group in groups]
+        if self._paging is ExpertPaging.all:
+            pages = [[page] for page in self._all_pages(stage)]
         self._requested_stages.add(stage)
-        self._hit_pages.update(hit_pages)
-        self._pass_hits.update(hit_pages)
+        self._hit_pages.update(experts)
+        self._pass_hits.update(experts.keys())
         self._pass_runs[stage] += 1
-        missing = [page for page in pages if page not in self._kept]
+        missing = deque(page for group in pages for page in group if page not in self._kept)
         self._num_read += len(missing)
-        experts, position = dict(zip(hit_pages, hit, strict=True)), 0  # page -> expert
-        for page in pages:
-            self._start(missing[position : position + self._num_ahead])
-            is_kept = page in self._kept
-            if not is_kept:
-                position += 1
+        for group in pages:
+            self._start(list(islice(missing, self._num_ahead)))
+            used = [page for page in group if page not in self._kept]
+            for _ in used:
+                missing.popleft()
                 self._started.popleft()
                 self._num_copied -= self._is_staged
             try:
-                if page in experts:
-                    yield ExpertBytes(experts[page], self._pages.pages[page], self._stream.acquire(page))
-                    is_kept = is_kept or self._keep(page, experts)
+                hit = [page for page in group if page in experts]
+                if hit:
+                    yield [
+                        ExpertBytes(experts[page], self._pages.pages[page], self._stream.acquire(page)) for page in hit
+                    ]
+                    used = [page for page in used if page not in experts or not self._keep(page, experts)]
             finally:
-                if not is_kept:
+                for page in used:
                     self._stream.free(page)
 
     def host_expert(self, stage: int, expert: int) -> ExpertBytes:
@@ -225,7 +243,12 @@ class ExpertStream:
     def _keep(self, page: int, used: Collection[int]) -> bool:
         """Keeps a page that compute has used, if it is to be kept, in place of one that is not. Returns True if so.
         Pages in `used` stay, since compute may need them next."""
-        if self._chosen is not None and page not in self._chosen:
+        if self._chosen is None:
+            stage = self._pages.pages[page].index
+            if self._num_first[stage] * len(self._pages.first_page) >= self._max_kept:
+                return False
+            self._num_first[stage] += 1
+        elif page not in self._chosen:
             return False
         if len(self._kept) == self._max_kept:
             others = self._kept - self._chosen if self._chosen is not None else ()

@@ -20,6 +20,7 @@ from runtime.plan.placement.experts import pageable_stages
 from runtime.plan.shape.extents import slot_layout
 from runtime.store.reader import Reader
 from runtime.stream.device import ComputeDevice
+from runtime.units import MIB
 from tests.fake_device import FakeDevice
 from tests.support import synthesize
 from tests.toy import sizes_of, toy_shape
@@ -49,6 +50,40 @@ def test_every_rate_that_a_plan_asks_for_is_measured(family: str, is_paged: bool
     assert 0 < rates.attention_bytes_per_second < UNLIMITED
     assert 0 < rates.pass_seconds < 1
     assert 0 <= rates.turn_seconds < 1
+    assert 0 <= rates.hit_seconds < 1
+
+
+@pytest.mark.parametrize(("is_paged", "expert_bytes"), [(True, 64 * MIB), (True, 1), (False, 64 * MIB)])
+def test_an_expert_by_itself_is_compared_with_the_same_among_others(
+    is_paged: bool, expert_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_model(
+        ModelConfig(name="deepseek-v3", path=str(synthesize("deepseek-v3", tmp_path))), torch.device("cpu"), None
+    )
+    paged = pageable_stages(loaded.shape) if is_paged else frozenset[int]()
+    taken: list[torch.Tensor] = []
+
+    def timed(self: Timer) -> float:
+        act = self.act()
+        taken.append(act[0] if isinstance(act, list) else act)
+        return 4.5 if len(taken) == 3 else 4.0  # in order: 1 token, 4, 4 one by one, 16, 32
+
+    monkeypatch.setattr(Timer, "seconds", timed)
+    monkeypatch.setattr(calibrate, "EXPERT_BYTES", expert_bytes)
+    with Reader(num_threads=2) as reader, torch.inference_mode():
+        run = RunProbes(loaded=loaded, reader=reader, device=DEVICE, typical_load=USUAL, paged_stages=paged)
+        layer = run.load_layer(run.typical_layer)
+        found = layer.time_experts()
+    num_experts, num_chosen = run.typical_layer.num_experts, run.typical_layer.num_experts_per_token
+    assert len(taken) == 5
+    torch.testing.assert_close(taken[1], taken[2])
+    if is_paged:
+        num_timed = num_experts if expert_bytes > 1 else 1
+        assert found.hit_seconds == pytest.approx(0.5 / num_timed)
+        num_weights = sum(prod(parameter.shape) for parameter in run.typical_layer.expert(0).parameters)
+        assert found.rates[1] == pytest.approx(2 * num_timed * num_weights / 4.0)
+    else:
+        assert 0.5 / num_experts <= found.hit_seconds <= 0.5 / num_chosen
 
 
 @pytest.mark.dealt(most=1)

@@ -88,15 +88,22 @@ def test_host_memory_sees_all_bytes_of_disk_and_link_and_what_the_cpu_attends_to
 
 
 @pytest.mark.parametrize("paging", [ExpertPaging.off, ExpertPaging.hit])
-def test_experts_that_are_read_by_themselves_are_launched_by_themselves(paging: ExpertPaging) -> None:
+@pytest.mark.parametrize("has_device", [False, True])
+@pytest.mark.parametrize("num_kept", [0, 16])
+def test_experts_that_are_read_by_themselves_are_launched_by_themselves(
+    paging: ExpertPaging, has_device: bool, num_kept: int
+) -> None:
+    """A CPU multiplies by those that stay in memory in a group."""
     shape = toy_mixture()
     offload = OffloadConfig(tier=Tier.nvme, resident_layers=0, expert_paging=paging)
-    placement = placed(config_of(offload=offload), shape)
+    placement = placed(config_of(offload=offload), shape, has_device=has_device)
+    placement = replace(placement, num_kept_experts=num_kept)
     free, launched = (
         priced(placement, shape, [LANE], replace(RATES, hit_seconds=seconds)).run(LAYER, 0) for seconds in (0.0, 0.5)
     )
     hits = 8 * (1 - (6 / 8) ** 4) if paging is ExpertPaging.hit else 0
-    assert launched - free == pytest.approx(hits * 0.5)
+    others = 1 - num_kept / (8 * len(placement.paged)) if placement.paged and not has_device else 1
+    assert launched - free == pytest.approx(others * hits * 0.5)
 
 
 def test_of_quantised_pages_those_go_back_that_tokens_have_filled() -> None:

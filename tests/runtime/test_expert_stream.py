@@ -80,6 +80,30 @@ def test_while_an_expert_is_used_the_next_are_on_their_way(
             reader.targets = reader.targets[: turn + num_slots]
 
 
+def test_experts_come_in_groups_while_the_next_group_is_read(loaded: LoadedModel, reader: RecordingReader) -> None:
+    groups = [[4, 5, 90], [6, 7, 8], [1]]
+    with open_stream(loaded, reader, ExpertPaging.hit, num_slots=6) as stream:
+        assert stream.group_size == 3
+        for turn, found in enumerate(stream.groups(2, groups)):
+            assert [each.expert for each in found] == groups[turn]
+            assert len(reader.asked) == [6, 7, 7][turn]
+            begin = 3 * turn
+            assert not set(reader.targets[begin : begin + len(found)]) & set(reader.targets[begin + len(found) :])
+        counters = stream.take_counters()
+        assert counters.num_experts_hit == counters.num_experts_read == 7
+        assert [len(found) for found in stream.groups(1, groups)] == [3, 3, 1]
+        stream.end_pass(0, 1, is_counted=True)
+        assert stream.routing is not None
+        assert sum(stream.routing.hit_rates) == pytest.approx(14)
+        left = stream.groups(2, groups)
+        next(left)
+        left.close()
+        assert [len(found) for found in stream.groups(1, [[0, 1, 2]])] == [3], "slots were given back"
+    with open_stream(loaded, reader, ExpertPaging.all, num_slots=6) as stream:
+        assert stream.group_size == 1
+        assert [found[0].expert for found in stream.groups(2, [[3], [9]])] == [3, 9]
+
+
 def test_each_expert_has_the_files_bytes(loaded: LoadedModel, reader: RecordingReader) -> None:
     stage = loaded.shape.stages[2]
     with open_stream(loaded, reader, ExpertPaging.hit) as stream:
@@ -163,10 +187,11 @@ def test_lanes_that_ask_one_by_one_read_their_hits_each_and_together_once(loaded
     assert read[False] == 3 * read[True]
 
 
-def test_a_failed_read_reaches_who_asks(tmp_path: Path, reader: RecordingReader) -> None:
+@pytest.mark.parametrize("groups", [[[0], [1]], [[0, 1]]])
+def test_a_failed_read_reaches_who_asks(groups: list[list[int]], tmp_path: Path, reader: RecordingReader) -> None:
     loaded = load(synthesize("qwen3-moe", tmp_path / "model"))
     with pytest.raises(CheckpointError, match="changed while in use"):  # noqa: PT012, SIM117
-        with open_stream(loaded, reader, ExpertPaging.hit) as stream:
+        with open_stream(loaded, reader, ExpertPaging.hit, num_slots=4) as stream:
             for path in (tmp_path / "model").glob("*.safetensors"):
                 path.write_bytes(b"")
-            list(stream.experts(1, [0, 1]))
+            list(stream.groups(1, groups))

@@ -1,6 +1,7 @@
 """Every stage is resident or streamed; the budget decides how many, and more of it is never worse."""
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -17,6 +18,7 @@ from runtime.config.settings import (
     Tier,
 )
 from runtime.errors import BudgetError
+from runtime.plan.placement.experts import EXPERT_SLOTS, EXPERT_SLOTS_BYTES
 from runtime.plan.placement.kv import evenly_spaced
 from runtime.plan.placement.load import Load
 from runtime.plan.placement.placement import Budgets, Placement
@@ -154,12 +156,23 @@ def test_slots_are_as_large_as_the_largest_streamed_stage() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_experts_have_a_slot_for_each_that_is_read_ahead_and_one_for_that_which_computes(depth: int) -> None:
-    shape = toy_mixture()
+    """And further ones in what is left of a CPU's memory, unless nothing is to be read ahead."""
+    shape, load = toy_mixture(), Load.from_lanes(toy_mixture(), [], 512)
     offload = OffloadConfig(tier=Tier.nvme, resident_layers=0, expert_paging=ExpertPaging.hit)
     config = RuntimeConfig(offload=offload, prefetch=PrefetchConfig(depth=depth))
-    placement = choose_placement(shape, config, Budgets(host_bytes=GIB), Load.from_lanes(shape, [], 512))
-    assert placement.paged
-    assert placement.num_expert_slots == depth + 1
+    device = Budgets(host_bytes=GIB, device_bytes=GIB)
+    staged, rich = (choose_placement(shape, config, budgets, load) for budgets in (device, Budgets(host_bytes=GIB)))
+    assert staged.paged == rich.paged
+    [size] = {shape.sizes.experts[stage].slot_bytes for stage in rich.paged}
+    assert staged.num_expert_slots == depth + 1
+    assert rich.num_expert_slots == min(EXPERT_SLOTS, EXPERT_SLOTS_BYTES // size)
+    least = rich.ledgers[0].total_bytes - (rich.num_expert_slots - depth - 1) * size
+    for more, num_slots in ((0, depth + 1), (2 * size, depth + 3)):
+        scarce = choose_placement(shape, config, Budgets(host_bytes=least + more), load)
+        assert scarce.fits
+        assert scarce.num_expert_slots == num_slots
+    eager = replace(config, prefetch=PrefetchConfig(kind=Prefetch.off))
+    assert choose_placement(shape, eager, Budgets(host_bytes=GIB), load).num_expert_slots == 2
 
 
 def test_embeddings_and_head_are_streamed_where_they_do_not_fit_and_resident_layers_are_kept() -> None:

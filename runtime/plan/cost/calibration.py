@@ -157,4 +157,4 @@ def correct_rates(
     result = rates.map_rates(COMPUTE_RATES, lambda rate: rate * compute)
     for resource, name in CORRECTED_RATES.items():
         result = replace(result, **{name: getattr(rates, name) * factor(resource)})
-    return result.map_rates(["turn_seconds", "pass_seconds"], lambda seconds: seconds / compute)
+    return result.map_rates(["turn_seconds", "hit_seconds", "pass_seconds"], lambda seconds: seconds / compute)

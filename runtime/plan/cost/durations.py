@@ -368,7 +368,10 @@ class _PassCosts:
             seconds = self.rates.codes_seconds(work.stored_experts.times(hits / work.num_experts), visits / hits)
         else:
             seconds = self.rates.experts_seconds(hits, visits, work.expert_weights)
-        seconds += work.is_paged * hits * (self.rates.hit_seconds + self._dequantizing(work.stored_experts))
+        if work.is_paged:
+            # A CPU multiplies by kept experts in a group.
+            num_single = hits if self.placement.has_device else work.hits_to_read(num_tokens)
+            seconds += num_single * self.rates.hit_seconds + hits * self._dequantizing(work.stored_experts)
         return seconds if self.rates.has_expert_rates else seconds + self._memory_seconds(visits * work.visit_bytes)
 
     def _prompt_attention(self, lane: LaneWork) -> float:

@@ -80,7 +80,7 @@ class MachineRates:
     dequantize_bytes_per_second: float = UNLIMITED  # stored bytes read plus dequantized bytes written
     launch_seconds: float = 0.0  # per operator
     turn_seconds: float = 0.0  # overhead of a lane in a stage, such as kernel launches
-    hit_seconds: float = 0.0  # overhead of a paged expert
+    hit_seconds: float = 0.0  # overhead of an expert that is multiplied by itself, as one that was read
     pass_seconds: float = 0.0  # overhead of a pass
 
     @property

@@ -24,6 +24,7 @@ from .memory import INNER_VECTORS, exchanged_elements, visit_elements
 
 # Up to this share of hit experts, reading them one by one takes less time than one sequential read of all experts.
 WORTHWHILE_SHARE = 0.9
+EXPERT_SLOTS, EXPERT_SLOTS_BYTES = 32, 64 << 20  # most expert slots for which a CPU uses memory that is left
 NUM_STAGING_SLOTS = 2  # pinned host buffers between disk and device, for one expert each
 FULL_TOKENS = 64  # up to this many tokens, reading all experts takes longer than multiplying by them
 GROUPED_VISITS = 2048  # maximum visits per grouped product on an accelerator, or a lane's tokens if those are more

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...config.orders import PLAIN
-from ...config.settings import Dequantize, ExpertPaging, KVDType, KVTier, RuntimeConfig, Tier
+from ...config.settings import Dequantize, ExpertPaging, KVDType, KVTier, Prefetch, RuntimeConfig, Tier
 from ...errors import ConfigError
 from ..shape.extents import LOADING_BYTES, pinned_bytes
 from ..shape.model import ModelShape
@@ -17,6 +17,8 @@ from ..shape.stage_sizes import evenly_spaced
 from . import feedforward
 from .dequantized import DequantizedSize
 from .experts import (
+    EXPERT_SLOTS,
+    EXPERT_SLOTS_BYTES,
     ExpertPhase,
     batch_entries,
     choose_paging,
@@ -310,27 +312,34 @@ class _PlacementCandidate:
             keys_at_minimum=load.keys_at_minimum,
         )
         placement = replace(placement, ledgers=self.needs.ledgers(placement))
-        num_kept = self._num_kept_experts(placement)
-        if not num_kept:
+        if not paged:
             return placement
-        placement = replace(placement, num_kept_experts=num_kept)
+        placement = self._with_spare_experts(placement)
         return replace(placement, ledgers=self.needs.ledgers(placement))
 
-    def _num_kept_experts(self, placement: Placement) -> int:
-        """Returns how many experts stay in compute memory: as configured, or as many as fit in what is left of it.
+    def _with_spare_experts(self, placement: Placement) -> Placement:
+        """Returns the placement with experts in what is left of compute memory.
 
-        None if experts come from host memory, for which the memory of an accelerator is not measured against its link,
-        or if several processes or ranks share the budgets.
+        On a CPU, further slots let reads of small experts go on while others are computed. Then as many experts stay in
+        memory as configured, or as fit. None do if experts come from host memory, for which the memory of an
+        accelerator is not measured against its link, or if several processes or ranks share the budgets.
         """
         shape, budgets, offload = self.needs.shape, self.needs.budgets, self.needs.config.offload
         is_alone = shape.num_parts == 1 and shape.rank_stages is None
         is_alone &= budgets.num_copies == budgets.num_sharers == budgets.num_devices == 1
+        if not is_alone:
+            return placement
+        experts = [shape.sizes.experts[stage] for stage in placement.paged]
+        num_experts, size = sum(each.num_experts for each in experts), max(each.slot_bytes for each in experts)
         configured = 0 if offload.kept_experts is None and offload.resident_layers is not None else offload.kept_experts
-        if placement.paging is not ExpertPaging.hit or placement.walk.in_host or not is_alone or configured == 0:
-            return 0
-        experts, left = [shape.sizes.experts[stage] for stage in placement.paged], placement.ledgers[0].left_bytes
-        num_fitting = max(0, left) // max(sizes.slot_bytes for sizes in experts)
-        return min(num_fitting if configured is None else configured, sum(sizes.num_experts for sizes in experts))
+        if placement.paging is not ExpertPaging.hit or placement.walk.in_host:
+            configured = 0
+        num_fitting, num_slots = max(0, placement.ledgers[0].left_bytes) // size, 0
+        if not budgets.has_device and self.needs.config.prefetch.kind is not Prefetch.off:
+            wanted = min(EXPERT_SLOTS, EXPERT_SLOTS_BYTES // size) - placement.num_expert_slots
+            num_slots = max(0, min(wanted, num_fitting - (configured or 0)))
+        num_kept = min(num_fitting - num_slots if configured is None else configured, num_experts)
+        return replace(placement, num_expert_slots=placement.num_expert_slots + num_slots, num_kept_experts=num_kept)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,8 +139,7 @@ class Problem:
         """Returns the placement of a load, with the CPU's share of experts derived from the rates.
 
         If experts are read one by one, memory may keep single experts in place of whole layers. The simulator decides,
-        with an even router until `routing` is known: single experts must save the share `MIN_SAVING` of a block's time,
-        and until then of its reads, as they take more time to compute. Without rates, memory keeps whole layers.
+        with an even router until `routing` is known. Without rates, memory keeps whole layers.
         """
         whole = replace(choose_placement(self.shape, config, self.budgets, load), routing=self.routing)
         whole = with_cpu_share(self.shape, whole, self.rates)
@@ -156,9 +155,18 @@ class Problem:
             predict_roughly(self.shape, placement, load.lanes, load.chunk_tokens, self.rates)
             for placement in (whole, single)
         )
-        saves_time = single_run.seconds < (1 - MIN_SAVING) * whole_run.seconds
-        saves_reads = _disk_seconds(single_run) < (1 - MIN_SAVING) * _disk_seconds(whole_run)
-        return single if saves_time and (saves_reads or self.routing is not None) else whole
+        return single if self.favors_single(single_run, whole_run) else whole
+
+    def favors_single(self, single: Prediction, whole: Prediction) -> bool:
+        """True if a run should keep single experts as in `single`, rather than layers as in `whole`.
+
+        With a known routing, this must save the share `MIN_SAVING` of the time. Otherwise it must save that share of
+        the reads and take no more time: a router that proves uneven will save more.
+        """
+        if self.routing is not None:
+            return single.seconds < (1 - MIN_SAVING) * whole.seconds
+        saves_reads = _disk_seconds(single) < (1 - MIN_SAVING) * _disk_seconds(whole)
+        return saves_reads and single.seconds <= whole.seconds
 
 
 def _disk_seconds(prediction: Prediction) -> float:
@@ -259,7 +267,7 @@ def _best_chunk(problem: Problem, initial: PlacedRun, rates: MachineRates) -> in
     # Rates as functions of rows, with the share of a chunk's tokens that one such product multiplies.
     rate_shares = [(rates.gemm_rate, 1.0), *((rates.expert_rate, share) for share in shares)]
     fixed_seconds = len(initial.load.lanes) * len(initial.load.shape.stages) * rates.turn_seconds + rates.pass_seconds
-    prediction = shortest = _predict_chunks(problem, initial, chunk, rates)
+    prediction, placement = shortest, shortest_placement = _predict_chunks(problem, initial, chunk, rates)
     while prediction is not None and shortest is not None and chunk < max_tokens:
         # Stalls and overheads do not grow with the chunk, so a larger chunk has less of both per token.
         prefill = prediction.prefill
@@ -268,17 +276,23 @@ def _best_chunk(problem: Problem, initial: PlacedRun, rates: MachineRates) -> in
         if not is_stalled and has_peak_rates:
             break
         chunk *= 2
-        prediction = _predict_chunks(problem, initial, chunk, rates)
-        if prediction is not None and prediction.seconds < shortest.seconds - MIN_SAVING * shortest.prefill_seconds:
-            best, shortest = chunk, prediction
+        prediction, placement = _predict_chunks(problem, initial, chunk, rates)
+        if prediction is None or prediction.seconds >= shortest.seconds - MIN_SAVING * shortest.prefill_seconds:
+            continue
+        # A larger chunk may leave memory only for single experts.
+        drops_layers = placement.num_kept_experts and len(placement.resident) < len(shortest_placement.resident)
+        if not drops_layers or problem.favors_single(prediction, shortest):
+            best, shortest, shortest_placement = chunk, prediction, placement
     return best
 
 
-def _predict_chunks(problem: Problem, initial: PlacedRun, num_tokens: int, rates: MachineRates) -> Prediction | None:
-    """Returns the prediction for chunks of `num_tokens`; None if they do not fit."""
+def _predict_chunks(
+    problem: Problem, initial: PlacedRun, num_tokens: int, rates: MachineRates
+) -> tuple[Prediction | None, Placement]:
+    """Returns the prediction for chunks of `num_tokens`, None if they do not fit, and the placement."""
     if problem.config.policy.admission is Admission.continuous:
         run = problem.place_blocks(pick_evenly(initial.blocks, MAX_BLOCKS), num_tokens)
-        return problem.predict(run) if run.placement.fits else None
+        return problem.predict(run) if run.placement.fits else None, run.placement
     load = Load.from_lanes(problem.shape, initial.load.lanes, num_tokens)  # of the block that takes most memory
     load = replace(
         initial.load,
@@ -290,4 +304,5 @@ def _predict_chunks(problem: Problem, initial: PlacedRun, num_tokens: int, rates
     placement = problem.choose_placement(
         replace(with_chunk_tokens(problem.config, num_tokens), prefetch=initial.prefetch), load
     )
-    return predict_roughly(problem.shape, placement, load.lanes, num_tokens, rates) if placement.fits else None
+    roughly = predict_roughly(problem.shape, placement, load.lanes, num_tokens, rates) if placement.fits else None
+    return roughly, placement
