@@ -220,10 +220,7 @@ class BatchedExperts:
         outputs = dict[int, torch.Tensor]()
         for reads in self._stream.groups(stage, groups):
             own = {read.expert: self._matrices(module, read) for read in reads}
-            if can_run_group(module, hidden_TD, visits, list(own)):
-                outputs |= run_group(module, own, hidden_TD, visits)
-            else:
-                outputs |= {e: expert_output(module, each, e, hidden_TD, visits) for e, each in own.items()}
+            outputs |= run_group(module, own, hidden_TD, visits)
         return accumulate_outputs(hidden_TD, visits, ((expert, outputs[expert]) for expert in visits.hit))
 
     def _hit_matrices(

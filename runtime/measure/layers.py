@@ -20,7 +20,7 @@ from ..engine.experts import BatchedExperts, host_weights
 from ..engine.lanes.factory import LaneFactory
 from ..engine.lanes.lane import Lane, LaneContext
 from ..events import Event, NeedAttention, NeedExperts, NeedStage, Weights
-from ..model.expert_groups import can_run_group, run_group
+from ..model.expert_groups import run_group
 from ..model.experts import (
     Matrices,
     Visits,
@@ -210,8 +210,6 @@ def _mix_together(
     module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visits, matrices: Mapping[int, Matrices]
 ) -> torch.Tensor:
     """Same as `mix_experts`, with products of all experts in a group if that is likely faster."""
-    if not hidden_TD.is_cpu or not can_run_group(module, hidden_TD, visits, list(matrices)):
-        return mix_experts(module, hidden_TD, visits, matrices.items())
     return accumulate_outputs(hidden_TD, visits, run_group(module, matrices, hidden_TD, visits).items())
 
 

@@ -123,10 +123,11 @@ def can_run_group(module: torch.nn.Module, hidden_TD: torch.Tensor, visits: Visi
 def run_group(
     module: torch.nn.Module, matrices: Mapping[int, Matrices], hidden_TD: torch.Tensor, visits: Visits
 ) -> dict[int, torch.Tensor]:
-    """Returns `expert_output` of several experts, by expert, bit-identical. Their matrices may be anywhere in host
-    memory."""
+    """Returns `expert_output` of several experts, by expert, bit-identical: together if `can_run_group`, else one by
+    one. Their matrices may be anywhere in host memory."""
     up, down = ([own[name] for own in matrices.values()] for name in matrix_names(module))
-    if not _are_alike(up) or not _are_alike(down):
+    is_faster = can_run_group(module, hidden_TD, visits, list(matrices))
+    if not is_faster or not _are_alike(up) or not _are_alike(down):
         return {expert: expert_output(module, own, expert, hidden_TD, visits) for expert, own in matrices.items()}
     rows = [visits.expert_rows(expert) for expert in matrices]
     counts = [own.stop - own.start for own in rows]

@@ -312,10 +312,7 @@ class _PlacementCandidate:
             keys_at_minimum=load.keys_at_minimum,
         )
         placement = replace(placement, ledgers=self.needs.ledgers(placement))
-        if not paged:
-            return placement
-        placement = self._with_spare_experts(placement)
-        return replace(placement, ledgers=self.needs.ledgers(placement))
+        return self._with_spare_experts(placement) if paged else placement
 
     def _with_spare_experts(self, placement: Placement) -> Placement:
         """Returns the placement with experts in what is left of compute memory.
@@ -339,7 +336,11 @@ class _PlacementCandidate:
             wanted = min(EXPERT_SLOTS, EXPERT_SLOTS_BYTES // size) - placement.num_expert_slots
             num_slots = max(0, min(wanted, num_fitting - (configured or 0)))
         num_kept = min(num_fitting - num_slots if configured is None else configured, num_experts)
-        return replace(placement, num_expert_slots=placement.num_expert_slots + num_slots, num_kept_experts=num_kept)
+        if not num_slots and not num_kept:
+            return placement
+        num_slots += placement.num_expert_slots
+        placement = replace(placement, num_expert_slots=num_slots, num_kept_experts=num_kept)
+        return replace(placement, ledgers=self.needs.ledgers(placement))
 
 
 @dataclass(frozen=True, kw_only=True)
