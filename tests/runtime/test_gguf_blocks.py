@@ -8,15 +8,18 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from runtime.config.profiles import LinearBackend
 from runtime.formats.kinds.gguf import DECODERS, GgufRows, gguf_rows
-from runtime.kernels.compiler import has_compiler
-from runtime.linear.backends import linear
+from runtime.kernels.compiler import has_bf16_pairs, has_compiler
+from runtime.linear.backends import BACKENDS
 from runtime.linear.rows import KernelRows
 from runtime.store.gguf import TYPES
 from tests.gguf_files import HALVES, random_blocks
 
 N, K = 24, 512
 WRITTEN = (Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1)
+COMPILED = pytest.mark.skipif(not has_compiler(), reason="no compiler for kernels")
+PAIRED = pytest.mark.skipif(not has_bf16_pairs(), reason="these vectors do not multiply bfloat16 by pairs")
 FOREIGN = (Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4, Type.TQ2_0)  # through gguf's numpy code
 
 
@@ -44,11 +47,18 @@ def test_numbers_are_those_of_gguf(kind: Type) -> None:
             assert torch.equal(out, expected[choice])
 
 
-@pytest.mark.skipif(not has_compiler(), reason="no compiler for kernels")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        pytest.param(LinearBackend.vectors, torch.float32, marks=COMPILED),
+        pytest.param(LinearBackend.widened, torch.bfloat16, marks=COMPILED),
+        pytest.param(LinearBackend.pairs, torch.bfloat16, marks=PAIRED),
+    ],
+)
 @pytest.mark.parametrize("name", DECODERS)
-def test_kernels_decode_blocks_inside_a_product(name: str, dtype: torch.dtype) -> None:
-    """At all column offsets at which a kernel begins, with rows in an order of their own."""
+def test_kernels_decode_blocks_inside_a_product(name: str, backend: LinearBackend, dtype: torch.dtype) -> None:
+    """At all column offsets at which a kernel begins, with rows in an order of their own. Weights in pairs of bfloat16
+    are rounded, as torch would round them."""
     num_rows, width = (104 if dtype == torch.float32 else 96), 1280  # torch rounds the last 8 rows to 16 bits first
     some = raw(Type[name])
     stored = torch.from_numpy(np.tile(some, (5, 3))[:num_rows, : some.shape[1] * width // K].copy())
@@ -58,11 +68,13 @@ def test_kernels_decode_blocks_inside_a_product(name: str, dtype: torch.dtype) -
         assert isinstance(rows, KernelRows)
         weights = torch.empty(num_rows, width)
         plain.dequantize(slice(None), weights)
+        if backend is LinearBackend.pairs:
+            weights = weights.to(dtype)
         for count in (1, 7, 65):
             x = torch.randn(count, width, generator=generator).to(dtype)
             expected = (x.double() @ weights.double().t()).to(dtype)
             rtol, atol = 1e-5 if dtype == torch.float32 else 0.01, 1e-5 * float(expected.abs().max())
-            torch.testing.assert_close(linear(x, [rows]), expected, rtol=rtol, atol=atol)
+            torch.testing.assert_close(BACKENDS[backend](x, [rows]), expected, rtol=rtol, atol=atol)
 
 
 def test_rows_that_no_kernel_fits_are_decoded_by_torch() -> None:
