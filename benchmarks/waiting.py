@@ -18,17 +18,20 @@ import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from jobs.packing.config import PackConfig, SourceConfig
 from jobs.packing.packing import pack
+from runtime.batching.balance import Block
 from runtime.config.settings import (
     ModelConfig,
     OffloadConfig,
@@ -39,20 +42,37 @@ from runtime.config.settings import (
     Tier,
 )
 from runtime.engine.records import PassRecord, Phase
+from runtime.engine.session import OnPass, Session
 from runtime.library.api import Runtime
 from runtime.plan.cost.predict import predict
 from runtime.plan.placement.defaults import chunk_tokens
 from runtime.plan.placement.experts import Routing
 from runtime.plan.planner import RunPlan
 from runtime.resources import Resource
+from runtime.sequences.sampler import Sampler
 from runtime.sequences.sequence import Completion, Request
+from runtime.sequences.sequence import Sequence as RunningSequence
 from runtime.stream.experts import COUNTED_PASSES
 from runtime.units import GIB, MIB
 
 from .devices import READ_CHUNK_MIB, ThrottledRuntime
 
 CORRECTION_BIAS = "e_score_correction_bias"  # of a router: added to the scores that choose the experts
+FIRST_ID = 5  # ids below are left to special tokens
 WARM_PASSES = 2 * COUNTED_PASSES  # decode passes in which kept experts are counted, chosen and read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """A request, and the tokens that a trained model generated for it: what a model of random weights then `replays`,
+    so that as many guesses are right as with a trained one."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+
+    @property
+    def replaying_request(self) -> Request:
+        return replace(self.request, max_new_tokens=len(self.token_ids), ignore_eos=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +86,7 @@ class Measured:
     num_accepted: int
     bytes_read: int
     most_drafted: int | None
-    steady_bytes: float  # read by a decode pass after the first `WARM_PASSES`
+    steady_bytes: float  # read by a decode pass after the first `WARM_PASSES`, of the revised plan if there is one
     simulated_bytes: float  # the same as the simulator has it, with the routing of this run
     num_kept: int  # experts that stay in memory
     tokens: dict[int, tuple[int, ...]] = field(repr=False)
@@ -77,11 +97,50 @@ class Measured:
         return sum(len(tokens) - 1 for tokens in self.tokens.values()) / self.seconds
 
 
+def make_requests(runtime: Runtime, prompts: Sequence[Any]) -> list[Request]:
+    made = [runtime.request(str(i), prompt) for i, prompt in enumerate(prompts)]
+    return [sample for each in made for sample in runtime.samples(each) if isinstance(sample, Request)]
+
+
+def record(config: RuntimeConfig, prompts: Sequence[Any]) -> list[Recorded]:
+    """Returns what the model of `config` generates. Token ids are numbered anew, in the order in which they occur, so
+    that a smaller vocabulary has them, too."""
+    with Runtime(config) as runtime:
+        requests = make_requests(runtime, prompts)
+        with runtime.open_with_backoff(requests) as (_, session):
+            found = dict(session.generate(requests))
+    numbers = defaultdict[int, int](lambda: FIRST_ID + len(numbers))
+
+    def renumber(token_ids: Sequence[int]) -> tuple[int, ...]:
+        return tuple(numbers[token_id] for token_id in token_ids)
+
+    return [
+        Recorded(
+            request=replace(request, prompt_ids=renumber(request.prompt_ids)), token_ids=renumber(found[i].token_ids)
+        )
+        for i, request in enumerate(requests)
+    ]
+
+
+@contextmanager
+def replayed(recorded: Sequence[Recorded]) -> Iterator[None]:
+    """Every run draws the tokens that are recorded for its requests, whatever its logits are."""
+    tokens = {each.request.key: each.token_ids for each in recorded}
+
+    def choose_tokens(sampler: Sampler, sequences: Sequence[RunningSequence], scores_BV: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([tokens[sequence.request.key][len(sequence.generated)] for sequence in sequences])
+
+    with mock.patch.object(Sampler, "_choose_tokens", choose_tokens):
+        yield
+
+
 def measure(config: RuntimeConfig, prompts: Sequence[Any], bytes_per_second: float) -> Measured:
-    with ThrottledRuntime(config, bytes_per_second=bytes_per_second) as runtime:
+    """Runs `prompts`: texts, token ids, or all of them as `Recorded` requests."""
+    recorded = [each for each in prompts if isinstance(each, Recorded)]
+    runtime = ThrottledRuntime(config, bytes_per_second=bytes_per_second)
+    with replayed(recorded) if recorded else nullcontext(), runtime:
         runtime.wait_for_kernels()
-        made = [runtime.request(str(i), prompt) for i, prompt in enumerate(prompts)]
-        requests = [sample for each in made for sample in runtime.samples(each) if isinstance(sample, Request)]
+        requests = [each.replaying_request for each in recorded] or make_requests(runtime, prompts)
         passes, found, routings = list[PassRecord](), dict[int, Completion](), list[Routing | None]()
         with runtime.open_with_backoff(requests) as (plan, session):
 
@@ -90,10 +149,21 @@ def measure(config: RuntimeConfig, prompts: Sequence[Any], bytes_per_second: flo
                 if record.phase is not Phase.prefill and len(routings) < COUNTED_PASSES:
                     routings.append(session.routing)
 
-            found |= dict(session.generate(requests, on_pass))
-            # By what was known when the kept experts were chosen.
-            simulated_bytes = simulate_bytes(runtime, plan, requests, routings[-1] if routings else None)
+            if is_revised := config.policy.kind is not PolicyKind.fixed:
+                found |= run_blocks(session, plan.blocks[:1], requests, on_pass)
+            else:
+                found |= dict(session.generate(requests, on_pass))
+        num_first = len(passes)
+        if is_revised:  # as a job does after its first block
+            assert plan.rates is not None, "the plan was made with rates"
+            routings.append(session.routing)
+            plan = runtime.revised(plan, requests, plan.rates, routings[-1])
+            with runtime.session(plan) as session:
+                found |= run_blocks(session, plan.blocks[1:], requests, on_pass)
+        # By what was known when the kept experts were chosen.
+        simulated_bytes = simulate_bytes(runtime, plan, requests, routings[-1] if routings else None)
     decode = [record for record in passes if record.phase is not Phase.prefill]
+    steady = [record for record in passes[num_first if is_revised else 0 :] if record.phase is not Phase.prefill]
     gc.collect()
     return Measured(
         seconds=sum(record.seconds for record in decode),
@@ -103,11 +173,17 @@ def measure(config: RuntimeConfig, prompts: Sequence[Any], bytes_per_second: flo
         num_accepted=sum(record.counts.accepted_tokens for record in decode),
         bytes_read=sum(record.times.bytes_read_disk for record in decode),
         most_drafted=plan.policy.draft_tokens,
-        steady_bytes=mean([record.times.bytes_read_disk for record in decode[WARM_PASSES:]] or [0]),
+        steady_bytes=mean([record.times.bytes_read_disk for record in steady[WARM_PASSES:]] or [0]),
         simulated_bytes=simulated_bytes,
         num_kept=plan.placement.num_kept_experts,
         tokens={i: completion.token_ids for i, completion in found.items()},
     )
+
+
+def run_blocks(
+    session: Session, blocks: Sequence[Block], requests: Sequence[Request], on_pass: OnPass
+) -> dict[int, Completion]:
+    return {i: found for block in blocks for i, found in session.wave(block, block.members, requests, {}, on_pass)}
 
 
 def simulate_bytes(runtime: Runtime, plan: RunPlan, requests: Sequence[Request], routing: Routing | None) -> float:
@@ -198,6 +274,11 @@ def compare_drafts(args: argparse.Namespace) -> None:
         ("greedy", texts[: args.rows], {}),
     ):
         config = base_config(args.model, args, **sampling)
+        if args.host_memory_gib is not None:
+            config = replace(config, offload=replace(config.offload, resident_layers=None))
+        if args.replay is not None:
+            trained = replace(config, model=ModelConfig.from_name(args.replay), offload=OffloadConfig())
+            prompts = record(trained, prompts)
 
         def with_drafts(count: int | None, config: RuntimeConfig = config) -> RuntimeConfig:
             return replace(config, policy=replace(config.policy, draft_tokens=count))
@@ -246,18 +327,22 @@ def compare_routing(args: argparse.Namespace) -> None:
     prompts = torch.randint(5, 500, (args.rows, 24), generator=generator).tolist()
     config = base_config(args.model, args, ignore_eos=True, temperature=args.temperature, seed=1)
     policy = replace(config.policy, micro_batch_size=args.block, num_micro_batches=1, draft_tokens=0)
+    policy = replace(policy, kind=PolicyKind.auto if args.revised else PolicyKind.fixed)
     config = replace(config, policy=policy)
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
-        skewed = Path(folder) / "skewed"
-        skew_routers(Path(args.model), skewed, args.skew)
         print(
             f"{args.rows} rows in blocks of {args.block}, memory for {args.kept_share:.0%} of the weights, "
             f"{args.mib_per_second:g} MiB/s\n"
         )
         columns = "routers", "memory keeps", "decode tok/s", "spread", "MiB a pass", "simulated", "ratio", "rows equal"
         print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-        for name, model in ("even", args.model), (f"skewed by {args.skew:g}", str(skewed)):
-            based = replace(config, model=ModelConfig.from_name(model))
+        for strength in args.skew:
+            name, model = (
+                (f"skewed by {strength:g}", Path(folder) / f"{strength}") if strength else ("even", args.model)
+            )
+            if strength:
+                skew_routers(Path(args.model), Path(model), strength)
+            based = replace(config, model=ModelConfig.from_name(str(model)))
             runtime = Runtime(replace(based, offload=replace(based.offload, kept_experts=0)))
             made = [runtime.request(str(i), prompt) for i, prompt in enumerate(prompts)]
             least = runtime.plan([request for request in made if isinstance(request, Request)], rates=None)
@@ -297,10 +382,16 @@ def main() -> None:
     parser.add_argument("--host-memory-gib", type=float, default=None)
     parser.add_argument("--scratch", help="folder for mirrors and stripes")
     parser.add_argument("--prompts", help="drafts: JSON lines with `prompt`")
+    parser.add_argument("--replay", help="drafts: a trained model, whose text MODEL repeats")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--drafted", type=int, help="drafts: another case with so many guessed tokens")
     parser.add_argument("--draft-model", help="drafts: another case with this small model")
-    parser.add_argument("--skew", type=float, default=0.1, help="routing: see `skew_routers`")
+    parser.add_argument(
+        "--skew", type=float, nargs="+", default=[0.0, 0.1], help="routing: a model each, see `skew_routers`; 0: even"
+    )
+    parser.add_argument(
+        "--revised", action="store_true", help="routing: search the policy, and plan again after the first block"
+    )
     parser.add_argument("--kept-share", type=float, default=0.25, help="routing: weights that fit in memory")
     args = parser.parse_args()
     {"disks": compare_disks, "drafts": compare_drafts, "tables": compare_tables, "routing": compare_routing}[args.what](
