@@ -124,6 +124,7 @@ def test_with_skewed_routers_passes_read_fewer_bytes_as_the_simulator_predicts(
     assert [f"{KEPT} of {2 * NUM_EXPERTS} stay in memory" in text for text in caplog.messages] == [True]
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize(
     ("admission", "order", "settings"),
     [
