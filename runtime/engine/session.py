@@ -225,8 +225,7 @@ class Session:
         """Prefill tokens per pass of each lane; None: the policy's. Resumed sequences may need smaller chunks."""
         if not any(sequence.generated for lane in lanes for sequence in lane):
             return [None] * len(lanes)
-        compute = next((each for each in self._plan.placement.ledgers if each.memory == "device"), None)
-        compute = compute or next(each for each in self._plan.placement.ledgers if each.memory == "host")
+        compute = self._plan.placement.compute_ledger
         return resumed_chunks(
             self._model.shape,
             planned=[[requests[i].size for i in group] for group in block.micro_batches],

@@ -27,7 +27,7 @@ from .placement.defaults import default_orders, micro_batch_sizes
 from .placement.memory import SequenceSize
 from .placement.placement import Budgets, Placement
 from .search.candidate import PlacedRun, Problem, choose_blocks, place_existing_blocks, tune_chunks
-from .search.drafts import NO_DRAFTS, DraftPlan, choose_drafts
+from .search.drafts import NO_DRAFTS, DraftPlan, choose_drafts, place_beside_drafts
 from .search.hrm import SearchResult, search
 from .search.policy import Policy
 from .shape.model import ModelShape
@@ -149,6 +149,7 @@ def is_search_worthwhile(kind: PolicyKind, default_plan: RunPlan) -> bool:
 
 def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -> RunPlan:
     model, policy, quantize = problem.config.model, run.config.policy, problem.config.model.quantize
+    drafts = choose_drafts(problem, run)
     num_read = len({*run.placement.walk.from_disk, *run.placement.decode_walk.from_disk})
     require(
         quantize is None or not num_read,
@@ -156,7 +157,6 @@ def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -
         f"{num_read} stages again in every pass: pack the weights once ({model.pack_command}), or set offload=auto, "
         "which keeps quantized weights in memory",
     )
-    feedforward, drafts = policy.feedforward or FeedForward.device, choose_drafts(problem, run)
     return RunPlan(
         blocks=run.blocks,
         budgets=problem.budgets,
@@ -164,7 +164,7 @@ def _run_plan(problem: Problem, run: PlacedRun, prediction: Prediction | None) -
         policy=replace(
             policy,
             attention=policy.attention or Attention.device,
-            feedforward=feedforward,
+            feedforward=policy.feedforward or FeedForward.device,
             draft_tokens=drafts.max_tokens,
         ),
         drafts=drafts,
@@ -180,7 +180,7 @@ def _plan_with_order(problem: Problem, blocks: tuple[Block, ...] | None, num_hal
     initial = _initial_runs(problem, num_halvings) if blocks is None else [place_existing_blocks(problem, blocks)]
     initial[0].placement.require_fit(problem.config)
     if not num_halvings:
-        initial = [tune_chunks(problem, run) for run in initial]
+        initial = [place_beside_drafts(problem, tune_chunks(problem, run)) for run in initial]
     best, shortest = initial[0], problem.predict(initial[0])
     for run in initial[1:]:  # the first run is the default: another must be clearly faster
         prediction = problem.predict(run)

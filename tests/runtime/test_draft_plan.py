@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from runtime.config.settings import (
+    Admission,
     OffloadConfig,
     PolicyConfig,
     PolicyKind,
@@ -16,11 +17,11 @@ from runtime.devices.messages import config_for_ranks
 from runtime.errors import ConfigError
 from runtime.plan.cost.lane_work import decode_work, with_drafts
 from runtime.plan.cost.rates import MachineRates
-from runtime.plan.placement.memory import max_draft_tokens
+from runtime.plan.placement.memory import draft_bytes
 from runtime.plan.placement.placement import Budgets
 from runtime.plan.planner import RunPlan, plan_run
 from runtime.plan.resolved_settings import ResolvedSettings
-from runtime.plan.search.drafts import MAX_FREE
+from runtime.plan.search.drafts import MAX_FREE, MAX_LOSS
 from runtime.plan.shape.dtypes import Loss, WeightStorage
 from runtime.plan.shape.model import ModelShape
 from runtime.units import GIB, MIB
@@ -73,11 +74,36 @@ def test_what_is_set_is_what_is_guessed_if_memory_allows() -> None:
 
 def test_guesses_take_what_a_prefill_pass_and_the_ledger_leave() -> None:
     lanes = [sizes_of([4] * 8), sizes_of([4] * 8)]
-    counts = [max_draft_tokens(toy_shape(), lanes, 1, spare, 15) for spare in (0, MIB // 2, MIB, 4 * MIB, GIB)]
-    assert counts[0] == 0
-    assert counts == sorted(counts)
-    assert 0 < counts[2] < counts[-1] == 15
-    assert max_draft_tokens(toy_shape(), lanes, 512, GIB, 15) == 15
+    found = [draft_bytes(toy_shape(), lanes, 1, count) for count in range(16)]
+    assert found[0] == 0
+    assert found == sorted(found)
+    assert 0 < found[1] < found[15] < GIB
+    lanes = [sizes_of([200] * 8)]
+    alone, beside = (draft_bytes(toy_shape(), lanes, 512, 2, beside_prompts=each) for each in (False, True))
+    assert alone < draft_bytes(toy_shape(), lanes, 1, 2), "what a prefill pass of more tokens takes"
+    assert alone < beside
+
+
+@pytest.mark.parametrize("mib", range(92, 126, 2))
+def test_memory_is_kept_for_guesses_that_cost_little(mib: int) -> None:
+    """Whatever part of a layer the budget would leave. With admission=continuous, which needs most."""
+    config = replace(NVME, offload=OffloadConfig(tier=Tier.nvme))
+    config = replace(config, policy=replace(POLICY, admission=Admission.continuous))
+    plan = planned(config, disk=1e7, host_bytes=mib * MIB)
+    assert (plan.policy.draft_tokens or 0) >= 4
+    assert plan.placement.fits
+    assert plan.placement.compute_ledger.budget_bytes == mib * MIB
+    plain = planned(replace(config, policy=replace(config.policy, draft_tokens=0)), disk=1e7, host_bytes=mib * MIB)
+    assert plan.prediction is not None
+    assert plain.prediction is not None
+    assert plan.prediction.seconds <= (1 + MAX_LOSS) * plain.prediction.seconds
+
+
+def test_a_chunk_that_is_set_stays() -> None:
+    policy = replace(POLICY, admission=Admission.continuous, prefill_chunk_tokens=512)
+    config = replace(NVME, policy=policy, offload=OffloadConfig(tier=Tier.nvme))
+    counts = {planned(config, disk=1e7, host_bytes=mib * MIB).policy.draft_tokens for mib in (94, 96)}
+    assert counts == {2, 4}
 
 
 @pytest.mark.parametrize(

@@ -461,20 +461,13 @@ def resumed_chunks(
     return tuple(planned_tokens)
 
 
-def max_draft_tokens(
-    shape: ModelShape,
-    lanes: Sequence[MicroBatch],
-    chunk_tokens: int,
-    spare_bytes: int,
-    limit: int,
-    *,
-    beside_prompts: bool = False,
+def draft_bytes(
+    shape: ModelShape, lanes: Sequence[MicroBatch], chunk_tokens: int, num_drafted: int, *, beside_prompts: bool = False
 ) -> int:
-    """Returns how many drafted tokens per sequence, at most `limit`, a decode pass can compute in planned memory.
+    """Returns the compute memory that `num_drafted` drafted tokens per sequence take beyond that of a prefill pass.
 
-    That is the compute memory of a prefill pass, plus `spare_bytes` that the ledger leaves unused. In memory, each
-    drafted token of a decode pass is like one more sequence. `beside_prompts`: passes prefill and decode, so logits of
-    drafted tokens need memory beside that of a prefill pass.
+    In memory, each drafted token of a decode pass is like one more sequence. `beside_prompts`: passes prefill and
+    decode, so logits of drafted tokens need memory beside that of a prefill pass.
     """
     per_sequence = {"states", "KV tails", "draft model"}
 
@@ -484,13 +477,9 @@ def max_draft_tokens(
     def logits_bytes(lanes: Sequence[MicroBatch]) -> int:
         return _logits_entry(shape, lanes, [0] * len(lanes)).num_bytes
 
-    available = num_bytes(lanes, chunk_tokens) + spare_bytes
-    for count in range(limit, 0, -1):
-        drafted = [[*lane] * (1 + count) for lane in lanes]
-        fits_beside = not beside_prompts or logits_bytes(drafted) <= logits_bytes(lanes) + spare_bytes
-        if fits_beside and num_bytes(drafted, 1) <= available:
-            return count
-    return 0
+    drafted = [[*lane] * (1 + num_drafted) for lane in lanes]
+    beside = logits_bytes(drafted) - logits_bytes(lanes) if beside_prompts else 0
+    return max(0, beside, num_bytes(drafted, 1) - num_bytes(lanes, chunk_tokens))
 
 
 def encoder_activation_bytes(shape: ModelShape, lane: MicroBatch) -> int:

@@ -39,6 +39,12 @@ class Budgets:
         """The budget of the memory in which the model is computed."""
         return self.host_bytes if self.device_bytes is None else self.device_bytes
 
+    def less_compute(self, num_bytes: int) -> "Budgets":
+        """Returns these budgets with so many bytes less of the memory in which the model is computed."""
+        if self.device_bytes is None:
+            return replace(self, host_bytes=self.host_bytes - num_bytes)
+        return replace(self, device_bytes=self.device_bytes - num_bytes)
+
     def count_per_process(self, entry: Entry) -> Entry:
         """Returns the entry for all processes, if each has a copy."""
         return _multiply_entry(entry, self.num_copies, "processes")
@@ -120,6 +126,12 @@ class Placement:
     def has_device(self) -> bool:
         """True if an accelerator computes, in a memory of its own."""
         return any(ledger.memory == "device" for ledger in self.ledgers)
+
+    @property
+    def compute_ledger(self) -> Ledger:
+        """The ledger of the memory in which the model is computed."""
+        memory = "device" if self.has_device else "host"
+        return next(ledger for ledger in self.ledgers if ledger.memory == memory)
 
     @property
     def fits(self) -> bool:

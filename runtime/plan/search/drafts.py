@@ -1,17 +1,21 @@
 """Chooses how many tokens of each sequence a decode pass guesses, see runtime/sequences/drafts.py."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 from ...config.settings import Admission, RuntimeConfig
 from ..cost.predict import decode_pass_seconds
 from ..cost.rates import MachineRates
-from ..placement.memory import MicroBatch, max_draft_tokens
+from ..placement.memory import MicroBatch, draft_bytes
 from ..shape.model import ModelShape
 from .candidate import PlacedRun, Problem
 
 MAX_FREE = 8  # tokens that are guessed by default: later ones are rarely right
 FLOAT32_BYTES = 4
+DRAFT_STEP = 4  # so many fewer are tried if memory for all of them costs too much
+MAX_LOSS = 0.05  # most time that memory for guesses may add to a run, relative to the run
 MAX_COST = 0.05  # most time that a guessed token of each sequence may add to a decode pass, relative to the pass
 
 
@@ -46,42 +50,82 @@ NO_DRAFTS = DraftPlan(0)
 
 
 def choose_drafts(problem: Problem, run: PlacedRun) -> DraftPlan:
-    """Returns how many tokens to guess: the configured number, or as many as cost little.
-
-    They cost little if passes wait for weights, or if products with few rows do. Memory can lower the number: guesses
-    use only what the plan leaves.
+    """Returns how many tokens to guess: the configured number, or as many as cost little, in the memory that `run`
+    leaves. They cost little if passes wait for weights, or if products with few rows do.
     """
+    wanted = _wanted_drafts(problem, run)
+    return _cheap_drafts(problem, run, _num_fitting(run, problem.shape, wanted.max_tokens))
+
+
+def place_beside_drafts(problem: Problem, run: PlacedRun) -> PlacedRun:
+    """Returns `run`, or if it leaves too little memory for guesses, the same blocks placed in what these leave.
+
+    Prefill chunks may be halved for them, but the run must not take clearly longer.
+    """
+    policy, wanted = problem.config.policy, _wanted_drafts(problem, run).max_tokens
+    fitting = _num_fitting(run, problem.shape, wanted)
+    if fitting == wanted:
+        return run
+    before = problem.predict(run)
+    chunks = [run.chunk_tokens] + [run.chunk_tokens // 2] * (policy.prefill_chunk_tokens is None)
+    for chunk, count in product(chunks, range(wanted, fitting, -DRAFT_STEP)):
+        placed = _place_beside(problem, run, chunk, count)
+        after = problem.predict(placed)
+        is_longer = before and after and after.seconds > (1 + MAX_LOSS) * before.seconds
+        if placed.placement.fits and not is_longer:
+            return placed
+    return run
+
+
+def _wanted_drafts(problem: Problem, run: PlacedRun) -> DraftPlan:
+    """Same as `choose_drafts`, whatever memory is left."""
     policy, shape = problem.config.policy, problem.shape
     if run.placement.host_layers or run.placement.cpu_share is not None:
         return NO_DRAFTS  # buffers between CPU and device have room for one token of each sequence
     generates = any(size.max_new_tokens > 2 and not size.num_scored for size in problem.sizes)
     if not generates or draft_obstacle(problem.config, shape, has_rope_lengths=shape.restart_tokens is not None):
         return NO_DRAFTS
-    memory = "device" if run.placement.has_device else "host"
-    compute = next(ledger for ledger in run.placement.ledgers if ledger.memory == memory)
-    limit = MAX_FREE if policy.draft_tokens is None else policy.draft_tokens
-    limit = max_draft_tokens(
-        shape,
-        run.load.lanes,
-        run.chunk_tokens,
-        max(0, compute.left_bytes),
-        limit,
-        beside_prompts=policy.admission is Admission.continuous,
-    )
-    if problem.rates is None or not limit:
-        return NO_DRAFTS if policy.draft_tokens is None else DraftPlan(limit)
-    rates, lanes = problem.rates, run.load.lanes
+    return _cheap_drafts(problem, run, MAX_FREE if policy.draft_tokens is None else policy.draft_tokens)
 
-    def cost(num_drafted: int) -> float:
-        seconds = decode_pass_seconds(shape, run.placement, lanes, rates, num_drafted=num_drafted)
-        return max(0.0, seconds / without - 1) / num_drafted
 
-    without = decode_pass_seconds(shape, run.placement, lanes, rates)
-    if policy.draft_tokens is not None:
+def _cheap_drafts(problem: Problem, run: PlacedRun, limit: int) -> DraftPlan:
+    """Returns the configured number of guesses, or as many as cost little; at most `limit`."""
+    rates, lanes, shape = problem.rates, run.load.lanes, problem.shape
+    if problem.config.policy.draft_tokens is not None:
         return DraftPlan(limit)
+    if rates is None:
+        return NO_DRAFTS
+    without = decode_pass_seconds(shape, run.placement, lanes, rates)
     model_cost = _draft_model_seconds(shape, lanes, rates) / without if without else 0.0
-    plans = (DraftPlan(count, (each := cost(count)), each + model_cost) for count in range(limit, 0, -1))
-    return next((plan for plan in plans if plan.token_cost <= MAX_COST), NO_DRAFTS)
+    for count in range(limit, 0, -1):
+        seconds = decode_pass_seconds(shape, run.placement, lanes, rates, num_drafted=count)
+        if (cost := max(0.0, seconds / without - 1) / count) <= MAX_COST:
+            return DraftPlan(count, cost, cost + model_cost)
+    return NO_DRAFTS
+
+
+def _num_bytes(run: PlacedRun, shape: ModelShape, chunk_tokens: int, num_drafted: int) -> int:
+    beside_prompts = run.config.policy.admission is Admission.continuous
+    return draft_bytes(shape, run.load.lanes, chunk_tokens, num_drafted, beside_prompts=beside_prompts)
+
+
+def _num_fitting(run: PlacedRun, shape: ModelShape, limit: int) -> int:
+    """Returns how many guesses, at most `limit`, fit in the memory that `run` leaves."""
+    left = max(0, run.placement.compute_ledger.left_bytes)
+    return next((n for n in range(limit, 0, -1) if _num_bytes(run, shape, run.chunk_tokens, n) <= left), 0)
+
+
+def _place_beside(problem: Problem, run: PlacedRun, chunk_tokens: int, num_drafted: int) -> PlacedRun:
+    """Returns `run` placed in the memory that so many guesses leave."""
+    num_bytes = _num_bytes(run, problem.shape, chunk_tokens, num_drafted)
+    smaller = replace(problem, config=run.config, budgets=problem.budgets.less_compute(num_bytes))
+    placed = smaller.place_blocks(run.blocks, chunk_tokens)
+    compute = placed.placement.compute_ledger
+    ledgers = [
+        replace(each, budget_bytes=each.budget_bytes + num_bytes) if each is compute else each
+        for each in placed.placement.ledgers
+    ]
+    return replace(placed, placement=replace(placed.placement, ledgers=tuple(ledgers)))
 
 
 def _draft_model_seconds(shape: ModelShape, lanes: Sequence[MicroBatch], rates: MachineRates) -> float:

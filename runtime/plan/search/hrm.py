@@ -25,6 +25,7 @@ from ..cost.roofline import OperatingPoint, operating_point
 from ..cost.work import LayerWork
 from ..shape.model import ModelShape
 from .candidate import PlacedRun, Problem, place_existing_blocks, tune_chunks
+from .drafts import place_beside_drafts
 from .grid import Floats, GridAxes, PolicyGrid
 from .memory_estimates import MemoryEstimate, layers_in_host
 from .pass_times import Roofline
@@ -178,7 +179,7 @@ class Finalists:
             blocks = self._blocks_cache[key] = self._blocks_cache.get(key) or self.problem.blocks(*key)
         run = place_existing_blocks(problem, blocks)
         run.placement.require_fit(problem.config)
-        run = tune_chunks(problem, run)
+        run = place_beside_drafts(problem, tune_chunks(problem, run))
         prediction = problem.predict(run)
         assert prediction is not None, "a search needs rates"
         seconds = prediction.seconds
