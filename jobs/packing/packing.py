@@ -17,6 +17,7 @@ from runtime.plan.shape.shapes import Stripes
 from runtime.store.checkpoint import INDEX, SINGLE
 from runtime.store.file_digests import read_packing_record, read_record
 from runtime.store.header import read_header
+from runtime.store.mirrors import warn_of_shared_disk
 from runtime.store.read_errors import read_error, with_retries
 from runtime.store.striped_store import find_stripes
 from runtime.store.stripes import stripe_paths
@@ -110,6 +111,8 @@ def pack(config: PackConfig, progress: Callable[[int, int], None]) -> Packing:
             except OSError as error:
                 raise OutputError(f"cannot write {out / LOCK}: {error.strerror or error}; set another out") from error
             sweep_temps(out, is_only_writer=True)
+        if len(directories) > 1:
+            warn_of_shared_disk("out", directories)
         return _Packer(source, directories, config, rounding, progress).run()
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -25,7 +26,7 @@ def find_copies(
     names, sizes, headers or samples of data (see `Checkpoint.fingerprint`), or with `digests` of the checkpoint's files
     any other byte.
     """
-    copies = dict[str, list[str]]()
+    copies, directories = dict[str, list[str]](), [Path(checkpoint.path)]
     for mirror in mirrors:
         path = Path(mirror).expanduser()
         try:
@@ -46,4 +47,21 @@ def find_copies(
             )
         for file, copy in zip(checkpoint.files, other.files, strict=True):
             copies.setdefault(file, []).append(copy)
+        directories.append(path)
+    warn_of_shared_disk("model.mirrors", directories)
     return copies
+
+
+def warn_of_shared_disk(key: str, directories: Sequence[Path]) -> None:
+    """Warns if some of `directories` are in one file system. `key`: the setting that names them."""
+    by_device = dict[int, list[str]]()
+    for directory in directories:
+        with suppress(OSError):
+            by_device.setdefault(directory.stat().st_dev, []).append(str(directory))
+    for shared in by_device.values():
+        if len(shared) > 1:
+            log.warning(
+                "%s: %s are on one disk, so reading them at the same time is not faster: put each on a disk of its own",
+                key,
+                " and ".join(shared),
+            )

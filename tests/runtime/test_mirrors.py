@@ -17,7 +17,7 @@ from runtime.errors import CheckpointError, StorageError
 from runtime.store import reader as reader_module
 from runtime.store.checkpoint import open_checkpoint
 from runtime.store.file_digests import digest_files
-from runtime.store.mirrors import find_copies
+from runtime.store.mirrors import find_copies, warn_of_shared_disk
 from runtime.store.reader import Reader
 from tests.runtime.test_fidelity import config_for, tokens_of
 from tests.runtime.test_reader import SIZE, layout, target_of
@@ -126,7 +126,16 @@ def test_tokens_are_the_same_from_several_disks(
     with caplog.at_level(logging.WARNING):
         runtime = Runtime(config_for(ref), model=model)
     assert f"{tmp_path / 'no'} is left out" in caplog.text
+    assert f"model.mirrors: {ref.directory} and {mirror} are on one disk" in caplog.text
     assert tokens_of(runtime, ref.prompts) == ref.expected
+
+
+def test_only_directories_on_one_disk_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_shared_disk("out", [tmp_path, Path("/proc"), tmp_path / "missing"])
+    assert not caplog.text
+    warn_of_shared_disk("out", [tmp_path, Path("/proc"), tmp_path.parent])
+    assert f"out: {tmp_path} and {tmp_path.parent} are on one disk" in caplog.text
+    assert "/proc" not in caplog.text
 
 
 def test_other_weights_are_refused(reference: References, tmp_path: Path) -> None:
