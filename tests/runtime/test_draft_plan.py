@@ -19,8 +19,9 @@ from runtime.plan.cost.lane_work import decode_work, with_drafts
 from runtime.plan.cost.rates import MachineRates
 from runtime.plan.placement.memory import draft_bytes
 from runtime.plan.placement.placement import Budgets
-from runtime.plan.planner import RunPlan, plan_run
+from runtime.plan.planner import RunPlan, find_policy, plan_policy, plan_run
 from runtime.plan.resolved_settings import ResolvedSettings
+from runtime.plan.search.candidate import Problem
 from runtime.plan.search.drafts import MAX_FREE, MAX_LOSS
 from runtime.plan.shape.dtypes import Loss, WeightStorage
 from runtime.plan.shape.model import ModelShape
@@ -97,6 +98,23 @@ def test_memory_is_kept_for_guesses_that_cost_little(mib: int) -> None:
     assert plan.prediction is not None
     assert plain.prediction is not None
     assert plan.prediction.seconds <= (1 + MAX_LOSS) * plain.prediction.seconds
+
+
+def test_a_searched_policy_knows_the_chunk_beside_guesses() -> None:
+    """A resumed run follows its policy, and must not prefill in other chunks."""
+    policy = replace(POLICY, kind=PolicyKind.hrm, admission=Admission.continuous)
+    config = RuntimeConfig(policy=policy, offload=OffloadConfig(tier=Tier.nvme))
+    sizes, chunks = sizes_of([30] * 16, 16), set[int | None]()
+    for mib in (96, 98, 102, 106):
+        problem = Problem(
+            shape=toy_shape(), config=config, budgets=Budgets(host_bytes=mib * MIB), sizes=sizes, rates=rates(1e7)
+        )
+        plan = find_policy(problem)
+        assert plan.searched_policy is not None
+        again = plan_policy(problem.with_policy(plan.searched_policy), blocks=plan.blocks)
+        assert again.policy == plan.policy
+        chunks.add(plan.policy.prefill_chunk_tokens)
+    assert chunks == {256, 512}
 
 
 def test_a_chunk_that_is_set_stays() -> None:
