@@ -56,6 +56,7 @@ from runtime.stream.experts import COUNTED_PASSES
 from runtime.units import GIB, MIB
 
 from .devices import READ_CHUNK_MIB, ThrottledRuntime
+from .weightstream import make_requests
 
 CORRECTION_BIAS = "e_score_correction_bias"  # of a router: added to the scores that choose the experts
 FIRST_ID = 5  # ids below are left to special tokens
@@ -97,16 +98,16 @@ class Measured:
         return sum(len(tokens) - 1 for tokens in self.tokens.values()) / self.seconds
 
 
-def make_requests(runtime: Runtime, prompts: Sequence[Any]) -> list[Request]:
-    made = [runtime.request(str(i), prompt) for i, prompt in enumerate(prompts)]
-    return [sample for each in made for sample in runtime.samples(each) if isinstance(sample, Request)]
+def make_samples(runtime: Runtime, prompts: Sequence[Any]) -> list[Request]:
+    samples = [sample for request in make_requests(runtime, prompts) for sample in runtime.samples(request)]
+    return [sample for sample in samples if isinstance(sample, Request)]
 
 
 def record(config: RuntimeConfig, prompts: Sequence[Any]) -> list[Recorded]:
     """Returns what the model of `config` generates. Token ids are numbered anew, in the order in which they occur, so
     that a smaller vocabulary has them, too."""
     with Runtime(config) as runtime:
-        requests = make_requests(runtime, prompts)
+        requests = make_samples(runtime, prompts)
         with runtime.open_with_backoff(requests) as (_, session):
             found = dict(session.generate(requests))
     numbers = defaultdict[int, int](lambda: FIRST_ID + len(numbers))
@@ -140,7 +141,7 @@ def measure(config: RuntimeConfig, prompts: Sequence[Any], bytes_per_second: flo
     runtime = ThrottledRuntime(config, bytes_per_second=bytes_per_second)
     with replayed(recorded) if recorded else nullcontext(), runtime:
         runtime.wait_for_kernels()
-        requests = [each.replaying_request for each in recorded] or make_requests(runtime, prompts)
+        requests = [each.replaying_request for each in recorded] or make_samples(runtime, prompts)
         passes, found, routings = list[PassRecord](), dict[int, Completion](), list[Routing | None]()
         with runtime.open_with_backoff(requests) as (plan, session):
 
@@ -153,7 +154,7 @@ def measure(config: RuntimeConfig, prompts: Sequence[Any], bytes_per_second: flo
                 found |= run_blocks(session, plan.blocks[:1], requests, on_pass)
             else:
                 found |= dict(session.generate(requests, on_pass))
-        num_first = len(passes)
+        num_first = len(passes) if is_revised else 0
         if is_revised:  # as a job does after its first block
             assert plan.rates is not None, "the plan was made with rates"
             routings.append(session.routing)
@@ -163,7 +164,7 @@ def measure(config: RuntimeConfig, prompts: Sequence[Any], bytes_per_second: flo
         # By what was known when the kept experts were chosen.
         simulated_bytes = simulate_bytes(runtime, plan, requests, routings[-1] if routings else None)
     decode = [record for record in passes if record.phase is not Phase.prefill]
-    steady = [record for record in passes[num_first if is_revised else 0 :] if record.phase is not Phase.prefill]
+    steady = [record for record in passes[num_first:] if record.phase is not Phase.prefill]
     gc.collect()
     return Measured(
         seconds=sum(record.seconds for record in decode),
@@ -337,16 +338,14 @@ def compare_routing(args: argparse.Namespace) -> None:
         columns = "routers", "memory keeps", "decode tok/s", "spread", "MiB a pass", "simulated", "ratio", "rows equal"
         print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
         for strength in args.skew:
-            name, model = (
-                (f"skewed by {strength:g}", Path(folder) / f"{strength}") if strength else ("even", args.model)
-            )
+            name, model = "even", Path(args.model)
             if strength:
-                skew_routers(Path(args.model), Path(model), strength)
+                name, model = f"skewed by {strength:g}", Path(folder) / f"{strength}"
+                skew_routers(Path(args.model), model, strength)
             based = replace(config, model=ModelConfig.from_name(str(model)))
             runtime = Runtime(replace(based, offload=replace(based.offload, kept_experts=0)))
-            made = [runtime.request(str(i), prompt) for i, prompt in enumerate(prompts)]
-            least = runtime.plan([request for request in made if isinstance(request, Request)], rates=None)
-            num_bytes = least.placement.ledgers[0].total_bytes + args.kept_share * runtime.model.shape.weight_bytes
+            least = runtime.plan(make_requests(runtime, prompts), rates=None)
+            num_bytes = least.placement.compute_ledger.total_bytes + args.kept_share * runtime.model.shape.weight_bytes
             runs = defaultdict[int | None, list[Measured]](list)
             for _ in range(args.rounds):
                 for kept in (0, None):

@@ -130,8 +130,7 @@ class Placement:
     @property
     def compute_ledger(self) -> Ledger:
         """The ledger of the memory in which the model is computed."""
-        memory = "device" if self.has_device else "host"
-        return next(ledger for ledger in self.ledgers if ledger.memory == memory)
+        return self.ledgers[0]
 
     @property
     def fits(self) -> bool:

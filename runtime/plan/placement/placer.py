@@ -331,7 +331,7 @@ class _PlacementCandidate:
         configured = 0 if offload.kept_experts is None and offload.resident_layers is not None else offload.kept_experts
         if placement.paging is not ExpertPaging.hit or placement.walk.in_host:
             configured = 0
-        num_fitting, num_slots = max(0, placement.ledgers[0].left_bytes) // size, 0
+        num_fitting, num_slots = max(0, placement.compute_ledger.left_bytes) // size, 0
         if not budgets.has_device and self.needs.config.prefetch.kind is not Prefetch.off:
             wanted = min(EXPERT_SLOTS, EXPERT_SLOTS_BYTES // size) - placement.num_expert_slots
             num_slots = max(0, min(wanted, num_fitting - (configured or 0)))

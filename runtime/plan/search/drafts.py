@@ -54,7 +54,8 @@ def choose_drafts(problem: Problem, run: PlacedRun) -> DraftPlan:
     leaves. They cost little if passes wait for weights, or if products with few rows do.
     """
     wanted = _wanted_drafts(problem, run)
-    return _cheap_drafts(problem, run, _num_fitting(run, problem.shape, wanted.max_tokens))
+    most = _num_fitting(run, problem.shape, wanted.max_tokens)
+    return wanted if most == wanted.max_tokens else _cheap_drafts(problem, run, most)
 
 
 def place_beside_drafts(problem: Problem, run: PlacedRun) -> PlacedRun:
@@ -120,12 +121,9 @@ def _place_beside(problem: Problem, run: PlacedRun, chunk_tokens: int, num_draft
     num_bytes = _num_bytes(run, problem.shape, chunk_tokens, num_drafted)
     smaller = replace(problem, config=run.config, budgets=problem.budgets.less_compute(num_bytes))
     placed = smaller.place_blocks(run.blocks, chunk_tokens)
-    compute = placed.placement.compute_ledger
-    ledgers = [
-        replace(each, budget_bytes=each.budget_bytes + num_bytes) if each is compute else each
-        for each in placed.placement.ledgers
-    ]
-    return replace(placed, placement=replace(placed.placement, ledgers=tuple(ledgers)))
+    compute, *others = placed.placement.ledgers
+    whole = replace(compute, budget_bytes=compute.budget_bytes + num_bytes)
+    return replace(placed, placement=replace(placed.placement, ledgers=(whole, *others)))
 
 
 def _draft_model_seconds(shape: ModelShape, lanes: Sequence[MicroBatch], rates: MachineRates) -> float:
