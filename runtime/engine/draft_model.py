@@ -32,10 +32,9 @@ from .records import Phase
 from .setup import Setup, open_streams
 
 
-def require_packed(draft: LoadedModel, *, expands_latents: bool) -> None:
-    """Raises ConfigError if the model's tokens cannot be taken back. `expands_latents`: it may do that."""
-    may_guess = draft.shape.is_packed and draft.rope_lengths is None
-    if not may_guess or (draft.expands_latents and not expands_latents):
+def require_packed(draft: LoadedModel) -> None:
+    """Raises ConfigError if the model's tokens cannot be taken back."""
+    if not draft.shape.is_packed or draft.rope_lengths is not None:
         raise ConfigError(
             f"{draft.shape.name} needs padded lanes, from which no tokens can be taken back: set another model, or null"
         )
@@ -43,7 +42,7 @@ def require_packed(draft: LoadedModel, *, expands_latents: bool) -> None:
 
 def require_same_tokens(draft: LoadedModel, model: LoadedModel) -> None:
     """Raises ConfigError unless tokens have the same ids in both models, and the small one can guess."""
-    require_packed(draft, expands_latents=False)
+    require_packed(draft)
     if draft.tokenizer is None or model.tokenizer is None:
         raise ConfigError("both models need a tokenizer, to compare their tokens")
     known, other = model.tokenizer.get_vocab(), draft.tokenizer.get_vocab()

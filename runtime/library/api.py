@@ -410,7 +410,7 @@ class Runtime(Closing):
             draft = Runtime(config, device=self.device, should_stop=self._should_stop, is_mtp_head=is_head)
             if is_head:
                 draft.model = replace(draft.model, shape=replace(draft.model.shape, name="the prediction head"))
-                require_packed(draft.model, expands_latents=True)
+                require_packed(draft.model)
             else:
                 require_same_tokens(draft.model, self.model)
         except (CheckpointError, ConfigError) as error:

@@ -55,24 +55,25 @@ def run(
     draft_model: Path | None,
     sampling: SamplingConfig | None = None,
     *,
+    model: str = "tiny",
     device: ComputeDevice | None = None,
     **policy: object,
 ) -> tuple[list[tuple[int, ...]], list[PassRecord]]:
     """The tokens of each prompt, and the passes."""
     chosen = replace(POLICY, draft_model=None if draft_model is None else str(draft_model), **policy)
     sampling = replace(sampling or SamplingConfig(max_new_tokens=20), ignore_eos=True)
-    config = RuntimeConfig(model="tiny", policy=chosen, offload=NVME, sampling=sampling)
+    config = RuntimeConfig(model=model, policy=chosen, offload=NVME, sampling=sampling)
     with Runtime(config, device=device) as runtime:
         made = [each for i, text in enumerate(PROMPTS) for each in runtime.samples(runtime.request(str(i), text))]
         requests, found = [each for each in made if isinstance(each, Request)], dict[int, Completion]()
         passes = list[PassRecord]()
         with runtime.open_with_backoff(requests) as (_, session):
             found |= dict(session.generate(requests, passes.append))
-            model = session._engine.lanes.context.drafts._model if chosen.draft_tokens else None
-            if isinstance(model, DraftModel):
-                pool = model._engine.lanes.pages.pool
+            guesser = session._engine.lanes.context.drafts._model if chosen.draft_tokens else None
+            if isinstance(guesser, DraftModel):
+                pool = guesser._engine.lanes.pages.pool
                 assert pool.num_free == pool.num_pages, "all pages are free again"
-                assert not model._shadows
+                assert not guesser._shadows
     assert len(found) == len(made) == len(requests)
     return [found[i].token_ids for i in range(len(requests))], passes
 
@@ -103,6 +104,14 @@ def test_tokens_are_the_same_with_right_and_wrong_guesses(
             assert total.accepted_tokens == total.drafted_tokens, "both draw the same tokens from the same noise"
         else:
             assert total.accepted_tokens < total.drafted_tokens
+
+
+def test_a_model_that_caches_latents_guesses(reference: Callable[[str], Reference]) -> None:
+    directory = reference("deepseek-v3").directory
+    expected, _ = run(None, model=str(directory), draft_tokens=0)
+    found, passes = run(directory, model=str(directory))
+    assert found == expected
+    assert (total := counts(passes)).accepted_tokens == total.drafted_tokens > 0
 
 
 def test_it_guesses_in_front_of_an_accelerator(similar: Path) -> None:
