@@ -46,7 +46,7 @@ def rewrite_words(words: Sequence[str], schema: type) -> list[str]:
     if "dataset.prompt" in hints:
         rewritten = expand_prompt(rewritten)
     if "model.path" in hints and ARCHITECTURE not in hints:
-        rewritten = [part for word in rewritten for part in _split_mirrors(word)]
+        rewritten = [part for word in rewritten for part in _split_mirrors(word, hints)]
         rewritten = [part for word in rewritten for part in _expand_model(word, rewritten, schema)]
     if not is_sweep:
         rewritten = [_quote_text(word, hints) for word in rewritten]
@@ -108,12 +108,15 @@ def _describe_bare_word(words: list[str], bare: list[int], hints: dict[str, obje
     return f"{head}; --help shows how to call this job"
 
 
-def _split_mirrors(word: str) -> list[str]:
-    """`model=[A,B]` and `model.path=[A,B]` as `model.path=A model.mirrors=[B]`."""
+def _split_mirrors(word: str, hints: dict[str, object]) -> list[str]:
+    """`model=[A,B]` and `model.path=[A,B]` as `model.path=A model.mirrors=[B]`. Raises ConfigError if a job reads only
+    one."""
     key, sign, value = word.partition("=")
     if key not in ("model", "model.path") or not sign or not (value.startswith("[") and value.endswith("]")):
         return [word]
     first, *others = (item.strip().strip("'\"") for item in value[1:-1].split(","))
+    if others and "model.mirrors" not in hints:
+        raise ConfigError(f"{word}: this job reads one directory: {key}={first}")
     mirrors = ",".join(quote(str(_expand_home(other))) for other in others)
     return [f"{key}={first}", *([f"model.mirrors=[{mirrors}]"] if others else [])]
 

@@ -584,6 +584,8 @@ def test_several_paths_of_a_model_are_its_path_and_mirrors() -> None:
         assert 'model.mirrors=["/b/m"]' in found
         assert 'model.path="/a/m"' in found
     assert not any("mirrors" in word for word in rewrite_words(["model=[/a/m]"], GenerateConfig))
+    with pytest.raises(ConfigError, match="reads one directory: model=/a/m"):
+        rewrite_words(["model=[/a/m,/b/m]"], PackConfig)
 
 
 def test_a_model_that_is_a_file_here_is_not_said_to_be_missing(
