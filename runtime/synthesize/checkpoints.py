@@ -124,6 +124,11 @@ def _build_model(
     valid = {key: value for key, value in overrides.items() if not is_outside.get(key)}
     config = copy.deepcopy(model) if isinstance(model, PreTrainedConfig) else make_config(model, valid)
     text = config.get_text_config()
+    heads, kv_heads = (getattr(text, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % max(1, kv_heads):
+        raise ConfigError(
+            f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}: change one of them"
+        )
     vocab_size: int = text.vocab_size
     tokenizer = byte_level_tokenizer(vocab_size) if tokenizer_path is None else load_local_tokenizer(tokenizer_path)
     if len(tokenizer) > vocab_size:

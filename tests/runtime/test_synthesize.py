@@ -193,6 +193,7 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
         ("llama", {"hidden_size": "wide"}, "invalid llama config"),
         ("llama", {"vocab_size": 100}, "needs 259 ids"),
         ("gpt2", {"n_embd": 65, "n_head": 4}, "cannot build a gpt2 model"),
+        ("deepseek_v3", {"num_attention_heads": 4}, "num_attention_heads=4 is no multiple of num_key_value_heads=128"),
     ],
 )
 def test_an_impossible_model_is_refused(
