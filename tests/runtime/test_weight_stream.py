@@ -206,7 +206,8 @@ def test_a_barrier_waits_for_reads_and_leaves_them_to_be_taken(
         device.synchronize()
         counters = stream.take_counters()
     assert shape.stages[stage].num_bytes <= counters.bytes_read <= walk.num_pages * placement.slot_bytes
-    assert (counters.num_hits, counters.num_misses) == (1, 0)
+    assert counters.num_hits + counters.num_misses == 1
+    assert counters.num_hits or walk.copies, "an accelerator's waits are timed, and the host may stop between events"
 
 
 def test_counters_count_each_read_once_and_start_again(shape: ModelShape, reader: CountingReader) -> None:
