@@ -120,6 +120,8 @@ def small_config(ref: Reference, **offload: Any) -> RuntimeConfig:
         model=ModelConfig(path=str(ref.directory), dtype="float32"),
         offload=OffloadConfig(tier="nvme", **offload),
         kv="device",
-        policy=PolicyConfig(kind="fixed", micro_batch_size=1, num_micro_batches=1, prefill_chunk_tokens=512),
+        policy=PolicyConfig(
+            kind="fixed", micro_batch_size=1, num_micro_batches=1, prefill_chunk_tokens=512, draft_tokens=0
+        ),
         sampling=SamplingConfig(max_new_tokens=3, ignore_eos=True),
     )
