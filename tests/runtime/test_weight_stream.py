@@ -186,8 +186,14 @@ def test_what_is_dropped_is_waited_for_and_leaves_its_slots_free(shape: ModelSha
 @pytest.mark.parametrize("num_lanes", [1, 3], ids=["whole", "by page"])
 @pytest.mark.parametrize("device", [DEVICE, FakeDevice()], ids=["memory", "accelerator"])
 def test_a_barrier_waits_for_reads_and_leaves_them_to_be_taken(
-    device: ComputeDevice, num_lanes: int, shape: ModelShape, tensors: dict[str, torch.Tensor], reader: CountingReader
+    device: ComputeDevice,
+    num_lanes: int,
+    shape: ModelShape,
+    tensors: dict[str, torch.Tensor],
+    reader: CountingReader,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("runtime.stream.weights.IN_TIME_SECONDS", 60.0)  # a busy host may stop between two events
     placement = placement_of(shape, resident_layers=0, order=Order.flexgen, num_lanes=num_lanes, device=device)
     stage, walk = placement.walk.streamed[0], placement.walk
     pages = range(walk.num_pages) if walk.num_pages > 1 else [None]
@@ -206,8 +212,7 @@ def test_a_barrier_waits_for_reads_and_leaves_them_to_be_taken(
         device.synchronize()
         counters = stream.take_counters()
     assert shape.stages[stage].num_bytes <= counters.bytes_read <= walk.num_pages * placement.slot_bytes
-    assert counters.num_hits + counters.num_misses == 1
-    assert counters.num_hits or walk.copies, "an accelerator's waits are timed, and the host may stop between events"
+    assert (counters.num_hits, counters.num_misses) == (1, 0)
 
 
 def test_counters_count_each_read_once_and_start_again(shape: ModelShape, reader: CountingReader) -> None:
